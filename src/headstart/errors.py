@@ -1,0 +1,21 @@
+"""What can go wrong for a user. Every message names the file or field, the cause and the way out."""
+
+
+class HeadstartError(Exception):
+    """The base of all errors that Headstart raises on purpose."""
+
+
+class CheckpointError(HeadstartError):
+    """A model folder, or a name that leads to none, that cannot be used."""
+
+
+class HeadError(CheckpointError):
+    """A multi-token-prediction head that is there but cannot be used; the trunk can."""
+
+
+class HubError(HeadstartError):
+    """The Hugging Face hub cannot be reached, or has no such model."""
+
+
+class RequestError(HeadstartError):
+    """A request that cannot be honoured as it stands."""
