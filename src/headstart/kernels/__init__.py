@@ -1,0 +1,1 @@
+"""Fast paths per device, each beside the stock-op function that is its oracle."""

@@ -1,0 +1,47 @@
+"""One file per family: mlx-lm's modules, our forward. `base.py` says what a family provides."""
+
+from typing import Any
+
+from ..errors import CheckpointError
+from . import qwen3_5, qwen3_next
+from .base import Family, Head, HeadSpec, Model, Weights, with_float32_norms
+
+FAMILIES: dict[str, Family] = {
+    "qwen3_5": qwen3_5.DENSE,
+    "qwen3_5_text": qwen3_5.DENSE,
+    "qwen3_5_moe": qwen3_5.MOE,
+    "qwen3_5_moe_text": qwen3_5.MOE,
+    "qwen3_next": qwen3_next.FAMILY,
+}
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json's text part: the whole of it where there is no other."""
+    return config.get("text_config", config)  # type: ignore[no-any-return]
+
+
+def head_modules(config: dict[str, Any]) -> int:
+    """How many modules of a head config.json promises; 0 where it promises none."""
+    text = text_config(config)
+    return int(text.get("mtp_num_hidden_layers") or text.get("num_nextn_predict_layers") or 0)
+
+
+def build(config: dict[str, Any], head: bool = True) -> Model:
+    """The modules that config.json describes, unquantised, their weights random and not yet computed."""
+    model_type = str(config.get("model_type"))
+    if model_type not in FAMILIES:
+        raise CheckpointError(
+            f"config.json: model_type {model_type!r} is not one of {', '.join(sorted(FAMILIES))}. "
+            "Headstart runs models of these families only."
+        )
+    family, text = FAMILIES[model_type], text_config(config)
+    lm = family.build(config)
+    mtp = None
+    if head:
+        layers = [family.head_layer(lm) for _ in range(head_modules(config) or 1)]
+        mtp = Head(family.head, layers, text["hidden_size"], text["vocab_size"], text["rms_norm_eps"])
+    weights = Weights(with_float32_norms(family.text(lm)), family.lm_head(lm), mtp and with_float32_norms(mtp))
+    return Model(family, text, lm, weights)
+
+
+__all__ = ["FAMILIES", "Family", "Head", "HeadSpec", "Model", "Weights", "build", "head_modules", "text_config"]

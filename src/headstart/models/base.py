@@ -1,0 +1,185 @@
+"""What a family of models provides, so that one loop drives them all.
+
+A family is mlx-lm's modules (weights map by eye) and our forward over them: mlx-lm's own hides the hidden states
+and commits the recurrent state at once. Nothing of mlx-lm is patched or copied.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
+
+from ..state import KV, Recurrent, Rows
+from .gated_delta_net import Projections, gated_delta_net
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """How a multi-token-prediction head is wired. The defaults are Qwen3.5's, as in vLLM, SGLang and llama.cpp."""
+
+    embedding_first: bool = True  # fc(concat[embedding, hidden]) or fc(concat[hidden, embedding])
+    fed_after_norm: bool = True  # the trunk's hidden after its final norm, or before
+    chains_after_norm: bool = True  # draft j+1 takes the head's hidden after its own norm, or before
+    own_lm_head: bool = False  # or the trunk's
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture: how mlx-lm builds it, and where in it things are."""
+
+    name: str
+    build: Callable[[dict[str, Any]], nn.Module]  # config.json → mlx-lm's model
+    text: Callable[[nn.Module], nn.Module]  # that model → the module with `embed_tokens`, `layers` and `norm`
+    lm_head: Callable[[nn.Module], nn.Module | None]  # None where the embedding is tied
+    head_layer: Callable[[nn.Module], nn.Module]  # a full-attention decoder layer like the trunk's
+    project: Callable[[nn.Module, mx.array], Projections]
+    head: HeadSpec = HeadSpec()
+
+
+class Norm(nn.Module):
+    """RMSNorm with its weight in float32 and its output in the input's type.
+
+    Raw checkpoints store `w` of `1 + w`; that sum rounded to bfloat16 moves logits by 0.02. mlx's RMSNorm with a
+    float32 weight would turn everything after it into float32.
+    """
+
+    def __init__(self, dims: int, eps: float):
+        super().__init__()
+        self.weight = mx.ones((dims,))
+        self.eps = eps
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.fast.rms_norm(x, self.weight, self.eps).astype(x.dtype)
+
+
+def with_float32_norms(module: nn.Module) -> nn.Module:
+    """Swap RMSNorm leaves for `Norm`, the way `nn.quantize` swaps linear ones."""
+
+    def swap(leaf: nn.Module) -> nn.Module:
+        return Norm(leaf.weight.shape[0], leaf.eps) if type(leaf) is nn.RMSNorm else leaf
+
+    module.update_modules(tree_map(swap, module.leaf_modules(), is_leaf=nn.Module.is_module))
+    return module
+
+
+class Head(nn.Module):
+    """The weights under `mtp.*`, with upstream's names."""
+
+    def __init__(self, spec: HeadSpec, layers: list[nn.Module], hidden: int, vocabulary: int, eps: float):
+        super().__init__()
+        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        self.pre_fc_norm_embedding = nn.RMSNorm(hidden, eps)
+        self.pre_fc_norm_hidden = nn.RMSNorm(hidden, eps)
+        self.layers = layers
+        self.norm = nn.RMSNorm(hidden, eps)
+        if spec.own_lm_head:
+            self.lm_head = nn.Linear(hidden, vocabulary, bias=False)
+
+
+class Weights(nn.Module):
+    """Every weight under its canonical name, whatever the checkpoint and mlx-lm call it."""
+
+    def __init__(self, text: nn.Module, lm_head: nn.Module | None, mtp: Head | None):
+        super().__init__()
+        self.embed_tokens = text.embed_tokens
+        self.layers = text.layers
+        self.norm = text.norm
+        if lm_head is not None:
+            self.lm_head = lm_head
+        if mtp is not None:
+            self.mtp = mtp
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model and its head, as four functions: `trunk`, `logits`, `head`, `draft_logits`, and their states."""
+
+    family: Family
+    config: dict[str, Any]  # config.json's text part
+    lm: nn.Module  # mlx-lm's own model over the same arrays
+    weights: Weights
+    head_unavailable: str | None = None  # why there is no head
+
+    @property
+    def has_head(self) -> bool:
+        return "mtp" in self.weights
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.config["vocab_size"])
+
+    @property
+    def context_length(self) -> int:
+        return int(self.config["max_position_embeddings"])
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The type of activations: that of the embedding's output."""
+        embedding = self.weights.embed_tokens
+        return embedding["scales"].dtype if "scales" in embedding else embedding.weight.dtype
+
+    def trunk(self, tokens: mx.array, rows: Rows, certain: int) -> mx.array:
+        """[B, W] tokens after what `rows` holds → [B, W, H], what the head is fed.
+
+        The first `certain` tokens enter the recurrent states at once, the rest stay pending. Nothing counts until
+        `rows.commit`.
+        """
+        mask = rows.reserve(tokens.shape[1])
+        x = self.weights.embed_tokens(tokens)
+        for layer, memory in zip(self.weights.layers, rows.layers, strict=True):
+            normed = layer.input_layernorm(x)
+            if isinstance(memory, Recurrent):
+                net = layer.linear_attn
+                x = x + gated_delta_net(net, self.family.project(net, normed), memory, rows.accepted, certain)
+            else:
+                x = x + layer.self_attn(normed, mask, memory)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.weights.norm(x) if self.family.head.fed_after_norm else x
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """[…, H] from `trunk` → […, V]."""
+        if not self.family.head.fed_after_norm:
+            hidden = self.weights.norm(hidden)
+        return self._lm_head(hidden)
+
+    def head(self, hidden: mx.array, tokens: mx.array, rows: Rows, ahead: int = 0, module: int = 0) -> mx.array:
+        """The pairs (hidden of position t, token t+1), [B, W, H] and [B, W] → [B, W, H], which predicts token t+2
+        and, with that token, is the next pair of the chain. They sit `ahead` positions past what `rows` holds.
+        """
+        mtp, spec = self.weights.mtp, self.family.head
+        parts = [mtp.pre_fc_norm_embedding(self.weights.embed_tokens(tokens)), mtp.pre_fc_norm_hidden(hidden)]
+        x = mtp.fc(mx.concatenate(parts if spec.embedding_first else parts[::-1], axis=-1))
+        mask = rows.reserve(tokens.shape[1], ahead)
+        layer, memory = mtp.layers[module], rows.layers[module]
+        x = x + layer.self_attn(layer.input_layernorm(x), mask, memory)
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return mtp.norm(x) if spec.chains_after_norm else x
+
+    def draft_logits(self, hidden: mx.array) -> mx.array:
+        """[…, H] from `head` → […, V]."""
+        mtp, spec = self.weights.mtp, self.family.head
+        if not spec.chains_after_norm:
+            hidden = mtp.norm(hidden)
+        return mtp.lm_head(hidden) if spec.own_lm_head else self._lm_head(hidden)
+
+    def make_state(self, rows: int) -> Rows:
+        return Rows.empty([self._memory(layer, rows) for layer in self.weights.layers], rows)
+
+    def make_head_state(self, rows: int) -> Rows:
+        return Rows.empty([self._memory(layer, rows) for layer in self.weights.mtp.layers], rows)
+
+    def _lm_head(self, hidden: mx.array) -> mx.array:
+        weights = self.weights
+        return weights.lm_head(hidden) if "lm_head" in weights else weights.embed_tokens.as_linear(hidden)
+
+    def _memory(self, layer: nn.Module, rows: int) -> KV | Recurrent:
+        if not layer.is_linear:
+            attention = layer.self_attn
+            return KV.empty(rows, attention.num_key_value_heads, attention.head_dim, self.dtype)
+        net = layer.linear_attn
+        return Recurrent.empty(
+            rows, net.num_v_heads, net.head_v_dim, net.head_k_dim, net.conv_kernel_size, net.conv_dim, self.dtype
+        )

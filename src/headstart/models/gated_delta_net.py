@@ -1,0 +1,58 @@
+"""GatedDeltaNet over mlx-lm's weights, with the drafts of a window kept in doubt (see `state/recurrent.py`)."""
+
+from typing import NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.gated_delta import compute_g, normalize_qk
+
+from ..kernels.gated_delta import recurrence
+from ..state import Pending, Recurrent
+
+
+class Projections(NamedTuple):
+    """A layer's input, projected; families differ in how their weights are fused."""
+
+    qkv: mx.array  # [B, W, C], before the convolution
+    z: mx.array  # [B, W, Hv, Dv], the output gate
+    b: mx.array  # [B, W, Hv]
+    a: mx.array  # [B, W, Hv]
+
+
+def gated_delta_net(
+    net: nn.Module, projected: Projections, memory: Recurrent, accepted: mx.array, certain: int
+) -> mx.array:
+    """Fold what is certain into `memory`, run the rest of the window from there → [B, W, H].
+
+    Certain are the `accepted` [B] first of the pending drafts and the window's first `certain` tokens. Both halves
+    are one recurrence, so the state is bit for bit what token-by-token decoding would have made.
+    """
+    qkv, z, b, a = projected
+    B, W, _ = qkv.shape
+    inputs = mx.concatenate([memory.conv_history(accepted), qkv], axis=1)
+    mixed = nn.silu(net.conv1d(inputs))
+    q, k, v = mx.split(mixed, [net.key_dim, 2 * net.key_dim], axis=-1)
+    q = q.reshape(B, W, net.num_k_heads, net.head_k_dim)
+    k = k.reshape(B, W, net.num_k_heads, net.head_k_dim)
+    v = v.reshape(B, W, net.num_v_heads, net.head_v_dim)
+    q, k = normalize_qk(q, k, inv_scale=net.head_k_dim**-0.5, eps=1e-6)
+    g, beta = compute_g(net.A_log, a, net.dt_bias), mx.sigmoid(b)
+
+    fold = [t[:, :certain] for t in (q, k, v, g, beta)]
+    mask = None
+    if (old := memory.pending) is not None:
+        # Nobody reads what a pending draft puts out, so its key stands in for its query.
+        before = (old.k, old.k, old.v, old.g, old.beta)
+        fold = [mx.concatenate([then, now], axis=1) for then, now in zip(before, fold, strict=True)]
+        mask = mx.arange(old.width + certain) < accepted[:, None]
+        mask = mask | (mx.arange(old.width + certain) >= old.width)
+    y, memory.state = recurrence(*fold, memory.state, mask)
+    y = y[:, -certain:]
+    memory.conv = inputs[:, certain : certain + memory.conv.shape[1]]
+    memory.pending = None
+    if W > certain:
+        drafts = [t[:, certain:] for t in (k, v, g, beta)]
+        memory.pending = Pending(qkv[:, certain:], *drafts)
+        ran, _ = recurrence(q[:, certain:], *drafts, memory.state)
+        y = mx.concatenate([y, ran], axis=1)
+    return net.out_proj(net.norm(y, z).reshape(B, W, -1))  # type: ignore[no-any-return]

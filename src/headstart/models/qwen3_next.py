@@ -1,0 +1,35 @@
+"""Qwen3-Next: Qwen3.5's shape with the GatedDeltaNet's projections fused by key head."""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import qwen3_next
+
+from .base import Family
+from .gated_delta_net import Projections
+
+
+def build(config: dict[str, Any]) -> nn.Module:
+    return qwen3_next.Model(qwen3_next.ModelArgs.from_dict(config))
+
+
+def text(lm: nn.Module) -> nn.Module:
+    return lm.model
+
+
+def lm_head(lm: nn.Module) -> nn.Module | None:
+    return None if lm.args.tie_word_embeddings else lm.lm_head
+
+
+def head_layer(lm: nn.Module) -> nn.Module:
+    return qwen3_next.Qwen3NextDecoderLayer(lm.args, layer_idx=lm.args.full_attention_interval - 1)
+
+
+def project(net: nn.Module, x: mx.array) -> Projections:
+    q, k, v, z, b, a = net.fix_query_key_value_ordering(net.in_proj_qkvz(x), net.in_proj_ba(x))
+    qkv = mx.concatenate([t.reshape(*x.shape[:2], -1) for t in (q, k, v)], axis=-1)
+    return Projections(qkv, z, b, a)
+
+
+FAMILY = Family("qwen3_next", build, text, lm_head, head_layer, project)

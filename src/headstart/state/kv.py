@@ -1,0 +1,64 @@
+"""Keys and values of one attention layer, for rows of different lengths.
+
+Every row writes at its own length, and lengths only advance by what was accepted: what a rejected draft
+wrote lies beyond the length, is masked, and is overwritten by the next window. Rollback costs nothing.
+"""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+BLOCK = 256  # positions; capacity grows by whole blocks
+
+
+@dataclass
+class KV:
+    keys: mx.array  # [B, H, S, D]
+    values: mx.array  # [B, H, S, D]
+    offset: mx.array  # [B], where the running pass writes
+
+    @classmethod
+    def empty(cls, rows: int, heads: int, dim: int, dtype: mx.Dtype) -> "KV":
+        nothing = mx.zeros((rows, heads, 0, dim), dtype)
+        return cls(nothing, nothing, mx.zeros((rows,), mx.int32))
+
+    @property
+    def capacity(self) -> int:
+        return int(self.keys.shape[2])
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write `[B, H, W, D]` at each row's offset. The name is the one mlx-lm's attention calls."""
+        self.keys = _write(self.keys, keys, self.offset)
+        self.values = _write(self.values, values, self.offset)
+        return self.keys, self.values
+
+    def grow(self, capacity: int) -> None:
+        """Room for `capacity` positions. New room is zero: masked positions still enter P·V as 0·x."""
+        missing = capacity - self.capacity
+        if missing > 0:
+            room = [(0, 0), (0, 0), (0, missing), (0, 0)]
+            self.keys, self.values = mx.pad(self.keys, room), mx.pad(self.values, room)
+
+    def keep(self, rows: mx.array) -> None:
+        self.keys, self.values, self.offset = self.keys[rows], self.values[rows], self.offset[rows]
+
+    def join(self, other: "KV") -> None:
+        capacity = max(self.capacity, other.capacity)
+        self.grow(capacity)
+        other.grow(capacity)
+        self.keys = mx.concatenate([self.keys, other.keys])
+        self.values = mx.concatenate([self.values, other.values])
+        self.offset = mx.concatenate([self.offset, other.offset])
+
+    def arrays(self) -> list[mx.array]:
+        return [self.keys, self.values]
+
+
+def _write(into: mx.array, new: mx.array, offset: mx.array) -> mx.array:
+    """`into[b, :, offset[b] + w] = new[b, :, w]`. Past the capacity this would run into the next head without
+    an error, so `Rows.reserve` checks on the host before every pass."""
+    new = new.astype(into.dtype)
+    if into.shape[0] == 1:
+        return mx.slice_update(into, new, offset, axes=(2,))
+    positions = offset[:, None] + mx.arange(new.shape[2])  # [B, W]
+    return mx.put_along_axis(into, positions[:, None, :, None], new, axis=2)

@@ -1,0 +1,70 @@
+"""The memory of a batch of rows in one stack of layers, and how much of it is committed.
+
+Lengths live on the device, where acceptance decides them; the host keeps an upper bound of each so that it can
+make room without asking.
+"""
+
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from .kv import BLOCK, KV
+from .recurrent import Recurrent
+
+
+@dataclass
+class Rows:
+    layers: list[KV | Recurrent]
+    lengths: mx.array  # [B] int32, committed tokens
+    accepted: mx.array  # [B] int32, how many of the pending drafts were accepted
+    bounds: list[int] = field(default_factory=list)  # the host's upper bound of `lengths`
+
+    @classmethod
+    def empty(cls, layers: list[KV | Recurrent], rows: int) -> "Rows":
+        return cls(layers, mx.zeros((rows,), mx.int32), mx.zeros((rows,), mx.int32), [0] * rows)
+
+    @property
+    def capacity(self) -> int:
+        return next((layer.capacity for layer in self.layers if isinstance(layer, KV)), 0)
+
+    def reserve(self, width: int, ahead: int = 0) -> mx.array:
+        """Make room for `width` positions, `ahead` past every row's length, and point the layers there.
+
+        Returns the attention mask [B, 1, width, S]: a position sees everything up to itself.
+        """
+        needed = max(self.bounds) + ahead + width
+        if needed > self.capacity:
+            self.grow(-(-needed // BLOCK) * BLOCK)
+        offset = self.lengths + ahead if ahead else self.lengths
+        for layer in self.layers:
+            if isinstance(layer, KV):
+                layer.offset = offset
+        positions = offset[:, None] + mx.arange(width)  # [B, W]
+        return mx.arange(self.capacity) <= positions[:, None, :, None]
+
+    def grow(self, capacity: int) -> None:
+        for layer in self.layers:
+            if isinstance(layer, KV):
+                layer.grow(capacity)
+
+    def commit(self, count: mx.array, most: int) -> None:
+        """Advance every row by its `count` [B] tokens, of which the host only knows that it is `most` or less."""
+        self.lengths = self.lengths + count
+        self.bounds = [bound + most for bound in self.bounds]
+
+    def keep(self, rows: list[int]) -> None:
+        index = mx.array(rows, mx.int32)
+        for layer in self.layers:
+            layer.keep(index)
+        self.lengths, self.accepted = self.lengths[index], self.accepted[index]
+        self.bounds = [self.bounds[row] for row in rows]
+
+    def join(self, other: "Rows") -> None:
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            mine.join(theirs)  # type: ignore[arg-type]  # the same layer of the same model
+        self.lengths = mx.concatenate([self.lengths, other.lengths])
+        self.accepted = mx.concatenate([self.accepted, other.accepted])
+        self.bounds = self.bounds + other.bounds
+
+    def arrays(self) -> list[mx.array]:
+        return [self.lengths, self.accepted, *(a for layer in self.layers for a in layer.arrays())]
