@@ -1,0 +1,33 @@
+"""Runs before any test module, and so before anything imports mlx: what is set here holds for all of them."""
+
+import os
+import shutil
+import tempfile
+
+import pytest
+from hypothesis import settings
+
+# mx.compile on CPU builds shared libraries in a folder under $TMPDIR, without a lock: every worker gets its
+# own. A worker inherits its parent's $TMPDIR, so its folder lies inside the parent's and goes with it.
+# tempfile has cached the old place by then, so pytest keeps tmp_path where it always does.
+_tmpdir = tempfile.mkdtemp(prefix="headstart-tests-")
+os.environ["TMPDIR"] = _tmpdir
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# The first example of a property may compile for seconds; that says nothing about the property.
+settings.register_profile("headstart", deadline=None)
+settings.load_profile("headstart")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(_tmpdir, ignore_errors=True)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import mlx.core as mx
+
+        if not mx.is_available(mx.gpu):
+            pytest.skip("mlx has no GPU here")

@@ -1,0 +1,77 @@
+"""What an installed Headstart promises before any model runs."""
+
+import json
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from importlib import resources
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = Path(str(resources.files("headstart")))
+BUILTIN = ("tiny-qwen3.5", "tiny-qwen3.5-moe")
+
+
+def run(*command: str | Path) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+
+
+def test_version_is_that_of_the_package() -> None:
+    assert run(Path(sysconfig.get_path("scripts")) / "headstart", "--version") == (
+        f"headstart {version('headstart')}\n"
+    )
+
+
+def test_help_tells_what_it_is() -> None:
+    assert "multi-token-prediction" in run(Path(sysconfig.get_path("scripts")) / "headstart", "--help")
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_help_and_version_import_nothing_heavy(flag: str) -> None:
+    program = (
+        "import sys, atexit\n"
+        "heavy = ('mlx', 'mlx_lm', 'transformers', 'tokenizers', 'huggingface_hub', 'numpy')\n"
+        "atexit.register(lambda: print('LOADED', *(m for m in heavy if m in sys.modules)))\n"
+        "from headstart.cli.main import app\n"
+        "app([sys.argv[1]])\n"
+    )
+    assert run(sys.executable, "-c", program, flag).splitlines()[-1] == "LOADED"
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_a_builtin_model_is_whole(name: str) -> None:
+    folder = PACKAGE / "builtin" / name
+    for required in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert json.loads((folder / required).read_text(encoding="utf-8")), required
+    assert (folder / "chat_template.jinja").stat().st_size > 0
+
+    weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert any(tensor.startswith("mtp.") for tensor in weight_map)
+    assert {path.name for path in folder.glob("*.safetensors")} == set(weight_map.values())
+    for shard in set(weight_map.values()):
+        # A truncated file, or a pointer in its place, does not have the length its header promises.
+        with (folder / shard).open("rb") as file:
+            header_length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_length))
+        header.pop("__metadata__", None)
+        data_length = max(tensor["data_offsets"][1] for tensor in header.values())
+        assert (folder / shard).stat().st_size == 8 + header_length + data_length
+        assert set(header) == {tensor for tensor, home in weight_map.items() if home == shard}
+
+
+def test_the_wheel_carries_every_file_of_the_package(tmp_path: Path) -> None:
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if name.startswith("headstart/")}
+    source = {
+        f"headstart/{path.relative_to(PACKAGE).as_posix()}"
+        for path in PACKAGE.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert packed == source
+    assert {f"headstart/builtin/{name}/TRAINING.md" for name in BUILTIN} <= packed
