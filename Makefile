@@ -1,0 +1,53 @@
+# Everything runs from .venv, which `make setup` creates and keeps current.
+#   make setup PYTHON=python3.12    another interpreter (3.11 or newer)
+#   make setup EXTRA=cpu            cpu, cuda or none, instead of what this machine suggests
+
+PYTHON ?= python3
+EXTRA  ?= $(shell if [ "$$(uname -s)" = Darwin ]; then echo none; \
+                  elif nvidia-smi >/dev/null 2>&1; then echo cuda; else echo cpu; fi)
+
+BIN   := .venv/bin
+STAMP := .venv/.setup-done
+# One file stays on one worker, so that a model loaded once per file is loaded once.
+PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow lint format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+setup: $(STAMP) ## create or update .venv for this machine
+
+$(STAMP): pyproject.toml Makefile
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "Headstart needs Python 3.11 or newer; '$(PYTHON) -V' says: $$($(PYTHON) -V 2>&1 | tail -1)" >&2; \
+	  echo "Name a newer one, for example: make setup PYTHON=python3.13" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@extras=$$(echo "$(EXTRA),dev" | sed 's/^none,//'); \
+	  echo "Installing headstart[$$extras] into .venv (minutes the first time)"; \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$$extras]"
+	@touch $@
+
+demo: setup ## run the built-in model
+	@$(BIN)/headstart demo
+
+test: setup ## run the tests, except the slow ones
+	@$(PYTEST)
+
+test-slow: setup ## run the slow tests
+	@$(PYTEST) -m slow
+
+lint: setup ## ruff, mypy, and the direction of imports
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup ## let ruff fix and format what it can
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean: ## remove build outputs and caches (not .venv)
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
