@@ -4,7 +4,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from . import qwen3_5, qwen3_next
-from .base import Family, Head, HeadSpec, Model, Weights, with_float32_norms
+from .base import Family, Head, HeadSpec, Model, Weights, use_float32_norms
 
 FAMILIES: dict[str, Family] = {
     "qwen3_5": qwen3_5.DENSE,
@@ -17,7 +17,7 @@ FAMILIES: dict[str, Family] = {
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """config.json's text part: the whole of it where there is no other."""
-    return config.get("text_config", config)  # type: ignore[no-any-return]
+    return config.get("text_config", config)
 
 
 def head_modules(config: dict[str, Any]) -> int:
@@ -34,14 +34,25 @@ def build(config: dict[str, Any], head: bool = True) -> Model:
             f"config.json: model_type {model_type!r} is not one of {', '.join(sorted(FAMILIES))}. "
             "Headstart runs models of these families only."
         )
-    family, text = FAMILIES[model_type], text_config(config)
+    family, shape = FAMILIES[model_type], text_config(config)
     lm = family.build(config)
-    mtp = None
+    text, mtp = family.text(lm), None
+    use_float32_norms(text)
     if head:
         layers = [family.head_layer(lm) for _ in range(head_modules(config) or 1)]
-        mtp = Head(family.head, layers, text["hidden_size"], text["vocab_size"], text["rms_norm_eps"])
-    weights = Weights(with_float32_norms(family.text(lm)), family.lm_head(lm), mtp and with_float32_norms(mtp))
-    return Model(family, text, lm, weights)
+        mtp = Head(family.head, layers, shape["hidden_size"], shape["vocab_size"], shape["rms_norm_eps"])
+        use_float32_norms(mtp)
+    return Model(family, shape, lm, Weights(text, family.lm_head(lm), mtp))
 
 
-__all__ = ["FAMILIES", "Family", "Head", "HeadSpec", "Model", "Weights", "build", "head_modules", "text_config"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "Head",
+    "HeadSpec",
+    "Model",
+    "Weights",
+    "build",
+    "head_modules",
+    "text_config",
+]

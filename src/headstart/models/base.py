@@ -55,14 +55,13 @@ class Norm(nn.Module):
         return mx.fast.rms_norm(x, self.weight, self.eps).astype(x.dtype)
 
 
-def with_float32_norms(module: nn.Module) -> nn.Module:
+def use_float32_norms(module: nn.Module) -> None:
     """Swap RMSNorm leaves for `Norm`, the way `nn.quantize` swaps linear ones."""
 
     def swap(leaf: nn.Module) -> nn.Module:
         return Norm(leaf.weight.shape[0], leaf.eps) if type(leaf) is nn.RMSNorm else leaf
 
     module.update_modules(tree_map(swap, module.leaf_modules(), is_leaf=nn.Module.is_module))
-    return module
 
 
 class Head(nn.Module):
@@ -93,7 +92,7 @@ class Weights(nn.Module):
             self.mtp = mtp
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Model:
     """A model and its head, as four functions: `trunk`, `logits`, `head`, `draft_logits`, and their states."""
 
@@ -181,5 +180,11 @@ class Model:
             return KV.empty(rows, attention.num_key_value_heads, attention.head_dim, self.dtype)
         net = layer.linear_attn
         return Recurrent.empty(
-            rows, net.num_v_heads, net.head_v_dim, net.head_k_dim, net.conv_kernel_size, net.conv_dim, self.dtype
+            rows,
+            net.num_v_heads,
+            net.head_v_dim,
+            net.head_k_dim,
+            net.conv_kernel_size,
+            net.conv_dim,
+            self.dtype,
         )

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
-from ..kernels.gated_delta import recurrence
+from ..kernels.gated_delta import Inputs, recurrence
 from ..state import Pending, Recurrent
 
 
@@ -38,21 +38,21 @@ def gated_delta_net(
     q, k = normalize_qk(q, k, inv_scale=net.head_k_dim**-0.5, eps=1e-6)
     g, beta = compute_g(net.A_log, a, net.dt_bias), mx.sigmoid(b)
 
-    fold = [t[:, :certain] for t in (q, k, v, g, beta)]
-    mask = None
+    window = Inputs(q, k, v, g, beta)
+    fold, mask = Inputs(*[t[:, :certain] for t in window]), None
     if (old := memory.pending) is not None:
         # Nobody reads what a pending draft puts out, so its key stands in for its query.
-        before = (old.k, old.k, old.v, old.g, old.beta)
-        fold = [mx.concatenate([then, now], axis=1) for then, now in zip(before, fold, strict=True)]
-        mask = mx.arange(old.width + certain) < accepted[:, None]
-        mask = mask | (mx.arange(old.width + certain) >= old.width)
-    y, memory.state = recurrence(*fold, memory.state, mask)
+        before = Inputs(old.k, old.k, old.v, old.g, old.beta)
+        fold = Inputs(*[mx.concatenate([then, now], axis=1) for then, now in zip(before, fold, strict=True)])
+        index = mx.arange(old.width + certain)
+        mask = (index < accepted[:, None]) | (index >= old.width)
+    y, memory.state = recurrence(fold, memory.state, mask)
     y = y[:, -certain:]
     memory.conv = inputs[:, certain : certain + memory.conv.shape[1]]
     memory.pending = None
     if W > certain:
-        drafts = [t[:, certain:] for t in (k, v, g, beta)]
-        memory.pending = Pending(qkv[:, certain:], *drafts)
-        ran, _ = recurrence(q[:, certain:], *drafts, memory.state)
+        drafts = Inputs(*[t[:, certain:] for t in window])
+        memory.pending = Pending(qkv[:, certain:], drafts.k, drafts.v, drafts.g, drafts.beta)
+        ran, _ = recurrence(drafts, memory.state)
         y = mx.concatenate([y, ran], axis=1)
-    return net.out_proj(net.norm(y, z).reshape(B, W, -1))  # type: ignore[no-any-return]
+    return net.out_proj(net.norm(y, z).reshape(B, W, -1))

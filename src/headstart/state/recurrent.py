@@ -35,10 +35,10 @@ class Recurrent:
     pending: Pending | None = None
 
     @classmethod
-    def empty(cls, rows: int, heads: int, value: int, key: int, kernel: int, channels: int, dtype: mx.Dtype) -> "Recurrent":
-        return cls(
-            mx.zeros((rows, heads, value, key), mx.float32), mx.zeros((rows, kernel - 1, channels), dtype)
-        )
+    def empty(
+        cls, rows: int, heads: int, value: int, key: int, kernel: int, channels: int, dtype: mx.Dtype
+    ) -> "Recurrent":
+        return cls(mx.zeros((rows, heads, value, key), mx.float32), mx.zeros((rows, kernel - 1, channels), dtype))
 
     def conv_history(self, accepted: mx.array) -> mx.array:
         """The convolution's inputs just before the new window: the last ones of what was accepted."""

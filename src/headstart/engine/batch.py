@@ -1,0 +1,124 @@
+"""The rows that decode together, and everything the device keeps of them between two steps."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ..models import Model
+from ..sampling.accept import Verdict
+from ..state import Rows
+
+
+class Waiting(NamedTuple):
+    """Committed pairs (hidden of position t, token t+1) that the head has not seen: in row b, `counts[b]` of them."""
+
+    hidden: mx.array  # [B, T, H]
+    tokens: mx.array  # [B, T]
+    counts: mx.array  # [B]
+
+    @classmethod
+    def none(cls, rows: int, hidden: int, dtype: mx.Dtype) -> "Waiting":
+        return cls(mx.zeros((rows, 0, hidden), dtype), mx.zeros((rows, 0), mx.int32), mx.zeros((rows,), mx.int32))
+
+    @property
+    def width(self) -> int:
+        return int(self.tokens.shape[1])
+
+    def extend(self, hidden: mx.array, tokens: mx.array, counts: mx.array) -> "Waiting":
+        """Append the first `counts[b]` pairs of row b behind those that wait."""
+        if self.width == 0:
+            return Waiting(hidden, tokens, counts)
+        both = self.pad(self.width + tokens.shape[1])
+        at = self.counts[:, None] + mx.arange(tokens.shape[1])  # [B, W]
+        return Waiting(
+            mx.put_along_axis(both.hidden, at[..., None], hidden, axis=1),
+            mx.put_along_axis(both.tokens, at, tokens, axis=1),
+            self.counts + counts,
+        )
+
+    def pad(self, width: int) -> "Waiting":
+        more = width - self.width
+        return Waiting(
+            mx.pad(self.hidden, [(0, 0), (0, more), (0, 0)]),
+            mx.pad(self.tokens, [(0, 0), (0, more)]),
+            self.counts,
+        )
+
+    def join(self, other: "Waiting") -> "Waiting":
+        width = max(self.width, other.width)
+        pairs = zip(self.pad(width), other.pad(width), strict=True)
+        return Waiting(*[mx.concatenate([mine, theirs]) for mine, theirs in pairs])
+
+
+@dataclass
+class Batch:
+    rows: Rows  # the trunk's memory
+    head: Rows | None  # the head's; None where no row drafts
+    waiting: Waiting
+    last: mx.array  # [B], each row's last token, which the trunk has not seen
+    ceiling: mx.array  # [B], most drafts a round that the row's request allows
+    remaining: mx.array  # [B], tokens the row may still say
+
+    @classmethod
+    def of_one(cls, model: Model, last: int, ceiling: int, remaining: int) -> "Batch":
+        """A row that has yet to take in all of its prompt but the `last` token."""
+        return cls(
+            rows=model.make_state(1),
+            head=model.make_head_state(1) if ceiling else None,
+            waiting=_nothing_waits(model, 1),
+            last=mx.array([last], mx.int32),
+            ceiling=mx.array([ceiling], mx.int32),
+            remaining=mx.array([remaining], mx.int32),
+        )
+
+    @property
+    def size(self) -> int:
+        return int(self.last.shape[0])
+
+    def commit(self, hidden: mx.array, verdict: Verdict) -> None:
+        """What was accepted is now certain, in every row by its own count. The rest is simply never counted."""
+        said = verdict.accepted + 1
+        self.rows.accepted = verdict.accepted
+        self.rows.commit(said, most=hidden.shape[1])
+        self.last = verdict.next
+        self.remaining = self.remaining - said
+        if self.head is not None:
+            self.waiting = self.waiting.extend(hidden, verdict.tokens, said)
+
+    def keep(self, rows: list[int]) -> None:
+        """Only these rows go on."""
+        self.rows.keep(rows)
+        if self.head is not None:
+            self.head.keep(rows)
+        index = mx.array(rows, mx.int32)
+        self.waiting = Waiting(*[a[index] for a in self.waiting])
+        self.last, self.ceiling, self.remaining = self.last[index], self.ceiling[index], self.remaining[index]
+
+    def join(self, other: "Batch", model: Model) -> None:
+        """Take in rows that have just been prefilled. Either side may be without a head: a blank one does no harm,
+        since drafts are only ever proposals and those rows allow none."""
+        for batch in (self, other):
+            if batch.head is None and (self.head is not None or other.head is not None):
+                batch.head = model.make_head_state(batch.size)
+                batch.waiting = _nothing_waits(model, batch.size)
+        self.rows.join(other.rows)
+        if self.head is not None and other.head is not None:
+            self.head.join(other.head)
+        self.waiting = self.waiting.join(other.waiting)
+        self.last = mx.concatenate([self.last, other.last])
+        self.ceiling = mx.concatenate([self.ceiling, other.ceiling])
+        self.remaining = mx.concatenate([self.remaining, other.remaining])
+
+    def forget_head(self, model: Model) -> None:
+        """No row is left that drafts."""
+        self.head, self.waiting = None, _nothing_waits(model, self.size)
+
+    def arrays(self) -> list[mx.array]:
+        """Everything that must be computed for the step to be over."""
+        head = self.head.arrays() if self.head is not None else []
+        return [*self.rows.arrays(), *head, *self.waiting, self.last, self.ceiling, self.remaining]
+
+
+def _nothing_waits(model: Model, rows: int) -> Waiting:
+    return Waiting.none(rows, int(model.config["hidden_size"]), model.dtype)

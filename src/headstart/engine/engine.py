@@ -1,0 +1,209 @@
+"""Rows come, decode together, and go. One thread owns the device and calls `turn` again and again.
+
+A turn admits requests, takes in at most one chunk of a prompt, launches a step for all running rows, and, while
+the device works on it, hands out what the step before said. So the host waits once a step, and learns of an end
+one step late: the surplus round of a finished row counts nowhere.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from threading import Lock
+
+import mlx.core as mx
+
+from ..errors import HeadstartError
+from ..models import Model
+from .batch import Batch
+from .exact import rows_are_independent
+from .request import Event, FinishReason, Handle, Request
+from .stats import Stats, origins
+from .step import prefill, step
+
+CHUNK = 512  # tokens of a prompt between two steps, at fixed multiples
+DEFAULT_K = 2
+
+
+@dataclass(eq=False)
+class Row:
+    """The host's side of a sequence."""
+
+    handle: Handle
+    ceiling: int  # most drafts a round
+    limit: int  # most tokens to say
+    stats: Stats
+    batch: Batch | None = None  # its own while its prompt is taken in
+    taken: int = 0  # tokens of the prompt that are in
+    started: float = 0.0
+    joined: float = 0.0
+    over: bool = False
+
+    @property
+    def said(self) -> int:
+        return self.stats.generation_tokens
+
+
+@dataclass
+class Flight:
+    """A round that the device is working on, and the rows that are in it."""
+
+    rows: list[Row]
+    width: int  # k + 1
+    report: mx.array  # [B, k+4]: tokens, accepted, proposed, finite
+    logits: mx.array | None  # [B, k+1, V], if a row wants them
+
+
+class Engine:
+    def __init__(self, model: Model, max_rows: int = 16, threaded: bool = False):
+        """`threaded`: another thread turns the engine; otherwise whoever waits for an event does."""
+        self.model = model
+        self.max_rows = max_rows
+        self._threaded = threaded
+        self._lock = Lock()
+        self._queue: deque[Row] = deque()  # submitted, not admitted
+        self._entering: deque[Row] = deque()  # taking in their prompts
+        self._rows: list[Row] = []  # decoding, in the order of the batch
+        self._batch: Batch | None = None
+        self._flight: Flight | None = None
+
+    def submit(self, request: Request) -> Handle:
+        """Queue a request, from any thread. Raises RequestError where it cannot be honoured."""
+        request.check(self.model)
+        params, model = request.params, self.model
+        ceiling, bypass = 0, None
+        if not model.has_head:
+            bypass = model.head_unavailable or "the model has no head"
+        elif params.k == 0:
+            bypass = "k is 0"
+        else:
+            ceiling = DEFAULT_K if params.k == "auto" else params.k
+        limit = min(params.max_tokens, model.context_length - len(request.prompt))
+        handle = Handle(request, None if self._threaded else self.turn)
+        stats = Stats("native_mtp" if ceiling else None, bypass, prompt_tokens=len(request.prompt))
+        with self._lock:
+            self._queue.append(Row(handle, ceiling, limit, stats))
+        return handle
+
+    def turn(self) -> bool:
+        """One turn. False when there was nothing to do."""
+        self._drop_cancelled()
+        self._admit()
+        self._take_in_a_chunk()
+        landed, self._flight = self._flight, self._launch()
+        if landed is not None:
+            self._land(landed)
+        return bool(self._queue or self._entering or self._rows or self._flight)
+
+    def _drop_cancelled(self) -> None:
+        with self._lock:
+            waiting = [row for row in self._queue if row.handle.cancelled]
+            self._queue = deque(row for row in self._queue if not row.handle.cancelled)
+        for row in waiting + [row for row in (*self._entering, *self._rows) if row.handle.cancelled]:
+            self._finish(row, "cancelled")
+        self._entering = deque(row for row in self._entering if not row.over)
+        self._drop_finished()
+
+    def _admit(self) -> None:
+        with self._lock:
+            while self._queue and len(self._rows) + len(self._entering) < self.max_rows:
+                row = self._queue.popleft()
+                row.batch = Batch.of_one(self.model, row.handle.request.prompt[-1], row.ceiling, row.limit)
+                row.stats.exact = rows_are_independent(self.model)
+                row.started = time.perf_counter()
+                self._entering.append(row)
+
+    def _take_in_a_chunk(self) -> None:
+        """At most one chunk of one prompt, so that running rows do not stall. All but its last token is taken in:
+        that one opens the first window."""
+        if not self._entering:
+            return
+        row = self._entering[0]
+        prompt = row.handle.request.prompt
+        assert row.batch is not None
+        end = min((row.taken // CHUNK + 1) * CHUNK, len(prompt) - 1)
+        try:
+            if end > row.taken:
+                tokens = mx.array([prompt[row.taken : end]], mx.int32)
+                prefill(self.model, row.batch, tokens, mx.array([prompt[end]], mx.int32))
+                mx.async_eval(row.batch.arrays())
+                row.taken = end
+            if end == len(prompt) - 1:
+                self._entering.popleft()
+                self._join(row)
+        except Exception as error:  # a row that fails ends alone
+            self._entering.remove(row)
+            self._finish(row, "error", error)
+
+    def _join(self, row: Row) -> None:
+        assert row.batch is not None
+        if self._batch is None:
+            self._batch = row.batch
+        else:
+            self._batch.join(row.batch, self.model)
+        row.batch = None
+        self._rows.append(row)
+        row.joined = time.perf_counter()
+
+    def _launch(self) -> Flight | None:
+        """Start the next step before the last one is known. Rows that the round in flight must end are surplus;
+        where all are, there is nothing to start."""
+        flying = self._flight.rows if self._flight is not None else []
+        if self._batch is None or all(row in flying and row.said + 1 >= row.limit for row in self._rows):
+            return None
+        k = max(row.ceiling for row in self._rows)
+        round = step(self.model, self._batch, k)
+        columns = [round.accepted, round.proposed, round.finite.astype(mx.int32)]
+        report = mx.concatenate([round.tokens, mx.stack(columns, axis=1)], axis=1)
+        mx.async_eval(report, *self._batch.arrays())
+        wanted = any(row.handle.request.keep_logits for row in self._rows)
+        return Flight(list(self._rows), k + 1, report, round.logits if wanted else None)
+
+    def _land(self, flight: Flight) -> None:
+        """Wait for a round, and tell every row what it said."""
+        report: list[list[int]] = flight.report.tolist()  # type: ignore[assignment]  # the one synchronisation
+        for index, (row, numbers) in enumerate(zip(flight.rows, report, strict=True)):
+            if row.over:
+                continue
+            *tokens, accepted, proposed, finite = numbers
+            if not finite:
+                self._finish(row, "error", HeadstartError("the model's logits are not finite: this row cannot go on"))
+                continue
+            assert self._batch is not None
+            self._batch.rows.bounds[self._rows.index(row)] -= flight.width - (accepted + 1)
+            logits = flight.logits[index] if flight.logits is not None else None
+            self._say(row, tokens[: accepted + 1], accepted, proposed, logits)
+        self._drop_finished()
+
+    def _say(self, row: Row, tokens: list[int], accepted: int, proposed: int, logits: mx.array | None) -> None:
+        params = row.handle.request.params
+        tokens = tokens[: row.limit - row.said]
+        end = next((i + 1 for i, token in enumerate(tokens) if token in params.stop_ids), None)
+        tokens = tokens[:end]
+        row.stats.count(len(tokens), accepted, proposed)
+        now = time.perf_counter()
+        row.stats.prompt_seconds = row.joined - row.started
+        row.stats.generation_seconds = now - row.joined
+        reason: FinishReason | None = "stop" if end else "length" if row.said >= row.limit else None
+        row.over = reason is not None
+        kept = logits[: len(tokens)] if logits is not None and row.handle.request.keep_logits else None
+        row.handle.put(
+            Event(tokens, origins(len(tokens), accepted, proposed), kept, finish_reason=reason, stats=row.stats)
+        )
+
+    def _finish(self, row: Row, reason: FinishReason, error: Exception | None = None) -> None:
+        row.over = True
+        if error is not None and not isinstance(error, HeadstartError):
+            error = HeadstartError(f"{type(error).__name__}: {error}")
+        row.handle.put(Event(finish_reason=reason, stats=row.stats, error=error))
+
+    def _drop_finished(self) -> None:
+        staying = [i for i, row in enumerate(self._rows) if not row.over]
+        if self._batch is None or len(staying) == len(self._rows):
+            return
+        self._rows = [self._rows[i] for i in staying]
+        if not self._rows:
+            self._batch = None
+            return
+        self._batch.keep(staying)
+        if self._batch.head is not None and not any(row.ceiling for row in self._rows):
+            self._batch.forget_head(self.model)

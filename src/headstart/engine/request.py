@@ -1,0 +1,81 @@
+"""What goes into the engine and what comes out of it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Literal
+
+import mlx.core as mx
+
+from ..errors import HeadstartError, RequestError
+from ..models import Model
+from ..sampling import SamplingParams
+from .stats import Origin, Stats
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: Sequence[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    keep_logits: bool = False  # hand out the target's logits with every token
+
+    def check(self, model: Model) -> None:
+        """Refuse what cannot be honoured before any work is done."""
+        length, context, vocabulary = len(self.prompt), model.context_length, model.vocabulary
+        if not length:
+            raise RequestError("prompt is empty: give at least one token")
+        if length >= context:
+            raise RequestError(
+                f"prompt has {length} tokens, and the model's context of {context} leaves no room for an answer: "
+                f"shorten it to {context - 1} tokens or fewer"
+            )
+        if (wrong := next((t for t in self.prompt if not 0 <= t < vocabulary), None)) is not None:
+            raise RequestError(f"prompt holds the token id {wrong}: ids go from 0 to {vocabulary - 1}")
+        if self.params.k not in ("auto", 0) and not model.has_head:
+            raise RequestError(
+                f"k is {self.params.k}, but this model cannot draft: {model.head_unavailable or 'it has no head'}. "
+                "Use k 'auto' or 0"
+            )
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a round said to one request, or how it ended. The last event has a `finish_reason`."""
+
+    tokens: list[int] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
+    logits: mx.array | None = None  # [len(tokens), V], if the request asked
+    finish_reason: FinishReason | None = None
+    stats: Stats | None = None  # of the whole answer so far
+    error: HeadstartError | None = None
+
+
+class Handle:
+    """A request under way. Iterating gives its events; where no thread turns the engine, it turns it."""
+
+    def __init__(self, request: Request, turn: Callable[[], object] | None):
+        self.request = request
+        self.cancelled = False
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._turn = turn
+
+    def cancel(self) -> None:
+        """Stop at the next turn. What has been said stays said."""
+        self.cancelled = True
+
+    def put(self, event: Event) -> None:
+        self._events.put(event)
+
+    def __iter__(self) -> Iterator[Event]:
+        while True:
+            try:
+                event = self._events.get(block=self._turn is None)
+            except Empty:
+                assert self._turn is not None
+                self._turn()
+                continue
+            yield event
+            if event.finish_reason is not None:
+                return

@@ -1,0 +1,85 @@
+"""What speculation did for one request. The field names are the server's `generation_stats`."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Origin = Literal["draft", "correction", "bonus", "plain"]
+
+
+def origins(said: int, accepted: int, proposed: int) -> list[Origin]:
+    """Where each token of a round came from: accepted drafts, then the model's own."""
+    own: Origin = "plain" if proposed == 0 else "bonus" if accepted == proposed else "correction"
+    return [*["draft"] * min(said, accepted), *[own] * (said - accepted)]  # type: ignore[list-item]
+
+
+@dataclass
+class Stats:
+    drafter_kind: Literal["native_mtp"] | None
+    bypass_reason: str | None  # why nothing was drafted
+    exact: bool = False  # the output is that of plain decoding, bit for bit
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    rounds: int = 0
+    proposed_by_position: list[int] = field(default_factory=list)
+    accepted_by_position: list[int] = field(default_factory=list)
+    prompt_seconds: float = 0.0
+    generation_seconds: float = 0.0
+
+    def count(self, said: int, accepted: int, proposed: int) -> None:
+        """A round that said `said` tokens to the user: an end in the middle of it may have cut the rest off."""
+        self.rounds += 1
+        self.generation_tokens += said
+        missing = proposed - len(self.proposed_by_position)
+        self.proposed_by_position += [0] * missing
+        self.accepted_by_position += [0] * missing
+        for j in range(proposed):
+            self.proposed_by_position[j] += 1
+            self.accepted_by_position[j] += j < min(said, accepted)
+
+    @property
+    def proposed_draft_tokens(self) -> int:
+        return sum(self.proposed_by_position)
+
+    @property
+    def accepted_draft_tokens(self) -> int:
+        return sum(self.accepted_by_position)
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Cumulative: of the rounds that drafted at least j tokens, the share that accepted at least j."""
+        pairs = zip(self.accepted_by_position, self.proposed_by_position, strict=True)
+        return [accepted / proposed for accepted, proposed in pairs]
+
+    @property
+    def tokens_per_round(self) -> float:
+        return _ratio(self.generation_tokens, self.rounds)
+
+    @property
+    def generation_tps(self) -> float:
+        return _ratio(self.generation_tokens, self.generation_seconds)
+
+    @property
+    def prompt_tps(self) -> float:
+        return _ratio(self.prompt_tokens, self.prompt_seconds)
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "drafter_kind": self.drafter_kind,
+            "num_draft_tokens": _ratio(self.proposed_draft_tokens, self.rounds),
+            "proposed_draft_tokens": self.proposed_draft_tokens,
+            "accepted_draft_tokens": self.accepted_draft_tokens,
+            "acceptance_rate": _ratio(self.accepted_draft_tokens, self.proposed_draft_tokens),
+            "acceptance_by_position": self.acceptance_by_position,
+            "rounds": self.rounds,
+            "tokens_per_round": self.tokens_per_round,
+            "prompt_tps": self.prompt_tps,
+            "generation_tps": self.generation_tps,
+            "prefix_cache_hit": 0,
+            "bypass_reason": self.bypass_reason,
+            "ignored_fields": [],
+            "exact": self.exact,
+        }
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else 0.0

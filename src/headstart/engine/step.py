@@ -1,0 +1,90 @@
+"""The loop's body: draft, verify, accept, commit.
+
+Plain decoding is speculation with zero drafts, so this is the only generator there is: k = 0 or 8, one row or
+many, the same lines. Nothing here waits for the device; the host learns what was said by reading the `Round`.
+"""
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ..models import Model
+from ..sampling.accept import greedy
+from .batch import Batch, Waiting
+
+MOST_WAITING = 64  # committed tokens that the head may lag behind while nothing is drafted
+
+
+class Round(NamedTuple):
+    """What one step said, still on the device. Row b says `tokens[b, : accepted[b] + 1]`."""
+
+    tokens: mx.array  # [B, k+1]
+    accepted: mx.array  # [B]
+    proposed: mx.array  # [B], how many of the k drafts the row was allowed to accept
+    finite: mx.array  # [B], false where the model broke down
+    logits: mx.array  # [B, k+1, V]
+
+
+def step(model: Model, batch: Batch, k: int) -> Round:
+    """One round of every row, with k drafts: each row says between 1 and k+1 tokens."""
+    drafts = draft(model, batch, k)  # [B, k]
+    window = mx.concatenate([batch.last[:, None], drafts], axis=1)  # [B, k+1]
+    hidden = model.trunk(window, batch.rows, certain=1)  # [B, k+1, H], one pass over all positions
+    logits = model.logits(hidden)  # [B, k+1, V]
+
+    target = mx.argmax(logits, axis=-1).astype(mx.int32)  # [B, k+1], what the model itself says
+    allowed = mx.clip(mx.minimum(batch.ceiling, batch.remaining - 1), 0, k)  # [B]
+    verdict = greedy(target, drafts, allowed)
+
+    batch.commit(hidden, verdict)
+    # A NaN has no argmax: it would come out as token 0. max() lets it through, up to the last token said.
+    sound = mx.isfinite(logits.max(axis=-1)) | (mx.arange(k + 1) > verdict.accepted[:, None])
+    return Round(verdict.tokens, verdict.accepted, allowed, sound.all(axis=1), logits)
+
+
+def draft(model: Model, batch: Batch, k: int) -> mx.array:
+    """[B, k] tokens that the head expects after `batch.last`. At k = 0 the head may fall behind."""
+    if k == 0:
+        if batch.waiting.width >= MOST_WAITING:
+            catch_up(model, batch)
+        return mx.zeros((batch.size, 0), mx.int32)
+    assert batch.head is not None, "a batch without a head has no drafts"
+    hidden = catch_up(model, batch)  # [B, 1, H]
+    modules, drafts = len(batch.head.layers), []
+    for j in range(k):
+        token = mx.argmax(model.draft_logits(hidden), axis=-1).astype(mx.int32)  # [B, 1]
+        drafts.append(token)
+        if j < k - 1:
+            # Written past the head's committed pairs: the chain sees it, the next catching up overwrites it.
+            hidden = model.head(hidden, token, batch.head, ahead=j, module=(j + 1) % modules)
+    return mx.concatenate(drafts, axis=1)
+
+
+def catch_up(model: Model, batch: Batch) -> mx.array:
+    """Show the head the committed pairs that wait for it → its output at each row's last one, [B, 1, H]."""
+    hidden, tokens, counts = batch.waiting
+    assert batch.head is not None
+    batch.head.bounds = batch.rows.bounds  # a head holds no more pairs than the trunk holds tokens
+    first, *_ = [model.head(hidden, tokens, batch.head, module=m) for m in range(len(batch.head.layers))]
+    batch.head.commit(counts, most=0)
+    batch.waiting = Waiting(hidden[:, :0], tokens[:, :0], mx.zeros_like(counts))
+    return mx.take_along_axis(first, mx.maximum(counts - 1, 0)[:, None, None], axis=1)
+
+
+def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array) -> None:
+    """Take in a chunk of the prompt [B, T], all of it certain, and prime the head in the same pass.
+
+    `following` [B] is the prompt's next token. The pair it makes with the chunk's last hidden waits for the next
+    chunk: a prefix that ends here must not depend on what comes after it.
+    """
+    width = tokens.shape[1]
+    hidden = model.trunk(tokens, batch.rows, certain=width)
+    batch.rows.commit(mx.full((batch.size,), width, mx.int32), most=width)
+    if batch.head is not None:
+        hidden = mx.concatenate([batch.waiting.hidden, hidden], axis=1)
+        tokens = mx.concatenate([batch.waiting.tokens, tokens[:, 1:], following[:, None]], axis=1)
+        one, rest = mx.ones((batch.size,), mx.int32), tokens.shape[1] - 1
+        if rest:
+            batch.waiting = Waiting(hidden[:, :-1], tokens[:, :-1], rest * one)
+            catch_up(model, batch)
+        batch.waiting = Waiting(hidden[:, -1:], tokens[:, -1:], one)
