@@ -1,0 +1,149 @@
+"""Read a checkpoint of any layout into the model's modules, one parameter at a time.
+
+`mx.load` reads nothing yet; a parameter is renamed, stacked, shifted and cast lazily, then computed, and what
+it was made from is dropped before the next. So loading needs little more memory than what stays.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_config
+from mlx_lm.utils import load_tokenizer as load_mlx_lm_tokenizer
+
+from .. import models
+from ..errors import CheckpointError, HeadError
+from ..models.base import Norm
+from .hub import resolve
+from .layout import Layout, read_layout
+from .names import canonical, is_head
+from .parameters import Source, Stored
+
+FP8_BLOCK = 128
+
+
+def load(name: str | Path | None = None, *, mtp: bool = True, dtype: mx.Dtype | None = None) -> models.Model:
+    """The model that `name` stands for (see `resolve`), with its head if it has one and `mtp` is true.
+
+    A head that is there but unusable is a HeadError; where there is none, `Model.head_unavailable` says why.
+    """
+    layout = read_layout(resolve(name))
+    if mtp and layout.mtp.location and not layout.mtp.available:
+        raise HeadError(f"{layout.path}: {layout.mtp.reason}")
+    return load_layout(layout, mtp=mtp, dtype=dtype)
+
+
+def load_layout(layout: Layout, *, mtp: bool = True, dtype: mx.Dtype | None = None) -> models.Model:
+    head = mtp and layout.mtp.available
+    stored = {name: part for name, part in layout.stored.items() if head or not is_head(name)}
+    packed = {
+        name: how for name, how in layout.quantized.items() if how["mode"] != "fp8" and f"{name}.scales" in stored
+    }
+    model = _quantized(models.build(layout.config, head=head), packed)
+    norms = {f"{name}.weight" for name, module in model.weights.named_modules() if isinstance(module, Norm)}
+    dtype = dtype or compute_dtype(layout.dtype, experts=_has_experts(stored), packed=bool(packed))
+
+    files = Files(stored)
+    flat: Any = tree_flatten(model.weights.parameters())
+    for name, _ in flat:
+        array = _read(name, stored, files, dtype, is_norm=name in norms)
+        mx.eval(array)
+        model.weights.update(tree_unflatten([(name, array)]))
+        del array
+        mx.clear_cache()
+    reason = layout.mtp.reason if mtp else "loaded without the head"
+    return replace(model, head_unavailable=None if head else reason)
+
+
+def load_tokenizer(path: Path) -> TokenizerWrapper:
+    """mlx-lm's tokenizer for the folder `path`, which stops at every end token that the configs name."""
+    try:
+        config = load_config(path)
+        end = config.get("eos_token_id") or models.text_config(config).get("eos_token_id")
+        return load_mlx_lm_tokenizer(path, eos_token_ids=end)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: no usable tokenizer ({error}). Copy tokenizer.json and tokenizer_config.json from the "
+            "original model."
+        ) from error
+
+
+def compute_dtype(stored: str, *, experts: bool, packed: bool) -> mx.Dtype:
+    """The type of all that is not packed codes: the file's own, except on CPU.
+
+    There mlx multiplies experts (`gather_mm`) in float32 only, and quantised weights 10 to 50 times slower in
+    half precision than in float32.
+    """
+    if mx.default_device() == mx.Device(mx.cpu) and (experts or packed):
+        return mx.float32
+    dtype: mx.Dtype = getattr(mx, stored)
+    return dtype
+
+
+class Files:
+    """Lazy arrays of the files, each forgotten when the last parameter made from it has been read."""
+
+    def __init__(self, stored: dict[str, Stored]):
+        self.uses = Counter((s.file, s.name) for part in stored.values() for s in part.sources)
+        self.arrays: dict[Path, dict[str, mx.array]] = {}
+
+    def take(self, source: Source) -> mx.array:
+        key = (source.file, source.name)
+        if source.file not in self.arrays:
+            everything: Any = mx.load(str(source.file))
+            self.arrays[source.file] = {n: a for n, a in everything.items() if self.uses[source.file, n]}
+        self.uses[key] -= 1
+        arrays = self.arrays[source.file]
+        return arrays[source.name] if self.uses[key] else arrays.pop(source.name)
+
+
+def _read(name: str, stored: dict[str, Stored], files: Files, dtype: mx.Dtype, *, is_norm: bool) -> mx.array:
+    """The parameter `name` as the model wants it, lazily."""
+    part = stored[name]
+    raw = part.sources[0].provenance == "raw"
+    parts = [files.take(source) for source in part.sources]
+    if scales := stored.get(f"{name}_scale_inv"):
+        blocks = [files.take(source) for source in scales.sources]
+        parts = [_from_fp8(codes, scale).astype(dtype) for codes, scale in zip(parts, blocks, strict=True)]
+
+    array = parts[0] if part.sources[0].expert is None else mx.stack(parts)
+    if (half := part.sources[0].half) is not None:
+        array = mx.contiguous(mx.split(array, 2, axis=-2)[half])
+    if raw and name.endswith("conv1d.weight"):
+        array = mx.contiguous(array.moveaxis(1, 2))  # [C, 1, K] → [C, K, 1]
+    if is_norm:
+        array = array.astype(mx.float32)
+        return array + 1.0 if raw else array
+    if name.endswith(".A_log"):
+        return array.astype(mx.float32)
+    return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
+
+
+def _from_fp8(codes: mx.array, scale: mx.array) -> mx.array:
+    """[R, C] codes and one scale for each 128 × 128 block of them → [R, C] in float32."""
+    rows, columns = codes.shape
+    scale = mx.repeat(mx.repeat(scale.astype(mx.float32), FP8_BLOCK, axis=0), FP8_BLOCK, axis=1)
+    return mx.from_fp8(codes, dtype=mx.float32) * scale[:rows, :columns]
+
+
+def _quantized(model: models.Model, packed: dict[str, dict[str, Any]]) -> models.Model:
+    """The same model with quantised modules where the files hold packed weights."""
+
+    def how(prefix: str) -> Callable[[str, nn.Module], dict[str, Any] | bool]:
+        return lambda path, module: packed.get(prefix + canonical(path), False)
+
+    nn.quantize(model.lm, class_predicate=how(""))
+    mtp = model.weights.mtp if model.has_head else None
+    if mtp is not None:
+        nn.quantize(mtp, class_predicate=how("mtp."))
+    return replace(model, weights=models.Weights(model.family.text(model.lm), model.family.lm_head(model.lm), mtp))
+
+
+def _has_experts(stored: dict[str, Stored]) -> bool:
+    return any(".switch_mlp." in name for name in stored)
