@@ -69,8 +69,9 @@ def download(repo: str) -> Path:
         if cached:
             return cached
         problem, way_out = error, "Check the network, or name a folder on this machine."
-    cause = (str(problem).strip() or type(problem).__name__).splitlines()[0]
-    raise HubError(f"{repo}: cannot be had from {constants.ENDPOINT} ({cause}). {way_out}") from problem
+    cause = problem.__cause__ or problem
+    cause_line = f"{type(cause).__name__}: {cause}".splitlines()[0].rstrip(" .:")
+    raise HubError(f"{repo}: cannot be had from {constants.ENDPOINT} ({cause_line}). {way_out}") from problem
 
 
 def _cached_repo(name: str) -> str | None:

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from .inspect import inspect
+
 app = typer.Typer(name="headstart", no_args_is_help=True)
 
 
@@ -27,3 +29,6 @@ def main(
     ] = False,
 ) -> None:
     """Run language models faster with their own multi-token-prediction head."""
+
+
+app.command()(inspect)
