@@ -336,8 +336,7 @@ def raw_names(arrays: Arrays, family: str) -> Arrays:
 def converted_names(arrays: Arrays, family: str) -> Arrays:
     outer = "" if family == "next" else "language_model."
     return {
-        f"{outer}{k}" if k.startswith(("mtp.", "lm_head.")) else f"{outer}model.{k}": v
-        for k, v in arrays.items()
+        f"{outer}{k}" if k.startswith(("mtp.", "lm_head.")) else f"{outer}model.{k}": v for k, v in arrays.items()
     }
 
 
@@ -359,6 +358,7 @@ def write_shards(folder: Path, arrays: Arrays, shards: int, metadata: dict[str, 
 def save(path: Path, arrays: Arrays, metadata: dict[str, str] | None) -> None:
     """mlx cannot name float8, and writes `"__metadata__": null` where others write none."""
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    mx.eval(arrays)  # they may be lazy, and of this very file
     at = 0
     for name, value in arrays.items():
         dtype = "F8_E4M3" if f"{name}_scale_inv" in arrays else DTYPES[value.dtype]

@@ -1,0 +1,176 @@
+"""One model, whatever layout it was stored in; and types that the device can compute with."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from checkpoints import FAMILIES, write
+from headstart.checkpoint import load, load_tokenizer, resolve
+from headstart.checkpoint.load import compute_dtype
+from headstart.models import Model
+
+SAME_MODEL = [
+    ("dense", "converted", {}),
+    ("dense", "raw", {"shards": 7}),
+    ("dense", "sidecar", {"sidecar": "mtp.safetensors"}),
+    ("dense", "sidecar", {"sidecar": "model-mtp.safetensors"}),
+    ("dense", "sidecar", {"sidecar": "mtp/weights.safetensors"}),
+    ("dense", "raw-sidecar", {}),
+    *((family, layout, {}) for family in ("moe", "next") for layout in ("raw-fused", "raw-per-expert")),
+    *((family, "raw-per-expert", {"shards": 5}) for family in ("moe", "next")),
+    *((family, layout, {}) for family in ("moe", "next") for layout in ("converted", "sidecar", "raw-sidecar")),
+]
+
+
+def arrays_of(model: Model) -> dict[str, mx.array]:
+    flat: Any = tree_flatten(model.weights.parameters())
+    return dict(flat)
+
+
+def greedy(model: Model, count: int = 5) -> list[tuple[int, int]]:
+    """Token and draft at each step, without a cache."""
+    tokens, out = [5, 17, 130], []
+    for _ in range(count):
+        hidden = model.trunk(mx.array([tokens]), model.make_state(1), certain=len(tokens))
+        tokens.append(int(mx.argmax(model.logits(hidden)[0, -1])))
+        draft = model.head(hidden, mx.array([tokens[1:]]), model.make_head_state(1))
+        out.append((tokens[-1], int(mx.argmax(model.draft_logits(draft)[0, -1]))))
+    return out
+
+
+def assert_same(one: Model, other: Model) -> None:
+    expected, found = arrays_of(one), arrays_of(other)
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype, name
+        assert mx.array_equal(found[name], array), name
+    assert greedy(other) == greedy(one)
+
+
+@pytest.mark.parametrize(("family", "layout", "options"), SAME_MODEL)
+def test_every_layout_holds_the_same_model(tmp_path: Path, family: str, layout: str, options: dict[str, Any]) -> None:
+    raw = load(write(tmp_path / "raw", family))
+    assert_same(raw, load(write(tmp_path / "other", family, layout, **options)))
+    assert len({token for token, _ in greedy(raw)}) > 3
+
+
+@pytest.mark.parametrize(
+    ("family", "bits"), [*(("dense", bits) for bits in (2, 3, 4, 5, 6, 8)), ("moe", 4), ("next", 4)]
+)
+def test_quantised_layouts_hold_the_same_model(tmp_path: Path, family: str, bits: int) -> None:
+    kept = load(write(tmp_path / "kept", family, "converted", bits=bits))
+    assert_same(kept, load(write(tmp_path / "sidecar", family, "sidecar", bits=bits)))
+    assert_same(kept, load(write(tmp_path / "raw", family, "raw-sidecar", bits=bits)))
+    assert "scales" in kept.weights.layers[3].self_attn.q_proj
+    assert "scales" not in kept.weights.mtp.layers[0].self_attn.q_proj
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_quantised_model_holds_the_codes_of_the_file_and_close_weights(tmp_path: Path, family: str) -> None:
+    plain = load(write(tmp_path / "plain", family, "converted"))
+    packed = load(write(tmp_path / "packed", family, "converted", bits=8, head_bits=8))
+    for name, module in packed.weights.named_modules():
+        if "scales" not in module:
+            continue
+        weight = mx.dequantize(
+            module.weight, module.scales, module.biases, group_size=module.group_size, bits=module.bits
+        )
+        expected = arrays_of(plain)[f"{name}.weight"]
+        assert mx.allclose(weight, expected, atol=0.02 * float(mx.abs(expected).max())), name
+    assert "scales" in packed.weights.mtp.layers[0].self_attn.q_proj
+    assert "scales" not in packed.weights.mtp.fc
+    files = [mx.load(str(path)) for path in (tmp_path / "packed").glob("*.safetensors")]
+    stored: Any = {name: array for file in files for name, array in file.items()}
+    prefix = "model." if family == "next" else "language_model.model."
+    assert mx.array_equal(stored[f"{prefix}embed_tokens.weight"], packed.weights.embed_tokens.weight)
+    assert packed.weights.embed_tokens is packed.family.text(packed.lm).embed_tokens  # mlx-lm's own, too
+
+
+def test_norms_are_shifted_once_and_kept_in_float32(tmp_path: Path) -> None:
+    raw = write(tmp_path / "raw", "dense")
+    shards: Any = [mx.load(str(path)) for path in raw.glob("*.safetensors")]
+    stored = {name: array for shard in shards for name, array in shard.items()}
+    for layout in ("raw", "converted"):
+        found = arrays_of(load(write(tmp_path / layout, "dense", layout)))
+        for name in ("layers.0.input_layernorm", "layers.3.self_attn.q_norm", "norm"):
+            expected = stored[f"model.language_model.{name}.weight"].astype(mx.float32) + 1
+            assert found[f"{name}.weight"].dtype == mx.float32
+            assert mx.array_equal(found[f"{name}.weight"], expected), name
+        for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "layers.0.self_attn.k_norm"):
+            expected = stored[f"mtp.{name}.weight"].astype(mx.float32) + 1
+            assert mx.array_equal(found[f"mtp.{name}.weight"], expected), name
+        gated = "layers.0.linear_attn.norm.weight"
+        assert mx.array_equal(found[gated], stored[f"model.language_model.{gated}"]), "it is not zero-centred"
+
+
+def test_float8_blocks_are_scaled_each_by_its_own(tmp_path: Path) -> None:
+    """Blocks of 128, the last of them partial."""
+    folder = write(tmp_path, "moe", "fp8", moe_intermediate_size=160, hidden_size=192)
+    found = arrays_of(load(folder, dtype=mx.float32))
+    shards: Any = [mx.load(str(path)) for path in folder.glob("*.safetensors")]
+    stored = {name: array for shard in shards for name, array in shard.items()}
+    for layer in ("model.language_model.layers.1", "mtp.layers.0"):
+        name = f"{layer}.mlp.experts.5.up_proj.weight"
+        codes = np.array(mx.from_fp8(stored[name], dtype=mx.float32))
+        scales = np.array(stored[f"{name}_scale_inv"].astype(mx.float32))
+        assert (codes.shape, scales.shape) == ((160, 192), (2, 2))
+        for i in range(160):
+            codes[i] *= np.repeat(scales[i // 128], 128)[:192]
+        stacked = found[f"{layer.removeprefix('model.language_model.')}.mlp.switch_mlp.up_proj.weight"]
+        assert np.array_equal(np.array(stacked[5]), codes)
+
+
+def test_tied_embeddings_are_one_array(tmp_path: Path) -> None:
+    model = load(write(tmp_path, "moe", tie=True))
+    assert "lm_head" not in model.weights
+    assert_same(model, load(write(tmp_path / "converted", "moe", "converted", tie=True)))
+
+
+@pytest.mark.parametrize(
+    ("stored", "experts", "packed", "expected"),
+    [
+        ("bfloat16", False, False, mx.bfloat16),
+        ("float16", False, False, mx.float16),
+        ("bfloat16", True, False, mx.float32),
+        ("bfloat16", False, True, mx.float32),
+        ("float16", True, True, mx.float32),
+    ],
+)
+def test_on_cpu_only_dense_unquantised_models_keep_their_type(
+    monkeypatch: pytest.MonkeyPatch, stored: str, experts: bool, packed: bool, expected: mx.Dtype
+) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
+    assert compute_dtype(stored, experts=experts, packed=packed) == expected
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    assert compute_dtype(stored, experts=experts, packed=packed) == getattr(mx, stored)
+
+
+def test_the_type_can_be_chosen(tmp_path: Path) -> None:
+    folder = write(tmp_path, "dense", "converted", bits=4)
+    model = load(folder, dtype=mx.float16)
+    assert {str(a.dtype) for n, a in arrays_of(model).items() if n.endswith((".scales", "fc.weight"))} == {
+        "mlx.core.float16"
+    }
+    assert model.weights.norm.weight.dtype == mx.float32
+    assert model.weights.layers[0].linear_attn.A_log.dtype == mx.float32
+
+
+def test_a_model_can_be_loaded_without_its_head(tmp_path: Path) -> None:
+    model = load(write(tmp_path, "moe"), mtp=False)
+    assert not model.has_head
+    assert model.head_unavailable == "loaded without the head"
+    assert load(tmp_path).head_unavailable is None
+
+
+def test_the_builtin_model_is_the_default_and_writes_python() -> None:
+    model, tokenizer = load(), load_tokenizer(resolve())
+    tokens = tokenizer.encode("def add(a, b):\n    return a")
+    for _ in range(3):
+        hidden = model.trunk(mx.array([tokens]), model.make_state(1), certain=len(tokens))
+        tokens.append(int(mx.argmax(model.logits(hidden)[0, -1])))
+    assert tokenizer.decode(tokens).startswith("def add(a, b):\n    return a + b")
+    assert tokenizer.eos_token_ids == {8185, 8187}  # generation_config.json's
