@@ -51,11 +51,12 @@ def download(repo: str) -> Path:
         return cached
     try:
         # A cached model may lack only its head: mlx-lm does not download sidecars. Stay at its revision.
-        folder = Path(snapshot_download(repo, revision=cached.name if cached else None, allow_patterns=SMALL_FILES))
+        revision = cached.name if cached else None
+        siblings = HfApi().model_info(repo, revision=revision, timeout=10).siblings or []
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=SMALL_FILES))
         # Unknown families end here, before gigabytes of them are downloaded.
         weights = sidecar_names(read_config(folder)) + _shards(folder, head=False) + _shards(folder, head=True)
-        there = HfApi().list_repo_files(repo, revision=folder.name)
-        wanted = sorted(set(weights) & set(there))
+        wanted = sorted({file.rfilename for file in siblings} & set(weights))
         if not wanted:
             raise CheckpointError(
                 f"{repo}: no safetensors file. Headstart reads Hugging Face releases and MLX conversions."

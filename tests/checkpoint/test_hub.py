@@ -1,0 +1,225 @@
+"""Names become folders; a hub model is downloaded once, and no more of it than its text model and head need.
+
+The hub is a server on loopback that speaks the few routes huggingface_hub asks for.
+"""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from huggingface_hub import constants
+
+from checkpoints import save, write
+from headstart.checkpoint import read_layout, resolve
+from headstart.errors import CheckpointError, HubError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+INDEX = "model.safetensors.index.json"
+
+
+class Hub:
+    """Serves folders as models, and remembers which of their files were asked for."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, Path] = {}
+        self.downloaded: list[str] = []
+        self.requests = 0
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                hub.answer(self)
+
+            do_HEAD = do_GET
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        self.requests += 1
+        parts = request.path.split("?")[0].strip("/").split("/")
+        repo = "/".join(parts[2:4] if parts[0] == "api" else parts[:2])
+        folder = self.models.get(repo)
+        if folder is None:
+            return self.send(request, 404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        if parts[0] == "api" and "tree" in parts:
+            return self.send(request, 200, json.dumps([self.entry(folder, file) for file in files(folder)]).encode())
+        if parts[0] == "api":
+            siblings = [{"rfilename": file} for file in files(folder)]
+            return self.send(request, 200, json.dumps({"id": repo, "sha": COMMIT, "siblings": siblings}).encode())
+        file = "/".join(parts[4:])
+        if not (folder / file).is_file():
+            return self.send(request, 404, b"{}", {"X-Error-Code": "EntryNotFound"})
+        if request.command == "GET":
+            self.downloaded.append(file)
+        content = (folder / file).read_bytes()
+        etag = hashlib.sha1(content).hexdigest()
+        return self.send(request, 200, content, {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"'})
+
+    def entry(self, folder: Path, file: str) -> dict[str, Any]:
+        content = (folder / file).read_bytes()
+        return {"type": "file", "path": file, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+
+    def send(
+        self, request: BaseHTTPRequestHandler, status: int, body: bytes, headers: dict[str, str] | None = None
+    ) -> None:
+        request.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            request.send_header(name, value)
+        request.end_headers()
+        if request.command == "GET":
+            request.wfile.write(body)
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def point_at(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    hub = Hub()
+    point_at(monkeypatch, hub.url, tmp_path / "cache")
+    yield hub
+    hub.close()
+
+
+def add_clutter(folder: Path) -> None:
+    """What a release carries besides: a vision shard, other formats, pictures."""
+    save(folder / "model-vision.safetensors", {"model.visual.patch_embed.weight": mx.zeros((8, 8))}, {"format": "pt"})
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["model.visual.patch_embed.weight"] = "model-vision.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+    (folder / "README.md").write_text("---\nbase_model: org/original\n---\n")
+    for name in ("pytorch_model.bin", "model.gguf", "picture.png", "consolidated.safetensors"):
+        (folder / name).write_bytes(b"x" * 64)
+
+
+def test_only_what_is_needed_is_downloaded(tmp_path: Path, hub: Hub) -> None:
+    hub.models["org/model"] = folder = write(
+        tmp_path / "model", "moe", "sidecar", bits=4, sidecar="mtp/weights.safetensors"
+    )
+    add_clutter(folder)
+    found = resolve("org/model")
+    assert read_layout(found).mtp.location == "mtp/weights.safetensors"
+    assert sorted(hub.downloaded) == sorted(
+        [
+            "README.md", "chat_template.jinja", "config.json", "tokenizer.json", "tokenizer_config.json", INDEX,
+            "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "mtp/weights.safetensors",
+        ]
+    )  # fmt: skip
+
+
+def test_a_cached_model_needs_no_network_by_id_or_by_name(tmp_path: Path, hub: Hub) -> None:
+    hub.models["org/model"] = write(tmp_path / "model")
+    folder = resolve("org/model")
+    requests = hub.requests
+    assert resolve("org/model") == folder
+    assert resolve("model") == folder
+    assert hub.requests == requests
+    assert read_layout(folder).mtp.available
+
+
+def test_an_interrupted_download_is_taken_up_again(tmp_path: Path, hub: Hub) -> None:
+    hub.models["org/model"] = write(tmp_path / "model")
+    folder = resolve("org/model")
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    hub.downloaded.clear()
+    assert resolve("org/model") == folder
+    assert read_layout(folder).mtp.available
+    assert set(hub.downloaded) <= {"model-00002-of-00002.safetensors"}
+
+
+def test_a_sidecar_that_another_program_left_out_is_fetched(tmp_path: Path, hub: Hub) -> None:
+    hub.models["org/model"] = write(tmp_path / "model", "dense", "sidecar")
+    folder = resolve("org/model")
+    (folder / "mtp.safetensors").unlink()
+    assert not read_layout(folder).mtp.available
+    assert read_layout(resolve("org/model")).mtp.available
+
+
+def test_a_model_of_an_unknown_family_is_refused_before_its_weights(tmp_path: Path, hub: Hub) -> None:
+    hub.models["org/model"] = folder = write(tmp_path / "model")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(CheckpointError, match="'llama'"):
+        resolve("org/model")
+    assert not [file for file in hub.downloaded if file.endswith(".safetensors")]
+
+
+def test_a_model_that_the_hub_does_not_have_is_named(hub: Hub) -> None:
+    with pytest.raises(HubError, match=r"no/such-model: cannot be had from http://127.0.0.1.*Check the spelling"):
+        resolve("no/such-model")
+
+
+def test_a_hub_model_without_safetensors_is_named(tmp_path: Path, hub: Hub) -> None:
+    hub.models["org/model"] = folder = write(tmp_path / "model")
+    for path in [*folder.glob("*.safetensors"), folder / INDEX]:
+        path.unlink()
+    with pytest.raises(CheckpointError, match="org/model: no safetensors file"):
+        resolve("org/model")
+
+
+def test_an_unreachable_hub_is_named_and_a_cached_model_still_runs(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.models["org/stripped"] = write(tmp_path / "stripped", "dense", "stripped")
+    folder = resolve("org/stripped")
+    point_at(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache")  # nobody listens on discard
+    with pytest.raises(HubError, match=r"org/other: cannot be had from http://127.0.0.1:9 \(Connect.*network"):
+        resolve("org/other")
+    assert resolve("org/stripped") == folder  # it lacks a head that could only be looked for
+
+
+def test_offline_mode_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    point_at(monkeypatch, "http://127.0.0.1:9", tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(HubError, match=r"org/model.*HF_HUB_OFFLINE"):
+        resolve("org/model")
+
+
+def test_a_name_that_two_cached_models_share_is_refused(tmp_path: Path, hub: Hub) -> None:
+    hub.models["one/model"] = hub.models["two/model"] = write(tmp_path / "model")
+    resolve("one/model")
+    resolve("two/model")
+    with pytest.raises(CheckpointError, match="one/model or two/model"):
+        resolve("model")
+
+
+def test_paths_and_builtin_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    point_at(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache")
+    assert resolve().name == "tiny-qwen3.5"
+    assert resolve("tiny-qwen3.5-moe").is_dir()
+    assert resolve(tmp_path) == tmp_path
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert resolve("org/model") == Path("org/model")  # a folder goes before a hub id
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"a file\. Name the folder"):
+        resolve(tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "/no/such/path", "./no/such", "~/nowhere-at-all/x"])
+def test_a_path_that_does_not_exist_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    point_at(monkeypatch, "http://127.0.0.1:9", tmp_path)
+    with pytest.raises(CheckpointError, match=f"{name}: no such folder.*tiny-qwen3.5"):
+        resolve(name)
