@@ -1,0 +1,131 @@
+"""Models, prompts and oracles that the tests of models, state and engine share.
+
+The oracle is always mlx-lm's own forward over the same arrays: it knows nothing of windows, drafts or batches.
+"""
+
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generate_step
+
+from checkpoints import write
+from headstart.checkpoint import load
+from headstart.engine import Engine, Handle, Request, Stats
+from headstart.engine.batch import Batch
+from headstart.engine.step import prefill
+from headstart.models import Model
+from headstart.sampling import SamplingParams
+
+FAMILIES = ("dense", "moe", "next")
+
+
+@lru_cache
+def random_model(
+    family: str = "dense", *, seed: int = 0, head: bool = True, tie: bool = False, **sizes: int
+) -> Model:
+    """A tiny random checkpoint, loaded in float32."""
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), family, seed=seed, head=head, tie=tie, **sizes)
+        return load(folder, dtype=mx.float32)
+
+
+@lru_cache
+def builtin_model(name: str = "tiny-qwen3.5", dtype: mx.Dtype | None = None) -> Model:
+    return load(name, dtype=dtype)
+
+
+def random_prompt(model: Model, length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(model.vocabulary) for _ in range(length)]
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    origins: list[str] = field(default_factory=list)
+    bursts: list[list[int]] = field(default_factory=list)
+    finish_reason: str | None = None
+    stats: Stats | None = None
+    error: Exception | None = None
+
+
+def collect(handle: Handle) -> Answer:
+    """Everything a request was told, to its end."""
+    answer = Answer()
+    for event in handle:
+        answer.tokens += event.tokens
+        answer.origins += event.origins
+        answer.bursts += [event.tokens] if event.tokens else []
+        answer.finish_reason, answer.stats, answer.error = event.finish_reason, event.stats, event.error
+    return answer
+
+
+def submit(engine: Engine, prompt: Sequence[int], **params: object) -> Handle:
+    return engine.submit(Request(prompt, SamplingParams(**params)))  # type: ignore[arg-type]
+
+
+def generate(model: Model, prompt: Sequence[int], **params: object) -> Answer:
+    """The answer of an engine that has nothing else to do."""
+    return collect(submit(Engine(model), prompt, **params))
+
+
+def mlx_lm_greedy(model: Model, prompt: Sequence[int], count: int) -> list[int]:
+    """What mlx-lm's own generator says."""
+    steps = generate_step(mx.array(prompt), model.lm, max_tokens=count)
+    return [int(token) for token, _ in steps]
+
+
+def assert_greedy(model: Model, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+    """Every token is the argmax of mlx-lm's logits given all before it: one plain forward, no cache."""
+    logits = model.lm(mx.array([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1]
+    assert mx.argmax(logits, axis=-1).tolist() == list(tokens)
+
+
+def batch_of(model: Model, *prompts: Sequence[int], k: int = 8, remaining: int = 10_000, chunk: int = 512) -> Batch:
+    """Rows that have taken in their prompts, as the engine would have it."""
+    first, *others = [_enter(model, prompt, k, remaining, chunk) for prompt in prompts]
+    for other in others:
+        first.join(other, model)
+    return first
+
+
+def _enter(model: Model, prompt: Sequence[int], k: int, remaining: int, chunk: int) -> Batch:
+    batch = Batch.of_one(model, prompt[-1], k, remaining)
+    for start in range(0, len(prompt) - 1, chunk):
+        end = min(start + chunk, len(prompt) - 1)
+        prefill(model, batch, mx.array([prompt[start:end]], mx.int32), mx.array([prompt[end]], mx.int32))
+    mx.eval(batch.arrays())
+    return batch
+
+
+class RecordsExperts(nn.Module):
+    """Stands where a block's experts stand, and notes which of them were asked."""
+
+    def __init__(self, experts: nn.Module):
+        super().__init__()
+        self.experts = experts
+        self.asked: list[mx.array] = []
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        self.asked.append(mx.sort(indices, axis=-1))
+        return self.experts(x, indices)
+
+
+@contextmanager
+def recorded_experts(model: Model) -> Iterator[list[RecordsExperts]]:
+    """One recorder for every layer of the trunk: of each call, [B, W, top_k] indices in rising order."""
+    recorders = [RecordsExperts(layer.mlp.switch_mlp) for layer in model.weights.layers]
+    for layer, recorder in zip(model.weights.layers, recorders, strict=True):
+        layer.mlp.switch_mlp = recorder
+    try:
+        yield recorders
+    finally:
+        for layer, recorder in zip(model.weights.layers, recorders, strict=True):
+            layer.mlp.switch_mlp = recorder.experts

@@ -1,0 +1,106 @@
+"""`HeadSpec` is general: a made-up family with everything wired the other way runs through the same loop."""
+
+from dataclasses import replace
+from itertools import product
+
+import mlx.core as mx
+import pytest
+
+from fixtures import assert_greedy, batch_of, generate, random_model, random_prompt
+from headstart.engine.step import draft
+from headstart.models import Head, HeadSpec, Model, Weights, use_float32_norms
+
+SPECS = [
+    HeadSpec(embedding_first=False, own_lm_head=True, fed_after_norm=fed, chains_after_norm=chains)
+    for fed, chains in product([True, False], repeat=2)
+]
+
+
+def made_up(spec: HeadSpec, modules: int) -> Model:
+    """A dense model whose head is wired as `spec` says, with weights under which every wiring matters."""
+    model = random_model.__wrapped__("dense", mtp_num_hidden_layers=modules)  # our own: its norms are changed here
+    old, lm_head, H = model.weights.mtp, model.weights.lm_head.weight, 64
+    mtp = Head(spec, old.layers, H, model.vocabulary, model.config["rms_norm_eps"])
+    use_float32_norms(mtp)
+    keys = iter(mx.random.split(mx.random.key(0), 8))
+    for norm in (model.weights.norm, mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.norm):
+        norm.weight = mx.random.uniform(0.2, 2.0, (H,), key=next(keys))
+    # As much of the first half of its input as of the second, so it matters which is the hidden.
+    noise = mx.random.normal((H, 2 * H), key=next(keys)) / H**0.5
+    mtp.fc.weight = mx.concatenate([mx.eye(H), mx.eye(H)], axis=1) + 0.5 * noise
+    if spec.own_lm_head:
+        mtp.lm_head.weight = lm_head + 0.2 * mx.random.normal(lm_head.shape, key=next(keys))
+    weights = Weights(model.family.text(model.lm), model.weights.lm_head, mtp)
+    return replace(model, family=replace(model.family, head=spec), weights=weights)
+
+
+def trunk_hidden(model: Model, tokens: mx.array) -> mx.array:
+    """[1, T, H] before the final norm, by mlx-lm's own layers."""
+    x = model.weights.embed_tokens(tokens)
+    for layer in model.weights.layers:
+        x = layer(x, None if layer.is_linear else "causal", None)
+    return x
+
+
+def plain_chain(model: Model, tokens: list[int], k: int) -> list[int]:
+    """k drafts after `tokens`, by definition: no cache, every module over its whole input again for every draft."""
+    spec, mtp, norm = model.family.head, model.weights.mtp, model.weights.norm
+
+    def pair(hidden: mx.array, token: mx.array) -> mx.array:
+        embedding = mtp.pre_fc_norm_embedding(model.weights.embed_tokens(token))
+        hidden = mtp.pre_fc_norm_hidden(hidden)
+        return mtp.fc(mx.concatenate([embedding, hidden] if spec.embedding_first else [hidden, embedding], axis=-1))
+
+    x = trunk_hidden(model, mx.array([tokens[:-1]]))
+    committed = pair(norm(x) if spec.fed_after_norm else x, mx.array([tokens[1:]]))
+    inputs = [committed for _ in mtp.layers]
+    drafts: list[int] = []
+    for j in range(k):
+        module = j % len(mtp.layers)
+        before = mtp.layers[module](inputs[module], "causal", None)[:, -1:]
+        after = mtp.norm(before)
+        token = mx.argmax((mtp.lm_head if spec.own_lm_head else model.weights.lm_head)(after), axis=-1)
+        drafts.append(int(token.item()))
+        following = (j + 1) % len(mtp.layers)
+        chained = pair(after if spec.chains_after_norm else before, token)
+        inputs[following] = mx.concatenate([inputs[following], chained], axis=1)
+    return drafts
+
+
+@pytest.mark.parametrize("spec", [HeadSpec(), *SPECS], ids=str)
+def test_drafts_of_one_module_are_the_plain_computation(spec: HeadSpec) -> None:
+    model = made_up(spec, modules=1)
+    for seed in range(4):
+        prompt = random_prompt(model, 9 + 4 * seed, seed)
+        drafts = draft(model, batch_of(model, prompt), 8)
+        assert drafts[0].tolist() == plain_chain(model, prompt, 8)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_drafts_of_two_modules_are_the_plain_computation(spec: HeadSpec) -> None:
+    model = made_up(spec, modules=2)
+    for seed in range(4):
+        prompt = random_prompt(model, 9 + 4 * seed, seed)
+        drafts = draft(model, batch_of(model, prompt), 2)
+        assert drafts[0].tolist() == plain_chain(model, prompt, 2)
+
+
+def test_no_two_wirings_draft_the_same() -> None:
+    """Else the tests above would show nothing."""
+    every = [HeadSpec(*bits) for bits in product([True, False], repeat=4)]
+    models = [made_up(spec, modules=1) for spec in every]
+    prompts = [random_prompt(models[0], 12, seed) for seed in range(4)]
+    assert len({str([plain_chain(model, prompt, 8) for prompt in prompts]) for model in models}) == len(every)
+
+
+@pytest.mark.parametrize("modules", [1, 2])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_greedy_output_is_the_same_for_every_wiring(spec: HeadSpec, modules: int) -> None:
+    model = made_up(spec, modules)
+    prompt = random_prompt(model, 12)
+    plain = generate(model, prompt, max_tokens=24, k=0).tokens
+    assert_greedy(model, prompt, plain)
+    for k in (1, 2, 3, 8):
+        answer = generate(model, prompt, max_tokens=24, k=k)
+        assert answer.tokens == plain
+        assert answer.stats.accepted_draft_tokens > 0
