@@ -58,6 +58,11 @@ def test_every_layout_holds_the_same_model(tmp_path: Path, family: str, layout: 
     assert len({token for token, _ in greedy(raw)}) > 3
 
 
+def test_experts_are_stacked_by_number_not_by_name(tmp_path: Path) -> None:
+    per_expert = load(write(tmp_path / "raw", "moe", "raw-per-expert", num_experts=12))  # 10 sorts before 2
+    assert_same(per_expert, load(write(tmp_path / "converted", "moe", "converted", num_experts=12)))
+
+
 @pytest.mark.parametrize(
     ("family", "bits"), [*(("dense", bits) for bits in (2, 3, 4, 5, 6, 8)), ("moe", 4), ("next", 4)]
 )
