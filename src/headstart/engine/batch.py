@@ -1,12 +1,13 @@
 """The rows that decode together, and everything the device keeps of them between two steps."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..models import Model
-from ..sampling.accept import Verdict
+from ..sampling import Asked, Controls, Scene, Verdict, controls
 from ..state import Rows
 
 
@@ -59,22 +60,36 @@ class Batch:
     last: mx.array  # [B], each row's last token, which the trunk has not seen
     ceiling: mx.array  # [B], most drafts a round that the row's request allows
     remaining: mx.array  # [B], tokens the row may still say
+    rounds: mx.array  # [B], steps the row has been through
+    recent: mx.array  # [B, L], the last tokens, as many as penalties look at, -1 where there is none
+    asked: list[Asked]
+    controls: Controls
 
     @classmethod
-    def of_one(cls, model: Model, last: int, ceiling: int, remaining: int) -> "Batch":
-        """A row that has yet to take in all of its prompt but the `last` token."""
+    def of_one(cls, model: Model, prompt: Sequence[int], asked: Asked, ceiling: int) -> "Batch":
+        """A row that has yet to take in all of its prompt but the last token, which opens its first window."""
+        size = asked.params.context_size
+        recent = ([-1] * size + list(prompt[-size:]))[-size:] if size else []
         return cls(
             rows=model.make_state(1),
             head=model.make_head_state(1) if ceiling else None,
             waiting=_nothing_waits(model, 1),
-            last=mx.array([last], mx.int32),
+            last=mx.array([prompt[-1]], mx.int32),
             ceiling=mx.array([ceiling], mx.int32),
-            remaining=mx.array([remaining], mx.int32),
+            remaining=mx.array([asked.limit], mx.int32),
+            rounds=mx.zeros((1,), mx.int32),
+            recent=mx.array([recent], mx.int32).reshape(1, size),
+            asked=[asked],
+            controls=controls([asked], model.vocabulary),
         )
 
     @property
     def size(self) -> int:
         return int(self.last.shape[0])
+
+    def scene(self) -> Scene:
+        """The trunk has seen every token but the last one, so the next has that index plus one."""
+        return Scene(self.controls, self.rows.lengths + 1, self.rounds, self.recent, self.remaining)
 
     def commit(self, hidden: mx.array, verdict: Verdict) -> None:
         """What was accepted is now certain, in every row by its own count. The rest is simply never counted."""
@@ -83,10 +98,14 @@ class Batch:
         self.rows.commit(said, most=hidden.shape[1])
         self.last = verdict.next
         self.remaining = self.remaining - said
+        self.rounds = self.rounds + 1
+        if (size := self.recent.shape[1]) > 0:
+            text = mx.concatenate([self.recent, verdict.tokens], axis=1)
+            self.recent = mx.take_along_axis(text, said[:, None] + mx.arange(size), axis=1)
         if self.head is not None:
             self.waiting = self.waiting.extend(hidden, verdict.tokens, said)
 
-    def keep(self, rows: list[int]) -> None:
+    def keep(self, rows: list[int], model: Model) -> None:
         """Only these rows go on."""
         self.rows.keep(rows)
         if self.head is not None:
@@ -94,6 +113,9 @@ class Batch:
         index = mx.array(rows, mx.int32)
         self.waiting = Waiting(*[a[index] for a in self.waiting])
         self.last, self.ceiling, self.remaining = self.last[index], self.ceiling[index], self.remaining[index]
+        self.rounds, self.recent = self.rounds[index], self.recent[index]
+        self.asked = [self.asked[row] for row in rows]
+        self.controls = controls(self.asked, model.vocabulary)
 
     def join(self, other: "Batch", model: Model) -> None:
         """Take in rows that have just been prefilled. Either side may be without a head: a blank one does no harm,
@@ -109,6 +131,14 @@ class Batch:
         self.last = mx.concatenate([self.last, other.last])
         self.ceiling = mx.concatenate([self.ceiling, other.ceiling])
         self.remaining = mx.concatenate([self.remaining, other.remaining])
+        self.rounds = mx.concatenate([self.rounds, other.rounds])
+        longest = max(self.recent.shape[1], other.recent.shape[1])
+        recents = [
+            mx.pad(r, [(0, 0), (longest - r.shape[1], 0)], constant_values=-1) for r in (self.recent, other.recent)
+        ]
+        self.recent = mx.concatenate(recents)
+        self.asked = self.asked + other.asked
+        self.controls = controls(self.asked, model.vocabulary)
 
     def forget_head(self, model: Model) -> None:
         """No row is left that drafts."""
@@ -117,7 +147,8 @@ class Batch:
     def arrays(self) -> list[mx.array]:
         """Everything that must be computed for the step to be over."""
         head = self.head.arrays() if self.head is not None else []
-        return [*self.rows.arrays(), *head, *self.waiting, self.last, self.ceiling, self.remaining]
+        counters = [self.last, self.ceiling, self.remaining, self.rounds, self.recent]
+        return [*self.rows.arrays(), *head, *self.waiting, *counters]
 
 
 def _nothing_waits(model: Model, rows: int) -> Waiting:

@@ -5,6 +5,7 @@ the device works on it, hands out what the step before said. So the host waits o
 one step late: the surplus round of a finished row counts nowhere.
 """
 
+import secrets
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import mlx.core as mx
 
 from ..errors import HeadstartError
 from ..models import Model
+from ..sampling import Asked
 from .batch import Batch
 from .exact import rows_are_independent
 from .request import Event, FinishReason, Handle, Request
@@ -29,8 +31,8 @@ class Row:
     """The host's side of a sequence."""
 
     handle: Handle
+    asked: Asked
     ceiling: int  # most drafts a round
-    limit: int  # most tokens to say
     stats: Stats
     batch: Batch | None = None  # its own while its prompt is taken in
     taken: int = 0  # tokens of the prompt that are in
@@ -41,6 +43,10 @@ class Row:
     @property
     def said(self) -> int:
         return self.stats.generation_tokens
+
+    @property
+    def limit(self) -> int:
+        return self.asked.limit
 
 
 @dataclass
@@ -78,10 +84,13 @@ class Engine:
         else:
             ceiling = DEFAULT_K if params.k == "auto" else params.k
         limit = min(params.max_tokens, model.context_length - len(request.prompt))
+        # Unseeded rows differ from each other and from run to run.
+        key = params.seed if params.seed is not None else secrets.randbits(64)
+        asked = Asked(params, key, request.choice, limit)
         handle = Handle(request, None if self._threaded else self.turn)
         stats = Stats("native_mtp" if ceiling else None, bypass, prompt_tokens=len(request.prompt))
         with self._lock:
-            self._queue.append(Row(handle, ceiling, limit, stats))
+            self._queue.append(Row(handle, asked, ceiling, stats))
         return handle
 
     def turn(self) -> bool:
@@ -107,7 +116,7 @@ class Engine:
         with self._lock:
             while self._queue and len(self._rows) + len(self._entering) < self.max_rows:
                 row = self._queue.popleft()
-                row.batch = Batch.of_one(self.model, row.handle.request.prompt[-1], row.ceiling, row.limit)
+                row.batch = Batch.of_one(self.model, row.handle.request.prompt, row.asked, row.ceiling)
                 row.stats.exact = rows_are_independent(self.model)
                 row.started = time.perf_counter()
                 self._entering.append(row)
@@ -204,6 +213,6 @@ class Engine:
         if not self._rows:
             self._batch = None
             return
-        self._batch.keep(staying)
+        self._batch.keep(staying, self.model)
         if self._batch.head is not None and not any(row.ceiling for row in self._rows):
             self._batch.forget_head(self.model)

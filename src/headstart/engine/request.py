@@ -19,6 +19,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 class Request:
     prompt: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
+    choice: int = 0  # which of several answers to one prompt, so that they differ under one seed
     keep_logits: bool = False  # hand out the target's logits with every token
 
     def check(self, model: Model) -> None:
@@ -33,6 +34,7 @@ class Request:
             )
         if (wrong := next((t for t in self.prompt if not 0 <= t < vocabulary), None)) is not None:
             raise RequestError(f"prompt holds the token id {wrong}: ids go from 0 to {vocabulary - 1}")
+        self.params.check_tokens(vocabulary)
         if self.params.k not in ("auto", 0) and not model.has_head:
             raise RequestError(
                 f"k is {self.params.k}, but this model cannot draft: {model.head_unavailable or 'it has no head'}. "

@@ -4,13 +4,16 @@ Plain decoding is speculation with zero drafts, so this is the only generator th
 many, the same lines. Nothing here waits for the device; the host learns what was said by reading the `Round`.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..models import Model
-from ..sampling.accept import greedy
+from ..sampling import Proposal, judge, propose
 from .batch import Batch, Waiting
+
+Grammar = Callable[[mx.array], mx.array]  # drafts [B, k] → the tokens permitted at each position, [B, k+1, V] bool
 
 MOST_WAITING = 64  # committed tokens that the head may lag behind while nothing is drafted
 
@@ -22,42 +25,42 @@ class Round(NamedTuple):
     accepted: mx.array  # [B]
     proposed: mx.array  # [B], how many of the k drafts the row was allowed to accept
     finite: mx.array  # [B], false where the model broke down
-    logits: mx.array  # [B, k+1, V]
+    logits: mx.array  # [B, k+1, V], the target's
 
 
-def step(model: Model, batch: Batch, k: int) -> Round:
+def step(model: Model, batch: Batch, k: int, grammar: Grammar | None = None) -> Round:
     """One round of every row, with k drafts: each row says between 1 and k+1 tokens."""
-    drafts = draft(model, batch, k)  # [B, k]
-    window = mx.concatenate([batch.last[:, None], drafts], axis=1)  # [B, k+1]
+    proposal = draft(model, batch, k)  # [B, k] tokens
+    window = mx.concatenate([batch.last[:, None], proposal.tokens], axis=1)  # [B, k+1]
     hidden = model.trunk(window, batch.rows, certain=1)  # [B, k+1, H], one pass over all positions
-    logits = model.logits(hidden)  # [B, k+1, V]
+    logits = model.logits(hidden)  # [B, k+1, V], what the model itself would say after each
 
-    target = mx.argmax(logits, axis=-1).astype(mx.int32)  # [B, k+1], what the model itself says
     allowed = mx.clip(mx.minimum(batch.ceiling, batch.remaining - 1), 0, k)  # [B]
-    verdict = greedy(target, drafts, allowed)
-
+    permitted = grammar(proposal.tokens) if grammar is not None else None
+    verdict = judge(logits, proposal, allowed, batch.scene(), permitted)
     batch.commit(hidden, verdict)
-    # A NaN has no argmax: it would come out as token 0. max() lets it through, up to the last token said.
+
+    # A NaN has no argmax and would come out as token 0; max() lets it through. Up to the last token said:
     sound = mx.isfinite(logits.max(axis=-1)) | (mx.arange(k + 1) > verdict.accepted[:, None])
     return Round(verdict.tokens, verdict.accepted, allowed, sound.all(axis=1), logits)
 
 
-def draft(model: Model, batch: Batch, k: int) -> mx.array:
-    """[B, k] tokens that the head expects after `batch.last`. At k = 0 the head may fall behind."""
+def draft(model: Model, batch: Batch, k: int) -> Proposal:
+    """k tokens that the head expects after `batch.last`. At k = 0 the head may fall behind."""
+    proposal = Proposal(mx.zeros((batch.size, 0), mx.int32), [])
     if k == 0:
         if batch.waiting.width >= MOST_WAITING:
             catch_up(model, batch)
-        return mx.zeros((batch.size, 0), mx.int32)
+        return proposal
     assert batch.head is not None, "a batch without a head has no drafts"
-    hidden = catch_up(model, batch)  # [B, 1, H]
-    modules, drafts = len(batch.head.layers), []
+    hidden, scene, modules = catch_up(model, batch), batch.scene(), len(batch.head.layers)  # hidden: [B, 1, H]
     for j in range(k):
-        token = mx.argmax(model.draft_logits(hidden), axis=-1).astype(mx.int32)  # [B, 1]
-        drafts.append(token)
+        proposal = propose(model.draft_logits(hidden), proposal, scene)
         if j < k - 1:
             # Written past the head's committed pairs: the chain sees it, the next catching up overwrites it.
-            hidden = model.head(hidden, token, batch.head, ahead=j, module=(j + 1) % modules)
-    return mx.concatenate(drafts, axis=1)
+            newest = proposal.tokens[:, -1:]
+            hidden = model.head(hidden, newest, batch.head, ahead=j, module=(j + 1) % modules)
+    return proposal
 
 
 def catch_up(model: Model, batch: Batch) -> mx.array:

@@ -1,22 +1,138 @@
-"""What a request may ask."""
+"""What a request may ask of its answer, checked before any work is done. Names are mlx-lm's and OpenAI's."""
 
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Literal
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 from ..errors import RequestError
 
 MAX_K = 8  # drafts a round
+MAX_STOPS = 64
+MAX_CONTEXT_SIZE = 4096
+MAX_TOP_LOGPROBS = 20
+
+Rule = Literal["auto", "ratio", "coupled", "optimistic"]
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     max_tokens: int = 256
-    k: int | Literal["auto"] = "auto"  # drafts a round
+    min_tokens: int = 0  # no stop id before
     stop_ids: Collection[int] = ()
+    stop: Collection[str] = ()
+
+    # mlx-lm's sampler, in its order: top_p, min_p, XTC and top_k on the model's probabilities, then temperature.
+    temperature: float = 0.0  # 0: greedy
+    top_p: float = 1.0
+    min_p: float = 0.0
+    min_tokens_to_keep: int = 1
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    xtc_special_tokens: Collection[int] = ()
+    top_k: int = 0  # 0: all
+
+    # mlx-lm's logits processors, in its order. A context size counts the last tokens, prompt included.
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    repetition_penalty: float = 1.0
+    repetition_context_size: int = 20
+    presence_penalty: float = 0.0
+    presence_context_size: int = 20
+    frequency_penalty: float = 0.0
+    frequency_context_size: int = 20
+
+    seed: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+
+    k: int | Literal["auto"] = "auto"  # drafts a round
+    accept: Rule = "auto"  # seeded requests are coupled, others take the ratio rule
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise RequestError(f"max_tokens is {self.max_tokens}; it must be at least 1")
-        if self.k != "auto" and not 0 <= self.k <= MAX_K:
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not math.isfinite(value) or not low <= value <= high:
+                raise RequestError(f"{name} is {value!r}; it must be a number from {low:g} to {high:g}")
+        for name in _WHOLE:
+            if isinstance(getattr(self, name), bool) or int(getattr(self, name)) != getattr(self, name):
+                raise RequestError(f"{name} is {getattr(self, name)!r}; it must be a whole number")
+        if self.k != "auto" and (not isinstance(self.k, int) or isinstance(self.k, bool) or not 0 <= self.k <= MAX_K):
             raise RequestError(f"k is {self.k!r}; it must be 'auto' or a whole number from 0 to {MAX_K}")
+        if self.accept not in ("auto", "ratio", "coupled", "optimistic"):
+            raise RequestError(f"accept is {self.accept!r}; it must be auto, ratio, coupled or optimistic")
+        if self.accept in ("ratio", "optimistic") and self.seed is not None:
+            raise RequestError(
+                f"accept is {self.accept!r} and seed is {self.seed}: only the coupled rule keeps a seeded answer the "
+                "same for every k and every batch. Leave out one of the two"
+            )
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}")
+        if self.repetition_penalty == 0:
+            raise RequestError("repetition_penalty is 0; it must be more than 0 (1 leaves the text as it is)")
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError(f"top_logprobs is {self.top_logprobs}, but logprobs is false: set logprobs to true")
+        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+            raise RequestError("stop must be a list of non-empty strings")
+        for name, values in (("stop", self.stop), ("stop_ids", self.stop_ids)):
+            if len(values) > MAX_STOPS:
+                raise RequestError(f"{name} has {len(values)} entries; at most {MAX_STOPS} are allowed")
+        for token, bias in self.logit_bias.items():
+            if not math.isfinite(bias) or abs(bias) > 100:
+                raise RequestError(f"logit_bias of token {token} is {bias!r}; it must be a number from -100 to 100")
+
+    def check_tokens(self, vocabulary: int) -> None:
+        """Refuse a bias, a stop or an exception for a token that the model does not have."""
+        for name in ("logit_bias", "stop_ids", "xtc_special_tokens"):
+            wrong = next((t for t in getattr(self, name) if not 0 <= t < vocabulary), None)
+            if wrong is not None:
+                raise RequestError(f"{name} names the token id {wrong}: ids go from 0 to {vocabulary - 1}")
+
+    @property
+    def sampled(self) -> bool:
+        return self.temperature > 0
+
+    @property
+    def rule(self) -> Literal["ratio", "coupled", "optimistic"]:
+        """Greedy is the coupled rule at temperature 0: a draft is right when it is the target's own choice."""
+        if self.accept == "auto":
+            return "ratio" if self.sampled and self.seed is None else "coupled"
+        return "coupled" if self.accept == "ratio" and not self.sampled else self.accept
+
+    @property
+    def context_size(self) -> int:
+        """How many of the last tokens the penalties look at; 0 where there are none."""
+        sizes = [0]
+        if self.repetition_penalty != 1:
+            sizes.append(self.repetition_context_size)
+        if self.presence_penalty:
+            sizes.append(self.presence_context_size)
+        if self.frequency_penalty:
+            sizes.append(self.frequency_context_size)
+        return max(sizes)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("max_tokens", 1, 2**31 - 1),
+    ("min_tokens", 0, 2**31 - 1),
+    ("temperature", 0, 100),
+    ("top_p", 0, 1),
+    ("min_p", 0, 1),
+    ("min_tokens_to_keep", 1, 2**31 - 1),
+    ("xtc_probability", 0, 1),
+    ("xtc_threshold", 0, 0.5),
+    ("top_k", 0, 2**31 - 1),
+    ("repetition_penalty", 0, 100),
+    ("repetition_context_size", 1, MAX_CONTEXT_SIZE),
+    ("presence_penalty", -100, 100),
+    ("presence_context_size", 1, MAX_CONTEXT_SIZE),
+    ("frequency_penalty", -100, 100),
+    ("frequency_context_size", 1, MAX_CONTEXT_SIZE),
+    ("top_logprobs", 0, MAX_TOP_LOGPROBS),
+)
+_WHOLE = (
+    "max_tokens", "min_tokens", "min_tokens_to_keep", "top_k", "top_logprobs",
+    "repetition_context_size", "presence_context_size", "frequency_context_size",
+)  # fmt: skip

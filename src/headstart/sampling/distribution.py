@@ -1,0 +1,129 @@
+"""From logits to the distribution that a request asked for, for rows that ask for different things.
+
+The stages and their order are mlx-lm's. A stage that no row of the batch needs is not computed; a row that does
+not need one that others do comes out of it as it went in.
+"""
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .controls import Controls
+from .noise import Keys, gumbel
+
+
+class Distribution(NamedTuple):
+    """Normalised log-probabilities of the tokens `ids`, most probable first, or of all tokens in their order."""
+
+    ids: mx.array | None  # [B, W, C] int32
+    logp: mx.array  # [B, W, C] float32
+
+    def dense(self, vocabulary: int) -> mx.array:
+        """Probabilities of all tokens, [B, W, V]."""
+        p = mx.exp(self.logp)
+        if self.ids is None:
+            return p
+        return mx.put_along_axis(mx.zeros((*p.shape[:-1], vocabulary), p.dtype), self.ids, p, axis=-1)
+
+    def chance(self, tokens: mx.array) -> mx.array:
+        """Probabilities of the tokens [B, W]."""
+        if self.ids is None:
+            return mx.exp(mx.take_along_axis(self.logp, tokens[..., None], axis=-1)).squeeze(-1)
+        return mx.where(self.ids == tokens[..., None], mx.exp(self.logp), 0).sum(axis=-1)
+
+    def aligned(self, probabilities: mx.array) -> mx.array:
+        """Somebody else's probabilities [B, W, V], of the tokens that are listed here."""
+        return probabilities if self.ids is None else mx.take_along_axis(probabilities, self.ids, axis=-1)
+
+    def draw(self, keys: Keys) -> mx.array:
+        """A token for each key [B, W]."""
+        return draw(self.logp, self.ids, keys)
+
+
+def draw(logp: mx.array, ids: mx.array | None, keys: Keys) -> mx.array:
+    """[…] tokens from log-probabilities […, C], which need not be normalised: Gumbel's argmax."""
+    named = mx.arange(logp.shape[-1]) if ids is None else ids
+    index = mx.argmax(logp + gumbel((keys[0][..., None], keys[1][..., None]), named), axis=-1)
+    if ids is None:
+        return index.astype(mx.int32)
+    return mx.take_along_axis(ids, index[..., None], axis=-1).squeeze(-1)
+
+
+def adjust(logits: mx.array, controls: Controls, seen: mx.array, remaining: mx.array) -> mx.array:
+    """Bias, penalties and forbidden stops on logits [B, W, V], in float32.
+
+    `seen` [B, W, L] are the tokens before each position, the newest last, -1 where there is none; `remaining` [B, W]
+    how many tokens the row may still say there.
+    """
+    logits = logits.astype(mx.float32)
+    if controls.bias is not None:
+        logits = _add(logits, controls.bias.ids, controls.bias.values)
+    for penalty in controls.penalties:
+        age = mx.arange(seen.shape[-1] - 1, -1, -1)
+        valid = (seen >= 0) & (age < penalty.context_size)
+        if penalty.kind == "frequency":
+            logits = _add(logits, mx.maximum(seen, 0), mx.where(valid, -penalty.strength, 0.0))
+            continue
+        # Tokens out of context give their place to the newest one, which is written twice with the same value.
+        ids = mx.maximum(mx.where(valid, seen, seen[..., -1:]), 0)
+        was = mx.take_along_axis(logits, ids, axis=-1)
+        if penalty.kind == "repetition":
+            now = mx.where(was < 0, was * penalty.strength, was / penalty.strength)
+        else:
+            now = was - penalty.strength
+        logits = mx.put_along_axis(logits, ids, now, axis=-1)
+    if controls.early is not None:
+        too_early = (remaining > controls.early.free_at)[..., None]  # [B, W, 1]
+        ids = mx.broadcast_to(controls.early.stop_ids, (*logits.shape[:2], controls.early.stop_ids.shape[-1]))
+        was = mx.take_along_axis(logits, ids, axis=-1)
+        logits = mx.put_along_axis(logits, ids, mx.where(too_early, -mx.inf, was), axis=-1)
+    return logits
+
+
+def distribution(logits: mx.array, controls: Controls, coins: mx.array | None) -> Distribution:
+    """Adjusted logits [B, W, V] → what to draw from. `coins` [B, W] in (0, 1) decide on XTC where a row uses it."""
+    best = mx.argmax(logits, axis=-1, keepdims=True)  # [B, W, 1]
+    greedy, temperature = controls.temperature == 0, mx.where(controls.temperature == 0, 1, controls.temperature)
+    if not controls.truncates:
+        logp = _normalised(logits / temperature)
+        one_hot = mx.where(mx.arange(logits.shape[-1]) == best, 0, -mx.inf)
+        return Distribution(None, mx.where(greedy, one_hot, logp) if controls.any_greedy else logp)
+
+    V = logits.shape[-1]
+    C = min(controls.support or V, V)
+    ids = mx.argsort(-logits, axis=-1) if C == V else mx.argpartition(-logits, kth=C - 1, axis=-1)[..., :C]
+    if C < V:
+        order = mx.argsort(-mx.take_along_axis(logits, ids, axis=-1), axis=-1)
+        ids = mx.take_along_axis(ids, order, axis=-1)
+    ids = ids.astype(mx.int32)
+    logp = mx.take_along_axis(logits, ids, axis=-1) - mx.logsumexp(logits, axis=-1, keepdims=True)
+    rank = mx.arange(C)
+
+    p = mx.exp(logp)
+    keep = ((mx.cumsum(p, axis=-1) - p) < controls.top_p) | (rank == 0)
+    keep = keep & ((logp >= logp[..., :1] + mx.log(controls.min_p)) | (rank < controls.min_keep))
+    if controls.xtc is not None and coins is not None:
+        # Exclude top choices: of the tokens above the threshold, all but the least probable.
+        p = mx.where(keep, p, 0)
+        above = keep & (p / p.sum(axis=-1, keepdims=True) > controls.xtc.threshold)
+        exclude = above & (rank < above.sum(axis=-1, keepdims=True) - 1)
+        exclude = exclude & (coins[..., None] <= controls.xtc.probability)
+        special = (ids[..., None] == controls.xtc.special).any(axis=-1)
+        keep = keep & (~exclude | special)
+    keep = keep & (mx.cumsum(keep.astype(mx.int32), axis=-1) <= controls.top_k)
+    logp = _normalised(mx.where(keep, logp / temperature, -mx.inf))
+    if controls.any_greedy:  # ties: the first of equals, as argmax has it
+        ids = mx.where(greedy & (rank == 0), best, ids).astype(mx.int32)
+        logp = mx.where(greedy, mx.where(rank == 0, 0, -mx.inf), logp)
+    return Distribution(ids, logp)
+
+
+def _normalised(logits: mx.array) -> mx.array:
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def _add(logits: mx.array, ids: mx.array, values: mx.array) -> mx.array:
+    """`logits[b, w, ids[b, w, l]] += values[b, w, l]`, repeated ids adding up."""
+    B, W, _ = logits.shape
+    rows, columns = mx.arange(B)[:, None, None], mx.arange(W)[None, :, None]
+    return logits.at[rows, columns, ids].add(mx.broadcast_to(values, (B, W, ids.shape[-1])))

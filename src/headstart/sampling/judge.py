@@ -1,0 +1,106 @@
+"""Draft a token, judge a window: where distributions, noise and the rules of acceptance come together."""
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .accept import Verdict, block, coupled, longest, placed, residual
+from .controls import Controls
+from .distribution import Distribution, adjust, distribution, draw
+from .noise import Purpose, uniform
+
+
+class Scene(NamedTuple):
+    """Where the rows of a batch stand, as far as sampling must know."""
+
+    controls: Controls
+    position: mx.array  # [B], the index in its sequence of the next token
+    rounds: mx.array  # [B]
+    recent: mx.array  # [B, L], the last tokens, -1 where there is none; L = 0 where no row has a penalty
+    remaining: mx.array  # [B], tokens the row may still say
+
+
+class Proposal(NamedTuple):
+    tokens: mx.array  # [B, k]
+    q: list[mx.array]  # k × [B, 1, V]: what each was drawn from, where a row is judged by ratio
+
+
+def propose(logits: mx.array, so_far: Proposal, scene: Scene) -> Proposal:
+    """One more draft from the head's logits [B, 1, V], drawn as the target would be."""
+    controls, j = scene.controls, so_far.tokens.shape[1]
+    if controls.plain:
+        token = mx.argmax(logits, axis=-1).astype(mx.int32)
+        return Proposal(mx.concatenate([so_far.tokens, token], axis=1), [])
+    positions = (scene.position + j)[:, None]
+    expected = _distribution(logits, scene, so_far.tokens, j)
+    token = expected.draw(controls.keyed(Purpose.DRAFT, scene.rounds, positions))
+    q = [*so_far.q, expected.dense(logits.shape[-1])] if "ratio" in controls.rules else []
+    return Proposal(mx.concatenate([so_far.tokens, token], axis=1), q)
+
+
+def judge(
+    logits: mx.array, proposal: Proposal, allowed: mx.array, scene: Scene, grammar: mx.array | None = None
+) -> Verdict:
+    """The target's logits [B, k+1, V] → how many drafts stand and what follows. `grammar`: what it permits."""
+    controls, drafts = scene.controls, proposal.tokens
+    if controls.plain and grammar is None:
+        return coupled(mx.argmax(logits, axis=-1).astype(mx.int32), drafts, allowed)
+    target = _distribution(logits, scene, drafts, 0, grammar)
+    positions = scene.position[:, None] + mx.arange(logits.shape[1])
+    verdict = None
+    if controls.rules != {"ratio"}:
+        choices = target.draw(controls.keyed(Purpose.RESIDUAL, scene.rounds, positions))
+        verdict = coupled(choices, drafts, allowed)
+        if "optimistic" in controls.rules:
+            following = mx.take_along_axis(choices, allowed[:, None], axis=1).squeeze(1)
+            verdict = _either(controls.optimistic, placed(drafts, allowed, following), verdict)
+    if "ratio" in controls.rules:
+        by_ratio = _by_ratio(target, proposal, allowed, scene, positions)
+        verdict = by_ratio if verdict is None else _either(controls.ratio, by_ratio, verdict)
+    assert verdict is not None
+    return verdict
+
+
+def _by_ratio(
+    target: Distribution, proposal: Proposal, allowed: mx.array, scene: Scene, positions: mx.array
+) -> Verdict:
+    controls, drafts, k = scene.controls, proposal.tokens, proposal.tokens.shape[1]
+    after = controls.keyed(Purpose.RESIDUAL, scene.rounds, positions)
+    if k == 0:
+        return placed(drafts, mx.zeros_like(allowed), target.draw(after).squeeze(1))
+    q = mx.concatenate(proposal.q, axis=1)  # [B, k, V]
+    window = Distribution(target.ids if target.ids is None else target.ids[:, :k], target.logp[:, :k])
+    p, q_there = mx.exp(target.logp), window.aligned(q)
+    q_drafts = mx.take_along_axis(q, drafts[..., None], axis=-1).squeeze(-1)
+    chances = block(p, q_there, window.chance(drafts), q_drafts, allowed)
+    tried = uniform(controls.keyed(Purpose.ACCEPT, scene.rounds, positions[:, :k]))
+    accepted = longest(chances.chance, tried)
+    left = mx.log(residual(p, q_there, chances.carry, accepted, allowed))  # [B, C]
+    here = accepted[:, None]
+    ids = None
+    if target.ids is not None:
+        ids = mx.take_along_axis(target.ids, here[..., None], axis=1).squeeze(1)
+    keys = tuple(mx.take_along_axis(word, here, axis=1).squeeze(1) for word in after)
+    return placed(drafts, accepted, draw(left, ids, (keys[0], keys[1])))
+
+
+def _distribution(
+    logits: mx.array, scene: Scene, drafts: mx.array, first: int, grammar: mx.array | None = None
+) -> Distribution:
+    """What to draw from at window positions `first`, `first` + 1, …, given the drafts before each."""
+    controls, width = scene.controls, logits.shape[1]
+    here = mx.arange(first, first + width)
+    logits = logits.astype(mx.float32)
+    if controls.adjusts:
+        length = scene.recent.shape[1]
+        text = mx.concatenate([scene.recent, drafts], axis=1)
+        seen = text[:, here[:, None] + mx.arange(length)]  # [B, W, L]
+        logits = adjust(logits, controls, seen, scene.remaining[:, None] - here)
+    if grammar is not None:
+        logits = mx.where(grammar, logits, -mx.inf)
+    return distribution(logits, controls, controls.coins(scene.rounds, scene.position[:, None] + here))
+
+
+def _either(first: mx.array, a: Verdict, b: Verdict) -> Verdict:
+    """Row by row: `a` where `first` [B] is true."""
+    return Verdict(mx.where(first, a.accepted, b.accepted), mx.where(first[:, None], a.tokens, b.tokens))
