@@ -8,19 +8,21 @@ one step late: the surplus round of a finished row counts nowhere.
 import secrets
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 
 import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..errors import HeadstartError
+from ..errors import HeadstartError, RequestError
 from ..models import Model
-from ..sampling import Asked
+from ..sampling import Asked, Logprobs, SamplingParams
 from .batch import Batch
 from .exact import rows_are_independent
-from .request import Event, FinishReason, Handle, Request
+from .request import Event, FinishReason, Handle, Request, TokenLogprobs
 from .stats import Stats, origins
 from .step import prefill, step
+from .text import TextStream
 
 CHUNK = 512  # tokens of a prompt between two steps, at fixed multiples
 DEFAULT_K = 2
@@ -34,10 +36,10 @@ class Row:
     asked: Asked
     ceiling: int  # most drafts a round
     stats: Stats
+    text: TextStream | None
     batch: Batch | None = None  # its own while its prompt is taken in
     taken: int = 0  # tokens of the prompt that are in
     started: float = 0.0
-    joined: float = 0.0
     over: bool = False
 
     @property
@@ -57,12 +59,19 @@ class Flight:
     width: int  # k + 1
     report: mx.array  # [B, k+4]: tokens, accepted, proposed, finite
     logits: mx.array | None  # [B, k+1, V], if a row wants them
+    logprobs: Logprobs | None
 
 
 class Engine:
-    def __init__(self, model: Model, max_rows: int = 16, threaded: bool = False):
-        """`threaded`: another thread turns the engine; otherwise whoever waits for an event does."""
+    def __init__(
+        self, model: Model, tokenizer: TokenizerWrapper | None = None, *, max_rows: int = 16, threaded: bool = False
+    ):
+        """With a tokenizer, events carry text, its end tokens end an answer, and stop strings work.
+
+        `threaded`: another thread turns the engine; otherwise whoever waits for an event does.
+        """
         self.model = model
+        self.tokenizer = tokenizer
         self.max_rows = max_rows
         self._threaded = threaded
         self._lock = Lock()
@@ -76,6 +85,12 @@ class Engine:
         """Queue a request, from any thread. Raises RequestError where it cannot be honoured."""
         request.check(self.model)
         params, model = request.params, self.model
+        text = None
+        if self.tokenizer is not None:
+            params = replace(params, stop_ids=frozenset(params.stop_ids) | frozenset(self.tokenizer.eos_token_ids))
+            text = TextStream(self.tokenizer, params.stop)
+        elif params.stop:
+            raise RequestError("stop needs text, and this engine has no tokenizer: use stop_ids")
         ceiling, bypass = 0, None
         if not model.has_head:
             bypass = model.head_unavailable or "the model has no head"
@@ -90,7 +105,7 @@ class Engine:
         handle = Handle(request, None if self._threaded else self.turn)
         stats = Stats("native_mtp" if ceiling else None, bypass, prompt_tokens=len(request.prompt))
         with self._lock:
-            self._queue.append(Row(handle, asked, ceiling, stats))
+            self._queue.append(Row(handle, asked, ceiling, stats, text))
         return handle
 
     def turn(self) -> bool:
@@ -98,9 +113,12 @@ class Engine:
         self._drop_cancelled()
         self._admit()
         self._take_in_a_chunk()
-        landed, self._flight = self._flight, self._launch()
-        if landed is not None:
-            self._land(landed)
+        try:
+            landed, self._flight = self._flight, self._launch()
+            if landed is not None:
+                self._land(landed)
+        except Exception as error:  # of the whole batch: nobody can tell whose it is
+            self._abandon(error)
         return bool(self._queue or self._entering or self._rows or self._flight)
 
     def _drop_cancelled(self) -> None:
@@ -117,7 +135,7 @@ class Engine:
             while self._queue and len(self._rows) + len(self._entering) < self.max_rows:
                 row = self._queue.popleft()
                 row.batch = Batch.of_one(self.model, row.handle.request.prompt, row.asked, row.ceiling)
-                row.stats.exact = rows_are_independent(self.model)
+                row.stats.exact = rows_are_independent(self.model) and row.asked.params.rule != "optimistic"
                 row.started = time.perf_counter()
                 self._entering.append(row)
 
@@ -151,7 +169,6 @@ class Engine:
             self._batch.join(row.batch, self.model)
         row.batch = None
         self._rows.append(row)
-        row.joined = time.perf_counter()
 
     def _launch(self) -> Flight | None:
         """Start the next step before the last one is known. Rows that the round in flight must end are surplus;
@@ -165,7 +182,7 @@ class Engine:
         report = mx.concatenate([round.tokens, mx.stack(columns, axis=1)], axis=1)
         mx.async_eval(report, *self._batch.arrays())
         wanted = any(row.handle.request.keep_logits for row in self._rows)
-        return Flight(list(self._rows), k + 1, report, round.logits if wanted else None)
+        return Flight(list(self._rows), k + 1, report, round.logits if wanted else None, round.logprobs)
 
     def _land(self, flight: Flight) -> None:
         """Wait for a round, and tell every row what it said."""
@@ -179,31 +196,54 @@ class Engine:
                 continue
             assert self._batch is not None
             self._batch.rows.bounds[self._rows.index(row)] -= flight.width - (accepted + 1)
-            logits = flight.logits[index] if flight.logits is not None else None
-            self._say(row, tokens[: accepted + 1], accepted, proposed, logits)
+            self._say(row, tokens[: accepted + 1], accepted, proposed, flight, index)
         self._drop_finished()
 
-    def _say(self, row: Row, tokens: list[int], accepted: int, proposed: int, logits: mx.array | None) -> None:
-        params = row.handle.request.params
+    def _say(self, row: Row, tokens: list[int], accepted: int, proposed: int, flight: Flight, index: int) -> None:
+        """Hand a round's tokens to their request, up to where the answer ends."""
         tokens = tokens[: row.limit - row.said]
-        end = next((i + 1 for i, token in enumerate(tokens) if token in params.stop_ids), None)
-        tokens = tokens[:end]
-        row.stats.count(len(tokens), accepted, proposed)
-        now = time.perf_counter()
-        row.stats.prompt_seconds = row.joined - row.started
-        row.stats.generation_seconds = now - row.joined
-        reason: FinishReason | None = "stop" if end else "length" if row.said >= row.limit else None
-        row.over = reason is not None
-        kept = logits[: len(tokens)] if logits is not None and row.handle.request.keep_logits else None
-        row.handle.put(
-            Event(tokens, origins(len(tokens), accepted, proposed), kept, finish_reason=reason, stats=row.stats)
-        )
+        texts, reason = self._read(row, tokens)
+        tokens = tokens[: len(texts)]
+        row.stats.count(len(tokens), accepted, proposed, time.perf_counter() - row.started)
+        if reason is None and row.said >= row.limit:
+            reason = "length"
+        if reason is not None:
+            row.over = True
+            if row.text is not None:
+                texts[-1] += row.text.finish()
+                reason = "stop" if row.text.stopped else reason
+        request, here = row.handle.request, (index, slice(len(tokens)))
+        event = Event(tokens, origins(len(tokens), accepted, proposed), finish_reason=reason, stats=row.stats)
+        if row.text is not None:
+            event = replace(event, texts=texts)
+        if request.params.logprobs and flight.logprobs is not None:
+            event = replace(event, logprobs=_token_logprobs(Logprobs(*[a[here] for a in flight.logprobs]), request))
+        if request.keep_logits and flight.logits is not None:
+            event = replace(event, logits=flight.logits[here])
+        row.handle.put(event)
+
+    def _read(self, row: Row, tokens: list[int]) -> tuple[list[str], FinishReason | None]:
+        """The text of each token up to the first that ends the answer."""
+        texts: list[str] = []
+        for token in tokens:
+            ends = token in row.asked.params.stop_ids
+            texts.append("" if ends or row.text is None else row.text.add(token))
+            if ends or (row.text is not None and row.text.stopped):
+                return texts, "stop"
+        return texts, None
 
     def _finish(self, row: Row, reason: FinishReason, error: Exception | None = None) -> None:
         row.over = True
         if error is not None and not isinstance(error, HeadstartError):
             error = HeadstartError(f"{type(error).__name__}: {error}")
         row.handle.put(Event(finish_reason=reason, stats=row.stats, error=error))
+
+    def _abandon(self, error: Exception) -> None:
+        """End all running rows with an error, and be ready for others."""
+        for row in self._rows:
+            if not row.over:
+                self._finish(row, "error", error)
+        self._rows, self._batch, self._flight = [], None, None
 
     def _drop_finished(self) -> None:
         staying = [i for i, row in enumerate(self._rows) if not row.over]
@@ -216,3 +256,11 @@ class Engine:
         self._batch.keep(staying, self.model)
         if self._batch.head is not None and not any(row.ceiling for row in self._rows):
             self._batch.forget_head(self.model)
+
+
+def _token_logprobs(told: Logprobs, request: Request) -> list[TokenLogprobs]:
+    chosen: list[float] = told.chosen.tolist()  # type: ignore[assignment]
+    ids: list[list[int]] = told.top_ids.tolist()  # type: ignore[assignment]
+    top: list[list[float]] = told.top.tolist()  # type: ignore[assignment]
+    best = [list(zip(i, t, strict=True))[: request.params.top_logprobs] for i, t in zip(ids, top, strict=True)]
+    return [TokenLogprobs(c, b) for c, b in zip(chosen, best, strict=True)]

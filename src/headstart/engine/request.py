@@ -43,11 +43,21 @@ class Request:
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """What the model thought of a token it said, and what it would rather have said, best first."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
 class Event:
     """What a round said to one request, or how it ended. The last event has a `finish_reason`."""
 
     tokens: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)  # what each token adds, if the engine has a tokenizer
+    logprobs: list[TokenLogprobs] | None = None  # if the request asked
     logits: mx.array | None = None  # [len(tokens), V], if the request asked
     finish_reason: FinishReason | None = None
     stats: Stats | None = None  # of the whole answer so far

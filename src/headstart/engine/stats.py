@@ -22,11 +22,16 @@ class Stats:
     rounds: int = 0
     proposed_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
-    prompt_seconds: float = 0.0
-    generation_seconds: float = 0.0
+    prompt_seconds: float = 0.0  # until the first round was known
+    generation_seconds: float = 0.0  # since then
+    first_round_tokens: int = 0
 
-    def count(self, said: int, accepted: int, proposed: int) -> None:
-        """A round that said `said` tokens to the user: an end in the middle of it may have cut the rest off."""
+    def count(self, said: int, accepted: int, proposed: int, seconds: float) -> None:
+        """A round that said `said` tokens to the user, `seconds` after the request was let in. An end in the middle
+        of the round may have cut the rest off."""
+        if self.rounds == 0:
+            self.prompt_seconds, self.first_round_tokens = seconds, said
+        self.generation_seconds = seconds - self.prompt_seconds
         self.rounds += 1
         self.generation_tokens += said
         missing = proposed - len(self.proposed_by_position)
@@ -56,7 +61,8 @@ class Stats:
 
     @property
     def generation_tps(self) -> float:
-        return _ratio(self.generation_tokens, self.generation_seconds)
+        """Of the tokens after the first round, whose time is the prompt's."""
+        return _ratio(self.generation_tokens - self.first_round_tokens, self.generation_seconds)
 
     @property
     def prompt_tps(self) -> float:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..models import Model
-from ..sampling import Proposal, judge, propose
+from ..sampling import Logprobs, Proposal, judge, logprobs, propose
 from .batch import Batch, Waiting
 
 Grammar = Callable[[mx.array], mx.array]  # drafts [B, k] → the tokens permitted at each position, [B, k+1, V] bool
@@ -26,6 +26,7 @@ class Round(NamedTuple):
     proposed: mx.array  # [B], how many of the k drafts the row was allowed to accept
     finite: mx.array  # [B], false where the model broke down
     logits: mx.array  # [B, k+1, V], the target's
+    logprobs: Logprobs | None  # where a row wants them
 
 
 def step(model: Model, batch: Batch, k: int, grammar: Grammar | None = None) -> Round:
@@ -42,7 +43,9 @@ def step(model: Model, batch: Batch, k: int, grammar: Grammar | None = None) -> 
 
     # A NaN has no argmax and would come out as token 0; max() lets it through. Up to the last token said:
     sound = mx.isfinite(logits.max(axis=-1)) | (mx.arange(k + 1) > verdict.accepted[:, None])
-    return Round(verdict.tokens, verdict.accepted, allowed, sound.all(axis=1), logits)
+    wanted = batch.controls.top_logprobs
+    told = None if wanted is None else logprobs(logits, verdict.tokens, wanted)
+    return Round(verdict.tokens, verdict.accepted, allowed, sound.all(axis=1), logits, told)
 
 
 def draft(model: Model, batch: Batch, k: int) -> Proposal:

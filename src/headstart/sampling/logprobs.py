@@ -1,0 +1,23 @@
+"""Log-probabilities of the target, before temperature and truncation, in float32: what the model thought, whoever
+drafted the token and whatever the request then made of it."""
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+
+class Logprobs(NamedTuple):
+    chosen: mx.array  # [B, W], of the tokens that were said
+    top_ids: mx.array  # [B, W, N], the most probable ones, best first
+    top: mx.array  # [B, W, N]
+
+
+def logprobs(logits: mx.array, tokens: mx.array, top: int) -> Logprobs:
+    """Of `tokens` [B, W] and of the `top` best, under the model's own logits [B, W, V]."""
+    logits = logits.astype(mx.float32)
+    total = mx.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = (mx.take_along_axis(logits, tokens[..., None], axis=-1) - total).squeeze(-1)
+    ids = mx.argpartition(-logits, kth=max(top - 1, 0), axis=-1)[..., :top]
+    values = mx.take_along_axis(logits, ids, axis=-1) - total
+    order = mx.argsort(-values, axis=-1)
+    return Logprobs(chosen, mx.take_along_axis(ids, order, axis=-1), mx.take_along_axis(values, order, axis=-1))
