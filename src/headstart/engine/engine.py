@@ -16,7 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import HeadstartError, RequestError
 from ..models import Model
-from ..sampling import Asked, Logprobs, SamplingParams
+from ..sampling import Asked, Logprobs
 from .batch import Batch
 from .exact import rows_are_independent
 from .request import Event, FinishReason, Handle, Request, TokenLogprobs
