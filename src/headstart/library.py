@@ -1,0 +1,221 @@
+"""mlx-lm's four functions with its names and its responses, so that a program moves over by changing an import.
+
+What mlx-lm takes and we cannot honour is refused by name. Callables on logits are among it: the engine judges whole
+windows of drafts on the device, so it must know what a sampler does, not only call it.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import index
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+from mlx_lm.sample_utils import greedy_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .checkpoint import load as load_model
+from .checkpoint import load_tokenizer, resolve
+from .engine import Engine, FinishReason, Handle, Origin, Request, Stats
+from .errors import RequestError
+from .models import Model
+from .sampling import SamplingParams
+
+Progress = Callable[[int, int], None]
+
+# Arguments of mlx-lm's that would change the output or the memory, and what to do instead.
+REFUSED = {
+    "logits_processors": "use SamplingParams' repetition_penalty, presence_penalty, frequency_penalty or logit_bias",
+    "draft_model": "the model drafts with its own head, up to k tokens a round",
+    "num_draft_tokens": "use k",
+    "prompt_cache": "give the whole prompt",
+    "input_embeddings": "give the prompt as text or token ids",
+    "max_kv_size": "the cache keeps every token; bound it with max_tokens",
+    "kv_bits": "the cache is not quantised",
+}
+# Arguments of mlx-lm's that change nothing here: how prompts are cut into chunks is the engine's own affair.
+WITHOUT_EFFECT = {"prefill_step_size", "stream", "kv_group_size", "quantized_kv_start"}
+
+
+def load(path: str | Path | None = None, *, mtp: bool = True) -> tuple[Model, TokenizerWrapper]:
+    """A model with its head (`mtp=False`: without) and its tokenizer. `path` is a folder, a built-in model, a name
+    in the Hugging Face cache or a hub id; without one it is the built-in model."""
+    folder = resolve(path)
+    return load_model(folder, mtp=mtp), load_tokenizer(folder)
+
+
+@dataclass(frozen=True)
+class GenerationResponse:
+    """One token: mlx-lm's fields, then `origin` and `stats`."""
+
+    text: str  # what the token adds to the text; may be empty
+    token: int
+    from_draft: bool
+    prompt_tokens: int
+    prompt_tps: float
+    generation_tokens: int
+    generation_tps: float
+    peak_memory: float  # GB
+    finish_reason: FinishReason | None
+    origin: Origin
+    stats: Stats  # of the whole answer so far
+    _logits: mx.array = field(repr=False)  # [V]
+
+    @cached_property
+    def logprobs(self) -> mx.array:
+        """[V], log-probabilities of the model itself in float32, computed when asked for."""
+        logits = self._logits.astype(mx.float32)
+        return logits - mx.logsumexp(logits)
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """What `make_sampler` was asked for, as fields of SamplingParams."""
+
+    params: dict[str, Any]
+
+
+def make_sampler(
+    temp: float = 0.0,
+    top_p: float = 0.0,
+    min_p: float = 0.0,
+    min_tokens_to_keep: int = 1,
+    top_k: int = 0,
+    xtc_probability: float = 0.0,
+    xtc_threshold: float = 0.1,
+    xtc_special_tokens: Sequence[int] | None = None,
+) -> Sampler:
+    """mlx-lm's sampler by its parameters, for `stream_generate(sampler=…)`. At temp 0 the rest has no effect."""
+    params = {
+        "temperature": temp,
+        "top_p": top_p or 1.0,  # mlx-lm's 0 means all of them
+        "min_p": min_p,
+        "min_tokens_to_keep": min_tokens_to_keep,
+        "top_k": top_k,
+        "xtc_probability": xtc_probability,
+        "xtc_threshold": xtc_threshold,
+        "xtc_special_tokens": tuple(xtc_special_tokens or ()),
+    }
+    SamplingParams(**params)  # type: ignore[arg-type]  # refuse here what would be refused later
+    return Sampler(params)
+
+
+def stream_generate(
+    model: Model,
+    tokenizer: TokenizerWrapper,
+    prompt: str | Sequence[int] | mx.array,
+    max_tokens: int = 256,
+    *,
+    sampler: Sampler | None = None,
+    k: int | Literal["auto"] = "auto",
+    prompt_progress_callback: Progress | None = None,
+    **more: Any,
+) -> Generator[GenerationResponse, None, None]:
+    """One response per token, the last with a `finish_reason`. Closing the generator cancels the request.
+
+    `max_tokens=-1` goes on to the end of the context. `more` are other fields of SamplingParams.
+    """
+    if not isinstance(model, Model):
+        raise RequestError(f"model is a {type(model).__name__}: load it with headstart.load")
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    params = SamplingParams(
+        max_tokens=model.context_length if max_tokens == -1 else max_tokens,
+        k=k,
+        **_sampling(sampler),
+        **_honourable(more),
+    )
+    request = Request(_token_ids(tokenizer, prompt), params, keep_logits=True)
+    handle = Engine(model, tokenizer, max_rows=1).submit(request)
+    # What is refused is refused at the call and not at the first token: hence a generator of its own.
+    return _responses(handle, prompt_progress_callback or (lambda done, total: None))
+
+
+def generate(
+    model: Model,
+    tokenizer: TokenizerWrapper,
+    prompt: str | Sequence[int] | mx.array,
+    verbose: bool = False,
+    **kwargs: Any,
+) -> str:
+    """The whole answer as text. `verbose` prints it as it comes, and the rates after it."""
+    if verbose:
+        print("=" * 10)
+    text = ""
+    with closing(stream_generate(model, tokenizer, prompt, **kwargs)) as responses:
+        for response in responses:
+            if verbose:
+                print(response.text, end="", flush=True)
+            text += response.text
+    if verbose:
+        print("\n" + "=" * 10)
+        print(f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec")
+        print(f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec")
+        print(f"Speculation: {response.stats.tokens_per_round:.2f} tokens per round")
+        print(f"Peak memory: {response.peak_memory:.3f} GB")
+    return text
+
+
+def _responses(handle: Handle, progress: Progress) -> Generator[GenerationResponse, None, None]:
+    prompt_tokens, said = len(handle.request.prompt), 0
+    progress(0, prompt_tokens)
+    try:
+        for event in handle:
+            if event.error is not None:
+                raise event.error
+            assert event.stats is not None
+            assert event.logits is not None
+            if not said:
+                progress(prompt_tokens, prompt_tokens)
+            for i, (token, text, origin) in enumerate(zip(event.tokens, event.texts, event.origins, strict=True)):
+                said += 1
+                yield GenerationResponse(
+                    text=text,
+                    token=token,
+                    from_draft=origin == "draft",
+                    prompt_tokens=prompt_tokens,
+                    prompt_tps=event.stats.prompt_tps,
+                    generation_tokens=said,
+                    generation_tps=event.stats.generation_tps,
+                    peak_memory=mx.get_peak_memory() / 1e9,
+                    finish_reason=event.finish_reason if i == len(event.tokens) - 1 else None,
+                    origin=origin,
+                    stats=event.stats,
+                    _logits=event.logits[i],
+                )
+    finally:
+        handle.cancel()
+
+
+def _token_ids(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array) -> list[int]:
+    if isinstance(prompt, str):
+        # A chat template may have begun the text with the token that the tokenizer would add.
+        begun = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
+        return list(tokenizer.encode(prompt, add_special_tokens=not begun))
+    tokens: Any = prompt.tolist() if isinstance(prompt, mx.array) else prompt
+    try:
+        return [index(token) for token in tokens]
+    except TypeError as error:
+        raise RequestError("prompt must be text or one flat sequence of token ids") from error
+
+
+def _sampling(sampler: object) -> dict[str, Any]:
+    if sampler is None or sampler is greedy_sampler:
+        return {}
+    if isinstance(sampler, Sampler):
+        return sampler.params
+    raise RequestError(
+        "sampler: a callable cannot be honoured. Use headstart.make_sampler, or SamplingParams' temperature, top_p, "
+        "min_p, top_k, xtc_probability and xtc_threshold"
+    )
+
+
+def _honourable(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of mlx-lm's further arguments that are fields of SamplingParams. None and [] are mlx-lm's "not used"."""
+    for name, instead in REFUSED.items():
+        value = arguments.get(name)
+        if value is not None and not (isinstance(value, list) and not value):
+            raise RequestError(f"{name} cannot be honoured: {instead}")
+    return {name: value for name, value in arguments.items() if name not in REFUSED and name not in WITHOUT_EFFECT}

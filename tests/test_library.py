@@ -1,0 +1,245 @@
+"""A program written for mlx-lm moves over by changing one import."""
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm.sample_utils import make_logits_processors
+from mlx_lm.sample_utils import make_sampler as make_mlx_lm_sampler
+
+import headstart
+from headstart import SamplingParams, checkpoint
+from headstart.engine import Engine, Handle
+from headstart.errors import RequestError
+from headstart.library import GenerationResponse
+from headstart.models import Model
+
+# The answer ends by itself after 46 tokens.
+QUESTION = "Write a Python function that reads a JSON file and returns its contents."
+
+
+@pytest.fixture(scope="module")
+def loaded() -> tuple[Model, Any]:
+    """In float32, where mlx-lm's way through the layers and ours round alike."""
+    folder = checkpoint.resolve()
+    return checkpoint.load(folder, dtype=mx.float32), checkpoint.load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def prompt(loaded: tuple[Model, Any]) -> list[int]:
+    _, tokenizer = loaded
+    messages = [{"role": "user", "content": QUESTION}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, enable_thinking=False)
+
+
+def test_importing_headstart_imports_nothing_heavy() -> None:
+    program = "import sys, headstart; print([m for m in ('mlx', 'mlx_lm', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_the_public_names_are_there() -> None:
+    for name in headstart.__all__:
+        assert getattr(headstart, name) is not None
+        assert name in dir(headstart)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        headstart.nonsense  # noqa: B018
+
+
+def test_load_gives_the_builtin_model_and_its_tokenizer() -> None:
+    model, tokenizer = headstart.load()
+    assert model.has_head
+    assert tokenizer.decode(tokenizer.encode("def f(): pass")) == "def f(): pass"
+    without, _ = headstart.load("tiny-qwen3.5", mtp=False)
+    assert not without.has_head
+
+
+@pytest.mark.parametrize(("max_tokens", "k"), [(1, 3), (7, 0), (7, 3), (60, 3)])
+def test_responses_are_those_of_mlx_lm(loaded: Any, prompt: list[int], max_tokens: int, k: int) -> None:
+    """Same tokens, same text piece by piece, same end: cut short at 1 and 7 tokens, its own at 60."""
+    model, tokenizer = loaded
+    theirs = list(mlx_lm.stream_generate(model.lm, tokenizer, mx.array(prompt), max_tokens=max_tokens))
+    ours = list(headstart.stream_generate(model, tokenizer, mx.array(prompt), max_tokens=max_tokens, k=k))
+
+    def told(response: Any) -> list[Any]:
+        same = ("token", "text", "prompt_tokens", "generation_tokens", "finish_reason")
+        return [getattr(response, name) for name in same]
+
+    assert [told(response) for response in ours] == [told(response) for response in theirs]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.logprobs.dtype == mx.float32
+        assert mx.allclose(mine.logprobs, other.logprobs, atol=1e-3)
+    assert all(response.prompt_tps > 0 and response.peak_memory > 0 for response in ours)
+    assert max_tokens == 1 or ours[-1].generation_tps > 0  # one token has no rate: its time is the prompt's
+    assert ours[-1].finish_reason == ("stop" if max_tokens == 60 else "length")
+
+
+def test_a_response_has_every_field_of_mlx_lm() -> None:
+    theirs = {f.name for f in dataclasses.fields(import_module("mlx_lm.generate").GenerationResponse)}
+    ours = {f.name for f in dataclasses.fields(GenerationResponse)} | {"logprobs"}
+    assert theirs <= ours
+
+
+def test_from_draft_says_which_tokens_were_drafted(loaded: Any, prompt: list[int]) -> None:
+    drafted = list(headstart.stream_generate(*loaded, prompt, 12, k=3))
+    assert any(r.from_draft for r in drafted)
+    assert [r.from_draft for r in drafted] == [r.origin == "draft" for r in drafted]
+    assert drafted[-1].stats.accepted_draft_tokens == sum(r.from_draft for r in drafted)
+    assert not any(r.from_draft for r in headstart.stream_generate(*loaded, prompt, 12, k=0))
+
+
+def test_multi_byte_characters_come_out_whole(loaded: Any) -> None:
+    """A character that is several tokens must not be cut, and what is left at the end must be flushed."""
+    model, tokenizer = loaded
+    prompt = tokenizer.encode('names = ["žluťoučký kůň", "日本語", "žluťoučký kůň", "日本語", "')
+    theirs = [r.text for r in mlx_lm.stream_generate(model.lm, tokenizer, prompt, max_tokens=13)]
+    ours = [r.text for r in headstart.stream_generate(model, tokenizer, prompt, max_tokens=13)]
+    assert ours == theirs
+    assert len("".join(ours)) != len("".join(ours).encode()), "the model wrote ASCII only: choose another prompt"
+
+
+def test_generate_returns_the_text_and_says_what_it_did(loaded: Any, prompt: list[int], capsys: Any) -> None:
+    text = headstart.generate(*loaded, prompt, max_tokens=8)
+    assert capsys.readouterr().out == ""
+    assert text == mlx_lm.generate(loaded[0].lm, loaded[1], prompt, max_tokens=8)
+    assert headstart.generate(*loaded, prompt, verbose=True, max_tokens=8) == text
+    said = capsys.readouterr().out
+    assert text in said
+    assert f"Prompt: {len(prompt)} tokens" in said
+    assert "Generation: 8 tokens" in said
+
+
+def test_a_prompt_may_be_text_ids_or_an_array(loaded: Any) -> None:
+    _, tokenizer = loaded
+    ids = tokenizer.encode("def add(a, b):")
+    texts = [headstart.generate(*loaded, prompt, max_tokens=6) for prompt in ("def add(a, b):", ids, mx.array(ids))]
+    assert texts[0]
+    assert len(set(texts)) == 1
+
+
+def test_closing_the_generator_cancels_the_request(
+    loaded: Any, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles: list[Handle] = []
+    submit: Callable[..., Handle] = Engine.submit
+
+    def keep(engine: Engine, request: Any) -> Handle:
+        handles.append(submit(engine, request))
+        return handles[-1]
+
+    monkeypatch.setattr(Engine, "submit", keep)
+    responses = headstart.stream_generate(*loaded, prompt)
+    next(responses)
+    assert not handles[0].cancelled
+    responses.close()
+    assert handles[0].cancelled
+
+
+def test_no_limit_means_the_end_of_the_context(loaded: Any, prompt: list[int]) -> None:
+    model, tokenizer = loaded
+    short = dataclasses.replace(model, config={**model.config, "max_position_embeddings": len(prompt) + 9})
+    *_, last = headstart.stream_generate(short, tokenizer, prompt, max_tokens=-1)
+    assert last.finish_reason == "length"
+    assert last.generation_tokens == 9
+
+
+def test_progress_is_told_at_both_ends_of_the_prompt(loaded: Any, prompt: list[int]) -> None:
+    told: list[tuple[int, int]] = []
+    headstart.generate(
+        *loaded, prompt, max_tokens=2, prompt_progress_callback=lambda done, total: told.append((done, total))
+    )
+    assert told == [(0, len(prompt)), (len(prompt), len(prompt))]
+
+
+def test_arguments_that_change_nothing_are_taken(loaded: Any, prompt: list[int]) -> None:
+    plain = headstart.generate(*loaded, prompt, max_tokens=3)
+    unused: dict[str, Any] = {"draft_model": None, "kv_bits": None, "prompt_cache": None, "logits_processors": []}
+    assert plain == headstart.generate(*loaded, prompt, max_tokens=3, prefill_step_size=512, **unused)
+
+
+@pytest.mark.parametrize("sampler", [headstart.make_sampler(), make_mlx_lm_sampler(temp=0.0)])
+def test_a_greedy_sampler_is_taken(loaded: Any, prompt: list[int], sampler: Any) -> None:
+    plain = headstart.generate(*loaded, prompt, max_tokens=3)
+    assert plain == headstart.generate(*loaded, prompt, max_tokens=3, sampler=sampler)
+
+
+def test_make_sampler_says_what_mlx_lm_means_in_sampling_params() -> None:
+    """mlx-lm's defaults are off; so is its top_p of 0."""
+    assert SamplingParams(**headstart.make_sampler().params) == SamplingParams()
+    sampler = headstart.make_sampler(0.7, 0.9, 0.05, 2, 20, 0.1, 0.2, [1, 2])
+    assert SamplingParams(**sampler.params) == SamplingParams(
+        temperature=0.7,
+        top_p=0.9,
+        min_p=0.05,
+        min_tokens_to_keep=2,
+        top_k=20,
+        xtc_probability=0.1,
+        xtc_threshold=0.2,
+        xtc_special_tokens=(1, 2),
+    )
+    with pytest.raises(RequestError, match=r"top_p is 1\.5"):
+        headstart.make_sampler(temp=1.0, top_p=1.5)
+
+
+def test_a_sampler_and_further_parameters_reach_the_engine(loaded: Any, prompt: list[int]) -> None:
+    """Seeded, so the same for every k; and another seed is another text."""
+    sampler = headstart.make_sampler(temp=1.5)
+    texts = [
+        headstart.generate(*loaded, prompt, max_tokens=12, sampler=sampler, seed=seed, k=k)
+        for seed, k in [(1, 0), (1, 3), (2, 0)]
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sampler": lambda logprobs: mx.argmax(logprobs, axis=-1)}, "sampler: .* temperature, top_p"),
+        ({"sampler": make_mlx_lm_sampler(temp=0.7)}, "sampler: .*make_sampler"),
+        ({"logits_processors": make_logits_processors(repetition_penalty=1.1)}, "logits_processors .*repetition_pen"),
+        ({"draft_model": object()}, "draft_model "),
+        ({"num_draft_tokens": 3}, "num_draft_tokens .*k"),
+        ({"prompt_cache": [object()]}, "prompt_cache "),
+        ({"input_embeddings": mx.zeros((2, 4))}, "input_embeddings "),
+        ({"max_kv_size": 128}, "max_kv_size "),
+        ({"kv_bits": 4}, "kv_bits "),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"k": 9}, "k is 9"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(
+    loaded: Any, prompt: list[int], arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        headstart.stream_generate(*loaded, prompt, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "prompt is empty"),
+        ([], "prompt is empty"),
+        (mx.array([[1, 2]]), "one flat sequence"),
+        ([1, 8192], "token id 8192: ids go from 0 to 8191"),
+        ([1] * 4096, "prompt has 4096 tokens"),
+    ],
+)
+def test_a_bad_prompt_is_refused(loaded: Any, prompt: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        headstart.stream_generate(*loaded, prompt)
+
+
+def test_an_unknown_argument_is_a_type_error(loaded: Any, prompt: list[int]) -> None:
+    with pytest.raises(TypeError, match="nonsense"):
+        headstart.stream_generate(*loaded, prompt, nonsense=1)
+
+
+def test_a_model_of_mlx_lm_is_refused_with_the_way_out(loaded: Any, prompt: list[int]) -> None:
+    model, tokenizer = loaded
+    with pytest.raises(RequestError, match=r"headstart\.load"):
+        headstart.stream_generate(model.lm, tokenizer, prompt)
