@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 BLOCK = 256  # positions; capacity grows by whole blocks
+STRIDE = 64  # positions; attention reads whole strides, as few as hold every row
 
 
 @dataclass
@@ -16,6 +17,7 @@ class KV:
     keys: mx.array  # [B, H, S, D]
     values: mx.array  # [B, H, S, D]
     offset: mx.array  # [B], where the running pass writes
+    reach: int = 0  # positions that the running pass reads
 
     @classmethod
     def empty(cls, rows: int, heads: int, dim: int, dtype: mx.Dtype) -> "KV":
@@ -30,7 +32,7 @@ class KV:
         """Write `[B, H, W, D]` at each row's offset. The name is the one mlx-lm's attention calls."""
         self.keys = _write(self.keys, keys, self.offset)
         self.values = _write(self.values, values, self.offset)
-        return self.keys, self.values
+        return self.keys[:, :, : self.reach], self.values[:, :, : self.reach]
 
     def grow(self, capacity: int) -> None:
         """Room for `capacity` positions. New room is zero: masked positions still enter P·V as 0·x."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from .kv import BLOCK, KV
+from .kv import BLOCK, KV, STRIDE
 from .recurrent import Recurrent
 
 
@@ -30,17 +30,18 @@ class Rows:
     def reserve(self, width: int, ahead: int = 0) -> mx.array:
         """Make room for `width` positions, `ahead` past every row's length, and point the layers there.
 
-        Returns the attention mask [B, 1, width, S]: a position sees everything up to itself.
+        Returns the attention mask [B, 1, width, reach]: a position sees everything up to itself.
         """
         needed = max(self.bounds) + ahead + width
         if needed > self.capacity:
             self.grow(-(-needed // BLOCK) * BLOCK)
         offset = self.lengths + ahead if ahead else self.lengths
+        reach = min(-(-needed // STRIDE) * STRIDE, self.capacity)
         for layer in self.layers:
             if isinstance(layer, KV):
-                layer.offset = offset
+                layer.offset, layer.reach = offset, reach
         positions = offset[:, None] + mx.arange(width)  # [B, W]
-        return mx.arange(self.capacity) <= positions[:, None, :, None]
+        return mx.arange(reach) <= positions[:, None, :, None]
 
     def grow(self, capacity: int) -> None:
         for layer in self.layers:
