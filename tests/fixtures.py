@@ -13,13 +13,15 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+import pytest
 from mlx_lm.generate import generate_step
 
+import headstart.engine.engine
 from checkpoints import write
 from headstart.checkpoint import load
 from headstart.engine import Engine, Handle, Request, Stats
 from headstart.engine.batch import Batch
-from headstart.engine.step import prefill
+from headstart.engine.engine import CHUNK
 from headstart.models import Model
 from headstart.sampling import SamplingParams
 
@@ -88,21 +90,20 @@ def assert_greedy(model: Model, prompt: Sequence[int], tokens: Sequence[int]) ->
     assert mx.argmax(logits, axis=-1).tolist() == list(tokens)
 
 
-def batch_of(model: Model, *prompts: Sequence[int], k: int = 8, remaining: int = 10_000, chunk: int = 512) -> Batch:
-    """Rows that have taken in their prompts, as the engine would have it."""
-    first, *others = [_enter(model, prompt, k, remaining, chunk) for prompt in prompts]
-    for other in others:
-        first.join(other, model)
-    return first
-
-
-def _enter(model: Model, prompt: Sequence[int], k: int, remaining: int, chunk: int) -> Batch:
-    batch = Batch.of_one(model, prompt[-1], k, remaining)
-    for start in range(0, len(prompt) - 1, chunk):
-        end = min(start + chunk, len(prompt) - 1)
-        prefill(model, batch, mx.array([prompt[start:end]], mx.int32), mx.array([prompt[end]], mx.int32))
-    mx.eval(batch.arrays())
-    return batch
+def batch_of(model: Model, *prompts: Sequence[int], k: int = 8, chunk: int = CHUNK) -> Batch:
+    """Rows that have taken in their prompts, by the engine's own hand, and have said nothing yet."""
+    engine = Engine(model, max_rows=len(prompts))
+    for prompt in prompts:
+        submit(engine, prompt, k=k, max_tokens=2000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(headstart.engine.engine, "CHUNK", chunk)
+        engine._admit()
+        while engine._entering:
+            engine._take_in_a_chunk()
+    assert engine._batch is not None
+    assert engine._batch.size == len(prompts)
+    mx.eval(engine._batch.arrays())
+    return engine._batch
 
 
 class RecordsExperts(nn.Module):

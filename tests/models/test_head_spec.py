@@ -72,7 +72,7 @@ def test_drafts_of_one_module_are_the_plain_computation(spec: HeadSpec) -> None:
     model = made_up(spec, modules=1)
     for seed in range(4):
         prompt = random_prompt(model, 9 + 4 * seed, seed)
-        drafts = draft(model, batch_of(model, prompt), 8)
+        drafts = draft(model, batch_of(model, prompt), 8).tokens
         assert drafts[0].tolist() == plain_chain(model, prompt, 8)
 
 
@@ -81,7 +81,7 @@ def test_drafts_of_two_modules_are_the_plain_computation(spec: HeadSpec) -> None
     model = made_up(spec, modules=2)
     for seed in range(4):
         prompt = random_prompt(model, 9 + 4 * seed, seed)
-        drafts = draft(model, batch_of(model, prompt), 2)
+        drafts = draft(model, batch_of(model, prompt), 2).tokens
         assert drafts[0].tolist() == plain_chain(model, prompt, 2)
 
 

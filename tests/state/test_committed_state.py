@@ -12,6 +12,7 @@ import headstart.engine.step as loop
 from fixtures import FAMILIES, batch_of, mlx_lm_greedy, random_model, random_prompt
 from headstart.engine.batch import Batch
 from headstart.models import Model
+from headstart.sampling import Proposal
 from headstart.state import KV, Recurrent
 
 LENGTHS = (5, 19, 33)  # prompts of three ragged rows
@@ -92,15 +93,15 @@ class Rigged:
         self.honest = loop.draft
         monkeypatch.setattr(loop, "draft", self.draft)
 
-    def draft(self, model: Model, batch: Batch, k: int) -> mx.array:
+    def draft(self, model: Model, batch: Batch, k: int) -> Proposal:
         own = self.honest(model, batch, k)
-        assert own.shape == (batch.size, k)
+        assert own.tokens.shape == (batch.size, k)
         rows = []
         for b, (sequence, said) in enumerate(zip(self.sequences, self.said, strict=True)):
             truth = sequence[said : said + k]
             good = min(self.pattern[b], k)
             rows.append(truth[:good] + [(token + 1) % self.vocabulary for token in truth[good:]])
-        return mx.array(rows, mx.int32).reshape(batch.size, k)
+        return own._replace(tokens=mx.array(rows, mx.int32).reshape(batch.size, k))
 
     def step(self, model: Model, batch: Batch, k: int, pattern: list[int]) -> None:
         self.pattern = pattern
@@ -134,7 +135,7 @@ def test_committed_state_survives_rows_leaving_and_joining(monkeypatch: pytest.M
         rigged.step(model, batch, 3, [rng.randint(0, 3) for _ in range(batch.size)])
         if round % 2:  # the row in the middle leaves with drafts in doubt, and one with a fresh prompt joins
             staying = [0, *range(2, batch.size)]
-            batch.keep(staying)
+            batch.keep(staying, model)
             batch.join(batch_of(model, prompts[1]), model)
             rigged.sequences = [rigged.sequences[i] for i in staying] + [sequences("dense")[1]]
             rigged.said = [rigged.said[i] for i in staying] + [LENGTHS[1]]

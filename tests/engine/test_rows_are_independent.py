@@ -1,0 +1,85 @@
+"""A row never depends on its neighbours: they join, leave, end and are cancelled, and it says the same."""
+
+import random
+from functools import lru_cache
+
+import pytest
+
+from fixtures import FAMILIES, Answer, collect, mlx_lm_greedy, random_model, random_prompt, submit
+from headstart.engine import Engine
+
+LENGTHS = (2, 3, 9, 16, 17, 31, 40, 70)
+LONGEST = 48
+
+
+@lru_cache
+def expected(family: str, length: int) -> list[int]:
+    model = random_model(family)
+    return mlx_lm_greedy(model, random_prompt(model, length, length), LONGEST)
+
+
+def assert_as_alone(family: str, length: int, limit: int, cancelled: bool, answer: Answer) -> None:
+    assert answer.error is None
+    alone = expected(family, length)[:limit]
+    if cancelled and answer.finish_reason == "cancelled":
+        assert answer.tokens == alone[: len(answer.tokens)]
+        assert len(answer.tokens) < limit
+    else:
+        assert answer.finish_reason == "length"
+        assert answer.tokens == alone
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rows", [1, 2, 5, 16])
+def test_a_row_says_the_same_whoever_joins_leaves_or_is_cancelled_beside_it(
+    family: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headstart.engine.engine.CHUNK", 64)
+    model, rng = random_model(family), random.Random(f"{family} {rows}")
+    engine = Engine(model, max_rows=rows)
+    requests, widest, todo = [], 0, 2 * rows + 4
+    busy = True
+    while todo or busy:
+        while todo and rng.random() < 0.6:  # submitted while others run
+            length, k = rng.choice(LENGTHS), rng.choice(["auto", *range(9)])
+            limit = LONGEST if len(requests) < rows else rng.randint(1, LONGEST)  # so that the batch fills up
+            handle = submit(engine, random_prompt(model, length, length), max_tokens=limit, k=k)
+            cancel_after = rng.randint(0, 12) if len(requests) >= rows and rng.random() < 0.4 else None
+            requests.append([length, limit, cancel_after, handle])
+            todo -= 1
+        for request in requests:
+            if request[2] is not None:
+                request[2] -= 1
+                if request[2] < 0:
+                    request[3].cancel()
+        busy = engine.turn()
+        widest = max(widest, len(engine._rows))
+    assert widest > rows * 0.7
+    for length, limit, cancel_after, handle in requests:
+        assert_as_alone(family, length, limit, cancel_after is not None, collect(handle))
+
+
+def test_a_request_can_be_cancelled_at_every_point_of_its_life() -> None:
+    """Queued, halfway through its prompt, before its first token, in flight, and after its end."""
+    model = random_model("dense")
+    for turns in range(12):
+        engine = Engine(model, max_rows=2)
+        neighbour = submit(engine, random_prompt(model, 17, 17), max_tokens=LONGEST, k=3)
+        handle = submit(engine, random_prompt(model, 9, 9), max_tokens=4, k=2)
+        for _ in range(turns):
+            engine.turn()
+        handle.cancel()
+        assert_as_alone("dense", 9, 4, True, collect(handle))
+        assert_as_alone("dense", 17, LONGEST, False, collect(neighbour))
+        assert not engine.turn()
+
+
+def test_a_cancelled_handle_ends_with_one_last_event() -> None:
+    model = random_model("dense")
+    engine = Engine(model)
+    handle = submit(engine, random_prompt(model, 9), max_tokens=LONGEST)
+    handle.cancel()
+    handle.cancel()
+    events = list(handle)
+    assert [event.finish_reason for event in events] == ["cancelled"]
+    assert handle._events.empty()
