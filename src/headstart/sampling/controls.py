@@ -115,13 +115,10 @@ def _column(values: list[float]) -> mx.array:
 
 
 def _support(sampled: list[SamplingParams]) -> int | None:
-    """top_k bounds what can be drawn. XTC looks first and excludes fewer than 1/threshold tokens above it."""
-    sizes = []
-    for p in sampled:
-        if not p.top_k or (p.xtc_probability > 0 and p.xtc_threshold == 0):
-            return None
-        sizes.append(p.top_k + (int(1 / p.xtc_threshold) if p.xtc_probability > 0 else 0))
-    return max(sizes, default=None)
+    """top_k bounds what can be drawn. XTC comes before it and compares shares of all that is left."""
+    if any(p.xtc_probability > 0 or not p.top_k for p in sampled):
+        return None
+    return max((p.top_k for p in sampled), default=None)
 
 
 def _padded(lists: list[list[int]], fill: int) -> mx.array:

@@ -17,6 +17,9 @@ class Distribution(NamedTuple):
 
     ids: mx.array | None  # [B, W, C] int32
     logp: mx.array  # [B, W, C] float32
+    # The same up to a constant, -inf where a token cannot be drawn. A sum over tokens depends in its last bit on
+    # how many there are and in which order, and that on the other rows: what a seeded row draws must not.
+    scores: mx.array | None = None  # [B, W, C] float32
 
     def dense(self, vocabulary: int) -> mx.array:
         """Probabilities of all tokens, [B, W, V]."""
@@ -37,16 +40,18 @@ class Distribution(NamedTuple):
 
     def draw(self, keys: Keys) -> mx.array:
         """A token for each key [B, W]."""
-        return draw(self.logp, self.ids, keys)
+        return draw(self.logp if self.scores is None else self.scores, self.ids, keys)
 
 
 def draw(logp: mx.array, ids: mx.array | None, keys: Keys) -> mx.array:
     """[…] tokens from log-probabilities […, C], which need not be normalised: Gumbel's argmax."""
     named = mx.arange(logp.shape[-1]) if ids is None else ids
-    index = mx.argmax(logp + gumbel((keys[0][..., None], keys[1][..., None]), named), axis=-1)
+    values = logp + gumbel((keys[0][..., None], keys[1][..., None]), named)
     if ids is None:
-        return index.astype(mx.int32)
-    return mx.take_along_axis(ids, index[..., None], axis=-1).squeeze(-1)
+        return mx.argmax(values, axis=-1).astype(mx.int32)
+    # Of equals the lowest id, as argmax has it. Where values are NaN none equals the best: still one of the ids.
+    best = mx.where(values == values.max(axis=-1, keepdims=True), ids, ids.max(axis=-1, keepdims=True))
+    return best.min(axis=-1)
 
 
 def adjust(logits: mx.array, controls: Controls, seen: mx.array, remaining: mx.array) -> mx.array:
@@ -85,18 +90,23 @@ def distribution(logits: mx.array, controls: Controls, coins: mx.array | None) -
     best = mx.argmax(logits, axis=-1, keepdims=True)  # [B, W, 1]
     greedy, temperature = controls.temperature == 0, mx.where(controls.temperature == 0, 1, controls.temperature)
     if not controls.truncates:
-        logp = _normalised(logits / temperature)
-        one_hot = mx.where(mx.arange(logits.shape[-1]) == best, 0, -mx.inf)
-        return Distribution(None, mx.where(greedy, one_hot, logp) if controls.any_greedy else logp)
+        scores = logits / temperature
+        if controls.any_greedy:
+            one_hot = mx.where(mx.arange(logits.shape[-1]) == best, 0, -mx.inf)
+            scores = mx.where(greedy, one_hot, scores)
+        return Distribution(None, _normalised(scores), scores)
 
     V = logits.shape[-1]
     C = min(controls.support or V, V)
+    # Among equals the lower id comes first, whatever C the other rows have led to: truncation may cut between them.
     ids = mx.argsort(-logits, axis=-1) if C == V else mx.argpartition(-logits, kth=C - 1, axis=-1)[..., :C]
     if C < V:
+        ids = mx.sort(ids, axis=-1)
         order = mx.argsort(-mx.take_along_axis(logits, ids, axis=-1), axis=-1)
         ids = mx.take_along_axis(ids, order, axis=-1)
     ids = ids.astype(mx.int32)
-    logp = mx.take_along_axis(logits, ids, axis=-1) - mx.logsumexp(logits, axis=-1, keepdims=True)
+    logits, total = mx.take_along_axis(logits, ids, axis=-1), mx.logsumexp(logits, axis=-1, keepdims=True)
+    logp = logits - total  # [B, W, C]
     rank = mx.arange(C)
 
     p = mx.exp(logp)
@@ -111,11 +121,11 @@ def distribution(logits: mx.array, controls: Controls, coins: mx.array | None) -
         special = (ids[..., None] == controls.xtc.special).any(axis=-1)
         keep = keep & (~exclude | special)
     keep = keep & (mx.cumsum(keep.astype(mx.int32), axis=-1) <= controls.top_k)
-    logp = _normalised(mx.where(keep, logp / temperature, -mx.inf))
+    scores = mx.where(keep, logits / temperature, -mx.inf)
     if controls.any_greedy:  # ties: the first of equals, as argmax has it
         ids = mx.where(greedy & (rank == 0), best, ids).astype(mx.int32)
-        logp = mx.where(greedy, mx.where(rank == 0, 0, -mx.inf), logp)
-    return Distribution(ids, logp)
+        scores = mx.where(greedy, mx.where(rank == 0, 0, -mx.inf), scores)
+    return Distribution(ids, _normalised(scores), scores)
 
 
 def _normalised(logits: mx.array) -> mx.array:
