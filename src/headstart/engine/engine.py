@@ -2,7 +2,8 @@
 
 A turn admits requests, takes in at most one chunk of a prompt, launches a step for all running rows, and, while
 the device works on it, hands out what the step before said. So the host waits once a step, and learns of an end
-one step late: the surplus round of a finished row counts nowhere.
+one step late: the surplus round of a finished row counts nowhere. Only where a row has a grammar must the host know
+what was said before it can tell what may follow, and so waits before it launches.
 """
 
 import secrets
@@ -16,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import HeadstartError, RequestError
 from ..models import Model
-from ..sampling import Asked, Logprobs
+from ..sampling import Asked, Guide, Logprobs, Matcher, compile_grammar
 from .batch import Batch
 from .exact import rows_are_independent
 from .request import Event, FinishReason, Handle, Request, TokenLogprobs
@@ -37,6 +38,7 @@ class Row:
     ceiling: int  # most drafts a round
     stats: Stats
     text: TextStream | None
+    matcher: Matcher | None  # of its grammar
     batch: Batch | None = None  # its own while its prompt is taken in
     taken: int = 0  # tokens of the prompt that are in
     started: float = 0.0
@@ -91,6 +93,11 @@ class Engine:
             text = TextStream(self.tokenizer, params.stop)
         elif params.stop:
             raise RequestError("stop needs text, and this engine has no tokenizer: use stop_ids")
+        matcher = None
+        if params.grammar is not None:
+            if self.tokenizer is None:
+                raise RequestError("grammar needs text, and this engine has no tokenizer: give it the model's")
+            matcher = compile_grammar(params.grammar, self.tokenizer).matcher(params.stop_ids, model.vocabulary)
         ceiling, bypass = 0, None
         if not model.has_head:
             bypass = model.head_unavailable or "the model has no head"
@@ -105,7 +112,7 @@ class Engine:
         handle = Handle(request, None if self._threaded else self.turn)
         stats = Stats("native_mtp" if ceiling else None, bypass, prompt_tokens=len(request.prompt))
         with self._lock:
-            self._queue.append(Row(handle, asked, ceiling, stats, text))
+            self._queue.append(Row(handle, asked, ceiling, stats, text, matcher))
         return handle
 
     def turn(self) -> bool:
@@ -114,7 +121,11 @@ class Engine:
         self._admit()
         self._take_in_a_chunk()
         try:
-            landed, self._flight = self._flight, self._launch()
+            landed = self._flight
+            if landed is not None and any(row.matcher for row in self._rows):
+                self._land(landed)
+                landed = self._flight = None
+            self._flight = self._launch()
             if landed is not None:
                 self._land(landed)
         except Exception as error:  # of the whole batch: nobody can tell whose it is
@@ -177,7 +188,9 @@ class Engine:
         if self._batch is None or all(row in flying and row.said + 1 >= row.limit for row in self._rows):
             return None
         k = max(row.ceiling for row in self._rows)
-        round = step(self.model, self._batch, k)
+        matchers = [row.matcher for row in self._rows]
+        guide = Guide(matchers, self.model.vocabulary) if any(matchers) else None
+        round = step(self.model, self._batch, k, guide)
         columns = [round.accepted, round.proposed, round.finite.astype(mx.int32)]
         report = mx.concatenate([round.tokens, mx.stack(columns, axis=1)], axis=1)
         mx.async_eval(report, *self._batch.arrays())
@@ -194,6 +207,9 @@ class Engine:
             if not finite:
                 self._finish(row, "error", HeadstartError("the model's logits are not finite: this row cannot go on"))
                 continue
+            if row.matcher is not None and row.matcher.failed is not None:
+                self._finish(row, "error", row.matcher.failed)
+                continue
             assert self._batch is not None
             self._batch.rows.bounds[self._rows.index(row)] -= flight.width - (accepted + 1)
             self._say(row, tokens[: accepted + 1], accepted, proposed, flight, index)
@@ -201,10 +217,14 @@ class Engine:
 
     def _say(self, row: Row, tokens: list[int], accepted: int, proposed: int, flight: Flight, index: int) -> None:
         """Hand a round's tokens to their request, up to where the answer ends."""
-        tokens = tokens[: row.limit - row.said]
+        tokens, matcher = tokens[: row.limit - row.said], row.matcher
+        if matcher is not None:
+            tokens = tokens[: matcher.advance(tokens)]
         texts, reason = self._read(row, tokens)
         tokens = tokens[: len(texts)]
         row.stats.count(len(tokens), accepted, proposed, time.perf_counter() - row.started)
+        if reason is None and matcher is not None and matcher.stopped:
+            reason = "stop"
         if reason is None and row.said >= row.limit:
             reason = "length"
         if reason is not None:
@@ -220,7 +240,10 @@ class Engine:
             event = replace(event, logprobs=_token_logprobs(Logprobs(*[a[here] for a in flight.logprobs]), request))
         if request.keep_logits and flight.logits is not None:
             event = replace(event, logits=flight.logits[here])
-        row.handle.put(event)
+        if tokens:
+            row.handle.put(event)
+        if reason is None and matcher is not None and matcher.failed is not None:
+            self._finish(row, "error", matcher.failed)
 
     def _read(self, row: Row, tokens: list[int]) -> tuple[list[str], FinishReason | None]:
         """The text of each token up to the first that ends the answer."""
@@ -233,7 +256,7 @@ class Engine:
         return texts, None
 
     def _finish(self, row: Row, reason: FinishReason, error: Exception | None = None) -> None:
-        row.over = True
+        row.over, row.matcher = True, None
         if error is not None and not isinstance(error, HeadstartError):
             error = HeadstartError(f"{type(error).__name__}: {error}")
         row.handle.put(Event(finish_reason=reason, stats=row.stats, error=error))

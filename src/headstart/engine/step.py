@@ -1,19 +1,17 @@
 """The loop's body: draft, verify, accept, commit.
 
 Plain decoding is speculation with zero drafts, so this is the only generator there is: k = 0 or 8, one row or
-many, the same lines. Nothing here waits for the device; the host learns what was said by reading the `Round`.
+many, the same lines. Nothing here waits for the device, unless a row has a grammar: the host must then look at the
+drafts. It learns what was said by reading the `Round`.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..models import Model
-from ..sampling import Logprobs, Proposal, judge, logprobs, propose
+from ..sampling import Guide, Logprobs, Proposal, judge, logprobs, propose
 from .batch import Batch, Waiting
-
-Grammar = Callable[[mx.array], mx.array]  # drafts [B, k] → the tokens permitted at each position, [B, k+1, V] bool
 
 MOST_WAITING = 64  # committed tokens that the head may lag behind while nothing is drafted
 
@@ -29,15 +27,19 @@ class Round(NamedTuple):
     logprobs: Logprobs | None  # where a row wants them
 
 
-def step(model: Model, batch: Batch, k: int, grammar: Grammar | None = None) -> Round:
+def step(model: Model, batch: Batch, k: int, guide: Guide | None = None) -> Round:
     """One round of every row, with k drafts: each row says between 1 and k+1 tokens."""
-    proposal = draft(model, batch, k)  # [B, k] tokens
+    proposal = draft(model, batch, k, guide.forced(k) if guide is not None else None)  # [B, k] tokens
     window = mx.concatenate([batch.last[:, None], proposal.tokens], axis=1)  # [B, k+1]
     hidden = model.trunk(window, batch.rows, certain=1)  # [B, k+1, H], one pass over all positions
     logits = model.logits(hidden)  # [B, k+1, V], what the model itself would say after each
 
     allowed = mx.clip(mx.minimum(batch.ceiling, batch.remaining - 1), 0, k)  # [B]
-    permitted = grammar(proposal.tokens) if grammar is not None else None
+    permitted = None
+    if guide is not None:  # the host looks at the drafts while the device works on the trunk
+        mx.async_eval(proposal.tokens)
+        mx.async_eval(logits)
+        permitted = guide.permitted(proposal.tokens)  # [B, k+1, V]
     verdict = judge(logits, proposal, allowed, batch.scene(), permitted)
     batch.commit(hidden, verdict)
 
@@ -48,8 +50,10 @@ def step(model: Model, batch: Batch, k: int, grammar: Grammar | None = None) -> 
     return Round(verdict.tokens, verdict.accepted, allowed, sound.all(axis=1), logits, told)
 
 
-def draft(model: Model, batch: Batch, k: int) -> Proposal:
-    """k tokens that the head expects after `batch.last`. At k = 0 the head may fall behind."""
+def draft(model: Model, batch: Batch, k: int, forced: mx.array | None = None) -> Proposal:
+    """k tokens that the head expects after `batch.last`. At k = 0 the head may fall behind.
+
+    `forced` [B, k]: the first tokens that grammars leave no choice about, then -1. The chain goes on from them."""
     proposal = Proposal(mx.zeros((batch.size, 0), mx.int32), [])
     if k == 0:
         if batch.waiting.width >= MOST_WAITING:
@@ -58,7 +62,8 @@ def draft(model: Model, batch: Batch, k: int) -> Proposal:
     assert batch.head is not None, "a batch without a head has no drafts"
     hidden, scene, modules = catch_up(model, batch), batch.scene(), len(batch.head.layers)  # hidden: [B, 1, H]
     for j in range(k):
-        proposal = propose(model.draft_logits(hidden), proposal, scene)
+        must = forced[:, j : j + 1] if forced is not None else None
+        proposal = propose(model.draft_logits(hidden), proposal, scene, must)
         if j < k - 1:
             # Written past the head's committed pairs: the chain sees it, the next catching up overwrites it.
             newest = proposal.tokens[:, -1:]

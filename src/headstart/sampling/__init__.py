@@ -2,11 +2,12 @@
 
 from .accept import Verdict
 from .controls import Asked, Controls, controls
+from .grammar import GrammarSpec, Guide, Matcher, compile_grammar
 from .judge import Proposal, Scene, judge, propose
 from .logprobs import Logprobs, logprobs
 from .params import MAX_K, SamplingParams
 
 __all__ = [
-    "MAX_K", "Asked", "Controls", "Logprobs", "Proposal", "SamplingParams", "Scene", "Verdict",
-    "controls", "judge", "logprobs", "propose",
+    "MAX_K", "Asked", "Controls", "GrammarSpec", "Guide", "Logprobs", "Matcher", "Proposal", "SamplingParams",
+    "Scene", "Verdict", "compile_grammar", "controls", "judge", "logprobs", "propose",
 ]  # fmt: skip

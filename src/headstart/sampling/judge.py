@@ -25,17 +25,25 @@ class Proposal(NamedTuple):
     q: list[mx.array]  # k × [B, 1, V]: what each was drawn from, where a row is judged by ratio
 
 
-def propose(logits: mx.array, so_far: Proposal, scene: Scene) -> Proposal:
-    """One more draft from the head's logits [B, 1, V], drawn as the target would be."""
+def propose(logits: mx.array, so_far: Proposal, scene: Scene, forced: mx.array | None = None) -> Proposal:
+    """One more draft from the head's logits [B, 1, V], drawn as the target would be. `forced` [B, 1]: what a grammar
+    leaves no choice but to say, -1 where it does."""
     controls, j = scene.controls, so_far.tokens.shape[1]
     if controls.plain:
         token = mx.argmax(logits, axis=-1).astype(mx.int32)
+        if forced is not None:
+            token = mx.where(forced >= 0, forced, token)
         return Proposal(mx.concatenate([so_far.tokens, token], axis=1), [])
     positions = (scene.position + j)[:, None]
     expected = _distribution(logits, scene, so_far.tokens, j)
     token = expected.draw(controls.keyed(Purpose.DRAFT, scene.rounds, positions))
-    q = [*so_far.q, expected.dense(logits.shape[-1])] if "ratio" in controls.rules else []
-    return Proposal(mx.concatenate([so_far.tokens, token], axis=1), q)
+    q = expected.dense(logits.shape[-1]) if "ratio" in controls.rules else None
+    if forced is not None:  # a draft with certainty: nothing else could have been drawn
+        token = mx.where(forced >= 0, forced, token)
+        if q is not None:
+            certain = (mx.arange(q.shape[-1]) == token[..., None]).astype(q.dtype)
+            q = mx.where(forced[..., None] >= 0, certain, q)
+    return Proposal(mx.concatenate([so_far.tokens, token], axis=1), so_far.q if q is None else [*so_far.q, q])
 
 
 def judge(
@@ -43,7 +51,9 @@ def judge(
 ) -> Verdict:
     """The target's logits [B, k+1, V] → how many drafts stand and what follows. `grammar`: what it permits."""
     controls, drafts = scene.controls, proposal.tokens
-    if controls.plain and grammar is None:
+    if controls.plain:
+        if grammar is not None:
+            logits = mx.where(grammar, logits, -mx.inf)
         return coupled(mx.argmax(logits, axis=-1).astype(mx.int32), drafts, allowed)
     target = _distribution(logits, scene, drafts, 0, grammar)
     positions = scene.position[:, None] + mx.arange(logits.shape[1])
@@ -52,8 +62,9 @@ def judge(
         choices = target.draw(controls.keyed(Purpose.RESIDUAL, scene.rounds, positions))
         verdict = coupled(choices, drafts, allowed)
         if "optimistic" in controls.rules:
-            following = mx.take_along_axis(choices, allowed[:, None], axis=1).squeeze(1)
-            verdict = _either(controls.optimistic, placed(drafts, allowed, following), verdict)
+            stands = allowed if grammar is None else mx.minimum(allowed, _lawful(drafts, grammar))
+            following = mx.take_along_axis(choices, stands[:, None], axis=1).squeeze(1)
+            verdict = _either(controls.optimistic, placed(drafts, stands, following), verdict)
     if "ratio" in controls.rules:
         by_ratio = _by_ratio(target, proposal, allowed, scene, positions)
         verdict = by_ratio if verdict is None else _either(controls.ratio, by_ratio, verdict)
@@ -99,6 +110,12 @@ def _distribution(
     if grammar is not None:
         logits = mx.where(grammar, logits, -mx.inf)
     return distribution(logits, controls, controls.coins(scene.rounds, scene.position[:, None] + here))
+
+
+def _lawful(drafts: mx.array, grammar: mx.array) -> mx.array:
+    """[B]: how many drafts come before the first that the grammar forbids."""
+    permitted = mx.take_along_axis(grammar[:, : drafts.shape[1]], drafts[..., None], axis=-1).squeeze(-1)
+    return mx.cumprod(permitted.astype(mx.int32), axis=1).sum(axis=1)
 
 
 def _either(first: mx.array, a: Verdict, b: Verdict) -> Verdict:

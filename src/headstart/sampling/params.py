@@ -1,11 +1,11 @@
 """What a request may ask of its answer, checked before any work is done. Names are mlx-lm's and OpenAI's."""
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from ..errors import RequestError
+from .grammar import GrammarSpec
 
 MAX_K = 8  # drafts a round
 MAX_STOPS = 64
@@ -41,6 +41,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     frequency_context_size: int = 20
 
+    grammar: GrammarSpec | None = None
     seed: int | None = None
     logprobs: bool = False
     top_logprobs: int = 0
@@ -51,11 +52,15 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not math.isfinite(value) or not low <= value <= high:
+            if not _is_number(value) or not low <= value <= high:
                 raise RequestError(f"{name} is {value!r}; it must be a number from {low:g} to {high:g}")
         for name in _WHOLE:
-            if isinstance(getattr(self, name), bool) or int(getattr(self, name)) != getattr(self, name):
+            if not isinstance(getattr(self, name), int):
                 raise RequestError(f"{name} is {getattr(self, name)!r}; it must be a whole number")
+        if self.seed is not None and not (_is_id(self.seed) and -(2**63) <= self.seed < 2**64):
+            raise RequestError(f"seed is {self.seed!r}; it must be a whole number of 64 bits, or None")
+        if not isinstance(self.logprobs, bool):
+            raise RequestError(f"logprobs is {self.logprobs!r}; it must be true or false")
         if self.k != "auto" and (not isinstance(self.k, int) or isinstance(self.k, bool) or not 0 <= self.k <= MAX_K):
             raise RequestError(f"k is {self.k!r}; it must be 'auto' or a whole number from 0 to {MAX_K}")
         if self.accept not in ("auto", "ratio", "coupled", "optimistic"):
@@ -71,13 +76,20 @@ class SamplingParams:
             raise RequestError("repetition_penalty is 0; it must be more than 0 (1 leaves the text as it is)")
         if self.top_logprobs and not self.logprobs:
             raise RequestError(f"top_logprobs is {self.top_logprobs}, but logprobs is false: set logprobs to true")
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+        if not _is_list(self.stop) or not all(isinstance(s, str) and s for s in self.stop):
             raise RequestError("stop must be a list of non-empty strings")
+        for name in ("stop_ids", "xtc_special_tokens"):
+            if not _is_list(getattr(self, name)) or not all(map(_is_id, getattr(self, name))):
+                raise RequestError(f"{name} must be a list of token ids")
         for name, values in (("stop", self.stop), ("stop_ids", self.stop_ids)):
             if len(values) > MAX_STOPS:
                 raise RequestError(f"{name} has {len(values)} entries; at most {MAX_STOPS} are allowed")
+        if self.grammar is not None and not isinstance(self.grammar, GrammarSpec):
+            raise RequestError(f"grammar is a {type(self.grammar).__name__}; it must be a GrammarSpec")
+        if not isinstance(self.logit_bias, Mapping) or not all(map(_is_id, self.logit_bias)):
+            raise RequestError("logit_bias must map token ids to numbers")
         for token, bias in self.logit_bias.items():
-            if not math.isfinite(bias) or abs(bias) > 100:
+            if not _is_number(bias) or not -100 <= bias <= 100:
                 raise RequestError(f"logit_bias of token {token} is {bias!r}; it must be a number from -100 to 100")
 
     def check_tokens(self, vocabulary: int) -> None:
@@ -112,6 +124,18 @@ class SamplingParams:
 
     def as_dict(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, (str, bytes))
 
 
 _RANGES: tuple[tuple[str, float, float], ...] = (

@@ -1,0 +1,230 @@
+"""What a grammar lets a row say next. llguidance decides on the host; the device only sees masks.
+
+What a matcher permits depends on the tokens that its row has said and on nothing else, so it may look ahead
+through drafts and come back: a constrained answer is the same for every k.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, Literal, TypeVar
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.hf import from_tokenizer
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..errors import HeadstartError, RequestError
+
+A = TypeVar("A")
+T = TypeVar("T")
+
+MOST_KEPT = 64  # compiled grammars a tokenizer
+# Room for indentation, but no answer of nothing but blanks, which a model under a grammar is prone to.
+JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
+
+
+@dataclass(frozen=True)
+class GrammarSpec:
+    """A grammar as a request states it."""
+
+    kind: Literal["json_schema", "json_object", "regex", "lark"]
+    source: str = ""  # a JSON Schema, a regular expression or a Lark grammar
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("json_schema", "json_object", "regex", "lark"):
+            raise RequestError(
+                f"grammar has the kind {self.kind!r}; it must be json_schema, json_object, regex or lark"
+            )
+        if not isinstance(self.source, str):
+            raise RequestError(f"grammar has a source of type {type(self.source).__name__}; it must be text")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> "GrammarSpec":
+        """From a schema or its text. The order of its properties stays: it is the order of the answer's."""
+        try:
+            parsed = json.loads(schema) if isinstance(schema, str) else schema
+            return cls("json_schema", json.dumps(parsed, ensure_ascii=False, separators=(",", ":"), allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise RequestError(f"grammar is no JSON Schema: {error}") from error
+
+    def for_llguidance(self) -> str:
+        if self.kind == "regex":
+            return LLMatcher.grammar_from_regex(self.source)
+        if self.kind == "lark":
+            return LLMatcher.grammar_from_lark(self.source)
+        schema = self.source if self.kind == "json_schema" else '{"type":"object"}'
+        return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
+
+
+class Matcher:
+    """Follows one row through its grammar."""
+
+    def __init__(self, matcher: LLMatcher, ends: Collection[int], vocabulary: int):
+        self._matcher = matcher
+        self._ends = frozenset(ends)
+        self._size = (vocabulary + 7) // 8  # bytes of a mask
+        self.stopped = False  # the grammar is complete, and nothing can follow
+        self.failed: HeadstartError | None = None
+
+    def forced(self, most: int) -> list[int]:
+        """The tokens that must come next whatever the model thinks, at most so many."""
+        tokens = self._matcher.compute_ff_tokens()[:most]
+        end = next((i for i, token in enumerate(tokens) if token in self._ends), None)
+        return tokens[:end]
+
+    def masks(self, drafts: Sequence[int]) -> list[bytes]:
+        """A bit for every token of the model, before each draft and after the last. Behind a draft that is forbidden
+        or ends the answer, and where no token is permitted, nothing can be said, and the masks are left out."""
+        masks, consumed = [self._mask()], 0
+        for draft in drafts:
+            if draft in self._ends or not self._matcher.try_consume_tokens([draft]):
+                break
+            masks.append(self._mask())
+            consumed += 1
+        if not self._matcher.rollback(consumed):
+            raise self._error()
+        return masks if masks[-1].strip(b"\0") else masks[:-1]
+
+    def advance(self, tokens: Sequence[int]) -> int:
+        """Take in what the row said → how many of the tokens count: none behind the one that completes the grammar,
+        none from one that breaks it. One does where no token was permitted: then the row has failed."""
+        for index, token in enumerate(tokens):
+            if token not in self._ends and self._matcher.consume_token(token) and not self._matcher.is_stopped():
+                continue
+            if self._matcher.is_accepting():
+                self.stopped = True
+                return index + 1
+            self.failed = self._error()
+            return index
+        return len(tokens)
+
+    def _mask(self) -> bytes:
+        mask = bytearray(self._matcher.compute_bitmask()[: self._size])
+        if self._matcher.is_error():
+            raise self._error()
+        mask += bytes(self._size - len(mask))  # a model may know more ids than its tokenizer: none of them is text
+        may_end = self._matcher.is_accepting()
+        for token in self._ends:
+            bit = 1 << token % 8
+            mask[token // 8] = mask[token // 8] | bit if may_end else mask[token // 8] & ~bit
+        return bytes(mask)
+
+    def _error(self) -> HeadstartError:
+        reason = self._matcher.get_error() or self._matcher.stop_reason()
+        return HeadstartError(f"grammar: no token can follow what was said: {_brief(reason)}")
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A grammar that has been compiled for a tokenizer."""
+
+    start: LLMatcher
+
+    def matcher(self, ends: Collection[int], vocabulary: int) -> Matcher:
+        """For a new row: `ends` are the tokens that end its answer, `vocabulary` the number of ids of its model."""
+        return Matcher(self.start.deep_copy(), [token for token in ends if token < vocabulary], vocabulary)
+
+
+class Compiler:
+    """A tokenizer as llguidance needs it, and the grammars last compiled for it."""
+
+    def __init__(self, tokenizer: TokenizerWrapper):
+        self._tokenizer: LLTokenizer = from_tokenizer(tokenizer._tokenizer, eos_token=sorted(tokenizer.eos_token_ids))
+        self._lock = Lock()
+        self._grammars: OrderedDict[GrammarSpec, Grammar] = OrderedDict()  # least recently used first
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        with self._lock:
+            grammar = self._grammars.get(spec)
+        grammar = grammar or Grammar(self._start(spec))  # may take a second: nobody else waits for it
+        with self._lock:
+            self._grammars[spec] = grammar
+            self._grammars.move_to_end(spec)
+            if len(self._grammars) > MOST_KEPT:
+                self._grammars.popitem(last=False)
+        return grammar
+
+    def _start(self, spec: GrammarSpec) -> LLMatcher:
+        limits = LLParserLimits(verbose_errors=False)
+        try:
+            start = LLMatcher(self._tokenizer, spec.for_llguidance(), log_level=0, limits=limits)
+        except ValueError as error:
+            raise RequestError(f"grammar is no {spec.kind} that can be used: {error}") from error
+        permitted = b"" if start.is_error() else start.compute_bitmask()
+        if start.is_error():
+            raise RequestError(f"grammar is no {spec.kind} that can be used: {_brief(start.get_error())}")
+        ends = sum(1 << token for token in self._tokenizer.eos_tokens)
+        if not int.from_bytes(permitted, "little") & ~ends:
+            raise RequestError(f"grammar is a {spec.kind} that permits nothing but an empty answer")
+        return start
+
+
+_compilers: "WeakKeyDictionary[TokenizerWrapper, Compiler]" = WeakKeyDictionary()
+_lock = Lock()
+
+
+def compile_grammar(spec: GrammarSpec, tokenizer: TokenizerWrapper) -> Grammar:
+    """Compiled now or remembered. Raises RequestError with llguidance's reason where the grammar is not one."""
+    with _lock:
+        if tokenizer not in _compilers:
+            try:
+                _compilers[tokenizer] = Compiler(tokenizer)
+            except ValueError as error:
+                raise RequestError(f"grammar cannot be used with this model's tokenizer: {error}") from error
+        compiler = _compilers[tokenizer]
+    return compiler.compile(spec)
+
+
+@dataclass(frozen=True)
+class Guide:
+    """The grammars of a batch in one step."""
+
+    matchers: Sequence[Matcher | None]  # of each row, None for one that may say anything
+    vocabulary: int
+
+    def forced(self, k: int) -> mx.array | None:
+        """[B, k]: the tokens that must come next in each row, then -1. None where no row has any."""
+        rows = [_ask(matcher, Matcher.forced, k) for matcher in self.matchers]
+        if not any(rows):
+            return None
+        return mx.array([row + [-1] * (k - len(row)) for row in rows], mx.int32)
+
+    def permitted(self, drafts: mx.array) -> mx.array:
+        """Given the drafts [B, k], which the host waits for: the tokens permitted in each window, [B, k+1, V]."""
+        width = drafts.shape[1] + 1
+        windows: list[list[int]] = drafts.tolist()  # type: ignore[assignment]
+        masks = [b"\xff" * ((self.vocabulary + 7) // 8)]  # the first permits everything
+        index = []  # [B, k+1]: which of the masks
+        for matcher, window in zip(self.matchers, windows, strict=True):
+            mine = _ask(matcher, Matcher.masks, window)
+            index.append([*range(len(masks), len(masks) + len(mine)), *[0] * (width - len(mine))])
+            masks += mine
+        packed = mx.array(memoryview(b"".join(masks)))  # type: ignore[arg-type]  # it takes any buffer
+        packed = packed.reshape(len(masks), -1)
+        return unpack(packed[mx.array(index)], self.vocabulary)
+
+
+def _ask(matcher: Matcher | None, question: Callable[[Matcher, A], list[T]], given: A) -> list[T]:
+    """Nothing for a row without a grammar, and for one whose matcher fails: that row ends, the others go on."""
+    if matcher is None or matcher.failed is not None:
+        return []
+    try:
+        return question(matcher, given)
+    except Exception as error:
+        matcher.failed = error if isinstance(error, HeadstartError) else HeadstartError(f"grammar: {error}")
+        return []
+
+
+def unpack(bits: mx.array, count: int) -> mx.array:
+    """[…, bytes] uint8, the lowest bit first → […, count] bool."""
+    each = bits[..., None] & mx.array([1 << i for i in range(8)], mx.uint8)
+    return (each != 0).flatten(-2)[..., :count]
+
+
+def _brief(reason: str) -> str:
+    """llguidance's messages without the marks it leaves in place of its inner state."""
+    return reason.replace("<non-verbose/>", "").strip()
