@@ -37,9 +37,8 @@ def fold(keys: Keys, word: mx.array | int) -> Keys:
 
 
 def split(seed: int) -> tuple[int, int]:
-    """A seed of any size as two words."""
-    seed = (seed ^ (seed >> 64)) & (2**64 - 1)
-    return seed & 0xFFFFFFFF, seed >> 32
+    """A seed of 64 bits, signed or not, as two words."""
+    return seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
 
 
 def bits(keys: Keys, ids: mx.array) -> mx.array:
