@@ -1,5 +1,6 @@
 """`HeadSpec` is general: a made-up family with everything wired the other way runs through the same loop."""
 
+from copy import copy
 from dataclasses import replace
 from itertools import product
 
@@ -7,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from fixtures import assert_greedy, batch_of, generate, random_model, random_prompt
-from headstart.engine.step import draft
+from headstart.engine.step import draft, step
 from headstart.models import Head, HeadSpec, Model, Weights, use_float32_norms
 
 SPECS = [
@@ -74,6 +75,26 @@ def test_drafts_of_one_module_are_the_plain_computation(spec: HeadSpec) -> None:
         prompt = random_prompt(model, 9 + 4 * seed, seed)
         drafts = draft(model, batch_of(model, prompt), 8).tokens
         assert drafts[0].tolist() == plain_chain(model, prompt, 8)
+
+
+def test_drafts_of_ragged_rows_are_the_plain_computation_after_every_round() -> None:
+    """Rows catch up by different counts, after drafts that stood and drafts that fell, and after a parked stretch."""
+    model = made_up(HeadSpec(), modules=1)
+    sequences = [random_prompt(model, length, length) for length in (5, 9, 14)]
+    batch = batch_of(model, *sequences)
+    accepted = set()
+    for k in (3, 8, 1, 0, 0, 4, 2):
+        round = step(model, batch, k)
+        for sequence, tokens, n in zip(sequences, round.tokens.tolist(), round.accepted.tolist(), strict=True):
+            sequence += tokens[: n + 1]
+        accepted |= {tuple(round.accepted.tolist())}
+        if k:
+            again = copy(batch)  # drafting moves the head on, which the next round shall not see
+            again.head = copy(batch.head)
+            again.head.layers = [copy(memory) for memory in batch.head.layers]
+            drafts = draft(model, again, 4).tokens.tolist()
+            assert drafts == [plain_chain(model, sequence, 4) for sequence in sequences]
+    assert any(len(set(counts)) > 1 for counts in accepted)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

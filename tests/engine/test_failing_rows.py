@@ -1,0 +1,136 @@
+"""A row that fails ends alone, and says so; its neighbours say what they would have said."""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import pytest
+
+import headstart.engine.engine
+from fixtures import collect, generate, mlx_lm_greedy, random_model, random_prompt, submit
+from headstart.engine import Engine, Handle
+from headstart.errors import HeadstartError
+from headstart.state import KV, Recurrent
+
+
+def poison_keys(memory: KV | Recurrent, row: int) -> None:
+    if isinstance(memory, KV):
+        memory.keys[row] = mx.array(mx.nan)
+
+
+def poison_stale_values(memory: KV | Recurrent, row: int) -> None:
+    """Only where nothing has been written: masked, and yet 0·NaN is NaN."""
+    if isinstance(memory, KV):
+        memory.values[row, :, -1:] = mx.array(mx.nan)
+        memory.values[row, :, 60:64] = mx.array(mx.nan)
+
+
+def poison_recurrence(memory: KV | Recurrent, row: int) -> None:
+    if isinstance(memory, Recurrent):
+        memory.state[row] = mx.array(mx.nan)
+
+
+def poison_convolution(memory: KV | Recurrent, row: int) -> None:
+    if isinstance(memory, Recurrent):
+        memory.conv[row] = mx.array(mx.inf)
+        if memory.pending is not None:  # after three accepted drafts the convolution reads only theirs
+            memory.pending.qkv[row] = mx.array(mx.inf)
+
+
+def poison(engine: Engine, handle: Handle, how: Callable[[KV | Recurrent, int], None]) -> None:
+    index = next(i for i, row in enumerate(engine._rows) if row.handle is handle)
+    assert engine._batch is not None
+    for memory in engine._batch.rows.layers:
+        how(memory, index)
+
+
+@pytest.mark.parametrize("how", [poison_keys, poison_stale_values, poison_recurrence, poison_convolution])
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_row_whose_logits_are_not_finite_ends_alone(how: Callable[[KV | Recurrent, int], None], k: int) -> None:
+    model = random_model("dense")
+    prompts = [random_prompt(model, length, length) for length in (9, 12, 15)]
+    expected = [mlx_lm_greedy(model, prompt, 30) for prompt in prompts]
+    engine = Engine(model, max_rows=3)
+    handles = [submit(engine, prompt, max_tokens=30, k=k) for prompt in prompts]
+    while len(engine._rows) < 3:
+        engine.turn()
+    poison(engine, handles[1], how)
+    late = submit(engine, prompts[1], max_tokens=30, k=k)  # takes its place in the batch
+    good, bad, also_good, late_answer = [collect(handle) for handle in (*handles, late)]
+
+    assert bad.finish_reason == "error"
+    assert isinstance(bad.error, HeadstartError)
+    assert "not finite" in str(bad.error)
+    assert bad.tokens == expected[1][: len(bad.tokens)]
+    assert len(bad.tokens) < 30
+    for answer, tokens in ((good, expected[0]), (also_good, expected[2]), (late_answer, expected[1])):
+        assert (answer.finish_reason, answer.error, answer.tokens) == ("length", None, tokens)
+
+
+@pytest.mark.parametrize("token", [0, 101, 255])
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_single_nan_among_the_logits_is_noticed(token: int, k: int) -> None:
+    """argmax may pass over it, or call it token 0."""
+    model = random_model.__wrapped__("dense")
+    model.weights.lm_head.weight[token] = mx.array(mx.nan)
+    answer = generate(model, random_prompt(model, 9), max_tokens=8, k=k)
+    assert (answer.finish_reason, answer.tokens) == ("error", [])
+
+
+def test_a_row_whose_prompt_cannot_be_taken_in_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("dense")
+    prompts = [random_prompt(model, length, length) for length in (9, 13, 15)]
+    prefill = headstart.engine.engine.prefill
+
+    def failing(model, batch, tokens, following):  # type: ignore[no-untyped-def]
+        if tokens.shape[1] == 12:
+            raise MemoryError("no room")
+        prefill(model, batch, tokens, following)
+
+    monkeypatch.setattr(headstart.engine.engine, "prefill", failing)
+    engine = Engine(model)
+    good, bad, also_good = [collect(h) for h in [submit(engine, p, max_tokens=12, k=3) for p in prompts]]
+    assert (bad.finish_reason, bad.tokens) == ("error", [])
+    assert isinstance(bad.error, HeadstartError)
+    assert "no room" in str(bad.error)
+    assert good.tokens == mlx_lm_greedy(model, prompts[0], 12)
+    assert also_good.tokens == mlx_lm_greedy(model, prompts[2], 12)
+
+
+@pytest.mark.xfail(raises=ValueError, reason="_take_in_a_chunk removes the row from _entering a second time")
+def test_a_row_that_cannot_join_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("dense")
+    prompts = [random_prompt(model, length, length) for length in (9, 13)]
+    engine = Engine(model)
+    handles = [submit(engine, prompt, max_tokens=12, k=3) for prompt in prompts]
+    join = engine._join
+
+    def failing(row):  # type: ignore[no-untyped-def]
+        if row.handle is handles[1]:
+            raise MemoryError("no room")
+        join(row)
+
+    monkeypatch.setattr(engine, "_join", failing)
+    good, bad = [collect(handle) for handle in handles]
+    assert (bad.finish_reason, bad.tokens) == ("error", [])
+    assert good.tokens == mlx_lm_greedy(model, prompts[0], 12)
+
+
+def test_a_step_that_fails_ends_its_rows_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("dense")
+    prompts = [random_prompt(model, length, length) for length in (9, 13)]
+    engine = Engine(model)
+    handles = [submit(engine, prompt, max_tokens=12, k=3) for prompt in prompts]
+    for _ in range(3):
+        engine.turn()
+
+    def failing(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(headstart.engine.engine, "step", failing)
+        engine.turn()
+    answers = [collect(handle) for handle in handles]
+    assert {answer.finish_reason for answer in answers} == {"error"}
+    assert all("the device is gone" in str(answer.error) for answer in answers)
+    again = collect(submit(engine, prompts[0], max_tokens=12, k=3))
+    assert again.tokens == mlx_lm_greedy(model, prompts[0], 12)

@@ -1,0 +1,142 @@
+"""The stats of an answer add up, and count what the request was told: nothing more, nothing less."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+import headstart.engine.engine
+from fixtures import Answer, collect, generate, mlx_lm_greedy, random_model, random_prompt, submit
+from headstart.engine import DEFAULT_K, Engine
+
+
+def assert_adds_up(answer: Answer, k: int) -> None:
+    stats = answer.stats
+    assert stats.generation_tokens == len(answer.tokens) == len(answer.origins)
+    assert stats.rounds == len(answer.bursts)
+    assert all(1 <= len(burst) <= k + 1 for burst in answer.bursts)
+    assert len(stats.proposed_by_position) == len(stats.accepted_by_position) <= k
+    for counts in (stats.proposed_by_position, stats.accepted_by_position):
+        assert all(a >= b for a, b in pairwise(counts))
+    assert all(a <= p for a, p in zip(stats.accepted_by_position, stats.proposed_by_position, strict=True))
+    assert stats.accepted_draft_tokens <= stats.proposed_draft_tokens <= k * stats.rounds
+    assert stats.accepted_draft_tokens == answer.origins.count("draft")
+    # Every round says one token of the model's own, unless the end cut it off.
+    own = len(answer.origins) - answer.origins.count("draft")
+    assert stats.rounds - 1 <= own <= stats.rounds
+    if k == 0:
+        assert answer.origins == ["plain"] * len(answer.tokens)
+    report = stats.as_dict()
+    assert report["rounds"] == stats.rounds
+    assert report["tokens_per_round"] == stats.tokens_per_round == len(answer.tokens) / stats.rounds
+
+
+@pytest.mark.parametrize("family", ["dense", "moe"])
+def test_stats_add_up_for_every_depth_and_length(family: str) -> None:
+    model = random_model(family)
+    accepted = 0
+    for k in range(9):
+        engine = Engine(model)
+        handles = [submit(engine, random_prompt(model, 5 + n, n), max_tokens=n, k=k) for n in (1, 2, 7, 25)]
+        for n, handle in zip((1, 2, 7, 25), handles, strict=True):
+            answer = collect(handle)
+            assert_adds_up(answer, k)
+            assert (len(answer.tokens), answer.finish_reason) == (n, "length")
+            accepted += answer.stats.accepted_draft_tokens
+    assert accepted > 50  # some of the bursts were bursts
+
+
+def test_acceptance_by_position_is_cumulative_where_every_round_could_draft_as_many() -> None:
+    """Of the rounds that drafted j tokens; only near the end of an answer do rounds draft fewer."""
+    model = random_model("dense")
+    answer = generate(model, random_prompt(model, 9), max_tokens=200, k=4)
+    shares = answer.stats.acceptance_by_position
+    full = answer.stats.proposed_by_position[-1]
+    assert full > 10
+    assert all(a >= b - 4 / full for a, b in pairwise(shares))
+
+
+def test_every_token_knows_where_it_came_from() -> None:
+    """Drafts first, then a bonus where all of them stood and a correction where one fell."""
+    model, k = random_model("dense"), 3
+    answer = generate(model, random_prompt(model, 9), max_tokens=60, k=k)
+    at = 0
+    for burst in answer.bursts[:-1]:
+        origins = answer.origins[at : at + len(burst)]
+        assert origins[:-1] == ["draft"] * (len(burst) - 1)
+        room = min(k, 60 - at - 1)
+        assert origins[-1] == ("plain" if not room else "bonus" if len(burst) == room + 1 else "correction")
+        at += len(burst)
+    assert {"draft", "correction", "bonus"} <= set(answer.origins)
+
+
+def test_a_row_is_counted_by_its_own_depth_in_a_mixed_batch() -> None:
+    model = random_model("dense")
+    engine = Engine(model)
+    handles = [submit(engine, random_prompt(model, 9, k), max_tokens=30, k=k) for k in range(9)]
+    for k, handle in enumerate(handles):
+        assert_adds_up(collect(handle), k)
+
+
+def test_auto_is_the_default_depth_and_plain_decoding_says_why() -> None:
+    model = random_model("dense")
+    stats = generate(model, random_prompt(model, 9), max_tokens=30).stats
+    assert len(stats.proposed_by_position) == DEFAULT_K
+    assert (stats.drafter_kind, stats.bypass_reason) == ("native_mtp", None)
+    stats = generate(model, random_prompt(model, 9), max_tokens=4, k=0).stats
+    assert (stats.drafter_kind, stats.bypass_reason) == (None, "k is 0")
+
+
+def test_a_stop_id_inside_a_burst_cuts_it_there() -> None:
+    model = random_model("dense")
+    prompt = random_prompt(model, 9)
+    expected = mlx_lm_greedy(model, prompt, 40)
+    inside = 0
+    for end in range(1, 30):
+        if expected[end] in expected[:end]:
+            continue
+        answer = generate(model, prompt, max_tokens=40, k=4, stop_ids={expected[end]})
+        assert (answer.tokens, answer.finish_reason) == (expected[: end + 1], "stop")
+        assert_adds_up(answer, 4)
+        inside += answer.origins[-1] == "draft"
+    assert inside > 3  # the stop id was an accepted draft, and drafts after it were cut off
+
+
+def test_a_surplus_round_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host learns of an end one step late: the step in flight has the ended row in it."""
+    launched: list[int] = []
+    step = headstart.engine.engine.step
+
+    def counted(model, batch, k, *rest):  # type: ignore[no-untyped-def]
+        launched.append(batch.size)
+        return step(model, batch, k, *rest)
+
+    monkeypatch.setattr(headstart.engine.engine, "step", counted)
+    model = random_model("dense")
+    prompt = random_prompt(model, 9)
+    expected = mlx_lm_greedy(model, prompt, 40)
+    end = next(i for i in range(6, 40) if expected[i] not in expected[:i])
+    answer = generate(model, prompt, max_tokens=40, k=0, stop_ids={expected[end]})
+    assert (answer.tokens, answer.stats.rounds) == (expected[: end + 1], end + 1)
+    assert sum(launched) == end + 2  # one more than was told
+
+    launched.clear()
+    answer = generate(model, prompt, max_tokens=10, k=0)
+    assert answer.stats.rounds == sum(launched) == 10  # an end by length is foreseen
+
+
+def test_the_engine_can_be_used_again_after_everything_ended() -> None:
+    model, rng = random_model("dense"), random.Random(0)
+    engine = Engine(model, max_rows=3)
+    prompt = random_prompt(model, 9)
+    expected = mlx_lm_greedy(model, prompt, 12)
+    for _ in range(4):
+        handles = [submit(engine, prompt, max_tokens=12, k=rng.randint(0, 8)) for _ in range(4)]
+        handles[rng.randrange(4)].cancel()
+        answers = [collect(handle) for handle in handles]
+        assert sum(answer.tokens == expected for answer in answers) == 3
+        while engine.turn():
+            pass
+        assert engine._batch is None
+        assert engine._flight is None
+        assert not engine._rows
