@@ -4,13 +4,34 @@ Nothing here, and nothing at the top of a command's file, imports mlx, mlx-lm or
 take seconds, and `headstart --help` must not. Commands import them when they run.
 """
 
-from typing import Annotated
+import os
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
+from ..errors import HeadstartError
+from .chat import chat
+from .demo import demo
+from .generate import generate
 from .inspect import inspect
 
-app = typer.Typer(name="headstart", no_args_is_help=True)
+# Only its tokenizers are used: spare users the advice to install PyTorch.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
+class Commands(TyperGroup):
+    """All commands. What a user can put right is one line on standard error, never a traceback."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        try:
+            return super().invoke(ctx)
+        except HeadstartError as error:
+            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(1) from error
+
+
+app = typer.Typer(name="headstart", cls=Commands, no_args_is_help=True)
 
 
 def _print_version(wanted: bool) -> None:
@@ -31,4 +52,5 @@ def main(
     """Run language models faster with their own multi-token-prediction head."""
 
 
-app.command()(inspect)
+for command in (generate, chat, demo, inspect):
+    app.command()(command)

@@ -1,0 +1,95 @@
+"""`headstart chat`: a conversation."""
+
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ..errors import RequestError
+from . import options, show
+from .prompt import chat_tokens
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+    from rich.console import Console
+
+    from ..models import Model
+
+HELP = "/exit or Ctrl-D leaves, /clear forgets the conversation, Ctrl-C stops an answer."
+
+
+@options.with_sampling
+def chat(
+    model: options.Model = None,
+    mtp: options.Mtp = True,
+    show_drafts: options.ShowDrafts = False,
+    *,
+    sampling: dict[str, Any],
+) -> None:
+    """Talk with a model. /exit leaves, /clear forgets the conversation, Ctrl-C stops an answer."""
+    from rich.console import Console
+
+    from ..library import load
+
+    params = {"max_tokens": 1024} | sampling
+    loaded, tokenizer = load(model, mtp=mtp)
+    console, aside = Console(highlight=False), Console(stderr=True, highlight=False)
+    aside.print(HELP, style="dim")
+    if show_drafts:
+        console.print(show.legend(console))
+    with suppress(ImportError):
+        import readline  # noqa: F401  # arrow keys and history for input()
+
+    messages: list[dict[str, str]] = []
+    while (line := _ask(aside)) is not None:
+        if line == "/clear":
+            messages.clear()
+        elif line:
+            messages.append({"role": "user", "content": line})
+            try:
+                said = _answer(loaded, tokenizer, messages, params, console, aside, show_drafts)
+                messages.append({"role": "assistant", "content": said})
+            except RequestError as error:  # of this message alone, such as a conversation that is too long
+                messages.pop()
+                typer.echo(f"error: {error} (/clear forgets the conversation)", err=True)
+
+
+def _ask(aside: "Console") -> str | None:
+    """The next line; None where there is none."""
+    while True:
+        try:
+            line = input("› ").strip()
+        except EOFError:
+            aside.out()
+            return None
+        except KeyboardInterrupt:
+            aside.print(f"\n{HELP}", style="dim")
+            continue
+        return None if line == "/exit" else line
+
+
+def _answer(
+    model: "Model",
+    tokenizer: "TokenizerWrapper",
+    messages: list[dict[str, str]],
+    params: dict[str, Any],
+    console: "Console",
+    aside: "Console",
+    show_drafts: bool,
+) -> str:
+    """Write the answer as it comes. Ctrl-C ends it early, and what was said stays said."""
+    from ..library import stream_generate
+
+    said, last, stopped = "", None, False
+    with closing(stream_generate(model, tokenizer, chat_tokens(tokenizer, messages), **params)) as responses:
+        try:
+            for last in responses:
+                show.token(console, last, origins=show_drafts)
+                said += last.text
+        except KeyboardInterrupt:
+            stopped = True
+    console.out()
+    if last is not None:
+        end = " · stopped" if stopped else ""
+        aside.print(show.summary(last.stats, last.finish_reason) + end, style="dim", soft_wrap=True)
+    return said

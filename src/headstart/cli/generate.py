@@ -1,0 +1,63 @@
+"""`headstart generate`: one prompt, one answer."""
+
+import json
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import options, show
+from .prompt import chat_tokens, read_text
+
+if TYPE_CHECKING:
+    from ..library import GenerationResponse
+
+
+@options.with_sampling
+def generate(
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="What to answer.")] = None,
+    prompt_file: Annotated[str | None, typer.Option(help="Read the prompt from a file; - is standard input.")] = None,
+    model: options.Model = None,
+    mtp: options.Mtp = True,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Go on from the prompt as it is, without a chat template.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one object: text, tokens, finish_reason, stats.")
+    ] = False,
+    show_drafts: options.ShowDrafts = False,
+    *,
+    sampling: dict[str, Any],
+) -> None:
+    """Answer one prompt. The text goes to standard output, a line of statistics to standard error."""
+    from rich.console import Console
+
+    from ..library import load, stream_generate
+
+    text = read_text(prompt, prompt_file)
+    loaded, tokenizer = load(model, mtp=mtp)
+    tokens = text if raw else chat_tokens(tokenizer, [{"role": "user", "content": text}])
+    with closing(stream_generate(loaded, tokenizer, tokens, **sampling)) as responses:
+        if as_json:
+            typer.echo(_as_json(list(responses)))
+            return
+        console = Console(highlight=False)
+        if show_drafts:
+            console.print(show.legend(console), end="\n\n")
+        for response in responses:
+            show.token(console, response, origins=show_drafts)
+    console.out()
+    Console(stderr=True, highlight=False).print(
+        show.summary(response.stats, response.finish_reason), style="dim", soft_wrap=True
+    )
+
+
+def _as_json(responses: "list[GenerationResponse]") -> str:
+    return json.dumps(
+        {
+            "text": "".join(response.text for response in responses),
+            "tokens": [response.token for response in responses],
+            "finish_reason": responses[-1].finish_reason,
+            "stats": responses[-1].stats.as_dict(),
+        }
+    )

@@ -1,0 +1,85 @@
+"""`headstart chat`: a conversation that keeps its history, and that Ctrl-C does not end."""
+
+import signal
+import subprocess
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import headstart
+from headstart.cli.main import app
+from headstart.cli.prompt import chat_tokens
+
+FIRST, SECOND = "Write a function that adds two numbers.", "Now write one that subtracts them."
+ENDLESS = "Write a function that checks whether a number is prime."
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Any:
+    return headstart.load()
+
+
+def answer(loaded: Any, *said: str) -> str:
+    """What comes after a conversation, by the library."""
+    roles = ["user", "assistant"] * len(said)
+    messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+    return headstart.generate(*loaded, chat_tokens(loaded[1], messages), max_tokens=8)
+
+
+def chat(*lines: str) -> Result:
+    return CliRunner().invoke(app, ["chat", "-n", "8"], input="".join(line + "\n" for line in lines))
+
+
+def test_what_was_said_before_counts(loaded: Any) -> None:
+    first = answer(loaded, FIRST)
+    second = answer(loaded, FIRST, first, SECOND)
+    assert second != answer(loaded, SECOND), "the history makes no difference: choose other questions"
+    result = chat(FIRST, "", SECOND, "/exit", "not asked any more")
+    assert result.exit_code == 0
+    assert result.stdout == f"› {first}\n› › {second}\n› "
+    assert result.stderr.count("tokens/s") == 2
+
+
+def test_clear_forgets_what_was_said(loaded: Any) -> None:
+    result = chat(FIRST, "/clear", SECOND)  # and the end of the input leaves
+    assert result.exit_code == 0
+    assert result.stdout == f"› {answer(loaded, FIRST)}\n› › {answer(loaded, SECOND)}\n› "
+
+
+def test_a_message_that_is_too_long_is_refused_and_the_conversation_goes_on(loaded: Any) -> None:
+    result = chat("word " * 5000, FIRST)
+    assert result.exit_code == 0
+    assert "error: prompt has" in result.stderr
+    assert "/clear" in result.stderr
+    assert result.stdout == f"› › {answer(loaded, FIRST)}\n› "
+
+
+def test_bad_options_are_one_line_and_exit_code_1() -> None:
+    result = CliRunner().invoke(app, ["chat", "--k", "9"])
+    assert result.exit_code == 1
+    assert result.stderr == "error: k is 9; it must be 'auto' or a whole number from 0 to 8\n"
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program() -> None:
+    process = subprocess.Popen(
+        [Path(sysconfig.get_path("scripts")) / "headstart", "chat", "-n", "4000"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(ENDLESS.encode() + b"\n")
+    process.stdin.flush()
+    process.stdout.read(20)  # it is answering
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(b"/exit\n", timeout=60)
+    assert process.returncode == 0
+    assert output.endswith("\n› ".encode())
+    assert b"stopped" in errors
+    assert b"Traceback" not in errors

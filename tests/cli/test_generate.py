@@ -1,0 +1,185 @@
+"""`headstart generate`: the answer on standard output, what ran on standard error, and errors in one line."""
+
+import json
+import signal
+import subprocess
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import headstart
+from headstart import library
+from headstart.cli.main import app
+from headstart.cli.options import SAMPLING
+from headstart.cli.prompt import chat_tokens
+from headstart.cli.show import LOOKS
+from headstart.engine import Stats
+from headstart.errors import RequestError
+
+QUESTION = "Write a Python function that reads a JSON file and returns its contents."
+ENDLESS = "Write a function that checks whether a number is prime."  # the built-in model never comes to an end
+
+
+def run(*arguments: str, **how: Any) -> Result:
+    return CliRunner().invoke(app, ["generate", *arguments], **how)
+
+
+def run_json(*arguments: str, **how: Any) -> dict[str, Any]:
+    result = run(*arguments, "--json", **how)
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == ""
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    """The first ten tokens, by the library."""
+    model, tokenizer = headstart.load()
+    prompt = chat_tokens(tokenizer, [{"role": "user", "content": QUESTION}])
+    return headstart.generate(model, tokenizer, prompt, max_tokens=10)
+
+
+def test_the_text_goes_to_stdout_and_what_ran_to_stderr(expected: str) -> None:
+    result = run("--prompt", QUESTION, "--max-tokens", "10", "--k", "2")
+    assert result.exit_code == 0
+    assert result.stdout == expected + "\n"
+    (line,) = result.stderr.splitlines()
+    for part in ("10 tokens", "tokens/s", "tokens per round", "acceptance ", "depth ", "cut at the limit"):
+        assert part in line
+
+
+def test_json_is_one_object_with_the_stats_of_the_api(expected: str) -> None:
+    answer = run_json("--prompt", QUESTION, "--max-tokens", "10", "--k", "2")
+    assert list(answer) == ["text", "tokens", "finish_reason", "stats"]
+    assert answer["text"] == expected
+    assert len(answer["tokens"]) == 10
+    assert answer["finish_reason"] == "length"
+    stats = answer["stats"]
+    assert set(stats) >= set(Stats(None, None).as_dict())
+    assert stats["drafter_kind"] == "native_mtp"
+    assert 0 < stats["accepted_draft_tokens"] <= stats["proposed_draft_tokens"]
+    assert len(stats["acceptance_by_position"]) == 2
+    assert stats["tokens_per_round"] == pytest.approx(10 / stats["rounds"])
+
+
+def test_the_tokens_do_not_depend_on_the_depth() -> None:
+    answers = [run_json("-p", QUESTION, "-n", "10", "--k", k)["tokens"] for k in ("0", "1", "8", "auto")]
+    assert answers == [answers[0]] * 4
+
+
+@pytest.mark.parametrize("off", [{"arguments": ["--no-mtp"]}, {"env": {"HEADSTART_MTP": "0"}}])
+def test_the_head_can_be_left_out(off: dict[str, Any]) -> None:
+    stats = run_json("-p", QUESTION, "-n", "2", *off.get("arguments", []), env=off.get("env"))["stats"]
+    assert stats["drafter_kind"] is None
+    assert stats["bypass_reason"] == "loaded without the head"
+
+
+def test_a_flag_goes_before_the_environment() -> None:
+    stats = run_json("-p", QUESTION, "-n", "2", "--mtp", env={"HEADSTART_MTP": "0"})["stats"]
+    assert stats["drafter_kind"] == "native_mtp"
+
+
+def test_raw_goes_on_from_the_prompt_itself() -> None:
+    model, tokenizer = headstart.load()
+    text = headstart.generate(model, tokenizer, "def add(a, b):", max_tokens=6)
+    assert run("-p", "def add(a, b):", "-n", "6", "--raw").stdout == text + "\n"
+
+
+def test_the_prompt_may_come_from_a_file_or_stdin(tmp_path: Path, expected: str) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(QUESTION)
+    assert run("--prompt-file", str(file), "-n", "10").stdout == expected + "\n"
+    assert run("--prompt-file", "-", "-n", "10", input=QUESTION).stdout == expected + "\n"
+
+
+def test_show_drafts_marks_tokens_where_there_is_no_colour() -> None:
+    legend, _, *lines = run("-p", QUESTION, "-n", "10", "--show-drafts", "--k", "2").stdout.splitlines()
+    assert legend == "+accepted draft  !correction of a draft  *bonus after accepted drafts  plain"
+    model, tokenizer = headstart.load()
+    prompt = chat_tokens(tokenizer, [{"role": "user", "content": QUESTION}])
+    responses = list(headstart.stream_generate(model, tokenizer, prompt, max_tokens=10, k=2))
+    assert len({response.origin for response in responses}) > 1
+    assert "\n".join(lines) == "".join(LOOKS[r.origin].mark + r.text for r in responses)
+
+
+def test_show_drafts_colours_tokens_by_origin(expected: str) -> None:
+    coloured = run("-p", QUESTION, "-n", "10", "--show-drafts", env={"FORCE_COLOR": "1", "TERM": "xterm"}, color=True)
+    assert "\x1b[32maccepted draft\x1b[0m" in coloured.stdout
+    assert "\x1b[32mdef\x1b[0m" in coloured.stdout
+
+
+def test_a_seeded_sample_is_the_same_for_every_depth_and_not_the_greedy_text(expected: str) -> None:
+    hot = [run_json("-p", QUESTION, "-n", "6", "-t", "2", "--seed", "7", "--k", k)["text"] for k in ("0", "3")]
+    assert hot[0] == hot[1]
+    assert not expected.startswith(hot[0])
+
+
+def test_sampling_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached = {}
+
+    def stop_there(model: Any, tokenizer: Any, prompt: Any, **params: Any) -> Any:
+        reached.update(params)
+        raise RequestError("far enough")
+
+    monkeypatch.setattr(library, "stream_generate", stop_there)
+    flags = dict.fromkeys(SAMPLING, "1")
+    run("-p", QUESTION, *(part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", value)))
+    assert reached == dict.fromkeys(SAMPLING, 1)
+
+
+def test_every_sampling_flag_is_a_parameter_and_help_tells_its_true_default() -> None:
+    defaults = headstart.SamplingParams().as_dict()
+    for name, flag in SAMPLING.items():
+        (option,) = flag.__metadata__
+        told = "none" if defaults[name] is None else f"{defaults[name]:g}" if name != "k" else defaults[name]
+        assert option.show_default.split(";")[0] == told, name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "either --prompt or --prompt-file"),
+        (["-p", "a", "--prompt-file", "b"], "either --prompt or --prompt-file"),
+        (["-p", ""], "--prompt is empty"),
+        (["--prompt-file", "/nowhere/at/all"], "--prompt-file /nowhere/at/all: cannot be read"),
+        (["-p", "a", "--k", "9"], "k is 9"),
+        (["-p", "a", "--k", "many"], "k is 'many'; it must be 'auto' or a whole number from 0 to 8"),
+        (["-p", "a", "--k", "3", "--no-mtp"], "k is 3, but this model cannot draft: loaded without the head"),
+        (["-p", "a", "--max-tokens", "0"], "max_tokens is 0"),
+        (["-p", "a", "--temperature", "-1"], "temperature is -1"),
+        (["-p", "a", "--model", "nowhere"], "nowhere: no such folder"),
+        (["-p", "a", "--model", "nowhere", "--k", "9"], "k is 9"),  # known before a model is looked for
+        (["-p", "a " * 5000, "--raw"], "the model's context of 4096 leaves no room"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_1(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+
+
+def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"\xff\xfe")
+    result = run("--prompt-file", str(file))
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert f"error: --prompt-file {file}: cannot be read as text" in result.stderr
+
+
+def test_ctrl_c_ends_it_with_130() -> None:
+    command = [Path(sysconfig.get_path("scripts")) / "headstart", "generate", "-p", ENDLESS, "-n", "4000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.read(1)  # it has begun to answer
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
