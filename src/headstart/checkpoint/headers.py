@@ -33,6 +33,7 @@ class Tensor:
     dtype: mx.Dtype
     shape: tuple[int, ...]
     nbytes: int
+    offset: int  # of its first byte in the file
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def read_header(path: Path) -> Header:
             dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
             if prod(shape) * dtype.size != end - start:
                 raise ValueError(f"{name} of shape {shape} would lie in {end - start} bytes")
-            tensors[name] = Tensor(dtype, shape, end - start)
+            tensors[name] = Tensor(dtype, shape, end - start, 8 + length + start)
             ends.append(end)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: the file is missing. Download the model again.") from None

@@ -2,15 +2,18 @@
 
 import json
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, HTTPError, RepositoryNotFoundError
+from huggingface_hub.hf_api import RepoFile
 
-from .. import models
+from .. import cards, models
 from ..errors import CheckpointError, HubError
 from .headers import read_header
-from .layout import INDEX, find_sidecar, read_config, sidecar_names
+from .layout import INDEX, NORMS, find_sidecar, read_config, sidecar_names
 from .names import is_head, is_vision
 
 BUILTIN = Path(__file__).parents[1] / "builtin"
@@ -19,11 +22,17 @@ HUB_ID = re.compile(r"^[\w-][\w.-]*/[\w-][\w.-]*$")
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer*", "README.md"]
 
 
-def resolve(name: str | Path | None = None) -> Path:
+def resolve(name: str | Path | None = None, *, vision: bool = False) -> Path:
     """The folder of a model: a path, a built-in model, a name in the Hugging Face cache, or a hub id.
 
     None is the built-in model. A hub id in the cache is not looked up again.
     """
+    found = locate(name)
+    return found if isinstance(found, Path) else download(found, vision=vision)
+
+
+def locate(name: str | Path | None = None) -> Path | str:
+    """The folder that `name` stands for, or the id of a model on the hub."""
     path = Path(name or BUILTIN / DEFAULT).expanduser()
     if path.is_dir():
         return path
@@ -33,9 +42,11 @@ def resolve(name: str | Path | None = None) -> Path:
     if (BUILTIN / name).is_dir():
         return BUILTIN / name
     if repo := _cached_repo(name):
-        return download(repo)
+        return repo
     if HUB_ID.match(name):
-        return download(name)
+        return name
+    if (card := cards.named(name)) and card.hub_id:
+        return card.hub_id
     builtin = ", ".join(sorted(folder.name for folder in BUILTIN.iterdir() if folder.is_dir()))
     raise CheckpointError(
         f"{name}: no such folder, no model of that name in {constants.HF_HUB_CACHE}, and not a hub id "
@@ -43,32 +54,89 @@ def resolve(name: str | Path | None = None) -> Path:
     )
 
 
-def download(repo: str) -> Path:
-    """The folder of a hub model in the cache, with what its text model and head need, and no more."""
-    problem: Exception
-    cached = _cached_snapshot(repo)
+def download(repo: str, *, vision: bool = False) -> Path:
+    """The folder of a hub model in the cache, with what its text model and head need, and no more.
+
+    With `vision` also the tensors of its vision part.
+    """
+    cached = _cached_snapshot(repo, vision)
     if cached and not _lacks_head(cached):
         return cached
     try:
-        # A cached model may lack only its head: mlx-lm does not download sidecars. Stay at its revision.
-        revision = cached.name if cached else None
-        siblings = HfApi().model_info(repo, revision=revision, timeout=10).siblings or []
-        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=SMALL_FILES))
-        # Unknown families end here, before gigabytes of them are downloaded.
-        weights = sidecar_names(read_config(folder)) + _shards(folder, head=False) + _shards(folder, head=True)
-        wanted = sorted({file.rfilename for file in siblings} & set(weights))
-        if not wanted:
-            raise CheckpointError(
-                f"{repo}: no safetensors file. Headstart reads Hugging Face releases and MLX conversions."
-            )
-        return Path(snapshot_download(repo, revision=folder.name, allow_patterns=wanted))
+        with _named_errors(repo):
+            # A cached model may lack only its head: mlx-lm does not download sidecars. Stay at its revision.
+            folder, files = _small_files(repo, cached.name if cached else None)
+            # Unknown families end here, before gigabytes of them are downloaded.
+            wanted = [file for file in _weights(folder, vision) if file in files]
+            if not wanted:
+                raise CheckpointError(
+                    f"{repo}: no safetensors file. Headstart reads Hugging Face releases and MLX conversions."
+                )
+            return Path(snapshot_download(repo, revision=folder.name, allow_patterns=wanted))
+    except HubError:
+        if cached:
+            return cached
+        raise
+
+
+def missing_files(repo: str) -> list[str]:
+    """The weights that `download` with its vision part would have to fetch."""
+    cached = _cached_snapshot(repo, vision=True)
+    if cached and not _lacks_head(cached):
+        return []
+    with _named_errors(repo):
+        folder, files = _small_files(repo, cached.name if cached else None)
+        return [file for file in _weights(folder, vision=True) if file in files and not (folder / file).exists()]
+
+
+def download_config(repo: str) -> tuple[Path, list[str]]:
+    """The folder of a hub model with its small files alone, and the names of the files that hold its head."""
+    if (cached := _cached_snapshot(repo, vision=False, text=False)) and not _lacks_head(cached):
+        return cached, []
+    with _named_errors(repo):
+        folder, files = _small_files(repo, cached.name if cached else None)
+        sidecars = sorted(files & set(sidecar_names(read_config(folder))))
+        return folder, sidecars[:1] or sorted(files & set(shards(folder, is_head)))
+
+
+def download_files(repo: str, folder: Path, files: list[str]) -> None:
+    """Complete the cached folder of a hub model by these files."""
+    if files:
+        with _named_errors(repo):
+            snapshot_download(repo, revision=folder.name, allow_patterns=files)
+
+
+def sizes(repo: str, files: list[str]) -> int:
+    """The bytes of these files on the hub."""
+    with _named_errors(repo):
+        tree = HfApi().list_repo_tree(repo, recursive=True)
+        return sum(entry.size for entry in tree if isinstance(entry, RepoFile) and entry.path in files)
+
+
+def _weights(folder: Path, vision: bool) -> list[str]:
+    """The files that may hold weights that are wanted, whether the hub has them or not."""
+    places = {*sidecar_names(read_config(folder)), NORMS, *shards(folder, is_text), *shards(folder, is_head)}
+    return sorted(places | {*shards(folder, is_vision)} if vision else places)
+
+
+def _small_files(repo: str, revision: str | None) -> tuple[Path, set[str]]:
+    """Download what is no weights; also say which files the model has."""
+    siblings = HfApi().model_info(repo, revision=revision, timeout=10).siblings or []
+    folder = Path(snapshot_download(repo, revision=revision, allow_patterns=SMALL_FILES))
+    return folder, {file.rfilename for file in siblings}
+
+
+@contextmanager
+def _named_errors(repo: str) -> Iterator[None]:
+    problem: Exception
+    try:
+        yield
+        return
     except GatedRepoError as error:
         problem, way_out = error, "Accept its terms on the hub, then `hf auth login`."
     except RepositoryNotFoundError as error:
         problem, way_out = error, "Check the spelling; if it is private, `hf auth login`."
     except (HTTPError, OSError) as error:  # no network, a time-out, offline mode, a hub that is down
-        if cached:
-            return cached
         problem, way_out = error, "Check the network, or name a folder on this machine."
     cause = problem.__cause__ or problem
     cause_line = f"{type(cause).__name__}: {cause}".splitlines()[0].rstrip(" .:")
@@ -86,13 +154,14 @@ def _cached_repo(name: str) -> str | None:
     return repos[0] if repos else None
 
 
-def _cached_snapshot(repo: str) -> Path | None:
+def _cached_snapshot(repo: str, vision: bool, text: bool = True) -> Path | None:
     """The cached folder, if all of the model but perhaps its head is in it."""
     config = try_to_load_from_cache(repo, "config.json")
     if not isinstance(config, str):
         return None
     folder = Path(config).parent
-    return folder if all((folder / file).exists() for file in _shards(folder, head=False)) else None
+    wanted = (shards(folder, is_text) if text else []) + (shards(folder, is_vision) if vision else [])
+    return folder if all((folder / file).exists() for file in wanted) else None
 
 
 def _lacks_head(folder: Path) -> bool:
@@ -100,14 +169,18 @@ def _lacks_head(folder: Path) -> bool:
     config = read_config(folder)
     if not models.head_modules(config) or find_sidecar(folder, config):
         return False
-    shards = [folder / file for file in _shards(folder, head=True)]
-    if (folder / INDEX).exists():
-        return not shards or not all(shard.exists() for shard in shards)
-    return not any(is_head(name) for shard in shards for name in read_header(shard).tensors)
+    files = [folder / file for file in shards(folder, is_head)]
+    if (folder / INDEX).exists() or not all(file.exists() for file in files):
+        return not files or not all(file.exists() for file in files)
+    return not any(is_head(name) for file in files for name in read_header(file).tensors)
 
 
-def _shards(folder: Path, *, head: bool) -> list[str]:
-    """Files that hold tensors of the text model, or of its head, as the index has it."""
+def is_text(name: str) -> bool:
+    return not is_head(name) and not is_vision(name)
+
+
+def shards(folder: Path, holds: Callable[[str], bool]) -> list[str]:
+    """Files that hold tensors of a kind, as the index has it."""
     index = folder / INDEX
     if not index.exists():
         return ["model.safetensors"]
@@ -115,4 +188,4 @@ def _shards(folder: Path, *, head: bool) -> list[str]:
         weight_map = json.loads(index.read_text())["weight_map"].items()
     except (ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{index}: not an index of tensors ({error!r}). Delete it to try again.") from error
-    return sorted({file for name, file in weight_map if is_head(name) == head and not is_vision(name)})
+    return sorted({file for name, file in weight_map if holds(name)})

@@ -15,16 +15,17 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .. import models
+from ..cards import Card
 from ..errors import CheckpointError
-from . import provenance
+from . import identity, provenance
 from .headers import Header, read_header
 from .names import is_head, is_vision
 from .parameters import Stored, gather, misfit, quantization_of, some
 
 INDEX = "model.safetensors.index.json"
 SIDECARS = ("mtp.safetensors", "model-mtp.safetensors", "mtp/weights.safetensors")
+NORMS = "norms/weights.safetensors"  # of the trunk in float32, beside shards that round them: see docs/convert.md
 NUMBERED = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.safetensors$")
-BASE_MODEL = re.compile(r"\A---\n.*?^base_model:\s*(?:-\s*)?[\"']?([\w.-]+/[\w.-]+)", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class Layout:
     stored: dict[str, Stored] = field(repr=False)  # by the model's names; the head's only if it is available
     quantized: dict[str, dict[str, Any]] = field(repr=False)  # module → bits, group_size, mode
 
+    @property
+    def card(self) -> Card | None:
+        return identity.card(self.path, self.family)
+
     def report(self) -> dict[str, Any]:
         """The JSON of `headstart inspect`."""
         public = ("family", "layout", "dtype", "quantization", "parameters", "bytes")
@@ -59,7 +64,7 @@ class Layout:
             "path": str(self.path),
             **{name: getattr(self, name) for name in public},
             "mtp": asdict(self.mtp),
-            "card": None,
+            "card": card.name if (card := self.card) else None,
         }
 
 
@@ -75,6 +80,10 @@ def read_layout(path: Path) -> Layout:
     kinds = provenance.of_shards(headers)
 
     trunk = gather(headers, kinds, head=False)
+    if (path / NORMS).is_file():
+        exact = read_header(path / NORMS)
+        norms = gather([exact], [provenance.of_sidecar(exact)], head=False)
+        trunk |= {name: part for name, part in norms.items() if name in trunk}
     if problem := misfit(trunk, {k: v for k, v in shapes.items() if not is_head(k)}, modules):
         raise CheckpointError(f"{path}: {problem}. {_way_out(config)}")
     kind = trunk["embed_tokens.weight"].sources[0].provenance
@@ -190,7 +199,8 @@ def _describe_head(
     shapes: dict[str, tuple[int, ...]],
     modules: dict[str, nn.Module],
 ) -> Mtp:
-    graft = f"`headstart graft {shlex.quote(str(path))} --from {original(path)}`"
+    family = models.FAMILIES[config["model_type"]].name
+    graft = f"`headstart graft {shlex.quote(str(path))} --from {identity.original(path, family) or 'ORIGINAL'}`"
     if not head and absent:
         file, problem = next(iter(absent.items()))
         return Mtp(
@@ -221,15 +231,6 @@ def _describe_head(
             f"the norms of its MTP head are stored as w or as 1 + w. {way_out}."
         )
     return Mtp(reason is None, reason, location, count, _prevailing(head, modules))
-
-
-def original(path: Path) -> str:
-    """The id of the model that this one was made from, as its model card says."""
-    try:
-        match = BASE_MODEL.search((path / "README.md").read_text(errors="replace"))
-    except OSError:
-        match = None
-    return match.group(1) if match else "ORIGINAL"
 
 
 def _prevailing(stored: dict[str, Stored], modules: dict[str, nn.Module]) -> dict[str, Any] | None:

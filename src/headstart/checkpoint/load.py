@@ -110,7 +110,7 @@ def _read(name: str, stored: dict[str, Stored], files: Files, dtype: mx.Dtype, *
     parts = [files.take(source) for source in part.sources]
     if scales := stored.get(f"{name}_scale_inv"):
         blocks = [files.take(source) for source in scales.sources]
-        parts = [_from_fp8(codes, scale).astype(dtype) for codes, scale in zip(parts, blocks, strict=True)]
+        parts = [from_fp8(codes, scale).astype(dtype) for codes, scale in zip(parts, blocks, strict=True)]
 
     array = parts[0] if part.sources[0].expert is None else mx.stack(parts)
     if (half := part.sources[0].half) is not None:
@@ -125,7 +125,7 @@ def _read(name: str, stored: dict[str, Stored], files: Files, dtype: mx.Dtype, *
     return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
 
 
-def _from_fp8(codes: mx.array, scale: mx.array) -> mx.array:
+def from_fp8(codes: mx.array, scale: mx.array) -> mx.array:
     """[R, C] codes and one scale for each 128 × 128 block of them → [R, C] in float32."""
     rows, columns = codes.shape
     scale = mx.repeat(mx.repeat(scale.astype(mx.float32), FP8_BLOCK, axis=0), FP8_BLOCK, axis=1)

@@ -25,6 +25,8 @@ class Source:
     expert: int | None
     half: int | None
     shape: tuple[int, ...]
+    dtype: mx.Dtype
+    offset: int  # of its first byte in the file
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,9 @@ def gather(
                 continue
             for piece in pieces(name):
                 parameter = f"mtp.{piece.parameter}" if without_prefix else piece.parameter
-                source = Source(header.path, name, kind, piece.expert, piece.half, tensor.shape)
+                source = Source(
+                    header.path, name, kind, piece.expert, piece.half, tensor.shape, tensor.dtype, tensor.offset
+                )
                 dtypes[parameter] = tensor.dtype
                 sources.setdefault(parameter, []).append(source)
     return {name: _stored(name, parts, dtypes[name]) for name, parts in sources.items()}

@@ -1,0 +1,38 @@
+"""Which model is this? Its files do not say; where they lie, what their README says and the cards may."""
+
+import re
+from pathlib import Path
+
+from .. import cards
+
+BASE_MODEL = re.compile(r"\A---\n.*?^base_model:\s*(?:-\s*)?[\"']?([\w.-]+/[\w.-]+)", re.DOTALL | re.MULTILINE)
+
+
+def hub_id(path: Path) -> str | None:
+    """org/name of a model that lies in the Hugging Face cache."""
+    snapshots = path.absolute().parent
+    repo = snapshots.parent.name
+    if snapshots.name != "snapshots" or not repo.startswith("models--"):
+        return None
+    return repo.removeprefix("models--").replace("--", "/", 1)
+
+
+def base_model(path: Path) -> str | None:
+    """The id of the model that this one was made from, as its README says."""
+    try:
+        match = BASE_MODEL.search((path / "README.md").read_text(errors="replace"))
+    except OSError:
+        return None
+    return match.group(1) if match else None
+
+
+def card(path: Path, family: str) -> cards.Card | None:
+    return cards.matching((hub_id(path), base_model(path)), path.absolute().name, family)
+
+
+def original(path: Path, family: str) -> str | None:
+    """The id of the release that a conversion was made from."""
+    found = base_model(path)
+    if found is None and (known := card(path, family)):
+        found = known.original
+    return found
