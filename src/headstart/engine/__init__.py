@@ -1,7 +1,8 @@
 """One batched loop: `step.py` is its body, `engine.py` what keeps it turning."""
 
-from .engine import DEFAULT_K, Engine
+from .depth import Depth
+from .engine import Engine
 from .request import Event, FinishReason, Handle, Request, TokenLogprobs
 from .stats import Origin, Stats
 
-__all__ = ["DEFAULT_K", "Engine", "Event", "FinishReason", "Handle", "Origin", "Request", "Stats", "TokenLogprobs"]
+__all__ = ["Depth", "Engine", "Event", "FinishReason", "Handle", "Origin", "Request", "Stats", "TokenLogprobs"]

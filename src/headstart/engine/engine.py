@@ -11,14 +11,16 @@ import time
 from collections import deque
 from dataclasses import dataclass, replace
 from threading import Lock
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import HeadstartError, RequestError
 from ..models import Model
-from ..sampling import Asked, Guide, Logprobs, Matcher, compile_grammar
+from ..sampling import MAX_K, Asked, Guide, Logprobs, Matcher, compile_grammar
 from .batch import Batch
+from .depth import Depth, Drafter
 from .exact import rows_are_independent
 from .request import Event, FinishReason, Handle, Request, TokenLogprobs
 from .stats import Stats, origins
@@ -26,7 +28,8 @@ from .step import prefill, step
 from .text import TextStream
 
 CHUNK = 512  # tokens of a prompt between two steps, at fixed multiples
-DEFAULT_K = 2
+
+_depths: WeakKeyDictionary[Model, Depth] = WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -35,7 +38,7 @@ class Row:
 
     handle: Handle
     asked: Asked
-    ceiling: int  # most drafts a round
+    drafter: Drafter  # what is known of its drafts
     stats: Stats
     text: TextStream | None
     matcher: Matcher | None  # of its grammar
@@ -43,6 +46,12 @@ class Row:
     taken: int = 0  # tokens of the prompt that are in
     started: float = 0.0
     over: bool = False
+
+    @property
+    def fixed(self) -> int:
+        """The depth that its request insists on."""
+        k = self.asked.params.k
+        return 0 if k == "auto" else self.drafter.ceiling
 
     @property
     def said(self) -> int:
@@ -58,7 +67,9 @@ class Flight:
     """A round that the device is working on, and the rows that are in it."""
 
     rows: list[Row]
-    width: int  # k + 1
+    k: int
+    begun: float
+    steady: bool  # nothing but this step is between the landing before and this one
     report: mx.array  # [B, k+4]: tokens, accepted, proposed, finite
     logits: mx.array | None  # [B, k+1, V], if a row wants them
     logprobs: Logprobs | None
@@ -66,15 +77,23 @@ class Flight:
 
 class Engine:
     def __init__(
-        self, model: Model, tokenizer: TokenizerWrapper | None = None, *, max_rows: int = 16, threaded: bool = False
+        self,
+        model: Model,
+        tokenizer: TokenizerWrapper | None = None,
+        *,
+        max_rows: int = 16,
+        threaded: bool = False,
+        depth: Depth | None = None,
     ):
-        """With a tokenizer, events carry text, its end tokens end an answer, and stop strings work.
+        """With a tokenizer, events carry text, its end tokens end an answer, and stop strings and grammars work.
 
-        `threaded`: another thread turns the engine; otherwise whoever waits for an event does.
+        `threaded`: another thread turns the engine; otherwise whoever waits for an event does. `depth` chooses k for
+        requests that leave it open; by default what was learned of this model so far goes on to be used.
         """
         self.model = model
         self.tokenizer = tokenizer
         self.max_rows = max_rows
+        self.depth = depth or _depths.setdefault(model, Depth())
         self._threaded = threaded
         self._lock = Lock()
         self._queue: deque[Row] = deque()  # submitted, not admitted
@@ -82,6 +101,8 @@ class Engine:
         self._rows: list[Row] = []  # decoding, in the order of the batch
         self._batch: Batch | None = None
         self._flight: Flight | None = None
+        self._landed = 0.0  # when the last round was known
+        self._steady = False
 
     def submit(self, request: Request) -> Handle:
         """Queue a request, from any thread. Raises RequestError where it cannot be honoured."""
@@ -104,7 +125,7 @@ class Engine:
         elif params.k == 0:
             bypass = "k is 0"
         else:
-            ceiling = DEFAULT_K if params.k == "auto" else params.k
+            ceiling = MAX_K if params.k == "auto" else params.k
         limit = min(params.max_tokens, model.context_length - len(request.prompt))
         # Unseeded rows differ from each other and from run to run.
         key = params.seed if params.seed is not None else secrets.randbits(64)
@@ -112,7 +133,7 @@ class Engine:
         handle = Handle(request, None if self._threaded else self.turn)
         stats = Stats("native_mtp" if ceiling else None, bypass, prompt_tokens=len(request.prompt))
         with self._lock:
-            self._queue.append(Row(handle, asked, ceiling, stats, text, matcher))
+            self._queue.append(Row(handle, asked, Drafter(ceiling), stats, text, matcher))
         return handle
 
     def turn(self) -> bool:
@@ -145,7 +166,7 @@ class Engine:
         with self._lock:
             while self._queue and len(self._rows) + len(self._entering) < self.max_rows:
                 row = self._queue.popleft()
-                row.batch = Batch.of_one(self.model, row.handle.request.prompt, row.asked, row.ceiling)
+                row.batch = Batch.of_one(self.model, row.handle.request.prompt, row.asked, row.drafter.ceiling)
                 row.stats.exact = rows_are_independent(self.model) and row.asked.params.rule != "optimistic"
                 row.started = time.perf_counter()
                 self._entering.append(row)
@@ -164,7 +185,7 @@ class Engine:
                 tokens = mx.array([prompt[row.taken : end]], mx.int32)
                 prefill(self.model, row.batch, tokens, mx.array([prompt[end]], mx.int32))
                 mx.async_eval(row.batch.arrays())
-                row.taken = end
+                row.taken, self._steady = end, False
             if end == len(prompt) - 1:
                 self._entering.popleft()
                 self._join(row)
@@ -178,7 +199,7 @@ class Engine:
             self._batch = row.batch
         else:
             self._batch.join(row.batch, self.model)
-        row.batch = None
+        row.batch, self._steady = None, False
         self._rows.append(row)
 
     def _launch(self) -> Flight | None:
@@ -187,7 +208,10 @@ class Engine:
         flying = self._flight.rows if self._flight is not None else []
         if self._batch is None or all(row in flying and row.said + 1 >= row.limit for row in self._rows):
             return None
-        k = max(row.ceiling for row in self._rows)
+        begun = time.perf_counter()
+        k = max(row.fixed for row in self._rows)
+        if any(row.asked.params.k == "auto" for row in self._rows):
+            k = max(k, self.depth.choose([row.drafter for row in self._rows]))
         matchers = [row.matcher for row in self._rows]
         guide = Guide(matchers, self.model.vocabulary) if any(matchers) else None
         round = step(self.model, self._batch, k, guide)
@@ -195,11 +219,14 @@ class Engine:
         report = mx.concatenate([round.tokens, mx.stack(columns, axis=1)], axis=1)
         mx.async_eval(report, *self._batch.arrays())
         wanted = any(row.handle.request.keep_logits for row in self._rows)
-        return Flight(list(self._rows), k + 1, report, round.logits if wanted else None, round.logprobs)
+        steady, self._steady = self._steady, True
+        logits = round.logits if wanted else None
+        return Flight(list(self._rows), k, begun, steady, report, logits, round.logprobs)
 
     def _land(self, flight: Flight) -> None:
         """Wait for a round, and tell every row what it said."""
         report: list[list[int]] = flight.report.tolist()  # type: ignore[assignment]  # the one synchronisation
+        self._learn(flight, report)
         for index, (row, numbers) in enumerate(zip(flight.rows, report, strict=True)):
             if row.over:
                 continue
@@ -211,9 +238,24 @@ class Engine:
                 self._finish(row, "error", row.matcher.failed)
                 continue
             assert self._batch is not None
-            self._batch.rows.bounds[self._rows.index(row)] -= flight.width - (accepted + 1)
+            self._batch.rows.bounds[self._rows.index(row)] -= flight.k - accepted
             self._say(row, tokens[: accepted + 1], accepted, proposed, flight, index)
         self._drop_finished()
+
+    def _learn(self, flight: Flight, report: list[list[int]]) -> None:
+        """Tell the choice of depth what came of this one. A round's time runs from the landing before it."""
+        now = time.perf_counter()
+        seconds, self._landed = now - max(self._landed, flight.begun), now
+        running = [
+            (row, (numbers[-3], numbers[-2]))
+            for row, numbers in zip(flight.rows, report, strict=True)
+            if not row.over
+        ]
+        outcomes = [outcome for _, outcome in running]
+        timed = seconds if flight.steady and len(running) == len(flight.rows) else None
+        self.depth.observe([row.drafter for row, _ in running], flight.k, outcomes, timed)
+        for row, _ in running:
+            row.stats.count_depth(flight.k, seconds)
 
     def _say(self, row: Row, tokens: list[int], accepted: int, proposed: int, flight: Flight, index: int) -> None:
         """Hand a round's tokens to their request, up to where the answer ends."""
@@ -276,8 +318,9 @@ class Engine:
         if not self._rows:
             self._batch = None
             return
+        self._steady = False
         self._batch.keep(staying, self.model)
-        if self._batch.head is not None and not any(row.ceiling for row in self._rows):
+        if self._batch.head is not None and not any(row.drafter.ceiling for row in self._rows):
             self._batch.forget_head(self.model)
 
 

@@ -20,6 +20,8 @@ class Stats:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     rounds: int = 0
+    depths: dict[int, int] = field(default_factory=dict)  # rounds by k
+    parked_seconds: float = 0.0  # time in rounds of no drafts that the request would have allowed
     proposed_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
     prompt_seconds: float = 0.0  # until the first round was known
@@ -40,6 +42,11 @@ class Stats:
         for j in range(proposed):
             self.proposed_by_position[j] += 1
             self.accepted_by_position[j] += j < min(said, accepted)
+
+    def count_depth(self, k: int, seconds: float) -> None:
+        self.depths[k] = self.depths.get(k, 0) + 1
+        if k == 0 and self.drafter_kind is not None:
+            self.parked_seconds += seconds
 
     @property
     def proposed_draft_tokens(self) -> int:
@@ -77,6 +84,8 @@ class Stats:
             "acceptance_rate": _ratio(self.accepted_draft_tokens, self.proposed_draft_tokens),
             "acceptance_by_position": self.acceptance_by_position,
             "rounds": self.rounds,
+            "rounds_by_depth": {str(k): rounds for k, rounds in sorted(self.depths.items())},
+            "parked_seconds": self.parked_seconds,
             "tokens_per_round": self.tokens_per_round,
             "prompt_tps": self.prompt_tps,
             "generation_tps": self.generation_tps,
