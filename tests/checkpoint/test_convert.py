@@ -450,7 +450,7 @@ def test_six_gigabytes_are_converted_in_little_memory(tmp_path: Path) -> None:
     assert size > 6e9
     child = subprocess.run(
         [sys.executable, __file__, str(tmp_path / "raw"), str(tmp_path / "out")],
-        check=True, capture_output=True, text=True,
+        check=True, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     peak = int(child.stdout)
     print(f"{size / 1e9:.2f} GB converted with a peak of {peak / 1e9:.2f} GB")

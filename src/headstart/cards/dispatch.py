@@ -5,6 +5,7 @@ opted out: not the command line (`--no-mtp`), not the environment (`HEADSTART_MT
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import RequestError
@@ -34,6 +35,7 @@ def dispatch(
     unusable: str | None,
     no_mtp: bool = False,
     request_k: int | None = None,
+    environment: Mapping[str, str] = os.environ,
 ) -> Dispatch:
     """`promised`: modules of a head in config.json. `unusable`: why the local weights have no usable head, or None.
     `request_k`: what a request asks for; 0 opts out, None leaves it to us, more than `max_k` is a RequestError."""
@@ -45,7 +47,7 @@ def dispatch(
         reason = unusable
     elif no_mtp:
         reason = "switched off by --no-mtp"
-    elif os.environ.get("HEADSTART_MTP", "").strip().lower() in OFF:
+    elif environment.get("HEADSTART_MTP", "").strip().lower() in OFF:
         reason = "switched off by HEADSTART_MTP"
     elif request_k == 0:
         reason = "the request asks for k = 0"

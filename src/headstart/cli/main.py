@@ -12,9 +12,12 @@ from typer.core import TyperGroup
 
 from ..errors import HeadstartError
 from .chat import chat
+from .convert import convert
 from .demo import demo
 from .generate import generate
+from .graft import graft
 from .inspect import inspect
+from .models import models
 
 # Only its tokenizers are used: spare users the advice to install PyTorch.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -52,5 +55,5 @@ def main(
     """Run language models faster with their own multi-token-prediction head."""
 
 
-for command in (generate, chat, demo, inspect):
+for command in (generate, chat, demo, models, inspect, convert, graft):
     app.command()(command)

@@ -1,0 +1,73 @@
+"""Which models are on this machine: the built-in ones, and those of our families in the Hugging Face cache."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants, try_to_load_from_cache
+
+from .. import models
+from ..cards import Dispatch, dispatch
+from ..errors import CheckpointError
+from .hub import BUILTIN
+from .layout import Layout, read_config, read_layout
+
+
+@dataclass(frozen=True)
+class Found:
+    """A model on disk. Without a layout it cannot be loaded, and `problem` says why."""
+
+    name: str  # as `--model` takes it
+    layout: Layout | None
+    problem: str | None = None
+
+    @property
+    def dispatch(self) -> Dispatch | None:
+        """What its head would do if nobody opted out."""
+        if self.layout is None:
+            return None
+        mtp, promised = self.layout.mtp, models.head_modules(self.layout.config)
+        unusable = None if mtp.available else mtp.reason
+        return dispatch(self.layout.card, promised=promised, unusable=unusable, environment={})
+
+    def report(self) -> dict[str, Any]:
+        """The JSON of `headstart models`."""
+        decision = self.dispatch
+        return {
+            "name": self.name,
+            "card": card.name if self.layout and (card := self.layout.card) else None,
+            "path": str(self.layout.path) if self.layout else None,
+            "bytes": self.layout.bytes if self.layout else None,
+            "problem": self.problem,
+            "head": bool(decision and decision.drafts),
+            "head_unavailable": decision.reason if decision else None,
+            "default_k": decision.k if decision else 0,
+            "max_k": decision.max_k if decision else 0,
+        }
+
+
+def on_disk() -> list[Found]:
+    builtin = [_look(path.name, path) for path in sorted(BUILTIN.iterdir()) if path.is_dir()]
+    cached = []
+    for repo in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*")):
+        name = repo.name.removeprefix("models--").replace("--", "/", 1)
+        config = try_to_load_from_cache(name, "config.json")
+        if isinstance(config, str) and _is_ours(Path(config).parent):
+            cached.append(_look(name, Path(config).parent))
+    return builtin + cached
+
+
+def _is_ours(folder: Path) -> bool:
+    """The cache is full of other people's models."""
+    try:
+        read_config(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _look(name: str, folder: Path) -> Found:
+    try:
+        return Found(name, read_layout(folder))
+    except CheckpointError as error:
+        return Found(name, None, str(error))

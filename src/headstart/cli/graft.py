@@ -1,0 +1,69 @@
+"""`headstart graft`: give a converted model the MTP head that it lost."""
+
+from typing import Annotated
+
+import typer
+
+from .convert import DryRun, MtpBits
+
+
+def graft(
+    model: Annotated[str, typer.Argument(help="The converted model: a folder, or a name in the cache.")],
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="The original: a folder or a hub id. Of a hub model only the files with the head are downloaded.",
+            show_default="as its README or model card says",
+        ),
+    ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Into the shards and their index, not into a file of its own.")
+    ] = False,
+    mtp_bits: MtpBits = None,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Take the head of another model of the same sizes, such as a fine-tune's base."),
+    ] = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Bring the MTP head back to a converted model: exactly the head that `headstart convert` would have kept."""
+    from pathlib import Path
+
+    from ..checkpoint import hub, identity, read_layout
+    from ..checkpoint.graft import check_fits, check_name, plan_graft
+    from ..checkpoint.graft import graft as write
+    from ..checkpoint.layout import read_config
+    from ..checkpoint.recipe import mtp_bits_from
+    from ..errors import CheckpointError
+    from .progress import bytes_bar
+
+    chosen = mtp_bits_from(mtp_bits)
+    layout = read_layout(hub.resolve(model))
+    original = identity.original(layout.path, layout.family)
+    if source is None and original is None:
+        raise CheckpointError(f"{layout.path}: nothing says what it was made from. Name the original with --from.")
+    found = hub.locate(source or original)
+    if isinstance(found, Path):
+        folder, source_id = found, identity.hub_id(found)
+    else:
+        folder, files = hub.download_config(found)
+        source_id = found
+    name = str(found)
+    check_fits(layout, name, read_config(folder))
+    if not force:
+        check_name(layout, name, original, source_id)
+    if isinstance(found, str) and files:
+        if dry_run:
+            typer.echo(f"{found}: {len(files)} files, {hub.sizes(found, files):,} bytes would be downloaded first.")
+            return
+        hub.download_files(found, folder, files)
+    plan = plan_graft(layout, folder, mtp_bits=chosen, merge=merge, force=force)
+    typer.echo(f"{layout.path / plan.file}: {plan.write_bytes:,} bytes, from {plan.read_bytes:,} of {name}.")
+    if merge and layout.family == "qwen3_next":
+        typer.echo("Note: mlx-lm refuses a Qwen3-Next model with a head in its shards. Without --merge it runs it.")
+    if dry_run:
+        return
+    with bytes_bar("Grafting", plan.read_bytes) as progress:
+        write(plan, progress)
+    typer.echo(f"Written. `headstart inspect {layout.path}` says what the model is now.")

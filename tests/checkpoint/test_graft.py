@@ -1,0 +1,313 @@
+"""A graft restores exactly the head that a conversion would have kept, and reads no more than the head's files."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm import convert as mlx_lm_convert
+from mlx_lm.utils import load_model
+from test_convert import contents, converted, killed_at_random, read_only  # noqa: F401
+from test_hub import Hub, hub  # noqa: F401
+from test_load import assert_same
+from typer.testing import CliRunner
+
+from checkpoints import save, write
+from headstart.checkpoint import load, read_layout
+from headstart.checkpoint.convert import SIDECAR
+from headstart.checkpoint.graft import graft, plan_graft
+from headstart.checkpoint.headers import read_header
+from headstart.checkpoint.layout import INDEX
+from headstart.cli.main import app
+from headstart.errors import CheckpointError, HeadError
+
+FAMILIES = ("dense", "moe", "next")
+
+
+def grafted(model: Path, source: Path, **how: Any) -> Path:
+    graft(plan_graft(read_layout(model), source, **how))
+    return model
+
+
+def stripped(source: Path, destination: Path, **how: Any) -> Path:
+    """What mlx-lm makes of it."""
+    quantize = {"quantize": bool(how), "q_bits": how.get("bits"), "q_group_size": how.get("group_size")}
+    mlx_lm_convert(str(source), str(destination), dtype="bfloat16", **quantize)
+    assert not read_layout(destination).mtp.available
+    return destination
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("how", "mtp_bits"),
+    [({}, None), ({"bits": 4}, None), ({"bits": 4}, "keep"), ({"bits": 8, "group_size": 32}, 4)],
+)
+def test_a_graft_is_the_head_that_a_conversion_keeps(
+    tmp_path: Path, family: str, how: dict[str, Any], mtp_bits: Any
+) -> None:
+    raw = write(tmp_path / "raw", family, shards=5)
+    kept = converted(raw, tmp_path / "kept", **how, mtp_bits=mtp_bits)
+    for lost in (
+        stripped(raw, tmp_path / "lost", **how),
+        Path(shutil.copytree(kept, tmp_path / "cut", ignore=shutil.ignore_patterns("mtp"))),
+    ):
+        before = contents(lost)
+        grafted(lost, raw, mtp_bits=mtp_bits)
+        assert (lost / SIDECAR).read_bytes() == (kept / SIDECAR).read_bytes()
+        after = contents(lost)
+        assert after.keys() - before.keys() == {SIDECAR}
+        assert {name for name in before if after[name] != before[name]} <= {"config.json"}
+        load_model(lost)
+    assert_same(load(kept), load(lost))
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"), [("converted", {}), ("sidecar", {}), ("raw-sidecar", {}), ("fp8", {})]
+)
+def test_a_head_can_come_from_a_checkpoint_of_any_layout(
+    tmp_path: Path, layout: str, options: dict[str, Any]
+) -> None:
+    source = write(tmp_path / "source", "moe", layout, **options)
+    lost = write(tmp_path / "lost", "moe", "stripped", bits=4)
+    assert load(grafted(lost, source)).has_head
+
+
+def test_a_head_that_is_quantised_already_stays_as_it_is(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", "moe", "converted", bits=4, head_bits=4)
+    lost = write(tmp_path / "lost", "moe", "stripped", bits=4)
+    with pytest.raises(HeadError, match=r"quantised already. Leave --mtp-bits out"):
+        plan_graft(read_layout(lost), source, mtp_bits=8)
+    assert_same(load(source), load(grafted(lost, source)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("index", [True, False])
+def test_merged_the_head_is_one_of_the_shards(tmp_path: Path, family: str, index: bool) -> None:
+    raw = write(tmp_path / "raw", family)
+    beside = grafted(stripped(raw, tmp_path / "beside", bits=4), raw)
+    merged = stripped(raw, tmp_path / "merged", bits=4)
+    if not index:
+        (merged / INDEX).unlink()
+    grafted(merged, raw, merge=True)
+    assert_same(load(beside), load(merged))
+    weight_map = json.loads((merged / INDEX).read_text())
+    heads = [name for name in weight_map["weight_map"] if "mtp." in name]
+    assert heads
+    assert all((name in read_header(merged / file).tensors) for name, file in weight_map["weight_map"].items())
+    stored = sum(
+        tensor.nbytes for file in merged.glob("*.safetensors") for tensor in read_header(file).tensors.values()
+    )
+    assert weight_map["metadata"]["total_size"] == stored
+    if family == "next":
+        with pytest.raises(ValueError, match="not in model"):  # as the command warns
+            load_model(merged)
+    else:
+        load_model(merged)
+
+
+def test_config_learns_of_a_head_that_it_did_not_promise(tmp_path: Path) -> None:
+    raw = write(tmp_path / "raw", "dense")
+    lost = stripped(raw, tmp_path / "lost")
+    config = json.loads((lost / "config.json").read_text())
+    del config["text_config"]["mtp_num_hidden_layers"]
+    (lost / "config.json").write_text(json.dumps(config))
+    grafted(lost, raw)
+    config = json.loads((lost / "config.json").read_text())
+    assert config["text_config"]["mtp_num_hidden_layers"] == 1
+    assert config["mlx_lm_extra_tensors"] == {"mtp_file": SIDECAR}
+
+
+@pytest.mark.parametrize("place", ["mtp.safetensors", "mtp/weights.safetensors"])
+def test_a_head_that_cannot_be_used_is_replaced(tmp_path: Path, place: str) -> None:
+    raw = write(tmp_path / "raw", "dense")
+    broken = write(tmp_path / "broken", "dense", "sidecar", sidecar=place)
+    arrays: Any = mx.load(str(broken / place))
+    save(broken / place, arrays, None)  # nothing says what its norms are
+    assert not read_layout(broken).mtp.available
+    assert_same(load(raw), load(grafted(broken, raw)))
+
+
+# -- what is read
+
+
+def test_of_a_hub_model_only_the_files_with_the_head_are_downloaded(tmp_path: Path, hub: Hub) -> None:  # noqa: F811
+    raw = write(tmp_path / "raw", "moe", shards=9)
+    hub.models["org/original"] = raw
+    lost = stripped(raw, tmp_path / "lost", bits=4)
+    result = CliRunner().invoke(app, ["graft", str(lost), "--from", "org/original", "--dry-run"])
+    assert result.exit_code == 0, result.output
+    weight_map = json.loads((raw / INDEX).read_text())["weight_map"]
+    wanted = sorted({file for name, file in weight_map.items() if name.startswith("mtp.")})
+    size = sum((raw / file).stat().st_size for file in wanted)
+    assert f"{len(wanted)} files, {size:,} bytes would be downloaded" in result.output
+    assert not [file for file in hub.downloaded if file.endswith(".safetensors")]
+    assert not read_layout(lost).mtp.available
+
+    result = CliRunner().invoke(app, ["graft", str(lost), "--from", "org/original"])
+    assert result.exit_code == 0, result.output
+    assert sorted(file for file in hub.downloaded if file.endswith(".safetensors")) == wanted
+    assert 0 < len(wanted) < 9
+    total = sum(path.stat().st_size for path in raw.glob("*.safetensors"))
+    assert (
+        sum((raw / file).stat().st_size for file in hub.downloaded if file.endswith(".safetensors")) == size < total
+    )
+    kept = converted(raw, tmp_path / "kept", bits=4)
+    assert (lost / SIDECAR).read_bytes() == (kept / SIDECAR).read_bytes()
+
+
+def test_of_a_folder_only_the_files_with_the_head_are_opened(tmp_path: Path) -> None:
+    raw = write(tmp_path / "raw", "moe", shards=9)
+    lost = stripped(raw, tmp_path / "lost", bits=4)
+    weight_map = json.loads((raw / INDEX).read_text())["weight_map"]
+    wanted = {file for name, file in weight_map.items() if name.startswith("mtp.")}
+    for file in raw.glob("*.safetensors"):
+        if file.name not in wanted:
+            file.unlink()
+    assert grafted(lost, raw)
+    assert read_layout(lost).mtp.available
+
+
+def test_the_original_is_known_from_the_readme(tmp_path: Path, hub: Hub) -> None:  # noqa: F811
+    hub.models["org/original"] = raw = write(tmp_path / "raw", "dense")
+    lost = stripped(raw, tmp_path / "lost")
+    (lost / "README.md").write_text("---\nbase_model: org/original\n---\n")
+    assert CliRunner().invoke(app, ["graft", str(lost)]).exit_code == 0
+    assert read_layout(lost).mtp.available
+    (lost / "README.md").unlink()
+    shutil.rmtree(lost / "mtp")
+    result = CliRunner().invoke(app, ["graft", str(lost)])
+    assert result.exit_code == 1
+    assert "Name the original with --from" in result.stderr
+
+
+# -- refusals, each with its own message
+
+
+def refused(model: Path, source: Path, message: str, **how: Any) -> None:
+    before = contents(model)
+    with pytest.raises((HeadError, CheckpointError), match=message):
+        grafted(model, source, **how)
+    assert contents(model) == before
+
+
+def test_a_head_of_another_number_of_experts_is_refused(tmp_path: Path) -> None:
+    pruned = write(tmp_path / "pruned", "moe", num_experts=6)
+    lost = stripped(write(tmp_path / "raw", "moe"), tmp_path / "lost")
+    refused(lost, pruned, r"pruned: its head has 6 experts and .*lost has 8\. .*merged or pruned")
+    # config.json may hide it
+    config = json.loads((pruned / "config.json").read_text())
+    config["text_config"]["num_experts"] = 8
+    (pruned / "config.json").write_text(json.dumps(config))
+    refused(lost, pruned, r"does not fit .*has 6 experts, config.json says 8")
+
+
+def test_the_head_of_another_model_is_refused(tmp_path: Path) -> None:
+    raw = write(tmp_path / "raw", "dense")
+    lost = stripped(raw, tmp_path / "lost", bits=4)
+    refused(lost, write(tmp_path / "wide", "dense", hidden_size=128), r"wide: another model, its hidden_size is 128")
+    refused(lost, write(tmp_path / "moe", "moe"), r"moe: another model, qwen3_5_moe where .* is qwen3_5\.")
+    twin = write(tmp_path / "twin", "dense", seed=1)  # same sizes, other weights
+    refused(lost, twin, r"twin: another model, its .*norm.weight is not that of .*--force")
+    assert read_layout(grafted(lost, twin, force=True)).mtp.available
+
+
+def test_the_head_of_a_model_of_another_name_is_refused(tmp_path: Path, hub: Hub) -> None:  # noqa: F811
+    hub.models["org/thinking"] = raw = write(tmp_path / "raw", "next")
+    lost = stripped(raw, tmp_path / "lost")
+    (lost / "README.md").write_text("---\nbase_model: org/instruct\n---\n")
+    result = CliRunner().invoke(app, ["graft", str(lost), "--from", "org/thinking"])
+    assert result.exit_code == 1
+    assert "org/thinking: another model" in result.stderr
+    assert "converted from org/instruct" in result.stderr
+    assert not [file for file in hub.downloaded if file.endswith(".safetensors")]
+    assert CliRunner().invoke(app, ["graft", str(lost), "--from", "org/thinking", "--force"]).exit_code == 0
+
+
+def test_a_source_without_a_head_is_refused(tmp_path: Path) -> None:
+    raw = write(tmp_path / "raw", "next")
+    lost = stripped(raw, tmp_path / "lost")
+    refused(
+        lost, write(tmp_path / "none", "next", head=False), r"none: has no MTP head, config.json promises one but"
+    )
+    bare = write(tmp_path / "bare", "next", head=False, num_nextn_predict_layers=0)
+    refused(lost, bare, r"bare: has no MTP head, config.json promises none and")
+
+
+def test_a_model_that_needs_no_head_is_refused(tmp_path: Path) -> None:
+    raw = write(tmp_path / "raw", "dense")
+    refused(raw, raw, r"raw: not converted to MLX")
+    refused(converted(raw, tmp_path / "kept"), raw, r"kept: has a usable head already, in mtp/weights.safetensors")
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_read_only_model_is_named(tmp_path: Path, read_only: Path, merge: bool) -> None:  # noqa: F811
+    raw = write(tmp_path / "raw", "dense")
+    lost = stripped(raw, tmp_path / "lost")
+    plan = plan_graft(read_layout(lost), raw, merge=merge)
+    object.__setattr__(plan.model, "path", read_only)
+    with pytest.raises(CheckpointError, match=r"read-only cannot be written to \(.*\)"):
+        graft(plan)
+
+
+def test_a_full_disk_leaves_the_model_as_it_was(tmp_path: Path, small_disk: Path) -> None:
+    raw = write(tmp_path / "raw", "moe")
+    lost = Path(shutil.copytree(stripped(raw, tmp_path / "lost", bits=4), small_disk / "lost"))
+    before = contents(lost)
+    (small_disk / "ballast").write_bytes(b"x" * (shutil.disk_usage(small_disk).free - 50_000))
+    with pytest.raises(CheckpointError, match="bytes will be written and the disk has"):
+        grafted(lost, raw)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headstart.checkpoint.graft.require_room", lambda *_: None)
+        with pytest.raises(CheckpointError, match=r"the disk is full. Nothing was left behind"):
+            grafted(lost, raw)
+    assert contents(lost) == before
+    assert not (lost / "mtp").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    import subprocess
+
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("cannot mount here")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+# -- whole or not at all
+
+
+def graft_in_a_child(model: Path, source: Path, merge: bool) -> None:
+    graft(plan_graft(read_layout(model), source, merge=merge))
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_killed_at_any_moment_the_model_has_its_head_or_not(tmp_path: Path, merge: bool) -> None:
+    raw = write(tmp_path / "raw", "moe", num_hidden_layers=8)
+    lost = stripped(raw, tmp_path / "lost", bits=4)
+    before, original = contents(lost), contents(raw)
+    whole = Path(shutil.copytree(lost, tmp_path / "whole"))
+    complete = contents(grafted(whole, raw, merge=merge))
+    interrupted = 0
+    for finished in killed_at_random(graft_in_a_child, lost, raw, merge, times=10):  # type: ignore[arg-type]
+        layout = read_layout(lost)
+        load_model(lost)
+        interrupted += not finished
+        found = {name: content for name, content in contents(lost).items() if ".headstart-" not in name}
+        if layout.mtp.available:
+            file = layout.mtp.location or ""
+            assert found[file] == complete[file]
+        if finished:
+            assert found == complete
+        for path in lost.rglob("*mtp*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for name, content in before.items():
+            (lost / name).write_bytes(content)
+    assert interrupted
+    assert contents(raw) == original
+    assert contents(grafted(lost, raw, merge=merge)) == complete
