@@ -40,10 +40,10 @@ def _print_tables(found: list[dict[str, Any]], others: list[Any]) -> None:
         return
     console.print()
     table = Table(box=None, pad_edge=False)
-    for column in ("known, not here", "parameters", "k", "max k", "hub"):
+    for column in ("known, not here", "parameters", "k", "max k"):
         table.add_column(column, overflow="fold", justify="right" if column in ("k", "max k") else "left")
     for card in others:
         size = f"{card.parameters or ''}{f', {card.active_parameters} active' if card.active_parameters else ''}"
         depth = (str(card.native_mtp.default_k), str(card.native_mtp.max_k)) if card.native_mtp else ("", "")
-        table.add_row(card.name, size, *depth, card.hub_id or "")
+        table.add_row(card.hub_id or card.name, size, *depth)
     console.print(table)

@@ -1,0 +1,169 @@
+"""Cards say what is true of our models, find theirs, and give way to the user's."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from checkpoints import write
+from headstart import cards, models
+from headstart.checkpoint import read_layout, resolve
+from headstart.checkpoint.hub import BUILTIN
+from headstart.checkpoint.identity import original
+from headstart.errors import CheckpointError, RequestError
+
+NAMES = [
+    *("Qwen3.5-0.8B", "Qwen3.5-2B", "Qwen3.5-4B", "Qwen3.5-9B", "Qwen3.5-27B"),
+    *("Qwen3.5-35B-A3B", "Qwen3.5-122B-A10B", "Qwen3.5-397B-A17B"),
+    *("Qwen3.6-27B", "Qwen3.6-35B-A3B", "Qwen3-Next-80B-A3B-Instruct", "Qwen3-Next-80B-A3B-Thinking"),
+]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cards."""
+    folder = tmp_path / "config" / "cards"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr("typer.get_app_dir", lambda name: str(tmp_path / "config"))
+    return folder
+
+
+def test_every_promised_model_has_a_card() -> None:
+    known = {card.name: card for card in cards.known()}
+    assert sorted(known) == sorted([*NAMES, *(path.name for path in BUILTIN.iterdir())])
+    for name in NAMES:
+        card = known[name]
+        assert card.hub_id == card.original == f"Qwen/{name}"
+        assert card.native_mtp
+        assert card.context_length == 262_144
+    ids = [name for card in known.values() for name in card.names]
+    assert len(ids) == len(set(ids))
+
+
+def test_the_cards_of_the_builtin_models_agree_with_their_files() -> None:
+    for path in BUILTIN.iterdir():
+        layout = read_layout(path)
+        card = layout.card
+        assert card is not None
+        assert (card.name, card.family) == (path.name, layout.family)
+        assert card.native_mtp
+        assert card.native_mtp.num_layers == layout.mtp.num_layers == models.head_modules(layout.config)
+        assert card.context_length == models.text_config(layout.config)["max_position_embeddings"]
+        says = json.loads((path / "generation_config.json").read_text())
+        recommended = card.sampling_defaults.not_thinking
+        assert recommended
+        assert recommended.model_dump(exclude_none=True) == {k: says[k] for k in ("temperature", "top_p", "top_k")}
+
+
+@pytest.mark.parametrize(
+    ("ids", "folder_name", "family", "expected"),
+    [
+        (["Qwen/Qwen3.6-27B"], "abc123", "qwen3_5", "Qwen3.6-27B"),
+        (["someone/quantised", "qwen/qwen3.6-27b"], "abc123", "qwen3_5", "Qwen3.6-27B"),
+        ([None], "Qwen3.6-27B-4bit", "qwen3_5", "Qwen3.6-27B"),
+        ([None], "qwen3.5-27b", "qwen3_5", "Qwen3.5-27B"),  # not Qwen3.5-2B
+        ([None], "Qwen3.5-2B_mlx", "qwen3_5", "Qwen3.5-2B"),
+        ([None], "Qwen3-Next-80B-A3B-Thinking-8bit", "qwen3_next", "Qwen3-Next-80B-A3B-Thinking"),
+        ([None], "tiny-qwen3.5-moe", "qwen3_5_moe", "tiny-qwen3.5-moe"),
+        ([None], "Qwen3.6-27B-4bit", "qwen3_next", None),  # another family whatever its name
+        ([None], "my-model", "qwen3_5", None),
+    ],
+)
+def test_a_model_finds_its_card(ids: list[str | None], folder_name: str, family: str, expected: str | None) -> None:
+    card = cards.matching(ids, folder_name, family)
+    assert (card.name if card else None) == expected
+
+
+def test_a_folder_is_known_by_its_readme_or_its_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "Qwen3.5-9B-4bit", "dense", "stripped")
+    layout = read_layout(path)
+    assert layout.report()["card"] == "Qwen3.5-9B"
+    assert original(path, layout.family) == "Qwen/Qwen3.5-9B"
+    assert layout.mtp.reason
+    assert "--from Qwen/Qwen3.5-9B" in layout.mtp.reason
+    (path / "README.md").write_text("---\nbase_model: Qwen/Qwen3.6-27B\n---\n")
+    assert read_layout(path).report()["card"] == "Qwen3.6-27B"
+
+
+def test_a_card_of_the_user_goes_before_ours(folder: Path) -> None:
+    (folder / "mine.toml").write_text(
+        'name = "qwen3.6-27b"\nfamily = "qwen3_5"\n[native_mtp]\nnum_layers = 1\ndefault_k = 3\nmax_k = 4\n'
+    )
+    card = cards.named("Qwen3.6-27B")
+    assert card
+    assert card.native_mtp
+    assert (card.native_mtp.default_k, card.hub_id) == (3, None)
+    assert len(cards.known()) == len(NAMES) + 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name = ", "mine.toml: not a model card"),
+        ('name = "x"\n', "mine.toml: family: Field required"),
+        ('name = "x"\nfamily = "llama"\n', "mine.toml: family: Input should be 'qwen3_5'"),
+        ('name = "x"\nfamily = "qwen3_5"\nk = 2\n', "mine.toml: k: Extra inputs are not permitted"),
+        (
+            'name = "x"\nfamily = "qwen3_5"\n[native_mtp]\nnum_layers = 1\ndefault_k = 3\nmax_k = 2\n',
+            "mine.toml: native_mtp: .*default_k 3 is above max_k 2",
+        ),
+    ],
+)
+def test_a_card_that_is_wrong_is_named(folder: Path, text: str, message: str) -> None:
+    (folder / "mine.toml").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        cards.known()
+
+
+def test_a_name_of_a_card_is_a_model_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("headstart.checkpoint.hub.download", lambda repo, vision: asked.append(repo))
+    resolve("qwen3.6-27b")
+    assert asked == ["Qwen/Qwen3.6-27B"]
+
+
+# -- does the head draft?
+
+CARD = cards.Card(name="x", family="qwen3_5", native_mtp=cards.NativeMtp(num_layers=1, default_k=3, max_k=5))
+
+
+@pytest.mark.parametrize("environment", [{}, {"HEADSTART_MTP": "1"}])
+def test_the_head_drafts_by_default(environment: dict[str, str]) -> None:
+    by_card = cards.dispatch(CARD, promised=0, unusable=None, environment=environment)
+    assert (by_card.drafts, by_card.k, by_card.max_k) == (True, 3, 5)
+    by_config = cards.dispatch(None, promised=1, unusable=None, environment=environment)
+    assert (by_config.drafts, by_config.k, by_config.max_k) == (True, 2, 8)
+    asked = cards.dispatch(CARD, promised=1, unusable=None, environment=environment, request_k=5)
+    assert (asked.drafts, asked.k) == (True, 5)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ({"no_mtp": True}, "--no-mtp"),
+        ({"environment": {"HEADSTART_MTP": "0"}}, "HEADSTART_MTP"),
+        ({"environment": {"HEADSTART_MTP": "false"}}, "HEADSTART_MTP"),
+        ({"request_k": 0}, "k = 0"),
+        ({"unusable": "no file holds it"}, "no file holds it"),
+    ],
+)
+def test_one_who_opts_out_is_heard(how: dict[str, object], reason: str) -> None:
+    decision = cards.dispatch(CARD, **{"promised": 1, "unusable": None, "environment": {}, **how})  # type: ignore[arg-type]
+    assert (decision.drafts, decision.k, decision.max_k) == (False, 0, 0)
+    assert decision.reason
+    assert reason in decision.reason
+
+
+def test_a_head_that_nobody_declared_does_not_draft() -> None:
+    decision = cards.dispatch(None, promised=0, unusable=None, environment={})
+    assert decision.reason == "neither the model card nor config.json declares an MTP head"
+
+
+def test_the_environment_is_the_process_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADSTART_MTP", "0")
+    assert not cards.dispatch(CARD, promised=1, unusable=None).drafts
+
+
+def test_more_than_a_model_can_draft_is_refused_by_name() -> None:
+    with pytest.raises(RequestError, match="k is 6: x drafts at most 5 a round"):
+        cards.dispatch(CARD, promised=1, unusable=None, environment={}, request_k=6)
