@@ -6,9 +6,13 @@ import mlx.core as mx
 import pytest
 
 import headstart.engine.engine
-from fixtures import collect, generate, mlx_lm_greedy, random_model, random_prompt, submit
+import headstart.engine.step as loop
+from fixtures import batch_of, collect, generate, mlx_lm_greedy, random_model, random_prompt, submit
 from headstart.engine import Engine, Handle
+from headstart.engine.batch import Batch
 from headstart.errors import HeadstartError
+from headstart.models import Model
+from headstart.sampling import Proposal
 from headstart.state import KV, Recurrent
 
 
@@ -74,6 +78,27 @@ def test_a_single_nan_among_the_logits_is_noticed(token: int, k: int) -> None:
     model.weights.lm_head.weight[token] = mx.array(mx.nan)
     answer = generate(model, random_prompt(model, 9), max_tokens=8, k=k)
     assert (answer.finish_reason, answer.tokens) == ("error", [])
+
+
+def test_only_what_is_said_must_be_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the model makes of a draft that falls is nobody's concern; what it makes of one that stands is said."""
+    model = random_model("dense")
+    prompts = [random_prompt(model, length, length) for length in (9, 12)]
+    truth = [mlx_lm_greedy(model, prompt, 1)[0] for prompt in prompts]
+    honest, logits = loop.draft, Model.logits
+
+    def first_row_right_second_wrong(model: Model, batch: Batch, k: int, forced: object) -> Proposal:
+        return honest(model, batch, k)._replace(tokens=mx.array([[truth[0]], [truth[1] ^ 1]], mx.int32))
+
+    def finite_before_the_draft_only(self: Model, hidden: mx.array) -> mx.array:
+        return mx.where(mx.arange(hidden.shape[1])[:, None] > 0, mx.nan, logits(self, hidden))
+
+    batch = batch_of(model, *prompts)
+    monkeypatch.setattr(loop, "draft", first_row_right_second_wrong)
+    monkeypatch.setattr(Model, "logits", finite_before_the_draft_only)
+    round = loop.step(model, batch, 1)
+    assert round.accepted.tolist() == [1, 0]
+    assert round.finite.tolist() == [False, True]
 
 
 def test_a_row_whose_prompt_cannot_be_taken_in_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:

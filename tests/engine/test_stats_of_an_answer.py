@@ -70,6 +70,15 @@ def test_every_token_knows_where_it_came_from() -> None:
     assert {"draft", "correction", "bonus"} <= set(answer.origins)
 
 
+def test_nothing_is_proposed_that_the_limit_would_cut_off() -> None:
+    """Acceptance would look worse than it is."""
+    model = random_model("dense")
+    for limit in (1, 2, 3):
+        answer = generate(model, random_prompt(model, 9), max_tokens=limit, k=8)
+        assert len(answer.stats.proposed_by_position) <= limit - 1
+    assert generate(model, random_prompt(model, 9), max_tokens=1, k=8).origins == ["plain"]
+
+
 def test_a_row_is_counted_by_its_own_depth_in_a_mixed_batch() -> None:
     model = random_model("dense")
     engine = Engine(model)

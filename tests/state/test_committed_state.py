@@ -93,7 +93,7 @@ class Rigged:
         self.honest = loop.draft
         monkeypatch.setattr(loop, "draft", self.draft)
 
-    def draft(self, model: Model, batch: Batch, k: int) -> Proposal:
+    def draft(self, model: Model, batch: Batch, k: int, forced: object) -> Proposal:
         own = self.honest(model, batch, k)
         assert own.tokens.shape == (batch.size, k)
         rows = []
