@@ -22,6 +22,7 @@ from mlx_lm.utils import load_model
 from test_load import arrays_of, assert_same, greedy
 
 from checkpoints import make_config, save, write, write_empty
+from disks import read_only_folder
 from headstart.checkpoint import load, pack, read_layout, resolve, rows
 from headstart.checkpoint.convert import SIDECAR, Conversion, convert, plan_conversion
 from headstart.checkpoint.layout import INDEX, NORMS
@@ -312,26 +313,11 @@ def test_a_disk_that_fills_up_is_named_and_nothing_stays(tmp_path: Path, monkeyp
     assert [path.name for path in tmp_path.iterdir()] == ["raw"]
 
 
-@pytest.fixture
-def read_only(tmp_path: Path) -> Iterator[Path]:
-    """A folder that not even root can write to."""
-    folder = tmp_path / "read-only"
-    folder.mkdir()
-    if os.geteuid():
-        folder.chmod(0o555)
-        yield folder
-        folder.chmod(0o755)
-        return
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", folder], capture_output=True).returncode:
-        pytest.skip("root can write everywhere, and cannot mount here")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
-def test_a_read_only_folder_is_named(tmp_path: Path, read_only: Path) -> None:
+def test_a_read_only_folder_is_named(tmp_path: Path) -> None:
     raw = write(tmp_path / "raw")
-    with pytest.raises(CheckpointError, match=r"read-only cannot be written to \(.*\)\. Choose another folder"):
-        converted(raw, read_only / "out")
+    message = r"read-only cannot be written to \(.*\)\. Choose another folder"
+    with read_only_folder(tmp_path / "read-only") as folder, pytest.raises(CheckpointError, match=message):
+        converted(raw, folder / "out")
 
 
 # -- whole or not at all

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ import mlx.core as mx
 import pytest
 from mlx_lm import convert as mlx_lm_convert
 from mlx_lm.utils import load_model
-from test_convert import contents, converted, killed_at_random, read_only  # noqa: F401
-from test_hub import Hub, hub  # noqa: F401
+from test_convert import contents, converted, killed_at_random
 from test_load import assert_same
 from typer.testing import CliRunner
 
 from checkpoints import save, write
+from disks import read_only_folder, small_disk
 from headstart.checkpoint import load, read_layout
 from headstart.checkpoint.convert import SIDECAR
 from headstart.checkpoint.graft import graft, plan_graft
@@ -23,8 +24,15 @@ from headstart.checkpoint.headers import read_header
 from headstart.checkpoint.layout import INDEX
 from headstart.cli.main import app
 from headstart.errors import CheckpointError, HeadError
+from loopback_hub import Hub, running_hub
 
 FAMILIES = ("dense", "moe", "next")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with running_hub(monkeypatch, tmp_path / "cache") as hub:
+        yield hub
 
 
 def grafted(model: Path, source: Path, **how: Any) -> Path:
@@ -133,7 +141,7 @@ def test_a_head_that_cannot_be_used_is_replaced(tmp_path: Path, place: str) -> N
 # -- what is read
 
 
-def test_of_a_hub_model_only_the_files_with_the_head_are_downloaded(tmp_path: Path, hub: Hub) -> None:  # noqa: F811
+def test_of_a_hub_model_only_the_files_with_the_head_are_downloaded(tmp_path: Path, hub: Hub) -> None:
     raw = write(tmp_path / "raw", "moe", shards=9)
     hub.models["org/original"] = raw
     lost = stripped(raw, tmp_path / "lost", bits=4)
@@ -170,7 +178,7 @@ def test_of_a_folder_only_the_files_with_the_head_are_opened(tmp_path: Path) -> 
     assert read_layout(lost).mtp.available
 
 
-def test_the_original_is_known_from_the_readme(tmp_path: Path, hub: Hub) -> None:  # noqa: F811
+def test_the_original_is_known_from_the_readme(tmp_path: Path, hub: Hub) -> None:
     hub.models["org/original"] = raw = write(tmp_path / "raw", "dense")
     lost = stripped(raw, tmp_path / "lost")
     (lost / "README.md").write_text("---\nbase_model: org/original\n---\n")
@@ -214,7 +222,7 @@ def test_the_head_of_another_model_is_refused(tmp_path: Path) -> None:
     assert read_layout(grafted(lost, twin, force=True)).mtp.available
 
 
-def test_the_head_of_a_model_of_another_name_is_refused(tmp_path: Path, hub: Hub) -> None:  # noqa: F811
+def test_the_head_of_a_model_of_another_name_is_refused(tmp_path: Path, hub: Hub) -> None:
     hub.models["org/thinking"] = raw = write(tmp_path / "raw", "next")
     lost = stripped(raw, tmp_path / "lost")
     (lost / "README.md").write_text("---\nbase_model: org/instruct\n---\n")
@@ -243,40 +251,28 @@ def test_a_model_that_needs_no_head_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("merge", [False, True])
-def test_a_read_only_model_is_named(tmp_path: Path, read_only: Path, merge: bool) -> None:  # noqa: F811
+def test_a_read_only_model_is_named(tmp_path: Path, merge: bool) -> None:
     raw = write(tmp_path / "raw", "dense")
-    lost = stripped(raw, tmp_path / "lost")
-    plan = plan_graft(read_layout(lost), raw, merge=merge)
-    object.__setattr__(plan.model, "path", read_only)
-    with pytest.raises(CheckpointError, match=r"read-only cannot be written to \(.*\)"):
-        graft(plan)
+    plan = plan_graft(read_layout(stripped(raw, tmp_path / "lost")), raw, merge=merge)
+    message = r"read-only cannot be written to \(.*\)"
+    with read_only_folder(tmp_path / "read-only") as folder, pytest.raises(CheckpointError, match=message):
+        graft(replace(plan, model=replace(plan.model, path=folder)))
 
 
-def test_a_full_disk_leaves_the_model_as_it_was(tmp_path: Path, small_disk: Path) -> None:
+def test_a_full_disk_leaves_the_model_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = write(tmp_path / "raw", "moe")
-    lost = Path(shutil.copytree(stripped(raw, tmp_path / "lost", bits=4), small_disk / "lost"))
-    before = contents(lost)
-    (small_disk / "ballast").write_bytes(b"x" * (shutil.disk_usage(small_disk).free - 50_000))
-    with pytest.raises(CheckpointError, match="bytes will be written and the disk has"):
-        grafted(lost, raw)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headstart.checkpoint.graft.require_room", lambda *_: None)
-        with pytest.raises(CheckpointError, match=r"the disk is full. Nothing was left behind"):
+    made = stripped(raw, tmp_path / "made", bits=4)
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        lost = Path(shutil.copytree(made, disk / "lost"))
+        before = contents(lost)
+        (disk / "ballast").write_bytes(b"x" * (shutil.disk_usage(disk).free - 50_000))
+        with pytest.raises(CheckpointError, match=r"bytes will be written and the disk has"):
             grafted(lost, raw)
-    assert contents(lost) == before
-    assert not (lost / "mtp").exists()
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    import subprocess
-
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True).returncode:
-        pytest.skip("cannot mount here")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+        monkeypatch.setattr("headstart.checkpoint.graft.require_room", lambda *_: None)
+        with pytest.raises(CheckpointError, match=r"the disk is full\. Nothing was left behind"):
+            grafted(lost, raw)
+        assert contents(lost) == before
+        assert not (lost / "mtp").exists()
 
 
 # -- whole or not at all

@@ -1,15 +1,8 @@
-"""Names become folders; a hub model is downloaded once, and no more of it than its text model and head need.
+"""Names become folders; a hub model is downloaded once, and no more of it than its text model and head need."""
 
-The hub is a server on loopback that speaks the few routes huggingface_hub asks for.
-"""
-
-import hashlib
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -18,90 +11,15 @@ from huggingface_hub import constants
 from checkpoints import save, write
 from headstart.checkpoint import read_layout, resolve
 from headstart.errors import CheckpointError, HubError
+from loopback_hub import Hub, point_at, running_hub
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 INDEX = "model.safetensors.index.json"
-
-
-class Hub:
-    """Serves folders as models, and remembers which of their files were asked for."""
-
-    def __init__(self) -> None:
-        self.models: dict[str, Path] = {}
-        self.downloaded: list[str] = []
-        self.requests = 0
-        hub = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                hub.answer(self)
-
-            do_HEAD = do_GET
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-
-    def answer(self, request: BaseHTTPRequestHandler) -> None:
-        self.requests += 1
-        parts = request.path.split("?")[0].strip("/").split("/")
-        repo = "/".join(parts[2:4] if parts[0] == "api" else parts[:2])
-        folder = self.models.get(repo)
-        if folder is None:
-            return self.send(request, 404, b"{}", {"X-Error-Code": "RepoNotFound"})
-        if parts[0] == "api" and "tree" in parts:
-            return self.send(request, 200, json.dumps([self.entry(folder, file) for file in files(folder)]).encode())
-        if parts[0] == "api":
-            siblings = [{"rfilename": file} for file in files(folder)]
-            return self.send(request, 200, json.dumps({"id": repo, "sha": COMMIT, "siblings": siblings}).encode())
-        file = "/".join(parts[4:])
-        if not (folder / file).is_file():
-            return self.send(request, 404, b"{}", {"X-Error-Code": "EntryNotFound"})
-        if request.command == "GET":
-            self.downloaded.append(file)
-        content = (folder / file).read_bytes()
-        etag = hashlib.sha1(content).hexdigest()
-        return self.send(request, 200, content, {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"'})
-
-    def entry(self, folder: Path, file: str) -> dict[str, Any]:
-        content = (folder / file).read_bytes()
-        return {"type": "file", "path": file, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-
-    def send(
-        self, request: BaseHTTPRequestHandler, status: int, body: bytes, headers: dict[str, str] | None = None
-    ) -> None:
-        request.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
-            request.send_header(name, value)
-        request.end_headers()
-        if request.command == "GET":
-            request.wfile.write(body)
-
-
-def files(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
-def point_at(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    hub = Hub()
-    point_at(monkeypatch, hub.url, tmp_path / "cache")
-    yield hub
-    hub.close()
+    with running_hub(monkeypatch, tmp_path / "cache") as hub:
+        yield hub
 
 
 def add_clutter(folder: Path) -> None:

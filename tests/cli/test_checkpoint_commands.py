@@ -1,0 +1,123 @@
+"""The commands that write checkpoints say what they will do, do it, and name what is wrong in one line."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from checkpoints import write
+from headstart.checkpoint import read_layout
+from headstart.cli.main import app
+from loopback_hub import Hub, running_hub
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with running_hub(monkeypatch, tmp_path / "cache") as hub:
+        yield hub
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def error(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 1, result.output
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+def test_convert_and_graft(tmp_path: Path) -> None:
+    raw, out = write(tmp_path / "raw", "moe"), tmp_path / "out"
+    shown = run("convert", str(raw), str(out), "--bits", "4", "--dtype", "float16")
+    assert "MTP head: 8 bits, mtp.fc and norms kept." in shown
+    layout = read_layout(out)
+    assert layout.quantization == {"bits": 4, "group_size": 64, "mode": "affine"}
+    assert (layout.dtype, layout.mtp.available) == ("float16", True)
+    kept = (out / "mtp/weights.safetensors").read_bytes()
+    (out / "mtp/weights.safetensors").unlink()
+    run("graft", str(out), "--from", str(raw))
+    assert (out / "mtp/weights.safetensors").read_bytes() == kept
+
+
+def test_a_dry_run_shows_files_and_sizes_and_writes_nothing(tmp_path: Path) -> None:
+    raw = write(tmp_path / "raw", "dense")
+    shown = run("convert", str(raw), str(tmp_path / "dry"), "--mtp-bits", "keep", "--dry-run")
+    assert [path.name for path in tmp_path.iterdir()] == ["raw"]
+    run("convert", str(raw), str(tmp_path / "out"), "--mtp-bits", "keep")
+    written = {str(f.relative_to(tmp_path / "out")): f for f in (tmp_path / "out").rglob("*.safetensors")}
+    lines = {line.split()[0]: line.split()[-1] for line in shown.splitlines() if line}
+    assert written.keys() < lines.keys()
+    for name, file in written.items():
+        assert 0 < file.stat().st_size - int(lines[name].replace(",", "")) < 20_000  # the header
+    assert "kept as it is" in shown
+
+    lost = write(tmp_path / "lost", "dense", "stripped")
+    assert "mtp/weights.safetensors" in run("graft", str(lost), "--from", str(raw), "--dry-run")
+    assert not read_layout(lost).mtp.available
+
+
+def test_of_a_hub_model_a_dry_run_downloads_no_weights(tmp_path: Path, hub: Hub) -> None:
+    hub.models["org/model"] = raw = write(tmp_path / "raw", "dense", shards=3)
+    size = sum(file.stat().st_size for file in raw.glob("*.safetensors"))
+    shown = run("convert", "org/model", str(tmp_path / "out"), "--dry-run")
+    assert f"org/model: 3 files, {size:,} bytes would be downloaded first." in shown
+    assert not [file for file in hub.downloaded if file.endswith(".safetensors")]
+    run("convert", "org/model", str(tmp_path / "out"))
+    assert read_layout(tmp_path / "out").mtp.available
+    assert "base_model: org/model" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--bits", "7"], "7 bits"),
+        (["--mtp-bits", "some"], "--mtp-bits some: say keep, or one of 2"),
+        (["--dtype", "int8"], "--dtype int8: say one of bfloat16"),
+        (["--group-size", "5"], "groups of 5"),
+        (["--recipe", "mine"], "mine: mlx-lm has the recipes"),
+    ],
+)
+def test_wrong_options_are_named_before_the_source_is_looked_for(
+    tmp_path: Path, options: list[str], message: str
+) -> None:
+    assert message in error("convert", "no/such", str(tmp_path / "out"), *options)
+
+
+def test_errors_are_one_line(tmp_path: Path) -> None:
+    raw = write(tmp_path / "raw", "dense")
+    assert "exists already" in error("convert", str(raw), str(raw))
+    assert "no such folder" in error("convert", str(tmp_path / "nowhere"), str(tmp_path / "out"))
+    assert "not converted to MLX" in error("graft", str(raw), "--from", str(raw))
+
+
+def test_models_lists_what_is_here_and_what_is_known(tmp_path: Path, hub: Hub) -> None:
+    from headstart.checkpoint import resolve
+
+    hub.models["org/model"] = write(tmp_path / "model", "dense")
+    hub.models["mlx-community/Qwen3.5-0.8B-4bit"] = write(tmp_path / "stripped", "dense", "stripped", bits=4)
+    for name in hub.models:
+        resolve(name)
+    listed = json.loads(run("models", "--json"))
+    here = {model["name"]: model for model in listed["on_disk"]}
+    assert here.keys() == {"tiny-qwen3.5", "tiny-qwen3.5-moe", *hub.models}
+    assert here["tiny-qwen3.5"]["head"]
+    assert (here["tiny-qwen3.5"]["default_k"], here["tiny-qwen3.5"]["max_k"]) == (2, 8)
+    assert (here["org/model"]["head"], here["org/model"]["card"]) == (True, None)
+    lost = here["mlx-community/Qwen3.5-0.8B-4bit"]
+    assert (lost["head"], lost["card"], lost["default_k"]) == (False, "Qwen3.5-0.8B", 0)
+    assert "--from Qwen/Qwen3.5-0.8B" in lost["head_unavailable"]
+    known = {card["name"]: card for card in listed["known"]}
+    assert "Qwen3.5-0.8B" not in known
+    assert known["Qwen3.6-27B"]["native_mtp"] == {"num_layers": 1, "default_k": 2, "max_k": 5}
+
+    (next((tmp_path / "cache").rglob("snapshots/*/model-00001-of-00002.safetensors"))).unlink()
+    shown = run("models")
+    for word in ("tiny-qwen3.5", "usable", "Qwen/Qwen3.6-27B", "397B, 17B active"):
+        assert word in shown
+    assert any(model["problem"] for model in json.loads(run("models", "--json"))["on_disk"])
