@@ -6,7 +6,6 @@ is what `convert` would have kept, byte for byte.
 
 import dataclasses
 import json
-import os
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from .pack import Progress, Step, write_file
 from .parameters import Stored, gather, misfit
 from .recipe import MtpBits, Recipe
 from .rows import Reader
-from .write import named_errors, replace, require_room, staged, write_text
+from .write import replace, require_room, staged, write_text
 
 MERGED = "model-mtp.safetensors"
 # What must be equal for a head to fit, in the order in which a difference says most.
@@ -133,9 +132,10 @@ def plan_graft(
     packed = any(name.endswith(".scales") for name in found.head)
     if packed and mtp_bits is not None:
         raise HeadError(f"{source}: its head is quantised already. Leave --mtp-bits out, or name the original.")
-    quantization = model.quantization or {"bits": None, "group_size": 64}
+    trunk = model.quantization or {"bits": None, "mode": None}
     dtype: mx.Dtype = getattr(mx, model.dtype)
-    recipe = Recipe(dtype, quantization["bits"], quantization["group_size"], mtp_bits=mtp_bits)
+    group_size = trunk["group_size"] if trunk["mode"] == "affine" else 64  # other modes have groups of their own
+    recipe = Recipe(dtype, trunk["bits"], group_size, mtp_bits=mtp_bits)
     steps = head_steps(found.head, weights, recipe)
     if merge:
         outer = "" if model.family == "qwen3_next" else "language_model."
@@ -151,9 +151,6 @@ def plan_graft(
 def graft(plan: Graft, progress: Progress = lambda read: None) -> None:
     """Write the head, and let config.json and, merged, the index know. At every moment the folder is a model."""
     folder = plan.model.path
-    with named_errors(folder):
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(13, "Permission denied")
     require_room(folder, plan.write_bytes)
     with staged(folder / plan.file) as temporary:
         with Reader() as reader:
