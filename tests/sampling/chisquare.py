@@ -5,13 +5,18 @@ import math
 import numpy as np
 
 
-def p_value(counts: np.ndarray, law: np.ndarray | None = None, least: float = 5.0) -> float:
-    """Of counts against a law (uniform where none is given). Cells that expect fewer than `least` are merged."""
+def p_value(counts: np.ndarray, law: np.ndarray | None = None) -> float:
+    """Of counts against a law (uniform where none is given)."""
+    return tail(*statistic(counts, law))
+
+
+def statistic(counts: np.ndarray, law: np.ndarray | None = None, least: float = 5.0) -> tuple[float, int]:
+    """Pearson's, and its degrees of freedom. Cells that expect fewer than `least` are merged into one."""
     counts = np.asarray(counts, np.float64).reshape(-1)
     law = np.full(len(counts), 1 / len(counts)) if law is None else np.asarray(law, np.float64).reshape(-1)
     expected = counts.sum() * law / law.sum()
     if counts[law == 0].sum() > 0:
-        return 0.0  # something was said that cannot be said
+        return math.inf, 1  # something was said that cannot be said
     order = np.argsort(expected)
     counts, expected = counts[order], expected[order]
     small = int((expected < least).sum())
@@ -20,10 +25,12 @@ def p_value(counts: np.ndarray, law: np.ndarray | None = None, least: float = 5.
     if small:
         counts = np.concatenate([[counts[:small].sum()], counts[small:]])
         expected = np.concatenate([[expected[:small].sum()], expected[small:]])
-    if len(counts) < 2:
-        return 1.0
-    statistic = float(((counts - expected) ** 2 / expected).sum())
-    return upper_gamma((len(counts) - 1) / 2, statistic / 2)
+    return float(((counts - expected) ** 2 / expected).sum()), len(counts) - 1
+
+
+def tail(x: float, freedom: int) -> float:
+    """How likely chance alone makes a statistic of x or more. Sums of statistics and of freedoms go together."""
+    return 1.0 if freedom == 0 else 0.0 if math.isinf(x) else upper_gamma(freedom / 2, x / 2)
 
 
 def upper_gamma(a: float, x: float) -> float:
