@@ -81,11 +81,11 @@ def test_greedy_output_is_mlx_lms_own_for_every_depth(family: str) -> None:
     model = random_model(family)
     for length in (1, 2, 17):
         prompt = random_prompt(model, length, length)
-        expected = mlx_lm_greedy(model, prompt, 40)
+        expected = mlx_lm_greedy(model, prompt, 24)
         for k in DEPTHS:
             if length == 1 and k:
                 continue  # see test_a_prompt_of_one_token_is_drafted_for_too
-            answer = generate(model, prompt, max_tokens=40, k=k)
+            answer = generate(model, prompt, max_tokens=24, k=k)
             assert answer.tokens == expected
             assert answer.stats.exact
 
