@@ -352,7 +352,7 @@ def test_answers_to_random_schemas_are_valid() -> None:
 
 
 @pytest.mark.slow
-def test_answers_to_five_hundred_random_schemas_and_to_real_ones_are_valid(
+def test_answers_to_500_random_schemas_and_to_real_ones_are_valid(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """And how many tokens a round they take, beside plain text: the table in docs/sampling.md."""

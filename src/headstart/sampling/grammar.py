@@ -57,7 +57,10 @@ class GrammarSpec:
         if self.kind == "lark":
             return LLMatcher.grammar_from_lark(self.source)
         schema = self.source if self.kind == "json_schema" else '{"type":"object"}'
-        return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
+        options = (
+            JSON_OPTIONS if schema.lstrip().startswith("{") else None
+        )  # true is a schema too, but has no options
+        return LLMatcher.grammar_from_json_schema(schema, defaults=options)
 
 
 class Matcher:
