@@ -156,6 +156,16 @@ def test_progress_is_told_at_both_ends_of_the_prompt(loaded: Any, prompt: list[i
     assert told == [(0, len(prompt)), (len(prompt), len(prompt))]
 
 
+def test_progress_of_a_long_prompt_is_told_chunk_by_chunk(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.engine.engine.CHUNK", 16)
+    told: list[tuple[int, int]] = []
+    long = [1 + i % 50 for i in range(40)]
+    headstart.generate(
+        *loaded, long, max_tokens=2, prompt_progress_callback=lambda done, total: told.append((done, total))
+    )
+    assert told == [(0, 40), (16, 40), (32, 40), (40, 40)]
+
+
 def test_arguments_that_change_nothing_are_taken(loaded: Any, prompt: list[int]) -> None:
     plain = headstart.generate(*loaded, prompt, max_tokens=3)
     unused: dict[str, Any] = {"draft_model": None, "kv_bits": None, "prompt_cache": None, "logits_processors": []}

@@ -165,6 +165,9 @@ def _responses(handle: Handle, progress: Progress) -> Generator[GenerationRespon
         for event in handle:
             if event.error is not None:
                 raise event.error
+            if event.prompt_taken:
+                progress(event.prompt_taken, prompt_tokens)
+                continue
             assert event.stats is not None
             assert event.logits is not None
             if not said:

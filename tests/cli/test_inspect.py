@@ -59,4 +59,4 @@ def test_an_error_is_one_line_on_stderr(tmp_path: Path, flags: list[str]) -> Non
     assert result.exit_code == 1
     assert result.stdout == ""
     (line,) = result.stderr.splitlines()
-    assert line.startswith(f"headstart: {tmp_path / 'nowhere'}: no such folder")
+    assert line.startswith(f"error: {tmp_path / 'nowhere'}: no such folder")

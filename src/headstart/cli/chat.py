@@ -81,7 +81,8 @@ def _answer(
     from ..library import stream_generate
 
     said, last, stopped = "", None, False
-    with closing(stream_generate(model, tokenizer, chat_tokens(tokenizer, messages), **params)) as responses:
+    tokens, progress = chat_tokens(tokenizer, messages), show.prompt_progress(aside)
+    with closing(stream_generate(model, tokenizer, tokens, prompt_progress_callback=progress, **params)) as responses:
         try:
             for last in responses:
                 show.token(console, last, origins=show_drafts)

@@ -37,7 +37,11 @@ def generate(
     text = read_text(prompt, prompt_file)
     loaded, tokenizer = load(model, mtp=mtp)
     tokens = text if raw else chat_tokens(tokenizer, [{"role": "user", "content": text}])
-    with closing(stream_generate(loaded, tokenizer, tokens, **sampling)) as responses:
+    aside = Console(stderr=True, highlight=False)
+    progress = show.prompt_progress(aside)
+    with closing(
+        stream_generate(loaded, tokenizer, tokens, prompt_progress_callback=progress, **sampling)
+    ) as responses:
         if as_json:
             typer.echo(_as_json(list(responses)))
             return
@@ -47,9 +51,7 @@ def generate(
         for response in responses:
             show.token(console, response, origins=show_drafts)
     console.out()
-    Console(stderr=True, highlight=False).print(
-        show.summary(response.stats, response.finish_reason), style="dim", soft_wrap=True
-    )
+    aside.print(show.summary(response.stats, response.finish_reason), style="dim", soft_wrap=True)
 
 
 def _as_json(responses: "list[GenerationResponse]") -> str:

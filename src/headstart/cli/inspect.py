@@ -18,13 +18,8 @@ def inspect(
 ) -> None:
     """Say what a checkpoint is: family, layout, quantisation, and where its MTP head is. Reads no weights."""
     from ..checkpoint import read_layout, resolve
-    from ..errors import HeadstartError
 
-    try:
-        layout = read_layout(resolve(model))
-    except HeadstartError as error:
-        typer.echo(f"headstart: {error}", err=True)
-        raise typer.Exit(1) from error
+    layout = read_layout(resolve(model))
     if as_json:
         typer.echo(json.dumps(layout.report()))
     else:

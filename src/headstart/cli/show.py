@@ -1,5 +1,6 @@
 """How an answer looks in a terminal: its tokens by origin, and the line that closes it."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -29,6 +30,17 @@ def token(console: "Console", response: "GenerationResponse", *, origins: bool) 
     look = LOOKS[response.origin]
     mark = look.mark if origins and not in_colour(console) and response.text else ""
     console.out(mark + response.text, style=look.style if origins else None, highlight=False, end="")
+
+
+def prompt_progress(aside: "Console") -> Callable[[int, int], None]:
+    """For a person who waits for a long prompt: how much of it has been read."""
+
+    def show(done: int, total: int) -> None:
+        if aside.is_terminal and 0 < done:
+            line = f"reading the prompt: {done} of {total} tokens" if done < total else ""
+            aside.out(line.ljust(60), end="\r", style="dim", highlight=False)
+
+    return show
 
 
 def legend(console: "Console") -> "Text":

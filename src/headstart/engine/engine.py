@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..errors import HeadstartError, RequestError
 from ..models import Model
@@ -90,6 +91,7 @@ class Engine:
         `threaded`: another thread turns the engine; otherwise whoever waits for an event does. `depth` chooses k for
         requests that leave it open; by default what was learned of this model so far goes on to be used.
         """
+        maybe_set_recommended_wired_limit()  # Metal: keep the weights resident
         self.model = model
         self.tokenizer = tokenizer
         self.max_rows = max_rows
@@ -181,14 +183,17 @@ class Engine:
         assert row.batch is not None
         end = min((row.taken // CHUNK + 1) * CHUNK, len(prompt) - 1)
         try:
+            if row.taken:  # one chunk at a time: progress is real, memory bounded, and a cancel soon heeded
+                mx.eval(row.batch.arrays())
+                row.handle.put(Event(stats=row.stats, prompt_taken=row.taken))
             if end > row.taken:
                 tokens = mx.array([prompt[row.taken : end]], mx.int32)
                 prefill(self.model, row.batch, tokens, mx.array([prompt[end]], mx.int32))
                 mx.async_eval(row.batch.arrays())
                 row.taken, self._steady = end, False
             if end == len(prompt) - 1:
-                self._entering.popleft()
                 self._join(row)
+                self._entering.popleft()
         except Exception as error:  # a row that fails ends alone
             self._entering.remove(row)
             self._finish(row, "error", error)

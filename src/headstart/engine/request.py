@@ -52,7 +52,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Event:
-    """What a round said to one request, or how it ended. The last event has a `finish_reason`."""
+    """What a round said to one request, or how it ended. The last event has a `finish_reason`. While a long prompt
+    is taken in, events say only how far (`prompt_taken`)."""
 
     tokens: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
@@ -62,6 +63,7 @@ class Event:
     finish_reason: FinishReason | None = None
     stats: Stats | None = None  # of the whole answer so far
     error: HeadstartError | None = None
+    prompt_taken: int = 0  # tokens of the prompt that are in
 
 
 class Handle:
