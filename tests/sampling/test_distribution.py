@@ -250,3 +250,14 @@ def test_no_stop_before_min_tokens() -> None:
             if said + w < 1:
                 expected[3, w, 0] = -np.inf
         assert np.array_equal(found, expected)
+
+
+def test_nothing_is_drawn_where_everybody_takes_the_best_token() -> None:
+    """Penalties on greedy rows must not cost noise over the whole vocabulary."""
+    logits = random_logits(2, 3, VOCABULARY)
+    for params in (P(presence_penalty=1.0), P(temperature=0.8, top_k=1)):
+        found = probabilities(logits, params, P())
+        assert found.logp.shape == (2, 3, 1)
+        assert found.ids is not None
+        assert mx.array_equal(found.ids.squeeze(-1), mx.argmax(logits, axis=-1))
+        assert mx.array_equal(found.dense(VOCABULARY).argmax(axis=-1), mx.argmax(logits, axis=-1))

@@ -115,10 +115,12 @@ def _column(values: list[float]) -> mx.array:
 
 
 def _support(sampled: list[SamplingParams]) -> int | None:
-    """top_k bounds what can be drawn. XTC comes before it and compares shares of all that is left."""
+    """top_k bounds what can be drawn. XTC comes before it and compares shares of all that is left.
+
+    Greedy rows need no more than 1, said only where there is nobody else: then nothing is sorted or drawn."""
     if any(p.xtc_probability > 0 or not p.top_k for p in sampled):
         return None
-    return max((p.top_k for p in sampled), default=None)
+    return max((p.top_k for p in sampled), default=1)
 
 
 def _padded(lists: list[list[int]], fill: int) -> mx.array:

@@ -88,6 +88,8 @@ def adjust(logits: mx.array, controls: Controls, seen: mx.array, remaining: mx.a
 def distribution(logits: mx.array, controls: Controls, coins: mx.array | None) -> Distribution:
     """Adjusted logits [B, W, V] → what to draw from. `coins` [B, W] in (0, 1) decide on XTC where a row uses it."""
     best = mx.argmax(logits, axis=-1, keepdims=True)  # [B, W, 1]
+    if controls.support == 1:  # everybody takes the best token: no noise over the vocabulary for that
+        return Distribution(best.astype(mx.int32), mx.zeros(best.shape), mx.zeros(best.shape))
     greedy, temperature = controls.temperature == 0, mx.where(controls.temperature == 0, 1, controls.temperature)
     if not controls.truncates:
         scores = logits / temperature
