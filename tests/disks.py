@@ -17,8 +17,10 @@ def read_only_folder(folder: Path) -> Iterator[Path]:
             yield folder
         return
     folder.chmod(0o555)
-    yield folder
-    folder.chmod(0o755)
+    try:
+        yield folder
+    finally:
+        folder.chmod(0o755)
 
 
 @contextmanager
@@ -32,5 +34,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 def _tmpfs(folder: Path, options: str) -> Iterator[None]:
     if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True).returncode:
         pytest.skip("cannot mount a disk here")
-    yield
-    subprocess.run(["umount", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True)

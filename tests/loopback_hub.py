@@ -92,5 +92,7 @@ def point_at(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
 def running_hub(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[Hub]:
     hub = Hub()
     point_at(monkeypatch, hub.url, cache)
-    yield hub
-    hub.close()
+    try:
+        yield hub
+    finally:
+        hub.close()

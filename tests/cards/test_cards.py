@@ -66,6 +66,7 @@ def test_the_cards_of_the_builtin_models_agree_with_their_files() -> None:
         ([None], "Qwen3-Next-80B-A3B-Thinking-8bit", "qwen3_next", "Qwen3-Next-80B-A3B-Thinking"),
         ([None], "tiny-qwen3.5-moe", "qwen3_5_moe", "tiny-qwen3.5-moe"),
         ([None], "Qwen3.6-27B-4bit", "qwen3_next", None),  # another family whatever its name
+        ([None], "Qwen3.5-4Bits", "qwen3_5", None),
         ([None], "my-model", "qwen3_5", None),
     ],
 )

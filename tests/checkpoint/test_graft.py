@@ -15,8 +15,10 @@ from test_convert import contents, converted, killed_at_random
 from test_load import assert_same
 from typer.testing import CliRunner
 
+import headstart.checkpoint.graft
 from checkpoints import save, write
 from disks import read_only_folder, small_disk
+from headstart import models
 from headstart.checkpoint import load, read_layout
 from headstart.checkpoint.convert import SIDECAR
 from headstart.checkpoint.graft import graft, plan_graft
@@ -116,26 +118,28 @@ def test_merged_the_head_is_one_of_the_shards(tmp_path: Path, family: str, index
         load_model(merged)
 
 
-def test_config_learns_of_a_head_that_it_did_not_promise(tmp_path: Path) -> None:
-    raw = write(tmp_path / "raw", "dense")
-    lost = stripped(raw, tmp_path / "lost")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_config_learns_of_a_head_that_it_did_not_promise(tmp_path: Path, family: str) -> None:
+    raw = write(tmp_path / "raw", family)
+    lost = stripped(raw, tmp_path / "lost", bits=4)
     config = json.loads((lost / "config.json").read_text())
-    del config["text_config"]["mtp_num_hidden_layers"]
+    models.text_config(config).pop("num_nextn_predict_layers" if family == "next" else "mtp_num_hidden_layers")
     (lost / "config.json").write_text(json.dumps(config))
     grafted(lost, raw)
     config = json.loads((lost / "config.json").read_text())
-    assert config["text_config"]["mtp_num_hidden_layers"] == 1
+    assert models.head_modules(config) == 1
     assert config["mlx_lm_extra_tensors"] == {"mtp_file": SIDECAR}
 
 
 @pytest.mark.parametrize("place", ["mtp.safetensors", "mtp/weights.safetensors"])
-def test_a_head_that_cannot_be_used_is_replaced(tmp_path: Path, place: str) -> None:
+def test_a_head_that_cannot_be_used_is_passed_over(tmp_path: Path, place: str) -> None:
     raw = write(tmp_path / "raw", "dense")
     broken = write(tmp_path / "broken", "dense", "sidecar", sidecar=place)
     arrays: Any = mx.load(str(broken / place))
     save(broken / place, arrays, None)  # nothing says what its norms are
     assert not read_layout(broken).mtp.available
-    assert_same(load(raw), load(grafted(broken, raw)))
+    assert_same(load(raw), load(grafted(Path(shutil.copytree(broken, tmp_path / "beside")), raw)))
+    assert_same(load(raw), load(grafted(broken, raw, merge=True)))
 
 
 # -- what is read
@@ -173,7 +177,7 @@ def test_of_a_folder_only_the_files_with_the_head_are_opened(tmp_path: Path) -> 
     wanted = {file for name, file in weight_map.items() if name.startswith("mtp.")}
     for file in raw.glob("*.safetensors"):
         if file.name not in wanted:
-            file.unlink()
+            file.write_bytes(b"")  # whoever opens it fails
     assert grafted(lost, raw)
     assert read_layout(lost).mtp.available
 
@@ -276,6 +280,34 @@ def test_a_full_disk_leaves_the_model_as_it_was(tmp_path: Path, monkeypatch: pyt
 
 
 # -- whole or not at all
+
+
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("moves", range(3))
+def test_between_any_two_moves_the_folder_is_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, merge: bool, moves: int
+) -> None:
+    raw = write(tmp_path / "raw", "moe")
+    lost = stripped(raw, tmp_path / "lost", bits=4)
+    done: list[Path] = []
+
+    def stops(file: Path, destination: Path) -> None:
+        if len(done) == moves:
+            raise KeyboardInterrupt
+        done.append(destination)
+        move(file, destination)
+
+    move = headstart.checkpoint.graft.replace
+    monkeypatch.setattr("headstart.checkpoint.graft.replace", stops)
+    if not merge and moves == 2:
+        grafted(lost, raw)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            grafted(lost, raw, merge=merge)
+    assert len(done) == moves
+    assert read_layout(lost).mtp.available == (moves == 2)
+    load_model(lost)
+    assert not [path for path in lost.rglob("*") if ".headstart-" in path.name]
 
 
 def graft_in_a_child(model: Path, source: Path, merge: bool) -> None:

@@ -140,12 +140,7 @@ def plan_graft(
     if merge:
         outer = "" if model.family == "qwen3_next" else "language_model."
         steps = [dataclasses.replace(step, name=outer + step.name) for step in steps]
-    # A head that is there and cannot be used is replaced, or it would go before the new one.
-    old = find_sidecar(model.path, model.config)
-    file = MERGED if merge else str(old.relative_to(model.path)) if old else SIDECAR
-    if merge and old and old.name != MERGED:
-        raise HeadError(f"{model.path}: {old.name} holds an unusable head. Remove it, or leave --merge out.")
-    return Graft(model, source, steps, file, merge, compared)
+    return Graft(model, source, steps, MERGED if merge else SIDECAR, merge, compared)
 
 
 def graft(plan: Graft, progress: Progress = lambda read: None) -> None:
@@ -207,7 +202,8 @@ def _compare_trunks(model: Layout, source: Path, trunk: dict[str, Stored]) -> in
 
 def _config(plan: Graft) -> dict[str, Any]:
     config = deepcopy(plan.model.config)
-    config["mlx_lm_extra_tensors"] = {"mtp_file": plan.file}  # where MTPLX, OptiQ and oMLX look for it
+    # Where we, MTPLX, OptiQ and oMLX look first: an unusable head in another place is passed over.
+    config["mlx_lm_extra_tensors"] = {"mtp_file": plan.file}
     text = models.text_config(config)
     if not models.head_modules(config):
         text["num_nextn_predict_layers" if plan.model.family == "qwen3_next" else "mtp_num_hidden_layers"] = 1

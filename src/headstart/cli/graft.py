@@ -61,7 +61,7 @@ def graft(
     plan = plan_graft(layout, folder, mtp_bits=chosen, merge=merge, force=force)
     typer.echo(f"{layout.path / plan.file}: {plan.write_bytes:,} bytes, from {plan.read_bytes:,} of {name}.")
     if not plan.compared and not force:
-        typer.echo("Its files hold nothing of the trunk, so that it is this model's follows from sizes and names alone.")
+        typer.echo("Its files hold nothing of the trunk to compare: that it is this model's, sizes and names say.")
     if merge and layout.family == "qwen3_next":
         typer.echo("Note: mlx-lm refuses a Qwen3-Next model with a head in its shards. Without --merge it runs it.")
     if dry_run:
