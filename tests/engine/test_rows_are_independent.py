@@ -105,7 +105,6 @@ def test_a_cancelled_handle_ends_with_one_last_event() -> None:
     assert handle._events.empty()
 
 
-@pytest.mark.xfail(reason="__iter__ waits for an event that cannot come: it turns an idle engine for ever")
 def test_a_handle_that_has_ended_has_nothing_more_to_say() -> None:
     model = random_model("dense")
     handle = submit(Engine(model), random_prompt(model, 9), max_tokens=2)

@@ -72,6 +72,7 @@ class Handle:
     def __init__(self, request: Request, turn: Callable[[], object] | None):
         self.request = request
         self.cancelled = False
+        self._ended = False
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._turn = turn
 
@@ -83,13 +84,12 @@ class Handle:
         self._events.put(event)
 
     def __iter__(self) -> Iterator[Event]:
-        while True:
+        while not self._ended:
             try:
                 event = self._events.get(block=self._turn is None)
             except Empty:
                 assert self._turn is not None
                 self._turn()
                 continue
+            self._ended = event.finish_reason is not None
             yield event
-            if event.finish_reason is not None:
-                return

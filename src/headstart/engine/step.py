@@ -59,27 +59,34 @@ def draft(model: Model, batch: Batch, k: int, forced: mx.array | None = None) ->
         if batch.waiting.width >= MOST_WAITING:
             catch_up(model, batch)
         return proposal
-    assert batch.head is not None, "a batch without a head has no drafts"
-    hidden, scene, modules = catch_up(model, batch), batch.scene(), len(batch.head.layers)  # hidden: [B, 1, H]
+    hidden, scene = catch_up(model, batch), batch.scene()  # hidden: [B, 1, H]
     for j in range(k):
         must = forced[:, j : j + 1] if forced is not None else None
         proposal = propose(model.draft_logits(hidden), proposal, scene, must)
         if j < k - 1:
             # Written past the head's committed pairs: the chain sees it, the next catching up overwrites it.
-            newest = proposal.tokens[:, -1:]
-            hidden = model.head(hidden, newest, batch.head, ahead=j, module=(j + 1) % modules)
+            outputs = show(model, batch, hidden, proposal.tokens[:, -1:], ahead=j)
+            hidden = outputs[(j + 1) % len(outputs)]
     return proposal
 
 
 def catch_up(model: Model, batch: Batch) -> mx.array:
     """Show the head the committed pairs that wait for it → its output at each row's last one, [B, 1, H]."""
     hidden, tokens, counts = batch.waiting
+    if not batch.waiting.width:  # after a prompt of one token there is nothing to go by: any draft is as good
+        return mx.zeros((batch.size, 1, hidden.shape[-1]), hidden.dtype)
+    output = show(model, batch, hidden, tokens)[0]
     assert batch.head is not None
-    batch.head.bounds = batch.rows.bounds  # a head holds no more pairs than the trunk holds tokens
-    first, *_ = [model.head(hidden, tokens, batch.head, module=m) for m in range(len(batch.head.layers))]
     batch.head.commit(counts, most=0)
     batch.waiting = Waiting(hidden[:, :0], tokens[:, :0], mx.zeros_like(counts))
-    return mx.take_along_axis(first, mx.maximum(counts - 1, 0)[:, None, None], axis=1)
+    return mx.take_along_axis(output, mx.maximum(counts - 1, 0)[:, None, None], axis=1)
+
+
+def show(model: Model, batch: Batch, hidden: mx.array, tokens: mx.array, ahead: int = 0) -> list[mx.array]:
+    """Every module of the head sees every pair → their outputs [B, W, H]. Draft j is module j's, in turn."""
+    assert batch.head is not None, "a batch without a head has no drafts"
+    batch.head.bounds = batch.rows.bounds  # a head holds no more pairs than the trunk holds tokens
+    return [model.head(hidden, tokens, batch.head, ahead, module) for module in range(len(batch.head.layers))]
 
 
 def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array) -> None:
