@@ -2,13 +2,14 @@
 
 import itertools
 import math
+from importlib import import_module
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from chisquare import p_value
 
-from headstart.sampling import Asked, SamplingParams, controls
+from headstart.sampling import Asked, Proposal, SamplingParams, Scene, controls, judge, propose
 from headstart.sampling.distribution import draw
 from headstart.sampling.noise import Keys, Purpose, bits, fold, gumbel, split, uniform
 
@@ -171,3 +172,28 @@ def test_draws_follow_the_distribution(bounded: bool) -> None:
     assert p_value(np.array([(tokens == name).sum() for name in names]), p) > FAIR
     nothing = mx.where(mx.arange(8) == 2, -mx.inf, logp)
     assert (np.array(draw(nothing, ids, keys)) != names[2]).all()
+
+
+def test_no_number_serves_twice_in_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts, acceptance and what follows, over two rounds of the same positions: every key is new."""
+    used: list[tuple[int, int]] = []
+
+    def recorded(function):
+        def call(keys: Keys, *rest):
+            used.extend(zip(keys[0].reshape(-1).tolist(), keys[1].reshape(-1).tolist(), strict=True))
+            return function(keys, *rest)
+
+        return call
+
+    monkeypatch.setattr(import_module("headstart.sampling.judge"), "uniform", recorded(uniform))
+    monkeypatch.setattr(import_module("headstart.sampling.distribution"), "gumbel", recorded(gumbel))
+    B, k, V = 3, 4, 16
+    rows = ruled(keys=(1, 2, 3))
+    for round in (0, 1):
+        counts = mx.full((B,), 9), mx.full((B,), round), mx.zeros((B, 0), mx.int32), mx.full((B,), 100)
+        scene, proposal = Scene(rows, *counts), Proposal(mx.zeros((B, 0), mx.int32), [])
+        for _ in range(k):
+            proposal = propose(mx.zeros((B, 1, V)), proposal, scene)
+        mx.eval(judge(mx.zeros((B, k + 1, V)), proposal, mx.full((B,), k), scene))
+    assert len(used) == 2 * B * (k + k + 1)  # k drafts, k trials and one token that follows
+    assert len(set(used)) == len(used)
