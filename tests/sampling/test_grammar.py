@@ -18,7 +18,18 @@ from headstart.checkpoint import load_tokenizer, resolve
 from headstart.engine import Engine, Event, Handle, Request
 from headstart.errors import HeadstartError, RequestError
 from headstart.models import Model
-from headstart.sampling import GrammarSpec, Guide, Matcher, SamplingParams, compile_grammar
+from headstart.sampling import (
+    Asked,
+    GrammarSpec,
+    Guide,
+    Matcher,
+    Proposal,
+    SamplingParams,
+    Scene,
+    compile_grammar,
+    controls,
+    propose,
+)
 
 PROMPT = "def read_config(path):\n"
 PERSON = {
@@ -159,6 +170,22 @@ def test_forced_tokens_are_accepted_drafts(way: dict[str, Any]) -> None:
     assert answer.stats.rounds == whole + bool(rest)
 
 
+def test_a_forced_draft_is_proposed_with_certainty_and_others_as_the_head_drew_them() -> None:
+    scene = Scene(
+        controls([Asked(SamplingParams(temperature=1.0), key, 0, 9) for key in (1, 2)], 8),
+        position=mx.array([3, 3]),
+        rounds=mx.array([0, 0]),
+        recent=mx.zeros((2, 0), mx.int32),
+        remaining=mx.array([9, 9]),
+    )
+    nothing = Proposal(mx.zeros((2, 0), mx.int32), [])
+    free = propose(mx.zeros((2, 1, 8)), nothing, scene)
+    other = (free.tokens[0, 0].item() + 1) % 8  # type: ignore[operator]
+    bound = propose(mx.zeros((2, 1, 8)), nothing, scene, mx.array([[other], [-1]]))
+    assert bound.tokens.tolist() == [[other], free.tokens[1].tolist()]
+    assert bound.q[0].tolist() == [[[float(token == other) for token in range(8)]], free.q[0][1].tolist()]
+
+
 def test_a_draft_that_the_grammar_forbids_is_a_rejection() -> None:
     """The window stays as wide as k and the limit let it be: all drafts were proposed, and most were corrected."""
     (answer,) = answers([(GrammarSpec("regex", "([0-9]{5} ){9}"), {"max_tokens": 12, "k": 2})])
@@ -283,6 +310,10 @@ def test_what_is_no_grammar_is_refused_by_name() -> None:
 def test_a_row_whose_grammar_leads_nowhere_ends_alone_with_what_it_said() -> None:
     """The request's own stop id is what the grammar needs next, where it may not end."""
     needed = ids("!")[0]
+    matcher = matcher_of(GrammarSpec("regex", "[ab]{2}!c"), stop_ids=[needed])
+    assert (matcher.advance(ids("ab")), matcher.failed) == (len(ids("ab")), None)
+    assert (matcher.masks([]), matcher.advance([needed])) == ([], 0)
+    assert matcher.failed is not None
     spec, ways = GrammarSpec("regex", "[ab]{2}!c"), [{"k": 0}, {"k": 3}, {"k": 3, "temperature": 0.9}]
     *stuck, beside = answers([*[(spec, {"stop_ids": [needed], **way}) for way in ways], (None, {"max_tokens": 12})])
     for answer in stuck:
