@@ -107,10 +107,10 @@ def main() -> None:
     for rows, k in shapes:
         runs = {"step": rest_of_a_step(model, rows, k)}
         for name in names:
-            if args.slow or not (name.startswith(SLOW) and rows * (2 * k + 1) > 32):
+            if args.slow or not (name.startswith(SLOW) and rows * (2 * k + 1) > 8):
                 runs[name] = window(SETTINGS[name], rows, k, target, near)
         times: dict[str, list[float]] = {name: [] for name in runs}
-        large = rows * (k + 1) > 64  # seconds a window on a CPU: once must do
+        large = rows * (k + 1) > 31  # seconds a window on a CPU: once must do
         for run in runs.values():
             if not large:
                 milliseconds(run)
