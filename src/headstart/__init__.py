@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .engine import Engine, Request
     from .library import generate, load, make_sampler, stream_generate
-    from .sampling import SamplingParams
+    from .sampling import GrammarSpec, SamplingParams
 
 __version__ = version("headstart")
 
 __all__ = [
     "Engine",
+    "GrammarSpec",
     "Request",
     "SamplingParams",
     "__version__",
@@ -25,6 +26,7 @@ __all__ = [
 # mlx and mlx-lm take seconds to import: they wait until a name that needs them is asked for.
 _HOMES = {
     "Engine": "engine",
+    "GrammarSpec": "sampling",
     "Request": "engine",
     "SamplingParams": "sampling",
     "generate": "library",

@@ -133,6 +133,15 @@ def test_an_answer_is_the_same_for_every_k_alone_and_in_a_batch(way: dict[str, A
     assert all((answer.tokens, answer.reason) == (alone.tokens, "stop") for answer in together)
 
 
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0])
+def test_a_seeded_answer_of_the_builtin_model_is_the_same_for_every_k(temperature: float) -> None:
+    way = {"temperature": temperature, "seed": 11, "repetition_penalty": 1.1, "max_tokens": 16}
+    depths = (0, 1, 3, 8)
+    together = answers([(JSON, {"k": k, **way}) for k in depths], builtin_model())
+    (alone,) = answers([(JSON, {"k": 2, **way})], builtin_model())
+    assert [answer.tokens for answer in together] == [alone.tokens] * len(depths)
+
+
 def test_a_row_without_grammar_says_the_same_beside_one_with() -> None:
     plain: list[tuple[GrammarSpec | None, dict[str, Any]]]
     plain = [(None, {"max_tokens": 20}), (None, {"max_tokens": 20, "temperature": 0.8, "seed": 4})]

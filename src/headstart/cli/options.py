@@ -44,6 +44,13 @@ SAMPLING = {
     ),
     "presence_penalty": _flag(float, "--presence-penalty", default="0", help="Above 0: less of the last 20 tokens."),
     "frequency_penalty": _flag(float, "--frequency-penalty", default="0", help="The same, by how often each occurs."),
+    "accept": _flag(
+        str,
+        "--accept",
+        default="auto",
+        metavar="auto|ratio|coupled|optimistic",
+        help="How drafts are judged: coupled where there is a seed, else ratio; optimistic is not exact.",
+    ),
     "seed": _flag(int, "--seed", default="none", help="The same text again, whatever the depth."),
 }
 
