@@ -126,16 +126,18 @@ def test_sampling_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> Non
         raise RequestError("far enough")
 
     monkeypatch.setattr(library, "stream_generate", stop_there)
-    flags = dict.fromkeys(SAMPLING, "1")
+    flags = dict.fromkeys(SAMPLING, "1") | {"accept": "coupled"}
     run("-p", QUESTION, *(part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", value)))
-    assert reached == dict.fromkeys(SAMPLING, 1)
+    assert reached.pop("prompt_progress_callback")
+    assert reached == dict.fromkeys(SAMPLING, 1) | {"accept": "coupled"}
 
 
 def test_every_sampling_flag_is_a_parameter_and_help_tells_its_true_default() -> None:
     defaults = headstart.SamplingParams().as_dict()
     for name, flag in SAMPLING.items():
         (option,) = flag.__metadata__
-        told = "none" if defaults[name] is None else f"{defaults[name]:g}" if name != "k" else defaults[name]
+        default = defaults[name]
+        told = default if isinstance(default, str) else "none" if default is None else f"{default:g}"
         assert option.show_default.split(";")[0] == told, name
 
 

@@ -10,6 +10,8 @@ from . import options, show
 from .prompt import chat_tokens, read_text
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ..library import GenerationResponse
 
 
@@ -43,7 +45,7 @@ def generate(
         stream_generate(loaded, tokenizer, tokens, prompt_progress_callback=progress, **sampling)
     ) as responses:
         if as_json:
-            typer.echo(_as_json(list(responses)))
+            typer.echo(_as_json(responses))
             return
         console = Console(highlight=False)
         if show_drafts:
@@ -54,12 +56,10 @@ def generate(
     aside.print(show.summary(response.stats, response.finish_reason), style="dim", soft_wrap=True)
 
 
-def _as_json(responses: "list[GenerationResponse]") -> str:
-    return json.dumps(
-        {
-            "text": "".join(response.text for response in responses),
-            "tokens": [response.token for response in responses],
-            "finish_reason": responses[-1].finish_reason,
-            "stats": responses[-1].stats.as_dict(),
-        }
-    )
+def _as_json(responses: "Iterator[GenerationResponse]") -> str:
+    text, tokens = "", []
+    for response in responses:  # one at a time: each holds its logits
+        text += response.text
+        tokens.append(response.token)
+    last = {"finish_reason": response.finish_reason, "stats": response.stats.as_dict()}
+    return json.dumps({"text": text, "tokens": tokens, **last})

@@ -178,7 +178,7 @@ class Depth:
             longer = self.cost.predict(rows, k) / self.cost.predict(rows, current)
             loss = longer * max(1 - values[k] / values[current], 0.0)
             wait = loss / BUDGET if measured or loss > PROMISING else 0
-            if self._round - self._looked.get((rows, k), 0) >= max(wait, SOONEST if measured else 0):
+            if self._round - self._looked.get((rows, k), 0) >= max(wait, SOONEST if measured else 2):
                 chosen = k
                 break
         self._looked[rows, chosen] = self._round

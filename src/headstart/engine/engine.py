@@ -9,6 +9,7 @@ what was said before it can tell what may follow, and so waits before it launche
 import secrets
 import time
 from collections import deque
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from threading import Lock
 from weakref import WeakKeyDictionary
@@ -91,6 +92,8 @@ class Engine:
         `threaded`: another thread turns the engine; otherwise whoever waits for an event does. `depth` chooses k for
         requests that leave it open; by default what was learned of this model so far goes on to be used.
         """
+        if max_rows < 1:
+            raise RequestError(f"max_rows is {max_rows}; it must be at least 1")
         maybe_set_recommended_wired_limit()  # Metal: keep the weights resident
         self.model = model
         self.tokenizer = tokenizer
@@ -112,7 +115,8 @@ class Engine:
         params, model = request.params, self.model
         text = None
         if self.tokenizer is not None:
-            params = replace(params, stop_ids=frozenset(params.stop_ids) | frozenset(self.tokenizer.eos_token_ids))
+            ends = {token for token in self.tokenizer.eos_token_ids if token < model.vocabulary}
+            params = replace(params, stop_ids=frozenset(params.stop_ids) | ends)
             text = TextStream(self.tokenizer, params.stop)
         elif params.stop:
             raise RequestError("stop needs text, and this engine has no tokenizer: use stop_ids")
@@ -139,7 +143,7 @@ class Engine:
         return handle
 
     def turn(self) -> bool:
-        """One turn. False when there was nothing to do."""
+        """One turn. False when nothing is left to do."""
         self._drop_cancelled()
         self._admit()
         self._take_in_a_chunk()
@@ -167,11 +171,7 @@ class Engine:
     def _admit(self) -> None:
         with self._lock:
             while self._queue and len(self._rows) + len(self._entering) < self.max_rows:
-                row = self._queue.popleft()
-                row.batch = Batch.of_one(self.model, row.handle.request.prompt, row.asked, row.drafter.ceiling)
-                row.stats.exact = rows_are_independent(self.model) and row.asked.params.rule != "optimistic"
-                row.started = time.perf_counter()
-                self._entering.append(row)
+                self._entering.append(self._queue.popleft())
 
     def _take_in_a_chunk(self) -> None:
         """At most one chunk of one prompt, so that running rows do not stall. All but its last token is taken in:
@@ -180,12 +180,15 @@ class Engine:
             return
         row = self._entering[0]
         prompt = row.handle.request.prompt
-        assert row.batch is not None
         end = min((row.taken // CHUNK + 1) * CHUNK, len(prompt) - 1)
         try:
+            if row.batch is None:
+                row.stats.exact = rows_are_independent(self.model) and row.asked.params.rule != "optimistic"
+                row.batch = Batch.of_one(self.model, prompt, row.asked, row.drafter.ceiling)
+                row.started = time.perf_counter()
             if row.taken:  # one chunk at a time: progress is real, memory bounded, and a cancel soon heeded
                 mx.eval(row.batch.arrays())
-                row.handle.put(Event(stats=row.stats, prompt_taken=row.taken))
+                row.handle.put(Event(stats=deepcopy(row.stats), prompt_taken=row.taken))
             if end > row.taken:
                 tokens = mx.array([prompt[row.taken : end]], mx.int32)
                 prefill(self.model, row.batch, tokens, mx.array([prompt[end]], mx.int32))
@@ -222,8 +225,9 @@ class Engine:
         round = step(self.model, self._batch, k, guide)
         columns = [round.accepted, round.proposed, round.finite.astype(mx.int32)]
         report = mx.concatenate([round.tokens, mx.stack(columns, axis=1)], axis=1)
-        mx.async_eval(report, *self._batch.arrays())
         wanted = any(row.handle.request.keep_logits for row in self._rows)
+        also = [*(round.logprobs or ()), *([round.logits] if wanted else [])]
+        mx.async_eval(report, *also, *self._batch.arrays())
         steady, self._steady = self._steady, True
         logits = round.logits if wanted else None
         return Flight(list(self._rows), k, begun, steady, report, logits, round.logprobs)
@@ -244,7 +248,10 @@ class Engine:
                 continue
             assert self._batch is not None
             self._batch.rows.bounds[self._rows.index(row)] -= flight.k - accepted
-            self._say(row, tokens[: accepted + 1], accepted, proposed, flight, index)
+            try:
+                self._say(row, tokens[: accepted + 1], accepted, proposed, flight, index)
+            except Exception as error:  # of its text or its grammar
+                self._finish(row, "error", error)
         self._drop_finished()
 
     def _learn(self, flight: Flight, report: list[list[int]]) -> None:
@@ -260,7 +267,7 @@ class Engine:
         timed = seconds if flight.steady and len(running) == len(flight.rows) else None
         self.depth.observe([row.drafter for row, _ in running], flight.k, outcomes, timed)
         for row, _ in running:
-            row.stats.count_depth(flight.k, seconds)
+            row.stats.count_depth(min(flight.k, row.drafter.ceiling), seconds)
 
     def _say(self, row: Row, tokens: list[int], accepted: int, proposed: int, flight: Flight, index: int) -> None:
         """Hand a round's tokens to their request, up to where the answer ends."""
@@ -280,7 +287,9 @@ class Engine:
                 texts[-1] += row.text.finish()
                 reason = "stop" if row.text.stopped else reason
         request, here = row.handle.request, (index, slice(len(tokens)))
-        event = Event(tokens, origins(len(tokens), accepted, proposed), finish_reason=reason, stats=row.stats)
+        event = Event(
+            tokens, origins(len(tokens), accepted, proposed), finish_reason=reason, stats=deepcopy(row.stats)
+        )
         if row.text is not None:
             event = replace(event, texts=texts)
         if request.params.logprobs and flight.logprobs is not None:
@@ -306,7 +315,7 @@ class Engine:
         row.over, row.matcher = True, None
         if error is not None and not isinstance(error, HeadstartError):
             error = HeadstartError(f"{type(error).__name__}: {error}")
-        row.handle.put(Event(finish_reason=reason, stats=row.stats, error=error))
+        row.handle.put(Event(finish_reason=reason, stats=deepcopy(row.stats), error=error))
 
     def _abandon(self, error: Exception) -> None:
         """End all running rows with an error, and be ready for others."""

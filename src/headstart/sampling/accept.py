@@ -54,7 +54,9 @@ def block(p: mx.array, q: mx.array, p_drafts: mx.array, q_drafts: mx.array, allo
         if i + 1 < k:
             excess = mx.maximum(here[:, None] * p[:, i + 1] - q[:, i + 1], 0).sum(axis=-1)
             total = excess + (1 - here)
-            share = mx.where(total > 0, excess / mx.where(total > 0, total, one), one)
+            share = mx.where(
+                total == 0, one, excess / mx.where(total == 0, one, total)
+            )  # NaN stays: it accepts nothing
             chance.append(mx.where(last, here, share))
         else:
             chance.append(here)

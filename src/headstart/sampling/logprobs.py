@@ -17,7 +17,11 @@ def logprobs(logits: mx.array, tokens: mx.array, top: int) -> Logprobs:
     logits = logits.astype(mx.float32)
     total = mx.logsumexp(logits, axis=-1, keepdims=True)
     chosen = (mx.take_along_axis(logits, tokens[..., None], axis=-1) - total).squeeze(-1)
-    ids = mx.argpartition(-logits, kth=max(top - 1, 0), axis=-1)[..., :top]
+    top = min(top, logits.shape[-1])
+    if top == 0:
+        nothing = mx.zeros((*tokens.shape, 0))
+        return Logprobs(chosen, nothing.astype(mx.int32), nothing)
+    ids = mx.argpartition(-logits, kth=top - 1, axis=-1)[..., :top]
     values = mx.take_along_axis(logits, ids, axis=-1) - total
     order = mx.argsort(-values, axis=-1)
     return Logprobs(chosen, mx.take_along_axis(ids, order, axis=-1), mx.take_along_axis(values, order, axis=-1))
