@@ -20,6 +20,7 @@ HYSTERESIS = 0.02  # a gain below which depth is left as it is
 BUDGET = 0.008  # share of the time that may go into finding out whether another depth has become better
 SOONEST = 12  # rounds between two looks at another depth
 PROMISING = 0.1  # expected loss up to which a depth that was never measured is tried at once
+SURE = 3  # observations of a depth before its time is believed
 SHARED, OWN = 0.2, 0.15  # how far a surprising time moves all depths, and its own
 SLOPE = 0.12  # what a draft adds to a step of none, before anything was measured
 
@@ -70,20 +71,21 @@ class Cost:
     """
 
     cells: dict[tuple[int, int], float] = field(default_factory=dict)
-    warmed: set[tuple[int, int]] = field(default_factory=set)
+    seen: dict[tuple[int, int], int] = field(default_factory=dict)  # observations of each
     scale: float = 1.0
 
     def observe(self, rows: int, k: int, seconds: float) -> None:
         cell = (rows, k)
-        if cell not in self.warmed:  # the first step of a shape compiles and allocates
-            self.warmed.add(cell)
-        elif cell not in self.cells:
-            self.cells[cell] = seconds / self.scale
-        else:
-            surprise = seconds / (self.cells[cell] * self.scale)
-            surprise = min(max(surprise, 0.7), 1.4)  # a hiccup is not a trend
-            self.scale *= surprise**SHARED
-            self.cells[cell] *= surprise**OWN
+        self.seen[cell] = seen = self.seen.get(cell, 0) + 1
+        if seen == 1:  # the first step of a shape compiles and allocates
+            return
+        if seen <= SURE:  # of the first few the best: a hiccup must not be all that is known of a depth
+            self.cells[cell] = min(self.cells.get(cell, math.inf), seconds / self.scale)
+            return
+        surprise = seconds / (self.cells[cell] * self.scale)
+        surprise = min(max(surprise, 0.7), 1.4)  # a hiccup is not a trend
+        self.scale *= surprise**SHARED
+        self.cells[cell] *= surprise**OWN
 
     def known(self, rows: int) -> list[int]:
         return sorted(k for r, k in self.cells if r == rows)
@@ -127,6 +129,8 @@ class Depth:
         self.pool = Survival()
         self._current: dict[int, int] = {}  # by number of rows
         self._looked: dict[tuple[int, int], int] = {}  # the round in which (rows, k) last ran
+        self._before: dict[int, int] = {}  # what ran last, by number of rows
+        self._again = 0  # times in a row that it was run again to be sure
         self._round = 0
         self._start = start
 
@@ -169,6 +173,11 @@ class Depth:
     def _look_around(self, rows: int, current: int, values: list[float]) -> int:
         """Now and then the depth beside the current one, or none at all, or one never tried that might be better:
         the more it is expected to lose, the more seldom."""
+        before = self._before.get(rows, current)
+        if 0 < self.cost.seen.get((rows, before), 0) < SURE and before < len(values) and self._again < 2 * SURE:
+            self._again += 1  # not sure yet of what was looked at last
+            return before
+        self._again = 0
         chosen, reach = current, max(self.cost.known(rows), default=0) + 2
         for k in range(min(len(values), reach + 1)):
             measured = (rows, k) in self.cost.cells
@@ -182,4 +191,5 @@ class Depth:
                 chosen = k
                 break
         self._looked[rows, chosen] = self._round
+        self._before[rows] = chosen
         return chosen
