@@ -16,7 +16,8 @@ def inspect(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say what a checkpoint is: family, layout, quantisation, and where its MTP head is. Reads no weights."""
+    """Say what a checkpoint is: family, layout, quantisation, and where its MTP head is. Of a folder it reads headers
+    only; a hub id that is not in the cache is downloaded first."""
     from ..checkpoint import read_layout, resolve
 
     layout = read_layout(resolve(model))
@@ -48,6 +49,7 @@ def _print_table(layout: "Layout") -> None:
         table.add_row("  location", mtp.location)
         table.add_row("  num_layers", str(mtp.num_layers))
         table.add_row("  quantization", _describe(mtp.quantization))
+    table.add_row("card", str(layout.report()["card"] or "none"))
     Console(markup=False, highlight=False).print(table)
 
 
