@@ -24,7 +24,7 @@ from headstart.models import Model
 from headstart.sampling import Asked, SamplingParams
 
 PROMPT = [(7 * i) % 97 + 1 for i in range(64)]
-STEPS = 12
+STEPS = 12  # between two looks at the clock; fewer interleave more finely
 
 
 def batch(model: Model, rows: int, k: int) -> Batch:
@@ -85,7 +85,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--k", type=int, nargs="+", default=[0, 1, 2, 3, 5, 8])
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args()
+    globals()["STEPS"] = arguments.steps
     model = load(arguments.model)
 
     runs: dict[tuple[int, int | str], Callable[[], tuple[float, float]]] = {}
