@@ -33,9 +33,7 @@ def crowd(wanted: list[dict[str, Any]], rng: random.Random) -> list[list[int]]:
     handles = []
     for params in wanted:
         for _ in range(rng.randrange(3)):
-            strange = rng.choice(
-                [{}, {"temperature": 1.0}, {"temperature": 0.9, "top_k": 7}, {"presence_penalty": 1.0}]
-            )
+            strange = rng.choice(STRANGERS)
             submit(engine, rng.choice(PROMPTS), k=rng.randrange(4), max_tokens=rng.randrange(1, 12), **strange)
         handles.append(submit(engine, **params, k=rng.randrange(5)))
         for _ in range(rng.randrange(4)):

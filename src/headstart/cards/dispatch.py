@@ -1,4 +1,4 @@
-"""Does the head draft? The one place that decides it.
+"""Does the head draft? `headstart models` asks here; the engine does not yet.
 
 It does by default when the card or config.json declares a head, the local weights hold a usable one, and nobody
 opted out: not the command line (`--no-mtp`), not the environment (`HEADSTART_MTP=0`), not the request.
