@@ -1,0 +1,1 @@
+"""Measure: what depth earns on this machine, and whether it changes anything."""

@@ -1,0 +1,62 @@
+"""Where a figure was measured: it means little without. No names of hosts, users or folders."""
+
+import os
+import platform
+import re
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import Any
+
+import mlx.core as mx
+
+PACKAGES = ("headstart", "mlx", "mlx-lm")
+
+
+@dataclass(frozen=True)
+class Machine:
+    system: str
+    processor: str
+    cores: int
+    memory_gb: float
+    device: str  # what the arrays are computed on
+    versions: dict[str, str]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        used = ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        hardware = f"{self.processor}, {self.cores} cores, {self.memory_gb:.0f} GB"
+        return f"{self.device} · {hardware} · {self.system} · {used}"
+
+
+def this_machine() -> Machine:
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    processor = _device_name(mx.cpu)
+    return Machine(
+        system=_system(),
+        processor=processor,
+        cores=_cores(),
+        memory_gb=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        device=f"gpu: {_device_name(mx.gpu)}" if on_gpu else "cpu",
+        versions={**{name: version(name) for name in PACKAGES}, "python": platform.python_version()},
+    )
+
+
+def _system() -> str:
+    if mac := platform.mac_ver()[0]:
+        return f"macOS {mac} {platform.machine()}"
+    # The rest of a kernel's release may be whatever its builder wrote there.
+    release = re.match(r"\d+(\.\d+)?", platform.release())
+    return " ".join([platform.system(), *([release[0]] if release else []), platform.machine()])
+
+
+def _device_name(device: mx.DeviceType) -> str:
+    return str(mx.device_info(mx.Device(device, 0)).get("device_name") or platform.machine())
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
