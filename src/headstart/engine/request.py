@@ -69,19 +69,42 @@ class Event:
 class Handle:
     """A request under way. Iterating gives its events; where no thread turns the engine, it turns it."""
 
-    def __init__(self, request: Request, turn: Callable[[], object] | None):
+    def __init__(
+        self,
+        request: Request,
+        turn: Callable[[], object] | None,
+        listener: Callable[[Event], None] | None = None,
+    ):
         self.request = request
         self.cancelled = False
         self._ended = False
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._turn = turn
+        self._listener = listener
 
     def cancel(self) -> None:
         """Stop at the next turn. What has been said stays said."""
         self.cancelled = True
 
     def put(self, event: Event) -> None:
-        self._events.put(event)
+        if self._listener is None:
+            self._events.put(event)
+            return
+        try:
+            self._listener(event)
+        except Exception:  # nobody is left to tell
+            self.cancelled = True
+
+    def take(self) -> list[Event]:
+        """The events that are there, without waiting for more: for who turns the engine and follows many requests."""
+        events: list[Event] = []
+        while not self._ended:
+            try:
+                events.append(self._events.get_nowait())
+            except Empty:
+                break
+            self._ended = events[-1].finish_reason is not None
+        return events
 
     def __iter__(self) -> Iterator[Event]:
         while not self._ended:

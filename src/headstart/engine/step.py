@@ -30,6 +30,12 @@ class Round(NamedTuple):
 def step(model: Model, batch: Batch, k: int, guide: Guide | None = None) -> Round:
     """One round of every row, with k drafts: each row says between 1 and k+1 tokens."""
     proposal = draft(model, batch, k, guide.forced(k) if guide is not None else None)  # [B, k] tokens
+    return verify(model, batch, proposal, guide)
+
+
+def verify(model: Model, batch: Batch, proposal: Proposal, guide: Guide | None = None) -> Round:
+    """Let the trunk judge the drafts, wherever they come from, and commit what stands."""
+    k = proposal.tokens.shape[1]
     window = mx.concatenate([batch.last[:, None], proposal.tokens], axis=1)  # [B, k+1]
     hidden = model.trunk(window, batch.rows, certain=1)  # [B, k+1, H], one pass over all positions
     logits = model.logits(hidden)  # [B, k+1, V], what the model itself would say after each
