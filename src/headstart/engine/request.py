@@ -95,17 +95,6 @@ class Handle:
         except Exception:  # nobody is left to tell
             self.cancelled = True
 
-    def take(self) -> list[Event]:
-        """The events that are there, without waiting for more: for who turns the engine and follows many requests."""
-        events: list[Event] = []
-        while not self._ended:
-            try:
-                events.append(self._events.get_nowait())
-            except Empty:
-                break
-            self._ended = events[-1].finish_reason is not None
-        return events
-
     def __iter__(self) -> Iterator[Event]:
         while not self._ended:
             try:
