@@ -19,3 +19,11 @@ class HubError(HeadstartError):
 
 class RequestError(HeadstartError):
     """A request that cannot be honoured as it stands."""
+
+
+class Busy(HeadstartError):
+    """Not now: try again after `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: float):
+        super().__init__(message)
+        self.retry_after = retry_after

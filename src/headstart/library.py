@@ -39,9 +39,9 @@ REFUSED = {
 WITHOUT_EFFECT = {"prefill_step_size", "stream", "kv_group_size", "quantized_kv_start"}
 
 
-def load(path: str | Path | None = None, *, mtp: bool = True) -> tuple[Model, TokenizerWrapper]:
-    """A model with its head (`mtp=False`: without) and its tokenizer. `path` is a folder, a built-in model, a name
-    in the Hugging Face cache or a hub id; without one it is the built-in model."""
+def load(path: str | Path | None = None, *, mtp: bool | None = None) -> tuple[Model, TokenizerWrapper]:
+    """A model with its head (`mtp=False`: without; left open: unless HEADSTART_MTP is 0) and its tokenizer. `path` is
+    a folder, a built-in model, a name in the Hugging Face cache or a hub id; without one it is the built-in model."""
     folder = resolve(path)
     return load_model(folder, mtp=mtp), load_tokenizer(folder)
 

@@ -10,7 +10,7 @@ from headstart import cards, models
 from headstart.checkpoint import read_layout, resolve
 from headstart.checkpoint.hub import BUILTIN
 from headstart.checkpoint.identity import original
-from headstart.errors import CheckpointError, RequestError
+from headstart.errors import CheckpointError
 
 NAMES = [
     *("Qwen3.5-0.8B", "Qwen3.5-2B", "Qwen3.5-4B", "Qwen3.5-9B", "Qwen3.5-27B"),
@@ -134,17 +134,16 @@ def test_the_head_drafts_by_default(environment: dict[str, str]) -> None:
     assert (by_card.drafts, by_card.k, by_card.max_k) == (True, 3, 5)
     by_config = cards.dispatch(None, promised=1, unusable=None, environment=environment)
     assert (by_config.drafts, by_config.k, by_config.max_k) == (True, 2, 8)
-    asked = cards.dispatch(CARD, promised=1, unusable=None, environment=environment, request_k=5)
-    assert (asked.drafts, asked.k) == (True, 5)
+    insists = cards.dispatch(CARD, promised=1, unusable=None, environment={"HEADSTART_MTP": "0"}, mtp=True)
+    assert insists.drafts
 
 
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ({"no_mtp": True}, "--no-mtp"),
+        ({"mtp": False}, "without the head"),
         ({"environment": {"HEADSTART_MTP": "0"}}, "HEADSTART_MTP"),
         ({"environment": {"HEADSTART_MTP": "false"}}, "HEADSTART_MTP"),
-        ({"request_k": 0}, "k = 0"),
         ({"unusable": "no file holds it"}, "no file holds it"),
     ],
 )
@@ -163,8 +162,3 @@ def test_a_head_that_nobody_declared_does_not_draft() -> None:
 def test_the_environment_is_the_process_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADSTART_MTP", "0")
     assert not cards.dispatch(CARD, promised=1, unusable=None).drafts
-
-
-def test_more_than_a_model_can_draft_is_refused_by_name() -> None:
-    with pytest.raises(RequestError, match="k is 6: x drafts at most 5 a round"):
-        cards.dispatch(CARD, promised=1, unusable=None, environment={}, request_k=6)

@@ -4,8 +4,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from headstart.cards import MAX_K
 from headstart.engine.depth import Depth, Drafter
-from headstart.sampling import MAX_K
 
 Costs = Callable[[int, int, int], float]  # rows, k, round → seconds a step
 Text = Callable[[int, int], float]  # round, position → how likely the draft there stands, given those before it

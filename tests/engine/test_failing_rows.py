@@ -41,7 +41,7 @@ def poison_convolution(memory: KV | Recurrent, row: int) -> None:
 
 
 def poison(engine: Engine, handle: Handle, how: Callable[[KV | Recurrent, int], None]) -> None:
-    index = next(i for i, row in enumerate(engine._rows) if row.handle is handle)
+    index = next(i for i, row in enumerate(engine.rows) if row.handle is handle)
     assert engine._batch is not None
     for memory in engine._batch.rows.layers:
         how(memory, index)
@@ -55,7 +55,7 @@ def test_a_row_whose_logits_are_not_finite_ends_alone(how: Callable[[KV | Recurr
     expected = [mlx_lm_greedy(model, prompt, 30) for prompt in prompts]
     engine = Engine(model, max_rows=3)
     handles = [submit(engine, prompt, max_tokens=30, k=k) for prompt in prompts]
-    while len(engine._rows) < 3:
+    while len(engine.rows) < 3:
         engine.turn()
     poison(engine, handles[1], how)
     late = submit(engine, prompts[1], max_tokens=30, k=k)  # takes its place in the batch
@@ -139,22 +139,109 @@ def test_a_row_that_cannot_join_ends_alone(monkeypatch: pytest.MonkeyPatch) -> N
     assert good.tokens == mlx_lm_greedy(model, prompts[0], 12)
 
 
-def test_a_step_that_fails_ends_its_rows_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = random_model("dense")
-    prompts = [random_prompt(model, length, length) for length in (9, 13)]
+REQUESTS: list[dict[str, object]] = [
+    {"k": 3},
+    {"k": "auto", "temperature": 1.0, "seed": 7},
+    {"k": 0, "repetition_penalty": 1.3},
+    {"k": 2, "temperature": 0.8, "seed": 3, "presence_penalty": 0.5, "min_tokens": 5},
+]
+
+
+def start(model: Model, engine: Engine) -> list[Handle]:
+    """Requests of all kinds, and the engine in the middle of their answers."""
+    prompts = [random_prompt(model, 9 + 4 * i, i) for i in range(len(REQUESTS))]
+    handles = [submit(engine, prompt, max_tokens=24, **how) for prompt, how in zip(prompts, REQUESTS, strict=True)]
+    while len(engine.rows) < len(handles):
+        engine.turn()
+    return handles
+
+
+def alone(handle: Handle, model: Model) -> list[int]:
+    return collect(Engine(model).submit(handle.request)).tokens
+
+
+def failing_where(monkeypatch: pytest.MonkeyPatch, error: Exception, bad: Callable[[Batch], bool]) -> list[int]:
+    """From now on a step fails where `bad` says so. Returns the sizes of the batches that did, as they come."""
+    honest, failed = loop.step, []
+
+    def step(model: Model, batch: Batch, k: int, guide: object) -> object:
+        if bad(batch):
+            failed.append(batch.size)
+            raise error
+        return honest(model, batch, k, guide)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(headstart.engine.engine, "step", step)
+    return failed
+
+
+@pytest.mark.parametrize("family", ["dense", "moe"])
+def test_a_step_that_fails_once_costs_nobody_a_token(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(family)
     engine = Engine(model)
-    handles = [submit(engine, prompt, max_tokens=12, k=3) for prompt in prompts]
-    for _ in range(3):
-        engine.turn()
-
-    def failing(*_: object) -> None:
-        raise RuntimeError("the device is gone")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(headstart.engine.engine, "step", failing)
-        engine.turn()
+    handles = start(model, engine)
+    failed = failing_where(monkeypatch, RuntimeError("the device stumbled"), lambda batch: not failed)
     answers = [collect(handle) for handle in handles]
+    assert failed == [4]
+    for handle, answer in zip(handles, answers, strict=True):
+        assert (answer.finish_reason, answer.error) == ("length", None)
+        assert answer.tokens == alone(handle, model)
+
+
+def test_a_row_that_makes_every_step_fail_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can tell from the batch whose fault it was."""
+    model = random_model("dense")
+    engine = Engine(model)
+    handles = start(model, engine)
+    bad = engine.rows[1].asked
+    failed = failing_where(monkeypatch, RuntimeError("its sampling is broken"), lambda batch: bad in batch.asked)
+    answers = [collect(handle) for handle in handles]
+    assert failed == [4, 1]
+    for i, (handle, answer) in enumerate(zip(handles, answers, strict=True)):
+        if i == 1:
+            assert answer.finish_reason == "error"
+            assert "its sampling is broken" in str(answer.error)
+        else:
+            assert (answer.finish_reason, answer.tokens) == ("length", alone(handle, model))
+
+
+@pytest.mark.parametrize("message", ["[malloc] Unable to allocate 1 bytes.", "cudaMalloc failed: out of memory"])
+def test_where_memory_runs_out_the_youngest_ends_and_the_others_complete(
+    message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_model("dense")
+    engine = Engine(model)
+    handles = start(model, engine)
+    failed = failing_where(monkeypatch, RuntimeError(message), lambda batch: batch.size > 2)
+    answers = [collect(handle) for handle in handles]
+    assert failed[0] == 4
+    assert [answer.finish_reason for answer in answers] == ["length", "length", "error", "error"]
+    assert message in str(answers[-1].error)
+    for handle, answer in zip(handles[:2], answers[:2], strict=True):
+        assert answer.tokens == alone(handle, model)
+
+
+def test_where_rows_fail_only_together_the_youngest_go_until_the_rest_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("dense")
+    engine = Engine(model)
+    handles = start(model, engine)
+    failing_where(monkeypatch, RuntimeError("too many"), lambda batch: batch.size > 1)
+    answers = [collect(handle) for handle in handles]
+    assert answers[0].finish_reason == "length"
+    assert "error" in {answer.finish_reason for answer in answers}
+    for handle, answer in zip(handles, answers, strict=True):
+        assert answer.finish_reason == "error" or answer.tokens == alone(handle, model)
+
+
+def test_an_engine_whose_steps_all_fail_ends_them_and_can_be_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = random_model("dense")
+    engine = Engine(model)
+    handles = start(model, engine)
+    with monkeypatch.context() as patch:
+        failing_where(patch, RuntimeError("the device is gone"), lambda batch: True)
+        answers = [collect(handle) for handle in handles]
     assert {answer.finish_reason for answer in answers} == {"error"}
     assert all("the device is gone" in str(answer.error) for answer in answers)
-    again = collect(submit(engine, prompts[0], max_tokens=12, k=3))
-    assert again.tokens == mlx_lm_greedy(model, prompts[0], 12)
+    again = collect(engine.submit(handles[0].request))
+    assert again.tokens == alone(handles[0], model)

@@ -168,7 +168,7 @@ def test_a_broken_head_changes_no_token() -> None:
     prompt = random_prompt(model, 20)
     engine = Engine(model)
     handle = submit(engine, prompt, max_tokens=24, k=3)
-    while not engine._rows:
+    while not engine.rows:
         engine.turn()
     assert engine._batch is not None
     assert engine._batch.head is not None

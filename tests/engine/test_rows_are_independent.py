@@ -55,7 +55,7 @@ def test_a_row_says_the_same_whoever_joins_leaves_or_is_cancelled_beside_it(
                 if request[2] < 0:
                     request[3].cancel()
         busy = engine.turn()
-        widest = max(widest, len(engine._rows))
+        widest = max(widest, len(engine.rows))
     assert widest == rows
     for length, limit, cancel_after, handle in requests:
         assert_as_alone(family, length, limit, cancel_after is not None, collect(handle))

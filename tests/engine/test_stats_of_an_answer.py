@@ -149,4 +149,4 @@ def test_the_engine_can_be_used_again_after_everything_ended() -> None:
             pass
         assert engine._batch is None
         assert engine._flight is None
-        assert not engine._rows
+        assert not engine.rows

@@ -6,8 +6,7 @@ from typing import Any
 
 from huggingface_hub import constants, try_to_load_from_cache
 
-from .. import models
-from ..cards import Dispatch, dispatch
+from ..cards import Dispatch
 from ..errors import CheckpointError
 from .hub import BUILTIN
 from .layout import Layout, read_config, read_layout
@@ -24,11 +23,7 @@ class Found:
     @property
     def dispatch(self) -> Dispatch | None:
         """What its head would do if nobody opted out."""
-        if self.layout is None:
-            return None
-        mtp, promised = self.layout.mtp, models.head_modules(self.layout.config)
-        unusable = None if mtp.available else mtp.reason
-        return dispatch(self.layout.card, promised=promised, unusable=unusable, environment={})
+        return self.layout.dispatch(mtp=True) if self.layout else None
 
     def report(self) -> dict[str, Any]:
         """The JSON of `headstart models`."""

@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .. import models
-from ..cards import Card
+from ..cards import Card, Dispatch, dispatch
 from ..errors import CheckpointError
 from . import identity, provenance
 from .headers import Header, read_header
@@ -56,6 +56,11 @@ class Layout:
     @property
     def card(self) -> Card | None:
         return identity.card(self.path, self.family)
+
+    def dispatch(self, mtp: bool | None = None) -> Dispatch:
+        """Whether its head drafts, and how far; `mtp` is the user's word, None the environment's."""
+        unusable = None if self.mtp.available else self.mtp.reason
+        return dispatch(self.card, promised=models.head_modules(self.config), unusable=unusable, mtp=mtp)
 
     def report(self) -> dict[str, Any]:
         """The JSON of `headstart inspect`."""

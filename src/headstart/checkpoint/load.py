@@ -28,19 +28,21 @@ from .parameters import Source, Stored
 FP8_BLOCK = 128
 
 
-def load(name: str | Path | None = None, *, mtp: bool = True, dtype: mx.Dtype | None = None) -> models.Model:
-    """The model that `name` stands for (see `resolve`), with its head if it has one and `mtp` is true.
+def load(name: str | Path | None = None, *, mtp: bool | None = None, dtype: mx.Dtype | None = None) -> models.Model:
+    """The model that `name` stands for (see `resolve`), with its head if it has one, unless `mtp` is false or, where
+    that is left open, HEADSTART_MTP is 0.
 
     A head that is there but unusable is a HeadError; where there is none, `Model.head_unavailable` says why.
     """
     layout = read_layout(resolve(name))
-    if mtp and layout.mtp.location and not layout.mtp.available:
+    if layout.mtp.location and not layout.mtp.available and layout.dispatch(mtp).reason == layout.mtp.reason:
         raise HeadError(f"{layout.path}: {layout.mtp.reason}")
     return load_layout(layout, mtp=mtp, dtype=dtype)
 
 
-def load_layout(layout: Layout, *, mtp: bool = True, dtype: mx.Dtype | None = None) -> models.Model:
-    head = mtp and layout.mtp.available
+def load_layout(layout: Layout, *, mtp: bool | None = None, dtype: mx.Dtype | None = None) -> models.Model:
+    decision = layout.dispatch(mtp)
+    head = decision.drafts
     stored = {name: part for name, part in layout.stored.items() if head or not is_head(name)}
     packed = {
         name: how for name, how in layout.quantized.items() if how["mode"] != "fp8" and f"{name}.scales" in stored
@@ -57,8 +59,7 @@ def load_layout(layout: Layout, *, mtp: bool = True, dtype: mx.Dtype | None = No
         model.weights.update(tree_unflatten([(name, array)]))
         del array
         mx.clear_cache()
-    reason = layout.mtp.reason if mtp else "loaded without the head"
-    return replace(model, head_unavailable=None if head else reason)
+    return replace(model, head_unavailable=decision.reason, default_k=decision.k, max_k=decision.max_k)
 
 
 def load_tokenizer(path: Path) -> TokenizerWrapper:

@@ -21,7 +21,7 @@ HELP = "/exit or Ctrl-D leaves, /clear forgets the conversation, Ctrl-C stops an
 @options.with_sampling
 def chat(
     model: options.Model = None,
-    mtp: options.Mtp = True,
+    mtp: options.Mtp = None,
     show_drafts: options.ShowDrafts = False,
     *,
     sampling: dict[str, Any],

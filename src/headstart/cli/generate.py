@@ -20,7 +20,7 @@ def generate(
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="What to answer.")] = None,
     prompt_file: Annotated[str | None, typer.Option(help="Read the prompt from a file; - is standard input.")] = None,
     model: options.Model = None,
-    mtp: options.Mtp = True,
+    mtp: options.Mtp = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Go on from the prompt as it is, without a chat template.")
     ] = False,

@@ -17,7 +17,12 @@ Model = Annotated[
     ),
 ]
 Mtp = Annotated[
-    bool, typer.Option("--mtp/--no-mtp", envvar="HEADSTART_MTP", help="Load the model with its MTP head, or without.")
+    bool | None,
+    typer.Option(
+        "--mtp/--no-mtp",
+        help="Load the model with its MTP head, or without.",
+        show_default="with it, unless HEADSTART_MTP is 0",
+    ),
 ]
 ShowDrafts = Annotated[
     bool, typer.Option("--show-drafts", help="Show where every token came from: draft, correction, bonus or plain.")

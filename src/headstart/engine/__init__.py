@@ -3,6 +3,10 @@
 from .depth import Depth
 from .engine import Engine
 from .request import Event, FinishReason, Handle, Request, TokenLogprobs
+from .room import Room, Settings
 from .stats import Origin, Stats
 
-__all__ = ["Depth", "Engine", "Event", "FinishReason", "Handle", "Origin", "Request", "Stats", "TokenLogprobs"]
+__all__ = [
+    "Depth", "Engine", "Event", "FinishReason", "Handle", "Origin", "Request", "Room", "Settings", "Stats",
+    "TokenLogprobs",
+]  # fmt: skip

@@ -66,18 +66,21 @@ class Batch:
     controls: Controls
 
     @classmethod
-    def of_one(cls, model: Model, prompt: Sequence[int], asked: Asked, ceiling: int) -> "Batch":
-        """A row that has yet to take in all of its prompt but the last token, which opens its first window."""
+    def of_one(
+        cls, model: Model, tokens: Sequence[int], asked: Asked, ceiling: int, said: int = 0, rounds: int = 0
+    ) -> "Batch":
+        """A row that has yet to take in all of its tokens but the last one, which opens its next window. Where it is
+        begun again, `said` of them are its own, said in so many `rounds`."""
         size = asked.params.context_size
-        recent = ([-1] * size + list(prompt[-size:]))[-size:] if size else []
+        recent = ([-1] * size + list(tokens[-size:]))[-size:] if size else []
         return cls(
             rows=model.make_state(1),
             head=model.make_head_state(1) if ceiling else None,
             waiting=_nothing_waits(model, 1),
-            last=mx.array([prompt[-1]], mx.int32),
+            last=mx.array([tokens[-1]], mx.int32),
             ceiling=mx.array([ceiling], mx.int32),
-            remaining=mx.array([asked.limit], mx.int32),
-            rounds=mx.zeros((1,), mx.int32),
+            remaining=mx.array([asked.limit - said], mx.int32),
+            rounds=mx.array([rounds], mx.int32),
             recent=mx.array([recent], mx.int32).reshape(1, size),
             asked=[asked],
             controls=controls([asked], model.vocabulary),

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..sampling import MAX_K
+from ..cards import MAX_K
 
 MEMORY = 0.95  # what an observation still weighs a round later: some 20 rounds count
 FADED = 3.0  # rounds that old knowledge of the first draft still counts for

@@ -4,11 +4,15 @@ A turn admits requests, takes in at most one chunk of a prompt, launches a step 
 the device works on it, hands out what the step before said. So the host waits once a step, and learns of an end
 one step late: the surplus round of a finished row counts nowhere. Only where a row has a grammar must the host know
 what was said before it can tell what may follow, and so waits before it launches.
+
+A row can always be begun again from its tokens, and goes on bit for bit as it would have. So where memory runs short
+the youngest gives up its place for a while, and a step that fails costs its rows time and not their answers.
 """
 
 import secrets
 import time
 from collections import deque
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from threading import Lock
@@ -18,50 +22,24 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from ..cards import MAX_K
 from ..errors import HeadstartError, RequestError
 from ..models import Model
-from ..sampling import MAX_K, Asked, Guide, Logprobs, Matcher, compile_grammar
+from ..sampling import Asked, Guide, Logprobs, compile_grammar
+from ..state import CHUNK, Prefix
 from .batch import Batch
 from .depth import Depth, Drafter
 from .exact import rows_are_independent
-from .request import Event, FinishReason, Handle, Request, TokenLogprobs
-from .stats import Stats, origins
+from .memory import ANSWER, Footprint, is_shortage, left_for_rows
+from .queue import Queue
+from .request import Event, Handle, Request
+from .reuse import leave, resume
+from .row import Row, Said
+from .stats import Stats
 from .step import prefill, step
 from .text import TextStream
 
-CHUNK = 512  # tokens of a prompt between two steps, at fixed multiples
-
 _depths: WeakKeyDictionary[Model, Depth] = WeakKeyDictionary()
-
-
-@dataclass(eq=False)
-class Row:
-    """The host's side of a sequence."""
-
-    handle: Handle
-    asked: Asked
-    drafter: Drafter  # what is known of its drafts
-    stats: Stats
-    text: TextStream | None
-    matcher: Matcher | None  # of its grammar
-    batch: Batch | None = None  # its own while its prompt is taken in
-    taken: int = 0  # tokens of the prompt that are in
-    started: float = 0.0
-    over: bool = False
-
-    @property
-    def fixed(self) -> int:
-        """The depth that its request insists on."""
-        k = self.asked.params.k
-        return 0 if k == "auto" else self.drafter.ceiling
-
-    @property
-    def said(self) -> int:
-        return self.stats.generation_tokens
-
-    @property
-    def limit(self) -> int:
-        return self.asked.limit
 
 
 @dataclass
@@ -76,6 +54,13 @@ class Flight:
     logits: mx.array | None  # [B, k+1, V], if a row wants them
     logprobs: Logprobs | None
 
+    def said(self, index: int, numbers: list[int]) -> Said:
+        """What the round says to the row at `index`, whose line of the report is `numbers`."""
+        *tokens, accepted, proposed, _ = numbers
+        logits = None if self.logits is None else self.logits[index]
+        logprobs = None if self.logprobs is None else Logprobs(*[a[index] for a in self.logprobs])
+        return Said(tokens[: accepted + 1], accepted, proposed, logits, logprobs)
+
 
 class Engine:
     def __init__(
@@ -84,13 +69,18 @@ class Engine:
         tokenizer: TokenizerWrapper | None = None,
         *,
         max_rows: int = 16,
+        max_queue: int | None = None,
+        memory_limit: int | None = None,
         threaded: bool = False,
         depth: Depth | None = None,
+        prefix: Prefix | None = None,
     ):
         """With a tokenizer, events carry text, its end tokens end an answer, and stop strings and grammars work.
 
-        `threaded`: another thread turns the engine; otherwise whoever waits for an event does. `depth` chooses k for
-        requests that leave it open; by default what was learned of this model so far goes on to be used.
+        `memory_limit`: bytes that the rows' memory may take; by default what this device has left. `threaded`:
+        another thread turns the engine; otherwise whoever waits for an event does. `depth` chooses k for requests
+        that leave it open; by default what was learned of this model so far goes on to be used. `prefix`: where
+        beginnings of prompts are kept for others.
         """
         if max_rows < 1:
             raise RequestError(f"max_rows is {max_rows}; it must be at least 1")
@@ -98,19 +88,37 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.max_rows = max_rows
+        self.memory = left_for_rows() if memory_limit is None else memory_limit
+        self.footprint = Footprint.of(model)
         self.depth = depth or _depths.setdefault(model, Depth())
+        self.prefix = prefix
+        self.queue = Queue(max_queue)
+        self.entering: deque[Row] = deque()  # taking in their prompts
+        self.rows: list[Row] = []  # decoding, in the order of the batch
         self._threaded = threaded
-        self._lock = Lock()
-        self._queue: deque[Row] = deque()  # submitted, not admitted
-        self._entering: deque[Row] = deque()  # taking in their prompts
-        self._rows: list[Row] = []  # decoding, in the order of the batch
+        self._turning = Lock()
         self._batch: Batch | None = None
         self._flight: Flight | None = None
         self._landed = 0.0  # when the last round was known
         self._steady = False
 
-    def submit(self, request: Request) -> Handle:
-        """Queue a request, from any thread. Raises RequestError where it cannot be honoured."""
+    @property
+    def busy(self) -> bool:
+        return bool(self.entering or self.rows or self._flight or len(self.queue))
+
+    def submit(
+        self,
+        request: Request,
+        *,
+        client: str = "",
+        listener: Callable[[Event], None] | None = None,
+        max_k: int = MAX_K,
+    ) -> Handle:
+        """Queue a request, from any thread. RequestError where it cannot be honoured, Busy where too many wait.
+
+        Clients take turns. `listener` is told every event by the thread that turns the engine, instead of the
+        handle. `max_k`: most drafts a round, besides what the model and the request allow.
+        """
         request.check(self.model)
         params, model = request.params, self.model
         text = None
@@ -125,81 +133,146 @@ class Engine:
             if self.tokenizer is None:
                 raise RequestError("grammar needs text, and this engine has no tokenizer: give it the model's")
             matcher = compile_grammar(params.grammar, self.tokenizer).matcher(params.stop_ids, model.vocabulary)
-        ceiling, bypass = 0, None
+        ceiling, bypass, most = 0, None, min(max_k, model.max_k)
         if not model.has_head:
             bypass = model.head_unavailable or "the model has no head"
         elif params.k == 0:
             bypass = "k is 0"
+        elif most == 0:
+            bypass = "speculation is switched off"
         else:
-            ceiling = MAX_K if params.k == "auto" else params.k
+            ceiling = most if params.k == "auto" else min(params.k, most)
         limit = min(params.max_tokens, model.context_length - len(request.prompt))
         # Unseeded rows differ from each other and from run to run.
         key = params.seed if params.seed is not None else secrets.randbits(64)
         asked = Asked(params, key, request.choice, limit)
-        handle = Handle(request, None if self._threaded else self.turn)
+        handle = Handle(request, None if self._threaded else self.turn, listener)
         stats = Stats("native_mtp" if ceiling else None, bypass, prompt_tokens=len(request.prompt))
-        with self._lock:
-            self._queue.append(Row(handle, asked, Drafter(ceiling), stats, text, matcher))
+        if ceiling and params.k != "auto" and ceiling < params.k:
+            stats.clamped_to = ceiling
+        row = Row(handle, asked, Drafter(ceiling), stats, text, matcher, list(request.prompt))
+        if (needed := self._bytes([row])) > self.memory:
+            raise RequestError(
+                f"prompt has {len(request.prompt)} tokens and needs {needed / 1e9:.2f} GB with its answer, and "
+                f"{self.memory / 1e9:.2f} GB are left for requests: shorten it or lower max_tokens"
+            )
+        self.queue.put(row, client)
         return handle
 
     def turn(self) -> bool:
         """One turn. False when nothing is left to do."""
-        self._drop_cancelled()
-        self._admit()
-        self._take_in_a_chunk()
-        try:
-            landed = self._flight
-            if landed is not None and any(row.matcher for row in self._rows):
-                self._land(landed)
-                landed = self._flight = None
-            self._flight = self._launch()
-            if landed is not None:
-                self._land(landed)
-        except Exception as error:  # of the whole batch: nobody can tell whose it is
-            self._abandon(error)
-        return bool(self._queue or self._entering or self._rows or self._flight)
+        with self._turning:
+            self._drop_cancelled()
+            self._admit()
+            self._take_in_a_chunk()
+            try:
+                landed = self._flight
+                if landed is not None and any(row.matcher for row in self.rows):
+                    self._land(landed)
+                    landed = self._flight = None
+                self._make_room()
+                self._flight = self._launch()
+                if landed is not None:
+                    self._land(landed)
+            except Exception as error:
+                self._recover(error)
+        return self.busy
+
+    def take_in_all(self) -> None:
+        """Take in the prompts of all that find a place before any of them goes on, so that they decode together."""
+        with self._turning:
+            self._admit()
+            while self.entering:
+                self._take_in_a_chunk()
+
+    def cancel_all(self) -> None:
+        """Stop everything at the next turn, from any thread."""
+        for row in (*self.queue.all(), *self.entering, *self.rows):
+            row.handle.cancel()
+
+    def end_all(self, error: HeadstartError) -> None:
+        """Nothing can go on. By the thread that turned the engine."""
+        for row in (*self.queue.clear(), *self.entering, *self.rows):
+            if not row.over:
+                row.finish("error", error)
+        self.entering.clear()
+        self._forget_batch()
+
+    def take_in_again(self) -> None:
+        """Whatever the device holds of the rows is not to be trusted: begin them again from their tokens."""
+        for row in self.entering:
+            row.take_in_again()
+        self._enter_again([row for row in self.rows if not row.over])
+
+    def _bytes(self, rows: list[Row]) -> int:
+        """What these rows will need, as far as their answers are counted ahead."""
+        return self.footprint.bytes([len(r.tokens) + min(r.limit - r.said, ANSWER) + MAX_K + 1 for r in rows])
 
     def _drop_cancelled(self) -> None:
-        with self._lock:
-            waiting = [row for row in self._queue if row.handle.cancelled]
-            self._queue = deque(row for row in self._queue if not row.handle.cancelled)
-        for row in waiting + [row for row in (*self._entering, *self._rows) if row.handle.cancelled]:
-            self._finish(row, "cancelled")
-        self._entering = deque(row for row in self._entering if not row.over)
+        waiting = self.queue.drop_cancelled()
+        for row in waiting + [row for row in (*self.entering, *self.rows) if row.handle.cancelled]:
+            row.finish("cancelled")
+        self.entering = deque(row for row in self.entering if not row.over)
         self._drop_finished()
 
     def _admit(self) -> None:
-        with self._lock:
-            while self._queue and len(self._rows) + len(self._entering) < self.max_rows:
-                self._entering.append(self._queue.popleft())
+        """As many as there are places and memory for. The first in the queue waits for its share, not for luck."""
+        while len(self.rows) + len(self.entering) < self.max_rows and (row := self.queue.first()) is not None:
+            inside = [*self.rows, *self.entering]
+            if inside and self._bytes([*inside, row]) > self.memory:
+                return
+            self.entering.append(self.queue.take())
 
     def _take_in_a_chunk(self) -> None:
         """At most one chunk of one prompt, so that running rows do not stall. All but its last token is taken in:
         that one opens the first window."""
-        if not self._entering:
+        if not self.entering:
             return
-        row = self._entering[0]
-        prompt = row.handle.request.prompt
-        end = min((row.taken // CHUNK + 1) * CHUNK, len(prompt) - 1)
+        row = self.entering[0]
+        tokens = row.tokens
         try:
             if row.batch is None:
-                row.stats.exact = rows_are_independent(self.model) and row.asked.params.rule != "optimistic"
-                row.batch = Batch.of_one(self.model, prompt, row.asked, row.drafter.ceiling)
-                row.started = time.perf_counter()
+                self._begin(row)
+            assert row.batch is not None
+            end = min((row.taken // CHUNK + 1) * CHUNK, len(tokens) - 1)
             if row.taken:  # one chunk at a time: progress is real, memory bounded, and a cancel soon heeded
                 mx.eval(row.batch.arrays())
+                if self.prefix is not None:
+                    leave(row.batch, tokens, row.taken, self.prefix)
                 row.handle.put(Event(stats=deepcopy(row.stats), prompt_taken=row.taken))
             if end > row.taken:
-                tokens = mx.array([prompt[row.taken : end]], mx.int32)
-                prefill(self.model, row.batch, tokens, mx.array([prompt[end]], mx.int32))
+                chunk = mx.array([tokens[row.taken : end]], mx.int32)
+                prefill(self.model, row.batch, chunk, mx.array([tokens[end]], mx.int32))
                 mx.async_eval(row.batch.arrays())
                 row.taken, self._steady = end, False
-            if end == len(prompt) - 1:
+            if end < len(tokens) - 1:
+                return
+            if self.prefix is not None:
+                leave(row.batch, tokens, end, self.prefix)
+                if not row.drafter.ceiling:
+                    row.batch.forget_head(self.model)
+            if row.suspect:
+                self._try_alone(row)
+            else:
                 self._join(row)
-                self._entering.popleft()
+                self.entering.popleft()
         except Exception as error:  # a row that fails ends alone
-            self._entering.remove(row)
-            self._finish(row, "error", error)
+            row.finish("error", error)
+        self.entering = deque(row for row in self.entering if not row.over)
+
+    def _begin(self, row: Row) -> None:
+        """At the first token, or after those of its beginning that are known."""
+        row.batch = Batch.of_one(
+            self.model, row.tokens, row.asked, row.drafter.ceiling, said=row.said, rounds=row.stats.rounds
+        )
+        row.started = row.started or time.perf_counter()
+        exact = rows_are_independent(self.model) and row.asked.params.rule != "optimistic"
+        if self.prefix is not None:
+            row.taken = resume(self.model, row.batch, row.tokens, self.prefix)
+            exact = exact and not (row.taken and self.prefix.eight_bits)
+        if not row.said:
+            row.stats.prefix_cache_hit, row.stats.exact = row.taken, exact
+        row.stats.exact = row.stats.exact and exact
 
     def _join(self, row: Row) -> None:
         assert row.batch is not None
@@ -208,29 +281,50 @@ class Engine:
         else:
             self._batch.join(row.batch, self.model)
         row.batch, self._steady = None, False
-        self._rows.append(row)
+        self.rows.append(row)
+
+    def _try_alone(self, row: Row) -> None:
+        """A batch with this row in it failed. A round by itself shows whether it was this one."""
+        assert row.batch is not None
+        self._land(self._start(row.batch, [row], row.drafter.ceiling))
+        row.suspect, row.cleared = False, True
+        row.take_in_again()
+
+    def _make_room(self) -> None:
+        """Answers grow. Where they outgrow the memory, the youngest waits until there is some again."""
+        while len(self.rows) > 1 and self._batch is not None:
+            if self.footprint.bytes([bound + MAX_K + 1 for bound in self._batch.rows.bounds]) <= self.memory:
+                return
+            youngest = max(self.rows, key=lambda row: row.started)
+            self._batch.keep([i for i, row in enumerate(self.rows) if row is not youngest], self.model)
+            self.rows.remove(youngest)
+            youngest.take_in_again()
+            self.queue.put_back(youngest)
+            self._steady = False
 
     def _launch(self) -> Flight | None:
         """Start the next step before the last one is known. Rows that the round in flight must end are surplus;
         where all are, there is nothing to start."""
         flying = self._flight.rows if self._flight is not None else []
-        if self._batch is None or all(row in flying and row.said + 1 >= row.limit for row in self._rows):
+        if self._batch is None or all(row in flying and row.said + 1 >= row.limit for row in self.rows):
             return None
+        k = max(row.fixed for row in self.rows)
+        if any(row.asked.params.k == "auto" for row in self.rows):
+            k = max(k, self.depth.choose([row.drafter for row in self.rows]))
+        return self._start(self._batch, self.rows, k)
+
+    def _start(self, batch: Batch, rows: list[Row], k: int) -> Flight:
         begun = time.perf_counter()
-        k = max(row.fixed for row in self._rows)
-        if any(row.asked.params.k == "auto" for row in self._rows):
-            k = max(k, self.depth.choose([row.drafter for row in self._rows]))
-        matchers = [row.matcher for row in self._rows]
+        matchers = [row.matcher for row in rows]
         guide = Guide(matchers, self.model.vocabulary) if any(matchers) else None
-        round = step(self.model, self._batch, k, guide)
+        round = step(self.model, batch, k, guide)
         columns = [round.accepted, round.proposed, round.finite.astype(mx.int32)]
         report = mx.concatenate([round.tokens, mx.stack(columns, axis=1)], axis=1)
-        wanted = any(row.handle.request.keep_logits for row in self._rows)
+        wanted = any(row.handle.request.keep_logits for row in rows)
         also = [*(round.logprobs or ()), *([round.logits] if wanted else [])]
-        mx.async_eval(report, *also, *self._batch.arrays())
+        mx.async_eval(report, *also, *batch.arrays())
         steady, self._steady = self._steady, True
-        logits = round.logits if wanted else None
-        return Flight(list(self._rows), k, begun, steady, report, logits, round.logprobs)
+        return Flight(list(rows), k, begun, steady, report, round.logits if wanted else None, round.logprobs)
 
     def _land(self, flight: Flight) -> None:
         """Wait for a round, and tell every row what it said."""
@@ -239,19 +333,19 @@ class Engine:
         for index, (row, numbers) in enumerate(zip(flight.rows, report, strict=True)):
             if row.over:
                 continue
-            *tokens, accepted, proposed, finite = numbers
-            if not finite:
-                self._finish(row, "error", HeadstartError("the model's logits are not finite: this row cannot go on"))
+            if not numbers[-1]:
+                row.finish("error", HeadstartError("the model's logits are not finite: this row cannot go on"))
                 continue
             if row.matcher is not None and row.matcher.failed is not None:
-                self._finish(row, "error", row.matcher.failed)
+                row.finish("error", row.matcher.failed)
                 continue
-            assert self._batch is not None
-            self._batch.rows.bounds[self._rows.index(row)] -= flight.k - accepted
+            said = flight.said(index, numbers)
+            if self._batch is not None and row in self.rows:
+                self._batch.rows.bounds[self.rows.index(row)] -= flight.k - said.accepted
             try:
-                self._say(row, tokens[: accepted + 1], accepted, proposed, flight, index)
+                row.say(said)
             except Exception as error:  # of its text or its grammar
-                self._finish(row, "error", error)
+                row.finish("error", error)
         self._drop_finished()
 
     def _learn(self, flight: Flight, report: list[list[int]]) -> None:
@@ -269,78 +363,38 @@ class Engine:
         for row, _ in running:
             row.stats.count_depth(min(flight.k, row.drafter.ceiling), seconds)
 
-    def _say(self, row: Row, tokens: list[int], accepted: int, proposed: int, flight: Flight, index: int) -> None:
-        """Hand a round's tokens to their request, up to where the answer ends."""
-        tokens, matcher = tokens[: row.limit - row.said], row.matcher
-        if matcher is not None:
-            tokens = tokens[: matcher.advance(tokens)]
-        texts, reason = self._read(row, tokens)
-        tokens = tokens[: len(texts)]
-        row.stats.count(len(tokens), accepted, proposed, time.perf_counter() - row.started)
-        if reason is None and matcher is not None and matcher.stopped:
-            reason = "stop"
-        if reason is None and row.said >= row.limit:
-            reason = "length"
-        if reason is not None:
-            row.over = True
-            if row.text is not None:
-                texts[-1] += row.text.finish()
-                reason = "stop" if row.text.stopped else reason
-        request, here = row.handle.request, (index, slice(len(tokens)))
-        event = Event(
-            tokens, origins(len(tokens), accepted, proposed), finish_reason=reason, stats=deepcopy(row.stats)
-        )
-        if row.text is not None:
-            event = replace(event, texts=texts)
-        if request.params.logprobs and flight.logprobs is not None:
-            event = replace(event, logprobs=_token_logprobs(Logprobs(*[a[here] for a in flight.logprobs]), request))
-        if request.keep_logits and flight.logits is not None:
-            event = replace(event, logits=flight.logits[here])
-        if tokens:
-            row.handle.put(event)
-        if reason is None and matcher is not None and matcher.failed is not None:
-            self._finish(row, "error", matcher.failed)
+    def _recover(self, error: Exception) -> None:
+        """A step failed, and took the rows' memory with it. Where memory ran out, the youngest ends. Otherwise
+        nobody can tell whose fault it is until each has run a round alone; if none fails there, the youngest ends."""
+        rows = [row for row in self.rows if not row.over]
+        shortage = is_shortage(error)
+        if rows and (len(rows) == 1 or shortage or all(row.cleared for row in rows)):
+            youngest = max(rows, key=lambda row: row.started)
+            youngest.finish("error", error)
+            rows.remove(youngest)
+        for row in rows:
+            row.suspect = not shortage and not row.cleared
+        self._enter_again(rows)
 
-    def _read(self, row: Row, tokens: list[int]) -> tuple[list[str], FinishReason | None]:
-        """The text of each token up to the first that ends the answer."""
-        texts: list[str] = []
-        for token in tokens:
-            ends = token in row.asked.params.stop_ids
-            texts.append("" if ends or row.text is None else row.text.add(token))
-            if ends or (row.text is not None and row.text.stopped):
-                return texts, "stop"
-        return texts, None
+    def _enter_again(self, rows: list[Row]) -> None:
+        self._forget_batch()
+        for row in rows:
+            row.take_in_again()
+        self.entering.extendleft(reversed(rows))
 
-    def _finish(self, row: Row, reason: FinishReason, error: Exception | None = None) -> None:
-        row.over, row.matcher = True, None
-        if error is not None and not isinstance(error, HeadstartError):
-            error = HeadstartError(f"{type(error).__name__}: {error}")
-        row.handle.put(Event(finish_reason=reason, stats=deepcopy(row.stats), error=error))
-
-    def _abandon(self, error: Exception) -> None:
-        """End all running rows with an error, and be ready for others."""
-        for row in self._rows:
-            if not row.over:
-                self._finish(row, "error", error)
-        self._rows, self._batch, self._flight = [], None, None
+    def _forget_batch(self) -> None:
+        self.rows, self._batch, self._flight, self._steady = [], None, None, False
+        mx.clear_cache()
 
     def _drop_finished(self) -> None:
-        staying = [i for i, row in enumerate(self._rows) if not row.over]
-        if self._batch is None or len(staying) == len(self._rows):
+        staying = [i for i, row in enumerate(self.rows) if not row.over]
+        if self._batch is None or len(staying) == len(self.rows):
             return
-        self._rows = [self._rows[i] for i in staying]
-        if not self._rows:
+        self.rows = [self.rows[i] for i in staying]
+        if not self.rows:
             self._batch = None
             return
         self._steady = False
         self._batch.keep(staying, self.model)
-        if self._batch.head is not None and not any(row.drafter.ceiling for row in self._rows):
+        if self._batch.head is not None and not any(row.drafter.ceiling for row in self.rows):
             self._batch.forget_head(self.model)
-
-
-def _token_logprobs(told: Logprobs, request: Request) -> list[TokenLogprobs]:
-    chosen: list[float] = told.chosen.tolist()  # type: ignore[assignment]
-    ids: list[list[int]] = told.top_ids.tolist()  # type: ignore[assignment]
-    top: list[list[float]] = told.top.tolist()  # type: ignore[assignment]
-    best = [list(zip(i, t, strict=True))[: request.params.top_logprobs] for i, t in zip(ids, top, strict=True)]
-    return [TokenLogprobs(c, b) for c, b in zip(chosen, best, strict=True)]

@@ -16,8 +16,10 @@ def origins(said: int, accepted: int, proposed: int) -> list[Origin]:
 class Stats:
     drafter_kind: Literal["native_mtp"] | None
     bypass_reason: str | None  # why nothing was drafted
+    clamped_to: int | None = None  # the depth that ran at most, where the request asked for more
     exact: bool = False  # the output is that of plain decoding, bit for bit
     prompt_tokens: int = 0
+    prefix_cache_hit: int = 0  # tokens of the prompt that did not have to be read
     generation_tokens: int = 0
     rounds: int = 0
     depths: dict[int, int] = field(default_factory=dict)  # rounds by k
@@ -79,6 +81,7 @@ class Stats:
         return {
             "drafter_kind": self.drafter_kind,
             "num_draft_tokens": _ratio(self.proposed_draft_tokens, self.rounds),
+            "num_draft_tokens_clamped_to": self.clamped_to,
             "proposed_draft_tokens": self.proposed_draft_tokens,
             "accepted_draft_tokens": self.accepted_draft_tokens,
             "acceptance_rate": _ratio(self.accepted_draft_tokens, self.proposed_draft_tokens),
@@ -89,7 +92,7 @@ class Stats:
             "tokens_per_round": self.tokens_per_round,
             "prompt_tps": self.prompt_tps,
             "generation_tps": self.generation_tps,
-            "prefix_cache_hit": 0,
+            "prefix_cache_hit": self.prefix_cache_hit,
             "bypass_reason": self.bypass_reason,
             "ignored_fields": [],
             "exact": self.exact,

@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
+from ..cards import DEFAULT_K, MAX_K
 from ..state import KV, Recurrent, Rows
 from .gated_delta_net import Projections, gated_delta_net
 
@@ -101,6 +102,8 @@ class Model:
     lm: nn.Module  # mlx-lm's own model over the same arrays
     weights: Weights
     head_unavailable: str | None = None  # why there is no head
+    default_k: int = DEFAULT_K  # drafts a round to begin with
+    max_k: int = MAX_K  # most drafts a round
 
     @property
     def has_head(self) -> bool:

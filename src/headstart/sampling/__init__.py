@@ -5,9 +5,9 @@ from .controls import Asked, Controls, controls
 from .grammar import GrammarSpec, Guide, Matcher, compile_grammar
 from .judge import Proposal, Scene, judge, propose
 from .logprobs import Logprobs, logprobs
-from .params import MAX_K, SamplingParams
+from .params import SamplingParams
 
 __all__ = [
-    "MAX_K", "Asked", "Controls", "GrammarSpec", "Guide", "Logprobs", "Matcher", "Proposal", "SamplingParams",
+    "Asked", "Controls", "GrammarSpec", "Guide", "Logprobs", "Matcher", "Proposal", "SamplingParams",
     "Scene", "Verdict", "compile_grammar", "controls", "judge", "logprobs", "propose",
 ]  # fmt: skip

@@ -4,10 +4,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from ..cards import MAX_K
 from ..errors import RequestError
 from .grammar import GrammarSpec
 
-MAX_K = 8  # drafts a round
 MAX_STOPS = 64
 MAX_CONTEXT_SIZE = 4096
 MAX_TOP_LOGPROBS = 20

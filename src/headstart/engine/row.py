@@ -1,0 +1,120 @@
+"""The host's side of one sequence: what it was asked, what it has said, and how it tells."""
+
+import time
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+
+import mlx.core as mx
+
+from ..errors import HeadstartError
+from ..sampling import Asked, Logprobs, Matcher
+from .batch import Batch
+from .depth import Drafter
+from .request import Event, FinishReason, Handle, Request, TokenLogprobs
+from .stats import Stats, origins
+from .text import TextStream
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a round says to one row, on the host; its logits and log-probabilities still on the device."""
+
+    tokens: list[int]  # accepted + 1 of them
+    accepted: int
+    proposed: int
+    logits: mx.array | None = None  # [k+1, V]
+    logprobs: Logprobs | None = None
+
+
+@dataclass(eq=False)
+class Row:
+    handle: Handle
+    asked: Asked
+    drafter: Drafter  # what is known of its drafts
+    stats: Stats
+    text: TextStream | None
+    matcher: Matcher | None  # of its grammar
+    tokens: list[int] = field(default_factory=list)  # the prompt and all that was said
+    batch: Batch | None = None  # its own while its tokens are taken in
+    taken: int = 0  # tokens that are in
+    started: float = 0.0
+    over: bool = False
+    suspect: bool = False  # a batch with it failed, and it has not been seen to run alone
+    cleared: bool = False  # it has
+
+    @property
+    def fixed(self) -> int:
+        """The depth that its request insists on."""
+        return 0 if self.asked.params.k == "auto" else self.drafter.ceiling
+
+    @property
+    def said(self) -> int:
+        return self.stats.generation_tokens
+
+    @property
+    def limit(self) -> int:
+        return self.asked.limit
+
+    def say(self, round: Said) -> None:
+        """Hand a round's tokens to the request, up to where the answer ends."""
+        tokens, matcher = round.tokens[: self.limit - self.said], self.matcher
+        if matcher is not None:
+            tokens = tokens[: matcher.advance(tokens)]
+        texts, reason = self._read(tokens)
+        tokens = tokens[: len(texts)]
+        self.tokens += tokens
+        self.stats.count(len(tokens), round.accepted, round.proposed, time.perf_counter() - self.started)
+        if reason is None and matcher is not None and matcher.stopped:
+            reason = "stop"
+        if reason is None and self.said >= self.limit:
+            reason = "length"
+        if reason is not None:
+            self.over = True
+            if self.text is not None:
+                texts[-1] += self.text.finish()
+                reason = "stop" if self.text.stopped else reason
+        request, here = self.handle.request, slice(len(tokens))
+        event = Event(
+            tokens,
+            origins(len(tokens), round.accepted, round.proposed),
+            finish_reason=reason,
+            stats=deepcopy(self.stats),
+        )
+        if self.text is not None:
+            event = replace(event, texts=texts)
+        if request.params.logprobs and round.logprobs is not None:
+            event = replace(event, logprobs=_logprobs(Logprobs(*[a[here] for a in round.logprobs]), request))
+        if request.keep_logits and round.logits is not None:
+            event = replace(event, logits=round.logits[here])
+        if tokens:
+            self.handle.put(event)
+        if reason is None and matcher is not None and matcher.failed is not None:
+            self.finish("error", matcher.failed)
+
+    def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
+        self.over, self.matcher = True, None
+        if error is not None and not isinstance(error, HeadstartError):
+            error = HeadstartError(f"{type(error).__name__}: {error}")
+        self.handle.put(Event(finish_reason=reason, stats=deepcopy(self.stats), error=error))
+
+    def take_in_again(self) -> None:
+        """Its memory is lost or was given up: all it has said becomes part of what it takes in."""
+        self.batch, self.taken = None, 0
+
+    def _read(self, tokens: list[int]) -> tuple[list[str], FinishReason | None]:
+        """The text of each token up to the first that ends the answer."""
+        texts: list[str] = []
+        for token in tokens:
+            ends = token in self.asked.params.stop_ids
+            texts.append("" if ends or self.text is None else self.text.add(token))
+            if ends or (self.text is not None and self.text.stopped):
+                return texts, "stop"
+        return texts, None
+
+
+def _logprobs(told: Logprobs, request: Request) -> list[TokenLogprobs]:
+    chosen: list[float] = told.chosen.tolist()  # type: ignore[assignment]
+    ids: list[list[int]] = told.top_ids.tolist()  # type: ignore[assignment]
+    top: list[list[float]] = told.top.tolist()  # type: ignore[assignment]
+    best = [list(zip(i, t, strict=True))[: request.params.top_logprobs] for i, t in zip(ids, top, strict=True)]
+    return [TokenLogprobs(c, b) for c, b in zip(chosen, best, strict=True)]

@@ -1,0 +1,98 @@
+"""Who is let in when: in turn between clients, and only where there is memory for them."""
+
+import pytest
+
+from fixtures import builtin_model, collect, generate, random_model, random_prompt, submit
+from headstart.engine import Engine, Request
+from headstart.engine.memory import Footprint
+from headstart.errors import Busy, RequestError
+from headstart.models import Model
+from headstart.sampling import SamplingParams
+
+
+def test_clients_take_turns() -> None:
+    model = random_model("dense")
+    engine = Engine(model, max_rows=1)
+    greedy = Request(random_prompt(model, 5), SamplingParams(max_tokens=1, k=0))
+    order: list[str] = []
+    for client in ("many", "many", "many", "few", "one", "few"):
+        engine.submit(greedy, client=client, listener=lambda event, client=client: order.append(client))
+    while engine.turn():
+        pass
+    assert order == ["many", "few", "one", "many", "few", "many"]
+
+
+def test_a_full_queue_says_when_to_try_again() -> None:
+    model = random_model("dense")
+    engine = Engine(model, max_queue=2)
+    first = [submit(engine, random_prompt(model, 5), max_tokens=2) for _ in range(2)]
+    with pytest.raises(Busy, match="2 requests are waiting") as busy:
+        submit(engine, random_prompt(model, 5), max_tokens=2)
+    assert busy.value.retry_after > 0
+    assert all(collect(handle).finish_reason == "length" for handle in first)
+    assert collect(submit(engine, random_prompt(model, 5), max_tokens=2)).finish_reason == "length"
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3.5", "tiny-qwen3.5-moe"])
+def test_the_footprint_is_what_rows_really_take(name: str) -> None:
+    model = builtin_model(name)
+    engine = Engine(model)
+    for length in (300, 20):
+        submit(engine, random_prompt(model, length), max_tokens=4, k=0)
+    while len(engine.rows) < 2:
+        engine.turn()
+    batch = engine._batch
+    assert batch is not None
+    taken = sum(a.nbytes for a in batch.rows.arrays()) - batch.rows.lengths.nbytes - batch.rows.accepted.nbytes
+    one, none = Footprint.of(model), model.make_head_state(1)
+    head = sum(2 * layer.keys.shape[1] * layer.keys.shape[3] * layer.keys.itemsize for layer in none.layers)
+    assert taken == one.bytes([300 + 4, 20 + 4]) - 2 * head * 512
+
+
+def needed(model: Model, *lengths: int) -> int:
+    return Footprint.of(model).bytes(lengths)
+
+
+def test_a_row_waits_until_there_is_memory_for_it() -> None:
+    model = random_model("dense")
+    prompts = [random_prompt(model, 100, i) for i in range(4)]
+    engine = Engine(model, memory_limit=needed(model, 200, 200))
+    handles = [submit(engine, prompt, max_tokens=40, k=3) for prompt in prompts]
+    most = 0
+    while engine.turn():
+        most = max(most, len(engine.rows) + len(engine.entering))
+    assert most == 2
+    assert [collect(h).tokens for h in handles] == [generate(model, p, max_tokens=40, k=3).tokens for p in prompts]
+
+
+def test_a_request_that_can_never_fit_is_refused_with_what_it_needs() -> None:
+    model = random_model("dense")
+    engine = Engine(model, memory_limit=needed(model, 1000))
+    with pytest.raises(RequestError, match=r"prompt has 2000 tokens .* shorten it or lower max_tokens"):
+        submit(engine, random_prompt(model, 2000), max_tokens=10)
+
+
+def test_answers_that_outgrow_the_memory_wait_and_go_on_unchanged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("headstart.engine.engine.ANSWER", 16)  # so that long answers are let in together
+    model = random_model("dense")
+    prompts = [random_prompt(model, 150, i) for i in range(3)]
+    how = [{"k": 3}, {"k": "auto", "temperature": 1.0, "seed": 5}, {"k": 0}]
+    limit = needed(model, 200, 200, 200)
+    engine = Engine(model, memory_limit=limit)
+    handles = [submit(engine, p, max_tokens=300, **h) for p, h in zip(prompts, how, strict=True)]
+    together, fewest = 0, 3
+    while engine.turn():
+        together = max(together, len(engine.rows))
+        if engine._batch is not None and together == 3:
+            fewest = min(fewest, len(engine.rows))
+            kv = engine._batch.rows.capacity
+            assert len(engine.rows) == 1 or needed(model, *[kv] * len(engine.rows)) <= limit
+    assert (together, fewest) == (3, 1)
+    for handle, prompt, h in zip(handles, prompts, how, strict=True):
+        answer = collect(handle)
+        assert (answer.finish_reason, answer.tokens) == (
+            "length",
+            generate(model, prompt, max_tokens=300, **h).tokens,
+        )

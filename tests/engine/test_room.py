@@ -1,0 +1,130 @@
+"""The engine's own thread: it serves many others, survives a death, and closes in order."""
+
+import time
+from collections.abc import Iterator
+from threading import Thread
+
+import pytest
+
+from fixtures import Answer, collect, generate, random_model, random_prompt
+from headstart.engine import Engine, Handle, Request, Room
+from headstart.errors import Busy, HeadstartError, RequestError
+from headstart.sampling import SamplingParams
+
+model = random_model("dense")
+PROMPTS = [random_prompt(model, 7 + 3 * i, i) for i in range(6)]
+
+
+@pytest.fixture
+def room() -> Iterator[Room]:
+    room = Room(random_model("dense"), max_rows=4)
+    room.start()
+    yield room
+    room.close(0)
+
+
+def request(i: int, max_tokens: int = 30) -> Request:
+    how = {"temperature": 1.0, "seed": i} if i % 2 else {}
+    return Request(PROMPTS[i], SamplingParams(max_tokens=max_tokens, **how))
+
+
+def expected(i: int, max_tokens: int = 30) -> list[int]:
+    how = {"temperature": 1.0, "seed": i} if i % 2 else {}
+    return generate(model, PROMPTS[i], max_tokens=max_tokens, **how).tokens
+
+
+def test_requests_from_many_threads_get_their_own_answers(room: Room) -> None:
+    answers: dict[int, Answer] = {}
+    threads = [Thread(target=lambda i=i: answers.update({i: collect(room.submit(request(i)))})) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert {i: answer.tokens for i, answer in answers.items()} == {i: expected(i) for i in range(6)}
+
+
+def test_a_listener_that_fails_ends_its_own_request_only(room: Room) -> None:
+    def deaf(event: object) -> None:
+        raise RuntimeError("the loop is closed")
+
+    bad = room.submit(request(0, 1000), listener=deaf)
+    assert collect(room.submit(request(1))).tokens == expected(1)
+    wait(lambda: room.running == 0)
+    assert bad.cancelled
+    assert room.healthy
+
+
+def dying(engine: Engine, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """The next turns that have rows kill the thread that makes them."""
+    honest, deaths = engine.turn, iter(range(times))
+
+    def turn() -> bool:
+        if engine.rows and next(deaths, None) is not None:
+            raise SystemExit("killed")
+        return honest()
+
+    monkeypatch.setattr(engine, "turn", turn)
+
+
+def wait(condition: object, seconds: float = 30) -> None:
+    until = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_thread_that_dies_is_started_once_more_and_nobody_loses_a_token(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dying(room.engine, monkeypatch, times=1)
+    handles = [room.submit(request(i)) for i in range(6)]
+    assert [collect(handle).tokens for handle in handles] == [expected(i) for i in range(6)]
+    assert (room.healthy, room.restarts) == (True, 1)
+    assert room.problem == "SystemExit: killed"
+
+
+def test_a_thread_that_dies_again_ends_everything_and_says_so(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    dying(room.engine, monkeypatch, times=2)
+    answers = [collect(handle) for handle in [room.submit(request(i)) for i in range(6)]]
+    assert {answer.finish_reason for answer in answers} == {"error"}
+    assert all("the engine died: SystemExit: killed" in str(answer.error) for answer in answers)
+    wait(lambda: not room.healthy)
+    with pytest.raises(HeadstartError, match="the engine is down"):
+        room.submit(request(0))
+
+
+def test_closing_finishes_what_runs_and_takes_nothing_new(room: Room) -> None:
+    handles = [room.submit(request(i)) for i in range(6)]
+    closing = Thread(target=room.close, args=(60,))
+    closing.start()
+    wait(lambda: not room.healthy)
+    with pytest.raises(Busy, match="shutting down"):
+        room.submit(request(0))
+    assert [collect(handle).tokens for handle in handles] == [expected(i) for i in range(6)]
+    closing.join(60)
+    assert not closing.is_alive()
+
+
+def test_closing_cancels_what_is_left_at_the_deadline() -> None:
+    room = Room(random_model("dense", max_position_embeddings=100_000), max_rows=2)
+    room.start()
+    handles: list[Handle] = [room.submit(request(i, 90_000)) for i in range(3)]
+    wait(lambda: room.running == 2)
+    room.close(0.1)
+    assert [collect(handle).finish_reason for handle in handles] == ["cancelled"] * 3
+    assert not room.engine.busy
+
+
+def test_settings_bound_the_depth_of_what_comes_after(room: Room) -> None:
+    room.configure(speculation=False)
+    plain = collect(room.submit(request(0)))
+    room.configure(speculation=True, max_k=1)
+    shallow = collect(room.submit(Request(PROMPTS[0], SamplingParams(max_tokens=30, k=4))))
+    assert plain.tokens == shallow.tokens == expected(0)
+    assert plain.stats is not None
+    assert plain.stats.bypass_reason == "speculation is switched off"
+    assert shallow.stats is not None
+    assert (set(shallow.stats.depths), shallow.stats.clamped_to) == ({1}, 1)
+    for wrong in ({"max_k": 9}, {"max_k": True}, {"speculation": 1}):
+        with pytest.raises(RequestError):
+            room.configure(**wrong)
