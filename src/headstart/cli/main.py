@@ -18,6 +18,7 @@ from .generate import generate
 from .graft import graft
 from .inspect import inspect
 from .models import models
+from .serve import serve
 
 # Only its tokenizers are used: spare users the advice to install PyTorch.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -55,5 +56,5 @@ def main(
     """Run language models faster with their own multi-token-prediction head."""
 
 
-for command in (generate, chat, demo, models, inspect, convert, graft):
+for command in (generate, chat, serve, demo, models, inspect, convert, graft):
     app.command()(command)

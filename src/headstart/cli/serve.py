@@ -1,0 +1,94 @@
+"""`headstart serve`: the model behind an HTTP server."""
+
+import shlex
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from . import options
+
+if TYPE_CHECKING:
+    from ..server import Served
+
+PANEL = "Limits"
+
+
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A folder, a built-in model, a name in the Hugging Face cache, or a hub id.",
+            show_default="the built-in model",
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Where to listen. Beyond this machine a key is wanted.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    model_id: Annotated[
+        str | None, typer.Option(help="What clients call the model.", show_default="its hub id, or its folder's name")
+    ] = None,
+    mtp: options.Mtp = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(envvar="HEADSTART_API_KEY", help="A key that clients must bring; may be given several times."),
+    ] = None,
+    no_key: Annotated[bool, typer.Option("--no-key", help="Listen beyond this machine without a key.")] = False,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="A web page's origin that may call; * is any.", show_default="none")
+    ] = None,
+    max_rows: Annotated[int, typer.Option(min=1, help="Answers at a time.", rich_help_panel=PANEL)] = 16,
+    max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait.", rich_help_panel=PANEL)] = 256,
+    max_prompt_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Longest prompt.", show_default="the model's context", rich_help_panel=PANEL),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds that one request may take.", rich_help_panel=PANEL)
+    ] = 600.0,
+    shutdown_timeout: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds that answers have left when it stops.", rich_help_panel=PANEL),
+    ] = 30.0,
+    prefix_cache_gb: Annotated[
+        float, typer.Option(min=0, help="Memory for beginnings of prompts; 0 keeps none.", rich_help_panel=PANEL)
+    ] = 2.0,
+    prefix_cache_8bit: Annotated[
+        bool, typer.Option("--prefix-cache-8bit", help="Keep them in 8 bits: not exact.", rich_help_panel=PANEL)
+    ] = False,
+) -> None:
+    """Serve a model to OpenAI's clients. Ctrl-C stops it once the running answers have ended."""
+    from ..checkpoint import read_layout, resolve
+    from ..engine import Room
+    from ..library import load
+    from ..server import Keys, Limits, Served, Server, bind, check_reach, create_app
+    from ..state import Prefix
+
+    keys = Keys(api_key or ())
+    check_reach(host, keys, no_key=no_key)
+    with bind(host, port) as place:  # before a model is loaded for nothing
+        folder = resolve(model)
+        loaded, tokenizer = load(folder, mtp=mtp)
+        served = Served.of(read_layout(folder), loaded, tokenizer, id=model_id)
+        prefix = Prefix(int(prefix_cache_gb * 1e9), eight_bits=prefix_cache_8bit) if prefix_cache_gb else None
+        room = Room(loaded, tokenizer, max_rows=max_rows, max_queue=max_queue, prefix=prefix)
+        limits = Limits(prompt_tokens=max_prompt_tokens, request_seconds=timeout)
+        app = create_app(room, served, keys=keys, limits=limits, cors_origins=cors_origin or ())
+        typer.echo(_greeting(served, host, place.getsockname()[1], key=bool(keys)))
+        with suppress(KeyboardInterrupt):  # uvicorn has stopped by then, and says it again
+            Server(app, room, deadline=shutdown_timeout).run(sockets=[place])
+
+
+def _greeting(served: "Served", host: str, port: int, *, key: bool) -> str:
+    here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    address = f"http://[{here}]:{port}" if ":" in here else f"http://{here}:{port}"
+    model = served.model
+    drafts = f"on, up to {model.max_k} drafts a round" if model.has_head else f"off: {model.head_unavailable}"
+    authorization = ' -H "Authorization: Bearer $HEADSTART_API_KEY"' if key else ""
+    body = shlex.quote('{"messages": [{"role": "user", "content": "Write a function that adds two numbers."}]}')
+    return (
+        f"Model:       {served.id}\n"
+        f"Address:     {address}/v1\n"
+        f"Speculation: {drafts}\n"
+        f"Try:         curl {address}/v1/chat/completions "
+        f"-H 'Content-Type: application/json'{authorization} -d {body}"
+    )

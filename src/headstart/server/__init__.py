@@ -1,0 +1,9 @@
+"""HTTP in front of the engine room: `app.py` puts the routes together, `openai.py` reads and `reply.py` answers."""
+
+from .app import create_app
+from .auth import Keys, check_reach
+from .limits import Limits
+from .listen import Server, bind
+from .served import Served
+
+__all__ = ["Keys", "Limits", "Served", "Server", "bind", "check_reach", "create_app"]

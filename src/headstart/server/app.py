@@ -1,0 +1,139 @@
+"""The routes, put together."""
+
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, ConfigDict
+
+from .. import __version__
+from ..engine import Room
+from .auth import KeyRequired, Keys
+from .desk import Desk
+from .errors import Failure, Refusal, answer_errors
+from .limits import BodyLimit, Limits
+from .metrics import CountStatus, Metrics
+from .openai import ChatRequest, CompletionRequest
+from .reply import Completion
+from .served import Served
+
+
+def create_app(
+    room: Room,
+    served: Served,
+    *,
+    keys: Keys | None = None,
+    limits: Limits | None = None,
+    cors_origins: Collection[str] = (),
+) -> FastAPI:
+    """The app starts the room with itself. Whoever listens closes the room: see listen.py."""
+    limits, metrics = limits or Limits(), Metrics(room)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        room.start()
+        yield
+
+    app = FastAPI(
+        title="Headstart",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,  # they would load scripts from elsewhere
+        redoc_url=None,
+        responses={"4XX": {"model": Failure}, "5XX": {"model": Failure}},
+    )
+    answer_errors(app)
+    add_routes(app, Desk(room, served, limits, metrics))
+    # The last one added is the first to see a request.
+    app.add_middleware(BodyLimit, most=limits.body_bytes)
+    app.add_middleware(KeyRequired, keys=keys or Keys())
+    if cors_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(CountStatus, tally=metrics.tally)
+    return app
+
+
+class SettingsChange(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    speculation: bool | None = None
+    max_k: int | None = None
+
+
+def add_routes(app: FastAPI, desk: Desk) -> None:
+    room, served, metrics, prefix = desk.room, desk.served, desk.metrics, desk.room.engine.prefix
+
+    @app.post("/v1/chat/completions", response_model=Completion)
+    async def chat_completions(asked: ChatRequest, http: Request) -> Response:
+        return await desk.reply(asked, http)
+
+    @app.post("/v1/completions", response_model=Completion)
+    async def completions(asked: CompletionRequest, http: Request) -> Response:
+        return await desk.reply(asked, http)
+
+    @app.post("/v1/requests/{id}/cancel")
+    async def cancel(id: str) -> dict[str, Any]:
+        desk.cancel(id)
+        return {"id": id, "cancelled": True}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [served.describe()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        served.check_name(name)
+        return served.describe()
+
+    @app.get("/v1/mtp/stats")
+    async def mtp_stats() -> dict[str, Any]:
+        return {"models": {served.id: metrics.tally.report()}}
+
+    @app.get("/v1/settings")
+    async def settings() -> dict[str, Any]:
+        return asdict(room.settings)
+
+    @app.patch("/v1/settings")
+    async def change_settings(change: SettingsChange) -> dict[str, Any]:
+        wanted = change.model_dump(exclude_none=True)
+        for name, off in (("speculation", False), ("max_k", 0)):
+            if wanted.get(name, off) != off and not served.model.has_head:
+                message = f"{name}: this model cannot draft: {served.model.head_unavailable}"
+                raise Refusal(400, message, param=name, code="unsupported")
+        if wanted.get("max_k", 0) > served.model.max_k:
+            message = f"max_k is {wanted['max_k']}; this model drafts at most {served.model.max_k}"
+            raise Refusal(400, message, param="max_k", code="invalid_value")
+        room.configure(**wanted)
+        return asdict(room.settings)
+
+    @app.get("/v1/cache")
+    async def cache() -> dict[str, Any]:
+        return {"enabled": prefix is not None, **(asdict(prefix.stats()) if prefix else {})}
+
+    @app.delete("/v1/cache")
+    async def clear_cache() -> dict[str, Any]:
+        if prefix is not None:
+            prefix.clear()
+        return await cache()
+
+    @app.get("/health", responses={503: {"description": "The engine's thread is not alive."}})
+    async def health() -> JSONResponse:
+        state = {
+            "status": "ok" if room.healthy else "unhealthy",
+            "model": served.id,
+            "problem": room.problem,
+            "restarts": room.restarts,
+            "running": room.running,
+            "entering": room.entering,
+            "queued": room.queued,
+        }
+        return JSONResponse(state, 200 if room.healthy else 503)
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)

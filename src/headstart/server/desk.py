@@ -1,0 +1,105 @@
+"""Where requests are taken in: read, handed to the room, and their answers sent on their way."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+from fastapi import Request as HTTPRequest
+from fastapi import Response
+from fastapi.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from ..engine import Request, Room
+from .answer import Answer
+from .auth import client_of
+from .errors import Refusal
+from .limits import Limits
+from .metrics import Meter, Metrics
+from .openai import ChatRequest, CompletionRequest
+from .reply import Reply
+from .served import Served
+
+
+@dataclass
+class Desk:
+    room: Room
+    served: Served
+    limits: Limits
+    metrics: Metrics
+    answers: dict[str, Answer] = field(default_factory=dict)  # under way, by id
+    # A long prompt is read in a thread of its own, so that it does not hold up the streams.
+    reader: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "reader"))
+
+    async def reply(self, asked: ChatRequest | CompletionRequest, http: HTTPRequest) -> Response:
+        asked.check()
+        self.served.check_name(asked.model)
+        meter = Meter(self.metrics, http.url.path)
+        request = await asyncio.get_running_loop().run_in_executor(self.reader, self._read, asked)
+        reply = Reply(asked, self.served.id)
+        seconds = self.limits.request_seconds
+        answer = Answer(self.room, request, client=client_of(http.scope), seconds=seconds, meter=meter)
+        self.answers[reply.id] = answer
+
+        def close() -> None:
+            answer.close()
+            del self.answers[reply.id]
+
+        if asked.stream:
+            return EventStream(reply.stream(answer), stall_seconds=self.limits.stall_seconds, close=close)
+        try:
+            async with cancelled_on_disconnect(answer, http):
+                whole = await reply.whole(answer)
+        finally:
+            close()
+        return Response(whole.model_dump_json(exclude_unset=True), media_type="application/json")
+
+    def cancel(self, id: str) -> None:
+        if id not in self.answers:
+            raise Refusal(404, f"no request {id[:100]!r} is under way", param="id", code="not_found")
+        self.answers[id].cancel()
+
+    def _read(self, asked: ChatRequest | CompletionRequest) -> Request:
+        prompt, param = self.served.read(asked), "messages" if isinstance(asked, ChatRequest) else "prompt"
+        context = self.served.model.context_length
+        most = min(context - 1, self.limits.prompt_tokens or context)
+        if len(prompt) > most:
+            message = f"{param}: {len(prompt)} tokens, and {most} are the most that is taken: shorten it"
+            raise Refusal(400, message, param=param, code="context_length_exceeded")
+        return Request(prompt, asked.params(asked.most_tokens(context - len(prompt))))
+
+
+@asynccontextmanager
+async def cancelled_on_disconnect(answer: Answer, http: HTTPRequest) -> AsyncIterator[None]:
+    async def watch() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+        answer.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events, until the last, or the client goes, or it reads nothing for too long."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[str], *, stall_seconds: float, close: Callable[[], None]):
+        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._stall_seconds, self._close = stall_seconds, close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(self._stall_seconds):
+                await send(message)
+
+        try:
+            with suppress(TimeoutError):
+                await super().__call__(scope, receive, send_in_time)
+        finally:  # also where nothing was ever sent
+            self._close()

@@ -1,0 +1,133 @@
+"""What went wrong, in the one shape that clients turn into their typed exceptions."""
+
+import json
+from collections.abc import Mapping
+from math import ceil
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from ..errors import Busy, HeadstartError, RequestError
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "unavailable_error",
+}
+
+# What the engine calls otherwise than clients do.
+FIELDS = {"k": "num_draft_tokens", "accept": "acceptance"}
+
+
+class Details(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Failure(BaseModel):
+    """The shape of every error."""
+
+    error: Details
+
+
+class Refusal(HTTPException):
+    """A request that is answered with an error. `param` is the field it is about, `code` what programs look at."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(status, message, headers)
+        self.param, self.code = param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status_code, "server_error")
+        details = Details(message=self.detail, type=kind, param=self.param, code=self.code)
+        return Failure(error=details).model_dump()
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status_code, self.headers)
+
+    @property
+    def event(self) -> str:
+        """Inside a stream, whose status has been sent."""
+        return f"data: {json.dumps(self.body)}\n\n"
+
+
+def refusal(error: Exception) -> Refusal:
+    """Any error as one of ours. A RequestError begins with the name of the field it is about."""
+    match error:
+        case Refusal():
+            return error
+        case RequestValidationError():
+            return _invalid(error)
+        case RequestError():
+            word, _, rest = str(error).partition(" ")
+            field = FIELDS.get(word, word)
+            return Refusal(
+                400, f"{field} {rest}", param=field if field.isidentifier() else None, code="invalid_value"
+            )
+        case Busy():
+            headers = {"Retry-After": str(max(1, ceil(error.retry_after)))}
+            return Refusal(429, str(error), code="busy", headers=headers)
+        case StarletteHTTPException():
+            return Refusal(error.status_code, str(error.detail), headers=error.headers)
+        case HeadstartError():
+            return Refusal(500, str(error))
+        case _:
+            return Refusal(500, "the server failed: its log says more")
+
+
+def _invalid(error: RequestValidationError) -> Refusal:
+    """What is wrong with a body. FastAPI would answer 422, in a shape of its own."""
+    problems = error.errors()
+    if problems[0]["type"] == "json_invalid":
+        return Refusal(400, f"the body is not JSON: {problems[0]['ctx']['error']}", code="invalid_json")
+    # A value that could have had several types has a problem with each: the deepest is what was meant.
+    path, problem = max(((_path(each, error.body), each) for each in problems), key=lambda found: len(found[0]))
+    if not path:
+        way_out = "send one JSON object, with Content-Type: application/json"
+        return Refusal(400, f"the body is not a JSON object: {way_out}", code="invalid_json")
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+    return Refusal(400, f"{param}: {problem['msg']}", param=param, code="invalid_value")
+
+
+def _path(problem: Any, body: object) -> list[int | str]:
+    """Where in the body a problem is. Its location also names the types that were tried, which are not in there."""
+    path: list[int | str] = []
+    for part in problem["loc"][1:]:
+        if isinstance(body, list) and isinstance(part, int) and part < len(body):
+            body = body[part]
+        elif isinstance(body, dict) and (part in body or problem["type"] == "missing"):
+            body = body.get(part)
+        else:
+            continue
+        path.append(part)
+    return path
+
+
+def answer_errors(app: FastAPI) -> None:
+    """Every error of the app leaves it in our shape."""
+
+    async def respond(_: Request, error: Exception) -> JSONResponse:
+        return refusal(error).response()
+
+    for kind in (StarletteHTTPException, RequestValidationError, HeadstartError, Exception):
+        app.add_exception_handler(kind, respond)

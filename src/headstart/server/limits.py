@@ -1,0 +1,47 @@
+"""How much a client may ask for."""
+
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import Refusal
+
+
+@dataclass(frozen=True)
+class Limits:
+    body_bytes: int = 16 * 2**20  # a context of 262,144 tokens is a megabyte or two
+    prompt_tokens: int | None = None  # None: what the model's context holds
+    request_seconds: float = 600.0  # from the door to the last token
+    stall_seconds: float = 60.0  # that a client may leave a stream unread
+
+
+class BodyLimit:
+    """Stops reading a body that is too long, whatever its headers say."""
+
+    def __init__(self, app: ASGIApp, most: int):
+        self.app, self.most = app, most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        declared = Headers(scope=scope).get("content-length", "")
+        if declared.isdecimal() and int(declared) > self.most:
+            await self._too_large().response()(scope, receive, send)
+            return
+        read = 0
+
+        async def counted() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self.most:
+                raise self._too_large()
+            return message
+
+        await self.app(scope, counted, send)
+
+    def _too_large(self) -> Refusal:
+        message = f"the body is larger than {self.most:,} bytes: send less"
+        return Refusal(413, message, code="request_too_large", headers={"Connection": "close"})

@@ -1,0 +1,47 @@
+"""Listening, and stopping with care."""
+
+import asyncio
+import socket
+
+import uvicorn
+from fastapi import FastAPI
+
+from ..engine import Room
+from ..errors import HeadstartError
+
+GRACE = 5.0  # seconds for the last bytes, after the last answer has ended
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A place to listen at. Nobody is heard there before the server runs."""
+    place = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        place.bind((host, port))
+        return place
+    except OSError as error:
+        place.close()
+        raise HeadstartError(
+            f"{host}:{port}: cannot listen there ({error}): choose another --port or --host"
+        ) from error
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with the room closed when it stops: running answers have `deadline` seconds to end by themselves, the
+    rest end with an error, and then the connections do."""
+
+    def __init__(self, app: FastAPI, room: Room, *, deadline: float = 30.0):
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=int(deadline + GRACE) + 1,
+            )
+        )
+        self._room, self._deadline = room, deadline
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        closing = asyncio.create_task(asyncio.to_thread(self._room.close, self._deadline))
+        await super().shutdown(sockets)
+        await closing

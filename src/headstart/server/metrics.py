@@ -1,0 +1,161 @@
+"""What Prometheus reads. docs/serving.md lists every name."""
+
+import time
+from collections.abc import Iterator
+
+import mlx.core as mx
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..engine import Event, Room, Stats
+from .tally import Tally
+
+FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+NEXT_TOKEN = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 1)
+
+
+class Metrics:
+    def __init__(self, room: Room):
+        self.tally = Tally()
+        self._registry = CollectorRegistry()
+        self._registry.register(Reading(room, self.tally))
+        self.first_token = Histogram(
+            "headstart_time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            buckets=FIRST_TOKEN,
+            registry=self._registry,
+        )
+        self.next_token = Histogram(
+            "headstart_inter_token_seconds",
+            "Between two tokens of an answer. The tokens of a round share the time since the round before.",
+            buckets=NEXT_TOKEN,
+            registry=self._registry,
+        )
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class Meter:
+    """Counts one request."""
+
+    def __init__(self, metrics: Metrics, endpoint: str):
+        self._metrics, self._endpoint = metrics, endpoint
+        self._last = time.perf_counter()
+        self._stats = Stats(None, None)
+        self._ended = False
+
+    def count(self, event: Event, when: float) -> None:
+        if event.stats is not None:
+            self._metrics.tally.add(self._stats, event.stats)
+            if event.tokens:
+                self._time(event, when)
+            self._stats = event.stats
+        if event.finish_reason is not None:
+            self.end(event.finish_reason)
+
+    def end(self, outcome: str) -> None:
+        """The first end counts."""
+        if not self._ended:
+            self._metrics.tally.requests[self._endpoint, outcome] += 1
+        self._ended = True
+
+    def _time(self, event: Event, when: float) -> None:
+        passed, self._last = when - self._last, when
+        if self._stats.generation_tokens == 0:
+            self._metrics.first_token.observe(passed)
+            return
+        for _ in event.tokens:
+            self._metrics.next_token.observe(passed / len(event.tokens))
+
+
+class CountStatus:
+    """Counts what is sent back by its status, whoever sends it."""
+
+    def __init__(self, app: ASGIApp, tally: Tally):
+        self.app, self.tally = app, tally
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.tally.responses[message["status"]] += 1
+            await send(message)
+
+        await self.app(scope, receive, counted)
+
+
+class Reading(Collector):
+    """The tally and the room as they are when Prometheus asks: nothing is counted twice."""
+
+    def __init__(self, room: Room, tally: Tally):
+        self._room, self._tally = room, tally
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._traffic()
+        yield from self._speculation()
+        yield from self._engine()
+
+    def _traffic(self) -> Iterator[Metric]:
+        tally = self._tally
+        requests = CounterMetricFamily(
+            "headstart_requests", "Requests by how they ended.", labels=("endpoint", "outcome")
+        )
+        for (endpoint, outcome), count in tally.requests.items():
+            requests.add_metric((endpoint, outcome), count)
+        yield requests
+        responses = CounterMetricFamily("headstart_http_responses", "Responses by status.", labels=("status",))
+        for status, count in sorted(tally.responses.items()):
+            responses.add_metric((str(status),), count)
+        yield responses
+        yield CounterMetricFamily("headstart_prompt_tokens", "Tokens of prompts.", tally.prompt_tokens)
+        yield CounterMetricFamily(
+            "headstart_cached_prompt_tokens", "Of those, found in the prefix cache.", tally.cached_tokens
+        )
+        yield CounterMetricFamily("headstart_generation_tokens", "Tokens of answers.", tally.generation_tokens)
+
+    def _speculation(self) -> Iterator[Metric]:
+        tally = self._tally
+        rounds = CounterMetricFamily("headstart_rounds", "Rounds of rows, by depth.", labels=("depth",))
+        for k, count in sorted(tally.rounds.items()):
+            rounds.add_metric((str(k),), count)
+        yield rounds
+        for name, counts in (("proposed", tally.proposed), ("accepted", tally.accepted)):
+            drafts = CounterMetricFamily(
+                f"headstart_{name}_draft_tokens", f"Drafts {name}, by position.", labels=("position",)
+            )
+            for position, count in sorted(counts.items()):
+                drafts.add_metric((str(position),), count)
+            yield drafts
+        yield CounterMetricFamily(
+            "headstart_parked_seconds", "Rows' time in rounds of no drafts that allowed some.", tally.parked_seconds
+        )
+        bypasses = CounterMetricFamily("headstart_bypasses", "Answers without drafts.", labels=("reason",))
+        for reason, count in tally.bypasses.items():
+            bypasses.add_metric((reason,), count)
+        yield bypasses
+        if tally.depth is not None:
+            yield GaugeMetricFamily("headstart_depth", "Drafts in the last round.", tally.depth)
+
+    def _engine(self) -> Iterator[Metric]:
+        room = self._room
+        yield GaugeMetricFamily("headstart_engine_healthy", "1 while the engine's thread is alive.", room.healthy)
+        yield CounterMetricFamily("headstart_engine_restarts", "Times that thread was started again.", room.restarts)
+        yield GaugeMetricFamily("headstart_queued_requests", "Requests that wait for a place.", room.queued)
+        rows = GaugeMetricFamily("headstart_rows", "Rows of the batch.", labels=("state",))
+        rows.add_metric(("running",), room.running)
+        rows.add_metric(("entering",), room.entering)
+        yield rows
+        memory = GaugeMetricFamily("headstart_memory_bytes", "Memory as mlx counts it.", labels=("kind",))
+        memory.add_metric(("active",), mx.get_active_memory())
+        memory.add_metric(("cache",), mx.get_cache_memory())
+        memory.add_metric(("peak",), mx.get_peak_memory())
+        yield memory
+        if room.engine.prefix is None:
+            return
+        stats = room.engine.prefix.stats()
+        yield GaugeMetricFamily("headstart_prefix_cache_bytes", "Bytes in the prefix cache.", stats.bytes)
+        yield GaugeMetricFamily("headstart_prefix_cache_entries", "Chunks in the prefix cache.", stats.entries)
+        for name, count in (("hits", stats.hits), ("misses", stats.misses), ("evictions", stats.evictions)):
+            yield CounterMetricFamily(f"headstart_prefix_cache_{name}", f"The prefix cache's {name}.", count)

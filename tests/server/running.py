@@ -1,0 +1,128 @@
+"""A real server on a free port of this machine, with a tiny random model, the built-in tokenizer and real clients."""
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from openai import AsyncOpenAI, OpenAI
+
+from checkpoints import write
+from fixtures import Answer, collect
+from headstart.checkpoint import load, load_tokenizer, read_layout, resolve
+from headstart.engine import Engine, Request, Room
+from headstart.models import Model
+from headstart.sampling import SamplingParams
+from headstart.server import Keys, Limits, Served, Server, bind, create_app
+
+HUB_ID = "someone/tiny-random"
+
+
+@lru_cache
+def tokenizer() -> TokenizerWrapper:
+    return load_tokenizer(resolve("tiny-qwen3.5"))
+
+
+@lru_cache
+def folder(head: bool) -> Path:
+    """A checkpoint where the Hugging Face cache would have it."""
+    snapshots = Path(tempfile.mkdtemp()) / f"models--{HUB_ID.replace('/', '--')}" / "snapshots"
+    return write(snapshots / "0123abc", "dense", vocab_size=8192, head=head)
+
+
+@lru_cache
+def tiny(head: bool) -> Model:
+    """It says all kinds of tokens, whole characters and parts of them, and accepts some drafts."""
+    return load(folder(head), dtype=mx.float32)
+
+
+@dataclass
+class Running:
+    url: str
+    room: Room
+    served: Served
+    key: str | None = None
+
+    def openai(self, **options: Any) -> OpenAI:
+        return OpenAI(**self._client(), **options)
+
+    def async_openai(self, **options: Any) -> AsyncOpenAI:
+        return AsyncOpenAI(**self._client(), **options)
+
+    def http(self) -> httpx.Client:
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=60)
+
+    def _client(self) -> dict[str, Any]:
+        return {"base_url": f"{self.url}/v1", "api_key": self.key or "none", "max_retries": 0, "timeout": 60}
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A sample of /metrics, 0 where there is none yet."""
+        wanted = name + ("{" + ",".join(f'{k}="{v}"' for k, v in labels.items()) + "}" if labels else "")
+        with self.http() as client:
+            lines = client.get("/metrics").text.splitlines()
+        return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.rsplit(" ", 1)[0] == wanted), 0.0)
+
+
+@contextmanager
+def running(
+    *,
+    head: bool = True,
+    key: str | None = None,
+    limits: Limits | None = None,
+    cors_origins: tuple[str, ...] = (),
+    deadline: float = 5.0,
+    **engine: Any,
+) -> Iterator[Running]:
+    room = Room(tiny(head), tokenizer(), **engine)
+    served = Served.of(read_layout(folder(head)), tiny(head), tokenizer(), id="tiny")
+    app = create_app(room, served, keys=Keys([key] if key else []), limits=limits, cors_origins=cors_origins)
+    with bind("127.0.0.1", 0) as place:
+        server = Server(app, room, deadline=deadline)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
+        thread.start()
+        try:
+            wait_until(lambda: server.started)
+            yield Running(f"http://127.0.0.1:{place.getsockname()[1]}", room, served, key)
+        finally:
+            server.should_exit = True
+            thread.join(60)
+            assert not thread.is_alive(), "the server does not stop"
+
+
+def wait_until(true: Callable[[], Any], seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "it never came"
+        time.sleep(0.01)
+
+
+def chat_tokens(*said: str) -> list[int]:
+    """Users and assistants in turn, as the template has it."""
+    roles = ["user", "assistant"] * len(said)
+    messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+    return list(tokenizer().apply_chat_template(messages, add_generation_prompt=True, enable_thinking=None))
+
+
+@dataclass
+class Alone(Answer):
+    text: str = ""
+
+
+def alone(prompt: list[int], **params: Any) -> Alone:
+    """What a fresh engine that has nothing else to do says."""
+    engine = Engine(tiny(True), tokenizer())
+    handle = engine.submit(Request(prompt, SamplingParams(**params)))
+    texts: list[str] = []
+    put = handle.put
+    handle.put = lambda event: (texts.extend(event.texts), put(event))[1]  # type: ignore[method-assign]
+    answer = collect(handle)
+    return Alone(**vars(answer), text="".join(texts))

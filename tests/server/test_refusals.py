@@ -1,0 +1,212 @@
+"""What cannot be honoured is refused in the shape that the openai client turns into its typed exceptions."""
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+from running import Running, running, wait_until
+
+from headstart.server import Limits
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def post(server: Running, body: Any, path: str = "/v1/chat/completions", **more: Any) -> httpx.Response:
+    with server.http() as http:
+        if isinstance(body, (str, bytes)):
+            return http.post(path, content=body, headers={"Content-Type": "application/json"} | more)
+        return http.post(path, json=body)
+
+
+def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    return body["error"]
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": "0.5"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"temperature": -1}, "temperature"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_k": 2.5}, "top_k"),
+    ({"min_p": -0.1}, "min_p"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": "many"}, "max_tokens"),
+    ({"max_tokens": 10**30}, "max_tokens"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+    ({"seed": "x"}, "seed"),
+    ({"seed": 2**70}, "seed"),
+    ({"stop": 5}, "stop"),
+    ({"stop": ["a", 5]}, "stop[1]"),
+    ({"stop": ["a"] * 65}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": "x"}}, "logit_bias.5"),
+    ({"logit_bias": {"9999": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"num_draft_tokens": "deep"}, "num_draft_tokens"),
+    ({"num_draft_tokens": -1}, "num_draft_tokens"),
+    ({"acceptance": "always"}, "acceptance"),
+    ({"acceptance": "optimistic", "seed": 1}, "acceptance"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+     "messages[0].content[0].type"),
+    ({"model": 5}, "model"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "param"), WRONG, ids=lambda value: json.dumps(value)[:60])
+def test_a_wrong_value_is_a_400_that_names_the_field(server: Running, fields: dict[str, Any], param: str) -> None:
+    error = refused(post(server, {"messages": HI, "max_tokens": 4, **fields}))
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert param.split("[")[0].split(".")[0] in error["message"]
+
+
+NOT_YET = [
+    ("n", 2), ("logprobs", True), ("top_logprobs", 3), ("tools", [{"type": "function"}]), ("tool_choice", "required"),
+    ("response_format", {"type": "json_object"}), ("reasoning_effort", "high"), ("enable_thinking", True),
+    ("chat_template_kwargs", {"enable_thinking": True}), ("n", True), ("functions", [{}]), ("echo", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), NOT_YET)
+def test_a_known_field_that_is_not_honoured_is_refused(server: Running, name: str, value: Any) -> None:
+    error = refused(post(server, {"messages": HI, "max_tokens": 4, name: value}))
+    assert (error["param"], error["code"]) == (name, "unsupported")
+
+
+def test_such_fields_may_say_what_goes_without_saying(server: Running) -> None:
+    harmless = {
+        "n": 1, "logprobs": False, "top_logprobs": None, "tools": [], "tool_choice": "auto",
+        "response_format": {"type": "text"}, "chat_template_kwargs": {}, "enable_thinking": None,
+    }  # fmt: skip
+    response = post(server, {"messages": HI, "max_tokens": 4, **harmless})
+    assert response.status_code == 200
+    assert response.json()["generation_stats"]["ignored_fields"] == []
+
+
+def test_every_field_may_be_null(server: Running) -> None:
+    with server.http() as http:
+        shapes = http.get("/openapi.json").json()["components"]["schemas"]
+    for shape, path, needed in (
+        ("ChatRequest", "/v1/chat/completions", {"messages": HI}),
+        ("CompletionRequest", "/v1/completions", {"prompt": "hi"}),
+    ):
+        nulls = dict.fromkeys(shapes[shape]["properties"])
+        assert len(nulls) > 20
+        response = post(server, nulls | needed | {"stop": ["\n", "e"], "max_tokens": 4}, path)
+        assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("prompt", [[], ["a", "b"], [9999], {"a": 1}, "", [""]], ids=str)
+def test_a_prompt_that_cannot_be_read_is_refused(server: Running, prompt: Any) -> None:
+    assert refused(post(server, {"prompt": prompt}, "/v1/completions"))["param"] == "prompt"
+
+
+BODIES = [b"", b"{", b"[]", b"null", b'"hi"', b"\xff\xfe\x00", b"[" * 100_000, b'{"messages": [], "messages"']
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: repr(body[:12]))
+def test_a_body_that_is_not_a_json_object_is_a_400(server: Running, body: bytes) -> None:
+    refused(post(server, body))
+
+
+def test_a_body_without_its_content_type_is_told_what_to_send(server: Running) -> None:
+    with server.http() as http:
+        response = http.post("/v1/chat/completions", content=json.dumps({"messages": HI}))
+    assert "Content-Type" in refused(response)["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        '{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "\\ud800": 1}',
+        '{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "stop": "\\ud800"}',
+        '{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "model": "\\ud800"}',
+        '{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "logit_bias": {"\\ud800": 1}}',
+        '{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "temperature": NaN}',
+        '{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "temperature": 1e999}',
+        '{"messages": [{"role": "user", "content": "hi"}], "max_tokens": ' + "9" * 5000 + "}",
+    ],
+)
+def test_odd_characters_and_numbers_are_refused_and_break_nothing(server: Running, body: str) -> None:
+    refused(post(server, body))
+
+
+def test_a_conversation_longer_than_the_context_is_refused(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "word " * 5000}])
+    assert (error.value.code, error.value.param) == ("context_length_exceeded", "messages")
+    assert "4095" in error.value.message
+
+
+def test_unknown_paths_and_methods_have_the_same_shape(server: Running) -> None:
+    with server.http() as http:
+        refused(http.get("/v1/nothing"), 404)
+        refused(http.get("/v1/chat/completions"), 405)
+        refused(http.post("/v1/requests/nobody/cancel"), 404)
+
+
+def test_limits_are_kept() -> None:
+    limits = Limits(body_bytes=2000, prompt_tokens=30)
+    with running(limits=limits) as server, server.http() as http:
+        long = {"messages": [{"role": "user", "content": "x" * 3000}]}
+        assert refused(http.post("/v1/chat/completions", json=long), 413)["code"] == "request_too_large"
+
+        def pieces() -> Any:  # no Content-Length
+            yield from (b"x" * 500 for _ in range(10))
+
+        headers = {"Content-Type": "application/json"}
+        refused(http.post("/v1/chat/completions", content=pieces(), headers=headers), 413)
+        text = "one two three four five six seven eight nine ten " * 5
+        error = refused(post(server, {"messages": [{"role": "user", "content": text}]}))
+        assert error["code"] == "context_length_exceeded"
+        assert post(server, {"messages": HI, "max_tokens": 2}).status_code == 200
+
+
+def test_a_full_queue_is_a_429_that_says_when_to_come_back() -> None:
+    with running(max_rows=1, max_queue=1) as server:
+        client = server.openai()
+        fields: dict[str, Any] = {"model": "tiny", "messages": HI, "max_tokens": 2000, "stream": True}
+
+        def ask() -> Any:
+            return client.chat.completions.create(**fields, extra_body={"min_tokens": 2000})
+
+        with ask():
+            wait_until(lambda: server.room.running)
+            with ask():
+                wait_until(lambda: server.room.queued)
+                with pytest.raises(openai.RateLimitError) as error:
+                    ask()
+        assert int(error.value.response.headers["retry-after"]) >= 1
+        assert error.value.code == "busy"
+
+
+def test_a_model_without_a_head_refuses_drafts_and_says_why_elsewhere() -> None:
+    with running(head=False) as server:
+        error = refused(post(server, {"messages": HI, "num_draft_tokens": 3}))
+        assert error["param"] == "num_draft_tokens"
+        answer = post(server, {"messages": HI, "max_tokens": 4}).json()
+        assert answer["generation_stats"]["drafter_kind"] is None
+        assert answer["generation_stats"]["bypass_reason"]
+        with server.http() as http:
+            told = http.get("/v1/models/tiny").json()["native_mtp"]
+            assert told["available"] is False
+            assert told["reason"] == answer["generation_stats"]["bypass_reason"]
+            assert refused(http.patch("/v1/settings", json={"speculation": True}))["param"] == "speculation"
