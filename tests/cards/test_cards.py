@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from checkpoints import write
+from fixtures import generate
 from headstart import cards, models
-from headstart.checkpoint import read_layout, resolve
+from headstart.checkpoint import load, read_layout, resolve
 from headstart.checkpoint.hub import BUILTIN
 from headstart.checkpoint.identity import original
 from headstart.errors import CheckpointError
@@ -162,3 +164,27 @@ def test_a_head_that_nobody_declared_does_not_draft() -> None:
 def test_the_environment_is_the_process_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADSTART_MTP", "0")
     assert not cards.dispatch(CARD, promised=1, unusable=None).drafts
+
+
+def test_the_card_s_depths_reach_the_engine(folder: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "mine", "dense")
+    (folder / "mine.toml").write_text(
+        'name = "mine"\nfamily = "qwen3_5"\n[native_mtp]\nnum_layers = 1\ndefault_k = 1\nmax_k = 3\n'
+    )
+    model = load(path, dtype=mx.float32)
+    assert (model.default_k, model.max_k) == (1, 3)
+    deep = generate(model, [1, 2, 3], k=8, max_tokens=12)
+    assert deep.stats is not None
+    assert (deep.stats.clamped_to, len(deep.stats.proposed_by_position)) == (3, 3)
+    assert deep.stats.as_dict()["num_draft_tokens_clamped_to"] == 3
+    within = generate(model, [1, 2, 3], k=2, max_tokens=12)
+    assert within.stats is not None
+    assert within.stats.clamped_to is None
+    assert within.tokens == deep.tokens
+
+
+@pytest.mark.parametrize("how", [{"mtp": False}, {}])
+def test_a_head_that_nobody_wants_is_not_loaded(how: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADSTART_MTP", "0")
+    assert not load("tiny-qwen3.5", **how).has_head
+    assert load("tiny-qwen3.5", mtp=True).has_head
