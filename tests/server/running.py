@@ -1,5 +1,6 @@
 """A real server on a free port of this machine, with a tiny random model, the built-in tokenizer and real clients."""
 
+import socket
 import tempfile
 import threading
 import time
@@ -80,12 +81,15 @@ def running(
     limits: Limits | None = None,
     cors_origins: tuple[str, ...] = (),
     deadline: float = 5.0,
+    send_buffer: int | None = None,
     **engine: Any,
 ) -> Iterator[Running]:
     room = Room(tiny(head), tokenizer(), **engine)
     served = Served.of(read_layout(folder(head)), tiny(head), tokenizer(), id="tiny")
     app = create_app(room, served, keys=Keys([key] if key else []), limits=limits, cors_origins=cors_origins)
     with bind("127.0.0.1", 0) as place:
+        if send_buffer is not None:
+            place.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         server = Server(app, room, deadline=deadline)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
         thread.start()

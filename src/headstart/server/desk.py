@@ -35,6 +35,9 @@ class Desk:
     async def reply(self, asked: ChatRequest | CompletionRequest, http: HTTPRequest) -> Response:
         asked.check()
         self.served.check_name(asked.model)
+        if not self.room.healthy:
+            message = f"this server takes no more requests: {self.room.problem or 'it is shutting down'}"
+            raise Refusal(503, message, code="unavailable")
         meter = Meter(self.metrics, http.url.path)
         request = await asyncio.get_running_loop().run_in_executor(self.reader, self._read, asked)
         reply = Reply(asked, self.served.id)

@@ -1,0 +1,271 @@
+"""Keys, settings, health, cancelling, clients that vanish or dawdle, and stopping in mid-stream."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from running import Running, alone, chat_tokens, running, tokenizer, wait_until
+from starlette.datastructures import Headers
+
+import headstart.engine.engine
+from headstart.errors import RequestError
+from headstart.server import Keys, Limits, check_reach
+from headstart.state import Prefix
+
+HI = [{"role": "user", "content": "hi"}]
+LONG: dict[str, Any] = {"model": "tiny", "messages": HI, "max_tokens": 3000, "extra_body": {"min_tokens": 3000}}
+
+
+def idle(server: Running) -> bool:
+    return server.room.running + server.room.entering + server.room.queued == 0
+
+
+def cancelled(server: Running) -> float:
+    return server.metric("headstart_requests_total", endpoint="/v1/chat/completions", outcome="cancelled")
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Prompts are taken in no further until it is set."""
+    opened, prefill = threading.Event(), headstart.engine.engine.prefill
+
+    def waiting(*arguments: Any) -> None:
+        opened.wait(60)
+        prefill(*arguments)
+
+    monkeypatch.setattr(headstart.engine.engine, "prefill", waiting)
+    yield opened
+    opened.set()
+
+
+def test_without_the_key_only_health_and_metrics_are_open() -> None:
+    with running(key="sesame") as server, httpx.Client(base_url=server.url) as stranger:
+        for path in ("/v1/models", "/v1/settings", "/v1/cache", "/v1/mtp/stats", "/openapi.json", "/nothing"):
+            response = stranger.get(path)
+            assert response.status_code == 401, path
+            assert response.json()["error"]["code"] == "invalid_api_key"
+        assert stranger.post("/v1/chat/completions", content=b"not even JSON").status_code == 401
+        assert stranger.get("/health").status_code == 200
+        assert stranger.get("/metrics").status_code == 200
+        for headers in (
+            {"Authorization": "Bearer sesam"},
+            {"Authorization": "Basic sesame"},
+            {"Authorization": "sesame"},
+            {"x-api-key": "Sesame"},
+            {"x-api-key": ""},
+        ):
+            assert stranger.get("/v1/models", headers=headers).status_code == 401, headers
+        for headers in (
+            {"Authorization": "Bearer sesame"},
+            {"x-api-key": "sesame"},
+            {"authorization": "bearer sesame"},
+        ):
+            assert stranger.get("/v1/models", headers=headers).status_code == 200, headers
+        assert server.openai().models.list().data[0].id == "tiny"
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="guess").models.list()
+
+
+def test_any_of_several_keys_opens() -> None:
+    keys = Keys(["one", "two"])
+    assert [keys.open_to(Headers({"x-api-key": key})) for key in ("one", "two", "three", "")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert Keys().open_to(Headers({}))
+    for bad in ("", " x", "schlüssel", "a\nb"):
+        with pytest.raises(RequestError):
+            Keys([bad])
+
+
+@pytest.mark.parametrize(
+    ("host", "safe"),
+    [("127.0.0.1", True), ("127.8.8.8", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False),
+     ("192.168.1.5", False), ("example.org", False), ("", False)],
+)  # fmt: skip
+def test_nobody_listens_beyond_this_machine_without_a_key(host: str, safe: bool) -> None:
+    check_reach(host, Keys(["secret"]), no_key=False)
+    check_reach(host, Keys(), no_key=True)
+    if safe:
+        check_reach(host, Keys(), no_key=False)
+    else:
+        with pytest.raises(RequestError, match="--api-key"):
+            check_reach(host, Keys(), no_key=False)
+
+
+def test_web_pages_may_call_only_where_their_origin_was_named(server: Running) -> None:
+    ask = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+    with server.http() as http:
+        assert "access-control-allow-origin" not in http.options("/v1/chat/completions", headers=ask).headers
+        assert "access-control-allow-origin" not in http.get("/health", headers=ask).headers
+    with running(cors_origins=("https://page.example",), key="k") as named, httpx.Client(base_url=named.url) as http:
+        assert http.options("/v1/models", headers=ask).headers["access-control-allow-origin"] == ask["Origin"]
+        other = ask | {"Origin": "https://other.example"}
+        assert "access-control-allow-origin" not in http.options("/v1/models", headers=other).headers
+
+
+def test_settings_apply_to_what_comes_after() -> None:
+    with running() as server, server.http() as http:
+        body = {"messages": HI, "max_tokens": 12}
+        before = http.post("/v1/chat/completions", json=body).json()
+        assert http.get("/v1/settings").json() == {"speculation": True, "max_k": 8}
+        assert http.patch("/v1/settings", json={"max_k": 1}).json() == {"speculation": True, "max_k": 1}
+        asked = body | {"num_draft_tokens": 5}
+        stats = http.post("/v1/chat/completions", json=asked).json()["generation_stats"]
+        assert (stats["num_draft_tokens_clamped_to"], len(stats["acceptance_by_position"])) == (1, 1)
+        assert http.patch("/v1/settings", json={"speculation": False}).json() == {"speculation": False, "max_k": 1}
+        after = http.post("/v1/chat/completions", json=body).json()
+        assert after["generation_stats"]["drafter_kind"] is None
+        assert after["generation_stats"]["bypass_reason"]
+        assert after["choices"] == before["choices"]
+        for wrong in ({"max_k": 9}, {"max_k": -1}, {"max_k": "2"}, {"speculation": 1}, {"speculations": True}):
+            refusal = http.patch("/v1/settings", json=wrong)
+            assert refusal.status_code == 400
+            assert refusal.json()["error"]["param"] == next(iter(wrong))
+        assert http.get("/v1/settings").json() == {"speculation": False, "max_k": 1}
+
+
+def test_the_prefix_cache_can_be_looked_at_and_cleared() -> None:
+    with running(prefix=Prefix(10**8, chunk=512)) as server, server.http() as http:
+        prompt = tokenizer().encode("word " * 600)
+        body = {"prompt": list(prompt), "max_tokens": 4}
+        first = http.post("/v1/completions", json=body).json()
+        second = http.post("/v1/completions", json=body).json()
+        assert first["choices"] == second["choices"]
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 512
+        assert second["generation_stats"]["prefix_cache_hit"] == 512
+        told = http.get("/v1/cache").json()
+        assert told["enabled"]
+        assert (told["hits"], told["tokens"]) == (1, 512)
+        assert told["bytes"] > 0
+        assert server.metric("headstart_cached_prompt_tokens_total") == 512
+        assert http.delete("/v1/cache").json()["entries"] == 0
+        assert http.get("/v1/cache").json()["bytes"] == 0
+
+
+def test_a_server_without_a_prefix_cache_says_so(server: Running) -> None:
+    with server.http() as http:
+        assert http.get("/v1/cache").json() == http.delete("/v1/cache").json() == {"enabled": False}
+
+
+def test_a_request_can_be_cancelled_by_its_id(server: Running) -> None:
+    stream = server.openai().chat.completions.create(**LONG, stream=True)
+    first = next(stream)
+    with server.http() as http:
+        assert http.post(f"/v1/requests/{first.id}/cancel").json() == {"id": first.id, "cancelled": True}
+        rest = list(stream)
+        assert rest[-1].choices[0].finish_reason == "cancelled"
+        assert len(rest) < 1000
+        wait_until(lambda: idle(server))
+        assert http.post(f"/v1/requests/{first.id}/cancel").status_code == 404
+
+
+def test_a_client_that_leaves_in_mid_stream_frees_its_row(server: Running) -> None:
+    before = cancelled(server)
+    with server.openai().chat.completions.create(**LONG, stream=True) as stream:
+        for _ in range(5):
+            next(stream)
+        assert server.room.running == 1
+    wait_until(lambda: idle(server) and cancelled(server) == before + 1)
+
+
+def connected(server: Running, fields: dict[str, Any]) -> socket.socket:
+    """A client that has asked, and has next to no room for what comes."""
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps({"messages": HI, "max_tokens": 4000, "min_tokens": 4000, **fields}).encode()
+    head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    client.connect((host, int(port)))
+    client.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{head}".encode() + body)
+    return client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_while_its_prompt_is_read_frees_its_row(
+    server: Running, gate: threading.Event, stream: bool
+) -> None:
+    before, said = cancelled(server), server.metric("headstart_generation_tokens_total")
+    long = [{"role": "user", "content": "word " * 2000}]
+    with connected(server, {"messages": long, "stream": stream, "max_tokens": 9, "min_tokens": 9}):
+        wait_until(lambda: server.room.entering)
+    wait_until(lambda: server.room.engine.entering[0].handle.cancelled)
+    gate.set()
+    wait_until(lambda: idle(server) and cancelled(server) == before + 1)
+    assert server.metric("headstart_generation_tokens_total") == said
+
+
+def test_a_client_that_leaves_without_streaming_frees_its_row(server: Running) -> None:
+    before = cancelled(server)
+    with connected(server, {}):
+        wait_until(lambda: server.room.running)
+    wait_until(lambda: idle(server) and cancelled(server) == before + 1)
+
+
+def test_a_client_that_reads_nothing_holds_nobody_up_and_is_cut_off() -> None:
+    with (
+        running(limits=Limits(stall_seconds=0.5), max_rows=2, send_buffer=4096) as server,
+        connected(server, {"stream": True, "include_origins": True}),
+    ):
+        wait_until(lambda: server.room.running)
+        answer = server.openai().chat.completions.create(model="tiny", messages=HI, max_tokens=12)  # type: ignore[arg-type]
+        assert answer.choices[0].message.content == alone(chat_tokens("hi"), max_tokens=12).text
+        wait_until(lambda: idle(server) and cancelled(server) == 1)
+
+
+def test_a_request_that_takes_too_long_ends_with_an_error() -> None:
+    with running(limits=Limits(request_seconds=1.5)) as server:
+        client = server.openai()
+        client.chat.completions.create(model="tiny", messages=HI, max_tokens=2)  # type: ignore[arg-type]
+        with pytest.raises(openai.APIStatusError) as error:
+            client.with_options(max_retries=2).chat.completions.create(**LONG)
+        assert (error.value.status_code, error.value.code) == (408, "timeout")
+        assert server.metric("headstart_requests_total", endpoint="/v1/chat/completions", outcome="timeout") == 1
+        with pytest.raises(openai.APIError, match="no end after"):
+            list(client.chat.completions.create(**LONG, stream=True))
+        wait_until(lambda: idle(server))
+
+
+def test_stopping_lets_running_answers_end() -> None:
+    expected = alone(chat_tokens("hi"), max_tokens=200, min_tokens=200).text
+    fields = LONG | {"max_tokens": 200, "extra_body": {"min_tokens": 200}}
+    with running(deadline=60) as server:
+        stream = server.openai().chat.completions.create(**fields, stream=True)
+        chunks = [next(stream)]
+        wait_until(lambda: server.room.running)
+    chunks += list(stream)  # it was sent before the server had stopped
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_stopping_ends_what_is_left_at_the_deadline_with_an_error() -> None:
+    began = time.monotonic()
+    with running(deadline=0.5) as server:
+        stream = server.openai().chat.completions.create(**LONG | {"max_tokens": 4000}, stream=True)
+        next(stream)
+        wait_until(lambda: server.room.running)
+    with pytest.raises(openai.APIError, match="shutting down"):
+        list(stream)
+    assert time.monotonic() - began < 30
+
+
+def test_health_tells_who_is_inside(server: Running, gate: threading.Event) -> None:
+    with server.http() as http:
+        told = http.get("/health").json()
+        assert told == {
+            "status": "ok", "model": "tiny", "problem": None, "restarts": 0, "running": 0, "entering": 0, "queued": 0
+        }  # fmt: skip
+        with server.openai().chat.completions.create(**LONG, stream=True):
+            wait_until(lambda: http.get("/health").json()["entering"] == 1)
+            gate.set()
+            wait_until(lambda: http.get("/health").json()["running"] == 1)
+        wait_until(lambda: idle(server))
