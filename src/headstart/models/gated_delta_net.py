@@ -1,22 +1,13 @@
 """GatedDeltaNet over mlx-lm's weights, with the drafts of a window kept in doubt (see `state/recurrent.py`)."""
 
-from typing import NamedTuple
-
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
-from ..kernels.gated_delta import Inputs, recurrence
+from ..kernels.gated_delta import Drafts, Inputs, Weights, Window, fold_and_run, fuses, recurrence
 from ..state import Pending, Recurrent
 
-
-class Projections(NamedTuple):
-    """A layer's input, projected; families differ in how their weights are fused."""
-
-    qkv: mx.array  # [B, W, C], before the convolution
-    z: mx.array  # [B, W, Hv, Dv], the output gate
-    b: mx.array  # [B, W, Hv]
-    a: mx.array  # [B, W, Hv]
+Projections = Window  # families differ in how the weights of a layer's projections are fused
 
 
 def gated_delta_net(
@@ -27,6 +18,24 @@ def gated_delta_net(
     Certain are the `accepted` [B] first of the pending drafts and the window's first `certain` tokens. Both halves
     are one recurrence, so the state is bit for bit what token-by-token decoding would have made.
     """
+    run = fused if fuses(memory.state, projected.qkv.dtype) else stock
+    y = run(net, projected, memory, accepted, certain)
+    return net.out_proj(y.reshape(*y.shape[:2], -1))
+
+
+def fused(net: nn.Module, projected: Projections, memory: Recurrent, accepted: mx.array, certain: int) -> mx.array:
+    """In one kernel → [B, W, Hv, Dv]."""
+    weights = Weights(net.conv1d.weight, net.A_log, net.dt_bias, net.norm.weight, net.norm.eps)
+    pending = Drafts(*memory.pending.arrays()) if memory.pending is not None else None
+    y, memory.state, memory.conv, drafts = fold_and_run(
+        projected, weights, memory.state, memory.conv, pending, accepted, certain
+    )
+    memory.pending = Pending(*drafts) if drafts is not None else None
+    return y
+
+
+def stock(net: nn.Module, projected: Projections, memory: Recurrent, accepted: mx.array, certain: int) -> mx.array:
+    """In stock ops, with the recurrence in mlx-lm's kernel where it has one → [B, W, Hv, Dv]."""
     qkv, z, b, a = projected
     B, W, _ = qkv.shape
     inputs = mx.concatenate([memory.conv_history(accepted), qkv], axis=1)
@@ -55,4 +64,4 @@ def gated_delta_net(
         memory.pending = Pending(qkv[:, certain:], drafts.k, drafts.v, drafts.g, drafts.beta)
         ran, _ = recurrence(drafts, memory.state)
         y = mx.concatenate([y, ran], axis=1)
-    return net.out_proj(net.norm(y, z).reshape(B, W, -1))
+    return net.norm(y, z)

@@ -1,0 +1,85 @@
+"""Gated attention of a short window, whose rows depend on nothing but themselves: ours on CUDA.
+
+Stock attention picks its kernel, and with it the order of its sums, by the width of the window and the capacity.
+"""
+
+import math
+from functools import cache
+
+import mlx.core as mx
+
+from .cuda import on_cuda, source
+
+TENSOR_CORE = source("tensor_core")
+WIDEST = 16  # windows; beyond, stock attention is the faster one
+SPLIT, WARPS, TILE, PAD = 128, 8, 16, 8  # as in attention.cu
+
+
+def attends(width: int, heads: int, keys: mx.array) -> bool:
+    """Whether `attend` takes this window of `heads` query heads over `keys` [B, Hkv, S, D] on this device."""
+    _, Hkv, _, D = keys.shape
+    fits = width <= WIDEST and heads % Hkv == 0 and D % 32 == 0 and D <= 256
+    return on_cuda() and fits and keys.dtype in (mx.bfloat16, mx.float16)
+
+
+def attend(
+    queries: mx.array, gates: mx.array, keys: mx.array, values: mx.array, offset: mx.array, scale: float, reach: int
+) -> mx.array:
+    """Queries [B, H, W, D] over whole buffers of keys and values [B, Hkv, S, D] → [B, W, H·D], times the sigmoid of
+    the second half of each head of `gates` [B, W, H·2·D].
+
+    Query w of row b sees the positions up to `offset[b] + w`, none of them beyond `reach`. The stock-op twin is
+    stock attention and a multiplication, in `models.attention`.
+    """
+    B, H, W, D = queries.shape
+    Hkv, pieces = keys.shape[1], -(-reach // SPLIT)
+    template = [("T", queries.dtype), ("H", H), ("HKV", Hkv), ("D", D)]
+    lines = (B, Hkv, pieces, (H // Hkv) * W)
+    partial, weights = _partials(scale, D)(
+        inputs=[queries, keys, values, offset],
+        template=template,
+        grid=(32 * WARPS * pieces, Hkv, B),
+        threadgroup=(32 * WARPS, 1, 1),
+        output_shapes=[(*lines, D), (*lines, 2)],
+        output_dtypes=[mx.float32, mx.float32],
+    )
+    (out,) = _merge()(
+        inputs=[partial, weights, gates, offset],
+        template=template,
+        grid=(D * H * W, B, 1),
+        threadgroup=(D, 1, 1),
+        output_shapes=[(B, W, H * D)],
+        output_dtypes=[queries.dtype],
+    )
+    return out
+
+
+@cache
+def _partials(scale: float, D: int):  # type: ignore[no-untyped-def]
+    elements = 2 * SPLIT * (D + PAD) + TILE * (D + PAD) + TILE * (SPLIT + PAD)
+    return mx.fast.cuda_kernel(
+        name="attention_partials",
+        input_names=["queries", "keys", "values", "offset"],
+        output_names=["partial", "weights"],
+        source=f"""
+            headstart::partials<H, HKV, D>(
+                queries, keys, values, offset, {scale * math.log2(math.e)!r}f, queries_shape[2], keys_shape[2],
+                partial, weights);
+        """,
+        header=TENSOR_CORE + source("attention"),
+        shared_memory=2 * elements + 2 * 4 * WARPS * TILE,
+    )
+
+
+@cache
+def _merge():  # type: ignore[no-untyped-def]
+    return mx.fast.cuda_kernel(
+        name="attention_merge",
+        input_names=["partial", "weights", "gates", "offset"],
+        output_names=["out"],
+        source="""
+            headstart::merge<H, HKV, D>(
+                partial, weights, gates, offset, gates_shape[1], partial_shape[2], out);
+        """,
+        header=TENSOR_CORE + source("attention"),
+    )

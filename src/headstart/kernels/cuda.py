@@ -1,0 +1,14 @@
+"""What every CUDA kernel of ours needs: its source, and whether there is a device to run it."""
+
+from pathlib import Path
+
+import mlx.core as mx
+
+
+def on_cuda() -> bool:
+    return bool(mx.cuda.is_available()) and mx.default_device() == mx.gpu
+
+
+def source(name: str) -> str:
+    """The text of a `.cu` file beside this one. Kernels are functions there; what MLX wraps is a call of one."""
+    return (Path(__file__).parent / f"{name}.cu").read_text()

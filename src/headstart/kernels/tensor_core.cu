@@ -1,0 +1,71 @@
+// The few instructions that CUDA C++ has no words for, one function each. Fragments are laid out as the PTX manual
+// says for m16n8k16: a lane has rows lane/4 and +8, columns 2·(lane%4), +1, and those + 8.
+
+namespace headstart {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Into shared memory, without waiting. What is not `there` is not read, and zero.
+__device__ __forceinline__ void copy_16_bytes(void* to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               ::"r"(shared_address(to)), "l"(from), "r"(there ? 16 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// All but the last N groups of copies have arrived; other threads' only after a barrier.
+template <int N>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// 8×8 matrices of two-byte elements; lane 8·m + r points to row r of matrix m.
+__device__ __forceinline__ void load_matrices_4(uint32_t (&out)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_2(uint32_t (&out)[2], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(out[0]), "=r"(out[1])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_2_transposed(uint32_t (&out)[2], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(out[0]), "=r"(out[1])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// c [16, 8] += a [16, 16] · b [16, 8], for elements of type T.
+template <typename T>
+__device__ void multiply(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
+
+template <>
+__device__ __forceinline__ void multiply<__nv_bfloat16>(
+    float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+template <>
+__device__ __forceinline__ void multiply<__half>(
+    float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+}  // namespace headstart

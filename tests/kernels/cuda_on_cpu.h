@@ -1,0 +1,196 @@
+// As much of CUDA as our kernels use, on the CPU: a block's threads are fibers that take turns at every barrier.
+// Arithmetic is IEEE single precision with the same roundings, so bits that do not depend on the width of a window
+// here do not depend on it there; only expf and its like may differ in the last bit.
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#define __device__
+#define __forceinline__ inline
+#define __shared__ static
+#define __align__(n) __attribute__((aligned(n)))
+#define __restrict__
+
+using std::max;
+using std::min;
+
+struct float2 { float x, y; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
+struct float4 { float x, y, z, w; };
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+struct dim3 { int x = 0, y = 0, z = 0; };
+struct Shape { int32_t at[10]; int32_t operator[](int i) const { return at[i]; } };
+
+struct __nv_bfloat16 {
+  uint16_t bits;
+  __nv_bfloat16() = default;
+  explicit __nv_bfloat16(float x) {
+    uint32_t u;
+    std::memcpy(&u, &x, 4);
+    bits = std::isnan(x) ? 0x7fff : (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  }
+  operator float() const {
+    uint32_t u = uint32_t(bits) << 16;
+    float x;
+    std::memcpy(&x, &u, 4);
+    return x;
+  }
+};
+using __half = _Float16;
+
+struct Barrier {
+  int size, arrived = 0, generation = 0;
+};
+struct Warp {
+  Barrier barrier;
+  uint32_t words[32][8];
+  const void* pointers[32];
+};
+struct Thread {
+  ucontext_t context;
+  std::vector<char> stack;
+  dim3 index;
+  Warp* warp;
+  int lane;
+  bool done = false;
+};
+inline Thread* self;
+inline Barrier block_barrier;
+inline ucontext_t scheduler;
+inline dim3 blockIdx, blockDim, gridDim;
+#define threadIdx (self->index)
+
+inline void meet(Barrier& barrier) {
+  const int generation = barrier.generation;
+  if (++barrier.arrived == barrier.size) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+  } else {
+    while (barrier.generation == generation) {
+      swapcontext(&self->context, &scheduler);
+    }
+  }
+}
+inline void __syncthreads() { meet(block_barrier); }
+inline void __syncwarp() { meet(self->warp->barrier); }
+
+template <typename X>
+X __shfl_xor_sync(unsigned, X x, int mask) {
+  static_assert(sizeof(X) == 4);
+  Warp& warp = *self->warp;
+  std::memcpy(&warp.words[self->lane][0], &x, 4);
+  __syncwarp();
+  std::memcpy(&x, &warp.words[self->lane ^ mask][0], 4);
+  __syncwarp();
+  return x;
+}
+
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float a) { return std::sqrt(a); }
+
+// What src/headstart/kernels/tensor_core.cu says in PTX, by the fragment layouts of the PTX manual.
+namespace headstart {
+inline unsigned char dynamic_shared[232448] __align__(16);
+
+inline void copy_16_bytes(void* to, const void* from, bool there) {
+  there ? std::memcpy(to, from, 16) : std::memset(to, 0, 16);
+}
+inline void commit_copies() {}
+template <int N>
+void wait_for_copies() {}
+
+// Matrix m of a load is 8×8 of two bytes, its row r starts where lane 8·m + r points. A lane gets the pair
+// (row lane/4, columns 2·(lane%4) and +1), transposed: (rows 2·(lane%4) and +1, column lane/4).
+template <int COUNT, bool TRANSPOSED>
+void load_matrices(uint32_t (&out)[COUNT], const void* row) {
+  Warp& warp = *self->warp;
+  warp.pointers[self->lane] = row;
+  __syncwarp();
+  for (int m = 0; m < COUNT; ++m) {
+    auto element = [&](int r, int c) { return uint32_t(static_cast<const uint16_t*>(warp.pointers[8 * m + r])[c]); };
+    const int group = self->lane / 4, pair = 2 * (self->lane % 4);
+    out[m] = TRANSPOSED ? element(pair, group) | element(pair + 1, group) << 16
+                        : element(group, pair) | element(group, pair + 1) << 16;
+  }
+  __syncwarp();
+}
+inline void load_matrices_4(uint32_t (&out)[4], const void* row) { load_matrices<4, false>(out, row); }
+inline void load_matrices_2(uint32_t (&out)[2], const void* row) { load_matrices<2, false>(out, row); }
+inline void load_matrices_2_transposed(uint32_t (&out)[2], const void* row) { load_matrices<2, true>(out, row); }
+
+// c [16, 8] += a [16, 16] · b [16, 8]
+template <typename T>
+void multiply(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  Warp& warp = *self->warp;
+  for (int i = 0; i < 4; ++i) warp.words[self->lane][i] = a[i];
+  for (int i = 0; i < 2; ++i) warp.words[self->lane][4 + i] = b[i];
+  __syncwarp();
+  auto half = [](uint32_t word, int high) {
+    uint16_t bits = word >> (16 * high);
+    T x;
+    std::memcpy(&x, &bits, 2);
+    return static_cast<float>(x);
+  };
+  auto A = [&](int i, int k) {
+    return half(warp.words[4 * (i % 8) + (k % 8) / 2][i / 8 + 2 * (k / 8)], k % 2);
+  };
+  auto B = [&](int k, int j) { return half(warp.words[4 * j + (k % 8) / 2][4 + k / 8], k % 2); };
+  for (int e = 0; e < 4; ++e) {
+    const int i = self->lane / 4 + 8 * (e / 2), j = 2 * (self->lane % 4) + e % 2;
+    for (int k = 0; k < 16; ++k) c[e] = std::fma(A(i, k), B(k, j), c[e]);
+  }
+  __syncwarp();
+}
+}  // namespace headstart
+
+// Run `kernel` in every thread of every block, one block after the other.
+inline const std::function<void()>* running;
+inline void enter_thread() {
+  (*running)();
+  self->done = true;
+  swapcontext(&self->context, &scheduler);
+}
+inline void launch(dim3 grid, dim3 block, const std::function<void()>& kernel) {
+  const int count = block.x * block.y * block.z;
+  running = &kernel, gridDim = grid, blockDim = block;
+  std::vector<Thread> threads(count);
+  std::vector<Warp> warps((count + 31) / 32);
+  for (Thread& thread : threads) thread.stack.resize(1 << 16);
+  for (int z = 0; z < grid.z; ++z)
+    for (int y = 0; y < grid.y; ++y)
+      for (int x = 0; x < grid.x; ++x) {
+        blockIdx = {x, y, z};
+        block_barrier = {count};
+        for (int w = 0; w < int(warps.size()); ++w) warps[w].barrier = {min(32, count - 32 * w)};
+        for (int t = 0; t < count; ++t) {
+          Thread& thread = threads[t];
+          thread.index = {t % block.x, t / block.x % block.y, t / (block.x * block.y)};
+          thread.warp = &warps[t / 32], thread.lane = t % 32, thread.done = false;
+          getcontext(&thread.context);
+          thread.context.uc_stack.ss_sp = thread.stack.data();
+          thread.context.uc_stack.ss_size = thread.stack.size();
+          thread.context.uc_link = nullptr;
+          makecontext(&thread.context, enter_thread, 0);
+        }
+        for (bool busy = true; busy;) {
+          busy = false;
+          for (Thread& thread : threads)
+            if (!thread.done) {
+              busy = true;
+              self = &thread;
+              swapcontext(&scheduler, &thread.context);
+            }
+        }
+      }
+}

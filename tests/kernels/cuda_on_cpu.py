@@ -1,0 +1,85 @@
+"""Our CUDA kernels on the CPU: `cuda_kernel` stands in for `mx.fast.cuda_kernel` and builds the same source with g++.
+
+So the kernels themselves are under test on any machine, down to their bits (see cuda_on_cpu.h for what may differ).
+The signature is put together as mlx/backend/cuda/custom_kernel.cpp does it. Slow: for tiny shapes.
+"""
+
+import ctypes
+import hashlib
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from headstart.kernels.attention import TENSOR_CORE
+
+FOLDER = Path(__file__).parent
+NAMES = {mx.float32: "float", mx.bfloat16: "__nv_bfloat16", mx.float16: "__half", mx.int32: "int32_t"}
+
+
+def cuda_kernel(
+    name: str, input_names: list[str], output_names: list[str], source: str, header: str = "", shared_memory: int = 0
+) -> Callable[..., list[mx.array]]:
+    header = header.replace(TENSOR_CORE, "").replace("extern __shared__", "extern")
+
+    def call(
+        *,
+        inputs: Sequence[mx.array],
+        template: Sequence[tuple[str, int | bool | mx.Dtype]],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+    ) -> list[mx.array]:
+        constants = [
+            f"using {key} = {NAMES[value]};"
+            if isinstance(value, mx.Dtype)
+            else f"constexpr int {key} = {int(value)};"
+            for key, value in template
+        ]
+        dtypes = [*(array.dtype for array in inputs), *output_dtypes]
+        unpack = [
+            f"auto {key} = static_cast<{'const ' * (i < len(inputs))}{NAMES[dtype]}*>(pointers[{i}]); "
+            f"const Shape& {key}_shape = shapes[{i}];"
+            for i, (key, dtype) in enumerate(zip([*input_names, *output_names], dtypes, strict=True))
+        ]
+        text = "\n".join(
+            [
+                '#include "cuda_on_cpu.h"',
+                header,
+                'extern "C" void run(void** pointers, const Shape* shapes, const int* grid) {',
+                *constants,
+                *unpack,
+                "dim3 blocks{grid[0], grid[1], grid[2]}, threads{grid[3], grid[4], grid[5]};",
+                f"launch(blocks, threads, [&] {{ {source} }});\n}}",
+            ]
+        )
+        # Outputs are poisoned, so that an element that nobody wrote shows.
+        arrays = [np.array(a.view(mx.uint16) if a.itemsize == 2 else a, order="C") for a in inputs]
+        for shape, dtype in zip(output_shapes, output_dtypes, strict=True):
+            arrays.append(
+                np.full(shape, 0x7FFF, np.uint16) if dtype.size == 2 else np.full(shape, np.nan, np.float32)
+            )
+        pointers = (ctypes.c_void_p * len(arrays))(*[array.ctypes.data for array in arrays])
+        shapes = np.array([[*array.shape, *[0] * (10 - array.ndim)] for array in arrays], np.int32)
+        blocks = [-(-g // t) for g, t in zip(grid, threadgroup, strict=True)]
+        launch = np.array([*blocks, *threadgroup], np.int32)
+        built(text).run(pointers, ctypes.c_void_p(shapes.ctypes.data), ctypes.c_void_p(launch.ctypes.data))
+        outputs = zip(arrays[len(inputs) :], output_dtypes, strict=True)
+        return [mx.array(array).view(dtype) for array, dtype in outputs]
+
+    return call
+
+
+@cache
+def built(text: str) -> ctypes.CDLL:
+    folder = Path(tempfile.gettempdir()) / f"cuda-on-cpu-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    folder.mkdir(exist_ok=True)
+    (folder / "kernel.cpp").write_text(text)
+    command = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-march=native", "-shared", "-fPIC", f"-I{FOLDER}"]
+    subprocess.run([*command, str(folder / "kernel.cpp"), "-o", str(folder / "kernel.so")], check=True)
+    return ctypes.CDLL(str(folder / "kernel.so"))
