@@ -135,6 +135,35 @@ def test_a_hit_a_partial_hit_and_a_miss_say_the_same_as_an_engine_without_a_cach
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_that_was_resumed_holds_what_one_holds_that_read_its_prompt(family: str) -> None:
+    """All of it, the head's part and the pair that waits for the head included: tokens would not tell."""
+    model = random_model(family)
+    base = random_prompt(model, 4 * C + 6)
+    engine, prefix = cached(model)
+    ask(engine, base, k=0)
+    for prompt in (base, base[: 4 * C + 1], base[: 2 * C + 5] + random_prompt(model, C + 3, 1)):
+        resumed, read = entered(engine, prompt), entered(Engine(model), prompt)
+        assert resumed.rows.bounds == read.rows.bounds
+        pairs = zip(resumed.arrays(), read.arrays(), strict=True)
+        assert all(mx.array_equal(mine, true) for mine, true in pairs)
+    assert prefix.stats().hits == 3
+
+
+def entered(engine: Engine, prompt: Sequence[int]) -> Batch:
+    """The row as it is when its prompt is in and nothing was said."""
+    handle = submit(engine, prompt)
+    engine._admit()
+    while engine.entering:
+        engine._take_in_a_chunk()
+    batch = engine._batch
+    assert batch is not None
+    mx.eval(batch.arrays())
+    handle.cancel()
+    engine.turn()
+    return batch
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_what_one_depth_left_behind_serves_every_other(family: str) -> None:
     """A request without drafts keeps the head's memory too, and one with drafts accepts as many as on a miss."""
     model = random_model(family)

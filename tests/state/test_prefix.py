@@ -129,6 +129,14 @@ def test_one_other_token_is_another_prompt_from_its_chunk_on(at: int) -> None:
     assert resumed(prefix, other, hybrid=False) == at // C * C
 
 
+def test_the_same_tokens_in_another_order_are_another_prompt() -> None:
+    prefix = Prefix(LOTS, chunk=C)
+    prompt = prompt_of(2)
+    take_in(prefix, prompt)
+    assert resumed(prefix, prompt[:C][::-1] + prompt[C:]) == 0
+    assert resumed(prefix, prompt[C : 2 * C] + prompt[:C] + prompt[2 * C :]) == 0
+
+
 def test_chunks_that_prompts_have_in_common_are_kept_once() -> None:
     prefix = Prefix(LOTS, chunk=C)
     prompt = prompt_of(6)
@@ -212,7 +220,8 @@ def test_states_within_prompts_go_before_any_prompt_does() -> None:
     take_in(prefix, b)
     assert (resumed(prefix, a), resumed(prefix, b)) == (9 * C, 9 * C)
     assert prefix.stats().entries == 18
-    assert depths_with_states(prefix, a) != depths_with_states(prefix, b)
+    assert depths_with_states(prefix, a) == [2, 4, 8, 9]  # one of those that were not used for longest
+    assert depths_with_states(prefix, b) == [1, 2, 4, 8, 9]
 
 
 def test_a_fork_outlives_the_states_that_only_save_room() -> None:
@@ -225,6 +234,17 @@ def test_a_fork_outlives_the_states_that_only_save_room() -> None:
     assert prefix.stats().evictions
     assert depths_with_states(prefix, tasks[1])[0] == 3
     assert take_in(prefix, system + prompt_of(1, seed=3)) == 3 * C
+
+
+def test_children_go_before_their_parents() -> None:
+    """Where prompts part one can go on, so that stays when all who went on from there have gone."""
+    system = prompt_of(3, more=3)
+    tasks = [system + prompt_of(6, seed=seed) for seed in (1, 2)]
+    prefix = Prefix(size_of(*tasks), chunk=C)
+    for task in tasks:
+        take_in(prefix, task)
+    take_in(prefix, prompt_of(12, seed=3))
+    assert [resumed(prefix, task) for task in tasks] == [3 * C, 3 * C]
 
 
 def test_a_prompt_that_goes_takes_all_along_that_only_it_could_use() -> None:
