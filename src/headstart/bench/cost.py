@@ -8,6 +8,7 @@ tokens; break-even is the acceptance at every position that makes it just so.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..models import Model
 from ..sampling import Proposal
 from .rows import spread, take_in
 
-STEPS = 8  # between two looks at the clock
+STEPS = 8  # that are timed in a look; the median counts, so that a hiccup does not
 
 
 @dataclass(frozen=True)
@@ -90,18 +91,17 @@ def _cost(times: dict[tuple[int, int, bool], list[float]], rows: int, k: int) ->
 def _seconds(model: Model, prompts: Sequence[Sequence[int]], k: int, drafted: bool) -> float:
     """Seconds a step, one step in flight while the host describes the next, as in the engine."""
     running = take_in(model, prompts, ceiling=k if drafted else 0)
-    said: list[mx.array] = []
-    begun = 0.0
+    landed: list[float] = []
+    flight: mx.array | None = None
     for turn in range(STEPS + 2):
         round = step(model, running, k) if drafted else verify(model, running, _arbitrary(prompts, k, turn))
         mx.async_eval(round.tokens, round.accepted, round.finite, *running.arrays())
-        said.append(round.tokens)
-        if turn:
-            mx.eval(said[turn - 1])
-        if turn == 1:  # the first step of a batch also allocates
-            begun = time.perf_counter()
-    mx.eval(said[-1])
-    return (time.perf_counter() - begun) / (STEPS + 1)
+        if flight is not None:
+            mx.eval(flight)
+            landed.append(time.perf_counter())
+        flight = round.tokens
+    mx.eval(flight)
+    return median(b - a for a, b in pairwise(landed))
 
 
 def _arbitrary(prompts: Sequence[Sequence[int]], k: int, turn: int) -> Proposal:

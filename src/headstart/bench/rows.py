@@ -9,8 +9,7 @@ from ..engine.batch import Batch
 from ..engine.step import prefill
 from ..models import Model
 from ..sampling import Asked, SamplingParams
-
-CHUNK = 512  # tokens of a prompt at a time, as in the engine
+from ..state import CHUNK
 
 
 def take_in(model: Model, prompts: Sequence[Sequence[int]], ceiling: int, limit: int = 10**6) -> Batch:

@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import HeadstartError
+from .bench import bench
 from .chat import chat
 from .convert import convert
 from .demo import demo
@@ -56,5 +57,5 @@ def main(
     """Run language models faster with their own multi-token-prediction head."""
 
 
-for command in (generate, chat, serve, demo, models, inspect, convert, graft):
+for command in (generate, chat, serve, demo, bench, models, inspect, convert, graft):
     app.command()(command)

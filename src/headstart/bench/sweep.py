@@ -1,0 +1,106 @@
+"""Depths by kinds of text and numbers of rows, one after the other in every repeat.
+
+A machine is never twice the same. So each repeat goes through all depths of a cell in a new order, and what is
+compared later are ratios within a repeat.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from ..errors import RequestError
+from ..models import Model
+from .imposed import Recording, check_pattern, record, run_imposed
+from .rows import spread
+from .run import K, Run, run
+
+
+FEWEST = 20  # tokens: a round may say nine of them, and the first is not timed
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a depth is good for depends on these two."""
+
+    kind: str
+    rows: int
+
+
+Runs = dict[Cell, dict[K, list[Run]]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    prompts: Mapping[str, Sequence[Sequence[int]]]  # token ids by kind
+    rows: Sequence[int] = (1, 4)
+    ks: Sequence[K] = (0, 1, 2, 3, "auto")
+    tokens: int = 64  # of every row
+    repeats: int = 5
+    acceptance: Sequence[float] | None = None  # imposed, cumulative by position
+
+    def __post_init__(self) -> None:
+        if 0 not in self.ks:
+            raise RequestError("--k must hold 0, which the others are compared with")
+        if self.repeats < 2:
+            raise RequestError(f"--repeats is {self.repeats}; 2 are needed to choose by one and judge by the other")
+        if self.tokens < FEWEST:
+            raise RequestError(f"--tokens is {self.tokens}; some rounds must fit in: give {FEWEST} or more")
+        if not self.rows or min(self.rows) < 1:
+            raise RequestError(f"--rows is {', '.join(map(str, self.rows))}; give numbers of 1 or more")
+        if self.acceptance is not None:
+            check_pattern(self.acceptance)
+            if "auto" in self.ks:
+                raise RequestError("--acceptance is imposed on fixed depths only: leave auto out of --k")
+            if max(self.depths) > len(self.acceptance):
+                raise RequestError(
+                    f"--acceptance has {len(self.acceptance)} positions and --k goes to {max(self.depths)}: "
+                    "give as many positions, or fewer depths"
+                )
+
+    @property
+    def depths(self) -> list[int]:
+        """Those that are fixed."""
+        return [k for k in self.ks if k != "auto"]
+
+    @property
+    def cells(self) -> list[Cell]:
+        return [Cell(kind, rows) for rows in self.rows for kind in self.prompts]
+
+    @property
+    def count(self) -> int:
+        """Runs, those included that only warm up."""
+        return (len(self.rows) + len(self.cells) * self.repeats) * len(self.ks)
+
+    def check(self, model: Model) -> None:
+        """Refuse what this model cannot do before anything is measured."""
+        if not model.has_head:
+            raise RequestError(f"there is no depth to measure: {model.head_unavailable or 'the model has no head'}")
+        if max(self.depths) > model.max_k:
+            raise RequestError(f"--k goes to {max(self.depths)}, and this model drafts at most {model.max_k} tokens")
+
+
+def sweep(model: Model, plan: Plan, progress: Callable[[], None] = lambda: None) -> Runs:
+    """Every depth of every cell, `plan.repeats` times. `progress` is called after each of `plan.count` runs."""
+    plan.check(model)
+    rng, recordings = Random(0), dict[Cell, Recording]()
+
+    def measure(cell: Cell, k: K) -> Run:
+        prompts = spread(plan.prompts[cell.kind], cell.rows)
+        if plan.acceptance is None or k == "auto":
+            done = run(model, prompts, k, plan.tokens)
+        else:
+            if cell not in recordings:
+                recordings[cell] = record(model, prompts, plan.tokens)
+            done = run_imposed(model, recordings[cell], k, plan.acceptance)
+        progress()
+        return done
+
+    for cell in plan.cells[:: len(plan.prompts)]:  # one of every number of rows, to warm up
+        for k in plan.ks:
+            measure(cell, k)
+    runs: Runs = {cell: {k: [] for k in plan.ks} for cell in plan.cells}
+    for _ in range(plan.repeats):
+        for cell in plan.cells:
+            for k in rng.sample(plan.ks, len(plan.ks)):
+                runs[cell][k].append(measure(cell, k))
+    return runs

@@ -1,0 +1,76 @@
+"""An imposed acceptance: the pattern is followed, the head still works, and the text is the recorded one."""
+
+import mlx.core as mx
+import pytest
+
+from fixtures import mlx_lm_greedy, random_model, random_prompt
+from headstart.bench.imposed import Recording, check_pattern, impose, record, run_imposed
+from headstart.bench.rows import take_in
+from headstart.engine.step import draft
+from headstart.errors import HeadstartError, RequestError
+
+PATTERN = (0.88, 0.75, 0.62)
+
+
+@pytest.fixture(scope="module")
+def recording() -> Recording:
+    model = random_model()
+    return record(model, [random_prompt(model, length, seed=length) for length in (3, 9, 1)], tokens=60)
+
+
+def test_a_recording_is_what_plain_decoding_says(recording: Recording) -> None:
+    for prompt, text in zip(recording.prompts, recording.texts, strict=True):
+        assert text == mlx_lm_greedy(random_model(), prompt, 60)
+
+
+def test_acceptance_follows_the_pattern_and_not_the_head(recording: Recording) -> None:
+    done = run_imposed(random_model(), recording, 3, PATTERN)
+    whole = [accepted for accepted, proposed in done.rounds if proposed == 3]  # the last round of a row is shorter
+    shares = [sum(accepted > j for accepted in whole) / len(whole) for j in range(3)]
+    assert shares == pytest.approx(PATTERN, abs=0.06)
+    assert done.tokens / len(done.rounds) == pytest.approx(1 + sum(PATTERN), rel=0.06)
+    assert done.seconds > 0
+
+
+@pytest.mark.parametrize(("pattern", "per_round"), [((1.0, 1.0), 3.0), ((0.0, 0.0), 1.0), ((1.0, 0.0), 2.0)])
+def test_all_none_and_one_of_two(recording: Recording, pattern: tuple[float, ...], per_round: float) -> None:
+    done = run_imposed(random_model(), recording, 2, pattern)
+    assert done.tokens / len(done.rounds) == pytest.approx(per_round, rel=0.02)
+    longest = max(map(len, done.texts))
+    assert longest == 60
+    for text, recorded in zip(done.texts, recording.texts, strict=True):
+        assert text == recorded[: len(text)]
+
+
+def test_zero_drafts_is_plain_decoding(recording: Recording) -> None:
+    done = run_imposed(random_model(), recording, 0, PATTERN)
+    assert (done.texts, done.rounds) == (recording.texts, [(0, 0)] * done.tokens)
+
+
+def test_the_trunk_waits_for_the_drafts_that_are_exchanged(recording: Recording) -> None:
+    """Otherwise the device would leave out the head's last logits, and drafts would seem cheaper than they are."""
+    model = random_model()
+    running = take_in(model, recording.prompts, ceiling=2)
+    drafted = draft(model, running, 2)
+    given = drafted._replace(tokens=mx.full((3, 2), -1, mx.int32))
+    script = mx.zeros((3, 80), mx.int32)
+    assert impose(given, running, PATTERN, script, model.vocabulary).tokens.tolist() == [[-1, -1]] * 3
+    assert (impose(drafted, running, PATTERN, script, model.vocabulary).tokens >= 0).all().item()
+
+
+def test_text_that_does_not_come_out_as_recorded_is_an_error(recording: Recording) -> None:
+    texts = [list(text) for text in recording.texts]
+    texts[1][20] = (texts[1][20] + 1) % random_model().vocabulary
+    with pytest.raises(HeadstartError, match=r"at k = 3, row 1 says token .* at position 20 where .* was recorded"):
+        run_imposed(random_model(), Recording(recording.prompts, texts), 3, PATTERN)
+
+
+@pytest.mark.parametrize("pattern", [(), (0.5, 0.6), (1.1,), (0.5, -0.1)])
+def test_a_pattern_that_is_none_is_refused(pattern: tuple[float, ...]) -> None:
+    with pytest.raises(RequestError, match="--acceptance"):
+        check_pattern(pattern)
+
+
+def test_a_pattern_shorter_than_the_depth_is_refused(recording: Recording) -> None:
+    with pytest.raises(RequestError, match="--acceptance has 3 positions, and k is 4"):
+        run_imposed(random_model(), recording, 4, PATTERN)

@@ -1,0 +1,55 @@
+"""One run: rows begin together, and only rounds of the full batch are counted."""
+
+import pytest
+
+from fixtures import mlx_lm_greedy, random_model, random_prompt
+from headstart.bench.run import run
+from headstart.engine import Depth
+from headstart.errors import HeadstartError, RequestError
+
+PROMPTS = [random_prompt(random_model(), length, seed=length) for length in (4, 600, 2)]
+
+
+@pytest.mark.parametrize("k", [0, 2, "auto"])
+def test_the_texts_are_those_of_plain_decoding(k: int) -> None:
+    done = run(random_model(), PROMPTS, k, tokens=12)
+    assert done.exact
+    assert max(map(len, done.texts)) == 12
+    for prompt, text in zip(PROMPTS, done.texts, strict=True):
+        assert text == mlx_lm_greedy(random_model(), prompt, 12)[: len(text)]
+
+
+def test_the_first_round_of_every_row_is_not_counted_and_all_others_are() -> None:
+    done = run(random_model(), PROMPTS, 0, tokens=12)
+    assert (done.tokens, done.rounds) == (3 * 11, [(0, 0)] * 3 * 11)
+    assert done.rate == done.tokens / done.seconds > 0
+
+
+def test_every_round_says_how_many_drafts_it_had_and_how_many_stood() -> None:
+    done = run(random_model(), PROMPTS, 3, tokens=12)
+    assert done.tokens == sum(accepted + 1 for accepted, _ in done.rounds)
+    # A row near its end allows fewer drafts, and only then.
+    assert {proposed for _, proposed in done.rounds[:3]} == {3}
+    assert max(proposed for _, proposed in done.rounds) == 3
+
+
+def test_a_fixed_depth_teaches_the_judged_controller_nothing() -> None:
+    """What it learned of this model would otherwise be used by the next engine."""
+    from headstart.engine import Engine
+
+    run(random_model(), PROMPTS[:1], 1, tokens=6)
+    assert Engine(random_model()).depth.cost.predict(1, 1) == Depth().cost.predict(1, 1)
+
+
+def test_a_prompt_that_cannot_be_taken_in_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise ValueError("no")
+
+    monkeypatch.setattr("headstart.engine.engine.prefill", fail)
+    with pytest.raises(HeadstartError, match="ValueError: no"):
+        run(random_model(), PROMPTS, 0, tokens=12)
+
+
+def test_too_few_tokens_to_time_are_refused() -> None:
+    with pytest.raises(RequestError, match="--tokens 1 are over before they can be timed"):
+        run(random_model(), PROMPTS[:1], 0, tokens=1)
