@@ -14,7 +14,6 @@ from .imposed import Recording, check_pattern, record, run_imposed
 from .rows import spread
 from .run import K, Run, run
 
-
 FEWEST = 20  # tokens: a round may say nine of them, and the first is not timed
 
 
