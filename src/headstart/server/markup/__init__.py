@@ -1,0 +1,12 @@
+"""Thoughts and calls in what a model writes: `reader.py` reads them as they come, `grammar.py` asks for them."""
+
+from .delta import Call, Content, Delta, Message, Reasoning, ToolArguments, ToolBroken, ToolCall, merged
+from .dialect import Dialect, Thought, thought_in
+from .grammar import call_grammar, think_first
+from .reader import Reader
+from .schema import Schema, Tools
+
+__all__ = [
+    "Call", "Content", "Delta", "Dialect", "Message", "Reader", "Reasoning", "Schema", "Thought", "ToolArguments",
+    "ToolBroken", "ToolCall", "Tools", "call_grammar", "merged", "think_first", "thought_in",
+]  # fmt: skip

@@ -1,0 +1,111 @@
+"""Grammars for answers that must be a call, and for answers that may be thought about first.
+
+Marks are given as tokens where the tokenizer has them as such, since a grammar's text never matches those. A thought
+is counted in tokens too: any but the one that ends it, at most so many. llguidance's own max_tokens would do the
+same, but cannot look ahead through drafts and come back.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import regex
+
+from ...errors import RequestError
+from ...sampling import GrammarSpec
+from ...sampling.grammar import JSON_OPTIONS
+from .dialect import Dialect, Thought
+from .reader import CALL, CALL_END, THINK, THINK_END
+from .schema import TEXT, Schema, Tools, types_of
+from .xml_call import FUNCTION
+
+
+def call_grammar(tools: Tools, dialect: Dialect, *, several: bool = True) -> GrammarSpec:
+    """One call of one of these tools, or `several` in a row, and nothing else."""
+    if dialect.format is None:
+        raise RequestError("tool_choice asks for a call, and the model's template has none: use 'none' or 'auto'")
+    write = _xml_functions if dialect.format == "xml" else _json_functions
+    functions = " | ".join(f"f{i}" for i in range(len(tools)))
+    start = r'start: call ("\n" call)*' if several else "start: call"
+    call = rf'call: {_mark(CALL, dialect)} "\n" ({functions}) "\n" {_mark(CALL_END, dialect)}'
+    return GrammarSpec("lark", "\n".join([start, call, *write(tools)]))
+
+
+def think_first(
+    spec: GrammarSpec | None, dialect: Dialect, thought: Thought, *, budget: int | None = None
+) -> GrammarSpec | None:
+    """A thought of at most `budget` tokens, then what `spec` says. Where that is None anything may follow, or
+    nothing, and the answer may end in the thought, as it may without a grammar."""
+    if budget is not None and budget < 0:
+        raise RequestError(f"the thinking budget is {budget}; it must be 0 or more tokens")
+    if not dialect.thinks or thought == "over" or (spec is None and budget is None):
+        return spec
+    count = "*" if budget is None else f"{{0,{budget}}}"
+    thinking = f"<[^{dialect.ids[THINK_END]}]>{count}" if budget != 0 else ""
+    opening, end = _mark(THINK, dialect), _mark(THINK_END, dialect)
+    if spec is None:
+        start = f"{thinking} ({end} <[*]>*)?"
+        if thought == "open":
+            start = f"{opening} {start} | (<[^{dialect.ids[THINK]}]> <[*]>*)?"
+        return GrammarSpec("lark", f"start: {start}")
+    start = rf'{thinking} {end} "\n\n"'
+    if thought == "open":
+        start = f"({opening} {start})?"
+    return GrammarSpec("lark", f"start: {start} answer\nanswer: {_within_lark(spec)}")
+
+
+def _within_lark(spec: GrammarSpec) -> str:
+    match spec.kind:
+        case "lark":
+            return f"%lark {{\n{spec.source}\n}}"
+        case "regex":
+            slashes = regex.sub(r"\\.|/", lambda found: r"\/" if found.group() == "/" else found.group(), spec.source)
+            return "/" + slashes.replace("\n", r"\n") + "/"
+    return _json(json.loads(spec.source) if spec.kind == "json_schema" else {"type": "object"})
+
+
+def _json(schema: Any) -> str:
+    if isinstance(schema, Mapping):
+        schema = {**schema, "x-guidance": JSON_OPTIONS}
+    return f"%json {json.dumps(schema, ensure_ascii=False)}"
+
+
+def _mark(mark: str, dialect: Dialect) -> str:
+    return f"<[{dialect.ids[mark]}]>" if mark in dialect.ids else _literal(mark)
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json_functions(tools: Tools) -> Iterator[str]:
+    for i, (name, schema) in enumerate(tools.items()):
+        head = _literal(f'{{"name": {_literal(name)}, "arguments": ')
+        closed = {"additionalProperties": False} if "properties" in schema else {}
+        yield f'f{i}: {head} {_json({"type": "object", **closed, **schema})} "}}"'
+
+
+def _xml_functions(tools: Tools) -> Iterator[str]:
+    """Parameters in the order of the schema, only those that it names, and all that it requires."""
+    yield r"text[lazy]: /(?s:.*)<\/parameter>/"
+    yield r'any: "<parameter=" /[^\s<>]{1,64}/ ">\n" text "\n"'
+    for i, (name, schema) in enumerate(tools.items()):
+        properties, required = schema.get("properties"), schema.get("required") or ()
+        keys = list(properties) if isinstance(properties, Mapping) else []
+        parts = " ".join(f"f{i}p{j}" + ("" if key in required else "?") for j, key in enumerate(keys))
+        head = _literal(f"{FUNCTION}{name}>\n")
+        yield f'f{i}: {head} {parts if properties is not None else "any*"} "</function>"'
+        for j, key in enumerate(keys):
+            value = _xml_value(schema["properties"][key], schema)
+            yield rf'f{i}p{j}: {_literal(f"<parameter={key}>" + chr(10))} {value} "\n"'
+
+
+def _xml_value(schema: Any, root: Schema) -> str:
+    """With what ends it. Text goes on to the first end; of its constraints only a choice of texts is kept."""
+    types = types_of(schema, root)
+    if isinstance(schema, Mapping) and types == TEXT and schema.get("enum"):
+        return "(" + " | ".join(map(_literal, schema["enum"])) + r') "\n</parameter>"'
+    if not isinstance(schema, Mapping) or types & TEXT:
+        return "text"
+    named = {word: root[word] for word in ("$defs", "definitions") if word in root}
+    return _json({**named, **schema}) + r' "\n</parameter>"'
