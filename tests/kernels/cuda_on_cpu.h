@@ -10,6 +10,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #define __device__
@@ -23,6 +24,8 @@ using std::min;
 
 struct float2 { float x, y; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
+namespace cuda { namespace std = ::std; }
+struct uint4 { uint32_t x, y, z, w; };
 struct float4 { float x, y, z, w; };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 struct dim3 { int x = 0, y = 0, z = 0; };
@@ -53,6 +56,11 @@ struct Warp {
   uint32_t words[32][8];
   const void* pointers[32];
 };
+struct Copy {
+  void* to;
+  const void* from;
+  int bytes, group;
+};
 struct Thread {
   ucontext_t context;
   std::vector<char> stack;
@@ -60,6 +68,8 @@ struct Thread {
   Warp* warp;
   int lane;
   bool done = false;
+  std::vector<Copy> copies;
+  int groups = 0;
 };
 inline Thread* self;
 inline Barrier block_barrier;
@@ -92,6 +102,17 @@ X __shfl_xor_sync(unsigned, X x, int mask) {
   return x;
 }
 
+inline uint32_t __ballot_sync(unsigned, bool vote) {
+  Warp& warp = *self->warp;
+  warp.words[self->lane][0] = vote;
+  __syncwarp();
+  uint32_t all = 0;
+  for (int lane = 0; lane < 32; ++lane) all |= warp.words[lane][0] << lane;
+  __syncwarp();
+  return all;
+}
+inline int __popc(uint32_t word) { return __builtin_popcount(word); }
+
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
@@ -103,12 +124,32 @@ inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 namespace headstart {
 inline unsigned char dynamic_shared[232448] __align__(16);
 
-inline void copy_16_bytes(void* to, const void* from, bool there) {
-  there ? std::memcpy(to, from, 16) : std::memset(to, 0, 16);
-}
-inline void commit_copies() {}
+// Copies land as late as they may, so that a missing wait shows.
+inline void copy(void* to, const void* from, int bytes) { self->copies.push_back({to, from, bytes, self->groups}); }
+inline void copy_16_bytes(void* to, const void* from, bool there) { copy(to, there ? from : nullptr, 16); }
+template <int BYTES>
+void copy_few_bytes(void* to, const void* from) { copy(to, from, BYTES); }
+inline void commit_copies() { ++self->groups; }
 template <int N>
-void wait_for_copies() {}
+void wait_for_copies() {
+  std::erase_if(self->copies, [](const Copy& copy) {
+    if (copy.group >= self->groups - N) return false;
+    copy.from ? std::memcpy(copy.to, copy.from, copy.bytes) : std::memset(copy.to, 0, copy.bytes);
+    return true;
+  });
+}
+
+inline uint32_t masked(uint32_t word, uint32_t mask, uint32_t bits) { return (word & mask) | bits; }
+inline uint32_t low_halves(uint32_t a, uint32_t b) { return (a & 0xFFFF) | b << 16; }
+inline uint32_t high_halves(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xFFFF0000); }
+template <typename T>
+uint32_t add_pairs(uint32_t a, uint32_t b) {
+  T left[2], right[2];
+  std::memcpy(left, &a, 4), std::memcpy(right, &b, 4);
+  T sums[2] = {T(float(left[0]) + float(right[0])), T(float(left[1]) + float(right[1]))};
+  std::memcpy(&a, sums, 4);
+  return a;
+}
 
 // Matrix m of a load is 8×8 of two bytes, its row r starts where lane 8·m + r points. A lane gets the pair
 // (row lane/4, columns 2·(lane%4) and +1), transposed: (rows 2·(lane%4) and +1, column lane/4).

@@ -15,10 +15,16 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from headstart.kernels.attention import TENSOR_CORE
+from headstart.kernels.cuda import TENSOR_CORE
 
 FOLDER = Path(__file__).parent
-NAMES = {mx.float32: "float", mx.bfloat16: "__nv_bfloat16", mx.float16: "__half", mx.int32: "int32_t"}
+NAMES = {
+    mx.float32: "float",
+    mx.bfloat16: "__nv_bfloat16",
+    mx.float16: "__half",
+    mx.int32: "int32_t",
+    mx.uint32: "uint32_t",
+}
 
 
 def cuda_kernel(
@@ -44,7 +50,8 @@ def cuda_kernel(
         dtypes = [*(array.dtype for array in inputs), *output_dtypes]
         unpack = [
             f"auto {key} = static_cast<{'const ' * (i < len(inputs))}{NAMES[dtype]}*>(pointers[{i}]); "
-            f"const Shape& {key}_shape = shapes[{i}];"
+            f"const Shape& {key}_shape = shapes[{i}]; "
+            f"const int {key}_ndim = {len(output_shapes[i - len(inputs)]) if i >= len(inputs) else inputs[i].ndim};"
             for i, (key, dtype) in enumerate(zip([*input_names, *output_names], dtypes, strict=True))
         ]
         text = "\n".join(

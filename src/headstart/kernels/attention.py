@@ -8,9 +8,8 @@ from functools import cache
 
 import mlx.core as mx
 
-from .cuda import on_cuda, source
+from .cuda import TENSOR_CORE, on_cuda, source
 
-TENSOR_CORE = source("tensor_core")
 WIDEST = 16  # windows; beyond, stock attention is the faster one
 SPLIT, WARPS, TILE, PAD = 128, 8, 16, 8  # as in attention.cu
 

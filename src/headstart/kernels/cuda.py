@@ -12,3 +12,6 @@ def on_cuda() -> bool:
 def source(name: str) -> str:
     """The text of a `.cu` file beside this one. Kernels are functions there; what MLX wraps is a call of one."""
     return (Path(__file__).parent / f"{name}.cu").read_text()
+
+
+TENSOR_CORE = source("tensor_core")  # the header of kernels that use them; tests run without the hardware

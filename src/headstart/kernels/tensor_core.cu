@@ -9,9 +9,14 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 
 // Into shared memory, without waiting. What is not `there` is not read, and zero.
 __device__ __forceinline__ void copy_16_bytes(void* to, const void* from, bool there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                ::"r"(shared_address(to)), "l"(from), "r"(there ? 16 : 0)
                : "memory");
+}
+
+template <int BYTES>  // 4 or 8
+__device__ __forceinline__ void copy_few_bytes(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(BYTES) : "memory");
 }
 
 __device__ __forceinline__ void commit_copies() {
@@ -66,6 +71,33 @@ __device__ __forceinline__ void multiply<__half>(
                "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// (word & mask) | bits, of which the compiler makes two instructions where both are constants.
+__device__ __forceinline__ uint32_t masked(uint32_t word, uint32_t mask, uint32_t bits) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(word), "r"(mask), "r"(bits));
+  return result;
+}
+
+// Of two pairs, both low or both high halves.
+__device__ __forceinline__ uint32_t low_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }
+__device__ __forceinline__ uint32_t high_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
+
+// a + b of two pairs of type T.
+template <typename T>
+__device__ uint32_t add_pairs(uint32_t a, uint32_t b);
+
+template <>
+__device__ __forceinline__ uint32_t add_pairs<__nv_bfloat16>(uint32_t a, uint32_t b) {
+  __nv_bfloat162 sum = __hadd2(*reinterpret_cast<__nv_bfloat162*>(&a), *reinterpret_cast<__nv_bfloat162*>(&b));
+  return *reinterpret_cast<uint32_t*>(&sum);
+}
+
+template <>
+__device__ __forceinline__ uint32_t add_pairs<__half>(uint32_t a, uint32_t b) {
+  __half2 sum = __hadd2(*reinterpret_cast<__half2*>(&a), *reinterpret_cast<__half2*>(&b));
+  return *reinterpret_cast<uint32_t*>(&sum);
 }
 
 }  // namespace headstart

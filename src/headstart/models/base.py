@@ -13,7 +13,10 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from ..cards import DEFAULT_K, MAX_K
+from ..kernels.products import product, tied
 from ..state import KV, Recurrent, Rows
+from .attention import attention
+from .feed_forward import feed_forward
 from .gated_delta_net import Projections, gated_delta_net
 
 
@@ -136,8 +139,8 @@ class Model:
                 net = layer.linear_attn
                 x = x + gated_delta_net(net, self.family.project(net, normed), memory, rows.accepted, certain)
             else:
-                x = x + layer.self_attn(normed, mask, memory)
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+                x = x + attention(layer.self_attn, normed, mask, memory)
+            x = x + feed_forward(layer.mlp, layer.post_attention_layernorm(x))
         return self.weights.norm(x) if self.family.head.fed_after_norm else x
 
     def logits(self, hidden: mx.array) -> mx.array:
@@ -152,11 +155,12 @@ class Model:
         """
         mtp, spec = self.weights.mtp, self.family.head
         parts = [mtp.pre_fc_norm_embedding(self.weights.embed_tokens(tokens)), mtp.pre_fc_norm_hidden(hidden)]
-        x = mtp.fc(mx.concatenate(parts if spec.embedding_first else parts[::-1], axis=-1))
+        x = product(mx.concatenate(parts if spec.embedding_first else parts[::-1], axis=-1), mtp.fc)
         mask = rows.reserve(tokens.shape[1], ahead)
         layer, memory = mtp.layers[module], rows.layers[module]
-        x = x + layer.self_attn(layer.input_layernorm(x), mask, memory)
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        assert isinstance(memory, KV)  # a head's layers are attention's
+        x = x + attention(layer.self_attn, layer.input_layernorm(x), mask, memory)
+        x = x + feed_forward(layer.mlp, layer.post_attention_layernorm(x))
         return mtp.norm(x) if spec.chains_after_norm else x
 
     def draft_logits(self, hidden: mx.array) -> mx.array:
@@ -164,7 +168,7 @@ class Model:
         mtp, spec = self.weights.mtp, self.family.head
         if not spec.chains_after_norm:
             hidden = mtp.norm(hidden)
-        return mtp.lm_head(hidden) if spec.own_lm_head else self._lm_head(hidden)
+        return product(hidden, mtp.lm_head) if spec.own_lm_head else self._lm_head(hidden)
 
     def make_state(self, rows: int) -> Rows:
         return Rows.empty([self._memory(layer, rows) for layer in self.weights.layers], rows)
@@ -174,7 +178,9 @@ class Model:
 
     def _lm_head(self, hidden: mx.array) -> mx.array:
         weights = self.weights
-        return weights.lm_head(hidden) if "lm_head" in weights else weights.embed_tokens.as_linear(hidden)
+        if "lm_head" in weights:
+            return product(hidden, weights.lm_head)
+        return tied(hidden, weights.embed_tokens)
 
     def _memory(self, layer: nn.Module, rows: int) -> KV | Recurrent:
         if not layer.is_linear:

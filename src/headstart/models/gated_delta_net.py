@@ -5,6 +5,7 @@ import mlx.nn as nn
 from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
 from ..kernels.gated_delta import Drafts, Inputs, Weights, Window, fold_and_run, fuses, recurrence
+from ..kernels.products import product
 from ..state import Pending, Recurrent
 
 Projections = Window  # families differ in how the weights of a layer's projections are fused
@@ -20,7 +21,7 @@ def gated_delta_net(
     """
     run = fused if fuses(memory.state, projected.qkv.dtype) else stock
     y = run(net, projected, memory, accepted, certain)
-    return net.out_proj(y.reshape(*y.shape[:2], -1))
+    return product(y.reshape(*y.shape[:2], -1), net.out_proj)
 
 
 def fused(net: nn.Module, projected: Projections, memory: Recurrent, accepted: mx.array, certain: int) -> mx.array:

@@ -6,6 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import qwen3_5, qwen3_5_moe
 
+from ..kernels.products import products
 from .base import Family
 from .gated_delta_net import Projections
 
@@ -32,8 +33,8 @@ def head_layer(lm: nn.Module) -> nn.Module:
 
 
 def project(net: nn.Module, x: mx.array) -> Projections:
-    z = net.in_proj_z(x).reshape(*x.shape[:2], net.num_v_heads, net.head_v_dim)
-    return Projections(net.in_proj_qkv(x), z, net.in_proj_b(x), net.in_proj_a(x))
+    qkv, z, b, a = products(x, net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a)
+    return Projections(qkv, z.reshape(*x.shape[:2], net.num_v_heads, net.head_v_dim), b, a)
 
 
 DENSE = Family("qwen3_5", build_dense, text, lm_head, head_layer, project)

@@ -6,6 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import qwen3_next
 
+from ..kernels.products import products
 from .base import Family
 from .gated_delta_net import Projections
 
@@ -27,7 +28,7 @@ def head_layer(lm: nn.Module) -> nn.Module:
 
 
 def project(net: nn.Module, x: mx.array) -> Projections:
-    q, k, v, z, b, a = net.fix_query_key_value_ordering(net.in_proj_qkvz(x), net.in_proj_ba(x))
+    q, k, v, z, b, a = net.fix_query_key_value_ordering(*products(x, net.in_proj_qkvz, net.in_proj_ba))
     qkv = mx.concatenate([t.reshape(*x.shape[:2], -1) for t in (q, k, v)], axis=-1)
     return Projections(qkv, z, b, a)
 

@@ -1,0 +1,34 @@
+// Products with experts: pair p of (row of x, expert) takes row p / share of x and gives row p of y.
+//
+// Pairs that chose the same expert are columns of one tile, so that its weights are read once for all of them. The
+// first pair of every WIDE · 8 that share an expert works; the blocks of the others leave at once.
+
+namespace headstart {
+
+// → false where another pair does the work; else `outputs` holds the pairs of this block's expert.
+template <int WIDE>
+__device__ __forceinline__ bool gather_pairs(const unsigned* experts, int pairs, int pair, int* outputs) {
+  const int lane = threadIdx.x % 32;
+  const unsigned expert = experts[pair];
+  int before = 0;
+  for (int p = lane; p - lane < pair; p += 32)
+    before += __popc(__ballot_sync(0xFFFFFFFF, p < pair && experts[p] == expert));
+  if (before % (8 * WIDE)) return false;
+
+  if (threadIdx.x < 32) {
+    for (int c = lane; c < 8 * WIDE; c += 32) outputs[c] = -1;
+    __syncwarp();
+    int found = 0;
+    for (int p = pair + lane; p - lane < pairs && found < 8 * WIDE; p += 32) {
+      bool same = p < pairs && experts[p] == expert;
+      unsigned all = __ballot_sync(0xFFFFFFFF, same);
+      int column = found + __popc(all & ((1u << lane) - 1));
+      if (same && column < 8 * WIDE) outputs[column] = p;
+      found += __popc(all);
+    }
+  }
+  __syncthreads();
+  return true;
+}
+
+} // namespace headstart

@@ -1,0 +1,40 @@
+"""The second half of a decoder layer over mlx-lm's modules: an MLP, or experts and a router.
+
+The same as the modules' own calls; only the products go through `kernels`, several at once where they share an input.
+"""
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.activations import swiglu
+from mlx_lm.models.switch_layers import SwitchGLU
+
+from ..kernels.experts import experts
+from ..kernels.products import product, products
+
+
+def feed_forward(module: nn.Module, x: mx.array) -> mx.array:
+    """`module(x)` for an mlx-lm MLP or mixture of experts, [B, W, H] → [B, W, H]."""
+    if "switch_mlp" not in module:
+        gate, up = products(x, module.gate_proj, module.up_proj)
+        return product(swiglu(gate, up), module.down_proj)
+    if module.sharding_group is not None:  # its experts are on several machines
+        return module(x)
+    shared = module.shared_expert
+    gates, weight, gate, up = products(x, module.gate, module.shared_expert_gate, shared.gate_proj, shared.up_proj)
+    gates = mx.softmax(gates, axis=-1, precise=True)
+    indices = mx.argpartition(gates, kth=-module.top_k, axis=-1)[..., -module.top_k :]
+    scores = mx.take_along_axis(gates, indices, axis=-1)
+    if module.norm_topk_prob:
+        scores = scores / scores.sum(axis=-1, keepdims=True)
+    y = (mixture(module.switch_mlp, x, indices) * scores[..., None]).sum(axis=-2)
+    return y + mx.sigmoid(weight) * product(swiglu(gate, up), shared.down_proj)
+
+
+def mixture(module: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
+    """`module(x, indices)` for mlx-lm's SwitchGLU: [B, W, H] and [B, W, E] → [B, W, E, H]."""
+    both = experts(x, indices, module.up_proj, module.gate_proj) if isinstance(module, SwitchGLU) else None
+    if both is None:
+        return module(x, indices)
+    down = experts(module.activation(*both), indices, module.down_proj)
+    assert down is not None, "an MLP's layers are quantised alike"
+    return down[0]
