@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +25,26 @@ from headstart.sampling import SamplingParams
 from headstart.server import Keys, Limits, Served, Server, bind, create_app
 
 HUB_ID = "someone/tiny-random"
+CONTEXT = 4096
 
 
-@lru_cache
+@cache
 def tokenizer() -> TokenizerWrapper:
     return load_tokenizer(resolve("tiny-qwen3.5"))
 
 
-@lru_cache
-def folder(head: bool) -> Path:
+@cache
+def folder(head: bool, context: int) -> Path:
     """A checkpoint where the Hugging Face cache would have it."""
     snapshots = Path(tempfile.mkdtemp()) / f"models--{HUB_ID.replace('/', '--')}" / "snapshots"
-    return write(snapshots / "0123abc", "dense", vocab_size=8192, head=head)
+    sizes = {"vocab_size": 8192, "max_position_embeddings": context}
+    return write(snapshots / "0123abc", "dense", head=head, **sizes)
 
 
-@lru_cache
-def tiny(head: bool) -> Model:
+@cache
+def tiny(head: bool, context: int) -> Model:
     """It says all kinds of tokens, whole characters and parts of them, and accepts some drafts."""
-    return load(folder(head), dtype=mx.float32)
+    return load(folder(head, context), dtype=mx.float32)
 
 
 @dataclass
@@ -77,6 +79,7 @@ class Running:
 def running(
     *,
     head: bool = True,
+    context: int = CONTEXT,
     key: str | None = None,
     limits: Limits | None = None,
     cors_origins: tuple[str, ...] = (),
@@ -84,8 +87,9 @@ def running(
     send_buffer: int | None = None,
     **engine: Any,
 ) -> Iterator[Running]:
-    room = Room(tiny(head), tokenizer(), **engine)
-    served = Served.of(read_layout(folder(head)), tiny(head), tokenizer(), id="tiny")
+    model = tiny(head, context)
+    room = Room(model, tokenizer(), **engine)
+    served = Served.of(read_layout(folder(head, context)), model, tokenizer(), id="tiny")
     app = create_app(room, served, keys=Keys([key] if key else []), limits=limits, cors_origins=cors_origins)
     with bind("127.0.0.1", 0) as place:
         if send_buffer is not None:
@@ -123,7 +127,7 @@ class Alone(Answer):
 
 def alone(prompt: list[int], **params: Any) -> Alone:
     """What a fresh engine that has nothing else to do says."""
-    engine = Engine(tiny(True), tokenizer())
+    engine = Engine(tiny(True, CONTEXT), tokenizer())
     handle = engine.submit(Request(prompt, SamplingParams(**params)))
     texts: list[str] = []
     put = handle.put

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
-from running import HUB_ID, Running, alone, chat_tokens, folder, tokenizer
+from running import CONTEXT, HUB_ID, Running, alone, chat_tokens, folder, tokenizer
 
 from headstart.cards import MAX_K
 
@@ -260,7 +260,8 @@ def test_completions_go_on_from_text_or_tokens(client: OpenAI, stream: bool) -> 
 
 
 def test_a_model_is_addressed_by_any_of_its_names(server: Running, client: OpenAI) -> None:
-    for name in ("tiny", str(folder(True)), f"{folder(True)}/", folder(True).name, HUB_ID):
+    path = folder(True, CONTEXT)
+    for name in ("tiny", str(path), f"{path}/", path.name, HUB_ID):
         assert chat(client, model=name, max_tokens=1).model == "tiny"
         assert client.models.retrieve(name).id == "tiny"
     with server.http() as http:

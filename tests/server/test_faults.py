@@ -1,0 +1,172 @@
+"""Failures put in on purpose: whose requests they end, whose they do not, and what /health says meanwhile."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+from running import Running, alone, chat_tokens, running, wait_until
+
+import headstart.engine.engine
+import headstart.engine.step
+from headstart.engine import Engine
+from headstart.engine.batch import Batch
+
+TOPICS = ("sorting", "primes", "files", "dates")
+LENGTH = 40
+BAD = 31  # its min_tokens mark the request that is to fail
+
+
+def ask(server: Running, topic: str, **fields: Any) -> str:
+    messages = [{"role": "user", "content": topic}]
+    create: Any = server.openai().chat.completions.create
+    return create(model="tiny", messages=messages, max_tokens=LENGTH, **fields).choices[0].message.content
+
+
+def outcome(server: Running, topic: str, min_tokens: int) -> str | openai.APIStatusError:
+    try:
+        return ask(server, topic, extra_body={"min_tokens": min_tokens})
+    except openai.APIStatusError as error:
+        return error
+
+
+def expected(topic: str, min_tokens: int = LENGTH) -> str:
+    return alone(chat_tokens(topic), max_tokens=LENGTH, min_tokens=min_tokens).text
+
+
+def all_at_once(server: Running, bad: str | None = None) -> dict[str, str | openai.APIStatusError]:
+    with ThreadPoolExecutor(len(TOPICS)) as pool:
+        asked = {topic: pool.submit(outcome, server, topic, BAD if topic == bad else LENGTH) for topic in TOPICS}
+        return {topic: answer.result() for topic, answer in asked.items()}
+
+
+def healthy(server: Running) -> bool:
+    with server.http() as http:
+        response = http.get("/health")
+    assert (response.status_code == 200) == (response.json()["status"] == "ok")
+    return response.status_code == 200
+
+
+def is_marked(batch: Batch) -> bool:
+    return any(asked.params.min_tokens == BAD for asked in batch.asked)
+
+
+def fail_where_marked(work: Callable[..., Any], error: Exception) -> Callable[..., Any]:
+    def failing(model: Any, batch: Batch, *rest: Any) -> Any:
+        if is_marked(batch):
+            raise error
+        return work(model, batch, *rest)
+
+    return failing
+
+
+class Once:
+    """Lets a function fail the n-th time it is called."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, owner: Any, name: str, error: BaseException, n: int):
+        self.calls, self.failed = 0, False
+        work = getattr(owner, name)
+
+        def failing(*arguments: Any, **more: Any) -> Any:
+            self.calls += 1
+            if self.calls == n:
+                self.failed = True
+                raise error
+            return work(*arguments, **more)
+
+        patch.setattr(owner, name, failing)
+
+
+@pytest.mark.parametrize(
+    ("part", "error"),
+    [("prefill", MemoryError("no room for the prompt")), ("step", RuntimeError("this row is broken"))],
+)
+def test_a_request_that_fails_ends_alone(monkeypatch: pytest.MonkeyPatch, part: str, error: Exception) -> None:
+    with running(max_rows=4) as server:
+        work = getattr(headstart.engine.engine, part)
+        monkeypatch.setattr(headstart.engine.engine, part, fail_where_marked(work, error))
+        answers = all_at_once(server, bad="primes")
+        assert healthy(server)
+        bad = answers.pop("primes")
+        assert isinstance(bad, openai.InternalServerError)
+        assert str(error) in bad.message
+        assert answers == {topic: expected(topic) for topic in answers}
+        assert ask(server, "after") == alone(chat_tokens("after"), max_tokens=LENGTH).text
+
+
+def test_inside_a_stream_a_failure_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as server:
+        Once(monkeypatch, headstart.engine.engine, "step", RuntimeError("it broke"), n=4)
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": LENGTH, "stream": True}
+        with server.http() as http:
+            response = http.post("/v1/chat/completions", json=body)
+            assert response.status_code == 200
+            *_, error, done, end = response.text.split("\n\n")
+            assert error.startswith('data: {"error": {"message": "RuntimeError: it broke"')
+            assert (done, end) == ("data: [DONE]", "")
+        Once(monkeypatch, headstart.engine.engine, "step", RuntimeError("again"), n=4)
+        stream: Any = server.openai().chat.completions.create(model="tiny", **body)  # type: ignore[call-overload]
+        with pytest.raises(openai.APIError, match="again"):
+            list(stream)
+        assert healthy(server)
+
+
+def test_a_sampler_that_fails_once_costs_nobody_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(max_rows=4) as server:
+        judge = Once(monkeypatch, headstart.engine.step, "judge", ValueError("bad luck"), n=12)
+        answers = all_at_once(server)
+        assert judge.failed
+        assert answers == {topic: expected(topic) for topic in TOPICS}
+        assert healthy(server)
+
+
+def test_out_of_memory_in_a_step_ends_the_youngest_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(max_rows=4) as server:
+        work, failed = headstart.engine.engine.step, threading.Event()
+
+        def failing(model: Any, batch: Batch, *rest: Any) -> Any:
+            if batch.size == len(TOPICS) and not failed.is_set():
+                failed.set()
+                raise MemoryError("the device is full")
+            return work(model, batch, *rest)
+
+        monkeypatch.setattr(headstart.engine.engine, "step", failing)
+        answers = all_at_once(server)
+        assert failed.is_set()
+        shed = [topic for topic, answer in answers.items() if isinstance(answer, openai.APIStatusError)]
+        assert len(shed) == 1
+        assert "the device is full" in str(answers.pop(shed[0]))
+        assert answers == {topic: expected(topic) for topic in answers}
+        assert healthy(server)
+
+
+def test_a_dead_engine_thread_is_started_again_and_every_answer_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(max_rows=4) as server:
+        Once(monkeypatch, Engine, "turn", SystemExit("killed"), n=9)
+        answers = all_at_once(server)
+        assert answers == {topic: expected(topic) for topic in TOPICS}
+        assert healthy(server)
+        with server.http() as http:
+            told = http.get("/health").json()
+        assert (told["restarts"], told["problem"]) == (1, "SystemExit: killed")
+        assert server.metric("headstart_engine_restarts_total") == 1
+
+
+def test_an_engine_thread_that_dies_again_stays_dead_and_the_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dying(self: Engine) -> bool:
+        raise SystemExit("killed")
+
+    with running() as server:
+        assert healthy(server)
+        monkeypatch.setattr(Engine, "turn", dying)
+        for _ in range(2):  # who was there, and who comes later
+            with pytest.raises(openai.APIStatusError, match="killed") as error:
+                ask(server, "sorting")
+        assert error.value.status_code == 503
+        wait_until(lambda: not healthy(server))
+        with server.http() as http:
+            assert http.get("/health").status_code == 503
+            assert http.get("/v1/models").status_code == 200
+        assert server.metric("headstart_engine_healthy") == 0
