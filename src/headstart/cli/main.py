@@ -19,6 +19,7 @@ from .generate import generate
 from .graft import graft
 from .inspect import inspect
 from .models import models
+from .probe import probe
 from .serve import serve
 
 # Only its tokenizers are used: spare users the advice to install PyTorch.
@@ -57,5 +58,5 @@ def main(
     """Run language models faster with their own multi-token-prediction head."""
 
 
-for command in (generate, chat, serve, demo, bench, models, inspect, convert, graft):
+for command in (generate, chat, serve, demo, bench, models, inspect, convert, graft, probe):
     app.command()(command)
