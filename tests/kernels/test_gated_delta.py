@@ -1,14 +1,14 @@
-"""The CUDA kernel of the gated delta rule, run on the CPU: what it computes, and that its bits depend on nothing else."""
+"""The CUDA kernel of the gated delta rule, run on the CPU: what it computes, and on what its bits depend."""
 
 from collections.abc import Sequence
 from functools import cache
 
+import cuda_on_cpu
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
 
-import cuda_on_cpu
 from headstart.kernels import gated_delta
 from headstart.kernels.gated_delta import Window
 from headstart.models.gated_delta_net import fused, stock

@@ -1,0 +1,87 @@
+"""The CUDA kernels of attention, run on the CPU: what they compute, and that a query's bits depend on it alone."""
+
+import cuda_on_cpu
+import mlx.core as mx
+import pytest
+from headstart.kernels import attention
+from headstart.kernels.attention import SPLIT, WIDEST, attend, attends
+
+H, HKV, D = 4, 2, 32
+SCALE = D**-0.5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_the_cpu():  # type: ignore[no-untyped-def]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx.fast, "cuda_kernel", cuda_on_cpu.cuda_kernel)
+        for kernel in (attention._partials, attention._merge):
+            kernel.cache_clear()
+        yield
+    for kernel in (attention._partials, attention._merge):
+        kernel.cache_clear()
+
+
+def normal(*shape: int, seed: int, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+def window(offsets: list[int], width: int, capacity: int, dtype: mx.Dtype = mx.bfloat16) -> list[mx.array]:
+    """Queries, gates, keys, values and offsets; beyond what a row has written there is no number."""
+    rows = len(offsets)
+    written = mx.array(offsets)[:, None, None, None] + width > mx.arange(capacity)[None, None, :, None]
+    keys, values = (mx.where(written, normal(rows, HKV, capacity, D, seed=s), mx.nan).astype(dtype) for s in (1, 2))
+    queries, gates = normal(rows, H, width, D, seed=3), normal(rows, width, H * 2 * D, seed=4)
+    return [(2 * queries).astype(dtype), gates.astype(dtype), keys, values, mx.array(offsets, mx.int32)]
+
+
+def in_float32(queries: mx.array, gates: mx.array, keys: mx.array, values: mx.array, offset: mx.array) -> mx.array:
+    """The same by stock ops, over the positions that are there."""
+    B, _, W, _ = queries.shape
+    seen = mx.arange(keys.shape[2]) <= (offset[:, None] + mx.arange(W))[:, None, :, None]
+    keys, values = (mx.where(mx.isnan(a), 0, a).astype(mx.float32) for a in (keys, values))
+    queries, gates = queries.astype(mx.float32), gates.astype(mx.float32).reshape(B, W, H, 2 * D)[..., D:]
+    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE, mask=seen)
+    return (out.transpose(0, 2, 1, 3) * mx.sigmoid(gates)).reshape(B, W, H * D)
+
+
+# p is rounded to the type of the values, as in any tensor-core attention, and so is the output.
+@pytest.mark.parametrize(("dtype", "allowed"), [(mx.bfloat16, 5e-3), (mx.float16, 6e-4)])
+@pytest.mark.parametrize("width", [1, 4, 9])
+def test_rows_of_any_length_get_what_stock_attention_gives_them(width: int, dtype: mx.Dtype, allowed: float) -> None:
+    inputs = window([0, 3, SPLIT - 2, SPLIT, 2 * SPLIT + 5], width, 3 * SPLIT, dtype)
+    found, expected = attend(*inputs, SCALE, 3 * SPLIT).astype(mx.float32), in_float32(*inputs)
+    for row in range(found.shape[0]):
+        assert mx.linalg.norm(found[row] - expected[row]) < allowed * mx.linalg.norm(expected[row])
+
+
+@pytest.mark.parametrize("width", [2, 4, 9, WIDEST])
+def test_a_query_has_the_same_bits_in_a_window_of_any_width(width: int) -> None:
+    queries, gates, keys, values, offset = window([SPLIT - 3], width, 2 * SPLIT)
+    together = attend(queries, gates, keys, values, offset, SCALE, 2 * SPLIT)
+    for w in range(width):
+        own = slice(w, w + 1)
+        later = mx.arange(2 * SPLIT)[:, None] > offset + w  # not written yet when it is a window of its own
+        alone = [mx.where(later, mx.nan, a).astype(a.dtype) for a in (keys, values)]
+        found = attend(queries[:, :, own], gates[:, own], *alone, offset + w, SCALE, 2 * SPLIT)
+        assert mx.array_equal(found, together[:, own])
+
+
+def test_a_query_has_the_same_bits_for_any_capacity_and_reach() -> None:
+    small, large = window([SPLIT - 1], 3, 2 * SPLIT), window([SPLIT - 1], 3, 4 * SPLIT)
+    large[2][:, :, : 2 * SPLIT], large[3][:, :, : 2 * SPLIT] = small[2], small[3]
+    expected = attend(*small, SCALE, SPLIT + 64)
+    assert mx.array_equal(attend(*small, SCALE, 2 * SPLIT), expected)
+    assert mx.array_equal(attend(*large, SCALE, 4 * SPLIT), expected)
+
+
+def test_a_row_has_the_same_bits_whatever_stands_beside_it() -> None:
+    inputs = window([7, 2 * SPLIT - 2, SPLIT], 4, 3 * SPLIT)
+    crowd = attend(*inputs, SCALE, 3 * SPLIT)
+    for row in range(3):
+        only = slice(row, row + 1)
+        assert mx.array_equal(attend(*[a[only] for a in inputs], SCALE, 3 * SPLIT), crowd[only])
+
+
+def test_on_this_device_stock_attention_is_taken() -> None:
+    with mx.stream(mx.cpu):
+        assert not attends(1, H, normal(1, HKV, 256, D, seed=0))

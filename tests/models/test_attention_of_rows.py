@@ -1,0 +1,30 @@
+"""Attention over mlx-lm's modules, against their own call."""
+
+import mlx.core as mx
+import pytest
+
+from fixtures import FAMILIES, random_model
+from headstart.models.attention import attention
+from headstart.state import KV, Rows
+
+LENGTHS = [5, 70]  # what two ragged rows have read
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("width", [1, 4, 40])
+def test_attention_is_mlx_lms_to_the_last_bit(family: str, width: int) -> None:
+    layer = next(layer for layer in random_model(family).weights.layers if not layer.is_linear).self_attn
+    x = mx.random.normal((2, width, layer.q_proj.weight.shape[1]), key=mx.random.key(1))
+
+    def memory() -> tuple[KV, mx.array]:
+        kv = KV.empty(2, layer.num_key_value_heads, layer.head_dim, mx.float32)
+        rows = Rows([kv], mx.array(LENGTHS, mx.int32), mx.zeros((2,), mx.int32), LENGTHS)
+        mask = rows.reserve(width)
+        kv.keys = mx.random.normal(kv.keys.shape, key=mx.random.key(2))
+        kv.values = mx.random.normal(kv.values.shape, key=mx.random.key(3))
+        return kv, mask
+
+    (ours, mask), (theirs, _) = memory(), memory()
+    assert mx.array_equal(attention(layer, x, mask, ours), layer(x, mask, theirs))
+    assert mx.array_equal(ours.keys, theirs.keys)
+    assert mx.array_equal(ours.values, theirs.values)
