@@ -1,6 +1,7 @@
 """Where requests are taken in: read, handed to the room, and their answers sent on their way."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -38,7 +39,7 @@ class Desk:
         if not self.room.healthy:
             message = f"this server takes no more requests: {self.room.problem or 'it is shutting down'}"
             raise Refusal(503, message, code="unavailable")
-        meter = Meter(self.metrics, http.url.path)
+        meter = Meter(self.metrics, http.url.path, time.perf_counter())
         request = await asyncio.get_running_loop().run_in_executor(self.reader, self._read, asked)
         reply = Reply(asked, self.served.id)
         seconds = self.limits.request_seconds

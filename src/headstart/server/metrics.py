@@ -1,6 +1,5 @@
 """What Prometheus reads. docs/serving.md lists every name."""
 
-import time
 from collections.abc import Iterator
 
 import mlx.core as mx
@@ -39,11 +38,11 @@ class Metrics:
 
 
 class Meter:
-    """Counts one request."""
+    """Counts one request. Times are time.perf_counter's."""
 
-    def __init__(self, metrics: Metrics, endpoint: str):
+    def __init__(self, metrics: Metrics, endpoint: str, arrived: float):
         self._metrics, self._endpoint = metrics, endpoint
-        self._last = time.perf_counter()
+        self._last = arrived
         self._stats = Stats(None, None)
         self._ended = False
 

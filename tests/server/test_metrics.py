@@ -1,0 +1,94 @@
+"""What /metrics and /v1/mtp/stats count, held against what the answers say of themselves."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from running import CONTEXT, Running, running, tiny, tokenizer, wait_until
+
+from headstart.engine import Event, Room, Stats
+from headstart.server.metrics import Meter, Metrics
+from headstart.state import Prefix
+
+DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
+COMPLETIONS = "/v1/completions"
+
+
+def parsed(text: str) -> list[Any]:
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
+def samples(server: Running) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    with server.http() as http:
+        told = parsed(http.get("/metrics").text)
+    return {(sample.name, frozenset(sample.labels.items())): sample.value for sample in told}
+
+
+def test_counts_are_the_sums_of_what_every_answer_says() -> None:
+    with running() as server, server.http() as http:
+        bodies: list[dict[str, Any]] = [
+            {"prompt": "one", "max_tokens": 20, "min_tokens": 20},
+            {"prompt": "two", "max_tokens": 30, "min_tokens": 30, "num_draft_tokens": 3},
+            {"prompt": "three", "max_tokens": 10, "min_tokens": 10, "num_draft_tokens": 0},
+        ]
+        told = [http.post(COMPLETIONS, json=body).json() for body in bodies]
+        http.post(COMPLETIONS, json={"prompt": 5})
+        stats, counted = [answer["generation_stats"] for answer in told], samples(server)
+        report = http.get("/v1/mtp/stats").json()["models"]["tiny"]
+
+    def count(name: str, **labels: str) -> float:
+        return counted[f"headstart_{name}", frozenset(labels.items())]
+
+    assert count("requests_total", endpoint=COMPLETIONS, outcome="length") == 3
+    assert count("http_responses_total", status="400") == 1
+    assert count("generation_tokens_total") == report["generation_tokens"] == 60
+    assert count("prompt_tokens_total") == sum(answer["usage"]["prompt_tokens"] for answer in told)
+    assert count("time_to_first_token_seconds_count") == 3
+    assert report["rounds"] == sum(each["rounds"] for each in stats)
+    assert report["tokens_per_round"] == pytest.approx(60 / report["rounds"])
+    assert report["proposed_draft_tokens"] == sum(each["proposed_draft_tokens"] for each in stats)
+    assert report["accepted_draft_tokens"] == sum(each["accepted_draft_tokens"] for each in stats) > 0
+    for name in ("proposed", "accepted"):
+        family = f"headstart_{name}_draft_tokens_total"
+        assert sum(value for (each, _), value in counted.items() if each == family) == report[f"{name}_draft_tokens"]
+    for depth in {depth for each in stats for depth in each["rounds_by_depth"]}:
+        rounds = sum(each["rounds_by_depth"].get(depth, 0) for each in stats)
+        assert count("rounds_total", depth=depth) == report["rounds_by_depth"][depth] == rounds
+    assert report["bypasses"] == {"k is 0": 1}
+    assert count("bypasses_total", reason="k is 0") == 1
+    assert report["depth"] == 0
+    assert count("engine_healthy") == 1
+
+
+def test_latency_is_counted_by_tokens_and_not_by_chunks() -> None:
+    """Otherwise drafts that are accepted together would look slow, or fast."""
+    metrics = Metrics(Room(tiny(True, CONTEXT), tokenizer()))
+    meter = Meter(metrics, COMPLETIONS, arrived=10.0)
+    for rounds, tokens, said, when in ((1, 2, 2, 11.0), (2, 4, 6, 11.4), (3, 1, 7, 11.5)):
+        stats = Stats("native_mtp", None, rounds=rounds, generation_tokens=said)
+        meter.count(Event(tokens=[7] * tokens, stats=stats), when)
+    counted = {sample.name: sample.value for sample in parsed(metrics.text().decode())}
+    assert counted["headstart_time_to_first_token_seconds_count"] == 1
+    assert counted["headstart_time_to_first_token_seconds_sum"] == pytest.approx(1.0)
+    assert counted["headstart_inter_token_seconds_count"] == 5
+    assert counted["headstart_inter_token_seconds_sum"] == pytest.approx(0.5)
+
+
+def test_rows_and_queue_are_seen_while_they_last() -> None:
+    with running(max_rows=1) as server:
+        create: Any = server.openai().completions.create
+        fields: dict[str, Any] = {"model": "tiny", "prompt": "go on", "max_tokens": 3000, "stream": True}
+        with create(**fields, extra_body={"min_tokens": 3000}), create(**fields):
+            wait_until(lambda: server.metric("headstart_rows", state="running") == 1)
+            wait_until(lambda: server.metric("headstart_queued_requests") == 1)
+        wait_until(lambda: server.metric("headstart_rows", state="running") == 0)
+
+
+def test_every_metric_is_in_the_documentation() -> None:
+    with running(prefix=Prefix(10**7)) as server, server.http() as http:
+        http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 2, "min_tokens": 2, "num_draft_tokens": 0})
+        names = re.findall(r"^# TYPE (\S+)", http.get("/metrics").text, re.MULTILINE)
+    documented = set(re.findall(r"`(headstart_\w+)`", DOCS.read_text()))
+    assert {name for name in names if not name.endswith("_created")} == documented
