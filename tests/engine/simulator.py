@@ -2,43 +2,71 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headstart.cards import MAX_K
-from headstart.engine.depth import Depth, Drafter
+from headstart.engine.depth import Controller, Depth, Drafter
 
 Costs = Callable[[int, int, int], float]  # rows, k, round → seconds a step
 Text = Callable[[int, int], float]  # round, position → how likely the draft there stands, given those before it
+Rows = Callable[[int], int]  # round → how many decode
 
 
 @dataclass
 class Result:
-    tokens: float
-    seconds: float
-    best: float  # tokens that the best depth of every round, known beforehand, makes in that time
-    depths: list[int]
-    right: list[int]  # the best depth of every round
+    depths: list[int] = field(default_factory=list)
+    tokens: list[float] = field(default_factory=list)  # expected of every round, not drawn: luck is not judged
+    best: list[float] = field(default_factory=list)  # what the best depth of the round makes in the same time
 
-    @property
-    def share(self) -> float:
-        return self.tokens / self.best
+    def share(self, begin: int = 0, end: int | None = None) -> float:
+        """Of what whoever knows every chance and cost, and when they change, would have made."""
+        return sum(self.tokens[begin:end]) / sum(self.best[begin:end])
 
 
-def expected(text: Text, round: int, k: int) -> float:
-    tokens, survival = 1.0, 1.0
-    for j in range(k):
+class Clock:
+    """Times are noisy, with a hiccup of ten times now and then. On a busy machine others come and go as well."""
+
+    def __init__(self, rng: random.Random, busy: bool):
+        self.rng, self.busy, self.load = rng, busy, 1.0
+
+    def measure(self, seconds: float) -> float:
+        if self.busy and self.rng.random() < 0.03:
+            self.load = self.rng.choice((1.0, 1.0, 1.4, 2.0))
+        hiccup = 10 if self.rng.random() < 0.01 else 1
+        return seconds * self.load * hiccup * self.rng.lognormvariate(0, 0.12 if self.busy else 0.05)
+
+
+def expected(text: Text, round: int) -> list[float]:
+    """Tokens of a row by k."""
+    tokens, survival = [1.0], 1.0
+    for j in range(MAX_K):
         survival *= text(round, j)
-        tokens += survival
+        tokens.append(tokens[-1] + survival)
     return tokens
 
 
+def calibrated(costs: Costs, clock: Clock) -> Depth:
+    """As the engine does it: a few depths of one row, each the best of two."""
+    depth = Depth()
+    times = {(1, k): min(clock.measure(costs(1, k, 0)) for _ in range(2)) for k in (0, 1, 3, 7)}
+    depth.cost.calibrate(times, times=2)
+    return depth
+
+
 def simulate(
-    costs: Costs, text: Text, rounds: int, rows: Callable[[int], int] = lambda round: 1, seed: int = 0
+    costs: Costs,
+    text: Text,
+    rounds: int,
+    *,
+    rows: Rows = lambda round: 1,
+    seed: int = 0,
+    busy: bool = False,
+    controller: Controller | None = None,
 ) -> Result:
-    """Run the controller over `rounds` steps. Times are noisy, with a hiccup of ten times now and then."""
     rng = random.Random(seed)
-    depth, drafters = Depth(), [Drafter(MAX_K) for _ in range(64)]
-    result = Result(0, 0, 0, [], [])
+    clock = Clock(rng, busy)
+    depth, drafters = controller or calibrated(costs, clock), [Drafter(MAX_K) for _ in range(64)]
+    result = Result()
     for round in range(rounds):
         count = rows(round)
         running = drafters[:count]
@@ -50,13 +78,10 @@ def simulate(
                 accepted += 1
             outcomes.append((accepted, k))
         seconds = costs(count, k, round)
-        noisy = seconds * rng.lognormvariate(0, 0.05) * (10 if rng.random() < 0.01 else 1)
-        depth.observe(running, k, outcomes, noisy)
-        best = max(range(MAX_K + 1), key=lambda k: expected(text, round, k) / costs(count, k, round))
-        # Expected tokens, not drawn ones: luck is not what is judged.
-        result.tokens += count * expected(text, round, k)
-        result.seconds += seconds
-        result.best += seconds * count * expected(text, round, best) / costs(count, best, round)
+        depth.observe(running, k, outcomes, clock.measure(seconds))
+        tokens = expected(text, round)
+        rate = max(tokens[each] / costs(count, each, round) for each in range(MAX_K + 1))
         result.depths.append(k)
-        result.right.append(best)
+        result.tokens.append(count * tokens[k])
+        result.best.append(count * rate * seconds)
     return result

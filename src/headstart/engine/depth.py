@@ -1,56 +1,74 @@
 """How many drafts a step, chosen by what they earn: tokens that are expected to stand over the time they take.
 
 Both sides are measured while the engine runs: how often drafts at each position stand, in each row and in all of
-them, and what a step of so many rows and drafts takes. Zero drafts is one of the choices. Nothing here looks at a
-drafted token or its probability, only at what was known before the draw, so the choice cannot bias the text.
+them, and what a step of so many rows and drafts takes (`cost.py`). Zero drafts is one of the choices. Nothing here
+looks at a drafted token or its probability, only at what was known before the draw, so the choice cannot bias the
+text.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from ..cards import MAX_K
+from ..cards import DEFAULT_K, MAX_K
+from .cost import Cost
 
-MEMORY = 0.95  # what an observation still weighs a round later: some 20 rounds count
+MEMORY, LATELY = 0.96, 0.8  # what an observation still weighs a round later: some 25 rounds count, lately 5
+CHANGED = 5.0  # square of the surprise, in standard deviations, from which the text has changed
 FADED = 3.0  # rounds that old knowledge of the first draft still counts for
 ALIKE = 6.0  # rounds by which a position is taken to be like the one before it
 YOUNG = 6.0  # rounds by which a new row leans on the others
 GUESS = 0.75  # acceptance before anything was drafted
-HYSTERESIS = 0.02  # a gain below which depth is left as it is
-BUDGET = 0.008  # share of the time that may go into finding out whether another depth has become better
-SOONEST = 12  # rounds between two looks at another depth
-PROMISING = 0.1  # expected loss up to which a depth that was never measured is tried at once
-SURE = 3  # observations of a depth before its time is believed
-SHARED, OWN = 0.2, 0.15  # how far a surprising time moves all depths, and its own
-SLOPE = 0.12  # what a draft adds to a step of none, before anything was measured
+HYSTERESIS = 0.03  # a gain below which depth is left as it is
+LOOK = 2  # rounds of a look at another depth: the first is not timed
+BETWEEN = 3  # rounds between two looks
+SOON, SHARE = 12, 0.012  # rounds until the same depth is looked at again, and share of the time that may go into it,
+CALM_SOON, CALM_SHARE = 30, 0.003  # … and where it would only be timed again: drafts are tried all the time
+OLD = 200  # rounds after which nothing is left
+
+_kept = [MEMORY**age for age in range(OLD)] + [0.0]
+_kept_lately = [LATELY**age for age in range(OLD)] + [0.0]
 
 
 @dataclass
 class Survival:
-    """How often the draft at each position stands once those before it do, recent rounds weighing most."""
+    """How often the draft at each position stands once those before it do.
+
+    Recent rounds weigh most. Where the last few say something else than was to be expected, the text has changed,
+    and what came before them is dropped."""
 
     tried: list[float] = field(default_factory=lambda: [0.0] * MAX_K)
     stood: list[float] = field(default_factory=lambda: [0.0] * MAX_K)
+    lately_tried: list[float] = field(default_factory=lambda: [0.0] * MAX_K)
+    lately_stood: list[float] = field(default_factory=lambda: [0.0] * MAX_K)
     seen: list[int] = field(default_factory=lambda: [0] * MAX_K)  # the round in which each was last tried
 
     def observe(self, accepted: int, proposed: int, round: int) -> None:
+        surprise, variance = 0.0, 0.0
         for j in range(min(proposed, accepted + 1)):  # the one after the last accepted was tried too
-            kept = self._kept(j, round)
-            self.tried[j], self.stood[j] = self.tried[j] * kept + 1, self.stood[j] * kept + (j < accepted)
+            kept, lately, stood = self._kept(j, round), _kept_lately[min(round - self.seen[j], OLD)], j < accepted
+            tried = self.lately_tried[j] = self.lately_tried[j] * lately + 1
+            self.lately_stood[j] = self.lately_stood[j] * lately + stood
+            chance = (self.stood[j] + 0.5) / (self.tried[j] + 1)  # before this round
+            surprise += self.lately_stood[j] - tried * chance
+            variance += tried * chance * (1 - chance)
+            self.tried[j], self.stood[j] = self.tried[j] * kept + 1, self.stood[j] * kept + stood
             self.seen[j] = round
+        if surprise * surprise > CHANGED * variance:
+            self.tried, self.stood = self.lately_tried.copy(), self.lately_stood.copy()
 
-    def rates(self, prior: Sequence[float], weight: float, round: int) -> list[float]:
-        """Chances by position; what is not known well here leans on `prior` by `weight` rounds."""
-        kept = [self._kept(j, round) for j in range(MAX_K)]
-        return [
-            (stood * keep + weight * p) / (tried * keep + weight)
-            for stood, tried, keep, p in zip(self.stood, self.tried, kept, prior, strict=True)
-        ]
+    def rates(self, prior: Sequence[float], round: int) -> list[float]:
+        """Chances by position; what is not known well here leans on `prior`."""
+        rates = []
+        for j, chance in enumerate(prior):
+            kept = self._kept(j, round)
+            rates.append((self.stood[j] * kept + YOUNG * chance) / (self.tried[j] * kept + YOUNG))
+        return rates
 
-    def pooled(self, round: int) -> list[float]:
+    def pooled(self, most: int, round: int) -> list[float]:
         """Chances without a prior: a position that was not tried of late is taken for like the one before it."""
         rates, before = [], GUESS
-        for j in range(MAX_K):
+        for j in range(most):
             kept, weight = self._kept(j, round), ALIKE if j else 1.0
             before = (self.stood[j] * kept + weight * before) / (self.tried[j] * kept + weight)
             rates.append(before)
@@ -58,57 +76,8 @@ class Survival:
 
     def _kept(self, j: int, round: int) -> float:
         """What the past weighs by now. The first position never fades quite: there is nothing to infer it from."""
-        kept = MEMORY ** (round - self.seen[j])
+        kept = _kept[min(round - self.seen[j], OLD)]
         return max(kept, min(1.0, FADED / self.tried[j])) if j == 0 and self.tried[j] else kept
-
-
-@dataclass
-class Cost:
-    """Seconds a step by (rows, k), and a guess where none was measured.
-
-    A machine that slows down slows down at every depth, so part of a surprise moves `scale`, which all cells share:
-    otherwise a depth that was not measured for a while would look fast.
-    """
-
-    cells: dict[tuple[int, int], float] = field(default_factory=dict)
-    seen: dict[tuple[int, int], int] = field(default_factory=dict)  # observations of each
-    scale: float = 1.0
-
-    def observe(self, rows: int, k: int, seconds: float) -> None:
-        cell = (rows, k)
-        self.seen[cell] = seen = self.seen.get(cell, 0) + 1
-        if seen == 1:  # the first step of a shape compiles and allocates
-            return
-        if seen <= SURE:  # of the first few the best: a hiccup must not be all that is known of a depth
-            self.cells[cell] = min(self.cells.get(cell, math.inf), seconds / self.scale)
-            return
-        surprise = seconds / (self.cells[cell] * self.scale)
-        surprise = min(max(surprise, 0.7), 1.4)  # a hiccup is not a trend
-        self.scale *= surprise**SHARED
-        self.cells[cell] *= surprise**OWN
-
-    def known(self, rows: int) -> list[int]:
-        return sorted(k for r, k in self.cells if r == rows)
-
-    def predict(self, rows: int, k: int) -> float:
-        if (rows, k) in self.cells:
-            return self.cells[rows, k] * self.scale
-        ks = self.known(rows)
-        if not ks:
-            others = {r for r, _ in self.cells}
-            if not others:
-                return (1 + SLOPE * k) * self.scale
-            return self.predict(min(others, key=lambda r: abs(math.log(r / rows))), k)
-        if len(ks) == 1:
-            return self.predict(rows, ks[0]) * (1 + SLOPE * k) / (1 + SLOPE * ks[0])
-        low = max((known for known in ks if known < k), default=ks[0])
-        high = min((known for known in ks if known > k), default=ks[-1])
-        if low == high or high < k:
-            low, high = ks[-2], ks[-1]
-        elif low > k:
-            low, high = ks[0], ks[1]
-        a, b = self.predict(rows, low), self.predict(rows, high)
-        return max(a + (b - a) * (k - low) / (high - low), 0.5 * min(a, b))
 
 
 @dataclass(eq=False)
@@ -119,18 +88,31 @@ class Drafter:
     survival: Survival = field(default_factory=Survival)
 
 
-class Depth:
-    """Chooses k for each step of a batch. It only reads a clock through what `observe` is told, so several machines
-    can share one: the others are told the choices."""
+class Controller(Protocol):
+    """Whoever chooses. Several machines share one choice: the first has a `Depth`, the others are told."""
 
-    def __init__(self, most: int = MAX_K, start: int = 2):
+    @property
+    def gains(self) -> Sequence[float]: ...
+
+    def choose(self, rows: Sequence[Drafter]) -> int: ...
+
+    def observe(
+        self, rows: Sequence[Drafter], k: int, outcomes: Sequence[tuple[int, int]], seconds: float | None
+    ) -> None: ...
+
+
+class Depth:
+    """Chooses k for each step of a batch. It only reads a clock through what `observe` is told."""
+
+    def __init__(self, most: int = MAX_K, start: int = DEFAULT_K):
         self.most = most
         self.cost = Cost()
         self.pool = Survival()
+        self.gains: list[float] = []  # tokens a second to those of k = 0, by k, as of the last choice
         self._current: dict[int, int] = {}  # by number of rows
-        self._looked: dict[tuple[int, int], int] = {}  # the round in which (rows, k) last ran
-        self._before: dict[int, int] = {}  # what ran last, by number of rows
-        self._again = 0  # times in a row that it was run again to be sure
+        self._ran: dict[tuple[int, int], int] = {}  # the round in which (rows, k) last ran
+        self._look = (0, 0, 0)  # rows and depth that are being looked at, and the rounds left for it
+        self._next_look = 0  # the round from which there may be another
         self._round = 0
         self._start = start
 
@@ -140,25 +122,31 @@ class Depth:
         most = min(self.most, max((row.ceiling for row in rows), default=0))
         if most == 0:
             return 0
-        count, values = len(rows), self.values(rows, most)
+        count = len(rows)
+        seconds = self.cost.curve(count, most)
+        values = [tokens / time for tokens, time in zip(self.tokens(rows, most), seconds, strict=True)]
+        self.gains = [value / values[0] for value in values]
         best = max(range(most + 1), key=values.__getitem__)
         current = self._current.get(count, min(self._start, most))
         if current > most or values[best] > values[current] * (1 + HYSTERESIS):
             current = best
         self._current[count] = current
-        return self._look_around(count, current, values)
+        chosen = self._look_around(count, current, values, seconds)
+        self._ran[count, chosen] = self._round
+        return chosen
 
-    def values(self, rows: Sequence[Drafter], most: int) -> list[float]:
-        """Tokens a second of the whole batch by k = 0..most, as far as is known."""
-        prior = self.pool.pooled(self._round)
-        tokens = [float(len(rows))] * (most + 1)
+    def tokens(self, rows: Sequence[Drafter], most: int) -> list[float]:
+        """Tokens that a step of k = 0..most is expected to make, of all rows together."""
+        prior = self.pool.pooled(most, self._round)
+        added = [float(len(rows))] + [0.0] * most
         for row in rows:
             survival = 1.0
-            for j, rate in enumerate(row.survival.rates(prior, YOUNG, self._round)[: min(most, row.ceiling)]):
+            for j, rate in enumerate(row.survival.rates(prior[: row.ceiling], self._round)):
                 survival *= rate
-                for k in range(j + 1, most + 1):
-                    tokens[k] += survival
-        return [tokens[k] / self.cost.predict(len(rows), k) for k in range(most + 1)]
+                added[j + 1] += survival
+        for k in range(most):
+            added[k + 1] += added[k]
+        return added
 
     def observe(
         self, rows: Sequence[Drafter], k: int, outcomes: Sequence[tuple[int, int]], seconds: float | None
@@ -167,29 +155,29 @@ class Depth:
         for row, (accepted, proposed) in zip(rows, outcomes, strict=True):
             row.survival.observe(accepted, proposed, self._round)
             self.pool.observe(accepted, proposed, self._round)
-        if seconds is not None and rows:
+        if rows:
             self.cost.observe(len(rows), k, seconds)
 
-    def _look_around(self, rows: int, current: int, values: list[float]) -> int:
-        """Now and then the depth beside the current one, or none at all, or one never tried that might be better:
-        the more it is expected to lose, the more seldom."""
-        before = self._before.get(rows, current)
-        if 0 < self.cost.seen.get((rows, before), 0) < SURE and before < len(values) and self._again < 2 * SURE:
-            self._again += 1  # not sure yet of what was looked at last
-            return before
-        self._again = 0
-        chosen, reach = current, max(self.cost.known(rows), default=0) + 2
-        for k in range(min(len(values), reach + 1)):
-            measured = (rows, k) in self.cost.cells
-            if k == current or (measured and abs(k - current) > 1 and k > 0):
+    def _look_around(self, rows: int, current: int, values: list[float], seconds: list[float]) -> int:
+        """Now and then the depth beside the current one or the second best: the more it is expected to lose, the
+        more seldom."""
+        at, k, left = self._look
+        if left and at == rows and k < len(values):
+            self._look = (at, k, left - 1)
+            return k
+        if self._round < self._next_look:
+            return current
+        others = [k for k in range(len(values)) if k != current]
+        second = max(others, key=values.__getitem__)
+        for k in others:
+            doubt = self.cost.doubt(rows, k)
+            hoped = values[k] * (1 + doubt) / values[current]
+            if k not in (second, current - 1, current + 1) and (not doubt or hoped < 1):
                 continue
-            # What the round would cost beyond its tokens' worth, in rounds of the current depth.
-            longer = self.cost.predict(rows, k) / self.cost.predict(rows, current)
-            loss = longer * max(1 - values[k] / values[current], 0.0)
-            wait = loss / BUDGET if measured or loss > PROMISING else 0
-            if self._round - self._looked.get((rows, k), 0) >= max(wait, SOONEST if measured else 2):
-                chosen = k
-                break
-        self._looked[rows, chosen] = self._round
-        self._before[rows] = chosen
-        return chosen
+            soon, share = (SOON, SHARE) if current == 0 or doubt else (CALM_SOON, CALM_SHARE)
+            # What the look would cost beyond its tokens' worth, in rounds of the current depth.
+            loss = LOOK * seconds[k] / seconds[current] * max(1 - hoped, 0.0)
+            if self._round - self._ran.get((rows, k), 0) >= max(loss / share, soon):
+                self._look, self._next_look = (rows, k, LOOK - 1), self._round + LOOK + BETWEEN
+                return k
+        return current

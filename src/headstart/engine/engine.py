@@ -28,7 +28,8 @@ from ..models import Model
 from ..sampling import Asked, Guide, Logprobs, compile_grammar
 from ..state import CHUNK, Prefix
 from .batch import Batch
-from .depth import Depth, Drafter
+from .calibrate import step_times
+from .depth import Controller, Depth, Drafter
 from .exact import rows_are_independent
 from .memory import ANSWER, Footprint, is_shortage, left_for_rows
 from .queue import Queue
@@ -72,15 +73,15 @@ class Engine:
         max_queue: int | None = None,
         memory_limit: int | None = None,
         threaded: bool = False,
-        depth: Depth | None = None,
+        depth: Controller | None = None,
         prefix: Prefix | None = None,
     ):
         """With a tokenizer, events carry text, its end tokens end an answer, and stop strings and grammars work.
 
         `memory_limit`: bytes that the rows' memory may take; by default what this device has left. `threaded`:
         another thread turns the engine; otherwise whoever waits for an event does. `depth` chooses k for requests
-        that leave it open; by default what was learned of this model so far goes on to be used. `prefix`: where
-        beginnings of prompts are kept for others.
+        that leave it open; by default what was learned of this model so far goes on to be used, and before the first
+        of them a few steps are timed. `prefix`: where beginnings of prompts are kept for others.
         """
         if max_rows < 1:
             raise RequestError(f"max_rows is {max_rows}; it must be at least 1")
@@ -90,7 +91,7 @@ class Engine:
         self.max_rows = max_rows
         self.memory = left_for_rows() if memory_limit is None else memory_limit
         self.footprint = Footprint.of(model)
-        self.depth = depth or _depths.setdefault(model, Depth())
+        self.depth: Controller = depth or _depths.setdefault(model, Depth(model.max_k, model.default_k))
         self.prefix = prefix
         self.queue = Queue(max_queue)
         self.entering: deque[Row] = deque()  # taking in their prompts
@@ -262,6 +263,9 @@ class Engine:
 
     def _begin(self, row: Row) -> None:
         """At the first token, or after those of its beginning that are known."""
+        depth = _depths.get(self.model)
+        if row.auto and depth is not None and depth is self.depth and not depth.cost.cells:
+            depth.cost.calibrate(step_times(self.model, depth.most))
         row.batch = Batch.of_one(
             self.model, row.tokens, row.asked, row.drafter.ceiling, said=row.said, rounds=row.stats.rounds
         )
@@ -309,7 +313,7 @@ class Engine:
         if self._batch is None or all(row in flying and row.said + 1 >= row.limit for row in self.rows):
             return None
         k = max(row.fixed for row in self.rows)
-        if any(row.asked.params.k == "auto" for row in self.rows):
+        if any(row.auto for row in self.rows):
             k = max(k, self.depth.choose([row.drafter for row in self.rows]))
         return self._start(self._batch, self.rows, k)
 
@@ -362,6 +366,8 @@ class Engine:
         self.depth.observe([row.drafter for row, _ in running], flight.k, outcomes, timed)
         for row, _ in running:
             row.stats.count_depth(min(flight.k, row.drafter.ceiling), seconds)
+            if row.auto:
+                row.stats.estimated_gain_by_k = list(self.depth.gains)
 
     def _recover(self, error: Exception) -> None:
         """A step failed, and took the rows' memory with it. Where memory ran out, the youngest ends. Otherwise

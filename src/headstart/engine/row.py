@@ -43,9 +43,14 @@ class Row:
     cleared: bool = False  # it has
 
     @property
+    def auto(self) -> bool:
+        """Its request leaves the depth open."""
+        return self.asked.params.k == "auto" and self.drafter.ceiling > 0
+
+    @property
     def fixed(self) -> int:
         """The depth that its request insists on."""
-        return 0 if self.asked.params.k == "auto" else self.drafter.ceiling
+        return 0 if self.auto else self.drafter.ceiling
 
     @property
     def said(self) -> int:

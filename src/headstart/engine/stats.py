@@ -24,6 +24,7 @@ class Stats:
     rounds: int = 0
     depths: dict[int, int] = field(default_factory=dict)  # rounds by k
     parked_seconds: float = 0.0  # time in rounds of no drafts that the request would have allowed
+    estimated_gain_by_k: list[float] = field(default_factory=list)  # over k = 0, where the depth was left open
     proposed_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
     prompt_seconds: float = 0.0  # until the first round was known
@@ -89,6 +90,7 @@ class Stats:
             "rounds": self.rounds,
             "rounds_by_depth": {str(k): rounds for k, rounds in sorted(self.depths.items())},
             "parked_seconds": self.parked_seconds,
+            "estimated_gain_by_k": self.estimated_gain_by_k,
             "tokens_per_round": self.tokens_per_round,
             "prompt_tps": self.prompt_tps,
             "generation_tps": self.generation_tps,

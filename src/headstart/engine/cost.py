@@ -1,0 +1,128 @@
+"""What a step costs by (rows, k): measured where it was run, and elsewhere what a step is made of.
+
+Clocks mislead on a busy machine, so three things are kept apart. *Pace*: a machine slows down and recovers at every
+depth alike, so while depth stays as it is, a surprise is the pace's. *Cells*: two depths are compared where they ran
+close to each other in time. *Parts*: a step is something fixed, something a row, something a position and something a
+draft; fitted to the cells, they say what a depth or a number of rows costs that was never run.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Cell = tuple[int, int]  # rows, k
+
+FAST, SLOW = -0.5, 0.25  # how far one time may surprise, as logarithms: a hiccup is slow, never fast
+PACE, PACE_FRESH = 0.3, 0.1  # share of a surprise that is the pace's; less just after a change of depth
+FRESH = 4  # rounds after a change of depth in which the pace is known from the depth before
+OWN, OWN_SETTLED = 0.1, 0.02  # least share of a surprise that is the cell's while fresh, and after that
+TRUST = 2.0  # what one look at a cell counts for; what the parts say of it counts for 1
+DOUBT = 0.8  # how much faster than the parts say a cell may turn out to be if nothing like it was run
+REFIT = 64  # observations between two fits of the parts
+LEAN = 0.02  # how much the fit leans on the parts it began with
+BEGIN = (0.6, 0.05, 0.1, 0.06)  # what a step is made of before anything was measured: fixed, row, position, draft
+
+
+@dataclass
+class Seen:
+    """What was measured of a cell."""
+
+    level: float  # logarithm of its time at pace 1
+    times: int
+    made_of: float = 0.0  # what the parts say of the level
+
+
+@dataclass
+class Cost:
+    cells: dict[Cell, Seen] = field(default_factory=dict)
+    pace: float = 0.0  # logarithm of seconds
+    parts: list[float] = field(default_factory=lambda: list(BEGIN))
+    _curves: dict[int, list[tuple[float, float]]] = field(default_factory=dict)  # by rows: (level, weight) of each k
+    _last: Cell | None = None  # what ran last
+    _run: int = 0  # rounds for which it has
+    _unfitted: int = 0  # observations since the parts were fitted
+
+    def calibrate(self, seconds: Mapping[Cell, float], times: int = 1) -> None:
+        """Times measured side by side, each the best of `times`."""
+        least = min(seconds)
+        self.pace = math.log(seconds[least]) - self._made_of(*least)
+        for cell, each in seconds.items():
+            self.cells[cell] = Seen(math.log(each) - self.pace, times)
+        self._fit()
+
+    def observe(self, rows: int, k: int, seconds: float | None) -> None:
+        """A step took that long, if that is known. The first one after another depth clears up what that one left
+        (drafts to fold, tokens the head has not seen), so it is not counted."""
+        cell = (rows, k)
+        self._run = self._run + 1 if cell == self._last else 1
+        self._last = cell if seconds is not None else None
+        if seconds is None or self._run == 1:
+            return
+        measured, seen = math.log(seconds) - self.pace, self.cells.get(cell)
+        if seen is None:
+            if not self.cells:
+                self.pace, measured = math.log(seconds) - self._made_of(*cell), self._made_of(*cell)
+            self.cells[cell] = Seen(measured, 1)
+            self._fit()
+            return
+        fresh = self._run <= FRESH
+        self.pace += (PACE_FRESH if fresh else PACE) * _bounded(measured - self._level(rows, k)[0])
+        seen.times += 1
+        seen.level += (max(1 / seen.times, OWN) if fresh else OWN_SETTLED) * _bounded(measured - seen.level)
+        self._unfitted += 1
+        if self._unfitted >= REFIT:
+            self._fit()
+        elif len(curve := self._curves.get(rows, [])) > k:
+            curve[k] = self._level(rows, k)
+
+    def curve(self, rows: int, most: int) -> list[float]:
+        """Seconds a step of so many rows by k = 0..most."""
+        curve = self._curves.get(rows, [])
+        if len(curve) <= most:
+            curve = self._curves[rows] = [self._level(rows, k) for k in range(most + 1)]
+        return [math.exp(self.pace + level) for level, _ in curve[: most + 1]]
+
+    def doubt(self, rows: int, k: int) -> float:
+        """By what share a depth that was never run may be faster than `curve` says."""
+        return 0.0 if (rows, k) in self.cells else DOUBT / self._level(rows, k)[1]
+
+    def _level(self, rows: int, k: int) -> tuple[float, float]:
+        """What the parts say, and as much of it as is known how far this cell and those like it are off that."""
+        level, positions = self._made_of(rows, k), rows * (k + 1)
+        weight, off = 1.0, 0.0
+        for (r, j), seen in self.cells.items():
+            if r == rows and j == k:
+                alike = TRUST * seen.times
+            else:
+                alike = 0.5 / (1 + 4 * abs(math.log(r * (j + 1) / positions)) + abs(math.log(r / rows))) ** 2
+            weight, off = weight + alike, off + alike * (seen.level - seen.made_of)
+        return level + off / weight, weight
+
+    def _made_of(self, rows: int, k: int) -> float:
+        fixed, row, position, draft = self.parts
+        return math.log(fixed + row * rows + position * rows * (k + 1) + draft * k)
+
+    def _fit(self) -> None:
+        """The parts, none below zero, that come closest to all cells in proportion."""
+        size = range(len(BEGIN))
+        matrix = [[LEAN / BEGIN[i] ** 2 if i == j else 0.0 for j in size] for i in size]
+        right = [LEAN / BEGIN[i] for i in size]
+        for (rows, k), seen in self.cells.items():
+            share = math.exp(-seen.level)
+            x = (share, share * rows, share * rows * (k + 1), share * k)
+            for i in size:
+                right[i] += x[i]
+                for j in size:
+                    matrix[i][j] += x[i] * x[j]
+        for _ in range(40):  # one part after the other, the rest held: four parts settle in less
+            for i in size:
+                rest = sum(matrix[i][j] * self.parts[j] for j in size if j != i)
+                self.parts[i] = max((right[i] - rest) / matrix[i][i], 1e-6)
+        for cell, seen in self.cells.items():
+            seen.made_of = self._made_of(*cell)
+        self._curves.clear()
+        self._unfitted = 0
+
+
+def _bounded(surprise: float) -> float:
+    return min(max(surprise, FAST), SLOW)
