@@ -3,8 +3,11 @@
 import cuda_on_cpu
 import mlx.core as mx
 import pytest
+
+from fixtures import random_model
 from headstart.kernels import attention
-from headstart.kernels.attention import SPLIT, WIDEST, attend, attends
+from headstart.kernels.attention import SPLIT, WIDEST, Norms, arrange, attend, attends
+from headstart.models.attention import arranged
 
 H, HKV, D = 4, 2, 32
 SCALE = D**-0.5
@@ -14,10 +17,10 @@ SCALE = D**-0.5
 def on_the_cpu():  # type: ignore[no-untyped-def]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mx.fast, "cuda_kernel", cuda_on_cpu.cuda_kernel)
-        for kernel in (attention._partials, attention._merge):
+        for kernel in (attention._arrange, attention._partials, attention._merge):
             kernel.cache_clear()
         yield
-    for kernel in (attention._partials, attention._merge):
+    for kernel in (attention._arrange, attention._partials, attention._merge):
         kernel.cache_clear()
 
 
@@ -85,3 +88,36 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it() -> None:
 def test_on_this_device_stock_attention_is_taken() -> None:
     with mx.stream(mx.cpu):
         assert not attends(1, H, normal(1, HKV, 256, D, seed=0))
+
+
+# Stock ops round between the norm and the rotation.
+@pytest.mark.parametrize(("dtype", "allowed"), [(mx.float32, 2e-6), (mx.bfloat16, 6e-3)])
+def test_queries_and_keys_are_normed_and_rotated_as_by_the_stock_ops(dtype: mx.Dtype, allowed: float) -> None:
+    layer = random_model().weights.mtp.layers[0].self_attn
+    heads, kv_heads, dim = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim
+    norms = Norms(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
+    both = normal(2, 3, heads * 2 * dim, seed=1, dtype=dtype)
+    keys, values = (normal(2, 3, kv_heads * dim, seed=s, dtype=dtype) for s in (2, 3))
+    offset = mx.array([0, 700], mx.int32)
+    found = arrange(both, keys, values, norms, layer.rope, offset)
+    expected = arranged(layer, both, keys, values, offset)
+    assert mx.array_equal(found.values, expected.values)
+    for ours, theirs in zip(found[:2], expected[:2], strict=True):
+        ours, theirs = ours.astype(mx.float32), theirs.astype(mx.float32)
+        assert mx.linalg.norm(ours - theirs) < allowed * mx.linalg.norm(theirs)
+        assert ours.shape == theirs.shape
+
+
+def test_a_token_is_arranged_with_the_same_bits_in_any_window() -> None:
+    layer = random_model().weights.mtp.layers[0].self_attn
+    norms = Norms(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
+    widths = (2 * layer.num_attention_heads, layer.num_key_value_heads, layer.num_key_value_heads)
+    products = [normal(2, 5, n * layer.head_dim, seed=n) for n in widths]
+    offset = mx.array([9, 300], mx.int32)
+    together = arrange(*products, norms, layer.rope, offset)
+    for row in range(2):
+        for w in range(5):
+            own = [a[row : row + 1, w : w + 1] for a in products]
+            alone = arrange(*own, norms, layer.rope, offset[row : row + 1] + w)
+            pairs = zip(alone, together, strict=True)
+            assert all(mx.array_equal(one, all_[row : row + 1, :, w : w + 1]) for one, all_ in pairs)

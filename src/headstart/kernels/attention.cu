@@ -1,17 +1,82 @@
-// Attention of a short window over keys and values of different lengths, in two kernels.
+// Attention of a short window over keys and values of different lengths, in three kernels.
 //
-// The positions are cut into pieces of SPLIT at fixed places. A block of `partials` has one piece of one key head of
-// one row, and all queries that look at it; `merge` puts the pieces of a query together in the order of a number of
-// fixed lanes. A query is row w·GROUP + g of its block, wherever the window ends, and sees zeros where nothing is
-// written yet: what it gets depends neither on the width of the window nor on the capacity nor on other rows.
+// `arrange` makes queries, keys and values of a layer's products. The positions are cut into pieces of SPLIT at fixed
+// places: a block of `partials` has one piece of one key head of one row, and all queries that look at it; `merge`
+// puts the pieces of a query together in a fixed order. A query is row w·GROUP + g of its block, wherever the window
+// ends, and sees zeros where nothing is written yet: what it gets depends neither on the width of the window nor on
+// the capacity nor on other rows.
 
 namespace headstart {
 
 constexpr int SPLIT = 128;  // positions
-constexpr int WARPS = 8;    // of `partials`
+constexpr int WARPS = 8;    // of a block
 constexpr int MERGERS = 4;  // pieces that `merge` looks at side by side
 constexpr int TILE = 16;    // queries multiplied together
 constexpr int PAD = 8;      // elements at the end of a line of shared memory: eight lines, eight different banks
+
+// A layer's products as attention wants them: by head, queries and keys normed and rotated to their positions.
+// Grid: as many warps as B·W·(H + 2·HKV), in blocks of WARPS.
+template <int H, int HKV, int D, int DIMS, typename T, typename N>
+__device__ void arrange(
+    const T* both,          // [B, W, H, 2·D], queries and gates
+    const T* keys,          // [B, W, HKV, D]
+    const T* values,        // [B, W, HKV, D]
+    const N* query_weight,  // [D]
+    const N* key_weight,    // [D]
+    const int* offset,      // [B], the position of the window's first token
+    float eps,
+    float log2_base,        // of the rotation's frequencies, of the first DIMS elements
+    int B,
+    int W,
+    T* new_queries,         // [B, H, W, D]
+    T* new_keys,            // [B, HKV, W, D]
+    T* new_values) {        // [B, HKV, W, D]
+  __shared__ float lines[WARPS][D];
+  const int lane = threadIdx.x % 32, index = blockIdx.x * WARPS + threadIdx.x / 32;
+  const int head = index % (H + 2 * HKV), token = index / (H + 2 * HKV), b = token / W, w = token % W;
+  if (b >= B) {
+    return;
+  }
+  if (head >= H + HKV) {
+    const int h = head - H - HKV;
+    for (int d = lane; d < D; d += 32) {
+      new_values[((long long)(b * HKV + h) * W + w) * D + d] = values[((long long)token * HKV + h) * D + d];
+    }
+    return;
+  }
+  const bool query = head < H;
+  const int h = query ? head : head - H;
+  const T* from = query ? both + ((long long)token * H + h) * 2 * D : keys + ((long long)token * HKV + h) * D;
+  T* to = query ? new_queries + ((long long)(b * H + h) * W + w) * D : new_keys + ((long long)(b * HKV + h) * W + w) * D;
+  const N* weight = query ? query_weight : key_weight;
+  float* line = lines[threadIdx.x / 32];
+
+  float sum = 0.0f;
+  for (int d = lane; d < D; d += 32) {
+    const float x = static_cast<float>(from[d]);
+    line[d] = x;
+    sum = __fmaf_rn(x, x, sum);
+  }
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, step));
+  }
+  const float scale = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(sum, float(D)), eps)));
+  for (int d = lane; d < D; d += 32) {
+    line[d] = __fmul_rn(__fmul_rn(line[d], scale), static_cast<float>(weight[d]));
+  }
+  __syncwarp();
+  for (int d = lane; d < D; d += 32) {
+    if (d < DIMS / 2) {  // with its partner half the rotated elements further
+      const float angle = __fmul_rn(float(offset[b] + w), exp2f(-__fmul_rn(float(d) / (DIMS / 2), log2_base)));
+      const float cosine = cosf(angle), sine = sinf(angle), x = line[d], y = line[d + DIMS / 2];
+      to[d] = static_cast<T>(__fsub_rn(__fmul_rn(x, cosine), __fmul_rn(y, sine)));
+      to[d + DIMS / 2] = static_cast<T>(__fadd_rn(__fmul_rn(x, sine), __fmul_rn(y, cosine)));
+    } else if (d >= DIMS) {
+      to[d] = static_cast<T>(line[d]);
+    }
+  }
+}
 
 // [b, head, piece] of `out` gets Σ p·v and of `weights` (max, Σ p), for every query; p = 2^(score − max).
 // Grid: pieces by HKV by rows, of 32·WARPS threads.

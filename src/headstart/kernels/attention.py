@@ -5,13 +5,54 @@ Stock attention picks its kernel, and with it the order of its sums, by the widt
 
 import math
 from functools import cache
+from typing import NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from .cuda import TENSOR_CORE, on_cuda, source
 
 WIDEST = 16  # windows; beyond, stock attention is the faster one
 SPLIT, WARPS, TILE, PAD = 128, 8, 16, 8  # as in attention.cu
+
+
+class Arranged(NamedTuple):
+    queries: mx.array  # [B, H, W, D]
+    keys: mx.array  # [B, Hkv, W, D]
+    values: mx.array  # [B, Hkv, W, D]
+
+
+class Norms(NamedTuple):
+    queries: mx.array  # [D]
+    keys: mx.array  # [D]
+    eps: float
+
+
+def arranges(rope: nn.Module, dim: int) -> bool:
+    """Whether `arrange` takes heads of `dim`, rotated by this module, on this device."""
+    plain = type(rope) is nn.RoPE and not rope.traditional and rope.scale == 1
+    return on_cuda() and plain and dim % 32 == 0
+
+
+def arrange(
+    both: mx.array, keys: mx.array, values: mx.array, norms: Norms, rope: nn.RoPE, offset: mx.array
+) -> Arranged:
+    """Queries and gates [B, W, H·2·D], keys and values [B, W, Hkv·D] → by head, normed, and rotated to the positions
+    from `offset` [B] on. One kernel where stock ops take a split, two norms, two rotations and their copies."""
+    B, W, _ = both.shape
+    D = norms.queries.shape[0]
+    H, Hkv = both.shape[-1] // (2 * D), keys.shape[-1] // D
+    blocks = -(-B * W * (H + 2 * Hkv) // WARPS)
+    return Arranged(
+        *_arrange(norms.eps, rope.base)(
+            inputs=[both, keys, values, norms.queries, norms.keys, offset],
+            template=[("T", both.dtype), ("H", H), ("HKV", Hkv), ("D", D), ("DIMS", rope.dims)],
+            grid=(32 * WARPS * blocks, 1, 1),
+            threadgroup=(32 * WARPS, 1, 1),
+            output_shapes=[(B, H, W, D), (B, Hkv, W, D), (B, Hkv, W, D)],
+            output_dtypes=[both.dtype] * 3,
+        )
+    )
 
 
 def attends(width: int, heads: int, keys: mx.array) -> bool:
@@ -51,6 +92,21 @@ def attend(
         output_dtypes=[queries.dtype],
     )
     return out
+
+
+@cache
+def _arrange(eps: float, base: float):  # type: ignore[no-untyped-def]
+    return mx.fast.cuda_kernel(
+        name="attention_arrange",
+        input_names=["both", "keys", "values", "query_weight", "key_weight", "offset"],
+        output_names=["new_queries", "new_keys", "new_values"],
+        source=f"""
+            headstart::arrange<H, HKV, D, DIMS>(
+                both, keys, values, query_weight, key_weight, offset, {eps!r}f, {math.log2(base)!r}f, both_shape[0],
+                both_shape[1], new_queries, new_keys, new_values);
+        """,
+        header=TENSOR_CORE + source("attention"),
+    )
 
 
 @cache
