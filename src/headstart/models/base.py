@@ -6,6 +6,7 @@ and commits the recurrent state at once. Nothing of mlx-lm is patched or copied.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -13,11 +14,13 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from ..cards import DEFAULT_K, MAX_K
+from ..kernels.norm import add_and_norm, norm
 from ..kernels.products import product, tied
 from ..state import KV, Recurrent, Rows
 from .attention import attention
 from .feed_forward import feed_forward
 from .gated_delta_net import Projections, gated_delta_net
+from .graph import Graph, compiles
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,13 @@ class Norm(nn.Module):
         self.eps = eps
 
     def __call__(self, x: mx.array) -> mx.array:
-        return mx.fast.rms_norm(x, self.weight, self.eps).astype(x.dtype)
+        return norm(x, self.weight, self.eps)
+
+    def after(self, x: mx.array, added: mx.array | None) -> tuple[mx.array, mx.array]:
+        """x + added, and its norm."""
+        if added is None:
+            return x, self(x)
+        return add_and_norm(x, added, self.weight, self.eps)
 
 
 def use_float32_norms(module: nn.Module) -> None:
@@ -131,17 +140,33 @@ class Model:
         The first `certain` tokens enter the recurrent states at once, the rest stay pending. Nothing counts until
         `rows.commit`.
         """
+        if certain == 1 and compiles(tokens.shape[1]):
+            rows.reserve(tokens.shape[1])
+            return self._trunk_graph(rows, tokens)
+        return self._trunk(rows, tokens, certain)
+
+    def _trunk(self, rows: Rows, tokens: mx.array, certain: int = 1) -> mx.array:
         mask = rows.reserve(tokens.shape[1])
-        x = self.weights.embed_tokens(tokens)
+        x, made = self.weights.embed_tokens(tokens), None  # what a layer makes is added where the next norm is taken
         for layer, memory in zip(self.weights.layers, rows.layers, strict=True):
-            normed = layer.input_layernorm(x)
+            x, normed = layer.input_layernorm.after(x, made)
             if isinstance(memory, Recurrent):
                 net = layer.linear_attn
-                x = x + gated_delta_net(net, self.family.project(net, normed), memory, rows.accepted, certain)
+                made = gated_delta_net(net, self.family.project(net, normed), memory, rows.accepted, certain)
             else:
-                x = x + attention(layer.self_attn, normed, mask, memory)
-            x = x + feed_forward(layer.mlp, layer.post_attention_layernorm(x))
-        return self.weights.norm(x) if self.family.head.fed_after_norm else x
+                made = attention(layer.self_attn, normed, mask, memory)
+            x, normed = layer.post_attention_layernorm.after(x, made)
+            made = feed_forward(layer.mlp, normed)
+        x, normed = self.weights.norm.after(x, made)
+        return normed if self.family.head.fed_after_norm else x
+
+    @cached_property
+    def _trunk_graph(self) -> Graph:
+        return Graph(self._trunk)
+
+    @cached_property
+    def _head_graph(self) -> Graph:
+        return Graph(self._head)
 
     def logits(self, hidden: mx.array) -> mx.array:
         """[…, H] from `trunk` → […, V]."""
@@ -153,15 +178,22 @@ class Model:
         """The pairs (hidden of position t, token t+1), [B, W, H] and [B, W] → [B, W, H], which predicts token t+2
         and, with that token, is the next pair of the chain. They sit `ahead` positions past what `rows` holds.
         """
+        if compiles(tokens.shape[1]):
+            rows.reserve(tokens.shape[1], ahead)
+            return self._head_graph(rows, hidden, tokens, ahead, module)
+        return self._head(rows, hidden, tokens, ahead, module)
+
+    def _head(self, rows: Rows, hidden: mx.array, tokens: mx.array, ahead: int, module: int) -> mx.array:
         mtp, spec = self.weights.mtp, self.family.head
         parts = [mtp.pre_fc_norm_embedding(self.weights.embed_tokens(tokens)), mtp.pre_fc_norm_hidden(hidden)]
         x = product(mx.concatenate(parts if spec.embedding_first else parts[::-1], axis=-1), mtp.fc)
         mask = rows.reserve(tokens.shape[1], ahead)
         layer, memory = mtp.layers[module], rows.layers[module]
-        assert isinstance(memory, KV)  # a head's layers are attention's
-        x = x + attention(layer.self_attn, layer.input_layernorm(x), mask, memory)
-        x = x + feed_forward(layer.mlp, layer.post_attention_layernorm(x))
-        return mtp.norm(x) if spec.chains_after_norm else x
+        assert isinstance(memory, KV)
+        made = attention(layer.self_attn, layer.input_layernorm(x), mask, memory)
+        x, normed = layer.post_attention_layernorm.after(x, made)
+        x, normed = mtp.norm.after(x, feed_forward(layer.mlp, normed))
+        return normed if spec.chains_after_norm else x
 
     def draft_logits(self, hidden: mx.array) -> mx.array:
         """[…, H] from `head` → […, V]."""

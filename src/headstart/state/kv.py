@@ -55,6 +55,14 @@ class KV:
     def arrays(self) -> list[mx.array]:
         return [self.keys, self.values]
 
+    def hold(self, arrays: list[mx.array]) -> None:
+        self.keys, self.values = arrays
+
+    @classmethod
+    def of(cls, arrays: list[mx.array]) -> "KV":
+        keys, values = arrays
+        return cls(keys, values, mx.zeros((keys.shape[0],), mx.int32))
+
 
 def _write(into: mx.array, new: mx.array, offset: mx.array) -> mx.array:
     """`into[b, :, offset[b] + w] = new[b, :, w]`. Past the capacity this would run into the next head without

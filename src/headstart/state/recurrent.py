@@ -66,3 +66,12 @@ class Recurrent:
 
     def arrays(self) -> list[mx.array]:
         return [self.state, self.conv, *(self.pending.arrays() if self.pending else [])]
+
+    def hold(self, arrays: list[mx.array]) -> None:
+        self.state, self.conv, *pending = arrays
+        self.pending = Pending(*pending) if pending else None
+
+    @classmethod
+    def of(cls, arrays: list[mx.array]) -> "Recurrent":
+        state, conv, *pending = arrays
+        return cls(state, conv, Pending(*pending) if pending else None)

@@ -1,0 +1,47 @@
+"""A pass over a decoding window as one compiled graph, from arrays to arrays.
+
+A step of a large model is a thousand operations. On CUDA the host needs longer to describe them one by one than the
+device to run them; `mx.compile` remembers the description, one for every (rows, width, pending drafts, capacity).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from ..kernels.cuda import on_cuda
+from ..state import BLOCK, KV, Recurrent, Rows
+
+WIDEST = 9  # windows; the widths of a prompt's chunks are too many to remember
+
+
+def compiles(width: int) -> bool:
+    return on_cuda() and width <= WIDEST
+
+
+class Graph:
+    """`run(rows, *inputs)`, which may change what `rows` holds but not its lengths."""
+
+    def __init__(self, run: Callable[..., mx.array]):
+        self.run = run
+        self.kinds: list[type[KV] | type[Recurrent]] = []
+        self.traced = mx.compile(self._from_arrays)
+
+    def __call__(self, rows: Rows, *inputs: Any) -> mx.array:
+        """`rows` must have room for the window already: a graph cannot grow what it is given."""
+        self.kinds = [type(memory) for memory in rows.layers]
+        held = [memory.arrays() for memory in rows.layers]
+        output, held = self.traced(rows.lengths, rows.accepted, held, *inputs)
+        for memory, arrays in zip(rows.layers, held, strict=True):
+            memory.hold(arrays)
+        return output
+
+    def _from_arrays(
+        self, lengths: mx.array, accepted: mx.array, held: list[list[mx.array]], *inputs: Any
+    ) -> tuple[mx.array, list[list[mx.array]]]:
+        layers = [kind.of(arrays) for kind, arrays in zip(self.kinds, held, strict=True)]
+        rows = Rows(layers, lengths, accepted)
+        # Where the rows end changes from step to step; that all of the capacity is in reach does not.
+        rows.bounds = [rows.capacity - BLOCK // 8] * lengths.shape[0]
+        output = self.run(rows, *inputs)
+        return output, [memory.arrays() for memory in rows.layers]
