@@ -73,7 +73,7 @@ class Divergence:
 
 def decode(
     model: Model,
-    tokenizer: TokenizerWrapper,
+    tokenizer: TokenizerWrapper | None,
     prompts: Sequence[Sequence[int]],
     k: int | Literal["auto"],
     tokens: int,

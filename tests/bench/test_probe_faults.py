@@ -1,0 +1,191 @@
+"""A head that is wired or stored wrongly is found out and its fault named, and a head that is right is not blamed."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from headstart.bench.faults import clearly_better, find_faults, shifted, twin, with_head
+from headstart.bench.identity import decode
+from headstart.bench.probe import TOKENS, _prompts
+from headstart.bench.reading import Reading, first_drafts, read, rewired
+from headstart.checkpoint import load, load_tokenizer, read_layout, resolve
+from headstart.checkpoint.convert import SIDECAR, convert, plan_conversion
+from headstart.checkpoint.recipe import Recipe
+from headstart.engine import Engine, Request
+from headstart.models import Model
+from headstart.sampling import SamplingParams
+
+ALL, LAYER, OWN = "all norms", "the norms of its layer", "mtp.norm and mtp.pre_fc_norm_*"
+
+
+def zeroed(model: Model, *names: str) -> Model:
+    """Its weights at these names are zeros; without names the whole head's."""
+    head = twin(model.weights.mtp)
+    for name, module in head.named_modules():
+        if "weight" in module and (not names or name in names):
+            module.weight = mx.zeros_like(module.weight)
+    return with_head(model, head)
+
+
+FAULTS: dict[str, Callable[[Model], Model]] = {
+    "norms_shifted_twice": lambda model: shifted(model, 1.0, ALL),
+    "norms_not_shifted": lambda model: shifted(model, -1.0, ALL),
+    "pre_norm_feed": lambda model: rewired(model, fed_after_norm=False),
+    "concat_swapped": lambda model: rewired(model, embedding_first=False),
+    "zeroed": zeroed,
+}
+
+
+def readings_of(model: Model, prompts: list[list[int]]) -> list[Reading]:
+    answers = decode(model, load_tokenizer(resolve(None)), prompts, 0, TOKENS).answers
+    return [read(model, prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load(resolve(None))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return list(_prompts(load_tokenizer(resolve(None))).values())
+
+
+@pytest.fixture(scope="module")
+def texts(model: Model, prompts: list[list[int]]) -> list[Reading]:
+    return readings_of(model, prompts)
+
+
+@pytest.fixture(scope="module")
+def healthy(model: Model, texts: list[Reading]) -> float:
+    acceptance, faults = find_faults(model, texts)
+    assert faults == []
+    assert acceptance > 0.7
+    return acceptance
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found_and_named(name: str, model: Model, texts: list[Reading], healthy: float) -> None:
+    acceptance, faults = find_faults(FAULTS[name](model), texts)
+    assert [fault.name for fault in faults] == [name]
+    assert acceptance == faults[0].acceptance < healthy
+    assert faults[0].mended == (None if name == "zeroed" else healthy)
+
+
+def test_a_head_is_not_changed_by_being_examined(model: Model, texts: list[Reading], healthy: float) -> None:
+    again = [right for text in texts for right in first_drafts(model, text)]
+    assert sum(again) / len(again) == healthy
+
+
+@pytest.mark.slow
+def test_a_head_of_experts_that_is_right_is_not_blamed(prompts: list[list[int]]) -> None:
+    model = load(resolve("tiny-qwen3.5-moe"))
+    acceptance, faults = find_faults(model, readings_of(model, prompts))
+    assert faults == []
+    assert acceptance > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", [1.0, -1.0])
+@pytest.mark.parametrize("group", [LAYER, OWN])
+def test_norms_that_are_wrong_in_part_are_told_from_the_rest(
+    group: str, by: float, model: Model, texts: list[Reading], healthy: float
+) -> None:
+    _, faults = find_faults(shifted(model, by, group), texts)
+    assert [(fault.name, fault.where, fault.mended) for fault in faults] == [
+        ("norms_shifted_twice" if by > 0 else "norms_not_shifted", group, healthy)
+    ]
+
+
+@pytest.mark.slow
+def test_two_faults_at_once_are_both_named(model: Model, texts: list[Reading], healthy: float) -> None:
+    both = rewired(shifted(model, 1.0, ALL), fed_after_norm=False)
+    _, faults = find_faults(both, texts)
+    assert {fault.name for fault in faults} == {"norms_shifted_twice", "pre_norm_feed"}
+    assert faults[-1].mended == healthy
+
+
+def test_a_single_tensor_of_zeros_is_named_though_the_head_still_drafts(model: Model, texts: list[Reading]) -> None:
+    acceptance, faults = find_faults(zeroed(model, "layers.0.mlp.down_proj"), texts[:1])
+    assert ("zeroed", "mtp.layers.0.mlp.down_proj") in [(fault.name, fault.where) for fault in faults]
+    assert acceptance > 0
+
+
+def test_a_weight_that_is_no_number_is_named(model: Model, texts: list[Reading]) -> None:
+    head = twin(model.weights.mtp)
+    head.fc.weight = mx.where(mx.arange(head.fc.weight.shape[1]) == 7, mx.nan, head.fc.weight)
+    _, faults = find_faults(with_head(model, head), texts[:1])
+    assert [(fault.name, fault.where) for fault in faults] == [("not_finite", "mtp.fc")]
+
+
+def test_a_head_that_no_mend_helps_is_said_to_be_unexplained(model: Model, texts: list[Reading]) -> None:
+    head = twin(model.weights.mtp)
+    head.fc.weight = mx.random.normal(head.fc.weight.shape, head.fc.weight.dtype, key=mx.random.key(0)) * 0.02
+    acceptance, faults = find_faults(with_head(model, head), texts)
+    assert [fault.name for fault in faults] == ["unexplained"]
+    assert acceptance < 0.5
+
+
+def converted(folder: Path, **how: int) -> Path:
+    convert(plan_conversion(read_layout(resolve(None)), folder, Recipe(mx.bfloat16, **how)))
+    return folder
+
+
+def rewrite_head(folder: Path, change: Callable[[str, mx.array], mx.array]) -> None:
+    """Change the stored head, as another tool might have written it."""
+    file = str(folder / SIDECAR)
+    tensors, metadata = mx.load(file, return_metadata=True)
+    mx.save_safetensors(file, {name: change(name, array) for name, array in tensors.items()}, metadata)
+
+
+def test_norms_shifted_twice_on_disk_are_found(tmp_path: Path, texts: list[Reading], healthy: float) -> None:
+    folder = converted(tmp_path / "model")
+    rewrite_head(folder, lambda name, array: array + 1 if "norm" in name else array)
+    _, faults = find_faults(load(folder), texts)
+    assert [(fault.name, fault.where, fault.mended) for fault in faults] == [("norms_shifted_twice", ALL, healthy)]
+
+
+@pytest.mark.slow
+def test_halves_of_fc_exchanged_on_disk_are_found(tmp_path: Path, texts: list[Reading], healthy: float) -> None:
+    folder = converted(tmp_path / "model")
+
+    def exchange(name: str, array: mx.array) -> mx.array:
+        return mx.concatenate(mx.split(array, 2, axis=1)[::-1], axis=1) if name.endswith("fc.weight") else array
+
+    rewrite_head(folder, exchange)
+    _, faults = find_faults(load(folder), texts)
+    assert [(fault.name, fault.mended) for fault in faults] == [("concat_swapped", healthy)]
+
+
+def test_zeros_in_a_quantised_head_are_found(tmp_path: Path, texts: list[Reading]) -> None:
+    folder = converted(tmp_path / "model", bits=4)
+    zero = "layers.0.mlp.gate_proj"
+    rewrite_head(folder, lambda name, array: mx.zeros_like(array) if zero in name else array)
+    _, faults = find_faults(load(folder), texts[:1])
+    assert [(fault.name, fault.where) for fault in faults] == [("zeroed", f"mtp.{zero}")]
+
+
+def test_first_drafts_are_those_that_the_engine_accepts(model: Model, prompts: list[list[int]]) -> None:
+    engine, prompt = Engine(model), prompts[0]
+    events = list(engine.submit(Request(prompt, SamplingParams(k=1, max_tokens=TOKENS))))
+    answer = [token for event in events for token in event.tokens]
+    right, position, seen = first_drafts(model, read(model, prompt, answer)), 0, set()
+    assert len(right) == len(answer)
+    for event in events[:-1]:  # the last may have been left no room for a draft
+        assert right[position] == (event.origins[0] == "draft")
+        seen.add(right[position])
+        position += len(event.tokens)
+    assert seen == {True, False}
+
+
+def test_only_a_gain_beyond_chance_counts() -> None:
+    half = [True, False] * 200
+    assert not clearly_better(half, half)
+    assert not clearly_better([not right for right in half], half)
+    assert not clearly_better([True] * 5 + half[5:], half)  # 2 of 400
+    assert clearly_better([True] * 60 + half[60:], half)  # 30 of 400, and none lost
+    assert not clearly_better([True] * 4, [False] * 4)
+    rare = [False] * 10_000
+    assert not clearly_better([True] * 100 + rare[100:], rare)  # beyond chance, and nobody would notice
