@@ -84,11 +84,13 @@ def _greeting(served: "Served", host: str, port: int, *, key: bool) -> str:
     model = served.model
     drafts = f"on, up to {model.max_k} drafts a round" if model.has_head else f"off: {model.head_unavailable}"
     authorization = ' -H "Authorization: Bearer $HEADSTART_API_KEY"' if key else ""
-    body = shlex.quote('{"messages": [{"role": "user", "content": "Write a function that adds two numbers."}]}')
+    question = (
+        '{"messages": [{"role": "user", "content": "Write a function that adds two numbers."}], "max_tokens": 200}'
+    )
     return (
         f"Model:       {served.id}\n"
         f"Address:     {address}/v1\n"
         f"Speculation: {drafts}\n"
         f"Try:         curl {address}/v1/chat/completions "
-        f"-H 'Content-Type: application/json'{authorization} -d {body}"
+        f"-H 'Content-Type: application/json'{authorization} -d {shlex.quote(question)}"
     )
