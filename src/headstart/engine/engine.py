@@ -89,7 +89,8 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.max_rows = max_rows
-        self.memory = left_for_rows() if memory_limit is None else memory_limit
+        set_aside = prefix.max_bytes if prefix is not None else 0
+        self.memory = max(0, left_for_rows() - set_aside) if memory_limit is None else memory_limit
         self.footprint = Footprint.of(model)
         self.depth: Controller = depth or _depths.setdefault(model, Depth(model.max_k, model.default_k))
         self.prefix = prefix
