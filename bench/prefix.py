@@ -1,6 +1,6 @@
 """Time to the first token of a prompt that is read, and of the same prompt when it is remembered, in one run.
 
-    python bench/prefix.py [--tokens 4096 4160] [--repeats 3] [--hidden 64] [--layers 4] [--eight-bits] [--model FOLDER]
+    python bench/prefix.py [--model FOLDER] [--tokens 4096 4160] [--repeats 3] [--hidden 64] [--layers 4]
 
 By default a random checkpoint with a long context. Cold and warm runs alternate, so that a noisy machine shifts both;
 medians are taken, and the ratio within each repeat. `store` is what a first reading costs more with the cache than
