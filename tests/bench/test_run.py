@@ -4,7 +4,7 @@ import pytest
 
 from fixtures import mlx_lm_greedy, random_model, random_prompt
 from headstart.bench.run import run
-from headstart.engine import Depth
+from headstart.engine import Depth, Engine
 from headstart.errors import HeadstartError, RequestError
 
 PROMPTS = [random_prompt(random_model(), length, seed=length) for length in (4, 600, 2)]
@@ -33,12 +33,17 @@ def test_every_round_says_how_many_drafts_it_had_and_how_many_stood() -> None:
     assert max(proposed for _, proposed in done.rounds) == 3
 
 
-def test_a_fixed_depth_teaches_the_judged_controller_nothing() -> None:
-    """What it learned of this model would otherwise be used by the next engine."""
-    from headstart.engine import Engine
-
-    run(random_model(), PROMPTS[:1], 1, tokens=6)
-    assert Engine(random_model()).depth.cost.predict(1, 1) == Depth().cost.predict(1, 1)
+def test_a_fixed_depth_teaches_the_judged_controller_nothing_and_auto_goes_on_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[Depth] = []
+    monkeypatch.setattr(Depth, "observe", lambda depth, *outcome: told.append(depth))
+    shared = Engine(random_model()).depth
+    run(random_model(), PROMPTS[:1], 1, tokens=20)
+    assert told
+    assert shared not in told
+    run(random_model(), PROMPTS[:1], "auto", tokens=20)
+    assert told[-1] is shared
 
 
 def test_a_prompt_that_cannot_be_taken_in_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
