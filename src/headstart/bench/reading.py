@@ -47,7 +47,7 @@ def first_drafts(model: Model, reading: Reading) -> list[bool]:
 
 def largest_shift(model: Model, reading: Reading, answer: Answer) -> float:
     """How far the logits of the two likeliest tokens move against each other when the text is read in one pass and
-    not decoded token by token: what this device's rounding does to a choice. 0 where rows are independent."""
+    not decoded token by token: what this device's rounding does to a choice. Next to 0 where rows are independent."""
     best = mx.array([[token for token, _ in told.top[:2]] for told in answer.logprobs])  # [N, 2]
     told = mx.array([[logprob for _, logprob in told.top[:2]] for told in answer.logprobs])
     hidden = model.weights.norm(reading.hidden[0, reading.start - 1 : -1])  # [N, H]
