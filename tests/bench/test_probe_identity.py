@@ -42,7 +42,7 @@ def rounding_model() -> Model:
 def probed(plain: Run, *runs: Run, exact: bool = True, rounding: float = 0.0, **more: object) -> Probe:
     costs = [Cost(1, run.k, 0.01, 1.0, 1.0, None, None) for run in (plain, *runs) if run.k != "auto"]
     prompts = [f"prompt {number}" for number in range(len(plain.answers))]
-    found = Probe(prompts, TOKENS, exact, [plain, *runs], rounding, 0.8, [], costs)
+    found = Probe(prompts, TOKENS, exact, [plain, *runs], rounding, 0.8, [], costs, {})
     return replace(found, **more)  # type: ignore[arg-type]
 
 

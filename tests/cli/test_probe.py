@@ -41,6 +41,7 @@ def test_the_builtin_model_passes_and_the_page_can_be_shown_to_anybody(tmp_path:
     written = page.read_text()
     assert written.startswith("# headstart probe tiny-qwen3.5: passed\n")
     assert "| k " in written
+    assert "- Kernels: products " in written
     assert "mlx-lm " in written
     for private in (str(tmp_path), str(resolve(None)), str(Path.home()), socket.gethostname()):
         assert private not in written

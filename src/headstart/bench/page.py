@@ -81,6 +81,7 @@ def faults(probe: Probe, lines: box.Box | None) -> Table:
 
 def sentences(probe: Probe, tokenizer: TokenizerWrapper, way_out: str) -> Iterator[str]:
     """What to make of it, the verdict last."""
+    yield "Kernels: " + "; ".join(f"{what} {whose}" for what, whose in probe.kernels.items()) + "."
     if probe.exact:
         yield "Rows are independent: these kernels compute a row the same whatever stands beside it."
     else:

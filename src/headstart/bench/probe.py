@@ -13,6 +13,7 @@ from ..models import Model
 from .cost import Cost, measure_costs
 from .faults import COLLAPSED, Fault, find_faults
 from .identity import Divergence, Run, decode, divergences
+from .kernels import kernels_in_use
 from .prompts import KINDS, builtin_prompts
 from .reading import largest_shift, read
 
@@ -38,6 +39,7 @@ class Probe:
     first_drafts: float  # share of them that stand
     faults: list[Fault]
     costs: list[Cost]  # of one row, k = 0, 1, …
+    kernels: dict[str, str]  # by what they compute
 
     @cached_property
     def divergences(self) -> list[Divergence]:
@@ -93,6 +95,7 @@ class Probe:
             "collapsed": self.collapsed,
             "first_drafts": self.first_drafts,
             "exact": self.exact,
+            "kernels": self.kernels,
             "rounding": self.rounding,
             "divergences": len(self.divergences),
             "prompts": len(self.prompts),
@@ -147,7 +150,7 @@ def probe(
     first_drafts, faults = find_faults(model, readings)
     progress("timing every depth")
     costs = measure_costs(model, [prompts[0][:SHORT]], ks=range(k + 1), repeats=REPEATS)
-    return Probe(list(texts), tokens, exact, runs, rounding, first_drafts, faults, costs)
+    return Probe(list(texts), tokens, exact, runs, rounding, first_drafts, faults, costs, kernels_in_use(model))
 
 
 def _prompts(tokenizer: TokenizerWrapper) -> dict[str, list[int]]:

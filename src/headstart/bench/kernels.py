@@ -1,0 +1,46 @@
+"""Which kernels compute a model here, by what they compute: ours, or those of mlx and mlx-lm."""
+
+from collections import Counter
+
+import mlx.core as mx
+
+from ..kernels.attention import attends
+from ..kernels.cuda import on_cuda
+from ..kernels.gated_delta import fuses
+from ..kernels.products import refusal, weights_of
+from ..models import Model
+from ..models.base import Norm
+from ..state import KV, Recurrent
+
+OURS = "Headstart's"
+
+
+def kernels_in_use(model: Model) -> dict[str, str]:
+    """In decoding and verifying. Prompts are read with stock kernels everywhere."""
+    used = {"products": _products(model)}
+    for layer, memory in zip(model.weights.layers, model.make_state(1).layers, strict=True):
+        if isinstance(memory, KV):
+            ours = attends(1, layer.self_attn.num_attention_heads, memory.keys)
+            used["attention"] = OURS if ours else "mlx's"
+        elif isinstance(memory, Recurrent):
+            ours = fuses(memory.state, model.dtype)
+            used["recurrence"] = OURS if ours else "mlx-lm's Metal kernel" if _on_metal() else "mlx-lm's stock ops"
+    return used
+
+
+def _products(model: Model) -> str:
+    """Those that ours does not take are counted, with the reasons."""
+    if not on_cuda():
+        return "mlx's"
+    reasons = Counter(
+        refusal(model.dtype, weights_of(module))
+        for name, module in model.weights.named_modules()
+        if "weight" in module and not isinstance(module, Norm) and not name.endswith(("conv1d", "linear_attn.norm"))
+    )
+    ours = reasons.pop(None, 0)
+    others = [f"mlx's for {count} ({reason})" for reason, count in reasons.items()]
+    return ", ".join([f"{OURS} for {ours}", *others])
+
+
+def _on_metal() -> bool:
+    return bool(mx.metal.is_available()) and mx.default_device() == mx.gpu
