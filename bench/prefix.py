@@ -65,7 +65,7 @@ def main() -> None:
     print("| --- " * 8 + "|")
     for length in arguments.tokens:
         prompt = [(7 * i * i + 3 * i) % (model.vocabulary - 1) for i in range(length)]
-        prefix = Prefix(1 << 40, eight_bits=arguments.eight_bits)
+        prefix = Prefix(1 << 30, eight_bits=arguments.eight_bits)
         engine, plain = Engine(model, prefix=prefix), Engine(model)
         runs: list[tuple[float, float, float]] = []
         hit = 0

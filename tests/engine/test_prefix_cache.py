@@ -21,7 +21,7 @@ from headstart.state import Prefix
 from headstart.state.prefix import Node
 
 C = 16  # tokens a chunk
-LOTS = 1 << 30
+LOTS = 1 << 28
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
 
 
