@@ -33,10 +33,10 @@ class Kind:
         return fields | {"num_draft_tokens": fields.pop("k", "auto")}
 
 
-def kinds(prefixed: bool) -> list[Kind]:
-    """Greedy and seeded, short and long, with stop strings and fixed depths; some begin alike."""
+def kinds(*lengths: int, prefixed: bool) -> list[Kind]:
+    """Greedy and seeded, with stop strings and fixed depths; some begin alike."""
     asked: list[tuple[list[int], dict[str, Any]]] = []
-    for i, length in enumerate((1, 5, 9, 14, 22, 30)):
+    for i, length in enumerate(lengths):
         prompt = list(tokenizer().encode(f"question {i} about number {i * i}:"))
         asked.append((prompt, {"max_tokens": length}))
         asked.append((prompt[:3], {"max_tokens": length, "temperature": 0.9, "seed": i, "top_p": 0.95}))
@@ -132,7 +132,7 @@ def check(server: Running, outcomes: Outcomes, count: int) -> None:
 
 
 def test_every_answer_of_a_mixed_load_is_what_it_would_be_alone() -> None:
-    known = kinds(prefixed=True)
+    known = kinds(1, 5, 9, 14, 22, 30, prefixed=True)
     with running(max_rows=8, prefix=Prefix(10**8)) as server:
         check(server, asyncio.run(load(server, known, 120, seed=1, bad=0.0)), 120)
         assert server.metric("headstart_prefix_cache_hits_total") > 10
@@ -148,7 +148,7 @@ def resident() -> int:
 
 def endure(count: int) -> tuple[int, int]:
     """Growth of mlx's and the process's memory over `count` requests, after as many as warm up."""
-    known = kinds(prefixed=False)
+    known = kinds(1, 3, 6, 9, 12, prefixed=False)
     with running(max_rows=8) as server:
         check(server, asyncio.run(load(server, known, 100, seed=2)), 100)
         mx.clear_cache()

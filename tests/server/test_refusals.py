@@ -1,6 +1,7 @@
 """What cannot be honoured is refused in the shape that the openai client turns into its typed exceptions."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -9,7 +10,11 @@ import pytest
 from openai import OpenAI
 from running import Running, running, wait_until
 
-from headstart.server import Limits
+from checkpoints import write
+from headstart.checkpoint import load, load_tokenizer, read_layout
+from headstart.server import Limits, Served
+from headstart.server.errors import Refusal
+from headstart.server.openai import ChatRequest
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -210,3 +215,19 @@ def test_a_model_without_a_head_refuses_drafts_and_says_why_elsewhere() -> None:
             assert told["available"] is False
             assert told["reason"] == answer["generation_stats"]["bypass_reason"]
             assert refused(http.patch("/v1/settings", json={"speculation": True}))["param"] == "speculation"
+
+
+@pytest.mark.parametrize(
+    ("template", "code"), [("{{ raise_exception('roles must alternate') }}", "invalid_value"), (None, "unsupported")]
+)
+def test_what_the_chat_template_refuses_is_refused(tmp_path: Path, template: str | None, code: str) -> None:
+    folder = write(tmp_path / "model", vocab_size=8192)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").unlink()
+    served = Served.of(read_layout(folder), load(folder), load_tokenizer(folder))
+    with pytest.raises(Refusal) as refusal:
+        served.read(ChatRequest.model_validate({"messages": HI}))
+    assert (refusal.value.status_code, refusal.value.param, refusal.value.code) == (400, "messages", code)
+    assert template is None or "roles must alternate" in refusal.value.detail

@@ -145,19 +145,19 @@ class ChatRequest(Asked):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, description="The same as max_tokens.")
 
-    def most_tokens(self, room: int) -> int:
+    def most_tokens(self, left: int) -> int:
         """Without a limit an answer may go on to the end of the context."""
         given = {most for most in (self.max_completion_tokens, self.max_tokens) if most is not None}
         if len(given) > 1:
             message = "max_tokens and max_completion_tokens differ: give one of them"
             raise Refusal(400, message, param="max_completion_tokens", code="invalid_value")
-        return given.pop() if given else room
+        return given.pop() if given else left
 
 
 class CompletionRequest(Asked):
     prompt: Text | list[int] | list[Text] = Field(description="Text, the text alone in a list, or token ids.")
 
-    def most_tokens(self, room: int) -> int:
+    def most_tokens(self, left: int) -> int:
         return 16 if self.max_tokens is None else self.max_tokens  # OpenAI's
 
 
