@@ -8,7 +8,7 @@ import pytest
 
 from headstart.bench.faults import clearly_better, find_faults, shifted, twin, with_head
 from headstart.bench.identity import decode
-from headstart.bench.probe import TOKENS, _prompts
+from headstart.bench.probe import TOKENS, short_prompts
 from headstart.bench.reading import Reading, first_drafts, read, rewired
 from headstart.checkpoint import load, load_tokenizer, read_layout, resolve
 from headstart.checkpoint.convert import SIDECAR, convert, plan_conversion
@@ -50,7 +50,7 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    return list(_prompts(load_tokenizer(resolve(None))).values())
+    return list(short_prompts(load_tokenizer(resolve(None))).values())
 
 
 @pytest.fixture(scope="module")

@@ -133,7 +133,7 @@ def probe(
         raise RequestError(f"k is {k}; a probe of this model drafts from 1 to {model.max_k} tokens a round")
     if tokens < FEWEST:
         raise RequestError(f"tokens is {tokens}; a probe needs at least {FEWEST} for each prompt")
-    texts = _prompts(tokenizer)
+    texts = short_prompts(tokenizer)
     prompts = list(texts.values())
     progress("are rows independent?")
     exact = rows_are_independent(model)
@@ -153,7 +153,7 @@ def probe(
     return Probe(list(texts), tokens, exact, runs, rounding, first_drafts, faults, costs, kernels_in_use(model))
 
 
-def _prompts(tokenizer: TokenizerWrapper) -> dict[str, list[int]]:
+def short_prompts(tokenizer: TokenizerWrapper) -> dict[str, list[int]]:
     """Of every kind the shortest, by its text: a probe is about what comes after it."""
     shortest = {}
     for kind in KINDS:
