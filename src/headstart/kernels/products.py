@@ -17,7 +17,7 @@ from .cuda import TENSOR_CORE, on_cuda, source
 
 MOST_ROWS = 144  # 16 sequences of 9 positions; a prompt's chunks are wider, and mlx's products good at them
 WARPS = 8  # of a block, at most
-STAGES = 4  # chunks that a warp has under way
+STAGES = 4  # at most
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,14 @@ class Order:
     group: int
     chunk: int  # bytes of a row of weights that a warp takes at a time
     warps: int
+    stages: int  # chunks that a warp has under way
 
     @classmethod
     def of(cls, weights: Weights) -> "Order":
         row = weights.inputs * weights.bits // 8
         chunk = 64 if row % 64 == 0 else 32
         warps = min(WARPS, 1 << ((row // chunk).bit_length() - 1))
-        return cls(weights.bits, weights.group, chunk, warps)
+        return cls(weights.bits, weights.group, chunk, warps, min(STAGES, -(-row // (chunk * warps))))
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def template(dtype: mx.Dtype, order: Order, tile: Tile) -> list[tuple[str, Any]]
         ("TALL", tile.tall),
         ("WIDE", tile.wide),
         ("WARPS", order.warps),
-        ("STAGES", STAGES),
+        ("STAGES", order.stages),
     ]
 
 
@@ -205,8 +206,9 @@ def names(count: int, quantised: bool) -> list[str]:
 
 
 def shared_bytes(order: Order, tile: Tile) -> int:
-    """The rings of a block's warps; see `Layout` in products.cu."""
+    """The rings of a block's warps, and then their sums; see `Layout` in products.cu."""
     scales = 0
     if order.bits < 16:
         scales = max(4, 2 * (order.chunk * 8 // order.bits // order.group))
-    return order.warps * STAGES * tile.tall * 16 * (order.chunk + 2 * scales)
+    ring = order.stages * tile.tall * 16 * (order.chunk + 2 * scales)
+    return order.warps * max(ring, 512 * tile.tall * tile.wide)
