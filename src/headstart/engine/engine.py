@@ -381,6 +381,8 @@ class Engine:
             rows.remove(youngest)
         for row in rows:
             row.suspect = not shortage and not row.cleared
+        if shortage and self.prefix is not None:
+            self.prefix.clear()
         self._enter_again(rows)
 
     def _enter_again(self, rows: list[Row]) -> None:

@@ -76,7 +76,8 @@ class Stats:
 
     @property
     def prompt_tps(self) -> float:
-        return _ratio(self.prompt_tokens, self.prompt_seconds)
+        """Of the tokens that had to be read."""
+        return _ratio(self.prompt_tokens - self.prefix_cache_hit, self.prompt_seconds)
 
     def as_dict(self) -> dict[str, object]:
         return {
