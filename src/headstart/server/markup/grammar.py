@@ -19,6 +19,8 @@ from .reader import CALL, CALL_END, THINK, THINK_END
 from .schema import TEXT, Schema, Tools, types_of
 from .xml_call import FUNCTION
 
+_TERSE = {"whitespace_pattern": " "}  # as templates write the arguments of calls
+
 
 def call_grammar(tools: Tools, dialect: Dialect, *, several: bool = True) -> GrammarSpec:
     """One call of one of these tools, or `several` in a row, and nothing else."""
@@ -34,17 +36,18 @@ def call_grammar(tools: Tools, dialect: Dialect, *, several: bool = True) -> Gra
 def think_first(
     spec: GrammarSpec | None, dialect: Dialect, thought: Thought, *, budget: int | None = None
 ) -> GrammarSpec | None:
-    """A thought of at most `budget` tokens, then what `spec` says. Where that is None anything may follow, or
-    nothing, and the answer may end in the thought, as it may without a grammar."""
+    """A thought of at most `budget` tokens, then what `spec` says. Where that is None anything may follow, and until
+    the budget is spent the answer may end in the thought, as it may without a grammar."""
     if budget is not None and budget < 0:
         raise RequestError(f"the thinking budget is {budget}; it must be 0 or more tokens")
     if not dialect.thinks or thought == "over" or (spec is None and budget is None):
         return spec
-    count = "*" if budget is None else f"{{0,{budget}}}"
-    thinking = f"<[^{dialect.ids[THINK_END]}]>{count}" if budget != 0 else ""
+    thinking = _tokens_but(dialect.ids[THINK_END], budget)
     opening, end = _mark(THINK, dialect), _mark(THINK_END, dialect)
     if spec is None:
-        start = f"{thinking} ({end} <[*]>*)?"
+        start = f"{thinking} {end} <[*]>*"
+        if budget:
+            start = f"({start} | {_tokens_but(dialect.ids[THINK_END], budget - 1)})"
         if thought == "open":
             start = f"{opening} {start} | (<[^{dialect.ids[THINK]}]> <[*]>*)?"
         return GrammarSpec("lark", f"start: {start}")
@@ -54,6 +57,10 @@ def think_first(
     return GrammarSpec("lark", f"start: {start} answer\nanswer: {_within_lark(spec)}")
 
 
+def _tokens_but(token: int, most: int | None) -> str:
+    return "" if most == 0 else f"<[^{token}]>" + ("*" if most is None else f"{{0,{most}}}")
+
+
 def _within_lark(spec: GrammarSpec) -> str:
     match spec.kind:
         case "lark":
@@ -61,12 +68,12 @@ def _within_lark(spec: GrammarSpec) -> str:
         case "regex":
             slashes = regex.sub(r"\\.|/", lambda found: r"\/" if found.group() == "/" else found.group(), spec.source)
             return "/" + slashes.replace("\n", r"\n") + "/"
-    return _json(json.loads(spec.source) if spec.kind == "json_schema" else {"type": "object"})
+    return _json(json.loads(spec.source) if spec.kind == "json_schema" else {"type": "object"}, JSON_OPTIONS)
 
 
-def _json(schema: Any) -> str:
+def _json(schema: Any, options: Any = _TERSE) -> str:
     if isinstance(schema, Mapping):
-        schema = {**schema, "x-guidance": JSON_OPTIONS}
+        schema = {**schema, "x-guidance": options}
     return f"%json {json.dumps(schema, ensure_ascii=False)}"
 
 

@@ -3,7 +3,8 @@
 A thought is told from the rest by `<think>` at the very beginning, or by the prompt that has opened it, and lasts to
 `</think>`. A call may stand anywhere, in a thought too, and in either of the two ways of writing one, whichever the
 model was taught. What only looks like markup is text like any other: a call that no tool answers to, or that is not
-well formed. Blanks between markup and text belong to the markup: chat templates put them there again.
+well formed. Blanks between markup and text belong to the markup: chat templates put them there again. Only where
+text goes on behind a call do those before the call stay, since the call is taken out from between.
 """
 
 import regex
@@ -11,7 +12,7 @@ import regex
 from .delta import Content, Delta, Reasoning, ToolBroken, ToolCall, merged
 from .json_call import read_json
 from .schema import Tools
-from .tape import Tape, Waiting
+from .tape import BLANKS, Tape, Waiting
 from .xml_call import FUNCTION, read_xml
 
 THINK, THINK_END = "<think>", "</think>"
@@ -30,6 +31,8 @@ class Reader:
         self._voice: type[Content | Reasoning] = Reasoning if thinking else Content
         self._calls = 0  # that have begun
         self._broken = 0
+        self._said = False  # something, in this voice
+        self._gap = ""  # between what was said before a call and what may be said after
         self._tape = Tape()
         self._deltas: list[Delta] = []
         self._course = self._answer()
@@ -66,7 +69,7 @@ class Reader:
             if not mark.endswith(THINK_END):
                 yield from self._call(mark)
                 continue
-            self._voice = Content
+            self._voice, self._said, self._gap = Content, False, ""
             yield from tape.skip_blanks()
 
     def _marks(self) -> regex.Pattern[str]:
@@ -85,6 +88,7 @@ class Reader:
             xml = xml or (body is not None and body.group().endswith(FUNCTION))
             whole = yield from (read_xml if xml else read_json)(tape, self._tools, index, self._emit)
         if whole:
+            self._gap = self._gap or opening[: -len(opening.lstrip(BLANKS))]
             yield from tape.match(_END)
             yield from tape.skip_blanks()
             return
@@ -94,7 +98,8 @@ class Reader:
         self._say(opening + tape.since_mark())
 
     def _say(self, text: str) -> None:
-        self._emit(self._voice(text))
+        self._emit(self._voice((self._gap if self._said else "") + text))
+        self._said, self._gap = True, ""
 
     def _emit(self, delta: Delta) -> None:
         self._calls += isinstance(delta, ToolCall)

@@ -1,0 +1,370 @@
+"""Thoughts and calls, read from what a model writes."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from mlx_lm.tool_parsers import json_tools, qwen3_coder
+
+from headstart.server.markup import (
+    Call,
+    Content,
+    Delta,
+    Message,
+    Reader,
+    Reasoning,
+    ToolArguments,
+    ToolBroken,
+    ToolCall,
+    Tools,
+)
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "wind": {"type": "number"},
+        "indoors": {"type": "boolean"},
+        "at": {"type": "object"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "limit": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "note": {"type": ["string", "null"]},
+        "scale": {"$ref": "#/$defs/Scale"},
+        "either": {"oneOf": [{"type": "string"}, {"type": "number"}]},
+        "bare": {},
+    },
+    "$defs": {"Scale": {"enum": ["C", "F"]}},
+}
+TOOLS: Tools = {"get_weather": WEATHER, "get": {"type": "object", "properties": {}}}
+
+LINES = '\n  two\n\tlines "quoted" \\ </b> < </para <tool_call>\n'
+
+
+def read(*pieces: str, tools: Tools = TOOLS, thinking: bool = False) -> list[Delta]:
+    reader = Reader(tools, thinking=thinking)
+    return [delta for piece in pieces for delta in reader.feed(piece)] + reader.finish()
+
+
+def message(text: str, **how: Any) -> Message:
+    return Message.of(read(text, **how))
+
+
+def xml(name: str, **parameters: str) -> str:
+    lines = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters.items()]
+    return f"<tool_call>\n<function={name}>\n{''.join(lines)}</function>\n</tool_call>"
+
+
+def arguments(text: str) -> Any:
+    (call,) = message(text).calls
+    return json.loads(call.arguments)
+
+
+# Thoughts
+
+
+def test_a_thought_is_told_from_what_is_said() -> None:
+    assert message("<think>\nHm.\n\nYes.\n</think>\n\nFour.\n") == Message("Four.\n", "Hm.\n\nYes.", ())
+
+
+def test_an_answer_begins_inside_the_thought_that_the_prompt_has_opened() -> None:
+    assert message("Hm.\n</think>\n\nFour.", thinking=True) == Message("Four.", "Hm.", ())
+
+
+def test_a_thought_that_is_cut_off_is_still_a_thought() -> None:
+    assert message("<think>\nI should </thi") == Message("", "I should </thi", ())
+
+
+def test_a_thought_can_only_begin_an_answer() -> None:
+    text = "Models write <think> and </think> around thoughts."
+    assert message(text) == Message(text, "", ())
+    assert message(f"<think></think>{text}") == Message(text, "", ())
+
+
+def test_the_reader_knows_while_a_thought_lasts() -> None:
+    reader = Reader()
+    seen = []
+    for piece in ("<think>", "a", "</think>", "b"):
+        reader.feed(piece)
+        seen.append(reader.thinking)
+    assert seen == [True, True, False, False]
+
+
+# Calls
+
+
+def test_values_are_typed_by_the_schema() -> None:
+    given = {
+        "city": "Zürich",
+        "days": "3",
+        "wind": "2.5",
+        "indoors": "True",
+        "at": '{"lat": 47.4, "tags": ["a"]}',
+        "tags": "['x', 'y']",
+        "limit": "12345678901234567890",
+        "note": "null",
+        "scale": "C",
+        "either": "7",
+        "bare": "[1]",
+    }
+    assert arguments(xml("get_weather", **given)) == {
+        "city": "Zürich",
+        "days": 3,
+        "wind": 2.5,
+        "indoors": True,
+        "at": {"lat": 47.4, "tags": ["a"]},
+        "tags": ["x", "y"],
+        "limit": 12345678901234567890,
+        "note": None,
+        "scale": "C",
+        "either": 7,
+        "bare": [1],
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("city", "null", "null"),  # a text that may be searched for
+        ("city", "5", "5"),
+        ("city", "", ""),
+        ("city", LINES, LINES),
+        ("days", "5.0", 5),
+        ("days", "-1", -1),
+        ("wind", "1e3", 1000),
+        ("indoors", "false", False),
+        ("limit", "None", None),
+        ("note", "5", "5"),
+        ("either", "seven", "seven"),
+        ("bare", "5", "5"),
+        ("unheard_of", "5", "5"),
+        ("days", "three", "three"),  # against the schema: the tool may say so
+        ("days", "NaN", "NaN"),
+        ("wind", "1e999", "1e999"),
+        ("at", "{'a': {1, 2}}", "{'a': {1, 2}}"),
+        ("at", "[" * 100_000, "[" * 100_000),
+        ("indoors", "yes", "yes"),
+    ],
+)  # fmt: skip
+def test_a_value_is_what_its_schema_says_or_else_text(key: str, text: str, value: Any) -> None:
+    assert arguments(xml("get_weather", **{key: text})) == {key: value}
+    assert type(arguments(xml("get_weather", **{key: text}))[key]) is type(value)
+
+
+def test_parameters_of_other_schemas_follow_additional_properties() -> None:
+    tools = {"put": {"type": "object", "additionalProperties": {"type": "integer"}}}
+    assert json.loads(message(xml("put", a="1"), tools=tools).calls[0].arguments) == {"a": 1}
+
+
+def test_a_schema_that_refers_to_itself_does_no_harm() -> None:
+    tree = {"anyOf": [{"$ref": "#/$defs/Tree"}, {"type": "array"}]}
+    tools = {"grow": {"type": "object", "properties": {"t": {"$ref": "#/$defs/Tree"}}, "$defs": {"Tree": tree}}}
+    assert json.loads(message(xml("grow", t="[1]"), tools=tools).calls[0].arguments) == {"t": [1]}
+
+
+def test_json_calls_are_passed_on_as_written() -> None:
+    text = '{"city":"}\\"</tool_call>", "at" : {"lat": [1, 2.50]}}'
+    written = f'<tool_call>\n{{"name": "get_weather", "arguments": {text}}}\n</tool_call>'
+    assert message(written) == Message("", "", (Call("get_weather", text),))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"arguments": {"days": 1}, "name": "get_weather"}',
+        '{"name": "get_weather", "id": 7, "arguments": {"days": 1}}',
+        '{ "name" : "get_weather" , "arguments" : {"days": 1} }',
+        '{"name": "get_weather", "arguments": {"days": 1}',  # forgets its last bracket
+    ],
+)
+def test_json_calls_may_be_written_in_other_ways(call: str) -> None:
+    (read_call,) = message(f"<tool_call>{call}</tool_call>").calls
+    assert (read_call.name, json.loads(read_call.arguments)) == ("get_weather", {"days": 1})
+    assert message(f"<tool_call>{call}</tool_call>").content == ""
+
+
+def test_a_json_call_without_arguments_has_none() -> None:
+    assert message('<tool_call>{"name": "get"}</tool_call>').calls == (Call("get", "{}"),)
+
+
+def test_several_calls_come_in_their_order_with_what_is_said_before() -> None:
+    text = (
+        "I look.\n\n"
+        + xml("get")
+        + "\n"
+        + xml("get_weather", days="1")
+        + '\n<tool_call>{"name": "get", "arguments": {}}</tool_call>\n'
+    )
+    deltas = read(text)
+    assert deltas == [
+        Content("I look."),
+        ToolCall(0, "get"),
+        ToolArguments(0, "{}"),
+        ToolCall(1, "get_weather"),
+        ToolArguments(1, '{"days": 1}'),
+        ToolCall(2, "get"),
+        ToolArguments(2, "{}"),
+    ]  # fmt: skip
+
+
+def test_text_goes_on_behind_a_call() -> None:
+    assert message("One.\n\n" + xml("get") + "\nTwo.") == Message("One.\n\nTwo.", "", (Call("get", "{}"),))
+
+
+def test_a_call_inside_a_thought_is_a_call() -> None:
+    text = "Let me see.\n" + xml("get") + "\nDone.\n</think>\n\nGood."
+    assert message(text, thinking=True) == Message("Good.", "Let me see.\nDone.", (Call("get", "{}"),))
+
+
+def test_a_call_after_a_thought_is_a_call() -> None:
+    assert message("<think>\nHm.\n</think>\n\n" + xml("get")) == Message("", "Hm.", (Call("get", "{}"),))
+
+
+def test_a_call_may_lack_the_marks_around_it() -> None:
+    bare = "<function=get_weather>\n<parameter=days>\n1\n</parameter>\n</function>"
+    call = Call("get_weather", '{"days": 1}')
+    for text in (bare, bare + "\n</tool_call>", "<tool_call>" + bare, f"<tool_call>\n{bare}\n\n</tool_call>"):
+        assert message(text) == Message("", "", (call,))
+    assert message(f"<tool_call>{bare}\n{bare}</tool_call>").calls == (call, call)
+
+
+@pytest.mark.parametrize("write", ["xml", "json"])
+def test_mlx_lm_reads_the_same_from_a_whole_call(write: str) -> None:
+    given = {"city": 'a "b"\n\n\\ c', "days": 3, "wind": 1.5, "at": {"x": [None, "é"]}, "tags": [], "indoors": False}
+    if write == "xml":
+        text = xml("get_weather", **{k: v if isinstance(v, str) else json.dumps(v) for k, v in given.items()})
+        parse = qwen3_coder.parse_tool_call
+    else:
+        text = f"<tool_call>{json.dumps({'name': 'get_weather', 'arguments': given})}</tool_call>"
+        parse = json_tools.parse_tool_call
+    inside = text.removeprefix("<tool_call>").removesuffix("</tool_call>").strip()
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}]
+    (call,) = message(text).calls
+    assert {"name": call.name, "arguments": json.loads(call.arguments)} == parse(inside, tools)
+
+
+# What only looks like markup
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "if a <b and c<\n<d>: x << 3 </",
+        "a <tool and <tool_ and < tool_call> and <tool_call",
+        "The tag is <tool_call>, and then the function.",
+        "<tool_call>",
+        "<tool_call>\n</tool_call>\n",
+        "<tool_call>\n{}\n</tool_call>",
+        "<tool_call>[1]</tool_call>",
+        "<tool_call>\n<function=forget>\n<parameter=days>\n1\n</parameter>\n</function>\n</tool_call> \n ok",
+        '<tool_call>\n{"name": "forget", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "get_w", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"arguments": {}, "name": "forget"}\n</tool_call>',
+        '<tool_call>\n{"arguments": 5, "name": "get"}\n</tool_call>',
+        '<tool_call>\n{"name": ["get"], "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "get", "arguments": "x"}\n</tool_call>',
+        '<tool_call>\n{"name": "get", "argu',
+        "<tool_call>\n<function=get",
+        "<tool_call>\n<function=get>\n",
+        "<tool_call>\n<function=get>\nnow\n</function>\n</tool_call>",
+        "<think",
+        " \n\n ",
+        "",
+    ],
+)  # fmt: skip
+def test_what_only_looks_like_markup_is_content(text: str) -> None:
+    assert message(text) == Message(text, "", ())
+    assert message(f"<think>{text}", thinking=False).reasoning == text.lstrip()
+
+
+BROKEN = [
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich, and then",
+    "<tool_call>\n<function=get_weather>\n<parameter=days>\n3",
+    "<tool_call>\n<function=get_weather>\n<parameter=days>\n3\n</parameter>\nand then\n</function>\n</tool_call>",
+    '<tool_call>{"name": "get_weather", "arguments": {"city": "Zür',
+    '<tool_call>{"name": "get_weather", "arguments": {"city": "Zür\n"}}</tool_call>',
+    '<tool_call>{"name": "get_weather", "arguments": {"days": 1 1}}</tool_call>',
+    '<tool_call>{"name": "get_weather", "arguments": {"days": 1</tool_call>',
+    '<tool_call>{"name": "get_weather", "arguments": {"days": ' + "[" * 100_000 + "]" * 100_000 + "}}</tool_call>",
+]
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_broken_call_is_taken_back_and_its_text_stays(text: str) -> None:
+    said = read(f"Look:\n\n{text}")
+    assert said[1] == ToolCall(0, "get_weather")
+    assert said[-2:] == [ToolBroken(0), Content(f"\n\n{text}")]
+    assert Message.of(said) == Message(f"Look:\n\n{text}", "", ())
+    assert message(text, thinking=True) == Message("", text, ())
+
+
+def test_a_call_behind_a_broken_one_is_a_call() -> None:
+    reader = Reader(TOOLS)
+    deltas = reader.feed(BROKEN[2] + xml("get")) + reader.finish()
+    assert Message.of(deltas) == Message(BROKEN[2], "", (Call("get", "{}"),))
+    assert reader.called
+
+
+def test_without_a_whole_call_no_tool_was_called() -> None:
+    for text in ("Hello", *BROKEN):
+        reader = Reader(TOOLS)
+        reader.feed(text)
+        reader.finish()
+        assert not reader.called
+
+
+def test_without_tools_calls_are_content() -> None:
+    assert message(xml("get"), tools={}) == Message(xml("get"), "", ())
+
+
+# While it comes
+
+
+def shown(*pieces: str, tools: Tools = TOOLS) -> list[str]:
+    """What each piece adds to the content at once."""
+    reader = Reader(tools)
+    return ["".join(d.text for d in reader.feed(piece) if isinstance(d, Content)) for piece in pieces]
+
+
+def test_text_is_held_back_no_longer_than_needed() -> None:
+    assert shown("a", " ", "b", "<", "t", "ool", "s", ">") == ["a", "", " b", "", "", "", "<tools", ">"]
+    assert shown("<tool_call>", "\n", "x") == ["", "", "<tool_call>\nx"]
+    assert shown("<tool_call>\n<function=", "g", "x") == ["", "", "<tool_call>\n<function=gx"]
+    assert shown('<tool_call>{"name": "', "geo", '"') == ["", "", '<tool_call>{"name": "geo"']
+    assert shown("a ", "<", "tool_call>", tools={}) == ["a ", "<", "tool_call>"]
+
+
+def test_a_call_is_announced_once_its_function_is_known() -> None:
+    text = xml("get_weather", city="Zürich")
+    reader = Reader(TOOLS)
+    head, rest = text.split("<parameter=", 1)
+    assert reader.feed(head) == []
+    assert reader.feed("<parameter=") == [ToolCall(0, "get_weather")]
+    assert reader.feed(rest)[0] == ToolArguments(0, '{"city": "Zürich"}')
+
+
+def fragments(*pieces: str) -> list[str]:
+    reader = Reader(TOOLS)
+    return ["".join(d.fragment for d in reader.feed(piece) if isinstance(d, ToolArguments)) for piece in pieces]
+
+
+def test_arguments_come_in_fragments() -> None:
+    head = "<tool_call>\n<function=get_weather>\n"
+    pieces = ("<parameter=city>\n", "Zü", 'rich "', "\n", "</b>", "\n", "</parameter>", "\n</function>")
+    assert fragments(head, *pieces) == ["", '{"city": "', "Zü", 'rich \\"', "", "\\n</b>", "", '"', "}"]
+    json_pieces = ('<tool_call>{"name": "get_weather", "arguments": ', '{"ci', 'ty": "Zü', '"}', "}</tool_call>")
+    assert fragments(*json_pieces) == ["", '{"ci', 'ty": "Zü', '"}', ""]
+
+
+def test_a_value_that_needs_its_end_waits_for_it() -> None:
+    head = "<tool_call>\n<function=get_weather>\n<parameter=days>\n"
+    assert fragments(head, "1", "2", "\n</parameter>") == ['{"days": ', "", "", "12"]
+
+
+def test_reasoning_and_content_are_said_as_they_come() -> None:
+    reader = Reader(TOOLS)
+    told: Sequence[list[Delta]] = [
+        reader.feed(piece) for piece in ("<think>\n", "a", " b", "\n</think>\n", "\nc", "d")
+    ]
+    assert told == [[], [Reasoning("a")], [Reasoning(" b")], [], [Content("c")], [Content("d")]]
