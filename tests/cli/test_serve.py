@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import OpenAI
+from openai import APIError, OpenAI
 from typer.testing import CliRunner
 
 import headstart
@@ -60,11 +60,11 @@ def test_it_says_where_it_is_and_answers_like_the_library() -> None:
             assert http.post(f"{address}/chat/completions", json={"messages": 5}).status_code == 401
         for key in (KEY, "another"):
             client = OpenAI(base_url=address, api_key=key)
-            answer: Any = client.chat.completions.create(
-                model="tiny-qwen3.5", messages=[{"role": "user", "content": PROMPT}], max_tokens=24
-            )
-            assert answer.choices[0].message.content == expected
             assert client.models.list().data[0].id == "tiny-qwen3.5"
+        answer: Any = client.chat.completions.create(
+            model="tiny-qwen3.5", messages=[{"role": "user", "content": PROMPT}], max_tokens=24
+        )
+        assert answer.choices[0].message.content == expected
 
         curl = subprocess.run(
             ["bash", "-c", told["Try"].replace("-d ", "-s -d ", 1)],
@@ -98,6 +98,23 @@ def test_a_stop_in_mid_stream_lets_the_answer_end() -> None:
         assert process.wait(60) == -signal.SIGTERM
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
+
+
+def test_a_second_ctrl_c_does_not_wait_for_answers() -> None:
+    with serving("--no-mtp", "--shutdown-timeout", "500") as (process, told):
+        create: Any = OpenAI(base_url=told["Address"], api_key="none").completions.create
+        stream = create(
+            model="tiny-qwen3.5", prompt="a", max_tokens=4000, stream=True, extra_body={"min_tokens": 4000}
+        )
+        next(stream)
+        process.send_signal(signal.SIGINT)
+        next(stream)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(APIError, match="shutting down"):
+            list(stream)
+        assert process.wait(60) == 0
 
 
 def test_it_refuses_to_be_seen_from_outside_without_a_key() -> None:

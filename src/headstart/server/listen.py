@@ -2,6 +2,8 @@
 
 import asyncio
 import socket
+from threading import Thread
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -28,7 +30,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 class Server(uvicorn.Server):
     """uvicorn, with the room closed when it stops: running answers have `deadline` seconds to end by themselves, the
-    rest end with an error, and then the connections do."""
+    rest end with an error, and then the connections do. A second Ctrl-C is the deadline."""
 
     def __init__(self, app: FastAPI, room: Room, *, deadline: float = 30.0):
         super().__init__(
@@ -40,6 +42,11 @@ class Server(uvicorn.Server):
             )
         )
         self._room, self._deadline = room, deadline
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        if self.force_exit:  # asked twice: no more waiting
+            Thread(target=self._room.close, args=(0,), daemon=True).start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         closing = asyncio.create_task(asyncio.to_thread(self._room.close, self._deadline))
