@@ -1,0 +1,55 @@
+"""A server whose model says what it is told to, so that every way of writing an answer can be tried on real clients.
+
+Only the device is missing: prompts are read, and tokens, stop strings, limits, grammars, events and stats go through
+the engine's own rows. A script that the request's grammar does not permit ends in the error that a model's would.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+
+from running import Running, running, tokenizer
+
+from headstart.engine import Request, Room
+from headstart.engine.row import Row, Said
+
+
+class ScriptedRoom(Room):
+    """Says one text after another, one for each request, in bursts of up to so many tokens."""
+
+    def __init__(self, *model: Any, burst: int = 1, **engine: Any):
+        super().__init__(*model, **engine)
+        self.scripts: deque[str] = deque()
+        self.requests: list[Request] = []  # what was asked
+        self._burst, self._rng = burst, Random(0)
+
+    def _run(self) -> None:
+        while self._wait_for_work():
+            row = self.engine.queue.take()
+            self.requests.append(row.handle.request)
+            self._say(row, self.scripts.popleft())
+
+    def _say(self, row: Row, script: str) -> None:
+        end = min(tokenizer().eos_token_ids)
+        tokens = [*tokenizer().encode(script, add_special_tokens=False), end]
+        row.started = time.perf_counter()
+        while not row.over:
+            if row.handle.cancelled:
+                row.finish("cancelled")
+                return
+            count = self._rng.randint(1, self._burst)
+            accepted = len(tokens[:count]) - 1
+            row.say(Said(tokens[:count], accepted, accepted))
+            tokens = tokens[count:]
+
+
+@contextmanager
+def scripted(*scripts: str, burst: int = 1, **server: Any) -> Iterator[tuple[Running, ScriptedRoom]]:
+    """A server that answers its first requests with these. More can be added to the room's scripts."""
+    with running(room_type=ScriptedRoom, burst=burst, **server) as here:
+        assert isinstance(here.room, ScriptedRoom)
+        here.room.scripts.extend(scripts)
+        yield here, here.room
