@@ -1,7 +1,7 @@
 """A machine and a text that are made of numbers, to try the choice of depth on."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headstart.cards import MAX_K
@@ -85,3 +85,28 @@ def simulate(
         result.tokens.append(count * tokens[k])
         result.best.append(count * rate * seconds)
     return result
+
+
+class Informed:
+    """Chooses as well as anyone could who is told everything but which of two texts is running now: the costs, the
+    chances of both, and how often they change. What it cannot reach, nobody can learn to."""
+
+    gains = ()
+
+    def __init__(self, costs: Costs, chances: tuple[float, float], turn: int):
+        self.costs, self.chances, self.turn, self.belief = costs, chances, turn, 0.5  # in the second
+
+    def choose(self, rows: Sequence[Drafter]) -> int:
+        tokens = [expected(lambda round, j, chance=chance: chance, 0) for chance in self.chances]
+        likely = [(1 - self.belief) * a + self.belief * b for a, b in zip(*tokens, strict=True)]
+        return max(range(MAX_K + 1), key=lambda k: likely[k] / self.costs(len(rows), k, 0))
+
+    def observe(
+        self, rows: Sequence[Drafter], k: int, outcomes: Sequence[tuple[int, int]], seconds: float | None
+    ) -> None:
+        first, second = 1 - self.belief, self.belief
+        for accepted, proposed in outcomes:
+            a, b = (chance**accepted * (1 - chance) ** (accepted < proposed) for chance in self.chances)
+            first, second = first * a, second * b
+        self.belief = second / (first + second)
+        self.belief += (1 - 2 * self.belief) / self.turn  # and now it may have changed

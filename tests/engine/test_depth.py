@@ -5,11 +5,15 @@ from collections.abc import Sequence
 from itertools import product
 
 import pytest
-from simulator import Costs, Text, simulate
+from simulator import Costs, Informed, Text, simulate
 
+import headstart.engine.engine
 from fixtures import builtin_model, collect, generate, random_model, random_prompt, submit
 from headstart.engine import Depth, Engine
+from headstart.engine.calibrate import step_times
+from headstart.engine.cost import Cost
 from headstart.engine.depth import Drafter
+from headstart.models import Model
 
 MACHINES: dict[str, Costs] = {
     "flat": lambda rows, k, round: 1 + 0.02 * k * rows + 0.05 * k,
@@ -29,9 +33,8 @@ EVERY = list(product(MACHINES, TEXTS))
 
 
 def mean_share(machine: str, text: str, *, rows: int = 1, busy: bool = False) -> float:
-    runs = [
-        simulate(MACHINES[machine], TEXTS[text], 600, rows=lambda round: rows, busy=busy, seed=s) for s in range(4)
-    ]
+    costs, chances = MACHINES[machine], TEXTS[text]
+    runs = [simulate(costs, chances, 600, rows=lambda round: rows, busy=busy, seed=seed) for seed in range(3)]
     return statistics.mean(run.share() for run in runs)
 
 
@@ -48,3 +51,134 @@ def test_other_work_on_the_machine_does_not_mislead_it() -> None:
     shares = {(machine, text): mean_share(machine, text, busy=True) for machine, text in EVERY}
     assert min(shares.values()) >= 0.93, shares
     assert statistics.mean(shares.values()) >= 0.95
+
+
+def test_texts_that_take_turns_are_followed_as_well_as_can_be() -> None:
+    """Every 100 rounds the other one: part of what the best choice earns is out of reach of whoever must notice."""
+    text: Text = lambda round, j: 0.9 if round // 100 % 2 else 0.3  # noqa: E731
+    for machine in ("flat", "linear", "cpu", "step at 8"):
+        costs = MACHINES[machine]
+        ours = statistics.mean(simulate(costs, text, 600, seed=s).share() for s in range(4))
+        told = [simulate(costs, text, 600, seed=s, controller=Informed(costs, (0.3, 0.9), 100)) for s in range(4)]
+        assert ours >= 0.95 * statistics.mean(run.share() for run in told), machine
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_depth_converges_within_30_rounds(machine: str) -> None:
+    for text in ("good", "falling", "poor"):
+        runs = [simulate(MACHINES[machine], TEXTS[text], 80, seed=seed) for seed in range(8)]
+        assert statistics.mean(run.share(30) for run in runs) >= 0.95, text
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_depth_is_found_again_within_50_rounds_of_a_burst(machine: str) -> None:
+    rows = lambda round: 8 if 300 <= round < 400 else 1  # noqa: E731
+    runs = [simulate(MACHINES[machine], TEXTS["falling"], 520, rows=rows, seed=seed) for seed in range(8)]
+    assert statistics.mean(run.share(450) for run in runs) >= 0.95
+    assert statistics.mean(run.share(300, 450) for run in runs) >= 0.9  # the burst and what follows it
+
+
+def test_depth_parks_where_drafts_lose_and_comes_back_when_they_win() -> None:
+    result = simulate(MACHINES["cpu"], TEXTS["poor, then good"], 600)
+    assert statistics.mean(k > 0 for k in result.depths[100:300]) < 0.2
+    assert statistics.mean(k > 0 for k in result.depths[350:]) > 0.8
+
+
+def test_what_was_measured_with_some_rows_says_what_others_cost() -> None:
+    def seconds(rows: int, k: int) -> float:
+        return 0.7 + 0.1 * rows + 0.03 * rows * (k + 1) + 0.05 * k
+
+    cost = Cost()
+    cost.calibrate({(rows, k): seconds(rows, k) for rows in (1, 3) for k in (0, 1, 3, 7)})
+    for rows in (2, 4, 6):
+        assert cost.curve(rows, 7) == pytest.approx([seconds(rows, k) for k in range(8)], rel=0.05)
+
+
+def test_a_slow_spell_is_the_machines_and_not_the_depths() -> None:
+    cost = Cost()
+    cost.calibrate({(1, 0): 1.0, (1, 1): 1.5, (1, 3): 2.5})
+    before = cost.curve(1, 3)
+    for seconds in [2.5] * 20 + [5.0] * 20:
+        cost.observe(1, 3, seconds)
+    after = cost.curve(1, 3)
+    assert after[3] == pytest.approx(5.0, rel=0.1)
+    assert after[0] / after[3] == pytest.approx(before[0] / before[3], rel=0.15)
+
+
+def test_no_row_is_drafted_for_beyond_its_ceiling() -> None:
+    depth = Depth()
+    assert all(depth.choose([Drafter(0), Drafter(0)]) == 0 for _ in range(30))
+    assert all(depth.choose([Drafter(2), Drafter(0)]) <= 2 for _ in range(30))
+    depth = Depth(most=3)
+    assert max(depth.choose([Drafter(8)]) for _ in range(30)) <= 3
+    assert len(depth.gains) == 4
+
+
+@pytest.mark.parametrize("family", ["dense", "moe", "next"])
+def test_greedy_and_seeded_output_is_that_of_plain_decoding(family: str) -> None:
+    model = random_model(family)
+    for params in ({}, {"temperature": 0.8, "seed": 5}):
+        prompt = random_prompt(model, 13)
+        plain = generate(model, prompt, max_tokens=80, k=0, **params)
+        auto = generate(model, prompt, max_tokens=80, **params)
+        assert auto.tokens == plain.tokens
+        assert len(auto.stats.depths) > 1  # it did try
+
+
+def test_the_built_in_model_says_the_same_whatever_depth_is_chosen() -> None:
+    model, prompt = builtin_model(), [5, 900, 31, 7]
+    assert generate(model, prompt, max_tokens=24).tokens == generate(model, prompt, max_tokens=24, k=0).tokens
+
+
+class Told:
+    """Stands for a controller on another machine."""
+
+    gains = (1.0, 1.25)
+
+    def __init__(self, choices: Sequence[int]):
+        self.choices, self.told = iter(choices), list[int]()
+
+    def choose(self, rows: Sequence[Drafter]) -> int:
+        return next(self.choices)
+
+    def observe(
+        self, rows: Sequence[Drafter], k: int, outcomes: Sequence[tuple[int, int]], seconds: float | None
+    ) -> None:
+        self.told.append(k)
+
+
+def test_the_choice_can_be_made_elsewhere() -> None:
+    """What one engine's controller chose, another is told: the same steps, the same answer."""
+    model, choices = random_model("dense"), [3, 0, 0, 8, 1, 2] * 20
+    told = Told(choices)
+    answer = collect(submit(Engine(model, depth=told), random_prompt(model, 9), max_tokens=40))
+    assert answer.tokens == generate(model, random_prompt(model, 9), max_tokens=40, k=0).tokens
+    assert told.told == choices[: len(told.told)]
+    assert set(answer.stats.depths) == {0, 1, 2, 3, 8}
+
+
+def test_an_answer_says_what_each_depth_is_believed_to_gain() -> None:
+    model = random_model("dense")
+    stats = generate(model, random_prompt(model, 9), max_tokens=20).stats
+    assert stats.estimated_gain_by_k == stats.as_dict()["estimated_gain_by_k"]
+    assert len(stats.estimated_gain_by_k) == model.max_k + 1
+    assert stats.estimated_gain_by_k[0] == 1.0
+    assert generate(model, random_prompt(model, 9), max_tokens=20, k=3).stats.estimated_gain_by_k == []
+
+
+def test_steps_are_timed_before_the_first_answer_that_needs_it_and_never_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timed: list[int] = []
+
+    def counted(model: Model, most: int) -> dict[tuple[int, int], float]:
+        timed.append(most)
+        return step_times(model, most)
+
+    monkeypatch.setattr(headstart.engine.engine, "step_times", counted)
+    model = random_model("dense", seed=77)
+    generate(model, random_prompt(model, 9), max_tokens=4, k=2)
+    assert timed == []
+    for _ in range(2):
+        generate(model, random_prompt(model, 9), max_tokens=4)
+    assert timed == [model.max_k]

@@ -17,7 +17,7 @@ PACE, PACE_FRESH = 0.3, 0.1  # share of a surprise that is the pace's; less just
 FRESH = 4  # rounds after a change of depth in which the pace is known from the depth before
 OWN, OWN_SETTLED = 0.1, 0.02  # least share of a surprise that is the cell's while fresh, and after that
 TRUST = 2.0  # what one look at a cell counts for; what the parts say of it counts for 1
-DOUBT = 0.8  # how much faster than the parts say a cell may turn out to be if nothing like it was run
+DOUBT = 0.25  # by what share a cell may turn out to be faster than the parts say if nothing like it was run
 REFIT = 64  # observations between two fits of the parts
 LEAN = 0.02  # how much the fit leans on the parts it began with
 BEGIN = (0.6, 0.05, 0.1, 0.06)  # what a step is made of before anything was measured: fixed, row, position, draft
@@ -37,7 +37,7 @@ class Cost:
     cells: dict[Cell, Seen] = field(default_factory=dict)
     pace: float = 0.0  # logarithm of seconds
     parts: list[float] = field(default_factory=lambda: list(BEGIN))
-    _curves: dict[int, list[tuple[float, float]]] = field(default_factory=dict)  # by rows: (level, weight) of each k
+    _curves: dict[int, list[float]] = field(default_factory=dict)  # by rows: the level of each k
     _last: Cell | None = None  # what ran last
     _run: int = 0  # rounds for which it has
     _unfitted: int = 0  # observations since the parts were fitted
@@ -66,7 +66,7 @@ class Cost:
             self._fit()
             return
         fresh = self._run <= FRESH
-        self.pace += (PACE_FRESH if fresh else PACE) * _bounded(measured - self._level(rows, k)[0])
+        self.pace += (PACE_FRESH if fresh else PACE) * _bounded(measured - self._level(rows, k))
         seen.times += 1
         seen.level += (max(1 / seen.times, OWN) if fresh else OWN_SETTLED) * _bounded(measured - seen.level)
         self._unfitted += 1
@@ -80,13 +80,17 @@ class Cost:
         curve = self._curves.get(rows, [])
         if len(curve) <= most:
             curve = self._curves[rows] = [self._level(rows, k) for k in range(most + 1)]
-        return [math.exp(self.pace + level) for level, _ in curve[: most + 1]]
+        return [math.exp(self.pace + level) for level in curve[: most + 1]]
 
     def doubt(self, rows: int, k: int) -> float:
-        """By what share a depth that was never run may be faster than `curve` says."""
-        return 0.0 if (rows, k) in self.cells else DOUBT / self._level(rows, k)[1]
+        """By what share a depth that was never run may be faster than `curve` says: down to the next lower one that
+        was, since more drafts seldom take less."""
+        run = [j for r, j in self.cells if r == rows and j <= k]
+        if not run:
+            return DOUBT
+        return min(math.exp(self._level(rows, k) - self._level(rows, max(run))) - 1, DOUBT) if k not in run else 0.0
 
-    def _level(self, rows: int, k: int) -> tuple[float, float]:
+    def _level(self, rows: int, k: int) -> float:
         """What the parts say, and as much of it as is known how far this cell and those like it are off that."""
         level, positions = self._made_of(rows, k), rows * (k + 1)
         weight, off = 1.0, 0.0
@@ -96,7 +100,7 @@ class Cost:
             else:
                 alike = 0.5 / (1 + 4 * abs(math.log(r * (j + 1) / positions)) + abs(math.log(r / rows))) ** 2
             weight, off = weight + alike, off + alike * (seen.level - seen.made_of)
-        return level + off / weight, weight
+        return level + off / weight
 
     def _made_of(self, rows: int, k: int) -> float:
         fixed, row, position, draft = self.parts

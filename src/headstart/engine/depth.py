@@ -15,15 +15,18 @@ from .cost import Cost
 
 MEMORY, LATELY = 0.96, 0.8  # what an observation still weighs a round later: some 25 rounds count, lately 5
 CHANGED = 5.0  # square of the surprise, in standard deviations, from which the text has changed
-FADED = 3.0  # rounds that old knowledge of the first draft still counts for
+FADED = 3.0  # rounds that old knowledge of a position still counts for
 ALIKE = 6.0  # rounds by which a position is taken to be like the one before it
 YOUNG = 6.0  # rounds by which a new row leans on the others
 GUESS = 0.75  # acceptance before anything was drafted
 HYSTERESIS = 0.03  # a gain below which depth is left as it is
 LOOK = 2  # rounds of a look at another depth: the first is not timed
 BETWEEN = 3  # rounds between two looks
-SOON, SHARE = 12, 0.012  # rounds until the same depth is looked at again, and share of the time that may go into it,
-CALM_SOON, CALM_SHARE = 30, 0.003  # … and where it would only be timed again: drafts are tried all the time
+# Rounds until the same depth is looked at again, and share of the time that may go into it:
+UNKNOWN = (6, 0.03)  # what it takes was never measured
+PARKED = (12, 0.012)  # how drafts fare is only known from looks
+DRAFTING = (30, 0.003)  # … is known without them; only what it takes may have changed
+LATEST = 100  # rounds after which it is looked at whatever it may cost
 OLD = 200  # rounds after which nothing is left
 
 _kept = [MEMORY**age for age in range(OLD)] + [0.0]
@@ -75,9 +78,9 @@ class Survival:
         return rates
 
     def _kept(self, j: int, round: int) -> float:
-        """What the past weighs by now. The first position never fades quite: there is nothing to infer it from."""
-        kept = _kept[min(round - self.seen[j], OLD)]
-        return max(kept, min(1.0, FADED / self.tried[j])) if j == 0 and self.tried[j] else kept
+        """What the past weighs by now. It never fades quite: old knowledge is better than none."""
+        kept, tried = _kept[min(round - self.seen[j], OLD)], self.tried[j]
+        return max(kept, FADED / tried) if tried > FADED else 1.0
 
 
 @dataclass(eq=False)
@@ -168,16 +171,15 @@ class Depth:
         if self._round < self._next_look:
             return current
         others = [k for k in range(len(values)) if k != current]
-        second = max(others, key=values.__getitem__)
+        worth = {max(others, key=values.__getitem__), current - 1, current + 1}
         for k in others:
             doubt = self.cost.doubt(rows, k)
-            hoped = values[k] * (1 + doubt) / values[current]
-            if k not in (second, current - 1, current + 1) and (not doubt or hoped < 1):
-                continue
-            soon, share = (SOON, SHARE) if current == 0 or doubt else (CALM_SOON, CALM_SHARE)
+            if k not in worth and not (doubt and (k == 0 or values[k] * (1 + doubt) > values[current])):
+                continue  # k = 0 is worth it once: what the others are compared with must be known
+            soon, share = UNKNOWN if doubt else PARKED if current == 0 else DRAFTING
             # What the look would cost beyond its tokens' worth, in rounds of the current depth.
-            loss = LOOK * seconds[k] / seconds[current] * max(1 - hoped, 0.0)
-            if self._round - self._ran.get((rows, k), 0) >= max(loss / share, soon):
+            loss = LOOK * seconds[k] / seconds[current] * max(1 - values[k] / values[current], 0.0)
+            if self._round - self._ran.get((rows, k), 0) >= min(max(loss / share, soon), LATEST):
                 self._look, self._next_look = (rows, k, LOOK - 1), self._round + LOOK + BETWEEN
                 return k
         return current
