@@ -137,6 +137,7 @@ def test_values_are_typed_by_the_schema() -> None:
         ("limit", "None", None),
         ("note", "5", "5"),
         ("either", "seven", "seven"),
+        ("either", '"seven"', '"seven"'),  # quotes and all
         ("bare", "5", "5"),
         ("unheard_of", "5", "5"),
         ("days", "three", "three"),  # against the schema: the tool may say so

@@ -94,8 +94,6 @@ class Brackets:
                     self.escaped = True
                 elif char == '"':
                     self.quoted = False
-                elif char < " ":
-                    return at
             elif char == '"':
                 self.quoted = True
             elif char in "{[":
