@@ -1,14 +1,15 @@
 """`headstart bench`: what drafts earn and cost on this machine."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from ..errors import HeadstartError, RequestError
+from .lists import listed, numbers, whole
+from .outputs import check_folders, write
+from .progress import counted_bar
 
 if TYPE_CHECKING:
     from ..bench.report import Report
@@ -70,20 +71,18 @@ def bench(
     # What is wrong with the options is said before a model is loaded, and before minutes are spent.
     if plot_file is not None:
         check_plot(plot_file)
-    for option, file in (("--json", json_file), ("--report", report_file), ("--plot", plot_file)):
-        if file is not None and file != "-" and not Path(file).absolute().parent.is_dir():
-            raise RequestError(f"{option} {file}: there is no such folder")
+    check_folders({"--json": json_file, "--report": report_file, "--plot": plot_file})
     if prompts is not None and kinds is not None:
         raise RequestError("--kinds chooses among the built-in prompts: leave it out where --prompts is given")
-    asked = read_prompts(prompts) if prompts else builtin_prompts(_list(kinds) if kinds else KINDS)
-    pattern = None if acceptance is None else _shares(acceptance)
+    asked = read_prompts(prompts) if prompts else builtin_prompts(listed(kinds) if kinds else KINDS)
+    pattern = None if acceptance is None else numbers(acceptance, "--acceptance")
     depths = _depths(k or ("0-3,auto" if pattern is None else f"0-{len(pattern)}"))
-    numbers = [_whole(part, "--rows") for part in _list(rows)]
-    Plan({}, numbers, depths, tokens, repeats, pattern)
+    counts = [whole(part, "--rows") for part in listed(rows)]
+    Plan({}, counts, depths, tokens, repeats, pattern)
 
     folder = resolve(model)
     loaded, tokenizer = load(folder)
-    plan = Plan(by_kind(asked, tokenizer), numbers, depths, tokens, repeats, pattern)
+    plan = Plan(by_kind(asked, tokenizer), counts, depths, tokens, repeats, pattern)
     plan.check(loaded)
     report = _measure(loaded, hub_id(folder) or folder.absolute().name, plan, tokenizer.eos_token_ids)
 
@@ -92,9 +91,9 @@ def bench(
     else:
         typer.echo(report.markdown(), nl=False)
         if json_file is not None:
-            _write(Path(json_file), json.dumps(report.as_dict()), "--json")
+            write(Path(json_file), json.dumps(report.as_dict()), "--json")
     if report_file is not None:
-        _write(report_file, report.markdown(), "--report")
+        write(report_file, report.markdown(), "--report")
     if plot_file is not None:
         plot(report, plot_file)
     if report.exact and not all(figure.identical for figure in report.figures):
@@ -108,7 +107,7 @@ def _measure(model: "Model", name: str, plan: "Plan", ends: set[int]) -> "Report
     from ..bench.report import Report
     from ..bench.sweep import sweep
 
-    with _progress(f"Measuring {name}", plan.count + looks(plan.rows, plan.depths, plan.repeats)) as progress:
+    with counted_bar(f"Measuring {name}", plan.count + looks(plan.rows, plan.depths, plan.repeats)) as progress:
         runs = sweep(model, plan, progress)
         mixed = [prompt for prompts in zip(*plan.prompts.values(), strict=False) for prompt in prompts]
         costs = measure_costs(model, mixed, plan.rows, plan.depths, plan.repeats, progress)
@@ -126,54 +125,13 @@ def _measure(model: "Model", name: str, plan: "Plan", ends: set[int]) -> "Report
     )
 
 
-@contextmanager
-def _progress(title: str, total: int) -> Iterator[Callable[[], None]]:
-    """Runs done, and the time left. Runs differ, but every repeat is like the others."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=600) as progress:
-        task = progress.add_task(title, total=total)
-        yield lambda: progress.advance(task)
-
-
-def _list(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
 def _depths(text: str) -> list[int | Literal["auto"]]:
     """0-3,5,auto → 0, 1, 2, 3, 5, auto."""
     depths: list[int | Literal["auto"]] = []
-    for part in _list(text):
+    for part in listed(text):
         if part == "auto":
             depths.append("auto")
             continue
         first, _, last = part.partition("-")
-        depths += range(_whole(first, "--k"), _whole(last or first, "--k") + 1)
+        depths += range(whole(first, "--k"), whole(last or first, "--k") + 1)
     return list(dict.fromkeys(depths))
-
-
-def _whole(text: str, option: str) -> int:
-    if not text.isdecimal():
-        raise RequestError(f"{option}: {text!r} is not a whole number")
-    return int(text)
-
-
-def _shares(text: str) -> list[float]:
-    try:
-        return [float(part) for part in _list(text)]
-    except ValueError as error:
-        raise RequestError(f"--acceptance {text}: {error}") from error
-
-
-def _write(path: Path, text: str, option: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise HeadstartError(f"{option} {path}: cannot be written: {error}") from error

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from ..errors import HeadstartError
 from .bench import bench
+from .bench_serve import bench_serve
 from .chat import chat
 from .convert import convert
 from .demo import demo
@@ -58,5 +59,5 @@ def main(
     """Run language models faster with their own multi-token-prediction head."""
 
 
-for command in (generate, chat, serve, demo, bench, models, inspect, convert, graft, probe):
+for command in (generate, chat, serve, demo, bench, bench_serve, models, inspect, convert, graft, probe):
     app.command()(command)
