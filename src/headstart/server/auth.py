@@ -40,7 +40,7 @@ class KeyRequired:
         if scope["type"] == "http" and scope["path"] not in OPEN and not self.keys.open_to(Headers(scope=scope)):
             way_out = "send one as `Authorization: Bearer …` or `x-api-key`"
             refusal = Refusal(401, f"no valid API key: {way_out}", code="invalid_api_key")
-            await refusal.response()(scope, receive, send)
+            await refusal.response(scope["path"])(scope, receive, send)
             return
         await self.app(scope, receive, send)
 

@@ -1,4 +1,4 @@
-"""What went wrong, in the one shape that clients turn into their typed exceptions."""
+"""What went wrong, in the shape that clients turn into their typed exceptions."""
 
 import json
 from collections.abc import Mapping
@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from ..errors import Busy, HeadstartError, RequestError
+from .anthropic_errors import ROUTE, failure
 
 TYPES = {
     400: "invalid_request_error",
@@ -62,8 +63,11 @@ class Refusal(HTTPException):
         details = Details(message=self.detail, type=kind, param=self.param, code=self.code)
         return Failure(error=details).model_dump()
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status_code, self.headers)
+    def response(self, path: str) -> JSONResponse:
+        """Clients of different makers call different paths, and each knows one shape."""
+        theirs = path == ROUTE or path.startswith(ROUTE + "/")
+        body = failure(self.status_code, self.detail).model_dump() if theirs else self.body
+        return JSONResponse(body, self.status_code, self.headers)
 
     @property
     def event(self) -> str:
@@ -126,8 +130,8 @@ def _path(problem: Any, body: object) -> list[int | str]:
 def answer_errors(app: FastAPI) -> None:
     """Every error of the app leaves it in our shape."""
 
-    async def respond(_: Request, error: Exception) -> JSONResponse:
-        return refusal(error).response()
+    async def respond(http: Request, error: Exception) -> JSONResponse:
+        return refusal(error).response(http.scope["path"])
 
     for kind in (StarletteHTTPException, RequestValidationError, HeadstartError, Exception):
         app.add_exception_handler(kind, respond)
