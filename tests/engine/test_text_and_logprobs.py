@@ -40,7 +40,7 @@ def test_a_stop_string_ends_the_text_wherever_it_falls() -> None:
         for k in (0, 3, 8):
             events = answer(prompt, max_tokens=40, k=k, stop=[stop, "never said"])
             assert joined(events) == whole[: whole.find(stop)]
-            assert events[-1].finish_reason == "stop"
+            assert (events[-1].finish_reason, events[-1].stop) == ("stop", stop)
             assert stop in TOKENIZER.decode(tokens(events))  # it was said, and not shown
 
 

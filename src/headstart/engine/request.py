@@ -61,6 +61,7 @@ class Event:
     logprobs: list[TokenLogprobs] | None = None  # if the request asked
     logits: mx.array | None = None  # [len(tokens), V], if the request asked
     finish_reason: FinishReason | None = None
+    stop: str | None = None  # the stop string that ended it
     stats: Stats | None = None  # of the whole answer so far
     error: HeadstartError | None = None
     prompt_taken: int = 0  # tokens of the prompt that are in

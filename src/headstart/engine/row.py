@@ -86,7 +86,7 @@ class Row:
             stats=deepcopy(self.stats),
         )
         if self.text is not None:
-            event = replace(event, texts=texts)
+            event = replace(event, texts=texts, stop=self.text.stop)
         if request.params.logprobs and round.logprobs is not None:
             event = replace(event, logprobs=_logprobs(Logprobs(*[a[here] for a in round.logprobs]), request))
         if request.keep_logits and round.logits is not None:

@@ -12,7 +12,11 @@ class TextStream:
         self._detokenizer = tokenizer.detokenizer
         self._stop = tuple(stop)
         self._held = ""
-        self.stopped = False  # a stop string has come up
+        self.stop: str | None = None  # the one that has come up
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop is not None
 
     def add(self, token: int) -> str:
         """The text that can be shown now that `token` is known; it may belong to earlier tokens."""
@@ -28,10 +32,11 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + segment
-        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
+            at, self.stop = min(found)
+            self._held = ""
+            return text[:at]
         held = 0 if last else max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
