@@ -2,8 +2,8 @@
 
     python bench/depth.py [MODEL] [--rows 1 4 16]
 
-One choice and one observation of a controller that has seen some of everything, against `engine/calibrate.py`'s time
-of a step of one row: more rows make a step longer, so the share is an upper bound there.
+One choice and one observation of a controller that has seen some of everything. Both are measured in turns, and
+their ratio is taken within a turn.
 """
 
 import argparse
@@ -11,13 +11,14 @@ import random
 import statistics
 import time
 
+from step import ours
+
 from headstart import load
 from headstart.cards import MAX_K
 from headstart.engine import Depth
-from headstart.engine.calibrate import step_times
 from headstart.engine.depth import Drafter
 
-ROUNDS = 2000
+ROUNDS, TURNS = 1000, 5
 
 
 def controller(rows: int) -> float:
@@ -43,11 +44,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
     arguments = parser.parse_args()
     model, _ = load(arguments.model)
-    step = step_times(model, 0)[1, 0]
-    print("| rows | µs a round | share of a step of one row at k = 0 |\n| --- | --- | --- |")
+    print("| rows | µs a round | share of a step |\n| --- | --- | --- |")
     for rows in arguments.rows:
-        spent = controller(rows)
-        print(f"| {rows} | {spent * 1e6:.0f} | {spent / step:.2%} |")
+        turns = [(controller(rows), ours(model, rows, 0)[0] / 1e3) for _ in range(TURNS)]
+        spent, share = statistics.median(c for c, _ in turns), statistics.median(c / step for c, step in turns)
+        print(f"| {rows} | {spent * 1e6:.0f} | {share:.2%} |")
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 Cell = tuple[int, int]  # rows, k
 
 FAST, SLOW = -0.5, 0.25  # how far one time may surprise, as logarithms: a hiccup is slow, never fast
-PACE, PACE_FRESH = 0.3, 0.1  # share of a surprise that is the pace's; less just after a change of depth
+PACE, PACE_FRESH = 0.3, 0.2  # share of a surprise that is the pace's; less just after a change of depth
 FRESH = 4  # rounds after a change of depth in which the pace is known from the depth before
 OWN, OWN_SETTLED = 0.1, 0.02  # least share of a surprise that is the cell's while fresh, and after that
 TRUST = 2.0  # what one look at a cell counts for; what the parts say of it counts for 1
 DOUBT = 0.25  # by what share a cell may turn out to be faster than the parts say if nothing like it was run
 REFIT = 64  # observations between two fits of the parts
-LEAN = 0.02  # how much the fit leans on the parts it began with
+LEAN = 0.005  # how much the fit leans on the parts it began with
 BEGIN = (0.6, 0.05, 0.1, 0.06)  # what a step is made of before anything was measured: fixed, row, position, draft
 
 

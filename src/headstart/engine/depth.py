@@ -29,7 +29,7 @@ DRAFTING = (30, 0.003)  # … is known without them; only what it takes may have
 LATEST = 100  # rounds after which it is looked at whatever it may cost
 OLD = 200  # rounds after which nothing is left
 
-_kept = [MEMORY**age for age in range(OLD)] + [0.0]
+_kept = [MEMORY**age for age in range(OLD)]
 _kept_lately = [LATELY**age for age in range(OLD)] + [0.0]
 
 
@@ -49,7 +49,8 @@ class Survival:
     def observe(self, accepted: int, proposed: int, round: int) -> None:
         surprise, variance = 0.0, 0.0
         for j in range(min(proposed, accepted + 1)):  # the one after the last accepted was tried too
-            kept, lately, stood = self._kept(j, round), _kept_lately[min(round - self.seen[j], OLD)], j < accepted
+            age, stood = round - self.seen[j], j < accepted
+            kept, lately = _weight(self.tried[j], age), _kept_lately[min(age, OLD)]
             tried = self.lately_tried[j] = self.lately_tried[j] * lately + 1
             self.lately_stood[j] = self.lately_stood[j] * lately + stood
             chance = (self.stood[j] + 0.5) / (self.tried[j] + 1)  # before this round
@@ -63,24 +64,26 @@ class Survival:
     def rates(self, prior: Sequence[float], round: int) -> list[float]:
         """Chances by position; what is not known well here leans on `prior`."""
         rates = []
-        for j, chance in enumerate(prior):
-            kept = self._kept(j, round)
-            rates.append((self.stood[j] * kept + YOUNG * chance) / (self.tried[j] * kept + YOUNG))
+        for chance, tried, stood, seen in zip(prior, self.tried, self.stood, self.seen, strict=False):
+            kept = _weight(tried, round - seen)
+            rates.append((stood * kept + YOUNG * chance) / (tried * kept + YOUNG))
         return rates
 
     def pooled(self, most: int, round: int) -> list[float]:
         """Chances without a prior: a position that was not tried of late is taken for like the one before it."""
         rates, before = [], GUESS
         for j in range(most):
-            kept, weight = self._kept(j, round), ALIKE if j else 1.0
+            kept, weight = _weight(self.tried[j], round - self.seen[j]), ALIKE if j else 1.0
             before = (self.stood[j] * kept + weight * before) / (self.tried[j] * kept + weight)
             rates.append(before)
         return rates
 
-    def _kept(self, j: int, round: int) -> float:
-        """What the past weighs by now. It never fades quite: old knowledge is better than none."""
-        kept, tried = _kept[min(round - self.seen[j], OLD)], self.tried[j]
-        return max(kept, FADED / tried) if tried > FADED else 1.0
+
+def _weight(tried: float, age: int) -> float:
+    """What the past weighs by now. It never fades quite: old knowledge is better than none."""
+    if tried <= FADED:
+        return 1.0
+    return max(_kept[age] if age < OLD else 0.0, FADED / tried)
 
 
 @dataclass(eq=False)
