@@ -128,3 +128,23 @@ def test_settings_bound_the_depth_of_what_comes_after(room: Room) -> None:
     for wrong in ({"max_k": 9}, {"max_k": True}, {"speculation": 1}):
         with pytest.raises(RequestError):
             room.configure(**wrong)
+
+
+def test_a_request_that_comes_as_the_thread_ends_is_answered(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was let in, and then nobody was left to turn the engine."""
+    honest = room.engine.submit
+
+    def slow(*args: object, **how: object) -> Handle:
+        room.close(0)
+        return honest(*args, **how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(room.engine, "submit", slow)
+    answer = collect(room.submit(request(0)))
+    assert answer.finish_reason == "error"
+    assert "the engine is down (it was closed)" in str(answer.error)
+
+
+def test_an_engine_that_is_warm_answers_the_same() -> None:
+    engine = Engine(random_model("dense"))
+    engine.warm_up()
+    assert collect(engine.submit(request(0))).tokens == expected(0)

@@ -71,6 +71,7 @@ def serve(
         served = Served.of(read_layout(folder), loaded, tokenizer, id=model_id)
         prefix = Prefix(int(prefix_cache_gb * 1e9), eight_bits=prefix_cache_8bit) if prefix_cache_gb else None
         room = Room(loaded, tokenizer, max_rows=max_rows, max_queue=max_queue, prefix=prefix)
+        room.engine.warm_up()
         limits = Limits(prompt_tokens=max_prompt_tokens, request_seconds=timeout)
         app = create_app(room, served, keys=keys, limits=limits, cors_origins=cors_origin or ())
         typer.echo(_greeting(served, host, place.getsockname()[1], key=bool(keys)))

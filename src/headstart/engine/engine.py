@@ -180,6 +180,12 @@ class Engine:
                 self._recover(error)
         return self.busy
 
+    def warm_up(self) -> None:
+        """Do what the first request would otherwise wait for. Before the engine is turned."""
+        rows_are_independent(self.model)
+        if self.model.has_head:
+            self._calibrate()
+
     def take_in_all(self) -> None:
         """Take in the prompts of all that find a place before any of them goes on, so that they decode together."""
         with self._turning:
@@ -264,9 +270,8 @@ class Engine:
 
     def _begin(self, row: Row) -> None:
         """At the first token, or after those of its beginning that are known."""
-        depth = _depths.get(self.model)
-        if row.auto and depth is not None and depth is self.depth and not depth.cost.cells:
-            depth.cost.calibrate(step_times(self.model, depth.most))
+        if row.auto:
+            self._calibrate()
         row.batch = Batch.of_one(
             self.model, row.tokens, row.asked, row.drafter.ceiling, said=row.said, rounds=row.stats.rounds
         )
@@ -278,6 +283,12 @@ class Engine:
         if not row.said:
             row.stats.prefix_cache_hit, row.stats.exact = row.taken, exact
         row.stats.exact = row.stats.exact and exact
+
+    def _calibrate(self) -> None:
+        """Time a few steps of a model that nothing is known of."""
+        depth = _depths.get(self.model)
+        if depth is not None and depth is self.depth and not depth.cost.cells:
+            depth.cost.calibrate(step_times(self.model, depth.most))
 
     def _join(self, row: Row) -> None:
         assert row.batch is not None

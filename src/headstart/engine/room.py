@@ -45,6 +45,7 @@ class Room:
         self.restarts = 0
         self.problem: str | None = None  # why the thread died
         self._closing = False
+        self._over = False  # nobody turns the engine any more
         self._awake = Condition()
         self._thread: Thread | None = None
 
@@ -82,6 +83,8 @@ class Room:
         max_k = self.settings.max_k if self.settings.speculation else 0
         handle = self.engine.submit(request, client=client, listener=listener, max_k=max_k)
         with self._awake:
+            if self._over:  # since it was seen to be healthy
+                self.engine.end_all(HeadstartError(f"the engine is down ({self.problem or 'it was closed'})"))
             self._awake.notify()
         return handle
 
@@ -112,6 +115,8 @@ class Room:
                 self.engine.take_in_again()
                 self.start()
             else:
+                with self._awake:
+                    self._over = True
                 self.engine.end_all(HeadstartError(f"the engine died: {self.problem}"))
 
     def _wait_for_work(self) -> bool:
@@ -119,6 +124,7 @@ class Room:
         with self._awake:
             while not self.engine.busy:
                 if self._closing:
+                    self._over = True
                     return False
                 self._awake.wait()
         return True
