@@ -59,7 +59,8 @@ def test_a_stream_is_sent_as_events_and_ends_with_done(server: Running) -> None:
 
 
 def test_usage_comes_in_a_last_chunk_of_its_own_when_asked(client: OpenAI) -> None:
-    *chunks, last = streamed(client, stream_options={"include_usage": True})
+    drafts = {"num_draft_tokens": 3}
+    *chunks, last = streamed(client, stream_options={"include_usage": True}, extra_body=drafts)
     assert all(chunk.usage is None for chunk in chunks)
     assert last.choices == []
     whole = chat(client).usage

@@ -82,16 +82,21 @@ def test_a_wrong_value_is_a_400_that_names_the_field(server: Running, fields: di
     assert param.split("[")[0].split(".")[0] in error["message"]
 
 
-NOT_YET = [
-    ("n", 2), ("logprobs", True), ("top_logprobs", 3), ("tools", [{"type": "function"}]), ("tool_choice", "required"),
-    ("response_format", {"type": "json_object"}), ("reasoning_effort", "high"), ("enable_thinking", True),
-    ("chat_template_kwargs", {"enable_thinking": True}), ("n", True), ("functions", [{}]), ("echo", True),
-]  # fmt: skip
+NOT_HONOURED = [("functions", [{}]), ("echo", True), ("best_of", 3), ("suffix", "end"), ("modalities", ["audio"])]
 
 
-@pytest.mark.parametrize(("name", "value"), NOT_YET)
+@pytest.mark.parametrize(("name", "value"), NOT_HONOURED)
 def test_a_known_field_that_is_not_honoured_is_refused(server: Running, name: str, value: Any) -> None:
     error = refused(post(server, {"messages": HI, "max_tokens": 4, name: value}))
+    assert (error["param"], error["code"]) == (name, "unsupported")
+
+
+OF_CHATS = [("tools", [{}]), ("tool_choice", "required"), ("enable_thinking", True), ("thinking_budget", 5)]
+
+
+@pytest.mark.parametrize(("name", "value"), OF_CHATS)
+def test_a_completion_does_nothing_that_only_chats_can(server: Running, name: str, value: Any) -> None:
+    error = refused(post(server, {"prompt": "hi", "max_tokens": 4, name: value}, "/v1/completions"))
     assert (error["param"], error["code"]) == (name, "unsupported")
 
 
@@ -228,6 +233,6 @@ def test_what_the_chat_template_refuses_is_refused(tmp_path: Path, template: str
     (folder / "chat_template.jinja").unlink()
     served = Served.of(read_layout(folder), load(folder), load_tokenizer(folder))
     with pytest.raises(Refusal) as refusal:
-        served.read(ChatRequest.model_validate({"messages": HI}))
+        ChatRequest.model_validate({"messages": HI}).read(served)
     assert (refusal.value.status_code, refusal.value.param, refusal.value.code) == (400, "messages", code)
     assert template is None or "roles must alternate" in refusal.value.detail

@@ -65,6 +65,7 @@ class Event:
     stats: Stats | None = None  # of the whole answer so far
     error: HeadstartError | None = None
     prompt_taken: int = 0  # tokens of the prompt that are in
+    choice: int = 0  # which of several answers to the prompt it belongs to
 
 
 class Handle:

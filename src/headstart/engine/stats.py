@@ -1,6 +1,8 @@
 """What speculation did for one request. The field names are the server's `generation_stats`."""
 
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Literal
 
 Origin = Literal["draft", "correction", "bonus", "plain"]
@@ -30,6 +32,25 @@ class Stats:
     prompt_seconds: float = 0.0  # until the first round was known
     generation_seconds: float = 0.0  # since then
     first_round_tokens: int = 0
+
+    @classmethod
+    def of(cls, answers: "list[Stats]") -> "Stats":
+        """All answers to one prompt, which ran side by side."""
+        first, depths = answers[0], Counter[int]()
+        for each in answers:
+            depths += Counter(each.depths)
+        return replace(
+            first,
+            exact=all(each.exact for each in answers),
+            generation_tokens=sum(each.generation_tokens for each in answers),
+            rounds=sum(each.rounds for each in answers),
+            depths=dict(depths),
+            parked_seconds=sum(each.parked_seconds for each in answers),
+            proposed_by_position=_sums([each.proposed_by_position for each in answers]),
+            accepted_by_position=_sums([each.accepted_by_position for each in answers]),
+            generation_seconds=max(each.generation_seconds for each in answers),
+            first_round_tokens=sum(each.first_round_tokens for each in answers),
+        )
 
     def count(self, said: int, accepted: int, proposed: int, seconds: float) -> None:
         """A round that said `said` tokens to the user, `seconds` after the request was let in. An end in the middle
@@ -100,6 +121,10 @@ class Stats:
             "ignored_fields": [],
             "exact": self.exact,
         }
+
+
+def _sums(columns: list[list[int]]) -> list[int]:
+    return [sum(column) for column in zip_longest(*columns, fillvalue=0)]
 
 
 def _ratio(a: float, b: float) -> float:

@@ -151,6 +151,9 @@ class Compiler:
                 self._grammars.popitem(last=False)
         return grammar
 
+    def spell(self, token: int) -> bytes:
+        return self._tokenizer.decode_bytes([token]) if token < self._tokenizer.vocab_size else b""
+
     def _start(self, spec: GrammarSpec) -> LLMatcher:
         limits = LLParserLimits(verbose_errors=False)
         try:
@@ -172,14 +175,22 @@ _lock = Lock()
 
 def compile_grammar(spec: GrammarSpec, tokenizer: TokenizerWrapper) -> Grammar:
     """Compiled now or remembered. Raises RequestError with llguidance's reason where the grammar is not one."""
+    return _compiler(tokenizer).compile(spec)
+
+
+def spell(token: int, tokenizer: TokenizerWrapper) -> bytes:
+    """A token's own bytes, which may be part of a character; none where it has no text."""
+    return _compiler(tokenizer).spell(token)
+
+
+def _compiler(tokenizer: TokenizerWrapper) -> Compiler:
     with _lock:
         if tokenizer not in _compilers:
             try:
                 _compilers[tokenizer] = Compiler(tokenizer)
             except ValueError as error:
                 raise RequestError(f"grammar cannot be used with this model's tokenizer: {error}") from error
-        compiler = _compilers[tokenizer]
-    return compiler.compile(spec)
+        return _compilers[tokenizer]
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ from pydantic import BaseModel, ConfigDict
 from .. import __version__
 from ..engine import Room
 from .auth import KeyRequired, Keys
+from .completion import Completion
 from .desk import Desk
 from .errors import Failure, Refusal, answer_errors
 from .limits import BodyLimit, Limits
 from .metrics import CountStatus, Metrics
 from .openai import ChatRequest, CompletionRequest
-from .reply import Completion
+from .reply import Reply
 from .served import Served
 
 
@@ -70,11 +71,11 @@ def add_routes(app: FastAPI, desk: Desk) -> None:
 
     @app.post("/v1/chat/completions", response_model=Completion)
     async def chat_completions(asked: ChatRequest, http: Request) -> Response:
-        return await desk.reply(asked, http)
+        return await desk.reply(asked, http, Reply)
 
     @app.post("/v1/completions", response_model=Completion)
     async def completions(asked: CompletionRequest, http: Request) -> Response:
-        return await desk.reply(asked, http)
+        return await desk.reply(asked, http, Reply)
 
     @app.post("/v1/requests/{id}/cancel")
     async def cancel(id: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 from fastapi import Request as HTTPRequest
 from fastapi import Response
@@ -15,12 +16,40 @@ from starlette.types import Message, Receive, Scope, Send
 from ..engine import Request, Room
 from .answer import Answer
 from .auth import client_of
-from .errors import Refusal
+from .errors import Refusal, refuse
 from .limits import Limits
 from .metrics import Meter, Metrics
-from .openai import ChatRequest, CompletionRequest
-from .reply import Reply
+from .prompt import Prompt
 from .served import Served
+
+
+class Question(Protocol):
+    """A request of any API."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def stream(self) -> bool | None: ...
+    def check(self) -> None:
+        """Refuse what cannot be honoured as a whole."""
+
+    def read(self, served: Served) -> Prompt: ...
+    def request(self, prompt: Prompt, context: int) -> Request: ...
+
+
+class Replying(Protocol):
+    """Its answer, in that API's shape."""
+
+    id: str
+
+    async def whole(self, answer: Answer) -> str:
+        """JSON."""
+
+    def stream(self, answer: Answer) -> AsyncIterator[str]:
+        """Server-sent events."""
+
+
+Asked = TypeVar("Asked", bound=Question)
 
 
 @dataclass
@@ -33,15 +62,17 @@ class Desk:
     # A long prompt is read in a thread of its own, so that it does not hold up the streams.
     reader: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "reader"))
 
-    async def reply(self, asked: ChatRequest | CompletionRequest, http: HTTPRequest) -> Response:
+    async def reply(
+        self, asked: Asked, http: HTTPRequest, shape: Callable[[Asked, Prompt, Served], Replying]
+    ) -> Response:
         asked.check()
         self.served.check_name(asked.model)
         if not self.room.healthy:
             message = f"this server takes no more requests: {self.room.problem or 'it is shutting down'}"
             raise Refusal(503, message, code="unavailable")
         meter = Meter(self.metrics, http.url.path, time.perf_counter())
-        request = await asyncio.get_running_loop().run_in_executor(self.reader, self._read, asked)
-        reply = Reply(asked, self.served.id)
+        prompt, request = await asyncio.get_running_loop().run_in_executor(self.reader, self._read, asked)
+        reply = shape(asked, prompt, self.served)
         seconds = self.limits.request_seconds
         answer = Answer(self.room, request, client=client_of(http.scope), seconds=seconds, meter=meter)
         self.answers[reply.id] = answer
@@ -57,21 +88,21 @@ class Desk:
                 whole = await reply.whole(answer)
         finally:
             close()
-        return Response(whole.model_dump_json(exclude_unset=True), media_type="application/json")
+        return Response(whole, media_type="application/json")
 
     def cancel(self, id: str) -> None:
         if id not in self.answers:
             raise Refusal(404, f"no request {id[:100]!r} is under way", param="id", code="not_found")
         self.answers[id].cancel()
 
-    def _read(self, asked: ChatRequest | CompletionRequest) -> Request:
-        prompt, param = self.served.read(asked), "messages" if isinstance(asked, ChatRequest) else "prompt"
-        context = self.served.model.context_length
+    def _read(self, asked: Question) -> tuple[Prompt, Request]:
+        prompt = asked.read(self.served)
+        context, length = self.served.model.context_length, len(prompt.tokens)
         most = min(context - 1, self.limits.prompt_tokens or context)
-        if len(prompt) > most:
-            message = f"{param}: {len(prompt)} tokens, and {most} are the most that is taken: shorten it"
-            raise Refusal(400, message, param=param, code="context_length_exceeded")
-        return Request(prompt, asked.params(asked.most_tokens(context - len(prompt))))
+        if length > most:
+            message = f"{length} tokens, and {most} are the most that is taken: shorten it"
+            refuse(prompt.param, message, "context_length_exceeded")
+        return prompt, asked.request(prompt, context)
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from math import ceil
-from typing import Any
+from typing import Any, NoReturn
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
@@ -73,6 +73,11 @@ class Refusal(HTTPException):
     def event(self) -> str:
         """Inside a stream, whose status has been sent."""
         return f"data: {json.dumps(self.body)}\n\n"
+
+
+def refuse(param: str, problem: str, code: str = "invalid_value") -> NoReturn:
+    """A field of a request is not as it must be."""
+    raise Refusal(400, f"{param}: {problem}", param=param, code=code)
 
 
 def refusal(error: Exception) -> Refusal:

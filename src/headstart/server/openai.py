@@ -4,53 +4,69 @@ Every field may be null, which is the same as leaving it out. A field that is no
 answer's stats; one that is known but cannot be honoured is refused by its name.
 """
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from ..cards import MAX_K
-from ..sampling import SamplingParams
-from .errors import Refusal
+from ..engine import Request
+from ..sampling import GrammarSpec, SamplingParams
+from .chat import Chat
+from .errors import refuse
+from .openai_chat import Message, NamedTool, Tool
+from .prompt import Prompt
+from .served import Served
+from .shape import Shape, Text
 
 # Known, and harmless only at these values.
 NOT_HONOURED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "echo": (False,),
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "enable_thinking": (),
-    "reasoning_effort": (),
-    "chat_template_kwargs": ({},),
+    "prompt_logprobs": (0,),
 }
-
-
-def _whole(text: str) -> str:
-    """JSON can hold half a character of two halves, which nothing can read or write."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("Text should not hold half a surrogate pair") from None
-    return text
-
-
-Text = Annotated[str, AfterValidator(_whole)]
-
-
-class Shape(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+# Of a chat, and so of no use to a completion.
+OF_CHATS: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "enable_thinking": (False,),
+    "reasoning_effort": ("none",),
+    "thinking_budget": (),
+    "chat_template_kwargs": ({},),
+    "top_logprobs": (0,),
+}
+MOST_CHOICES = 1
+# Tokens of thought. Beyond these a model thinks as long as it likes.
+EFFORTS = {"none": 0, "minimal": 256, "low": 1024, "medium": 8192}
 
 
 class StreamOptions(Shape):
     include_usage: bool | None = None
+
+
+class JsonSchema(Shape):
+    name: Text | None = None
+    description: Text | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Shape):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def grammar(self) -> GrammarSpec | None:
+        match self.type:
+            case "text":
+                return None
+            case "json_object":
+                return GrammarSpec("json_object")
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            refuse("response_format", "has no json_schema.schema: send one")
+        return GrammarSpec.json_schema(self.json_schema.schema_)
 
 
 class Asked(Shape):
@@ -69,8 +85,12 @@ class Asked(Shape):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
+    n: int | None = Field(None, description="Answers to one prompt, which is read once.")
     stop: Text | list[Text] | None = None
     logit_bias: dict[str, float] | None = Field(None, description="From token ids to what is added to their logits.")
+    response_format: ResponseFormat | None = None
+    guided_regex: Text | None = Field(None, description="A regular expression that the answer matches.")
+    grammar: Text | None = Field(None, description="A Lark grammar of the answer.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     num_draft_tokens: int | Literal["auto"] | None = Field(None, description="Drafts a round; 0 drafts nothing.")
@@ -81,42 +101,71 @@ class Asked(Shape):
     def usage_in_stream(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def choices(self) -> int:
+        return 1 if self.n is None else self.n
+
     def ignored(self) -> list[str]:
-        return sorted({name for name in _unknown(self) if name not in NOT_HONOURED})
+        return sorted({name for name in self.unknown() if name not in self.not_honoured()})
+
+    def not_honoured(self) -> dict[str, tuple[Any, ...]]:
+        return NOT_HONOURED
 
     def check(self) -> None:
         """Refuse what cannot be honoured as a whole."""
         for name, value in (self.model_extra or {}).items():
-            harmless = NOT_HONOURED.get(name)
+            harmless = self.not_honoured().get(name)
             if harmless is None or value is None:
                 continue
             if not any(value == each and type(value) is type(each) for each in harmless):
-                raise Refusal(
-                    400, f"{name}: this server does not do that: leave it out", param=name, code="unsupported"
-                )
+                refuse(name, "this server does not do that: leave it out", "unsupported")
         if self.stream_options is not None and not self.stream:
-            raise Refusal(400, "stream_options: only with stream: true", param="stream_options", code="invalid_value")
+            refuse("stream_options", "only with stream: true")
         if isinstance(self.num_draft_tokens, int) and self.num_draft_tokens < 0:
-            raise Refusal(
-                400,
-                f"num_draft_tokens is {self.num_draft_tokens}; it must be 'auto', 0 or more",
-                param="num_draft_tokens",
-                code="invalid_value",
-            )
+            refuse("num_draft_tokens", f"is {self.num_draft_tokens}; it must be 'auto', 0 or more")
+        if not 1 <= self.choices <= MOST_CHOICES:
+            refuse("n", f"is {self.n}; it must be a whole number from 1 to {MOST_CHOICES}")
 
-    def params(self, max_tokens: int) -> SamplingParams:
+    def constraint(self) -> tuple[GrammarSpec | None, str]:
+        """What the answer must look like, and the field that says so."""
+        found: dict[str, GrammarSpec] = {}
+        if self.response_format is not None and (spec := self.response_format.grammar()) is not None:
+            found["response_format"] = spec
+        if self.guided_regex is not None:
+            found["guided_regex"] = GrammarSpec("regex", self.guided_regex)
+        if self.grammar is not None:
+            found["grammar"] = GrammarSpec("lark", self.grammar)
+        if len(found) > 1:
+            field = list(found)[1]
+            refuse(field, f"{' and '.join(found)} cannot both hold: leave out one of them")
+        return next(((spec, field) for field, spec in found.items()), (None, "response_format"))
+
+    def read(self, served: Served) -> Prompt:
+        raise NotImplementedError
+
+    def most_tokens(self, left: int) -> int:
+        raise NotImplementedError
+
+    def wanted_logprobs(self) -> int | None:
+        """How many of the best tokens to tell of beside the one that was said. None: nothing of any."""
+        raise NotImplementedError
+
+    def request(self, prompt: Prompt, context: int) -> Request:
         """A RequestError names the field that is out of bounds."""
-        alike = set(SamplingParams.__dataclass_fields__) & set(Asked.model_fields)
+        alike = set(SamplingParams.__dataclass_fields__) & set(Asked.model_fields) - {"grammar"}
         fields = {name: value for name in alike if (value := getattr(self, name)) is not None}
-        fields["max_tokens"] = max_tokens
+        fields["max_tokens"] = self.most_tokens(context - len(prompt.tokens))
         if self.stop is not None:
             fields["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if self.logit_bias is not None:
-            fields["logit_bias"] = {_token_id(token): bias for token, bias in self.logit_bias.items()}
+        bias = {_token_id(token): bias for token, bias in (self.logit_bias or {}).items()}
+        fields["logit_bias"] = {**bias, **prompt.bias}
         if self.num_draft_tokens is not None:
             k = self.num_draft_tokens
             fields["k"] = k if k == "auto" else min(k, MAX_K)
-        return SamplingParams(**fields, accept=self.acceptance or "auto")
+        if (top := self.wanted_logprobs()) is not None:
+            fields |= {"logprobs": True, "top_logprobs": top}
+        fields |= {"grammar": prompt.grammar, "accept": self.acceptance or "auto"}
+        return Request(prompt.tokens, SamplingParams(**{**prompt.sampling, **fields}))
 
     @property
     def clamped_to(self) -> int | None:
@@ -125,57 +174,91 @@ class Asked(Shape):
         return MAX_K if isinstance(k, int) and k > MAX_K else None
 
 
-class TextPart(Shape):
-    type: Literal["text"]
-    text: Text
-
-
-class Message(Shape):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart] | None = None
-
-    def for_template(self) -> dict[str, str]:
-        """As chat templates know it: they say system where OpenAI says developer, and want one text."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
-
-
 class ChatRequest(Asked):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, description="The same as max_tokens.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = Field(None, description="False: at most one call where one must come.")
+    enable_thinking: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    thinking_budget: int | None = Field(None, description="Most tokens of thought.")
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def most_tokens(self, left: int) -> int:
         """Without a limit an answer may go on to the end of the context."""
         given = {most for most in (self.max_completion_tokens, self.max_tokens) if most is not None}
         if len(given) > 1:
-            message = "max_tokens and max_completion_tokens differ: give one of them"
-            raise Refusal(400, message, param="max_completion_tokens", code="invalid_value")
+            refuse("max_completion_tokens", "and max_tokens differ: give one of them")
         return given.pop() if given else left
+
+    def wanted_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            refuse("top_logprobs", "only with logprobs: true")
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    def read(self, served: Served) -> Prompt:
+        grammar, grammar_field = self.constraint()
+        thinking, thinking_field = self._thinking()
+        choice = self.tool_choice or "auto"
+        template = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            template.setdefault("reasoning_effort", self.reasoning_effort)
+        chat = Chat(
+            [message.for_template() for message in self.messages],
+            [tool.for_template() for tool in self.tools or ()],
+            tool_choice=choice if isinstance(choice, str) else "auto",
+            tool=choice.function.name if isinstance(choice, NamedTool) else None,
+            several=self.parallel_tool_calls is not False,
+            thinking=thinking,
+            thinking_field=thinking_field,
+            budget=self._budget(),
+            template=template,
+            grammar=grammar,
+            grammar_field=grammar_field,
+        )
+        return served.read_chat(chat)
+
+    def _thinking(self) -> tuple[bool | None, str]:
+        """Whether to think, and the field that says so. There are three, which must agree."""
+        words = self.chat_template_kwargs or {}
+        said = {
+            "enable_thinking": self.enable_thinking,
+            "chat_template_kwargs": bool(words["enable_thinking"]) if "enable_thinking" in words else None,
+            "reasoning_effort": self.reasoning_effort != "none" if self.reasoning_effort is not None else None,
+        }
+        told = [(value, field) for field, value in said.items() if value is not None]
+        if len({value for value, _ in told}) > 1:
+            fields = " and ".join(field for _, field in told)
+            refuse(told[-1][1], f"{fields} do not agree whether to think: give one of them")
+        return told[-1] if told else (None, "enable_thinking")
+
+    def _budget(self) -> int | None:
+        if self.thinking_budget is not None:
+            return self.thinking_budget
+        return EFFORTS.get(self.reasoning_effort or "high")
 
 
 class CompletionRequest(Asked):
     prompt: Text | list[int] | list[Text] = Field(description="Text, the text alone in a list, or token ids.")
+    logprobs: int | None = Field(None, description="How many of the best tokens to tell of, 0 for the one said.")
+
+    def not_honoured(self) -> dict[str, tuple[Any, ...]]:
+        return NOT_HONOURED | OF_CHATS
 
     def most_tokens(self, left: int) -> int:
         return 16 if self.max_tokens is None else self.max_tokens  # OpenAI's
 
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
 
-def _unknown(shape: Shape, within: str = "") -> Iterator[str]:
-    """The names of fields that are not ours, such as `messages[].name`."""
-    yield from (within + name for name in shape.model_extra or {})
-    for name in type(shape).model_fields:
-        value = getattr(shape, name)
-        if isinstance(value, Shape):
-            yield from _unknown(value, f"{within}{name}.")
-        elif isinstance(value, list):
-            for each in value:
-                if isinstance(each, Shape):
-                    yield from _unknown(each, f"{within}{name}[].")
+    def read(self, served: Served) -> Prompt:
+        return served.read_text(self.prompt, *self.constraint())
 
 
 def _token_id(token: str) -> int:
     if not (token.isascii() and token.isdecimal() and len(token) < 20):
-        message = f"logit_bias: {token[:20]!r} is not a token id: ids are whole numbers"
-        raise Refusal(400, message, param="logit_bias", code="invalid_value")
+        refuse("logit_bias", f"{token[:20]!r} is not a token id: ids are whole numbers")
     return int(token)

@@ -2,112 +2,49 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel
-
-from ..engine import Event, Origin, Stats
+from ..engine import Stats
+from . import logprobs
 from .answer import Answer
+from .completion import Choice, Completion, FunctionCall, Kind, Said, ToolCall, Usage
 from .errors import refusal
+from .markup import Content, Delta, Message, Reasoning, ToolArguments
+from .markup import ToolCall as Call
 from .openai import Asked, ChatRequest
-
-Kind = Literal["chat.completion", "chat.completion.chunk", "text_completion"]
-
-
-class PromptDetails(BaseModel):
-    cached_tokens: int
+from .prompt import Prompt
+from .served import Served
+from .transcript import Piece, Transcript
 
 
-class CompletionDetails(BaseModel):
-    reasoning_tokens: int
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
+@dataclass
+class Telling:
+    """One choice of a reply."""
+
+    index: int
+    transcript: Transcript
+    pieces: list[Piece] = field(default_factory=list)  # not told yet
+    characters: int = 0  # told
 
 
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails
-    completion_tokens_details: CompletionDetails
-
-    @classmethod
-    def of(cls, stats: Stats) -> "Usage":
-        accepted, proposed = stats.accepted_draft_tokens, stats.proposed_draft_tokens
-        return cls(
-            prompt_tokens=stats.prompt_tokens,
-            completion_tokens=stats.generation_tokens,
-            total_tokens=stats.prompt_tokens + stats.generation_tokens,
-            prompt_tokens_details=PromptDetails(cached_tokens=stats.prefix_cache_hit),
-            completion_tokens_details=CompletionDetails(
-                reasoning_tokens=0,
-                accepted_prediction_tokens=accepted,
-                rejected_prediction_tokens=proposed - accepted,
-            ),
-        )
-
-
-class Said(BaseModel):
-    """A message, or what a chunk adds to it."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str = ""
-
-
-class Choice(BaseModel):
-    """Of a chat it has a message or a delta, of a completion a text."""
-
-    index: int = 0
-    message: Said | None = None
-    delta: Said | None = None
-    text: str | None = None
-    logprobs: None = None
-    finish_reason: str | None = None
-    origins: list[Origin] | None = None
-
-
-class Completion(BaseModel):
-    """A whole answer or a chunk of one. Only what is set is sent."""
-
-    id: str
-    object: Kind
-    created: int
-    model: str
-    choices: list[Choice]
-    usage: Usage | None = None
-    generation_stats: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
 class Reply:
-    """One answer in the shape that its request asked for."""
+    """One reply in the shape that its request asked for."""
 
-    asked: Asked
-    model: str
-    created: int = field(default_factory=lambda: int(time.time()))
-    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    def __init__(self, asked: Asked, prompt: Prompt, served: Served):
+        self._asked, self._served = asked, served
+        self._created, self._chat = int(time.time()), isinstance(asked, ChatRequest)
+        self._choices = [Telling(i, Transcript(prompt.reader())) for i in range(asked.choices)]
+        self.id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
 
-    @property
-    def chat(self) -> bool:
-        return isinstance(self.asked, ChatRequest)
-
-    @property
-    def id(self) -> str:
-        return f"{'chatcmpl' if self.chat else 'cmpl'}-{self.key}"
-
-    async def whole(self, answer: Answer) -> Completion:
-        text, origins, last = "", list[Origin](), Event()
-        async for last in answer.events():
-            text += "".join(last.texts)
-            origins += last.origins
-        assert last.stats is not None
-        choice = self._choice(text, origins, last.finish_reason, part=False)
-        object_: Kind = "chat.completion" if self.chat else "text_completion"
-        return Completion(
-            **self._envelope(object_, [choice]), usage=Usage.of(last.stats), generation_stats=self._stats(last.stats)
-        )
+    async def whole(self, answer: Answer) -> str:
+        async for event in answer.events():
+            choice = self._choices[event.choice]
+            choice.pieces += choice.transcript.read(event)
+        choices = [self._whole(choice) for choice in self._choices]
+        whole = self._envelope("chat.completion" if self._chat else "text_completion", choices, **self._end())
+        return whole.model_dump_json(exclude_unset=True)
 
     async def stream(self, answer: Answer) -> AsyncIterator[str]:
         """Server-sent events. An error is one of them, since the status has been sent by then."""
@@ -119,49 +56,108 @@ class Reply:
         yield "data: [DONE]\n\n"
 
     async def _chunks(self, answer: Answer) -> AsyncIterator[Completion]:
-        object_: Kind = "chat.completion.chunk" if self.chat else "text_completion"
-        if self.chat:
-            opening = Choice(index=0, delta=Said(role="assistant", content=""), finish_reason=None)
-            yield Completion(**self._envelope(object_, [opening]))
+        kind: Kind = "chat.completion.chunk" if self._chat else "text_completion"
+        if self._chat:
+            for choice in self._choices:
+                opening = Choice(index=choice.index, delta=Said(role="assistant", content=""), finish_reason=None)
+                yield self._envelope(kind, [opening])
+        left = len(self._choices)
         async for event in answer.events():
-            for text, origins in self._parts(event):
-                yield Completion(**self._envelope(object_, [self._choice(text, origins, None, part=True)]))
-            if event.finish_reason is not None:
-                assert event.stats is not None
-                end = self._envelope(object_, [self._choice("", [], event.finish_reason, part=True)])
-                stats = self._stats(event.stats)
-                if self.asked.usage_in_stream:
-                    yield Completion(**end)
-                    end = self._envelope(object_, [])
-                    yield Completion(**end, usage=Usage.of(event.stats), generation_stats=stats)
-                else:
-                    yield Completion(**end, generation_stats=stats)
+            choice = self._choices[event.choice]
+            pieces = choice.transcript.read(event)
+            # A chunk a round, or one a token where origins are wanted, so that every text stands beside its own.
+            for piece in pieces if self._asked.include_origins else [Piece.of(pieces)]:
+                for part in self._parts(choice, piece):
+                    yield self._envelope(kind, [part])
+            if event.finish_reason is None:
+                continue
+            left -= 1
+            last = not left and not self._asked.usage_in_stream
+            yield self._envelope(kind, [self._last(choice)], **(self._stats() if last else {}))
+        if self._asked.usage_in_stream:
+            yield self._envelope(kind, [], **self._end())
 
-    def _parts(self, event: Event) -> list[tuple[str, list[Origin]]]:
-        """What is shown of an event: a chunk for a round that adds text, or one for each token where origins are
-        wanted, so that every text stands beside its own."""
-        if self.asked.include_origins:
-            return [(text, [origin]) for text, origin in zip(event.texts, event.origins, strict=True)]
-        text = "".join(event.texts)
-        return [(text, [])] if text else []
+    def _parts(self, choice: Telling, piece: Piece) -> Iterator[Choice]:
+        """A chunk for everything that a piece adds. The first has the piece's origins and log-probabilities; where
+        nothing is added these wait for the next."""
+        piece, choice.pieces = Piece.of([*choice.pieces, piece]), []
+        parts = [part for delta in piece.deltas if (part := _delta(delta)) is not None]
+        if not parts and not (self._asked.include_origins and piece.tokens):
+            choice.pieces = [piece]
+            return
+        for part in parts or [Said(content="")]:
+            said = {"delta": part} if self._chat else {"text": part.content}
+            yield Choice(index=choice.index, **said, **self._beside(choice, piece), finish_reason=None)
+            piece = Piece()
 
-    def _choice(self, text: str, origins: list[Origin], finish_reason: str | None, *, part: bool) -> Choice:
-        said: dict[str, Any]
-        if not self.chat:
-            said = {"text": text, "logprobs": None}
-        elif not part:
-            said = {"message": Said(role="assistant", content=text), "logprobs": None}
-        else:
-            said = {"delta": Said(content=text) if text or not finish_reason else Said()}
-        if self.asked.include_origins:
-            said["origins"] = origins
-        return Choice(index=0, **said, finish_reason=finish_reason)
+    def _last(self, choice: Telling) -> Choice:
+        said: dict[str, Any] = {"delta": Said()} if self._chat else {"text": ""}
+        beside = self._beside(choice, Piece.of(choice.pieces))
+        return Choice(index=choice.index, **said, **beside, finish_reason=choice.transcript.finish_reason)
 
-    def _envelope(self, object_: Kind, choices: list[Choice]) -> dict[str, Any]:
-        return {"id": self.id, "object": object_, "created": self.created, "model": self.model, "choices": choices}
+    def _whole(self, choice: Telling) -> Choice:
+        piece = Piece.of(choice.pieces)
+        message = Message.of(piece.deltas)
+        said = {"message": _said(message)} if self._chat else {"text": message.content}
+        beside = self._beside(choice, piece)
+        return Choice(index=choice.index, **said, **beside, finish_reason=choice.transcript.finish_reason)
 
-    def _stats(self, stats: Stats) -> dict[str, Any]:
-        told = stats.as_dict() | {"ignored_fields": self.asked.ignored()}
-        if (clamped_to := self.asked.clamped_to) is not None and told["num_draft_tokens_clamped_to"] is None:
+    def _beside(self, choice: Telling, piece: Piece) -> dict[str, Any]:
+        """What is told of tokens beside their text."""
+        beside: dict[str, Any] = {"logprobs": None}
+        if piece.logprobs and self._chat:
+            beside["logprobs"] = logprobs.of_chat(piece, self._served.spell)
+        elif piece.logprobs:
+            beside["logprobs"] = logprobs.of_completion(piece, choice.characters, self._served.spell)
+            choice.characters += sum(map(len, piece.texts))
+        if self._asked.include_origins:
+            beside["origins"] = piece.origins
+        return beside
+
+    def _envelope(self, kind: Kind, choices: list[Choice], **end: Any) -> Completion:
+        return Completion(
+            id=self.id, object=kind, created=self._created, model=self._served.id, choices=choices, **end
+        )
+
+    def _end(self) -> dict[str, Any]:
+        return {"usage": Usage.of([choice.transcript for choice in self._choices]), **self._stats()}
+
+    def _stats(self) -> dict[str, Any]:
+        stats = [choice.transcript.stats for choice in self._choices]
+        told = Stats.of([each for each in stats if each is not None]).as_dict()
+        told["ignored_fields"] = self._asked.ignored()
+        if (clamped_to := self._asked.clamped_to) is not None and told["num_draft_tokens_clamped_to"] is None:
             told["num_draft_tokens_clamped_to"] = clamped_to
-        return told
+        return {"generation_stats": told}
+
+
+def _said(message: Message) -> Said:
+    said: dict[str, Any] = {"role": "assistant", "content": message.content}
+    if message.reasoning:
+        said["reasoning_content"] = message.reasoning
+    if message.calls:
+        said["content"] = message.content or None
+        said["tool_calls"] = [
+            ToolCall(id=_call_id(), type="function", function=FunctionCall(name=call.name, arguments=call.arguments))
+            for call in message.calls
+        ]
+    return Said(**said)
+
+
+def _delta(delta: Delta) -> Said | None:
+    """What a chunk says of it. A call that breaks off cannot be taken back: its text follows."""
+    match delta:
+        case Content(text):
+            return Said(content=text)
+        case Reasoning(text):
+            return Said(reasoning_content=text)
+        case Call(index, name):
+            function = FunctionCall(name=name, arguments="")
+            return Said(tool_calls=[ToolCall(index=index, id=_call_id(), type="function", function=function)])
+        case ToolArguments(index, fragment):
+            return Said(tool_calls=[ToolCall(index=index, function=FunctionCall(arguments=fragment))])
+    return None
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"

@@ -2,6 +2,8 @@
 
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..cards import Card
 from ..checkpoint import Layout
 from ..checkpoint.identity import hub_id
+from ..errors import RequestError
 from ..models import Model
+from ..sampling import GrammarSpec, compile_grammar, spell
+from .chat import Chat
 from .errors import Refusal
-from .openai import ChatRequest, CompletionRequest
+from .markup import CALL, Dialect, think_first, thought_in
+from .prompt import Prompt
 
 
 @dataclass(frozen=True)
@@ -59,25 +65,86 @@ class Served:
                 "max_k": self.model.max_k,
                 "reason": self.model.head_unavailable,
             },
+            "sampling_defaults": {
+                "thinking": self.sampling(thinking=True),
+                "not_thinking": self.sampling(thinking=False),
+            },
         }
 
-    def read(self, asked: ChatRequest | CompletionRequest) -> list[int]:
-        """The tokens of a prompt."""
-        if isinstance(asked, CompletionRequest):
-            return self._read_text(asked.prompt)
+    @cached_property
+    def dialect(self) -> Dialect:
+        return Dialect.of(self.tokenizer)
+
+    def sampling(self, *, thinking: bool) -> dict[str, Any]:
+        """What the makers recommend, as fields of SamplingParams; nothing where they say nothing."""
+        if self.card is None:
+            return {}
+        defaults = self.card.sampling_defaults
+        first, second = defaults.thinking, defaults.not_thinking
+        chosen = (first or second) if thinking else (second or first)
+        return chosen.model_dump(exclude_none=True) if chosen else {}
+
+    def read_chat(self, chat: Chat) -> Prompt:
+        """The tokens of a conversation, and what may be said to it."""
+        dialect = self.dialect
+        chat.check(dialect)
+        tokens = self._through_template(chat)
+        thought = thought_in(tokens, self.tokenizer)
+        self.check_grammar(chat.grammar, chat.grammar_field)
+        answer = chat.answer_grammar(dialect)
+        self.check_grammar(answer, "tools")
+        grammar = think_first(answer, dialect, thought, budget=chat.budget)
+        self.check_grammar(grammar, "thinking_budget")
+        no_calls = chat.tool_choice == "none" and CALL in dialect.ids
+        return Prompt(
+            tokens,
+            "messages",
+            thinking=thought == "begun",
+            tools=chat.callable,
+            grammar=grammar,
+            bias={dialect.ids[CALL]: -100.0} if no_calls else {},
+            sampling=self.sampling(thinking=dialect.thinks and thought != "over"),
+        )
+
+    def read_text(self, prompt: str | list[int] | list[str], grammar: GrammarSpec | None, field: str) -> Prompt:
+        """The tokens of a text that is to go on, as `grammar` says, which came in `field`."""
+        self.check_grammar(grammar, field)
+        tokens, sampling = self._tokens(prompt), self.sampling(thinking=False)
+        return Prompt(tokens, "prompt", plain=True, grammar=grammar, sampling=sampling)
+
+    def spell(self, token: int) -> bytes:
+        return spell(token, self.tokenizer)
+
+    def check_grammar(self, grammar: GrammarSpec | None, field: str) -> None:
+        """Compile it here, where nobody waits, and refuse what cannot be by the name that the client gave it."""
+        try:
+            if grammar is not None:
+                compile_grammar(grammar, self.tokenizer)
+        except RequestError as error:
+            raise Refusal(400, f"{field}: {error}", param=field, code="invalid_value") from error
+
+    def _through_template(self, chat: Chat) -> list[int]:
         if not self.tokenizer.has_chat_template:
             message = "messages: the model has no chat template: use /v1/completions"
             raise Refusal(400, message, param="messages", code="unsupported")
-        messages = [message.for_template() for message in asked.messages]
+        arguments = signature(self.tokenizer._tokenizer.apply_chat_template).parameters
+        if taken := sorted(arguments.keys() & chat.template.keys()):
+            message = f"chat_template_kwargs: {', '.join(taken)}: not for clients to set: leave it out"
+            raise Refusal(400, message, param="chat_template_kwargs", code="invalid_value")
         try:
-            # None is neither yes nor no, so that the template's own default holds. mlx-lm would say yes.
-            tokens = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, enable_thinking=None)
-        except TemplateError as error:
+            tokens = self.tokenizer.apply_chat_template(
+                list(chat.messages),
+                tools=list(chat.tools) if chat.callable else None,
+                add_generation_prompt=True,
+                # None is neither yes nor no, so that the template's own default holds. mlx-lm would say yes.
+                **{"enable_thinking": chat.thinking, **chat.template},
+            )
+        except (TemplateError, TypeError, ValueError) as error:  # whatever a template makes of what it gets
             message = f"messages: the model's chat template refuses them: {error}"
             raise Refusal(400, message, param="messages", code="invalid_value") from error
         return list(tokens)
 
-    def _read_text(self, prompt: str | list[int] | list[str]) -> list[int]:
+    def _tokens(self, prompt: str | list[int] | list[str]) -> list[int]:
         match prompt:
             case str(text) | [str(text)]:
                 return list(self.tokenizer.encode(text))

@@ -2,11 +2,12 @@
 
 from .delta import Call, Content, Delta, Message, Reasoning, ToolArguments, ToolBroken, ToolCall, merged
 from .dialect import Dialect, Thought, thought_in
-from .grammar import call_grammar, think_first
-from .reader import Reader
+from .grammar import call_grammar, either, think_first
+from .reader import CALL, Reader
 from .schema import Schema, Tools
 
 __all__ = [
-    "Call", "Content", "Delta", "Dialect", "Message", "Reader", "Reasoning", "Schema", "Thought", "ToolArguments",
-    "ToolBroken", "ToolCall", "Tools", "call_grammar", "merged", "think_first", "thought_in",
+    "CALL", "Call", "Content", "Delta", "Dialect", "Message", "Reader", "Reasoning", "Schema", "Thought",
+    "ToolArguments", "ToolBroken", "ToolCall", "Tools", "call_grammar", "either", "merged", "think_first",
+    "thought_in",
 ]  # fmt: skip

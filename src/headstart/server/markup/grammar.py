@@ -57,6 +57,11 @@ def think_first(
     return GrammarSpec("lark", f"start: {start} answer\nanswer: {_within_lark(spec)}")
 
 
+def either(one: GrammarSpec, other: GrammarSpec) -> GrammarSpec:
+    """What the one permits, or what the other does."""
+    return GrammarSpec("lark", f"start: one | other\none: {_within_lark(one)}\nother: {_within_lark(other)}")
+
+
 def _tokens_but(token: int, most: int | None) -> str:
     return "" if most == 0 else f"<[^{token}]>" + ("*" if most is None else f"{{0,{most}}}")
 

@@ -1,0 +1,34 @@
+"""What bodies of requests are made of. Fields that a shape does not know are kept, so that they can be named."""
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+
+class Shape(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    def unknown(self, within: str = "") -> Iterator[str]:
+        """The names of fields that are not ours, such as `messages[].name`."""
+        yield from (within + name for name in self.model_extra or {})
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, Shape):
+                yield from value.unknown(f"{within}{name}.")
+            elif isinstance(value, list):
+                for each in value:
+                    if isinstance(each, Shape):
+                        yield from each.unknown(f"{within}{name}[].")
+
+
+def _whole(text: str) -> str:
+    """JSON can hold half a character of two halves, which nothing can read or write."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("Text should not hold half a surrogate pair") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_whole)]
