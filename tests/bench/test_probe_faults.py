@@ -9,6 +9,7 @@ import pytest
 from headstart.bench.faults import clearly_better, find_faults, shifted, twin, with_head
 from headstart.bench.identity import decode
 from headstart.bench.probe import TOKENS, short_prompts
+from headstart.bench.prompts import builtin_prompts
 from headstart.bench.reading import Reading, first_drafts, read, rewired
 from headstart.checkpoint import load, load_tokenizer, read_layout, resolve
 from headstart.checkpoint.convert import SIDECAR, convert, plan_conversion
@@ -59,6 +60,13 @@ def texts(model: Model, prompts: list[list[int]]) -> list[Reading]:
 
 
 @pytest.fixture(scope="module")
+def more_texts(model: Model) -> list[Reading]:
+    """Enough to tell mild faults from chance."""
+    tokenizer = load_tokenizer(resolve(None))
+    return readings_of(model, [prompt.tokens(tokenizer) for prompt in builtin_prompts(("code", "chat"))])
+
+
+@pytest.fixture(scope="module")
 def healthy(model: Model, texts: list[Reading]) -> float:
     acceptance, faults = find_faults(model, texts)
     assert faults == []
@@ -74,9 +82,13 @@ def test_a_planted_fault_is_found_and_named(name: str, model: Model, texts: list
     assert faults[0].mended == (None if name == "zeroed" else healthy)
 
 
-def test_a_head_is_not_changed_by_being_examined(model: Model, texts: list[Reading], healthy: float) -> None:
-    again = [right for text in texts for right in first_drafts(model, text)]
-    assert sum(again) / len(again) == healthy
+def test_mending_a_copy_leaves_the_head_as_it_is(model: Model) -> None:
+    before = {name: module.weight for name, module in model.weights.mtp.named_modules() if "weight" in module}
+    other = shifted(model, 1.0, ALL)
+    for name, module in model.weights.mtp.named_modules():
+        assert "weight" not in module or module.weight is before[name]
+    assert mx.array_equal(other.weights.mtp.norm.weight, model.weights.mtp.norm.weight + 1)
+    assert other.weights.mtp.fc.weight is model.weights.mtp.fc.weight
 
 
 @pytest.mark.slow
@@ -91,20 +103,18 @@ def test_a_head_of_experts_that_is_right_is_not_blamed(prompts: list[list[int]])
 @pytest.mark.parametrize("by", [1.0, -1.0])
 @pytest.mark.parametrize("group", [LAYER, OWN])
 def test_norms_that_are_wrong_in_part_are_told_from_the_rest(
-    group: str, by: float, model: Model, texts: list[Reading], healthy: float
+    group: str, by: float, model: Model, more_texts: list[Reading]
 ) -> None:
-    _, faults = find_faults(shifted(model, by, group), texts)
-    assert [(fault.name, fault.where, fault.mended) for fault in faults] == [
-        ("norms_shifted_twice" if by > 0 else "norms_not_shifted", group, healthy)
-    ]
+    _, faults = find_faults(shifted(model, by, group), more_texts)
+    name = "norms_shifted_twice" if by > 0 else "norms_not_shifted"
+    assert [(fault.name, fault.where) for fault in faults] == [(name, group)]
 
 
 @pytest.mark.slow
-def test_two_faults_at_once_are_both_named(model: Model, texts: list[Reading], healthy: float) -> None:
+def test_two_faults_at_once_are_both_named(model: Model, more_texts: list[Reading]) -> None:
     both = rewired(shifted(model, 1.0, ALL), fed_after_norm=False)
-    _, faults = find_faults(both, texts)
-    assert {fault.name for fault in faults} == {"norms_shifted_twice", "pre_norm_feed"}
-    assert faults[-1].mended == healthy
+    _, faults = find_faults(both, more_texts)
+    assert sorted(fault.name for fault in faults) == ["norms_shifted_twice", "pre_norm_feed"]
 
 
 def test_a_single_tensor_of_zeros_is_named_though_the_head_still_drafts(model: Model, texts: list[Reading]) -> None:
@@ -159,10 +169,11 @@ def test_halves_of_fc_exchanged_on_disk_are_found(tmp_path: Path, texts: list[Re
     assert [(fault.name, fault.mended) for fault in faults] == [("concat_swapped", healthy)]
 
 
-def test_zeros_in_a_quantised_head_are_found(tmp_path: Path, texts: list[Reading]) -> None:
+@pytest.mark.parametrize("parts", [("weight", "scales", "biases"), ("weight", "biases"), ("scales", "biases")])
+def test_zeros_in_a_quantised_head_are_found(parts: tuple[str, ...], tmp_path: Path, texts: list[Reading]) -> None:
     folder = converted(tmp_path / "model", bits=4)
     zero = "layers.0.mlp.gate_proj"
-    rewrite_head(folder, lambda name, array: mx.zeros_like(array) if zero in name else array)
+    rewrite_head(folder, lambda name, array: mx.zeros_like(array) if zero in name and name.endswith(parts) else array)
     _, faults = find_faults(load(folder), texts[:1])
     assert [(fault.name, fault.where) for fault in faults] == [("zeroed", f"mtp.{zero}")]
 
