@@ -13,6 +13,10 @@ from pydantic import BaseModel, ConfigDict
 
 from .. import __version__
 from ..engine import Room
+from .anthropic import CountRequest, MessagesRequest
+from .anthropic_errors import MessagesFailure
+from .anthropic_message import MessagesAnswer, TokenCount
+from .anthropic_reply import MessagesReply
 from .auth import KeyRequired, Keys
 from .completion import Completion
 from .desk import Desk
@@ -76,6 +80,16 @@ def add_routes(app: FastAPI, desk: Desk) -> None:
     @app.post("/v1/completions", response_model=Completion)
     async def completions(asked: CompletionRequest, http: Request) -> Response:
         return await desk.reply(asked, http, Reply)
+
+    theirs: dict[int | str, dict[str, Any]] = {"4XX": {"model": MessagesFailure}, "5XX": {"model": MessagesFailure}}
+
+    @app.post("/v1/messages", response_model=MessagesAnswer, responses=theirs)
+    async def messages(asked: MessagesRequest, http: Request) -> Response:
+        return await desk.reply(asked, http, MessagesReply)
+
+    @app.post("/v1/messages/count_tokens", responses=theirs)
+    async def count_tokens(asked: CountRequest) -> TokenCount:
+        return TokenCount(input_tokens=await desk.count(asked))
 
     @app.post("/v1/requests/{id}/cancel")
     async def cancel(id: str) -> dict[str, Any]:

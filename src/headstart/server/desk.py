@@ -23,17 +23,22 @@ from .prompt import Prompt
 from .served import Served
 
 
-class Question(Protocol):
-    """A request of any API."""
+class Prompting(Protocol):
+    """A prompt of any API."""
 
     @property
     def model(self) -> str | None: ...
-    @property
-    def stream(self) -> bool | None: ...
     def check(self) -> None:
         """Refuse what cannot be honoured as a whole."""
 
     def read(self, served: Served) -> Prompt: ...
+
+
+class Question(Prompting, Protocol):
+    """A prompt to be answered."""
+
+    @property
+    def stream(self) -> bool | None: ...
     def request(self, prompt: Prompt, context: int) -> Request: ...
 
 
@@ -90,6 +95,13 @@ class Desk:
             close()
         return Response(whole, media_type="application/json")
 
+    async def count(self, asked: Prompting) -> int:
+        """The tokens of a prompt."""
+        asked.check()
+        self.served.check_name(asked.model)
+        prompt = await asyncio.get_running_loop().run_in_executor(self.reader, asked.read, self.served)
+        return len(prompt.tokens)
+
     def cancel(self, id: str) -> None:
         if id not in self.answers:
             raise Refusal(404, f"no request {id[:100]!r} is under way", param="id", code="not_found")
@@ -100,7 +112,8 @@ class Desk:
         context, length = self.served.model.context_length, len(prompt.tokens)
         most = min(context - 1, self.limits.prompt_tokens or context)
         if length > most:
-            message = f"{length} tokens, and {most} are the most that is taken: shorten it"
+            # In Anthropic's words, by which Claude Code knows that it must summarise.
+            message = f"prompt is too long: {length} tokens > {most} maximum: shorten it"
             refuse(prompt.param, message, "context_length_exceeded")
         return prompt, asked.request(prompt, context)
 
