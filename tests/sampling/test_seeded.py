@@ -79,15 +79,18 @@ def test_the_text_is_the_same_for_every_depth_and_batch_at_length() -> None:
 
 
 def test_seeds_and_choices_differ_and_repeat() -> None:
-    def said(choice: int, seed: int) -> list[int]:
-        engine = Engine(builtin_model())
+    def said(n: int, seed: int) -> list[list[int]]:
         params = SamplingParams(temperature=1.0, seed=seed, max_tokens=6, k=2)
-        return collect(engine.submit(Request(PROMPTS[0], params, choice=choice))).tokens
+        answers: list[list[int]] = [[] for _ in range(n)]
+        for event in Engine(builtin_model()).submit(Request(PROMPTS[0], params, n=n)):
+            answers[event.choice] += event.tokens
+        return answers
 
-    first = said(0, 7)
-    assert said(0, 7) == first
-    assert said(1, 7) != first
-    assert said(0, 8) != first
+    (first,), both = said(1, 7), said(2, 7)
+    assert both[0] == first
+    assert both[1] != first
+    assert said(3, 7)[:2] == both
+    assert said(1, 8) != [first]
 
 
 def test_without_a_seed_texts_differ() -> None:

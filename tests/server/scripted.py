@@ -18,7 +18,7 @@ from headstart.engine.row import Row, Said
 
 
 class ScriptedRoom(Room):
-    """Says one text after another, one for each request, in bursts of up to so many tokens."""
+    """Says one text after another, one for each answer, in bursts of up to so many tokens."""
 
     def __init__(self, *model: Any, burst: int = 1, **engine: Any):
         super().__init__(*model, **engine)
@@ -30,7 +30,8 @@ class ScriptedRoom(Room):
         while self._wait_for_work():
             row = self.engine.queue.take()
             self.requests.append(row.handle.request)
-            self._say(row, self.scripts.popleft())
+            for each in row.fork():
+                self._say(each, self.scripts.popleft())
 
     def _say(self, row: Row, script: str) -> None:
         end = min(tokenizer().eos_token_ids)

@@ -120,6 +120,11 @@ class Batch:
         self.asked = [self.asked[row] for row in rows]
         self.controls = controls(self.asked, model.vocabulary)
 
+    def fork(self, asked: list[Asked], model: Model) -> None:
+        """The one row becomes as many as there are `asked`, alike in all else."""
+        self.keep([0] * len(asked), model)
+        self.asked, self.controls = asked, controls(asked, model.vocabulary)
+
     def join(self, other: "Batch", model: Model) -> None:
         """Take in rows that have just been prefilled. Either side may be without a head: a blank one does no harm,
         since drafts are only ever proposals and those rows allow none."""

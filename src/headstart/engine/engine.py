@@ -122,19 +122,19 @@ class Engine:
         handle. `max_k`: most drafts a round, besides what the model and the request allow.
         """
         request.check(self.model)
-        params, model = request.params, self.model
-        text = None
-        if self.tokenizer is not None:
-            ends = {token for token in self.tokenizer.eos_token_ids if token < model.vocabulary}
+        params, model, tokenizer = request.params, self.model, self.tokenizer
+        if request.n > self.max_rows:
+            raise RequestError(f"n is {request.n}, and at most {self.max_rows} answers can be given at a time")
+        if tokenizer is not None:
+            ends = {token for token in tokenizer.eos_token_ids if token < model.vocabulary}
             params = replace(params, stop_ids=frozenset(params.stop_ids) | ends)
-            text = TextStream(self.tokenizer, params.stop)
         elif params.stop:
             raise RequestError("stop needs text, and this engine has no tokenizer: use stop_ids")
-        matcher = None
+        grammar = None
         if params.grammar is not None:
-            if self.tokenizer is None:
+            if tokenizer is None:
                 raise RequestError("grammar needs text, and this engine has no tokenizer: give it the model's")
-            matcher = compile_grammar(params.grammar, self.tokenizer).matcher(params.stop_ids, model.vocabulary)
+            grammar = compile_grammar(params.grammar, tokenizer)
         ceiling, bypass, most = 0, None, min(max_k, model.max_k)
         if not model.has_head:
             bypass = model.head_unavailable or "the model has no head"
@@ -147,12 +147,23 @@ class Engine:
         limit = min(params.max_tokens, model.context_length - len(request.prompt))
         # Unseeded rows differ from each other and from run to run.
         key = params.seed if params.seed is not None else secrets.randbits(64)
-        asked = Asked(params, key, request.choice, limit)
         handle = Handle(request, None if self._threaded else self.turn, listener)
         stats = Stats("native_mtp" if ceiling else None, bypass, prompt_tokens=len(request.prompt))
         if ceiling and params.k != "auto" and ceiling < params.k:
             stats.clamped_to = ceiling
-        row = Row(handle, asked, Drafter(ceiling), stats, text, matcher, list(request.prompt))
+        row, *others = [
+            Row(
+                handle,
+                Asked(params, key, choice, limit),
+                Drafter(ceiling),
+                stats,
+                TextStream(tokenizer, params.stop) if tokenizer is not None else None,
+                grammar.matcher(params.stop_ids, model.vocabulary) if grammar is not None else None,
+                list(request.prompt),
+            )
+            for choice in range(request.n)
+        ]
+        row.siblings = others
         if (needed := self._bytes([row])) > self.memory:
             raise RequestError(
                 f"prompt has {len(request.prompt)} tokens and needs {needed / 1e9:.2f} GB with its answer, and "
@@ -214,7 +225,8 @@ class Engine:
 
     def _bytes(self, rows: list[Row]) -> int:
         """What these rows will need, as far as their answers are counted ahead."""
-        return self.footprint.bytes([len(r.tokens) + min(r.limit - r.said, ANSWER) + MAX_K + 1 for r in rows])
+        each = [len(r.tokens) + min(r.limit - r.said, ANSWER) + MAX_K + 1 for r in rows for _ in (r, *r.siblings)]
+        return self.footprint.bytes(each)
 
     def _drop_cancelled(self) -> None:
         waiting = self.queue.drop_cancelled()
@@ -225,8 +237,10 @@ class Engine:
 
     def _admit(self) -> None:
         """As many as there are places and memory for. The first in the queue waits for its share, not for luck."""
-        while len(self.rows) + len(self.entering) < self.max_rows and (row := self.queue.first()) is not None:
+        while (row := self.queue.first()) is not None:
             inside = [*self.rows, *self.entering]
+            if sum(1 + len(each.siblings) for each in (*inside, row)) > self.max_rows:
+                return
             if inside and self._bytes([*inside, row]) > self.memory:
                 return
             self.entering.append(self.queue.take())
@@ -292,12 +306,15 @@ class Engine:
 
     def _join(self, row: Row) -> None:
         assert row.batch is not None
+        rows = row.fork()
+        if len(rows) > 1:
+            row.batch.fork([each.asked for each in rows], self.model)
         if self._batch is None:
             self._batch = row.batch
         else:
             self._batch.join(row.batch, self.model)
         row.batch, self._steady = None, False
-        self.rows.append(row)
+        self.rows += rows
 
     def _try_alone(self, row: Row) -> None:
         """A batch with this row in it failed. A round by itself shows whether it was this one."""

@@ -19,7 +19,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 class Request:
     prompt: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
-    choice: int = 0  # which of several answers to one prompt, so that they differ under one seed
+    n: int = 1  # answers to the prompt, which is read once; under one seed they differ, each by its number
     keep_logits: bool = False  # hand out the target's logits with every token
 
     def check(self, model: Model) -> None:
@@ -34,6 +34,8 @@ class Request:
             )
         if (wrong := next((t for t in self.prompt if not 0 <= t < vocabulary), None)) is not None:
             raise RequestError(f"prompt holds the token id {wrong}: ids go from 0 to {vocabulary - 1}")
+        if not 1 <= self.n:
+            raise RequestError(f"n is {self.n}; it must be at least 1")
         self.params.check_tokens(vocabulary)
         if self.params.k not in ("auto", 0) and not model.has_head:
             raise RequestError(
@@ -52,7 +54,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Event:
-    """What a round said to one request, or how it ended. The last event has a `finish_reason`. While a long prompt
+    """What a round said to one request, or how it ended. The last event has a `finish_reason`, of each of its
+    answers where there are several. While a long prompt
     is taken in, events say only how far (`prompt_taken`)."""
 
     tokens: list[int] = field(default_factory=list)
@@ -65,7 +68,7 @@ class Event:
     stats: Stats | None = None  # of the whole answer so far
     error: HeadstartError | None = None
     prompt_taken: int = 0  # tokens of the prompt that are in
-    choice: int = 0  # which of several answers to the prompt it belongs to
+    choice: int = 0  # which of the request's answers it belongs to
 
 
 class Handle:
@@ -79,7 +82,7 @@ class Handle:
     ):
         self.request = request
         self.cancelled = False
-        self._ended = False
+        self._left = request.n  # answers that have not ended
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._turn = turn
         self._listener = listener
@@ -98,12 +101,12 @@ class Handle:
             self.cancelled = True
 
     def __iter__(self) -> Iterator[Event]:
-        while not self._ended:
+        while self._left:
             try:
                 event = self._events.get(block=self._turn is None)
             except Empty:
                 assert self._turn is not None
                 self._turn()
                 continue
-            self._ended = event.finish_reason is not None
+            self._left -= event.finish_reason is not None
             yield event

@@ -35,6 +35,7 @@ class Row:
     text: TextStream | None
     matcher: Matcher | None  # of its grammar
     tokens: list[int] = field(default_factory=list)  # the prompt and all that was said
+    siblings: list["Row"] = field(default_factory=list)  # other answers to its prompt, until that is in
     batch: Batch | None = None  # its own while its tokens are taken in
     taken: int = 0  # tokens that are in
     started: float = 0.0
@@ -84,6 +85,7 @@ class Row:
             origins(len(tokens), round.accepted, round.proposed),
             finish_reason=reason,
             stats=deepcopy(self.stats),
+            choice=self.asked.choice,
         )
         if self.text is not None:
             event = replace(event, texts=texts, stop=self.text.stop)
@@ -100,7 +102,17 @@ class Row:
         self.over, self.matcher = True, None
         if error is not None and not isinstance(error, HeadstartError):
             error = HeadstartError(f"{type(error).__name__}: {error}")
-        self.handle.put(Event(finish_reason=reason, stats=deepcopy(self.stats), error=error))
+        event = Event(finish_reason=reason, stats=deepcopy(self.stats), error=error, choice=self.asked.choice)
+        self.handle.put(event)
+        for sibling in self.siblings:
+            sibling.finish(reason, error)
+
+    def fork(self) -> list["Row"]:
+        """The prompt is in: from here on each answer to it is a row like any other."""
+        rows, self.siblings = [self, *self.siblings], []
+        for sibling in rows[1:]:
+            sibling.stats, sibling.started = deepcopy(self.stats), self.started
+        return rows
 
     def take_in_again(self) -> None:
         """Its memory is lost or was given up: all it has said becomes part of what it takes in."""

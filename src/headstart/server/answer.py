@@ -34,9 +34,9 @@ class Answer:
         self.cancel()
 
     async def events(self) -> AsyncIterator[Event]:
-        """To the last one, which has a finish_reason. A request that fails, or takes too long, raises."""
-        event = Event()
-        while event.finish_reason is None:
+        """To the last one of the last answer. A request that fails, or takes too long, raises."""
+        left = self._handle.request.n
+        while left:
             try:
                 async with asyncio.timeout_at(self._deadline):
                     event, when = await self._events.get()
@@ -50,4 +50,5 @@ class Answer:
                 raise event.error
             if event.finish_reason == "cancelled" and not self._cancelled:
                 raise Refusal(503, "the server is shutting down: this answer is not whole", code="shutting_down")
+            left -= event.finish_reason is not None
             yield event

@@ -1,5 +1,6 @@
 """What Prometheus reads. docs/serving.md lists every name."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 import mlx.core as mx
@@ -42,16 +43,16 @@ class Meter:
 
     def __init__(self, metrics: Metrics, endpoint: str, arrived: float):
         self._metrics, self._endpoint = metrics, endpoint
-        self._last = arrived
-        self._stats = Stats(None, None)
+        self._last: defaultdict[int, float] = defaultdict(lambda: arrived)  # by choice
+        self._stats: defaultdict[int, Stats] = defaultdict(lambda: Stats(None, None))
         self._ended = False
 
     def count(self, event: Event, when: float) -> None:
         if event.stats is not None:
-            self._metrics.tally.add(self._stats, event.stats)
+            self._metrics.tally.add(self._stats[event.choice], event.stats, first=event.choice == 0)
             if event.tokens:
                 self._time(event, when)
-            self._stats = event.stats
+            self._stats[event.choice] = event.stats
         if event.finish_reason is not None:
             self.end(event.finish_reason)
 
@@ -62,8 +63,8 @@ class Meter:
         self._ended = True
 
     def _time(self, event: Event, when: float) -> None:
-        passed, self._last = when - self._last, when
-        if self._stats.generation_tokens == 0:
+        passed, self._last[event.choice] = when - self._last[event.choice], when
+        if self._stats[event.choice].generation_tokens == 0:
             self._metrics.first_token.observe(passed)
             return
         for _ in event.tokens:

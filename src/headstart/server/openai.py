@@ -38,7 +38,7 @@ OF_CHATS: dict[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},),
     "top_logprobs": (0,),
 }
-MOST_CHOICES = 1
+MOST_CHOICES = 16
 # Tokens of thought. Beyond these a model thinks as long as it likes.
 EFFORTS = {"none": 0, "minimal": 256, "low": 1024, "medium": 8192}
 
@@ -165,7 +165,7 @@ class Asked(Shape):
         if (top := self.wanted_logprobs()) is not None:
             fields |= {"logprobs": True, "top_logprobs": top}
         fields |= {"grammar": prompt.grammar, "accept": self.acceptance or "auto"}
-        return Request(prompt.tokens, SamplingParams(**{**prompt.sampling, **fields}))
+        return Request(prompt.tokens, SamplingParams(**{**prompt.sampling, **fields}), n=self.choices)
 
     @property
     def clamped_to(self) -> int | None:

@@ -21,9 +21,9 @@ class Tally:
     parked_seconds: float = 0.0
     depth: int | None = None  # of the last round
 
-    def add(self, before: Stats, now: Stats) -> None:
-        """A request has gone on from `before` to `now`."""
-        if before.rounds == 0 < now.rounds:
+    def add(self, before: Stats, now: Stats, *, first: bool = True) -> None:
+        """An answer has gone on from `before` to `now`. Only the first to a prompt counts that."""
+        if first and before.rounds == 0 < now.rounds:
             self.prompt_tokens += now.prompt_tokens
             self.cached_tokens += now.prefix_cache_hit
             if now.bypass_reason:
