@@ -35,7 +35,8 @@ from headstart.models import Model
 
 Product = Callable[[mx.array, dense.Weights], mx.array]
 FOUND: dict[str, Any] = {}
-ROWS = (1, 2, 3, 4, 8, 16, 32, 144)
+ROWS = (1, 2, 3, 4, 8, 16)  # mlx compiles its own kernels for more, and takes long to
+MORE = (32, 144)
 COMMON: dict[str, Any] = {
     "vocab_size": 248320,
     "head_dim": 256,
@@ -128,8 +129,10 @@ def copy_bandwidth() -> float:
     times = []
     for _ in range(10):
         begun = time.perf_counter()
-        mx.eval(big + 1)
-        times.append(time.perf_counter() - begun)
+        for _ in range(4):
+            mx.async_eval(big + 1)
+        mx.synchronize()
+        times.append((time.perf_counter() - begun) / 4)
     return 2 * big.nbytes / min(times)
 
 
@@ -182,34 +185,39 @@ def products() -> None:
     print(f"copy: {bandwidth / 1e12:.2f} TB/s")
     table("right and independent of rows", "error", "mlx's error", "rows that differ")
     cases = [(16, 1, 5120, 1024)] + [(b, g, 5120, 1024) for b in (4, 8) for g in (32, 64, 128)]
-    cases += [(4, 64, 17408, 5120), (4, 64, 384, 8192), (4, 64, 64, 48), (8, 32, 96, 33), (16, 1, 384, 8192)]
+    cases += [(4, 64, 17408, 5120), (4, 64, 64, 48), (8, 32, 96, 33)]
     for bits, group, inputs, outputs in cases:
         weights = random_weights(outputs, inputs, bits, group)
         x = mx.random.normal((144, inputs)).astype(mx.bfloat16)
         whole = ours(x, weights)
         differ = []
-        for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 32, 33, 64, 144):
+        for rows in (*range(1, 18), 32, 33, 64):
             if not mx.array_equal(ours(x[:rows], weights), whole[:rows]).item():
                 differ.append(rows)
         reference = exactly(x, weights)
         name = f"{inputs}→{outputs} {bits} bits, groups of {group}"
-        found = (f"{error(whole, reference):.1e}", f"{error(stock(x, weights), reference):.1e}", differ or "none")
+        found = (
+            f"{error(whole, reference):.1e}",
+            f"{error(stock(x[:4], weights), reference[:4]):.1e}",
+            differ or "none",
+        )
         line(name, *found)
         note(f"right {name}", found)
 
-    shapes = [(5120, 17408, 4), (17408, 5120, 4), (5120, 16384, 4), (6144, 5120, 4), (5120, 248320, 4)]
-    shapes += [(5120, 17408, 8), (5120, 17408, 16), (2048, 256, 16)]
-    table("µs by rows", *map(str, ROWS), "TB/s at 1", "of copy")
+    shapes = [(5120, 17408, 4), (17408, 5120, 4), (5120, 248320, 4), (5120, 17408, 8), (5120, 17408, 16)]
+    table("µs by rows", *map(str, ROWS + MORE), "TB/s at 1", "of copy")
     for inputs, outputs, bits in shapes:
         count = max(2, min(64, 400_000_000 // (outputs * inputs * bits // 8)))
         several = [random_weights(outputs, inputs, bits, 64) for _ in range(count)]
         read = sum(array.nbytes for array in several[0].arrays())
         for name, product in (("mlx", stock), ("ours", ours)):
             cells = []
-            for rows in ROWS:
+            for rows in ROWS + MORE * (product is ours):
                 cells.append(microseconds(product, mx.random.normal((rows, inputs)).astype(mx.bfloat16), several))
             rate = read / cells[0] * 1e6
-            line(f"{inputs}→{outputs} {bits} bits, {name}", *cells, f"{rate / 1e12:.2f}", f"{rate / bandwidth:.0%}")
+            blank = ("",) * (len(ROWS + MORE) - len(cells))
+            shares = (f"{rate / 1e12:.2f}", f"{rate / bandwidth:.0%}")
+            line(f"{inputs}→{outputs} {bits} bits, {name}", *cells, *blank, *shares)
             note(f"product {inputs} {outputs} {bits} {name}", cells)
 
 
@@ -287,7 +295,7 @@ def quantises(path: str, module: nn.Module) -> bool:
     return isinstance(module, kinds) and not isinstance(module, QuantizedSwitchLinear) and path != "fc"
 
 
-def prompts(count: int, length: int = 128) -> list[list[int]]:
+def prompts(count: int, length: int = 9) -> list[list[int]]:
     return [[(7919 * row + 104729 * i) % 200000 + 1 for i in range(length)] for row in range(count)]
 
 
@@ -320,14 +328,15 @@ def whole_model(name: str) -> None:
         note(f"{name} imposed k={k}", [done.rate, *cells])
 
     table("rows", "k", "ms a step", "to k = 0", "window to a window of 1", "a draft")
-    for cost in measure_costs(model, prompts(4), rows=(1, 4, 16), ks=(0, 1, 2, 3, 5), repeats=2):
+    for cost in measure_costs(model, prompts(4), rows=(1, 4, 16), ks=(0, 3), repeats=2):
         draft = "" if cost.draft is None else f"{cost.draft:.3f}"
         line(cost.rows, cost.k, f"{1e3 * cost.seconds:.2f}", f"{cost.ratio:.2f}", f"{cost.verify:.2f}", draft)
         note(f"{name} step {cost.rows} {cost.k}", cost.as_dict())
 
     table("rows", "k = 0, tokens/s", "auto, tokens/s", "auto to k = 0")
     for rows in (1, 4, 16):
-        zero, auto = (run(model, prompts(rows), k, 128).rate for k in (0, "auto"))
+        for _ in range(2):  # the first time, auto learns what depths cost
+            zero, auto = (run(model, prompts(rows), k, 128).rate for k in (0, "auto"))
         line(rows, zero, auto, f"{auto / zero:.2f}")
         note(f"{name} aggregate {rows}", [zero, auto])
 

@@ -125,16 +125,16 @@ namespace headstart {
 inline unsigned char dynamic_shared[232448] __align__(16);
 
 // Copies land as late as they may, so that a missing wait shows.
-inline void copy(void* to, const void* from, int bytes) { self->copies.push_back({to, from, bytes, self->groups}); }
-inline void copy_16_bytes(void* to, const void* from, bool there) { copy(to, there ? from : nullptr, 16); }
-template <int BYTES>
-void copy_few_bytes(void* to, const void* from) { copy(to, from, BYTES); }
+inline void copy_16_bytes(void* to, const void* from, int there = 16) {
+  std::memset(to, 0, 16);
+  self->copies.push_back({to, from, there, self->groups});
+}
 inline void commit_copies() { ++self->groups; }
 template <int N>
 void wait_for_copies() {
   std::erase_if(self->copies, [](const Copy& copy) {
     if (copy.group >= self->groups - N) return false;
-    copy.from ? std::memcpy(copy.to, copy.from, copy.bytes) : std::memset(copy.to, 0, copy.bytes);
+    std::memcpy(copy.to, copy.from, copy.bytes);
     return true;
   });
 }

@@ -116,14 +116,14 @@ __device__ void partials(
     for (int i = thread; i < SPLIT * (D / 8); i += 32 * WARPS) {
       const int line = i / (D / 8), column = 8 * (i % (D / 8));
       const long long at = ((long long)(b * HKV + head) * S + begin + line) * D + column;
-      copy_16_bytes(lines + line * LINE + column, from + at, line < written);
+      copy_16_bytes(lines + line * LINE + column, from + at, line < written ? 16 : 0);
     }
   };
   auto copy_queries = [&](int row0) {
     for (int i = thread; i < TILE * (D / 8); i += 32 * WARPS) {
       const int line = i / (D / 8), column = 8 * (i % (D / 8)), row = row0 + line;
       const long long at = ((long long)(b * H + head * GROUP + row % GROUP) * W + row / GROUP) * D + column;
-      copy_16_bytes(query_lines + line * LINE + column, q + at, row < queries);
+      copy_16_bytes(query_lines + line * LINE + column, q + at, row < queries ? 16 : 0);
     }
   };
   copy_queries(0);

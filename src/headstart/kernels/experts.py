@@ -12,7 +12,20 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .cuda import TENSOR_CORE, on_cuda, source
-from .products import MOST_ROWS, RUN, Order, Tile, Weights, body, names, refusal, shared_bytes, template, weights_of
+from .products import (
+    MOST_ROWS,
+    RUN,
+    Order,
+    Tile,
+    Weights,
+    body,
+    large,
+    names,
+    refusal,
+    shared_bytes,
+    template,
+    weights_of,
+)
 
 
 def experts(x: mx.array, indices: mx.array, *layers: nn.Module) -> list[mx.array] | None:
@@ -34,7 +47,8 @@ def launch(x: mx.array, indices: mx.array, weights: list[Weights]) -> list[mx.ar
     # Pairs that share an expert are few; where there are many pairs, larger tiles leave fewer blocks without work.
     tile = Tile(1, 1) if pairs <= 128 else Tile(4, 1)
     blocks = sum(-(-each.outputs // (16 * tile.tall)) for each in weights)
-    return kernel(len(weights), order, tile, x.size // x.shape[-1] == pairs)(
+    shared = shared_bytes(weights[0], order, tile)
+    return kernel(len(weights), order, tile, shared, x.size // x.shape[-1] == pairs)(
         inputs=[x, indices.astype(mx.uint32), *(array for each in weights for array in each.arrays())],
         template=template(x.dtype, order, tile),
         grid=(pairs * 32 * order.warps, blocks, 1),
@@ -59,14 +73,14 @@ OFFSET = """
 
 
 @cache
-def kernel(count: int, order: Order, tile: Tile, own_inputs: bool) -> Any:
+def kernel(count: int, order: Order, tile: Tile, shared: int, own_inputs: bool) -> Any:
     quantised = order.bits < 16
     share = f"\n  const int share = {'1' if own_inputs else 'top'};\n"
     return mx.fast.cuda_kernel(
-        name=f"experts_{count}_{'each' if own_inputs else 'shared'}",
+        name=f"experts_{count}_{'each' if own_inputs else 'shared'}{large(shared)}",
         input_names=["x", "indices", *names(count, quantised)],
         output_names=[f"out{i}" for i in range(count)],
         header=TENSOR_CORE + source("products") + source("experts"),
         source=body(PAIRS, count, quantised, axis=1) + OFFSET + share + RUN,
-        shared_memory=shared_bytes(order, tile),
+        shared_memory=shared,
     )

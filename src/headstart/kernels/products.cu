@@ -78,9 +78,6 @@ struct Layout {
   static constexpr int UNITS = CODES / UNIT;
   static constexpr int EACH = UNIT / 4; // positions of a unit that a lane holds
   static constexpr int WORDS = EACH * BITS / 32;
-  static constexpr int SCALES = BITS == 16 ? 0 : CODES > GROUP ? CODES / GROUP : 1; // of a row in a chunk
-  static constexpr int SCALE_BYTES = SCALES == 0 ? 0 : SCALES <= 2 ? 4 : 2 * SCALES;
-  static constexpr int STAGE = 16 * (CHUNK + 2 * SCALE_BYTES); // bytes, for 16 rows
 };
 
 // One block's share: the rows of w from `first` on, by 8 · WIDE columns. Column c goes to row outputs(c) of y, nowhere
@@ -93,9 +90,22 @@ __device__ __forceinline__ void product(
   extern __shared__ __align__(16) unsigned char dynamic_shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quarter = lane % 4;
   const int chunks = K / S::CODES, groups = BITS == 16 ? 0 : K / GROUP;
-  unsigned char* ring = dynamic_shared + warp * STAGES * TALL * S::STAGE;
+  unsigned char* ring = dynamic_shared + warp * STAGES * TALL * 16 * CHUNK;
 
-  // Each lane copies the same pieces of every chunk, and a row's scales or biases.
+  // The scales of a block's rows stand together, and so do their biases: all of them come first.
+  T* block_scales = reinterpret_cast<T*>(dynamic_shared + WARPS * STAGES * TALL * 16 * CHUNK);
+  if constexpr (BITS < 16) {
+    const int bytes = 2 * groups * min(16 * TALL, N - first);
+    for (int at = 16 * threadIdx.x; at < bytes; at += 16 * 32 * WARPS) {
+      char* to = reinterpret_cast<char*>(block_scales) + at;
+      const long long from = 2ll * first * groups + at;
+      copy_16_bytes(to, reinterpret_cast<const char*>(scales) + from, min(16, bytes - at));
+      copy_16_bytes(to + 32 * TALL * groups, reinterpret_cast<const char*>(biases) + from, min(16, bytes - at));
+    }
+    commit_copies();
+  }
+
+  // Each lane copies the same pieces of every chunk.
   const char* pieces[TALL * CHUNK / 32];
 #pragma unroll
   for (int i = 0; i < TALL * CHUNK / 32; i++) {
@@ -106,22 +116,13 @@ __device__ __forceinline__ void product(
 #pragma unroll
     for (int i = 0; i < TALL * CHUNK / 32; i++) {
       int row = (lane + 32 * i) / (CHUNK / 16), byte = (lane + 32 * i) % (CHUNK / 16) * 16;
-      copy_16_bytes(stage + place<CHUNK>(row, byte), pieces[i] + chunk * CHUNK, true);
-    }
-    if constexpr (BITS < 16) {
-      unsigned char* to = stage + TALL * 16 * (CHUNK + (lane < 16 ? 0 : S::SCALE_BYTES));
-#pragma unroll
-      for (int i = 0; i < TALL; i++) {
-        int row = lane % 16 + 16 * i, at = min(first + row, N - 1) * groups + chunk * S::CODES / GROUP;
-        if (S::SCALES == 1) at &= ~1; // four bytes are the least that can be copied
-        copy_few_bytes<S::SCALE_BYTES>(to + row * S::SCALE_BYTES, (lane < 16 ? scales : biases) + at);
-      }
+      copy_16_bytes(stage + place<CHUNK>(row, byte), pieces[i] + chunk * CHUNK);
     }
   };
 
 #pragma unroll 1
   for (int i = 0; i < STAGES; i++) {
-    if (warp + i * WARPS < chunks) fetch(warp + i * WARPS, ring + i * TALL * S::STAGE);
+    if (warp + i * WARPS < chunks) fetch(warp + i * WARPS, ring + i * TALL * 16 * CHUNK);
     commit_copies();
   }
 
@@ -132,10 +133,15 @@ __device__ __forceinline__ void product(
     columns[c] = output < 0 ? nullptr : x + (long long)(output / share) * K + quarter * S::EACH;
   }
 
+  if (BITS < 16) {
+    wait_for_copies<STAGES>();
+    __syncthreads();
+  }
+
   float total[TALL][WIDE][4] = {};
   int turn = 0;
   for (int chunk = warp; chunk < chunks; chunk += WARPS) {
-    unsigned char* stage = ring + turn * TALL * S::STAGE;
+    unsigned char* stage = ring + turn * TALL * 16 * CHUNK;
     uint32_t activations[S::UNITS][WIDE][S::EACH / 2];
 #pragma unroll
     for (int u = 0; u < S::UNITS; u++)
@@ -189,11 +195,8 @@ __device__ __forceinline__ void product(
         for (int r = 0; r < TALL; r++)
 #pragma unroll
           for (int h = 0; h < 2; h++) {
-            int row = 16 * r + 8 * h + group, at = u * S::UNIT / GROUP;
-            if (S::SCALES == 1) at = (min(first + row, N - 1) * groups + chunk * S::CODES / GROUP) & 1;
-            const unsigned char* here = stage + TALL * 16 * CHUNK + row * S::SCALE_BYTES;
-            float scale = reinterpret_cast<const T*>(here)[at];
-            float bias = reinterpret_cast<const T*>(here + TALL * 16 * S::SCALE_BYTES)[at];
+            int at = (16 * r + 8 * h + group) * groups + (chunk * S::CODES + u * S::UNIT) / GROUP;
+            float scale = block_scales[at], bias = block_scales[at + 16 * TALL * groups];
             bias -= OFFSET<T, BITS> * scale;
 #pragma unroll
             for (int c = 0; c < WIDE; c++)

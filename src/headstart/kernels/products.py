@@ -69,7 +69,7 @@ class Tile:
 
     @classmethod
     def of(cls, rows: int) -> "Tile":
-        return cls(1, 1) if rows <= 8 else cls(2, 2) if rows <= 16 else cls(2, 4)
+        return cls(1, 1) if rows <= 8 else cls(1, 2)
 
 
 def product(x: mx.array, layer: nn.Module) -> mx.array:
@@ -123,7 +123,7 @@ def launch(x: mx.array, weights: list[Weights]) -> list[mx.array]:
     rows, order = prod(x.shape[:-1]), Order.of(weights[0])
     tile = Tile.of(rows)
     blocks = sum(-(-each.outputs // (16 * tile.tall)) for each in weights)
-    return kernel(len(weights), order, tile)(
+    return kernel(len(weights), order, tile, shared_bytes(weights[0], order, tile))(
         inputs=[x, *(array for each in weights for array in each.arrays())],
         template=template(x.dtype, order, tile),
         grid=(-(-rows // (8 * tile.wide)) * 32 * order.warps, blocks, 1),
@@ -188,27 +188,30 @@ def body(columns: str, count: int, quantised: bool, axis: int) -> str:
 
 
 @cache
-def kernel(count: int, order: Order, tile: Tile) -> Any:
+def kernel(count: int, order: Order, tile: Tile, shared: int) -> Any:
     """One launch over `count` weights. Its template arguments must be those of `order` and `tile`."""
     quantised = order.bits < 16
     return mx.fast.cuda_kernel(
-        name=f"product_{count}",
+        name=f"product_{count}{large(shared)}",
         input_names=["x", *names(count, quantised)],
         output_names=[f"out{i}" for i in range(count)],
         header=TENSOR_CORE + source("products"),
         source=body(COLUMNS, count, quantised, axis=0) + RUN,
-        shared_memory=shared_bytes(order, tile),
+        shared_memory=shared,
     )
+
+
+def large(shared: int) -> str:
+    """MLX asks for more than 48000 bytes once a kernel, when it is first run: other sizes need other names."""
+    return f"_{shared}" if shared > 48000 else ""
 
 
 def names(count: int, quantised: bool) -> list[str]:
     return [f"{letter}{i}" for i in range(count) for letter in ("wsb" if quantised else "w")]
 
 
-def shared_bytes(order: Order, tile: Tile) -> int:
-    """The rings of a block's warps, and then their sums; see `Layout` in products.cu."""
-    scales = 0
-    if order.bits < 16:
-        scales = max(4, 2 * (order.chunk * 8 // order.bits // order.group))
-    ring = order.stages * tile.tall * 16 * (order.chunk + 2 * scales)
-    return order.warps * max(ring, 512 * tile.tall * tile.wide)
+def shared_bytes(weights: Weights, order: Order, tile: Tile) -> int:
+    """The rings of a block's warps and its scales and biases; then the warps' sums take their place."""
+    ring = order.warps * order.stages * tile.tall * 16 * order.chunk
+    scales = 0 if weights.scales is None else 2 * 2 * 16 * tile.tall * weights.inputs // weights.group
+    return max(ring + scales, 512 * order.warps * tile.tall * tile.wide)

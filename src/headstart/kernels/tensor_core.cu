@@ -8,15 +8,10 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 }
 
 // Into shared memory, without waiting. What is not `there` is not read, and zero.
-__device__ __forceinline__ void copy_16_bytes(void* to, const void* from, bool there) {
+__device__ __forceinline__ void copy_16_bytes(void* to, const void* from, int there = 16) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-               ::"r"(shared_address(to)), "l"(from), "r"(there ? 16 : 0)
+               ::"r"(shared_address(to)), "l"(from), "r"(there)
                : "memory");
-}
-
-template <int BYTES>  // 4 or 8
-__device__ __forceinline__ void copy_few_bytes(void* to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(BYTES) : "memory");
 }
 
 __device__ __forceinline__ void commit_copies() {

@@ -1,9 +1,11 @@
 """A pass over a decoding window as one compiled graph, from arrays to arrays.
 
 A step of a large model is a thousand operations. On CUDA the host needs longer to describe them one by one than the
-device to run them; `mx.compile` remembers the description, one for every (rows, width, pending drafts, capacity).
+device to run them; `mx.compile` remembers the description, one for every (rows, width, pending drafts, capacity). To
+remember takes far longer than to describe once, so it waits until a shape has been seen a few times.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from ..kernels.cuda import on_cuda
 from ..state import BLOCK, KV, Recurrent, Rows
 
 WIDEST = 9  # windows; the widths of a prompt's chunks are too many to remember
+OFTEN = 8  # times that a shape is described before it is remembered
 
 
 def compiles(width: int) -> bool:
@@ -25,10 +28,16 @@ class Graph:
     def __init__(self, run: Callable[..., mx.array]):
         self.run = run
         self.kinds: list[type[KV] | type[Recurrent]] = []
+        self.seen: Counter[Any] = Counter()
         self.traced = mx.compile(self._from_arrays)
 
     def __call__(self, rows: Rows, *inputs: Any) -> mx.array:
         """`rows` must have room for the window already: a graph cannot grow what it is given."""
+        given = [each.shape if isinstance(each, mx.array) else each for each in inputs]
+        shape = (rows.capacity, *given, *(array.shape for array in rows.layers[0].arrays()))
+        self.seen[shape] += 1
+        if self.seen[shape] <= OFTEN:
+            return self.run(rows, *inputs)
         self.kinds = [type(memory) for memory in rows.layers]
         held = [memory.arrays() for memory in rows.layers]
         output, held = self.traced(rows.lengths, rows.accepted, held, *inputs)
