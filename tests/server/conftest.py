@@ -1,8 +1,12 @@
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from openai import OpenAI
 from running import Running, running
+
+import headstart.engine.engine
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +19,17 @@ def server() -> Iterator[Running]:
 @pytest.fixture(scope="session")
 def client(server: Running) -> OpenAI:
     return server.openai()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Prompts are taken in no further until it is set."""
+    opened, prefill = threading.Event(), headstart.engine.engine.prefill
+
+    def waiting(*arguments: Any) -> None:
+        opened.wait(60)
+        prefill(*arguments)
+
+    monkeypatch.setattr(headstart.engine.engine, "prefill", waiting)
+    yield opened
+    opened.set()

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import mlx.core as mx
+from anthropic import Anthropic
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from openai import AsyncOpenAI, OpenAI
 
@@ -59,6 +60,10 @@ class Running:
 
     def async_openai(self, **options: Any) -> AsyncOpenAI:
         return AsyncOpenAI(**self._client(), **options)
+
+    def anthropic(self, **options: Any) -> Anthropic:
+        known = {"base_url": self.url, "api_key": self.key or "none", "max_retries": 0, "timeout": 60}
+        return Anthropic(**known | options)
 
     def http(self) -> httpx.Client:
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}

@@ -4,7 +4,6 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,7 +12,6 @@ import pytest
 from running import Running, alone, chat_tokens, running, tokenizer, wait_until
 from starlette.datastructures import Headers
 
-import headstart.engine.engine
 from headstart.errors import RequestError
 from headstart.server import Keys, Limits, check_reach
 from headstart.state import Prefix
@@ -28,20 +26,6 @@ def idle(server: Running) -> bool:
 
 def cancelled(server: Running) -> float:
     return server.metric("headstart_requests_total", endpoint="/v1/chat/completions", outcome="cancelled")
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Prompts are taken in no further until it is set."""
-    opened, prefill = threading.Event(), headstart.engine.engine.prefill
-
-    def waiting(*arguments: Any) -> None:
-        opened.wait(60)
-        prefill(*arguments)
-
-    monkeypatch.setattr(headstart.engine.engine, "prefill", waiting)
-    yield opened
-    opened.set()
 
 
 def test_without_the_key_only_health_and_metrics_are_open() -> None:
