@@ -105,6 +105,15 @@ def test_a_slow_spell_is_the_machines_and_not_the_depths() -> None:
     assert after[0] / after[3] == pytest.approx(before[0] / before[3], rel=0.15)
 
 
+def test_one_hiccup_does_not_rule_a_depth_out() -> None:
+    """Not even if it is all that was seen of the depth."""
+    cost = Cost()
+    cost.calibrate({(1, 0): 1.0, (1, 1): 1.5, (1, 3): 2.5})
+    for seconds in (2.0, 20.0):
+        cost.observe(1, 2, seconds)
+    assert cost.curve(1, 2)[2] < 4.0
+
+
 def test_no_row_is_drafted_for_beyond_its_ceiling() -> None:
     depth = Depth()
     assert all(depth.choose([Drafter(0), Drafter(0)]) == 0 for _ in range(30))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 Cell = tuple[int, int]  # rows, k
 
 FAST, SLOW = -0.5, 0.25  # how far one time may surprise, as logarithms: a hiccup is slow, never fast
+FAR = 0.8  # … and the first one of a cell, from what was thought of it
 PACE, PACE_FRESH = 0.3, 0.2  # share of a surprise that is the pace's; less just after a change of depth
 FRESH = 4  # rounds after a change of depth in which the pace is known from the depth before
 OWN, OWN_SETTLED = 0.1, 0.02  # least share of a surprise that is the cell's while fresh, and after that
@@ -62,7 +63,8 @@ class Cost:
         if seen is None:
             if not self.cells:
                 self.pace, measured = math.log(seconds) - self._made_of(*cell), self._made_of(*cell)
-            self.cells[cell] = Seen(measured, 1)
+            guess = self._level(rows, k)
+            self.cells[cell] = Seen(min(max(measured, guess - FAR), guess + FAR), 1)
             self._fit()
             return
         fresh = self._run <= FRESH
