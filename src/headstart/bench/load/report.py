@@ -180,7 +180,8 @@ def _where(cell: Cell) -> tuple[str, str, str]:
 def _spread(figures: Percentiles | None, scale: float) -> str:
     if figures is None:
         return ""
-    return " / ".join(f"{value * scale:.3g}" for value in (figures.p50, figures.p95, figures.p99))
+    values = [value * scale for value in (figures.p50, figures.p95, figures.p99)]
+    return " / ".join(f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in values)
 
 
 def _estimate(estimate: Estimate | None, digits: int) -> tuple[str, str]:

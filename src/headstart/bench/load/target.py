@@ -9,7 +9,7 @@ import httpx
 
 from ...errors import HeadstartError, RequestError
 
-SET_HERE = {"messages", "prompt", "max_tokens", "stream", "stream_options", "model"}
+SET_HERE = {"model", "messages", "prompt", "max_tokens", "stream", "stream_options"}  # by the measurement
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,18 @@ def _ids(response: httpx.Response) -> list[str]:
 
 
 def _body(address: str, fragment: str) -> dict[str, Any]:
-    body: dict[str, Any] = {}
-    for name, value in parse_qsl(fragment, keep_blank_values=True):
-        if name in SET_HERE:
-            raise RequestError(f"{address}: {name} is not set behind #: there are options for it")
-        try:
-            body[name] = json.loads(value)
-        except ValueError:
-            body[name] = value
-    if fragment and not body:
-        raise RequestError(f"{address}: behind # stands name=value, and & between several")
-    return body
+    try:
+        fields = parse_qsl(fragment, keep_blank_values=True, strict_parsing=bool(fragment))
+    except ValueError as error:
+        raise RequestError(f"{address}: behind # stands name=value, and & between several") from error
+    if wrong := next((name for name, _ in fields if name in SET_HERE), None):
+        raise RequestError(f"{address}: {wrong} is not set behind #: there are options for it")
+    return {name: _value(value) for name, value in fields}
+
+
+def _value(text: str) -> Any:
+    """JSON, or else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
