@@ -121,10 +121,12 @@ def _invalid(error: RequestValidationError) -> Refusal:
 def _path(problem: Any, body: object) -> list[int | str]:
     """Where in the body a problem is. Its location also names the types that were tried, which are not in there."""
     path: list[int | str] = []
-    for part in problem["loc"][1:]:
+    where = problem["loc"][1:]
+    for i, part in enumerate(where):
+        missing = problem["type"] == "missing" and i == len(where) - 1
         if isinstance(body, list) and isinstance(part, int) and part < len(body):
             body = body[part]
-        elif isinstance(body, dict) and (part in body or problem["type"] == "missing"):
+        elif isinstance(body, dict) and (part in body or missing):
             body = body.get(part)
         else:
             continue
