@@ -11,7 +11,7 @@ class Shape(BaseModel):
 
     def unknown(self, within: str = "") -> Iterator[str]:
         """The names of fields that are not ours, such as `messages[].name`."""
-        yield from (within + name for name in self.model_extra or {})
+        yield from (within + name for name, value in (self.model_extra or {}).items() if value is not None)
         for name in type(self).model_fields:
             value = getattr(self, name)
             if isinstance(value, Shape):
