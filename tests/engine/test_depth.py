@@ -66,7 +66,7 @@ def test_texts_that_take_turns_are_followed_as_well_as_can_be() -> None:
 @pytest.mark.parametrize("machine", MACHINES)
 def test_depth_converges_within_30_rounds(machine: str) -> None:
     for text in ("good", "falling", "poor"):
-        runs = [simulate(MACHINES[machine], TEXTS[text], 80, seed=seed) for seed in range(8)]
+        runs = [simulate(MACHINES[machine], TEXTS[text], 80, seed=seed) for seed in range(16)]
         assert statistics.mean(run.share(30) for run in runs) >= 0.95, text
 
 

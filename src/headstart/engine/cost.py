@@ -70,7 +70,10 @@ class Cost:
         fresh = self._run <= FRESH
         self.pace += (PACE_FRESH if fresh else PACE) * _bounded(measured - self._level(rows, k))
         seen.times += 1
-        seen.level += (max(1 / seen.times, OWN) if fresh else OWN_SETTLED) * _bounded(measured - seen.level)
+        if seen.times == 2 and measured < seen.level - SLOW:  # the first was a hiccup
+            seen.level = measured
+        else:
+            seen.level += (max(1 / seen.times, OWN) if fresh else OWN_SETTLED) * _bounded(measured - seen.level)
         self._unfitted += 1
         if self._unfitted >= REFIT:
             self._fit()

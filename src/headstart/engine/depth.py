@@ -20,10 +20,10 @@ ALIKE = 6.0  # rounds by which a position is taken to be like the one before it
 YOUNG = 6.0  # rounds by which a new row leans on the others
 GUESS = 0.75  # acceptance before anything was drafted
 HYSTERESIS = 0.03  # a gain below which depth is left as it is
-LOOK = 2  # rounds of a look at another depth: the first is not timed
+LOOK = 2  # rounds of a look at another depth, one more the first time: the first round is not timed
 BETWEEN = 3  # rounds between two looks
 # Rounds until the same depth is looked at again, and share of the time that may go into it:
-UNKNOWN = (6, 0.03)  # what it takes was never measured
+UNKNOWN = (6, 0.02)  # what it takes was never measured
 PARKED = (12, 0.012)  # how drafts fare is only known from looks
 DRAFTING = (30, 0.003)  # … is known without them; only what it takes may have changed
 LATEST = 100  # rounds after which it is looked at whatever it may cost
@@ -178,11 +178,14 @@ class Depth:
         for k in others:
             doubt = self.cost.doubt(rows, k)
             if k not in worth and not (doubt and (k == 0 or values[k] * (1 + doubt) > values[current])):
-                continue  # k = 0 is worth it once: what the others are compared with must be known
+                continue
             soon, share = UNKNOWN if doubt else PARKED if current == 0 else DRAFTING
+            rounds = LOOK + 1 if doubt else LOOK
             # What the look would cost beyond its tokens' worth, in rounds of the current depth.
-            loss = LOOK * seconds[k] / seconds[current] * max(1 - values[k] / values[current], 0.0)
+            loss = rounds * seconds[k] / seconds[current] * max(1 - values[k] / values[current], 0.0)
+            if k == 0 and doubt:  # what the others are compared with must be known
+                loss = 0.0
             if self._round - self._ran.get((rows, k), 0) >= min(max(loss / share, soon), LATEST):
-                self._look, self._next_look = (rows, k, LOOK - 1), self._round + LOOK + BETWEEN
+                self._look, self._next_look = (rows, k, rounds - 1), self._round + rounds + BETWEEN
                 return k
         return current
