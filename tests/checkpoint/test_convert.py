@@ -377,6 +377,7 @@ def killed_at_random(job: Callable[..., None], *arguments: Path, times: int = 20
         ours, theirs = context.Pipe()
         child = context.Process(target=say_and_do, args=(theirs, job, arguments))
         child.start()
+        theirs.close()  # so that a child that cannot even begin is noticed
         ours.recv()
         started = time.perf_counter()
         child.join(took and rng.random() * took)
