@@ -75,3 +75,9 @@ def test_the_wheel_carries_every_file_of_the_package(tmp_path: Path) -> None:
     }
     assert packed == source
     assert {f"headstart/builtin/{name}/TRAINING.md" for name in BUILTIN} <= packed
+
+
+def test_every_file_of_tests_has_a_name_of_its_own() -> None:
+    """They import each other by name, and a child process would find the wrong one."""
+    names = [path.name for path in Path(__file__).parent.rglob("*.py") if path.name != "conftest.py"]
+    assert len(names) == len(set(names))
