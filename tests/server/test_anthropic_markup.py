@@ -9,6 +9,9 @@ from pydantic import BaseModel
 from running import Running, tokenizer
 from scripted import ScriptedRoom, scripted
 
+from headstart.server import Served
+from headstart.server.chat import Chat
+
 HI = [{"role": "user", "content": "hi"}]
 ADD = {
     "name": "add",
@@ -169,9 +172,14 @@ def test_messages_stay_where_they_are(here: Here) -> None:
     [(None, None), ({"type": "disabled"}, False), ({"type": "adaptive"}, True),
      ({"type": "enabled", "budget_tokens": 1024}, True)],
 )  # fmt: skip
-def test_the_model_thinks_when_it_is_told_to(here: Here, thinking: Any, expected: bool | None) -> None:
+def test_the_model_thinks_when_it_is_told_to(
+    here: Here, monkeypatch: pytest.MonkeyPatch, thinking: Any, expected: bool | None
+) -> None:
+    read, chats = Served.read_chat, list[Chat]()
+    monkeypatch.setattr(Served, "read_chat", lambda served, chat: (chats.append(chat), read(served, chat))[1])
     create(here, "hello", extra_body={"thinking": thinking})
     assert prompt(here) == templated(HI, enable_thinking=expected)
+    assert [chat.thinking for chat in chats] == [expected], "this template takes no for an answer where none is given"
     bound = thinking is not None and "budget_tokens" in thinking
     assert (here[1].requests[-1].params.grammar is not None) == bound
 

@@ -120,9 +120,7 @@ class CountRequest(Cached):
         return [system] if isinstance(system, str) else [block.text for block in system]
 
     def _system(self) -> list[dict[str, str]]:
-        text = "".join(
-            BILLING_LINE.sub("", text, 1) if BILLING_LINE.match(text) else text for text in self._system_texts()
-        )
+        text = "".join(BILLING_LINE.sub("", text) for text in self._system_texts())
         return [{"role": "system", "content": text}] if text else []
 
     def _thinks(self, served: Served) -> bool | None:
