@@ -82,7 +82,7 @@ def test_a_wrong_value_is_a_400_that_names_the_field(server: Running, fields: di
     assert param.split("[")[0].split(".")[0] in error["message"]
 
 
-NOT_HONOURED = [("functions", [{}]), ("echo", True), ("best_of", 3), ("suffix", "end"), ("modalities", ["audio"])]
+NOT_HONOURED = [("functions", [{}]), ("best_of", 3), ("suffix", "end"), ("modalities", ["audio"])]
 
 
 @pytest.mark.parametrize(("name", "value"), NOT_HONOURED)

@@ -36,6 +36,7 @@ from .queue import Queue
 from .request import Event, Handle, Request
 from .reuse import leave, resume
 from .row import Row, Said
+from .score import score
 from .stats import Stats
 from .step import prefill, step
 from .text import TextStream
@@ -251,7 +252,7 @@ class Engine:
         if not self.entering:
             return
         row = self.entering[0]
-        tokens = row.tokens
+        tokens, prefix = row.tokens, self._prefix_for(row)
         try:
             if row.batch is None:
                 self._begin(row)
@@ -259,21 +260,25 @@ class Engine:
             end = min((row.taken // CHUNK + 1) * CHUNK, len(tokens) - 1)
             if row.taken:  # one chunk at a time: progress is real, memory bounded, and a cancel soon heeded
                 mx.eval(row.batch.arrays())
-                if self.prefix is not None:
-                    leave(row.batch, tokens, row.taken, self.prefix)
+                if prefix is not None:
+                    leave(row.batch, tokens, row.taken, prefix)
                 row.handle.put(Event(stats=deepcopy(row.stats), prompt_taken=row.taken))
             if end > row.taken:
                 chunk = mx.array([tokens[row.taken : end]], mx.int32)
-                prefill(self.model, row.batch, chunk, mx.array([tokens[end]], mx.int32))
+                hidden = prefill(self.model, row.batch, chunk, mx.array([tokens[end]], mx.int32))
                 mx.async_eval(row.batch.arrays())
+                if row.handle.request.score != "no":
+                    self._score(row, hidden, end)
                 row.taken, self._steady = end, False
             if end < len(tokens) - 1:
                 return
-            if self.prefix is not None:
-                leave(row.batch, tokens, end, self.prefix)
+            if prefix is not None:
+                leave(row.batch, tokens, end, prefix)
                 if not row.drafter.ceiling:
                     row.batch.forget_head(self.model)
-            if row.suspect:
+            if row.handle.request.score == "only":
+                row.finish("length")
+            elif row.suspect:
                 self._try_alone(row)
             else:
                 self._join(row)
@@ -291,9 +296,9 @@ class Engine:
         )
         row.started = row.started or time.perf_counter()
         exact = rows_are_independent(self.model) and row.asked.params.rule != "optimistic"
-        if self.prefix is not None:
-            row.taken = resume(self.model, row.batch, row.tokens, self.prefix)
-            exact = exact and not (row.taken and self.prefix.eight_bits)
+        if (prefix := self._prefix_for(row)) is not None:
+            row.taken = resume(self.model, row.batch, row.tokens, prefix)
+            exact = exact and not (row.taken and prefix.eight_bits)
         if not row.said:
             row.stats.prefix_cache_hit, row.stats.exact = row.taken, exact
         row.stats.exact = row.stats.exact and exact
@@ -303,6 +308,19 @@ class Engine:
         depth = _depths.get(self.model)
         if depth is not None and depth is self.depth and not depth.cost.cells:
             depth.cost.calibrate(step_times(self.model, depth.most))
+
+    def _prefix_for(self, row: Row) -> Prefix | None:
+        """A prompt that is told of must be read from its beginning."""
+        return self.prefix if row.handle.request.score == "no" else None
+
+    def _score(self, row: Row, hidden: mx.array, end: int) -> None:
+        """Tell what the model thought of the prompt up to `end`, unless it was told before."""
+        begin, end = max(row.taken, row.scored), min(end, len(row.handle.request.prompt) - 1)
+        following, top = row.tokens[begin + 1 : end + 1], row.asked.params.top_logprobs
+        if following:
+            told = score(self.model, hidden[:, begin - row.taken :], following, top)
+            row.handle.put(Event(prompt_logprobs=told, stats=deepcopy(row.stats), prompt_taken=end))
+            row.scored = end
 
     def _join(self, row: Row) -> None:
         assert row.batch is not None

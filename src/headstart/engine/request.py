@@ -20,6 +20,7 @@ class Request:
     prompt: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     n: int = 1  # answers to the prompt, which is read once; under one seed they differ, each by its number
+    score: Literal["no", "too", "only"] = "no"  # tell what the model thought of the prompt; only: and say nothing
     keep_logits: bool = False  # hand out the target's logits with every token
 
     def check(self, model: Model) -> None:
@@ -62,6 +63,7 @@ class Event:
     origins: list[Origin] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)  # what each token adds, if the engine has a tokenizer
     logprobs: list[TokenLogprobs] | None = None  # if the request asked
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's next tokens, from its second on, if asked
     logits: mx.array | None = None  # [len(tokens), V], if the request asked
     finish_reason: FinishReason | None = None
     stop: str | None = None  # the stop string that ended it

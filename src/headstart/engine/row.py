@@ -10,7 +10,7 @@ from ..errors import HeadstartError
 from ..sampling import Asked, Logprobs, Matcher
 from .batch import Batch
 from .depth import Drafter
-from .request import Event, FinishReason, Handle, Request, TokenLogprobs
+from .request import Event, FinishReason, Handle, TokenLogprobs
 from .stats import Stats, origins
 from .text import TextStream
 
@@ -38,6 +38,7 @@ class Row:
     siblings: list["Row"] = field(default_factory=list)  # other answers to its prompt, until that is in
     batch: Batch | None = None  # its own while its tokens are taken in
     taken: int = 0  # tokens that are in
+    scored: int = 0  # tokens of the prompt that were told of
     started: float = 0.0
     over: bool = False
     suspect: bool = False  # a batch with it failed, and it has not been seen to run alone
@@ -90,7 +91,8 @@ class Row:
         if self.text is not None:
             event = replace(event, texts=texts, stop=self.text.stop)
         if request.params.logprobs and round.logprobs is not None:
-            event = replace(event, logprobs=_logprobs(Logprobs(*[a[here] for a in round.logprobs]), request))
+            told = Logprobs(*[a[here] for a in round.logprobs])
+            event = replace(event, logprobs=read_logprobs(told, request.params.top_logprobs))
         if request.keep_logits and round.logits is not None:
             event = replace(event, logits=round.logits[here])
         if tokens:
@@ -129,9 +131,10 @@ class Row:
         return texts, None
 
 
-def _logprobs(told: Logprobs, request: Request) -> list[TokenLogprobs]:
+def read_logprobs(told: Logprobs, most: int) -> list[TokenLogprobs]:
+    """Of one row, with at most so many of the best."""
     chosen: list[float] = told.chosen.tolist()  # type: ignore[assignment]
     ids: list[list[int]] = told.top_ids.tolist()  # type: ignore[assignment]
     top: list[list[float]] = told.top.tolist()  # type: ignore[assignment]
-    best = [list(zip(i, t, strict=True))[: request.params.top_logprobs] for i, t in zip(ids, top, strict=True)]
+    best = [list(zip(i, t, strict=True))[:most] for i, t in zip(ids, top, strict=True)]
     return [TokenLogprobs(c, b) for c, b in zip(chosen, best, strict=True)]

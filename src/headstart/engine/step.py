@@ -95,14 +95,15 @@ def show(model: Model, batch: Batch, hidden: mx.array, tokens: mx.array, ahead: 
     return [model.head(hidden, tokens, batch.head, ahead, module) for module in range(len(batch.head.layers))]
 
 
-def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array) -> None:
-    """Take in a chunk of the prompt [B, T], all of it certain, and prime the head in the same pass.
+def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array) -> mx.array:
+    """Take in a chunk of the prompt [B, T], all of it certain, and prime the head in the same pass → the trunk's
+    output [B, T, H].
 
     `following` [B] is the prompt's next token. The pair it makes with the chunk's last hidden waits for the next
     chunk: a prefix that ends here must not depend on what comes after it.
     """
     width = tokens.shape[1]
-    hidden = model.trunk(tokens, batch.rows, certain=width)
+    output = hidden = model.trunk(tokens, batch.rows, certain=width)
     batch.rows.commit(mx.full((batch.size,), width, mx.int32), most=width)
     if batch.head is not None:
         hidden = mx.concatenate([batch.waiting.hidden, hidden], axis=1)
@@ -112,3 +113,4 @@ def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array) -
             batch.waiting = Waiting(hidden[:, :-1], tokens[:, :-1], rest * one)
             catch_up(model, batch)
         batch.waiting = Waiting(hidden[:, -1:], tokens[:, -1:], one)
+    return output

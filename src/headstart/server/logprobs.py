@@ -16,6 +16,7 @@ def of_chat(piece: Piece, spell: Spell) -> dict[str, Any]:
             _entry(token, told.logprob, spell)
             | {"top_logprobs": [_entry(best, logprob, spell) for best, logprob in told.top]}
             for token, told in zip(piece.tokens, piece.logprobs, strict=True)
+            if told is not None
         ],
         "refusal": None,
     }
@@ -29,9 +30,10 @@ def of_completion(piece: Piece, offset: int, spell: Spell) -> dict[str, Any]:
         offset += len(text)
     return {
         "tokens": [_name(spell(token)) for token in piece.tokens],
-        "token_logprobs": [max(told.logprob, LEAST) for told in piece.logprobs],
+        "token_logprobs": [told and max(told.logprob, LEAST) for told in piece.logprobs],
         "top_logprobs": [
-            {_name(spell(best)): max(logprob, LEAST) for best, logprob in told.top} for told in piece.logprobs
+            told and {_name(spell(best)): max(logprob, LEAST) for best, logprob in told.top}
+            for told in piece.logprobs
         ],
         "text_offset": offsets,
     }

@@ -21,12 +21,11 @@ from .shape import Shape, Text
 # Known, and harmless only at these values.
 NOT_HONOURED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "prompt_logprobs": (0,),
+    "prompt_logprobs": (),
 }
 # Of a chat, and so of no use to a completion.
 OF_CHATS: dict[str, tuple[Any, ...]] = {
@@ -165,7 +164,12 @@ class Asked(Shape):
         if (top := self.wanted_logprobs()) is not None:
             fields |= {"logprobs": True, "top_logprobs": top}
         fields |= {"grammar": prompt.grammar, "accept": self.acceptance or "auto"}
-        return Request(prompt.tokens, SamplingParams(**{**prompt.sampling, **fields}), n=self.choices)
+        params = SamplingParams(**{**prompt.sampling, **fields})
+        return Request(prompt.tokens, params, n=self.choices, score=self.score())
+
+    def score(self) -> Literal["no", "too", "only"]:
+        """Whether to tell what the model thought of the prompt."""
+        return "no"
 
     @property
     def clamped_to(self) -> int | None:
@@ -244,12 +248,20 @@ class ChatRequest(Asked):
 class CompletionRequest(Asked):
     prompt: Text | list[int] | list[Text] = Field(description="Text, the text alone in a list, or token ids.")
     logprobs: int | None = Field(None, description="How many of the best tokens to tell of, 0 for the one said.")
+    echo: bool | None = Field(None, description="Begin with the prompt; max_tokens may then be 0.")
 
     def not_honoured(self) -> dict[str, tuple[Any, ...]]:
         return NOT_HONOURED | OF_CHATS
 
     def most_tokens(self, left: int) -> int:
+        if self.score() == "only":
+            return 1  # which is not said
         return 16 if self.max_tokens is None else self.max_tokens  # OpenAI's
+
+    def score(self) -> Literal["no", "too", "only"]:
+        if not self.echo:
+            return "no"
+        return "only" if self.max_tokens == 0 else "no" if self.logprobs is None else "too"
 
     def wanted_logprobs(self) -> int | None:
         return self.logprobs

@@ -12,7 +12,7 @@ from .markup import Reader, Tools
 class Prompt:
     tokens: list[int]
     param: str  # the field that it came in
-    plain: bool = False  # no chat: whatever the model writes is text
+    text: str | None = None  # as it was sent, where it is no chat: whatever the model writes is then text
     thinking: bool = False  # it ends in an open thought
     tools: Tools = field(default_factory=dict)  # that may be called
     grammar: GrammarSpec | None = None
@@ -21,4 +21,4 @@ class Prompt:
 
     def reader(self) -> Reader | None:
         """A new one for every answer."""
-        return None if self.plain else Reader(self.tools, thinking=self.thinking)
+        return None if self.text is not None else Reader(self.tools, thinking=self.thinking)

@@ -6,14 +6,15 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..engine import Stats
+from ..engine import Event, Stats, TokenLogprobs
+from ..engine.text import TextStream
 from . import logprobs
 from .answer import Answer
 from .completion import Choice, Completion, FunctionCall, Kind, Said, ToolCall, Usage
 from .errors import refusal
 from .markup import Content, Delta, Message, Reasoning, ToolArguments
 from .markup import ToolCall as Call
-from .openai import Asked, ChatRequest
+from .openai import Asked, ChatRequest, CompletionRequest
 from .prompt import Prompt
 from .served import Served
 from .transcript import Piece, Transcript
@@ -27,6 +28,7 @@ class Telling:
     transcript: Transcript
     pieces: list[Piece] = field(default_factory=list)  # not told yet
     characters: int = 0  # told
+    begun: bool = False  # after the prompt, where that is echoed
 
 
 class Reply:
@@ -35,13 +37,15 @@ class Reply:
     def __init__(self, asked: Asked, prompt: Prompt, served: Served):
         self._asked, self._served = asked, served
         self._created, self._chat = int(time.time()), isinstance(asked, ChatRequest)
+        self._echo = prompt.text if isinstance(asked, CompletionRequest) and asked.echo else None
+        self._prompt, self._scores = prompt.tokens, list[TokenLogprobs]()
         self._choices = [Telling(i, Transcript(prompt.reader())) for i in range(asked.choices)]
         self.id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
 
     async def whole(self, answer: Answer) -> str:
         async for event in answer.events():
-            choice = self._choices[event.choice]
-            choice.pieces += choice.transcript.read(event)
+            choice, pieces = self._read(event)
+            choice.pieces += pieces
         choices = [self._whole(choice) for choice in self._choices]
         whole = self._envelope("chat.completion" if self._chat else "text_completion", choices, **self._end())
         return whole.model_dump_json(exclude_unset=True)
@@ -63,8 +67,7 @@ class Reply:
                 yield self._envelope(kind, [opening])
         left = len(self._choices)
         async for event in answer.events():
-            choice = self._choices[event.choice]
-            pieces = choice.transcript.read(event)
+            choice, pieces = self._read(event)
             # A chunk a round, or one a token where origins are wanted, so that every text stands beside its own.
             for piece in pieces if self._asked.include_origins else [Piece.of(pieces)]:
                 for part in self._parts(choice, piece):
@@ -76,6 +79,24 @@ class Reply:
             yield self._envelope(kind, [self._last(choice)], **(self._stats() if last else {}))
         if self._asked.usage_in_stream:
             yield self._envelope(kind, [], **self._end())
+
+    def _read(self, event: Event) -> tuple[Telling, list[Piece]]:
+        """What an event adds to its choice. Where the prompt is to be echoed it comes first, once all is known of
+        it."""
+        choice = self._choices[event.choice]
+        self._scores += event.prompt_logprobs or ()
+        pieces = choice.transcript.read(event)
+        if self._echo is not None and not choice.begun and (event.tokens or event.finish_reason):
+            choice.begun = True
+            pieces.insert(0, self._echoed(self._echo))
+        return choice, pieces
+
+    def _echoed(self, text: str) -> Piece:
+        if not self._scores:
+            return Piece([Content(text)])
+        stream = TextStream(self._served.tokenizer, ())
+        texts = [stream.add(token) for token in self._prompt]
+        return Piece([Content(text)], self._prompt, texts, [], [None, *self._scores])
 
     def _parts(self, choice: Telling, piece: Piece) -> Iterator[Choice]:
         """A chunk for everything that a piece adds. The first has the piece's origins and log-probabilities; where

@@ -109,8 +109,8 @@ class Served:
     def read_text(self, prompt: str | list[int] | list[str], grammar: GrammarSpec | None, field: str) -> Prompt:
         """The tokens of a text that is to go on, as `grammar` says, which came in `field`."""
         self.check_grammar(grammar, field)
-        tokens, sampling = self._tokens(prompt), self.sampling(thinking=False)
-        return Prompt(tokens, "prompt", plain=True, grammar=grammar, sampling=sampling)
+        tokens, text = self._tokens(prompt)
+        return Prompt(tokens, "prompt", text=text, grammar=grammar, sampling=self.sampling(thinking=False))
 
     def spell(self, token: int) -> bytes:
         return spell(token, self.tokenizer)
@@ -144,12 +144,15 @@ class Served:
             raise Refusal(400, message, param="messages", code="invalid_value") from error
         return list(tokens)
 
-    def _tokens(self, prompt: str | list[int] | list[str]) -> list[int]:
+    def _tokens(self, prompt: str | list[int] | list[str]) -> tuple[list[int], str]:
+        """And the text."""
         match prompt:
             case str(text) | [str(text)]:
-                return list(self.tokenizer.encode(text))
+                return list(self.tokenizer.encode(text)), text
             case [int(), *_]:
-                return [token for token in prompt if isinstance(token, int)]
+                tokens = [token for token in prompt if isinstance(token, int)]
+                known = range(self.model.vocabulary)
+                return tokens, str(self.tokenizer.decode([token for token in tokens if token in known]))
             case [_, *_]:
                 raise Refusal(400, "prompt: one at a time: send the others alone", param="prompt", code="unsupported")
         raise Refusal(400, "prompt is empty: give at least one token", param="prompt", code="invalid_value")

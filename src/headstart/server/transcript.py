@@ -14,7 +14,7 @@ class Piece:
     tokens: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)  # as they were written
     origins: list[Origin] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # if the request asked
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # if asked; none of a prompt's first token
 
     @classmethod
     def of(cls, pieces: "list[Piece]") -> "Piece":
@@ -40,8 +40,8 @@ class Transcript:
         """What each token of a round adds. The last one brings what was held back."""
         pieces = []
         for i, (token, text) in enumerate(zip(event.tokens, event.texts, strict=True)):
-            told = event.logprobs[i : i + 1] if event.logprobs is not None else []
-            pieces.append(Piece(self._feed(text), [token], [text], event.origins[i : i + 1], told))
+            told = [event.logprobs[i]] if event.logprobs is not None else []
+            pieces.append(Piece(self._feed(text), [token], [text], [event.origins[i]], [*told]))
         self.stats = event.stats
         if event.finish_reason is not None:
             self.finish_reason = event.finish_reason
