@@ -43,7 +43,7 @@ def mlx_lm_server(folder: Path) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as place:
         port = place.getsockname()[1]
     command = [sys.executable, "-m", "mlx_lm", "server", "--model", folder, "--port", str(port)]
-    process = subprocess.Popen([*command, "--log-level", "ERROR"])
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # which has a line for every request
     try:
         wait_for(f"http://127.0.0.1:{port}/health", process)
         yield f"http://127.0.0.1:{port}/v1"
@@ -60,7 +60,7 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
         except httpx.HTTPError:
             pass
         time.sleep(0.2)
-    raise SystemExit("mlx-lm's server did not start")
+    raise SystemExit("mlx-lm's server did not start: try `python -m mlx_lm server` by hand")
 
 
 def compare(folder: Path, ways: Sequence[str], options: Sequence[str]) -> int:
