@@ -167,6 +167,25 @@ def test_messages_stay_where_they_are(here: Here) -> None:
     )
 
 
+REFUSES = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('only first') }}{% endif %}"
+LEAVES_OUT = "{% if m.role == 'system' and not loop.first %}{% continue %}{% endif %}"
+
+
+@pytest.mark.parametrize(("template", "role"), [(REFUSES, "user"), (LEAVES_OUT, "user"), ("", "system")])
+def test_a_late_system_message_is_read_where_it_is_whatever_the_template_thinks(
+    monkeypatch: pytest.MonkeyPatch, template: str, role: str
+) -> None:
+    """Qwen3.5's refuses them, and Claude Code sends them. What was read otherwise than it was sent is listed."""
+    written = "{% for m in messages %}" + template + "[{{ m.role }}]{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(tokenizer()._tokenizer, "chat_template", written)
+    messages = [*HI, {"role": "system", "content": "Be brief."}, {"role": "user", "content": "so?"}]
+    with scripted() as here:
+        answer = create(here, "hello", messages=messages, system="An agent.")
+        assert prompt(here) == f"[system]An agent.[user]hi[{role}]Be brief.[user]so?"
+    listed = ["messages[].role: system"] if role == "user" else []
+    assert answer.generation_stats["ignored_fields"] == listed
+
+
 @pytest.mark.parametrize(
     ("thinking", "expected"),
     [(None, None), ({"type": "disabled"}, False), ({"type": "adaptive"}, True),

@@ -12,6 +12,7 @@ from pydantic import Field
 from ..engine import Request
 from ..sampling import GrammarSpec, SamplingParams
 from .anthropic_blocks import Cached, Message, TextBlock
+from .anthropic_system import as_the_users, late_system, takes_late_system
 from .chat import Chat
 from .errors import refuse
 from .openai import EFFORTS
@@ -90,8 +91,9 @@ class CountRequest(Cached):
 
     def read(self, served: Served) -> Prompt:
         choice, output = self.tool_choice or ToolChoice(type="auto"), self.output_config or OutputConfig()
+        messages = self._for_template()
         chat = Chat(
-            [*self._system(), *(each for message in self.messages for each in message.for_template())],
+            as_the_users(messages) if self._rewords(served) else messages,
             [tool.for_template() for tool in self.tools or ()],
             tool_choice=TOOL_CHOICES[choice.type],
             tool=choice.name,
@@ -104,8 +106,11 @@ class CountRequest(Cached):
         )
         return served.read_chat(chat)
 
-    def ignored(self) -> list[str]:
+    def ignored(self, served: Served) -> list[str]:
+        """And what was read otherwise than it was sent."""
         found = set(self.unknown())
+        if self._rewords(served):
+            found.add("messages[].role: system")
         if any(BILLING_LINE.match(text) for text in self._system_texts()):
             found.add("system: x-anthropic-billing")
         if any(block.type == "redacted_thinking" for message in self.messages for block in message.blocks):
@@ -119,9 +124,13 @@ class CountRequest(Cached):
         system = self.system or ""
         return [system] if isinstance(system, str) else [block.text for block in system]
 
-    def _system(self) -> list[dict[str, str]]:
-        text = "".join(BILLING_LINE.sub("", text) for text in self._system_texts())
-        return [{"role": "system", "content": text}] if text else []
+    def _for_template(self) -> list[dict[str, Any]]:
+        system = "".join(BILLING_LINE.sub("", text) for text in self._system_texts())
+        first = [{"role": "system", "content": system}] if system else []
+        return [*first, *(each for message in self.messages for each in message.for_template())]
+
+    def _rewords(self, served: Served) -> bool:
+        return late_system(self._for_template()) and not takes_late_system(served.tokenizer)
 
     def _thinks(self, served: Served) -> bool | None:
         match self.thinking:

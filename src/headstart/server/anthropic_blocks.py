@@ -1,7 +1,6 @@
 """The messages of Anthropic's conversations, which are made of blocks, and what chat templates know them as.
 
-Texts are put together as they are, without anything between them, and messages stay in their order: a system message
-in the middle of a conversation is one there.
+Texts are put together as they are, without anything between them, and messages stay in their order.
 """
 
 from collections.abc import Iterable, Iterator
