@@ -48,7 +48,7 @@ def serving(model: str | None) -> Iterator[str]:
 async def ask(http: httpx.AsyncClient, prompt: Prompt, tokens: int, k: int | str) -> tuple[str, int]:
     """The text of a streamed answer, and how many tokens it has."""
     asked: dict[str, Any] = {"max_tokens": tokens, "min_tokens": tokens, "num_draft_tokens": k, "stream": True}
-    asked["stream_options"] = {"include_usage": True}
+    asked |= {"stream_options": {"include_usage": True}, "temperature": 0}  # the card's would differ every time
     path, field = ("chat/completions", "messages") if prompt.messages else ("completions", "prompt")
     text, said = "", 0
     async with http.stream("POST", path, json=asked | {field: prompt.messages or prompt.text}) as response:
