@@ -68,6 +68,13 @@ def test_what_cannot_be_told_is_refused(server: Running, fields: dict[str, Any])
     assert error.value.param == "top_logprobs"
 
 
+@pytest.mark.parametrize("logprobs", [-1, 21, True])
+def test_what_cannot_be_told_of_a_completion_is_refused(server: Running, logprobs: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        server.openai().completions.create(model="tiny", prompt="hi", logprobs=logprobs)
+    assert error.value.param == "logprobs"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_completions_have_a_shape_of_their_own(server: Running, stream: bool) -> None:
     client, prompt = server.openai(), "def add(a, b):"

@@ -115,7 +115,10 @@ class Desk:
             # In Anthropic's words, by which Claude Code knows that it must summarise.
             message = f"prompt is too long: {length} tokens > {most} maximum: shorten it"
             refuse(prompt.param, message, "context_length_exceeded")
-        return prompt, asked.request(prompt, context)
+        request = asked.request(prompt, context)
+        if request.params.logprobs:
+            self.served.spell(0)  # takes a while once, and here nobody waits
+        return prompt, request
 
 
 @asynccontextmanager

@@ -11,6 +11,7 @@ from pydantic import Field
 from ..cards import MAX_K
 from ..engine import Request
 from ..sampling import GrammarSpec, SamplingParams
+from ..sampling.params import MAX_TOP_LOGPROBS
 from .chat import Chat
 from .errors import refuse
 from .openai_chat import Message, NamedTool, Tool
@@ -264,6 +265,8 @@ class CompletionRequest(Asked):
         return "only" if self.max_tokens == 0 else "no" if self.logprobs is None else "too"
 
     def wanted_logprobs(self) -> int | None:
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
+            refuse("logprobs", f"is {self.logprobs}; it must be a whole number from 0 to {MAX_TOP_LOGPROBS}")
         return self.logprobs
 
     def read(self, served: Served) -> Prompt:
