@@ -118,6 +118,7 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float rsqrtf(float a) { return 1 / std::sqrt(a); }
 inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 
 // What src/headstart/kernels/tensor_core.cu says in PTX, by the fragment layouts of the PTX manual.
@@ -213,6 +214,7 @@ inline void launch(dim3 grid, dim3 block, const std::function<void()>& kernel) {
       for (int x = 0; x < grid.x; ++x) {
         blockIdx = {x, y, z};
         block_barrier = {count};
+        std::memset(headstart::dynamic_shared, 0xFF, sizeof headstart::dynamic_shared);  // no number in any type
         for (int w = 0; w < int(warps.size()); ++w) warps[w].barrier = {min(32, count - 32 * w)};
         for (int t = 0; t < count; ++t) {
           Thread& thread = threads[t];

@@ -31,4 +31,12 @@ __device__ __forceinline__ bool gather_pairs(const unsigned* experts, int pairs,
   return true;
 }
 
+// One element of a row: what its experts made, by their scores, and what all rows share, by its gate's sigmoid.
+template <typename T>
+__device__ __forceinline__ T combined(const T* parts, const T* scores, int top, int N, T shared, T gate) {
+  float sum = 0;
+  for (int i = 0; i < top; i++) sum = __fmaf_rn(float(parts[(long long)i * N]), float(scores[i]), sum);
+  return T(__fmaf_rn(__fdiv_rn(1.0f, 1.0f + expf(-float(gate))), float(shared), sum));
+}
+
 } // namespace headstart

@@ -42,6 +42,23 @@ def experts(x: mx.array, indices: mx.array, *layers: nn.Module) -> list[mx.array
     return launch(x, indices, found)
 
 
+def combine(parts: mx.array, scores: mx.array, shared: mx.array, gate: mx.array) -> mx.array:
+    """What experts made [..., E, N] by their scores [..., E], and what all rows share [..., N] by its gate [..., 1].
+
+    One kernel on CUDA, in float32 to the end: the order of a stock sum may change with the number of rows.
+    """
+    if not on_cuda() or parts.dtype not in (mx.bfloat16, mx.float16):
+        return (parts * scores[..., None]).sum(axis=-2) + mx.sigmoid(gate) * shared
+    return _combine()(
+        inputs=[parts, scores.astype(parts.dtype), shared, gate],
+        template=[("T", parts.dtype)],
+        grid=(shared.size, 1, 1),
+        threadgroup=(256, 1, 1),
+        output_shapes=[shared.shape],
+        output_dtypes=[parts.dtype],
+    )[0]
+
+
 def launch(x: mx.array, indices: mx.array, weights: list[Weights]) -> list[mx.array]:
     pairs, order = indices.size, Order.of(weights[0])
     # Pairs that share an expert are few; where there are many pairs, larger tiles leave fewer blocks without work.
@@ -83,4 +100,23 @@ def kernel(count: int, order: Order, tile: Tile, shared: int, own_inputs: bool) 
         header=TENSOR_CORE + source("products") + source("experts"),
         source=body(PAIRS, count, quantised, axis=1) + OFFSET + share + RUN,
         shared_memory=shared,
+    )
+
+
+@cache
+def _combine() -> Any:
+    return mx.fast.cuda_kernel(
+        name="combine_experts",
+        input_names=["parts", "scores", "shared", "gate"],
+        output_names=["out"],
+        header=source("experts"),
+        source="""
+            const int top = scores_shape[scores_ndim - 1], N = shared_shape[shared_ndim - 1];
+            const int rows = shared_shape[0] * (shared_ndim > 2 ? shared_shape[1] : 1);
+            const int row = (blockIdx.x * 256 + threadIdx.x) / N, column = (blockIdx.x * 256 + threadIdx.x) % N;
+            if (row < rows)
+              out[row * N + column] = headstart::combined(
+                  parts + (long long)row * top * N + column, scores + row * top, top, N,
+                  shared[row * N + column], gate[row]);
+        """,
     )

@@ -68,8 +68,10 @@ class Tile:
     wide: int
 
     @classmethod
-    def of(cls, rows: int) -> "Tile":
-        return cls(1, 1) if rows <= 8 else cls(1, 2)
+    def of(cls, rows: int, outputs: int) -> "Tile":
+        if rows > 8:
+            return cls(1, 2)
+        return cls(2, 1) if outputs > 2**16 else cls(1, 1)  # taller ones do less, but smaller fill the card better
 
 
 def product(x: mx.array, layer: nn.Module) -> mx.array:
@@ -121,7 +123,7 @@ def refusal(dtype: mx.Dtype, weights: Weights) -> str | None:
 def launch(x: mx.array, weights: list[Weights]) -> list[mx.array]:
     """x [..., K] by every weight [N, K]. They are of one order."""
     rows, order = prod(x.shape[:-1]), Order.of(weights[0])
-    tile = Tile.of(rows)
+    tile = Tile.of(rows, weights[0].outputs)
     blocks = sum(-(-each.outputs // (16 * tile.tall)) for each in weights)
     return kernel(len(weights), order, tile, shared_bytes(weights[0], order, tile))(
         inputs=[x, *(array for each in weights for array in each.arrays())],

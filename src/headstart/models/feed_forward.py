@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from ..kernels.experts import experts
+from ..kernels.experts import combine, experts
 from ..kernels.products import product, products
 
 
@@ -26,8 +26,8 @@ def feed_forward(module: nn.Module, x: mx.array) -> mx.array:
     scores = mx.take_along_axis(gates, indices, axis=-1)
     if module.norm_topk_prob:
         scores = scores / scores.sum(axis=-1, keepdims=True)
-    y = (mixture(module.switch_mlp, x, indices) * scores[..., None]).sum(axis=-2)
-    return y + mx.sigmoid(weight) * product(swiglu(gate, up), shared.down_proj)
+    parts = mixture(module.switch_mlp, x, indices)
+    return combine(parts, scores, product(swiglu(gate, up), shared.down_proj), weight)
 
 
 def mixture(module: nn.Module, x: mx.array, indices: mx.array) -> mx.array:

@@ -1,0 +1,151 @@
+"""The CUDA kernels of products, run on the CPU: what they compute, that a row's bits depend on it alone, and when
+mlx's products are taken instead."""
+
+from collections.abc import Iterator
+
+import cuda_on_cpu
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from headstart.kernels import experts, norm, products
+from headstart.kernels.products import MOST_ROWS, Weights, weights_of
+
+K = 384  # three chunks of 4-bit codes, six of 8-bit ones: not the same number for every warp
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_the_cpu() -> Iterator[None]:
+    kernels = (products.kernel, experts.kernel, experts._combine, norm._kernel)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx.fast, "cuda_kernel", cuda_on_cpu.cuda_kernel)
+        for module in (products, experts, norm):
+            patch.setattr(module, "on_cuda", lambda: True)
+        for kernel in kernels:
+            kernel.cache_clear()
+        yield
+    for kernel in kernels:
+        kernel.cache_clear()
+
+
+def normal(*shape: int, seed: int, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+def random_weights(shape: tuple[int, ...], bits: int, group: int, dtype: mx.Dtype = mx.bfloat16) -> Weights:
+    weight = 0.1 * normal(*shape, seed=7, dtype=mx.float32)
+    if bits == 16:
+        return Weights(weight.astype(dtype))
+    codes, scales, biases = mx.quantize(weight, group, bits)
+    return Weights(codes, scales.astype(dtype), biases.astype(dtype), bits, group)
+
+
+def exact(weights: Weights) -> mx.array:
+    if weights.scales is None or weights.biases is None:
+        return weights.weight.astype(mx.float32)
+    scales, biases = weights.scales.astype(mx.float32), weights.biases.astype(mx.float32)
+    return mx.dequantize(weights.weight, scales, biases, weights.group, weights.bits)
+
+
+def error(found: mx.array, expected: mx.array) -> float:
+    return float(mx.linalg.norm(found.astype(mx.float32) - expected) / mx.linalg.norm(expected))
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "inputs", "outputs", "dtype"),
+    [
+        (4, 64, K, 48, mx.bfloat16),
+        (4, 32, K, 33, mx.float16),
+        (4, 128, K, 16, mx.bfloat16),
+        (4, 64, 64, 1, mx.bfloat16),  # less than a chunk, less than a tile
+        (8, 64, K, 48, mx.bfloat16),
+        (8, 32, 96, 33, mx.float16),
+        (16, 1, K, 48, mx.bfloat16),
+    ],
+)
+def test_a_product_is_that_of_the_weights_that_the_codes_stand_for(
+    bits: int, group: int, inputs: int, outputs: int, dtype: mx.Dtype
+) -> None:
+    weights, x = random_weights((outputs, inputs), bits, group, dtype), normal(3, inputs, seed=1, dtype=dtype)
+    found = products.launch(x, [weights])[0]
+    # What is left is the rounding of the output.
+    assert error(found, x.astype(mx.float32) @ exact(weights).T) < (3e-3 if dtype == mx.bfloat16 else 4e-4)
+
+
+def test_a_row_has_the_same_bits_among_any_number_of_rows() -> None:
+    # Everything cancels, so that what is left is the rounding of the sums: another order would show in every bit.
+    half = random_weights((48, K), 4, 64)
+    weights = Weights(*[mx.concatenate([array, array], axis=1) for array in half.arrays()], bits=4, group=64)
+    x = normal(20, K, seed=2)
+    x = mx.concatenate([x, -x], axis=1)
+    together = products.launch(x, [weights])[0]
+    for rows in (1, 2, 8, 9, 16, 17):
+        assert mx.array_equal(products.launch(x[20 - rows :], [weights])[0], together[20 - rows :]), rows
+
+
+def test_layers_that_share_an_input_have_the_bits_of_each_alone() -> None:
+    several = [random_weights((outputs, K), 4, 64) for outputs in (48, 1, 33)]
+    x = normal(2, 1, K, seed=3)
+    for found, weights in zip(products.launch(x, several), several, strict=True):
+        assert mx.array_equal(found, products.launch(x, [weights])[0])
+
+
+# Three experts for nine rows of four choices each: some have more rows than a tile has columns.
+@pytest.mark.parametrize(("bits", "count"), [(4, 3), (16, 8)])
+def test_experts_multiply_the_rows_that_chose_them(bits: int, count: int) -> None:
+    weights = random_weights((count, 32, 128), bits, 64 if bits < 16 else 1)
+    indices = mx.random.randint(0, count, (9, 1, 4), key=mx.random.key(5))
+    shared, own = normal(9, 1, 128, seed=6), normal(9, 1, 4, 128, seed=8)
+    chosen = exact(weights)[indices]  # [9, 1, 4, N, K]
+    for x, each in ((shared, shared[..., None, :]), (own, own)):
+        found = experts.launch(x, indices, [weights])[0]
+        assert error(found, (chosen @ each.astype(mx.float32)[..., None]).squeeze(-1)) < 3e-3
+        alone = mx.concatenate([experts.launch(x[i : i + 1], indices[i : i + 1], [weights])[0] for i in (0, 8)])
+        assert mx.array_equal(alone, found[mx.array([0, 8])])
+
+
+def test_what_experts_made_is_combined_as_stock_ops_do() -> None:
+    parts, scores = normal(3, 2, 4, 40, seed=1), mx.softmax(normal(3, 2, 4, seed=2), axis=-1)
+    shared, gate = normal(3, 2, 40, seed=3), normal(3, 2, 1, seed=4)
+    found = experts.combine(parts, scores, shared, gate)
+    wide = [array.astype(mx.float32) for array in (parts, scores, shared, gate)]
+    assert error(found, experts.combine(*wide)) < 3e-3  # stock ops, in float32
+    assert mx.array_equal(found[1:2], experts.combine(parts[1:2], scores[1:2], shared[1:2], gate[1:2]))
+
+
+def test_a_sum_and_its_norm_are_those_of_stock_ops() -> None:
+    x, added, weight = normal(3, 512, seed=1), normal(3, 512, seed=2), normal(512, seed=3, dtype=mx.float32)
+    total, normed = norm.add_and_norm(x, added, weight, 1e-6)
+    assert mx.array_equal(total, x + added)
+    expected = mx.fast.rms_norm((x + added).astype(mx.float32), weight, 1e-6)
+    assert error(normed, expected) < 3e-3
+    assert mx.array_equal(normed, norm.norm(x + added, weight, 1e-6))
+    assert mx.array_equal(normed[1:2], norm.norm((x + added)[1:2], weight, 1e-6))
+
+
+def reasons() -> list[tuple[str, mx.Dtype, Weights]]:
+    four = random_weights((16, 128), 4, 64)
+    return [
+        ("activations are float32", mx.float32, four),
+        ("weights are float32", mx.bfloat16, Weights(mx.zeros((16, 128)))),
+        ("40 inputs are no multiple of 32", mx.bfloat16, Weights(mx.zeros((16, 40), mx.bfloat16))),
+        ("another way than affine", mx.bfloat16, Weights(four.weight, four.scales, None, 4, 64)),
+        ("3 bits in groups of 64", mx.bfloat16, Weights(four.weight, four.scales, four.biases, 3, 64)),
+        ("96 inputs are no multiple of 64", mx.bfloat16, random_weights((16, 96), 4, 32)),
+    ]
+
+
+@pytest.mark.parametrize(("reason", "dtype", "weights"), reasons())
+def test_what_does_not_fit_is_named(reason: str, dtype: mx.Dtype, weights: Weights) -> None:
+    assert reason in (products.refusal(dtype, weights) or "")
+
+
+def test_a_chunk_of_a_prompt_takes_the_product_of_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.Linear(64, 16, bias=False)
+    layer.weight = layer.weight.astype(mx.bfloat16)
+    assert products.refusal(mx.bfloat16, weights_of(layer)) is None
+    taken = []
+    monkeypatch.setattr(products, "launch", lambda x, weights: taken.append(len(x)) or [layer(x)])
+    for rows in (1, MOST_ROWS, MOST_ROWS + 1, 512):
+        products.product(normal(rows, 64, seed=1), layer)
+    assert taken == [1, MOST_ROWS]

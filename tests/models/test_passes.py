@@ -1,0 +1,41 @@
+"""Our forwards over mlx-lm's modules against the modules' own, and compiled passes against described ones."""
+
+import mlx.core as mx
+import pytest
+
+from fixtures import batch_of, random_model, random_prompt
+from headstart.engine.step import step
+from headstart.models import base, graph
+from headstart.models.feed_forward import feed_forward
+
+
+@pytest.mark.parametrize("family", ["dense", "moe", "next"])
+def test_a_feed_forward_has_the_bits_of_the_module(family: str) -> None:
+    module = random_model(family).weights.layers[0].mlp
+    for width in (1, 20):  # mlx-lm sorts the choices of experts in the second
+        x = mx.random.normal((2, width, module.gate_proj.weight.shape[-1] if family == "dense" else _inputs(module)))
+        assert mx.array_equal(feed_forward(module, x), module(x))
+
+
+def _inputs(module: base.nn.Module) -> int:
+    return int(module.gate.weight.shape[-1])
+
+
+def test_a_remembered_pass_has_the_bits_of_one_that_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("dense")
+    described = rounds(model, k=2)
+    monkeypatch.setattr(base, "compiles", lambda width: width <= graph.WIDEST)
+    monkeypatch.setattr(graph, "OFTEN", 1)
+    assert rounds(model, k=2) == described
+    assert model._trunk_graph.kinds  # some were remembered
+    assert model._head_graph.kinds
+
+
+def rounds(model: base.Model, k: int) -> list[tuple[list[list[int]], float]]:
+    batch = batch_of(model, random_prompt(model, 6, 0), random_prompt(model, 11, 1), k=k)
+    said = []
+    for _ in range(4):
+        round = step(model, batch, k)
+        mx.eval(round.tokens, *batch.arrays())
+        said.append((round.tokens.tolist(), round.logits.sum().item()))
+    return said
