@@ -8,7 +8,7 @@ import pytest
 from simulator import Costs, Informed, Text, simulate
 
 import headstart.engine.engine
-from fixtures import builtin_model, collect, generate, random_model, random_prompt, submit
+from fixtures import FAMILIES, builtin_model, collect, generate, random_model, random_prompt, submit
 from headstart.engine import Depth, Engine
 from headstart.engine.calibrate import step_times
 from headstart.engine.cost import Cost
@@ -164,6 +164,20 @@ def test_the_choice_can_be_made_elsewhere() -> None:
     assert answer.tokens == generate(model, random_prompt(model, 9), max_tokens=40, k=0).tokens
     assert told.told == choices[: len(told.told)]
     assert set(answer.stats.depths) == {0, 1, 2, 3, 8}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_all_leave_the_depth_open_say_what_they_would_say_alone(family: str) -> None:
+    model = random_model(family)
+    prompts = [random_prompt(model, 5 + 4 * i, i) for i in range(5)]
+    how = [{"temperature": 1.0, "seed": i} if i % 2 else {} for i in range(5)]
+    for depth in (None, Told([3, 0, 5, 1, 8, 2, 0, 0] * 40)):
+        engine = Engine(model, max_rows=4, depth=depth)
+        handles = [submit(engine, prompts[i], max_tokens=30 + 3 * i, **how[i]) for i in range(5)]
+        answers = [collect(handle) for handle in handles]
+        for i, answer in enumerate(answers):
+            assert answer.tokens == generate(model, prompts[i], max_tokens=30 + 3 * i, k=0, **how[i]).tokens
+        assert len({k for answer in answers for k in answer.stats.depths}) > 1
 
 
 def test_an_answer_says_what_each_depth_is_believed_to_gain() -> None:

@@ -8,6 +8,8 @@ import pytest
 import headstart.engine.engine
 from fixtures import Answer, collect, generate, mlx_lm_greedy, random_model, random_prompt, submit
 from headstart.engine import Engine
+from headstart.engine.batch import Batch
+from headstart.models import Model
 
 
 def assert_adds_up(answer: Answer, k: int) -> None:
@@ -85,6 +87,45 @@ def test_a_row_is_counted_by_its_own_depth_in_a_mixed_batch() -> None:
     handles = [submit(engine, random_prompt(model, 9, k), max_tokens=30, k=k) for k in range(9)]
     for k, handle in enumerate(handles):
         assert_adds_up(collect(handle), k)
+
+
+def test_no_window_is_wider_than_an_answer_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer of one token, as a classifier asks for, pays for no draft."""
+    step, widths = headstart.engine.engine.step, list[int]()
+
+    def noted(model: Model, batch: Batch, k: int, guide: object) -> object:
+        widths.append(k)
+        return step(model, batch, k, guide)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(headstart.engine.engine, "step", noted)
+    model = random_model("dense")
+    for how in ({"k": 8}, {"k": "auto"}):
+        widths.clear()
+        generate(model, random_prompt(model, 9), max_tokens=1, **how)
+        assert set(widths) == {0}
+    widths.clear()
+    generate(model, random_prompt(model, 9), max_tokens=5, k=8)
+    assert widths[0] == 4
+    assert widths[-1] < 4
+
+
+def test_one_who_insists_on_a_depth_does_not_choose_it_for_others() -> None:
+    model = random_model("dense")
+
+    class Parked:
+        gains = ()
+
+        def choose(self, rows: object) -> int:
+            return 1
+
+        def observe(self, *told: object) -> None:
+            pass
+
+    engine = Engine(model, depth=Parked())
+    leaves_it_open = submit(engine, random_prompt(model, 9), max_tokens=30)
+    insists = submit(engine, random_prompt(model, 9), max_tokens=12, k=6)
+    assert max(collect(leaves_it_open).stats.depths) == 1
+    assert len(collect(insists).tokens) == 12
 
 
 def test_auto_drafts_by_default_and_plain_decoding_says_why() -> None:

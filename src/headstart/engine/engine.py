@@ -28,7 +28,7 @@ from ..models import Model
 from ..sampling import Asked, Guide, Logprobs, compile_grammar
 from ..state import CHUNK, Prefix
 from .batch import Batch
-from .calibrate import step_times
+from .calibrate import SWEEPS, step_times
 from .depth import Controller, Depth, Drafter
 from .exact import rows_are_independent
 from .memory import ANSWER, Footprint, is_shortage, left_for_rows
@@ -307,7 +307,7 @@ class Engine:
         """Time a few steps of a model that nothing is known of."""
         depth = _depths.get(self.model)
         if depth is not None and depth is self.depth and not depth.cost.cells:
-            depth.cost.calibrate(step_times(self.model, depth.most))
+            depth.cost.calibrate(step_times(self.model, depth.most), times=SWEEPS)
 
     def _prefix_for(self, row: Row) -> Prefix | None:
         """A prompt that is told of must be read from its beginning."""
@@ -359,10 +359,14 @@ class Engine:
         flying = self._flight.rows if self._flight is not None else []
         if self._batch is None or all(row in flying and row.said + 1 >= row.limit for row in self.rows):
             return None
-        k = max(row.fixed for row in self.rows)
+        # Drafts that no row has room for would cost time and stand nowhere. A depth that a request insists on is a
+        # ceiling for itself and nothing to others: where one leaves it open, the choice is made for all.
+        room = max(row.limit - row.said - (row in flying) - 1 for row in self.rows)
         if any(row.auto for row in self.rows):
-            k = max(k, self.depth.choose([row.drafter for row in self.rows]))
-        return self._start(self._batch, self.rows, k)
+            k = self.depth.choose([row.drafter for row in self.rows])
+        else:
+            k = max(row.fixed for row in self.rows)
+        return self._start(self._batch, self.rows, min(k, room))
 
     def _start(self, batch: Batch, rows: list[Row], k: int) -> Flight:
         begun = time.perf_counter()
