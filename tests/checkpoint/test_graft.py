@@ -44,7 +44,7 @@ def grafted(model: Path, source: Path, **how: Any) -> Path:
 
 def stripped(source: Path, destination: Path, **how: Any) -> Path:
     """What mlx-lm makes of it."""
-    quantize = {"quantize": bool(how), "q_bits": how.get("bits"), "q_group_size": how.get("group_size")}
+    quantize = {"quantize": "bits" in how, "q_bits": how.get("bits"), "q_group_size": how.get("group_size")}
     mlx_lm_convert(str(source), str(destination), dtype="bfloat16", **quantize)
     assert not read_layout(destination).mtp.available
     return destination
@@ -53,7 +53,13 @@ def stripped(source: Path, destination: Path, **how: Any) -> Path:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("how", "mtp_bits"),
-    [({}, None), ({"bits": 4}, None), ({"bits": 4}, "keep"), ({"bits": 8, "group_size": 32}, 4)],
+    [
+        ({}, None),
+        ({"bits": 4}, None),
+        ({"bits": 4}, "keep"),
+        ({"bits": 8, "group_size": 32}, 4),
+        ({"group_size": 32}, 6),
+    ],
 )
 def test_a_graft_is_the_head_that_a_conversion_keeps(
     tmp_path: Path, family: str, how: dict[str, Any], mtp_bits: Any
@@ -65,7 +71,8 @@ def test_a_graft_is_the_head_that_a_conversion_keeps(
         Path(shutil.copytree(kept, tmp_path / "cut", ignore=shutil.ignore_patterns("mtp"))),
     ):
         before = contents(lost)
-        grafted(lost, raw, mtp_bits=mtp_bits)
+        # Of the groups of a trunk that is not quantised nothing is written down.
+        grafted(lost, raw, mtp_bits=mtp_bits, group_size=None if "bits" in how else how.get("group_size"))
         assert (lost / SIDECAR).read_bytes() == (kept / SIDECAR).read_bytes()
         after = contents(lost)
         assert after.keys() - before.keys() == {SIDECAR}
@@ -88,8 +95,10 @@ def test_a_head_can_come_from_a_checkpoint_of_any_layout(
 def test_a_head_that_is_quantised_already_stays_as_it_is(tmp_path: Path) -> None:
     source = write(tmp_path / "source", "moe", "converted", bits=4, head_bits=4)
     lost = write(tmp_path / "lost", "moe", "stripped", bits=4)
-    with pytest.raises(HeadError, match=r"quantised already. Leave --mtp-bits out"):
+    with pytest.raises(HeadError, match=r"quantised already. Leave --mtp-bits and --group-size out"):
         plan_graft(read_layout(lost), source, mtp_bits=8)
+    with pytest.raises(HeadError, match="quantised already"):
+        plan_graft(read_layout(lost), source, group_size=32)
     assert_same(load(source), load(grafted(lost, source)))
 
 
@@ -236,6 +245,36 @@ def test_the_head_of_a_model_of_another_name_is_refused(tmp_path: Path, hub: Hub
     assert "converted from org/instruct" in result.stderr
     assert not [file for file in hub.downloaded if file.endswith(".safetensors")]
     assert CliRunner().invoke(app, ["graft", str(lost), "--from", "org/thinking", "--force"]).exit_code == 0
+
+
+def graft_refused(lost: Path, source: Path) -> bool:
+    result = CliRunner().invoke(app, ["graft", str(lost), "--from", str(source), "--dry-run"])
+    assert result.exit_code == 0 or "another model" in result.stderr, result.output
+    return result.exit_code != 0
+
+
+def test_the_head_of_a_folder_of_another_name_is_refused(tmp_path: Path) -> None:
+    """The head of Qwen3-Next is alone in its shard, so that nothing but the name tells these two apart."""
+    raw = write(tmp_path / "Qwen3-Next-80B-A3B-Thinking", "next")
+    lost = stripped(raw, tmp_path / "Instruct-4bit")
+    (lost / "README.md").write_text("---\nbase_model: Qwen/Qwen3-Next-80B-A3B-Instruct\n---\n")
+    assert graft_refused(lost, raw)
+    (lost / "README.md").write_text("---\nbase_model: Qwen/Qwen3-Next-80B-A3B-Thinking-FP8\n---\n")
+    assert not graft_refused(lost, raw)  # the same model in another precision
+    # A fine-tune of its own name has a head of its own, though a card's name begins it.
+    tuned = raw.rename(tmp_path / "Qwen3-Next-80B-A3B-Thinking-tuned")
+    (lost / "README.md").write_text(f"---\nbase_model: me/{tuned.name}\n---\n")
+    assert not graft_refused(lost, tuned)
+
+
+def test_a_conversion_is_what_its_readme_says_and_a_release_is_not(tmp_path: Path) -> None:
+    raw = write(tmp_path / "raw", "next")
+    lost, kept = stripped(raw, tmp_path / "lost"), converted(raw, tmp_path / "kept")
+    (lost / "README.md").write_text("---\nbase_model: org/instruct\n---\n")
+    for source in (raw, kept):
+        (source / "README.md").write_text("---\nbase_model: org/base\n---\n")
+    assert graft_refused(lost, kept)
+    assert not graft_refused(lost, raw)  # that was trained from it
 
 
 def test_a_source_without_a_head_is_refused(tmp_path: Path) -> None:

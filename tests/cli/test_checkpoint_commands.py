@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from checkpoints import write
 from headstart.checkpoint import read_layout
+from headstart.checkpoint.identity import base_model
 from headstart.cli.main import app
 from loopback_hub import Hub, running_hub
 
@@ -71,6 +72,43 @@ def test_of_a_hub_model_a_dry_run_downloads_no_weights(tmp_path: Path, hub: Hub)
     run("convert", "org/model", str(tmp_path / "out"))
     assert read_layout(tmp_path / "out").mtp.available
     assert "base_model: org/model" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("folder", "readme", "base"),
+    [
+        ("Qwen3.5-0.8B", None, "Qwen/Qwen3.5-0.8B"),
+        ("Qwen3.5-0.8B", "Qwen/Qwen3.5-0.8B-Base", "Qwen/Qwen3.5-0.8B"),  # of the release, not of the conversion
+        ("Qwen3.5-0.8B-tuned", None, None),  # not the model that it was tuned from
+        ("tuned", "Qwen/Qwen3.5-0.8B", "Qwen/Qwen3.5-0.8B"),
+        ("Qwen3.5-0.8B-tuned", "me/tuned-before", "me/tuned-before"),
+    ],
+)
+def test_a_conversion_claims_no_other_original_than_it_has(
+    tmp_path: Path, folder: str, readme: str | None, base: str | None
+) -> None:
+    raw, out = write(tmp_path / folder, "dense"), tmp_path / "out"
+    if readme:
+        (raw / "README.md").write_text(f"---\nbase_model: {readme}\n---\n")
+    run("convert", str(raw), str(out))
+    assert base_model(out) == base
+    name = base if folder == "Qwen3.5-0.8B" else folder
+    assert f"{name}, converted to MLX by headstart" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("family", ["dense", "next"])
+def test_a_head_that_config_did_not_promise_drafts_once_it_is_converted(tmp_path: Path, family: str) -> None:
+    raw, out = write(tmp_path / "raw", family), tmp_path / "out"
+    config = json.loads((raw / "config.json").read_text())
+    for field in ("mtp_num_hidden_layers", "num_nextn_predict_layers"):
+        config.get("text_config", config).pop(field, None)
+    (raw / "config.json").write_text(json.dumps(config))
+    field = "num_nextn_predict_layers" if family == "next" else "mtp_num_hidden_layers"
+    said = error("probe", str(raw))
+    assert "neither the model card nor config.json declares an MTP head" in said
+    assert f"Declare it in config.json, `{field}`: 1." in said
+    assert "MTP head: kept as it is." in run("convert", str(raw), str(out))
+    assert read_layout(out).dispatch(mtp=True).drafts
 
 
 @pytest.mark.parametrize(

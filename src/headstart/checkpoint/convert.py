@@ -47,7 +47,7 @@ class Conversion:
     recipe: Recipe
     files: dict[str, list[Step]]  # by their paths in the new folder
     config: dict[str, Any]
-    original: str | None  # the hub id of the source
+    original: str | None  # the hub id of the source, where it is known
 
     @property
     def read_bytes(self) -> int:
@@ -120,6 +120,19 @@ def head_steps(stored: dict[str, Stored], weights: nn.Module, recipe: Recipe) ->
     return steps
 
 
+def declare_head(config: dict[str, Any], family: str, file: str) -> None:
+    """Let config.json say that there is a head, and where: without it nobody drafts."""
+    # Where we, MTPLX, OptiQ and oMLX look first: an unusable head in another place is passed over.
+    config["mlx_lm_extra_tensors"] = {"mtp_file": file}
+    if not models.head_modules(config):
+        models.text_config(config)[head_field(family)] = 1
+
+
+def head_field(family: str) -> str:
+    """The field of config.json that promises a head."""
+    return "num_nextn_predict_layers" if family == "qwen3_next" else "mtp_num_hidden_layers"
+
+
 def _trunk_steps(source: Layout, model: models.Model, recipe: Recipe, packings: dict[str, Packing]) -> Iterator[Step]:
     """Under mlx-lm's names. `packings` takes what config.json must say of single modules."""
     theirs = {canonical(path): path for path in _parameters(model.lm)}
@@ -190,7 +203,7 @@ def _config(source: Layout, recipe: Recipe, packings: dict[str, Packing]) -> dic
         quantization = {"group_size": recipe.group_size, "bits": bits, "mode": "affine", **packings}
         config["quantization"] = config["quantization_config"] = quantization
     if source.mtp.available:
-        config["mlx_lm_extra_tensors"] = {"mtp_file": SIDECAR}  # where MTPLX, OptiQ and oMLX look for it
+        declare_head(config, source.family, SIDECAR)
     return config
 
 
@@ -211,7 +224,8 @@ def _readme(plan: Conversion) -> str:
         card = ModelCard.from_template(ModelCardData(), template_str="---\n{{ card_data }}\n---\n")
     card.data.library_name = "mlx"
     card.data.tags = sorted({*(card.data.tags or []), "mlx"})
-    card.data.base_model = plan.original
+    if plan.original:  # else what the source says that it was made from stays
+        card.data.base_model = plan.original
     head = f"Its MTP head is in `{SIDECAR}`." if plan.source.mtp.available else "The original has no MTP head."
     return (
         f"---\n{card.data.to_yaml()}\n---\n\n# {plan.destination.name}\n\n"

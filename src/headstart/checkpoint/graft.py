@@ -1,7 +1,7 @@
 """`headstart graft`: give a converted model that lost its head the head of the original.
 
 Of the original only config.json, the index and the files that hold `mtp.*` are read, or downloaded. What is written
-is what `convert` would have kept, byte for byte.
+is what `convert` would have kept with the same --mtp-bits and --group-size, byte for byte.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ from mlx.utils import tree_flatten
 from .. import cards, models
 from ..errors import CheckpointError, HeadError
 from ..models.base import Norm
-from . import provenance
-from .convert import SIDECAR, head_steps
+from . import identity, provenance
+from .convert import SIDECAR, declare_head, head_steps
 from .headers import Header, read_header
 from .hub import shards
 from .layout import INDEX, Layout, expected_weights, find_sidecar, read_config
@@ -86,9 +86,9 @@ def check_fits(model: Layout, source: str, config: dict[str, Any]) -> None:
         )
 
 
-def check_name(model: Layout, source: str, original: str | None, source_id: str | None) -> None:
-    """Refuse the head of a model that has the same sizes but another name."""
-    if original and source_id and original.lower() != source_id.lower() and not _same_card(original, source_id):
+def check_name(model: Layout, source: Path | str, original: str | None) -> None:
+    """Refuse the head of a model that has the same sizes but another name. `source` is a folder or a hub id."""
+    if original and not _may_be(original, source, model.family):
         raise HeadError(
             f"{source}: another model, {model.path} was converted from {original}. Name that one, or say --force if "
             "it was fine-tuned from this one."
@@ -110,9 +110,15 @@ def read_head(source: Path) -> HeadFiles:
 
 
 def plan_graft(
-    model: Layout, source: Path, *, mtp_bits: MtpBits | None = None, merge: bool = False, force: bool = False
+    model: Layout,
+    source: Path,
+    *,
+    mtp_bits: MtpBits | None = None,
+    group_size: int | None = None,
+    merge: bool = False,
+    force: bool = False,
 ) -> Graft:
-    """Decide what the head becomes, or say why it does not fit."""
+    """Decide what the head becomes, or say why it does not fit. Without `group_size` its groups are the trunk's."""
     if model.layout != "converted":
         raise CheckpointError(f"{model.path}: not converted to MLX. `headstart convert` keeps the head.")
     if model.mtp.available:
@@ -130,11 +136,14 @@ def plan_graft(
         )
     compared = 0 if force else _compare_trunks(model, source, found.trunk)
     packed = any(name.endswith(".scales") for name in found.head)
-    if packed and mtp_bits is not None:
-        raise HeadError(f"{source}: its head is quantised already. Leave --mtp-bits out, or name the original.")
+    if packed and (mtp_bits is not None or group_size is not None):
+        raise HeadError(
+            f"{source}: its head is quantised already. Leave --mtp-bits and --group-size out, or name the original."
+        )
     trunk = model.quantization or {"bits": None, "mode": None}
     dtype: mx.Dtype = getattr(mx, model.dtype)
-    group_size = trunk["group_size"] if trunk["mode"] == "affine" else 64  # other modes have groups of their own
+    if group_size is None:
+        group_size = trunk["group_size"] if trunk["mode"] == "affine" else 64  # other modes have groups of their own
     recipe = Recipe(dtype, trunk["bits"], group_size, mtp_bits=mtp_bits)
     steps = head_steps(found.head, weights, recipe)
     if merge:
@@ -159,10 +168,24 @@ def graft(plan: Graft, progress: Progress = lambda read: None) -> None:
             replace(temporary / "index", folder / INDEX)
 
 
-def _same_card(one: str, other: str) -> bool:
-    """The same model in another precision, say."""
-    card = cards.named(one)
-    return card is not None and other.lower() in card.names
+def _may_be(original: str, source: Path | str, family: str) -> bool:
+    """Whether the source is that model, in whatever precision, or nothing says what it is."""
+    if isinstance(source, Path) and source.absolute().name.lower() == original.rpartition("/")[2].lower():
+        return True
+    name = source if isinstance(source, str) else _name(source, family)
+    card = cards.named(original)
+    return name is None or name.lower() == original.lower() or (card is not None and name.lower() in card.names)
+
+
+def _name(source: Path, family: str) -> str | None:
+    """What the model in a folder is called: by the cache, by a card that the folder is named after, or by the README
+    of a conversion. A release's README names the model that it was trained from, which is another one."""
+    if found := identity.hub_id(source):
+        return found
+    if card := cards.matching((), source.absolute().name, family):
+        return card.hub_id or card.name
+    converted = any(part.sources[0].provenance == "converted" for part in read_head(source).head.values())
+    return identity.base_model(source) if converted else None
 
 
 def _head_files(source: Path) -> list[Path]:
@@ -202,11 +225,7 @@ def _compare_trunks(model: Layout, source: Path, trunk: dict[str, Stored]) -> in
 
 def _config(plan: Graft) -> dict[str, Any]:
     config = deepcopy(plan.model.config)
-    # Where we, MTPLX, OptiQ and oMLX look first: an unusable head in another place is passed over.
-    config["mlx_lm_extra_tensors"] = {"mtp_file": plan.file}
-    text = models.text_config(config)
-    if not models.head_modules(config):
-        text["num_nextn_predict_layers" if plan.model.family == "qwen3_next" else "mtp_num_hidden_layers"] = 1
+    declare_head(config, plan.model.family, plan.file)
     return config
 
 

@@ -30,6 +30,13 @@ def card(path: Path, family: str) -> cards.Card | None:
     return cards.matching((hub_id(path), base_model(path)), path.absolute().name, family)
 
 
+def release(path: Path, family: str) -> str | None:
+    """The id of a model as released: the cache's, or that of the card with exactly its folder's name. A longer name
+    may be a fine-tune's."""
+    named = cards.named(path.absolute().name)
+    return hub_id(path) or (named.hub_id if named and named.family == family else None)
+
+
 def original(path: Path, family: str) -> str | None:
     """The id of the release that a conversion was made from."""
     found = base_model(path)

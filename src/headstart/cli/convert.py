@@ -55,7 +55,7 @@ def convert(
     if folder is None:
         return
     layout = read_layout(folder)
-    original = identity.hub_id(folder) or (card.hub_id if (card := layout.card) else None)
+    original = identity.release(folder, layout.family)
     settings = Recipe(dtype_named(dtype or layout.dtype), bits, group_size, recipe, chosen)
     plan = plan_conversion(layout, destination, settings, original)
     _show(plan)

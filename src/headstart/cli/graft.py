@@ -21,6 +21,14 @@ def graft(
         bool, typer.Option("--merge", help="Into the shards and their index, not into a file of its own.")
     ] = False,
     mtp_bits: MtpBits = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            "--group-size",
+            help="Weights of the head that share a scale: 32, 64, 128.",
+            show_default="the trunk's, or 64 where it is not quantised",
+        ),
+    ] = None,
     force: Annotated[
         bool,
         typer.Option("--force", help="Take the head of another model of the same sizes, such as a fine-tune's base."),
@@ -45,20 +53,19 @@ def graft(
         raise CheckpointError(f"{layout.path}: nothing says what it was made from. Name the original with --from.")
     found = hub.locate(source or original)
     if isinstance(found, Path):
-        folder, source_id = found, identity.hub_id(found)
+        folder = found
     else:
         folder, files = hub.download_config(found)
-        source_id = found
     name = str(found)
     check_fits(layout, name, read_config(folder))
     if not force:
-        check_name(layout, name, original, source_id)
+        check_name(layout, found, original)
     if isinstance(found, str) and files:
         if dry_run:
             typer.echo(f"{found}: {len(files)} files, {hub.sizes(found, files):,} bytes would be downloaded first.")
             return
         hub.download_files(found, folder, files)
-    plan = plan_graft(layout, folder, mtp_bits=chosen, merge=merge, force=force)
+    plan = plan_graft(layout, folder, mtp_bits=chosen, group_size=group_size, merge=merge, force=force)
     typer.echo(f"{layout.path / plan.file}: {plan.write_bytes:,} bytes, from {plan.read_bytes:,} of {name}.")
     if not plan.compared and not force:
         typer.echo("Its files hold nothing of the trunk to compare: that it is this model's, sizes and names say.")

@@ -37,10 +37,16 @@ def probe(
     from ..bench.page import markdown, show
     from ..bench.probe import probe as run
     from ..checkpoint import load, load_tokenizer, read_layout, resolve
+    from ..checkpoint.convert import head_field
 
     layout = read_layout(resolve(model))
     if not layout.mtp.available:
         raise HeadError(f"{layout.path}: no head to probe: {layout.mtp.reason}")
+    if not (decision := layout.dispatch(mtp=True)).drafts:
+        raise HeadError(
+            f"{layout.path}: its head is not used: {decision.reason}. Declare it in config.json, "
+            f"`{head_field(layout.family)}`: 1."
+        )
     if report is not None and not report.absolute().parent.is_dir():
         raise HeadstartError(f"--report {report}: there is no such folder")
     loaded, tokenizer, machine = load(layout.path, mtp=True), load_tokenizer(layout.path), this_machine()
