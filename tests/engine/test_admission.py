@@ -8,6 +8,7 @@ from headstart.engine.memory import Footprint
 from headstart.errors import Busy, RequestError
 from headstart.models import Model
 from headstart.sampling import SamplingParams
+from headstart.state import Prefix
 
 
 def test_clients_take_turns() -> None:
@@ -96,3 +97,21 @@ def test_answers_that_outgrow_the_memory_wait_and_go_on_unchanged(
             "length",
             generate(model, prompt, max_tokens=300, **h).tokens,
         )
+
+
+def test_one_client_cannot_fill_the_queue() -> None:
+    model = random_model("dense")
+    engine = Engine(model, max_queue=16)
+    one = Request(random_prompt(model, 5), SamplingParams(max_tokens=1, k=0))
+    for _ in range(14):
+        engine.submit(one, client="greedy")
+    with pytest.raises(Busy, match="14 requests are waiting"):
+        engine.submit(one, client="greedy")
+    engine.submit(one, client="modest")
+
+
+def test_a_prefix_cache_that_leaves_no_room_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.engine.engine.left_for_rows", lambda: 10**9)
+    with pytest.raises(RequestError, match=r"a prefix cache of 2.00 GB leaves no room .* 1.00 GB are left"):
+        Engine(random_model("dense"), prefix=Prefix(2 * 10**9))
+    Engine(random_model("dense"), prefix=Prefix(10**8))

@@ -13,7 +13,7 @@ from headstart.engine.batch import Batch
 from headstart.errors import HeadstartError
 from headstart.models import Model
 from headstart.sampling import Proposal
-from headstart.state import KV, Recurrent
+from headstart.state import KV, Prefix, Recurrent
 
 
 def poison_keys(memory: KV | Recurrent, row: int) -> None:
@@ -108,7 +108,7 @@ def test_a_row_whose_prompt_cannot_be_taken_in_ends_alone(monkeypatch: pytest.Mo
 
     def failing(model, batch, tokens, following):  # type: ignore[no-untyped-def]
         if tokens.shape[1] == 12:
-            raise MemoryError("no room")
+            raise ValueError("no room")
         prefill(model, batch, tokens, following)
 
     monkeypatch.setattr(headstart.engine.engine, "prefill", failing)
@@ -130,13 +130,69 @@ def test_a_row_that_cannot_join_ends_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
     def failing(row):  # type: ignore[no-untyped-def]
         if row.handle is handles[1]:
-            raise MemoryError("no room")
+            raise ValueError("no room")
         join(row)
 
     monkeypatch.setattr(engine, "_join", failing)
     good, bad = [collect(handle) for handle in handles]
     assert (bad.finish_reason, bad.tokens) == ("error", [])
     assert good.tokens == mlx_lm_greedy(model, prompts[0], 12)
+
+
+def failing_prefills(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """The next `times` chunks find no memory."""
+    honest, left = headstart.engine.engine.prefill, iter(range(times))
+
+    def prefill(*args: object) -> object:
+        if next(left, None) is not None:
+            raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+        return honest(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(headstart.engine.engine, "prefill", prefill)
+
+
+def test_where_a_prompt_finds_no_memory_the_prefix_cache_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prefix = random_model("dense"), Prefix(10**8)
+    engine = Engine(model, prefix=prefix, memory_limit=10**9)
+    long = random_prompt(model, 600)
+    first = collect(submit(engine, long, max_tokens=4))
+    assert prefix.stats().bytes
+    failing_prefills(monkeypatch, 1)
+    again = collect(submit(engine, random_prompt(model, 40), max_tokens=4))
+    assert (again.finish_reason, again.error) == ("length", None)
+    assert not prefix.stats().bytes
+    assert collect(submit(engine, long, max_tokens=4)).tokens == first.tokens
+
+
+def test_where_a_prompt_finds_no_memory_the_youngest_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is read after a failure may be the oldest."""
+    model = random_model("dense")
+    engine = Engine(model)
+    old = submit(engine, random_prompt(model, 9), max_tokens=40, k=2)
+    engine.turn()
+    young = submit(engine, random_prompt(model, 10), max_tokens=40, k=2)
+    while len(engine.rows) < 2:
+        engine.turn()
+    engine.take_in_again()
+    engine.entering.rotate(-1)  # the young one first
+    engine.turn()
+    assert [row.handle for row in engine.rows] == [young]
+    failing_prefills(monkeypatch, 1)
+    good, bad = collect(old), collect(young)
+    assert (good.finish_reason, good.tokens) == ("length", mlx_lm_greedy(model, random_prompt(model, 9), 40))
+    assert bad.finish_reason == "error"
+
+
+def test_a_prompt_that_cannot_be_remembered_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prefix = random_model("dense"), Prefix(10**8)
+    long = random_prompt(model, 600)
+
+    def no_room(*args: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(prefix, "store", no_room)
+    answer = collect(submit(Engine(model, prefix=prefix, memory_limit=10**9), long, max_tokens=4))
+    assert (answer.finish_reason, answer.tokens) == ("length", generate(model, long, max_tokens=4).tokens)
 
 
 REQUESTS: list[dict[str, object]] = [

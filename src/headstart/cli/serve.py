@@ -50,8 +50,14 @@ def serve(
         typer.Option(min=0, help="Seconds that answers have left when it stops.", rich_help_panel=PANEL),
     ] = 30.0,
     prefix_cache_gb: Annotated[
-        float, typer.Option(min=0, help="Memory for beginnings of prompts; 0 keeps none.", rich_help_panel=PANEL)
-    ] = 2.0,
+        float | None,
+        typer.Option(
+            min=0,
+            help="Memory for beginnings of prompts; 0 keeps none.",
+            show_default="2, or a quarter of what the model leaves",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
     prefix_cache_8bit: Annotated[
         bool, typer.Option("--prefix-cache-8bit", help="Keep them in 8 bits: not exact.", rich_help_panel=PANEL)
     ] = False,
@@ -59,6 +65,7 @@ def serve(
     """Serve a model to OpenAI's clients. Ctrl-C stops it once the running answers have ended."""
     from ..checkpoint import read_layout, resolve
     from ..engine import Room
+    from ..engine.memory import left_for_rows
     from ..library import load
     from ..server import Keys, Limits, Served, Server, bind, check_reach, create_app
     from ..state import Prefix
@@ -69,7 +76,8 @@ def serve(
         folder = resolve(model)
         loaded, tokenizer = load(folder, mtp=mtp)
         served = Served.of(read_layout(folder), loaded, tokenizer, id=model_id)
-        prefix = Prefix(int(prefix_cache_gb * 1e9), eight_bits=prefix_cache_8bit) if prefix_cache_gb else None
+        bytes_ = min(2e9, left_for_rows() / 4) if prefix_cache_gb is None else prefix_cache_gb * 1e9
+        prefix = Prefix(int(bytes_), eight_bits=prefix_cache_8bit) if bytes_ else None
         room = Room(loaded, tokenizer, max_rows=max_rows, max_queue=max_queue, prefix=prefix)
         room.engine.warm_up()
         limits = Limits(prompt_tokens=max_prompt_tokens, request_seconds=timeout)

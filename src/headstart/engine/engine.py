@@ -90,15 +90,21 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.max_rows = max_rows
-        set_aside = prefix.max_bytes if prefix is not None else 0
-        self.memory = max(0, left_for_rows() - set_aside) if memory_limit is None else memory_limit
         self.footprint = Footprint.of(model)
+        set_aside, left = prefix.max_bytes if prefix is not None else 0, left_for_rows()
+        if memory_limit is None and left - set_aside < self.footprint.bytes([1]) <= left:
+            raise RequestError(
+                f"a prefix cache of {set_aside / 1e9:.2f} GB leaves no room for requests: {left / 1e9:.2f} GB are "
+                "left beside the model. Make it smaller"
+            )
+        self.memory = max(0, left - set_aside) if memory_limit is None else memory_limit
         self.depth: Controller = depth or _depths.setdefault(model, Depth(model.max_k, model.default_k))
         self.prefix = prefix
         self.queue = Queue(max_queue)
         self.entering: deque[Row] = deque()  # taking in their prompts
         self.rows: list[Row] = []  # decoding, in the order of the batch
         self._threaded = threaded
+        self._cancel_all = False
         self._turning = Lock()
         self._batch: Batch | None = None
         self._flight: Flight | None = None
@@ -206,9 +212,8 @@ class Engine:
                 self._take_in_a_chunk()
 
     def cancel_all(self) -> None:
-        """Stop everything at the next turn, from any thread."""
-        for row in (*self.queue.all(), *self.entering, *self.rows):
-            row.handle.cancel()
+        """Stop everything at the next turn, and what comes after it, from any thread."""
+        self._cancel_all = True
 
     def end_all(self, error: HeadstartError) -> None:
         """Nothing can go on. By the thread that turned the engine."""
@@ -230,15 +235,22 @@ class Engine:
         return self.footprint.bytes(each)
 
     def _drop_cancelled(self) -> None:
+        if self._cancel_all:
+            for row in (*self.queue.all(), *self.entering, *self.rows):
+                row.handle.cancel()
         waiting = self.queue.drop_cancelled()
         for row in waiting + [row for row in (*self.entering, *self.rows) if row.handle.cancelled]:
-            row.finish("cancelled")
+            if not row.over:
+                row.finish("cancelled")
         self.entering = deque(row for row in self.entering if not row.over)
         self._drop_finished()
 
     def _admit(self) -> None:
         """As many as there are places and memory for. The first in the queue waits for its share, not for luck."""
         while (row := self.queue.first()) is not None:
+            if row.over:  # it gave up its place, and then the round in flight ended it
+                self.queue.take()
+                continue
             inside = [*self.rows, *self.entering]
             if sum(1 + len(each.siblings) for each in (*inside, row)) > self.max_rows:
                 return
@@ -283,9 +295,30 @@ class Engine:
             else:
                 self._join(row)
                 self.entering.popleft()
-        except Exception as error:  # a row that fails ends alone
-            row.finish("error", error)
+        except Exception as error:
+            self._end_or_retry(row, error)
         self.entering = deque(row for row in self.entering if not row.over)
+
+    def _end_or_retry(self, row: Row, error: Exception) -> None:
+        """A row that fails while it is taken in ends alone. Where memory ran out it is begun again, once the prefix
+        cache is empty, or the youngest of those that hold memory has ended."""
+        if not is_shortage(error):
+            row.finish("error", error)
+            return
+        emptied = self._empty_prefix()
+        if not emptied:
+            youngest = max((*self.rows, *(r for r in self.entering if r.batch)), key=lambda row: row.started)
+            youngest.finish("error", error)
+            self._drop_finished()
+        row.take_in_again()
+
+    def _empty_prefix(self) -> bool:
+        """True if there was something to let go of."""
+        if self.prefix is None or not self.prefix.stats().bytes:
+            return False
+        self.prefix.clear()
+        mx.clear_cache()
+        return True
 
     def _begin(self, row: Row) -> None:
         """At the first token, or after those of its beginning that are known."""
@@ -431,8 +464,8 @@ class Engine:
             rows.remove(youngest)
         for row in rows:
             row.suspect = not shortage and not row.cleared
-        if shortage and self.prefix is not None:
-            self.prefix.clear()
+        if shortage:
+            self._empty_prefix()
         self._enter_again(rows)
 
     def _enter_again(self, rows: list[Row]) -> None:

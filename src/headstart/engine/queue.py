@@ -22,8 +22,11 @@ class Queue:
 
     def put(self, row: Row, client: str) -> None:
         with self._lock:
-            if self.most is not None and sum(map(len, self._waiting.values())) >= self.most:
-                raise Busy(f"{self.most} requests are waiting already: try again in a moment", retry_after=1)
+            waiting = sum(map(len, self._waiting.values()))
+            # The last eighth is for clients that have none waiting: nobody fills it all.
+            kept = self.most // 8 if self.most is not None and client in self._waiting else 0
+            if self.most is not None and waiting >= self.most - kept:
+                raise Busy(f"{waiting} requests are waiting already: try again in a moment", retry_after=1)
             self._waiting.setdefault(client, deque()).append(row)
 
     def put_back(self, row: Row) -> None:

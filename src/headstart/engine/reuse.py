@@ -7,6 +7,7 @@ import mlx.core as mx
 from ..models import Model
 from ..state import Prefix
 from .batch import Batch, Waiting
+from .memory import is_shortage
 
 
 def resume(model: Model, batch: Batch, tokens: Sequence[int], prefix: Prefix) -> int:
@@ -28,4 +29,9 @@ def leave(batch: Batch, tokens: Sequence[int], taken: int, prefix: Prefix) -> No
     """Keep what the row holds for those that begin like it, if it stands where it can be resumed."""
     if taken and taken % prefix.chunk == 0:
         mx.eval(batch.arrays())
-        prefix.store(tokens, taken, batch.rows, batch.head, batch.waiting.hidden)
+        try:
+            prefix.store(tokens, taken, batch.rows, batch.head, batch.waiting.hidden)
+        except Exception as error:  # the row itself has all it needs
+            if not is_shortage(error):
+                raise
+            prefix.clear()

@@ -110,14 +110,22 @@ class Room:
                 self.engine.turn()
         except BaseException as error:
             self.problem = f"{type(error).__name__}: {error}"
-            if self.restarts < RESTARTS and not self._closing:
-                self.restarts += 1
-                self.engine.take_in_again()
-                self.start()
-            else:
+            if not self._start_again():
                 with self._awake:
                     self._over = True
                 self.engine.end_all(HeadstartError(f"the engine died: {self.problem}"))
+
+    def _start_again(self) -> bool:
+        if self.restarts >= RESTARTS or self._closing:
+            return False
+        self.restarts += 1
+        try:
+            self.engine.take_in_again()
+        except Exception as error:  # of the device, which is beyond help then
+            self.problem = f"{self.problem}; then {type(error).__name__}: {error}"
+            return False
+        self.start()
+        return True
 
     def _wait_for_work(self) -> bool:
         """Sleep until there is something to do. False when there is nothing, and nothing will come."""

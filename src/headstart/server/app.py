@@ -127,14 +127,14 @@ def add_routes(app: FastAPI, desk: Desk) -> None:
         return asdict(room.settings)
 
     @app.get("/v1/cache")
-    async def cache() -> dict[str, Any]:
+    def cache() -> dict[str, Any]:  # in a thread of its own: the engine may hold the cache for a while
         return {"enabled": prefix is not None, **(asdict(prefix.stats()) if prefix else {})}
 
     @app.delete("/v1/cache")
-    async def clear_cache() -> dict[str, Any]:
+    def clear_cache() -> dict[str, Any]:
         if prefix is not None:
             prefix.clear()
-        return await cache()
+        return cache()
 
     @app.get("/health", responses={503: {"description": "The engine's thread is not alive."}})
     async def health() -> JSONResponse:
@@ -150,5 +150,5 @@ def add_routes(app: FastAPI, desk: Desk) -> None:
         return JSONResponse(state, 200 if room.healthy else 503)
 
     @app.get("/metrics")
-    async def prometheus() -> Response:
+    def prometheus() -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
