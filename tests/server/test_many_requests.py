@@ -1,6 +1,7 @@
 """Many requests at once: each says what it would say alone, and nothing is left behind."""
 
 import asyncio
+import gc
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -62,16 +63,30 @@ class Outcomes:
 
 MALFORMED = [
     b"{", b"[]", b"{}", b'{"prompt": 5}', b'{"prompt": "a", "temperature": "x"}', b'{"prompt": "a", "model": "b"}',
-    b'{"prompt": "a", "max_tokens": 0}', b'{"prompt": [99999]}', b'{"prompt": "a", "n": 3}', b"\xff",
+    b'{"prompt": "a", "max_tokens": 0}', b'{"prompt": [99999]}', b'{"prompt": "a", "n": 0}', b"\xff",
 ]  # fmt: skip
+
+
+async def send_malformed(http: httpx.AsyncClient, body: bytes) -> int:
+    response = await http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    return response.status_code
+
+
+@pytest.mark.parametrize("body", MALFORMED)
+def test_what_the_load_calls_malformed_is_refused(server: Running, body: bytes) -> None:
+    async def refused() -> int:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+            return await send_malformed(http, body)
+
+    assert 400 <= asyncio.run(refused()) < 500
 
 
 async def malformed(http: httpx.AsyncClient, rng: random.Random, outcomes: Outcomes) -> None:
     body = rng.choice(MALFORMED)
-    response = await http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    status = await send_malformed(http, body)
     outcomes.counts["malformed"] += 1
-    if not 400 <= response.status_code < 500:
-        outcomes.wrong.append(f"{body!r} was answered {response.status_code}")
+    if not 400 <= status < 500:
+        outcomes.wrong.append(f"{body!r} was answered {status}")
 
 
 async def well_formed(
@@ -147,17 +162,24 @@ def resident() -> int:
 
 
 def endure(count: int) -> tuple[int, int]:
-    """Growth of mlx's and the process's memory over `count` requests, after as many as warm up."""
-    known = kinds(1, 3, 6, 9, 12, prefixed=False)
-    with running(max_rows=8) as server:
-        check(server, asyncio.run(load(server, known, 100, seed=2)), 100)
+    """Growth of mlx's and the process's memory over `count` requests, after a hundred that warm up."""
+    known, prefix = kinds(1, 3, 6, 9, 12, prefixed=True), Prefix(10**8)
+
+    def held() -> tuple[int, int]:
+        prefix.clear()  # what it keeps, it keeps on purpose
+        gc.collect()
         mx.clear_cache()
-        before = mx.get_active_memory(), resident()
+        return mx.get_active_memory(), resident()
+
+    with running(max_rows=8, prefix=prefix) as server:
+        check(server, asyncio.run(load(server, known, 100, seed=2)), 100)
+        before = held()
         outcomes = asyncio.run(load(server, known, count, seed=3))
         check(server, outcomes, count)
         assert outcomes.counts["malformed"] > count // 50
-        mx.clear_cache()
-        return mx.get_active_memory() - before[0], resident() - before[1]
+        assert server.metric("headstart_prefix_cache_hits_total") > count // 50
+        after = held()
+        return after[0] - before[0], after[1] - before[1]
 
 
 def test_three_hundred_requests_leave_nothing_behind() -> None:
