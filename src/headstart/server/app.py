@@ -88,8 +88,8 @@ def add_routes(app: FastAPI, desk: Desk) -> None:
         return await desk.reply(asked, http, MessagesReply)
 
     @app.post("/v1/messages/count_tokens", responses=theirs)
-    async def count_tokens(asked: CountRequest) -> TokenCount:
-        return TokenCount(input_tokens=await desk.count(asked))
+    async def count_tokens(asked: CountRequest, http: Request) -> TokenCount:
+        return TokenCount(input_tokens=await desk.count(asked, http))
 
     @app.post("/v1/requests/{id}/cancel")
     async def cancel(id: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """A conversation in the words of chat templates, whichever API it came by, and what must come of it."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +41,7 @@ class Chat:
         names = [tool["function"]["name"] for tool in self.tools]
         if self.tools and dialect.format is None:
             refuse("tools", "the model's chat template has none: leave them out", "unsupported")
-        if twice := next((name for name in names if names.count(name) > 1), None):
+        if twice := next((name for name, count in Counter(names).items() if count > 1), None):
             refuse("tools", f"{twice!r} is there twice: give every tool a name of its own")
         if self.must_call and not self.tools:
             refuse("tool_choice", "asks for a call, and there are no tools: send some")

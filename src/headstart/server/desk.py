@@ -3,9 +3,9 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeVar
 
 from fastapi import Request as HTTPRequest
@@ -16,11 +16,15 @@ from starlette.types import Message, Receive, Scope, Send
 from ..engine import Request, Room
 from .answer import Answer
 from .auth import client_of
+from .deadline import Deadline
 from .errors import Refusal, refuse
 from .limits import Limits
 from .metrics import Meter, Metrics
 from .prompt import Prompt
+from .reader import Reader, disconnected
 from .served import Served
+
+OUTCOMES = {408: "timeout", 499: "cancelled"}  # of requests that were not read
 
 
 class Prompting(Protocol):
@@ -64,8 +68,10 @@ class Desk:
     limits: Limits
     metrics: Metrics
     answers: dict[str, Answer] = field(default_factory=dict)  # under way, by id
-    # A long prompt is read in a thread of its own, so that it does not hold up the streams.
-    reader: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "reader"))
+    reader: Reader = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reader = Reader(self.room.engine.queue.most)  # as many as may wait for the engine
 
     async def reply(
         self, asked: Asked, http: HTTPRequest, shape: Callable[[Asked, Prompt, Served], Replying]
@@ -76,10 +82,15 @@ class Desk:
             message = f"this server takes no more requests: {self.room.problem or 'it is shutting down'}"
             raise Refusal(503, message, code="unavailable")
         meter = Meter(self.metrics, http.url.path, time.perf_counter())
-        prompt, request = await asyncio.get_running_loop().run_in_executor(self.reader, self._read, asked)
+        deadline = Deadline.after(self.limits.request_seconds)
+        try:
+            prompt, request = await self.reader.read(partial(self._read, asked), http, deadline)
+        except Refusal as refused:
+            if refused.status_code in OUTCOMES:
+                meter.end(OUTCOMES[refused.status_code])
+            raise
         reply = shape(asked, prompt, self.served)
-        seconds = self.limits.request_seconds
-        answer = Answer(self.room, request, client=client_of(http.scope), seconds=seconds, meter=meter)
+        answer = Answer(self.room, request, client=client_of(http.scope), deadline=deadline, meter=meter)
         self.answers[reply.id] = answer
 
         def close() -> None:
@@ -95,11 +106,12 @@ class Desk:
             close()
         return Response(whole, media_type="application/json")
 
-    async def count(self, asked: Prompting) -> int:
+    async def count(self, asked: Prompting, http: HTTPRequest) -> int:
         """The tokens of a prompt."""
         asked.check()
         self.served.check_name(asked.model)
-        prompt = await asyncio.get_running_loop().run_in_executor(self.reader, asked.read, self.served)
+        deadline = Deadline.after(self.limits.request_seconds)
+        prompt = await self.reader.read(partial(asked.read, self.served), http, deadline)
         return len(prompt.tokens)
 
     def cancel(self, id: str) -> None:
@@ -124,8 +136,7 @@ class Desk:
 @asynccontextmanager
 async def cancelled_on_disconnect(answer: Answer, http: HTTPRequest) -> AsyncIterator[None]:
     async def watch() -> None:
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
+        await disconnected(http)
         answer.cancel()
 
     watcher = asyncio.create_task(watch())

@@ -1,0 +1,54 @@
+"""At its deadline an answer is over, whether or not anybody reads it."""
+
+import asyncio
+import time
+
+import pytest
+from running import CONTEXT, tiny, tokenizer, wait_until
+from scripted import ScriptedRoom
+
+from headstart.engine import Request, Room
+from headstart.server.answer import Answer
+from headstart.server.deadline import Deadline
+from headstart.server.errors import Refusal
+from headstart.server.metrics import Meter, Metrics
+
+
+def answer(room: Room, metrics: Metrics, seconds: float) -> Answer:
+    meter = Meter(metrics, "/v1/completions", time.perf_counter())
+    return Answer(room, Request([5]), client="", deadline=Deadline.after(seconds), meter=meter)
+
+
+def test_what_was_said_in_time_and_read_too_late_is_too_late() -> None:
+    room = ScriptedRoom(tiny(True, CONTEXT), tokenizer())
+    room.scripts.append("All of this was said at once.")
+    room.start()
+
+    async def read_late() -> None:
+        late = answer(room, Metrics(room), seconds=0.2)
+        while late._events.empty():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        async for _ in late.events():
+            pass
+
+    with pytest.raises(Refusal) as refusal:
+        asyncio.run(read_late())
+    assert (refusal.value.status_code, refusal.value.code) == (408, "timeout")
+    room.close(10)
+
+
+def test_a_row_that_nobody_listens_to_is_freed_at_the_deadline() -> None:
+    room = Room(tiny(True, CONTEXT), tokenizer())
+
+    async def never_read() -> None:
+        metrics = Metrics(room)
+        room.start()
+        late = answer(room, metrics, seconds=0.1)
+        await asyncio.sleep(0.3)
+        assert late._handle.cancelled
+        assert metrics.tally.requests["/v1/completions", "timeout"] == 1
+
+    asyncio.run(never_read())
+    wait_until(lambda: not room.engine.busy)
+    room.close(10)
