@@ -78,6 +78,7 @@ def test_half_a_token_is_refused(field: str) -> None:
         ("stop", {"stop": [3]}),
         ("stop", {"stop": None}),
         ("stop", {"stop": ["x"] * 65}),
+        ("stop", {"stop": ["x" * 257]}),
         ("stop_ids", {"stop_ids": list(range(65))}),
         ("stop_ids", {"stop_ids": ["5"]}),
         ("stop_ids", {"stop_ids": [1.5]}),
@@ -94,6 +95,7 @@ def test_half_a_token_is_refused(field: str) -> None:
         ("logit_bias", {"logit_bias": {1.5: 1.0}}),
         ("logit_bias", {"logit_bias": [3, 1.0]}),
         ("logit_bias", {"logit_bias": None}),
+        ("logit_bias", {"logit_bias": dict.fromkeys(range(1025), 1.0)}),
     ],
 )  # fmt: skip
 def test_other_fields_are_refused_by_name(field: str, params: dict[str, Any]) -> None:

@@ -43,6 +43,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stop_sequences": "x"}, "stop_sequences"),
     ({"stop_sequences": [""]}, "stop_sequences[0]"),
     ({"stop_sequences": ["a"] * 65}, "stop_sequences"),
+    ({"stop_sequences": ["a" * 257]}, "stop_sequences[0]"),
     ({"stream": "yes"}, "stream"),
     ({"seed": 2**70}, "seed"),
     ({"num_draft_tokens": 99}, "num_draft_tokens"),

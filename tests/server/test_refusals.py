@@ -8,13 +8,16 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
+from pydantic import ValidationError
 from running import Running, running, wait_until
 
 from checkpoints import write
 from headstart.checkpoint import load, load_tokenizer, read_layout
 from headstart.server import Limits, Served
+from headstart.server.anthropic import MessagesRequest
 from headstart.server.errors import Refusal
-from headstart.server.openai import ChatRequest
+from headstart.server.openai import ChatRequest, CompletionRequest
+from headstart.server.shape import Shape
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -53,6 +56,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["a", 5]}, "stop[1]"),
     ({"stop": ["a"] * 65}, "stop"),
     ({"stop": ""}, "stop"),
+    ({"stop": "a" * 257}, "stop"),
+    ({"logit_bias": {str(i): 1 for i in range(1024)}}, "logit_bias"),
+    ({"messages": HI * 20_000}, "messages"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"5": "x"}}, "logit_bias.5"),
     ({"logit_bias": {"9999": 1}}, "logit_bias"),
@@ -80,6 +86,39 @@ def test_a_wrong_value_is_a_400_that_names_the_field(server: Running, fields: di
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
     assert param.split("[")[0].split(".")[0] in error["message"]
+
+
+WRONG_ELEMENTS: list[tuple[type[Shape], dict[str, Any]]] = [
+    (CompletionRequest, {"prompt": [None] * 1000}),
+    (CompletionRequest, {"prompt": "a", "stop": [5] * 1000}),
+    (CompletionRequest, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(2000)), "x")}),
+    (ChatRequest, {"messages": [5] * 1000}),
+    (ChatRequest, {"messages": [{"role": "user", "content": [5] * 1000}]}),
+    (ChatRequest, {"messages": [{"role": "assistant", "tool_calls": [5] * 1000}]}),
+    (ChatRequest, {"messages": HI, "tools": [5] * 1000}),
+    (MessagesRequest, {"max_tokens": 1, "messages": [5] * 1000}),
+    (MessagesRequest, {"max_tokens": 1, "messages": [{"role": "user", "content": [5] * 1000}]}),
+    (MessagesRequest, {"max_tokens": 1, "messages": HI, "system": [5] * 1000}),
+    (MessagesRequest, {"max_tokens": 1, "messages": HI, "tools": [5] * 1000}),
+    (MessagesRequest, {"max_tokens": 1, "messages": HI, "stop_sequences": [5] * 1000}),
+]
+
+
+@pytest.mark.parametrize(("shape", "body"), WRONG_ELEMENTS, ids=lambda value: str(value)[:60])
+def test_of_many_wrong_elements_the_first_is_told_of(shape: type[Shape], body: dict[str, Any]) -> None:
+    """To tell of each takes seconds, in which nobody else is heard."""
+    with pytest.raises(ValidationError) as error:
+        shape.model_validate(body)
+    assert error.value.error_count() <= 3  # one for each type that it could have had
+
+
+def test_a_prompt_of_too_many_ids_is_refused_without_spelling_it_out(server: Running) -> None:
+    context = server.served.model.context_length
+    prompt = CompletionRequest.model_validate({"prompt": [40] * 10 * context}).read(server.served)
+    assert prompt.text is not None
+    assert len(prompt.text) == context * len(server.served.tokenizer.decode([40]))
+    error = refused(post(server, {"prompt": [40] * 10 * context}, "/v1/completions"))
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
 
 
 NOT_HONOURED = [("functions", [{}]), ("best_of", 3), ("suffix", "end"), ("modalities", ["audio"])]

@@ -9,6 +9,8 @@ from ..errors import RequestError
 from .grammar import GrammarSpec
 
 MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 256  # every token is held against all beginnings of every stop string
+MAX_BIASES = 1024
 MAX_CONTEXT_SIZE = 4096
 MAX_TOP_LOGPROBS = 20
 
@@ -78,6 +80,10 @@ class SamplingParams:
             raise RequestError(f"top_logprobs is {self.top_logprobs}, but logprobs is false: set logprobs to true")
         if not _is_list(self.stop) or not all(isinstance(s, str) and s for s in self.stop):
             raise RequestError("stop must be a list of non-empty strings")
+        if (longest := max(map(len, self.stop), default=0)) > MAX_STOP_CHARACTERS:
+            raise RequestError(
+                f"stop has an entry of {longest} characters; at most {MAX_STOP_CHARACTERS} are allowed"
+            )
         for name in ("stop_ids", "xtc_special_tokens"):
             if not _is_list(getattr(self, name)) or not all(map(_is_id, getattr(self, name))):
                 raise RequestError(f"{name} must be a list of token ids")
@@ -88,6 +94,8 @@ class SamplingParams:
             raise RequestError(f"grammar is a {type(self.grammar).__name__}; it must be a GrammarSpec")
         if not isinstance(self.logit_bias, Mapping) or not all(map(_is_id, self.logit_bias)):
             raise RequestError("logit_bias must map token ids to numbers")
+        if len(self.logit_bias) > MAX_BIASES:
+            raise RequestError(f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_BIASES} are allowed")
         for token, bias in self.logit_bias.items():
             if not _is_number(bias) or not -100 <= bias <= 100:
                 raise RequestError(f"logit_bias of token {token} is {bias!r}; it must be a number from -100 to 100")

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from ..engine import Request
 from ..sampling import GrammarSpec, SamplingParams
+from ..sampling.params import MAX_STOP_CHARACTERS, MAX_STOPS
 from .anthropic_blocks import Cached, Message, TextBlock
 from .anthropic_system import as_the_users, late_system, takes_late_system
 from .chat import Chat
@@ -18,12 +19,13 @@ from .errors import refuse
 from .openai import EFFORTS
 from .prompt import Prompt
 from .served import Served
-from .shape import Shape, Text
+from .shape import Listed, Shape, Text
 
 # Claude Code begins its system prompt with a line for Anthropic's accounts that is never the same twice, and so no
 # prompt would be found in the prefix cache. It says nothing to a model, and is left out.
 BILLING_LINE = re.compile(r"\Ax-anthropic-billing[^\n]*\n?")
 
+StopSequence = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 TOOL_CHOICES = {"auto": "auto", "any": "required", "tool": "auto", "none": "none"}
 
 
@@ -69,9 +71,9 @@ class CountRequest(Cached):
     """A prompt, to be counted or answered."""
 
     model: Text | None = Field(None, description="By its id, folder or hub id; left out, the one that is served.")
-    messages: list[Message] = Field(min_length=1)
-    system: Text | list[TextBlock] | None = None
-    tools: list[Tool] | None = None
+    messages: Listed[Message] = Field(min_length=1)
+    system: Text | Listed[TextBlock] | None = None
+    tools: Listed[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -152,7 +154,7 @@ class CountRequest(Cached):
 class MessagesRequest(CountRequest):
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool | None = None
-    stop_sequences: Annotated[list[Annotated[Text, Field(min_length=1)]], Field(max_length=64)] | None = None
+    stop_sequences: Annotated[Listed[StopSequence], Field(max_length=MAX_STOPS)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from .errors import refuse
-from .shape import Shape, Text
+from .shape import Listed, Shape, Text
 
 
 class Cached(Shape):
@@ -51,7 +51,7 @@ class Media(Cached):
 class ToolResult(Cached):
     type: Literal["tool_result"]
     tool_use_id: Text
-    content: Text | list[Annotated[TextBlock | Media, Field(discriminator="type")]] | None = None
+    content: Text | Listed[Annotated[TextBlock | Media, Field(discriminator="type")]] | None = None
 
 
 Block = Annotated[
@@ -67,7 +67,7 @@ SAID_BY: dict[str, tuple[type[Shape], ...]] = {
 
 class Message(Shape):
     role: Literal["user", "assistant", "system"]
-    content: Text | list[Block]
+    content: Text | Listed[Block]
 
     @property
     def blocks(self) -> list[Block]:

@@ -4,20 +4,20 @@ Every field may be null, which is the same as leaving it out. A field that is no
 answer's stats; one that is known but cannot be honoured is refused by its name.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from ..cards import MAX_K
 from ..engine import Request
 from ..sampling import GrammarSpec, SamplingParams
-from ..sampling.params import MAX_TOP_LOGPROBS
+from ..sampling.params import MAX_BIASES, MAX_TOP_LOGPROBS
 from .chat import Chat
 from .errors import refuse
 from .openai_chat import Message, NamedTool, Tool
 from .prompt import Prompt
 from .served import Served
-from .shape import Shape, Text
+from .shape import Listed, Shape, Text
 
 # Known, and harmless only at these values.
 NOT_HONOURED: dict[str, tuple[Any, ...]] = {
@@ -39,8 +39,16 @@ OF_CHATS: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
 }
 MOST_CHOICES = 16
+MOST_BIASES = MAX_BIASES - 1  # a chat that may not call has one of its own
 # Tokens of thought. Beyond these a model thinks as long as it likes.
 EFFORTS = {"none": 0, "minimal": 256, "low": 1024, "medium": 8192}
+
+
+def _few_biases(biases: object) -> object:
+    """Counted before any of them is looked at."""
+    if isinstance(biases, dict) and len(biases) > MOST_BIASES:
+        raise ValueError(f"it has {len(biases)} entries; at most {MOST_BIASES} are allowed")
+    return biases
 
 
 class StreamOptions(Shape):
@@ -86,8 +94,10 @@ class Asked(Shape):
     frequency_penalty: float | None = None
     seed: int | None = None
     n: int | None = Field(None, description="Answers to one prompt, which is read once.")
-    stop: Text | list[Text] | None = None
-    logit_bias: dict[str, float] | None = Field(None, description="From token ids to what is added to their logits.")
+    stop: Text | Listed[Text] | None = None
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_few_biases)] = Field(
+        None, description="From token ids to what is added to their logits."
+    )
     response_format: ResponseFormat | None = None
     guided_regex: Text | None = Field(None, description="A regular expression that the answer matches.")
     grammar: Text | None = Field(None, description="A Lark grammar of the answer.")
@@ -180,11 +190,11 @@ class Asked(Shape):
 
 
 class ChatRequest(Asked):
-    messages: list[Message] = Field(min_length=1)
+    messages: Listed[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, description="The same as max_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: Listed[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = Field(None, description="False: at most one call where one must come.")
     enable_thinking: bool | None = None
@@ -247,7 +257,9 @@ class ChatRequest(Asked):
 
 
 class CompletionRequest(Asked):
-    prompt: Text | list[int] | list[Text] = Field(description="Text, the text alone in a list, or token ids.")
+    prompt: Text | Annotated[list[int], Field(fail_fast=True)] | Listed[Text] = Field(
+        description="Text, the text alone in a list, or token ids."
+    )
     logprobs: int | None = Field(None, description="How many of the best tokens to tell of, 0 for the one said.")
     echo: bool | None = Field(None, description="Begin with the prompt; max_tokens may then be 0.")
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from .shape import Shape, Text
+from .shape import Listed, Shape, Text
 
 
 def _object(text: str) -> str:
@@ -41,10 +41,10 @@ class Called(Shape):
 
 class Message(Shape):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
+    content: Text | Listed[TextPart] | None = None
     reasoning_content: Text | None = Field(None, description="What the assistant thought; also as `reasoning`.")
     reasoning: Text | None = None
-    tool_calls: list[Called] | None = None
+    tool_calls: Listed[Called] | None = None
     tool_call_id: Text | None = None
 
     def for_template(self) -> dict[str, Any]:

@@ -152,7 +152,8 @@ class Served:
             case [int(), *_]:
                 tokens = [token for token in prompt if isinstance(token, int)]
                 known = range(self.model.vocabulary)
-                return tokens, str(self.tokenizer.decode([token for token in tokens if token in known]))
+                fitting = tokens[: self.model.context_length]  # more are refused, and need not be spelt out for that
+                return tokens, str(self.tokenizer.decode([token for token in fitting if token in known]))
             case [_, *_]:
                 raise Refusal(400, "prompt: one at a time: send the others alone", param="prompt", code="unsupported")
         raise Refusal(400, "prompt is empty: give at least one token", param="prompt", code="invalid_value")

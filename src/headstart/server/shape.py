@@ -1,9 +1,14 @@
 """What bodies of requests are made of. Fields that a shape does not know are kept, so that they can be named."""
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+MOST = 2**14  # of messages, parts, tools
+Element = TypeVar("Element")
+# Bodies hold millions of elements. The first that is wrong is told of, since to tell of all holds everyone up.
+Listed = Annotated[list[Element], Field(max_length=MOST, fail_fast=True)]
 
 
 class Shape(BaseModel):
