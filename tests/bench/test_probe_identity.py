@@ -1,5 +1,6 @@
 """Answers that are not those of plain decoding are found, shown, and excused only where rounding explains them."""
 
+import json
 from dataclasses import replace
 
 import mlx.core as mx
@@ -7,10 +8,10 @@ import pytest
 
 from fixtures import random_model, random_prompt
 from headstart.bench.cost import Cost
-from headstart.bench.faults import Fault
+from headstart.bench.faults import Count, Fault
 from headstart.bench.identity import Answer, Run, decode, divergences
 from headstart.bench.page import sentences
-from headstart.bench.probe import NO_ROUNDING, Probe, probe
+from headstart.bench.probe import FEWEST, NO_ROUNDING, Probe, probe
 from headstart.bench.reading import largest_shift, read
 from headstart.checkpoint import load_tokenizer, resolve
 from headstart.engine.exact import rows_are_independent
@@ -42,7 +43,7 @@ def rounding_model() -> Model:
 def probed(plain: Run, *runs: Run, exact: bool = True, rounding: float = 0.0, **more: object) -> Probe:
     costs = [Cost(1, run.k, 0.01, 1.0, 1.0, None, None) for run in (plain, *runs) if run.k != "auto"]
     prompts = [f"prompt {number}" for number in range(len(plain.answers))]
-    found = Probe(prompts, TOKENS, exact, [plain, *runs], rounding, 0.8, [], costs, {})
+    found = Probe(prompts, TOKENS, exact, [plain, *runs], rounding, Count(97, 121), [], costs, {})
     return replace(found, **more)  # type: ignore[arg-type]
 
 
@@ -102,6 +103,30 @@ def test_a_near_tie_is_excused_only_where_the_same_tokens_are_not_promised() -> 
     assert not probed(Run(0, [said(1, 2, gap=NO_ROUNDING)]), other, auto, exact=False, rounding=9.0).passed
 
 
+def test_a_token_that_was_not_among_the_likeliest_is_never_excused() -> None:
+    """By how much it was worse is not known, only that it was by no less than the last that was kept."""
+    plain, other = Run(0, [said(1, 2, gap=0.01)]), Run(1, [said(1, 9)])
+    other.answers[0].logprobs[1] = TokenLogprobs(-0.5, [(9, -0.5), (3, -0.51)])  # plain decoding's 2 is not told
+    found = probed(plain, other, Run("auto", plain.answers), exact=False, rounding=0.5)
+    (first,) = found.divergences
+    assert (first.drafted_gap, first.shift) == (None, float("inf"))
+    assert not found.passed
+    tokenizer = load_tokenizer(resolve(None))
+    told = json.loads(json.dumps(found.as_dict(tokenizer), allow_nan=False))
+    assert told["first_divergence"]["drafted_gap"] is None
+    (sentence,) = [line for line in sentences(found, tokenizer, "") if "answers differ" in line]
+    assert "is not among the 8 likeliest of the other's, which must not happen anywhere" in sentence
+
+
+def test_unless_told_otherwise_every_depth_that_the_model_drafts_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.bench.cost.STEPS", 1)
+    tokenizer = load_tokenizer(resolve(None))
+    model = replace(random_model("dense", vocab_size=len(tokenizer)), max_k=5)
+    found = probe(model, tokenizer, tokens=FEWEST)
+    assert [run.k for run in found.runs] == [0, 1, 2, 3, 4, 5, "auto"]
+    assert found.tokens_per_second.keys() == {0, 1, 2, 3, 4, 5}
+
+
 def test_kernels_that_round_by_the_number_of_rows_are_recognised_and_their_near_ties_excused() -> None:
     model = rounding_model()
     assert not rows_are_independent(model)
@@ -119,7 +144,8 @@ def test_a_collapsed_head_or_a_fault_fails_though_every_answer_is_right() -> Non
     plain = Run(0, [said(1, 2, 3)])
     runs = (plain, Run(1, plain.answers), Run("auto", plain.answers))
     assert probed(*runs).passed
-    assert not probed(*runs, first_drafts=0.49).passed
+    assert probed(*runs, first_drafts=Count(59, 121)).passed  # 49 %, which may be chance
+    assert not probed(*runs, first_drafts=Count(40, 121)).passed
     assert not probed(*runs, faults=[Fault("pre_norm_feed", "the head", 0.7, 0.85)]).passed
 
 

@@ -22,6 +22,7 @@ from .reading import Reading, first_drafts, rewired
 # Of the first drafts, on the model's own greedy text. Heads that are right were seen at 72 to 90 %, broken ones at 0
 # to 35 %; and a draft that falls more often than it stands seldom pays for itself.
 COLLAPSED = 0.5
+UNLIKELY = 1.96  # standard errors below that: one head in 40 that is just at the line would be blamed
 CLEARLY, AT_LEAST = 3.0, 0.02  # a mend counts from so many standard errors and so large a gain
 
 M = TypeVar("M", bound=nn.Module)
@@ -36,6 +37,24 @@ WHAT = {
     "not_finite": "not all of it finite numbers",
     "unexplained": "drafts badly, and none of the known mistakes is the reason: perhaps another model's head",
 }
+
+
+@dataclass(frozen=True)
+class Count:
+    """Of the first drafts that were tried, those that stood."""
+
+    stood: int
+    tried: int
+
+    @property
+    def share(self) -> float:
+        return self.stood / self.tried if self.tried else 0.0
+
+    @property
+    def collapsed(self) -> bool:
+        """The upper end of Wilson's interval is below the line: chance does not explain it."""
+        margin = UNLIKELY * math.sqrt(COLLAPSED * (1 - COLLAPSED) * self.tried)
+        return self.stood + margin < COLLAPSED * self.tried
 
 
 @dataclass(frozen=True)
@@ -61,8 +80,8 @@ class Suspect:
 
 def find_faults(
     model: Model, readings: Sequence[Reading], progress: Callable[[], None] = lambda: None
-) -> tuple[float, list[Fault]]:
-    """The share of first drafts that stand, and what is wrong with the head. Faults may hide each other, so when the
+) -> tuple[Count, list[Fault]]:
+    """How many first drafts stand, and what is wrong with the head. Faults may hide each other, so when the
     best mend is found, the rest is tried again on top of it. `progress` is called after each look at the texts."""
 
     def drafts(model: Model) -> list[bool]:
@@ -71,18 +90,18 @@ def find_faults(
         return right
 
     present = drafts(model)
-    acceptance = _share(present)
-    faults = [replace(fault, acceptance=acceptance) for fault in _broken_weights(model)]
+    found = _count(present)
+    faults = [replace(fault, acceptance=found.share) for fault in _broken_weights(model)]
     while True:
         tried = [(suspect, drafts(suspect.mend(model))) for suspect in _suspects(model)]
         best, mended = max(tried, key=lambda trial: sum(trial[1]))
         if not clearly_better(mended, present):
             break
-        faults.append(Fault(best.name, best.where, _share(present), _share(mended)))
+        faults.append(Fault(best.name, best.where, _count(present).share, _count(mended).share))
         model, present = best.mend(model), mended
-    if _share(present) < COLLAPSED and not any(fault.mended is None for fault in faults):
-        faults.append(Fault("unexplained", "the head", _share(present)))
-    return acceptance, faults
+    if _count(present).collapsed and not any(fault.mended is None for fault in faults):
+        faults.append(Fault("unexplained", "the head", _count(present).share))
+    return found, faults
 
 
 def clearly_better(other: Sequence[bool], present: Sequence[bool]) -> bool:
@@ -154,8 +173,8 @@ def _floating(array: mx.array) -> bool:
     return bool(mx.issubdtype(array.dtype, mx.floating))
 
 
-def _share(right: Sequence[bool]) -> float:
-    return sum(right) / len(right) if right else 0.0
+def _count(right: Sequence[bool]) -> Count:
+    return Count(sum(right), len(right))
 
 
 def twin(module: M) -> M:

@@ -24,11 +24,12 @@ class Answer:
     logprobs: list[TokenLogprobs]
     stats: Stats
 
-    def gap(self, position: int, other: int) -> float:
-        """By how much the token at `position` was preferred to `other`; at least so much where that is not among the
-        best. A difference of log-probabilities is one of logits."""
+    def gap(self, position: int, other: int) -> float | None:
+        """By how much the token at `position` was preferred to `other`; None where that is not among the best, and so
+        was no choice. A difference of log-probabilities is one of logits."""
         told = self.logprobs[position]
-        return told.logprob - dict(told.top).get(other, told.top[-1][1])
+        found = dict(told.top).get(other)
+        return None if found is None else told.logprob - found
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,13 @@ class Divergence:
     position: int  # in the answer
     plain: int | None  # token ids; None where one answer had ended
     drafted: int | None
-    plain_gap: float | None  # by how much either run preferred its own token, in logits
+    plain_gap: float | None  # by how much either run preferred its own token, in logits, if it is known
     drafted_gap: float | None
 
     @property
     def shift(self) -> float:
-        """How far the two runs' logits must be apart for this. No rounding makes an answer longer than its tokens."""
+        """How far the two runs' logits must be apart for this. No rounding makes an answer longer than its tokens, or
+        a token the likeliest that was not among the best."""
         if self.plain_gap is None or self.drafted_gap is None:
             return float("inf")
         return self.plain_gap + self.drafted_gap

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .faults import COLLAPSED
-from .identity import divergences
+from .identity import BEST, divergences
 from .machine import Machine
 from .probe import Probe
 
@@ -93,8 +93,8 @@ def sentences(probe: Probe, tokenizer: TokenizerWrapper, way_out: str) -> Iterat
         yield f"Every answer is that of plain decoding, at k = 1 to {probe.deepest.k} and auto."
     else:
         yield _divergence(probe, tokenizer)
-    stand = f"{probe.first_drafts:.0%} of the head's first drafts stand"
-    yield f"{stand}: it is collapsed, below {COLLAPSED:.0%}." if probe.collapsed else f"{stand}."
+    stand = f"{probe.first_drafts.share:.0%} of the head's first drafts stand, of {probe.first_drafts.tried}"
+    yield f"{stand}: it is collapsed, clearly below {COLLAPSED:.0%}." if probe.collapsed else f"{stand}."
     if not probe.faults:
         yield "No other norms, no other feed and no other order of mtp.fc's inputs draft better. No weights are zero."
     else:
@@ -107,9 +107,11 @@ def _divergence(probe: Probe, tokenizer: TokenizerWrapper) -> str:
     first = probe.divergences[0]
     told = probe.told(first, tokenizer)
     gaps = ""
-    if first.plain_gap is not None:
+    if first.plain_gap is not None and first.drafted_gap is not None:
         gaps = f" Each preferred its own, by {first.plain_gap:.3g} and {first.drafted_gap:.3g} in logits"
         gaps += ": a near-tie that rounding decides." if probe.is_rounding(first) else ", which must not happen here."
+    elif first.plain is not None and first.drafted is not None:
+        gaps = f" One run's token is not among the {BEST} likeliest of the other's, which must not happen anywhere."
     return (
         f"{len(probe.divergences)} of {sum(len(run.answers) for run in probe.runs[1:])} answers differ from plain "
         f"decoding. The first: k = {first.k}, after {told['prompt']!r}, token {first.position + 1} of the answer is "

@@ -11,13 +11,13 @@ from ..engine.exact import rows_are_independent
 from ..errors import RequestError
 from ..models import Model
 from .cost import Cost, measure_costs
-from .faults import COLLAPSED, Fault, find_faults
+from .faults import Count, Fault, find_faults
 from .identity import Divergence, Run, decode, divergences
 from .kernels import kernels_in_use
 from .prompts import KINDS, builtin_prompts
 from .reading import largest_shift, read
 
-TOKENS, MOST_K = 40, 4  # where the user does not say
+TOKENS = 40  # where the user does not say
 FEWEST = 16  # tokens that may be asked for: fewer say nothing about a head
 ROUNDING = 2.0  # times the largest shift that was measured, a shift may be to be called rounding
 NO_ROUNDING = 1.0  # what is called rounding at most, in logits: a factor of e in probability is a mistake
@@ -36,7 +36,7 @@ class Probe:
     exact: bool  # the kernels compute a row whatever stands beside it, so the same tokens are promised
     runs: list[Run]  # plain decoding, k = 1, 2, …, auto
     rounding: float  # the largest shift between two logits that rounding made on these texts
-    first_drafts: float  # share of them that stand
+    first_drafts: Count
     faults: list[Fault]
     costs: list[Cost]  # of one row, k = 0, 1, …
     kernels: dict[str, str]  # by what they compute
@@ -52,7 +52,7 @@ class Probe:
 
     @property
     def collapsed(self) -> bool:
-        return self.first_drafts < COLLAPSED
+        return self.first_drafts.collapsed
 
     @property
     def passed(self) -> bool:
@@ -93,7 +93,8 @@ class Probe:
             "faults": [{**asdict(fault), "what": fault.what} for fault in self.faults],
             "tokens_per_second": {str(k): rate for k, rate in self.tokens_per_second.items()},
             "collapsed": self.collapsed,
-            "first_drafts": self.first_drafts,
+            "first_drafts": self.first_drafts.share,
+            "first_drafts_tried": self.first_drafts.tried,
             "exact": self.exact,
             "kernels": self.kernels,
             "rounding": self.rounding,
@@ -128,7 +129,7 @@ def probe(
     """Decode the built-in prompts at every depth up to k, look for faults in the head, and time the depths.
     `progress` is told what is about to be done."""
     if k is None:
-        k = min(MOST_K, model.max_k)
+        k = model.max_k
     if not 1 <= k <= model.max_k:
         raise RequestError(f"k is {k}; a probe of this model drafts from 1 to {model.max_k} tokens a round")
     if tokens < FEWEST:

@@ -19,7 +19,7 @@ def probe(
     ] = None,
     k: Annotated[
         int | None,
-        typer.Option("--k", help="Most drafts a round.", show_default="4, or as many as the model's card allows"),
+        typer.Option("--k", help="Most drafts a round.", show_default="as many as the model allows"),
     ] = None,
     tokens: Annotated[
         int, typer.Option("--tokens", "-n", help="Tokens for each prompt. More of them show smaller faults.")
