@@ -63,6 +63,18 @@ def test_the_best_fixed_depth_is_chosen_on_the_other_half_of_the_repeats() -> No
     assert verdict.cells[0].to_plain.median == pytest.approx(110 / 90)
 
 
+def test_the_best_fixed_depth_is_chosen_by_ratios_within_a_repeat() -> None:
+    """k = 2 is better in all but the repeats in which the machine was neither fast nor slow, and these alone decide
+    the median of tokens a second."""
+    mood = [10.0, 10.0, 4.0, 4.0, 1.0, 1.0]  # each half has all three
+    gains: dict[K, list[float]] = {0: [1.0] * 6, 1: [1.5, 1.5, 1.3, 1.3, 1.5, 1.5], 2: [1.8, 1.8, 1.2, 1.2, 1.8, 1.8]}
+    gains["auto"] = gains[2]
+    runs = runs_at({k: [gain * speed for gain, speed in zip(each, mood, strict=True)] for k, each in gains.items()})
+    verdict = judge_auto(runs)
+    assert verdict is not None
+    assert verdict.cells[0].best == [2, 2]
+
+
 def test_cells_that_lie_wholly_below_are_named_and_those_that_may_not_are_not() -> None:
     low, unsure = [94.0, 94.0, 94.0, 94.0], [90.0, 90.0, 99.0, 99.0]
     runs = runs_at({0: [100.0] * 4, 1: [50.0] * 4, "auto": low}, "prose") | runs_at(

@@ -97,8 +97,10 @@ def _judge(cell: Cell, by_k: dict[K, list[Run]]) -> Judged:
     auto, fixed = by_k["auto"], {k: done for k, done in by_k.items() if k != "auto"}
     best: list[int] = []
     ratios: list[float] = []
+    to_plain = {k: [a.rate / b.rate for a, b in zip(done, fixed[0], strict=True)] for k, done in fixed.items()}
     for half in (0, 1):
-        best.append(max(fixed, key=lambda k: median(run.rate for run in fixed[k][1 - half :: 2])))
+        # Within a repeat, here too: what the machine was doing in one is the same for every depth.
+        best.append(max(fixed, key=lambda k: median(to_plain[k][1 - half :: 2])))
         pairs = zip(auto[half::2], fixed[best[-1]][half::2], strict=True)
         ratios += [a.rate / b.rate for a, b in pairs]
     return Judged(cell.kind, cell.rows, best, estimate(ratios), _ratio(auto, by_k[0]))
