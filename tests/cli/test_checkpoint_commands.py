@@ -159,3 +159,14 @@ def test_models_lists_what_is_here_and_what_is_known(tmp_path: Path, hub: Hub) -
     for word in ("tiny-qwen3.5", "usable", "Qwen/Qwen3.6-27B", "397B, 17B active"):
         assert word in shown
     assert any(model["problem"] for model in json.loads(run("models", "--json"))["on_disk"])
+
+
+def test_models_in_folders_are_listed_where_they_are_named(tmp_path: Path, hub: Hub) -> None:
+    one, two = write(tmp_path / "mine" / "one", "dense"), write(tmp_path / "mine" / "two", "dense", "stripped")
+    (tmp_path / "mine" / "notes").mkdir()
+    here = {model["name"]: model for model in json.loads(run("models", str(tmp_path / "mine"), "--json"))["on_disk"]}
+    assert here.keys() == {"tiny-qwen3.5", "tiny-qwen3.5-moe", str(one), str(two)}
+    assert (here[str(one)]["head"], here[str(two)]["head"]) == (True, False)
+    assert str(one) in [model["name"] for model in json.loads(run("models", str(one), "--json"))["on_disk"]]
+    assert "no model, and no folder of a model in it" in error("models", str(tmp_path / "mine" / "notes"))
+    assert "no such folder" in error("models", str(tmp_path / "nowhere"))

@@ -1,5 +1,7 @@
-"""Which models are on this machine: the built-in ones, and those of our families in the Hugging Face cache."""
+"""Which models are on this machine: the built-in ones, those of our families in the Hugging Face cache, and those in
+folders that are named."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,8 @@ class Found:
         }
 
 
-def on_disk() -> list[Found]:
+def on_disk(folders: Sequence[Path] = ()) -> list[Found]:
+    """`folders` are models, or hold them: what `convert` wrote may lie anywhere."""
     builtin = [_look(path.name, path) for path in sorted(BUILTIN.iterdir()) if path.is_dir()]
     cached = []
     for repo in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*")):
@@ -49,7 +52,17 @@ def on_disk() -> list[Found]:
         config = try_to_load_from_cache(name, "config.json")
         if isinstance(config, str) and _is_ours(Path(config).parent):
             cached.append(_look(name, Path(config).parent))
-    return builtin + cached
+    named = [_look(str(model), model) for folder in folders for model in _models_in(folder)]
+    return builtin + cached + named
+
+
+def _models_in(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder.")
+    found = [path for path in (folder, *sorted(folder.iterdir())) if (path / "config.json").is_file()]
+    if not found:
+        raise CheckpointError(f"{folder}: no model, and no folder of a model in it.")
+    return found
 
 
 def _is_ours(folder: Path) -> bool:

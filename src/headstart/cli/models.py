@@ -1,19 +1,24 @@
 """`headstart models`: what is on this machine, and what else is known."""
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 
 def models(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Also these: models, or folders with models in them.", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List the models on this machine, whether their heads can draft and how far, and the others with a card."""
     from ..cards import known
     from ..checkpoint.inventory import on_disk
 
-    found = [model.report() for model in on_disk()]
+    found = [model.report() for model in on_disk(folders or ())]
     here = {model["card"] for model in found}
     others = [card for card in known() if card.name not in here]
     if as_json:
