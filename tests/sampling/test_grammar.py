@@ -337,7 +337,7 @@ def test_a_row_whose_grammar_leads_nowhere_ends_alone_with_what_it_said() -> Non
 def test_a_matcher_that_breaks_ends_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(builtin_model(), tokenizer())
     broken, sound, cancelled = (submit(engine, REGEX) for _ in range(3))
-    matcher = engine._queue[0].matcher
+    matcher = engine.queue.all()[0].matcher
     assert matcher is not None
 
     def fails(drafts: Sequence[int]) -> list[bytes]:
