@@ -53,7 +53,13 @@ class Running:
     url: str
     room: Room
     served: Served
+    server: Server
     key: str | None = None
+
+    @property
+    def ports(self) -> set[int]:
+        """Of the clients that are connected."""
+        return {each.client[1] for each in set(self.server.server_state.connections) if each.client}
 
     def openai(self, **options: Any) -> OpenAI:
         return OpenAI(**self._client(), **options)
@@ -105,7 +111,7 @@ def running(
         thread.start()
         try:
             wait_until(lambda: server.started)
-            yield Running(f"http://127.0.0.1:{place.getsockname()[1]}", room, served, key)
+            yield Running(f"http://127.0.0.1:{place.getsockname()[1]}", room, served, server, key)
         finally:
             server.should_exit = True
             thread.join(60)

@@ -11,8 +11,10 @@ from running import Running, alone, chat_tokens, running, wait_until
 
 import headstart.engine.engine
 import headstart.engine.step
-from headstart.engine import Engine
+from headstart.engine import Engine, Request
 from headstart.engine.batch import Batch
+from headstart.server import Served
+from headstart.server.transcript import Transcript
 
 TOPICS = ("sorting", "primes", "files", "dates")
 LENGTH = 40
@@ -170,3 +172,88 @@ def test_an_engine_thread_that_dies_again_stays_dead_and_the_server_says_so(monk
             assert http.get("/health").status_code == 503
             assert http.get("/v1/models").status_code == 200
         assert server.metric("headstart_engine_healthy") == 0
+
+
+def while_reading(patch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
+    read = Served.read_chat
+
+    def reading(self: Served, chat: Any) -> Any:
+        happens()
+        return read(self, chat)
+
+    patch.setattr(Served, "read_chat", reading)
+
+
+def test_a_server_that_begins_to_stop_while_a_prompt_is_read_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as server:
+        while_reading(monkeypatch, lambda: server.room.close(0))
+        with pytest.raises(openai.APIStatusError, match="shutting down") as error:
+            ask(server, "sorting")
+        assert error.value.status_code == 503
+
+
+def test_an_engine_that_dies_while_a_prompt_is_read_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dying(self: Engine) -> bool:
+        raise SystemExit("killed")
+
+    with running() as server:
+
+        def die() -> None:
+            monkeypatch.setattr(Engine, "turn", dying)
+            server.room.submit(Request([5]))
+            wait_until(lambda: not server.room.healthy)
+
+        while_reading(monkeypatch, die)
+        with pytest.raises(openai.APIStatusError, match="killed") as error:
+            ask(server, "sorting")
+        assert error.value.status_code == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_that_nobody_foresaw_is_counted_and_logged_without_what_was_asked(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    stream: bool,
+) -> None:
+    def failing(*_: Any) -> Any:
+        try:
+            raise KeyError("the secret prompt")
+        except KeyError as error:
+            raise ValueError("the secret prompt, told again") from error
+
+    part = (Transcript, "read") if stream else (Served, "read_text")  # before and after the status is sent
+    monkeypatch.setattr(*part, failing)
+    with running(key="sesame") as server, server.http() as http:
+        body = {"prompt": "the secret prompt", "max_tokens": 3, "stream": stream}
+        response = http.post("/v1/completions", json=body)
+        assert response.status_code == (200 if stream else 500)
+        assert "the server failed: its log says more" in response.text
+        assert server.metric("headstart_http_responses_total", status=str(response.status_code)) == 1
+        http.post("/v1/completions", json={"prompt": ["the secret prompt", 5]})
+        http.post("/v1/completions", json=body, headers={"Authorization": "Bearer sesame2"})
+    logged = caplog.text + "".join(capfd.readouterr())
+    assert "ValueError" in logged
+    assert "KeyError" in logged
+    assert "test_faults.py" in logged
+    assert "secret prompt" not in logged.replace('raise KeyError("the secret prompt")', "").replace(
+        'raise ValueError("the secret prompt, told again")', ""
+    )
+    assert "sesame" not in logged
+
+
+def test_requests_that_go_well_or_are_refused_are_not_logged(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with running(key="sesame") as server, server.http() as http:
+        body: dict[str, Any] = {"prompt": "the secret prompt", "max_tokens": 3}
+        assert http.post("/v1/completions", json=body).status_code == 200
+        assert http.post("/v1/completions", json=body | {"stop": 5}).status_code == 400
+        assert (
+            http.post("/v1/completions", json=body, headers={"x-api-key": "b", "Authorization": ""}).status_code
+            == 401
+        )
+        assert http.get("/health?key=sesame").status_code == 200
+    logged = caplog.text + "".join(capfd.readouterr())
+    assert "secret" not in logged
+    assert "sesame" not in logged

@@ -1,5 +1,6 @@
 """Keys, settings, health, cancelling, clients that vanish or dawdle, and stopping in mid-stream."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -9,11 +10,17 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import uvicorn
+from fastapi import FastAPI
 from running import Running, alone, chat_tokens, running, tokenizer, wait_until
 from starlette.datastructures import Headers
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.server import ServerState
 
 from headstart.errors import RequestError
 from headstart.server import Keys, Limits, check_reach
+from headstart.server.auth import client_of
+from headstart.server.connection import Connection
 from headstart.state import Prefix
 
 HI = [{"role": "user", "content": "hi"}]
@@ -198,12 +205,82 @@ def test_a_client_that_leaves_without_streaming_frees_its_row(server: Running) -
 def test_a_client_that_reads_nothing_holds_nobody_up_and_is_cut_off() -> None:
     with (
         running(limits=Limits(stall_seconds=0.5), max_rows=2, send_buffer=4096) as server,
-        connected(server, {"stream": True, "include_origins": True}),
+        connected(server, {"stream": True, "include_origins": True}) as client,
     ):
+        port = client.getsockname()[1]
+        wait_until(lambda: port in server.ports)
         wait_until(lambda: server.room.running)
         answer = server.openai().chat.completions.create(model="tiny", messages=HI, max_tokens=12)  # type: ignore[arg-type]
         assert answer.choices[0].message.content == alone(chat_tokens("hi"), max_tokens=12).text
         wait_until(lambda: idle(server) and cancelled(server) == 1)
+        wait_until(lambda: port not in server.ports)  # though it never reads the rest
+
+
+def test_a_whole_answer_that_is_not_read_does_not_keep_the_connection() -> None:
+    with (
+        running(limits=Limits(stall_seconds=0.5), send_buffer=4096) as server,
+        connected(server, {"logprobs": True, "top_logprobs": 9, "max_tokens": 100, "min_tokens": 100}) as client,
+    ):
+        port = client.getsockname()[1]
+        path = {"endpoint": "/v1/chat/completions", "outcome": "length"}
+        wait_until(lambda: server.metric("headstart_requests_total", **path) == 1)
+        wait_until(lambda: port not in server.ports)
+
+
+class Pipe(asyncio.Transport):
+    """Holds what has not been read yet."""
+
+    def __init__(self, unread: int):
+        super().__init__()
+        self.unread, self.aborted = unread, False
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_a_client_that_reads_slowly_is_not_cut_off() -> None:
+    async def watch() -> None:
+        pipe = Pipe(unread=100)
+        state = {"limits": Limits(stall_seconds=0.05)}
+        connection = Connection(uvicorn.Config(FastAPI(), http=Connection), ServerState(), state)
+        connection.transport, connection.flow = pipe, FlowControl(pipe)
+        connection.pause_writing()
+        for unread in (70, 40):  # it takes several times as long as it may read nothing
+            pipe.unread = unread
+            before = connection._watch
+            while connection._watch is before:
+                await asyncio.sleep(0.01)
+            assert not pipe.aborted
+        while not pipe.aborted:  # and now it reads no more
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(watch(), 60))
+
+
+def test_a_body_that_is_too_long_in_coming_is_not_waited_for() -> None:
+    with running(limits=Limits(body_seconds=0.5)) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as client:
+            head = "Host: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+            client.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{head}{{".encode())
+            answer = b"".join(iter(lambda: client.recv(4096), b""))  # until the server closes
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert b"the body was not here" in answer
+
+
+def test_a_key_that_nobody_asked_for_makes_nobody_a_client_of_their_own() -> None:
+    def client(key: str, keys: Keys, machine: str = "10.0.0.1") -> str:
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        return client_of({"type": "http", "headers": headers, "client": (machine, 1234)}, keys)
+
+    assert client("one", Keys()) == client("two", Keys()) != client("one", Keys(), machine="10.0.0.2")
+    keys = Keys(["one", "two"])
+    assert client("one", keys) != client("two", keys)
+    assert client("one", keys) == client("one", keys, machine="10.0.0.2")
+    assert "one" not in client("one", keys)
 
 
 def test_a_request_that_takes_too_long_ends_with_an_error() -> None:

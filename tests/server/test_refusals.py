@@ -247,6 +247,19 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back() -> None:
         assert error.value.code == "busy"
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [("/v1/completions", {"prompt": "hi"}, "prompt"), ("/v1/chat/completions", {"messages": HI}, "messages")],
+)
+def test_what_no_memory_will_do_for_is_refused_by_the_field_it_came_in(
+    path: str, body: dict[str, Any], param: str
+) -> None:
+    with running(memory_limit=1000) as server:
+        error = refused(post(server, body, path))
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param} has ")
+
+
 def test_a_model_without_a_head_refuses_drafts_and_says_why_elsewhere() -> None:
     with running(head=False) as server:
         error = refused(post(server, {"messages": HI, "num_draft_tokens": 3}))

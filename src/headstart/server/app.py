@@ -20,7 +20,7 @@ from .anthropic_reply import MessagesReply
 from .auth import KeyRequired, Keys
 from .completion import Completion
 from .desk import Desk
-from .errors import Failure, Refusal, answer_errors
+from .errors import Failure, Refusal, Unforeseen, answer_errors
 from .limits import BodyLimit, Limits
 from .metrics import CountStatus, Metrics
 from .openai import ChatRequest, CompletionRequest
@@ -37,12 +37,12 @@ def create_app(
     cors_origins: Collection[str] = (),
 ) -> FastAPI:
     """The app starts the room with itself. Whoever listens closes the room: see listen.py."""
-    limits, metrics = limits or Limits(), Metrics(room)
+    keys, limits, metrics = keys or Keys(), limits or Limits(), Metrics(room)
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
         room.start()
-        yield
+        yield {"limits": limits}  # for connections: see connection.py
 
     app = FastAPI(
         title="Headstart",
@@ -53,12 +53,13 @@ def create_app(
         responses={"4XX": {"model": Failure}, "5XX": {"model": Failure}},
     )
     answer_errors(app)
-    add_routes(app, Desk(room, served, limits, metrics))
+    add_routes(app, Desk(room, served, keys, limits, metrics))
     # The last one added is the first to see a request.
-    app.add_middleware(BodyLimit, most=limits.body_bytes)
-    app.add_middleware(KeyRequired, keys=keys or Keys())
+    app.add_middleware(BodyLimit, limits=limits)
+    app.add_middleware(KeyRequired, keys=keys)
     if cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(Unforeseen)
     app.add_middleware(CountStatus, tally=metrics.tally)
     return app
 

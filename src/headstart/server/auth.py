@@ -54,10 +54,10 @@ def check_reach(host: str, keys: Keys, *, no_key: bool) -> None:
         )
 
 
-def client_of(scope: Scope) -> str:
-    """Who is to be treated fairly: the owner of a key, else a machine."""
-    if key := _key(Headers(scope=scope)):
-        return _digest(key).hex()
+def client_of(scope: Scope, keys: Keys) -> str:
+    """Who is to be treated fairly: the owner of a key, or a machine where none is needed and any would do."""
+    if keys:
+        return _digest(_key(Headers(scope=scope))).hex()
     client: tuple[str, int] | None = scope.get("client")
     return client[0] if client else ""
 

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
@@ -11,13 +11,14 @@ from typing import Protocol, TypeVar
 from fastapi import Request as HTTPRequest
 from fastapi import Response
 from fastapi.responses import StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from ..engine import Request, Room
+from ..errors import HeadstartError
 from .answer import Answer
-from .auth import client_of
+from .auth import Keys, client_of
 from .deadline import Deadline
-from .errors import Refusal, refuse
+from .errors import Refusal, refusal, refuse
 from .limits import Limits
 from .metrics import Meter, Metrics
 from .prompt import Prompt
@@ -65,6 +66,7 @@ Asked = TypeVar("Asked", bound=Question)
 class Desk:
     room: Room
     served: Served
+    keys: Keys
     limits: Limits
     metrics: Metrics
     answers: dict[str, Answer] = field(default_factory=dict)  # under way, by id
@@ -78,9 +80,7 @@ class Desk:
     ) -> Response:
         asked.check()
         self.served.check_name(asked.model)
-        if not self.room.healthy:
-            message = f"this server takes no more requests: {self.room.problem or 'it is shutting down'}"
-            raise Refusal(503, message, code="unavailable")
+        self._check_open()
         meter = Meter(self.metrics, http.url.path, time.perf_counter())
         deadline = Deadline.after(self.limits.request_seconds)
         try:
@@ -90,7 +90,12 @@ class Desk:
                 meter.end(OUTCOMES[refused.status_code])
             raise
         reply = shape(asked, prompt, self.served)
-        answer = Answer(self.room, request, client=client_of(http.scope), deadline=deadline, meter=meter)
+        client = client_of(http.scope, self.keys)
+        try:
+            answer = Answer(self.room, request, client=client, deadline=deadline, meter=meter)
+        except HeadstartError as error:
+            self._check_open()  # it may have closed meanwhile
+            raise refusal(error, prompt=prompt.param) from error
         self.answers[reply.id] = answer
 
         def close() -> None:
@@ -98,7 +103,7 @@ class Desk:
             del self.answers[reply.id]
 
         if asked.stream:
-            return EventStream(reply.stream(answer), stall_seconds=self.limits.stall_seconds, close=close)
+            return EventStream(reply.stream(answer), close=close)
         try:
             async with cancelled_on_disconnect(answer, http):
                 whole = await reply.whole(answer)
@@ -118,6 +123,11 @@ class Desk:
         if id not in self.answers:
             raise Refusal(404, f"no request {id[:100]!r} is under way", param="id", code="not_found")
         self.answers[id].cancel()
+
+    def _check_open(self) -> None:
+        if not self.room.healthy:
+            message = f"this server takes no more requests: {self.room.problem or 'it is shutting down'}"
+            raise Refusal(503, message, code="unavailable")
 
     def _read(self, asked: Question) -> tuple[Prompt, Request]:
         prompt = asked.read(self.served)
@@ -147,21 +157,16 @@ async def cancelled_on_disconnect(answer: Answer, http: HTTPRequest) -> AsyncIte
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, until the last, or the client goes, or it reads nothing for too long."""
+    """Server-sent events, until the last, or the client goes, or is dropped."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[str], *, stall_seconds: float, close: Callable[[], None]):
+    def __init__(self, events: AsyncIterator[str], *, close: Callable[[], None]):
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._stall_seconds, self._close = stall_seconds, close
+        self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(self._stall_seconds):
-                await send(message)
-
         try:
-            with suppress(TimeoutError):
-                await super().__call__(scope, receive, send_in_time)
+            await super().__call__(scope, receive, send)
         finally:  # also where nothing was ever sent
             self._close()

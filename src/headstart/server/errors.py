@@ -10,9 +10,11 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import Busy, HeadstartError, RequestError
 from .anthropic_errors import ROUTE, failure
+from .fault import report
 
 TYPES = {
     400: "invalid_request_error",
@@ -80,8 +82,9 @@ def refuse(param: str, problem: str, code: str = "invalid_value") -> NoReturn:
     raise Refusal(400, f"{param}: {problem}", param=param, code=code)
 
 
-def refusal(error: Exception) -> Refusal:
-    """Any error as one of ours. A RequestError begins with the name of the field it is about."""
+def refusal(error: Exception, *, prompt: str = "prompt") -> Refusal:
+    """Any error as one of ours. A RequestError begins with the name of the field it is about; `prompt`: the one that
+    the prompt came in."""
     match error:
         case Refusal():
             return error
@@ -89,7 +92,7 @@ def refusal(error: Exception) -> Refusal:
             return _invalid(error)
         case RequestError():
             word, _, rest = str(error).partition(" ")
-            field = FIELDS.get(word, word)
+            field = (FIELDS | {"prompt": prompt}).get(word, word)
             return Refusal(
                 400, f"{field} {rest}", param=field if field.isidentifier() else None, code="invalid_value"
             )
@@ -101,6 +104,7 @@ def refusal(error: Exception) -> Refusal:
         case HeadstartError():
             return Refusal(500, str(error))
         case _:
+            report(error)
             return Refusal(500, "the server failed: its log says more")
 
 
@@ -140,5 +144,29 @@ def answer_errors(app: FastAPI) -> None:
     async def respond(http: Request, error: Exception) -> JSONResponse:
         return refusal(error).response(http.scope["path"])
 
-    for kind in (StarletteHTTPException, RequestValidationError, HeadstartError, Exception):
+    for kind in (StarletteHTTPException, RequestValidationError, HeadstartError):
         app.add_exception_handler(kind, respond)
+
+
+class Unforeseen:
+    """Answers what no handler does. Starlette would hand it on to uvicorn, which logs its words."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def sent(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, sent)
+        except Exception as error:
+            if scope["type"] != "http":
+                raise
+            response = refusal(error).response(scope["path"])
+            if not begun:  # else uvicorn closes what is left unfinished
+                await response(scope, receive, send)

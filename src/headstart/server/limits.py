@@ -1,5 +1,6 @@
 """How much a client may ask for."""
 
+import asyncio
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
@@ -13,14 +14,15 @@ class Limits:
     body_bytes: int = 16 * 2**20  # a context of 262,144 tokens is a megabyte or two
     prompt_tokens: int | None = None  # None: what the model's context holds
     request_seconds: float = 600.0  # from the door to the last token
-    stall_seconds: float = 60.0  # that a client may leave a stream unread
+    stall_seconds: float = 60.0  # that a client may leave an answer unread
+    body_seconds: float = 60.0  # that a client may take to send its body
 
 
 class BodyLimit:
-    """Stops reading a body that is too long, whatever its headers say."""
+    """Stops reading a body that is too long, whatever its headers say, or too long in coming."""
 
-    def __init__(self, app: ASGIApp, most: int):
-        self.app, self.most = app, most
+    def __init__(self, app: ASGIApp, limits: Limits):
+        self.app, self.most, self.seconds = app, limits.body_bytes, limits.body_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -30,17 +32,25 @@ class BodyLimit:
         if declared.isdecimal() and int(declared) > self.most:
             await self._too_large().response(scope["path"])(scope, receive, send)
             return
-        read = 0
+        read, more, until = 0, True, asyncio.get_running_loop().time() + self.seconds
 
         async def counted() -> Message:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
+            nonlocal read, more
+            try:
+                async with asyncio.timeout_at(until if more else None):
+                    message = await receive()
+            except TimeoutError:
+                raise self._too_slow() from None
+            read, more = read + len(message.get("body", b"")), message.get("more_body", False)
             if read > self.most:
                 raise self._too_large()
             return message
 
         await self.app(scope, counted, send)
+
+    def _too_slow(self) -> Refusal:
+        message = f"the body was not here after {self.seconds:g} seconds: send it faster"
+        return Refusal(408, message, code="timeout", headers={"Connection": "close"})
 
     def _too_large(self) -> Refusal:
         message = f"the body is larger than {self.most:,} bytes: send less"

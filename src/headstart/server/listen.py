@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from ..engine import Room
 from ..errors import HeadstartError
+from .connection import Connection
 
 GRACE = 5.0  # seconds for the last bytes, after the last answer has ended
 
@@ -36,6 +37,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=Connection,
                 log_level="warning",
                 access_log=False,
                 timeout_graceful_shutdown=int(deadline + GRACE) + 1,
