@@ -77,7 +77,7 @@ def first_tokens(model: Model, prompt: Sequence[int], cases: Sequence[Case], row
     for case in cases:
         engine.submit(Request(prompt, replace(case.params, k=case.ceiling, max_tokens=40)))
     engine._admit()
-    while engine._entering:
+    while engine.entering:
         engine._take_in_a_chunk()
     taken = engine._batch
     assert taken is not None
