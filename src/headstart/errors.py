@@ -21,6 +21,10 @@ class RequestError(HeadstartError):
     """A request that cannot be honoured as it stands."""
 
 
+class Down(HeadstartError):
+    """The engine is no more, and all requests with it."""
+
+
 class Busy(HeadstartError):
     """Not now: try again after `retry_after` seconds."""
 

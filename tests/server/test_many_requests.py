@@ -1,7 +1,6 @@
 """Many requests at once: each says what it would say alone, and nothing is left behind."""
 
 import asyncio
-import gc
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -167,7 +166,6 @@ def endure(count: int) -> tuple[int, int]:
 
     def held() -> tuple[int, int]:
         prefix.clear()  # what it keeps, it keeps on purpose
-        gc.collect()
         mx.clear_cache()
         return mx.get_active_memory(), resident()
 

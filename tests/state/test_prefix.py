@@ -4,6 +4,7 @@ which token it belongs to; tests/engine/test_prefix_cache.py does it with models
 import gc
 import random
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -396,6 +397,19 @@ def test_clearing_forgets_everything_and_a_row_under_way_stores_all_of_its_promp
     for end in range(4 * C, 6 * C + 1, C):
         prefix.store(prompt, end, *memory(prompt[:end]))
     assert resumed(prefix, prompt) == 6 * C
+
+
+def test_clearing_frees_the_memory_at_once() -> None:
+    prefix = Prefix(LOTS, chunk=C)
+    take_in(prefix, prompt_of(3))
+    gone = [weakref.ref(node) for node in nodes(prefix)]
+    gc.disable()  # who clears because memory is short cannot wait for it
+    try:
+        prefix.clear()
+        assert len(gone) == 3
+        assert not any(node() for node in gone)
+    finally:
+        gc.enable()
 
 
 def test_stats_and_clear_may_come_from_other_threads_at_any_time() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..cards import MAX_K
-from ..errors import Busy, HeadstartError, RequestError
+from ..errors import Busy, Down, RequestError
 from ..models import Model
 from .engine import Engine
 from .request import Event, Handle, Request
@@ -74,17 +74,17 @@ class Room:
     ) -> Handle:
         """From any thread. `listener` is told every event in the engine's thread; without one, iterate the handle.
 
-        RequestError where it cannot be honoured, Busy where it cannot be now, HeadstartError where nothing can.
+        RequestError where it cannot be honoured, Busy where it cannot be now, Down where nothing can.
         """
         if self._closing:
             raise Busy("the server is shutting down", retry_after=5)
         if not self.healthy:
-            raise HeadstartError(f"the engine is down ({self.problem or 'it was not started'}): start it again")
+            raise Down(f"the engine is down ({self.problem or 'it was not started'}): start it again")
         max_k = self.settings.max_k if self.settings.speculation else 0
         handle = self.engine.submit(request, client=client, listener=listener, max_k=max_k)
         with self._awake:
             if self._over:  # since it was seen to be healthy
-                self.engine.end_all(HeadstartError(f"the engine is down ({self.problem or 'it was closed'})"))
+                self.engine.end_all(Down(f"the engine is down ({self.problem or 'it was closed'})"))
             self._awake.notify()
         return handle
 
@@ -113,7 +113,7 @@ class Room:
             if not self._start_again():
                 with self._awake:
                     self._over = True
-                self.engine.end_all(HeadstartError(f"the engine died: {self.problem}"))
+                self.engine.end_all(Down(f"the engine died: {self.problem}"))
 
     def _start_again(self) -> bool:
         if self.restarts >= RESTARTS or self._closing:

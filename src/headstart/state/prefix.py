@@ -143,6 +143,8 @@ class Prefix:
     def clear(self) -> None:
         """Forget everything. Rows that were resumed keep what they have."""
         with self._lock:
+            for node in list(self._nodes()):  # a circle of parents and children would hold the memory for a while
+                node.parent, node.children = None, {}
             self._root = Node(None, b"", [])
 
     def stats(self) -> PrefixStats:
