@@ -67,6 +67,7 @@ def simulate(
     clock = Clock(rng, busy)
     depth, drafters = controller or calibrated(costs, clock), [Drafter(MAX_K) for _ in range(64)]
     result = Result()
+    landed: tuple[list[Drafter], int, list[tuple[int, int]], float] | None = None
     for round in range(rounds):
         count = rows(round)
         running = drafters[:count]
@@ -78,7 +79,9 @@ def simulate(
                 accepted += 1
             outcomes.append((accepted, k))
         seconds = costs(count, k, round)
-        depth.observe(running, k, outcomes, clock.measure(seconds))
+        if landed:  # as in the engine, a step is chosen while the one before it is in flight
+            depth.observe(*landed)
+        landed = running, k, outcomes, clock.measure(seconds)
         tokens = expected(text, round)
         rate = max(tokens[each] / costs(count, each, round) for each in range(MAX_K + 1))
         result.depths.append(k)

@@ -20,7 +20,8 @@ MACHINES: dict[str, Costs] = {
     "linear": lambda rows, k, round: (1 + 0.9 * k) * rows,
     "cpu": lambda rows, k, round: (1 + 0.5 * k) * rows**0.8,
     "step at 8": lambda rows, k, round: (1.0 if rows * (k + 1) <= 8 else 2.0) + 0.06 * k,
-    "drifting": lambda rows, k, round: (1 + 0.3 * k) * (1 + round / 400),
+    "slowing": lambda rows, k, round: (1 + 0.3 * k) * (1 + round / 400),
+    "drifting": lambda rows, k, round: 1 + k * (0.1 + round / 600),  # drafts cost more and more, plain steps do not
 }
 TEXTS: dict[str, Text] = {
     "good": lambda round, j: 0.9,
@@ -29,12 +30,12 @@ TEXTS: dict[str, Text] = {
     "good, then poor": lambda round, j: 0.9 if round < 300 else 0.25,
     "poor, then good": lambda round, j: 0.25 if round < 300 else 0.9,
 }
-EVERY = list(product(MACHINES, TEXTS))
+EVERY = [(machine, text) for machine, text in product(MACHINES, TEXTS) if machine != "drifting"]
 
 
 def mean_share(machine: str, text: str, *, rows: int = 1, busy: bool = False) -> float:
     costs, chances = MACHINES[machine], TEXTS[text]
-    runs = [simulate(costs, chances, 600, rows=lambda round: rows, busy=busy, seed=seed) for seed in range(3)]
+    runs = [simulate(costs, chances, 600, rows=lambda round: rows, busy=busy, seed=seed) for seed in range(8)]
     return statistics.mean(run.share() for run in runs)
 
 
@@ -44,6 +45,14 @@ def test_depth_earns_what_the_best_choice_would_on_every_machine_and_text(rows: 
     hiccups. Over 600 rounds, what it spends on finding out included."""
     shares = {(machine, text): mean_share(machine, text, rows=rows) for machine, text in EVERY}
     assert min(shares.values()) >= 0.95, shares
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_price_of_drafts_that_rises_is_followed(rows: int) -> None:
+    """From a tenth of a step to more than a whole one, within 600 rounds. Only looks at other depths tell that from a
+    machine that slows down, and they cost more and more where the text is poor."""
+    shares = {text: mean_share("drifting", text, rows=rows) for text in TEXTS}
+    assert min(shares.values()) >= 0.9, shares
 
 
 def test_other_work_on_the_machine_does_not_mislead_it() -> None:
@@ -58,8 +67,8 @@ def test_texts_that_take_turns_are_followed_as_well_as_can_be() -> None:
     text: Text = lambda round, j: 0.9 if round // 100 % 2 else 0.3  # noqa: E731
     for machine in ("flat", "linear", "cpu", "step at 8"):
         costs = MACHINES[machine]
-        ours = statistics.mean(simulate(costs, text, 600, seed=s).share() for s in range(4))
-        told = [simulate(costs, text, 600, seed=s, controller=Informed(costs, (0.3, 0.9), 100)) for s in range(4)]
+        ours = statistics.mean(simulate(costs, text, 600, seed=s).share() for s in range(8))
+        told = [simulate(costs, text, 600, seed=s, controller=Informed(costs, (0.3, 0.9), 100)) for s in range(8)]
         assert ours >= 0.95 * statistics.mean(run.share() for run in told), machine
 
 
@@ -67,14 +76,18 @@ def test_texts_that_take_turns_are_followed_as_well_as_can_be() -> None:
 def test_depth_converges_within_30_rounds(machine: str) -> None:
     for text in ("good", "falling", "poor"):
         runs = [simulate(MACHINES[machine], TEXTS[text], 80, seed=seed) for seed in range(16)]
-        assert statistics.mean(run.share(30) for run in runs) >= 0.95, text
+        shares = [run.share(30) for run in runs]
+        assert statistics.mean(shares) >= 0.95, text
+        assert min(shares) >= 0.85, text  # whatever the luck
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_depth_is_found_again_within_50_rounds_of_a_burst(machine: str) -> None:
     rows = lambda round: 8 if 300 <= round < 400 else 1  # noqa: E731
     runs = [simulate(MACHINES[machine], TEXTS["falling"], 520, rows=rows, seed=seed) for seed in range(8)]
-    assert statistics.mean(run.share(450) for run in runs) >= 0.95
+    shares = [run.share(450) for run in runs]
+    assert statistics.mean(shares) >= 0.95
+    assert min(shares) >= 0.85
     assert statistics.mean(run.share(300, 450) for run in runs) >= 0.9  # the burst and what follows it
 
 

@@ -17,6 +17,7 @@ FAR = 0.8  # … and the first one of a cell, from what was thought of it
 PACE, PACE_FRESH = 0.3, 0.2  # share of a surprise that is the pace's; less just after a change of depth
 FRESH = 4  # rounds after a change of depth in which the pace is known from the depth before
 OWN, OWN_SETTLED = 0.1, 0.02  # least share of a surprise that is the cell's while fresh, and after that
+FADES = 0.96  # what is known of a cell still weighs a step later that ran another: what drafts cost may drift
 TRUST = 2.0  # what one look at a cell counts for; what the parts say of it counts for 1
 DOUBT = 0.25  # by what share a cell may turn out to be faster than the parts say if nothing like it was run
 REFIT = 64  # observations between two fits of the parts
@@ -31,6 +32,8 @@ class Seen:
     level: float  # logarithm of its time at pace 1
     times: int
     made_of: float = 0.0  # what the parts say of the level
+    weight: float = 1.0  # what is known of it counts for so many looks; it fades while other cells run
+    at: int = 0  # the step at which it did so
 
 
 @dataclass
@@ -42,6 +45,7 @@ class Cost:
     _last: Cell | None = None  # what ran last
     _run: int = 0  # rounds for which it has
     _unfitted: int = 0  # observations since the parts were fitted
+    _steps: int = 0
 
     def calibrate(self, seconds: Mapping[Cell, float], times: int = 1) -> None:
         """Times measured side by side, each the best of `times`."""
@@ -55,6 +59,7 @@ class Cost:
         """A step took that long, if that is known. The first one after another depth clears up what that one left
         (drafts to fold, tokens the head has not seen), so it is not counted."""
         cell = (rows, k)
+        self._steps += 1
         self._run = self._run + 1 if cell == self._last else 1
         self._last = cell if seconds is not None else None
         if seconds is None or self._run == 1:
@@ -70,10 +75,12 @@ class Cost:
         fresh = self._run <= FRESH
         self.pace += (PACE_FRESH if fresh else PACE) * _bounded(measured - self._level(rows, k))
         seen.times += 1
+        seen.weight = 1 + min(seen.weight, 1 / OWN) * FADES ** (self._steps - seen.at)
+        seen.at = self._steps
         if seen.times == 2 and measured < seen.level - SLOW:  # the first was a hiccup
             seen.level = measured
         else:
-            seen.level += (max(1 / seen.times, OWN) if fresh else OWN_SETTLED) * _bounded(measured - seen.level)
+            seen.level += (1 / seen.weight if fresh else OWN_SETTLED) * _bounded(measured - seen.level)
         self._unfitted += 1
         if self._unfitted >= REFIT:
             self._fit()
@@ -90,10 +97,10 @@ class Cost:
     def doubt(self, rows: int, k: int) -> float:
         """By what share a depth that was never run may be faster than `curve` says: down to the next lower one that
         was, since more drafts seldom take less."""
-        run = [j for r, j in self.cells if r == rows and j <= k]
-        if not run:
+        run = next((j for j in range(k, -1, -1) if (rows, j) in self.cells), None)
+        if run is None:
             return DOUBT
-        return min(math.exp(self._level(rows, k) - self._level(rows, max(run))) - 1, DOUBT) if k not in run else 0.0
+        return min(math.exp(self._level(rows, k) - self._level(rows, run)) - 1, DOUBT) if run != k else 0.0
 
     def _level(self, rows: int, k: int) -> float:
         """What the parts say, and as much of it as is known how far this cell and those like it are off that."""
