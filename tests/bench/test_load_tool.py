@@ -10,7 +10,6 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from stub_server import Answer, Schedule, Stub, run
 
 from headstart.bench.load.arrivals import Closed, Load, Open, drive
 from headstart.bench.load.figures import Figure, figures, ratios
@@ -21,6 +20,7 @@ from headstart.bench.load.report import report, requests_csv
 from headstart.bench.load.target import Target
 from headstart.bench.prompts import Prompt
 from headstart.errors import HeadstartError, RequestError
+from stub_server import Answer, Schedule, Stub, run
 
 WITHIN = 0.02  # of the truth
 DRAFTING = Schedule(  # several tokens at once: 40, 40, 40, 40, 30, 30 and 20 ms between them
