@@ -131,6 +131,7 @@ def test_a_weight_that_is_no_number_is_named(model: Model, texts: list[Reading])
     assert [(fault.name, fault.where) for fault in faults] == [("not_finite", "mtp.fc")]
 
 
+@pytest.mark.slow
 def test_a_head_that_no_mend_helps_is_said_to_be_unexplained(model: Model, texts: list[Reading]) -> None:
     head = twin(model.weights.mtp)
     head.fc.weight = mx.random.normal(head.fc.weight.shape, head.fc.weight.dtype, key=mx.random.key(0)) * 0.02
@@ -170,6 +171,7 @@ def test_halves_of_fc_exchanged_on_disk_are_found(tmp_path: Path, texts: list[Re
     assert [(fault.name, fault.mended) for fault in faults] == [("concat_swapped", healthy)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [("weight", "scales", "biases"), ("weight", "biases"), ("scales", "biases")])
 def test_zeros_in_a_quantised_head_are_found(parts: tuple[str, ...], tmp_path: Path, texts: list[Reading]) -> None:
     folder = converted(tmp_path / "model", bits=4)

@@ -51,6 +51,7 @@ def test_an_imposed_acceptance_sets_the_depths_and_is_marked() -> None:
     assert report["auto"] is None
 
 
+@pytest.mark.slow
 def test_own_prompts_are_measured_by_their_kinds(tmp_path: Path) -> None:
     own = tmp_path / "own.jsonl"
     own.write_text('{"kind": "sums", "text": "1 + 1 = 2"}\n{"kind": "lists", "text": "a, b, c"}\n')

@@ -47,6 +47,7 @@ def test_the_builtin_model_passes_and_the_page_can_be_shown_to_anybody(tmp_path:
         assert private not in written
 
 
+@pytest.mark.slow
 def test_a_stored_fault_fails_and_is_named_with_the_way_out(tmp_path: Path) -> None:
     folder, page = tmp_path / "model", tmp_path / "page.md"
     convert(plan_conversion(read_layout(resolve(None)), folder, Recipe(mx.bfloat16)))
