@@ -62,7 +62,7 @@ def test_it_says_where_it_is_and_answers_like_the_library() -> None:
             client = OpenAI(base_url=address, api_key=key)
             assert client.models.list().data[0].id == "tiny-qwen3.5"
         answer: Any = client.chat.completions.create(
-            model="tiny-qwen3.5", messages=[{"role": "user", "content": PROMPT}], max_tokens=24
+            model="tiny-qwen3.5", messages=[{"role": "user", "content": PROMPT}], max_tokens=24, temperature=0
         )
         assert answer.choices[0].message.content == expected
 
