@@ -164,6 +164,26 @@ def test_where_a_prompt_finds_no_memory_the_prefix_cache_goes_first(monkeypatch:
     assert collect(submit(engine, long, max_tokens=4)).tokens == first.tokens
 
 
+def test_a_prompt_that_never_finds_memory_ends_though_it_fills_the_prefix_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, prefix = random_model("dense"), Prefix(10**8)
+    honest = headstart.engine.engine.prefill
+
+    def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array) -> mx.array:
+        if batch.rows.bounds[0] >= 1024:
+            raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+        return honest(model, batch, tokens, following)
+
+    monkeypatch.setattr(headstart.engine.engine, "prefill", prefill)
+    engine = Engine(model, prefix=prefix, memory_limit=10**9)
+    handle = submit(engine, random_prompt(model, 1200), max_tokens=4)
+    for _ in range(20):
+        engine.turn()
+    assert not engine.busy
+    assert collect(handle).finish_reason == "error"
+
+
 def test_where_a_prompt_finds_no_memory_the_youngest_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that is read after a failure may be the oldest."""
     model = random_model("dense")

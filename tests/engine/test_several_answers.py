@@ -98,3 +98,12 @@ def test_more_answers_than_places_are_refused() -> None:
     for n, problem in ((4, "n is 4, and at most 3"), (0, "n is 0; it must be")):
         with pytest.raises(RequestError, match=problem):
             Engine(MODEL, max_rows=3).submit(Request(PROMPT, n=n))
+
+
+def test_what_was_thought_of_the_prompt_is_told_once_though_the_rows_begin_again() -> None:
+    engine = Engine(MODEL)
+    handle = engine.submit(Request(PROMPT, SamplingParams(max_tokens=3, logprobs=True), n=3, score="too"))
+    while len(engine.rows) < 3:
+        engine.turn()
+    engine.take_in_again()
+    assert sum(len(event.prompt_logprobs or ()) for event in handle) == len(PROMPT) - 1

@@ -300,16 +300,16 @@ class Engine:
         self.entering = deque(row for row in self.entering if not row.over)
 
     def _end_or_retry(self, row: Row, error: Exception) -> None:
-        """A row that fails while it is taken in ends alone. Where memory ran out it is begun again, once the prefix
-        cache is empty, or the youngest of those that hold memory has ended."""
+        """A row that fails while it is taken in ends alone. Where memory ran out it is begun again: the first time
+        with the prefix cache emptied, and then each time the youngest of those that hold memory has ended."""
         if not is_shortage(error):
             row.finish("error", error)
             return
-        emptied = self._empty_prefix()
-        if not emptied:
+        if row.retried or not self._empty_prefix():  # what the row itself has left there since does not count
             youngest = max((*self.rows, *(r for r in self.entering if r.batch)), key=lambda row: row.started)
             youngest.finish("error", error)
             self._drop_finished()
+        row.retried = True
         row.take_in_again()
 
     def _empty_prefix(self) -> bool:

@@ -41,6 +41,7 @@ class Row:
     scored: int = 0  # tokens of the prompt that were told of
     started: float = 0.0
     over: bool = False
+    retried: bool = False  # it found no memory for its prompt once before
     suspect: bool = False  # a batch with it failed, and it has not been seen to run alone
     cleared: bool = False  # it has
 
@@ -113,7 +114,7 @@ class Row:
         """The prompt is in: from here on each answer to it is a row like any other."""
         rows, self.siblings = [self, *self.siblings], []
         for sibling in rows[1:]:
-            sibling.stats, sibling.started = deepcopy(self.stats), self.started
+            sibling.stats, sibling.started, sibling.scored = deepcopy(self.stats), self.started, self.scored
         return rows
 
     def take_in_again(self) -> None:
