@@ -21,6 +21,10 @@ class RequestError(HeadstartError):
     """A request that cannot be honoured as it stands."""
 
 
+class ClusterError(HeadstartError):
+    """Several machines that cannot work together."""
+
+
 class Down(HeadstartError):
     """The engine is no more, and all requests with it."""
 

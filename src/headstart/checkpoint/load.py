@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,19 +28,43 @@ from .parameters import Source, Stored
 FP8_BLOCK = 128
 
 
-def load(name: str | Path | None = None, *, mtp: bool | None = None, dtype: mx.Dtype | None = None) -> models.Model:
+class Part(Protocol):
+    """What one machine holds of a model that several hold together. Parameters go by the model's names."""
+
+    def holds(self, name: str) -> bool: ...
+
+    def cut(self, name: str, array: mx.array) -> mx.array: ...
+
+    def fit(self, model: models.Model) -> models.Model:
+        """The model's modules, adapted to what was read of them."""
+        ...
+
+
+Split = Callable[[dict[str, Any]], Part]  # config.json's text part → this machine's part
+
+
+def load(
+    name: str | Path | None = None,
+    *,
+    mtp: bool | None = None,
+    dtype: mx.Dtype | None = None,
+    split: Split | None = None,
+) -> models.Model:
     """The model that `name` stands for (see `resolve`), with its head if it has one, unless `mtp` is false or, where
     that is left open, HEADSTART_MTP is 0.
 
-    A head that is there but unusable is a HeadError; where there is none, `Model.head_unavailable` says why.
+    A head that is there but unusable is a HeadError; where there is none, `Model.head_unavailable` says why. `split`:
+    read only this machine's part of it.
     """
     layout = read_layout(resolve(name))
     if layout.mtp.location and not layout.mtp.available and layout.dispatch(mtp).reason == layout.mtp.reason:
         raise HeadError(f"{layout.path}: {layout.mtp.reason}")
-    return load_layout(layout, mtp=mtp, dtype=dtype)
+    return load_layout(layout, mtp=mtp, dtype=dtype, split=split)
 
 
-def load_layout(layout: Layout, *, mtp: bool | None = None, dtype: mx.Dtype | None = None) -> models.Model:
+def load_layout(
+    layout: Layout, *, mtp: bool | None = None, dtype: mx.Dtype | None = None, split: Split | None = None
+) -> models.Model:
     decision = layout.dispatch(mtp)
     head = decision.drafts
     stored = {name: part for name, part in layout.stored.items() if head or not is_head(name)}
@@ -51,14 +75,20 @@ def load_layout(layout: Layout, *, mtp: bool | None = None, dtype: mx.Dtype | No
     norms = {f"{name}.weight" for name, module in model.weights.named_modules() if isinstance(module, Norm)}
     dtype = dtype or compute_dtype(layout.dtype, experts=_has_experts(stored), packed=bool(packed))
 
-    files = Files(stored)
+    files, part = Files(stored), split(models.text_config(layout.config)) if split is not None else None
     flat: Any = tree_flatten(model.weights.parameters())
     for name, _ in flat:
+        if part is not None and not part.holds(name):
+            continue
         array = _read(name, stored, files, dtype, is_norm=name in norms)
+        if part is not None:
+            array = part.cut(name, array)
         mx.eval(array)
         model.weights.update(tree_unflatten([(name, array)]))
         del array
         mx.clear_cache()
+    if part is not None:
+        model = part.fit(model)
     return replace(model, head_unavailable=decision.reason, default_k=decision.k, max_k=decision.max_k)
 
 

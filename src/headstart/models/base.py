@@ -5,7 +5,7 @@ and commits the recurrent state at once. Nothing of mlx-lm is patched or copied.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,7 @@ from .attention import attention
 from .feed_forward import feed_forward
 from .gated_delta_net import Projections, gated_delta_net
 from .graph import Graph, compiles
+from .share import Alone, Share
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ class Model:
     head_unavailable: str | None = None  # why there is no head
     default_k: int = DEFAULT_K  # drafts a round to begin with
     max_k: int = MAX_K  # most drafts a round
+    share: Share = field(default_factory=Alone)  # what of the trunk is on this machine
 
     @property
     def has_head(self) -> bool:
@@ -140,25 +142,29 @@ class Model:
         The first `certain` tokens enter the recurrent states at once, the rest stay pending. Nothing counts until
         `rows.commit`.
         """
-        if certain == 1 and self._compiles(tokens.shape[1]):
+        if certain == 1 and self.share.ranks == 1 and self._compiles(tokens.shape[1]):
             rows.reserve(tokens.shape[1])
             return self._trunk_graph(rows, tokens)
         return self._trunk(rows, tokens, certain)
 
     def _trunk(self, rows: Rows, tokens: mx.array, certain: int = 1) -> mx.array:
-        mask = rows.reserve(tokens.shape[1])
-        x, made = self.weights.embed_tokens(tokens), None  # what a layer makes is added where the next norm is taken
+        mask, share = rows.reserve(tokens.shape[1]), self.share
+        # What a layer makes is added where the next norm is taken.
+        x, made = share.take(self.weights.embed_tokens(tokens)), None
         for layer, memory in zip(self.weights.layers, rows.layers, strict=True):
             x, normed = layer.input_layernorm.after(x, made)
             if isinstance(memory, Recurrent):
                 net = layer.linear_attn
-                made = gated_delta_net(net, self.family.project(net, normed), memory, rows.accepted, certain)
+                part = gated_delta_net(net, self.family.project(net, normed), memory, rows.accepted, certain)
             else:
-                made = attention(layer.self_attn, normed, mask, memory)
-            x, normed = layer.post_attention_layernorm.after(x, made)
-            made = feed_forward(layer.mlp, normed)
+                part = attention(layer.self_attn, normed, mask, memory)
+            x, normed = layer.post_attention_layernorm.after(x, share.whole(part))
+            made = share.whole(feed_forward(layer.mlp, normed))
+        if not share.ends:
+            assert made is not None, "no machine is without layers"
+            return share.give(x + made)
         x, normed = self.weights.norm.after(x, made)
-        return normed if self.family.head.fed_after_norm else x
+        return share.give(normed if self.family.head.fed_after_norm else x)
 
     def _compiles(self, width: int) -> bool:
         """Not experts: on CUDA a compiled pass was seen to say other tokens than a described one, for the compiler

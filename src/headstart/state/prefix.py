@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from threading import Lock
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -45,11 +46,19 @@ class PrefixStats:
     evictions: int = 0  # times that something had to go
 
 
+class Sizes(NamedTuple):
+    """In bytes, as all machines count that share a model: theirs differ, and they must let go of the same."""
+
+    packs: int  # of a chunk
+    states: int
+
+
 @dataclass(eq=False)
 class Node:
     parent: "Node | None"
     chunk: bytes  # its tokens, compared as they are
     packs: list[Pack]  # keys and values of the trunk's layers, then of the head's
+    sizes: Sizes | None = None
     states: States | None = None  # after the chunk, where one can go on from there
     worth: Worth = Worth.PASSING
     used: int = 0
@@ -57,11 +66,13 @@ class Node:
 
     @cached_property
     def packs_nbytes(self) -> int:
-        return sum(part.nbytes for pack in self.packs for part in pack)
+        return self.sizes.packs if self.sizes else sum(part.nbytes for pack in self.packs for part in pack)
 
     @property
     def states_nbytes(self) -> int:
-        return self.states.nbytes if self.states is not None else 0
+        if self.states is None:
+            return 0
+        return self.sizes.states if self.sizes else self.states.nbytes
 
     @property
     def nbytes(self) -> int:
@@ -78,6 +89,7 @@ class Prefix:
         self.max_bytes = max_bytes
         self.eight_bits = eight_bits
         self.chunk = chunk
+        self.sizes: Sizes | None = None  # what counts, where that is not what there is
         self._lock = Lock()
         self._root = Node(None, b"", [])
         self._clock = 0
@@ -126,7 +138,10 @@ class Prefix:
                 for start in range(known, end, self.chunk)
             ]
             arrays = [*after.arrays(), *(part for node in packs for pack in node for part in pack)]
-            if not self._make_room(sum(a.nbytes for a in arrays), path):
+            nbytes = sum(a.nbytes for a in arrays)
+            if self.sizes is not None:
+                nbytes = len(packs) * self.sizes.packs + self.sizes.states
+            if not self._make_room(nbytes, path):
                 return
             mx.eval(arrays)  # a slice that waits would keep the whole row's memory alive
             if not mx.stack([mx.isfinite(a).all() for a in arrays]).all().item():
@@ -135,7 +150,7 @@ class Prefix:
             if packs and node.worth is Worth.PASSING:
                 node.states = None
             for start, new in zip(range(known, end, self.chunk), packs, strict=True):
-                child = Node(node, self._key(prompt, start), new, used=self._clock)
+                child = Node(node, self._key(prompt, start), new, self.sizes, used=self._clock)
                 node.children[child.chunk] = child
                 node = child
             node.states, node.worth = after, worth
@@ -179,8 +194,8 @@ class Prefix:
     def _worth(self, prompt: Sequence[int], end: int, after: States) -> Worth:
         """The last boundary of a prompt is where its next turn goes on, or the one before it if the turn may change
         the text between. The powers of two halve what is lost where a prompt parts at a place not seen before."""
-        chunks = end // self.chunk
-        spare = end + self.chunk > len(prompt) - TAIL or chunks & (chunks - 1) == 0 or not after.recurrent
+        chunks, large = end // self.chunk, self.sizes.states if self.sizes else after.recurrent
+        spare = end + self.chunk > len(prompt) - TAIL or chunks & (chunks - 1) == 0 or not large
         return Worth.SPARE if spare else Worth.PASSING
 
     def _make_room(self, nbytes: int, path: list[Node]) -> bool:
