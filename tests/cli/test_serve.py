@@ -117,6 +117,16 @@ def test_a_second_ctrl_c_does_not_wait_for_answers() -> None:
         assert process.wait(60) == 0
 
 
+def test_settings_are_kept_in_the_users_folder(tmp_path: Path) -> None:
+    """On macOS that folder is under HOME."""
+    here = {"XDG_CONFIG_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    with serving(**here) as (_, told), httpx.Client() as http:
+        assert http.patch(f"{told['Address']}/settings", json={"max_k": 2}).json()["problem"] is None
+    assert [path.read_text() for path in tmp_path.rglob("settings.json")] == ['{\n  "max_k": 2\n}\n']
+    with serving(**here) as (_, told), httpx.Client() as http:
+        assert http.get(f"{told['Address']}/settings").json()["max_k"] == 2
+
+
 def test_it_refuses_to_be_seen_from_outside_without_a_key() -> None:
     assert "--api-key" in refused("--host", "0.0.0.0")
 

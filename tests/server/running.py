@@ -96,13 +96,21 @@ def running(
     cors_origins: tuple[str, ...] = (),
     deadline: float = 5.0,
     send_buffer: int | None = None,
+    settings_file: Path | None = None,
     room_type: type[Room] = Room,
     **engine: Any,
 ) -> Iterator[Running]:
     model = tiny(head, context)
     room = room_type(model, tokenizer(), **engine)
     served = Served.of(read_layout(folder(head, context)), model, tokenizer(), id="tiny")
-    app = create_app(room, served, keys=Keys([key] if key else []), limits=limits, cors_origins=cors_origins)
+    app = create_app(
+        room,
+        served,
+        keys=Keys([key] if key else []),
+        limits=limits,
+        cors_origins=cors_origins,
+        settings_file=settings_file,
+    )
     with bind("127.0.0.1", 0) as place:
         if send_buffer is not None:
             place.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

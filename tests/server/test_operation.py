@@ -107,12 +107,14 @@ def test_settings_apply_to_what_comes_after() -> None:
     with running() as server, server.http() as http:
         body = {"messages": HI, "max_tokens": 12}
         before = http.post("/v1/chat/completions", json=body).json()
-        assert http.get("/v1/settings").json() == {"speculation": True, "max_k": 8}
-        assert http.patch("/v1/settings", json={"max_k": 1}).json() == {"speculation": True, "max_k": 1}
+        told: dict[str, Any] = {"speculation": True, "max_k": 8, "problem": None}
+        assert http.get("/v1/settings").json() == told
+        assert http.patch("/v1/settings", json={"max_k": 1}).json() == told | {"max_k": 1}
         asked = body | {"num_draft_tokens": 5}
         stats = http.post("/v1/chat/completions", json=asked).json()["generation_stats"]
         assert (stats["num_draft_tokens_clamped_to"], len(stats["acceptance_by_position"])) == (1, 1)
-        assert http.patch("/v1/settings", json={"speculation": False}).json() == {"speculation": False, "max_k": 1}
+        told |= {"speculation": False, "max_k": 1}
+        assert http.patch("/v1/settings", json={"speculation": False}).json() == told
         after = http.post("/v1/chat/completions", json=body).json()
         assert after["generation_stats"]["drafter_kind"] is None
         assert after["generation_stats"]["bypass_reason"]
@@ -121,7 +123,7 @@ def test_settings_apply_to_what_comes_after() -> None:
             refusal = http.patch("/v1/settings", json=wrong)
             assert refusal.status_code == 400
             assert refusal.json()["error"]["param"] == next(iter(wrong))
-        assert http.get("/v1/settings").json() == {"speculation": False, "max_k": 1}
+        assert http.get("/v1/settings").json() == told
 
 
 def test_the_prefix_cache_can_be_looked_at_and_cleared() -> None:

@@ -67,7 +67,7 @@ def serve(
     from ..engine import Room
     from ..engine.memory import left_for_rows
     from ..library import load
-    from ..server import Keys, Limits, Served, Server, bind, check_reach, create_app
+    from ..server import Keys, Limits, Served, Server, bind, check_reach, create_app, settings_of_the_user
     from ..state import Prefix
 
     keys = Keys(api_key or ())
@@ -81,7 +81,14 @@ def serve(
         room = Room(loaded, tokenizer, max_rows=max_rows, max_queue=max_queue, prefix=prefix)
         room.engine.warm_up()
         limits = Limits(prompt_tokens=max_prompt_tokens, request_seconds=timeout)
-        app = create_app(room, served, keys=keys, limits=limits, cors_origins=cors_origin or ())
+        app = create_app(
+            room,
+            served,
+            keys=keys,
+            limits=limits,
+            cors_origins=cors_origin or (),
+            settings_file=settings_of_the_user(),
+        )
         typer.echo(_greeting(served, host, place.getsockname()[1], key=bool(keys)))
         with suppress(KeyboardInterrupt):  # uvicorn has stopped by then, and says it again
             Server(app, room, deadline=shutdown_timeout).run(sockets=[place])
@@ -101,5 +108,6 @@ def _greeting(served: "Served", host: str, port: int, *, key: bool) -> str:
         f"Address:     {address}/v1\n"
         f"Speculation: {drafts}\n"
         f"Try:         curl {address}/v1/chat/completions "
-        f"-H 'Content-Type: application/json'{authorization} -d {shlex.quote(question)}"
+        f"-H 'Content-Type: application/json'{authorization} -d {shlex.quote(question)}\n"
+        f"Dashboard:   {address}/"
     )

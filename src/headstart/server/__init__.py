@@ -5,5 +5,6 @@ from .auth import Keys, check_reach
 from .limits import Limits
 from .listen import Server, bind
 from .served import Served
+from .settings import settings_of_the_user
 
-__all__ = ["Keys", "Limits", "Served", "Server", "bind", "check_reach", "create_app"]
+__all__ = ["Keys", "Limits", "Served", "Server", "bind", "check_reach", "create_app", "settings_of_the_user"]

@@ -1,15 +1,16 @@
 """The routes, put together."""
 
+import asyncio
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, ConfigDict
 
 from .. import __version__
 from ..engine import Room
@@ -19,13 +20,17 @@ from .anthropic_message import MessagesAnswer, TokenCount
 from .anthropic_reply import MessagesReply
 from .auth import KeyRequired, Keys
 from .completion import Completion
+from .dashboard import add_dashboard
 from .desk import Desk
-from .errors import Failure, Refusal, Unforeseen, answer_errors
+from .errors import Failure, Unforeseen, answer_errors
+from .history import History
 from .limits import BodyLimit, Limits
 from .metrics import CountStatus, Metrics
 from .openai import ChatRequest, CompletionRequest
 from .reply import Reply
 from .served import Served
+from .settings import Change, Preferences
+from .shelf import shelf
 
 
 def create_app(
@@ -35,14 +40,19 @@ def create_app(
     keys: Keys | None = None,
     limits: Limits | None = None,
     cors_origins: Collection[str] = (),
+    settings_file: Path | None = None,
 ) -> FastAPI:
-    """The app starts the room with itself. Whoever listens closes the room: see listen.py."""
+    """The app starts the room with itself. Whoever listens closes the room: see listen.py. Settings that clients
+    change are kept in `settings_file`, if there is one."""
     keys, limits, metrics = keys or Keys(), limits or Limits(), Metrics(room)
+    preferences, history = Preferences(room, settings_file), History(room, metrics.tally)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
         room.start()
+        sampling = asyncio.create_task(history.keep())
         yield {"limits": limits}  # for connections: see connection.py
+        sampling.cancel()
 
     app = FastAPI(
         title="Headstart",
@@ -53,7 +63,8 @@ def create_app(
         responses={"4XX": {"model": Failure}, "5XX": {"model": Failure}},
     )
     answer_errors(app)
-    add_routes(app, Desk(room, served, keys, limits, metrics))
+    add_routes(app, Desk(room, served, keys, limits, metrics), preferences, history)
+    add_dashboard(app)
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, limits=limits)
     app.add_middleware(KeyRequired, keys=keys)
@@ -64,14 +75,7 @@ def create_app(
     return app
 
 
-class SettingsChange(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    speculation: bool | None = None
-    max_k: int | None = None
-
-
-def add_routes(app: FastAPI, desk: Desk) -> None:
+def add_routes(app: FastAPI, desk: Desk, preferences: Preferences, history: History) -> None:
     room, served, metrics, prefix = desk.room, desk.served, desk.metrics, desk.room.engine.prefix
 
     @app.post("/v1/chat/completions", response_model=Completion)
@@ -110,22 +114,22 @@ def add_routes(app: FastAPI, desk: Desk) -> None:
     async def mtp_stats() -> dict[str, Any]:
         return {"models": {served.id: metrics.tally.report()}}
 
+    @app.get("/v1/history")
+    async def recent(after: float = 0.0) -> JSONResponse:
+        return JSONResponse({"models": {served.id: history.report(after)}})
+
+    @app.get("/v1/cards")
+    def cards() -> dict[str, Any]:
+        return shelf()
+
     @app.get("/v1/settings")
     async def settings() -> dict[str, Any]:
-        return asdict(room.settings)
+        return preferences.report()
 
     @app.patch("/v1/settings")
-    async def change_settings(change: SettingsChange) -> dict[str, Any]:
-        wanted = change.model_dump(exclude_none=True)
-        for name, off in (("speculation", False), ("max_k", 0)):
-            if wanted.get(name, off) != off and not served.model.has_head:
-                message = f"{name}: this model cannot draft: {served.model.head_unavailable}"
-                raise Refusal(400, message, param=name, code="unsupported")
-        if wanted.get("max_k", 0) > served.model.max_k:
-            message = f"max_k is {wanted['max_k']}; this model drafts at most {served.model.max_k}"
-            raise Refusal(400, message, param="max_k", code="invalid_value")
-        room.configure(**wanted)
-        return asdict(room.settings)
+    def change_settings(change: Change) -> dict[str, Any]:  # in a thread of its own: it writes a file
+        preferences.change(change)
+        return preferences.report()
 
     @app.get("/v1/cache")
     def cache() -> dict[str, Any]:  # in a thread of its own: the engine may hold the cache for a while

@@ -11,7 +11,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ..errors import RequestError
 from .errors import Refusal
 
-OPEN = ("/health", "/metrics")
+OPEN = ("/", "/health", "/metrics")  # the dashboard's page asks for the key
+OPEN_BELOW = "/assets/"
 
 
 class Keys:
@@ -37,7 +38,7 @@ class KeyRequired:
         self.app, self.keys = app, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN and not self.keys.open_to(Headers(scope=scope)):
+        if scope["type"] == "http" and not _is_open(scope["path"]) and not self.keys.open_to(Headers(scope=scope)):
             way_out = "send one as `Authorization: Bearer …` or `x-api-key`"
             refusal = Refusal(401, f"no valid API key: {way_out}", code="invalid_api_key")
             await refusal.response(scope["path"])(scope, receive, send)
@@ -60,6 +61,10 @@ def client_of(scope: Scope, keys: Keys) -> str:
         return _digest(_key(Headers(scope=scope))).hex()
     client: tuple[str, int] | None = scope.get("client")
     return client[0] if client else ""
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN or path.startswith(OPEN_BELOW)
 
 
 def _key(headers: Headers) -> str:

@@ -66,6 +66,8 @@ class Meter:
         passed, self._last[event.choice] = when - self._last[event.choice], when
         if self._stats[event.choice].generation_tokens == 0:
             self._metrics.first_token.observe(passed)
+            self._metrics.tally.first_tokens += 1
+            self._metrics.tally.first_token_seconds += passed
             return
         for _ in event.tokens:
             self._metrics.next_token.observe(passed / len(event.tokens))

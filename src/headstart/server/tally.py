@@ -14,6 +14,8 @@ class Tally:
     bypasses: Counter[str] = field(default_factory=Counter)  # answers without drafts, by reason
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of those, found in the prefix cache
+    first_tokens: int = 0  # answers that have begun
+    first_token_seconds: float = 0.0  # from their arrival, added up
     generation_tokens: int = 0
     rounds: Counter[int] = field(default_factory=Counter)  # by depth
     proposed: Counter[int] = field(default_factory=Counter)  # by position, from 1

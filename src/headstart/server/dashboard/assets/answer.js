@@ -1,0 +1,142 @@
+// One answer: asked for, read as it streams, and shown as markdown or as tokens coloured by where they came from.
+
+import { call, events } from "./api.js";
+import { render } from "./markdown.js";
+import { find, make, number, percent, seconds } from "./page.js";
+
+const ORIGINS = {
+  draft: "accepted draft",
+  correction: "correction of a draft",
+  bonus: "bonus after drafts that all stood",
+  plain: "without drafts",
+};
+const PATIENCE = 80; // milliseconds between two renderings of markdown that grows
+
+export class Answer {
+  constructor() {
+    this.content = "";
+    this.stats = null;
+    this.usage = null;
+    this.origins = { draft: 0, correction: 0, bonus: 0, plain: 0 };
+    this.thought = new Passage();
+    this.said = new Passage();
+    this.last = this.said; // where the last token went
+    this.summary = make("summary", {}, "Thinking …");
+    this.thinking = make("details", { class: "thinking", hidden: true }, this.summary, this.thought.element);
+    this.legend = make("p", { class: "legend" });
+    this.numbers = make("p", { class: "stats" });
+    this.trouble = make("p", { role: "alert", class: "bad", hidden: true });
+    this.element = make("div", { class: "answer" }, this.thinking, this.said.element, this.trouble, this.legend, this.numbers);
+  }
+
+  /** Ask, and read to the end. What goes wrong is told here; true if nothing did. */
+  async ask(body, signal) {
+    const asked = performance.now();
+    this.element.setAttribute("aria-busy", "true");
+    try {
+      const streamed = { ...body, stream: true, stream_options: { include_usage: true }, include_origins: true };
+      const response = await call("/v1/chat/completions", { method: "POST", body: streamed, signal });
+      for await (const chunk of events(response)) {
+        if (chunk.generation_stats) this.#end(chunk);
+        for (const choice of chunk.choices) this.#add(choice, asked);
+      }
+      return true;
+    } catch (error) {
+      this.trouble.hidden = false;
+      this.trouble.textContent = error.name === "AbortError" ? "Stopped." : error.message;
+      return false;
+    } finally {
+      this.element.removeAttribute("aria-busy");
+      this.thought.settle();
+      this.said.settle();
+      this.#tellThought();
+      this.#count();
+    }
+  }
+
+  #add({ delta, origins = [], finish_reason }, asked) {
+    if (origins.length) this.begun ??= performance.now() - asked;
+    if (finish_reason) this.finish = finish_reason;
+    if (delta.reasoning_content) this.last = this.thought;
+    else if (delta.content) this.last = this.said;
+    this.thinking.hidden &&= this.last !== this.thought;
+    const text = delta.reasoning_content || delta.content || "";
+    // The tokens before the last one added nothing of their own. Text without a token was held back by one before.
+    for (const origin of origins) {
+      this.origins[origin] += 1;
+      this.last.token(origin);
+    }
+    if (text) this.last.text(text);
+    this.content = this.said.written;
+    if (origins.length) this.#count();
+  }
+
+  #end({ usage, generation_stats }) {
+    this.usage = usage;
+    this.stats = generation_stats;
+    this.numbers.replaceChildren(...statements(this).map((told) => make("span", {}, told)));
+  }
+
+  #tellThought() {
+    const tokens = this.usage?.completion_tokens_details.reasoning_tokens;
+    this.summary.textContent = tokens ? `Thought, ${number(tokens)} tokens` : "Thought";
+  }
+
+  #count() {
+    const kinds = Object.entries(this.origins).filter(([, count]) => count > 0);
+    this.legend.replaceChildren(
+      ...kinds.map(([origin, count]) =>
+        make("span", { title: ORIGINS[origin] }, make("i", { class: `token ${origin}` }, origin), ` ${number(count)}`),
+      ),
+    );
+  }
+}
+
+/** A text that grows: as markdown, and token by token. The style sheet shows one of the two. */
+class Passage {
+  constructor() {
+    this.written = "";
+    this.shown = make("div", { class: "markdown" });
+    this.tokens = make("div", { class: "tokens" });
+    this.element = make("div", { class: "passage" }, this.shown, this.tokens);
+    this.timer = null;
+  }
+
+  token(origin) {
+    this.tokens.append(make("span", { class: `token ${origin}`, title: ORIGINS[origin] }));
+  }
+
+  text(text) {
+    this.written += text;
+    (this.tokens.lastElementChild ?? this.tokens.appendChild(make("span", { class: "token" }))).append(text);
+    this.timer ??= setTimeout(() => this.settle(), PATIENCE);
+  }
+
+  /** Show all that was written. */
+  settle() {
+    clearTimeout(this.timer);
+    this.timer = null;
+    const thread = find("thread");
+    const following = thread.scrollHeight - thread.scrollTop - thread.clientHeight < 80;
+    render(this.shown, this.written);
+    if (following) thread.scrollTop = thread.scrollHeight;
+  }
+}
+
+/** What an answer's stats say, in a few words each. */
+function statements({ stats, usage, begun, finish }) {
+  const by = stats.acceptance_by_position.map(percent).join(" ");
+  return [
+    `${number(usage.completion_tokens)} tokens`,
+    `${number(stats.rounds)} rounds`,
+    `${number(stats.tokens_per_round, 2)} tokens per round`,
+    by && `accepted ${number(stats.accepted_draft_tokens)} of ${number(stats.proposed_draft_tokens)} drafts (${by})`,
+    stats.bypass_reason && `no drafts: ${stats.bypass_reason}`,
+    stats.num_draft_tokens_clamped_to && `depth held at ${stats.num_draft_tokens_clamped_to}`,
+    `${number(stats.generation_tps, 1)} tokens/s`,
+    begun && `first token ${seconds(begun / 1000)}`,
+    stats.prefix_cache_hit && `${number(stats.prefix_cache_hit)} of ${number(usage.prompt_tokens)} prompt tokens from cache`,
+    finish === "length" && "stopped at the limit",
+    stats.exact ? "exact" : "not exact on this device",
+  ].filter(Boolean);
+}

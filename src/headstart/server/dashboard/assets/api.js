@@ -1,0 +1,64 @@
+// What goes to the server and comes back. A key that is asked for is kept until the tab is closed.
+
+const KEY = "headstart-key";
+let asking = null; // one dialog for all that wait for a key
+
+export const hasKey = () => sessionStorage.getItem(KEY) !== null;
+export const forgetKey = () => sessionStorage.removeItem(KEY);
+
+/** The response, once it is a good one; an error has the server's own words. */
+export async function call(path, { method = "GET", body, signal } = {}) {
+  for (;;) {
+    const key = sessionStorage.getItem(KEY);
+    const headers = key === null ? {} : { Authorization: `Bearer ${key}` };
+    if (body !== undefined) headers["Content-Type"] = "application/json";
+    const response = await fetch(path, { method, headers, signal, cache: "no-store", body: JSON.stringify(body) });
+    if (response.ok) return response;
+    if (response.status !== 401) throw new Error(await reason(response));
+    if (key === sessionStorage.getItem(KEY)) await (asking ??= askForKey(key !== null));
+  }
+}
+
+export const read = async (path, options) => (await call(path, options)).json();
+
+/** The JSON of server-sent events, to the last. */
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) throw new Error("The answer broke off.");
+    const whole = (rest + value).split("\n\n");
+    rest = whole.pop();
+    for (const event of whole) {
+      const data = event.slice("data: ".length);
+      if (data === "[DONE]") return;
+      const told = JSON.parse(data);
+      if (told.error) throw new Error(told.error.message);
+      yield told;
+    }
+  }
+}
+
+async function reason(response) {
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return `The server answered ${response.status}.`;
+  }
+}
+
+function askForKey(wrong) {
+  const dialog = document.getElementById("locked");
+  const input = document.getElementById("key");
+  document.getElementById("wrong-key").hidden = !wrong;
+  input.value = "";
+  dialog.showModal();
+  return new Promise((resolve) => {
+    dialog.addEventListener("close", () => {
+      if (input.value) sessionStorage.setItem(KEY, input.value);
+      asking = null;
+      resolve();
+    }, { once: true });
+  });
+}

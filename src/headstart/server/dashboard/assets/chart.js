@@ -1,0 +1,133 @@
+// Charts as this page has them: uPlot with our colours, as wide as there is room. Another light needs other charts.
+
+import { colour, find, make } from "./page.js";
+
+const HEIGHT = 170;
+const FONT = "12px system-ui, sans-serif";
+
+const axis = (more) => ({
+  stroke: colour("quiet"),
+  grid: { stroke: colour("line"), width: 1 },
+  ticks: { show: false },
+  font: FONT,
+  ...more,
+});
+
+/** A figure with a caption in the page's grid, and the chart in it. */
+function figure(id, caption, note, options, data) {
+  const place = make("div", { class: "chart" });
+  const words = make("figcaption", {}, caption, make("small", {}, note));
+  find("charts").append(make("figure", { id, class: "panel" }, words, place));
+  const width = () => Math.max(place.clientWidth, 100);
+  const chart = new uPlot(
+    {
+      width: width(),
+      height: HEIGHT,
+      padding: [12, 8, 0, 0],
+      cursor: { drag: { setScale: false, x: false, y: false } },
+      ...options,
+    },
+    data,
+    place,
+  );
+  const canvas = chart.root.querySelector("canvas");
+  canvas.setAttribute("role", "img");
+  new ResizeObserver(() => chart.setSize({ width: width(), height: HEIGHT })).observe(place);
+  return [chart, (words) => canvas.setAttribute("aria-label", `${caption}: ${words || "nothing yet"}`)];
+}
+
+/** Lines over time. `lines`: [label, colour, how a value is written]; the first is filled where it is alone. */
+export function overTime(id, caption, note, lines, { least = 0, atLeast = 1, write = String } = {}) {
+  const series = lines.map(([label, name, value]) => ({
+    label,
+    stroke: colour(name),
+    fill: lines.length === 1 ? colour(`${name}-faint`) : undefined,
+    width: 1.5,
+    points: { show: false, filter: alone, size: 5, fill: colour(name) },
+    value: (_, number) => (number === null || number === undefined ? "–" : value(number)),
+  }));
+  const [chart, describe] = figure(
+    id,
+    caption,
+    note,
+    {
+      series: [{ value: "{HH}:{mm}:{ss}" }, ...series],
+      scales: { y: { range: (_, __, most) => [least, Math.max(most ?? 0, atLeast) * 1.05] } },
+      axes: [
+        axis({ values: [[3600, "{HH}:{mm}"], [60, "{HH}:{mm}"], [1, "{HH}:{mm}:{ss}"]], space: 70 }),
+        axis({ size: 52, values: (_, splits) => splits.map(write) }),
+      ],
+    },
+    [[], ...lines.map(() => [])],
+  );
+  return {
+    /** `columns`: the times, and a column for each line; null where there is nothing. */
+    draw(columns, from, to) {
+      chart.batch(() => {
+        chart.setData(columns, false);
+        chart.setScale("x", { min: from, max: to });
+      });
+      const last = columns[0].length - 1;
+      if (chart.cursor.left < 0) chart.setLegend({ idx: last < 0 ? null : last }, false); // no cursor: the last values
+      describe(lines.map((line, i) => inWords(line, columns[i + 1])).filter(Boolean).join("; "));
+    },
+    destroy: () => chart.destroy(),
+  };
+}
+
+/** Points that no line leads to would not be seen. */
+function alone(chart, line) {
+  const known = (i) => (chart.data[line][i] ?? null) !== null;
+  return chart.data[0].map((_, i) => i).filter((i) => known(i) && !known(i - 1) && !known(i + 1));
+}
+
+/** What a line shows, for who cannot see it. */
+function inWords([label, , value], column) {
+  const known = column.filter((number) => number !== null);
+  return known.length && `${label} ${value(known.at(-1))}, at most ${value(Math.max(...known))}`;
+}
+
+/** Bars side by side, one of which may stand out. Below each is its name, and below that its value. */
+export function bars(id, caption, note, { least = 0, atLeast = 1, write, nameOf = String }) {
+  const paths = uPlot.paths.bars({ size: [0.62, 44], radius: 0.12 });
+  const kind = (name) => ({ paths, fill: colour(name), width: 0, points: { show: false } });
+  let values = [];
+  const [chart, describe] = figure(
+    id,
+    caption,
+    note,
+    {
+      legend: { show: false },
+      cursor: { show: false },
+      series: [{}, kind("muted"), kind("accent")],
+      scales: {
+        x: { time: false, range: (_, first, last) => [(first ?? 0) - 0.6, (last ?? 1) + 0.6] },
+        y: { range: (_, __, most) => [least, Math.max(most ?? 0, atLeast) * 1.05] },
+      },
+      axes: [
+        axis({
+          grid: { show: false },
+          splits: (self) => self.data[0],
+          values: (_, splits) => splits.map((x, i) => `${nameOf(x)}\n${write(values[i])}`),
+          size: 44,
+          gap: 6,
+        }),
+        axis({ size: 52, values: (_, splits) => splits.map(write) }),
+      ],
+    },
+    [[], [], []],
+  );
+  return {
+    /** `standing`: which one stands out. */
+    draw(names, drawn, standing) {
+      values = drawn;
+      chart.setData([
+        names,
+        drawn.map((value, i) => (i === standing ? null : value)),
+        drawn.map((value, i) => (i === standing ? value : null)),
+      ]);
+      describe(drawn.map((value, i) => `${nameOf(names[i])} ${write(value)}`).join(", "));
+    },
+    destroy: () => chart.destroy(),
+  };
+}

@@ -1,0 +1,93 @@
+// A conversation with the model that is served.
+
+import { Answer } from "./answer.js";
+import { find, make } from "./page.js";
+import { race } from "./race.js";
+
+let messages = [];
+let under = null; // what stops the answer under way
+let drafts = false; // the model can
+const wide = matchMedia("(min-width: 44rem)");
+
+export function show() {
+  if (matchMedia("(pointer: fine)").matches) find("question").focus({ preventScroll: true });
+}
+
+/** Which model it is about. */
+export function serve(model) {
+  drafts = model.native_mtp.available;
+  for (let k = 1; k <= model.native_mtp.max_k; k++) find("depth").append(make("option", { value: k }, String(k)));
+  for (const id of ["speculation", "depth", "race"]) find(id).disabled = !drafts;
+  find("speculation").checked = drafts;
+  find("thinking-choice").hidden = !model.capabilities.includes("thinking");
+  find("question").placeholder = `Ask ${model.id}. Enter sends, Shift+Enter is a new line.`;
+}
+
+/** What the options say, as fields of a request. */
+function options() {
+  const fields = {};
+  if (drafts) fields.num_draft_tokens = find("speculation").checked ? depth() : 0;
+  if (find("temperature").value) fields.temperature = Number(find("temperature").value);
+  if (find("most").value) fields.max_tokens = Number(find("most").value);
+  if (find("thinking").value) fields.enable_thinking = find("thinking").value === "true";
+  return fields;
+}
+
+const depth = () => (find("depth").value === "auto" ? "auto" : Number(find("depth").value));
+
+/** `reply(place, body, signal)` shows an answer in `place` and returns its text, or null if there is none. */
+async function ask(reply) {
+  const question = find("question").value.trim();
+  if (!question || under !== null) return;
+  under = new AbortController();
+  const asked = [...messages, { role: "user", content: question }];
+  const place = make("article", { class: "turn", "aria-label": "Answer" });
+  find("thread").append(make("article", { class: "turn question", "aria-label": "Question" }, question), place);
+  find("thread").scrollTop = find("thread").scrollHeight;
+  find("question").value = "";
+  busy(true);
+  const said = await reply(place, { messages: asked, ...options() }, under.signal);
+  if (said !== null) messages = [...asked, { role: "assistant", content: said }];
+  under = null;
+  busy(false);
+}
+
+async function answer(place, body, signal) {
+  const one = new Answer();
+  place.append(one.element);
+  return (await one.ask(body, signal)) ? one.content : null;
+}
+
+function busy(yes) {
+  find("send").disabled = yes;
+  find("race").disabled = yes || !drafts;
+  find("stop").hidden = !yes;
+}
+
+find("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  ask(answer);
+});
+find("race").addEventListener("click", () => ask((place, body, signal) => race(place, body, depth(), signal)));
+find("stop").addEventListener("click", () => under?.abort());
+find("question").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    find("ask").requestSubmit();
+  }
+});
+find("ask").addEventListener("keydown", (event) => {
+  if (event.key === "Escape") under?.abort();
+});
+find("colours").addEventListener("change", (event) => find("thread").classList.toggle("coloured", event.target.checked));
+find("speculation").addEventListener("change", (event) => (find("depth").disabled = !event.target.checked));
+/** On a phone the options are folded; elsewhere there is nothing to fold. */
+const fold = () => (find("options").open = wide.matches);
+wide.addEventListener("change", fold);
+fold();
+find("fresh").addEventListener("click", () => {
+  under?.abort();
+  messages = [];
+  find("thread").replaceChildren();
+  find("question").focus();
+});

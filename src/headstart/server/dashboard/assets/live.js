@@ -1,0 +1,133 @@
+// What the server does: numbers now, and the last hour in charts. The server keeps the samples; see history.py.
+
+import { bars, overTime } from "./chart.js";
+import { bytes, find, make, number, percent, seconds } from "./page.js";
+
+const HOUR = 3600;
+const NOW = 10; // seconds that count as now
+const GAP = 5; // samples that may be missing before a line is broken
+
+let samples = null; // the server's columns, grown by what came since
+let controller = { depth: null, gains: [] };
+let charts = null;
+
+export function latest() {
+  return samples?.time.at(-1) ?? 0;
+}
+
+/** Take in what the server has sampled since the last time. */
+export function update(models) {
+  const [told] = Object.values(models);
+  const fresh = told.samples;
+  controller = told.controller;
+  if (samples === null) {
+    samples = fresh;
+  } else {
+    if (fresh.time[0] - latest() > GAP * told.interval) pause(latest() + told.interval);
+    for (const name of Object.keys(samples)) samples[name].push(...fresh[name]);
+    const old = samples.time.findIndex((time) => time > latest() - HOUR);
+    for (const column of Object.values(samples)) column.splice(0, old);
+  }
+  draw();
+}
+
+/** A sample of nothing, at which lines break. */
+function pause(time) {
+  for (const [name, column] of Object.entries(samples)) column.push(name === "time" ? time : null);
+}
+
+export function show() {
+  if (charts === null) {
+    charts = makeCharts();
+    for (const input of document.getElementsByName("range")) input.addEventListener("change", draw);
+  }
+  draw();
+}
+
+/** The light has changed. */
+export function relight() {
+  if (charts === null) return;
+  for (const chart of Object.values(charts)) chart.destroy();
+  find("charts").replaceChildren();
+  charts = makeCharts();
+  draw();
+}
+
+function makeCharts() {
+  const whole = (value) => number(value, Number.isInteger(value) ? 0 : 1);
+  return {
+    speed: overTime("speed", "Tokens per second", "all rows together", [["tokens/s", "accent", (v) => number(v, 1)]]),
+    yield: overTime("yield", "Tokens per round", "1 is what it is without drafts",
+      [["tokens per round", "accent", (v) => number(v, 2)]], { atLeast: 2, write: whole }),
+    acceptance: bars("acceptance", "Acceptance by position", "share of the rounds that drafted so far",
+      { atLeast: 1, write: percent }),
+    depth: overTime("depth-chart", "Depth", "drafts per round, on average", [["depth", "accent", (v) => number(v, 2)]],
+      { atLeast: 2, write: whole }),
+    gains: bars("gains", "What the controller thinks", "expected speed by depth; 1× is no drafts; in colour: the last round's",
+      { atLeast: 1, write: (gain) => `${number(gain, 2)}×` }),
+    rows: overTime("rows", "Rows and queue", "answers under way, prompts being read, requests that wait",
+      [["decoding", "accent", whole], ["reading", "blue", whole], ["waiting", "amber", whole]], { write: whole }),
+    first: overTime("first", "Time to first token", "from arrival, waiting included", [["first token", "accent", seconds]],
+      { atLeast: 0.01, write: seconds }),
+    prefix: overTime("prefix-chart", "Prefix-cache hits", "share of the prompts' tokens that need not be read",
+      [["found", "accent", percent]], { write: percent }),
+    memory: overTime("memory", "Memory", "as MLX counts it",
+      [["in use", "accent", bytes], ["of it, prefix cache", "blue", bytes], ["kept for reuse", "muted", bytes]],
+      { atLeast: 1e6, write: bytes }),
+  };
+}
+
+function draw() {
+  if (charts === null || samples === null || find("live").hidden) return;
+  const range = Number(document.querySelector("input[name=range]:checked").value);
+  const to = latest();
+  const begin = Math.max(samples.time.findIndex((time) => time > to - range), 0);
+  const s = Object.fromEntries(Object.entries(samples).map(([name, column]) => [name, column.slice(begin)]));
+  const each = (value) => s.time.map((_, i) => (s.seconds[i] === null ? null : value(i)));
+  const ratio = (a, b) => each((i) => (s[b][i] ? s[a][i] / s[b][i] : null));
+  const over = (chart, ...columns) => chart.draw([s.time, ...columns], to - range, to);
+
+  over(charts.speed, each((i) => s.generation_tokens[i] / s.seconds[i]));
+  over(charts.yield, ratio("generation_tokens", "rounds"));
+  over(charts.depth, each((i) => (s.rounds[i] ? sum(s.proposed_by_position[i]) / s.rounds[i] : null)));
+  over(charts.rows, s.running, s.entering, s.queued);
+  over(charts.first, ratio("first_token_seconds", "first_tokens"));
+  over(charts.prefix, ratio("cached_tokens", "prompt_tokens"));
+  over(charts.memory, s.active_bytes, s.prefix_bytes, s.cache_bytes);
+
+  const proposed = byPosition(s.proposed_by_position);
+  const accepted = byPosition(s.accepted_by_position);
+  charts.acceptance.draw(proposed.map((_, j) => j + 1), proposed.map((count, j) => (accepted[j] ?? 0) / count));
+  charts.gains.draw(controller.gains.map((_, k) => k), controller.gains, controller.depth);
+  tiles(s, sum(proposed), sum(accepted));
+}
+
+function tiles(s, proposed, accepted) {
+  const now = Math.max(s.time.findIndex((time) => time > latest() - NOW), 0);
+  const last = (name) => s[name].at(-1) ?? 0;
+  const total = (name) => sum(s[name]);
+  const spoken = sum(s.generation_tokens.slice(now)) / sum(s.seconds.slice(now));
+  const prompts = total("prompt_tokens");
+  const shown = document.querySelector("input[name=range]:checked").parentElement.textContent.trim();
+  const told = [
+    ["Tokens per second", number(spoken, 1), `last ${NOW} s`],
+    ["Tokens per round", number(total("generation_tokens") / total("rounds"), 2), shown],
+    ["Drafts accepted", percent(accepted / proposed), shown],
+    ["Depth", number(proposed / total("rounds"), 1), shown],
+    ["First token", seconds(total("first_token_seconds") / total("first_tokens")), shown],
+    ["Rows", number(last("running") + last("entering")), `${number(last("queued"))} waiting`],
+    ["Prompts from cache", prompts ? percent(total("cached_tokens") / prompts) : "–", shown],
+    ["Memory", bytes(last("active_bytes")), "in use"],
+  ];
+  const tile = ([label, value, note]) => make("div", {}, make("dt", {}, label), make("dd", {}, value, make("small", {}, note)));
+  find("tiles").replaceChildren(...told.map(tile));
+}
+
+const sum = (numbers) => numbers.reduce((a, b) => a + (b ?? 0), 0);
+
+/** Columns of counts by position, added up. */
+function byPosition(rows) {
+  const totals = [];
+  for (const row of rows) row?.forEach((count, j) => (totals[j] = (totals[j] ?? 0) + count));
+  return totals;
+}

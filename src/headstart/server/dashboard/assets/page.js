@@ -1,0 +1,39 @@
+// Small things that every part of the page needs. Text is only ever put in as text.
+
+export const find = (id) => document.getElementById(id);
+
+/** An element. Children are elements or text. */
+export function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value !== false && value !== undefined) element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children);
+  return element;
+}
+
+/** A number with so many digits after the point, or a dash where there is none. */
+export function number(value, digits = 0) {
+  if (value === null || !Number.isFinite(value)) return "–";
+  return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+}
+
+export const percent = (share) => (Number.isFinite(share) && share !== null ? `${Math.round(share * 100)}%` : "–");
+
+export function bytes(count) {
+  if (!count) return "0";
+  return count < 1e9 ? `${number(count / 1e6, count < 1e7 ? 1 : 0)} MB` : `${number(count / 1e9, 1)} GB`;
+}
+
+export function seconds(value) {
+  if (value === null || !Number.isFinite(value)) return "–";
+  return value < 1 ? `${Math.round(value * 1000)} ms` : `${number(value, value < 10 ? 2 : 1)} s`;
+}
+
+/** A colour of the style sheet as a canvas wants it. */
+export function colour(name) {
+  probe.style.color = `var(--${name})`;
+  return getComputedStyle(probe).color;
+}
+
+const probe = document.body.appendChild(make("span", { hidden: true }));

@@ -1,0 +1,245 @@
+"""The chat: it streams, shows markdown and thoughts, colours tokens by origin, races, and shows HTML as text."""
+
+from collections.abc import Iterator
+from threading import Semaphore
+from typing import Any
+
+import pytest
+from browsing import Visit
+from playwright.sync_api import Page, expect
+from running import Running, running, tokenizer, wait_until
+from scripted import ScriptedRoom
+
+from headstart.engine.row import Row
+
+ATTACK = (
+    'Look: <script>document.title = "taken"</script> <img src="/v1/taken" onerror="document.title = 1">'
+    "\n\n<iframe srcdoc='<script>top.document.title = 2</script>'></iframe>"
+    "\n\n[a](javascript:document.title=3) ![b](/v1/taken.png) [c](data:text/html,x) &lt;b&gt;"
+    '\n\n```html"onmouseover="document.title=4\n<style>* {display: none}</style>\n```'
+)
+
+
+class PacedRoom(ScriptedRoom):
+    """A scripted room in which every burst waits to be let out, once it is asked to."""
+
+    turns: Semaphore | None = None
+
+    def _say(self, row: Row, script: str) -> None:
+        say = row.say
+
+        def paced(said: Any) -> None:
+            if self.turns is not None:
+                self.turns.acquire(timeout=60)
+            say(said)
+
+        row.say = paced  # type: ignore[method-assign]
+        super()._say(row, script)
+
+
+@pytest.fixture
+def script() -> Iterator[tuple[Running, PacedRoom]]:
+    with running(room_type=PacedRoom, burst=3) as here:
+        assert isinstance(here.room, PacedRoom)
+        yield here, here.room
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Running]:
+    """A real one, with drafts that stand and drafts that fall."""
+    with running(max_rows=4) as here:
+        yield here
+
+
+def ask(page: Page, question: str = "What is it?") -> None:
+    page.get_by_label("Message").fill(question)
+    page.get_by_label("Message").press("Enter")
+
+
+def answered(page: Page) -> None:
+    """The last answer is whole."""
+    expect(page.locator(".answer").last.locator(".stats")).to_contain_text("tokens per round")
+    expect(page.locator(".answer[aria-busy]")).to_have_count(0)
+
+
+def test_an_answer_streams(script: tuple[Running, PacedRoom], visit: Visit) -> None:
+    server, room = script
+    room.turns = Semaphore(4)
+    room.scripts.append(f"one {'word ' * 60} thirteen")
+    page = visit(server, "chat")
+    ask(page)
+    expect(page.locator(".answer .markdown").last).to_contain_text("one")
+    expect(page.locator(".answer .markdown").last).not_to_contain_text("thirteen")
+    expect(page.get_by_role("button", name="Stop")).to_be_visible()
+    room.turns.release(60)
+    expect(page.locator(".answer .markdown").last).to_contain_text("thirteen")
+    answered(page)
+    expect(page.get_by_role("button", name="Stop")).to_be_hidden()
+
+
+def test_stop_ends_the_request_on_the_server(script: tuple[Running, PacedRoom], visit: Visit) -> None:
+    server, room = script
+    room.turns = Semaphore(3)
+    room.scripts += ["word " * 200, "Well."]
+    page = visit(server, "chat")
+    ask(page)
+    expect(page.locator(".answer .markdown").last).to_contain_text("word")
+    page.get_by_role("button", name="Stop").click()
+    expect(page.get_by_role("alert").filter(has_text="Stopped.")).to_be_visible()
+    room.turns.release(2)
+    name = "headstart_requests_total"
+    wait_until(lambda: server.metric(name, endpoint="/v1/chat/completions", outcome="cancelled") == 1)
+    room.turns.release(100)
+    ask(page, "And now?")
+    answered(page)
+    assert [message["role"] for message in sent(room)] == ["user"], "what was stopped is not part of the talk"
+
+
+def sent(room: ScriptedRoom) -> list[dict[str, str]]:
+    """The last conversation, read back from its prompt."""
+    text = tokenizer().decode(list(room.requests[-1].prompt))
+    parts = [part.split("\n", 1) for part in text.split("<|im_start|>")[1:-1]]
+    return [{"role": role, "content": said.split("<|im_end|>")[0]} for role, said in parts]
+
+
+def test_the_talk_goes_on_from_what_was_said(script: tuple[Running, PacedRoom], visit: Visit) -> None:
+    server, room = script
+    room.scripts += ["It is **4**.", "Yes."]
+    page = visit(server, "chat")
+    ask(page, "2 + 2?")
+    answered(page)
+    ask(page, "Sure?")
+    answered(page)
+    assert [message["role"] for message in sent(room)] == ["user", "assistant", "user"]
+    assert sent(room)[1]["content"].endswith("It is **4**.")
+    page.get_by_role("button", name="New chat").click()
+    room.scripts.append("Hello.")
+    ask(page, "Hi")
+    answered(page)
+    assert [message["content"] for message in sent(room)] == ["Hi"]
+
+
+def test_markdown_is_rendered(script: tuple[Running, PacedRoom], visit: Visit) -> None:
+    server, room = script
+    room.scripts.append(
+        "# Title\n\n- *one*\n- `two`\n\n| a | b |\n| --- | ---: |\n| 1 | 2 |\n\n```python\nx < 1\n```\n<https://example.org>"
+    )
+    page = visit(server, "chat")
+    ask(page)
+    answered(page)
+    text = page.locator(".answer .markdown").last
+    expect(text.locator("h1")).to_have_text("Title")
+    expect(text.locator("li em")).to_have_text("one")
+    expect(text.locator("pre code")).to_have_text("x < 1\n")
+    assert text.locator("td").nth(1).evaluate("cell => getComputedStyle(cell).textAlign") == "right"
+    assert text.locator("a").get_attribute("rel") == "noopener noreferrer"
+
+
+def test_thoughts_are_folded(script: tuple[Running, PacedRoom], visit: Visit) -> None:
+    server, room = script
+    room.scripts.append("<think>\nWhat a question.\n</think>\n\nIt is 4.")
+    page = visit(server, "chat")
+    ask(page)
+    answered(page)
+    expect(page.get_by_text("It is 4.").first).to_be_visible()
+    expect(page.get_by_text("What a question.").first).to_be_hidden()
+    page.get_by_text("Thought, ").click()
+    expect(page.get_by_text("What a question.").first).to_be_visible()
+
+
+@pytest.mark.parametrize("thought", [False, True])
+@pytest.mark.parametrize("coloured", [False, True])
+def test_html_is_shown_as_text(
+    script: tuple[Running, PacedRoom], visit: Visit, thought: bool, coloured: bool
+) -> None:
+    """Without the policy's help: what is escaped needs none."""
+    server, room = script
+    room.scripts.append(f"<think>\n{ATTACK}\n</think>\n\nSo." if thought else ATTACK)
+    page = visit(server, "chat", bypass_csp=True)
+    if coloured:
+        page.get_by_label("Colour tokens by origin").check()
+    ask(page, ATTACK)
+    answered(page)
+    if thought:
+        page.get_by_text("Thought, ").click()
+    passage = page.locator(".answer > .thinking" if thought else ".answer > .passage")
+    shown = passage.locator(".tokens" if coloured else ".markdown")
+    expect(shown).to_contain_text('<script>document.title = "taken"</script> <img src="/v1/taken" onerror=')
+    expect(shown).to_contain_text("<style>* {display: none}</style>")
+    assert page.locator(".thread").locator("script, img, iframe, style, [onerror], [onmouseover]").count() == 0
+    links = {link.get_attribute("href") for link in page.locator(".thread a").all()}
+    assert links == {"/v1/taken.png"}, "nothing to click that would run"
+    assert page.title() == "Chat · Headstart"
+
+
+def test_the_policy_stops_what_would_slip_through(script: tuple[Running, PacedRoom], visit: Visit) -> None:
+    page = visit(script[0], "chat", expect="TrustedHTML")
+    tried = """() => {
+        try { document.body.insertAdjacentHTML("beforeend", "<img src=x onerror='document.title = 1'>"); return "in" }
+        catch (error) { return error.name }
+    }"""
+    assert page.evaluate(tried) == "TypeError"
+
+
+def test_an_error_is_told_in_the_servers_words(model: Running, visit: Visit) -> None:
+    page = visit(model, "chat", expect="400")
+    ask(page, "word " * 5000)
+    expect(page.get_by_role("alert").filter(has_text="prompt is too long")).to_be_visible()
+    expect(page.get_by_role("button", name="Send")).to_be_enabled()
+
+
+def test_colours_match_the_counts_of_the_stats(model: Running, visit: Visit) -> None:
+    page = visit(model, "chat")
+    page.get_by_label("Most tokens").fill("120")
+    page.get_by_label("Temperature").fill("0")
+    page.locator("#depth").select_option("3")
+    page.get_by_label("Colour tokens by origin").check()
+    with page.expect_response("**/v1/chat/completions") as told:
+        ask(page)
+        answered(page)
+    body = told.value.request.post_data_json
+    assert (body["num_draft_tokens"], body["max_tokens"], body["temperature"]) == (3, 120, 0)
+    with model.http() as http:
+        stats = http.post("/v1/chat/completions", json=body | {"stream": False, "stream_options": None}).json()
+    stats = stats["generation_stats"]
+    kinds = ("draft", "correction", "bonus", "plain")
+    counts = {kind: page.locator(f".tokens .token.{kind}").count() for kind in kinds}
+    assert counts["draft"] == stats["accepted_draft_tokens"] > 0
+    assert counts["correction"] > 0
+    assert counts["correction"] + counts["bonus"] + counts["plain"] == stats["rounds"]
+    assert sum(counts.values()) == 120
+    for kind, count in counts.items():
+        if count:
+            expect(page.locator(".legend")).to_contain_text(f"{kind} {count}")
+    seen = [page.locator(f".tokens .token.{kind}").first for kind in ("draft", "correction")]
+    backgrounds = {each.evaluate("token => getComputedStyle(token).backgroundColor") for each in seen}
+    assert len(backgrounds) == 2
+    expect(page.locator(".stats")).to_contain_text(f"accepted {stats['accepted_draft_tokens']} of")
+
+
+def test_speculation_can_be_switched_off(model: Running, visit: Visit) -> None:
+    page = visit(model, "chat")
+    page.get_by_label("Most tokens").fill("10")
+    page.get_by_label("Speculation").uncheck()
+    expect(page.locator("#depth")).to_be_disabled()
+    ask(page)
+    answered(page)
+    expect(page.locator(".stats")).to_contain_text("no drafts: k is 0")
+    assert page.locator(".token.plain").count() == 10 + 1, "and the legend's"
+
+
+def test_a_race_says_the_same_twice(model: Running, visit: Visit) -> None:
+    page = visit(model, "chat")
+    page.get_by_label("Most tokens").fill("40")
+    page.get_by_label("Temperature").fill("0.8")
+    page.get_by_label("Message").fill("Go!")
+    page.get_by_role("button", name="Race").click()
+    expect(page.locator(".verdict")).to_contain_text("Both said the same, to the letter.")
+    off, on = page.get_by_label("Speculation off"), page.get_by_role("region", name="Speculation on")
+    expect(off.locator(".stats")).to_contain_text("1.00 tokens per round")
+    expect(on.locator(".stats")).to_contain_text("drafts (")
+    assert off.locator(".tokens").last.inner_text() == on.locator(".tokens").last.inner_text()
+    boxes = [lane.bounding_box() for lane in (off, on)]
+    assert boxes[0] is not None
+    assert boxes[1] is not None
+    assert boxes[0]["y"] == boxes[1]["y"], "side by side"

@@ -1,0 +1,116 @@
+"""The live page: charts and numbers follow what the server does, and trouble is told."""
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from browsing import Visit
+from playwright.sync_api import Page, expect
+from running import Running, running, tokenizer, wait_until
+
+import headstart.server.history
+from headstart.state import Prefix
+
+CHARTS = ("speed", "yield", "acceptance", "depth-chart", "gains", "rows", "first", "prefix-chart", "memory")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(headstart.server.history, "INTERVAL", 0.25)
+        with running(max_rows=2, prefix=Prefix(10**8)) as here:
+            yield here
+
+
+def tile(page: Page, label: str) -> str:
+    return page.locator("#tiles > div").filter(has=page.get_by_text(label, exact=True)).locator("dd").inner_text()
+
+
+def picture(page: Page, chart: str) -> str:
+    return str(page.locator(f"#{chart} canvas").evaluate("canvas => canvas.toDataURL()"))
+
+
+def words(page: Page, chart: str) -> str:
+    """What a chart shows, as it is read to those who cannot see it."""
+    return page.locator(f"#{chart} canvas").get_attribute("aria-label") or ""
+
+
+def load(server: Running, requests: int) -> None:
+    """More at a time than there are rows for, with a beginning in common that the prefix cache can keep."""
+    prompt = list(tokenizer().encode("word " * 600))
+    create: Any = server.openai().completions.create
+
+    def ask() -> None:
+        create(model="tiny", prompt=prompt, max_tokens=60, extra_body={"min_tokens": 60})
+
+    threads = [threading.Thread(target=ask) for _ in range(requests)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_charts_and_numbers_move_under_load(server: Running, visit: Visit) -> None:
+    page = visit(server)
+    expect(page.locator("#served")).to_have_text("tiny")
+    wait_until(lambda: tile(page, "Tokens per second").startswith("0.0"))
+    before = {chart: (picture(page, chart), words(page, chart)) for chart in CHARTS}
+    assert before["speed"][1] == "Tokens per second: tokens/s 0.0, at most 0.0"
+    load(server, 5)
+    wait_until(lambda: not tile(page, "Prompts from cache").startswith(("0%", "–")))
+    after = {chart: (picture(page, chart), words(page, chart)) for chart in CHARTS}
+    for chart in CHARTS:
+        assert before[chart][0] != after[chart][0], chart
+        assert before[chart][1] != after[chart][1], chart
+    assert float(tile(page, "Tokens per second").split()[0]) > 0
+    assert float(tile(page, "Tokens per round").split()[0]) >= 1
+    assert tile(page, "Drafts accepted")[0].isdigit()
+    assert tile(page, "First token")[0].isdigit()
+    assert page.locator("#rows .u-legend").inner_text().count("–") == 0, "the last values are told without a cursor"
+
+
+def test_numbers_are_those_of_the_server(server: Running, visit: Visit) -> None:
+    load(server, 2)
+    time.sleep(2 * headstart.server.history.INTERVAL)
+    page = visit(server)
+    with server.http() as http:
+        report = http.get("/v1/mtp/stats").json()["models"]["tiny"]
+    wait_until(lambda: tile(page, "Tokens per round").split()[0] == f"{report['tokens_per_round']:.2f}")
+    assert tile(page, "Drafts accepted").split()[0] == f"{report['acceptance_rate']:.0%}"
+
+
+def test_who_comes_later_sees_what_was(server: Running, visit: Visit) -> None:
+    """Two visits draw the same past."""
+    load(server, 1)
+    time.sleep(2 * headstart.server.history.INTERVAL)
+    first, second = visit(server), visit(server)
+    for page in (first, second):
+        wait_until(lambda page=page: tile(page, "Tokens per round")[0].isdigit())  # type: ignore[misc]
+    assert tile(first, "Tokens per round") == tile(second, "Tokens per round")
+    assert picture(first, "acceptance") == picture(second, "acceptance")
+
+
+def test_a_longer_range_shows_more_of_the_past(server: Running, visit: Visit) -> None:
+    page = visit(server)
+    wait_until(lambda: tile(page, "Tokens per round").split("\n")[-1] == "5 min")
+    before = picture(page, "memory")
+    page.get_by_label("1 hour").check(force=True)
+    wait_until(lambda: tile(page, "Tokens per round").split("\n")[-1] == "1 hour")
+    assert picture(page, "memory") != before
+
+
+def test_a_server_that_is_gone_is_told(visit: Visit) -> None:
+    with running() as server:
+        page = visit(server, expect="ERR_")
+        expect(page.locator("#served")).to_have_text("tiny")
+        expect(page.locator("#trouble")).to_be_hidden()
+    expect(page.get_by_role("alert")).to_have_text("The server does not answer.", timeout=30_000)
+
+
+def test_an_engine_that_is_down_is_told(visit: Visit) -> None:
+    with running() as server:
+        server.room.close(0)
+        page = visit(server, expect="503")
+        expect(page.get_by_role("alert")).to_have_text("The engine is down: the server is stopping.")
