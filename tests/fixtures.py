@@ -16,12 +16,12 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
 
-import headstart.engine.engine
+import headstart.engine.intake
 from checkpoints import write
 from headstart.checkpoint import load
 from headstart.engine import Engine, Handle, Request, Stats
 from headstart.engine.batch import Batch
-from headstart.engine.engine import CHUNK
+from headstart.state import CHUNK
 from headstart.models import Model
 from headstart.sampling import SamplingParams
 
@@ -96,7 +96,7 @@ def batch_of(model: Model, *prompts: Sequence[int], k: int = 8, chunk: int = CHU
     for prompt in prompts:
         submit(engine, prompt, k=k, max_tokens=2000)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(headstart.engine.engine, "CHUNK", chunk)
+        patch.setattr(headstart.engine.intake, "CHUNK", chunk)
         engine._admit()
         while engine.entering:
             engine._take_in_a_chunk()

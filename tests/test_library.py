@@ -157,7 +157,7 @@ def test_progress_is_told_at_both_ends_of_the_prompt(loaded: Any, prompt: list[i
 
 
 def test_progress_of_a_long_prompt_is_told_chunk_by_chunk(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.engine.engine.CHUNK", 16)
+    monkeypatch.setattr("headstart.engine.intake.CHUNK", 16)
     told: list[tuple[int, int]] = []
     long = [1 + i % 50 for i in range(40)]
     headstart.generate(

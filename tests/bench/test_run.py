@@ -50,7 +50,7 @@ def test_a_prompt_that_cannot_be_taken_in_is_an_error(monkeypatch: pytest.Monkey
     def fail(*arguments: object) -> None:
         raise ValueError("no")
 
-    monkeypatch.setattr("headstart.engine.engine.prefill", fail)
+    monkeypatch.setattr("headstart.engine.intake.prefill", fail)
     with pytest.raises(HeadstartError, match="ValueError: no"):
         run(random_model(), PROMPTS, 0, tokens=12)
 

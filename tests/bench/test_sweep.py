@@ -38,6 +38,27 @@ def test_repeats_go_through_the_depths_in_turns_and_not_one_by_one(monkeypatch: 
     assert len(set(map(tuple, repeats))) > 1
 
 
+@pytest.mark.parametrize(("ended_in", "kept"), [(11, None), (12, 2), (15, 2), (16, 3)])
+def test_whole_repeats_are_kept_when_it_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch, ended_in: int, kept: int | None
+) -> None:
+    count = iter(range(100))
+
+    def run(model: Any, prompts: Any, k: Any, tokens: int) -> Run:
+        if next(count) == ended_in:
+            raise KeyboardInterrupt
+        return Run(1, 1.0, [(0, 0)], [[1]])
+
+    monkeypatch.setattr(module, "run", run)
+    plan = Plan({"a": [[1]]}, rows=(1,), ks=(0, 1, 2, 3), repeats=4)  # four runs warm up
+    if kept is None:
+        with pytest.raises(KeyboardInterrupt):
+            sweep(random_model(), plan)
+    else:
+        runs = sweep(random_model(), plan)
+        assert {len(done) for done in runs[Cell("a", 1)].values()} == {kept}
+
+
 def test_an_imposed_acceptance_is_followed() -> None:
     plan = Plan(PROMPTS, rows=(2,), ks=(0, 2), tokens=30, repeats=2, acceptance=(1.0, 1.0))
     for by_k in sweep(random_model(), plan).values():

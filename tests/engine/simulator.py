@@ -48,8 +48,8 @@ def expected(text: Text, round: int) -> list[float]:
 def calibrated(costs: Costs, clock: Clock) -> Depth:
     """As the engine does it: a few depths of one row, each the best of two."""
     depth = Depth()
-    times = {(1, k): min(clock.measure(costs(1, k, 0)) for _ in range(2)) for k in (0, 1, 3, 7)}
-    depth.cost.calibrate(times, times=2)
+    times = {(1, k): [clock.measure(costs(1, k, 0)) for _ in range(2)] for k in (0, 1, 3, 7)}
+    depth.cost.calibrate(times)
     return depth
 
 
@@ -92,7 +92,7 @@ def simulate(
 
 class Informed:
     """Chooses as well as anyone could who is told everything but which of two texts is running now: the costs, the
-    chances of both, and how often they change. What it cannot reach, nobody can learn to."""
+    chances of both, and how often they change. Where it falls short of the oracle, learning would too."""
 
     gains = ()
 

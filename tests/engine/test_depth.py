@@ -102,14 +102,14 @@ def test_what_was_measured_with_some_rows_says_what_others_cost() -> None:
         return 0.7 + 0.1 * rows + 0.03 * rows * (k + 1) + 0.05 * k
 
     cost = Cost()
-    cost.calibrate({(rows, k): seconds(rows, k) for rows in (1, 3) for k in (0, 1, 3, 7)})
+    cost.calibrate({(rows, k): [seconds(rows, k)] for rows in (1, 3) for k in (0, 1, 3, 7)})
     for rows in (2, 4):
         assert cost.curve(rows, 7) == pytest.approx([seconds(rows, k) for k in range(8)], rel=0.05)
 
 
 def test_a_slow_spell_is_the_machines_and_not_the_depths() -> None:
     cost = Cost()
-    cost.calibrate({(1, 0): 1.0, (1, 1): 1.5, (1, 3): 2.5})
+    cost.calibrate({(1, 0): [1.0], (1, 1): [1.5], (1, 3): [2.5]})
     before = cost.curve(1, 3)
     for seconds in [2.5] * 20 + [5.0] * 20:
         cost.observe(1, 3, seconds)
@@ -121,7 +121,7 @@ def test_a_slow_spell_is_the_machines_and_not_the_depths() -> None:
 def test_one_hiccup_does_not_rule_a_depth_out() -> None:
     """Not even if it is all that was seen of the depth."""
     cost = Cost()
-    cost.calibrate({(1, 0): 1.0, (1, 1): 1.5, (1, 3): 2.5})
+    cost.calibrate({(1, 0): [1.0], (1, 1): [1.5], (1, 3): [2.5]})
     for seconds in (2.0, 20.0):
         cost.observe(1, 2, seconds)
     assert cost.curve(1, 2)[2] < 4.0
@@ -207,7 +207,7 @@ def test_steps_are_timed_before_the_first_answer_that_needs_it_and_never_again(
 ) -> None:
     timed: list[int] = []
 
-    def counted(model: Model, most: int) -> dict[tuple[int, int], float]:
+    def counted(model: Model, most: int) -> dict[tuple[int, int], list[float]]:
         timed.append(most)
         return step_times(model, most)
 

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import mlx.core as mx
 import pytest
 
-import headstart.engine.engine
+import headstart.engine.flight
+import headstart.engine.intake
 import headstart.engine.step as loop
 from fixtures import batch_of, collect, generate, mlx_lm_greedy, random_model, random_prompt, submit
 from headstart.engine import Engine, Handle
@@ -104,14 +105,14 @@ def test_only_what_is_said_must_be_finite(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_row_whose_prompt_cannot_be_taken_in_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model("dense")
     prompts = [random_prompt(model, length, length) for length in (9, 13, 15)]
-    prefill = headstart.engine.engine.prefill
+    prefill = headstart.engine.intake.prefill
 
     def failing(model, batch, tokens, following):  # type: ignore[no-untyped-def]
         if tokens.shape[1] == 12:
             raise ValueError("no room")
         prefill(model, batch, tokens, following)
 
-    monkeypatch.setattr(headstart.engine.engine, "prefill", failing)
+    monkeypatch.setattr(headstart.engine.intake, "prefill", failing)
     engine = Engine(model)
     good, bad, also_good = [collect(h) for h in [submit(engine, p, max_tokens=12, k=3) for p in prompts]]
     assert (bad.finish_reason, bad.tokens) == ("error", [])
@@ -141,14 +142,14 @@ def test_a_row_that_cannot_join_ends_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
 def failing_prefills(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """The next `times` chunks find no memory."""
-    honest, left = headstart.engine.engine.prefill, iter(range(times))
+    honest, left = headstart.engine.intake.prefill, iter(range(times))
 
     def prefill(*args: object) -> object:
         if next(left, None) is not None:
             raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
         return honest(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(headstart.engine.engine, "prefill", prefill)
+    monkeypatch.setattr(headstart.engine.intake, "prefill", prefill)
 
 
 def test_where_a_prompt_finds_no_memory_the_prefix_cache_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,14 +169,14 @@ def test_a_prompt_that_never_finds_memory_ends_though_it_fills_the_prefix_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, prefix = random_model("dense"), Prefix(10**8)
-    honest = headstart.engine.engine.prefill
+    honest = headstart.engine.intake.prefill
 
     def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array) -> mx.array:
         if batch.rows.bounds[0] >= 1024:
             raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
         return honest(model, batch, tokens, following)
 
-    monkeypatch.setattr(headstart.engine.engine, "prefill", prefill)
+    monkeypatch.setattr(headstart.engine.intake, "prefill", prefill)
     engine = Engine(model, prefix=prefix, memory_limit=10**9)
     handle = submit(engine, random_prompt(model, 1200), max_tokens=4)
     for _ in range(20):
@@ -246,7 +247,7 @@ def failing_where(monkeypatch: pytest.MonkeyPatch, error: Exception, bad: Callab
             raise error
         return honest(model, batch, k, guide)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(headstart.engine.engine, "step", step)
+    monkeypatch.setattr(headstart.engine.flight, "step", step)
     return failed
 
 

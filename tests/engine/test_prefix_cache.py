@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import pytest
 
-import headstart.engine.engine
+import headstart.engine.intake
 from fixtures import FAMILIES, random_model, random_prompt
 from headstart.engine import Engine, Handle, Request, Stats
 from headstart.engine.batch import Batch
@@ -27,7 +27,7 @@ SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
 
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headstart.engine.engine, "CHUNK", C)
+    monkeypatch.setattr(headstart.engine.intake, "CHUNK", C)
 
 
 @dataclass
@@ -306,7 +306,7 @@ def test_a_prompt_that_fails_midway_leaves_only_what_was_computed(monkeypatch: p
             raise ValueError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(headstart.engine.engine, "prefill", failing)
+        patch.setattr(headstart.engine.intake, "prefill", failing)
         assert hear(submit(engine, prompt)).finish_reason == "error"
     assert assert_true(prefix, model) == 2
     assert ask(engine, prompt).same_as(ask(Engine(model), prompt))

@@ -8,6 +8,7 @@ import pytest
 
 from fixtures import Answer, collect, generate, random_model, random_prompt
 from headstart.engine import Engine, Handle, Request, Room
+from headstart.engine.depth import Depth
 from headstart.errors import Busy, HeadstartError, RequestError
 from headstart.sampling import SamplingParams
 
@@ -144,7 +145,11 @@ def test_a_request_that_comes_as_the_thread_ends_is_answered(room: Room, monkeyp
     assert "the engine is down (it was closed)" in str(answer.error)
 
 
-def test_an_engine_that_is_warm_answers_the_same() -> None:
-    engine = Engine(random_model("dense"))
+def test_an_engine_that_is_warm_has_timed_its_steps_and_answers_the_same() -> None:
+    fresh = random_model("dense", seed=78)
+    engine = Engine(fresh)
+    assert isinstance(engine.depth, Depth)
+    assert not engine.depth.cost.cells
     engine.warm_up()
-    assert collect(engine.submit(request(0))).tokens == expected(0)
+    assert engine.depth.cost.cells
+    assert collect(engine.submit(request(0))).tokens == generate(fresh, PROMPTS[0], max_tokens=30, k=0).tokens

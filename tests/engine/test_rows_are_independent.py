@@ -35,7 +35,7 @@ def assert_as_alone(family: str, length: int, limit: int, cancelled: bool, answe
 def test_a_row_says_the_same_whoever_joins_leaves_or_is_cancelled_beside_it(
     family: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headstart.engine.engine.CHUNK", 64)
+    monkeypatch.setattr("headstart.engine.intake.CHUNK", 64)
     model, rng = random_model(family), random.Random(f"{family} {rows}")
     engine = Engine(model, max_rows=rows)
     requests, widest, todo = [], 0, 2 * rows + 4

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-import headstart.engine.engine
+import headstart.engine.intake
 from fixtures import generate, random_model, random_prompt
 from headstart.engine import Engine, Event, Request
 from headstart.errors import RequestError
@@ -47,13 +47,13 @@ def test_seeded_answers_differ_and_do_not_depend_on_depth_or_number() -> None:
 @pytest.mark.parametrize("prefix", [None, 2**26])
 def test_the_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch, prefix: int | None) -> None:
     read: list[int] = []
-    prefill = headstart.engine.engine.prefill
+    prefill = headstart.engine.intake.prefill
 
     def counted(model: object, batch: object, chunk: mx.array, following: object) -> None:
         read.append(chunk.shape[1])
         prefill(model, batch, chunk, following)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(headstart.engine.engine, "prefill", counted)
+    monkeypatch.setattr(headstart.engine.intake, "prefill", counted)
     engine = Engine(MODEL, prefix=Prefix(prefix) if prefix else None)
     answers(engine, 4, max_tokens=3)
     assert read == [len(PROMPT) - 1]

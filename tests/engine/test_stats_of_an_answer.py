@@ -6,10 +6,12 @@ from itertools import pairwise
 import pytest
 
 import headstart.engine.engine
+import headstart.engine.flight
 from fixtures import Answer, collect, generate, mlx_lm_greedy, random_model, random_prompt, submit
-from headstart.engine import Engine
+from headstart.engine import Engine, Event, Request
 from headstart.engine.batch import Batch
 from headstart.models import Model
+from headstart.sampling import SamplingParams
 
 
 def assert_adds_up(answer: Answer, k: int) -> None:
@@ -91,13 +93,13 @@ def test_a_row_is_counted_by_its_own_depth_in_a_mixed_batch() -> None:
 
 def test_no_window_is_wider_than_an_answer_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer of one token, as a classifier asks for, pays for no draft."""
-    step, widths = headstart.engine.engine.step, list[int]()
+    step, widths = headstart.engine.flight.step, list[int]()
 
     def noted(model: Model, batch: Batch, k: int, guide: object) -> object:
         widths.append(k)
         return step(model, batch, k, guide)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(headstart.engine.engine, "step", noted)
+    monkeypatch.setattr(headstart.engine.flight, "step", noted)
     model = random_model("dense")
     for how in ({"k": 8}, {"k": "auto"}):
         widths.clear()
@@ -156,13 +158,13 @@ def test_a_stop_id_inside_a_burst_cuts_it_there() -> None:
 def test_a_surplus_round_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host learns of an end one step late: the step in flight has the ended row in it."""
     launched: list[int] = []
-    step = headstart.engine.engine.step
+    step = headstart.engine.flight.step
 
     def counted(model, batch, k, *rest):  # type: ignore[no-untyped-def]
         launched.append(batch.size)
         return step(model, batch, k, *rest)
 
-    monkeypatch.setattr(headstart.engine.engine, "step", counted)
+    monkeypatch.setattr(headstart.engine.flight, "step", counted)
     model = random_model("dense")
     prompt = random_prompt(model, 9)
     expected = mlx_lm_greedy(model, prompt, 40)
@@ -174,6 +176,32 @@ def test_a_surplus_round_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None
     launched.clear()
     answer = generate(model, prompt, max_tokens=10, k=0)
     assert answer.stats.rounds == sum(launched) == 10  # an end by length is foreseen
+
+
+def test_on_a_cpu_every_step_is_told_before_the_next_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It works off a step before it takes another on, so whoever launched ahead would hear of each when the next is
+    over, and credit its depth with that one's time."""
+    model, order = random_model("dense"), list[str]()
+    step, prompts = headstart.engine.flight.step, [random_prompt(model, 5 + i, i) for i in range(3)]
+    alone = [generate(model, prompt, max_tokens=12, k=2).tokens for prompt in prompts]  # launched ahead
+
+    def noted(*arguments):  # type: ignore[no-untyped-def]
+        order.append("launched")
+        return step(*arguments)
+
+    monkeypatch.setattr(headstart.engine.flight, "step", noted)
+    monkeypatch.setattr(headstart.engine.engine, "launches_ahead", lambda: False)
+    engine, heard = Engine(model), [list[int]() for _ in prompts]
+    for prompt, tokens in zip(prompts, heard, strict=True):
+
+        def listen(event: Event, tokens: list[int] = tokens) -> None:
+            tokens += event.tokens
+            order.append("told")
+
+        engine.submit(Request(prompt, SamplingParams(max_tokens=12, k=2)), listener=listen)
+    while engine.turn():
+        assert order[-1] == "told"
+    assert heard == alone
 
 
 def test_the_engine_can_be_used_again_after_everything_ended() -> None:

@@ -6,7 +6,7 @@ import pytest
 from openai import OpenAI
 from running import Running, running
 
-import headstart.engine.engine
+import headstart.engine.intake
 
 
 @pytest.fixture(scope="session")
@@ -24,12 +24,12 @@ def client(server: Running) -> OpenAI:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Prompts are taken in no further until it is set."""
-    opened, prefill = threading.Event(), headstart.engine.engine.prefill
+    opened, prefill = threading.Event(), headstart.engine.intake.prefill
 
     def waiting(*arguments: Any) -> None:
         opened.wait(60)
         prefill(*arguments)
 
-    monkeypatch.setattr(headstart.engine.engine, "prefill", waiting)
+    monkeypatch.setattr(headstart.engine.intake, "prefill", waiting)
     yield opened
     opened.set()

@@ -3,13 +3,15 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 from typing import Any
 
 import openai
 import pytest
 from running import Running, alone, chat_tokens, running, wait_until
 
-import headstart.engine.engine
+import headstart.engine.flight
+import headstart.engine.intake
 import headstart.engine.step
 from headstart.engine import Engine, Request
 from headstart.engine.batch import Batch
@@ -82,13 +84,18 @@ class Once:
 
 
 @pytest.mark.parametrize(
-    ("part", "error"),
-    [("prefill", MemoryError("no room for the prompt")), ("step", RuntimeError("this row is broken"))],
+    ("module", "part", "error"),
+    [
+        (headstart.engine.intake, "prefill", MemoryError("no room for the prompt")),
+        (headstart.engine.flight, "step", RuntimeError("this row is broken")),
+    ],
 )
-def test_a_request_that_fails_ends_alone(monkeypatch: pytest.MonkeyPatch, part: str, error: Exception) -> None:
+def test_a_request_that_fails_ends_alone(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, part: str, error: Exception
+) -> None:
     with running(max_rows=4) as server:
-        work = getattr(headstart.engine.engine, part)
-        monkeypatch.setattr(headstart.engine.engine, part, fail_where_marked(work, error))
+        work = getattr(module, part)
+        monkeypatch.setattr(module, part, fail_where_marked(work, error))
         answers = all_at_once(server, bad="primes")
         assert healthy(server)
         bad = answers.pop("primes")
@@ -100,7 +107,7 @@ def test_a_request_that_fails_ends_alone(monkeypatch: pytest.MonkeyPatch, part: 
 
 def test_inside_a_stream_a_failure_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
     with running() as server:
-        Once(monkeypatch, headstart.engine.engine, "step", RuntimeError("it broke"), n=4)
+        Once(monkeypatch, headstart.engine.flight, "step", RuntimeError("it broke"), n=4)
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": LENGTH, "stream": True}
         with server.http() as http:
             response = http.post("/v1/chat/completions", json=body)
@@ -108,7 +115,7 @@ def test_inside_a_stream_a_failure_is_an_event(monkeypatch: pytest.MonkeyPatch) 
             *_, error, done, end = response.text.split("\n\n")
             assert error.startswith('data: {"error": {"message": "RuntimeError: it broke"')
             assert (done, end) == ("data: [DONE]", "")
-        Once(monkeypatch, headstart.engine.engine, "step", RuntimeError("again"), n=4)
+        Once(monkeypatch, headstart.engine.flight, "step", RuntimeError("again"), n=4)
         stream: Any = server.openai().chat.completions.create(model="tiny", **body)  # type: ignore[call-overload]
         with pytest.raises(openai.APIError, match="again"):
             list(stream)
@@ -126,7 +133,7 @@ def test_a_sampler_that_fails_once_costs_nobody_a_token(monkeypatch: pytest.Monk
 
 def test_out_of_memory_in_a_step_ends_the_youngest_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(max_rows=4) as server:
-        work, failed = headstart.engine.engine.step, threading.Event()
+        work, failed = headstart.engine.flight.step, threading.Event()
 
         def failing(model: Any, batch: Batch, *rest: Any) -> Any:
             if batch.size == len(TOPICS) and not failed.is_set():
@@ -134,7 +141,7 @@ def test_out_of_memory_in_a_step_ends_the_youngest_and_nobody_else(monkeypatch: 
                 raise MemoryError("the device is full")
             return work(model, batch, *rest)
 
-        monkeypatch.setattr(headstart.engine.engine, "step", failing)
+        monkeypatch.setattr(headstart.engine.flight, "step", failing)
         answers = all_at_once(server)
         assert failed.is_set()
         shed = [topic for topic, answer in answers.items() if isinstance(answer, openai.APIStatusError)]

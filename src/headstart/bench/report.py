@@ -60,7 +60,8 @@ class Report:
             parts.append(f"**Not the tokens of k = 0:** {', '.join(map(_name, wrong))}.")
         if self.auto is not None:
             parts += ["## Auto", _auto_table(self.auto), _auto_summary(self.auto)]
-        parts += ["## Cost of a step", _cost_table(self.costs)]
+        if self.costs:
+            parts += ["## Cost of a step", _cost_table(self.costs)]
         return "\n\n".join(parts) + "\n"
 
     def _about_speed(self) -> str:

@@ -15,6 +15,7 @@ from .rows import spread
 from .run import K, Run, run
 
 FEWEST = 20  # tokens: a round may say nine of them, and the first is not timed
+REPEATS = 2  # at least
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,10 @@ class Plan:
     def __post_init__(self) -> None:
         if 0 not in self.ks:
             raise RequestError("--k must hold 0, which the others are compared with")
-        if self.repeats < 2:
-            raise RequestError(f"--repeats is {self.repeats}; 2 are needed to choose by one and judge by the other")
+        if self.repeats < REPEATS:
+            raise RequestError(
+                f"--repeats is {self.repeats}; {REPEATS} are needed to choose by one and judge by the other"
+            )
         if self.tokens < FEWEST:
             raise RequestError(f"--tokens is {self.tokens}; some rounds must fit in: give {FEWEST} or more")
         if not self.rows or min(self.rows) < 1:
@@ -79,7 +82,8 @@ class Plan:
 
 
 def sweep(model: Model, plan: Plan, progress: Callable[[], None] = lambda: None) -> Runs:
-    """Every depth of every cell, `plan.repeats` times. `progress` is called after each of `plan.count` runs."""
+    """Every depth of every cell, `plan.repeats` times. `progress` is called after each of `plan.count` runs. Ctrl-C
+    ends it early: whole repeats are kept, if they are enough to compare."""
     plan.check(model)
     rng, recordings = Random(0), dict[Cell, Recording]()
 
@@ -98,8 +102,14 @@ def sweep(model: Model, plan: Plan, progress: Callable[[], None] = lambda: None)
         for k in plan.ks:
             measure(cell, k)
     runs: Runs = {cell: {k: [] for k in plan.ks} for cell in plan.cells}
-    for _ in range(plan.repeats):
-        for cell in plan.cells:
-            for k in rng.sample(plan.ks, len(plan.ks)):
-                runs[cell][k].append(measure(cell, k))
+    whole = 0  # repeats
+    try:
+        for whole in range(plan.repeats):
+            for cell in plan.cells:
+                for k in rng.sample(plan.ks, len(plan.ks)):
+                    runs[cell][k].append(measure(cell, k))
+    except KeyboardInterrupt:
+        if whole < REPEATS:
+            raise
+        return {cell: {k: done[:whole] for k, done in by_k.items()} for cell, by_k in runs.items()}
     return runs

@@ -59,8 +59,9 @@ def bench(
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw speed by depth: .png, .svg or .pdf.")
     ] = None,
 ) -> None:
-    """Measure speed, acceptance and cost by depth, kind of text and number of rows. A few minutes on a CPU with the
-    built-in model; --k 0-8,auto --rows 1,2,4,8,16 is the whole sweep. Markdown goes to standard output."""
+    """Measure speed, acceptance and cost by depth, kind of text and number of rows. --k 0-8,auto
+    --rows 1,2,4,8,16 is the whole sweep. Markdown goes to standard output. Ctrl-C ends early and keeps whole
+    repeats."""
     from ..bench.plot import check_plot, plot
     from ..bench.prompts import KINDS, builtin_prompts, by_kind, read_prompts
     from ..bench.sweep import Plan
@@ -109,13 +110,16 @@ def _measure(model: "Model", name: str, plan: "Plan", ends: set[int]) -> "Report
 
     with counted_bar(f"Measuring {name}", plan.count + looks(plan.rows, plan.depths, plan.repeats)) as progress:
         runs = sweep(model, plan, progress)
+        repeats = min(len(done) for by_k in runs.values() for done in by_k.values())
         mixed = [prompt for prompts in zip(*plan.prompts.values(), strict=False) for prompt in prompts]
-        costs = measure_costs(model, mixed, plan.rows, plan.depths, plan.repeats, progress)
+        costs = []
+        if repeats == plan.repeats:  # otherwise somebody has waited long enough
+            costs = measure_costs(model, mixed, plan.rows, plan.depths, repeats, progress)
     return Report(
         model=name,
         machine=this_machine(),
         tokens=plan.tokens,
-        repeats=plan.repeats,
+        repeats=repeats,
         acceptance=plan.acceptance,
         figures=figures(runs),
         costs=costs,

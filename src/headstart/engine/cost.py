@@ -7,7 +7,7 @@ draft; fitted to the cells, they say what a depth or a number of rows costs that
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 Cell = tuple[int, int]  # rows, k
@@ -47,12 +47,12 @@ class Cost:
     _unfitted: int = 0  # observations since the parts were fitted
     _steps: int = 0
 
-    def calibrate(self, seconds: Mapping[Cell, float], times: int = 1) -> None:
-        """Times measured side by side, each the best of `times`."""
+    def calibrate(self, seconds: Mapping[Cell, Sequence[float]]) -> None:
+        """Times measured side by side; the best of a cell's is its."""
         least = min(seconds)
-        self.pace = math.log(seconds[least]) - self._made_of(*least)
+        self.pace = math.log(min(seconds[least])) - self._made_of(*least)
         for cell, each in seconds.items():
-            self.cells[cell] = Seen(math.log(each) - self.pace, times)
+            self.cells[cell] = Seen(math.log(min(each)) - self.pace, len(each))
         self._fit()
 
     def observe(self, rows: int, k: int, seconds: float | None) -> None:

@@ -2,19 +2,16 @@
 
 A turn admits requests, takes in at most one chunk of a prompt, launches a step for all running rows, and, while
 the device works on it, hands out what the step before said. So the host waits once a step, and learns of an end
-one step late: the surplus round of a finished row counts nowhere. Only where a row has a grammar must the host know
-what was said before it can tell what may follow, and so waits before it launches.
+one step late: the surplus round of a finished row counts nowhere. It waits for a step as soon as it is launched where
+a row has a grammar, since it must know what was said to tell what may follow, and where the device is the CPU.
 
 A row can always be begun again from its tokens, and goes on bit for bit as it would have. So where memory runs short
 the youngest gives up its place for a while, and a step that fails costs its rows time and not their answers.
 """
 
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable
-from copy import deepcopy
-from dataclasses import dataclass, replace
 from threading import Lock
 from weakref import WeakKeyDictionary
 
@@ -25,43 +22,19 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from ..cards import MAX_K
 from ..errors import HeadstartError, RequestError
 from ..models import Model
-from ..sampling import Asked, Guide, Logprobs, compile_grammar
-from ..state import CHUNK, Prefix
+from ..state import Prefix
 from .batch import Batch
-from .calibrate import SWEEPS, step_times
-from .depth import Controller, Depth, Drafter
+from .calibrate import step_times
+from .depth import Controller, Depth
 from .exact import rows_are_independent
+from .flight import Flight, launch, launches_ahead
+from .intake import take_in
 from .memory import ANSWER, Footprint, is_shortage, left_for_rows
 from .queue import Queue
 from .request import Event, Handle, Request
-from .reuse import leave, resume
-from .row import Row, Said
-from .score import score
-from .stats import Stats
-from .step import prefill, step
-from .text import TextStream
+from .row import Row
 
 _depths: WeakKeyDictionary[Model, Depth] = WeakKeyDictionary()
-
-
-@dataclass
-class Flight:
-    """A round that the device is working on, and the rows that are in it."""
-
-    rows: list[Row]
-    k: int
-    begun: float
-    steady: bool  # nothing but this step is between the landing before and this one
-    report: mx.array  # [B, k+4]: tokens, accepted, proposed, finite
-    logits: mx.array | None  # [B, k+1, V], if a row wants them
-    logprobs: Logprobs | None
-
-    def said(self, index: int, numbers: list[int]) -> Said:
-        """What the round says to the row at `index`, whose line of the report is `numbers`."""
-        *tokens, accepted, proposed, _ = numbers
-        logits = None if self.logits is None else self.logits[index]
-        logprobs = None if self.logprobs is None else Logprobs(*[a[index] for a in self.logprobs])
-        return Said(tokens[: accepted + 1], accepted, proposed, logits, logprobs)
 
 
 class Engine:
@@ -103,7 +76,9 @@ class Engine:
         self.queue = Queue(max_queue)
         self.entering: deque[Row] = deque()  # taking in their prompts
         self.rows: list[Row] = []  # decoding, in the order of the batch
+        self.communication_seconds = 0.0  # between machines, in all rounds
         self._threaded = threaded
+        self._ahead = launches_ahead()
         self._cancel_all = False
         self._turning = Lock()
         self._batch: Batch | None = None
@@ -129,48 +104,10 @@ class Engine:
         handle. `max_k`: most drafts a round, besides what the model and the request allow.
         """
         request.check(self.model)
-        params, model, tokenizer = request.params, self.model, self.tokenizer
         if request.n > self.max_rows:
             raise RequestError(f"n is {request.n}, and at most {self.max_rows} answers can be given at a time")
-        if tokenizer is not None:
-            ends = {token for token in tokenizer.eos_token_ids if token < model.vocabulary}
-            params = replace(params, stop_ids=frozenset(params.stop_ids) | ends)
-        elif params.stop:
-            raise RequestError("stop needs text, and this engine has no tokenizer: use stop_ids")
-        grammar = None
-        if params.grammar is not None:
-            if tokenizer is None:
-                raise RequestError("grammar needs text, and this engine has no tokenizer: give it the model's")
-            grammar = compile_grammar(params.grammar, tokenizer)
-        ceiling, bypass, most = 0, None, min(max_k, model.max_k)
-        if not model.has_head:
-            bypass = model.head_unavailable or "the model has no head"
-        elif params.k == 0:
-            bypass = "k is 0"
-        elif most == 0:
-            bypass = "speculation is switched off"
-        else:
-            ceiling = most if params.k == "auto" else min(params.k, most)
-        limit = min(params.max_tokens, model.context_length - len(request.prompt))
-        # Unseeded rows differ from each other and from run to run.
-        key = params.seed if params.seed is not None else secrets.randbits(64)
         handle = Handle(request, None if self._threaded else self.turn, listener)
-        stats = Stats("native_mtp" if ceiling else None, bypass, prompt_tokens=len(request.prompt))
-        if ceiling and params.k != "auto" and ceiling < params.k:
-            stats.clamped_to = ceiling
-        row, *others = [
-            Row(
-                handle,
-                Asked(params, key, choice, limit),
-                Drafter(ceiling),
-                stats,
-                TextStream(tokenizer, params.stop) if tokenizer is not None else None,
-                grammar.matcher(params.stop_ids, model.vocabulary) if grammar is not None else None,
-                list(request.prompt),
-            )
-            for choice in range(request.n)
-        ]
-        row.siblings = others
+        row = Row.of(handle, self.model, self.tokenizer, max_k)
         if (needed := self._bytes([row])) > self.memory:
             raise RequestError(
                 f"prompt has {len(request.prompt)} tokens and needs {needed / 1e9:.2f} GB with its answer, and "
@@ -186,14 +123,15 @@ class Engine:
             self._admit()
             self._take_in_a_chunk()
             try:
-                landed = self._flight
-                if landed is not None and any(row.matcher for row in self.rows):
-                    self._land(landed)
-                    landed = self._flight = None
+                ahead = self._ahead and not any(row.matcher for row in self.rows)
+                if not ahead:
+                    self._land()
                 self._make_room()
-                self._flight = self._launch()
-                if landed is not None:
-                    self._land(landed)
+                launched = self._launch()
+                self._land()
+                self._flight = launched
+                if not ahead:
+                    self._land()
             except Exception as error:
                 self._recover(error)
         return self.busy
@@ -235,28 +173,35 @@ class Engine:
         return self.footprint.bytes(each)
 
     def _drop_cancelled(self) -> None:
-        if self._cancel_all:
-            for row in (*self.queue.all(), *self.entering, *self.rows):
-                row.handle.cancel()
-        waiting = self.queue.drop_cancelled()
-        for row in waiting + [row for row in (*self.entering, *self.rows) if row.handle.cancelled]:
+        for row in self._cancelled():
             if not row.over:
                 row.finish("cancelled")
         self.entering = deque(row for row in self.entering if not row.over)
         self._drop_finished()
 
-    def _admit(self) -> None:
+    def _cancelled(self) -> list[Row]:
+        """Those that nobody waits for any more. They are in the queue no longer."""
+        if self._cancel_all:
+            for row in (*self.queue.all(), *self.entering, *self.rows):
+                row.handle.cancel()
+        inside = [row for row in (*self.entering, *self.rows) if row.handle.cancelled]
+        return self.queue.drop_cancelled() + inside
+
+    def _admit(self) -> list[Row]:
         """As many as there are places and memory for. The first in the queue waits for its share, not for luck."""
+        admitted: list[Row] = []
         while (row := self.queue.first()) is not None:
             if row.over:  # it gave up its place, and then the round in flight ended it
                 self.queue.take()
                 continue
             inside = [*self.rows, *self.entering]
             if sum(1 + len(each.siblings) for each in (*inside, row)) > self.max_rows:
-                return
+                break
             if inside and self._bytes([*inside, row]) > self.memory:
-                return
-            self.entering.append(self.queue.take())
+                break
+            admitted.append(self.queue.take())
+            self.entering.append(row)
+        return admitted
 
     def _take_in_a_chunk(self) -> None:
         """At most one chunk of one prompt, so that running rows do not stall. All but its last token is taken in:
@@ -264,30 +209,12 @@ class Engine:
         if not self.entering:
             return
         row = self.entering[0]
-        tokens, prefix = row.tokens, self._prefix_for(row)
         try:
-            if row.batch is None:
-                self._begin(row)
-            assert row.batch is not None
-            end = min((row.taken // CHUNK + 1) * CHUNK, len(tokens) - 1)
-            if row.taken:  # one chunk at a time: progress is real, memory bounded, and a cancel soon heeded
-                mx.eval(row.batch.arrays())
-                if prefix is not None:
-                    leave(row.batch, tokens, row.taken, prefix)
-                row.handle.put(Event(stats=deepcopy(row.stats), prompt_taken=row.taken))
-            if end > row.taken:
-                chunk = mx.array([tokens[row.taken : end]], mx.int32)
-                hidden = prefill(self.model, row.batch, chunk, mx.array([tokens[end]], mx.int32))
-                mx.async_eval(row.batch.arrays())
-                if row.handle.request.score != "no":
-                    self._score(row, hidden, end)
-                row.taken, self._steady = end, False
-            if end < len(tokens) - 1:
+            if row.batch is None and row.auto:
+                self._calibrate()
+            self._steady = False
+            if not take_in(self.model, row, self.prefix):
                 return
-            if prefix is not None:
-                leave(row.batch, tokens, end, prefix)
-                if not row.drafter.ceiling:
-                    row.batch.forget_head(self.model)
             if row.handle.request.score == "only":
                 row.finish("length")
             elif row.suspect:
@@ -320,40 +247,11 @@ class Engine:
         mx.clear_cache()
         return True
 
-    def _begin(self, row: Row) -> None:
-        """At the first token, or after those of its beginning that are known."""
-        if row.auto:
-            self._calibrate()
-        row.batch = Batch.of_one(
-            self.model, row.tokens, row.asked, row.drafter.ceiling, said=row.said, rounds=row.stats.rounds
-        )
-        row.started = row.started or time.perf_counter()
-        exact = rows_are_independent(self.model) and row.asked.params.rule != "optimistic"
-        if (prefix := self._prefix_for(row)) is not None:
-            row.taken = resume(self.model, row.batch, row.tokens, prefix)
-            exact = exact and not (row.taken and prefix.eight_bits)
-        if not row.said:
-            row.stats.prefix_cache_hit, row.stats.exact = row.taken, exact
-        row.stats.exact = row.stats.exact and exact
-
     def _calibrate(self) -> None:
         """Time a few steps of a model that nothing is known of."""
         depth = _depths.get(self.model)
         if depth is not None and depth is self.depth and not depth.cost.cells:
-            depth.cost.calibrate(step_times(self.model, depth.most), times=SWEEPS)
-
-    def _prefix_for(self, row: Row) -> Prefix | None:
-        """A prompt that is told of must be read from its beginning."""
-        return self.prefix if row.handle.request.score == "no" else None
-
-    def _score(self, row: Row, hidden: mx.array, end: int) -> None:
-        """Tell what the model thought of the prompt up to `end`, unless it was told before."""
-        begin, end = max(row.taken, row.scored), min(end, len(row.handle.request.prompt) - 1)
-        following, top = row.tokens[begin + 1 : end + 1], row.asked.params.top_logprobs
-        if following:
-            told = score(self.model, hidden[:, begin - row.taken :], following, top)
-            row.handle.put(Event(prompt_logprobs=told, stats=deepcopy(row.stats), prompt_taken=end))
-            row.scored = end
+            depth.cost.calibrate(step_times(self.model, depth.most))
 
     def _join(self, row: Row) -> None:
         assert row.batch is not None
@@ -370,7 +268,7 @@ class Engine:
     def _try_alone(self, row: Row) -> None:
         """A batch with this row in it failed. A round by itself shows whether it was this one."""
         assert row.batch is not None
-        self._land(self._start(row.batch, [row], row.drafter.ceiling))
+        self._tell(launch(self.model, row.batch, [row], row.drafter.ceiling))
         row.suspect, row.cleared = False, True
         row.take_in_again()
 
@@ -399,23 +297,17 @@ class Engine:
             k = self.depth.choose([row.drafter for row in self.rows])
         else:
             k = max(row.fixed for row in self.rows)
-        return self._start(self._batch, self.rows, min(k, room))
+        flight = launch(self.model, self._batch, self.rows, min(k, room), steady=self._steady)
+        self._steady = True
+        return flight
 
-    def _start(self, batch: Batch, rows: list[Row], k: int) -> Flight:
-        begun = time.perf_counter()
-        matchers = [row.matcher for row in rows]
-        guide = Guide(matchers, self.model.vocabulary) if any(matchers) else None
-        round = step(self.model, batch, k, guide)
-        columns = [round.accepted, round.proposed, round.finite.astype(mx.int32)]
-        report = mx.concatenate([round.tokens, mx.stack(columns, axis=1)], axis=1)
-        wanted = any(row.handle.request.keep_logits for row in rows)
-        also = [*(round.logprobs or ()), *([round.logits] if wanted else [])]
-        mx.async_eval(report, *also, *batch.arrays())
-        steady, self._steady = self._steady, True
-        return Flight(list(rows), k, begun, steady, report, round.logits if wanted else None, round.logprobs)
+    def _land(self) -> None:
+        """Wait for the round in flight, if there is one, and tell every row what it said."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._tell(flight)
 
-    def _land(self, flight: Flight) -> None:
-        """Wait for a round, and tell every row what it said."""
+    def _tell(self, flight: Flight) -> None:
         report: list[list[int]] = flight.report.tolist()  # type: ignore[assignment]  # the one synchronisation
         self._learn(flight, report)
         for index, (row, numbers) in enumerate(zip(flight.rows, report, strict=True)):
@@ -439,7 +331,7 @@ class Engine:
     def _learn(self, flight: Flight, report: list[list[int]]) -> None:
         """Tell the choice of depth what came of this one. A round's time runs from the landing before it."""
         now = time.perf_counter()
-        seconds, self._landed = now - max(self._landed, flight.begun), now
+        seconds, self._landed = now - (self._landed if flight.steady else flight.begun), now
         running = [
             (row, (numbers[-3], numbers[-2]))
             for row, numbers in zip(flight.rows, report, strict=True)

@@ -1,13 +1,16 @@
 """The host's side of one sequence: what it was asked, what it has said, and how it tells."""
 
+import secrets
 import time
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..errors import HeadstartError
-from ..sampling import Asked, Logprobs, Matcher
+from ..errors import HeadstartError, RequestError
+from ..models import Model
+from ..sampling import Asked, Logprobs, Matcher, compile_grammar
 from .batch import Batch
 from .depth import Drafter
 from .request import Event, FinishReason, Handle, TokenLogprobs
@@ -44,6 +47,48 @@ class Row:
     retried: bool = False  # it found no memory for its prompt once before
     suspect: bool = False  # a batch with it failed, and it has not been seen to run alone
     cleared: bool = False  # it has
+
+    @classmethod
+    def of(
+        cls, handle: Handle, model: Model, tokenizer: TokenizerWrapper | None, max_k: int, key: int | None = None
+    ) -> "Row":
+        """As its request asks, with the other answers to the prompt as siblings. RequestError where that needs a
+        tokenizer and there is none. `key`: of its noise, where another machine has drawn it."""
+        request = handle.request
+        params, grammar = request.params, None
+        if tokenizer is not None:
+            ends = {token for token in tokenizer.eos_token_ids if token < model.vocabulary}
+            params = replace(params, stop_ids=frozenset(params.stop_ids) | ends)
+            if params.grammar is not None:
+                grammar = compile_grammar(params.grammar, tokenizer)
+        elif params.stop:
+            raise RequestError("stop needs text, and this engine has no tokenizer: use stop_ids")
+        elif params.grammar is not None:
+            raise RequestError("grammar needs text, and this engine has no tokenizer: give it the model's")
+        ceiling, bypass = _ceiling(params.k, model, max_k)
+        stats = Stats(
+            "native_mtp" if ceiling else None, bypass, prompt_tokens=len(request.prompt), ranks=model.share.ranks
+        )
+        if ceiling and params.k != "auto" and ceiling < params.k:
+            stats.clamped_to = ceiling
+        limit = min(params.max_tokens, model.context_length - len(request.prompt))
+        # Unseeded rows differ from each other and from run to run.
+        if key is None:
+            key = params.seed if params.seed is not None else secrets.randbits(64)
+        row, *others = [
+            cls(
+                handle,
+                Asked(params, key, choice, limit),
+                Drafter(ceiling),
+                stats,
+                TextStream(tokenizer, params.stop) if tokenizer is not None else None,
+                grammar.matcher(params.stop_ids, model.vocabulary) if grammar is not None else None,
+                list(request.prompt),
+            )
+            for choice in range(request.n)
+        ]
+        row.siblings = others
+        return row
 
     @property
     def auto(self) -> bool:
@@ -86,7 +131,7 @@ class Row:
             tokens,
             origins(len(tokens), round.accepted, round.proposed),
             finish_reason=reason,
-            stats=deepcopy(self.stats),
+            stats=self.stats.copy(),
             choice=self.asked.choice,
         )
         if self.text is not None:
@@ -105,7 +150,7 @@ class Row:
         self.over, self.matcher = True, None
         if error is not None and not isinstance(error, HeadstartError):
             error = HeadstartError(f"{type(error).__name__}: {error}")
-        event = Event(finish_reason=reason, stats=deepcopy(self.stats), error=error, choice=self.asked.choice)
+        event = Event(finish_reason=reason, stats=self.stats.copy(), error=error, choice=self.asked.choice)
         self.handle.put(event)
         for sibling in self.siblings:
             sibling.finish(reason, error)
@@ -114,7 +159,7 @@ class Row:
         """The prompt is in: from here on each answer to it is a row like any other."""
         rows, self.siblings = [self, *self.siblings], []
         for sibling in rows[1:]:
-            sibling.stats, sibling.started, sibling.scored = deepcopy(self.stats), self.started, self.scored
+            sibling.stats, sibling.started, sibling.scored = self.stats.copy(), self.started, self.scored
         return rows
 
     def take_in_again(self) -> None:
@@ -130,6 +175,18 @@ class Row:
             if ends or (self.text is not None and self.text.stopped):
                 return texts, "stop"
         return texts, None
+
+
+def _ceiling(k: int | Literal["auto"], model: Model, max_k: int) -> tuple[int, str | None]:
+    """Most drafts a round, and why there are none."""
+    most = min(max_k, model.max_k)
+    if not model.has_head:
+        return 0, model.head_unavailable or "the model has no head"
+    if k == 0:
+        return 0, "k is 0"
+    if most == 0:
+        return 0, "speculation is switched off"
+    return (most if k == "auto" else min(k, most)), None
 
 
 def read_logprobs(told: Logprobs, most: int) -> list[TokenLogprobs]:

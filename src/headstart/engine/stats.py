@@ -32,6 +32,8 @@ class Stats:
     prompt_seconds: float = 0.0  # until the first round was known
     generation_seconds: float = 0.0  # since then
     first_round_tokens: int = 0
+    ranks: int = 1  # machines that it ran on
+    communication_seconds: float = 0.0  # between them, as far as rounds and the speed of messages tell
 
     @classmethod
     def of(cls, answers: "list[Stats]") -> "Stats":
@@ -50,6 +52,16 @@ class Stats:
             accepted_by_position=_sums([each.accepted_by_position for each in answers]),
             generation_seconds=max(each.generation_seconds for each in answers),
             first_round_tokens=sum(each.first_round_tokens for each in answers),
+            communication_seconds=sum(each.communication_seconds for each in answers),
+        )
+
+    def copy(self) -> "Stats":
+        """As of now, to hand out. Once a row and round, so nothing slower than this."""
+        return replace(
+            self,
+            depths=self.depths.copy(),
+            proposed_by_position=self.proposed_by_position.copy(),
+            accepted_by_position=self.accepted_by_position.copy(),
         )
 
     def count(self, said: int, accepted: int, proposed: int, seconds: float) -> None:
@@ -114,6 +126,8 @@ class Stats:
             "parked_seconds": self.parked_seconds,
             "estimated_gain_by_k": self.estimated_gain_by_k,
             "tokens_per_round": self.tokens_per_round,
+            "ranks": self.ranks,
+            "communication_seconds_per_round": _ratio(self.communication_seconds, self.rounds),
             "prompt_tps": self.prompt_tps,
             "generation_tps": self.generation_tps,
             "prefix_cache_hit": self.prefix_cache_hit,
