@@ -104,10 +104,11 @@ def sweep(model: Model, plan: Plan, progress: Callable[[], None] = lambda: None)
     runs: Runs = {cell: {k: [] for k in plan.ks} for cell in plan.cells}
     whole = 0  # repeats
     try:
-        for whole in range(plan.repeats):
+        while whole < plan.repeats:
             for cell in plan.cells:
                 for k in rng.sample(plan.ks, len(plan.ks)):
                     runs[cell][k].append(measure(cell, k))
+            whole += 1
     except KeyboardInterrupt:
         if whole < REPEATS:
             raise
