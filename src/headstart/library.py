@@ -111,11 +111,13 @@ def stream_generate(
     sampler: Sampler | None = None,
     k: int | Literal["auto"] = "auto",
     prompt_progress_callback: Progress | None = None,
+    engine: Engine | None = None,
     **more: Any,
 ) -> Generator[GenerationResponse, None, None]:
     """One response per token, the last with a `finish_reason`. Closing the generator cancels the request.
 
-    `max_tokens=-1` goes on to the end of the context. `more` are other fields of SamplingParams.
+    `max_tokens=-1` goes on to the end of the context. `engine`: one that runs the model already, such as a cluster's;
+    by default a new one. `more` are other fields of SamplingParams.
     """
     if not isinstance(model, Model):
         raise RequestError(f"model is a {type(model).__name__}: load it with headstart.load")
@@ -128,7 +130,7 @@ def stream_generate(
         **_honourable(more),
     )
     request = Request(_token_ids(tokenizer, prompt), params, keep_logits=True)
-    handle = Engine(model, tokenizer, max_rows=1).submit(request)
+    handle = (engine or Engine(model, tokenizer, max_rows=1)).submit(request)
     # What is refused is refused at the call and not at the first token: hence a generator of its own.
     return _responses(handle, prompt_progress_callback or (lambda done, total: None))
 

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -23,6 +23,10 @@ Mtp = Annotated[
         help="Load the model with its MTP head, or without.",
         show_default="with it, unless HEADSTART_MTP is 0",
     ),
+]
+Split = Annotated[
+    Literal["tensor", "pipeline"],
+    typer.Option(help="Under mlx.launch: machines share every layer, or have some layers each."),
 ]
 ShowDrafts = Annotated[
     bool, typer.Option("--show-drafts", help="Show where every token came from: draft, correction, bonus or plain.")

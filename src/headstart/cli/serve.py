@@ -1,12 +1,13 @@
 """`headstart serve`: the model behind an HTTP server."""
 
 import shlex
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import options
+from . import machines, options
 
 if TYPE_CHECKING:
     from ..server import Served
@@ -61,24 +62,35 @@ def serve(
     prefix_cache_8bit: Annotated[
         bool, typer.Option("--prefix-cache-8bit", help="Keep them in 8 bits: not exact.", rich_help_panel=PANEL)
     ] = False,
+    split: options.Split = "tensor",
 ) -> None:
     """Serve a model to OpenAI's clients. Ctrl-C stops it once the running answers have ended."""
     from ..checkpoint import read_layout, resolve
+    from ..cluster import Follower, Leader, SharedPrefix
     from ..engine import Room
     from ..engine.memory import left_for_rows
-    from ..library import load
     from ..server import Keys, Limits, Served, Server, bind, check_reach, create_app, settings_of_the_user
     from ..state import Prefix
 
     keys = Keys(api_key or ())
     check_reach(host, keys, no_key=no_key)
-    with bind(host, port) as place:  # before a model is loaded for nothing
+    # The place to listen at comes before a model is loaded for nothing.
+    with machines.joined() as cluster, nullcontext() if cluster and cluster.rank else bind(host, port) as place:
         folder = resolve(model)
-        loaded, tokenizer = load(folder, mtp=mtp)
+        loaded, tokenizer = machines.load(folder, cluster, split, mtp=mtp)
+        bytes_ = int(min(2e9, left_for_rows() / 4) if prefix_cache_gb is None else prefix_cache_gb * 1e9)
+        if cluster is None:
+            prefix = Prefix(bytes_, eight_bits=prefix_cache_8bit) if bytes_ else None
+            room = Room(loaded, tokenizer, max_rows=max_rows, max_queue=max_queue, prefix=prefix)
+        else:
+            shared = SharedPrefix(bytes_, eight_bits=prefix_cache_8bit) if bytes_ else None
+            if place is None:
+                Follower(cluster, loaded, tokenizer, prefix=shared).run(warm_up=True)
+                return
+            leader = partial(Leader, cluster, prefix=shared)
+            room = Room(loaded, tokenizer, max_rows=max_rows, max_queue=max_queue, make=leader)
+        assert place is not None, "only those that follow have none"
         served = Served.of(read_layout(folder), loaded, tokenizer, id=model_id)
-        bytes_ = min(2e9, left_for_rows() / 4) if prefix_cache_gb is None else prefix_cache_gb * 1e9
-        prefix = Prefix(int(bytes_), eight_bits=prefix_cache_8bit) if bytes_ else None
-        room = Room(loaded, tokenizer, max_rows=max_rows, max_queue=max_queue, prefix=prefix)
         room.engine.warm_up()
         limits = Limits(prompt_tokens=max_prompt_tokens, request_seconds=timeout)
         app = create_app(

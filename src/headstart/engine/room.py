@@ -37,10 +37,16 @@ class Settings:
 
 class Room:
     def __init__(
-        self, model: Model, tokenizer: TokenizerWrapper | None = None, *, max_queue: int = 256, **engine: Any
+        self,
+        model: Model,
+        tokenizer: TokenizerWrapper | None = None,
+        *,
+        max_queue: int = 256,
+        make: Callable[..., Engine] = Engine,
+        **engine: Any,
     ):
-        """The arguments are those of Engine."""
-        self.engine = Engine(model, tokenizer, max_queue=max_queue, threaded=True, **engine)
+        """The arguments are those of Engine, or of what else can `make` one."""
+        self.engine = make(model, tokenizer, max_queue=max_queue, threaded=True, **engine)
         self.settings = Settings(max_k=self.engine.model.max_k)
         self.restarts = 0
         self.problem: str | None = None  # why the thread died

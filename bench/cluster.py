@@ -1,0 +1,116 @@
+"""What speculation saves between machines: measured here, and predicted for what cannot be run here.
+
+    mlx.launch -n 2 bench/cluster.py measure [MODEL] [--split pipeline] [--tokens 64]
+    python bench/cluster.py predict
+
+`measure`: a message's latency and bandwidth, and rounds, messages and time of an answer by depth. `predict`: a round
+is what the machines compute, shared by all of them where every layer is, and one message after another. More drafts
+make it longer by their share of computing and by bytes, and not by messages.
+"""
+
+import argparse
+import time
+from dataclasses import dataclass
+
+from headstart.cluster import Follower, Leader, join, load
+from headstart.cluster.wire import Speed
+from headstart.engine import Request
+from headstart.sampling import SamplingParams
+
+DEPTHS = (0, 1, 2, 3, 4)
+PROMPT = "Write a Python function that merges two sorted lists."
+
+LINKS = {
+    "RDMA over Thunderbolt 5": Speed(latency=50e-6, bandwidth=6e9),
+    "TCP over Thunderbolt": Speed(latency=300e-6, bandwidth=5e9),
+    "10 Gb Ethernet": Speed(latency=200e-6, bandwidth=1.1e9),
+    "Wi-Fi": Speed(latency=8e-3, bandwidth=50e6),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    layers: int
+    hidden: int
+    seconds: float  # a step of one row without drafts on one machine, were there room
+    tokens: tuple[float, ...]  # a round, by k
+    step: tuple[float, ...]  # its time to that of k = 0, by k
+
+
+# The 27B: cumulative acceptance .88 .75 .62 and a gain of 2.69 at k = 3 were reported together for one machine, so a
+# step of k = 3 took 1.21 of one without drafts. Experts are dearer: drafts choose others. The 35B-A3B's 1.54 at k = 2
+# with 2.63 tokens makes 1.71, taken for the 397B too, of which only the tokens a round were reported.
+SHAPES = (
+    Shape("27B, 4 bits, 500 GB/s", 64, 5120, 14.5e9 / 500e9, (1, 1.88, 2.63, 3.25), (1, 1.07, 1.14, 1.21)),
+    Shape("397B-A17B, 4 bits, 800 GB/s", 60, 4096, 9.6e9 / 800e9, (1, 1.93, 2.73, 3.39), (1, 1.36, 1.71, 2.07)),
+)
+
+
+def round_seconds(shape: Shape, k: int, ranks: int, split: str, link: Speed) -> float:
+    """Of one row with k drafts. A gather among n machines in a ring takes n - 1 hops."""
+    computing, message = shape.seconds * shape.step[k], 2 * shape.hidden * (k + 1)
+    if split == "tensor":
+        return computing / ranks + 2 * shape.layers * (ranks - 1) * link.seconds(message)
+    return computing + 2 * (ranks - 1) * link.seconds(message)
+
+
+def predict() -> None:
+    print("| model | machines | link | ms a token, k = 0 | at the best k | k | gain |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for shape in SHAPES:
+        cases = [(1, "tensor", "", Speed(0, 1e12))]
+        cases += [(n, split, *link) for split in ("tensor", "pipeline") for n in (2, 4) for link in LINKS.items()]
+        for ranks, split, name, link in cases:
+            times = [1e3 * round_seconds(shape, k, ranks, split, link) / shape.tokens[k] for k in range(4)]
+            best = min(times)
+            machines = f"{ranks}, {split}" if ranks > 1 else "1"
+            print(
+                f"| {shape.name} | {machines} | {name} | {times[0]:.1f} | {best:.1f} | {times.index(best)} "
+                f"| {times[0] / best:.2f} |"
+            )
+
+
+def measure(path: str | None, split: str, tokens: int) -> None:
+    with join() as machines:
+        model, tokenizer = load(path, machines.wire, split)  # type: ignore[arg-type]
+        if machines.rank:
+            Follower(machines, model, tokenizer).run()
+            return
+        engine, wire = Leader(machines, model, tokenizer, max_rows=1), machines.wire
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": PROMPT}], add_generation_prompt=True)
+        speed = engine.speed
+        print(f"a message: {speed.latency * 1e6:.0f} µs, {speed.bandwidth / 1e6:.0f} MB/s more\n")
+        print("| k | rounds | tokens per round | messages a token | ms a token |\n| --- | --- | --- | --- | --- |")
+        for k in (0, *DEPTHS):  # the first warms up
+            request = Request(prompt, SamplingParams(max_tokens=tokens, k=k))
+            before, begun, said = 0, 0.0, 0
+            for event in engine.submit(request):
+                if not said:  # the prompt is in, and the first round with it
+                    before, begun = wire.operations, time.perf_counter()
+                said += len(event.tokens)
+            seconds, stats = (time.perf_counter() - begun) / said, event.stats
+            messages = (wire.operations - before) / said
+            print(
+                f"| {k} | {stats.rounds} | {stats.tokens_per_round:.2f} | {messages:.1f} | {1e3 * seconds:.1f} |",
+                flush=True,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("predict")
+    measured = commands.add_parser("measure")
+    measured.add_argument("model", nargs="?")
+    measured.add_argument("--split", default="tensor", choices=["tensor", "pipeline"])
+    measured.add_argument("--tokens", type=int, default=64)
+    arguments = parser.parse_args()
+    if arguments.command == "predict":
+        predict()
+    else:
+        measure(arguments.model, arguments.split, arguments.tokens)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""`headstart` under `mlx.launch`, as a user starts it on several machines."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from checkpoints import write
+
+SCRIPTS = Path(sysconfig.get_path("scripts"))
+QUESTION = ("--prompt", "Write a function that adds two numbers.", "--max-tokens", "12", "--json")
+ENVIRONMENT = os.environ | {"MLX_DISABLE_COMPILE": "1"}  # the same bits, without a compiler run in every process
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Small, with a vocabulary as large as its tokenizer's."""
+    sizes = {"vocab_size": 8192, "num_hidden_layers": 3, "full_attention_interval": 2}
+    return str(write(tmp_path_factory.mktemp("model"), "dense", **sizes))
+
+
+@contextmanager
+def launched(*command: str) -> Iterator[subprocess.Popen[str]]:
+    with socket.create_server(("127.0.0.1", 0)) as place:
+        port = place.getsockname()[1]
+    launcher = [SCRIPTS / "mlx.launch", "-n", "2", "--backend", "ring", "--starting-port", str(port), "--"]
+    process = subprocess.Popen(
+        [*launcher, SCRIPTS / "headstart", *command],
+        stdin=subprocess.PIPE,  # it hands its own input on to all, and spins where there is none
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_two_machines_generate_what_one_does(folder: str) -> None:
+    command = ("generate", *QUESTION, "--model", folder)
+    alone = subprocess.run(
+        [SCRIPTS / "headstart", *command], capture_output=True, text=True, check=True, env=ENVIRONMENT
+    )
+    with launched(*command, "--split", "pipeline") as process:
+        output, errors = process.communicate(timeout=120)
+    answer = json.loads(output)  # of the first one only
+    assert answer["tokens"] == json.loads(alone.stdout)["tokens"]
+    assert answer["stats"]["ranks"] == 2
+    assert "error" not in errors
+
+
+def test_a_refusal_ends_all_of_them() -> None:
+    with launched("generate", "--prompt", "Hello", "--model", os.devnull) as process:
+        output, errors = process.communicate(timeout=120)
+    assert output == ""
+    assert "error: " in errors
+
+
+@pytest.mark.slow
+def test_two_machines_serve_and_stop_when_one_is_lost(folder: str) -> None:
+    with launched("serve", folder, "--port", "0") as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(2)]
+        address = re.search(r"http://\S+:\d+", lines[1])
+        assert address is not None
+        with httpx.Client(base_url=address[0], timeout=60) as http:
+            question = {"prompt": "def", "max_tokens": 12, "temperature": 0, "num_draft_tokens": 3}
+            answer = http.post("/v1/completions", json=question).json()
+            assert answer["generation_stats"]["ranks"] == 2
+            assert answer["generation_stats"]["communication_seconds_per_round"] > 0
+            metrics = http.get("/metrics").text
+            assert "headstart_ranks 2.0" in metrics
+            assert re.search(r"headstart_communication_seconds_total \d", metrics)
+            question |= {"max_tokens": 2000, "stream": True}
+            with http.stream("POST", "/v1/completions", json=question) as stream:
+                told = stream.iter_lines()
+                next(told)
+                os.kill(rank_1(process.pid), signal.SIGKILL)
+                assert any("rank 1 of 2 is gone" in line for line in told)
+        _, errors = process.communicate(timeout=20)
+    assert "error: rank 1 of 2 is gone" in errors
+
+
+def rank_1(launcher: int) -> int:
+    """The launcher's second child."""
+    children = Path(f"/proc/{launcher}/task").glob("*/children")
+    return sorted(int(child) for each in children for child in each.read_text().split())[1]

@@ -1,0 +1,73 @@
+"""A rank that dies or stalls ends the others, with an error that names it. Nothing hangs."""
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import started
+
+from checkpoints import write
+
+SIZES = {"num_hidden_layers": 3, "full_attention_interval": 2}
+PROMPT = [3, 1, 4, 1, 5]
+
+
+def running(processes: list[subprocess.Popen[str]]) -> None:
+    """Wait until the answer is in full flow."""
+    for _ in range(4):
+        assert processes[0].stdout is not None
+        line = processes[0].stdout.readline()
+        assert line.startswith("["), processes[0].stderr and processes[0].stderr.read()
+
+
+def job(tmp_path: Path, split: str) -> dict[str, Any]:
+    folder = str(write(tmp_path / "model", "dense", **SIZES))
+    return {"split": split, "models": [{"folder": folder, "stream": PROMPT, "tasks": []}]}
+
+
+def survivors_name(lost: int, processes: list[subprocess.Popen[str]], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    for rank, process in enumerate(processes):
+        if rank != lost:
+            _, errors = process.communicate(timeout=max(0.1, until - time.monotonic()))
+            assert process.returncode == 1
+            assert f"error: rank {lost} of {len(processes)} " in errors
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_rest_exit_and_name_the_rank_that_was_killed(lost: int, tmp_path: Path) -> None:
+    with started(2, job(tmp_path, "tensor"), tmp_path) as processes:
+        running(processes)
+        processes[lost].kill()
+        survivors_name(lost, processes, seconds=10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_of_three_both_others_name_the_rank_that_was_killed(lost: int, tmp_path: Path) -> None:
+    with started(3, job(tmp_path, "pipeline"), tmp_path) as processes:
+        running(processes)
+        processes[lost].kill()
+        survivors_name(lost, processes, seconds=10)
+
+
+@pytest.mark.slow
+def test_the_rest_exit_and_name_the_rank_that_stands_still(tmp_path: Path) -> None:
+    with started(2, job(tmp_path, "tensor"), tmp_path) as processes:
+        running(processes)
+        processes[1].send_signal(signal.SIGSTOP)
+        survivors_name(1, processes, seconds=15)
+
+
+def test_a_rank_that_cannot_read_its_model_ends_all(tmp_path: Path) -> None:
+    only_here = job(tmp_path, "tensor")
+    (tmp_path / "model").rename(tmp_path / "model-0")
+    only_here["models"][0]["folder"] = str(tmp_path / "model-{rank}")
+    with started(2, only_here, tmp_path) as processes:
+        first, second = (process.communicate(timeout=60)[1] for process in processes)
+        assert [process.returncode for process in processes] == [1, 1]
+    assert f"error: rank 1 of 2 failed: {tmp_path / 'model-1'}" in first
+    assert "CheckpointError" in second
