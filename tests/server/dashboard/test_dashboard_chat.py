@@ -232,6 +232,7 @@ def test_a_race_says_the_same_twice(model: Running, visit: Visit) -> None:
     page = visit(model, "chat")
     page.get_by_label("Most tokens").fill("40")
     page.get_by_label("Temperature").fill("0.8")
+    page.locator("#depth").select_option("3")
     page.get_by_label("Message").fill("Go!")
     page.get_by_role("button", name="Race").click()
     expect(page.locator(".verdict")).to_contain_text("Both said the same, to the letter.")

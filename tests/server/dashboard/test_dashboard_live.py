@@ -55,18 +55,18 @@ def load(server: Running, requests: int) -> None:
 def test_charts_and_numbers_move_under_load(server: Running, visit: Visit) -> None:
     page = visit(server)
     expect(page.locator("#served")).to_have_text("tiny")
-    wait_until(lambda: tile(page, "Tokens per second").startswith("0.0"))
+    wait_until(lambda: tile(page, "Tokens/s").startswith("0.0"))
     before = {chart: (picture(page, chart), words(page, chart)) for chart in CHARTS}
     assert before["speed"][1] == "Tokens per second: tokens/s 0.0, at most 0.0"
     load(server, 5)
-    wait_until(lambda: not tile(page, "Prompts from cache").startswith(("0%", "–")))
+    wait_until(lambda: not tile(page, "Prefix hits").startswith(("0%", "–")))
     after = {chart: (picture(page, chart), words(page, chart)) for chart in CHARTS}
     for chart in CHARTS:
         assert before[chart][0] != after[chart][0], chart
         assert before[chart][1] != after[chart][1], chart
-    assert float(tile(page, "Tokens per second").split()[0]) > 0
-    assert float(tile(page, "Tokens per round").split()[0]) >= 1
-    assert tile(page, "Drafts accepted")[0].isdigit()
+    assert float(tile(page, "Tokens/s").split()[0]) > 0
+    assert float(tile(page, "Tokens/round").split()[0]) >= 1
+    assert tile(page, "Accepted")[0].isdigit()
     assert tile(page, "First token")[0].isdigit()
     assert page.locator("#rows .u-legend").inner_text().count("–") == 0, "the last values are told without a cursor"
 
@@ -77,8 +77,8 @@ def test_numbers_are_those_of_the_server(server: Running, visit: Visit) -> None:
     page = visit(server)
     with server.http() as http:
         report = http.get("/v1/mtp/stats").json()["models"]["tiny"]
-    wait_until(lambda: tile(page, "Tokens per round").split()[0] == f"{report['tokens_per_round']:.2f}")
-    assert tile(page, "Drafts accepted").split()[0] == f"{report['acceptance_rate']:.0%}"
+    wait_until(lambda: tile(page, "Tokens/round").split()[0] == f"{report['tokens_per_round']:.2f}")
+    assert tile(page, "Accepted").split()[0] == f"{report['acceptance_rate']:.0%}"
 
 
 def test_who_comes_later_sees_what_was(server: Running, visit: Visit) -> None:
@@ -87,17 +87,17 @@ def test_who_comes_later_sees_what_was(server: Running, visit: Visit) -> None:
     time.sleep(2 * headstart.server.history.INTERVAL)
     first, second = visit(server), visit(server)
     for page in (first, second):
-        wait_until(lambda page=page: tile(page, "Tokens per round")[0].isdigit())  # type: ignore[misc]
-    assert tile(first, "Tokens per round") == tile(second, "Tokens per round")
+        wait_until(lambda page=page: tile(page, "Tokens/round")[0].isdigit())  # type: ignore[misc]
+    assert tile(first, "Tokens/round") == tile(second, "Tokens/round")
     assert picture(first, "acceptance") == picture(second, "acceptance")
 
 
 def test_a_longer_range_shows_more_of_the_past(server: Running, visit: Visit) -> None:
     page = visit(server)
-    wait_until(lambda: tile(page, "Tokens per round").split("\n")[-1] == "5 min")
+    wait_until(lambda: tile(page, "Tokens/round").split("\n")[-1] == "5 min")
     before = picture(page, "memory")
     page.get_by_label("1 hour").check(force=True)
-    wait_until(lambda: tile(page, "Tokens per round").split("\n")[-1] == "1 hour")
+    wait_until(lambda: tile(page, "Tokens/round").split("\n")[-1] == "1 hour")
     assert picture(page, "memory") != before
 
 

@@ -69,7 +69,7 @@ def test_the_prefix_cache_can_be_emptied(visit: Visit) -> None:
         page = visit(server, "settings")
         expect(page.locator("#prefix-state")).to_contain_text("1 chunks of prompts in")
         page.get_by_role("button", name="Empty it").click()
-        expect(page.locator("#prefix-state")).to_contain_text("0 chunks of prompts in 0 of")
+        expect(page.locator("#prefix-state")).to_contain_text("0 chunks of prompts in 0.0 MB of")
 
 
 def test_a_key_is_asked_for_and_kept_by_the_tab(visit: Visit) -> None:
@@ -101,5 +101,5 @@ def test_models_have_badges_and_what_is_known_of_them(visit: Visit) -> None:
         expect(loaded).to_contain_text("4,096 tokens")
         builtin = page.locator("#on-disk article").filter(has=page.get_by_role("heading", name="tiny-qwen3.5-moe"))
         expect(builtin.locator(".badge")).to_contain_text("MTP · k = ")
-        expect(builtin).to_contain_text("GB")
+        expect(builtin).to_contain_text(" MB")
         expect(page.locator("#known")).to_contain_text("Qwen/Qwen3.6-27B")

@@ -131,6 +131,7 @@ function statements({ stats, usage, begun, finish }) {
     `${number(stats.rounds)} rounds`,
     `${number(stats.tokens_per_round, 2)} tokens per round`,
     by && `accepted ${number(stats.accepted_draft_tokens)} of ${number(stats.proposed_draft_tokens)} drafts (${by})`,
+    stats.drafter_kind && !stats.proposed_draft_tokens && "no drafts: they would not have paid",
     stats.bypass_reason && `no drafts: ${stats.bypass_reason}`,
     stats.num_draft_tokens_clamped_to && `depth held at ${stats.num_draft_tokens_clamped_to}`,
     `${number(stats.generation_tps, 1)} tokens/s`,

@@ -54,7 +54,7 @@ export function overTime(id, caption, note, lines, { least = 0, atLeast = 1, wri
       series: [{ value: "{HH}:{mm}:{ss}" }, ...series],
       scales: { y: { range: (_, __, most) => [least, Math.max(most ?? 0, atLeast) * 1.05] } },
       axes: [
-        axis({ values: [[3600, "{HH}:{mm}"], [60, "{HH}:{mm}"], [1, "{HH}:{mm}:{ss}"]], space: 70 }),
+        axis({ values: [[60, "{HH}:{mm}"], [1, "{HH}:{mm}:{ss}"]], space: 70, size: 28 }),
         axis({ size: 52, values: (_, splits) => splits.map(write) }),
       ],
     },
@@ -87,8 +87,8 @@ function inWords([label, , value], column) {
   return known.length && `${label} ${value(known.at(-1))}, at most ${value(Math.max(...known))}`;
 }
 
-/** Bars side by side, one of which may stand out. Below each is its name, and below that its value. */
-export function bars(id, caption, note, { least = 0, atLeast = 1, write, nameOf = String }) {
+/** Bars side by side, of which one may stand out. Below each is its name, and below that its value. */
+export function bars(id, caption, note, { least = 0, atLeast = 1, write }) {
   const paths = uPlot.paths.bars({ size: [0.62, 44], radius: 0.12 });
   const kind = (name) => ({ paths, fill: colour(name), width: 0, points: { show: false } });
   let values = [];
@@ -108,7 +108,7 @@ export function bars(id, caption, note, { least = 0, atLeast = 1, write, nameOf 
         axis({
           grid: { show: false },
           splits: (self) => self.data[0],
-          values: (_, splits) => splits.map((x, i) => `${nameOf(x)}\n${write(values[i])}`),
+          values: (_, splits) => splits.map((name, i) => `${name}\n${write(values[i])}`),
           size: 44,
           gap: 6,
         }),
@@ -118,15 +118,15 @@ export function bars(id, caption, note, { least = 0, atLeast = 1, write, nameOf 
     [[], [], []],
   );
   return {
-    /** `standing`: which one stands out. */
-    draw(names, drawn, standing) {
+    /** `standing`: whether the one of that number stands out. */
+    draw(names, drawn, standing = () => true) {
       values = drawn;
       chart.setData([
         names,
-        drawn.map((value, i) => (i === standing ? null : value)),
-        drawn.map((value, i) => (i === standing ? value : null)),
+        drawn.map((value, i) => (standing(i) ? null : value)),
+        drawn.map((value, i) => (standing(i) ? value : null)),
       ]);
-      describe(drawn.map((value, i) => `${nameOf(names[i])} ${write(value)}`).join(", "));
+      describe(drawn.map((value, i) => `${names[i]} ${write(value)}`).join(", "));
     },
     destroy: () => chart.destroy(),
   };

@@ -5,8 +5,10 @@ import { bytes, find, make, number, percent, seconds } from "./page.js";
 
 const HOUR = 3600;
 const NOW = 10; // seconds that count as now
+const CALM = 60; // a line shows means of this part of the range
 const GAP = 5; // samples that may be missing before a line is broken
 
+let interval = 2; // seconds between two samples
 let samples = null; // the server's columns, grown by what came since
 let controller = { depth: null, gains: [] };
 let charts = null;
@@ -20,6 +22,7 @@ export function update(models) {
   const [told] = Object.values(models);
   const fresh = told.samples;
   controller = told.controller;
+  interval = told.interval;
   if (samples === null) {
     samples = fresh;
   } else {
@@ -60,19 +63,19 @@ function makeCharts() {
     yield: overTime("yield", "Tokens per round", "1 is what it is without drafts",
       [["tokens per round", "accent", (v) => number(v, 2)]], { atLeast: 2, write: whole }),
     acceptance: bars("acceptance", "Acceptance by position", "share of the rounds that drafted so far",
-      { atLeast: 1, write: percent }),
+      { write: percent }),
     depth: overTime("depth-chart", "Depth", "drafts per round, on average", [["depth", "accent", (v) => number(v, 2)]],
       { atLeast: 2, write: whole }),
-    gains: bars("gains", "What the controller thinks", "expected speed by depth; 1× is no drafts; in colour: the last round's",
-      { atLeast: 1, write: (gain) => `${number(gain, 2)}×` }),
-    rows: overTime("rows", "Rows and queue", "answers under way, prompts being read, requests that wait",
+    gains: bars("gains", "What the controller thinks", "expected speed, 1 is no drafts; in colour: the last round",
+      { write: (gain) => number(gain, 2) }),
+    rows: overTime("rows", "Rows and queue", "who decodes, whose prompt is read, who waits",
       [["decoding", "accent", whole], ["reading", "blue", whole], ["waiting", "amber", whole]], { write: whole }),
     first: overTime("first", "Time to first token", "from arrival, waiting included", [["first token", "accent", seconds]],
       { atLeast: 0.01, write: seconds }),
     prefix: overTime("prefix-chart", "Prefix-cache hits", "share of the prompts' tokens that need not be read",
       [["found", "accent", percent]], { write: percent }),
     memory: overTime("memory", "Memory", "as MLX counts it",
-      [["in use", "accent", bytes], ["of it, prefix cache", "blue", bytes], ["kept for reuse", "muted", bytes]],
+      [["in use", "accent", bytes], ["prefix cache", "blue", bytes], ["kept for reuse", "muted", bytes]],
       { atLeast: 1e6, write: bytes }),
   };
 }
@@ -83,13 +86,13 @@ function draw() {
   const to = latest();
   const begin = Math.max(samples.time.findIndex((time) => time > to - range), 0);
   const s = Object.fromEntries(Object.entries(samples).map(([name, column]) => [name, column.slice(begin)]));
-  const each = (value) => s.time.map((_, i) => (s.seconds[i] === null ? null : value(i)));
-  const ratio = (a, b) => each((i) => (s[b][i] ? s[a][i] / s[b][i] : null));
+  const wide = Math.max(1, Math.round(range / CALM / interval));
+  const ratio = (a, b) => moving(s[a], s[b], wide);
   const over = (chart, ...columns) => chart.draw([s.time, ...columns], to - range, to);
 
-  over(charts.speed, each((i) => s.generation_tokens[i] / s.seconds[i]));
+  over(charts.speed, ratio("generation_tokens", "seconds"));
   over(charts.yield, ratio("generation_tokens", "rounds"));
-  over(charts.depth, each((i) => (s.rounds[i] ? sum(s.proposed_by_position[i]) / s.rounds[i] : null)));
+  over(charts.depth, moving(s.proposed_by_position.map((row) => row && sum(row)), s.rounds, wide));
   over(charts.rows, s.running, s.entering, s.queued);
   over(charts.first, ratio("first_token_seconds", "first_tokens"));
   over(charts.prefix, ratio("cached_tokens", "prompt_tokens"));
@@ -98,7 +101,7 @@ function draw() {
   const proposed = byPosition(s.proposed_by_position);
   const accepted = byPosition(s.accepted_by_position);
   charts.acceptance.draw(proposed.map((_, j) => j + 1), proposed.map((count, j) => (accepted[j] ?? 0) / count));
-  charts.gains.draw(controller.gains.map((_, k) => k), controller.gains, controller.depth);
+  charts.gains.draw(controller.gains.map((_, k) => k), controller.gains, (k) => k === controller.depth);
   tiles(s, sum(proposed), sum(accepted));
 }
 
@@ -110,17 +113,26 @@ function tiles(s, proposed, accepted) {
   const prompts = total("prompt_tokens");
   const shown = document.querySelector("input[name=range]:checked").parentElement.textContent.trim();
   const told = [
-    ["Tokens per second", number(spoken, 1), `last ${NOW} s`],
-    ["Tokens per round", number(total("generation_tokens") / total("rounds"), 2), shown],
-    ["Drafts accepted", percent(accepted / proposed), shown],
+    ["Tokens/s", number(spoken, 1), `last ${NOW} s`],
+    ["Tokens/round", number(total("generation_tokens") / total("rounds"), 2), shown],
+    ["Accepted", percent(accepted / proposed), shown],
     ["Depth", number(proposed / total("rounds"), 1), shown],
     ["First token", seconds(total("first_token_seconds") / total("first_tokens")), shown],
     ["Rows", number(last("running") + last("entering")), `${number(last("queued"))} waiting`],
-    ["Prompts from cache", prompts ? percent(total("cached_tokens") / prompts) : "–", shown],
+    ["Prefix hits", prompts ? percent(total("cached_tokens") / prompts) : "–", shown],
     ["Memory", bytes(last("active_bytes")), "in use"],
   ];
   const tile = ([label, value, note]) => make("div", {}, make("dt", {}, label), make("dd", {}, value, make("small", {}, note)));
   find("tiles").replaceChildren(...told.map(tile));
+}
+
+/** One column to another over so many samples up to each; null where there is nothing to compare with. */
+function moving(above, below, wide) {
+  return above.map((_, i) => {
+    if (below[i] === null) return null;
+    const part = (column) => sum(column.slice(Math.max(0, i - wide + 1), i + 1));
+    return part(below) ? part(above) / part(below) : null;
+  });
 }
 
 const sum = (numbers) => numbers.reduce((a, b) => a + (b ?? 0), 0);

@@ -1,7 +1,7 @@
 // The model that is loaded, those beside it on this machine, and those that are known.
 
 import { read } from "./api.js";
-import { find, make, number } from "./page.js";
+import { bytes, find, make, number } from "./page.js";
 
 let asked = false;
 
@@ -24,7 +24,7 @@ export async function show() {
 function card(model) {
   const facts = [
     ["Parameters", [model.parameters, model.active_parameters && `${model.active_parameters} active`]],
-    ["Size", [model.bytes && `${number(model.bytes / 1e9, 2)} GB`]],
+    ["Size", [model.bytes && bytes(model.bytes)]],
     ["Family", [model.family]],
     ["Quantisation", [quantization(model)]],
     ["Context", [model.context_length && `${number(model.context_length)} tokens`]],
@@ -52,7 +52,7 @@ function badge({ problem, native_mtp: head }) {
   return make("p", { class: "badge good" }, `MTP · k = ${head.default_k}, up to ${head.max_k}`);
 }
 
-function quantization({ quantization: how, bytes, object }) {
-  if (how) return `${how.bits} bits, groups of ${how.group_size}`;
-  return bytes || object ? "none" : null; // of a model that is not here nothing is known
+function quantization({ quantization: how }) {
+  if (how === undefined) return null; // of a model that is not here nothing is known
+  return how === null ? "none" : `${how.bits} bits, groups of ${how.group_size}`;
 }

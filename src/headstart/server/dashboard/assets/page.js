@@ -21,7 +21,6 @@ export function number(value, digits = 0) {
 export const percent = (share) => (Number.isFinite(share) && share !== null ? `${Math.round(share * 100)}%` : "–");
 
 export function bytes(count) {
-  if (!count) return "0";
   return count < 1e9 ? `${number(count / 1e6, count < 1e7 ? 1 : 0)} MB` : `${number(count / 1e9, 1)} GB`;
 }
 
