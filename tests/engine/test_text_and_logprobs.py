@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+import headstart
 from fixtures import builtin_model, random_model, random_prompt
 from headstart.checkpoint import load_tokenizer, resolve
 from headstart.engine import Engine, Event, Request
@@ -51,6 +52,44 @@ def test_text_is_held_back_only_while_it_may_become_a_stop_string() -> None:
         assert not stream.stopped
         assert not "".join(pieces).endswith("END")
     assert "".join(pieces) + stream.finish() == "An ENDING, an END"
+
+
+@pytest.mark.parametrize("text", ["a", " a", "  a", " ", "\n a", " 🙂", "🙂", " \n", "", "\0"])
+def test_text_is_what_its_tokens_are_from_the_first_character_on(text: str) -> None:
+    """mlx-lm's detokenizer takes a space off the beginning of a text. But an answer goes on from its prompt."""
+    stream = TextStream(TOKENIZER, ())
+    pieces = [stream.add(token) for token in TOKENIZER.encode(text, add_special_tokens=False)]
+    assert "".join(pieces) + stream.finish() == text
+
+
+def test_whatever_the_tokens_their_text_is_the_tokenizers() -> None:
+    """Parts of characters in any order, some that never become one, and long runs of them."""
+    rng = random.Random(0)
+    characters = [token for c in "é日🙂\x00 " for token in TOKENIZER.encode(c, add_special_tokens=False)]
+    for share in (0.0, 0.5, 0.95, 1.0):
+        for _ in range(50):
+            said = [
+                rng.choice(characters) if rng.random() < share else rng.randrange(len(TOKENIZER))
+                for _ in range(rng.randint(1, 60))
+            ]
+            stream = TextStream(TOKENIZER, ())
+            text = "".join([stream.add(token) for token in said]) + stream.finish()
+            assert text == TOKENIZER.decode(said)
+
+
+def test_what_never_becomes_a_character_is_not_held_back_for_ever() -> None:
+    part = TOKENIZER.encode("é", add_special_tokens=False)[0]
+    stream = TextStream(TOKENIZER, ())
+    assert len("".join(stream.add(part) for _ in range(1000))) > 980
+
+
+def test_generate_keeps_the_space_that_an_answer_begins_with() -> None:
+    model = random_model("dense", vocab_size=builtin_model().vocabulary)
+    the = TOKENIZER.encode(" the", add_special_tokens=False)
+    assert len(the) == 1
+    for k in (0, 3):
+        text = headstart.generate(model, TOKENIZER, [5, 90], max_tokens=3, k=k, logit_bias={the[0]: 100})
+        assert text == " the the the"
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "seed": 3}, {"temperature": 1.0, "top_k": 5}])

@@ -31,6 +31,12 @@ def test_a_script_is_said_word_for_word(here: tuple[Running, ScriptedRoom]) -> N
     assert here[1].requests[-1].params.max_tokens == 200
 
 
+@pytest.mark.parametrize("text", [" a", "  a", " ", "\n a", " 🙂", " <think>"])
+def test_a_completion_keeps_the_space_that_it_begins_with(here: tuple[Running, ScriptedRoom], text: str) -> None:
+    assert ask(here, text).choices[0].text == text
+    assert "".join(chunk.choices[0].text for chunk in ask(here, text, stream=True)) == text
+
+
 def test_a_script_comes_in_bursts(here: tuple[Running, ScriptedRoom]) -> None:
     chunks = [chunk.choices[0].text for chunk in ask(here, TEXT, stream=True)]
     assert "".join(chunks) == TEXT

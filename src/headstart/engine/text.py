@@ -4,12 +4,18 @@ from collections.abc import Collection
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+KEPT = 4  # tokens: a character has up to four bytes, and each may be a token
+MOST = 16  # tokens that wait for the rest of a character. By then there is none
+
 
 class TextStream:
-    """The text of one answer. What might be the beginning of a stop string is held back until it is not."""
+    """The text of one answer: what the tokenizer makes of all of its tokens, from the first character on. mlx-lm's
+    own would drop a space there. What might be the beginning of a stop string is held back until it is not."""
 
     def __init__(self, tokenizer: TokenizerWrapper, stop: Collection[str]):
-        self._detokenizer = tokenizer.detokenizer
+        self._tokenizer = tokenizer
+        self._window: list[int] = []  # the last tokens: some that were shown, as tokens may depend on those before
+        self._shown = 0  # characters of the window's text
         self._stop = tuple(stop)
         self._held = ""
         self.stop: str | None = None  # the one that has come up
@@ -20,13 +26,23 @@ class TextStream:
 
     def add(self, token: int) -> str:
         """The text that can be shown now that `token` is known; it may belong to earlier tokens."""
-        self._detokenizer.add_token(token)
-        return self._release(self._detokenizer.last_segment, last=False)
+        self._window.append(token)
+        text = self._text()
+        open_ = text.endswith("\ufffd")  # as part of a character does
+        if open_ and len(self._window) < MOST:
+            return ""
+        ready = len(text) - open_
+        segment = text[self._shown : ready]
+        self._window = self._window[-KEPT:]
+        self._shown = len(self._text()) - open_
+        return self._release(segment, last=False)
 
     def finish(self) -> str:
         """What is left when no token follows."""
-        self._detokenizer.finalize()
-        return self._release(self._detokenizer.last_segment, last=True)
+        return self._release(self._text()[self._shown :], last=True)
+
+    def _text(self) -> str:
+        return str(self._tokenizer.decode(self._window))
 
     def _release(self, segment: str, last: bool) -> str:
         if self.stopped:
