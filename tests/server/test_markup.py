@@ -42,8 +42,8 @@ TOOLS: Tools = {"get_weather": WEATHER, "get": {"type": "object", "properties": 
 LINES = '\n  two\n\tlines "quoted" \\ </b> < </para <tool_call>\n'
 
 
-def read(*pieces: str, tools: Tools = TOOLS, thinking: bool = False) -> list[Delta]:
-    reader = Reader(tools, thinking=thinking)
+def read(*pieces: str, tools: Tools = TOOLS, **how: bool) -> list[Delta]:
+    reader = Reader(tools, **how)
     return [delta for piece in pieces for delta in reader.feed(piece)] + reader.finish()
 
 
@@ -145,6 +145,7 @@ def test_values_are_typed_by_the_schema() -> None:
         ("wind", "1e999", "1e999"),
         ("at", "{'a': {1, 2}}", "{'a': {1, 2}}"),
         ("at", "[" * 100_000, "[" * 100_000),
+        ("tags", "[" * 200 + "]" * 200, "[" * 200 + "]" * 200),  # more than everyone can read
         ("indoors", "yes", "yes"),
     ],
 )  # fmt: skip
@@ -162,6 +163,40 @@ def test_a_schema_that_refers_to_itself_does_no_harm() -> None:
     tree = {"anyOf": [{"$ref": "#/$defs/Tree"}, {"type": "array"}]}
     tools = {"grow": {"type": "object", "properties": {"t": {"$ref": "#/$defs/Tree"}}, "$defs": {"Tree": tree}}}
     assert json.loads(message(xml("grow", t="[1]"), tools=tools).calls[0].arguments) == {"t": [1]}
+
+
+def test_types_are_found_however_many_ways_lead_to_them() -> None:
+    """Thirty definitions that are each either of the next and the next, and a chain too long to be followed."""
+    ends = {"D30": {"type": "integer"}, "Deep199": {"type": "integer"}}
+    diamond = {f"D{i}": {"anyOf": [{"$ref": f"#/$defs/D{i + 1}"}] * 2} for i in range(30)}
+    chain = {f"Deep{i}": {"$ref": f"#/$defs/Deep{i + 1}"} for i in range(199)}
+    properties = {"a": {"$ref": "#/$defs/D0"}, "b": {"$ref": "#/$defs/Deep0"}}
+    tools = {"f": {"type": "object", "properties": properties, "$defs": {**diamond, **chain, **ends}}}
+    (call,) = message(xml("f", a="1", b="1"), tools=tools).calls
+    assert json.loads(call.arguments) == {"a": 1, "b": "1"}
+
+
+@pytest.mark.parametrize("key", ["first name", "name ", "\t", 'a "b"', "é", "$ref", "a=b"])
+def test_a_parameter_may_have_any_name_on_one_line(key: str) -> None:
+    tools = {"f": {"type": "object", "properties": {"a": {}, key: {"type": "integer"}, "first": {}}}}
+    text = xml("f", **{"a": "x", key: "5", "first": "y"})
+    (call,) = message(text, tools=tools).calls
+    assert json.loads(call.arguments) == {"a": "x", key: 5, "first": "y"}
+    assert Message.of(read(*text, tools=tools)).calls == (call,)
+
+
+def test_half_a_character_is_told_as_such() -> None:
+    """JSON can hold one half of a pair, and UTF-8 cannot: what is passed on must be possible to send."""
+    at_its_end = '<tool_call>{"arguments": {"city": "a\\ud83d"}, "name": "get_weather"}</tool_call>'
+    for text in (
+        at_its_end,
+        xml("get_weather", at='{"city": "a\\ud83d"}'),
+        xml("get_weather", at="{'city': 'a\\ud83d'}"),
+    ):
+        (call,) = message(text).calls
+        assert "a\ufffd" in call.arguments.encode().decode()
+    whole = xml("get_weather", at='{"city": "\\ud83d\\ude42"}')
+    assert arguments(whole) == {"at": {"city": "🙂"}}
 
 
 def test_json_calls_are_passed_on_as_written() -> None:
@@ -218,6 +253,14 @@ def test_a_call_inside_a_thought_is_a_call() -> None:
     assert message(text, thinking=True) == Message("Good.", "Let me see.\nDone.", (Call("get", "{}"),))
 
 
+def test_a_call_inside_a_thought_is_none_where_calls_come_later() -> None:
+    thought = f"Let me see.\n{xml('get')} or {xml('get_weather')[12:]}"
+    text = f"{thought}\n</think>\n\n{xml('get')}"
+    expected = Message("", thought, (Call("get", "{}"),))
+    assert message(text, thinking=True, calls_in_thoughts=False) == expected
+    assert message(f"<think>\n{text}", calls_in_thoughts=False) == expected
+
+
 def test_a_call_after_a_thought_is_a_call() -> None:
     assert message("<think>\nHm.\n</think>\n\n" + xml("get")) == Message("", "Hm.", (Call("get", "{}"),))
 
@@ -265,6 +308,8 @@ def test_mlx_lm_reads_the_same_from_a_whole_call(write: str) -> None:
         '<tool_call>\n{"arguments": 5, "name": "get"}\n</tool_call>',
         '<tool_call>\n{"name": ["get"], "arguments": {}}\n</tool_call>',
         '<tool_call>\n{"name": "get", "arguments": "x"}\n</tool_call>',
+        '<tool_call>\n{"arguments": {"a": 1e999}, "name": "get"}\n</tool_call>',
+        '<tool_call>\n{"arguments": {"a": ' + "[" * 200 + "]" * 200 + '}, "name": "get"}\n</tool_call>',
         '<tool_call>\n{"name": "get", "argu',
         "<tool_call>\n<function=get",
         "<tool_call>\n<function=get>\n",

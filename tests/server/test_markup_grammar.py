@@ -195,6 +195,60 @@ def test_marks_that_are_no_tokens_are_written_out() -> None:
     assert '"<tool_call>"' in grammar.source
 
 
+CHOOSY: Tools = {
+    "paint": {
+        "type": "object",
+        "properties": {
+            "by reference": {"$ref": "#/$defs/Colour"},
+            "perhaps": {"anyOf": [{"$ref": "#/$defs/Colour"}, {"type": "null"}]},
+            "fixed": {"const": "oil"},
+            "both": {"allOf": [{"type": "string"}, {"enum": ["thin", "thick", 5]}]},
+            "mixed": {"enum": ["none", 1, None]},
+            "counted": {"oneOf": [{"enum": ["few", "many"]}, {"type": "integer", "minimum": 3, "maximum": 9}]},
+            "free": {"anyOf": [{"enum": ["a"]}, {"type": "string"}]},
+        },
+        "$defs": {"Colour": {"enum": ["red", "blue"]}},
+    }
+}
+CHOICES = [
+    ("by reference", ["red", "blue"], ["green", "", "null", '"red"']),
+    ("perhaps", ["red", "null"], ["green", "nil", "5"]),
+    ("fixed", ["oil"], ["water", "oil "]),
+    ("both", ["thin", "thick"], ["5", "medium"]),
+    ("mixed", ["none", "1", "null"], ["2", "some", '"none"']),
+    ("counted", ["few", "3", "9"], ["none", "2", "10", '"few"']),
+    ("free", ["a", "anything\nat all"], []),
+]
+
+
+@pytest.mark.parametrize(("key", "good", "bad"), CHOICES)
+def test_a_choice_of_texts_holds_wherever_the_schema_states_it(key: str, good: list[str], bad: list[str]) -> None:
+    """Bare text has no quotes that %json could be left to deal with."""
+    grammar = call_grammar(CHOOSY, XML)
+    written = "<tool_call>\n<function=paint>\n<parameter={}>\n{}\n</parameter>\n</function>\n</tool_call>"
+    for value in good:
+        assert permits(grammar, written.format(key, value)), value
+    for value in bad:
+        assert not permits(grammar, written.format(key, value)), value
+
+
+@DIALECTS
+def test_a_schema_with_any_number_of_ways_through_it_makes_a_grammar(dialect: Dialect) -> None:
+    ways = {f"D{i}": {"anyOf": [{"$ref": f"#/$defs/D{i + 1}"}] * 2} for i in range(30)}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/D0"}},
+        "required": ["a"],
+        "$defs": {**ways, "D30": {"enum": ["x", "y"]}},
+    }
+    grammar = call_grammar({"f": schema}, dialect)
+    xml = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+    as_json = '<tool_call>\n{{"name": "f", "arguments": {{"a": "{}"}}}}\n</tool_call>'
+    written = xml if dialect is XML else as_json
+    assert permits(grammar, written.format("x"))
+    assert not permits(grammar, written.format("z"))
+
+
 # Thoughts before
 
 
@@ -210,6 +264,15 @@ def test_an_answer_may_be_thought_about_before_it_follows_its_grammar() -> None:
     assert not permits(open_, 'Hm.\n</think>\n\n{"n": 1}')
     assert think_first(ANSWER, JSON, "over") == ANSWER
     assert think_first(ANSWER, replace(JSON, ids={}), "begun") == ANSWER
+
+
+def test_a_call_that_must_come_does_not_come_in_the_thought() -> None:
+    call = call_grammar(LONG, JSON)
+    for budget in (None, 200):
+        for thought, opening in (("begun", ""), ("open", "<think>\n")):
+            grammar = think_first(call, JSON, thought, budget=budget, calls=False)
+            assert permits(grammar, f"{opening}Hm.\n</think>\n\n{JSON_CALLS[0]}")
+            assert not permits(grammar, f"{opening}Hm.\n{JSON_CALLS[0]}\n</think>\n\n{JSON_CALLS[0]}")
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,11 @@ from .delta import Call, Content, Delta, Message, Reasoning, ToolArguments, Tool
 from .dialect import Dialect, Thought, thought_in
 from .grammar import call_grammar, either, think_first
 from .reader import CALL, Reader
-from .schema import Schema, Tools
+from .schema import Schema, Tools, flaw
+from .value import loads, too_deep
 
 __all__ = [
     "CALL", "Call", "Content", "Delta", "Dialect", "Message", "Reader", "Reasoning", "Schema", "Thought",
-    "ToolArguments", "ToolBroken", "ToolCall", "Tools", "call_grammar", "either", "merged", "think_first",
-    "thought_in",
+    "ToolArguments", "ToolBroken", "ToolCall", "Tools", "call_grammar", "either", "flaw", "loads", "merged",
+    "think_first", "thought_in", "too_deep",
 ]  # fmt: skip

@@ -16,7 +16,8 @@ from ...sampling import GrammarSpec
 from ...sampling.grammar import JSON_OPTIONS
 from .dialect import Dialect, Thought
 from .reader import CALL, CALL_END, THINK, THINK_END
-from .schema import TEXT, Schema, Tools, types_of
+from .schema import Permitted, Schema, Tools, permitted
+from .value import TEXT
 from .xml_call import FUNCTION
 
 _TERSE = {"whitespace_pattern": " "}  # as templates write the arguments of calls
@@ -34,20 +35,28 @@ def call_grammar(tools: Tools, dialect: Dialect, *, several: bool = True) -> Gra
 
 
 def think_first(
-    spec: GrammarSpec | None, dialect: Dialect, thought: Thought, *, budget: int | None = None
+    spec: GrammarSpec | None,
+    dialect: Dialect,
+    thought: Thought,
+    *,
+    budget: int | None = None,
+    calls: bool = True,
 ) -> GrammarSpec | None:
-    """A thought of at most `budget` tokens, then what `spec` says. Where that is None anything may follow, and until
-    the budget is spent the answer may end in the thought, as it may without a grammar."""
+    """A thought of at most `budget` tokens, in which `calls` may be opened or not, then what `spec` says. Where that
+    is None anything may follow, and until the budget is spent the answer may end in the thought, as it may without a
+    grammar."""
     if budget is not None and budget < 0:
         raise RequestError(f"the thinking budget is {budget}; it must be 0 or more tokens")
     if not dialect.thinks or thought == "over" or (spec is None and budget is None):
         return spec
-    thinking = _tokens_but(dialect.ids[THINK_END], budget)
+    marks = (THINK_END,) if calls else (THINK_END, CALL)
+    barred = [dialect.ids[mark] for mark in marks if mark in dialect.ids]
+    thinking = _tokens_but(barred, budget)
     opening, end = _mark(THINK, dialect), _mark(THINK_END, dialect)
     if spec is None:
         start = f"{thinking} {end} <[*]>*"
         if budget:
-            start = f"({start} | {_tokens_but(dialect.ids[THINK_END], budget - 1)})"
+            start = f"({start} | {_tokens_but(barred, budget - 1)})"
         if thought == "open":
             start = f"{opening} {start} | (<[^{dialect.ids[THINK]}]> <[*]>*)?"
         return GrammarSpec("lark", f"start: {start}")
@@ -62,8 +71,9 @@ def either(one: GrammarSpec, other: GrammarSpec) -> GrammarSpec:
     return GrammarSpec("lark", f"start: one | other\none: {_within_lark(one)}\nother: {_within_lark(other)}")
 
 
-def _tokens_but(token: int, most: int | None) -> str:
-    return "" if most == 0 else f"<[^{token}]>" + ("*" if most is None else f"{{0,{most}}}")
+def _tokens_but(barred: list[int], most: int | None) -> str:
+    any_other = f"<[^{','.join(map(str, barred))}]>"
+    return "" if most == 0 else any_other + ("*" if most is None else f"{{0,{most}}}")
 
 
 def _within_lark(spec: GrammarSpec) -> str:
@@ -107,17 +117,22 @@ def _xml_functions(tools: Tools) -> Iterator[str]:
         parts = " ".join(f"f{i}p{j}" + ("" if key in required else "?") for j, key in enumerate(keys))
         head = _literal(f"{FUNCTION}{name}>\n")
         yield f'f{i}: {head} {parts if properties is not None else "any*"} "</function>"'
+        known: dict[str, Permitted] = {}
         for j, key in enumerate(keys):
-            value = _xml_value(schema["properties"][key], schema)
+            value = _xml_value(schema["properties"][key], schema, known)
             yield rf'f{i}p{j}: {_literal(f"<parameter={key}>" + chr(10))} {value} "\n"'
 
 
-def _xml_value(schema: Any, root: Schema) -> str:
+def _xml_value(schema: Any, root: Schema, known: dict[str, Permitted]) -> str:
     """With what ends it. Text goes on to the first end; of its constraints only a choice of texts is kept."""
-    types = types_of(schema, root)
-    if isinstance(schema, Mapping) and types == TEXT and schema.get("enum"):
-        return "(" + " | ".join(map(_literal, schema["enum"])) + r') "\n</parameter>"'
-    if not isinstance(schema, Mapping) or types & TEXT:
-        return "text"
-    named = {word: root[word] for word in ("$defs", "definitions") if word in root}
-    return _json({**named, **schema}) + r' "\n</parameter>"'
+    found = permitted(schema, root, known)
+    ways: list[str] = []
+    if found.types >= TEXT:
+        if found.texts is None:
+            return "text"
+        ways += map(_literal, sorted(found.texts))
+        schema = {"allOf": [schema, {"type": sorted(found.types - TEXT)}]}  # the rest of it
+    if found.types - TEXT:
+        named = {word: root[word] for word in ("$defs", "definitions") if word in root}
+        ways.append(_json({**named, **schema}))
+    return f"({' | '.join(ways)})" + r' "\n</parameter>"'

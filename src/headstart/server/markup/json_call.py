@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import regex
 
 from .delta import Delta, ToolArguments, ToolCall
-from .schema import Tools, dumps
+from .schema import Tools
 from .tape import Tape, Waiting
+from .value import dumps, loads
 
 _NAME = r'\{\s*+"name"\s*+:\s*+'
 _ANY_NAME = regex.compile(rf'(?={_NAME}"(?P<name>[^"\\]{{0,256}}+)")')
@@ -56,8 +57,8 @@ def _read_at_its_end(tape: Tape, tools: Tools, index: int, say: Callable[[Delta]
 
 def _parsed(pieces: list[str]) -> object:
     try:
-        return json.loads("".join(pieces))
-    except (ValueError, RecursionError):
+        return loads("".join(pieces))
+    except ValueError:
         return None
 
 

@@ -1,10 +1,11 @@
 """Reads an answer as it comes: what was thought, what was said, and which tools were called.
 
 A thought is told from the rest by `<think>` at the very beginning, or by the prompt that has opened it, and lasts to
-`</think>`. A call may stand anywhere, in a thought too, and in either of the two ways of writing one, whichever the
-model was taught. What only looks like markup is text like any other: a call that no tool answers to, or that is not
-well formed. Blanks between markup and text belong to the markup: chat templates put them there again. Only where
-text goes on behind a call do those before the call stay, since the call is taken out from between.
+`</think>`. A call may stand anywhere, in a thought too unless a grammar has calls come later, and in either of the
+two ways of writing one, whichever the model was taught. What only looks like markup is text like any other: a call
+that no tool answers to, or that is not well formed. Blanks between markup and text belong to the markup: chat
+templates put them there again. Only where text goes on behind a call do those before the call stay, since the call is
+taken out from between.
 """
 
 import regex
@@ -25,9 +26,9 @@ _END = regex.compile(_BLANKS + CALL_END)
 
 
 class Reader:
-    def __init__(self, tools: Tools | None = None, *, thinking: bool = False):
+    def __init__(self, tools: Tools | None = None, *, thinking: bool = False, calls_in_thoughts: bool = True):
         """`tools`: those that may be called. `thinking`: the prompt ends in an open `<think>`."""
-        self._tools = tools or {}
+        self._tools, self._calls_in_thoughts = tools or {}, calls_in_thoughts
         self._voice: type[Content | Reasoning] = Reasoning if thinking else Content
         self._calls = 0  # that have begun
         self._broken = 0
@@ -75,7 +76,7 @@ class Reader:
     def _marks(self) -> regex.Pattern[str]:
         """What ends text here, with the blanks before it. Some models forget `<tool_call>`."""
         marks = [THINK_END] if self.thinking else []
-        marks += [CALL, FUNCTION] if self._tools else []
+        marks += [CALL, FUNCTION] if self._tools and (self._calls_in_thoughts or not self.thinking) else []
         return regex.compile(rf"(?<![ \t\r\n]){_BLANKS}(?:{'|'.join(marks)})" if marks else "(?!)")
 
     def _call(self, opening: str) -> Waiting[None]:

@@ -1,15 +1,33 @@
 """What a tool's JSON Schema says of its parameters, for calls whose values are written as bare text."""
 
-import ast
-import json
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import Any
+
+from .value import ANY, DEEPEST, TEXT, type_of
 
 Schema = Mapping[str, Any]
 Tools = Mapping[str, Schema]  # by a function's name: the schema of its arguments
 
-TEXT = frozenset({"string"})
-ANY = frozenset({"string", "integer", "number", "boolean", "object", "array", "null"})
+
+@dataclass(frozen=True)
+class Permitted:
+    """The values that a schema permits: their types, and of texts which ones; None for any."""
+
+    types: frozenset[str] = ANY
+    texts: frozenset[str] | None = None
+
+    def __and__(self, other: "Permitted") -> "Permitted":
+        choices = [each.texts for each in (self, other) if each.texts is not None]
+        return Permitted(self.types & other.types, frozenset.intersection(*choices) if choices else None)
+
+    def __or__(self, other: "Permitted") -> "Permitted":
+        choices = [each.texts for each in (self, other) if each.types >= TEXT]
+        known = [each for each in choices if each is not None]
+        texts = frozenset[str]().union(*known) if len(known) == len(choices) else None
+        return Permitted(self.types | other.types, texts)
 
 
 def parameter(schema: Schema, key: str) -> Any:
@@ -20,75 +38,63 @@ def parameter(schema: Schema, key: str) -> Any:
     return schema.get("additionalProperties")
 
 
-def types_of(schema: Any, root: Schema, followed: frozenset[str] = frozenset()) -> frozenset[str]:
-    """The JSON types that a schema within `root` permits. What says nothing of types permits all of them."""
-    if not isinstance(schema, Mapping):
-        return ANY
-    types = ANY
-    if isinstance(place := schema.get("$ref"), str) and place not in followed:
-        types &= types_of(_at(place, root), root, followed | {place})
+def permitted(schema: Any, root: Schema, known: dict[str, Permitted] | None = None, deep: int = 0) -> Permitted:
+    """By a schema within `root`. What says nothing of types permits all of them. `known`: what references stand for,
+    each looked up once, since there may be 2^30 ways to it."""
+    if not isinstance(schema, Mapping) or deep == DEEPEST:
+        return Permitted()
+    references = {} if known is None else known
+
+    def within(part: Any) -> Permitted:
+        return permitted(part, root, references, deep + 1)
+
+    found = Permitted()
+    if isinstance(place := schema.get("$ref"), str):
+        if place not in references:
+            references[place] = Permitted()  # while it is looked up: what refers to itself says no more by that
+            references[place] = within(_at(place, root))
+        found &= references[place]
     names = schema.get("type")
-    if known := ANY.intersection([names] if isinstance(names, str) else names or ()):
-        types &= known | {"integer"} if "number" in known else known
+    if named := ANY.intersection([names] if isinstance(names, str) else names or ()):
+        found &= Permitted(named | {"integer"} if "number" in named else named)
     for word in ("anyOf", "oneOf"):
         if schema.get(word):
-            types &= frozenset().union(*[types_of(each, root, followed) for each in schema[word]])
+            found &= reduce(or_, map(within, schema[word]))
     for each in schema.get("allOf") or ():
-        types &= types_of(each, root, followed)
+        found &= within(each)
     if "const" in schema or schema.get("enum"):
-        types &= {_type(value) for value in schema.get("enum") or [schema["const"]]}
-    return types
+        values = schema.get("enum") or [schema["const"]]
+        found &= Permitted(frozenset(map(type_of, values)), frozenset(v for v in values if isinstance(v, str)))
+    return found
 
 
-def json_of(text: str, types: frozenset[str]) -> str:
-    """A value that was written as bare text, as JSON. Text that is none of the other types is text, which the tool
-    can complain of; where nothing is known of the types, only what looks like an object or an array is one."""
-    wanted = {"object", "array"} if types == ANY else types - TEXT
-    for read in (_read_json, ast.literal_eval):  # models also write True, None and {'a': 1}
-        value = _read(read, text.strip()) if wanted else None
-        if value is not None and _type(json.loads(value)) in wanted:
-            return value
-    return dumps(text)
-
-
-def dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
-def _read(read: Callable[[str], Any], text: str) -> str | None:
-    """As JSON, or None where it cannot be."""
-    try:
-        value = read(text)
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)  # as mlx-lm has it: 5.0 is an integer too
-        return dumps(value)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+def flaw(schema: Any, place: str = "") -> str | None:
+    """Why something is no schema, as far as it is read here. Null is the same as nothing."""
+    if isinstance(schema, bool):
         return None
+    if not isinstance(schema, Mapping):
+        return f"{place.removesuffix('.')} should be a schema"
+    said = {word: value for word, value in schema.items() if value is not None}
+    if not isinstance(names := said.get("type", []), str) and not _is_names(names):
+        return f"{place}type should be a name or a list of names"
+    if not place and not _is_names(said.get("required", [])):
+        return "required should be a list of names"
+    if not isinstance(said.get("$ref", ""), str):
+        return f"{place}$ref should be a text"
+    inner: dict[str, Any] = {}
+    for word in ("properties", "$defs", "definitions"):
+        if not isinstance(schemas := said.get(word, {}), Mapping):
+            return f"{place}{word} should be an object"
+        inner |= {f"{place}{word}.{name}.": each for name, each in schemas.items()}
+    for word in ("anyOf", "oneOf", "allOf", "enum"):
+        if not isinstance(choices := said.get(word, []), list):
+            return f"{place}{word} should be a list"
+        inner |= {f"{place}{word}[{i}].": each for i, each in enumerate(choices) if word != "enum"}
+    return next((found for at, each in inner.items() if (found := flaw(each, at)) is not None), None)
 
 
-def _read_json(text: str) -> Any:
-    return json.loads(text, strict=False, parse_constant=_refuse)  # an unescaped line break does no harm
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _type(value: Any) -> str:
-    match value:
-        case bool():
-            return "boolean"
-        case int():
-            return "integer"
-        case float():
-            return "number"
-        case str():
-            return "string"
-        case None:
-            return "null"
-        case list():
-            return "array"
-    return "object"
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def _at(place: str, root: Schema) -> Any:

@@ -10,11 +10,12 @@ from collections.abc import Callable
 import regex
 
 from .delta import Delta, ToolArguments, ToolCall
-from .schema import TEXT, Tools, dumps, json_of, parameter, types_of
+from .schema import Tools, parameter, permitted
 from .tape import Tape, Waiting
+from .value import TEXT, dumps, json_of
 
 FUNCTION = "<function="
-_PART = regex.compile(r"[ \t\r\n]*+(?:<parameter=(?P<key>[^\s<>]{1,256}+)>(?:\n|(?=[^\n]))|</function>)")
+_PART = regex.compile(r"[ \t\r\n]*+(?:<parameter=(?P<key>[^<>\r\n]{1,256}+)>(?:\n|(?=[^\n]))|</function>)")
 _VALUE_END = regex.compile(r"\n?</parameter>")
 
 
@@ -38,7 +39,7 @@ def read_xml(tape: Tape, tools: Tools, index: int, say: Callable[[Delta], None])
             return True
         add(f"{before}{dumps(key)}: ")
         before = ", "
-        types = types_of(parameter(schema, key), schema)
+        types = permitted(parameter(schema, key), schema).types
         if types == TEXT:  # known to be text before it is all there
             add('"')
             end = yield from tape.until(_VALUE_END, lambda text: add(dumps(text)[1:-1]))
