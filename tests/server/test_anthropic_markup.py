@@ -250,6 +250,16 @@ def test_a_call_that_breaks_off_is_no_call(here: Here) -> None:
     assert text["text"] + rest["text"] == script
 
 
+def test_half_a_character_in_a_call_does_not_break_the_message(here: Here) -> None:
+    """Which JSON can hold, and UTF-8 cannot."""
+    say = {**ADD, "name": "say", "input_schema": {"type": "object", "properties": {"a": {"type": "object"}}}}
+    in_json = '<tool_call>\n{"name": "say", "arguments": {"a": {"b": "x\\ud83d"}}}\n</tool_call>'
+    in_xml = '<function=say>\n<parameter=a>\n{"b": "x\\ud83d"}\n</parameter>\n</function>'
+    for script in (in_json, in_xml):
+        (block,) = create(here, script, tools=[say]).content
+        assert block.input == {"a": {"b": "x\ufffd"}}
+
+
 def test_stop_sequences_are_named(here: Here) -> None:
     answer = create(here, "one two three", stop_sequences=["never", " three"])
     assert blocks(answer) == [{"type": "text", "text": "one two"}]

@@ -1,7 +1,6 @@
 """Messages of the real engine through the real anthropic client: exact, counted, cached, kept alive and cancelled."""
 
 import json
-import re
 import threading
 from itertools import count
 from typing import Any
@@ -90,34 +89,6 @@ def test_the_end_of_the_context_is_not_taken_for_the_requests_own() -> None:
     with running(context=64) as server:
         fields = {"max_tokens": 500, "extra_body": {"min_tokens": 500}}
         assert create(server, **fields).stop_reason == "model_context_window_exceeded"
-
-
-HOT = {"seed": 3, "temperature": 2.0}
-TOLD: dict[str, Any] = {"tools": [SWITCH], "tool_choice": {"type": "tool", "name": "switch"}}
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{}, {"extra_body": HOT}, {"tools": [SWITCH], "tool_choice": {"type": "any"}}, {**TOLD, "extra_body": HOT},
-     {"thinking": {"type": "enabled", "budget_tokens": 8}, "stop_sequences": ["e"]},
-     {"output_config": {"format": {"type": "json_schema", "schema": SWITCH["input_schema"]}}}],
-)  # fmt: skip
-def test_speculation_changes_nothing_but_the_stats(server: Running, fields: dict[str, Any]) -> None:
-    """Of a whole message not a byte; a stream's events are cut where rounds end, and make the same message."""
-    asked = {"model": "tiny", "max_tokens": 60, "messages": HI, **fields}
-    messages, said = server.anthropic().messages, []
-    for speculation in (False, True):
-        server.room.configure(speculation=speculation)
-        body, stats = messages.with_raw_response.create(**asked).http_response.text.split(',"generation_stats":')
-        assert (json.loads(stats.removesuffix("}"))["drafter_kind"] is not None) == speculation
-        with messages.stream(**asked) as stream:
-            said.append([_without_ids(text) for text in (body, stream.get_final_message().to_json())])
-    assert said[0] == said[1]
-    assert ('"type":"tool_use"' in said[0][0]) == ("tools" in fields)
-
-
-def _without_ids(text: str) -> str:
-    return re.sub(r"(msg|toolu)_[0-9a-f]+", r"\1", text)
 
 
 def test_a_coding_agents_second_turn_is_found_in_the_cache() -> None:

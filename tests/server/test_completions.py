@@ -230,6 +230,7 @@ def test_origins_stand_beside_every_token(client: OpenAI) -> None:
     fields = {"include_origins": True, "num_draft_tokens": 3}
     chunks = [chunk for chunk in streamed(client, extra_body=fields)[1:] if not chunk.choices[0].finish_reason]
     whole = chat(client, extra_body=fields)
+    assert not hasattr(streamed(client, extra_body=fields)[0].choices[0], "origins"), "it adds no token"
     origins = [origin for chunk in chunks for origin in chunk.choices[0].origins]
     assert origins == whole.choices[0].origins
     assert len(origins) == len(chunks) == 24
@@ -244,7 +245,7 @@ def test_completions_go_on_from_text_or_tokens(client: OpenAI, stream: bool) -> 
     text = "def add(a, b):"
     tokens = list(tokenizer().encode(text))
     expected = alone(tokens, max_tokens=16)
-    for prompt in (text, [text], tokens):
+    for prompt in (text, [text], tokens, [tokens]):
         if stream:
             chunks = list(client.completions.create(model="tiny", prompt=prompt, stream=True))
             assert {chunk.object for chunk in chunks} == {"text_completion"}

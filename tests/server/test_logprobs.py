@@ -112,11 +112,12 @@ def test_a_prompt_is_scored_by_the_models_own_log_probabilities(server: Running,
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason) == (tokenizer().decode(prompt), "length")
     assert answer.usage.completion_tokens == 0
+    told = choice.logprobs
+    assert told.token_logprobs[0] is told.top_logprobs[0] is None
+    assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == length
     if length == 1:
         return
-    told = choice.logprobs
     table = expected(prompt[:1], prompt[1:])
-    assert told.token_logprobs[0] is told.top_logprobs[0] is None
     assert told.token_logprobs[1:] == pytest.approx([table[i, t].item() for i, t in enumerate(prompt[1:])], abs=1e-3)
     best = [max(each.values()) for each in told.top_logprobs[1:]]
     assert best == pytest.approx(table.max(axis=-1).tolist(), abs=1e-3)
@@ -136,6 +137,18 @@ def test_an_echo_comes_before_what_is_said(server: Running, stream: bool) -> Non
             scores[choice.index] += len(choice.logprobs.tokens) if choice.logprobs else 0
         assert texts == {0: prompt + said, 1: prompt + said}
         assert set(scores.values()) == {len(tokenizer().encode(prompt)) + 5 if logprobs else 0}
+
+
+def test_nothing_is_told_of_a_prompt_unasked(server: Running) -> None:
+    (choice,) = scored(server, logprobs=None).choices
+    assert (choice.text, choice.logprobs) == ("def add(a, b):", None)
+
+
+def test_a_prompt_is_scored_from_its_first_character_on(server: Running) -> None:
+    (choice,) = scored(server, prompt="  x = 1").choices
+    assert (choice.text, choice.logprobs.text_offset[0]) == ("  x = 1", 0)
+    for offset, name in zip(choice.logprobs.text_offset, choice.logprobs.tokens, strict=True):
+        assert choice.text[offset:].startswith(name)
 
 
 def test_a_prompt_in_the_prefix_cache_is_scored_all_the_same() -> None:

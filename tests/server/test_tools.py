@@ -146,6 +146,62 @@ def test_a_second_round_carries_calls_thoughts_and_results(here: Here) -> None:
     assert answer.generation_stats["ignored_fields"] == []
 
 
+@pytest.mark.parametrize("script", [PARIS, OSLO], ids=["json", "xml"])
+def test_a_call_that_was_cut_off_can_be_sent_back(here: Here, script: str) -> None:
+    """A stream has told of it by then, and what clients make of that is part of a JSON object, or nothing."""
+    listed = []
+    for most in range(8, len(tokenizer().encode(script, add_special_tokens=False)) - 1):
+        message, reason, deltas = gathered(ask(here, script, max_tokens=most, stream=True))
+        assert reason == "length"
+        calls = [{"id": deltas[0].id, "type": "function", "function": call} for call in message["calls"].values()]
+        said = {"role": "assistant", "content": message["content"], **({"tool_calls": calls} if calls else {})}
+        answer = ask(here, "So be it.", messages=[*HI, said, {"role": "user", "content": "Go on."}])
+        listed += answer.generation_stats["ignored_fields"]
+    assert set(listed) == {"messages[].tool_calls[].function.arguments: cut off"}
+    prompt = tokenizer().decode(here[1].requests[-1].prompt)
+    assert '"name": "get_weather", "arguments": {"city": ' in prompt
+
+
+def test_arguments_come_back_whatever_is_in_them(here: Here) -> None:
+    """Half a character, as models write them when they are cut off in an escape."""
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"a": "x\\ud83d", "b": 1}'}}
+    ask(here, "Yes.", messages=[*HI, {"role": "assistant", "tool_calls": [call]}, *HI])
+    assert '{"a": "x\ufffd", "b": 1}' in tokenizer().decode(here[1].requests[-1].prompt)
+
+
+def test_several_calls_that_nothing_prevents_are_said_to_be(here: Here) -> None:
+    shaped = {"response_format": {"type": "json_object"}}
+    for fields, listed in (({}, True), ({"tool_choice": "required"}, False), ({"tools": []}, False), (shaped, False)):
+        answer = ask(here, PARIS, parallel_tool_calls=False, **fields)
+        assert answer.generation_stats["ignored_fields"] == (["parallel_tool_calls"] if listed else [])
+
+
+NAMED = {"type": "function", "function": {"name": "now"}}
+CALLED = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("choice", [NAMED, "required"], ids=["named", "required"])
+def test_a_call_that_must_come_is_the_only_one(here: Here, choice: Any) -> None:
+    """What looks like another in the thought is thought. The token that opens calls cannot even be said there."""
+    fields = {"tool_choice": choice, "parallel_tool_calls": False, "extra_body": {"enable_thinking": True}}
+    bare = OSLO.removeprefix("<tool_call>\n")
+    (choice,) = ask(here, f"<think>\nPerhaps {bare}\n</think>\n\n{CALLED}", **fields).choices
+    assert [call.function.name for call in choice.message.tool_calls] == ["now"]
+    assert (choice.message.content, choice.message.reasoning_content) == (None, f"Perhaps {bare}")
+    message, reason, _ = gathered(ask(here, f"<think>\nPerhaps {bare}\n</think>\n\n{CALLED}", stream=True, **fields))
+    assert ({call["name"] for call in message["calls"].values()}, reason) == ({"now"}, "tool_calls")
+    with pytest.raises(openai.InternalServerError, match="no token can follow"):
+        ask(here, f"<think>\n{PARIS}\n</think>\n\n{CALLED}", **fields)
+
+
+def test_beside_a_shape_a_call_comes_after_the_thought(here: Here) -> None:
+    fields = {"response_format": {"type": "json_object"}, "extra_body": {"enable_thinking": True}}
+    (choice,) = ask(here, f"<think>\nHm.\n</think>\n\n{CALLED}", **fields).choices
+    assert [call.function.name for call in choice.message.tool_calls] == ["now"]
+    with pytest.raises(openai.InternalServerError, match="no token can follow"):
+        ask(here, f"<think>\n{CALLED}\n</think>\n\n{{}}", **fields)
+
+
 def test_tools_are_told_to_the_model_unless_it_may_not_call_them(here: Here) -> None:
     ask(here, "Hello.")
     assert '"name": "get_weather"' in tokenizer().decode(here[1].requests[-1].prompt)
@@ -162,11 +218,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [WEATHER, WEATHER]}, "tools"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "function": {"name": "two words"}}]}, "tools[0].function.name"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "thing"}}}],
-      "tool_choice": "required"}, "tools"),
+    ({"tools": [NOW, {"type": "function", "function": {"name": "f", "parameters": {"type": "thing"}}}],
+      "tool_choice": "required"}, "tools[1].function.parameters"),
     ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
-    ({"messages": [*HI, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-     "messages[1].tool_calls[0].function.arguments"),
+    *[({"messages": [*HI, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}]},
+       "messages[1].tool_calls[0].function.arguments") for text in ("oops", "[1]", "{a: 1}", "{" * 500)],
 ]  # fmt: skip
 
 

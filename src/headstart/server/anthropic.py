@@ -13,13 +13,12 @@ from ..engine import Request
 from ..sampling import GrammarSpec, SamplingParams
 from ..sampling.params import MAX_STOP_CHARACTERS, MAX_STOPS
 from .anthropic_blocks import Cached, Message, TextBlock
-from .anthropic_system import as_the_users, late_system, takes_late_system
 from .chat import Chat
 from .errors import refuse
 from .openai import EFFORTS
 from .prompt import Prompt
 from .served import Served
-from .shape import Listed, Shape, Text
+from .shape import Json, Listed, Shape, Text
 
 # Claude Code begins its system prompt with a line for Anthropic's accounts that is never the same twice, and so no
 # prompt would be found in the prefix cache. It says nothing to a model, and is left out.
@@ -33,7 +32,7 @@ class Tool(Cached):
     type: Text | None = None
     name: Annotated[Text, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
     description: Text | None = None
-    input_schema: dict[str, Any] | None = Field(None, description="Needed, but for tools that run at Anthropic.")
+    input_schema: Json | None = Field(None, description="Needed, but for tools that run at Anthropic.")
 
     def check(self, place: str) -> None:
         if self.type not in (None, "custom"):
@@ -59,7 +58,7 @@ class ThinkingConfig(Shape):
 
 class OutputFormat(Shape):
     type: Literal["json_schema"]
-    schema_: dict[str, Any] | bool = Field(alias="schema")
+    schema_: Json | bool = Field(alias="schema")
 
 
 class OutputConfig(Shape):
@@ -93,10 +92,10 @@ class CountRequest(Cached):
 
     def read(self, served: Served) -> Prompt:
         choice, output = self.tool_choice or ToolChoice(type="auto"), self.output_config or OutputConfig()
-        messages = self._for_template()
         chat = Chat(
-            as_the_users(messages) if self._rewords(served) else messages,
+            self._for_template(),
             [tool.for_template() for tool in self.tools or ()],
+            schema_field="input_schema",
             tool_choice=TOOL_CHOICES[choice.type],
             tool=choice.name,
             several=not choice.disable_parallel_tool_use,
@@ -108,17 +107,15 @@ class CountRequest(Cached):
         )
         return served.read_chat(chat)
 
-    def ignored(self, served: Served) -> list[str]:
+    def ignored(self) -> list[str]:
         """And what was read otherwise than it was sent."""
         found = set(self.unknown())
-        if self._rewords(served):
-            found.add("messages[].role: system")
         if any(BILLING_LINE.match(text) for text in self._system_texts()):
             found.add("system: x-anthropic-billing")
         if any(block.type == "redacted_thinking" for message in self.messages for block in message.blocks):
             found.add("messages[].content[]: redacted_thinking")
-        choice = self.tool_choice
-        if choice is not None and choice.disable_parallel_tool_use and choice.type == "auto":
+        choice, shaped = self.tool_choice, self.output_config is not None and self.output_config.format is not None
+        if choice is not None and choice.disable_parallel_tool_use and choice.type == "auto" and not shaped:
             found.add("tool_choice.disable_parallel_tool_use")  # nothing keeps a model from calling twice
         return sorted(found)
 
@@ -130,9 +127,6 @@ class CountRequest(Cached):
         system = "".join(BILLING_LINE.sub("", text) for text in self._system_texts())
         first = [{"role": "system", "content": system}] if system else []
         return [*first, *(each for message in self.messages for each in message.for_template())]
-
-    def _rewords(self, served: Served) -> bool:
-        return late_system(self._for_template()) and not takes_late_system(served.tokenizer)
 
     def _thinks(self, served: Served) -> bool | None:
         match self.thinking:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from .errors import refuse
-from .shape import Listed, Shape, Text
+from .shape import Json, Listed, Shape, Text
 
 
 class Cached(Shape):
@@ -41,7 +41,7 @@ class ToolUse(Cached):
     type: Literal["tool_use"]
     id: Text
     name: Text
-    input: dict[str, Any]
+    input: Json
 
 
 class Media(Cached):

@@ -1,13 +1,12 @@
 """What a message of the assistant's is made of."""
 
-import json
 import uuid
 from hashlib import sha256
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from .markup import Content, Delta, Reasoning, ToolArguments, ToolBroken, ToolCall, merged
+from .markup import Content, Delta, Reasoning, ToolArguments, ToolBroken, ToolCall, loads, merged
 
 
 class TokenCount(BaseModel):
@@ -75,7 +74,7 @@ def said(deltas: list[Delta]) -> list[Said]:
             case ToolCall(index, name):
                 names[index] = name
             case ToolArguments(index, fragment):
-                blocks.append(SaidToolUse(id=call_id(), name=names[index], input=json.loads(fragment)))
+                blocks.append(SaidToolUse(id=call_id(), name=names[index], input=loads(fragment)))
     return blocks
 
 

@@ -93,4 +93,4 @@ class MessagesReply:
     def _stats(self) -> dict[str, Any]:
         stats = self._transcript.stats
         assert stats is not None
-        return stats.as_dict() | {"ignored_fields": self._asked.ignored(self._served)}
+        return stats.as_dict() | {"ignored_fields": sorted([*self._asked.ignored(), *self._prompt.ignored])}

@@ -1,19 +1,20 @@
 """A conversation in the words of chat templates, whichever API it came by, and what must come of it."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..sampling import GrammarSpec
 from .errors import refuse
-from .markup import Dialect, Tools, call_grammar, either
+from .markup import Dialect, Tools, call_grammar, either, flaw
 
 
 @dataclass(frozen=True)
 class Chat:
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()  # {"type": "function", "function": {"name", "description", "parameters"}}
+    schema_field: str = "function.parameters"  # where a tool had its schema
     tool_choice: str = "auto"  # or none, required
     tool: str | None = None  # the one that must be called
     several: bool = True  # calls in one answer
@@ -30,7 +31,8 @@ class Chat:
         if self.tool_choice == "none":
             return {}
         functions = [tool["function"] for tool in self.tools]
-        return {each["name"]: each.get("parameters") or {} for each in functions}
+        schemas = {each["name"]: each.get("parameters") or {} for each in functions}
+        return schemas if self.tool is None else {self.tool: schemas[self.tool]}
 
     @property
     def must_call(self) -> bool:
@@ -43,6 +45,9 @@ class Chat:
             refuse("tools", "the model's chat template has none: leave them out", "unsupported")
         if twice := next((name for name, count in Counter(names).items() if count > 1), None):
             refuse("tools", f"{twice!r} is there twice: give every tool a name of its own")
+        for i, tool in enumerate(self.tools):
+            if problem := flaw(tool["function"].get("parameters") or {}):
+                refuse(self._schema_field(i), f"{problem}: send a JSON Schema")
         if self.must_call and not self.tools:
             refuse("tool_choice", "asks for a call, and there are no tools: send some")
         if self.tool is not None and self.tool not in names:
@@ -56,11 +61,19 @@ class Chat:
 
     def answer_grammar(self, dialect: Dialect) -> GrammarSpec | None:
         """What may be said once all is thought. A call is always an answer where there are tools."""
-        tools = self.callable
-        if self.tool is not None:
-            return call_grammar({self.tool: tools[self.tool]}, dialect, several=False)
-        if self.tool_choice == "required":
-            return call_grammar(tools, dialect, several=self.several)
+        tools, several = self.callable, self.several and self.tool is None
+        if self.must_call:
+            return call_grammar(tools, dialect, several=several)
         if self.grammar is not None and tools:
-            return either(self.grammar, call_grammar(tools, dialect, several=self.several))
+            return either(self.grammar, call_grammar(tools, dialect, several=several))
         return self.grammar
+
+    def call_grammars(self, dialect: Dialect) -> Iterator[tuple[GrammarSpec, str]]:
+        """Of each tool alone, and the field that its schema came in."""
+        tools = self.callable
+        for i, tool in enumerate(self.tools):
+            if (name := tool["function"]["name"]) in tools:
+                yield call_grammar({name: tools[name]}, dialect), self._schema_field(i)
+
+    def _schema_field(self, index: int) -> str:
+        return f"tools[{index}].{self.schema_field}"

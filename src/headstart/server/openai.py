@@ -17,7 +17,7 @@ from .errors import refuse
 from .openai_chat import Message, NamedTool, Tool
 from .prompt import Prompt
 from .served import Served
-from .shape import Listed, Shape, Text
+from .shape import Json, Listed, Shape, Text
 
 # Known, and harmless only at these values.
 NOT_HONOURED: dict[str, tuple[Any, ...]] = {
@@ -38,6 +38,7 @@ OF_CHATS: dict[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},),
     "top_logprobs": (0,),
 }
+Ids = Annotated[list[int], Field(fail_fast=True)]
 MOST_CHOICES = 16
 MOST_BIASES = MAX_BIASES - 1  # a chat that may not call has one of its own
 # Tokens of thought. Beyond these a model thinks as long as it likes.
@@ -58,7 +59,7 @@ class StreamOptions(Shape):
 class JsonSchema(Shape):
     name: Text | None = None
     description: Text | None = None
-    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    schema_: Json | bool | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -200,7 +201,18 @@ class ChatRequest(Asked):
     enable_thinking: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     thinking_budget: int | None = Field(None, description="Most tokens of thought.")
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Json | None = None
+
+    def ignored(self) -> list[str]:
+        """And what is read otherwise than it was sent."""
+        found = set(super().ignored())
+        calls = [call for message in self.messages for call in message.tool_calls or ()]
+        if any(call.function.cut_off for call in calls):
+            found.add("messages[].tool_calls[].function.arguments: cut off")
+        free = (self.tool_choice or "auto") == "auto" and self.constraint()[0] is None
+        if self.tools and self.parallel_tool_calls is False and free:
+            found.add("parallel_tool_calls")  # nothing keeps a model from calling twice
+        return sorted(found)
 
     def most_tokens(self, left: int) -> int:
         """Without a limit an answer may go on to the end of the context."""
@@ -257,8 +269,8 @@ class ChatRequest(Asked):
 
 
 class CompletionRequest(Asked):
-    prompt: Text | Annotated[list[int], Field(fail_fast=True)] | Listed[Text] = Field(
-        description="Text, the text alone in a list, or token ids."
+    prompt: Text | Ids | Listed[Text] | Listed[Ids] = Field(
+        description="Text or token ids, or either alone in a list."
     )
     logprobs: int | None = Field(None, description="How many of the best tokens to tell of, 0 for the one said.")
     echo: bool | None = Field(None, description="Begin with the prompt; max_tokens may then be 0.")

@@ -4,19 +4,32 @@ import json
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
+from pydantic_core import from_json
 
-from .shape import Listed, Shape, Text
+from .markup import loads, too_deep
+from .shape import Json, Listed, Shape, Text
 
 
 def _object(text: str) -> str:
     """Templates write arguments in their own way, and so must be able to look into them."""
+    if not isinstance(arguments := _arguments(text), dict) or too_deep(arguments):
+        raise ValueError("Arguments should be the text of a JSON object, or the beginning of one")
+    return text
+
+
+def _arguments(text: str) -> Any:
+    """As far as they go: a stream has sent part of a call that its limit then cuts off, and clients send it back."""
     try:
-        arguments = json.loads(text or "{}")
+        return loads(text or "{}")
     except ValueError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise ValueError("Arguments should be the text of a JSON object")
-    return text or "{}"
+        return _beginning(text)
+
+
+def _beginning(text: str) -> Any:
+    try:
+        return from_json(text, allow_partial="trailing-strings")
+    except ValueError:
+        return None
 
 
 class TextPart(Shape):
@@ -28,6 +41,14 @@ class CalledFunction(Shape):
     name: Text
     arguments: Annotated[Text, AfterValidator(_object)] = "{}"
 
+    @property
+    def cut_off(self) -> bool:
+        try:
+            json.loads(self.arguments or "{}")
+        except ValueError:
+            return True
+        return False
+
 
 class Called(Shape):
     id: Text | None = None
@@ -35,7 +56,7 @@ class Called(Shape):
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
+        function = {"name": self.function.name, "arguments": _arguments(self.function.arguments)}
         return {"type": "function", "id": self.id, "function": function}
 
 
@@ -65,7 +86,7 @@ class Message(Shape):
 class Function(Shape):
     name: Annotated[Text, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Json | None = None
 
 
 class Tool(Shape):

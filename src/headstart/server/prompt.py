@@ -15,10 +15,14 @@ class Prompt:
     text: str | None = None  # as it was sent, where it is no chat: whatever the model writes is then text
     thinking: bool = False  # it ends in an open thought
     tools: Tools = field(default_factory=dict)  # that may be called
+    calls_in_thoughts: bool = True
     grammar: GrammarSpec | None = None
     bias: Mapping[int, float] = field(default_factory=dict)  # against calls where none may come
     sampling: Mapping[str, Any] = field(default_factory=dict)  # what the makers recommend where nothing was asked
+    ignored: tuple[str, ...] = ()  # what was read otherwise than it was sent
 
     def reader(self) -> Reader | None:
         """A new one for every answer."""
-        return None if self.text is not None else Reader(self.tools, thinking=self.thinking)
+        if self.text is not None:
+            return None
+        return Reader(self.tools, thinking=self.thinking, calls_in_thoughts=self.calls_in_thoughts)

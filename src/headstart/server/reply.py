@@ -38,7 +38,7 @@ class Reply:
         self._asked, self._served = asked, served
         self._created, self._chat = int(time.time()), isinstance(asked, ChatRequest)
         self._echo = prompt.text if isinstance(asked, CompletionRequest) and asked.echo else None
-        self._prompt, self._scores = prompt.tokens, list[TokenLogprobs]()
+        self._prompt, self._scores = prompt, list[TokenLogprobs]()
         self._choices = [Telling(i, Transcript(prompt.reader())) for i in range(asked.choices)]
         self.id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
 
@@ -92,20 +92,22 @@ class Reply:
         return choice, pieces
 
     def _echoed(self, text: str) -> Piece:
-        if not self._scores:
+        if self._asked.wanted_logprobs() is None:
             return Piece([Content(text)])
-        stream = TextStream(self._served.tokenizer, ())
-        texts = [stream.add(token) for token in self._prompt]
-        return Piece([Content(text)], self._prompt, texts, [], [None, *self._scores])
+        stream, tokens = TextStream(self._served.tokenizer, ()), self._prompt.tokens
+        texts = [stream.add(token) for token in tokens]
+        texts[-1] += stream.finish()
+        return Piece([Content(text)], tokens, texts, [], [None, *self._scores])
 
     def _parts(self, choice: Telling, piece: Piece) -> Iterator[Choice]:
         """A chunk for everything that a piece adds. The first has the piece's origins and log-probabilities; where
         nothing is added these wait for the next."""
-        piece, choice.pieces = Piece.of([*choice.pieces, piece]), []
-        parts = [part for delta in piece.deltas if (part := _delta(delta)) is not None]
-        if not parts and not (self._asked.include_origins and piece.tokens):
-            choice.pieces = [piece]
+        choice.pieces.append(piece)
+        told = any(_delta(delta) is not None for delta in piece.deltas)
+        if not told and not (self._asked.include_origins and piece.tokens):
             return
+        piece, choice.pieces = Piece.of(choice.pieces), []
+        parts = [part for delta in piece.deltas if (part := _delta(delta)) is not None]
         for part in parts or [Said(content="")]:
             said = {"delta": part} if self._chat else {"text": part.content}
             yield Choice(index=choice.index, **said, **self._beside(choice, piece), finish_reason=None)
@@ -146,7 +148,7 @@ class Reply:
     def _stats(self) -> dict[str, Any]:
         stats = [choice.transcript.stats for choice in self._choices]
         told = Stats.of([each for each in stats if each is not None]).as_dict()
-        told["ignored_fields"] = self._asked.ignored()
+        told["ignored_fields"] = sorted([*self._asked.ignored(), *self._prompt.ignored])
         if (clamped_to := self._asked.clamped_to) is not None and told["num_draft_tokens_clamped_to"] is None:
             told["num_draft_tokens_clamped_to"] = clamped_to
         return {"generation_stats": told}

@@ -20,6 +20,9 @@ from .chat import Chat
 from .errors import Refusal
 from .markup import CALL, Dialect, think_first, thought_in
 from .prompt import Prompt
+from .system import Messages, has_several, takes_several, with_one
+
+PromptText = str | list[int] | list[str] | list[list[int]]  # as such or in tokens, in a list or not
 
 
 @dataclass(frozen=True)
@@ -88,12 +91,18 @@ class Served:
         """The tokens of a conversation, and what may be said to it."""
         dialect = self.dialect
         chat.check(dialect)
-        tokens = self._through_template(chat)
+        self._check_template(chat)
+        messages, reworded = chat.messages, False
+        if has_several(messages) and not self._takes_several_systems:
+            messages, reworded = with_one(messages)
+        tokens = self._through_template(messages, chat)
         thought = thought_in(tokens, self.tokenizer)
         self.check_grammar(chat.grammar, chat.grammar_field)
         answer = chat.answer_grammar(dialect)
-        self.check_grammar(answer, "tools")
-        grammar = think_first(answer, dialect, thought, budget=chat.budget)
+        self._check_calls(answer, chat)
+        # Where a grammar has calls come after the thought, one inside it would be one too many.
+        calls_in_thoughts = answer is None or not chat.callable
+        grammar = think_first(answer, dialect, thought, budget=chat.budget, calls=calls_in_thoughts)
         self.check_grammar(grammar, "thinking_budget")
         no_calls = chat.tool_choice == "none" and CALL in dialect.ids
         return Prompt(
@@ -101,12 +110,14 @@ class Served:
             "messages",
             thinking=thought == "begun",
             tools=chat.callable,
+            calls_in_thoughts=calls_in_thoughts,
             grammar=grammar,
             bias={dialect.ids[CALL]: -100.0} if no_calls else {},
             sampling=self.sampling(thinking=dialect.thinks and thought != "over"),
+            ignored=("messages[].role: system",) if reworded else (),
         )
 
-    def read_text(self, prompt: str | list[int] | list[str], grammar: GrammarSpec | None, field: str) -> Prompt:
+    def read_text(self, prompt: PromptText, grammar: GrammarSpec | None, field: str) -> Prompt:
         """The tokens of a text that is to go on, as `grammar` says, which came in `field`."""
         self.check_grammar(grammar, field)
         tokens, text = self._tokens(prompt)
@@ -123,7 +134,20 @@ class Served:
         except RequestError as error:
             raise Refusal(400, f"{field}: {error}", param=field, code="invalid_value") from error
 
-    def _through_template(self, chat: Chat) -> list[int]:
+    def _check_calls(self, answer: GrammarSpec | None, chat: Chat) -> None:
+        """And find the tool whose schema cannot be kept to."""
+        try:
+            self.check_grammar(answer, "tools")
+        except Refusal:
+            for grammar, field in chat.call_grammars(self.dialect):
+                self.check_grammar(grammar, field)
+            raise
+
+    @cached_property
+    def _takes_several_systems(self) -> bool:
+        return takes_several(self.tokenizer)
+
+    def _check_template(self, chat: Chat) -> None:
         if not self.tokenizer.has_chat_template:
             message = "messages: the model has no chat template: use /v1/completions"
             raise Refusal(400, message, param="messages", code="unsupported")
@@ -131,9 +155,11 @@ class Served:
         if taken := sorted(arguments.keys() & chat.template.keys()):
             message = f"chat_template_kwargs: {', '.join(taken)}: not for clients to set: leave it out"
             raise Refusal(400, message, param="chat_template_kwargs", code="invalid_value")
+
+    def _through_template(self, messages: Messages, chat: Chat) -> list[int]:
         try:
             tokens = self.tokenizer.apply_chat_template(
-                list(chat.messages),
+                list(messages),
                 tools=list(chat.tools) if chat.callable else None,
                 add_generation_prompt=True,
                 # None is neither yes nor no, so that the template's own default holds. mlx-lm would say yes.
@@ -144,13 +170,13 @@ class Served:
             raise Refusal(400, message, param="messages", code="invalid_value") from error
         return list(tokens)
 
-    def _tokens(self, prompt: str | list[int] | list[str]) -> tuple[list[int], str]:
+    def _tokens(self, prompt: PromptText) -> tuple[list[int], str]:
         """And the text."""
         match prompt:
             case str(text) | [str(text)]:
                 return list(self.tokenizer.encode(text)), text
-            case [int(), *_]:
-                tokens = [token for token in prompt if isinstance(token, int)]
+            case [[*ids]] | ([int(), *_] as ids):
+                tokens = [token for token in ids if isinstance(token, int)]
                 known = range(self.model.vocabulary)
                 fitting = tokens[: self.model.context_length]  # more are refused, and need not be spelt out for that
                 return tokens, str(self.tokenizer.decode([token for token in fitting if token in known]))

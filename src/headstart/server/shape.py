@@ -1,9 +1,12 @@
 """What bodies of requests are made of. Fields that a shape does not know are kept, so that they can be named."""
 
+import json
 from collections.abc import Iterator
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from .markup import too_deep
 
 MOST = 2**14  # of messages, parts, tools
 Element = TypeVar("Element")
@@ -37,3 +40,14 @@ def _whole(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_whole)]
+
+
+def _passable(value: dict[str, Any]) -> dict[str, Any]:
+    """It goes on to templates and grammars, which must be able to write it."""
+    if too_deep(value):
+        raise ValueError("Object should not be nested so deeply")
+    _whole(json.dumps(value, ensure_ascii=False))
+    return value
+
+
+Json = Annotated[dict[str, Any], AfterValidator(_passable)]

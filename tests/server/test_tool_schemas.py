@@ -1,0 +1,107 @@
+"""Schemas of tools that are none, or hard to read: refused by name, or read in no time, and never a crash."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from running import Running
+from scripted import ScriptedRoom, scripted
+
+HI = [{"role": "user", "content": "hi"}]
+Here = tuple[Running, ScriptedRoom]
+FLAWS: list[tuple[Any, str]] = [
+    ({"required": True}, "required should be a list of names"),
+    ({"required": ["a", 5]}, "required should be a list of names"),
+    ({"type": 5}, "type should be a name or a list of names"),
+    ({"type": [["object"]]}, "type should be a name or a list of names"),
+    ({"anyOf": 5}, "anyOf should be a list"),
+    ({"oneOf": {"type": "object"}}, "oneOf should be a list"),
+    ({"enum": 5}, "enum should be a list"),
+    ({"$ref": 5}, "$ref should be a text"),
+    ({"properties": ["a"]}, "properties should be an object"),
+    ({"properties": {"a": 5}}, "properties.a should be a schema"),
+    ({"properties": {"a": {"anyOf": [{"type": {}}]}}}, "properties.a.anyOf[0].type should be a name"),
+    ({"$defs": {"a": {"enum": "x"}}}, "$defs.a.enum should be a list"),
+]
+FLAWLESS: list[Any] = [
+    None, {}, {"type": "object", "properties": None, "required": None},
+    {"type": "object", "properties": {"a": True, "b": {"type": ["string", "null"]}, "c": {"type": "any"}}},
+    {"type": "object", "properties": {"a": {"type": "string", "required": True}}},  # as drafts had it once
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["json", "xml"])
+def here(request: pytest.FixtureRequest) -> Iterator[Here]:
+    """With a model that writes calls in this way."""
+    with scripted() as server:
+        vars(server[0].served)["dialect"] = replace(server[0].served.dialect, format=request.param)
+        yield server
+
+
+def ask(here: Here, schema: Any, **fields: Any) -> Any:
+    functions = [{"name": "f0"}, {"name": "f1", "parameters": schema}]
+    tools = [{"type": "function", "function": function} for function in functions]
+    known = {"model": "tiny", "messages": HI, "tools": tools}
+    return here[0].openai().chat.completions.create(**known | fields)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize(("schema", "problem"), FLAWS, ids=lambda value: json.dumps(value)[:50])
+def test_what_is_no_schema_is_refused_by_its_place(here: Here, schema: Any, problem: str, choice: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        ask(here, schema, tool_choice=choice)
+    assert error.value.param == "tools[1].function.parameters"
+    assert problem in error.value.message
+    tools = [{"name": "f", "input_schema": schema}]
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        here[0].anthropic().messages.create(model="tiny", max_tokens=9, messages=HI, tools=tools)  # type: ignore[arg-type]
+    assert str(refused.value.api_message).startswith(f"tools[0].input_schema: {problem}")
+
+
+@pytest.mark.parametrize("schema", FLAWLESS, ids=lambda value: json.dumps(value)[:50])
+def test_what_can_be_read_is_not_refused(here: Here, schema: Any) -> None:
+    call = "<tool_call>\n<function=f1>\n<parameter=a>\n5\n</parameter>\n</function>\n</tool_call>"
+    here[1].scripts.append(call)
+    (choice,) = ask(here, schema).choices
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"a": "5"}
+
+
+def nested(levels: int) -> Any:
+    return {"type": "object", "properties": {"a": nested(levels - 1)}} if levels else {}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": nested(150)}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"description": "\ud800"}}}]},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": nested(150)}}},
+        {"chat_template_kwargs": {"a": nested(150)}},
+    ],
+    ids=["tools", "half a character", "response_format", "chat_template_kwargs"],
+)
+def test_what_cannot_be_passed_on_is_refused_by_name(here: Here, fields: dict[str, Any]) -> None:
+    body = json.dumps({"messages": HI, **fields})
+    with here[0].http() as http:
+        response = http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"].startswith(next(iter(fields)))
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_schema_with_2_to_the_30_ways_through_it_is_read_at_once(here: Here, choice: Any) -> None:
+    ways = {f"D{i}": {"anyOf": [{"$ref": f"#/$defs/D{i + 1}"}] * 2} for i in range(30)}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/D0"}},
+        "$defs": {**ways, "D30": {"type": "integer"}},
+    }
+    xml = "<tool_call>\n<function=f1>\n<parameter=a>\n5\n</parameter>\n</function>\n</tool_call>"
+    as_json = '<tool_call>\n{"name": "f1", "arguments": {"a": 5}}\n</tool_call>'
+    here[1].scripts.append(xml if here[0].served.dialect.format == "xml" else as_json)
+    (answer,) = ask(here, schema, tool_choice=choice).choices
+    assert json.loads(answer.message.tool_calls[0].function.arguments) == {"a": 5}
