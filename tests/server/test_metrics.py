@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from running import CONTEXT, Running, running, tiny, tokenizer, wait_until
 
-from headstart.engine import Event, Room, Stats
+from headstart.engine import Event, FinishReason, Room, Stats
 from headstart.server.metrics import Meter, Metrics
 from headstart.state import Prefix
 
@@ -74,6 +74,22 @@ def test_latency_is_counted_by_tokens_and_not_by_chunks() -> None:
     assert counted["headstart_time_to_first_token_seconds_sum"] == pytest.approx(1.0)
     assert counted["headstart_inter_token_seconds_count"] == 5
     assert counted["headstart_inter_token_seconds_sum"] == pytest.approx(0.5)
+
+
+def test_a_request_for_several_answers_ends_with_the_last_and_is_cut_off_if_one_is() -> None:
+    def outcome(*ends: tuple[int, FinishReason], answers: int) -> dict[str, int]:
+        metrics = Metrics(Room(tiny(True, CONTEXT), tokenizer()))
+        meter = Meter(metrics, COMPLETIONS, arrived=0.0)
+        for choice, reason in ends:
+            meter.count(Event(finish_reason=reason, choice=choice), 1.0, answers)
+        return {outcome: count for (_, outcome), count in metrics.tally.requests.items()}
+
+    assert outcome((0, "stop"), answers=1) == {"stop": 1}
+    assert outcome((1, "stop"), answers=2) == {}
+    assert outcome((1, "stop"), (0, "stop"), answers=2) == {"stop": 1}
+    assert outcome((1, "stop"), (0, "length"), answers=2) == {"length": 1}
+    assert outcome((0, "stop"), (1, "cancelled"), (2, "cancelled"), answers=3) == {"cancelled": 1}
+    assert outcome((0, "length"), (1, "error"), answers=3) == {"error": 1}
 
 
 def test_rows_and_queue_are_seen_while_they_last() -> None:

@@ -38,13 +38,13 @@ class Answer:
 
     async def events(self) -> AsyncIterator[Event]:
         """To the last one of the last answer. A request that fails, or takes too long, raises."""
-        left = self._handle.request.n
+        answers = left = self._handle.request.n
         while left:
             told = None if self._late else await self._events.get()
             if told is None:  # what else has been said comes too late
                 raise self._deadline.missed()
             event, when = told
-            self._meter.count(event, when)
+            self._meter.count(event, when, answers)
             if event.error is not None:
                 raise event.error
             if event.finish_reason == "cancelled" and not self._cancelled:

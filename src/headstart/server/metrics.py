@@ -45,16 +45,22 @@ class Meter:
         self._metrics, self._endpoint = metrics, endpoint
         self._last: defaultdict[int, float] = defaultdict(lambda: arrived)  # by choice
         self._stats: defaultdict[int, Stats] = defaultdict(lambda: Stats(None, None))
+        self._ends: list[str] = []  # of its answers
         self._ended = False
 
-    def count(self, event: Event, when: float) -> None:
+    def count(self, event: Event, when: float, answers: int = 1) -> None:
+        """Of a request for so many answers, which is cut off if one of them is."""
         if event.stats is not None:
             self._metrics.tally.add(self._stats[event.choice], event.stats, first=event.choice == 0)
             if event.tokens:
                 self._time(event, when)
             self._stats[event.choice] = event.stats
-        if event.finish_reason is not None:
+        if event.finish_reason in ("error", "cancelled"):
             self.end(event.finish_reason)
+        elif event.finish_reason is not None:
+            self._ends.append(event.finish_reason)
+            if len(self._ends) == answers:
+                self.end("length" if "length" in self._ends else "stop")
 
     def end(self, outcome: str) -> None:
         """The first end counts."""
@@ -144,6 +150,9 @@ class Reading(Collector):
         room = self._room
         yield GaugeMetricFamily("headstart_engine_healthy", "1 while the engine's thread is alive.", room.healthy)
         yield CounterMetricFamily("headstart_engine_restarts", "Times that thread was started again.", room.restarts)
+        ranks, seconds = room.engine.model.share.ranks, room.engine.communication_seconds
+        yield GaugeMetricFamily("headstart_ranks", "Machines that share the model.", ranks)
+        yield CounterMetricFamily("headstart_communication_seconds", "Between them, in all steps.", seconds)
         yield GaugeMetricFamily("headstart_queued_requests", "Requests that wait for a place.", room.queued)
         rows = GaugeMetricFamily("headstart_rows", "Rows of the batch.", labels=("state",))
         rows.add_metric(("running",), room.running)
