@@ -6,14 +6,16 @@ other. `stream` instead of tasks: a line for every event, for tests that interfe
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 
 from headstart.cluster import Follower, Leader, Machines, SharedPrefix, join, load
-from headstart.engine import Event, Handle, Request
+from headstart.cluster.engine import Chosen
+from headstart.engine import Depth, Event, Handle, Request
+from headstart.engine.depth import Drafter
 from headstart.sampling import SamplingParams
 
 
@@ -35,6 +37,14 @@ def noted() -> Iterator[dict[int, list[tuple[int, float]]]]:
     Handle.put = note  # type: ignore[method-assign]
     yield said
     Handle.put = put  # type: ignore[method-assign]
+
+
+class Restless(Depth):
+    """Another depth every time, as a clock might have it."""
+
+    def choose(self, rows: Sequence[Drafter]) -> int:
+        super().choose(rows)
+        return self._round % 5
 
 
 def lead(engine: Leader, machines: Machines, tasks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -70,6 +80,7 @@ def main(job: dict[str, Any]) -> None:
                     results.append({"said": list(said.values())})
                     continue
                 leader = Leader(machines, model, max_rows=3, prefix=SharedPrefix(10**8))
+                leader.depth = Chosen(Restless(), machines)
                 if "stream" in each:
                     request = Request(each["stream"], SamplingParams(max_tokens=4000, k=3, logprobs=True))
                     for event in leader.submit(request):
