@@ -28,13 +28,12 @@ class TextStream:
         """The text that can be shown now that `token` is known; it may belong to earlier tokens."""
         self._window.append(token)
         text = self._text()
-        open_ = text.endswith("\ufffd")  # as part of a character does
-        if open_ and len(self._window) < MOST:
+        part = text.endswith("\ufffd")  # of a character, perhaps
+        if part and len(self._window) < MOST:
             return ""
-        ready = len(text) - open_
-        segment = text[self._shown : ready]
+        segment = text[self._shown : len(text) - part]  # of many parts only the last can still become one
         self._window = self._window[-KEPT:]
-        self._shown = len(self._text()) - open_
+        self._shown = len(self._text()) - part
         return self._release(segment, last=False)
 
     def finish(self) -> str:
