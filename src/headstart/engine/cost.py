@@ -20,6 +20,7 @@ OWN, OWN_SETTLED = 0.1, 0.02  # least share of a surprise that is the cell's whi
 FADES = 0.96  # what is known of a cell still weighs a step later that ran another: what drafts cost may drift
 TRUST = 2.0  # what one look at a cell counts for; what the parts say of it counts for 1
 DOUBT = 0.25  # by what share a cell may turn out to be faster than the parts say if nothing like it was run
+MISSED = 0.3  # share of that which one cell more or less says
 REFIT = 64  # observations between two fits of the parts
 LEAN = 0.005  # how much the fit leans on the parts it began with
 BEGIN = (0.6, 0.05, 0.1, 0.06)  # what a step is made of before anything was measured: fixed, row, position, draft
@@ -44,6 +45,7 @@ class Cost:
     _curves: dict[int, list[float]] = field(default_factory=dict)  # by rows: the level of each k
     _last: Cell | None = None  # what ran last
     _run: int = 0  # rounds for which it has
+    _missed: float = DOUBT  # by how much the parts were off where a cell was first run
     _unfitted: int = 0  # observations since the parts were fitted
     _steps: int = 0
 
@@ -69,6 +71,7 @@ class Cost:
             if not self.cells:
                 self.pace, measured = math.log(seconds) - self._made_of(*cell), self._made_of(*cell)
             guess = self._level(rows, k)
+            self._missed += MISSED * (min(abs(measured - guess), DOUBT) - self._missed)
             self.cells[cell] = Seen(min(max(measured, guess - FAR), guess + FAR), 1)
             self._fit()
             return
@@ -99,8 +102,8 @@ class Cost:
         was, since more drafts seldom take less."""
         run = next((j for j in range(k, -1, -1) if (rows, j) in self.cells), None)
         if run is None:
-            return DOUBT
-        return min(math.exp(self._level(rows, k) - self._level(rows, run)) - 1, DOUBT) if run != k else 0.0
+            return self._missed
+        return min(math.exp(self._level(rows, k) - self._level(rows, run)) - 1, self._missed) if run != k else 0.0
 
     def _level(self, rows: int, k: int) -> float:
         """What the parts say, and as much of it as is known how far this cell and those like it are off that."""

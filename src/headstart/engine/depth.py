@@ -19,12 +19,12 @@ FADED = 3.0  # rounds that old knowledge of a position still counts for
 ALIKE = 6.0  # rounds by which a position is taken to be like the one before it
 YOUNG = 6.0  # rounds by which a new row leans on the others
 GUESS = 0.75  # acceptance before anything was drafted
-HYSTERESIS = 0.03  # a gain below which depth is left as it is
+HYSTERESIS = 0.03  # a gain below which depth is not raised
 LOOK = 2  # rounds of a look at another depth, one more the first time: the first round is not timed
 BETWEEN = 3  # rounds between two looks
 # Rounds until the same depth is looked at again, and share of the time that may go into it:
 UNKNOWN = (6, 0.02)  # what it takes was never measured
-PARKED = (12, 0.012)  # how drafts fare is only known from looks
+PARKED = (12, 0.006)  # how drafts fare is only known from looks
 DRAFTING = (30, 0.003)  # … is known without them; only what it takes may have changed
 LATEST = 100  # rounds after which it is looked at whatever it may cost
 OLD = 200  # rounds after which nothing is left
@@ -134,7 +134,8 @@ class Depth:
         self.gains = [value / values[0] for value in values]
         best = max(range(most + 1), key=values.__getitem__)
         current = self._current.get(count, min(self._start, most))
-        if current > most or values[best] > values[current] * (1 + HYSTERESIS):
+        enough = 1 + HYSTERESIS if best > current else 1.0  # fewer drafts are the surer thing
+        if current > most or values[best] > values[current] * enough:
             current = best
         self._current[count] = current
         chosen = self._look_around(count, current, values, seconds)
