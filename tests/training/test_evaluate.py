@@ -1,0 +1,60 @@
+"""The figures of the models' pages, by headstart itself."""
+
+import mlx.core as mx
+
+from fixtures import batch_of, random_model, random_prompt
+from headstart.engine.step import draft
+from training.evaluate import Evaluation, Greedy, RealText, _chains, loops, read, table
+from training.held_out import held_out
+
+
+def test_chains_over_a_text_draft_what_the_engine_drafts() -> None:
+    model, k = random_model("dense"), 4
+    for length in (12, 24):
+        prompt = random_prompt(model, length)
+        drafts = draft(model, batch_of(model, prompt), k).tokens[0].tolist()
+        ids = mx.array([[*prompt, *drafts, 0]])  # a text that goes on as drafted
+        hidden = model.trunk(ids, model.make_state(1), certain=ids.shape[1])
+        chain = _chains(model, hidden, ids, mx.array([length - 2]), k)
+        assert [int(mx.argmax(drafted[0])) for drafted in chain] == drafts
+
+
+def test_a_chain_is_the_same_alone_and_beside_others() -> None:
+    model = random_model("moe")
+    ids = mx.array([random_prompt(model, 50)])
+    hidden = model.trunk(ids, model.make_state(1), certain=50)
+    together = list(_chains(model, hidden, ids, mx.array([5, 20, 31]), 4))
+    for i, start in enumerate((5, 20, 31)):
+        alone = list(_chains(model, hidden, ids, mx.array([start]), 4))
+        for many, one in zip(together, alone, strict=True):
+            assert mx.array_equal(many[i], one[0])
+
+
+def test_a_text_loops_where_few_kinds_of_tokens_fill_a_long_stretch() -> None:
+    straight = list(range(160))
+    assert not loops(straight)
+    assert loops(straight[:70] + [1, 2, 3, 4] * 20)
+    assert not loops([1, 2, 3, 4] * 10 + straight)  # it came out of it
+
+
+def test_a_random_model_reads_as_badly_as_chance() -> None:
+    model = random_model("dense")
+    found = read(model, [random_prompt(model, 120, seed) for seed in range(3)], k=3)
+    assert found.tokens == 3 * 119
+    assert found.chains == 3 * 5
+    chance = float(mx.log(mx.array(float(model.vocabulary))))
+    assert all(loss > chance - 1 for loss in found.loss)
+
+
+def test_the_table_has_a_line_for_each_kind_and_figure() -> None:
+    real = RealText([2.0, 2.5], [0.6, 0.75], 100, 10)
+    found = {kind: Evaluation(real, Greedy(0, None), Greedy(0, None)) for kind in ("code", "chat")}
+    lines = table("tiny", found).splitlines()
+    assert "| code | loss, nats per token | 2.000 | 2.500 |" in lines
+    assert "| chat | agreement on real text | 60.0% | 75.0% |" in lines
+
+
+def test_the_held_out_texts_are_there_with_their_licences() -> None:
+    texts = held_out()
+    assert len(texts.code) == 48
+    assert len({chat.package for chat in texts.chats}) == 6
