@@ -11,12 +11,13 @@ import pytest
 from headstart.kernels import experts, norm, products
 from headstart.kernels.products import MOST_ROWS, Weights, weights_of
 
-K = 384  # three chunks of 4-bit codes, six of 8-bit ones: not the same number for every warp
+K = 384  # few chunks of 4-bit codes, more of 8-bit ones: not the same number for every slice
+LONG = 2560  # of 4-bit codes: chunks of a line of memory, two or three of them a slice
 
 
 @pytest.fixture(autouse=True, scope="module")
 def on_the_cpu() -> Iterator[None]:
-    kernels = (products.kernel, experts.kernel, experts._combine, norm._kernel)
+    kernels = (products.kernel, experts.kernel, experts._route, experts._combine, norm._kernel)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mx.fast, "cuda_kernel", cuda_on_cpu.cuda_kernel)
         for module in (products, experts, norm):
@@ -61,26 +62,43 @@ def error(found: mx.array, expected: mx.array) -> float:
         (8, 64, K, 48, mx.bfloat16),
         (8, 32, 96, 33, mx.float16),
         (16, 1, K, 48, mx.bfloat16),
+        (4, 64, LONG, 100, mx.bfloat16),
+        (8, 128, 1280, 40, mx.bfloat16),
+        (16, 1, 640, 40, mx.float16),
     ],
 )
+@pytest.mark.parametrize("rows", [3, 19])
 def test_a_product_is_that_of_the_weights_that_the_codes_stand_for(
-    bits: int, group: int, inputs: int, outputs: int, dtype: mx.Dtype
+    bits: int, group: int, inputs: int, outputs: int, dtype: mx.Dtype, rows: int
 ) -> None:
-    weights, x = random_weights((outputs, inputs), bits, group, dtype), normal(3, inputs, seed=1, dtype=dtype)
+    weights, x = random_weights((outputs, inputs), bits, group, dtype), normal(rows, inputs, seed=1, dtype=dtype)
     found = products.launch(x, [weights])[0]
     # What is left is the rounding of the output.
     assert error(found, x.astype(mx.float32) @ exact(weights).T) < (3e-3 if dtype == mx.bfloat16 else 4e-4)
 
 
-def test_a_row_has_the_same_bits_among_any_number_of_rows() -> None:
+@pytest.mark.parametrize(("inputs", "bits", "group"), [(K, 4, 64), (LONG, 4, 32), (LONG // 2, 8, 64), (640, 16, 1)])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(inputs: int, bits: int, group: int) -> None:
     # Everything cancels, so that what is left is the rounding of the sums: another order would show in every bit.
-    half = random_weights((48, K), 4, 64)
-    weights = Weights(*[mx.concatenate([array, array], axis=1) for array in half.arrays()], bits=4, group=64)
-    x = normal(20, K, seed=2)
+    half = random_weights((40, inputs), bits, group)
+    weights = Weights(*[mx.concatenate([array] * 2, axis=1) for array in half.arrays()], bits=bits, group=group)
+    x = normal(70, inputs, seed=2)
     x = mx.concatenate([x, -x], axis=1)
     together = products.launch(x, [weights])[0]
-    for rows in (1, 2, 8, 9, 16, 17):
-        assert mx.array_equal(products.launch(x[20 - rows :], [weights])[0], together[20 - rows :]), rows
+    for rows in (1, 2, 8, 9, 16, 17, 40):
+        assert mx.array_equal(products.launch(x[70 - rows :], [weights])[0], together[70 - rows :]), rows
+
+
+@pytest.mark.parametrize("rows", [2, 12])
+def test_a_block_that_takes_tile_after_tile_has_the_bits_of_one_that_takes_one(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    several = [random_weights((outputs, LONG), 4, 64) for outputs in (120, 1, 33)]
+    x = normal(rows, LONG, seed=3)
+    one = products.launch(x, several)
+    for blocks in (1, 3, 7):
+        monkeypatch.setattr(products, "FULL", blocks)
+        assert all(map(mx.array_equal, products.launch(x, several), one)), blocks
 
 
 def test_layers_that_share_an_input_have_the_bits_of_each_alone() -> None:
@@ -102,6 +120,26 @@ def test_experts_multiply_the_rows_that_chose_them(bits: int, count: int) -> Non
         assert error(found, (chosen @ each.astype(mx.float32)[..., None]).squeeze(-1)) < 3e-3
         alone = mx.concatenate([experts.launch(x[i : i + 1], indices[i : i + 1], [weights])[0] for i in (0, 8)])
         assert mx.array_equal(alone, found[mx.array([0, 8])])
+
+
+@pytest.mark.parametrize(("count", "top", "normed"), [(256, 8, True), (40, 3, False)])
+def test_experts_are_chosen_and_scored_as_stock_ops_do(count: int, top: int, normed: bool) -> None:
+    logits = normal(3, 2, count, seed=9)
+    logits[0, 0, 7:9] = 5.0  # equals
+    indices, scores = experts.route(logits, top, normed)
+    assert set(indices[0, 0].tolist()) > {7, 8}
+    _, expected = experts.route(logits.astype(mx.float32), top, normed)  # stock ops
+    # Equals at the end of the choice may be others there: their scores are the same.
+    assert error(mx.sort(scores, axis=-1), mx.sort(expected, axis=-1)) < 3e-3
+    assert mx.array_equal(mx.take_along_axis(logits, indices, axis=-1)[..., 0], logits.max(axis=-1))
+    alone = experts.route(logits[1:2, 1:], top, normed)
+    assert mx.array_equal(alone[0], indices[1:2, 1:])
+    assert mx.array_equal(alone[1], scores[1:2, 1:])
+
+
+def test_among_equals_the_first_expert_is_chosen() -> None:
+    indices, _ = experts.route(mx.zeros((1, 1, 64), mx.bfloat16), 4, True)
+    assert indices.tolist() == [[[0, 1, 2, 3]]]
 
 
 def test_what_experts_made_is_combined_as_stock_ops_do() -> None:

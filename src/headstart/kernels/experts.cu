@@ -1,34 +1,77 @@
 // Products with experts: pair p of (row of x, expert) takes row p / share of x and gives row p of y.
 //
 // Pairs that chose the same expert are columns of one tile, so that its weights are read once for all of them. The
-// first pair of every WIDE · 8 that share an expert works; the blocks of the others leave at once.
+// first pair of every COLUMNS that share an expert works; the blocks of the others leave at once.
 
 namespace headstart {
 
 // → false where another pair does the work; else `outputs` holds the pairs of this block's expert.
-template <int WIDE>
+template <int COLUMNS>
 __device__ __forceinline__ bool gather_pairs(const unsigned* experts, int pairs, int pair, int* outputs) {
   const int lane = threadIdx.x % 32;
   const unsigned expert = experts[pair];
   int before = 0;
   for (int p = lane; p - lane < pair; p += 32)
     before += __popc(__ballot_sync(0xFFFFFFFF, p < pair && experts[p] == expert));
-  if (before % (8 * WIDE)) return false;
+  if (before % COLUMNS) return false;
 
   if (threadIdx.x < 32) {
-    for (int c = lane; c < 8 * WIDE; c += 32) outputs[c] = -1;
+    for (int c = lane; c < COLUMNS; c += 32) outputs[c] = -1;
     __syncwarp();
     int found = 0;
-    for (int p = pair + lane; p - lane < pairs && found < 8 * WIDE; p += 32) {
+    for (int p = pair + lane; p - lane < pairs && found < COLUMNS; p += 32) {
       bool same = p < pairs && experts[p] == expert;
       unsigned all = __ballot_sync(0xFFFFFFFF, same);
       int column = found + __popc(all & ((1u << lane) - 1));
-      if (same && column < 8 * WIDE) outputs[column] = p;
+      if (same && column < COLUMNS) outputs[column] = p;
       found += __popc(all);
     }
   }
   __syncthreads();
   return true;
+}
+
+// Of E logits the TOP largest, the first of equals first, and their shares by softmax, of all or (`normed`) of the
+// TOP. One warp for a row.
+template <typename T, int E, int TOP>
+__device__ __forceinline__ void route(const T* logits, bool normed, unsigned* indices, T* scores) {
+  constexpr int EACH = (E + 31) / 32;
+  const int lane = threadIdx.x % 32;
+  float values[EACH], most = -INFINITY, all = 0;
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    int expert = lane + 32 * i;
+    values[i] = expert < E ? float(logits[expert]) : -INFINITY;
+    most = fmaxf(most, values[i]);
+  }
+  for (int mask = 16; mask; mask /= 2) most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFF, most, mask));
+#pragma unroll
+  for (int i = 0; i < EACH; i++) all = __fadd_rn(all, expf(__fsub_rn(values[i], most)));
+  for (int mask = 16; mask; mask /= 2) all = __fadd_rn(all, __shfl_xor_sync(0xFFFFFFFF, all, mask));
+
+  float shares[TOP], chosen = 0;
+#pragma unroll
+  for (int t = 0; t < TOP; t++) {
+    float best = -INFINITY;
+    int at = E;
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+      if (values[i] > best) best = values[i], at = lane + 32 * i;
+    for (int mask = 16; mask; mask /= 2) {
+      float other = __shfl_xor_sync(0xFFFFFFFF, best, mask);
+      int there = __shfl_xor_sync(0xFFFFFFFF, at, mask);
+      if (other > best || (other == best && there < at)) best = other, at = there;
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+      if (lane + 32 * i == at) values[i] = -INFINITY;
+    shares[t] = float(T(__fdiv_rn(expf(__fsub_rn(best, most)), all)));
+    chosen = __fadd_rn(chosen, shares[t]);
+    if (lane == 0) indices[t] = at;
+  }
+#pragma unroll
+  for (int t = 0; t < TOP; t++)
+    if (lane == 0) scores[t] = T(normed ? __fdiv_rn(shares[t], chosen) : shares[t]);
 }
 
 // One element of a row: what its experts made, by their scores, and what all rows share, by its gate's sigmoid.

@@ -18,7 +18,7 @@ from .products import (
     Order,
     Tile,
     Weights,
-    body,
+    choose,
     large,
     names,
     refusal,
@@ -42,6 +42,29 @@ def experts(x: mx.array, indices: mx.array, *layers: nn.Module) -> list[mx.array
     return launch(x, indices, found)
 
 
+def route(logits: mx.array, top: int, normed: bool) -> tuple[mx.array, mx.array]:
+    """The `top` experts of a row by its logits [..., E], and their scores: [..., top] each.
+
+    One kernel on CUDA: the order in which stock ops name the experts, and whom they choose among equals, may change
+    with the number of rows.
+    """
+    if not on_cuda() or logits.dtype not in (mx.bfloat16, mx.float16) or logits.shape[-1] > 1024:
+        gates = mx.softmax(logits, axis=-1, precise=True)
+        indices = mx.argpartition(gates, kth=-top, axis=-1)[..., -top:]
+        scores = mx.take_along_axis(gates, indices, axis=-1)
+        return indices, scores / scores.sum(axis=-1, keepdims=True) if normed else scores
+    experts, shape = logits.shape[-1], (*logits.shape[:-1], top)
+    indices, scores = _route(normed)(
+        inputs=[logits],
+        template=[("T", logits.dtype), ("E", experts), ("TOP", top)],
+        grid=(logits.size // experts * 32, 1, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[shape, shape],
+        output_dtypes=[mx.uint32, logits.dtype],
+    )
+    return indices, scores
+
+
 def combine(parts: mx.array, scores: mx.array, shared: mx.array, gate: mx.array) -> mx.array:
     """What experts made [..., E, N] by their scores [..., E], and what all rows share [..., N] by its gate [..., 1].
 
@@ -62,44 +85,59 @@ def combine(parts: mx.array, scores: mx.array, shared: mx.array, gate: mx.array)
 def launch(x: mx.array, indices: mx.array, weights: list[Weights]) -> list[mx.array]:
     pairs, order = indices.size, Order.of(weights[0])
     # Pairs that share an expert are few; where there are many pairs, larger tiles leave fewer blocks without work.
-    tile = Tile(1, 1) if pairs <= 128 else Tile(4, 1)
-    blocks = sum(-(-each.outputs // (16 * tile.tall)) for each in weights)
-    shared = shared_bytes(weights[0], order, tile)
+    tile = Tile(16 if pairs <= 128 else 64, 8)
+    tiles = sum(-(-each.outputs // tile.height) for each in weights)
+    shared = shared_bytes(weights[0], order, tile, several=False)
     return kernel(len(weights), order, tile, shared, x.size // x.shape[-1] == pairs)(
         inputs=[x, indices.astype(mx.uint32), *(array for each in weights for array in each.arrays())],
-        template=template(x.dtype, order, tile),
-        grid=(pairs * 32 * order.warps, blocks, 1),
-        threadgroup=(32 * order.warps, 1, 1),
+        template=template(x.dtype, weights[0], order, tile),
+        grid=(pairs * 32 * order.slices, tiles, 1),
+        threadgroup=(32 * order.slices, 1, 1),
         output_shapes=[(*indices.shape, each.outputs) for each in weights],
         output_dtypes=[x.dtype] * len(weights),
     )
 
 
 PAIRS = """
-  __shared__ int found[8 * WIDE];
+  __shared__ int found[COLUMNS];
   const int pair = blockIdx.x, top = indices_shape[indices_ndim - 1];
   int pairs = top * indices_shape[0] * (indices_ndim > 2 ? indices_shape[1] : 1);
-  if (!headstart::gather_pairs<WIDE>(indices, pairs, pair, found)) return;
+  if (!headstart::gather_pairs<COLUMNS>(indices, pairs, pair, found)) return;
   const long long expert = indices[pair];
   auto outputs = [&](int column) { return found[column]; };
 """
-OFFSET = """
-  w = static_cast<const char*>(w) + expert * N * (K / 8 * BITS);
-  if (BITS < 16) scales += expert * N * (K / GROUP), biases += expert * N * (K / GROUP);
+MOVE = """
+    part.w = static_cast<const char*>(part.w) + expert * part.N * (K / 8 * BITS);
+    if (BITS < 16) part.scales += expert * part.N * (K / GROUP), part.biases += expert * part.N * (K / GROUP);
 """
 
 
 @cache
 def kernel(count: int, order: Order, tile: Tile, shared: int, own_inputs: bool) -> Any:
     quantised = order.bits < 16
-    share = f"\n  const int share = {'1' if own_inputs else 'top'};\n"
+    share = f"  const int share = {'1' if own_inputs else 'top'};\n"
     return mx.fast.cuda_kernel(
         name=f"experts_{count}_{'each' if own_inputs else 'shared'}{large(shared)}",
         input_names=["x", "indices", *names(count, quantised)],
         output_names=[f"out{i}" for i in range(count)],
         header=TENSOR_CORE + source("products") + source("experts"),
-        source=body(PAIRS, count, quantised, axis=1) + OFFSET + share + RUN,
+        source=PAIRS + choose(count, quantised, axis=1, move=MOVE) + share + RUN,
         shared_memory=shared,
+    )
+
+
+@cache
+def _route(normed: bool) -> Any:
+    return mx.fast.cuda_kernel(
+        name=f"route{'_normed' * normed}",
+        input_names=["logits"],
+        output_names=["indices", "scores"],
+        header=source("experts"),
+        source=f"""
+            const int row = blockIdx.x;
+            headstart::route<T, E, TOP>(
+                logits + row * E, {str(normed).lower()}, indices + row * TOP, scores + row * TOP);
+        """,
     )
 
 

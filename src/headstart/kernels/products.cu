@@ -1,9 +1,13 @@
 // y = x · wᵀ for a few rows of x, with w in 4 or 8 bits (affine, by groups) or in 16.
 //
-// A block owns TALL · 16 rows of w; its warps take turns along k, a chunk of CHUNK bytes of every row at a time, each
-// through a ring of its own in shared memory. Tensor cores multiply 16 rows of w by 8 columns (rows of x), always
-// all 8, the unused ones zero. So a column is summed in an order that depends on w's shape alone: by 16 within a
-// unit, by units within a warp, then over the warps. Neither the number of columns nor their neighbours matter.
+// Tensor cores multiply 16 rows of w by 8 columns (rows of x), always all 8, the unused ones zero. A row of w is cut
+// into SLICES along k, a slice into chunks of CHUNK bytes, a chunk into units. A column is summed by 16 within a unit,
+// by units within a slice, then over the slices: an order that depends on w's shape alone. Neither the number of
+// columns nor their neighbours matter, nor the height of a tile.
+//
+// A block has a warp for every slice, and takes one tile of TALL · 16 rows of w after another. Each warp reads its slice
+// through a ring of its own in shared memory, always STAGES chunks ahead, into the next tile too: so the memory has
+// work all the time, while a tile begins and while its slices are added.
 //
 // Codes enter the tensor cores as exact integers of type T; scale and bias meet float32 sums, once a unit:
 //   Σ (scale · code + bias) · x = scale · Σ code · x + bias · Σ x
@@ -67,7 +71,7 @@ __device__ __forceinline__ uint32_t activation_pair(const uint32_t* x, int p) {
 // Where a row keeps its sixteen-byte pieces: turned by row, so that the lanes of a warp read from different banks.
 template <int CHUNK>
 __device__ __forceinline__ int place(int row, int byte) {
-  int turn = (((row >> 1) & 1) << 1 | ((row >> 2) & 1)) & (CHUNK / 16 - 1);
+  int turn = ((row & 1) << 2 | (row & 2) | ((row >> 2) & 1)) & (CHUNK / 16 - 1);
   return row * CHUNK + (((byte >> 4) ^ turn) << 4) + (byte & 15);
 }
 
@@ -78,53 +82,126 @@ struct Layout {
   static constexpr int UNITS = CODES / UNIT;
   static constexpr int EACH = UNIT / 4; // positions of a unit that a lane holds
   static constexpr int WORDS = EACH * BITS / 32;
+  static constexpr int SCALES = BITS < 16 && CODES > GROUP ? CODES / GROUP : 1; // that a row needs for a chunk
 };
 
-// One block's share: the rows of w from `first` on, by 8 · WIDE columns. Column c goes to row outputs(c) of y, nowhere
-// if that is negative, and comes from row outputs(c) / share of x.
-template <typename T, int BITS, int GROUP, int CHUNK, int TALL, int WIDE, int WARPS, int STAGES, typename Outputs>
-__device__ __forceinline__ void product(
-    const T* x, const void* w, const T* scales, const T* biases, T* y, int N, int K, int first, int share,
-    Outputs outputs) {
-  using S = Layout<T, BITS, GROUP, CHUNK>;
-  extern __shared__ __align__(16) unsigned char dynamic_shared[];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quarter = lane % 4;
-  const int chunks = K / S::CODES, groups = BITS == 16 ? 0 : K / GROUP;
-  unsigned char* ring = dynamic_shared + warp * STAGES * TALL * 16 * CHUNK;
+// What a tile is of: one of the matrices of a launch, [N, K], its rows from `first` on.
+template <typename T>
+struct Part {
+  const void* w;
+  const T *scales, *biases;
+  T* y;
+  int N, first;
+};
 
-  // The scales of a block's rows stand together, and so do their biases: all of them come first.
-  T* block_scales = reinterpret_cast<T*>(dynamic_shared + WARPS * STAGES * TALL * 16 * CHUNK);
-  if constexpr (BITS < 16) {
-    const int bytes = 2 * groups * min(16 * TALL, N - first);
-    for (int at = 16 * threadIdx.x; at < bytes; at += 16 * 32 * WARPS) {
-      char* to = reinterpret_cast<char*>(block_scales) + at;
-      const long long from = 2ll * first * groups + at;
-      copy_16_bytes(to, reinterpret_cast<const char*>(scales) + from, min(16, bytes - at));
-      copy_16_bytes(to + 32 * TALL * groups, reinterpret_cast<const char*>(biases) + from, min(16, bytes - at));
+// COUNT elements of type E in one read.
+template <int COUNT, typename E>
+struct alignas(COUNT * sizeof(E)) Several {
+  E at[COUNT];
+  __device__ __forceinline__ static Several read(const void* from) { return *static_cast<const Several*>(from); }
+};
+
+// A unit of TALL · 16 rows by WIDE · 8 columns, added to `total`. `words`: of rows 16r + group and + 8, with scales
+// and biases; `pairs`: of column 8c + group.
+template <typename T, int BITS, int TALL, int WIDE, typename S>
+__device__ __forceinline__ void add_unit(
+    float (&total)[TALL][WIDE][4], const Several<S::WORDS, uint32_t> (&words)[TALL][2],
+    const uint32_t (&pairs)[WIDE][S::EACH / 2], const float (&scales)[TALL][2], const float (&biases)[TALL][2]) {
+  float sum[TALL][WIDE][4] = {}, ones[WIDE][4] = {};
+#pragma unroll
+  for (int p = 0; p < S::EACH / 2; p += 2) {
+    uint32_t b[WIDE][2];
+#pragma unroll
+    for (int c = 0; c < WIDE; c++) {
+      b[c][0] = pairs[c][p], b[c][1] = pairs[c][p + 1];
+      if (BITS < 16) multiply<T>(ones[c], {Pair<T>::ONES, Pair<T>::ONES, Pair<T>::ONES, Pair<T>::ONES}, b[c]);
     }
-    commit_copies();
+#pragma unroll
+    for (int r = 0; r < TALL; r++) {
+      uint32_t a[4] = {
+          weight_pair<T, BITS>(words[r][0].at, p), weight_pair<T, BITS>(words[r][1].at, p),
+          weight_pair<T, BITS>(words[r][0].at, p + 1), weight_pair<T, BITS>(words[r][1].at, p + 1)};
+#pragma unroll
+      for (int c = 0; c < WIDE; c++) multiply<T>(BITS == 16 ? total[r][c] : sum[r][c], a, b[c]);
+    }
   }
+  if constexpr (BITS < 16) {
+#pragma unroll
+    for (int r = 0; r < TALL; r++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        float bias = fmaf(-OFFSET<T, BITS>, scales[r][h], biases[r][h]);
+#pragma unroll
+        for (int c = 0; c < WIDE; c++)
+#pragma unroll
+          for (int i = 2 * h; i < 2 * h + 2; i++)
+            total[r][c][i] = fmaf(scales[r][h], sum[r][c][i], fmaf(bias, ones[c][i], total[r][c][i]));
+      }
+  }
+}
 
-  // Each lane copies the same pieces of every chunk.
-  const char* pieces[TALL * CHUNK / 32];
-#pragma unroll
-  for (int i = 0; i < TALL * CHUNK / 32; i++) {
-    int row = (lane + 32 * i) / (CHUNK / 16), byte = (lane + 32 * i) % (CHUNK / 16) * 16;
-    pieces[i] = static_cast<const char*>(w) + (long long)min(first + row, N - 1) * (K / 8 * BITS) + byte;
-  }
-  auto fetch = [&](int chunk, unsigned char* stage) {
-#pragma unroll
-    for (int i = 0; i < TALL * CHUNK / 32; i++) {
-      int row = (lane + 32 * i) / (CHUNK / 16), byte = (lane + 32 * i) % (CHUNK / 16) * 16;
-      copy_16_bytes(stage + place<CHUNK>(row, byte), pieces[i] + chunk * CHUNK);
+// Tiles blockIdx.y, + gridDim.y, … of `tiles`; tile t is of choose(t). Column c goes to row outputs(c) of y, nowhere
+// if that is negative, and comes from row outputs(c) / share of x. No slice has fewer chunks than there are STAGES.
+template <
+    typename T, int BITS, int GROUP, int CHUNK, int SLICES, int TALL, int WIDE, int STAGES, typename Choose,
+    typename Outputs>
+__device__ __forceinline__ void product(
+    const T* x, int K, int tiles, int share, Choose choose, Outputs outputs) {
+  using S = Layout<T, BITS, GROUP, CHUNK>;
+  constexpr int STAGE = TALL * 16 * CHUNK, PIECES = TALL * CHUNK / 32, SUMS = TALL * WIDE * 128;
+  extern __shared__ __align__(128) unsigned char dynamic_shared[];
+  const int lane = threadIdx.x % 32, slice = threadIdx.x / 32, group = lane / 4, quarter = lane % 4;
+  const int chunks = K / S::CODES, groups = BITS == 16 ? 0 : K / GROUP;
+  const int begin = slice * chunks / SLICES, end = (slice + 1) * chunks / SLICES;
+  unsigned char* ring = dynamic_shared + slice * STAGES * STAGE;
+  float* all_sums = reinterpret_cast<float*>(dynamic_shared + SLICES * STAGES * STAGE); // of this tile, the next
+  T* all_scales = reinterpret_cast<T*>(all_sums + 2 * SLICES * SUMS); // scales and biases, likewise
+
+  // The scales of a tile stand together, and so do its biases: the whole block copies them.
+  auto fetch_scales = [&](int tile, T* to) {
+    if (BITS == 16 || tile >= tiles) return;
+    const Part<T> part = choose(tile);
+    const int bytes = 2 * groups * min(16 * TALL, part.N - part.first);
+    const long long from = (long long)part.first * groups;
+    for (int at = 16 * threadIdx.x; at < bytes; at += 16 * 32 * SLICES) {
+      copy_16_bytes(to + at / 2, part.scales + from + at / 2, min(16, bytes - at));
+      copy_16_bytes(to + at / 2 + 16 * TALL * groups, part.biases + from + at / 2, min(16, bytes - at));
     }
   };
 
-#pragma unroll 1
-  for (int i = 0; i < STAGES; i++) {
-    if (warp + i * WARPS < chunks) fetch(warp + i * WARPS, ring + i * TALL * 16 * CHUNK);
+  // A lane copies the same pieces of every chunk: of every ROWS-th row, beginning with its own.
+  constexpr int ROWS = 512 / CHUNK;
+  const int put = place<CHUNK>(lane / (CHUNK / 16), lane % (CHUNK / 16) * 16), row_bytes = K / 8 * BITS;
+  const char* from; // this lane's first piece of the next chunk
+  int rows; // that the tile has, counted from the lane's own
+  int fetched = blockIdx.y, left = end - begin; // the tile that is fetched, and how many of its chunks are to come
+  auto aim = [&] {
+    if (fetched >= tiles) return;
+    const Part<T> part = choose(fetched);
+    const int row = part.first + lane / (CHUNK / 16);
+    from = static_cast<const char*>(part.w) + (long long)row * row_bytes + begin * CHUNK + lane % (CHUNK / 16) * 16;
+    rows = part.N - row;
+  };
+  auto fetch = [&](unsigned char* stage) {
+    if (fetched < tiles) {
+#pragma unroll
+      for (int i = 0; i < PIECES; i++) {
+        unsigned char* to = stage + (ROWS == 4 && i % 2 ? put ^ 16 : put) + 512 * i; // as `place` says
+        if (ROWS * i < rows) copy_16_bytes(to, from + (long long)i * ROWS * row_bytes);
+      }
+      from += CHUNK;
+      if (--left == 0) {
+        left = end - begin, fetched += gridDim.y;
+        aim();
+      }
+    }
     commit_copies();
-  }
+  };
+
+  fetch_scales(blockIdx.y, all_scales);
+  aim();
+#pragma unroll 1
+  for (int i = 0; i < STAGES; i++) fetch(ring + i * STAGE);
 
   const T* columns[WIDE];
 #pragma unroll
@@ -132,104 +209,93 @@ __device__ __forceinline__ void product(
     int output = outputs(8 * c + group);
     columns[c] = output < 0 ? nullptr : x + (long long)(output / share) * K + quarter * S::EACH;
   }
-
-  if (BITS < 16) {
-    wait_for_copies<STAGES>();
-    __syncthreads();
-  }
-
-  float total[TALL][WIDE][4] = {};
-  int turn = 0;
-  for (int chunk = warp; chunk < chunks; chunk += WARPS) {
-    unsigned char* stage = ring + turn * TALL * 16 * CHUNK;
-    uint32_t activations[S::UNITS][WIDE][S::EACH / 2];
+  // Columns are read AHEAD units before they are multiplied. Those that are not there stay zero.
+  constexpr int AHEAD = WIDE == 1 || S::UNITS == 1 ? S::UNITS : S::UNITS / 2;
+  uint32_t coming[AHEAD][WIDE][S::EACH / 2] = {};
+  auto read_columns = [&](int chunk, int unit) {
 #pragma unroll
-    for (int u = 0; u < S::UNITS; u++)
+    for (int i = 0; i < WIDE * S::EACH / 8; i++) {
+      int c = i / (S::EACH / 8), p = i % (S::EACH / 8) * 4;
+      if (!columns[c]) continue;
+      uint4 eight = *reinterpret_cast<const uint4*>(columns[c] + chunk * S::CODES + unit * S::UNIT + 2 * p);
+      uint32_t* to = coming[unit % AHEAD][c] + p;
+      to[0] = eight.x, to[1] = eight.y, to[2] = eight.z, to[3] = eight.w;
+    }
+  };
+#pragma unroll
+  for (int u = 0; u < AHEAD; u++) read_columns(begin, u);
+  wait_for_copies<STAGES - 1>();
+  __syncthreads();
+
+  const int mine = place<CHUNK>(group, quarter * S::EACH * BITS / 8);
+  int turn = 0, odd = 0;
+#pragma unroll 1
+  for (int tile = blockIdx.y; tile < tiles; tile += gridDim.y, odd ^= 1) {
+    const T* tile_scales = all_scales + odd * 32 * TALL * groups;
+    fetch_scales(tile + gridDim.y, all_scales + (1 - odd) * 32 * TALL * groups);
+    float total[TALL][WIDE][4] = {};
+#pragma unroll 1
+    for (int chunk = begin; chunk < end; chunk++) {
+      unsigned char* stage = ring + turn * STAGE;
+      const int following = chunk + 1 == end ? begin : chunk + 1; // of the next tile, the same columns
+      wait_for_copies<STAGES - 1>();
+      __syncwarp();
+      Several<S::SCALES, T> scales[TALL][2], biases[TALL][2];
+#pragma unroll
+      for (int r = 0; r < TALL * 2 && BITS < 16; r++) {
+        const T* at = tile_scales + (8 * r + group) * groups + chunk * S::CODES / GROUP;
+        scales[r / 2][r % 2] = Several<S::SCALES, T>::read(at);
+        biases[r / 2][r % 2] = Several<S::SCALES, T>::read(at + 16 * TALL * groups);
+      }
+#pragma unroll
+      for (int u = 0; u < S::UNITS; u++) {
+        uint32_t pairs[WIDE][S::EACH / 2];
+#pragma unroll
+        for (int i = 0; i < WIDE * S::EACH / 2; i++)
+          pairs[i / (S::EACH / 2)][i % (S::EACH / 2)] =
+              activation_pair<BITS>(coming[u % AHEAD][i / (S::EACH / 2)], i % (S::EACH / 2));
+        if (u + AHEAD < S::UNITS)
+          read_columns(chunk, u + AHEAD);
+        else
+          read_columns(following, u + AHEAD - S::UNITS);
+        Several<S::WORDS, uint32_t> words[TALL][2];
+        float unit_scales[TALL][2], unit_biases[TALL][2];
+#pragma unroll
+        for (int r = 0; r < TALL * 2; r++) {
+          int at = (mine ^ (u * S::UNIT * BITS / 8)) + 8 * CHUNK * r; // as `place` says
+          words[r / 2][r % 2] = Several<S::WORDS, uint32_t>::read(stage + at);
+          if (BITS == 16) continue;
+          unit_scales[r / 2][r % 2] = float(scales[r / 2][r % 2].at[u * S::SCALES / S::UNITS]);
+          unit_biases[r / 2][r % 2] = float(biases[r / 2][r % 2].at[u * S::SCALES / S::UNITS]);
+        }
+        add_unit<T, BITS, TALL, WIDE, S>(total, words, pairs, unit_scales, unit_biases);
+      }
+      __syncwarp();
+      fetch(stage);
+      turn = turn + 1 == STAGES ? 0 : turn + 1;
+    }
+
+    // The slices meet in shared memory and are added in their order. The next tile has other room for that, so one
+    // barrier is enough; behind it the next tile's scales are there for all.
+    float* sums = all_sums + odd * SLICES * SUMS;
+#pragma unroll
+    for (int r = 0; r < TALL; r++)
 #pragma unroll
       for (int c = 0; c < WIDE; c++)
 #pragma unroll
-        for (int i = 0; i < S::EACH / 8; i++) {
-          uint4 eight = {0, 0, 0, 0};
-          if (columns[c])
-            eight = *reinterpret_cast<const uint4*>(columns[c] + chunk * S::CODES + u * S::UNIT + 8 * i);
-          uint32_t* to = activations[u][c] + 4 * i;
-          to[0] = eight.x, to[1] = eight.y, to[2] = eight.z, to[3] = eight.w;
-        }
+        for (int i = 0; i < 4; i++) sums[(((slice * TALL + r) * WIDE + c) * 4 + i) * 32 + lane] = total[r][c][i];
     wait_for_copies<STAGES - 1>();
-    __syncwarp();
-
-#pragma unroll
-    for (int u = 0; u < S::UNITS; u++) {
-      float sum[TALL][WIDE][4] = {}, ones[WIDE][4] = {};
-      uint32_t words[TALL][2][S::WORDS];
-#pragma unroll
-      for (int r = 0; r < TALL; r++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          int row = 16 * r + 8 * h + group, byte = (u * S::UNIT + quarter * S::EACH) * BITS / 8;
-          struct alignas(4 * S::WORDS) Words { uint32_t word[S::WORDS]; };
-          Words read = *reinterpret_cast<const Words*>(stage + place<CHUNK>(row, byte));
-#pragma unroll
-          for (int i = 0; i < S::WORDS; i++) words[r][h][i] = read.word[i];
-        }
-#pragma unroll
-      for (int p = 0; p < S::EACH / 2; p += 2) {
-        uint32_t b[WIDE][2];
-#pragma unroll
-        for (int c = 0; c < WIDE; c++) {
-          b[c][0] = activation_pair<BITS>(activations[u][c], p);
-          b[c][1] = activation_pair<BITS>(activations[u][c], p + 1);
-          if (BITS < 16) multiply<T>(ones[c], {Pair<T>::ONES, Pair<T>::ONES, Pair<T>::ONES, Pair<T>::ONES}, b[c]);
-        }
-#pragma unroll
-        for (int r = 0; r < TALL; r++) {
-          uint32_t a[4] = {
-              weight_pair<T, BITS>(words[r][0], p), weight_pair<T, BITS>(words[r][1], p),
-              weight_pair<T, BITS>(words[r][0], p + 1), weight_pair<T, BITS>(words[r][1], p + 1)};
-#pragma unroll
-          for (int c = 0; c < WIDE; c++) multiply<T>(BITS == 16 ? total[r][c] : sum[r][c], a, b[c]);
-        }
-      }
-      if constexpr (BITS < 16) {
-#pragma unroll
-        for (int r = 0; r < TALL; r++)
-#pragma unroll
-          for (int h = 0; h < 2; h++) {
-            int at = (16 * r + 8 * h + group) * groups + (chunk * S::CODES + u * S::UNIT) / GROUP;
-            float scale = block_scales[at], bias = block_scales[at + 16 * TALL * groups];
-            bias -= OFFSET<T, BITS> * scale;
-#pragma unroll
-            for (int c = 0; c < WIDE; c++)
-#pragma unroll
-              for (int i = 2 * h; i < 2 * h + 2; i++)
-                total[r][c][i] = fmaf(scale, sum[r][c][i], fmaf(bias, ones[c][i], total[r][c][i]));
-          }
-      }
-    }
-    __syncwarp();
-    if (chunk + STAGES * WARPS < chunks) fetch(chunk + STAGES * WARPS, stage);
-    commit_copies();
-    turn = turn + 1 == STAGES ? 0 : turn + 1;
-  }
-
-  // The warps' sums meet in shared memory and are added in the order of the warps.
-  __syncthreads();
-  float* sums = reinterpret_cast<float*>(dynamic_shared);
-#pragma unroll
-  for (int r = 0; r < TALL; r++)
-#pragma unroll
-    for (int c = 0; c < WIDE; c++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) sums[(((warp * TALL + r) * WIDE + c) * 4 + i) * 32 + lane] = total[r][c][i];
-  __syncthreads();
+    __syncthreads();
+    const Part<T> part = choose(tile);
 #pragma unroll 1
-  for (int at = threadIdx.x; at < TALL * WIDE * 128; at += WARPS * 32) {
-    float sum = 0;
+    for (int at = threadIdx.x; at < SUMS; at += SLICES * 32) {
+      float sum = 0;
 #pragma unroll
-    for (int i = 0; i < WARPS; i++) sum += sums[i * TALL * WIDE * 128 + at];
-    int i = at / 32 % 4, c = at / 128 % WIDE, r = at / (128 * WIDE);
-    int row = first + 16 * r + i / 2 * 8 + group, output = outputs(8 * c + 2 * quarter + i % 2);
-    if (row < N && output >= 0) y[(long long)output * N + row] = T(sum);
+      for (int i = 0; i < SLICES; i++) sum += sums[i * SUMS + at];
+      int i = at / 32 % 4, c = at / 128 % WIDE, r = at / (128 * WIDE);
+      int row = part.first + 16 * r + i / 2 * 8 + group, output = outputs(8 * c + 2 * quarter + i % 2);
+      if (row < part.N && output >= 0) part.y[(long long)output * part.N + row] = T(sum);
+    }
   }
 }
 

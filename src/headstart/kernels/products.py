@@ -16,8 +16,8 @@ import mlx.nn as nn
 from .cuda import TENSOR_CORE, on_cuda, source
 
 MOST_ROWS = 144  # 16 sequences of 9 positions; a prompt's chunks are wider, and mlx's products good at them
-WARPS = 8  # of a block, at most
-STAGES = 4  # at most
+SLICES = 4  # of a row of weights, at most
+FULL = 396  # blocks that work at a time: three for each of an H100's multiprocessors
 
 
 @dataclass(frozen=True)
@@ -48,30 +48,40 @@ class Order:
 
     bits: int
     group: int
-    chunk: int  # bytes of a row of weights that a warp takes at a time
-    warps: int
-    stages: int  # chunks that a warp has under way
+    chunk: int  # bytes of a row of weights that are taken at a time
+    slices: int  # of a row, each summed for itself
 
     @classmethod
     def of(cls, weights: Weights) -> "Order":
         row = weights.inputs * weights.bits // 8
-        chunk = 64 if row % 64 == 0 else 32
-        warps = min(WARPS, 1 << ((row // chunk).bit_length() - 1))
-        return cls(weights.bits, weights.group, chunk, warps, min(STAGES, -(-row // (chunk * warps))))
+        unit = 32 if weights.bits == 16 or weights.group < 64 else 64
+        least = max(32, unit * weights.bits // 8)
+        chunk = next((size for size in (128, 64) if row % size == 0 and row >= SLICES * size), least)
+        return cls(weights.bits, weights.group, chunk, min(SLICES, 1 << ((row // chunk).bit_length() - 1)))
+
+    def chunks(self, weights: Weights) -> int:
+        """Of a slice, at least."""
+        return weights.inputs * self.bits // 8 // self.chunk // self.slices
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What a block computes: 16 · `tall` outputs of 8 · `wide` rows."""
+    """What a block computes at a time: `height` outputs of `columns` rows."""
 
-    tall: int
-    wide: int
+    height: int
+    columns: int
 
     @classmethod
     def of(cls, rows: int, outputs: int) -> "Tile":
-        if rows > 8:
-            return cls(1, 2)
-        return cls(2, 1) if outputs > 2**16 else cls(1, 1)  # taller ones do less, but smaller fill the card better
+        """Measured: taller ones do less for each output, but smaller fill the card better. Every one is a kernel of
+        its own, which takes its time to compile: so a matrix has two."""
+        if rows <= 8:
+            return cls(32 if outputs >= 32 * FULL else 16, 8)
+        return cls(48 if outputs >= 32 * FULL else 16, 16)
+
+    def stages(self, chunks: int) -> int:
+        """Chunks under way, where a slice has so many: into the next tile, but no further."""
+        return min(3 if self.height == 16 else 2, chunks)
 
 
 def product(x: mx.array, layer: nn.Module) -> mx.array:
@@ -123,70 +133,73 @@ def refusal(dtype: mx.Dtype, weights: Weights) -> str | None:
 def launch(x: mx.array, weights: list[Weights]) -> list[mx.array]:
     """x [..., K] by every weight [N, K]. They are of one order."""
     rows, order = prod(x.shape[:-1]), Order.of(weights[0])
-    tile = Tile.of(rows, weights[0].outputs)
-    blocks = sum(-(-each.outputs // (16 * tile.tall)) for each in weights)
-    return kernel(len(weights), order, tile, shared_bytes(weights[0], order, tile))(
+    tile = Tile.of(rows, sum(each.outputs for each in weights))
+    tiles = sum(-(-each.outputs // tile.height) for each in weights)
+    return kernel(len(weights), order, tile, shared_bytes(weights[0], order, tile, several=tiles > FULL))(
         inputs=[x, *(array for each in weights for array in each.arrays())],
-        template=template(x.dtype, order, tile),
-        grid=(-(-rows // (8 * tile.wide)) * 32 * order.warps, blocks, 1),
-        threadgroup=(32 * order.warps, 1, 1),
+        template=template(x.dtype, weights[0], order, tile),
+        grid=(-(-rows // tile.columns) * 32 * order.slices, min(tiles, FULL), 1),
+        threadgroup=(32 * order.slices, 1, 1),
         output_shapes=[(*x.shape[:-1], each.outputs) for each in weights],
         output_dtypes=[x.dtype] * len(weights),
     )
 
 
-def template(dtype: mx.Dtype, order: Order, tile: Tile) -> list[tuple[str, Any]]:
+def template(dtype: mx.Dtype, weights: Weights, order: Order, tile: Tile) -> list[tuple[str, Any]]:
     return [
         ("T", dtype),
         ("BITS", order.bits),
         ("GROUP", order.group),
         ("CHUNK", order.chunk),
-        ("TALL", tile.tall),
-        ("WIDE", tile.wide),
-        ("WARPS", order.warps),
-        ("STAGES", order.stages),
+        ("SLICES", order.slices),
+        ("HEIGHT", tile.height),
+        ("COLUMNS", tile.columns),
+        ("STAGES", tile.stages(order.chunks(weights))),
     ]
 
 
-# Which of the weights a block works for: `blockIdx.y` counts through all of them.
-CHOOSE = """
-  int block = blockIdx.y, N = w0_shape[{axis}];
-  const void* w = w0;
-  const T *scales = {s}, *biases = {b};
-  T* y = out0;
-"""
-NEXT = """
-  if (block >= (N + 16 * TALL - 1) / (16 * TALL)) {{
-    block -= (N + 16 * TALL - 1) / (16 * TALL);
-    N = w{i}_shape[{axis}], w = w{i}, scales = {s}, biases = {b}, y = out{i};
-"""
+# `choose` says which of the weights a tile is of: tiles count through all of them.
 START = """
   const int K = x_shape[x_ndim - 1];
+  auto count = [](int N) {{ return (N + HEIGHT - 1) / HEIGHT; }};
+  const int tiles = {tiles};
+  auto choose = [&](int tile) {{
+    headstart::Part<T> part = {{{first}, 0}};
 """
-COLUMNS = """
+NEXT = """
+    if (tile >= count(part.N)) {{
+    tile -= count(part.N);
+    part = {{{next}, 0}};
+"""
+END = """
+    part.first = tile * HEIGHT;
+    return part;
+  };
+"""
+ROWS = """
+  const int share = 1;
   const int rows = x_shape[0] * (x_ndim > 2 ? x_shape[1] : 1) * (x_ndim > 3 ? x_shape[2] : 1);
-  constexpr int share = 1;
   auto outputs = [&](int column) {
-    int row = blockIdx.x * 8 * WIDE + column;
+    int row = blockIdx.x * COLUMNS + column;
     return row < rows ? row : -1;
   };
 """
 RUN = """
-  headstart::product<T, BITS, GROUP, CHUNK, TALL, WIDE, WARPS, STAGES>(
-      x, w, scales, biases, y, N, K, 16 * TALL * block, share, outputs);
+  headstart::product<T, BITS, GROUP, CHUNK, SLICES, HEIGHT / 16, COLUMNS / 8, STAGES>(
+      x, K, tiles, share, choose, outputs);
 """
 
 
-def body(columns: str, count: int, quantised: bool, axis: int) -> str:
-    """The kernel's text for `count` weights, whose outputs are their `axis`."""
+def choose(count: int, quantised: bool, axis: int, move: str = "") -> str:
+    """The beginning of a kernel for `count` weights, whose outputs are their `axis`; `move` is done to a part."""
 
-    def named(letter: str, i: int) -> str:
-        return f"{letter}{i}" if quantised else "nullptr"
+    def part(i: int) -> str:
+        scales = f"s{i}, b{i}" if quantised else "nullptr, nullptr"
+        return f"w{i}, {scales}, out{i}, w{i}_shape[{axis}]"
 
-    text = START + columns + CHOOSE.format(axis=axis, s=named("s", 0), b=named("b", 0))
-    for i in range(1, count):
-        text += NEXT.format(i=i, axis=axis, s=named("s", i), b=named("b", i))
-    return text + "  }\n" * (count - 1)
+    text = START.format(tiles=" + ".join(f"count(w{i}_shape[{axis}])" for i in range(count)), first=part(0))
+    text += "".join(NEXT.format(next=part(i)) for i in range(1, count))
+    return text + "    }\n" * (count - 1) + move + END
 
 
 @cache
@@ -198,7 +211,7 @@ def kernel(count: int, order: Order, tile: Tile, shared: int) -> Any:
         input_names=["x", *names(count, quantised)],
         output_names=[f"out{i}" for i in range(count)],
         header=TENSOR_CORE + source("products"),
-        source=body(COLUMNS, count, quantised, axis=0) + RUN,
+        source=choose(count, quantised, axis=0) + ROWS + RUN,
         shared_memory=shared,
     )
 
@@ -212,8 +225,10 @@ def names(count: int, quantised: bool) -> list[str]:
     return [f"{letter}{i}" for i in range(count) for letter in ("wsb" if quantised else "w")]
 
 
-def shared_bytes(weights: Weights, order: Order, tile: Tile) -> int:
-    """The rings of a block's warps and its scales and biases; then the warps' sums take their place."""
-    ring = order.warps * order.stages * tile.tall * 16 * order.chunk
-    scales = 0 if weights.scales is None else 2 * 2 * 16 * tile.tall * weights.inputs // weights.group
-    return max(ring + scales, 512 * order.warps * tile.tall * tile.wide)
+def shared_bytes(weights: Weights, order: Order, tile: Tile, several: bool) -> int:
+    """Of a block: chunks under way; the slices' sums of this tile and the next; scales and biases of this tile and,
+    where a block takes `several`, of the next."""
+    ring = order.slices * tile.stages(order.chunks(weights)) * tile.height * order.chunk
+    sums = 2 * 4 * order.slices * tile.height * tile.columns
+    scales = 0 if weights.scales is None else 2 * 2 * tile.height * weights.inputs // weights.group
+    return ring + sums + scales * (2 if several else 1)

@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from ..kernels.experts import combine, experts
+from ..kernels.experts import combine, experts, route
 from ..kernels.products import product, products
 
 
@@ -20,12 +20,8 @@ def feed_forward(module: nn.Module, x: mx.array) -> mx.array:
     if module.sharding_group is not None:  # its experts are on several machines
         return module(x)
     shared = module.shared_expert
-    gates, weight, gate, up = products(x, module.gate, module.shared_expert_gate, shared.gate_proj, shared.up_proj)
-    gates = mx.softmax(gates, axis=-1, precise=True)
-    indices = mx.argpartition(gates, kth=-module.top_k, axis=-1)[..., -module.top_k :]
-    scores = mx.take_along_axis(gates, indices, axis=-1)
-    if module.norm_topk_prob:
-        scores = scores / scores.sum(axis=-1, keepdims=True)
+    logits, weight, gate, up = products(x, module.gate, module.shared_expert_gate, shared.gate_proj, shared.up_proj)
+    indices, scores = route(logits, module.top_k, module.norm_topk_prob)
     parts = mixture(module.switch_mlp, x, indices)
     return combine(parts, scores, product(swiglu(gate, up), shared.down_proj), weight)
 
