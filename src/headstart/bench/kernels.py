@@ -3,13 +3,13 @@
 from collections import Counter
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..kernels.attention import attends
 from ..kernels.cuda import on_cuda
 from ..kernels.gated_delta import fuses
 from ..kernels.products import refusal, weights_of
 from ..models import Model
-from ..models.base import Norm
 from ..state import KV, Recurrent
 
 OURS = "Headstart's"
@@ -32,10 +32,11 @@ def _products(model: Model) -> str:
     """Those that ours does not take are counted, with the reasons."""
     if not on_cuda():
         return "mlx's"
+    leaves = [leaf for _, leaf in model.weights.named_modules() if "weight" in leaf]
     reasons = Counter(
-        refusal(model.dtype, weights_of(module))
-        for name, module in model.weights.named_modules()
-        if "weight" in module and not isinstance(module, Norm) and not name.endswith(("conv1d", "linear_attn.norm"))
+        refusal(model.dtype, weights_of(leaf))
+        for leaf in leaves
+        if leaf.weight.ndim > 1 and not isinstance(leaf, nn.Conv1d)  # norms and short convolutions multiply otherwise
     )
     ours = reasons.pop(None, 0)
     others = [f"mlx's for {count} ({reason})" for reason, count in reasons.items()]

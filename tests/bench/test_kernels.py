@@ -1,0 +1,20 @@
+"""What `probe` says of the kernels that compute a model."""
+
+import mlx.nn as nn
+import pytest
+
+from fixtures import random_model
+from headstart.bench import kernels
+
+
+def test_without_a_cuda_device_everything_is_the_library_s() -> None:
+    used = kernels.kernels_in_use(random_model())
+    assert set(used) == {"products", "attention", "recurrence"}
+    assert not any(kernels.OURS in name for name in used.values())
+
+
+def test_products_that_ours_do_not_take_are_counted_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "on_cuda", lambda: True)
+    model = random_model()
+    matrices = [leaf for _, leaf in model.weights.named_modules() if isinstance(leaf, nn.Linear | nn.Embedding)]
+    assert kernels._products(model) == f"Headstart's for 0, mlx's for {len(matrices)} (activations are float32)"
