@@ -88,6 +88,7 @@ def test_nothing_is_wider_than_the_screen(here: tuple[Running, ScriptedRoom], vi
     for coloured in (False, True):
         page.get_by_label("Colour tokens by origin").set_checked(coloured)
         assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+        assert page.locator("#thread").evaluate("thread => thread.scrollWidth - thread.clientWidth") == 0
     for part in PARTS:
         page.get_by_role("navigation").get_by_role("link", name=part.title()).click()
         expect(page.locator(f"#{part}")).to_be_visible()
