@@ -1,9 +1,11 @@
 """What speculation saves between machines: measured here, and predicted for what cannot be run here.
 
     mlx.launch -n 2 bench/cluster.py measure [MODEL] [--split pipeline] [--tokens 64]
+    mlx.launch -n 2 bench/cluster.py compare [MODEL] [--split pipeline] [--tokens 64] [--float32]
     python bench/cluster.py predict
 
-`measure`: a message's latency and bandwidth, and rounds, messages and time of an answer by depth. `predict`: a round
+`measure`: a message's latency and bandwidth, and rounds, messages and time of an answer by depth. `compare`: greedy
+answers beside those of one process, and where they part how far apart the two tokens' logits were. `predict`: a round
 is what the machines compute, shared by all of them where every layer is, and one message after another. More drafts
 make it longer by their share of computing and by bytes, and not by messages.
 """
@@ -12,9 +14,12 @@ import argparse
 import time
 from dataclasses import dataclass
 
+import mlx.core as mx
+
+from headstart.checkpoint import load as load_whole
 from headstart.cluster import Follower, Leader, join, load
 from headstart.cluster.wire import Speed
-from headstart.engine import Request
+from headstart.engine import Engine, Request
 from headstart.sampling import SamplingParams
 
 DEPTHS = (0, 1, 2, 3, 4)
@@ -97,19 +102,52 @@ def measure(path: str | None, split: str, tokens: int) -> None:
             )
 
 
+def compare(path: str | None, split: str, tokens: int, dtype: mx.Dtype | None) -> None:
+    with join() as machines:
+        model, tokenizer = load(path, machines.wire, split, dtype=dtype)  # type: ignore[arg-type]
+        if machines.rank:
+            Follower(machines, model, tokenizer).run()
+            return
+        several, alone = (
+            Leader(machines, model, tokenizer, max_rows=1),
+            Engine(load_whole(path, dtype=dtype), tokenizer),
+        )
+        same, gaps = 0, []
+        for what in ("merges two sorted lists", "counts words", "parses a date", "finds a path", "adds two numbers"):
+            chat = [{"role": "user", "content": f"Write a Python function that {what}."}]
+            prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+            request = Request(prompt, SamplingParams(max_tokens=tokens, k=2), keep_logits=True)
+            said = [token for event in several.submit(request) for token in event.tokens]
+            events = list(alone.submit(request))
+            expected = [token for event in events for token in event.tokens]
+            at = next((i for i, (a, b) in enumerate(zip(said, expected, strict=False)) if a != b), None)
+            if at is None:
+                same += 1
+                continue
+            logits = mx.concatenate([event.logits for event in events if event.logits is not None])[at]
+            gaps.append((at, float(logits[expected[at]] - logits[said[at]]), float(abs(logits).max())))
+        print(f"{same} of {same + len(gaps)} answers of {tokens} tokens are the same")
+        for at, gap, largest in gaps:
+            print(f"token {at} differs: their logits by {gap:.4g}, the largest being {largest:.1f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("predict")
-    measured = commands.add_parser("measure")
-    measured.add_argument("model", nargs="?")
-    measured.add_argument("--split", default="tensor", choices=["tensor", "pipeline"])
-    measured.add_argument("--tokens", type=int, default=64)
+    for name in ("measure", "compare"):
+        command = commands.add_parser(name)
+        command.add_argument("model", nargs="?")
+        command.add_argument("--split", default="tensor", choices=["tensor", "pipeline"])
+        command.add_argument("--tokens", type=int, default=64)
+    command.add_argument("--float32", action="store_true")
     arguments = parser.parse_args()
     if arguments.command == "predict":
         predict()
-    else:
+    elif arguments.command == "measure":
         measure(arguments.model, arguments.split, arguments.tokens)
+    else:
+        compare(arguments.model, arguments.split, arguments.tokens, mx.float32 if arguments.float32 else None)
 
 
 if __name__ == "__main__":

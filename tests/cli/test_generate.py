@@ -135,6 +135,7 @@ def test_sampling_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> Non
     flags = dict.fromkeys(SAMPLING, "1") | {"accept": "coupled"}
     run("-p", QUESTION, *(part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", value)))
     assert reached.pop("prompt_progress_callback")
+    assert reached.pop("engine") is None  # one machine
     assert reached == dict.fromkeys(SAMPLING, 1) | {"accept": "coupled"}
 
 

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 import mlx.core as mx
@@ -14,7 +15,10 @@ RANKS = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # set by mlx.launch, a
 
 
 def launched() -> bool:
-    """Was this process started as one of several?"""
+    """Was this process started as one of several? For a single one `mlx.launch` leaves the hostfile empty."""
+    hostfile = os.environ.get("MLX_HOSTFILE")
+    if hostfile is not None and not Path(hostfile).read_text().strip():
+        return False
     return any(name in os.environ for name in RANKS)
 
 
