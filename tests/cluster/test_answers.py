@@ -15,7 +15,8 @@ from headstart.checkpoint import load
 from headstart.engine import Engine
 from headstart.models import Model
 
-SIZES = {"num_hidden_layers": 3, "full_attention_interval": 2}  # a stage for each of three, with and without keys
+# A stage for each of three, with and without keys; heads for four, of which two share keys.
+SIZES = {"num_hidden_layers": 3, "full_attention_interval": 2, "linear_num_key_heads": 4}
 ROUNDING = 1e-4  # of log-probabilities from logits around 10, in float32
 LENGTH = 12
 COUNTED = 15  # tokens in whole rounds: none is launched before the host knows that the answer has ended
@@ -132,9 +133,9 @@ def test_two_pipeline_parallel_ranks_say_exactly_what_one_process_says(folder: F
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("split", "ranks"), [("tensor", 2), ("pipeline", 2), ("pipeline", 3)])
+@pytest.mark.parametrize(("split", "ranks"), [("tensor", 2), ("tensor", 4), ("pipeline", 2), ("pipeline", 3)])
 def test_ranks_say_the_same_for_every_depth(split: str, ranks: int, folder: Folders, tmp_path: Path) -> None:
-    packed = str(write(tmp_path / "packed", "dense", "converted", bits=4, **SIZES))
+    packed = str(write(tmp_path / "packed", "dense", "converted", bits=4, group_size=32, **SIZES))
     folders = [folder("dense"), folder("moe"), folder("next"), packed]
     models = [{"folder": each, "tasks": [*at_depths(each, range(5)), *again(each)]} for each in folders]
     results = run(ranks, {"split": split, "models": models}, tmp_path)
