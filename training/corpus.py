@@ -10,9 +10,11 @@ import json
 import random
 import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 
@@ -21,12 +23,20 @@ from .functions import Function, functions
 from .packages import LIST, Package, packages
 from .sources import sources
 from .tokens import write
-from .vocabulary import ADDED
 
 MOST_CODE = 3_000_000  # characters of one package, so that none sets the tone
 MOST_FUNCTIONS = 6_000
 TEST = re.compile(r"^(import (unittest|pytest)|from unittest)", re.M)
 TESTS_KEPT = 0.3  # they are long and much alike
+
+
+class File(NamedTuple):
+    text: str
+    functions: list[Function]
+
+
+def files(wheel: Path) -> list[File]:
+    return [File(text, functions(text)) for text in sources(wheel)]
 
 
 @dataclass
@@ -38,15 +48,15 @@ class Text:
     made_of: dict[str, dict[str, Any]] = field(default_factory=dict)
     seen: set[bytes] = field(default_factory=set)
 
-    def take(self, package: Package, wheel: Path) -> None:
+    def take(self, package: Package, given: list[File]) -> None:
         luck = random.Random(package.name)
-        files = [file for file in sources(wheel) if self._is_new(re.sub(r"\s+", "", file))]
+        new = [file for file in given if self._is_new(re.sub(r"\s+", "", file.text))]
+        files = [file.text for file in new]
         found = [
             function
-            for file in files
-            for function in functions(file)
-            if not any(token in function.source + function.purpose for token in ADDED)
-            and self._is_new(function.name + re.sub(r"\W+", "", function.source))
+            for file in new
+            for function in file.functions
+            if self._is_new(function.name + re.sub(r"\W+", "", function.source))
         ]
         luck.shuffle(files)
         luck.shuffle(found)
@@ -92,14 +102,18 @@ def encode(tokenizer: TokenizerWrapper, texts: Sequence[str] | Iterator[str]) ->
     yield from (e.ids for e in backend.encode_batch_fast(held, add_special_tokens=False))
 
 
-def build(wheels: Path, folder: Path, tokenizer_folder: Path, listed: Path = LIST) -> dict[str, int]:
+def build(
+    wheels: Path, folder: Path, tokenizer_folder: Path, listed: Path = LIST, processes: int | None = None
+) -> dict[str, int]:
     """Read, render, encode and write everything → tokens by kind."""
     tokenizer = load(tokenizer_folder)
     end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     held_out, train, tokens = Text(), Text(), {}
     train.seen = held_out.seen  # held-out packages are read first: what is in both is theirs
-    for package in packages(listed):
-        (held_out if package.held_out else train).take(package, package.wheel(wheels))
+    found = packages(listed)
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        for package, given in zip(found, pool.map(files, [p.wheel(wheels) for p in found]), strict=True):
+            (held_out if package.held_out else train).take(package, given)
     for prefix, text in (("", train), ("held-", held_out)):
         random.Random(0).shuffle(text.code)
         random.Random(0).shuffle(text.functions)
@@ -117,8 +131,9 @@ def main() -> None:
     parser.add_argument("wheels", type=Path)
     parser.add_argument("--out", type=Path, default=Path("training/work/corpus"))
     parser.add_argument("--tokenizer", type=Path, default=Path("src/headstart/builtin/tiny-qwen3.5"))
+    parser.add_argument("--processes", type=int, help="that read wheels; by default one for every core")
     arguments = parser.parse_args()
-    print(build(arguments.wheels, arguments.out, arguments.tokenizer))
+    print(build(arguments.wheels, arguments.out, arguments.tokenizer, processes=arguments.processes))
 
 
 if __name__ == "__main__":

@@ -20,10 +20,12 @@ from .held_out import Chat, HeldOut, held_out
 
 K = 6  # drafts a round
 MODELS = ("tiny-qwen3.5", "tiny-qwen3.5-moe")
-PROMPT = 256  # tokens of a file that are given
-ANSWER = 160  # tokens that are generated
+TEXTS = 6  # files that are read and gone on from, and twice as many conversations
+LONGEST = 512  # tokens of a text that are read
+PROMPT = 128  # tokens of a file that are given
+ANSWER = 128  # tokens that are generated
 LOOP, DISTINCT, SETTLED = 32, 12, 64  # a text loops that has so many tokens, of so few kinds, after so many others
-CHAIN_EVERY = 24  # tokens of real text between two chains of drafts
+CHAIN_EVERY = 8  # tokens of real text between two chains of drafts
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ class Evaluation:
 
 def evaluate(model: Model, tokenizer: TokenizerWrapper, texts: HeldOut, k: int = K) -> dict[str, Evaluation]:
     """By kind of text."""
-    code = [tokenizer.encode(text) for text in texts.code]
-    chats = [_rendered(tokenizer, chat) for chat in texts.chats]
+    code = [tokenizer.encode(text)[:LONGEST] for text in texts.code]
+    chats = [_rendered(tokenizer, chat)[:LONGEST] for chat in texts.chats]
     asked = [_rendered(tokenizer, chat, answered=False) for chat in texts.chats]
     kinds = {"code": (code, [ids[:PROMPT] for ids in code]), "chat": (chats, asked)}
     found = {}
@@ -180,10 +182,10 @@ def _rendered(tokenizer: TokenizerWrapper, chat: Chat, answered: bool = True) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=MODELS, help="names of built-in models, or folders")
-    parser.add_argument("--texts", type=int, help="of each kind, to be quicker")
+    parser.add_argument("--texts", type=int, default=TEXTS, help="files, and half the conversations")
     arguments = parser.parse_args()
     texts = held_out()
-    few = HeldOut(texts.code[: arguments.texts], texts.chats[: arguments.texts])
+    few = HeldOut(texts.code[: arguments.texts], texts.chats[: 2 * arguments.texts])
     for name in arguments.models:
         model, tokenizer = load(name)
         print(table(Path(name).name, evaluate(model, tokenizer, few)), end="\n\n", flush=True)

@@ -3,6 +3,7 @@
 import ast
 import re
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .sources import parse
@@ -37,8 +38,16 @@ def functions(text: str) -> list[Function]:
     tree, lines = parse(text), text.split("\n")
     if tree is None:
         return []
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return [function for node in nodes if (function := _function(node, lines)) is not None]
+    return [function for node in _defined(tree) if (function := _function(node, lines)) is not None]
+
+
+def _defined(block: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """At any depth. Statements only: expressions are most of a tree, and define nothing."""
+    for part in ("body", "orelse", "handlers", "finalbody"):
+        for statement in getattr(block, part, ()):
+            if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield statement
+            yield from _defined(statement)
 
 
 def _function(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> Function | None:

@@ -59,10 +59,10 @@ def _is_good(text: str) -> bool:
     lines = text.split("\n")
     return (
         400 < len(text) < 150_000
-        and sum(not c.isascii() for c in text) <= 0.01 * len(text)
+        and len(text) - len(text.encode("ascii", "ignore")) <= 0.01 * len(text)
         and max(map(len, lines)) <= 400
         and len(text) / len(lines) <= 70
-        and sum(c.isdigit() for c in text) <= 0.10 * len(text)
+        and sum(map(text.count, "0123456789")) <= 0.10 * len(text)
         and not GENERATED.search(text[:600])
         and not COPYLEFT.search(text[:3000])
         and not any(token in text for token in ADDED)

@@ -1,22 +1,26 @@
 """The figures of the models' pages, by headstart itself."""
 
+import json
+from pathlib import Path
+
 import mlx.core as mx
 
-from fixtures import batch_of, random_model, random_prompt
-from headstart.engine.step import draft
+from fixtures import builtin_model, random_model, random_prompt
 from training.evaluate import Evaluation, Greedy, RealText, _chains, loops, read, table
 from training.held_out import held_out
 
+REFERENCE = Path(__file__).parents[1] / "reference"
 
-def test_chains_over_a_text_draft_what_the_engine_drafts() -> None:
-    model, k = random_model("dense"), 4
-    for length in (12, 24):
-        prompt = random_prompt(model, length)
-        drafts = draft(model, batch_of(model, prompt), k).tokens[0].tolist()
-        ids = mx.array([[*prompt, *drafts, 0]])  # a text that goes on as drafted
-        hidden = model.trunk(ids, model.make_state(1), certain=ids.shape[1])
-        chain = _chains(model, hidden, ids, mx.array([length - 2]), k)
-        assert [int(mx.argmax(drafted[0])) for drafted in chain] == drafts
+
+def test_chains_over_a_text_draft_what_was_recorded() -> None:
+    model = builtin_model("tiny-qwen3.5-moe", mx.float32)
+    for prompt in json.loads((REFERENCE / "tiny-qwen3.5-moe-reference.json").read_text())["prompts"][:3]:
+        for d in (0, 7, 15):
+            committed, drafts = prompt["prompt_ids"] + prompt["greedy_ids"][: d + 1], prompt["mtp_drafts"][d]
+            ids = mx.array([[*committed, *drafts, 0]])  # a text that goes on as drafted
+            hidden = model.trunk(ids, model.make_state(1), certain=ids.shape[1])
+            chain = _chains(model, hidden, ids, mx.array([len(committed) - 2]), len(drafts))
+            assert [int(mx.argmax(drafted[0])) for drafted in chain] == drafts
 
 
 def test_a_chain_is_the_same_alone_and_beside_others() -> None:
@@ -41,7 +45,7 @@ def test_a_random_model_reads_as_badly_as_chance() -> None:
     model = random_model("dense")
     found = read(model, [random_prompt(model, 120, seed) for seed in range(3)], k=3)
     assert found.tokens == 3 * 119
-    assert found.chains == 3 * 5
+    assert found.chains == 3 * 14
     chance = float(mx.log(mx.array(float(model.vocabulary))))
     assert all(loss > chance - 1 for loss in found.loss)
 

@@ -76,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     listed = wheels(made)
     texts = sources(made / "made-1.0-py3-none-any.whl")
     tokenizer.save(tokenizer.train(texts, VOCABULARY), made / "tokenizer", context_length=256)
-    tokens = corpus.build(made, made / "corpus", made / "tokenizer", listed)
+    tokens = corpus.build(made, made / "corpus", made / "tokenizer", listed, processes=1)
     assert min(tokens.values()) > 2000, tokens
     return made
 
