@@ -127,7 +127,7 @@ def _called(function: Function, luck: random.Random) -> list[Message]:
     result = luck.choice((json.dumps({"result": _value("integer", luck)}), '{"ok": true}', luck.choice(WORDS)))
     call = {"type": "function", "function": {"name": function.name, "arguments": arguments}}
     thinks = {"reasoning_content": f"I call `{function.name}` with {told}."} if luck.random() < 0.5 else {}
-    messages = [
+    messages: list[Message] = [
         {"role": "user", "content": asked},
         {"role": "assistant", "content": "", "tool_calls": [call], **thinks},
     ]

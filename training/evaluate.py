@@ -116,7 +116,8 @@ def decode(
     engine = Engine(model, tokenizer)
     params = SamplingParams(temperature=0, max_tokens=ANSWER, k=k)
     handles = [engine.submit(Request(prompt, params)) for prompt in prompts]
-    straight, looping = [], []
+    straight: list[Stats] = []
+    looping: list[Stats] = []
     for handle in handles:
         said: list[int] = []
         for event in handle:

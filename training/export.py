@@ -44,7 +44,8 @@ def raw_weights(net: Net) -> dict[str, Tensor]:
 def save(net: Net, folder: Path) -> None:
     """Shards, index and config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    raw, shards, size = raw_weights(net), [{}], 0
+    shards: list[dict[str, Tensor]] = [{}]
+    raw, size = raw_weights(net), 0
     for name, weight in raw.items():
         if size + weight.nbytes > SHARD and shards[-1]:
             shards.append({})

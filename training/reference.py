@@ -71,7 +71,8 @@ def prompts() -> tuple[list[str], list[str]]:
 @torch.no_grad()
 def greedy(net: Net, prompt: list[int]) -> tuple[list[int], list[float], Tensor]:
     """Tokens, their margins, and the logits of the first."""
-    ids, margins, first = list(prompt), [], torch.empty(0)
+    ids, first = list(prompt), torch.empty(0)
+    margins: list[float] = []
     for _ in range(TOKENS):
         logits = net.logits(net.model(net.embed(torch.tensor([ids])), []))[0, -1]
         best, which = logits.topk(2)
