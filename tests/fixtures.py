@@ -21,9 +21,9 @@ from checkpoints import write
 from headstart.checkpoint import load
 from headstart.engine import Engine, Handle, Request, Stats
 from headstart.engine.batch import Batch
-from headstart.state import CHUNK
 from headstart.models import Model
 from headstart.sampling import SamplingParams
+from headstart.state import CHUNK
 
 FAMILIES = ("dense", "moe", "next")
 
