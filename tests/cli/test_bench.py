@@ -41,6 +41,7 @@ def test_a_sweep_is_shown_and_written_in_every_form(tmp_path: Path) -> None:
     assert str(Path.home()) not in result.stdout + files["json"].read_text()
 
 
+@pytest.mark.slow
 def test_an_imposed_acceptance_sets_the_depths_and_is_marked() -> None:
     result = bench(*SMALL, "--acceptance", "1,0", "--json", "-")
     assert result.exit_code == 0, result.stderr

@@ -70,4 +70,4 @@ def test_a_rank_that_cannot_read_its_model_ends_all(tmp_path: Path) -> None:
         first, second = (process.communicate(timeout=60)[1] for process in processes)
         assert [process.returncode for process in processes] == [1, 1]
     assert f"error: rank 1 of 2 failed: {tmp_path / 'model-1'}" in first
-    assert "CheckpointError" in second
+    assert str(tmp_path / "model-1") in second  # whoever of its threads said it first

@@ -39,7 +39,7 @@ def mean_share(machine: str, text: str, *, rows: int = 1, busy: bool = False) ->
     return statistics.mean(run.share() for run in runs)
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_depth_earns_what_the_best_choice_would_on_every_machine_and_text(rows: int) -> None:
     """The best choice knows every chance and cost, and when they change; this one measures them, through noise and
     hiccups. Over 600 rounds, what it spends on finding out included."""

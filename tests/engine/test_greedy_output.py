@@ -45,10 +45,10 @@ def test_greedy_output_is_the_same_for_every_depth_on_the_builtin_model() -> Non
     said = []
     for k in DEPTHS:
         engine = Engine(model)
-        handles = [submit(engine, prompt, max_tokens=32, k=k) for prompt in tasks(4)]
+        handles = [submit(engine, prompt, max_tokens=24, k=k) for prompt in tasks(2)]
         said.append([collect(handle).tokens for handle in handles])
     assert said == [said[0]] * len(DEPTHS)
-    assert [len(tokens) for tokens in said[0]] == [32] * 4
+    assert [len(tokens) for tokens in said[0]] == [24] * 2
 
 
 @pytest.mark.slow

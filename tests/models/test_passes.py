@@ -21,6 +21,7 @@ def _inputs(module: base.nn.Module) -> int:
     return int(module.gate.weight.shape[-1])
 
 
+@pytest.mark.slow
 def test_a_remembered_pass_has_the_bits_of_one_that_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model("dense")
     described = rounds(model, k=2)

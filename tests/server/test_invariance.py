@@ -157,6 +157,7 @@ def test_speculation_changes_no_byte(without: Running, route: str, fields: dict[
         assert json.dumps(answer) == json.dumps(expected), k
 
 
+@pytest.mark.slow
 @EVERY_REQUEST
 def test_speculation_changes_nothing_that_a_stream_adds_up_to(
     without: Running, route: str, fields: dict[str, Any]

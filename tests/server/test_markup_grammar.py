@@ -152,6 +152,7 @@ def test_the_grammar_permits_calls_and_nothing_else(dialect: Dialect, calls: lis
     assert not permits(call_grammar({"log": {}}, dialect), calls[0])
 
 
+@pytest.mark.slow
 def test_a_model_that_knows_no_tools_must_call_one() -> None:
     tool: Tools = {"set_light": SHORT["set_light"]}
     grammars = [call_grammar(tool, dialect, several=False) for dialect in (JSON, XML)]

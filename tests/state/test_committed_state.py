@@ -165,6 +165,7 @@ def test_the_last_draft_of_a_full_accept_enters_the_heads_cache(monkeypatch: pyt
         assert_equals_plain(model, batch, row, sequence[:said])
 
 
+@pytest.mark.slow
 def test_after_a_prompt_of_2000_tokens_the_heads_cache_is_that_of_a_run_token_by_token() -> None:
     model = random_model("dense", num_hidden_layers=2, full_attention_interval=2)
     prompt = random_prompt(model, 2000)
