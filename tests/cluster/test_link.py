@@ -67,6 +67,14 @@ def test_a_rank_that_falls_silent_is_named(links: list[Noted]) -> None:
     assert links[0].ended == [(2, "has been silent for 1 s")]
 
 
+def test_a_rank_that_says_what_nobody_understands_is_named(links: list[Noted]) -> None:
+    links[2]._send(0, headstart.cluster.link.SAID, b"?")
+    wait(lambda: links[0].ended)
+    rank, reason = links[0].ended[0]
+    assert rank == 2
+    assert "cannot be understood" in reason
+
+
 def test_who_is_gone_is_told_to_the_others(links: list[Noted]) -> None:
     links[0]._send(2, b"l", b'[1, "is gone"]')
     wait(lambda: links[2].ended)

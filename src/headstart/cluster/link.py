@@ -89,12 +89,13 @@ class Link:
     def end(self, rank: int, reason: str) -> None:
         """The service is over on every machine, because of `rank`. Does not return: the thread that turns the engine
         may be inside a collective that never ends."""
+        told = f"rank {rank} of {self.ranks} {reason}"
         with self._ending:
-            for peer in self._sockets:
-                self._send(peer, LOST, json.dumps([rank, reason]).encode())
-            told = f"rank {rank} of {self.ranks} {reason}"
-            os.write(sys.stderr.fileno(), f"error: {told}\n".encode())
             try:
+                for peer in self._sockets:
+                    self._send(peer, LOST, json.dumps([rank, reason]).encode())
+                with suppress(OSError, ValueError):  # nobody may be left to read it
+                    os.write(sys.stderr.fileno(), f"error: {told}\n".encode())
                 self.on_end(told)
             finally:
                 os._exit(1)
@@ -151,6 +152,8 @@ class Link:
             reason = f"has been silent for {SILENCE:.0f} s"
         except (OSError, EOFError):
             reason = "is gone: its process ended, or its machine or the connection to it"
+        except Exception as error:  # of another version, or broken: nobody else listens to it
+            reason = f"cannot be understood ({type(error).__name__}: {error}): use the same version everywhere"
         if not self._closing:
             self.end(peer, reason)
 
