@@ -9,6 +9,7 @@ draft; fitted to the cells, they say what a depth or a number of rows costs that
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 Cell = tuple[int, int]  # rows, k
 
@@ -76,7 +77,9 @@ class Cost:
             self._fit()
             return
         fresh = self._run <= FRESH
-        self.pace += (PACE_FRESH if fresh else PACE) * _bounded(measured - self._level(rows, k))
+        known = self._curves.get(rows, [])
+        level = known[k] if len(known) > k else self._level(rows, k)
+        self.pace += (PACE_FRESH if fresh else PACE) * _bounded(measured - level)
         seen.times += 1
         seen.weight = 1 + min(seen.weight, 1 / OWN) * FADES ** (self._steps - seen.at)
         seen.at = self._steps
@@ -87,8 +90,8 @@ class Cost:
         self._unfitted += 1
         if self._unfitted >= REFIT:
             self._fit()
-        elif len(curve := self._curves.get(rows, [])) > k:
-            curve[k] = self._level(rows, k)
+        elif len(known) > k:
+            known[k] = self._level(rows, k)
 
     def curve(self, rows: int, most: int) -> list[float]:
         """Seconds a step of so many rows by k = 0..most."""
@@ -107,13 +110,12 @@ class Cost:
 
     def _level(self, rows: int, k: int) -> float:
         """What the parts say, and as much of it as is known how far this cell and those like it are off that."""
-        level, positions = self._made_of(rows, k), rows * (k + 1)
-        weight, off = 1.0, 0.0
+        level, weight, off = self._made_of(rows, k), 1.0, 0.0
         for (r, j), seen in self.cells.items():
             if r == rows and j == k:
                 alike = TRUST * seen.times
             else:
-                alike = 0.5 / (1 + 4 * abs(math.log(r * (j + 1) / positions)) + abs(math.log(r / rows))) ** 2
+                alike = _alike(r, j, rows, k)
             weight, off = weight + alike, off + alike * (seen.level - seen.made_of)
         return level + off / weight
 
@@ -141,6 +143,12 @@ class Cost:
             seen.made_of = self._made_of(*cell)
         self._curves.clear()
         self._unfitted = 0
+
+
+@cache
+def _alike(r: int, j: int, rows: int, k: int) -> float:
+    """How much what is known of one cell says of another: they are alike in positions and in rows."""
+    return 0.5 / (1 + 4 * abs(math.log(r * (j + 1) / (rows * (k + 1)))) + abs(math.log(r / rows))) ** 2
 
 
 def _bounded(surprise: float) -> float:
