@@ -77,9 +77,7 @@ class Cost:
             self._fit()
             return
         fresh = self._run <= FRESH
-        known = self._curves.get(rows, [])
-        level = known[k] if len(known) > k else self._level(rows, k)
-        self.pace += (PACE_FRESH if fresh else PACE) * _bounded(measured - level)
+        self.pace += (PACE_FRESH if fresh else PACE) * _bounded(measured - self._level(rows, k))
         seen.times += 1
         seen.weight = 1 + min(seen.weight, 1 / OWN) * FADES ** (self._steps - seen.at)
         seen.at = self._steps
@@ -90,8 +88,8 @@ class Cost:
         self._unfitted += 1
         if self._unfitted >= REFIT:
             self._fit()
-        elif len(known) > k:
-            known[k] = self._level(rows, k)
+        elif len(curve := self._curves.get(rows, [])) > k:
+            curve[k] = self._level(rows, k)
 
     def curve(self, rows: int, most: int) -> list[float]:
         """Seconds a step of so many rows by k = 0..most."""
