@@ -233,7 +233,8 @@ class Engine:
             row.finish("error", error)
             return
         if row.retried or not self._empty_prefix():  # what the row itself has left there since does not count
-            youngest = max((*self.rows, *(r for r in self.entering if r.batch)), key=lambda row: row.started)
+            holding = (*self.rows, *(r for r in self.entering if r.batch))
+            youngest = max(holding, key=lambda row: row.started, default=row)
             youngest.finish("error", error)
             self._drop_finished()
         row.retried = True
