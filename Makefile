@@ -12,7 +12,7 @@ STAMP := .venv/.setup-done
 PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format clean
+.PHONY: help setup demo test test-slow docs-check lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -37,6 +37,9 @@ test: setup ## run the tests, except the slow ones
 
 test-slow: setup ## run the slow tests
 	@$(PYTEST) -m slow
+
+docs-check: setup ## run what the pages say
+	@$(BIN)/python docs/check.py
 
 lint: setup ## ruff, mypy, and the direction of imports
 	$(BIN)/ruff check

@@ -1,0 +1,191 @@
+"""Run what the pages say: `python docs/check.py [PAGE …]`, which is `make docs-check`.
+
+Every block of ```sh, ```console and ```python is run as it stands, unless `<!-- not run: why -->` stands before it.
+Each page has a folder of its own, without a network. The models that pages speak of are there, but they are the
+built-in one under their names: in the Hugging Face cache, and under ~/models.
+
+- A command must end well, unless the page shows an `error:` beneath it; then it must not.
+- Output that the page shows must come: `…` stands for anything, and one number is as good as another.
+- `headstart serve` is left running while the page goes on, and takes the place of the one before it.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import lines
+from pages import ROOT, Block, Command, blocks, pages, problems
+
+BIN = Path(sys.executable).parent
+BUILTIN = ROOT / "src/headstart/builtin/tiny-qwen3.5"
+LINKED = ("Makefile", "bench", "docs", "examples", "src", "tests", "training")
+SECONDS = 300  # for one command
+NUMBERS = re.compile(r"\d[\d.,]*%?(\s+\d[\d.,]*%?)*")
+
+
+class Reader:
+    """Somebody who does what a page says."""
+
+    def __init__(self, page: Path, house: Path):
+        self.page, self.problems = page, list[str]()
+        self.folder = house / page.relative_to(ROOT).as_posix().replace("/", "-")
+        self.folder.mkdir()
+        self.home = self.folder / ".home"
+        shutil.copytree(house / "home", self.home, symlinks=True)
+        for name in LINKED:
+            (self.folder / name).symlink_to(ROOT / name)
+        self.servers: list[subprocess.Popen[str]] = []
+
+    def read(self) -> None:
+        try:
+            for block in blocks(self.page):
+                if block.not_run is not None:
+                    continue
+                if block.language == "python":
+                    self._do(block, Command(f"python, line {block.line}"), [str(BIN / "python"), "-c", block.text])
+                elif block.language in ("sh", "console"):
+                    for command in block.commands:
+                        self._do(block, command, ["bash", "-o", "pipefail", "-c", command.text])
+        finally:
+            self.stop()
+
+    def _do(self, block: Block, command: Command, words: list[str]) -> None:
+        begun, wrong = time.monotonic(), None
+        serves = command.text.startswith("headstart serve")
+        status, output = self._serve(command) if serves else self._run(words)
+        if (status != 0) != fails(command):
+            wrong = f"ended with status {status}"
+        elif not shows(command.output, output):
+            wrong = "said something else than the page shows"
+        print(f"{'FAIL' if wrong else 'ok  '} {time.monotonic() - begun:5.1f} s  {command.text}", flush=True)
+        if wrong:
+            place = f"{self.page.relative_to(ROOT)}:{block.line}"
+            self.problems.append(f"{place}: {command.text}\n  {wrong}:\n{output}")
+
+    def _run(self, words: list[str]) -> tuple[int, str]:
+        output = self.folder / ".output"
+        process = self._start(words, output)
+        try:
+            return process.wait(SECONDS), output.read_text()
+        except subprocess.TimeoutExpired:
+            return -1, f"{output.read_text()}\nnot done after {SECONDS} seconds"
+        finally:
+            end(process)
+
+    def _serve(self, command: Command) -> tuple[int, str]:
+        """Until it says that it listens, or ends."""
+        if not fails(command):
+            self.stop()
+        output = self.folder / f".{time.monotonic_ns()}"
+        process = self._start(["bash", "-c", f"exec {command.text}"], output)
+        until = time.monotonic() + SECONDS
+        while process.poll() is None and "Dashboard:" not in output.read_text():
+            if time.monotonic() > until:
+                end(process)
+                return -1, f"{output.read_text()}\nnot listening after {SECONDS} seconds"
+            time.sleep(0.1)
+        if process.poll() is None:
+            self.servers.append(process)
+        return process.poll() or 0, output.read_text()
+
+    def stop(self) -> None:
+        """As Ctrl-C does."""
+        while self.servers:
+            server = self.servers.pop()
+            server.send_signal(signal.SIGINT)
+            server.wait(60)
+
+    def _start(self, words: list[str], output: Path) -> "subprocess.Popen[str]":
+        with output.open("w") as file:
+            return subprocess.Popen(
+                words,
+                cwd=self.folder,
+                env=environment(self.home),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,  # so that whatever it started can be ended with it
+            )
+
+
+def end(process: "subprocess.Popen[str]") -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def fails(command: Command) -> bool:
+    return bool(re.search(r"^error: |^╭─ Error", command.output, re.MULTILINE))
+
+
+def shows(shown: str, real: str) -> bool:
+    pattern = ".*".join(re.escape(alike(part)) for part in shown.split("…"))
+    return re.search(pattern, alike(real), re.DOTALL) is not None
+
+
+def alike(text: str) -> str:
+    """Numbers, and how wide columns are, differ from run to run."""
+    return re.sub(r"\s+", " ", NUMBERS.sub("0", text)).strip()
+
+
+def environment(home: Path) -> dict[str, str]:
+    kept = {name: os.environ[name] for name in ("LANG", "LC_ALL", "TMPDIR") if name in os.environ}
+    return kept | {
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "HOME": str(home),
+        "HF_HUB_OFFLINE": "1",
+        "COLUMNS": "100",
+        "NO_COLOR": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def furnish(home: Path) -> None:
+    """The models that pages speak of: an original and a conversion without its head in the cache, and one with it."""
+
+    def cached(repo: str) -> Path:
+        place = home / ".cache/huggingface/hub" / f"models--{repo.replace('/', '--')}"
+        (place / "snapshots").mkdir(parents=True)
+        (place / "refs").mkdir()
+        (place / "refs/main").write_text("0123abc")
+        return place / "snapshots/0123abc"
+
+    cached("Qwen/Qwen3.6-27B").symlink_to(BUILTIN)
+    (home / "models").mkdir()
+    converted = home / "models/Qwen3.6-27B-4bit"
+    command = [str(BIN / "headstart"), "convert", "Qwen/Qwen3.6-27B", str(converted), "--bits", "4"]
+    subprocess.run(command, env=environment(home), check=True, capture_output=True)
+    shutil.copytree(
+        converted, cached("mlx-community/Qwen3.6-27B-4bit"), ignore=shutil.ignore_patterns("mtp", "norms")
+    )
+
+
+def main(wanted: list[Path]) -> int:
+    begun = time.monotonic()
+    found = [problem for page in wanted for problem in problems(page)] + lines.problems()
+    with tempfile.TemporaryDirectory(prefix="headstart-docs-") as house:
+        furnish(Path(house) / "home")
+        for page in wanted:
+            print(page.relative_to(ROOT))
+            reader = Reader(page, Path(house))
+            reader.read()
+            found += reader.problems
+    skipped = [block for page in wanted for block in blocks(page) if block.not_run]
+    for block in skipped:
+        print(f"not run: {block.page.relative_to(ROOT)}:{block.line}: {block.not_run}")
+    for problem in found:
+        print(f"\n{problem}")
+    print(f"\n{len(wanted)} pages, {len(found)} problems, {time.monotonic() - begun:.0f} s")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main([Path(name).resolve() for name in sys.argv[1:]] or pages()))

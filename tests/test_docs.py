@@ -1,0 +1,74 @@
+"""The pages name only what exists. `make docs-check` also runs what they say."""
+
+from pathlib import Path
+
+import pytest
+from docs.pages import ROOT, blocks, pages, problems
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_names_only_what_exists(page: Path) -> None:
+    assert problems(page) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("```sh\nheadstart sing\n```", "headstart has no command sing"),
+        ("```sh\nheadstart generate --prompt x --loudly\n```", "No such option"),
+        ("```sh\nheadstart serve --port nowhere\n```", "nowhere"),
+        ("```sh\nheadstart --loudly\n```", "headstart has no --loudly"),
+        ("```console\n$ echo x | headstart generate --loudly\nx\n```", "No such option"),
+        ("```sh\nmlx.launch -n 2 -- headstart generate --loudly\n```", "No such option"),
+        ("```sh\nheadstart inspect \\\n  --loudly\n```", "No such option"),
+        ("```sh\npython bench/nothing.py\n```", "no file bench/nothing.py"),
+        ("```sh\npython bench/step.py --loudly\n```", "bench/step.py has no --loudly"),
+        ("```sh\nmake music\n```", "no target music"),
+        ("```\nheadstart inspect\n```", "commands belong into"),
+        ("```python\nif\n```", "invalid syntax"),
+        ("```json\n{\n```", "```json"),
+        ("```toml\n[\n```", "```toml"),
+        ("`headstart sing` it", "headstart has no command sing"),
+        ("`headstart serve --loudly`", "headstart serve has no --loudly"),
+        ("`--loudly`", "nothing has --loudly"),
+        ("`engine/nothing.py`", "no file engine/nothing.py"),
+        ("[here](nothing.md)", "no file nothing.md"),
+        ("![here](nothing.png)", "no file nothing.png"),
+        ('<img src="nothing.png"> here', "no file nothing.png"),
+        ("# A heading\n[here](#another-heading)", "no heading #another-heading"),
+        ("HEADSTART_LOUDLY=1", "nothing reads HEADSTART_LOUDLY"),
+    ],
+)
+def test_what_does_not_exist_is_found(text: str, problem: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"{text}\n")
+    (found,) = problems(page)
+    assert problem in found
+
+
+def test_what_exists_is_not(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A *heading*: `k = 0`\n[here](#a-heading-k--0) and `headstart serve --port`, `--mtp-bits`, `test_docs.py`, "
+        "`engine/step.py`, HEADSTART_MTP\n"
+        "```sh\n# a comment\nHEADSTART_MTP=0 headstart generate -p 'a | b' --k 3 | cat  # the model's own\n"
+        "python bench/step.py --rows 1\nmake demo PYTHON=python3\nheadstart --version\n```\n"
+        "```\n46 tokens\n```\n"
+    )
+    assert problems(page) == []
+
+
+def test_a_block_says_why_it_is_not_run(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- not run: takes an hour -->\n```sh\nheadstart bench\n```\n\n```sh\nheadstart demo\n```\n")
+    assert [block.not_run for block in blocks(page)] == ["takes an hour", None]
+
+
+def test_output_beneath_a_command_belongs_to_it(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```console\n$ echo one \\\n    two\none two\n\n$ true\n```\n")
+    (block,) = blocks(page)
+    assert [(command.text.split(), command.output) for command in block.commands] == [
+        (["echo", "one", "two"], "one two\n\n"),
+        (["true"], ""),
+    ]
