@@ -110,17 +110,22 @@ def test_a_card_of_the_user_goes_before_ours(folder: Path) -> None:
             'name = "x"\nfamily = "qwen3_5"\n[native_mtp]\nnum_layers = 1\ndefault_k = 3\nmax_k = 2\n',
             "mine.toml: native_mtp: .*default_k 3 is above max_k 2",
         ),
+        (
+            'name = "x"\nfamily = "qwen3_5"\n[native_mtp]\nnum_layers = 1\ndefault_k = 3\nmax_k = 12\n',
+            "mine.toml: native_mtp.max_k: Input should be less than or equal to 8",
+        ),
+        ('name = "x\udcff"\n', "mine.toml: not a model card"),  # a byte that is no UTF-8
     ],
 )
 def test_a_card_that_is_wrong_is_named(folder: Path, text: str, message: str) -> None:
-    (folder / "mine.toml").write_text(text)
+    (folder / "mine.toml").write_text(text, errors="surrogateescape")
     with pytest.raises(CheckpointError, match=message):
         cards.known()
 
 
 def test_a_name_of_a_card_is_a_model_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("headstart.checkpoint.hub.download", lambda repo, vision: asked.append(repo))
+    monkeypatch.setattr("headstart.checkpoint.hub.download", lambda repo: asked.append(repo))
     resolve("qwen3.6-27b")
     assert asked == ["Qwen/Qwen3.6-27B"]
 

@@ -115,6 +115,14 @@ def test_offline_mode_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         resolve("org/model")
 
 
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": []}', "nothing"])
+def test_an_index_that_is_none_is_named(tmp_path: Path, hub: Hub, index: str) -> None:
+    hub.models["org/model"] = folder = write(tmp_path / "model")
+    (folder / INDEX).write_text(index)
+    with pytest.raises(CheckpointError, match="not an index of tensors"):
+        resolve("org/model")
+
+
 def test_a_name_that_two_cached_models_share_is_refused(tmp_path: Path, hub: Hub) -> None:
     hub.models["one/model"] = hub.models["two/model"] = write(tmp_path / "model")
     resolve("one/model")
@@ -131,6 +139,7 @@ def test_paths_and_builtin_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "org" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert resolve("org/model") == Path("org/model")  # a folder goes before a hub id
+    assert resolve("") == Path()  # and an empty name is the folder here, as everywhere
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"a file\. Name the folder"):
         resolve(tmp_path / "file")

@@ -24,6 +24,7 @@ from checkpoints import (
 )
 from headstart import models
 from headstart.checkpoint import load, read_layout
+from headstart.checkpoint.identity import base_model
 from headstart.errors import CheckpointError, HeadError
 
 SHARD = "model-00002-of-00002.safetensors"
@@ -195,12 +196,33 @@ def test_a_manifest_beside_the_head_decides(tmp_path: Path) -> None:
 def test_a_stripped_model_names_the_command_that_mends_it(tmp_path: Path) -> None:
     folder = write(tmp_path / "my model", "moe", "stripped", bits=4)
     assert f"headstart graft '{folder}' --from ORIGINAL" in str(read_layout(folder).mtp.reason)
-    for base_model in ("base_model: Qwen/Qwen3.5-35B-A3B", "base_model:\n- Qwen/Qwen3.5-35B-A3B"):
-        (folder / "README.md").write_text(f"---\nlicense: apache-2.0\n{base_model}\ntags:\n- mlx\n---\n# A model\n")
+    for base in ("base_model: Qwen/Qwen3.5-35B-A3B", "base_model:\n- Qwen/Qwen3.5-35B-A3B"):
+        (folder / "README.md").write_text(f"---\nlicense: apache-2.0\n{base}\ntags:\n- mlx\n---\n# A model\n")
         assert f"headstart graft '{folder}' --from Qwen/Qwen3.5-35B-A3B" in str(read_layout(folder).mtp.reason)
     model = load(folder)
     assert not model.has_head
     assert "config.json promises an MTP head but no file holds it" in str(model.head_unavailable)
+
+
+@pytest.mark.parametrize(
+    ("readme", "base"),
+    [
+        ("---\r\nlicense: mit\r\nbase_model: org/a\r\n---\r\n# A model\r\n", "org/a"),
+        ("---\nbase_model: [org/a, org/b]\n---\n", "org/a"),
+        ("---\nlicense: mit\n---\n# How to use it\n\n    base_model: org/other\n---\n", None),
+        ("---\nlicense: mit\n---\nbase_model: org/other\n---\n", None),
+        ("---\nbase_model: {\n---\n", None),
+        ("---\n- base_model\n---\n", None),
+        ("---\nbase_model: []\n---\n", None),
+        ("---\nbase_model: a\n---\n", None),
+        ("# A model\n", None),
+    ],
+)
+def test_what_a_model_was_made_from_is_read_from_the_front_of_its_readme(
+    tmp_path: Path, readme: str, base: str | None
+) -> None:
+    (tmp_path / "README.md").write_bytes(readme.encode())
+    assert base_model(tmp_path) == base
 
 
 def test_a_model_without_a_head_upstream_is_not_called_broken(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from checkpoints import FAMILIES, write
-from headstart.checkpoint import load, load_tokenizer, resolve
+from headstart.checkpoint import load, load_tokenizer, read_layout, resolve
 from headstart.checkpoint.load import compute_dtype
+from headstart.errors import CheckpointError
 from headstart.models import Model
 
 SAME_MODEL = [
@@ -162,6 +163,19 @@ def test_the_type_can_be_chosen(tmp_path: Path) -> None:
     }
     assert model.weights.norm.weight.dtype == mx.float32
     assert model.weights.layers[0].linear_attn.A_log.dtype == mx.float32
+
+
+def test_a_model_that_memory_does_not_hold_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path / "large", "dense")
+    size = read_layout(folder).bytes
+    monkeypatch.setattr("headstart.models.memory.unused", lambda: size - 1)
+    with pytest.raises(CheckpointError, match=r"large: its weights take 0\.\d+ GB, and 0\.\d+ GB .* are left"):
+        load(folder)
+    assert not load(folder, mtp=False).has_head  # which is smaller
+    monkeypatch.setattr("headstart.models.memory.unused", lambda: size)
+    assert load(folder).has_head
 
 
 def test_a_model_can_be_loaded_without_its_head(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from ..errors import CheckpointError
 
 OURS = Path(__file__).parent
 Capability = Literal["text", "vision", "thinking", "tools"]
+MAX_K = 8  # drafts a round, for any model
 Positive = Annotated[int, Field(ge=1)]
 
 
@@ -25,7 +26,7 @@ class NativeMtp(Strict):
 
     num_layers: Positive
     default_k: Positive
-    max_k: Positive
+    max_k: Annotated[int, Field(ge=1, le=MAX_K)]
 
     @model_validator(mode="after")
     def _in_order(self) -> "NativeMtp":
@@ -101,8 +102,8 @@ def _in_folder(folder: Path) -> list[Card]:
 
 def _read(path: Path) -> Card:
     try:
-        return Card.model_validate(tomllib.loads(path.read_text()))
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        return Card.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
         raise CheckpointError(f"{path}: not a model card ({error}). Mend or delete it.") from error
     except ValidationError as error:
         first = error.errors()[0]

@@ -9,10 +9,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .card import Card
+from .card import MAX_K, Card
 
 DEFAULT_K = 2  # where no card says better
-MAX_K = 8  # drafts a round, for any model
 OFF = ("0", "false", "no", "off")
 
 

@@ -25,6 +25,7 @@ from .. import models
 from ..errors import CheckpointError, HeadError
 from ..models.base import Norm
 from .headers import Header, read_header
+from .hub import BESIDE
 from .layout import INDEX, NORMS, Layout, read_shards
 from .names import canonical, is_head, is_vision
 from .pack import Progress, Step, write_file
@@ -34,7 +35,6 @@ from .rows import Reader
 from .write import copy, publish, require_room, staged, write_text
 
 SIDECAR = "mtp/weights.safetensors"
-COPIED = ("*.json", "*.jinja", "*.txt", "tokenizer*", "LICENSE*")
 VISUAL = ("model.visual.", "visual.")
 
 
@@ -90,7 +90,7 @@ def convert(plan: Conversion, progress: Progress = lambda read: None) -> None:
         with Reader() as reader:
             for name, steps in plan.files.items():
                 write_file(folder / name, steps, reader, progress)
-        for path in {path for pattern in COPIED for path in source.glob(pattern)}:
+        for path in {path for pattern in BESIDE for path in source.glob(pattern)}:
             if path.is_file() and path.name != "config.json" and not path.name.endswith(".index.json"):
                 copy(path, folder / path.name)
         write_text(folder / INDEX, json.dumps(_index(plan.files), indent=4))

@@ -19,21 +19,22 @@ from .names import is_head, is_vision
 BUILTIN = Path(__file__).parents[1] / "builtin"
 DEFAULT = "tiny-qwen3.5"
 HUB_ID = re.compile(r"^[\w-][\w.-]*/[\w-][\w.-]*$")
-SMALL_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer*", "README.md"]
+BESIDE = ("*.json", "*.jinja", "*.txt", "tokenizer*", "LICENSE*")  # the weights; a conversion has them too
+SMALL_FILES = [*BESIDE, "README.md"]
 
 
-def resolve(name: str | Path | None = None, *, vision: bool = False) -> Path:
+def resolve(name: str | Path | None = None) -> Path:
     """The folder of a model: a path, a built-in model, a name in the Hugging Face cache, or a hub id.
 
     None is the built-in model. A hub id in the cache is not looked up again.
     """
     found = locate(name)
-    return found if isinstance(found, Path) else download(found, vision=vision)
+    return found if isinstance(found, Path) else download(found)
 
 
 def locate(name: str | Path | None = None) -> Path | str:
     """The folder that `name` stands for, or the id of a model on the hub."""
-    path = Path(name or BUILTIN / DEFAULT).expanduser()
+    path = Path(BUILTIN / DEFAULT if name is None else name).expanduser()
     if path.is_dir():
         return path
     if path.exists():
@@ -97,6 +98,18 @@ def download_config(repo: str) -> tuple[Path, list[str]]:
         folder, files = _small_files(repo, cached.name if cached else None)
         sidecars = sorted(files & set(sidecar_names(read_config(folder))))
         return folder, sidecars[:1] or sorted(files & set(shards(folder, is_head)))
+
+
+def tokenizer_folder(name: str) -> Path:
+    """Where a model's tokenizer lies. Of a hub model the small files alone are downloaded."""
+    found = locate(name)
+    if isinstance(found, Path):
+        return found
+    if isinstance(cached := try_to_load_from_cache(found, "tokenizer_config.json"), str):
+        return Path(cached).parent
+    with _named_errors(found):
+        folder, _ = _small_files(found, None)
+        return folder
 
 
 def download_files(repo: str, folder: Path, files: list[str]) -> None:
@@ -186,6 +199,6 @@ def shards(folder: Path, holds: Callable[[str], bool]) -> list[str]:
         return ["model.safetensors"]
     try:
         weight_map = json.loads(index.read_text())["weight_map"].items()
-    except (ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index}: not an index of tensors ({error!r}). Delete it to try again.") from error
     return sorted({file for name, file in weight_map if holds(name)})

@@ -1,11 +1,11 @@
 """Which model is this? Its files do not say; where they lie, what their README says and the cards may."""
 
-import re
 from pathlib import Path
 
-from .. import cards
+import yaml  # type: ignore[import-untyped]
+from huggingface_hub import metadata_load
 
-BASE_MODEL = re.compile(r"\A---\n.*?^base_model:\s*(?:-\s*)?[\"']?([\w.-]+/[\w.-]+)", re.DOTALL | re.MULTILINE)
+from .. import cards
 
 
 def hub_id(path: Path) -> str | None:
@@ -20,10 +20,11 @@ def hub_id(path: Path) -> str | None:
 def base_model(path: Path) -> str | None:
     """The id of the model that this one was made from, as its README says."""
     try:
-        match = BASE_MODEL.search((path / "README.md").read_text(errors="replace"))
-    except OSError:
+        found = (metadata_load(path / "README.md") or {}).get("base_model")
+    except (OSError, ValueError, yaml.YAMLError):  # nobody else's README need be in order
         return None
-    return match.group(1) if match else None
+    first = found[0] if isinstance(found, list) and found else found
+    return first if isinstance(first, str) and first.count("/") == 1 else None
 
 
 def card(path: Path, family: str) -> cards.Card | None:

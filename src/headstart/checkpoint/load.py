@@ -19,6 +19,7 @@ from mlx_lm.utils import load_tokenizer as load_mlx_lm_tokenizer
 
 from .. import models
 from ..errors import CheckpointError, HeadError
+from ..models import memory
 from ..models.base import Norm
 from .hub import resolve
 from .layout import Layout, read_layout
@@ -68,6 +69,8 @@ def load_layout(
     decision = layout.dispatch(mtp)
     head = decision.drafts
     stored = {name: part for name, part in layout.stored.items() if head or not is_head(name)}
+    if split is None:
+        _check_room(layout, sum(part.nbytes for part in stored.values()))
     packed = {
         name: how for name, how in layout.quantized.items() if how["mode"] != "fp8" and f"{name}.scales" in stored
     }
@@ -90,6 +93,16 @@ def load_layout(
     if part is not None:
         model = part.fit(model)
     return replace(model, head_unavailable=decision.reason, default_k=decision.k, max_k=decision.max_k)
+
+
+def _check_room(layout: Layout, needed: int) -> None:
+    """A machine that runs out of memory is slow for everybody, or ends the process without a word."""
+    if needed > (free := memory.unused()):
+        raise CheckpointError(
+            f"{layout.path}: its weights take {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB of this device's memory "
+            "are left. Take a smaller model, a conversion of fewer bits (`headstart convert --bits 4`), or several "
+            "machines."
+        )
 
 
 def load_tokenizer(path: Path) -> TokenizerWrapper:

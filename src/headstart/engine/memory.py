@@ -1,15 +1,14 @@
 """What rows will need of the device's memory, counted before they are let in."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import mlx.core as mx
-
 from ..models import Model
+from ..models.memory import unused
 from ..state import BLOCK, KV
 
 SHARE = 0.9  # of what weights leave: steps need some room of their own
+PREFIXES = 2_000_000_000  # bytes for beginnings of prompts, at most a quarter of what there is
 ANSWER = 4096  # tokens of an answer that are counted ahead; longer ones find room as they grow, or wait
 
 
@@ -36,9 +35,12 @@ class Footprint:
 
 def left_for_rows() -> int:
     """Bytes that rows may take beside what is in memory now, the weights above all."""
-    info = mx.device_info()
-    most = info.get("max_recommended_working_set_size") or info.get("total_memory") or _installed()
-    return max(0, int(SHARE * (int(most) - mx.get_active_memory())))
+    return int(SHARE * unused())
+
+
+def left_for_prefixes() -> int:
+    """Bytes that the prefix cache may take of them, where the user does not say."""
+    return min(PREFIXES, left_for_rows() // 4)
 
 
 def is_shortage(error: BaseException) -> bool:
@@ -47,7 +49,3 @@ def is_shortage(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(
         said in words for said in ("out of memory", "unable to allocate", "bad_alloc", "insufficient memory")
     )
-
-
-def _installed() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

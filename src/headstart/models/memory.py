@@ -1,0 +1,16 @@
+"""What the device has of memory."""
+
+import os
+
+import mlx.core as mx
+
+
+def unused() -> int:
+    """Bytes of the device's memory that nothing of this process takes."""
+    info = mx.device_info()
+    most = info.get("max_recommended_working_set_size") or info.get("total_memory") or _installed()
+    return max(0, int(most) - mx.get_active_memory())
+
+
+def _installed() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
