@@ -78,6 +78,7 @@ class Stub:
     models: Sequence[str] = ("stub",)
     key: str | None = None
     asked: list[tuple[float, str, dict[str, Any]]] = field(default_factory=list)
+    keys: set[str | None] = field(default_factory=set)  # that came with requests
     busy: int = 0
     most: int = 0  # at a time
 
@@ -101,7 +102,9 @@ class Stub:
             writer.close()
 
     async def _answer(self, path: str, headers: dict[str, str], body: Any, writer: asyncio.StreamWriter) -> None:
-        if self.key is not None and headers.get("authorization") != f"Bearer {self.key}":
+        key = headers["authorization"].removeprefix("Bearer ") if "authorization" in headers else None
+        self.keys.add(key)
+        if self.key is not None and key != self.key:
             return _whole(writer, 401, {"error": {"message": "no valid key"}})
         if path == "/v1/models":
             return _whole(writer, 200, {"data": [{"id": name} for name in self.models]})

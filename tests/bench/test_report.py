@@ -58,6 +58,8 @@ def test_markdown_has_every_figure_with_its_machine() -> None:
     assert "0.980 (geometric mean)" in text
     assert "wholly below 0.95 of the best fixed k: none." in text
     assert "imposed" not in text.lower()
+    assert "Not complete" not in text
+    assert "**Not complete: interrupted**" in replace(REPORT, stopped="interrupted").markdown()
     assert "Not the tokens" not in text
 
 

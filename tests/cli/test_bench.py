@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from headstart.bench import cost
+from headstart.bench import cost, sweep
+from headstart.bench.run import run
 from headstart.cli.main import app
 
 SMALL = ["--rows", "1", "--tokens", "20", "--repeats", "2", "--kinds", "code"]
@@ -61,11 +63,32 @@ def test_own_prompts_are_measured_by_their_kinds(tmp_path: Path) -> None:
     assert [figure["kind"] for figure in json.loads(result.stdout)["figures"]] == ["sums", "lists"]
 
 
+def interrupted(*_: object) -> Any:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["the sweep", "the costs"])
+def test_ctrl_c_keeps_whole_repeats_and_says_so(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = iter([run, run, run])  # one warms up
+    if where == "the sweep":
+        monkeypatch.setattr(sweep, "run", lambda *asked: next(runs, interrupted)(*asked))
+    else:
+        monkeypatch.setattr(cost, "_seconds", interrupted)
+    result = bench(*SMALL, "--repeats", 3 if where == "the sweep" else 2, "--k", "0", "--json", "-")
+    assert result.exit_code == 130, result.output
+    report = json.loads(result.stdout)
+    assert (report["stopped"], report["repeats"], report["costs"]) == ("interrupted", 2, [])
+    assert [figure["k"] for figure in report["figures"]] == [0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--k", "0-x"], "--k: 'x' is not a whole number"),
         (["--k", "1-3"], "--k must hold 0"),
+        (["--k", "0,3-1"], "--k 3-1: say 1-3"),
+        (["--k", ""], "--k '': name one or more"),
+        (["--kinds", ","], "--kinds ',': name one or more"),
         (["--k", "0-9"], "--k goes to 9, and this model drafts at most 8"),
         (["--rows", "1,two"], "--rows: 'two' is not a whole number"),
         (["--kinds", "code,verse"], "--kinds: 'verse' is not one of"),

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,7 +14,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from checkpoints import write
 from headstart.cli.main import app
+from loopback_hub import running_hub
 from stub_server import Schedule, Stub
 
 QUICK = Schedule([(0.001, 1), (0.001, 3), (0.001, 4)], usage={"prompt_tokens": 9})
@@ -75,6 +79,56 @@ def test_servers_are_compared_and_shown_in_every_form(tmp_path: Path) -> None:
     assert "sesame" not in result.output + "".join(files[name].read_text() for name in ("json", "csv", "md"))
 
 
+@pytest.mark.parametrize(
+    ("given", "second"),
+    [([], None), (["--api-key", "sesame,"], None), (["--api-key", "sesame,other"], "other")],
+)
+def test_a_key_goes_to_the_server_that_it_is_for(given: list[str], second: str | None) -> None:
+    """What is in the environment is for the first, under any name: others would be told a secret."""
+    ours, theirs = Stub(lambda body, busy: QUICK, key="sesame"), Stub(lambda body, busy: QUICK, key=second)
+    with serving(ours) as one, serving(theirs) as two:
+        compared = [one, two] if given else [one, two, f"{one}#num_draft_tokens=0"]
+        result = CliRunner().invoke(
+            app, ["bench-serve", "--compare", ",".join(compared), *given, *SMALL], env={"HEADSTART_API_KEY": "sesame"}
+        )
+    assert result.exit_code == 0, result.output
+    assert theirs.keys == {second}
+
+
+def test_of_a_hub_model_that_counts_tokens_no_weights_are_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = Stub(lambda body, busy: Schedule(QUICK.pieces, usage=None))
+    with running_hub(monkeypatch, tmp_path / "cache") as hub, serving(stub) as url:
+        hub.models["org/model"] = write(tmp_path / "model")
+        known = ["--lengths", "short", "--concurrency", 1, "--requests", 2, "--repeats", 1, "--json", "-"]
+        results = [bench_serve(url, *known, "--tokenizer", "org/model")]
+        requests = hub.requests
+        results.append(bench_serve(url, *known, "--tokenizer", "org/model"))
+        assert hub.requests == requests, "it is in the cache"
+    for result in results:
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["figures"][0]["counted"] == {"tokenizer": 2}
+    assert "tokenizer.json" in hub.downloaded
+    assert not [file for file in hub.downloaded if file.endswith(".safetensors")]
+
+
+def test_ctrl_c_keeps_what_there_is_and_says_so(tmp_path: Path) -> None:
+    number = iter(range(10**6))
+
+    def answer(body: Any, busy: int) -> Schedule:
+        if next(number) == 6:  # after the first one, two to warm up, and two that count
+            os.kill(os.getpid(), signal.SIGINT)
+        return QUICK
+
+    with serving(Stub(answer)) as url:
+        known = ["--lengths", "short", "--concurrency", 1, "--requests", 2, "--report", tmp_path / "load.md"]
+        result = bench_serve(url, *known)
+    assert result.exit_code == 130, result.output
+    assert "**Not complete: interrupted**" in (tmp_path / "load.md").read_text()
+    assert result.stdout == (tmp_path / "load.md").read_text()
+
+
 def test_one_server_is_asked_for_completions_of_ones_own_prompts(tmp_path: Path) -> None:
     own = tmp_path / "own.txt"
     own.write_text("Once upon a time\nIt was late\n")
@@ -123,9 +177,14 @@ def test_a_model_that_is_not_there_is_one_line() -> None:
         (["http://a", "--compare", "http://a,http://b"], "give the server's URL, or several with --compare"),
         (["--compare", "http://a"], "--compare http://a: give two or more"),
         (["http://a", "--names", "one,two"], "--names one,two: give 1"),
-        (["--compare", "http://a,http://b", "--model", "1,2,3"], "--model 1,2,3: give one, or 2"),
+        (["--compare", "http://a,http://b", "--model", "1,2,3"], "--model: give one, or 2"),
         (["http://a", "--concurrency", "few"], "--concurrency: 'few' is not a whole number"),
         (["http://a", "--rate", "often"], "--rate often"),
+        (["http://a", "--concurrency", ","], "--concurrency ',': name one or more"),
+        (["http://a", "--lengths", ","], "--lengths ',': name one or more"),
+        (["http://a", "--hits", ""], "--hits '': name one or more"),
+        (["http://a", "--rate", ""], "--rate '': name one or more"),
+        (["--compare", "http://a,http://b", "--api-key", "1,2,3"], "--api-key: give one, or 2"),
         (["http://a", "--lengths", "short", "--prompts", "a.txt"], "--lengths are of prompts that are made up"),
         (["http://a", "--csv", "nowhere/a.csv"], "--csv nowhere/a.csv: there is no such folder"),
         (["http://a", "--plot", "a.bmp"], "--plot a.bmp: the name must end in"),

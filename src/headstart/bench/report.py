@@ -22,6 +22,7 @@ class Report:
     auto: Verdict | None
     past_end: dict[str, float]  # by kind
     exact: bool  # this device computes a row the same whatever stands beside it
+    stopped: str | None = None  # why there is less than was asked for
 
     @property
     def imposed(self) -> str | None:
@@ -38,6 +39,7 @@ class Report:
             "machine": self.machine.as_dict(),
             "tokens": self.tokens,
             "repeats": self.repeats,
+            "stopped": self.stopped,
             "imposed_acceptance": None if self.acceptance is None else list(self.acceptance),
             "figures": [asdict(figure) for figure in self.figures],
             "costs": [cost.as_dict() for cost in self.costs],
@@ -55,6 +57,8 @@ class Report:
         parts = [f"# {self.model}", f"{self.machine}"]
         if self.imposed:
             parts.append(f"**{self.imposed}**")
+        if self.stopped:
+            parts.append(f"**Not complete: {self.stopped}**")
         parts += ["## Speed by depth", self._about_speed(), _speed_table(self.figures)]
         if wrong := [figure for figure in self.figures if not figure.identical]:
             parts.append(f"**Not the tokens of k = 0:** {', '.join(map(_name, wrong))}.")

@@ -1,6 +1,5 @@
 """`headstart bench`: what drafts earn and cost on this machine."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -8,7 +7,7 @@ import typer
 
 from ..errors import HeadstartError, RequestError
 from .lists import listed, numbers, whole
-from .outputs import check_folders, write
+from .outputs import INTERRUPTED, check_folders, tell
 from .progress import counted_bar
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def bench(
 ) -> None:
     """Measure speed, acceptance and cost by depth, kind of text and number of rows. --k 0-8,auto
     --rows 1,2,4,8,16 is the whole sweep. Markdown goes to standard output. Ctrl-C ends early and keeps whole
-    repeats."""
+    repeats: the report says so, and the exit status is 130."""
     from ..bench.plot import check_plot, plot
     from ..bench.prompts import KINDS, builtin_prompts, by_kind, read_prompts
     from ..bench.sweep import Plan
@@ -75,10 +74,13 @@ def bench(
     check_folders({"--json": json_file, "--report": report_file, "--plot": plot_file})
     if prompts is not None and kinds is not None:
         raise RequestError("--kinds chooses among the built-in prompts: leave it out where --prompts is given")
-    asked = read_prompts(prompts) if prompts else builtin_prompts(listed(kinds) if kinds else KINDS)
+    chosen = KINDS if kinds is None else listed(kinds, "--kinds")
+    asked = read_prompts(prompts) if prompts else builtin_prompts(chosen)
     pattern = None if acceptance is None else numbers(acceptance, "--acceptance")
-    depths = _depths(k or ("0-3,auto" if pattern is None else f"0-{len(pattern)}"))
-    counts = [whole(part, "--rows") for part in listed(rows)]
+    if k is None:
+        k = "0-3,auto" if pattern is None else f"0-{len(pattern)}"
+    depths = _depths(k)
+    counts = [whole(part, "--rows") for part in listed(rows, "--rows")]
     Plan({}, counts, depths, tokens, repeats, pattern)
 
     folder = resolve(model)
@@ -87,22 +89,17 @@ def bench(
     plan.check(loaded)
     report = _measure(loaded, hub_id(folder) or folder.absolute().name, plan, tokenizer.eos_token_ids)
 
-    if json_file == "-":
-        typer.echo(json.dumps(report.as_dict()))
-    else:
-        typer.echo(report.markdown(), nl=False)
-        if json_file is not None:
-            write(Path(json_file), json.dumps(report.as_dict()), "--json")
-    if report_file is not None:
-        write(report_file, report.markdown(), "--report")
+    tell(report, json_file, report_file)
     if plot_file is not None:
         plot(report, plot_file)
     if report.exact and not all(figure.identical for figure in report.figures):
         raise HeadstartError("the token ids are not those of plain decoding, though rows are independent here")
+    if report.stopped is not None:
+        raise typer.Exit(130)
 
 
 def _measure(model: "Model", name: str, plan: "Plan", ends: set[int]) -> "Report":
-    from ..bench.cost import looks, measure_costs
+    from ..bench.cost import Cost, looks, measure_costs
     from ..bench.figures import figures, judge_auto, past_end
     from ..bench.machine import this_machine
     from ..bench.report import Report
@@ -112,9 +109,12 @@ def _measure(model: "Model", name: str, plan: "Plan", ends: set[int]) -> "Report
         runs = sweep(model, plan, progress)
         repeats = min(len(done) for by_k in runs.values() for done in by_k.values())
         mixed = [prompt for prompts in zip(*plan.prompts.values(), strict=False) for prompt in prompts]
-        costs = []
-        if repeats == plan.repeats:  # otherwise somebody has waited long enough
-            costs = measure_costs(model, mixed, plan.rows, plan.depths, repeats, progress)
+        costs, stopped = list[Cost](), INTERRUPTED if repeats < plan.repeats else None
+        if stopped is None:  # otherwise somebody has waited long enough
+            try:
+                costs = measure_costs(model, mixed, plan.rows, plan.depths, repeats, progress)
+            except KeyboardInterrupt:
+                stopped = INTERRUPTED
     return Report(
         model=name,
         machine=this_machine(),
@@ -126,16 +126,20 @@ def _measure(model: "Model", name: str, plan: "Plan", ends: set[int]) -> "Report
         auto=judge_auto(runs),
         past_end=past_end(runs, ends),
         exact=all(run.exact for by_k in runs.values() for done in by_k.values() for run in done),
+        stopped=stopped,
     )
 
 
 def _depths(text: str) -> list[int | Literal["auto"]]:
     """0-3,5,auto → 0, 1, 2, 3, 5, auto."""
     depths: list[int | Literal["auto"]] = []
-    for part in listed(text):
+    for part in listed(text, "--k"):
         if part == "auto":
             depths.append("auto")
             continue
         first, _, last = part.partition("-")
-        depths += range(whole(first, "--k"), whole(last or first, "--k") + 1)
+        least, most = whole(first, "--k"), whole(last or first, "--k")
+        if most < least:
+            raise RequestError(f"--k {part}: say {most}-{least}")
+        depths += range(least, most + 1)
     return list(dict.fromkeys(depths))

@@ -1,8 +1,9 @@
 """`headstart bench-serve`: how fast servers answer under load."""
 
 import asyncio
-import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ import typer
 
 from ..errors import HeadstartError, RequestError
 from .lists import listed, numbers, whole
-from .outputs import check_folders, write
+from .outputs import INTERRUPTED, check_folders, tell, write
 from .progress import counted_bar
 
 if TYPE_CHECKING:
@@ -34,7 +35,14 @@ def bench_serve(
     model: Annotated[
         str | None, typer.Option(metavar="LIST", help="One for all, or one for each.", show_default="the only one")
     ] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="HEADSTART_API_KEY", help="Sent to all servers.")] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="One for all, or one for each.",
+            show_default="HEADSTART_API_KEY, for the first server",
+        ),
+    ] = None,
     completions: Annotated[bool, typer.Option("--completions", help="Ask /completions; else chats.")] = False,
     tokenizer: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Counts tokens of chunks, where the server does not.")
@@ -82,7 +90,8 @@ def bench_serve(
     ] = None,
 ) -> None:
     """Measure a server of OpenAI's API under load, or several by turns: time to the first token, between tokens, to
-    the end, and throughput. Markdown goes to standard output. Ctrl-C ends early and keeps what there is."""
+    the end, and throughput. Markdown goes to standard output. Ctrl-C ends early and keeps what there is: the report
+    says so, and the exit status is 130."""
     from ..bench.load.arrivals import Closed, Open
     from ..bench.load.measure import Plan
     from ..bench.load.questions import LENGTHS, Questions, made_up
@@ -94,7 +103,7 @@ def bench_serve(
     check_folders({"--json": json_file, "--csv": csv_file, "--report": report_file, "--plot": plot_file})
     if prompts is not None and lengths is not None:
         raise RequestError("--lengths are of prompts that are made up: leave it out where --prompts is given")
-    questions = made_up(listed(lengths) if lengths else list(LENGTHS))
+    questions = made_up(list(LENGTHS) if lengths is None else listed(lengths, "--lengths"))
     if prompts is not None:
         given = read_prompts(prompts)
         questions = Questions(
@@ -102,12 +111,13 @@ def bench_serve(
         )
     if concurrency is None and rate is None:
         concurrency = "1,4,16"
+    clients = [] if concurrency is None else listed(concurrency, "--concurrency")
     plan = Plan(
         targets=_targets(url, compare, names, model, api_key, chat=not completions),
         questions=questions,
         loads=[
-            *[Closed(whole(part, "--concurrency")) for part in listed(concurrency or "")],
-            *[Open(part) for part in numbers(rate or "", "--rate")],
+            *[Closed(whole(part, "--concurrency")) for part in clients],
+            *[Open(part) for part in ([] if rate is None else numbers(rate, "--rate"))],
         ],
         hits=numbers(hits, "--hits"),
         tokens=tokens,
@@ -119,35 +129,49 @@ def bench_serve(
     stopped = _measure(plan, runs, None if tokenizer is None else _count(tokenizer))
     if runs:
         _tell(plan, runs, stopped, json_file, csv_file, report_file, plot_file)
+    if stopped == INTERRUPTED:
+        raise typer.Exit(130)
     if stopped is not None:
         raise HeadstartError(f"{stopped}; {len(runs)} runs were measured" if runs else stopped)
 
 
 def _targets(
-    url: str | None, compare: str | None, names: str | None, model: str | None, key: str | None, *, chat: bool
+    url: str | None, compare: str | None, names: str | None, model: str | None, api_key: str | None, *, chat: bool
 ) -> "list[Target]":
     from ..bench.load.target import Target
 
     if (url is None) == (compare is None):
         raise RequestError("give the server's URL, or several with --compare URL1,URL2")
-    urls = [url] if url is not None else listed(compare or "")
+    urls = [url] if url is not None else listed(compare or "", "--compare")
     if compare is not None and len(urls) < 2:
         raise RequestError(f"--compare {compare}: give two or more, with commas between them")
-    called = listed(names) if names is not None else [None] * len(urls)
+    called = listed(names, "--names") if names is not None else [None] * len(urls)
     if len(called) != len(urls):
         raise RequestError(f"--names {names}: give {len(urls)}, one for each server")
-    models = listed(model) if model is not None else [None]
-    models = models * len(urls) if len(models) == 1 else models
-    if len(models) != len(urls):
-        raise RequestError(f"--model {model}: give one, or {len(urls)}, one for each server")
-    each = zip(urls, called, models, strict=True)
-    return [Target.of(url, name=name, model=model, key=key, chat=chat) for url, name, model in each]
+    models = _for_each(urls, listed(model, "--model") if model is not None else [None], "--model")
+    # None where there is nothing between two commas: not every server has a key.
+    keys = _for_each(urls, [part.strip() or None for part in (api_key or "").split(",")], "--api-key")
+    each = zip(urls, called, models, keys, strict=True)
+    targets = [Target.of(url, name=name, model=model, key=key, chat=chat) for url, name, model, key in each]
+    if api_key is None:  # what is in the environment is our own server's, and nobody else's business
+        ours = os.environ.get("HEADSTART_API_KEY")
+        targets = [replace(target, key=ours) if target.url == targets[0].url else target for target in targets]
+    return targets
+
+
+def _for_each(urls: list[str], values: Sequence[str | None], option: str) -> Sequence[str | None]:
+    if len(values) == 1:
+        return [*values] * len(urls)
+    if len(values) != len(urls):
+        raise RequestError(f"{option}: give one, or {len(urls)}, one for each server")
+    return values
 
 
 def _count(tokenizer: str) -> "Count":
-    from ..checkpoint import load_tokenizer, resolve
+    from ..checkpoint import load_tokenizer
+    from ..checkpoint.hub import tokenizer_folder
 
-    loaded = load_tokenizer(resolve(tokenizer))
+    loaded = load_tokenizer(tokenizer_folder(tokenizer))
     return lambda text: len(loaded.encode(text, add_special_tokens=False))
 
 
@@ -164,7 +188,7 @@ def _measure(plan: "Plan", runs: "list[Run]", count: "Count | None") -> str | No
         with counted_bar(f"Measuring {', '.join(target.name for target in plan.targets)}", plan.count) as progress:
             asyncio.run(collect(progress))
     except KeyboardInterrupt:
-        return "interrupted"
+        return INTERRUPTED
     except HeadstartError as error:
         return str(error)
     return None
@@ -183,15 +207,8 @@ def _tell(
     from ..bench.load.report import report, requests_csv
 
     told = report(plan, runs, stopped)
-    if json_file == "-":
-        typer.echo(json.dumps(told.as_dict()))
-    else:
-        typer.echo(told.markdown(), nl=False)
-        if json_file is not None:
-            write(Path(json_file), json.dumps(told.as_dict()), "--json")
+    tell(told, json_file, report_file)
     if csv_file is not None:
         write(csv_file, requests_csv(runs), "--csv")
-    if report_file is not None:
-        write(report_file, told.markdown(), "--report")
     if plot_file is not None:
         plot(told, plot_file)

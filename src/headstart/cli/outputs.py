@@ -1,8 +1,20 @@
 """Files that a command writes when it is done, and that are looked at before it begins."""
 
+import json
 from pathlib import Path
+from typing import Any, Protocol
+
+import typer
 
 from ..errors import HeadstartError, RequestError
+
+INTERRUPTED = "interrupted"  # why a report is not complete after Ctrl-C; the status is 130 then, as elsewhere
+
+
+class Report(Protocol):
+    def as_dict(self) -> dict[str, Any]: ...
+
+    def markdown(self) -> str: ...
 
 
 def check_folders(files: dict[str, Path | str | None]) -> None:
@@ -10,6 +22,18 @@ def check_folders(files: dict[str, Path | str | None]) -> None:
     for option, file in files.items():
         if file is not None and file != "-" and not Path(file).absolute().parent.is_dir():
             raise RequestError(f"{option} {file}: there is no such folder")
+
+
+def tell(report: Report, json_file: str | None, report_file: Path | None) -> None:
+    """Markdown goes to standard output, unless JSON is wanted there."""
+    if json_file == "-":
+        typer.echo(json.dumps(report.as_dict()))
+    else:
+        typer.echo(report.markdown(), nl=False)
+        if json_file is not None:
+            write(Path(json_file), json.dumps(report.as_dict()), "--json")
+    if report_file is not None:
+        write(report_file, report.markdown(), "--report")
 
 
 def write(path: Path, text: str, option: str) -> None:
