@@ -65,6 +65,7 @@ def test_a_dry_run_shows_files_and_sizes_and_writes_nothing(tmp_path: Path) -> N
 
 def test_of_a_hub_model_a_dry_run_downloads_no_weights(tmp_path: Path, hub: Hub) -> None:
     hub.models["org/model"] = raw = write(tmp_path / "raw", "dense", shards=3)
+    (raw / "LICENSE").write_text("Do as you like.\n")
     size = sum(file.stat().st_size for file in raw.glob("*.safetensors"))
     shown = run("convert", "org/model", str(tmp_path / "out"), "--dry-run")
     assert f"org/model: 3 files, {size:,} bytes would be downloaded first." in shown
@@ -72,6 +73,7 @@ def test_of_a_hub_model_a_dry_run_downloads_no_weights(tmp_path: Path, hub: Hub)
     run("convert", "org/model", str(tmp_path / "out"))
     assert read_layout(tmp_path / "out").mtp.available
     assert "base_model: org/model" in (tmp_path / "out" / "README.md").read_text()
+    assert (tmp_path / "out" / "LICENSE").read_text() == "Do as you like.\n"
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,6 @@ def test_a_head_that_config_did_not_promise_drafts_once_it_is_converted(tmp_path
     [
         (["--bits", "7"], "7 bits"),
         (["--mtp-bits", "some"], "--mtp-bits some: say keep, or one of 2"),
-        (["--dtype", "int8"], "--dtype int8: say one of bfloat16"),
         (["--group-size", "5"], "groups of 5"),
         (["--recipe", "mine"], "mine: mlx-lm has the recipes"),
     ],
@@ -125,6 +126,16 @@ def test_wrong_options_are_named_before_the_source_is_looked_for(
     tmp_path: Path, options: list[str], message: str
 ) -> None:
     assert message in error("convert", "no/such", str(tmp_path / "out"), *options)
+
+
+def test_a_group_size_that_there_is_not_is_named_before_the_model_is_looked_for() -> None:
+    assert "groups of 48" in error("graft", "no/such", "--group-size", "48")
+
+
+def test_a_type_that_there_is_not_is_no_command_line(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["convert", "no/such", str(tmp_path / "out"), "--dtype", "int8"])
+    assert result.exit_code == 2
+    assert "bfloat16" in result.stderr
 
 
 def test_errors_are_one_line(tmp_path: Path) -> None:

@@ -30,15 +30,38 @@ def test_it_shows_both_sides_and_what_was_measured() -> None:
     assert "8 token ids, identical in all 6 runs." in out
 
 
-def test_tokens_that_differ_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With drafts it answers another question."""
     honest = library.stream_generate
 
     def wrong(model: Any, tokenizer: Any, prompt: list[int], max_tokens: int, k: Any) -> Any:
         return honest(model, tokenizer, prompt[: None if k == 0 else 5], max_tokens, k=k)
 
     monkeypatch.setattr(library, "stream_generate", wrong)
+
+
+@pytest.mark.usefixtures("wrong")
+def test_tokens_that_differ_are_an_error() -> None:
     result = CliRunner().invoke(app, ["demo"])
     assert result.exit_code == 1
     assert "tokens/s, median" in result.stdout
     assert "identical" not in result.stdout
     assert result.stderr == "error: the token ids are not those of plain decoding in 3 of the runs\n"
+
+
+@pytest.mark.usefixtures("wrong")
+def test_tokens_that_differ_are_no_error_on_a_device_that_promises_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("headstart.engine.intake.rows_are_independent", lambda model: False)
+    result = CliRunner().invoke(app, ["demo"], env={"COLUMNS": "100"})
+    assert result.exit_code == 0, result.stderr
+    assert "The token ids differ in 3 of the runs: this device rounds" in result.stdout
+    assert "identical" not in result.stdout
+
+
+def test_a_model_without_a_head_has_nothing_to_show() -> None:
+    result = CliRunner().invoke(app, ["demo"], env={"HEADSTART_MTP": "0"})
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "error: there is nothing to compare: switched off by HEADSTART_MTP\n"

@@ -83,9 +83,17 @@ def test_a_model_without_a_head_is_told_how_to_get_one(tmp_path: Path) -> None:
     assert f"headstart graft {tmp_path}" in line
 
 
-@pytest.mark.parametrize("arguments", [["--k", "9"], ["--tokens", "2"], ["--report", "nowhere/page.md"]])
-def test_what_cannot_be_done_is_one_line_on_stderr(arguments: list[str]) -> None:
-    result = probe(*arguments)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--k", "9"], "k is 9; a probe drafts from 1 to 8"),
+        (["--tokens", "2"], "tokens is 2"),
+        (["--report", "nowhere/page.md"], "--report nowhere/page.md: there is no such folder"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_before_a_model_is_looked_for(arguments: list[str], message: str) -> None:
+    result = probe("no-such-model", *arguments)
     assert result.exit_code == 1
     assert result.stdout == ""
-    assert result.stderr.splitlines()[-1].startswith("error: ")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: {message}")

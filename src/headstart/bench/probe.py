@@ -128,12 +128,9 @@ def probe(
 ) -> Probe:
     """Decode the built-in prompts at every depth up to k, look for faults in the head, and time the depths.
     `progress` is told what is about to be done."""
+    check_asked(k, tokens, model.max_k)
     if k is None:
         k = model.max_k
-    if not 1 <= k <= model.max_k:
-        raise RequestError(f"k is {k}; a probe of this model drafts from 1 to {model.max_k} tokens a round")
-    if tokens < FEWEST:
-        raise RequestError(f"tokens is {tokens}; a probe needs at least {FEWEST} for each prompt")
     texts = short_prompts(tokenizer)
     prompts = list(texts.values())
     progress("are rows independent?")
@@ -152,6 +149,14 @@ def probe(
     progress("timing every depth")
     costs = measure_costs(model, [prompts[0][:SHORT]], ks=range(k + 1), repeats=REPEATS)
     return Probe(list(texts), tokens, exact, runs, rounding, first_drafts, faults, costs, kernels_in_use(model))
+
+
+def check_asked(k: int | None, tokens: int, max_k: int) -> None:
+    """Refuse what cannot be done before anything is. `max_k`: most drafts a round, of the model or of any."""
+    if k is not None and not 1 <= k <= max_k:
+        raise RequestError(f"k is {k}; a probe drafts from 1 to {max_k} tokens a round here")
+    if tokens < FEWEST:
+        raise RequestError(f"tokens is {tokens}; a probe needs at least {FEWEST} for each prompt")
 
 
 def short_prompts(tokenizer: TokenizerWrapper) -> dict[str, list[int]]:

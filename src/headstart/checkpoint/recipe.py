@@ -14,7 +14,6 @@ from .parameters import BITS
 ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
 ROUTER = {"group_size": 64, "bits": 8}
 GROUP_SIZES = (32, 64, 128)
-DTYPES = ("bfloat16", "float16", "float32")
 
 MtpBits = Literal["keep"] | int
 Packing = dict[str, Any]
@@ -85,10 +84,3 @@ def mtp_bits_from(text: str | None) -> MtpBits | None:
     if text.isdecimal() and int(text) in BITS:
         return int(text)
     raise CheckpointError(f"--mtp-bits {text}: say keep, or one of {', '.join(map(str, BITS))}.")
-
-
-def dtype_named(name: str) -> mx.Dtype:
-    if name not in DTYPES:
-        raise CheckpointError(f"--dtype {name}: say one of {', '.join(DTYPES)}.")
-    dtype: mx.Dtype = getattr(mx, name)
-    return dtype

@@ -1,7 +1,7 @@
 """`headstart convert`: a released model to MLX, with its MTP head."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -33,8 +33,8 @@ def convert(
     ] = None,
     mtp_bits: MtpBits = None,
     dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", help="bfloat16, float16 (for M1 and M2), float32.", show_default="the source's"),
+        Literal["bfloat16", "float16", "float32"] | None,
+        typer.Option("--dtype", help="float16 is for M1 and M2.", show_default="the source's"),
     ] = None,
     dry_run: DryRun = False,
 ) -> None:
@@ -44,19 +44,19 @@ def convert(
     from ..checkpoint import identity, read_layout
     from ..checkpoint.convert import convert as write
     from ..checkpoint.convert import plan_conversion
-    from ..checkpoint.recipe import Recipe, dtype_named, mtp_bits_from
+    from ..checkpoint.recipe import Recipe, mtp_bits_from
     from .progress import bytes_bar
     from .remote import fetched
 
     chosen = mtp_bits_from(mtp_bits)
     # What is wrong with the options is said before anything is downloaded.
-    Recipe(dtype_named(dtype) if dtype else mx.bfloat16, bits, group_size, recipe, chosen)
+    Recipe(mx.bfloat16, bits, group_size, recipe, chosen)
     folder = fetched(source, dry_run=dry_run)
     if folder is None:
         return
     layout = read_layout(folder)
     original = identity.release(folder, layout.family)
-    settings = Recipe(dtype_named(dtype or layout.dtype), bits, group_size, recipe, chosen)
+    settings = Recipe(getattr(mx, dtype or layout.dtype), bits, group_size, recipe, chosen)
     plan = plan_conversion(layout, destination, settings, original)
     _show(plan)
     if dry_run:

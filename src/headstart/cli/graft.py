@@ -38,15 +38,19 @@ def graft(
     """Bring the MTP head back to a converted model: exactly the head that `headstart convert` would have kept."""
     from pathlib import Path
 
+    import mlx.core as mx
+
     from ..checkpoint import hub, identity, read_layout
     from ..checkpoint.graft import check_fits, check_name, plan_graft
     from ..checkpoint.graft import graft as write
     from ..checkpoint.layout import read_config
-    from ..checkpoint.recipe import mtp_bits_from
+    from ..checkpoint.recipe import Recipe, mtp_bits_from
     from ..errors import CheckpointError
     from .progress import bytes_bar
 
     chosen = mtp_bits_from(mtp_bits)
+    # What is wrong with the options is said before anything is downloaded.
+    Recipe(mx.bfloat16, group_size=64 if group_size is None else group_size, mtp_bits=chosen)
     layout = read_layout(hub.resolve(model))
     original = identity.original(layout.path, layout.family)
     if source is None and original is None:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import HeadError, HeadstartError
+from ..errors import HeadError
+from .outputs import check_folders, write
 
 if TYPE_CHECKING:
     from ..checkpoint import Layout
@@ -35,10 +36,15 @@ def probe(
 
     from ..bench.machine import this_machine
     from ..bench.page import markdown, show
+    from ..bench.probe import check_asked
     from ..bench.probe import probe as run
+    from ..cards import MAX_K
     from ..checkpoint import load, load_tokenizer, read_layout, resolve
     from ..checkpoint.convert import head_field
 
+    # What is wrong with the options is said before anything is downloaded, or loaded.
+    check_folders({"--report": report})
+    check_asked(k, tokens, MAX_K)
     layout = read_layout(resolve(model))
     if not layout.mtp.available:
         raise HeadError(f"{layout.path}: no head to probe: {layout.mtp.reason}")
@@ -47,8 +53,7 @@ def probe(
             f"{layout.path}: its head is not used: {decision.reason}. Declare it in config.json, "
             f"`{head_field(layout.family)}`: 1."
         )
-    if report is not None and not report.absolute().parent.is_dir():
-        raise HeadstartError(f"--report {report}: there is no such folder")
+    check_asked(k, tokens, decision.max_k)
     loaded, tokenizer, machine = load(layout.path, mtp=True), load_tokenizer(layout.path), this_machine()
     name, way_out = _name(layout), _way_out(layout)
     with Console(stderr=True).status("loading", spinner="dots") as status:
@@ -62,10 +67,7 @@ def probe(
         show(console, found, tokenizer, way_out)
     if report is not None:
         about = {key: str(value) for key, value in _about(layout).items()}
-        try:
-            report.write_text(markdown(name, about, machine, found, tokenizer, way_out), encoding="utf-8")
-        except OSError as error:
-            raise HeadstartError(f"--report {report}: cannot be written: {error}") from error
+        write(report, markdown(name, about, machine, found, tokenizer, way_out), "--report")
     if not found.passed:
         raise typer.Exit(1)
 
