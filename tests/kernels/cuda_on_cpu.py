@@ -6,6 +6,7 @@ The signature is put together as mlx/backend/cuda/custom_kernel.cpp does it. Slo
 
 import ctypes
 import hashlib
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -14,8 +15,6 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-
-from headstart.kernels.cuda import TENSOR_CORE
 
 FOLDER = Path(__file__).parent
 NAMES = {
@@ -30,7 +29,10 @@ NAMES = {
 def cuda_kernel(
     name: str, input_names: list[str], output_names: list[str], source: str, header: str = "", shared_memory: int = 0
 ) -> Callable[..., list[mx.array]]:
-    header = header.replace(TENSOR_CORE, "").replace("extern __shared__", "extern")
+    files = [Path(file) for file in re.findall(r'#include "(.*)"', header)]
+    # What the tensor cores do stands in cuda_on_cpu.h.
+    header = "".join(file.read_text() for file in files if file.stem != "tensor_core")
+    header = header.replace("extern __shared__", "extern")
 
     def call(
         *,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from .cuda import TENSOR_CORE, on_cuda, source
+from .cuda import include, on_cuda
 
 WIDEST = 16  # windows; beyond, stock attention is the faster one
 SPLIT, WARPS, TILE, PAD = 128, 8, 16, 8  # as in attention.cu
@@ -105,7 +105,7 @@ def _arrange(eps: float, base: float):  # type: ignore[no-untyped-def]
                 both, keys, values, query_weight, key_weight, offset, {eps!r}f, {math.log2(base)!r}f, both_shape[0],
                 both_shape[1], new_queries, new_keys, new_values);
         """,
-        header=TENSOR_CORE + source("attention"),
+        header=include("tensor_core", "attention"),
     )
 
 
@@ -121,7 +121,7 @@ def _partials(scale: float, D: int):  # type: ignore[no-untyped-def]
                 queries, keys, values, offset, {scale * math.log2(math.e)!r}f, queries_shape[2], keys_shape[2],
                 partial, weights);
         """,
-        header=TENSOR_CORE + source("attention"),
+        header=include("tensor_core", "attention"),
         shared_memory=2 * elements + 2 * 4 * WARPS * TILE,
     )
 
@@ -136,5 +136,5 @@ def _merge():  # type: ignore[no-untyped-def]
             headstart::merge<H, HKV, D>(
                 partial, weights, gates, offset, gates_shape[1], partial_shape[2], out);
         """,
-        header=TENSOR_CORE + source("attention"),
+        header=include("tensor_core", "attention"),
     )

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .cuda import TENSOR_CORE, on_cuda, source
+from .cuda import include, on_cuda
 from .products import (
     MOST_ROWS,
     RUN,
@@ -120,7 +120,7 @@ def kernel(count: int, order: Order, tile: Tile, shared: int, own_inputs: bool) 
         name=f"experts_{count}_{'each' if own_inputs else 'shared'}{large(shared)}",
         input_names=["x", "indices", *names(count, quantised)],
         output_names=[f"out{i}" for i in range(count)],
-        header=TENSOR_CORE + source("products") + source("experts"),
+        header=include("tensor_core", "products", "experts"),
         source=PAIRS + choose(count, quantised, axis=1, move=MOVE) + share + RUN,
         shared_memory=shared,
     )
@@ -132,7 +132,7 @@ def _route(normed: bool) -> Any:
         name=f"route{'_normed' * normed}",
         input_names=["logits"],
         output_names=["indices", "scores"],
-        header=source("experts"),
+        header=include("experts"),
         source=f"""
             const int row = blockIdx.x;
             headstart::route<T, E, TOP>(
@@ -147,7 +147,7 @@ def _combine() -> Any:
         name="combine_experts",
         input_names=["parts", "scores", "shared", "gate"],
         output_names=["out"],
-        header=source("experts"),
+        header=include("experts"),
         source="""
             const int top = scores_shape[scores_ndim - 1], N = shared_shape[shared_ndim - 1];
             const int rows = shared_shape[0] * (shared_ndim > 2 ? shared_shape[1] : 1);

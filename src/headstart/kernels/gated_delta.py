@@ -6,7 +6,7 @@ from typing import NamedTuple
 import mlx.core as mx
 from mlx_lm.models.gated_delta import gated_delta_kernel, gated_delta_ops
 
-from .cuda import on_cuda, source
+from .cuda import include, on_cuda
 
 
 class Inputs(NamedTuple):
@@ -126,5 +126,5 @@ def _fold_and_run(pending: bool, drafts: bool, eps: float):  # type: ignore[no-u
         input_names=inputs + old * pending,
         output_names=outputs + fresh * drafts,
         source=call,
-        header=source("gated_delta"),
+        header=include("gated_delta"),
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .cuda import on_cuda, source
+from .cuda import include, on_cuda
 
 
 def norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
@@ -50,6 +50,6 @@ def _kernel(adds: bool, eps: float) -> Any:
         name="add_and_norm" if adds else "norm",
         input_names=["x", *["added"] * adds, "weight"],
         output_names=[*["total"] * adds, "normed"],
-        header=source("norm"),
+        header=include("norm"),
         source=f"headstart::norm<D, THREADS>(x, {added}, weight, {eps!r}f, {total}, normed);",
     )

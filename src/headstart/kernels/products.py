@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .cuda import TENSOR_CORE, on_cuda, source
+from .cuda import include, on_cuda
 
 MOST_ROWS = 144  # 16 sequences of 9 positions; a prompt's chunks are wider, and mlx's products good at them
 SLICES = 4  # of a row of weights, at most
@@ -210,7 +210,7 @@ def kernel(count: int, order: Order, tile: Tile, shared: int) -> Any:
         name=f"product_{count}{large(shared)}",
         input_names=["x", *names(count, quantised)],
         output_names=[f"out{i}" for i in range(count)],
-        header=TENSOR_CORE + source("products"),
+        header=include("tensor_core", "products"),
         source=choose(count, quantised, axis=0) + ROWS + RUN,
         shared_memory=shared,
     )

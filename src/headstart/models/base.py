@@ -142,7 +142,7 @@ class Model:
         The first `certain` tokens enter the recurrent states at once, the rest stay pending. Nothing counts until
         `rows.commit`.
         """
-        if certain == 1 and self.share.ranks == 1 and self._compiles(tokens.shape[1]):
+        if certain == 1 and self.share.ranks == 1 and compiles(tokens.shape[1]):
             rows.reserve(tokens.shape[1])
             return self._trunk_graph(rows, tokens)
         return self._trunk(rows, tokens, certain)
@@ -166,11 +166,6 @@ class Model:
         x, normed = self.weights.norm.after(x, made)
         return share.give(normed if self.family.head.fed_after_norm else x)
 
-    def _compiles(self, width: int) -> bool:
-        """Not experts: on CUDA a compiled pass was seen to say other tokens than a described one, for the compiler
-        may fuse a product and the sum around it."""
-        return compiles(width) and "switch_mlp" not in self.weights.layers[0].mlp
-
     @cached_property
     def _trunk_graph(self) -> Graph:
         return Graph(self._trunk)
@@ -189,7 +184,7 @@ class Model:
         """The pairs (hidden of position t, token t+1), [B, W, H] and [B, W] → [B, W, H], which predicts token t+2
         and, with that token, is the next pair of the chain. They sit `ahead` positions past what `rows` holds.
         """
-        if self._compiles(tokens.shape[1]):
+        if compiles(tokens.shape[1]):
             rows.reserve(tokens.shape[1], ahead)
             return self._head_graph(rows, hidden, tokens, ahead, module)
         return self._head(rows, hidden, tokens, ahead, module)
