@@ -10,7 +10,7 @@ from mlx_lm.models.gated_delta import gated_delta_ops
 
 import headstart.engine.step as loop
 from fixtures import FAMILIES, batch_of, mlx_lm_greedy, random_model, random_prompt
-from headstart.engine.batch import Batch
+from headstart.engine.batch import Batch, Waiting
 from headstart.models import Model
 from headstart.sampling import Proposal
 from headstart.state import KV, Recurrent
@@ -185,16 +185,36 @@ def test_after_a_prompt_of_2000_tokens_the_heads_cache_is_that_of_a_run_token_by
         assert mx.array_equal(fast_memory.values[:, :, :1999], slow_memory.values[:, :, :1999])
 
 
-def test_a_parked_head_catches_up_to_the_state_it_would_have_had() -> None:
-    """At k = 0 the hiddens wait; the head is shown them once they are many, or when drafting resumes."""
+@pytest.mark.parametrize("rounds", [9, loop.LATEST, 40, loop.MOST_WAITING + 12])
+def test_a_parked_head_is_shown_the_latest_of_what_it_missed(rounds: int) -> None:
+    """After few rounds at k = 0 that is all of it: the state it would have had. Later pairs follow those it saw."""
     model = random_model("dense")
-    sequence = sequences("dense")[0]
-    batch = batch_of(model, sequence[: LENGTHS[0]])
-    widest = 0
-    for said in range(LENGTHS[0] + 1, LENGTHS[0] + 81):
+    sequence, start = sequences("dense")[0], LENGTHS[0]
+    batch = batch_of(model, sequence[:start])
+    loop.catch_up(model, batch)
+    seen = int(batch.head.lengths.item())
+    for _ in range(rounds):
         mx.eval(loop.step(model, batch, 0), batch.arrays())
-        widest = max(widest, batch.waiting.width)
-        if said % 20 == 0:
-            assert_equals_plain(model, batch, 0, sequence[:said])
-    assert widest == loop.MOST_WAITING
-    assert batch.waiting.width < 20  # it did catch up
+        assert batch.waiting.width <= loop.MOST_WAITING
+    said = start + rounds
+    missed = max(rounds - loop.LATEST, 0)
+    loop.draft(model, batch, 1)
+    assert batch.head.lengths.tolist() == [seen + rounds - missed]
+    _, hidden = plain(model, sequence[: said - 1])
+    kept = [*range(seen), *range(seen + missed, said - 1)]
+    fresh = model.make_head_state(1)
+    model.head(hidden[None, mx.array(kept)], mx.array([[sequence[at + 1] for at in kept]]), fresh)
+    for memory, expected in zip(batch.head.layers, fresh.layers, strict=True):
+        assert mx.array_equal(memory.keys[:, :, : len(kept)], expected.keys[:, :, : len(kept)])
+        assert mx.array_equal(memory.values[:, :, : len(kept)], expected.values[:, :, : len(kept)])
+
+
+def test_rows_that_wait_with_different_counts_keep_their_own_latest_pairs() -> None:
+    hidden = mx.arange(2 * 6, dtype=mx.float32).reshape(2, 6, 1)
+    waiting = Waiting(hidden, mx.arange(12).reshape(2, 6), mx.array([6, 3]))
+    latest = waiting.latest(4)
+    assert latest.counts.tolist() == [4, 3]
+    assert latest.tokens[0].tolist() == [2, 3, 4, 5]
+    assert latest.tokens[1, :3].tolist() == [6, 7, 8]
+    assert latest.hidden[0, :, 0].tolist() == [2, 3, 4, 5]
+    assert waiting.latest(6) is waiting

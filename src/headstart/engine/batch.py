@@ -38,6 +38,17 @@ class Waiting(NamedTuple):
             self.counts + counts,
         )
 
+    def latest(self, most: int) -> "Waiting":
+        """The last pairs of every row, at most so many."""
+        if self.width <= most:
+            return self
+        at = mx.maximum(self.counts - most, 0)[:, None] + mx.arange(most)  # [B, most]
+        return Waiting(
+            mx.take_along_axis(self.hidden, at[..., None], axis=1),
+            mx.take_along_axis(self.tokens, at, axis=1),
+            mx.minimum(self.counts, most),
+        )
+
     def pad(self, width: int) -> "Waiting":
         more = width - self.width
         return Waiting(

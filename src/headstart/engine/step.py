@@ -13,7 +13,8 @@ from ..models import Model
 from ..sampling import Guide, Logprobs, Proposal, judge, logprobs, propose
 from .batch import Batch, Waiting
 
-MOST_WAITING = 64  # committed tokens that the head may lag behind while nothing is drafted
+LATEST = 16  # pairs that the head is shown when drafts begin again: of those before them it stays ignorant
+MOST_WAITING = 4 * LATEST  # … that are kept while nothing is drafted
 
 
 class Round(NamedTuple):
@@ -57,14 +58,19 @@ def verify(model: Model, batch: Batch, proposal: Proposal, guide: Guide | None =
 
 
 def draft(model: Model, batch: Batch, k: int, forced: mx.array | None = None) -> Proposal:
-    """k tokens that the head expects after `batch.last`. At k = 0 the head may fall behind.
+    """k tokens that the head expects after `batch.last`.
+
+    At k = 0 the head falls behind, and where it is needed again it sees the latest of what it missed. All of it would
+    cost what the head costs when it drafts, in text that was not worth drafting; with the latest 16 pairs 2% fewer
+    drafts stand. Pairs are no further apart for the head than those it saw.
 
     `forced` [B, k]: the first tokens that grammars leave no choice about, then -1. The chain goes on from them."""
     proposal = Proposal(mx.zeros((batch.size, 0), mx.int32), [])
     if k == 0:
         if batch.waiting.width >= MOST_WAITING:
-            catch_up(model, batch)
+            batch.waiting = batch.waiting.latest(LATEST)
         return proposal
+    batch.waiting = batch.waiting.latest(LATEST)
     hidden, scene = catch_up(model, batch), batch.scene()  # hidden: [B, 1, H]
     for j in range(k):
         must = forced[:, j : j + 1] if forced is not None else None
