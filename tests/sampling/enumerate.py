@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from headstart.sampling import Asked, SamplingParams, controls
-from headstart.sampling.accept import block, coupled, residual, token_wise
+from headstart.sampling.accept import block, coupled, residual
 from headstart.sampling.distribution import adjust, distribution
 
 Array = np.ndarray
@@ -183,6 +183,13 @@ def chances_of_tokens(p: Array, q: Array, drafts: Array, allowed: Array) -> Arra
     if not drafts.shape[1]:
         return np.zeros(drafts.shape)
     return np.array(token_wise(*of_drafts(p, q, drafts), mx.array(allowed)))
+
+
+def token_wise(p_drafts: mx.array, q_drafts: mx.array, allowed: mx.array) -> mx.array:
+    """[B, k]: the chance that each draft stands given that those before it do (Leviathan et al. 2023), which `block`
+    must beat. Its residual is that of `carry` 1."""
+    stands = mx.arange(p_drafts.shape[1]) < allowed[:, None]
+    return mx.where(stands, mx.minimum(p_drafts / q_drafts, 1), 0)
 
 
 def of_drafts(p: Array, q: Array, drafts: Array) -> tuple[mx.array, mx.array]:

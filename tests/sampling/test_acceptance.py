@@ -10,11 +10,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from enumerate import first_failure_law, longest_law
+from enumerate import first_failure_law, longest_law, token_wise
 
 from fixtures import builtin_model, collect, submit
 from headstart.engine import Engine
-from headstart.sampling.accept import Block, token_wise
+from headstart.sampling.accept import Block
 
 judging = import_module("headstart.sampling.judge")
 PROMPTS = [[5, 900, 31, 7], [1200, 4], [77, 78, 79, 80, 81, 82], [3000, 2, 2], [44, 1, 90], [15, 2600, 8]]

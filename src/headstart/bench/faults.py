@@ -78,16 +78,12 @@ class Suspect:
     mend: Callable[[Model], Model]
 
 
-def find_faults(
-    model: Model, readings: Sequence[Reading], progress: Callable[[], None] = lambda: None
-) -> tuple[Count, list[Fault]]:
+def find_faults(model: Model, readings: Sequence[Reading]) -> tuple[Count, list[Fault]]:
     """How many first drafts stand, and what is wrong with the head. Faults may hide each other, so when the
-    best mend is found, the rest is tried again on top of it. `progress` is called after each look at the texts."""
+    best mend is found, the rest is tried again on top of it."""
 
     def drafts(model: Model) -> list[bool]:
-        right = [each for reading in readings for each in first_drafts(model, reading)]
-        progress()
-        return right
+        return [each for reading in readings for each in first_drafts(model, reading)]
 
     present = drafts(model)
     found = _count(present)

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ class Layout:
     stored: dict[str, Stored] = field(repr=False)  # by the model's names; the head's only if it is available
     quantized: dict[str, dict[str, Any]] = field(repr=False)  # module → bits, group_size, mode
 
-    @property
+    @cached_property
     def card(self) -> Card | None:
         return identity.card(self.path, self.family)
 

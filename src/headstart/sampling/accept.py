@@ -64,13 +64,6 @@ def block(p: mx.array, q: mx.array, p_drafts: mx.array, q_drafts: mx.array, allo
     return Block(mx.where(stands, mx.stack(chance, axis=1), 0), mx.stack(carry, axis=1))
 
 
-def token_wise(p_drafts: mx.array, q_drafts: mx.array, allowed: mx.array) -> mx.array:
-    """[B, k]: the chance that each draft stands given that those before it do (Leviathan et al. 2023), for
-    comparison with `block`. Its residual is that of `carry` 1."""
-    stands = mx.arange(p_drafts.shape[1]) < allowed[:, None]
-    return mx.where(stands, mx.minimum(p_drafts / q_drafts, 1), 0)
-
-
 def residual(p: mx.array, q: mx.array, carry: mx.array, accepted: mx.array, allowed: mx.array) -> mx.array:
     """[B, C], up to a factor: what the token after the accepted drafts is drawn from.
 
