@@ -1,12 +1,16 @@
+import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from openai import OpenAI
-from running import Running, running
+from running import CONTEXT, HUB_ID, Running, folder, running
 
 import headstart.engine.intake
+from checkpoints import write
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +23,32 @@ def server() -> Iterator[Running]:
 @pytest.fixture(scope="session")
 def client(server: Running) -> OpenAI:
     return server.openai()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A Hugging Face cache: the model that `running` serves, one that lost its head, one that lost a file, one of
+    another family, and a folder that is no model of the hub's."""
+    root = tmp_path_factory.mktemp("cache")
+    model = folder(True, CONTEXT)
+    _repo(root, HUB_ID).joinpath("snapshots").symlink_to(model.parent)
+    write(_repo(root, "mlx-community/Qwen3.5-0.8B-4bit") / "snapshots" / "0123abc", "dense", "stripped", bits=4)
+    torn = write(_repo(root, "someone/torn") / "snapshots" / "0123abc", "dense")
+    (torn / "model-00001-of-00002.safetensors").unlink()
+    for name in ("someone/else", "someone/copy--of--it"):
+        config = _repo(root, name) / "snapshots" / "0123abc" / "config.json"
+        config.parent.mkdir(parents=True)
+        config.write_text(json.dumps({"model_type": "llama"}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_CACHE", str(root))
+        yield root
+
+
+def _repo(root: Path, name: str) -> Path:
+    repo = root / f"models--{name.replace('/', '--')}"
+    (repo / "refs").mkdir(parents=True, exist_ok=True)
+    (repo / "refs" / "main").write_text("0123abc")
+    return repo
 
 
 @pytest.fixture

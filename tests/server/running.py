@@ -101,8 +101,8 @@ def running(
     **engine: Any,
 ) -> Iterator[Running]:
     model = tiny(head, context)
-    room = room_type(model, tokenizer(), **engine)
     served = Served.of(read_layout(folder(head, context)), model, tokenizer(), id="tiny")
+    room = room_type(served.model, tokenizer(), **engine)
     app = create_app(
         room,
         served,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 from ..cards import Dispatch
 from ..errors import CheckpointError
@@ -19,6 +20,7 @@ class Found:
     """A model on disk. Without a layout it cannot be loaded, and `problem` says why."""
 
     name: str  # as `--model` takes it
+    folder: Path
     layout: Layout | None
     problem: str | None = None
 
@@ -49,7 +51,10 @@ def on_disk(folders: Sequence[Path] = ()) -> list[Found]:
     cached = []
     for repo in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*")):
         name = repo.name.removeprefix("models--").replace("--", "/", 1)
-        config = try_to_load_from_cache(name, "config.json")
+        try:
+            config = try_to_load_from_cache(name, "config.json")
+        except HFValidationError:  # no hub gives such a name: somebody else's folder, or a copy of one
+            continue
         if isinstance(config, str) and _is_ours(Path(config).parent):
             cached.append(_look(name, Path(config).parent))
     named = [_look(str(model), model) for folder in folders for model in _models_in(folder)]
@@ -76,6 +81,6 @@ def _is_ours(folder: Path) -> bool:
 
 def _look(name: str, folder: Path) -> Found:
     try:
-        return Found(name, read_layout(folder))
+        return Found(name, folder, read_layout(folder))
     except CheckpointError as error:
-        return Found(name, None, str(error))
+        return Found(name, folder, None, str(error))

@@ -120,7 +120,7 @@ def add_routes(app: FastAPI, desk: Desk, preferences: Preferences, history: Hist
 
     @app.get("/v1/cards")
     def cards() -> dict[str, Any]:
-        return shelf()
+        return shelf(served.path)
 
     @app.get("/v1/settings")
     async def settings() -> dict[str, Any]:

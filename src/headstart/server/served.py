@@ -1,7 +1,7 @@
 """The one model that a server has: its names, what its card says, and how it reads a prompt."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
@@ -40,6 +40,8 @@ class Served:
     def of(cls, layout: Layout, model: Model, tokenizer: TokenizerWrapper, *, id: str | None = None) -> "Served":
         path = layout.path.absolute()
         name = id or hub_id(path) or path.name
+        if model.head_unavailable and layout.path.is_absolute():  # clients may be anywhere: not the folder for them
+            model = replace(model, head_unavailable=model.head_unavailable.replace(str(layout.path), name))
         return cls(name, model, tokenizer, path, layout.family, layout.quantization, layout.card)
 
     def answers_to(self, name: str) -> bool:

@@ -3,6 +3,7 @@
 import { read } from "./api.js";
 import { bytes, find, make, number } from "./page.js";
 
+const PATIENCE = 300_000; // milliseconds: a full disk takes a while to look through
 let asked = false;
 
 export async function show() {
@@ -12,8 +13,8 @@ export async function show() {
     const loaded = (await read("/v1/models")).data;
     find("loaded").replaceChildren(...loaded.map(card));
     find("on-disk").replaceChildren(make("p", { class: "quiet" }, "Looking …"));
-    const { on_disk, known } = await read("/v1/cards");
-    find("on-disk").replaceChildren(...on_disk.filter((model) => loaded.every(({ id }) => id !== model.id)).map(card));
+    const { on_disk, known } = await read("/v1/cards", { patience: PATIENCE });
+    find("on-disk").replaceChildren(...on_disk.filter((model) => !model.loaded).map(card));
     find("known").replaceChildren(...known.map(card));
   } catch (error) {
     asked = false; // the next visit tries again
