@@ -1,5 +1,6 @@
 """`headstart serve` as a user starts it: what it prints, what it refuses, and how it stops."""
 
+import json
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 import headstart
 from headstart.cli.main import app
 from headstart.cli.prompt import chat_tokens
+from headstart.server import settings_of_the_user
 
 KEY, PROMPT = "sk-never-to-be-seen", "Write a function that adds two secret-looking numbers."
 
@@ -117,13 +119,20 @@ def test_a_second_ctrl_c_does_not_wait_for_answers() -> None:
         assert process.wait(60) == 0
 
 
-def test_settings_are_kept_in_the_users_folder(tmp_path: Path) -> None:
+def test_settings_are_kept_in_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On macOS that folder is under HOME."""
-    here = {"XDG_CONFIG_HOME": str(tmp_path), "HOME": str(tmp_path)}
-    with serving(**here) as (_, told), httpx.Client() as http:
-        assert http.patch(f"{told['Address']}/settings", json={"max_k": 2}).json()["problem"] is None
-    assert [path.read_text() for path in tmp_path.rglob("settings.json")] == ['{\n  "max_k": 2\n}\n']
-    with serving(**here) as (_, told), httpx.Client() as http:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = settings_of_the_user()
+    assert file.is_relative_to(tmp_path)
+    file.parent.mkdir(parents=True)
+    file.write_text('{"max_k": 2}')
+    with serving() as (_, told), httpx.Client() as http:
+        assert told["Speculation"] == "on, up to 2 drafts a round"
+        assert http.patch(f"{told['Address']}/settings", json={"speculation": False}).json()["problem"] is None
+    assert json.loads(file.read_text()) == {"max_k": 2, "speculation": False}
+    with serving() as (_, told), httpx.Client() as http:
+        assert told["Speculation"] == "off: switched off in the settings"
         assert http.get(f"{told['Address']}/settings").json()["max_k"] == 2
 
 

@@ -51,7 +51,8 @@ def test_a_refused_change_is_not_kept(file: Path) -> None:
 @pytest.mark.parametrize(
     ("broken", "why"),
     [(b'{"max_k": 2', "delimiter"), (b"[]", "the whole"), (b'{"max_k": 99}', "max_k is 99"), (b"\xff", "utf-8"),
-     (b'{"speculation": "no"}', "speculation: "), (b'{"depth": 2}', "depth: ")],
+     (b'{"speculation": "no"}', "speculation: "), (b'{"depth": 2}', "depth: "),
+     pytest.param(b"[" * 10**5, "recursion", id="deep")],
 )  # fmt: skip
 def test_a_broken_file_is_reported_and_ignored(
     file: Path, broken: bytes, why: str, caplog: pytest.LogCaptureFixture
@@ -69,6 +70,25 @@ def test_a_broken_file_is_reported_and_ignored(
     assert json.loads(file.read_text()) == {"max_k": 1}
 
 
+def test_two_servers_leave_each_other_what_they_have_set(file: Path) -> None:
+    with running(settings_file=file) as one, running(settings_file=file) as two:
+        patch(one, max_k=2)
+        patch(two, speculation=False)
+        assert json.loads(file.read_text()) == {"max_k": 2, "speculation": False}
+        patch(two, max_k=4)
+        patch(one, speculation=True)
+    assert json.loads(file.read_text()) == {"max_k": 4, "speculation": True}
+
+
+def test_a_file_that_is_a_link_stays_one(file: Path, tmp_path: Path) -> None:
+    file.parent.mkdir()
+    file.symlink_to(tmp_path / "elsewhere.json")
+    with running(settings_file=file) as server:
+        assert patch(server, max_k=2)["problem"] is None
+    assert file.is_symlink()
+    assert json.loads((tmp_path / "elsewhere.json").read_text()) == {"max_k": 2}
+
+
 def test_a_depth_that_was_kept_for_another_model_is_held_to_this_ones(file: Path) -> None:
     file.parent.mkdir()
     file.write_text('{"max_k": 5, "speculation": true}')
@@ -84,6 +104,10 @@ def test_a_change_that_cannot_be_written_holds_and_is_told(tmp_path: Path) -> No
         assert told["max_k"] == 2
         assert "cannot be written" in str(told["problem"])
         assert settings(server) == told
+        (tmp_path / "file").unlink()
+        assert patch(server, speculation=False)["problem"] is None
+    kept = json.loads((tmp_path / "file" / "settings.json").read_text())
+    assert kept == {"max_k": 2, "speculation": False}, "and is kept as soon as it can be"
 
 
 def test_a_write_that_fails_leaves_the_file_as_it_was(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

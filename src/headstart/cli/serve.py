@@ -10,7 +10,8 @@ import typer
 from . import machines, options
 
 if TYPE_CHECKING:
-    from ..server import Served
+    from ..engine import Settings
+    from ..models import Model
 
 PANEL = "Limits"
 
@@ -78,19 +79,19 @@ def serve(
     with machines.joined() as cluster, nullcontext() if cluster and cluster.rank else bind(host, port) as place:
         folder = resolve(model)
         loaded, tokenizer = machines.load(folder, cluster, split, mtp=mtp)
+        served = Served.of(read_layout(folder), loaded, tokenizer, id=model_id)
         bytes_ = int(min(2e9, left_for_rows() / 4) if prefix_cache_gb is None else prefix_cache_gb * 1e9)
         if cluster is None:
             prefix = Prefix(bytes_, eight_bits=prefix_cache_8bit) if bytes_ else None
-            room = Room(loaded, tokenizer, max_rows=max_rows, max_queue=max_queue, prefix=prefix)
+            room = Room(served.model, tokenizer, max_rows=max_rows, max_queue=max_queue, prefix=prefix)
         else:
             shared = SharedPrefix(bytes_, eight_bits=prefix_cache_8bit) if bytes_ else None
             if place is None:
                 Follower(cluster, loaded, tokenizer, prefix=shared).run(warm_up=True)
                 return
             leader = partial(Leader, cluster, prefix=shared)
-            room = Room(loaded, tokenizer, max_rows=max_rows, max_queue=max_queue, make=leader)
+            room = Room(served.model, tokenizer, max_rows=max_rows, max_queue=max_queue, make=leader)
         assert place is not None, "only those that follow have none"
-        served = Served.of(read_layout(folder), loaded, tokenizer, id=model_id)
         room.engine.warm_up()
         limits = Limits(prompt_tokens=max_prompt_tokens, request_seconds=timeout)
         app = create_app(
@@ -101,22 +102,29 @@ def serve(
             cors_origins=cors_origin or (),
             settings_file=settings_of_the_user(),
         )
-        typer.echo(_greeting(served, host, place.getsockname()[1], key=bool(keys)))
+        drafts = _drafts(loaded, room.settings)
+        typer.echo(_greeting(served.id, drafts, host, place.getsockname()[1], key=bool(keys)))
         with suppress(KeyboardInterrupt):  # uvicorn has stopped by then, and says it again
             Server(app, room, deadline=shutdown_timeout).run(sockets=[place])
 
 
-def _greeting(served: "Served", host: str, port: int, *, key: bool) -> str:
+def _drafts(model: "Model", settings: "Settings") -> str:
+    if not model.has_head:
+        return f"off: {model.head_unavailable}"
+    if not settings.speculation or settings.max_k == 0:
+        return "off: switched off in the settings"
+    return f"on, up to {settings.max_k} drafts a round"
+
+
+def _greeting(name: str, drafts: str, host: str, port: int, *, key: bool) -> str:
     here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     address = f"http://[{here}]:{port}" if ":" in here else f"http://{here}:{port}"
-    model = served.model
-    drafts = f"on, up to {model.max_k} drafts a round" if model.has_head else f"off: {model.head_unavailable}"
     authorization = ' -H "Authorization: Bearer $HEADSTART_API_KEY"' if key else ""
     question = (
         '{"messages": [{"role": "user", "content": "Write a function that adds two numbers."}], "max_tokens": 200}'
     )
     return (
-        f"Model:       {served.id}\n"
+        f"Model:       {name}\n"
         f"Address:     {address}/v1\n"
         f"Speculation: {drafts}\n"
         f"Try:         curl {address}/v1/chat/completions "

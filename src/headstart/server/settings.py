@@ -46,10 +46,10 @@ class Preferences:
         self._room, self._file = room, file
         self._lock = Lock()
         self._problem: str | None = None
-        self._set = self._read()
-        if self._set:
+        self._unwritten: dict[str, Any] = {}  # what was set and could not be kept
+        if kept := self._read():
             most = room.engine.model.max_k  # of this model; the file may have been written for another
-            room.configure(**self._set | {"max_k": min(self._set.get("max_k", most), most)})
+            room.configure(**kept | {"max_k": min(kept.get("max_k", most), most)})
 
     def report(self) -> dict[str, Any]:
         """`problem`: why they are not what was kept, or will not be."""
@@ -60,8 +60,9 @@ class Preferences:
         self._check(change.given)
         with self._lock:
             self._room.configure(**change.given)
-            self._set |= change.given
-            self._write()
+            self._unwritten |= change.given
+            if self._file is not None:
+                self._write(self._file, self._read() | self._unwritten)  # another server may have written since
 
     def _check(self, wanted: dict[str, Any]) -> None:
         model = self._room.engine.model
@@ -81,32 +82,31 @@ class Preferences:
             Settings(**kept)  # refuses what is out of bounds
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, ValidationError, RequestError) as error:
+        except (OSError, ValueError, RecursionError, ValidationError, RequestError) as error:
             self._report(f"cannot be read ({_first_line(error)}): it is ignored, and the next change writes it anew")
             return {}
         return kept
 
-    def _write(self) -> None:
+    def _write(self, file: Path, kept: dict[str, Any]) -> None:
         """The whole file or nothing of it, whenever the power goes."""
-        if self._file is None:
-            return
+        file = Path(os.path.realpath(file))  # a link stays one
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(
-                "w", encoding="utf-8", dir=self._file.parent, prefix=".settings-", delete=False
+                "w", encoding="utf-8", dir=file.parent, prefix=".settings-", delete=False
             ) as new:
                 try:
-                    new.write(json.dumps(self._set, indent=2) + "\n")
+                    new.write(json.dumps(kept, indent=2) + "\n")
                     new.flush()
                     os.fsync(new.fileno())
-                    os.replace(new.name, self._file)
+                    os.replace(new.name, file)
                 except OSError:
                     os.unlink(new.name)
                     raise
         except OSError as error:
             self._report(f"cannot be written ({error.strerror}): this change lasts until the server stops")
         else:
-            self._problem = None
+            self._problem, self._unwritten = None, {}
 
     def _report(self, problem: str) -> None:
         """Its folder is for the log: clients may be anywhere."""
