@@ -1,5 +1,7 @@
 """What /v1/history keeps, held against what /v1/mtp/stats counts."""
 
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -58,6 +60,32 @@ def test_it_forgets_what_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
         first = recent(http)["samples"]["time"][0]
         wait_until(lambda: recent(http)["samples"]["time"][0] > first)
         assert len(recent(http)["samples"]["time"]) == 3
+
+
+def test_a_sample_that_fails_is_logged_and_the_next_one_is_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running() as server, server.http() as http:
+        wait_until(lambda: recent(http)["samples"]["time"])
+        with monkeypatch.context() as broken:
+            broken.setattr(headstart.server.history, "mx", None)
+            wait_until(lambda: "a sample of the history failed" in caplog.text)
+            last = recent(http)["samples"]["time"][-1]
+        http.post("/v1/completions", json=BODY)
+        wait_until(lambda: recent(http, after=last)["samples"]["time"])
+        wait_until(lambda: sum(recent(http)["samples"]["generation_tokens"]) == 30)
+
+
+def test_a_clock_that_is_set_back_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as server, server.http() as http:
+        wait_until(lambda: recent(http)["samples"]["time"])
+        late = SimpleNamespace(time=lambda: time.time() - 3600, perf_counter=time.perf_counter)
+        monkeypatch.setattr(headstart.server.history, "time", late)
+        last = recent(http)["samples"]["time"][-1]
+        wait_until(lambda: len(recent(http, after=last)["samples"]["time"]) > 2)
+        times = recent(http)["samples"]["time"]
+        assert times == sorted(set(times))
+        assert times[-1] - times[0] < 60
 
 
 def test_rows_and_queue_are_seen_while_they_last() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..engine import Room
+from .fault import LOG
 from .tally import Tally
 
 INTERVAL = 2.0  # seconds
@@ -22,7 +23,7 @@ KEPT = 1800  # samples
 
 @dataclass(frozen=True)
 class Sample:
-    time: float  # when it was taken, in seconds since 1970
+    time: float  # when it was taken, in seconds since 1970, and never before the one before
     seconds: float  # since the one before. In these:
     generation_tokens: int
     rounds: int
@@ -50,11 +51,15 @@ class History:
         before, then, prefix = deepcopy(self._tally), time.perf_counter(), self._room.engine.prefix
         while True:
             await asyncio.sleep(INTERVAL)
-            # In a thread: the engine may hold the prefix cache for a while.
-            held = (await asyncio.to_thread(prefix.stats)).bytes if prefix is not None else 0
-            tally, now = deepcopy(self._tally), time.perf_counter()
-            self._samples.append(self._sample(before, tally, now - then, held))
-            before, then = tally, now
+            try:
+                # In a thread: the engine may hold the prefix cache for a while.
+                held = (await asyncio.to_thread(prefix.stats)).bytes if prefix is not None else 0
+                tally, now = deepcopy(self._tally), time.perf_counter()
+                self._samples.append(self._sample(before, tally, now - then, held))
+            except Exception:
+                LOG.exception("a sample of the history failed: the next one will be of the longer time")
+            else:
+                before, then = tally, now
 
     def report(self, after: float) -> dict[str, Any]:
         """The samples that were taken after that time, by column, and what the choice of depth thinks."""
@@ -69,8 +74,10 @@ class History:
         }
 
     def _sample(self, before: Tally, now: Tally, seconds: float, prefix_bytes: int) -> Sample:
+        # A clock that is set back would leave pages waiting for what is newer than they have.
+        least = self._samples[-1].time + seconds if self._samples else 0.0
         return Sample(
-            time=round(time.time(), 3),
+            time=round(max(time.time(), least), 3),
             seconds=round(seconds, 3),
             generation_tokens=now.generation_tokens - before.generation_tokens,
             rounds=(now.rounds - before.rounds).total(),
