@@ -25,11 +25,13 @@ def visit(browser: Browser) -> Iterator[Visit]:
     contexts: list[BrowserContext] = []
     problems: list[str] = []
 
-    def open_page(server: Running, part: str = "live", *, expect: str = "", **options: Any) -> Page:
-        """`expect`: words of complaints that the test means to cause."""
+    def open_page(server: Running, part: str = "live", *, expect: str = "", before: str = "", **options: Any) -> Page:
+        """`expect`: words of complaints that the test means to cause. `before`: a script to run before the page."""
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}} | options)
         contexts.append(context)
         page = context.new_page()
+        if before:
+            page.add_init_script(before)
 
         def complain(problem: str) -> None:
             # A test's server may be closed before its page, which goes on asking.

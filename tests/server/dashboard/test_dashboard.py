@@ -20,6 +20,8 @@ def test_the_page_and_its_files_need_no_key_and_nothing_else_is_open() -> None:
         for url in ("/v1/history", "/v1/cards", "/v1/settings", "/assets", "/assets."):
             assert stranger.get(url).status_code == 401, url
         assert stranger.get("/assets/nothing").status_code == 404
+        assert stranger.patch("/v1/settings", json={"speculation": False}).status_code == 401
+        assert server.room.settings.speculation
 
 
 @pytest.mark.parametrize("path", ["/assets/../v1/settings", "/assets/%2e%2e/page.html", "/assets//etc/passwd"])
@@ -32,7 +34,7 @@ def test_no_way_leads_out_of_the_files(path: str) -> None:
 
 def test_whatever_is_sent_forbids_everything_foreign(server: Running) -> None:
     with server.http() as client:
-        for url in URLS:
+        for url in (*URLS, "/assets/nothing"):
             response = client.get(url)
             policy = dict(part.split(" ", 1) for part in response.headers["content-security-policy"].split("; "))
             assert policy["default-src"] == "'none'", url

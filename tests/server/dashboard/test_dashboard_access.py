@@ -1,21 +1,25 @@
 """The page without a mouse, on a narrow screen, in the light and in the dark."""
 
 from collections.abc import Iterator
+from threading import Semaphore
 
 import pytest
 from browsing import Visit
+from paced import PacedRoom
 from playwright.sync_api import Page, expect
-from running import Running
-from scripted import ScriptedRoom, scripted
+from running import Running, running
+
+from headstart.state import Prefix
 
 PARTS = ("live", "chat", "models", "settings")
 WIDE = f"```\n{'x = 1; ' * 60}\n```\n\n| {' | '.join('column' for _ in range(12))} |\n|{' --- |' * 12}\n\n{'w' * 300}"
 
 
 @pytest.fixture(scope="module")
-def here() -> Iterator[tuple[Running, ScriptedRoom]]:
-    with scripted(burst=3) as server:
-        yield server
+def here() -> Iterator[tuple[Running, PacedRoom]]:
+    with running(room_type=PacedRoom, burst=3, prefix=Prefix(10**8)) as server:
+        assert isinstance(server.room, PacedRoom)
+        yield server, server.room
 
 
 def tab_to(page: Page, name: str) -> None:
@@ -30,7 +34,7 @@ def tab_to(page: Page, name: str) -> None:
     raise AssertionError(f"no Tab leads to {name!r}, only to {seen}")
 
 
-def test_everything_can_be_done_with_the_keyboard(here: tuple[Running, ScriptedRoom], visit: Visit) -> None:
+def test_everything_can_be_done_with_the_keyboard(here: tuple[Running, PacedRoom], visit: Visit) -> None:
     server, room = here
     page = visit(server)
     expect(page.locator("#served")).to_have_text("tiny")
@@ -60,8 +64,15 @@ def test_everything_can_be_done_with_the_keyboard(here: tuple[Running, ScriptedR
     tab_to(page, "Race")
     page.keyboard.press("Enter")
     expect(page.locator(".verdict")).to_contain_text("Both said the same")
+    tab_to(page, "New chat")
+    page.keyboard.press("Enter")
+    expect(page.locator(".turn")).to_have_count(0)
+    expect(page.get_by_label("Message")).to_be_focused()
 
     page.reload()
+    tab_to(page, "Theme: auto")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Theme: light")).to_be_focused()
     tab_to(page, "Settings")
     page.keyboard.press("Enter")
     tab_to(page, "Let the head draft")
@@ -69,16 +80,43 @@ def test_everything_can_be_done_with_the_keyboard(here: tuple[Running, ScriptedR
     expect(page.get_by_role("status")).to_have_text("Saved.")
     assert not server.room.settings.speculation
     server.room.configure(speculation=True)
+    tab_to(page, "Empty it")
+    with page.expect_response(lambda told: told.request.method == "DELETE") as told:
+        page.keyboard.press("Enter")
+    assert told.value.json()["entries"] == 0
 
 
-def test_the_focus_can_be_seen(here: tuple[Running, ScriptedRoom], visit: Visit) -> None:
+@pytest.mark.parametrize("way", ["Escape", "Stop"])
+def test_an_answer_is_stopped_with_the_keyboard_however_it_was_sent(
+    here: tuple[Running, PacedRoom], visit: Visit, way: str
+) -> None:
+    server, room = here
+    room.turns = Semaphore(3)
+    room.scripts.append("word " * 50)
+    page = visit(server, "chat")
+    page.get_by_label("Message").focus()
+    page.keyboard.type("Go on")
+    tab_to(page, "Send")
+    page.keyboard.press("Enter")
+    expect(page.locator(".answer .markdown").last).to_contain_text("word")
+    expect(page.get_by_label("Message")).to_be_focused()  # the button that was pressed is out of use
+    if way == "Stop":
+        tab_to(page, "Stop")
+    page.keyboard.press("Escape" if way == "Escape" else "Enter")
+    expect(page.get_by_role("alert")).to_have_text("Stopped.")
+    room.turns.release(100)
+    room.turns = None
+    expect(page.get_by_label("Message")).to_be_focused()
+
+
+def test_the_focus_can_be_seen(here: tuple[Running, PacedRoom], visit: Visit) -> None:
     page = visit(here[0], "settings")
     tab_to(page, "Live")
     assert page.evaluate("() => getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
 @pytest.mark.parametrize("width", [320, 390, 768])
-def test_nothing_is_wider_than_the_screen(here: tuple[Running, ScriptedRoom], visit: Visit, width: int) -> None:
+def test_nothing_is_wider_than_the_screen(here: tuple[Running, PacedRoom], visit: Visit, width: int) -> None:
     server, room = here
     page = visit(server, "chat", viewport={"width": width, "height": 700})
     room.scripts.append(WIDE)
@@ -97,7 +135,7 @@ def test_nothing_is_wider_than_the_screen(here: tuple[Running, ScriptedRoom], vi
         assert page.evaluate("() => document.documentElement.scrollWidth") <= width, part
 
 
-def test_what_is_pressed_is_large_enough_for_a_finger(here: tuple[Running, ScriptedRoom], visit: Visit) -> None:
+def test_what_is_pressed_is_large_enough_for_a_finger(here: tuple[Running, PacedRoom], visit: Visit) -> None:
     page = visit(here[0], "chat", viewport={"width": 390, "height": 800}, has_touch=True)
     expect(page.locator("#served")).to_have_text("tiny")
     for each in page.locator("nav a, button:visible").all():
@@ -113,8 +151,13 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
+def contrast(one: str, other: str) -> float:
+    lighter, darker = sorted(map(luminance, (one, other)), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_stands_out_from_its_ground(here: tuple[Running, ScriptedRoom], visit: Visit, scheme: str) -> None:
+def test_text_stands_out_from_its_ground(here: tuple[Running, PacedRoom], visit: Visit, scheme: str) -> None:
     page = visit(here[0], color_scheme=scheme)
     read = """names => names.map(name => {
         const probe = document.body.appendChild(document.createElement("i"));
@@ -122,22 +165,61 @@ def test_text_stands_out_from_its_ground(here: tuple[Running, ScriptedRoom], vis
         return getComputedStyle(probe).color;
     })"""
     names = ["ground", "panel", "draft", "correction", "bonus", "plain", "ink", "quiet", "accent", "red"]
-    values = dict(zip(names, map(luminance, page.evaluate(read, names)), strict=True))
-    assert (values["ground"] < 0.5) == (scheme == "dark")
+    values = dict(zip(names, page.evaluate(read, names), strict=True))
+    assert (luminance(values["ground"]) < 0.5) == (scheme == "dark")
     for text in ("ink", "quiet", "accent", "red"):
         for ground in names[:6] if text == "ink" else names[:2]:
-            lighter, darker = max(values[text], values[ground]), min(values[text], values[ground])
-            assert (lighter + 0.05) / (darker + 0.05) >= 4.5, (text, ground)
+            assert contrast(values[text], values[ground]) >= 4.5, (text, ground)
 
 
-def test_the_light_can_be_chosen_and_is_kept(here: tuple[Running, ScriptedRoom], visit: Visit) -> None:
-    page = visit(here[0], color_scheme="light")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("on", [True, False])
+def test_switches_stand_out_from_their_ground(
+    here: tuple[Running, PacedRoom], visit: Visit, scheme: str, on: bool
+) -> None:
+    page = visit(here[0], "settings", color_scheme=scheme, reduced_motion="reduce")
+    switch = page.get_by_role("switch")
+    expect(switch).to_be_enabled()
+    switch.evaluate("(it, on) => { it.checked = on }", on)
+    track = switch.evaluate("it => getComputedStyle(it).backgroundColor")
+    knob = switch.evaluate("it => getComputedStyle(it, '::after').backgroundColor")
+    panel = page.locator("#preferences").evaluate("it => getComputedStyle(it).backgroundColor")
+    assert contrast(track, panel) >= 3
+    assert contrast(knob, track) >= 3
+
+
+def test_nothing_is_told_by_colours_alone(here: tuple[Running, PacedRoom], visit: Visit) -> None:
+    """As it is where the system has its own colours, and grounds are all one."""
+    page = visit(here[0], "settings", forced_colors="active")
+    expect(page.get_by_role("switch")).to_be_enabled()
+    assert page.get_by_role("switch").evaluate("it => getComputedStyle(it).appearance") == "auto"
+    line = """kind => {
+        const token = document.getElementById("thread").appendChild(document.createElement("span"));
+        token.className = `token ${kind}`;
+        const style = getComputedStyle(token);
+        return `${style.textDecorationLine} ${style.textDecorationStyle}`;
+    }"""
+    lines = {page.evaluate(line, kind) for kind in ("draft", "correction", "bonus", "plain")}
+    assert len(lines) == 4
+
+
+def test_the_light_can_be_chosen_and_is_kept(here: tuple[Running, PacedRoom], visit: Visit) -> None:
+    counted = """
+        globalThis.watching = 0;
+        ResizeObserver = class extends ResizeObserver {
+            observe(...what) { super.observe(...what); watching += 1; }
+            disconnect() { super.disconnect(); watching -= 1; }
+        };
+    """
+    page = visit(here[0], color_scheme="light", before=counted)
     ground = "() => getComputedStyle(document.body).backgroundColor"
-    light = page.evaluate(ground)
+    light, watching = page.evaluate(ground), page.evaluate("watching")
+    assert watching > 0
     for theme in ("light", "dark"):
         page.locator("#theme").click()
         expect(page.get_by_role("button", name=f"Theme: {theme}")).to_be_visible()
     assert page.evaluate(ground) != light
+    assert page.evaluate("watching") == watching, "charts in another light are other charts, and the old ones go"
     page.reload()
     expect(page.get_by_role("button", name="Theme: dark")).to_be_visible()
     assert page.evaluate(ground) != light

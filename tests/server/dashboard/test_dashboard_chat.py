@@ -1,16 +1,15 @@
 """The chat: it streams, shows markdown and thoughts, colours tokens by origin, races, and shows HTML as text."""
 
+import re
 from collections.abc import Iterator
 from threading import Semaphore
-from typing import Any
 
 import pytest
 from browsing import Visit
+from paced import PacedRoom
 from playwright.sync_api import Page, expect
 from running import Running, running, tokenizer, wait_until
 from scripted import ScriptedRoom
-
-from headstart.engine.row import Row
 
 ATTACK = (
     'Look: <script>document.title = "taken"</script> <img src="/v1/taken" onerror="document.title = 1">'
@@ -20,21 +19,12 @@ ATTACK = (
 )
 
 
-class PacedRoom(ScriptedRoom):
-    """A scripted room in which every burst waits to be let out, once it is asked to."""
-
-    turns: Semaphore | None = None
-
-    def _say(self, row: Row, script: str) -> None:
-        say = row.say
-
-        def paced(said: Any) -> None:
-            if self.turns is not None:
-                self.turns.acquire(timeout=60)
-            say(said)
-
-        row.say = paced  # type: ignore[method-assign]
-        super()._say(row, script)
+NAMES = {
+    "draft": "accepted draft",
+    "correction": "correction of a draft",
+    "bonus": "bonus after accepted drafts",
+    "plain": "without drafts",
+}
 
 
 @pytest.fixture
@@ -71,10 +61,44 @@ def test_an_answer_streams(script: tuple[Running, PacedRoom], visit: Visit) -> N
     expect(page.locator(".answer .markdown").last).to_contain_text("one")
     expect(page.locator(".answer .markdown").last).not_to_contain_text("thirteen")
     expect(page.get_by_role("button", name="Stop")).to_be_visible()
+    expect(page.get_by_role("status")).to_be_empty()  # to be heard once, when it is whole
     room.turns.release(60)
     expect(page.locator(".answer .markdown").last).to_contain_text("thirteen")
     answered(page)
+    expect(page.get_by_role("status")).to_contain_text("thirteen")
     expect(page.get_by_role("button", name="Stop")).to_be_hidden()
+
+
+def test_a_text_that_takes_long_to_render_is_rendered_less_often(
+    script: tuple[Running, PacedRoom], visit: Visit
+) -> None:
+    """However long it gets, the page has time for other things."""
+    slow = """
+        let late = 0;
+        globalThis.renderings = 0;
+        const now = performance.now.bind(performance);
+        performance.now = () => now() + late;
+        const { get, set } = Object.getOwnPropertyDescriptor(Element.prototype, "innerHTML");
+        Object.defineProperty(Element.prototype, "innerHTML", { get, set(html) {
+            if (html) renderings += 1;
+            late += 1000;
+            set.call(this, html);
+        } });
+    """
+    server, room = script
+    room.turns = Semaphore(0)
+    room.scripts.append("word " * 60)
+    page = visit(server, "chat", before=slow)
+    ask(page)
+    room.turns.release()
+    expect(page.locator(".answer .markdown").last).to_contain_text("word")
+    for _ in range(10):
+        room.turns.release()
+        page.wait_for_timeout(120)
+    assert page.evaluate("renderings") == 1, "the next is due in ten seconds"
+    room.turns.release(60)
+    answered(page)
+    expect(page.locator(".answer .markdown").last).to_have_text(("word " * 60).strip())
 
 
 def test_stop_ends_the_request_on_the_server(script: tuple[Running, PacedRoom], visit: Visit) -> None:
@@ -202,15 +226,17 @@ def test_colours_match_the_counts_of_the_stats(model: Running, visit: Visit) -> 
     with model.http() as http:
         stats = http.post("/v1/chat/completions", json=body | {"stream": False, "stream_options": None}).json()
     stats = stats["generation_stats"]
-    kinds = ("draft", "correction", "bonus", "plain")
-    counts = {kind: page.locator(f".tokens .token.{kind}").count() for kind in kinds}
+    counts = {kind: page.locator(f".tokens .token.{kind}").count() for kind in NAMES}
     assert counts["draft"] == stats["accepted_draft_tokens"] > 0
     assert counts["correction"] > 0
-    assert counts["correction"] + counts["bonus"] + counts["plain"] == stats["rounds"]
+    cut = page.locator(".tokens .token").last.evaluate("token => token.classList.contains('draft')")
+    own = counts["correction"] + counts["bonus"] + counts["plain"]
+    assert own == stats["rounds"] - cut, "each round has one of the model's own, unless the limit cuts it off"
     assert sum(counts.values()) == 120
     for kind, count in counts.items():
         if count:
-            expect(page.locator(".legend")).to_contain_text(f"{kind} {count}")
+            told = page.locator(".legend > span").filter(has=page.locator(f".{kind}"))
+            expect(told).to_have_text(f"{NAMES[kind]} {count}")
     seen = [page.locator(f".tokens .token.{kind}").first for kind in ("draft", "correction")]
     backgrounds = {each.evaluate("token => getComputedStyle(token).backgroundColor") for each in seen}
     assert len(backgrounds) == 2
@@ -224,7 +250,7 @@ def test_speculation_can_be_switched_off(model: Running, visit: Visit) -> None:
     expect(page.locator("#depth")).to_be_disabled()
     ask(page)
     answered(page)
-    expect(page.locator(".stats")).to_contain_text("no drafts: k is 0")
+    expect(page.locator(".stats")).to_contain_text("no drafts: the request asked for no drafts")
     assert page.locator(".token.plain").count() == 10 + 1, "and the legend's"
 
 
@@ -244,3 +270,32 @@ def test_a_race_says_the_same_twice(model: Running, visit: Visit) -> None:
     assert boxes[0] is not None
     assert boxes[1] is not None
     assert boxes[0]["y"] == boxes[1]["y"], "side by side"
+
+
+def test_the_clocks_of_a_race_start_at_the_first_token(script: tuple[Running, PacedRoom], visit: Visit) -> None:
+    """Who comes second finds the prompt in the prefix cache."""
+    server, room = script
+    room.turns = Semaphore(0)
+    room.scripts += ["one two three", "one two three"]
+    page = visit(server, "chat")
+    page.get_by_label("Message").fill("Go!")
+    page.get_by_role("button", name="Race").click()
+    clocks = page.locator(".clock")
+    expect(clocks).to_have_text(["reads", "waits"])
+    room.turns.release()
+    expect(clocks.first).to_have_text(re.compile(r"^[\d.]+ m?s$"))
+    room.turns.release(100)
+    expect(page.locator(".verdict")).to_contain_text("Both said the same")
+
+
+def test_a_race_without_drafts_is_none(model: Running, visit: Visit) -> None:
+    model.room.configure(speculation=False)
+    try:
+        page = visit(model, "chat")
+        page.get_by_label("Most tokens").fill("5")
+        page.get_by_label("Message").fill("Go!")
+        page.get_by_role("button", name="Race").click()
+        verdict = "No race: there were no drafts, since speculation is switched off."
+        expect(page.locator(".verdict")).to_have_text(verdict)
+    finally:
+        model.room.configure(speculation=True)

@@ -101,6 +101,57 @@ def test_a_longer_range_shows_more_of_the_past(server: Running, visit: Visit) ->
     assert picture(page, "memory") != before
 
 
+def test_a_model_without_a_head_is_shown_too(visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headstart.server.history, "INTERVAL", 0.25)
+    with running(head=False, max_rows=2) as server:
+        page = visit(server)
+        load(server, 2)
+        wait_until(lambda: tile(page, "Tokens/round").split()[0] == "1.00")
+        assert tile(page, "Accepted").split()[0] == "–"
+        assert tile(page, "Depth").split()[0] == "0.0"
+        assert words(page, "acceptance") == "Acceptance by position: nothing yet"
+        assert words(page, "depth-chart") == "Depth: depth 0.00, at most 0.00"
+        assert not words(page, "speed").endswith("at most 0.0")
+
+
+def test_a_model_that_could_not_be_asked_for_is_asked_for_again(server: Running, visit: Visit) -> None:
+    lost = """
+        const ask = fetch;
+        let asked = 0;
+        fetch = (path, ...rest) => ask(path === "/v1/models" && asked++ === 0 ? "/assets/nothing" : path, ...rest);
+    """
+    page = visit(server, "chat", expect="404", before=lost)
+    expect(page.locator("#served")).to_have_text("tiny")
+    expect(page.locator("#depth option")).to_have_count(1 + server.served.model.max_k)
+
+
+def test_another_model_in_its_place_begins_anew(server: Running, visit: Visit) -> None:
+    page = visit(server)
+    expect(page.locator("#served")).to_have_text("tiny")
+    told = {"models": {"other": {"interval": 2, "samples": {"time": []}, "controller": {"depth": None, "gains": []}}}}
+    with page.expect_event("load"):
+        page.route("**/v1/history*", lambda route: route.fulfill(json=told), times=1)
+    expect(page.locator("#served")).to_have_text("tiny")
+
+
+def test_a_server_that_hangs_is_told(server: Running, visit: Visit) -> None:
+    hasty = """
+        const timeout = AbortSignal.timeout.bind(AbortSignal);
+        AbortSignal.timeout = (milliseconds) => timeout(milliseconds / 20);
+    """
+    page = visit(server, before=hasty)
+    expect(page.locator("#served")).to_have_text("tiny")
+    page.route("**/health", lambda route: None, times=1)
+    expect(page.get_by_role("alert")).to_have_text("The server does not answer.")
+    expect(page.locator("#trouble")).to_be_hidden()
+
+
+def test_an_address_that_leads_nowhere_shows_the_live_page(server: Running, visit: Visit) -> None:
+    page = visit(server, "constructor")
+    expect(page.locator("#served")).to_have_text("tiny")
+    expect(page.get_by_role("heading", name="Live")).to_be_visible()
+
+
 def test_a_server_that_is_gone_is_told(visit: Visit) -> None:
     with running() as server:
         page = visit(server, expect="ERR_")

@@ -1,11 +1,12 @@
-"""Settings, keys and models on the page."""
+"""Settings and keys on the page."""
 
 from pathlib import Path
 
 from browsing import Visit
-from playwright.sync_api import expect
+from playwright.sync_api import Route, expect
 from running import Running, running, wait_until
 
+from headstart.engine import Settings
 from headstart.state import Prefix
 
 
@@ -47,6 +48,50 @@ def test_settings_that_cannot_be_kept_are_told(tmp_path: Path, visit: Visit) -> 
         assert server.room.settings.max_k == 2
 
 
+def test_what_was_pressed_last_holds_however_slow_the_first_was(visit: Visit) -> None:
+    with running() as server:
+        page = visit(server, "settings")
+        sent: list[Route] = []
+
+        def hold(route: Route) -> None:
+            if route.request.method == "PATCH" and not sent:
+                sent.append(route)
+            else:
+                route.continue_()
+
+        page.route("**/v1/settings", hold)
+        page.get_by_label("Greatest depth").select_option("2")
+        page.get_by_label("Greatest depth").select_option("5")
+        page.get_by_role("switch").uncheck()
+        page.wait_for_timeout(300)
+        assert server.room.settings == Settings(max_k=8), "they wait for the first"
+        sent[0].continue_()
+        expect(page.get_by_role("status")).to_have_text("Saved.")
+        assert (server.room.settings.max_k, server.room.settings.speculation) == (5, False)
+        expect(page.get_by_label("Greatest depth")).to_have_value("5")
+
+
+def test_a_greatest_depth_of_none_is_shown_as_such(visit: Visit) -> None:
+    with running() as server:
+        server.room.configure(max_k=0)
+        page = visit(server, "settings")
+        expect(page.get_by_role("switch")).to_be_enabled()
+        expect(page.get_by_label("Greatest depth")).to_have_value("0")
+        page.get_by_label("Greatest depth").select_option("3")
+        expect(page.get_by_role("status")).to_have_text("Saved.")
+        assert server.room.settings.max_k == 3
+
+
+def test_settings_that_cannot_be_had_are_told(visit: Visit) -> None:
+    with running() as server:
+        page = visit(server, expect="404")
+        expect(page.locator("#served")).to_have_text("tiny")
+        page.route("**/v1/settings", lambda route: route.continue_(url=f"{server.url}/assets/nothing"))
+        page.get_by_role("link", name="Settings").click()
+        expect(page.get_by_role("status")).to_have_text("Not Found")
+        expect(page.get_by_role("status")).to_have_class("bad")
+
+
 def test_a_model_without_a_head_has_nothing_to_set(visit: Visit) -> None:
     with running(head=False) as server:
         page = visit(server, "settings")
@@ -58,8 +103,6 @@ def test_a_model_without_a_head_has_nothing_to_set(visit: Visit) -> None:
         page.get_by_label("Message").fill("Hi")
         page.get_by_role("button", name="Send").click()
         expect(page.locator(".stats")).to_contain_text("no drafts: ")
-        page.get_by_role("link", name="Models").click()
-        expect(page.locator("#loaded .badge")).to_have_text("no MTP")
 
 
 def test_the_prefix_cache_can_be_emptied(visit: Visit) -> None:
@@ -67,7 +110,7 @@ def test_the_prefix_cache_can_be_emptied(visit: Visit) -> None:
         with server.http() as http:
             http.post("/v1/completions", json={"prompt": "word " * 600, "max_tokens": 2})
         page = visit(server, "settings")
-        expect(page.locator("#prefix-state")).to_contain_text("1 chunks of prompts in")
+        expect(page.locator("#prefix-state")).to_contain_text("1 chunk of prompts in")
         page.get_by_role("button", name="Empty it").click()
         expect(page.locator("#prefix-state")).to_contain_text("0 chunks of prompts in 0.0 MB of")
 
@@ -76,6 +119,10 @@ def test_a_key_is_asked_for_and_kept_by_the_tab(visit: Visit) -> None:
     with running(key="sesame") as server:
         page = visit(server, "settings", expect="401")
         dialog = page.get_by_role("dialog")
+        dialog.get_by_label("Key").fill("half a k€y")
+        page.keyboard.press("Escape")
+        expect(dialog.get_by_label("Key")).to_be_empty()
+        expect(dialog.get_by_text("That was not one of them.")).to_be_hidden()
         dialog.get_by_label("Key").fill("sesam")
         dialog.get_by_role("button", name="Open").click()
         expect(dialog.get_by_text("That was not one of them.")).to_be_visible()
@@ -92,14 +139,15 @@ def test_a_key_is_asked_for_and_kept_by_the_tab(visit: Visit) -> None:
         expect(page.get_by_role("dialog")).to_be_visible()
 
 
-def test_models_have_badges_and_what_is_known_of_them(visit: Visit) -> None:
-    with running() as server:
-        page = visit(server, "models")
-        loaded = page.locator("#loaded")
-        expect(loaded.get_by_role("heading", name="tiny")).to_be_visible()
-        expect(loaded.locator(".badge")).to_have_text(f"MTP · k = {server.served.model.default_k}, up to 8")
-        expect(loaded).to_contain_text("4,096 tokens")
-        builtin = page.locator("#on-disk article").filter(has=page.get_by_role("heading", name="tiny-qwen3.5-moe"))
-        expect(builtin.locator(".badge")).to_contain_text("MTP · k = ")
-        expect(builtin).to_contain_text(" MB")
-        expect(page.locator("#known")).to_contain_text("Qwen/Qwen3.6-27B")
+def test_where_the_browser_keeps_nothing_the_page_does_while_it_is_open(visit: Visit) -> None:
+    blocked = """
+        for (const kind of ["localStorage", "sessionStorage"])
+            Object.defineProperty(globalThis, kind, { get() { throw new DOMException("no", "SecurityError"); } });
+    """
+    with running(key="sesame") as server:
+        page = visit(server, "settings", expect="401", before=blocked)
+        page.get_by_role("dialog").get_by_label("Key").fill("sesame")
+        page.keyboard.press("Enter")
+        expect(page.locator("#served")).to_have_text("tiny")
+        page.locator("#theme").click()
+        expect(page.get_by_role("button", name="Theme: light")).to_be_visible()

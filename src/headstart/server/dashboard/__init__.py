@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fastapi import FastAPI, Response
 from fastapi.responses import FileResponse
+from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
@@ -38,7 +39,10 @@ HEADERS = {
 
 class Assets(StaticFiles):
     async def get_response(self, path: str, scope: Scope) -> Response:
-        response = await super().get_response(path, scope)
+        try:
+            response = await super().get_response(path, scope)
+        except HTTPException as error:
+            raise HTTPException(error.status_code, error.detail, {**HEADERS, **(error.headers or {})}) from error
         response.headers.update(HEADERS)
         return response
 

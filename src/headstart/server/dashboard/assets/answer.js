@@ -2,21 +2,23 @@
 
 import { call, events } from "./api.js";
 import { render } from "./markdown.js";
-import { find, make, number, percent, seconds } from "./page.js";
+import { count, find, make, number, percent, seconds } from "./page.js";
 
 const ORIGINS = {
   draft: "accepted draft",
   correction: "correction of a draft",
-  bonus: "bonus after drafts that all stood",
+  bonus: "bonus after accepted drafts",
   plain: "without drafts",
 };
-const PATIENCE = 80; // milliseconds between two renderings of markdown that grows
+const PATIENCE = 80; // milliseconds between two renderings of markdown that grows, at least
+const SHARE = 10; // of the time they may take: a long text is rendered as a whole, and so less often
 
 export class Answer {
   constructor() {
     this.content = "";
     this.stats = null;
     this.usage = null;
+    this.asked = this.begun = null; // when, in milliseconds
     this.origins = { draft: 0, correction: 0, bonus: 0, plain: 0 };
     this.thought = new Passage();
     this.said = new Passage();
@@ -31,14 +33,14 @@ export class Answer {
 
   /** Ask, and read to the end. What goes wrong is told here; true if nothing did. */
   async ask(body, signal) {
-    const asked = performance.now();
+    this.asked = performance.now();
     this.element.setAttribute("aria-busy", "true");
     try {
       const streamed = { ...body, stream: true, stream_options: { include_usage: true }, include_origins: true };
       const response = await call("/v1/chat/completions", { method: "POST", body: streamed, signal });
       for await (const chunk of events(response)) {
         if (chunk.generation_stats) this.#end(chunk);
-        for (const choice of chunk.choices) this.#add(choice, asked);
+        for (const choice of chunk.choices) this.#add(choice);
       }
       return true;
     } catch (error) {
@@ -54,8 +56,8 @@ export class Answer {
     }
   }
 
-  #add({ delta, origins = [], finish_reason }, asked) {
-    if (origins.length) this.begun ??= performance.now() - asked;
+  #add({ delta, origins = [], finish_reason }) {
+    if (origins.length) this.begun ??= performance.now();
     if (finish_reason) this.finish = finish_reason;
     if (delta.reasoning_content) this.last = this.thought;
     else if (delta.content) this.last = this.said;
@@ -79,14 +81,14 @@ export class Answer {
 
   #tellThought() {
     const tokens = this.usage?.completion_tokens_details.reasoning_tokens;
-    this.summary.textContent = tokens ? `Thought, ${number(tokens)} tokens` : "Thought";
+    this.summary.textContent = tokens ? `Thought, ${count(tokens, "token")}` : "Thought";
   }
 
   #count() {
-    const kinds = Object.entries(this.origins).filter(([, count]) => count > 0);
+    const kinds = Object.entries(this.origins).filter(([, tokens]) => tokens > 0);
     this.legend.replaceChildren(
-      ...kinds.map(([origin, count]) =>
-        make("span", { title: ORIGINS[origin] }, make("i", { class: `token ${origin}` }, origin), ` ${number(count)}`),
+      ...kinds.map(([origin, tokens]) =>
+        make("span", {}, make("i", { class: `token ${origin}` }, ORIGINS[origin]), ` ${number(tokens)}`),
       ),
     );
   }
@@ -100,6 +102,7 @@ class Passage {
     this.tokens = make("div", { class: "tokens" });
     this.element = make("div", { class: "passage" }, this.shown, this.tokens);
     this.timer = null;
+    this.cost = 0; // milliseconds that the last rendering took
   }
 
   token(origin) {
@@ -109,7 +112,7 @@ class Passage {
   text(text) {
     this.written += text;
     (this.tokens.lastElementChild ?? this.tokens.appendChild(make("span", { class: "token" }))).append(text);
-    this.timer ??= setTimeout(() => this.settle(), PATIENCE);
+    this.timer ??= setTimeout(() => this.settle(), Math.max(PATIENCE, this.cost * SHARE));
   }
 
   /** Show all that was written. */
@@ -118,24 +121,26 @@ class Passage {
     this.timer = null;
     const thread = find("thread");
     const following = thread.scrollHeight - thread.scrollTop - thread.clientHeight < 80;
+    const began = performance.now();
     render(this.shown, this.written);
+    this.cost = performance.now() - began;
     if (following) thread.scrollTop = thread.scrollHeight;
   }
 }
 
 /** What an answer's stats say, in a few words each. */
-function statements({ stats, usage, begun, finish }) {
+function statements({ stats, usage, asked, begun, finish }) {
   const by = stats.acceptance_by_position.map(percent).join(" ");
   return [
-    `${number(usage.completion_tokens)} tokens`,
-    `${number(stats.rounds)} rounds`,
+    count(usage.completion_tokens, "token"),
+    count(stats.rounds, "round"),
     `${number(stats.tokens_per_round, 2)} tokens per round`,
     by && `accepted ${number(stats.accepted_draft_tokens)} of ${number(stats.proposed_draft_tokens)} drafts (${by})`,
     stats.drafter_kind && !stats.proposed_draft_tokens && "no drafts: they would not have paid",
     stats.bypass_reason && `no drafts: ${stats.bypass_reason}`,
     stats.num_draft_tokens_clamped_to && `depth held at ${stats.num_draft_tokens_clamped_to}`,
     `${number(stats.generation_tps, 1)} tokens/s`,
-    begun && `first token ${seconds(begun / 1000)}`,
+    begun && `first token ${seconds((begun - asked) / 1000)}`,
     stats.prefix_cache_hit && `${number(stats.prefix_cache_hit)} of ${number(usage.prompt_tokens)} prompt tokens from cache`,
     finish === "length" && "stopped at the limit",
     stats.exact ? "exact" : "not exact on this device",

@@ -1,25 +1,32 @@
 // What goes to the server and comes back. A key that is asked for is kept until the tab is closed.
 
-const KEY = "headstart-key";
+import { store } from "./store.js";
+
+const PATIENCE = 15_000; // milliseconds for what is no answer of the model's
+const kept = store("sessionStorage", "headstart-key");
 let asking = null; // one dialog for all that wait for a key
 
-export const hasKey = () => sessionStorage.getItem(KEY) !== null;
-export const forgetKey = () => sessionStorage.removeItem(KEY);
+export const hasKey = () => kept.get() !== null;
+export const forgetKey = kept.forget;
 
-/** The response, once it is a good one; an error has the server's own words. */
-export async function call(path, { method = "GET", body, signal } = {}) {
+/** The response, once it is a good one; an error has the server's own words. `patience`: milliseconds for each try. */
+export async function call(path, { method = "GET", body, patience, signal } = {}) {
   for (;;) {
-    const key = sessionStorage.getItem(KEY);
+    const key = kept.get();
     const headers = key === null ? {} : { Authorization: `Bearer ${key}` };
     if (body !== undefined) headers["Content-Type"] = "application/json";
-    const response = await fetch(path, { method, headers, signal, cache: "no-store", body: JSON.stringify(body) });
+    const until = patience === undefined ? signal : AbortSignal.timeout(patience);
+    const response = await fetch(path, { method, headers, signal: until, cache: "no-store", body: JSON.stringify(body) });
     if (response.ok) return response;
     if (response.status !== 401) throw new Error(await reason(response));
-    if (key === sessionStorage.getItem(KEY)) await (asking ??= askForKey(key !== null));
+    if (key === kept.get()) await (asking ??= askForKey(key !== null));
   }
 }
 
-export const read = async (path, options) => (await call(path, options)).json();
+export const read = async (path, options) => (await call(path, { patience: PATIENCE, ...options })).json();
+
+/** Whether the server was not there, or did not answer in time. */
+export const isSilence = (error) => error instanceof TypeError || error.name === "TimeoutError";
 
 /** The JSON of server-sent events, to the last. */
 export async function* events(response) {
@@ -53,10 +60,11 @@ function askForKey(wrong) {
   const input = document.getElementById("key");
   document.getElementById("wrong-key").hidden = !wrong;
   input.value = "";
+  dialog.returnValue = "";
   dialog.showModal();
   return new Promise((resolve) => {
     dialog.addEventListener("close", () => {
-      if (input.value) sessionStorage.setItem(KEY, input.value);
+      if (dialog.returnValue === "open") kept.set(input.value); // else it was closed in the middle of a word
       asking = null;
       resolve();
     }, { once: true });

@@ -32,8 +32,14 @@ function figure(id, caption, note, options, data) {
   );
   const canvas = chart.root.querySelector("canvas");
   canvas.setAttribute("role", "img");
-  new ResizeObserver(() => chart.setSize({ width: width(), height: HEIGHT })).observe(place);
-  return [chart, (words) => canvas.setAttribute("aria-label", `${caption}: ${words || "nothing yet"}`)];
+  const resized = new ResizeObserver(() => chart.setSize({ width: width(), height: HEIGHT }));
+  resized.observe(place);
+  const describe = (words) => canvas.setAttribute("aria-label", `${caption}: ${words || "nothing yet"}`);
+  const destroy = () => {
+    resized.disconnect();
+    chart.destroy();
+  };
+  return [chart, describe, destroy];
 }
 
 /** Lines over time. `lines`: [label, colour, how a value is written]; the first is filled where it is alone. */
@@ -46,7 +52,7 @@ export function overTime(id, caption, note, lines, { least = 0, atLeast = 1, wri
     points: { show: false, filter: alone, size: 5, fill: colour(name) },
     value: (_, number) => (number === null || number === undefined ? "–" : value(number)),
   }));
-  const [chart, describe] = figure(
+  const [chart, describe, destroy] = figure(
     id,
     caption,
     note,
@@ -71,7 +77,7 @@ export function overTime(id, caption, note, lines, { least = 0, atLeast = 1, wri
       if (chart.cursor.left < 0) chart.setLegend({ idx: last < 0 ? null : last }, false); // no cursor: the last values
       describe(lines.map((line, i) => inWords(line, columns[i + 1])).filter(Boolean).join("; "));
     },
-    destroy: () => chart.destroy(),
+    destroy,
   };
 }
 
@@ -92,7 +98,7 @@ export function bars(id, caption, note, { least = 0, atLeast = 1, write }) {
   const paths = uPlot.paths.bars({ size: [0.62, 44], radius: 0.12 });
   const kind = (name) => ({ paths, fill: colour(name), width: 0, points: { show: false } });
   let values = [];
-  const [chart, describe] = figure(
+  const [chart, describe, destroy] = figure(
     id,
     caption,
     note,
@@ -128,6 +134,6 @@ export function bars(id, caption, note, { least = 0, atLeast = 1, write }) {
       ]);
       describe(drawn.map((value, i) => `${names[i]} ${write(value)}`).join(", "));
     },
-    destroy: () => chart.destroy(),
+    destroy,
   };
 }

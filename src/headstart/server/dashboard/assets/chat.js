@@ -44,7 +44,7 @@ async function ask(reply) {
   const place = make("article", { class: "turn", "aria-label": "Answer" });
   find("thread").append(make("article", { class: "turn question", "aria-label": "Question" }, question), place);
   find("thread").scrollTop = find("thread").scrollHeight;
-  find("question").value = "";
+  find("question").value = find("heard").textContent = "";
   busy(true);
   const said = await reply(place, { messages: asked, ...options() }, under.signal);
   if (said !== null) messages = [...asked, { role: "assistant", content: said }];
@@ -55,10 +55,13 @@ async function ask(reply) {
 async function answer(place, body, signal) {
   const one = new Answer();
   place.append(one.element);
-  return (await one.ask(body, signal)) ? one.content : null;
+  if (!(await one.ask(body, signal))) return null;
+  find("heard").textContent = one.content; // once, and not again with every word
+  return one.content;
 }
 
 function busy(yes) {
+  if (document.activeElement?.closest(".actions")) show(); // what was pressed goes, and would take the focus with it
   find("send").disabled = yes;
   find("race").disabled = yes || !drafts;
   find("stop").hidden = !yes;
@@ -76,8 +79,8 @@ find("question").addEventListener("keydown", (event) => {
     find("ask").requestSubmit();
   }
 });
-find("ask").addEventListener("keydown", (event) => {
-  if (event.key === "Escape") under?.abort();
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && !event.isComposing && !find("chat").hidden) under?.abort();
 });
 find("colours").addEventListener("change", (event) => find("thread").classList.toggle("coloured", event.target.checked));
 find("speculation").addEventListener("change", (event) => (find("depth").disabled = !event.target.checked));

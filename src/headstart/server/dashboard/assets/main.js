@@ -1,19 +1,23 @@
 // Where the page begins: which part of it is shown, in which light, and what the server is asked every two seconds.
 
-import { read } from "./api.js";
+import { isSilence, read } from "./api.js";
 import * as chat from "./chat.js";
 import * as live from "./live.js";
 import * as models from "./models.js";
 import { find } from "./page.js";
 import * as settings from "./settings.js";
+import { store } from "./store.js";
 
 const EVERY = 2000; // as often as the server samples itself
-const THEME = "headstart-theme";
+const PATIENCE = 10_000; // milliseconds
+const kept = store("localStorage", "headstart-theme");
 const THEMES = { auto: "◐", light: "☀", dark: "☾" };
 const shown = { live: live.show, chat: chat.show, models: models.show, settings: settings.show };
+let served = null; // the model's id, once the page knows the model
 
 function route() {
-  const name = location.hash.slice(1) in shown ? location.hash.slice(1) : "live";
+  const asked = location.hash.slice(1);
+  const name = Object.hasOwn(shown, asked) ? asked : "live";
   for (const section of document.querySelectorAll("main > section")) section.hidden = section.id !== name;
   for (const link of document.querySelectorAll("nav a")) {
     if (link.hash === `#${name}`) link.setAttribute("aria-current", "page");
@@ -33,7 +37,7 @@ function light(theme) {
 function nextLight() {
   const themes = Object.keys(THEMES);
   const theme = themes[(themes.indexOf(document.documentElement.dataset.theme) + 1) % themes.length];
-  localStorage.setItem(THEME, theme);
+  kept.set(theme);
   light(theme);
 }
 
@@ -48,12 +52,24 @@ function tell(trouble) {
 
 async function look() {
   try {
-    const health = await (await fetch("/health", { cache: "no-store" })).json();
-    live.update((await read(`/v1/history?after=${live.latest()}`)).models);
+    const health = await (await fetch("/health", { cache: "no-store", signal: AbortSignal.timeout(PATIENCE) })).json();
+    const { models: told } = await read(`/v1/history?after=${live.latest()}`, { patience: PATIENCE });
+    const [id] = Object.keys(told);
+    if (served !== null && served !== id) return location.reload(); // nothing here is about the model that came
+    live.update(told);
+    if (served === null) await meet(id);
     tell(health.status === "ok" ? "" : `The engine is down: ${health.problem ?? "the server is stopping"}.`);
   } catch (error) {
-    tell(error instanceof TypeError ? "The server does not answer." : error.message);
+    tell(isSilence(error) ? "The server does not answer." : error.message);
   }
+}
+
+async function meet(id) {
+  const [model] = (await read("/v1/models", { patience: PATIENCE })).data;
+  find("served").textContent = model.id;
+  chat.serve(model);
+  settings.serve(model);
+  served = id;
 }
 
 async function watch() {
@@ -76,19 +92,14 @@ function skip(event) {
   find("main").focus();
 }
 
-async function begin() {
+function begin() {
   document.querySelector(".skip").addEventListener("click", skip);
   find("theme").addEventListener("click", nextLight);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", live.relight);
-  const kept = localStorage.getItem(THEME);
-  light(kept in THEMES ? kept : "auto");
+  light(Object.hasOwn(THEMES, kept.get()) ? kept.get() : "auto");
   addEventListener("hashchange", route);
   route();
   watch();
-  const [model] = (await read("/v1/models")).data;
-  find("served").textContent = model.id;
-  chat.serve(model);
-  settings.serve(model);
 }
 
 begin();

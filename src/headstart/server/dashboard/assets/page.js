@@ -18,6 +18,9 @@ export function number(value, digits = 0) {
   return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 }
 
+/** So many of them. */
+export const count = (many, noun) => `${number(many)} ${noun}${many === 1 ? "" : "s"}`;
+
 export const percent = (share) => (Number.isFinite(share) && share !== null ? `${Math.round(share * 100)}%` : "–");
 
 export function bytes(count) {
@@ -35,4 +38,4 @@ export function colour(name) {
   return getComputedStyle(probe).color;
 }
 
-const probe = document.body.appendChild(make("span", { hidden: true }));
+const probe = document.body.appendChild(make("span", { class: "probe", hidden: true }));

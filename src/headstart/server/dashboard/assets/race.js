@@ -1,5 +1,6 @@
 // The same prompt with speculation off and on. One after the other: side by side they would share the machine, and
-// slow each other down. With one seed for both the text must be the same, whatever the temperature.
+// slow each other down. With one seed for both the text must be the same, whatever the temperature. The clocks start
+// at the first token: who comes second finds the prompt in the prefix cache.
 
 import { Answer } from "./answer.js";
 import { make, number, seconds } from "./page.js";
@@ -20,14 +21,15 @@ export async function race(place, body, depth, signal) {
 
 function lane(title) {
   const answer = new Answer();
-  const clock = make("span", { class: "clock" });
+  const clock = make("span", { class: "clock", title: "Since the first token" });
   const heading = make("h3", {}, title, clock);
   return { answer, clock, element: make("section", { class: "lane", "aria-label": title }, heading, answer.element) };
 }
 
 async function run({ answer, clock }, body, signal) {
-  const began = performance.now();
-  const tick = () => (clock.textContent = seconds((performance.now() - began) / 1000));
+  const tick = () => {
+    clock.textContent = answer.begun === null ? "reads" : seconds((performance.now() - answer.begun) / 1000);
+  };
   const timer = setInterval(tick, 100);
   const well = await answer.ask(body, signal);
   clearInterval(timer);
@@ -36,6 +38,7 @@ async function run({ answer, clock }, body, signal) {
 }
 
 function judge(off, on) {
+  if (on.stats.bypass_reason) return `No race: there were no drafts, since ${on.stats.bypass_reason}.`;
   const same = off.content === on.content && off.thought.written === on.thought.written;
   const why = on.stats.exact ? "which should not be: please report it" : "as the kernels of this device let them";
   const text = same ? "Both said the same, to the letter." : `The two differ, ${why}.`;

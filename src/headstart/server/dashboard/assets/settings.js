@@ -1,32 +1,41 @@
 // Speculation and the greatest depth for all requests, the prefix cache, and the key of this tab.
 
 import { forgetKey, hasKey, read } from "./api.js";
-import { bytes, find, make, number } from "./page.js";
+import { bytes, count, find, make, number } from "./page.js";
 
 let head = null; // the served model's
-let asked = 0; // an answer that is not to the last question is out of date
+let turn = Promise.resolve(); // questions go one after the other, so that what was pressed last holds
+let asked = 0; // and only the answer to the last is shown
 
 /** Which model it is about. */
 export function serve(model) {
   head = model.native_mtp;
   find("set-depth").replaceChildren(
-    ...Array.from({ length: head.max_k }, (_, i) => make("option", { value: i + 1 }, String(i + 1))),
+    ...Array.from({ length: head.max_k + 1 }, (_, k) => make("option", { value: k }, String(k))),
   );
   find("unavailable").hidden = head.available;
   find("unavailable").textContent = `This model cannot draft: ${head.reason}`;
   if (!find("settings").hidden) show();
 }
 
-export async function show() {
+export function show() {
   find("door").hidden = !hasKey();
-  if (head === null) return;
-  const question = ++asked;
+  if (head !== null) inTurn(load);
+}
+
+/** `question(isLast)`: asks, and shows what comes if there was no other question since. */
+function inTurn(question) {
+  const mine = ++asked;
+  turn = turn.then(() => question(() => mine === asked));
+}
+
+async function load(isLast) {
   try {
     const now = await read("/v1/settings");
-    if (question === asked) fill(now);
+    if (isLast()) fill(now);
     tellCache(await read("/v1/cache"));
   } catch (error) {
-    find("saved").textContent = error.message;
+    tell(error.message, true);
   }
 }
 
@@ -34,29 +43,31 @@ function fill({ speculation, max_k, problem }) {
   for (const id of ["set-speculation", "set-depth"]) find(id).disabled = !head.available;
   find("set-speculation").checked = speculation && head.available;
   find("set-depth").value = String(max_k);
-  find("saved").textContent = problem ?? "";
-  find("saved").classList.toggle("bad", Boolean(problem));
+  tell(problem ?? "", Boolean(problem));
 }
 
-async function change(wanted) {
-  const question = ++asked;
+function tell(words, bad = false) {
+  find("saved").textContent = words;
+  find("saved").classList.toggle("bad", bad);
+}
+
+const change = (wanted) => inTurn(async (isLast) => {
   try {
     const now = await read("/v1/settings", { method: "PATCH", body: wanted });
-    if (question !== asked) return;
+    if (!isLast()) return;
     fill(now);
-    if (!now.problem) find("saved").textContent = "Saved.";
+    if (!now.problem) tell("Saved.");
   } catch (error) {
-    await show(); // what holds is what the server says
-    find("saved").textContent = error.message;
-    find("saved").classList.add("bad");
+    await load(isLast); // what holds is what the server says
+    tell(error.message, true);
   }
-}
+});
 
 function tellCache(cache) {
   find("clear").disabled = !cache.enabled;
   find("prefix-state").textContent = cache.enabled
-    ? `${number(cache.entries)} chunks of prompts in ${bytes(cache.bytes)} of ${bytes(cache.max_bytes)}. ` +
-      `${number(cache.hits)} prompts were resumed, ${number(cache.misses)} were not.`
+    ? `${count(cache.entries, "chunk")} of prompts in ${bytes(cache.bytes)} of ${bytes(cache.max_bytes)}. ` +
+      `Prompts that were resumed: ${number(cache.hits)}; that were not: ${number(cache.misses)}.`
     : "Off: the server was started without one.";
 }
 

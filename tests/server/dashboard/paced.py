@@ -1,0 +1,25 @@
+"""Answers that come as slowly as a test wants them."""
+
+from threading import Semaphore
+from typing import Any
+
+from scripted import ScriptedRoom
+
+from headstart.engine.row import Row
+
+
+class PacedRoom(ScriptedRoom):
+    """A scripted room in which every burst waits to be let out, once it is asked to."""
+
+    turns: Semaphore | None = None
+
+    def _say(self, row: Row, script: str) -> None:
+        say = row.say
+
+        def paced(said: Any) -> None:
+            if (turns := self.turns) is not None:
+                turns.acquire(timeout=60)
+            say(said)
+
+        row.say = paced  # type: ignore[method-assign]
+        super()._say(row, script)
