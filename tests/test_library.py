@@ -39,7 +39,10 @@ def prompt(loaded: tuple[Model, Any]) -> list[int]:
 
 
 def test_importing_headstart_imports_nothing_heavy() -> None:
-    program = "import sys, headstart; print([m for m in ('mlx', 'mlx_lm', 'transformers') if m in sys.modules])"
+    program = (
+        "import sys, headstart; headstart.errors.HeadstartError; "
+        "print([m for m in ('mlx', 'mlx_lm', 'transformers') if m in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"
 
 
@@ -47,6 +50,7 @@ def test_the_public_names_are_there() -> None:
     for name in headstart.__all__:
         assert getattr(headstart, name) is not None
         assert name in dir(headstart)
+    assert headstart.Prefix(10**6).max_bytes == 10**6  # for Engine(prefix=…)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         headstart.nonsense  # noqa: B018
 
@@ -220,6 +224,7 @@ def test_a_sampler_and_further_parameters_reach_the_engine(loaded: Any, prompt: 
         ({"kv_bits": 4}, "kv_bits "),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"k": 9}, "k is 9"),
+        ({"sampler": headstart.make_sampler(0.7), "temperature": 0.5, "seed": 1}, "^temperature: the sampler says"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(

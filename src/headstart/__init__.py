@@ -4,19 +4,24 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from . import errors
+
 if TYPE_CHECKING:
     from .engine import Engine, Request
     from .library import generate, load, make_sampler, stream_generate
     from .sampling import GrammarSpec, SamplingParams
+    from .state import Prefix
 
 __version__ = version("headstart")
 
 __all__ = [
     "Engine",
     "GrammarSpec",
+    "Prefix",
     "Request",
     "SamplingParams",
     "__version__",
+    "errors",
     "generate",
     "load",
     "make_sampler",
@@ -27,6 +32,7 @@ __all__ = [
 _HOMES = {
     "Engine": "engine",
     "GrammarSpec": "sampling",
+    "Prefix": "state",
     "Request": "engine",
     "SamplingParams": "sampling",
     "generate": "library",

@@ -123,12 +123,11 @@ def stream_generate(
         raise RequestError(f"model is a {type(model).__name__}: load it with headstart.load")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    params = SamplingParams(
-        max_tokens=model.context_length if max_tokens == -1 else max_tokens,
-        k=k,
-        **_sampling(sampler),
-        **_honourable(more),
-    )
+    by_sampler, more = _sampling(sampler), _honourable(more)
+    if clash := sorted(by_sampler.keys() & more.keys()):
+        raise RequestError(f"{', '.join(clash)}: the sampler says that too. Give it to make_sampler alone")
+    most = model.context_length if max_tokens == -1 else max_tokens
+    params = SamplingParams(max_tokens=most, k=k, **by_sampler, **more)
     request = Request(_token_ids(tokenizer, prompt), params, keep_logits=True)
     handle = (engine or Engine(model, tokenizer, max_rows=1)).submit(request)
     # What is refused is refused at the call and not at the first token: hence a generator of its own.

@@ -11,8 +11,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import headstart
+from headstart.cli import show
 from headstart.cli.main import app
 from headstart.cli.prompt import chat_tokens
+from headstart.engine import Engine, Stats
 
 FIRST, SECOND = "Write a function that adds two numbers.", "Now write one that subtracts them."
 ENDLESS = "Write a function that checks whether a number is prime."
@@ -42,6 +44,35 @@ def test_what_was_said_before_counts(loaded: Any) -> None:
     assert result.exit_code == 0
     assert result.stdout == f"› {first}\n› › {second}\n› "
     assert result.stderr.count("tokens/s") == 2
+
+
+def test_what_was_said_before_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    hits: list[int] = []
+
+    def summary(stats: Stats, finish_reason: str | None) -> str:
+        hits.append(stats.prefix_cache_hit)
+        return ""
+
+    monkeypatch.setattr(show, "summary", summary)
+    assert chat("word " * 600, SECOND).exit_code == 0
+    assert hits == [0, 512]
+
+
+def test_an_answer_is_right_after_one_that_was_stopped_in_the_middle_of_a_turn(
+    loaded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join = Engine._join
+
+    def stopped(engine: Engine, row: Any) -> None:
+        monkeypatch.setattr(Engine, "_join", join)
+        join(engine, row)
+        engine.rows.clear()  # as before its last line
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "_join", stopped)
+    result = chat(FIRST, "/clear", SECOND)
+    assert result.exit_code == 0
+    assert result.stdout == f"› \n› › {answer(loaded, SECOND)}\n› "
 
 
 def test_clear_forgets_what_was_said(loaded: Any) -> None:

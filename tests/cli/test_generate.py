@@ -145,7 +145,19 @@ def test_every_sampling_flag_is_a_parameter_and_help_tells_its_true_default() ->
         (option,) = flag.__metadata__
         default = defaults[name]
         told = default if isinstance(default, str) else "none" if default is None else f"{default:g}"
-        assert option.show_default.split(";")[0] == told, name
+        assert option.show_default == told, name
+
+
+@pytest.mark.parametrize(("command", "most"), [("generate", "256"), ("chat", "1024")])
+def test_help_tells_the_command_s_own_limit_and_no_other_s(command: str, most: str) -> None:
+    told = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).stdout
+    assert [limit for limit in ("256", "1024") if limit in told] == [most]
+
+
+def test_an_acceptance_rule_that_there_is_not_is_no_command_line() -> None:
+    result = run("-p", QUESTION, "--accept", "all")
+    assert result.exit_code == 2
+    assert "optimistic" in result.stderr
 
 
 @pytest.mark.parametrize(

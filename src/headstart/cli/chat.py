@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
     from rich.console import Console
 
-    from ..models import Model
+    from ..engine import Engine
 
 HELP = "/exit or Ctrl-D leaves, /clear forgets the conversation, Ctrl-C stops an answer."
 
 
-@options.with_sampling
+@options.with_sampling(max_tokens=1024)
 def chat(
     model: options.Model = None,
     mtp: options.Mtp = None,
@@ -29,9 +29,11 @@ def chat(
     """Talk with a model. /exit leaves, /clear forgets the conversation, Ctrl-C stops an answer."""
     from rich.console import Console
 
+    from ..engine import Engine
+    from ..engine.memory import left_for_prefixes
     from ..library import load
+    from ..state import Prefix
 
-    params = {"max_tokens": 1024} | sampling
     loaded, tokenizer = load(model, mtp=mtp)
     console, aside = Console(highlight=False), Console(stderr=True, highlight=False)
     aside.print(HELP, style="dim")
@@ -41,14 +43,19 @@ def chat(
         import readline  # noqa: F401  # arrow keys and history for input()
 
     messages: list[dict[str, str]] = []
+    engine: Engine | None = None  # one for all answers, so that what was said before need not be read again
     while (line := _ask(aside)) is not None:
         if line == "/clear":
             messages.clear()
         elif line:
             messages.append({"role": "user", "content": line})
             try:
-                said = _answer(loaded, tokenizer, messages, params, console, aside, show_drafts)
+                if engine is None:
+                    engine = Engine(loaded, tokenizer, max_rows=1, prefix=Prefix(left_for_prefixes()))
+                said, stopped = _answer(engine, tokenizer, messages, sampling, console, aside, show_drafts)
                 messages.append({"role": "assistant", "content": said})
+                if stopped:  # in the middle of whatever it was doing: it is not to be trusted any more
+                    engine = None
             except RequestError as error:  # of this message alone, such as a conversation that is too long
                 messages.pop()
                 typer.echo(f"error: {error} (/clear forgets the conversation)", err=True)
@@ -69,20 +76,22 @@ def _ask(aside: "Console") -> str | None:
 
 
 def _answer(
-    model: "Model",
+    engine: "Engine",
     tokenizer: "TokenizerWrapper",
     messages: list[dict[str, str]],
-    params: dict[str, Any],
+    sampling: dict[str, Any],
     console: "Console",
     aside: "Console",
     show_drafts: bool,
-) -> str:
-    """Write the answer as it comes. Ctrl-C ends it early, and what was said stays said."""
+) -> tuple[str, bool]:
+    """Write the answer as it comes, and say whether Ctrl-C ended it early; what was said stays said."""
     from ..library import stream_generate
 
     said, last, stopped = "", None, False
     tokens, progress = chat_tokens(tokenizer, messages), show.prompt_progress(aside)
-    with closing(stream_generate(model, tokenizer, tokens, prompt_progress_callback=progress, **params)) as responses:
+    with closing(
+        stream_generate(engine.model, tokenizer, tokens, prompt_progress_callback=progress, engine=engine, **sampling)
+    ) as responses:
         try:
             for last in responses:
                 show.token(console, last, origins=show_drafts)
@@ -93,4 +102,4 @@ def _answer(
     if last is not None:
         end = " · stopped" if stopped else ""
         aside.print(show.summary(last.stats, last.finish_reason) + end, style="dim", soft_wrap=True)
-    return said
+    return said, stopped

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..library import GenerationResponse
 
 
-@options.with_sampling
+@options.with_sampling()
 def generate(
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="What to answer.")] = None,
     prompt_file: Annotated[str | None, typer.Option(help="Read the prompt from a file; - is standard input.")] = None,

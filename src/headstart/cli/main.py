@@ -5,6 +5,8 @@ take seconds, and `headstart --help` must not. Commands import them when they ru
 """
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -26,6 +28,8 @@ from .serve import serve
 # Only its tokenizers are used: spare users the advice to install PyTorch.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
+CHOICE = "`pip install 'headstart[cpu]'`, or `'headstart[cuda]'` for NVIDIA's GPUs."
+
 
 class Commands(TyperGroup):
     """All commands. What a user can put right is one line on standard error, never a traceback."""
@@ -35,6 +39,12 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except HeadstartError as error:
             typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(1) from error
+        except ImportError as error:
+            # A module that is not there is known by its name, a library that cannot be loaded by its place.
+            if "mlx" not in ((error.name or "").partition(".")[0], Path(error.path or "").parent.name):
+                raise
+            typer.echo(f"error: mlx cannot be loaded ({error}). On Linux its backend is a choice: {CHOICE}", err=True)
             raise typer.Exit(1) from error
 
 
@@ -56,8 +66,20 @@ def main(
         typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version),
     ] = False,
 ) -> None:
-    """Run language models faster with their own multi-token-prediction head."""
+    """Run language models faster with their own multi-token-prediction head, without changing a token.
+
+    Without a model's name a small built-in one runs, so that everything can be tried at once:
+
+    `headstart demo` shows the same text with and without drafts; `headstart serve` answers OpenAI's and Anthropic's
+    clients, with a dashboard in the browser.
+    """
 
 
-for command in (generate, chat, serve, demo, bench, bench_serve, models, inspect, convert, graft, probe):
-    app.command()(command)
+PANELS: dict[str, tuple[Callable[..., None], ...]] = {
+    "Run a model": (demo, generate, chat, serve),
+    "Find and make models": (models, inspect, convert, graft),
+    "Measure and check": (probe, bench, bench_serve),
+}
+for panel, commands in PANELS.items():
+    for command in commands:
+        app.command(rich_help_panel=panel)(command)
