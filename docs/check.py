@@ -1,4 +1,4 @@
-"""Run what the pages say: `python docs/check.py [PAGE …]`, which is `make docs-check`.
+"""Run what the pages say: `python docs/check.py [PAGE …]`, which is `make docs-check`. With `-v` all output is shown.
 
 Every block of ```sh, ```console and ```python is run as it stands, unless `<!-- not run: why -->` stands before it.
 Each page has a folder of its own, without a network. The models that pages speak of are there, but they are the
@@ -19,6 +19,7 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from urllib.request import urlopen
 
 import lines
 from pages import ROOT, Block, Command, blocks, pages, problems
@@ -65,6 +66,8 @@ class Reader:
         elif not shows(command.output, output):
             wrong = "said something else than the page shows"
         print(f"{'FAIL' if wrong else 'ok  '} {time.monotonic() - begun:5.1f} s  {command.text}", flush=True)
+        if "-v" in sys.argv:
+            print(output, flush=True)
         if wrong:
             place = f"{self.page.relative_to(ROOT)}:{block.line}"
             self.problems.append(f"{place}: {command.text}\n  {wrong}:\n{output}")
@@ -80,13 +83,13 @@ class Reader:
             end(process)
 
     def _serve(self, command: Command) -> tuple[int, str]:
-        """Until it says that it listens, or ends."""
+        """Until it listens, or ends."""
         if not fails(command):
             self.stop()
         output = self.folder / f".{time.monotonic_ns()}"
         process = self._start(["bash", "-c", f"exec {command.text}"], output)
         until = time.monotonic() + SECONDS
-        while process.poll() is None and "Dashboard:" not in output.read_text():
+        while process.poll() is None and not listens(output.read_text()):
             if time.monotonic() > until:
                 end(process)
                 return -1, f"{output.read_text()}\nnot listening after {SECONDS} seconds"
@@ -120,6 +123,15 @@ def end(process: "subprocess.Popen[str]") -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def listens(greeting: str) -> bool:
+    address = re.search(r"Dashboard:\s+(\S+)", greeting)
+    if address is None:
+        return False
+    with suppress(OSError), urlopen(f"{address.group(1)}health") as answer:
+        return answer.status == 200
+    return False
 
 
 def fails(command: Command) -> bool:
@@ -188,4 +200,5 @@ def main(wanted: list[Path]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main([Path(name).resolve() for name in sys.argv[1:]] or pages()))
+    named = [Path(name).resolve() for name in sys.argv[1:] if name != "-v"]
+    sys.exit(main(named or pages()))
