@@ -10,6 +10,7 @@ import pytest
 from running import CONTEXT, Running, alone, chat_tokens, running, wait_until
 
 import headstart.server.anthropic_reply
+from headstart.cards import MAX_K
 from headstart.server import Limits
 from headstart.state import Prefix
 
@@ -83,6 +84,12 @@ def test_sampling_parameters_reach_the_engine(server: Running) -> None:
     expected = alone(chat_tokens("hi"), max_tokens=24, **params)
     assert create(server, extra_body=params).content[0].text == expected.text
     assert expected.text != alone(chat_tokens("hi"), max_tokens=24).text
+
+
+def test_more_drafts_than_there_are_is_clamped_and_said(server: Running) -> None:
+    for asked, told in ((MAX_K, None), (MAX_K + 1, MAX_K)):
+        stats = create(server, extra_body={"num_draft_tokens": asked}).generation_stats
+        assert stats["num_draft_tokens_clamped_to"] == told
 
 
 def test_the_end_of_the_context_is_not_taken_for_the_requests_own() -> None:

@@ -46,7 +46,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stop_sequences": ["a" * 257]}, "stop_sequences[0]"),
     ({"stream": "yes"}, "stream"),
     ({"seed": 2**70}, "seed"),
-    ({"num_draft_tokens": 99}, "num_draft_tokens"),
+    ({"num_draft_tokens": -1}, "num_draft_tokens"),
     ({"messages": []}, "messages"),
     ({"messages": [*HI, {"role": "assistant", "content": "I"}]}, "messages"),
     ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),

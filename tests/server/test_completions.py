@@ -202,7 +202,7 @@ def test_stats_say_what_ran(client: OpenAI) -> None:
 
 def test_stats_say_why_nothing_was_drafted(client: OpenAI) -> None:
     stats = chat(client, extra_body={"num_draft_tokens": 0}).generation_stats
-    assert (stats["drafter_kind"], stats["bypass_reason"]) == (None, "k is 0")
+    assert (stats["drafter_kind"], stats["bypass_reason"]) == (None, "the request asked for no drafts")
 
 
 def test_stats_are_on_the_last_chunk_alone(client: OpenAI) -> None:

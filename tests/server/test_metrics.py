@@ -32,6 +32,7 @@ def test_counts_are_the_sums_of_what_every_answer_says() -> None:
             {"prompt": "one", "max_tokens": 20, "min_tokens": 20},
             {"prompt": "two", "max_tokens": 30, "min_tokens": 30, "num_draft_tokens": 3},
             {"prompt": "three", "max_tokens": 10, "min_tokens": 10, "num_draft_tokens": 0},
+            {"prompt": "scored, and no more", "max_tokens": 0, "echo": True, "logprobs": 0},
         ]
         told = [http.post(COMPLETIONS, json=body).json() for body in bodies]
         http.post(COMPLETIONS, json={"prompt": 5})
@@ -41,7 +42,7 @@ def test_counts_are_the_sums_of_what_every_answer_says() -> None:
     def count(name: str, **labels: str) -> float:
         return counted[f"headstart_{name}", frozenset(labels.items())]
 
-    assert count("requests_total", endpoint=COMPLETIONS, outcome="length") == 3
+    assert count("requests_total", endpoint=COMPLETIONS, outcome="length") == 4
     assert count("http_responses_total", status="400") == 1
     assert count("generation_tokens_total") == report["generation_tokens"] == 60
     assert count("prompt_tokens_total") == sum(answer["usage"]["prompt_tokens"] for answer in told)
@@ -56,8 +57,8 @@ def test_counts_are_the_sums_of_what_every_answer_says() -> None:
     for depth in {depth for each in stats for depth in each["rounds_by_depth"]}:
         rounds = sum(each["rounds_by_depth"].get(depth, 0) for each in stats)
         assert count("rounds_total", depth=depth) == report["rounds_by_depth"][depth] == rounds
-    assert report["bypasses"] == {"k is 0": 1}
-    assert count("bypasses_total", reason="k is 0") == 1
+    assert report["bypasses"] == {"the request asked for no drafts": 1}
+    assert count("bypasses_total", reason="the request asked for no drafts") == 1
     assert report["depth"] == 0
     assert count("engine_healthy") == 1
 

@@ -41,7 +41,7 @@ class Request:
         if self.params.k not in ("auto", 0) and not model.has_head:
             raise RequestError(
                 f"k is {self.params.k}, but this model cannot draft: {model.head_unavailable or 'it has no head'}. "
-                "Use k 'auto' or 0"
+                "Ask for 'auto' or 0"
             )
 
 

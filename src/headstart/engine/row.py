@@ -183,7 +183,7 @@ def _ceiling(k: int | Literal["auto"], model: Model, max_k: int) -> tuple[int, s
     if not model.has_head:
         return 0, model.head_unavailable or "the model has no head"
     if k == 0:
-        return 0, "k is 0"
+        return 0, "the request asked for no drafts"
     if most == 0:
         return 0, "speculation is switched off"
     return (most if k == "auto" else min(k, most)), None

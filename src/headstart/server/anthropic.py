@@ -14,6 +14,7 @@ from ..sampling import GrammarSpec, SamplingParams
 from ..sampling.params import MAX_STOP_CHARACTERS, MAX_STOPS
 from .anthropic_blocks import Cached, Message, TextBlock
 from .chat import Chat
+from .drafts import Drafts
 from .errors import refuse
 from .openai import EFFORTS
 from .prompt import Prompt
@@ -145,7 +146,7 @@ class CountRequest(Cached):
         return EFFORTS.get(output.effort or "high")
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountRequest, Drafts):
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool | None = None
     stop_sequences: Annotated[Listed[StopSequence], Field(max_length=MAX_STOPS)] | None = None
@@ -157,7 +158,6 @@ class MessagesRequest(CountRequest):
     min_p: float | None = None
     min_tokens: int | None = None
     seed: int | None = None
-    num_draft_tokens: int | Literal["auto"] | None = Field(None, description="Drafts a round; 0 drafts nothing.")
     acceptance: Literal["auto", "ratio", "coupled", "optimistic"] | None = None
 
     def request(self, prompt: Prompt, context: int) -> Request:
@@ -165,7 +165,7 @@ class MessagesRequest(CountRequest):
         names = {
             name: name for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "min_tokens", "seed")
         }
-        names |= {"stop_sequences": "stop", "num_draft_tokens": "k", "acceptance": "accept"}
+        names |= {"stop_sequences": "stop", "acceptance": "accept"}
         asked = {theirs: value for ours, theirs in names.items() if (value := getattr(self, ours)) is not None}
-        fields = {**prompt.sampling, **asked, "logit_bias": prompt.bias, "grammar": prompt.grammar}
+        fields = {**prompt.sampling, **asked, "k": self.k, "logit_bias": prompt.bias, "grammar": prompt.grammar}
         return Request(prompt.tokens, SamplingParams(**fields))

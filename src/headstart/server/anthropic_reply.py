@@ -93,4 +93,6 @@ class MessagesReply:
     def _stats(self) -> dict[str, Any]:
         stats = self._transcript.stats
         assert stats is not None
-        return stats.as_dict() | {"ignored_fields": sorted([*self._asked.ignored(), *self._prompt.ignored])}
+        ignored = sorted([*self._asked.ignored(), *self._prompt.ignored])
+        clamped_to = self._asked.clamped_to(stats.clamped_to)
+        return stats.as_dict() | {"ignored_fields": ignored, "num_draft_tokens_clamped_to": clamped_to}

@@ -51,7 +51,9 @@ class Meter:
     def count(self, event: Event, when: float, answers: int = 1) -> None:
         """Of a request for so many answers, which is cut off if one of them is."""
         if event.stats is not None:
-            self._metrics.tally.add(self._stats[event.choice], event.stats, first=event.choice == 0)
+            # Without a round only a prompt that was to be scored and no more comes to its end.
+            scored, before = event.finish_reason == "length", self._stats[event.choice]
+            self._metrics.tally.add(before, event.stats, first=event.choice == 0, scored=scored)
             if event.tokens:
                 self._time(event, when)
             self._stats[event.choice] = event.stats

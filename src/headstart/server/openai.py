@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ..cards import MAX_K
 from ..engine import Request
 from ..sampling import GrammarSpec, SamplingParams
 from ..sampling.params import MAX_BIASES, MAX_TOP_LOGPROBS
 from .chat import Chat
+from .drafts import Drafts
 from .errors import refuse
 from .openai_chat import Message, NamedTool, Tool
 from .prompt import Prompt
@@ -78,7 +78,7 @@ class ResponseFormat(Shape):
         return GrammarSpec.json_schema(self.json_schema.schema_)
 
 
-class Asked(Shape):
+class Asked(Drafts):
     """What chats and completions have in common. The names are SamplingParams' but for the last few."""
 
     model: Text | None = Field(None, description="By its id, folder or hub id; left out, the one that is served.")
@@ -104,7 +104,6 @@ class Asked(Shape):
     grammar: Text | None = Field(None, description="A Lark grammar of the answer.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    num_draft_tokens: int | Literal["auto"] | None = Field(None, description="Drafts a round; 0 drafts nothing.")
     acceptance: Literal["auto", "ratio", "coupled", "optimistic"] | None = None
     include_origins: bool | None = Field(None, description="Say of every token where it came from.")
 
@@ -132,8 +131,6 @@ class Asked(Shape):
                 refuse(name, "this server does not do that: leave it out", "unsupported")
         if self.stream_options is not None and not self.stream:
             refuse("stream_options", "only with stream: true")
-        if isinstance(self.num_draft_tokens, int) and self.num_draft_tokens < 0:
-            refuse("num_draft_tokens", f"is {self.num_draft_tokens}; it must be 'auto', 0 or more")
         if not 1 <= self.choices <= MOST_CHOICES:
             refuse("n", f"is {self.n}; it must be a whole number from 1 to {MOST_CHOICES}")
 
@@ -170,24 +167,15 @@ class Asked(Shape):
             fields["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         bias = {_token_id(token): bias for token, bias in (self.logit_bias or {}).items()}
         fields["logit_bias"] = {**bias, **prompt.bias}
-        if self.num_draft_tokens is not None:
-            k = self.num_draft_tokens
-            fields["k"] = k if k == "auto" else min(k, MAX_K)
         if (top := self.wanted_logprobs()) is not None:
             fields |= {"logprobs": True, "top_logprobs": top}
-        fields |= {"grammar": prompt.grammar, "accept": self.acceptance or "auto"}
+        fields |= {"grammar": prompt.grammar, "accept": self.acceptance or "auto", "k": self.k}
         params = SamplingParams(**{**prompt.sampling, **fields})
         return Request(prompt.tokens, params, n=self.choices, score=self.score())
 
     def score(self) -> Literal["no", "too", "only"]:
         """Whether to tell what the model thought of the prompt."""
         return "no"
-
-    @property
-    def clamped_to(self) -> int | None:
-        """Beyond what any model drafts. What this one does not is the engine's to say."""
-        k = self.num_draft_tokens
-        return MAX_K if isinstance(k, int) and k > MAX_K else None
 
 
 class ChatRequest(Asked):

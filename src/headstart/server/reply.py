@@ -147,11 +147,11 @@ class Reply:
 
     def _stats(self) -> dict[str, Any]:
         stats = [choice.transcript.stats for choice in self._choices]
-        told = Stats.of([each for each in stats if each is not None]).as_dict()
-        told["ignored_fields"] = sorted([*self._asked.ignored(), *self._prompt.ignored])
-        if (clamped_to := self._asked.clamped_to) is not None and told["num_draft_tokens_clamped_to"] is None:
-            told["num_draft_tokens_clamped_to"] = clamped_to
-        return {"generation_stats": told}
+        told = Stats.of([each for each in stats if each is not None])
+        ignored = sorted([*self._asked.ignored(), *self._prompt.ignored])
+        clamped_to = self._asked.clamped_to(told.clamped_to)
+        beyond = {"ignored_fields": ignored, "num_draft_tokens_clamped_to": clamped_to}
+        return {"generation_stats": told.as_dict() | beyond}
 
 
 def _said(message: Message) -> Said:

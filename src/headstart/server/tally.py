@@ -23,12 +23,13 @@ class Tally:
     parked_seconds: float = 0.0
     depth: int | None = None  # of the last round
 
-    def add(self, before: Stats, now: Stats, *, first: bool = True) -> None:
-        """An answer has gone on from `before` to `now`. Only the first to a prompt counts that."""
-        if first and before.rounds == 0 < now.rounds:
+    def add(self, before: Stats, now: Stats, *, first: bool = True, scored: bool = False) -> None:
+        """An answer has gone on from `before` to `now`. Only the first to a prompt counts that; `scored`: also where
+        the prompt is all there is."""
+        if first and before.rounds == 0 and (now.rounds or scored):
             self.prompt_tokens += now.prompt_tokens
             self.cached_tokens += now.prefix_cache_hit
-            if now.bypass_reason:
+            if now.rounds and now.bypass_reason:
                 self.bypasses[now.bypass_reason] += 1
         self.generation_tokens += now.generation_tokens - before.generation_tokens
         self.parked_seconds += now.parked_seconds - before.parked_seconds
