@@ -69,7 +69,7 @@ def serve(
     from ..checkpoint import read_layout, resolve
     from ..cluster import Follower, Leader, SharedPrefix
     from ..engine import Room
-    from ..engine.memory import left_for_rows
+    from ..engine.memory import left_for_prefixes
     from ..server import Keys, Limits, Served, Server, bind, check_reach, create_app, settings_of_the_user
     from ..state import Prefix
 
@@ -80,7 +80,7 @@ def serve(
         folder = resolve(model)
         loaded, tokenizer = machines.load(folder, cluster, split, mtp=mtp)
         served = Served.of(read_layout(folder), loaded, tokenizer, id=model_id)
-        bytes_ = int(min(2e9, left_for_rows() / 4) if prefix_cache_gb is None else prefix_cache_gb * 1e9)
+        bytes_ = left_for_prefixes() if prefix_cache_gb is None else int(prefix_cache_gb * 1e9)
         if cluster is None:
             prefix = Prefix(bytes_, eight_bits=prefix_cache_8bit) if bytes_ else None
             room = Room(served.model, tokenizer, max_rows=max_rows, max_queue=max_queue, prefix=prefix)
