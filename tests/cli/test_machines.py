@@ -13,8 +13,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from checkpoints import write
+from headstart.cli import machines
+from headstart.cli.main import app
 
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 QUESTION = ("--prompt", "Write a function that adds two numbers.", "--max-tokens", "12", "--json")
@@ -26,6 +29,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Small, with a vocabulary as large as its tokenizer's."""
     sizes = {"vocab_size": 8192, "num_hidden_layers": 3, "full_attention_interval": 2}
     return str(write(tmp_path_factory.mktemp("model"), "dense", **sizes))
+
+
+@pytest.mark.parametrize("hosts", [None, "", '[["127.0.0.1:1"], ["127.0.0.1:2"]]'])
+@pytest.mark.parametrize("rank", [None, *machines.RANKS])
+@pytest.mark.parametrize("size", [None, "1", "2"])
+def test_a_process_is_one_of_several_if_it_has_a_rank_among_them(
+    hosts: str | None, rank: str | None, size: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MLX_HOSTFILE", *machines.RANKS, *machines.RANKS.values()):
+        monkeypatch.delenv(name, raising=False)
+    if hosts is not None:
+        (tmp_path / "hosts.json").write_text(hosts + "\n")
+        monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts.json"))
+    if rank is not None:
+        monkeypatch.setenv(rank, "0")
+        if size is not None:
+            monkeypatch.setenv(machines.RANKS[rank], size)
+    assert machines.launched() == (rank is not None and hosts != "" and size != "1")
+
+
+@pytest.mark.parametrize("command", ["chat", "demo", "bench", "bench-serve", "probe", "convert"])
+def test_a_command_for_one_machine_is_refused_on_several(command: str) -> None:
+    result = CliRunner().invoke(app, [command], env={"MLX_RANK": "1"})
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error: {command} is for one machine, and mlx.launch has started it on several")
 
 
 @contextmanager

@@ -1,37 +1,53 @@
-"""What every rank of a test runs. The job is JSON in a file; the last line of its output is JSON too.
+"""What every rank of a test runs. The job is JSON; the last line of its output is JSON too.
 
 A job has a `split` and `models`, each a folder with `tasks`: requests that are made together, one task after the
-other. `stream` instead of tasks: a line for every event, for tests that interfere.
+other. It may say how many bytes the prefix `cache` has, and the rows on each rank (`memory`). `stream` instead of
+tasks: a line for every event, for tests that interfere. `mute`: a rank that cannot say its third round. `unanswered`:
+the first rank begins a collective with one that stands still, and fails.
 """
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import mlx.core as mx
 
-from headstart.cluster import Follower, Leader, Machines, SharedPrefix, join, load
+import headstart.engine.engine
+from headstart.cards import MAX_K
+from headstart.cluster import Follower, Leader, SharedPrefix, join, load
 from headstart.cluster.engine import Chosen
-from headstart.engine import Depth, Event, Handle, Request
+from headstart.cluster.wire import Wire
+from headstart.engine import Depth, Engine, Event, Handle, Request
 from headstart.engine.depth import Drafter
-from headstart.sampling import SamplingParams
+from headstart.engine.row import Row, Said
+from headstart.sampling import GrammarSpec, SamplingParams
+
+ANSWER = 16  # tokens that are counted ahead: so long answers are let in together
 
 
 @contextmanager
-def noted() -> Iterator[dict[int, list[tuple[int, float]]]]:
-    """What every request is told, tokens and their log-probabilities, in the order in which they came in. Nobody asks
-    a follower's rows."""
-    said: dict[int, list[tuple[int, float]]] = {}
+def noted() -> Iterator[dict[int, dict[str, Any]]]:
+    """What every request is told, in the order in which they came in: its answers' tokens and log-probabilities, how
+    they ended, and what was thought of the prompt. Nobody asks a follower's rows."""
+    said: dict[int, dict[str, Any]] = {}
     kept: list[Handle] = []  # an id is only good for as long as its owner lives
     put = Handle.put
 
     def note(handle: Handle, event: Event) -> None:
         if id(handle) not in said:
             kept.append(handle)
+            said[id(handle)] = {"answers": {}, "ends": {}, "prompt": []}
+        told = said[id(handle)]
         scores = [each.logprob for each in event.logprobs or ()]
-        said.setdefault(id(handle), []).extend(zip(event.tokens, scores, strict=True))
+        told["answers"].setdefault(event.choice, []).extend(zip(event.tokens, scores, strict=True))
+        told["prompt"] += [each.logprob for each in event.prompt_logprobs or ()]
+        if event.finish_reason is not None:
+            told["ends"][event.choice] = [event.finish_reason, event.stop, event.error and str(event.error)]
         put(handle, event)
 
     Handle.put = note  # type: ignore[method-assign]
@@ -47,14 +63,26 @@ class Restless(Depth):
         return self._round % 5
 
 
-def lead(engine: Leader, machines: Machines, tasks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    told = []
+def request(each: dict[str, Any]) -> Request:
+    params = dict(each["params"])
+    if "grammar" in params:
+        params["grammar"] = GrammarSpec("regex", params["grammar"])
+    return Request(each["prompt"], SamplingParams(**params), each.get("n", 1), each.get("score", "no"))
+
+
+def lead(engine: Engine, tasks: list[list[dict[str, Any]]], wire: Wire | None = None) -> list[dict[str, Any]]:
+    told, gave_up, put_back = [], [], engine.queue.put_back
+
+    def note(row: Row) -> None:
+        gave_up.append(row)
+        put_back(row)
+
+    engine.queue.put_back = note  # type: ignore[method-assign]
     for task in tasks:
         if task[0].get("after_clearing"):
-            assert engine.prefix is not None
-            engine.prefix.clear()
-        before = machines.wire.operations
-        handles = [engine.submit(Request(each["prompt"], SamplingParams(**each["params"]))) for each in task]
+            engine.clear_prefix()
+        before = wire.operations if wire is not None else 0
+        handles = [engine.submit(request(each), max_k=each.get("max_k", MAX_K)) for each in task]
         for handle, each in zip(handles, task, strict=True):
             for events, event in enumerate(handle, 1):
                 if events == each.get("cancelled_after"):
@@ -63,31 +91,56 @@ def lead(engine: Leader, machines: Machines, tasks: list[list[dict[str, Any]]]) 
         while engine.turn():  # what is still in flight
             pass
         assert stats is not None
-        operations = machines.wire.operations - before
-        told.append({"operations": operations, "rounds": stats.rounds, "stats": stats.as_dict()})
+        operations = wire.operations - before if wire is not None else 0
+        told.append({"operations": operations, "gave_up": len(gave_up), "stats": stats.as_dict()})
+        gave_up.clear()
     return told
 
 
+def say_two_rounds() -> None:
+    say, said = Row.say, []
+
+    def mute(row: Row, round: Said) -> None:
+        said.append(round)
+        if len(said) > 2:
+            raise ValueError("mute")
+        say(row, round)
+
+    Row.say = mute  # type: ignore[method-assign]
+
+
 def main(job: dict[str, Any]) -> None:
+    headstart.engine.engine.ANSWER = ANSWER
     with join() as machines:
+        if "unanswered" in job:
+            if machines.rank:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            mx.async_eval(machines.wire.gather(mx.zeros((1 << 20,))))
+            raise ValueError("of the first rank")
+        if job.get("mute") == machines.rank:
+            say_two_rounds()
         results = []
         for each in job["models"]:
             folder = each["folder"].format(rank=machines.rank)
-            model, _ = load(folder, machines.wire, job["split"], dtype=mx.float32)
+            model, tokenizer = load(folder, machines.wire, job["split"], dtype=mx.float32)
+            cache = SharedPrefix(each.get("cache", 10**8), eight_bits="cache" in each)
+            room: dict[str, Any] = {"prefix": cache}
+            if "memory" in each:
+                room["memory_limit"] = each["memory"][machines.rank]
             with noted() as said:
                 if machines.rank:
-                    Follower(machines, model, prefix=SharedPrefix(10**8)).run()
-                    results.append({"said": list(said.values())})
-                    continue
-                leader = Leader(machines, model, max_rows=3, prefix=SharedPrefix(10**8))
-                leader.depth = Chosen(Restless(), machines)
-                if "stream" in each:
-                    request = Request(each["stream"], SamplingParams(max_tokens=4000, k=3, logprobs=True))
-                    for event in leader.submit(request):
-                        print(event.tokens, flush=True)
-                tasks = lead(leader, machines, each["tasks"])
-                results.append({"said": list(said.values()), "tasks": tasks})
-                machines.link.decide(None)
+                    Follower(machines, model, tokenizer, **room).run()
+                    tasks = []
+                else:
+                    leader = Leader(machines, model, tokenizer, max_rows=3, **room)
+                    leader.depth = Chosen(Restless(), machines)
+                    if "stream" in each:
+                        params = SamplingParams(max_tokens=4000, k=3, logprobs=True)
+                        for event in leader.submit(Request(each["stream"], params)):
+                            print(event.tokens, flush=True)
+                    tasks = lead(leader, each["tasks"], machines.wire)
+                    machines.link.decide(None)
+            results.append({"said": list(said.values()), "cache": asdict(cache.stats()), "tasks": tasks})
     print(json.dumps(results))
 
 

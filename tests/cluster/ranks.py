@@ -15,8 +15,9 @@ NOT_COMPILED = {"MLX_DISABLE_COMPILE": "1"}  # the same bits, without a compiler
 
 
 @contextmanager
-def started(ranks: int, job: dict[str, Any], tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
-    """A process for each rank; all of them are over at the end."""
+def started(ranks: int, job: dict[str, Any] | list[str], tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """A process for each rank, with a job for rank.py or a command of its own; all of them are over at the end."""
+    command = job if isinstance(job, list) else [sys.executable, str(SCRIPT), json.dumps(job)]
     hostfile = tmp_path / "hosts.json"
     hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(ranks)]))
     processes: list[subprocess.Popen[str]] = []
@@ -24,7 +25,7 @@ def started(ranks: int, job: dict[str, Any], tmp_path: Path) -> Iterator[list[su
         for rank in range(ranks):
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, SCRIPT, json.dumps(job)],
+                    command,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,

@@ -1,5 +1,6 @@
-"""Several ranks on loopback say what one process says, whatever the depth."""
+"""Several ranks on loopback say what one process says, whatever the depth and whatever is asked."""
 
+import json
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -7,13 +8,16 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from rank import lead, noted
 from ranks import run
 
 from checkpoints import write
-from fixtures import random_prompt, submit
-from headstart.checkpoint import load
+from fixtures import random_prompt
+from headstart.checkpoint import load, load_tokenizer
 from headstart.engine import Engine
+from headstart.engine.memory import Footprint
 from headstart.models import Model
+from headstart.state import CHUNK, Prefix
 
 # A stage for each of three, with and without keys; heads for four, of which two share keys.
 SIZES = {"num_hidden_layers": 3, "full_attention_interval": 2, "linear_num_key_heads": 4}
@@ -23,7 +27,9 @@ COUNTED = 15  # tokens in whole rounds: none is launched before the host knows t
 SAMPLED = {"temperature": 3.0, "seed": 7}  # or the model, which is sure of itself, would say the same for any seed
 
 Folders = Callable[[str], str]
+Task = list[dict[str, Any]]
 Results = list[list[dict[str, Any]]]  # of every rank, of every model
+Said = dict[str, Any]  # to one request
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +46,7 @@ def alone(folder: str) -> Model:
     return load(folder, dtype=mx.float32)
 
 
-def questions(folder: str) -> list[dict[str, Any]]:
+def questions(folder: str) -> Task:
     """Greedy and seeded, of different lengths."""
     prompts = [random_prompt(alone(folder), length, length) for length in (9, 4)]
     return [{"prompt": prompts[0], "params": {}}, {"prompt": prompts[1], "params": SAMPLED}]
@@ -50,86 +56,148 @@ def asked(question: dict[str, Any], **params: Any) -> dict[str, Any]:
     return question | {"params": {"max_tokens": LENGTH, "logprobs": True, **question["params"], **params}}
 
 
-def at_depths(folder: str, depths: Iterable[int]) -> list[list[dict[str, Any]]]:
+def at_depths(folder: str, depths: Iterable[int]) -> list[Task]:
     return [[asked(each, k=k) for each in questions(folder)] for k in depths]
 
 
-@cache
-def said_alone(folder: str, number: int) -> list[list[Any]]:
-    """What one process says to a question, and what it thinks of it."""
-    question, said = asked(questions(folder)[number], k=2), []
-    for event in submit(Engine(alone(folder)), question["prompt"], **question["params"]):
-        said += [[token, each.logprob] for token, each in zip(event.tokens, event.logprobs or (), strict=True)]
-    return said
-
-
-def crowd(folder: str) -> list[dict[str, Any]]:
-    """Depths that a clock chooses, a row without a seed, one that is cancelled, and one that waits for a place."""
-    greedy, seeded = questions(folder)
-    rows = [asked(greedy), asked(seeded, seed=None), asked(greedy, max_tokens=200), asked(seeded)]
-    rows[2]["cancelled_after"] = 1
-    return rows
-
-
-def again(folder: str) -> list[list[dict[str, Any]]]:
+def again(folder: str) -> list[Task]:
     """A long prompt, the same with its beginning known, and once more after that was forgotten."""
     long = asked({"prompt": random_prompt(alone(folder), 530), "params": {}}, max_tokens=4)
     return [[long], [long], [long | {"after_clearing": True}]]
 
 
-def check_depths(results: Results, index: int, folder: str, depths: int, *, exactly: bool) -> None:
-    """All ranks say the same with the same bits, for every depth, and it is what one process says."""
+def counted() -> list[Task]:
+    return [[asked({"prompt": [5], "params": {}}, k=k, max_tokens=COUNTED)] for k in (0, 3)]
+
+
+def crowd(folder: str) -> list[Task]:
+    """Depths that a clock chooses, a row without a seed, one that is cancelled, and one that waits for a place."""
+    greedy, seeded = questions(folder)
+    rows = [asked(greedy), asked(seeded, seed=None), asked(greedy, max_tokens=200), asked(seeded)]
+    rows[2]["cancelled_after"] = 1
+    return [rows]
+
+
+def everything(folder: str) -> list[Task]:
+    """What a request may ask for besides, and the settings of the server that it comes through."""
+    greedy, seeded = questions(folder)
+    return [
+        [asked(seeded, k=2) | {"n": 2}, asked(greedy, k=3, grammar="[a-f]{6}")],
+        [asked(greedy) | {"score": "too"}, asked(greedy) | {"score": "only"}, asked(seeded, stop=(stop(folder),))],
+        [asked(greedy, k=3) | {"max_k": 1}],
+        [asked(seeded) | {"max_k": 0}],
+    ]
+
+
+def cramped(folder: str) -> dict[str, Any]:
+    """A cache for one prompt, in eight bits, and on one of two ranks no room for two rows that grow beyond 512
+    positions: neither whole nor as two ranks share it."""
+
+    def question(length: int, seed: int, tokens: int) -> dict[str, Any]:
+        return asked({"prompt": random_prompt(alone(folder), length, seed), "params": {}}, max_tokens=tokens)
+
+    footprint, growing = Footprint.of(alone(folder)), [question(486, seed, 40) for seed in (1, 2)]
+    first, second = [question(530, 3, 4)], [question(530, 4, 4)]
+    return {
+        "folder": folder,
+        "cache": int(1.4 * footprint.bytes([CHUNK])),
+        "memory": [10**9, int(1.02 * footprint.bytes([512, 512]))],
+        "tasks": [growing, first, second, second, first],
+    }
+
+
+@cache
+def stop(folder: str) -> str:
+    """Something that the answer to the second question says in its middle."""
+    tokenizer = load_tokenizer(Path(folder))
+    said = said_alone(folder, [[asked(questions(folder)[1])]])[0]["answers"]["0"]
+    texts = [tokenizer.decode([token]) for token, _ in said]
+    return next(text for text in texts[3:] if text.isprintable() and text.isascii() and text not in texts[:3])
+
+
+def said_alone(folder: str, tasks: list[Task]) -> list[Said]:
+    """What one process says that has room for everything."""
+    engine = Engine(alone(folder), load_tokenizer(Path(folder)), max_rows=3, prefix=Prefix(10**8))
+    mx.disable_compile()  # as in the ranks
+    with noted() as said:
+        lead(engine, tasks)
+    mx.enable_compile()
+    return list(json.loads(json.dumps(list(said.values()))))
+
+
+def assert_same(said: list[Said], expected: list[Said], *, exactly: bool) -> None:
+    if exactly:
+        assert said == expected
+        return
+    gaps = [0.0]
+    for mine, theirs in zip(said, expected, strict=True):
+        assert mine["ends"] == theirs["ends"]
+        assert mine["answers"].keys() == theirs["answers"].keys()
+        for answer, other in ((mine["answers"][choice], theirs["answers"][choice]) for choice in mine["answers"]):
+            assert [token for token, _ in answer] == [token for token, _ in other]
+            gaps += [abs(a - b) for (_, a), (_, b) in zip(answer, other, strict=True)]
+        gaps += [abs(a - b) for a, b in zip(mine["prompt"], theirs["prompt"], strict=True)]
+    print(f"log-probabilities differ by up to {max(gaps):.1e}")
+    assert max(gaps) < ROUNDING
+
+
+def check(results: Results, index: int, folder: str, tasks: list[Task], depths: int, *, exactly: bool) -> list[Said]:
+    """All ranks say and keep the same with the same bits, for every depth, and it is what one process says to
+    `tasks`. Returns what was said after them."""
     said = results[0][index]["said"]
     for other in results[1:]:
-        assert other[index]["said"] == said
-    for number in range(len(questions(folder))):
+        assert (other[index]["said"], other[index]["cache"]) == (said, results[0][index]["cache"])
+    expected = said_alone(folder, tasks)
+    assert_same(said[: len(expected)], expected, exactly=exactly)
+    for number in range(2 if depths else 0):
         answers = said[number : 2 * depths : 2]
         assert answers == [answers[0]] * depths
-        expected = said_alone(folder, number)
-        if exactly:
-            assert answers[0] == expected
-            continue
-        assert [token for token, _ in answers[0]] == [token for token, _ in expected]
-        gaps = [abs(mine - theirs) for (_, mine), (_, theirs) in zip(answers[0], expected, strict=True)]
-        print(f"{folder}: log-probabilities differ by up to {max(gaps):.1e}")
-        assert max(gaps) < ROUNDING
-    stats = [task["stats"] for task in results[0][index]["tasks"]]
+    stats = [task["stats"] for task in results[0][index]["tasks"][: len(tasks)]]
     assert {(each["ranks"], each["exact"]) for each in stats} == {(len(results), True)}
-    assert all(each["communication_seconds_per_round"] > 0 for each in stats)
+    assert all(each["communication_seconds_per_round"] > 0 for each in stats if each["rounds"])
+    return list(said[len(expected) :])
 
 
-def check_crowd(results: Results, index: int) -> None:
-    """It comes after four answers to the two questions."""
-    greedy, seeded, _, _, first, unseeded, cancelled, late = results[0][index]["said"][:8]
-    assert (first, late) == (greedy, seeded)
-    assert len(unseeded) == LENGTH
-    assert len(cancelled) < 200
+def check_again(tasks: list[dict[str, Any]]) -> None:
+    assert [task["stats"]["prefix_cache_hit"] for task in tasks] == [0, 512, 0]
 
 
-def test_two_tensor_parallel_ranks_say_what_one_process_says_in_as_many_rounds(
-    folder: Folders, tmp_path: Path
+@pytest.mark.parametrize(
+    ("split", "family", "operations"), [("tensor", "dense", 2 * SIZES["num_hidden_layers"]), ("pipeline", "moe", 2)]
+)
+def test_two_ranks_say_what_one_process_says_with_as_many_collectives_as_rounds(
+    split: str, family: str, operations: int, folder: Folders, tmp_path: Path
 ) -> None:
-    """Two collectives for every layer of the trunk in a round, whatever is drafted."""
-    dense = folder("dense")
-    counted = [[asked({"prompt": [5], "params": {}}, k=k, max_tokens=COUNTED)] for k in (0, 3)]
-    tasks = [*at_depths(dense, (0, 3)), crowd(dense), *counted]
-    results = run(2, {"split": "tensor", "models": [{"folder": dense, "tasks": tasks}]}, tmp_path)
-    check_depths(results, 0, dense, 2, exactly=False)
-    check_crowd(results, 0)
-    plain, drafted = results[0][0]["tasks"][-2:]
-    assert plain["operations"] == 2 * SIZES["num_hidden_layers"] * COUNTED
-    assert drafted["operations"] == 2 * SIZES["num_hidden_layers"] * drafted["rounds"]
+    where, exactly = folder(family), split == "pipeline"
+    tasks = [*at_depths(where, range(5)), *again(where), *counted(), *everything(where)]
+    small = cramped(where)
+    models = [{"folder": where, "tasks": tasks + crowd(where)}, small]
+    results = run(2, {"split": split, "models": models}, tmp_path)
+
+    first, unseeded, cancelled, late = check(results, 0, where, tasks, 5, exactly=exactly)
+    assert [first, late] == results[0][0]["said"][:2]
+    assert len(unseeded["answers"]["0"]) == LENGTH
+    assert cancelled["ends"] == {"0": ["cancelled", None, None]}
+
+    told = results[0][0]["tasks"]
+    check_again(told[5:8])
+    plain, drafted = told[8:10]
+    assert plain["operations"] == operations * COUNTED
+    assert drafted["operations"] == operations * drafted["stats"]["rounds"]
     assert plain["operations"] / drafted["operations"] == drafted["stats"]["tokens_per_round"] > 1
+    below, off = told[12:14]
+    assert below["stats"]["num_draft_tokens_clamped_to"] == 1
+    assert off["stats"]["bypass_reason"] == "speculation is switched off"
 
-
-def test_two_pipeline_parallel_ranks_say_exactly_what_one_process_says(folder: Folders, tmp_path: Path) -> None:
-    moe = folder("moe")
-    tasks = [*at_depths(moe, (0, 3)), crowd(moe), *again(moe)]
-    results = run(2, {"split": "pipeline", "models": [{"folder": moe, "tasks": tasks}]}, tmp_path)
-    check_depths(results, 0, moe, 2, exactly=True)
-    check_crowd(results, 0)
-    assert results[0][0]["said"][8:] == [results[0][0]["said"][8]] * 3
-    assert [task["stats"]["prefix_cache_hit"] for task in results[0][0]["tasks"][-3:]] == [0, 512, 0]
+    # Room for one prompt: the next one takes it. Of the two rows one waits until the other has ended.
+    growing, *_ = small["tasks"]
+    _, first_again = check(results, 1, where, small["tasks"][:3], 0, exactly=exactly)
+    told = results[0][1]["tasks"]
+    assert told[0]["gave_up"] > 0
+    assert [task["stats"]["prefix_cache_hit"] for task in told[1:]] == [0, 0, 512, 0]
+    assert [task["stats"]["exact"] for task in told[1:]] == [True, True, False, True]
+    assert first_again == results[0][1]["said"][len(growing)]
+    assert results[0][1]["cache"]["evictions"] > 1
 
 
 @pytest.mark.slow
@@ -137,9 +205,10 @@ def test_two_pipeline_parallel_ranks_say_exactly_what_one_process_says(folder: F
 def test_ranks_say_the_same_for_every_depth(split: str, ranks: int, folder: Folders, tmp_path: Path) -> None:
     packed = str(write(tmp_path / "packed", "dense", "converted", bits=4, group_size=32, **SIZES))
     folders = [folder("dense"), folder("moe"), folder("next"), packed]
-    models = [{"folder": each, "tasks": [*at_depths(each, range(5)), *again(each)]} for each in folders]
-    results = run(ranks, {"split": split, "models": models}, tmp_path)
+    tasks = {each: [*at_depths(each, range(5)), *again(each), *everything(each)] for each in folders}
+    results = run(
+        ranks, {"split": split, "models": [{"folder": each, "tasks": tasks[each]} for each in folders]}, tmp_path
+    )
     for index, each in enumerate(folders):
-        check_depths(results, index, each, 5, exactly=split == "pipeline")
-        assert results[0][index]["said"][10:] == [results[0][index]["said"][10]] * 3
-        assert [task["stats"]["prefix_cache_hit"] for task in results[0][index]["tasks"][-3:]] == [0, 512, 0]
+        check(results, index, each, tasks[each], 5, exactly=split == "pipeline")
+        check_again(results[0][index]["tasks"][5:8])

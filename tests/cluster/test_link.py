@@ -1,13 +1,20 @@
 """The sockets between ranks: decisions come in order, and whoever is gone is named."""
 
+import json
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
+from typing import Any
 
+import mlx.core as mx
 import pytest
 
 import headstart.cluster.link
-from headstart.cluster.link import Link
+from headstart.cluster.link import Link, connect
+from headstart.errors import ClusterError
 
 
 class Noted(Link):
@@ -98,18 +105,44 @@ def test_a_rank_that_says_something_else_is_named(links: list[Noted], first: boo
     assert "something else than rank 0 in round 7" in links[0].ended[0][1]
 
 
-def test_a_turn_that_does_not_end_names_the_rank_that_is_behind(
-    links: list[Noted], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("turns", "named"),
+    [
+        ((4, 4, 3), (2, "")),
+        ((4, 5, 4), (2, ", nor has rank 0")),
+        ((4, 4, 4), (1, ", nor has rank 2, nor has rank 0")),
+    ],
+)
+def test_a_turn_that_does_not_end_names_whoever_is_behind(
+    turns: tuple[int, ...], named: tuple[int, str], links: list[Noted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for link in links:
-        for _ in range(3 if link.rank == 2 else 4):
-            link.begin_turn()
-            link.end_turn()
-    wait(lambda: links[0].turns == {0: 4, 1: 4, 2: 3})
+    """The first rank waits for the others, so it is the last to be named."""
+    for link, many in zip(links, turns, strict=True):
+        for _ in range(many):
+            with link.turn():
+                pass
+    wait(lambda: links[0].turns == dict(enumerate(turns)))
     monkeypatch.setattr(headstart.cluster.link, "STUCK", 0.1)
-    links[0].begin_turn()
-    wait(lambda: links[0].ended)
-    assert links[0].ended[0] == (2, "has not finished a turn for 0 s")
+    with links[0].turn():
+        wait(lambda: links[0].ended)
+    rank, others = named
+    assert links[0].ended[0] == (rank, f"has not finished a turn for 0 s{others}")
+
+
+def test_a_rank_that_takes_nothing_in_does_not_silence_the_first_one_for_the_others(links: list[Noted]) -> None:
+    with links[0]._sending[1]:  # as while a decision waits for room in its socket
+        time.sleep(2 * headstart.cluster.link.SILENCE)
+        assert links[2].ended == []
+
+
+def test_the_cause_of_a_failure_is_told(links: list[Noted], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headstart.cluster.link, "LAST_WORDS", 0.0)
+    error = ClusterError("it cannot keep a prompt")
+    error.__cause__ = MemoryError("none left")
+    links[1].fail(error)
+    assert links[1].ended == [
+        (1, "failed: ClusterError: it cannot keep a prompt, because of MemoryError('none left')")
+    ]
 
 
 def test_whoever_leaves_in_peace_is_not_missed(links: list[Noted]) -> None:
@@ -120,7 +153,79 @@ def test_whoever_leaves_in_peace_is_not_missed(links: list[Noted]) -> None:
     assert [link.ended for link in links] == [[], [], []]
 
 
+def test_nobody_exits_in_peace_while_another_thread_ends_it_all(links: list[Noted]) -> None:
+    with links[1]._ending:
+        closing = Thread(target=links[1].close, daemon=True)
+        closing.start()
+        closing.join(0.2)
+        assert closing.is_alive()
+
+
 def test_an_error_of_one_is_told_to_all(links: list[Noted]) -> None:
     links[1].close(ValueError("config.json is missing"))
     wait(lambda: links[0].ended)
     assert links[0].ended[0] == (1, "failed: config.json is missing")
+
+
+@dataclass
+class Wire:
+    """On which everybody hears what the first says, in one process."""
+
+    rank: int
+    ranks: int = 2
+    said: list[mx.array] = field(default_factory=list)
+
+    def gather(self, x: mx.array) -> list[mx.array]:
+        if self.rank == 0:
+            self.said.append(x)
+        wait(lambda: self.said)
+        return self.said
+
+
+def met(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What two ranks come to whose hostfile has the first one at `address`: a link or an error each."""
+    (tmp_path / "hosts.json").write_text(json.dumps([[f"{address}:5000"], ["127.0.0.1:5001"]]))
+    monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts.json"))
+    first, found = Wire(0), {}
+
+    def meet(wire: Any) -> None:
+        try:
+            found[wire.rank] = connect(wire)
+        except ClusterError as error:
+            found[wire.rank] = error
+
+    threads = [Thread(target=meet, args=(wire,)) for wire in (first, Wire(1, said=first.said))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return [found[0], found[1]]
+
+
+def test_a_first_rank_that_cannot_listen_says_so_to_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """203.0.113.1 is kept for documentation: nobody has it."""
+    first, second = met("203.0.113.1", tmp_path, monkeypatch)
+    assert "rank 0 cannot listen at 203.0.113.1" in str(first)
+    assert str(second) == str(first)
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "[::1]", "::1"])
+def test_ranks_meet_at_an_address_of_either_kind(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ":" in address and not has_ipv6():
+        pytest.skip("there is no IPv6 here")
+    links = met(address, tmp_path, monkeypatch)
+    assert [link.rank for link in links] == [0, 1]
+    links[0].decide("a turn")
+    assert links[1].decided() == "a turn"
+    for link in links:
+        link.close()

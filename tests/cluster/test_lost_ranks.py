@@ -1,11 +1,13 @@
-"""A rank that dies or stalls ends the others, with an error that names it. Nothing hangs."""
+"""A rank that dies, stalls or goes its own way ends the others, with an error that names it. Nothing hangs."""
 
 import signal
 import subprocess
+import sysconfig
 import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from ranks import started
 
@@ -71,3 +73,45 @@ def test_a_rank_that_cannot_read_its_model_ends_all(tmp_path: Path) -> None:
         assert [process.returncode for process in processes] == [1, 1]
     assert f"error: rank 1 of 2 failed: {tmp_path / 'model-1'}" in first
     assert str(tmp_path / "model-1") in second  # whoever of its threads said it first
+
+
+def test_a_rank_that_says_something_else_is_named(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        write(tmp_path / f"model-{rank}", "dense", seed=rank, **SIZES)
+    models = [{"folder": str(tmp_path / "model-{rank}"), "stream": PROMPT, "tasks": []}]
+    with started(2, {"split": "tensor", "models": models}, tmp_path) as processes:
+        told = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1]
+    assert all("error: rank 1 of 2 said something else than rank 0 in round" in errors for errors in told), told
+
+
+def test_a_rank_whose_row_ends_alone_is_named_before_anybody_waits_for_it(tmp_path: Path) -> None:
+    with started(2, job(tmp_path, "tensor") | {"mute": 1}, tmp_path) as processes:
+        told = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1]
+    assert all("error: rank 1 of 2 holds other rows than rank 0" in errors for errors in told), told
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_does_not_wait_for_its_device(tmp_path: Path) -> None:
+    with started(2, {"unanswered": True}, tmp_path) as processes:
+        _, errors = processes[0].communicate(timeout=60)
+    assert processes[0].returncode == 1
+    assert "ValueError: of the first rank" in errors
+
+
+@pytest.mark.slow
+def test_a_server_that_is_told_to_stop_does_so_in_peace_on_every_rank(tmp_path: Path) -> None:
+    """By whoever ends a service, and that may tell all of them."""
+    folder = str(write(tmp_path / "model", "dense", **SIZES, vocab_size=8192))
+    command = [f"{sysconfig.get_path('scripts')}/headstart", "serve", folder, "--port", "0"]
+    with started(2, command, tmp_path) as processes:
+        assert processes[0].stdout is not None
+        told = [processes[0].stdout.readline() for _ in range(5)]
+        address = told[4].removeprefix("Dashboard:").strip()
+        httpx.Client(transport=httpx.HTTPTransport(retries=9)).get(f"{address}health").raise_for_status()
+        for process in reversed(processes):
+            process.send_signal(signal.SIGTERM)
+        told = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], told
+    assert not any("error" in errors for errors in told)

@@ -1,12 +1,17 @@
 """A row never depends on its neighbours: they join, leave, end and are cancelled, and it says the same."""
 
 import random
+from dataclasses import replace
 from functools import lru_cache
 
+import mlx.core as mx
 import pytest
 
 from fixtures import FAMILIES, Answer, collect, mlx_lm_greedy, random_model, random_prompt, submit
 from headstart.engine import Engine
+from headstart.engine.exact import ON_A_CPU, SHAPES, rows_are_independent
+from headstart.models import Model
+from headstart.models.share import Alone
 from headstart.state import BLOCK
 
 LENGTHS = (2, 3, 9, 16, 17, 31, 40, 70)
@@ -115,3 +120,28 @@ def test_a_handle_that_has_ended_has_nothing_more_to_say() -> None:
 
     handle._turn = turn
     assert list(handle) == []
+
+
+class Differs(Alone):
+    """Another machine that shares the model has found that its kernels do not compute rows independently."""
+
+    def everywhere(self, here: bool) -> bool:
+        return False
+
+
+def test_rows_are_independent_where_they_are_on_every_machine() -> None:
+    assert rows_are_independent(random_model("dense"))
+    assert not rows_are_independent(replace(random_model("dense"), share=Differs()))
+
+
+def test_every_pass_is_made_whatever_the_first_ones_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other machines take part in them, and may have seen something else."""
+    passes: list[int] = []
+
+    def logits(model: Model, window: int, rows: int) -> mx.array:
+        passes.append(window)
+        return mx.full((rows, window, 1), len(passes))
+
+    monkeypatch.setattr("headstart.engine.exact._logits", logits)
+    assert not rows_are_independent(replace(random_model("dense")))
+    assert len(passes) == 3 + len(ON_A_CPU if mx.default_device() == mx.cpu else SHAPES)

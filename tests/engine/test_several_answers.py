@@ -5,7 +5,7 @@ import pytest
 
 import headstart.engine.intake
 from fixtures import generate, random_model, random_prompt
-from headstart.engine import Engine, Event, Request
+from headstart.engine import Engine, Event, Handle, Request
 from headstart.errors import RequestError
 from headstart.sampling import SamplingParams
 from headstart.state import Prefix
@@ -107,3 +107,28 @@ def test_what_was_thought_of_the_prompt_is_told_once_though_the_rows_begin_again
         engine.turn()
     engine.take_in_again()
     assert sum(len(event.prompt_logprobs or ()) for event in handle) == len(PROMPT) - 1
+
+
+class CancelledWhileAsked(Handle):
+    """Another thread cancels it after it was asked whether it is."""
+
+    _asked = 0
+
+    @property
+    def cancelled(self) -> bool:  # type: ignore[override]
+        self._asked += 1
+        return self._asked > 1
+
+
+def test_answers_are_cancelled_together_whenever_that_happens() -> None:
+    """Or several machines, of which one decides, would go on with different rows."""
+    engine = Engine(MODEL)
+    handle = engine.submit(Request(PROMPT, SamplingParams(max_tokens=20, k=0), n=2))
+    while len(engine.rows) < 2:
+        engine.turn()
+    handle.__class__ = CancelledWhileAsked
+    engine.turn()
+    assert len(engine.rows) == 2
+    engine.turn()
+    assert engine.rows == []
+    assert [event.finish_reason for event in handle if event.finish_reason] == ["cancelled"] * 2

@@ -3,11 +3,14 @@
 The first of them goes on as if it were alone, with an engine that leads the others'. The others follow it.
 """
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ..errors import ClusterError
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -15,18 +18,40 @@ if TYPE_CHECKING:
     from ..cluster import Machines, Split
     from ..models import Model
 
+# A process's own number and how many there are, as mlx.launch sets them, and those of MPI.
+RANKS = {"MLX_RANK": "MLX_WORLD_SIZE", "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE", "PMI_RANK": "PMI_SIZE"}
+TOGETHER = ("generate", "serve")
+
+
+def launched() -> bool:
+    """Was this process started as one of several? For a single one `mlx.launch` leaves the hostfile empty."""
+    hostfile = Path(os.environ.get("MLX_HOSTFILE", os.devnull))
+    if hostfile.is_file() and not hostfile.read_text().strip():
+        return False
+    return any(rank in os.environ and os.environ.get(size) != "1" for rank, size in RANKS.items())
+
+
+def check(command: str | None) -> None:
+    """Others would do the same work on every machine, and write it to the same files."""
+    if command not in TOGETHER and launched():
+        raise ClusterError(
+            f"{command} is for one machine, and mlx.launch has started it on several: start it by itself, or use "
+            f"{' or '.join(TOGETHER)}"
+        )
+
 
 @contextmanager
 def joined() -> Iterator["Machines | None"]:
     """Those that were launched together; None where there is but one."""
-    from ..cluster import join, launched
-
     if not launched():
         yield None
         return
+    from ..cluster import join
+
     with join() as machines:
-        if machines.rank:  # Ctrl-C reaches all of them, and the first says when to stop
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Ctrl-C and whoever ends a service reach all of them: the first stops in peace, and then tells the others.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN if machines.rank else signal.default_int_handler)
         yield machines
 
 

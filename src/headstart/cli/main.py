@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import HeadstartError
+from . import machines
 from .bench import bench
 from .bench_serve import bench_serve
 from .chat import chat
@@ -61,6 +62,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def main(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version),
@@ -73,6 +75,7 @@ def main(
     `headstart demo` shows the same text with and without drafts; `headstart serve` answers OpenAI's and Anthropic's
     clients, with a dashboard in the browser.
     """
+    machines.check(context.invoked_subcommand)
 
 
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {

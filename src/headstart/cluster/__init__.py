@@ -2,7 +2,7 @@
 
 from .engine import Follower, Leader
 from .load import Split, load
-from .machines import Machines, join, launched
+from .machines import Machines, join
 from .prefix import SharedPrefix
 
-__all__ = ["Follower", "Leader", "Machines", "SharedPrefix", "Split", "join", "launched", "load"]
+__all__ = ["Follower", "Leader", "Machines", "SharedPrefix", "Split", "join", "load"]

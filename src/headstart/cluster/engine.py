@@ -6,9 +6,11 @@ the depth, which a clock decides, and how much memory there is. The first two go
 turn, and the memory is agreed on once.
 """
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -47,6 +49,7 @@ class Begin(NamedTuple):
 
     cancelled: list[int]  # numbers of requests
     admitted: list[Order | None]  # None: the first of those who gave up their place
+    rows: list[tuple[int, int]]  # of each that is inside by then: its tokens, and those that are taken in
 
 
 FORGET = "forget"  # instead of a turn: what is kept of prompts
@@ -59,29 +62,61 @@ class Member(Engine):
         self,
         machines: Machines,
         model: Model,
-        tokenizer: TokenizerWrapper | None,
-        depth: Controller,
-        prefix: SharedPrefix | None,
+        tokenizer: TokenizerWrapper | None = None,
+        *,
+        prefix: SharedPrefix | None = None,
         **engine: Any,
     ):
-        super().__init__(model, tokenizer, depth=depth, prefix=prefix, **engine)
+        """`engine`: other arguments of Engine's."""
         assert isinstance(model.share, (Tensor, Pipeline)), "load it with cluster.load"
         self.link, self.share, self.wire = machines.link, model.share, machines.wire
-        self._agree(prefix)
-        self.speed = self.wire.measure(mx.zeros((WIDE, int(model.config["hidden_size"])), model.dtype))
+        depth = Told(machines) if machines.rank else Chosen(Depth(model.max_k, model.default_k), machines)
+        super().__init__(model, tokenizer, depth=depth, prefix=prefix, **engine)
+        self._compare(prefix)  # and wait for whoever takes longest to read the model
+        with self.link.turn():
+            self._agree(prefix)
+            self.speed = self.wire.measure(mx.zeros((WIDE, int(model.config["hidden_size"])), model.dtype))
         self.handles: dict[int, Handle] = {}  # by number
         self._landings = 0
+        self.link.on_end = self._take_leave
 
     def turn(self) -> bool:
-        self.link.begin_turn()
-        busy = super().turn()
-        self.link.end_turn()
-        waiting = {id(row.handle) for row in (*self.queue.all(), *self.entering, *self.rows)}
-        self.handles = {number: handle for number, handle in self.handles.items() if id(handle) in waiting}
+        with self.link.turn():
+            try:
+                busy = super().turn()
+            except Exception as error:
+                self.link.fail(error)
+        waiting = {row.handle for row in (*self.queue.all(), *self.entering, *self.rows)}
+        self.handles = {number: handle for number, handle in self.handles.items() if handle in waiting}
         return busy
 
-    def take_in_again(self) -> None:
-        self.link.fail(ClusterError("its engine died, and one of several cannot start again alone"))
+    def warm_up(self) -> None:
+        with self.link.turn():
+            super().warm_up()
+
+    def take_in_all(self) -> None:
+        raise ClusterError("several machines take prompts in turn by turn: use one to take in all of them at once")
+
+    def _compare(self, prefix: SharedPrefix | None) -> None:
+        """What everybody has loaded: the same, or collectives would not pair up."""
+        mine = {
+            **{f"version of {name}": version(name) for name in ("headstart", "mlx", "mlx-lm")},
+            "split": type(self.share).__name__,
+            "config.json": json.dumps(self.model.config, sort_keys=True, default=str),
+            "type of numbers": self.model.dtype,
+            "multi-token-prediction head": (self.model.has_head, self.model.max_k),
+            "prefix cache": prefix is not None and (prefix.eight_bits, prefix.chunk),
+        }
+        sums = mx.array([crc32(repr(each).encode()) for each in mine.values()], mx.int64)
+        everybody: Any = self.wire.gather(sums).tolist()
+        first = everybody[0]
+        for rank, theirs in enumerate(everybody):
+            if theirs != first:
+                names = [name for name, a, b in zip(mine, first, theirs, strict=True) if a != b]
+                raise ClusterError(
+                    f"rank {rank} has another {' and another '.join(names)} than rank 0: give all machines the same "
+                    "versions, model and options"
+                )
 
     def _agree(self, prefix: SharedPrefix | None) -> None:
         """On what everybody has room for, and when rounds are told. Machines and their parts differ, and must let the
@@ -93,7 +128,11 @@ class Member(Engine):
         self.footprint, self.memory = Footprint(max(fixed), max(position)), min(memory)
         self._ahead = all(ahead)
         if prefix is not None:
-            prefix.agree(min(kept_by), Sizes(prefix.chunk * max(position), max(fixed)))
+            prefix.agree(self.wire, min(kept_by), Sizes(prefix.chunk * max(position), max(fixed)))
+
+    def _inside(self) -> list[tuple[int, int]]:
+        """How the rows stand. A turn that begins alike ends alike."""
+        return [(len(row.tokens), row.taken) for row in (*self.entering, *self.rows)]
 
     def _learn(self, flight: Flight, report: list[list[int]]) -> None:
         positions = len(flight.rows) * (flight.k + 1)
@@ -108,77 +147,53 @@ class Member(Engine):
         self.link.check(self._landings, crc32(repr(report).encode()))
 
     def _recover(self, error: Exception) -> None:
-        self.link.fail(error)
+        raise error
 
     def _end_or_retry(self, row: Row, error: Exception) -> None:
-        self.link.fail(error)
-
-
-class Leader(Member):
-    """Rank 0, which clients know as the engine."""
-
-    def __init__(
-        self,
-        machines: Machines,
-        model: Model,
-        tokenizer: TokenizerWrapper | None = None,
-        *,
-        prefix: SharedPrefix | None = None,
-        **engine: Any,
-    ):
-        """`engine`: other arguments of Engine's."""
-        chosen = Chosen(Depth(model.max_k, model.default_k), machines)
-        super().__init__(machines, model, tokenizer, chosen, prefix, **engine)
-        self.link.on_end = self._take_leave
-        if prefix is not None:
-            prefix.on_clear = self._forget_prefix
-        self._gone: list[Row] = []
-        self._numbers = 0
-
-    def _cancelled(self) -> list[Row]:
-        self._gone = super()._cancelled()
-        return self._gone
-
-    def _admit(self) -> list[Row]:
-        known = {id(handle): number for number, handle in self.handles.items()}
-        cancelled = {known[id(row.handle)] for row in self._gone if id(row.handle) in known}
-        rows = super()._admit()
-        self.link.decide(Begin(sorted(cancelled), [self._order(row, known) for row in rows]))
-        return rows
-
-    def _order(self, row: Row, known: dict[int, int]) -> Order | None:
-        if id(row.handle) in known:
-            return None
-        self._numbers += 1
-        self.handles[self._numbers] = row.handle
-        return Order(self._numbers, row.handle.request, row.asked.key, row.drafter.ceiling)
-
-    def _forget_prefix(self) -> None:
-        with self._turning:
-            self.link.decide(FORGET)
-            forget(self)
+        raise error
 
     def _take_leave(self, reason: str) -> None:
-        """Nothing here may wait for the device, which waits for those who are gone."""
+        """Tell the clients. Nothing here may wait for the device, which waits for those who are gone."""
         for row in (*self.queue.clear(), *self.entering, *self.rows):
             if not row.over:
                 row.finish("error", Down(f"the machines have stopped: {reason}"))
         time.sleep(FAREWELL)
 
 
+class Leader(Member):
+    """Rank 0, which clients know as the engine."""
+
+    _gone: set[Handle]  # cancelled, as this turn sees it
+    _numbers = 0  # of requests that were let in
+
+    def clear_prefix(self) -> None:
+        with self._turning:
+            self.link.decide(FORGET)
+            super().clear_prefix()
+
+    def _cancelled(self) -> set[Handle]:
+        self._gone = super()._cancelled()
+        return self._gone
+
+    def _admit(self) -> list[Row]:
+        known = {handle: number for number, handle in self.handles.items()}
+        cancelled = sorted(known[handle] for handle in self._gone if handle in known)
+        rows = super()._admit()
+        self.link.decide(Begin(cancelled, [self._order(row, known) for row in rows], self._inside()))
+        return rows
+
+    def _order(self, row: Row, known: dict[Handle, int]) -> Order | None:
+        if row.handle in known:
+            return None
+        self._numbers += 1
+        self.handles[self._numbers] = row.handle
+        return Order(self._numbers, row.handle.request, row.asked.key, row.drafter.ceiling)
+
+
 class Follower(Member):
     """Any other rank. It tells nobody what its rows say: rank 0 says the same."""
 
-    def __init__(
-        self,
-        machines: Machines,
-        model: Model,
-        tokenizer: TokenizerWrapper | None = None,
-        *,
-        prefix: SharedPrefix | None = None,
-    ):
-        super().__init__(machines, model, tokenizer, Told(machines), prefix)
-        self._told = Begin([], [])
+    _told: Begin
 
     def run(self, *, warm_up: bool = False) -> None:
         """Until the first rank says that it is over. Whether it warms up first, all must do alike."""
@@ -186,19 +201,19 @@ class Follower(Member):
             self.warm_up()
         while (begin := self.link.decided()) is not None:
             if begin == FORGET:
-                forget(self)
+                self.clear_prefix()
                 continue
             self._told = begin
             self.turn()
 
-    def _cancelled(self) -> list[Row]:
-        for number in self._told.cancelled:
-            self.handles[number].cancel()
-        return super()._cancelled()
+    def _cancelled(self) -> set[Handle]:
+        return {self.handles[number] for number in self._told.cancelled}
 
     def _admit(self) -> list[Row]:
         rows = [self._again() if order is None else self._row(order) for order in self._told.admitted]
         self.entering += rows
+        if self._inside() != self._told.rows:
+            self.link.end(self.link.rank, "holds other rows than rank 0: one of them ended alone, or began alone")
         return rows
 
     def _again(self) -> Row:
@@ -250,11 +265,6 @@ class Told:
         self, rows: Sequence[Drafter], k: int, outcomes: Sequence[tuple[int, int]], seconds: float | None
     ) -> None:
         pass
-
-
-def forget(engine: Member) -> None:
-    if isinstance(engine.prefix, SharedPrefix):
-        engine.prefix.clear_here()
 
 
 def _nobody(event: Event) -> None:

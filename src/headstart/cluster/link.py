@@ -16,12 +16,12 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 
@@ -33,6 +33,7 @@ SILENCE = 8.0  # seconds after which somebody who is not heard of is gone
 STUCK = 120.0  # seconds that a turn may take
 ARRIVAL = 60.0  # seconds for all to find each other
 LAST_WORDS = 2.0  # seconds for another thread to find out who is gone, and for clients to be told
+PLACE = 1024  # bytes for where to meet, or why not
 
 HEADER = struct.Struct("!cI")
 ALIVE, DECIDED, SAID, LOST, OVER = b"a", b"d", b"s", b"l", b"o"
@@ -60,7 +61,7 @@ class Link:
             place.settimeout(SILENCE)
             place.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             Thread(target=self._listen, args=(peer,), name=f"rank {peer}", daemon=True).start()
-        Thread(target=self._beat, name="heartbeat", daemon=True).start()
+            Thread(target=self._beat, args=(peer,), name=f"heartbeat for rank {peer}", daemon=True).start()
 
     def decide(self, decision: object) -> None:
         """By the first rank, whose word the others wait for."""
@@ -72,10 +73,11 @@ class Link:
         """What the first rank decides next; None when there is nothing more to do."""
         return self._decided.get()
 
-    def begin_turn(self) -> None:
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """What everybody does at the same time, and none for longer than STUCK."""
         self._since = time.monotonic()
-
-    def end_turn(self) -> None:
+        yield
         self.turns[self.rank] += 1
         self._since = None
 
@@ -86,13 +88,13 @@ class Link:
         else:
             self._compare(0, round, total)
 
-    def end(self, rank: int, reason: str) -> None:
+    def end(self, rank: int, reason: str) -> NoReturn:
         """The service is over on every machine, because of `rank`. Does not return: the thread that turns the engine
         may be inside a collective that never ends."""
         told = f"rank {rank} of {self.ranks} {reason}"
         with self._ending:
             try:
-                for peer in self._sockets:
+                for peer in sorted(self._sockets, key=lambda peer: peer == rank):  # it may take nothing in
                     self._send(peer, LOST, json.dumps([rank, reason]).encode())
                 with suppress(OSError, ValueError):  # nobody may be left to read it
                     os.write(sys.stderr.fileno(), f"error: {told}\n".encode())
@@ -100,14 +102,16 @@ class Link:
             finally:
                 os._exit(1)
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: Exception) -> NoReturn:
         """This rank cannot go on. If that is because another has gone, its thread knows, and has the word first."""
         time.sleep(LAST_WORDS)
-        self.end(self.rank, f"failed: {type(error).__name__}: {error}")
+        because = f", because of {error.__cause__!r}" if error.__cause__ is not None else ""
+        self.end(self.rank, f"failed: {type(error).__name__}: {error}{because}")
 
     def close(self, error: BaseException | None = None) -> None:
         """Part in peace, or tell the others why not."""
-        self._closing = True
+        with self._ending:  # where another thread is at it, this one must not exit before it
+            self._closing = True
         if error is not None:
             reason = f"failed: {error}" if isinstance(error, Exception) else "was stopped"
             farewell = LOST, json.dumps([self.rank, reason]).encode()
@@ -123,13 +127,18 @@ class Link:
         with suppress(OSError), self._sending[peer]:
             self._sockets[peer].sendall(HEADER.pack(kind, len(body)) + body)
 
-    def _beat(self) -> None:
+    def _beat(self, peer: int) -> None:
+        """In a thread for each: one that takes nothing in must not keep the others waiting."""
         while not self._closing:
-            for peer in self._sockets:
-                self._send(peer, ALIVE, COUNT.pack(self.turns[self.rank]))
+            self._send(peer, ALIVE, COUNT.pack(self.turns[self.rank]))
             since = self._since
             if self.rank == 0 and since is not None and time.monotonic() - since > STUCK:
-                self.end(min(self.turns, key=self.turns.__getitem__), f"has not finished a turn for {STUCK:.0f} s")
+                # The first is nearly always among those behind, for it waits for the others: it says the least.
+                fewest = min(self.turns.values())
+                behind = [rank for rank, turns in self.turns.items() if turns == fewest]
+                first, *others = sorted(behind, key=lambda rank: rank == 0)
+                also = "".join(f", nor has rank {rank}" for rank in others)
+                self.end(first, f"has not finished a turn for {STUCK:.0f} s{also}")
             time.sleep(BEAT)
 
     def _listen(self, peer: int) -> None:
@@ -141,7 +150,7 @@ class Link:
                     (self.turns[peer],) = COUNT.unpack(body)
                 elif kind == SAID:
                     self._compare(peer, *CHECK.unpack(body))
-                elif kind == LOST:
+                elif kind == LOST and not self._closing:  # or it has its own word to say
                     self.end(*json.loads(body))
                 elif kind == DECIDED and peer == 0:
                     self._decided.put(pickle.loads(body))
@@ -174,24 +183,33 @@ def connect(wire: Wire) -> Link:
     """Everybody at the same time. Where to, and a word that only members know, goes through `wire`."""
     if wire.rank == 0:
         return _await_all(wire)
-    host, port, word = _share_place(wire, None)
+    place = _share(wire, {})
+    if "problem" in place:
+        raise ClusterError(place["problem"])
+    host, port = place["host"], place["port"]
     try:
-        place = socket.create_connection((host, port), timeout=ARRIVAL)
-        place.sendall(HELLO.pack(word, wire.rank))
+        first = socket.create_connection((host, port), timeout=ARRIVAL)
+        first.sendall(HELLO.pack(bytes.fromhex(place["word"]), wire.rank))
     except OSError as error:
         raise ClusterError(
             f"rank {wire.rank} cannot reach rank 0 at {host}, port {port} ({error}): the hostfile must name an "
             "address of the first machine that the others can reach"
         ) from error
-    return Link(wire.rank, wire.ranks, {0: place})
+    return Link(wire.rank, wire.ranks, {0: first})
 
 
 def _await_all(wire: Wire) -> Link:
     host, word = _own_host(), secrets.token_bytes(16)
     sockets: dict[int, socket.socket] = {}
-    with socket.create_server((host, 0)) as door:
+    try:
+        door = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        problem = f"rank 0 cannot listen at {host} ({error}): the hostfile must name an address of its own"
+        _share(wire, {"problem": problem})
+        raise ClusterError(problem) from error
+    with door:
         door.settimeout(ARRIVAL)
-        _share_place(wire, (host, door.getsockname()[1], word))
+        _share(wire, {"host": host, "port": door.getsockname()[1], "word": word.hex()})
         while missing := [rank for rank in range(1, wire.ranks) if rank not in sockets]:
             try:
                 place, _ = door.accept()
@@ -217,20 +235,18 @@ def _exactly(place: socket.socket, size: int) -> bytes:
     return got
 
 
-def _share_place(wire: Wire, place: tuple[str, int, bytes] | None) -> tuple[str, int, bytes]:
+def _share(wire: Wire, place: dict[str, Any]) -> dict[str, Any]:
     """What the first rank says, on every rank."""
-    said = "" if place is None else json.dumps([place[0], place[1], place[2].hex()])
-    padded = said.encode().ljust(256)
-    told = wire.gather(mx.array(list(padded), mx.uint8))[0]
-    host, port, word = json.loads(bytes(told.tolist()))  # type: ignore[arg-type]
-    return host, port, bytes.fromhex(word)
+    said = mx.array(list(json.dumps(place).encode().ljust(PLACE)), mx.uint8)
+    told: Any = wire.gather(said)[0].tolist()
+    return dict(json.loads(bytes(told)))
 
 
 def _own_host() -> str:
-    """This machine's address, as `mlx.launch` has told the others."""
+    """The first machine's address, as `mlx.launch` has told the others. One of IPv6 may stand in brackets."""
     if hostfile := os.environ.get("MLX_HOSTFILE"):
-        return str(json.loads(Path(hostfile).read_text())[0][0]).rpartition(":")[0]
-    for name in ("MLX_JACCL_COORDINATOR", "NCCL_HOST_IP"):
-        if address := os.environ.get(name):
-            return address.partition(":")[0]
-    return socket.gethostname()
+        address = str(json.loads(Path(hostfile).read_text())[0][0])
+    else:
+        address = os.environ.get("MLX_JACCL_COORDINATOR", "")
+    host = address.rpartition(":")[0].strip("[]")  # the rest is the port
+    return host or os.environ.get("NCCL_HOST_IP") or socket.gethostname()

@@ -1,8 +1,9 @@
 """The processes that `mlx.launch` has started together, as one of them sees it."""
 
+import atexit
 import os
+import sys
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 
 import mlx.core as mx
@@ -10,16 +11,6 @@ import mlx.core as mx
 from ..errors import ClusterError
 from .link import Link, connect
 from .wire import Wire
-
-RANKS = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # set by mlx.launch, and by those of MPI
-
-
-def launched() -> bool:
-    """Was this process started as one of several? For a single one `mlx.launch` leaves the hostfile empty."""
-    hostfile = os.environ.get("MLX_HOSTFILE")
-    if hostfile is not None and not Path(hostfile).read_text().strip():
-        return False
-    return any(name in os.environ for name in RANKS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +36,8 @@ class Machines:
     ) -> None:
         if error is None:
             mx.synchronize()  # a round may be under way, in which others wait for this one
+        else:
+            atexit.register(_leave)
         self.link.close(error)
 
 
@@ -56,3 +49,11 @@ def join() -> Machines:
         raise ClusterError(f"the machines cannot reach each other: {error}. See docs/cluster.md") from error
     wire = Wire(group)
     return Machines(wire, connect(wire))
+
+
+def _leave() -> None:
+    """Exit without the device, which may wait for ever for those who are gone, and the interpreter for it."""
+    try:
+        sys.stdout.flush()
+    finally:
+        os._exit(1)

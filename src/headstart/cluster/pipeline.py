@@ -70,3 +70,6 @@ class Pipeline:
         # Messages must go in one order everywhere, and go even where nobody here looks at the output.
         mx.async_eval(output)
         return output
+
+    def everywhere(self, here: bool) -> bool:
+        return self.wire.everywhere(here)

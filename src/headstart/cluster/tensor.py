@@ -112,6 +112,9 @@ class Tensor:
     def give(self, x: mx.array) -> mx.array:
         return x
 
+    def everywhere(self, here: bool) -> bool:
+        return self.wire.everywhere(here)
+
     def _part(self, name: str, array: mx.array, axis: int, segments: Sequence[int] = ()) -> mx.array:
         """Of every segment along `axis` this machine's part."""
         ends = [sum(segments[: n + 1]) for n in range(len(segments) - 1)]

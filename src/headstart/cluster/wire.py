@@ -60,6 +60,10 @@ class Wire:
         self._count(like)
         return mx.distributed.recv_like(like, rank, group=self.group)
 
+    def everywhere(self, here: bool) -> bool:
+        """Is what is so `here` so on every machine?"""
+        return bool(self.gather(mx.array(int(here))).all().item())
+
     def measure(self, positions: mx.array) -> Speed:
         """By a few messages of one of these `positions` [W, H] and of all of them. Everybody at the same time."""
         small, large = positions[:1], positions

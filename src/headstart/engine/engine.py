@@ -149,6 +149,11 @@ class Engine:
             while self.entering:
                 self._take_in_a_chunk()
 
+    def clear_prefix(self) -> None:
+        """Forget the beginnings of prompts, from any thread."""
+        if self.prefix is not None:
+            self.prefix.clear()
+
     def cancel_all(self) -> None:
         """Stop everything at the next turn, and what comes after it, from any thread."""
         self._cancel_all = True
@@ -173,19 +178,18 @@ class Engine:
         return self.footprint.bytes(each)
 
     def _drop_cancelled(self) -> None:
-        for row in self._cancelled():
-            if not row.over:
+        gone = self._cancelled()
+        for row in (*self.queue.drop(gone), *self.entering, *self.rows):
+            if row.handle in gone and not row.over:
                 row.finish("cancelled")
         self.entering = deque(row for row in self.entering if not row.over)
         self._drop_finished()
 
-    def _cancelled(self) -> list[Row]:
-        """Those that nobody waits for any more. They are in the queue no longer."""
-        if self._cancel_all:
-            for row in (*self.queue.all(), *self.entering, *self.rows):
-                row.handle.cancel()
-        inside = [row for row in (*self.entering, *self.rows) if row.handle.cancelled]
-        return self.queue.drop_cancelled() + inside
+    def _cancelled(self) -> set[Handle]:
+        """Those that nobody waits for any more. Each is asked once, for its answers end together, and another thread
+        may cancel it in between."""
+        handles = {row.handle for row in (*self.queue.all(), *self.entering, *self.rows)}
+        return {handle for handle in handles if self._cancel_all or handle.cancelled}
 
     def _admit(self) -> list[Row]:
         """As many as there are places and memory for. The first in the queue waits for its share, not for luck."""

@@ -22,14 +22,12 @@ def rows_are_independent(model: Model) -> bool:
     a batch of such windows? Kernels that change with the number of rows mostly change within sixteen of them."""
     if model not in _known:
         alone = [_logits(model, window=n, rows=1)[0, -1] for n in (1, 2, 5)]
+        same = []
+        # To the end whatever comes out: machines that share a model take part in each other's passes.
         for window, rows in ON_A_CPU if mx.default_device() == mx.cpu else SHAPES:
             logits = _logits(model, window, rows)[rows - 1]
-            same = [mx.array_equal(one, logits[n]) for one, n in zip(alone, (0, 1, 4), strict=True) if n < window]
-            if not all(bool(each) for each in same):
-                _known[model] = False
-                break
-        else:
-            _known[model] = True
+            same += [mx.array_equal(one, logits[n]) for one, n in zip(alone, (0, 1, 4), strict=True) if n < window]
+        _known[model] = model.share.everywhere(all(bool(each) for each in same))
     return _known[model]
 
 

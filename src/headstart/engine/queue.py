@@ -1,9 +1,11 @@
 """Who waits for a place, and who is next: clients take turns, so that one with many requests keeps nobody out."""
 
 from collections import OrderedDict, deque
+from collections.abc import Collection
 from threading import Lock
 
 from ..errors import Busy
+from .request import Handle
 from .row import Row
 
 
@@ -55,9 +57,10 @@ class Queue:
         with self._lock:
             return self._everyone()
 
-    def drop_cancelled(self) -> list[Row]:
+    def drop(self, handles: Collection[Handle]) -> list[Row]:
+        """The rows of these requests, which wait no longer."""
         with self._lock:
-            gone = [row for row in self._everyone() if row.handle.cancelled]
+            gone = [row for row in self._everyone() if row.handle in handles]
             if gone:
                 self._again = deque(row for row in self._again if row not in gone)
                 left = {client: deque(r for r in rows if r not in gone) for client, rows in self._waiting.items()}

@@ -26,6 +26,10 @@ class Share(Protocol):
         """What the last layer here has made, or the trunk if it ends here → the trunk's output [B, W, H]."""
         ...
 
+    def everywhere(self, here: bool) -> bool:
+        """Is what is so `here` so on every machine? They all ask at the same time."""
+        ...
+
 
 class Alone:
     """All of it is here."""
@@ -40,3 +44,6 @@ class Alone:
 
     def give(self, x: mx.array) -> mx.array:
         return x
+
+    def everywhere(self, here: bool) -> bool:
+        return here

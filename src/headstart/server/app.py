@@ -137,8 +137,7 @@ def add_routes(app: FastAPI, desk: Desk, preferences: Preferences, history: Hist
 
     @app.delete("/v1/cache")
     def clear_cache() -> dict[str, Any]:
-        if prefix is not None:
-            prefix.clear()
+        room.engine.clear_prefix()
         return cache()
 
     @app.get("/health", responses={503: {"description": "The engine's thread is not alive."}})

@@ -144,7 +144,7 @@ class Prefix:
             if not self._make_room(nbytes, path):
                 return
             mx.eval(arrays)  # a slice that waits would keep the whole row's memory alive
-            if not mx.stack([mx.isfinite(a).all() for a in arrays]).all().item():
+            if not self._are_finite(arrays):
                 return  # something broke down, and others need not inherit it
             node = path[-1] if path else self._root
             if packs and node.worth is Worth.PASSING:
@@ -174,6 +174,9 @@ class Prefix:
                 self.max_bytes,
                 self._evictions,
             )
+
+    def _are_finite(self, arrays: list[mx.array]) -> bool:
+        return bool(mx.stack([mx.isfinite(a).all() for a in arrays]).all().item())
 
     def _walk(self, prompt: Sequence[int], end: int) -> list[Node]:
         """The chunks of `prompt[:end]` that are known, from the first on, which count as used."""
