@@ -54,9 +54,7 @@ def block(p: mx.array, q: mx.array, p_drafts: mx.array, q_drafts: mx.array, allo
         if i + 1 < k:
             excess = mx.maximum(here[:, None] * p[:, i + 1] - q[:, i + 1], 0).sum(axis=-1)
             total = excess + (1 - here)
-            share = mx.where(
-                total == 0, one, excess / mx.where(total == 0, one, total)
-            )  # NaN stays: it accepts nothing
+            share = mx.where(total == 0, one, excess / total)  # NaN stays: it accepts nothing
             chance.append(mx.where(last, here, share))
         else:
             chance.append(here)
@@ -82,7 +80,7 @@ def longest(chance: mx.array, uniform: mx.array) -> mx.array:
     """[B]: the most drafts that stand, when each prefix is tried with its own number. A later success outweighs an
     earlier failure: that is what judging them as a block means."""
     k = chance.shape[1]
-    return mx.where(uniform < chance, mx.arange(1, k + 1), 0).max(axis=1).astype(mx.int32)
+    return mx.where(uniform < chance, mx.arange(1, k + 1), 0).max(axis=1)
 
 
 def placed(drafts: mx.array, accepted: mx.array, following: mx.array) -> Verdict:
