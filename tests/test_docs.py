@@ -1,5 +1,6 @@
 """The pages name only what exists. `make docs-check` also runs what they say."""
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,16 @@ def test_output_beneath_a_command_belongs_to_it(tmp_path: Path) -> None:
         (["echo", "one", "two"], "one two\n\n"),
         (["true"], ""),
     ]
+
+
+def test_output_is_held_to_the_page_but_for_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    check = import_module("check")
+    said = "reading\n46 tokens · 28.4 tokens/s · acceptance 93% 79% 64% · depth 3.0\n"
+    assert check.shows("46 tokens · 9 tokens/s · acceptance 90% · depth   2.7\n", said)
+    assert check.shows("…\n46 tokens · … · depth 3.0\n", said)
+    assert check.shows("", said)
+    assert not check.shows("46 tokens · no drafts: …\n", said)
+    assert not check.shows("depth 3.0 · … · 46 tokens\n", said)
+    assert check.fails(check.Command("headstart inspect", "error: no such folder\n"))
+    assert not check.fails(check.Command("headstart inspect", "no error: all is well\n"))
