@@ -26,6 +26,10 @@ def test_version_is_that_of_the_package() -> None:
     )
 
 
+def test_it_runs_as_a_module() -> None:
+    assert run(sys.executable, "-m", "headstart", "--version") == f"headstart {version('headstart')}\n"
+
+
 def test_help_tells_what_it_is() -> None:
     assert "multi-token-prediction" in run(Path(sysconfig.get_path("scripts")) / "headstart", "--help")
 

@@ -70,10 +70,7 @@ def main(
 ) -> None:
     """Run language models faster with their own multi-token-prediction head, without changing a token.
 
-    Without a model's name a small built-in one runs, so that everything can be tried at once:
-
-    `headstart demo` shows the same text with and without drafts; `headstart serve` answers OpenAI's and Anthropic's
-    clients, with a dashboard in the browser.
+    Without a model's name a small built-in one runs: try `headstart demo`, then `headstart serve` and a browser.
     """
     machines.check(context.invoked_subcommand)
 

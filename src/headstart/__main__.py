@@ -1,0 +1,5 @@
+"""`python -m headstart`."""
+
+from .cli.main import app
+
+app()
