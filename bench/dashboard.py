@@ -1,8 +1,10 @@
 """What an open dashboard costs the server: `python bench/dashboard.py [CHROMIUM]`
 
-Two measures, each with the page closed and open in turn, both of processor time, which other programs on the machine
-hardly touch. *Idle*: what the server takes when nothing is asked of it, as a share of one core. *Round*: what it
-takes for a round of the built-in model at a fixed depth, all included.
+The history is full, as it is after an hour. Looks with the page closed and open take turns, and who is first changes
+every time, so that what drifts falls on both. *Idle*: the processor time that the server takes when nothing is asked
+of it, as a share of one core. *Round*: processor time and time on the clock for a round of the built-in model at a
+fixed depth, all included. *Visit*: what opening the page takes, the hour included. The processor time is the server's
+own; what the browser takes to draw is not in it, but slows the clock down where the two must share cores.
 """
 
 import argparse
@@ -10,7 +12,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from statistics import median
 
 import httpx
@@ -19,7 +21,7 @@ from playwright.sync_api import Browser, expect, sync_playwright
 from headstart.checkpoint import read_layout, resolve
 from headstart.engine import Room
 from headstart.library import load
-from headstart.server import Served, Server, bind, create_app
+from headstart.server import Served, Server, bind, create_app, history
 
 BODY = {
     "messages": [{"role": "user", "content": "Write a Python function that sorts a list."}],
@@ -48,12 +50,25 @@ def serving() -> Iterator[str]:
         thread.join()
 
 
+def fill_history(address: str) -> None:
+    """An hour's samples, in a few seconds."""
+    usual, history.INTERVAL = history.INTERVAL, 0.001
+    kept = 0
+    while kept < history.KEPT:
+        time.sleep(0.5)
+        (told,) = httpx.get(f"{address}/v1/history").json()["models"].values()
+        kept = len(told["samples"]["time"])
+    history.INTERVAL = usual
+
+
 @contextmanager
-def page(browser: Browser, address: str) -> Iterator[None]:
+def page(browser: Browser, address: str, visits: list[float]) -> Iterator[None]:
+    began = time.process_time()
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     opened = context.new_page()
     opened.goto(address)
     expect(opened.locator("#tiles")).to_contain_text("Memory", timeout=60_000)
+    visits.append(time.process_time() - began)
     yield
     context.close()
 
@@ -64,37 +79,42 @@ def idle(seconds: float) -> float:
     return (time.process_time() - began) / seconds
 
 
-def round_seconds(address: str) -> float:
-    began = time.process_time()
-    stats = httpx.post(f"{address}/v1/chat/completions", json=BODY, timeout=600).json()["generation_stats"]
-    return (time.process_time() - began) / float(stats["rounds"])
+def round_seconds(address: str, seconds: float) -> tuple[float, float]:
+    """Of the processor and on the clock, over answers for so long: the page asks every two seconds."""
+    took, began, rounds = time.process_time(), time.perf_counter(), 0
+    while time.perf_counter() < began + seconds:
+        stats = httpx.post(f"{address}/v1/chat/completions", json=BODY, timeout=600).json()["generation_stats"]
+        rounds += stats["rounds"]
+    return (time.process_time() - took) / rounds, (time.perf_counter() - began) / rounds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("chromium", nargs="?", default=shutil.which("chromium"))
-    parser.add_argument("--seconds", type=float, default=20.0, help="of one look at an idle server")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of one look, idle and again under load")
     parser.add_argument("--repeats", type=int, default=8)
     asked = parser.parse_args()
+    looks: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}  # idle, processor, clock
+    visits: list[float] = []
     with serving() as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=asked.chromium, args=["--no-sandbox"])
-        round_seconds(address)  # what the first one compiles is nobody's cost
-        shares: dict[bool, list[float]] = {False: [], True: []}
-        times: dict[bool, list[float]] = {False: [], True: []}
-        for _ in range(asked.repeats):
-            shares[False].append(idle(asked.seconds))
-            times[False].append(round_seconds(address))
-            with page(browser, address):
-                shares[True].append(idle(asked.seconds))
-                times[True].append(round_seconds(address))
-    ratios = sorted(opened / closed for closed, opened in zip(times[False], times[True], strict=True))
+        fill_history(address)
+        round_seconds(address, 2)  # what the first ones compile is nobody's cost
+        for n in range(asked.repeats):
+            for opened in (True, False) if n % 2 else (False, True):
+                with page(browser, address, visits) if opened else nullcontext():
+                    looks[opened].append((idle(asked.seconds), *round_seconds(address, asked.seconds)))
     for name, opened in (("closed", False), ("open", True)):
+        shares, processor, clock = zip(*looks[opened], strict=True)
         print(
-            f"{name:6}  idle {median(shares[opened]):.3%} of a core ({min(shares[opened]):.3%} to "
-            f"{max(shares[opened]):.3%})  round {median(times[opened]) * 1e3:.3f} ms"
+            f"{name:6}  idle {median(shares):.3%} of a core ({min(shares):.3%} to {max(shares):.3%})  "
+            f"round {median(processor) * 1e3:.3f} ms of processor, {median(clock) * 1e3:.3f} ms on the clock"
         )
-    print(f"the page adds {median(shares[True]) - median(shares[False]):.3%} of a core;", end=" ")
-    print(f"rounds: open to closed {median(ratios):.4f}, {ratios[0]:.4f} to {ratios[-1]:.4f}")
+    idle_added = [one[0] - other[0] for one, other in zip(looks[True], looks[False], strict=True)]
+    print(f"the page adds {median(idle_added):.3%} of a core; a visit takes {median(visits) * 1e3:.0f} ms")
+    for name, i in (("processor", 1), ("clock", 2)):
+        ratios = sorted(one[i] / other[i] for one, other in zip(looks[True], looks[False], strict=True))
+        print(f"round, open to closed, {name}: {median(ratios):.4f}, {ratios[0]:.4f} to {ratios[-1]:.4f}")
 
 
 if __name__ == "__main__":
