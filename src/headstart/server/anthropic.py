@@ -14,7 +14,7 @@ from ..sampling import GrammarSpec, SamplingParams
 from ..sampling.params import MAX_STOP_CHARACTERS, MAX_STOPS
 from .anthropic_blocks import Cached, Message, TextBlock
 from .chat import Chat
-from .drafts import Drafts
+from .drafts import Drafts, depth
 from .errors import refuse
 from .openai import EFFORTS
 from .prompt import Prompt
@@ -146,7 +146,7 @@ class CountRequest(Cached):
         return EFFORTS.get(output.effort or "high")
 
 
-class MessagesRequest(CountRequest, Drafts):
+class MessagesRequest(CountRequest):
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool | None = None
     stop_sequences: Annotated[Listed[StopSequence], Field(max_length=MAX_STOPS)] | None = None
@@ -158,6 +158,7 @@ class MessagesRequest(CountRequest, Drafts):
     min_p: float | None = None
     min_tokens: int | None = None
     seed: int | None = None
+    num_draft_tokens: Drafts = None
     acceptance: Literal["auto", "ratio", "coupled", "optimistic"] | None = None
 
     def request(self, prompt: Prompt, context: int) -> Request:
@@ -167,5 +168,6 @@ class MessagesRequest(CountRequest, Drafts):
         }
         names |= {"stop_sequences": "stop", "acceptance": "accept"}
         asked = {theirs: value for ours, theirs in names.items() if (value := getattr(self, ours)) is not None}
-        fields = {**prompt.sampling, **asked, "k": self.k, "logit_bias": prompt.bias, "grammar": prompt.grammar}
+        fields = {**prompt.sampling, **asked, "logit_bias": prompt.bias, "grammar": prompt.grammar}
+        fields["k"] = depth(self.num_draft_tokens)
         return Request(prompt.tokens, SamplingParams(**fields))

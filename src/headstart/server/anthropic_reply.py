@@ -10,6 +10,7 @@ from .anthropic import MessagesRequest
 from .anthropic_errors import failure
 from .anthropic_message import MessagesAnswer, MessagesUsage, OutputDetails, said
 from .anthropic_stream import Blocks, event_of, with_pings
+from .drafts import clamped_to
 from .errors import refusal
 from .markup import Delta
 from .prompt import Prompt
@@ -94,5 +95,5 @@ class MessagesReply:
         stats = self._transcript.stats
         assert stats is not None
         ignored = sorted([*self._asked.ignored(), *self._prompt.ignored])
-        clamped_to = self._asked.clamped_to(stats.clamped_to)
-        return stats.as_dict() | {"ignored_fields": ignored, "num_draft_tokens_clamped_to": clamped_to}
+        clamped = clamped_to(self._asked.num_draft_tokens, stats.clamped_to)
+        return stats.as_dict() | {"ignored_fields": ignored, "num_draft_tokens_clamped_to": clamped}

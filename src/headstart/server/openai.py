@@ -12,7 +12,7 @@ from ..engine import Request
 from ..sampling import GrammarSpec, SamplingParams
 from ..sampling.params import MAX_BIASES, MAX_TOP_LOGPROBS
 from .chat import Chat
-from .drafts import Drafts
+from .drafts import Drafts, depth
 from .errors import refuse
 from .openai_chat import Message, NamedTool, Tool
 from .prompt import Prompt
@@ -78,7 +78,7 @@ class ResponseFormat(Shape):
         return GrammarSpec.json_schema(self.json_schema.schema_)
 
 
-class Asked(Drafts):
+class Asked(Shape):
     """What chats and completions have in common. The names are SamplingParams' but for the last few."""
 
     model: Text | None = Field(None, description="By its id, folder or hub id; left out, the one that is served.")
@@ -104,6 +104,7 @@ class Asked(Drafts):
     grammar: Text | None = Field(None, description="A Lark grammar of the answer.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    num_draft_tokens: Drafts = None
     acceptance: Literal["auto", "ratio", "coupled", "optimistic"] | None = None
     include_origins: bool | None = Field(None, description="Say of every token where it came from.")
 
@@ -169,7 +170,7 @@ class Asked(Drafts):
         fields["logit_bias"] = {**bias, **prompt.bias}
         if (top := self.wanted_logprobs()) is not None:
             fields |= {"logprobs": True, "top_logprobs": top}
-        fields |= {"grammar": prompt.grammar, "accept": self.acceptance or "auto", "k": self.k}
+        fields |= {"grammar": prompt.grammar, "accept": self.acceptance or "auto", "k": depth(self.num_draft_tokens)}
         params = SamplingParams(**{**prompt.sampling, **fields})
         return Request(prompt.tokens, params, n=self.choices, score=self.score())
 

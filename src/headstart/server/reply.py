@@ -11,6 +11,7 @@ from ..engine.text import TextStream
 from . import logprobs
 from .answer import Answer
 from .completion import Choice, Completion, FunctionCall, Kind, Said, ToolCall, Usage
+from .drafts import clamped_to
 from .errors import refusal
 from .markup import Content, Delta, Message, Reasoning, ToolArguments
 from .markup import ToolCall as Call
@@ -149,8 +150,8 @@ class Reply:
         stats = [choice.transcript.stats for choice in self._choices]
         told = Stats.of([each for each in stats if each is not None])
         ignored = sorted([*self._asked.ignored(), *self._prompt.ignored])
-        clamped_to = self._asked.clamped_to(told.clamped_to)
-        beyond = {"ignored_fields": ignored, "num_draft_tokens_clamped_to": clamped_to}
+        clamped = clamped_to(self._asked.num_draft_tokens, told.clamped_to)
+        beyond = {"ignored_fields": ignored, "num_draft_tokens_clamped_to": clamped}
         return {"generation_stats": told.as_dict() | beyond}
 
 
