@@ -44,7 +44,7 @@ def send_all(document: Any, method: str, path: str, mode: GenerationMode) -> Cou
     answered: Counter[int] = Counter()
 
     @given(case=document[path][method].as_strategy(generation_mode=mode))
-    @settings(max_examples=30, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+    @settings(max_examples=60, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
     def send(case: schemathesis.Case) -> None:
         answered[case.call_and_validate(checks=[not_a_server_error], timeout=90).status_code] += 1
 
