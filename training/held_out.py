@@ -1,11 +1,12 @@
 """The small held-out set that is kept here, so that the models can be evaluated without any download.
 
 `python -m training.held_out WHEELS` makes it anew: beginnings of files and documented functions of the held-out
-packages, in held_out.json, with their licences beside it.
+packages, in held_out.json.xz, with their licences beside it.
 """
 
 import argparse
 import json
+import lzma
 import random
 import zipfile
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from .functions import Function, functions
 from .packages import Package, packages
 from .sources import sources
 
-FILE = Path(__file__).with_name("held_out.json")
+FILE = Path(__file__).with_name("held_out.json.xz")
 LICENCES = Path(__file__).with_name("held_out_licences.txt")
 CODE, CHATS = 48, 96  # texts of each kind
 LONGEST = 3_600  # characters of a file, from its beginning: about 1,024 tokens
@@ -37,7 +38,7 @@ class HeldOut:
 
 
 def held_out(path: Path = FILE) -> HeldOut:
-    stored = json.loads(path.read_text(encoding="utf-8"))
+    stored = json.loads(lzma.decompress(path.read_bytes()))
     return HeldOut([each["text"] for each in stored["code"]], [Chat(**each) for each in stored["chats"]])
 
 
@@ -56,7 +57,7 @@ def choose(wheels: Path, path: Path = FILE, licences: Path = LICENCES) -> None:
         chats[package.name] = [_chat(package, function) for function in found]
         told.append(f"{package.name} {package.version} ({package.licence})\n\n{_licence(package.wheel(wheels))}")
     stored = {"code": _in_turn(code, CODE), "chats": _in_turn(chats, CHATS)}
-    path.write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_bytes(lzma.compress(json.dumps(stored, ensure_ascii=False).encode()))
     licences.write_text(("\n" + "=" * 80 + "\n\n").join(told), encoding="utf-8")
 
 
