@@ -127,6 +127,23 @@ def test_one_hiccup_does_not_rule_a_depth_out() -> None:
     assert cost.curve(1, 2)[2] < 4.0
 
 
+def test_where_it_costs_to_begin_drafts_are_looked_at_more_seldom() -> None:
+    """The head must then be shown what it has missed. Drafts lose a little here, so it stays at zero."""
+
+    def looks(beginning: float) -> int:
+        depth, row, begun, last = Depth(), Drafter(1), 0, 0
+        depth.cost.calibrate({(1, 0): [1.0], (1, 1): [1.82]})
+        for round in range(1500):
+            k = depth.choose([row])
+            first = k > last
+            stands = round % 5 != 0
+            depth.observe([row], k, [(k * stands, k)], 1 + 0.82 * k + beginning * first)
+            begun, last = begun + first, k
+        return begun
+
+    assert looks(0.0) > 1.5 * looks(1.0) > 0
+
+
 def test_no_row_is_drafted_for_beyond_its_ceiling() -> None:
     depth = Depth()
     assert all(depth.choose([Drafter(0), Drafter(0)]) == 0 for _ in range(30))
@@ -138,13 +155,14 @@ def test_no_row_is_drafted_for_beyond_its_ceiling() -> None:
 
 @pytest.mark.parametrize("family", ["dense", "moe", "next"])
 def test_greedy_and_seeded_output_is_that_of_plain_decoding(family: str) -> None:
-    model = random_model(family)
+    model, tried = random_model(family), 0
     for params in ({}, {"temperature": 0.8, "seed": 5}):
         prompt = random_prompt(model, 13)
         plain = generate(model, prompt, max_tokens=80, k=0, **params)
         auto = generate(model, prompt, max_tokens=80, **params)
         assert auto.tokens == plain.tokens
-        assert len(auto.stats.depths) > 1  # it did try
+        tried += sum(depth > 0 for depth in auto.stats.depths)
+    assert tried  # or this shows nothing; which depths they are is up to the clock
 
 
 def test_the_built_in_model_says_the_same_whatever_depth_is_chosen() -> None:

@@ -22,6 +22,7 @@ FADES = 0.96  # what is known of a cell still weighs a step later that ran anoth
 TRUST = 2.0  # what one look at a cell counts for; what the parts say of it counts for 1
 DOUBT = 0.25  # by what share a cell may turn out to be faster than the parts say if nothing like it was run
 MISSED = 0.3  # share of that which one cell more or less says
+BEGUN, MOST_TO_BEGIN = 0.2, 2.0  # share of what one beginning says, and the most it may say
 REFIT = 64  # observations between two fits of the parts
 LEAN = 0.005  # how much the fit leans on the parts it began with
 BEGIN = (0.6, 0.05, 0.1, 0.06)  # what a step is made of before anything was measured: fixed, row, position, draft
@@ -43,6 +44,7 @@ class Cost:
     cells: dict[Cell, Seen] = field(default_factory=dict)
     pace: float = 0.0  # logarithm of seconds
     parts: list[float] = field(default_factory=lambda: list(BEGIN))
+    beginning: float = 0.0  # what it takes beyond a step that drafts begin, in steps without drafts
     _curves: dict[int, list[float]] = field(default_factory=dict)  # by rows: the level of each k
     _last: Cell | None = None  # what ran last
     _run: int = 0  # rounds for which it has
@@ -60,12 +62,18 @@ class Cost:
 
     def observe(self, rows: int, k: int, seconds: float | None) -> None:
         """A step took that long, if that is known. The first one after another depth clears up what that one left
-        (drafts to fold, tokens the head has not seen), so it is not counted."""
-        cell = (rows, k)
+        (drafts to fold, tokens the head has not seen), so it says nothing of its depth, only what to begin costs."""
+        cell, before = (rows, k), self._last
         self._steps += 1
-        self._run = self._run + 1 if cell == self._last else 1
+        self._run = self._run + 1 if cell == before else 1
         self._last = cell if seconds is not None else None
-        if seconds is None or self._run == 1:
+        if seconds is None:
+            return
+        if self._run == 1:
+            if k and before == (rows, 0) and cell in self.cells:
+                plain, usual = (math.exp(self.pace + self._level(rows, each)) for each in (0, k))
+                more = min((seconds - usual) / plain, MOST_TO_BEGIN)
+                self.beginning += BEGUN * (more - self.beginning)
             return
         measured, seen = math.log(seconds) - self.pace, self.cells.get(cell)
         if seen is None:

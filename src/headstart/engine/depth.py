@@ -184,6 +184,8 @@ class Depth:
             rounds = LOOK + 1 if doubt else LOOK
             # What the look would cost beyond its tokens' worth, in rounds of the current depth.
             loss = rounds * seconds[k] / seconds[current] * max(1 - values[k] / values[current], 0.0)
+            if current == 0:
+                loss += max(self.cost.beginning, 0.0)
             if k == 0 and doubt:  # what the others are compared with must be known
                 loss = 0.0
             if self._round - self._ran.get((rows, k), 0) >= min(max(loss / share, soon), LATEST):
