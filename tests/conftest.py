@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 
 import pytest
@@ -15,6 +16,9 @@ os.environ["TMPDIR"] = _tmpdir
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# A shell has its background jobs ignore Ctrl-C, and what tests start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The first example of a property may compile for seconds; that says nothing about the property.
 settings.register_profile("headstart", deadline=None)

@@ -43,6 +43,7 @@ def test_a_chat_streams_from_a_server(capsys: pytest.CaptureFixture[str], monkey
     assert capsys.readouterr().out.count(" tokens per round, ") == 2
 
 
+@pytest.mark.slow
 def test_a_structured_answer_is_of_its_schema(capsys: pytest.CaptureFixture[str]) -> None:
     module = import_module("structured")
     signature = module.main()
@@ -50,6 +51,7 @@ def test_a_structured_answer_is_of_its_schema(capsys: pytest.CaptureFixture[str]
     assert str(signature) in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_batch_answers_every_prompt_by_its_own_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     module: Any = import_module("batch")
     texts = module.main()
@@ -61,6 +63,7 @@ def test_a_batch_answers_every_prompt_by_its_own_parameters(capsys: pytest.Captu
     assert any(not line.endswith(" 1.00 tokens per round") for line in told)
 
 
+@pytest.mark.slow
 def test_a_family_of_ones_own_is_driven_by_the_same_loop(capsys: pytest.CaptureFixture[str]) -> None:
     from headstart.models import FAMILIES
 

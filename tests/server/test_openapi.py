@@ -42,9 +42,10 @@ def test_the_document_has_every_route(document: Any) -> None:
 def send_all(document: Any, method: str, path: str, mode: GenerationMode) -> Counter[int]:
     """How often each status came back."""
     answered: Counter[int] = Counter()
+    examples = 60 if path == "/v1/completions" else 30  # few of its many fields go together
 
     @given(case=document[path][method].as_strategy(generation_mode=mode))
-    @settings(max_examples=60, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
     def send(case: schemathesis.Case) -> None:
         answered[case.call_and_validate(checks=[not_a_server_error], timeout=90).status_code] += 1
 
