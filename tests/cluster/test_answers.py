@@ -163,7 +163,11 @@ def check_again(tasks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("split", "family", "operations"), [("tensor", "dense", 2 * SIZES["num_hidden_layers"]), ("pipeline", "moe", 2)]
+    ("split", "family", "operations"),
+    [
+        ("tensor", "dense", 2 * SIZES["num_hidden_layers"]),
+        pytest.param("pipeline", "moe", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_two_ranks_say_what_one_process_says_with_as_many_collectives_as_rounds(
     split: str, family: str, operations: int, folder: Folders, tmp_path: Path

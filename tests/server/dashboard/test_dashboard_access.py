@@ -115,7 +115,7 @@ def test_the_focus_can_be_seen(here: tuple[Running, PacedRoom], visit: Visit) ->
     assert page.evaluate("() => getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
-@pytest.mark.parametrize("width", [320, 390, 768])
+@pytest.mark.parametrize("width", [320, pytest.param(390, marks=pytest.mark.slow), 768])
 def test_nothing_is_wider_than_the_screen(here: tuple[Running, PacedRoom], visit: Visit, width: int) -> None:
     server, room = here
     page = visit(server, "chat", viewport={"width": width, "height": 700})
