@@ -9,11 +9,7 @@ from ..models import Model
 TEXT = [3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41]
 READ = 3  # tokens of it that are in before the window
 SHAPES = ((9, 1), (1, 5), (2, 16), (9, 16))  # window, rows
-ON_A_CPU = (
-    (9, 1),
-    (1, 5),
-    (9, 4),
-)  # where every position takes its time, and kernels are the same for any number
+ON_A_CPU = ((9, 1), (1, 5), (9, 4))  # every position takes its time there, and kernels are the same for any number
 _known: WeakKeyDictionary[Model, bool] = WeakKeyDictionary()
 
 

@@ -62,7 +62,7 @@ def draft(model: Model, batch: Batch, k: int, forced: mx.array | None = None) ->
 
     At k = 0 the head falls behind, and where it is needed again it sees the latest of what it missed. All of it would
     cost what the head costs when it drafts, in text that was not worth drafting; with the latest 16 pairs 2% fewer
-    drafts stand. Pairs are no further apart for the head than those it saw.
+    drafts stand. What it missed was never said, as far as it knows: its positions go on without a gap.
 
     `forced` [B, k]: the first tokens that grammars leave no choice about, then -1. The chain goes on from them."""
     proposal = Proposal(mx.zeros((batch.size, 0), mx.int32), [])
