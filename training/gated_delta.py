@@ -52,14 +52,21 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     left = (k * (decay[..., -1:] - decay).exp()[..., None]).to(dtype).mT  # [B, H, N, D, C]
     kept = decay[..., -1].exp()[..., None, None]  # [B, H, N, 1, 1]
 
-    state = torch.zeros(*v.shape[:2], k.shape[-1], v.shape[-1], device=v.device)
+    said = _chunk_by_chunk(values, keys, asked, inside, left, kept)
+    return said.flatten(2, 3)[:, :, :length].transpose(1, 2)
+
+
+@torch.compiler.disable  # to unroll it would take minutes and gain little
+def _chunk_by_chunk(values: Tensor, keys: Tensor, asked: Tensor, inside: Tensor, left: Tensor, kept: Tensor) -> Tensor:
+    """All [B, H, N, ...]: what must wait for the state that the chunk before left."""
+    state = torch.zeros(*keys.shape[:2], keys.shape[-1], values.shape[-1], device=values.device)
     said = []
-    for n in range(v.shape[2]):
-        before = state.to(dtype)
+    for n in range(values.shape[2]):
+        before = state.to(values.dtype)
         new = values[:, :, n] - keys[:, :, n] @ before
         said.append(asked[:, :, n] @ before + inside[:, :, n] @ new)
         state = state * kept[:, :, n] + (left[:, :, n] @ new).float()
-    return torch.stack(said, 2).flatten(2, 3)[:, :, :length].transpose(1, 2)
+    return torch.stack(said, 2)
 
 
 class InverseOfUnitLower(torch.autograd.Function):

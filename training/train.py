@@ -1,5 +1,7 @@
 """`python -m training.train NAME --corpus FOLDER --out FOLDER`: one of the built-in models, on one GPU.
 
+From nothing, or with `--from CHECKPOINT` from a model that is trained already.
+
 Training ends when its steps are done or its seconds are spent, whichever is first, and the learning rate is at zero
 by then. A command that is stopped early (`--stop-after`) leaves its state behind, and the same command goes on.
 """
@@ -7,14 +9,14 @@ by then. A command that is stopped early (`--stop-after`) leaves its state behin
 import argparse
 import json
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .export import save
+from .export import load, save
 from .loss import Weights, joint_loss, loop_loss
 from .model import Net
 from .optimiser import Optimiser, Rates
@@ -59,14 +61,27 @@ class Recipe:
         return min(1.0, (step + 1) / self.warm_up, max(0.0, (1 - progress) / self.decay))
 
 
+CONTINUED = Recipe(stages=(Stage(1.0, 4096, 24),), rates=Rates(muon=0.008, adam=1.2e-3), warm_up=50, decay=0.8)
+
+
 class Training:
     """What a training has come to, and how it goes on."""
 
-    def __init__(self, shape: Shape, recipe: Recipe, corpus: Path, out: Path, device: str, compiled: bool):
+    def __init__(
+        self,
+        shape: Shape,
+        recipe: Recipe,
+        corpus: Path,
+        out: Path,
+        device: str,
+        compiled: bool,
+        begin: Path | None = None,
+    ):
+        """`begin`: the checkpoint of a trained model to go on from."""
         self.recipe, self.corpus, self.out, self.device = recipe, corpus, out, device
         torch.manual_seed(recipe.seed)
         torch.set_float32_matmul_precision("high")
-        self.net = Net(shape).to(device)
+        self.net = (Net(shape) if begin is None else load(begin, shape)).to(device)
         self.optimiser = Optimiser(self.net, recipe.rates)
         self.loss = torch.compile(self._loss, dynamic=False) if compiled else self._loss
         self.documents = {kind: read(kind, corpus) for kind in ("chat", "code")}
@@ -202,14 +217,22 @@ def main() -> None:
     parser.add_argument("name", choices=SHAPES)
     parser.add_argument("--corpus", type=Path, default=Path("training/work/corpus"))
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--from", type=Path, dest="begin", metavar="CHECKPOINT", help="a trained model to go on from")
     parser.add_argument("--seconds", type=float, default=Recipe.seconds, help="of training in all")
     parser.add_argument("--steps", type=int, default=Recipe.steps)
     parser.add_argument("--stop-after", type=float, default=float("inf"), help="seconds of this command")
     parser.add_argument("--device", default="cuda")
     arguments = parser.parse_args()
-    recipe = Recipe(steps=arguments.steps, seconds=arguments.seconds)
-    compiled = arguments.device == "cuda"
-    training = Training(SHAPES[arguments.name], recipe, arguments.corpus, arguments.out, arguments.device, compiled)
+    recipe = Recipe() if arguments.begin is None else CONTINUED
+    training = Training(
+        SHAPES[arguments.name],
+        replace(recipe, steps=arguments.steps, seconds=arguments.seconds),
+        arguments.corpus,
+        arguments.out,
+        arguments.device,
+        compiled=arguments.device == "cuda",
+        begin=arguments.begin,
+    )
     if training.run(arguments.stop_after):
         training.finish()
 

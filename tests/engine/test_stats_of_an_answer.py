@@ -10,6 +10,7 @@ import headstart.engine.flight
 from fixtures import Answer, collect, generate, mlx_lm_greedy, random_model, random_prompt, submit
 from headstart.engine import Engine, Event, Request
 from headstart.engine.batch import Batch
+from headstart.engine.flight import Flight
 from headstart.models import Model
 from headstart.sampling import SamplingParams
 
@@ -178,30 +179,53 @@ def test_a_surplus_round_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None
     assert answer.stats.rounds == sum(launched) == 10  # an end by length is foreseen
 
 
-def test_on_a_cpu_every_step_is_told_before_the_next_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It works off a step before it takes another on, so whoever launched ahead would hear of each when the next is
-    over, and credit its depth with that one's time."""
+def test_on_a_cpu_a_step_is_described_and_not_started_before_the_last_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It works off a step before it takes another on, so whoever started one ahead would hear of each when the next
+    is over, and credit its depth with that one's time."""
     model, order = random_model("dense"), list[str]()
-    step, prompts = headstart.engine.flight.step, [random_prompt(model, 5 + i, i) for i in range(3)]
-    alone = [generate(model, prompt, max_tokens=12, k=2).tokens for prompt in prompts]  # launched ahead
+    describe, prompts = headstart.engine.engine.describe, [random_prompt(model, 5 + i, i) for i in range(3)]
+    alone = [generate(model, prompt, max_tokens=12, k=2).tokens for prompt in prompts]  # started ahead
 
-    def noted(*arguments):  # type: ignore[no-untyped-def]
-        order.append("launched")
-        return step(*arguments)
+    def described(*arguments, **options):  # type: ignore[no-untyped-def]
+        order.append("described")
+        return describe(*arguments, **options)
 
-    monkeypatch.setattr(headstart.engine.flight, "step", noted)
+    def started(flight: Flight) -> Flight:
+        order.append("started")
+        return start(flight)
+
+    start = Flight.start
+    monkeypatch.setattr(headstart.engine.engine, "describe", described)
+    monkeypatch.setattr(Flight, "start", started)
     monkeypatch.setattr(headstart.engine.engine, "launches_ahead", lambda: False)
     engine, heard = Engine(model), [list[int]() for _ in prompts]
     for prompt, tokens in zip(prompts, heard, strict=True):
 
         def listen(event: Event, tokens: list[int] = tokens) -> None:
             tokens += event.tokens
-            order.append("told")
+            if order[-1] != "told":
+                order.append("told")
 
         engine.submit(Request(prompt, SamplingParams(max_tokens=12, k=2)), listener=listen)
     while engine.turn():
-        assert order[-1] == "told"
+        pass
     assert heard == alone
+    line = " ".join(order)
+    assert "started started" not in line.replace("described ", "")
+    assert "started described told started" in line  # nobody comes or goes: described while the last is worked on
+    assert "started told described started" in line  # a row comes, or is known to end
+
+
+def test_on_a_cpu_what_was_described_for_a_row_that_ended_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt, started = random_model("dense"), list[int](range(3, 12)), list[int]()
+    expected = mlx_lm_greedy(model, prompt, 40)
+    end = next(i for i in range(6, 40) if expected[i] not in expected[:i])
+    start = Flight.start
+    monkeypatch.setattr(headstart.engine.engine, "launches_ahead", lambda: False)
+    monkeypatch.setattr(Flight, "start", lambda flight: started.append(1) or start(flight))
+    answer = generate(model, prompt, max_tokens=40, k=0, stop_ids={expected[end]})
+    assert answer.tokens == expected[: end + 1]
+    assert sum(started) == answer.stats.rounds == end + 1
 
 
 def test_the_engine_can_be_used_again_after_everything_ended() -> None:

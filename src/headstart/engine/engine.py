@@ -1,9 +1,9 @@
 """Rows come, decode together, and go. One thread owns the device and calls `turn` again and again.
 
-A turn admits requests, takes in at most one chunk of a prompt, launches a step for all running rows, and, while
-the device works on it, hands out what the step before said. So the host waits once a step, and learns of an end
-one step late: the surplus round of a finished row counts nowhere. It waits for a step as soon as it is launched where
-a row has a grammar, since it must know what was said to tell what may follow, and where the device is the CPU.
+A turn admits requests, takes in at most one chunk of a prompt, describes a step for all running rows, starts it, and,
+while the device works on it, hands out what the step before said. So the host waits once a step, and learns of an end
+one step late: the surplus round of a finished row counts nowhere. A CPU is handed a step only when what the one before
+said is out. Where a row has a grammar, a step is not even described before that.
 
 A row can always be begun again from its tokens, and goes on bit for bit as it would have. So where memory runs short
 the youngest gives up its place for a while, and a step that fails costs its rows time and not their answers.
@@ -27,7 +27,7 @@ from .batch import Batch
 from .calibrate import step_times
 from .depth import Controller, Depth
 from .exact import rows_are_independent
-from .flight import Flight, launch, launches_ahead
+from .flight import Flight, describe, launches_ahead
 from .intake import take_in
 from .memory import ANSWER, Footprint, is_shortage, left_for_rows
 from .queue import Queue
@@ -121,19 +121,10 @@ class Engine:
         with self._turning:
             self._drop_cancelled()
             self._admit()
+            if self.entering and not self._ahead:  # what is said does not wait for another's prompt
+                self._attempt(self._land)
             self._take_in_a_chunk()
-            try:
-                ahead = self._ahead and not any(row.matcher for row in self.rows)
-                if not ahead:
-                    self._land()
-                self._make_room()
-                launched = self._launch()
-                self._land()
-                self._flight = launched
-                if not ahead:
-                    self._land()
-            except Exception as error:
-                self._recover(error)
+            self._attempt(self._step)
         return self.busy
 
     def warm_up(self) -> None:
@@ -273,7 +264,7 @@ class Engine:
     def _try_alone(self, row: Row) -> None:
         """A batch with this row in it failed. A round by itself shows whether it was this one."""
         assert row.batch is not None
-        self._tell(launch(self.model, row.batch, [row], row.drafter.ceiling))
+        self._tell(describe(self.model, row.batch, [row], row.drafter.ceiling).start())
         row.suspect, row.cleared = False, True
         row.take_in_again()
 
@@ -289,9 +280,37 @@ class Engine:
             self.queue.put_back(youngest)
             self._steady = False
 
-    def _launch(self) -> Flight | None:
-        """Start the next step before the last one is known. Rows that the round in flight must end are surplus;
-        where all are, there is nothing to start."""
+    def _attempt(self, part: Callable[[], None]) -> None:
+        try:
+            part()
+        except Exception as error:
+            self._recover(error)
+
+    def _step(self) -> None:
+        """Start the next step, and tell what the one in flight said."""
+        guided = any(row.matcher for row in self.rows)
+        if guided or (not self._ahead and self._ends()):
+            self._land()
+        self._make_room()
+        following = self._describe()
+        if following is not None and self._ahead:
+            following.start()
+        self._land()
+        if self._batch is None:  # all have ended
+            following = None
+        elif following is not None and not self._ahead:
+            following.start()
+        self._flight = following
+        if guided:
+            self._land()
+
+    def _ends(self) -> bool:
+        """Whether the round in flight is known to end a row, which need not be in another then."""
+        return self._flight is not None and any(row.said + 1 >= row.limit for row in self._flight.rows)
+
+    def _describe(self) -> Flight | None:
+        """The next step, before the last one is known. Rows that the round in flight must end are surplus; where all
+        are, there is none."""
         flying = self._flight.rows if self._flight is not None else []
         if self._batch is None or all(row in flying and row.said + 1 >= row.limit for row in self.rows):
             return None
@@ -302,7 +321,7 @@ class Engine:
             k = self.depth.choose([row.drafter for row in self.rows])
         else:
             k = max(row.fixed for row in self.rows)
-        flight = launch(self.model, self._batch, self.rows, min(k, room), steady=self._steady)
+        flight = describe(self.model, self._batch, self.rows, min(k, room), steady=self._steady)
         self._steady = True
         return flight
 

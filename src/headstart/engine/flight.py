@@ -13,17 +13,26 @@ from .row import Row, Said
 from .step import step
 
 
-@dataclass(frozen=True)
+@dataclass
 class Flight:
-    """A round that the device is working on, and the rows that are in it."""
+    """A round that the device is working on, or soon will be, and the rows that are in it."""
 
     rows: list[Row]
     k: int
-    begun: float
     steady: bool  # nothing but this step is between the landing before and this one
     report: mx.array  # [B, k+4]: tokens, accepted, proposed, finite
     logits: mx.array | None  # [B, k+1, V], if a row wants them
     logprobs: Logprobs | None
+    waiting: list[mx.array]  # what the device is to work out
+    begun: float = 0.0
+
+    def start(self) -> "Flight":
+        """Hand it to the device. A CPU takes nothing on until it is nearly done with what it has, so there this
+        takes almost as long as the round itself."""
+        self.begun = time.perf_counter()
+        mx.async_eval(*self.waiting)
+        self.waiting = []  # whoever goes on from these arrays may overwrite them
+        return self
 
     def said(self, index: int, numbers: list[int]) -> Said:
         """What the round says to the row at `index`, whose line of the report is `numbers`."""
@@ -34,20 +43,18 @@ class Flight:
 
 
 def launches_ahead() -> bool:
-    """Whether a step may be launched while the device works on the one before. The CPU takes nothing on until it is
-    nearly done with what it has: the host would learn of a step when the next one is over."""
+    """Whether a step is handed to the device while it works on the one before. On a CPU the host would learn of a
+    step when the next one is over."""
     return mx.default_device() != mx.cpu
 
 
-def launch(model: Model, batch: Batch, rows: Sequence[Row], k: int, *, steady: bool = False) -> Flight:
-    """Start a round of k drafts for the rows of a batch, and wait for nothing."""
-    begun = time.perf_counter()
+def describe(model: Model, batch: Batch, rows: Sequence[Row], k: int, *, steady: bool = False) -> Flight:
+    """A round of k drafts for the rows of a batch, ready to start."""
     matchers = [row.matcher for row in rows]
     guide = Guide(matchers, model.vocabulary) if any(matchers) else None
     round = step(model, batch, k, guide)
     columns = [round.accepted, round.proposed, round.finite.astype(mx.int32)]
     report = mx.concatenate([round.tokens, mx.stack(columns, axis=1)], axis=1)
-    wanted = any(row.handle.request.keep_logits for row in rows)
-    also = [*(round.logprobs or ()), *([round.logits] if wanted else [])]
-    mx.async_eval(report, *also, *batch.arrays())
-    return Flight(list(rows), k, begun, steady, report, round.logits if wanted else None, round.logprobs)
+    logits = round.logits if any(row.handle.request.keep_logits for row in rows) else None
+    waiting = [report, *(round.logprobs or ()), *([] if logits is None else [logits]), *batch.arrays()]
+    return Flight(list(rows), k, steady, report, logits, round.logprobs, waiting)
