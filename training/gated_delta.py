@@ -57,15 +57,18 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
 
 
 @torch.compiler.disable  # to unroll it would take minutes and gain little
-def _chunk_by_chunk(values: Tensor, keys: Tensor, asked: Tensor, inside: Tensor, left: Tensor, kept: Tensor) -> Tensor:
-    """All [B, H, N, ...]: what must wait for the state that the chunk before left."""
+def _chunk_by_chunk(*parts: Tensor) -> Tensor:
+    """What must wait for the state that the chunk before left. values, keys, asked [B, H, N, C, D], inside
+    [B, H, N, C, C], left [B, H, N, D, C], kept [B, H, N, 1, 1] → [B, H, N, C, D]."""
+    values, keys, *_ = parts
     state = torch.zeros(*keys.shape[:2], keys.shape[-1], values.shape[-1], device=values.device)
     said = []
-    for n in range(values.shape[2]):
+    # Taken apart at once: a gradient through each index would be as large as the whole.
+    for values, keys, asked, inside, left, kept in zip(*(part.unbind(2) for part in parts), strict=True):
         before = state.to(values.dtype)
-        new = values[:, :, n] - keys[:, :, n] @ before
-        said.append(asked[:, :, n] @ before + inside[:, :, n] @ new)
-        state = state * kept[:, :, n] + (left[:, :, n] @ new).float()
+        new = values - keys @ before
+        said.append(asked @ before + inside @ new)
+        state = state * kept + (left @ new).float()
     return torch.stack(said, 2)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from fixtures import random_model, random_prompt
 from headstart.bench import sweep as module
-from headstart.bench.run import Run
+from headstart.bench.run import Run, Running
 from headstart.bench.sweep import Cell, Plan, sweep
 from headstart.errors import RequestError
 
@@ -14,28 +14,32 @@ PROMPTS = {"a": [random_prompt(random_model(), 5)], "b": [random_prompt(random_m
 
 
 def test_every_depth_of_every_cell_runs_as_often_as_asked() -> None:
-    told: list[int] = []
+    told: list[float] = []
     plan = Plan(PROMPTS, rows=(1, 2), ks=(0, 1, "auto"), tokens=20, repeats=2)
-    runs = sweep(random_model(), plan, lambda: told.append(1))
+    runs = sweep(random_model(), plan, told.append)
     assert list(runs) == [Cell("a", 1), Cell("b", 1), Cell("a", 2), Cell("b", 2)]
     for cell, by_k in runs.items():
         assert {k: len(done) for k, done in by_k.items()} == {0: 2, 1: 2, "auto": 2}
         assert all(len(run.texts) == cell.rows for done in by_k.values() for run in done)
-    assert len(told) == plan.count == 2 * 3 + 4 * 3 * 2
+    assert sum(told) == pytest.approx(plan.count)
+    assert plan.count == 2 * 3 + 4 * 3 * 2
 
 
-def test_repeats_go_through_the_depths_in_turns_and_not_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_depths_of_a_repeat_take_turns_and_a_new_order_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[Any] = []
 
-    def note(model: Any, prompts: Any, k: Any, tokens: int) -> Run:
-        order.append(k)
+    def note(model: Any, prompts: Any, k: Any, tokens: int) -> Running:
+        for turn in range(3):
+            order.append(k)
+            yield (turn + 1) / 4
         return Run(1, 1.0, [(0, 0)], [[1]])
 
-    monkeypatch.setattr(module, "run", note)
+    monkeypatch.setattr(module, "begin", note)
     sweep(random_model(), Plan({"a": [[1]]}, rows=(1,), ks=(0, 1, 2, 3), repeats=4))
-    repeats = [order[i : i + 4] for i in range(4, 20, 4)]
-    assert all(sorted(repeat) == [0, 1, 2, 3] for repeat in repeats)
-    assert len(set(map(tuple, repeats))) > 1
+    turns = [order[i : i + 4] for i in range(0, len(order), 4)]
+    assert len(turns) == 5 * 3
+    assert all(sorted(turn) == [0, 1, 2, 3] for turn in turns)
+    assert len(set(map(tuple, turns))) > 1
 
 
 @pytest.mark.parametrize(("ended_in", "kept"), [(11, None), (12, 2), (15, 2), (16, 3)])
@@ -44,12 +48,13 @@ def test_whole_repeats_are_kept_when_it_is_interrupted(
 ) -> None:
     count = iter(range(100))
 
-    def run(model: Any, prompts: Any, k: Any, tokens: int) -> Run:
+    def begin(model: Any, prompts: Any, k: Any, tokens: int) -> Running:
         if next(count) == ended_in:
             raise KeyboardInterrupt
+        yield 0.5
         return Run(1, 1.0, [(0, 0)], [[1]])
 
-    monkeypatch.setattr(module, "run", run)
+    monkeypatch.setattr(module, "begin", begin)
     plan = Plan({"a": [[1]]}, rows=(1,), ks=(0, 1, 2, 3), repeats=4)  # four runs warm up
     if kept is None:
         with pytest.raises(KeyboardInterrupt):

@@ -179,7 +179,7 @@ def test_a_surplus_round_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None
     assert answer.stats.rounds == sum(launched) == 10  # an end by length is foreseen
 
 
-def test_on_a_cpu_a_step_is_described_and_not_started_before_the_last_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_a_step_is_described_but_not_started_until_the_last_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """It works off a step before it takes another on, so whoever started one ahead would hear of each when the next
     is over, and credit its depth with that one's time."""
     model, order = random_model("dense"), list[str]()

@@ -6,7 +6,6 @@ recorded token or for a wrong one, as the pattern says. The trunk verifies as al
 was recorded; where it does not, the figures would mean nothing, and an error says so.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from ..errors import HeadstartError, RequestError
 from ..models import Model
 from ..sampling import Proposal
 from .rows import take_in
-from .run import Run, run
+from .run import Run, Running, Watch, in_turns, run
 
 GOLDEN = 0.6180339887498949  # its multiples spread evenly: few rounds suffice to follow the pattern
 
@@ -47,6 +46,11 @@ def check_pattern(pattern: Sequence[float]) -> None:
 
 
 def run_imposed(model: Model, recording: Recording, k: int, pattern: Sequence[float]) -> Run:
+    """One alone."""
+    return in_turns({k: begin_imposed(model, recording, k, pattern)})[k]
+
+
+def begin_imposed(model: Model, recording: Recording, k: int, pattern: Sequence[float]) -> Running:
     """Decode the recording again with k drafts a round, accepted by the pattern. Counted as in `run`."""
     check_pattern(pattern)
     if k > len(pattern):
@@ -57,6 +61,7 @@ def run_imposed(model: Model, recording: Recording, k: int, pattern: Sequence[fl
     said: list[list[int]] = [[] for _ in range(rows)]
     rounds: list[tuple[int, int]] = []
     first, begun, ended = 0, 0.0, 0.0
+    watch = Watch()
     flight = _launch(model, running, k, pattern, script)
     while not ended:
         following = _launch(model, running, k, pattern, script)  # the host is one step ahead, as in the engine
@@ -65,12 +70,17 @@ def run_imposed(model: Model, recording: Recording, k: int, pattern: Sequence[fl
             running.rows.bounds[row] -= k - accepted
             said[row] += tokens[: accepted + 1]
             rounds.append((accepted, proposed))
-        now = time.perf_counter()
+        if over := watch.turn_is_over:
+            mx.eval(following)
+        now = watch.read()
         if not begun:
             begun, first = now, sum(map(len, said))
             rounds.clear()
         elif any(len(text) >= limit for text in said):
             ended = now
+        if over and not ended:
+            yield min(map(len, said)) / limit
+            watch.go_on(now)
         flight = following
     mx.eval(flight)
     for row, (text, expected) in enumerate(zip(said, recording.texts, strict=True)):

@@ -2,10 +2,13 @@
 
 That is from the end of their first round, so that taking in prompts stays out, to the round in which the first row
 ends: after it the batch would be a smaller one, and its rounds would be compared with those of a larger.
+
+A machine is fast for some seconds and then slow for some, so runs that are to be compared take turns of half a
+second: each goes on where it was, on a watch of its own, and whoever is furthest behind is next.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -16,6 +19,7 @@ from ..models import Model
 from ..sampling import SamplingParams
 
 K = int | Literal["auto"]
+TURN = 0.5  # seconds, and at least a step
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,53 @@ class Run:
         return self.tokens / self.seconds
 
 
+Running = Generator[float, None, Run]  # after every turn: which share of its tokens is said
+
+
+@dataclass
+class Watch:
+    """Seconds of one run. It stands still while others have their turns."""
+
+    elsewhere: float = 0.0
+    since: float = field(default_factory=time.perf_counter)  # when this turn began
+
+    def read(self) -> float:
+        return time.perf_counter() - self.elsewhere
+
+    @property
+    def turn_is_over(self) -> bool:
+        return time.perf_counter() - self.since > TURN
+
+    def go_on(self, stopped: float) -> float:
+        """`stopped`: what it read when the turn ended → for how long it stood still."""
+        away = self.read() - stopped
+        self.elsewhere += away
+        self.since = time.perf_counter()
+        return away
+
+
+def in_turns(running: dict[K, Running], progress: Callable[[float], None] = lambda runs: None) -> dict[K, Run]:
+    """All of them to their ends. `progress` is told after every turn how much of a run it was."""
+    done: dict[K, Run] = {}
+    said = dict.fromkeys(running, 0.0)
+    while said:
+        behind = min(said, key=said.__getitem__)
+        before = said[behind]
+        try:
+            said[behind] = next(running[behind])
+        except StopIteration as end:
+            done[behind] = end.value
+            del said[behind]
+        progress(said.get(behind, 1.0) - before)
+    return done
+
+
 def run(model: Model, prompts: Sequence[Sequence[int]], k: K, tokens: int) -> Run:
+    """One alone."""
+    return in_turns({k: begin(model, prompts, k, tokens)})[k]
+
+
+def begin(model: Model, prompts: Sequence[Sequence[int]], k: K, tokens: int) -> Running:
     """Answer each prompt greedily with `tokens` tokens, past any end."""
     # "auto" knows what it learned of this model in its earlier runs, as in a server. Runs at fixed depths have a
     # controller of their own, or they would teach the one that is judged.
@@ -47,13 +97,19 @@ def run(model: Model, prompts: Sequence[Sequence[int]], k: K, tokens: int) -> Ru
         raise RequestError(f"--rows {len(prompts)}: memory is left for {len(engine.rows)} of them only")
     first: list[int] = []  # events of each row before the clock
     begun = ended = 0.0
+    watch = Watch()
     while not ended:
         engine.turn()
-        now = time.perf_counter()
+        if over := watch.turn_is_over:
+            engine.settle()
+        now = watch.read()
         if not first and all(events and events[-1].tokens for events in heard):
             begun, first = now, [len(events) for events in heard]
         if any(events and events[-1].finish_reason for events in heard):
             ended = now
+        elif over:
+            yield min(sum(len(event.tokens) for event in events) for events in heard) / tokens
+            engine.skip(watch.go_on(now))
     engine.cancel_all()
     counted = [list(events) for events in heard]
     while engine.turn():

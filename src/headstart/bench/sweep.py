@@ -1,6 +1,6 @@
-"""Depths by kinds of text and numbers of rows, one after the other in every repeat.
+"""Depths by kinds of text and numbers of rows, in turns in every repeat.
 
-A machine is never twice the same. So each repeat goes through all depths of a cell in a new order, and what is
+A machine is never twice the same. So all depths of a cell run side by side, by turns of half a second, and what is
 compared later are ratios within a repeat.
 """
 
@@ -10,9 +10,9 @@ from random import Random
 
 from ..errors import RequestError
 from ..models import Model
-from .imposed import Recording, check_pattern, record, run_imposed
+from .imposed import Recording, begin_imposed, check_pattern, record
 from .rows import spread
-from .run import K, Run, run
+from .run import K, Run, Running, begin, in_turns
 
 FEWEST = 20  # tokens: a round may say nine of them, and the first is not timed
 REPEATS = 2  # at least
@@ -81,33 +81,32 @@ class Plan:
             raise RequestError(f"--k goes to {max(self.depths)}, and this model drafts at most {model.max_k} tokens")
 
 
-def sweep(model: Model, plan: Plan, progress: Callable[[], None] = lambda: None) -> Runs:
-    """Every depth of every cell, `plan.repeats` times. `progress` is called after each of `plan.count` runs. Ctrl-C
-    ends it early: whole repeats are kept, if they are enough to compare."""
+def sweep(model: Model, plan: Plan, progress: Callable[[float], None] = lambda runs: None) -> Runs:
+    """Every depth of every cell, `plan.repeats` times. `progress` is told of `plan.count` runs in all, by parts.
+    Ctrl-C ends it early: whole repeats are kept, if they are enough to compare."""
     plan.check(model)
     rng, recordings = Random(0), dict[Cell, Recording]()
 
-    def measure(cell: Cell, k: K) -> Run:
+    def begun(cell: Cell, k: K) -> Running:
         prompts = spread(plan.prompts[cell.kind], cell.rows)
         if plan.acceptance is None or k == "auto":
-            done = run(model, prompts, k, plan.tokens)
-        else:
-            if cell not in recordings:
-                recordings[cell] = record(model, prompts, plan.tokens)
-            done = run_imposed(model, recordings[cell], k, plan.acceptance)
-        progress()
-        return done
+            return begin(model, prompts, k, plan.tokens)
+        if cell not in recordings:
+            recordings[cell] = record(model, prompts, plan.tokens)
+        return begin_imposed(model, recordings[cell], k, plan.acceptance)
+
+    def measure(cell: Cell) -> dict[K, Run]:
+        return in_turns({k: begun(cell, k) for k in rng.sample(plan.ks, len(plan.ks))}, progress)
 
     for cell in plan.cells[:: len(plan.prompts)]:  # one of every number of rows, to warm up
-        for k in plan.ks:
-            measure(cell, k)
+        measure(cell)
     runs: Runs = {cell: {k: [] for k in plan.ks} for cell in plan.cells}
     whole = 0  # repeats
     try:
         while whole < plan.repeats:
             for cell in plan.cells:
-                for k in rng.sample(plan.ks, len(plan.ks)):
-                    runs[cell][k].append(measure(cell, k))
+                for k, done in measure(cell).items():
+                    runs[cell][k].append(done)
             whole += 1
     except KeyboardInterrupt:
         if whole < REPEATS:

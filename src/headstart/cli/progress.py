@@ -29,7 +29,7 @@ def bytes_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
-def counted_bar(title: str, total: int) -> Iterator[Callable[[], None]]:
+def counted_bar(title: str, total: int) -> Iterator[Callable[..., None]]:
     """Runs done, and the time left. Runs differ, but every repeat is like the others."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -42,4 +42,4 @@ def counted_bar(title: str, total: int) -> Iterator[Callable[[], None]]:
     )
     with Progress(*columns, console=Console(stderr=True), speed_estimate_period=600) as progress:
         task = progress.add_task(title, total=total)
-        yield lambda: progress.advance(task)
+        yield lambda runs=1.0: progress.advance(task, runs)

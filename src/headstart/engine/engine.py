@@ -2,8 +2,8 @@
 
 A turn admits requests, takes in at most one chunk of a prompt, describes a step for all running rows, starts it, and,
 while the device works on it, hands out what the step before said. So the host waits once a step, and learns of an end
-one step late: the surplus round of a finished row counts nowhere. A CPU is handed a step only when what the one before
-said is out. Where a row has a grammar, a step is not even described before that.
+one step late: the surplus round of a finished row counts nowhere. A CPU is handed a step only when what the one
+before said is out. Where a row has a grammar, a step is not even described before that.
 
 A row can always be begun again from its tokens, and goes on bit for bit as it would have. So where memory runs short
 the youngest gives up its place for a while, and a step that fails costs its rows time and not their answers.
@@ -139,6 +139,15 @@ class Engine:
             self._admit()
             while self.entering:
                 self._take_in_a_chunk()
+
+    def settle(self) -> None:
+        """Wait for the step in flight, and tell what it said."""
+        with self._turning:
+            self._attempt(self._land)
+
+    def skip(self, seconds: float) -> None:
+        """So long the device worked for others: the next step did not take that."""
+        self._landed += seconds
 
     def clear_prefix(self) -> None:
         """Forget the beginnings of prompts, from any thread."""
