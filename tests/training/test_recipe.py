@@ -105,6 +105,14 @@ def test_from_wheels_to_a_checkpoint_whose_head_drafts_better_than_chance(family
     straight, looping = decode(model, words, [text[:64] for text in texts[:4]], k=3)
     assert straight.texts + looping.texts == 4
 
+    # Another training can begin with it, and does not begin anew.
+    further = Training(
+        shape, RECIPE, folder / "corpus", folder / f"{family}-further", "cpu", compiled=False, begin=out
+    )
+    further.run(stop_after=0.0)
+    further._one_step()
+    assert further.log[0]["losses"][0] < losses[0][0] - 1.0
+
     # And PyTorch says the same of the exported files.
     exact, net, ids = checkpoint.load(out, dtype=mx.float32), export.load(out, shape), texts[0]
     ours = exact.logits(exact.trunk(mx.array([ids]), exact.make_state(1), certain=len(ids)))
