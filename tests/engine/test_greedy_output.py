@@ -22,7 +22,8 @@ from fixtures import (
 )  # fmt: skip
 from headstart.checkpoint import load_tokenizer
 from headstart.engine import Engine
-from headstart.engine.step import MOST_WAITING, step
+from headstart.engine.batch import LATEST
+from headstart.engine.step import step
 
 DEPTHS = range(9)
 BUILTIN = Path(headstart.__file__).parent / "builtin" / "tiny-qwen3.5"
@@ -108,7 +109,7 @@ def test_greedy_output_is_the_same_when_the_depth_changes_every_step(family: str
     model, rng = random_model(family), random.Random(family)
     prompts = [random_prompt(model, length, length) for length in (3, 11, 26)]
     batch = batch_of(model, *prompts)
-    depths = [rng.randint(0, 8) for _ in range(10)] + [0] * (MOST_WAITING + 3) + [rng.randint(0, 8) for _ in range(6)]
+    depths = [rng.randint(0, 8) for _ in range(10)] + [0] * (LATEST + 3) + [rng.randint(0, 8) for _ in range(6)]
     said: list[list[int]] = [[] for _ in prompts]
     for k in depths:
         round = step(model, batch, k)

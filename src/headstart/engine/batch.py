@@ -1,7 +1,7 @@
 """The rows that decode together, and everything the device keeps of them between two steps."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -9,6 +9,8 @@ import mlx.core as mx
 from ..models import Model
 from ..sampling import Asked, Controls, Scene, Verdict, controls
 from ..state import Rows
+
+LATEST = 16  # pairs that the head is shown when drafts begin again: of those before them it stays ignorant
 
 
 class Waiting(NamedTuple):
@@ -75,6 +77,8 @@ class Batch:
     recent: mx.array  # [B, L], the last tokens, as many as penalties look at, -1 where there is none
     asked: list[Asked]
     controls: Controls
+    plain: list[tuple[mx.array, mx.array]] = field(default_factory=list)
+    """Hidden [B, 1, H] and tokens [B, 1] of the latest rounds without drafts, which the head has not seen either."""
 
     @classmethod
     def of_one(
@@ -116,11 +120,24 @@ class Batch:
         if (size := self.recent.shape[1]) > 0:
             text = mx.concatenate([self.recent, verdict.tokens], axis=1)
             self.recent = mx.take_along_axis(text, said[:, None] + mx.arange(size), axis=1)
-        if self.head is not None:
+        if self.head is None:
+            return
+        if hidden.shape[1] > 1:
             self.waiting = self.waiting.extend(hidden, verdict.tokens, said)
+        else:  # nothing is computed for a head that may not be asked again
+            self.plain = [*self.plain, (hidden, verdict.tokens)][-LATEST:]
+
+    def gather(self) -> None:
+        """Put the pairs of rounds without drafts behind those that wait. The latest are enough."""
+        if self.plain:
+            hidden, tokens = (mx.concatenate(list(each), axis=1) for each in zip(*self.plain, strict=True))
+            counts = mx.full((self.size,), len(self.plain), mx.int32)
+            self.waiting, self.plain = self.waiting.extend(hidden, tokens, counts), []
+        self.waiting = self.waiting.latest(LATEST)
 
     def keep(self, rows: list[int], model: Model) -> None:
         """Only these rows go on."""
+        self.gather()
         self.rows.keep(rows)
         if self.head is not None:
             self.head.keep(rows)
@@ -140,6 +157,7 @@ class Batch:
         """Take in rows that have just been prefilled. Either side may be without a head: a blank one does no harm,
         since drafts are only ever proposals and those rows allow none."""
         for batch in (self, other):
+            batch.gather()
             if batch.head is None and (self.head is not None or other.head is not None):
                 batch.head = model.make_head_state(batch.size)
                 batch.waiting = _nothing_waits(model, batch.size)
@@ -161,7 +179,7 @@ class Batch:
 
     def forget_head(self, model: Model) -> None:
         """No row is left that drafts."""
-        self.head, self.waiting = None, _nothing_waits(model, self.size)
+        self.head, self.waiting, self.plain = None, _nothing_waits(model, self.size), []
 
     def arrays(self) -> list[mx.array]:
         """Everything that must be computed for the step to be over."""

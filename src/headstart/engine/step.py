@@ -13,9 +13,6 @@ from ..models import Model
 from ..sampling import Guide, Logprobs, Proposal, judge, logprobs, propose
 from .batch import Batch, Waiting
 
-LATEST = 16  # pairs that the head is shown when drafts begin again: of those before them it stays ignorant
-MOST_WAITING = 4 * LATEST  # … that are kept while nothing is drafted
-
 
 class Round(NamedTuple):
     """What one step said, still on the device. Row b says `tokens[b, : accepted[b] + 1]`."""
@@ -67,10 +64,8 @@ def draft(model: Model, batch: Batch, k: int, forced: mx.array | None = None) ->
     `forced` [B, k]: the first tokens that grammars leave no choice about, then -1. The chain goes on from them."""
     proposal = Proposal(mx.zeros((batch.size, 0), mx.int32), [])
     if k == 0:
-        if batch.waiting.width >= MOST_WAITING:
-            batch.waiting = batch.waiting.latest(LATEST)
         return proposal
-    batch.waiting = batch.waiting.latest(LATEST)
+    batch.gather()
     hidden, scene = catch_up(model, batch), batch.scene()  # hidden: [B, 1, H]
     for j in range(k):
         must = forced[:, j : j + 1] if forced is not None else None
