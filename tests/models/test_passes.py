@@ -40,3 +40,22 @@ def rounds(model: base.Model, k: int) -> list[tuple[list[list[int]], float]]:
         mx.eval(round.tokens, *batch.arrays())
         said.append((round.tokens.tolist(), round.logits.sum().item()))
     return said
+
+
+@pytest.mark.parametrize("family", ["dense", "moe"])
+def test_a_head_that_is_asked_for_one_pair_of_each_row_has_the_bits_of_all(family: str) -> None:
+    model = random_model(family)
+    hidden, tokens = mx.random.normal((3, 5, 64), key=mx.random.key(1)), mx.arange(15).reshape(3, 5)
+    every, one = model.make_head_state(3), model.make_head_state(3)
+    for rows in (every, one):  # each row has another length before it
+        model.head(hidden, tokens, rows)
+        rows.commit(mx.array([5, 0, 2]), most=5)
+    last = mx.array([4, 0, 2])
+    expected = model.head(hidden, tokens, every)
+    found = model.head(hidden, tokens, one, last=last)
+    assert found.shape == (3, 1, 64)
+    for row, at in enumerate(last.tolist()):
+        assert mx.array_equal(found[row, 0], expected[row, at])
+    for mine, all_of_it in zip(one.layers, every.layers, strict=True):
+        assert mx.array_equal(mine.keys, all_of_it.keys)
+        assert mx.array_equal(mine.values, all_of_it.values)

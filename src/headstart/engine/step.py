@@ -82,18 +82,21 @@ def catch_up(model: Model, batch: Batch) -> mx.array:
     hidden, tokens, counts = batch.waiting
     if not batch.waiting.width:  # after a prompt of one token there is nothing to go by: any draft is as good
         return mx.zeros((batch.size, 1, hidden.shape[-1]), hidden.dtype)
-    output = show(model, batch, hidden, tokens)[0]
+    output = show(model, batch, hidden, tokens, last=mx.maximum(counts - 1, 0))[0]
     assert batch.head is not None
     batch.head.commit(counts, most=0)
     batch.waiting = Waiting(hidden[:, :0], tokens[:, :0], mx.zeros_like(counts))
-    return mx.take_along_axis(output, mx.maximum(counts - 1, 0)[:, None, None], axis=1)
+    return output
 
 
-def show(model: Model, batch: Batch, hidden: mx.array, tokens: mx.array, ahead: int = 0) -> list[mx.array]:
-    """Every module of the head sees every pair → their outputs [B, W, H]. Draft j is module j's, in turn."""
+def show(
+    model: Model, batch: Batch, hidden: mx.array, tokens: mx.array, ahead: int = 0, last: mx.array | None = None
+) -> list[mx.array]:
+    """Every module of the head sees every pair → their outputs [B, W, H], or [B, 1, H] at `last` [B]. Draft j is
+    module j's, in turn."""
     assert batch.head is not None, "a batch without a head has no drafts"
     batch.head.bounds = batch.rows.bounds  # a head holds no more pairs than the trunk holds tokens
-    return [model.head(hidden, tokens, batch.head, ahead, module) for module in range(len(batch.head.layers))]
+    return [model.head(hidden, tokens, batch.head, ahead, module, last) for module in range(len(batch.head.layers))]
 
 
 def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array) -> mx.array:

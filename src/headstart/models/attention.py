@@ -8,8 +8,9 @@ from ..kernels.products import product, products
 from ..state import KV
 
 
-def attention(layer: nn.Module, x: mx.array, mask: mx.array, memory: KV) -> mx.array:
-    """[B, W, H] → [B, W, H]. `mask` [B, 1, W, reach] says the same as `memory.offset`: all up to a token's own."""
+def attention(layer: nn.Module, x: mx.array, mask: mx.array, memory: KV, last: mx.array | None = None) -> mx.array:
+    """[B, W, H] → [B, W, H]. `mask` [B, 1, W, reach] says the same as `memory.offset`: all up to a token's own.
+    With `last` [B] → [B, 1, H], of that token in each row; the others are only remembered."""
     B, W, _ = x.shape
     H, D, offset = layer.num_attention_heads, layer.head_dim, memory.offset
     both, keys, values = products(x, layer.q_proj, layer.k_proj, layer.v_proj)  # `both`: queries and gates, by head
@@ -21,11 +22,17 @@ def attention(layer: nn.Module, x: mx.array, mask: mx.array, memory: KV) -> mx.a
     keys, values = memory.update_and_fetch(keys, values)
     if attends(W, H, memory.keys):
         out = attend(queries, both, memory.keys, memory.values, offset, layer.scale, memory.reach)
-    else:
-        gates = both.reshape(B, W, H, 2 * D)[..., D:].reshape(B, W, -1)
-        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=layer.scale, mask=mask)
-        out = out.transpose(0, 2, 1, 3).reshape(B, W, -1) * mx.sigmoid(gates)
-    return product(out, layer.o_proj)
+        return product(out if last is None else at_last(out, last), layer.o_proj)
+    if last is not None:
+        queries, both, mask, W = at_last(queries, last, 2), at_last(both, last), at_last(mask, last, 2), 1
+    gates = both.reshape(B, W, H, 2 * D)[..., D:].reshape(B, W, -1)
+    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=layer.scale, mask=mask)
+    return product(out.transpose(0, 2, 1, 3).reshape(B, W, -1) * mx.sigmoid(gates), layer.o_proj)
+
+
+def at_last(x: mx.array, last: mx.array, axis: int = 1) -> mx.array:
+    """x at index `last` [B] of each row along an axis, which stays with a length of one."""
+    return mx.take_along_axis(x, last.reshape(-1, *[1] * (x.ndim - 1)), axis=axis)
 
 
 def arranged(layer: nn.Module, both: mx.array, keys: mx.array, values: mx.array, offset: mx.array) -> Arranged:

@@ -17,7 +17,7 @@ from ..cards import DEFAULT_K, MAX_K
 from ..kernels.norm import add_and_norm, norm
 from ..kernels.products import product, tied
 from ..state import KV, Recurrent, Rows
-from .attention import attention
+from .attention import at_last, attention
 from .feed_forward import feed_forward
 from .gated_delta_net import Projections, gated_delta_net
 from .graph import Graph, compiles
@@ -180,24 +180,35 @@ class Model:
             hidden = self.weights.norm(hidden)
         return self._lm_head(hidden)
 
-    def head(self, hidden: mx.array, tokens: mx.array, rows: Rows, ahead: int = 0, module: int = 0) -> mx.array:
+    def head(
+        self,
+        hidden: mx.array,
+        tokens: mx.array,
+        rows: Rows,
+        ahead: int = 0,
+        module: int = 0,
+        last: mx.array | None = None,
+    ) -> mx.array:
         """The pairs (hidden of position t, token t+1), [B, W, H] and [B, W] → [B, W, H], which predicts token t+2
         and, with that token, is the next pair of the chain. They sit `ahead` positions past what `rows` holds.
+        Where only one pair of each row is to be gone on from, `last` [B] → [B, 1, H].
         """
         if compiles(tokens.shape[1]):
             rows.reserve(tokens.shape[1], ahead)
-            return self._head_graph(rows, hidden, tokens, ahead, module)
-        return self._head(rows, hidden, tokens, ahead, module)
+            return self._head_graph(rows, hidden, tokens, ahead, module, last)
+        return self._head(rows, hidden, tokens, ahead, module, last)
 
-    def _head(self, rows: Rows, hidden: mx.array, tokens: mx.array, ahead: int, module: int) -> mx.array:
+    def _head(
+        self, rows: Rows, hidden: mx.array, tokens: mx.array, ahead: int, module: int, last: mx.array | None
+    ) -> mx.array:
         mtp, spec = self.weights.mtp, self.family.head
         parts = [mtp.pre_fc_norm_embedding(self.weights.embed_tokens(tokens)), mtp.pre_fc_norm_hidden(hidden)]
         x = product(mx.concatenate(parts if spec.embedding_first else parts[::-1], axis=-1), mtp.fc)
         mask = rows.reserve(tokens.shape[1], ahead)
         layer, memory = mtp.layers[module], rows.layers[module]
         assert isinstance(memory, KV)
-        made = attention(layer.self_attn, layer.input_layernorm(x), mask, memory)
-        x, normed = layer.post_attention_layernorm.after(x, made)
+        made = attention(layer.self_attn, layer.input_layernorm(x), mask, memory, last)
+        x, normed = layer.post_attention_layernorm.after(x if last is None else at_last(x, last), made)
         x, normed = mtp.norm.after(x, feed_forward(layer.mlp, normed))
         return normed if spec.chains_after_norm else x
 
