@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from headstart.bench import cost, sweep
-from headstart.bench.run import run
+from headstart.bench.run import begin
 from headstart.cli.main import app
 
 SMALL = ["--rows", "1", "--tokens", "20", "--repeats", "2", "--kinds", "code"]
@@ -69,9 +69,9 @@ def interrupted(*_: object) -> Any:
 
 @pytest.mark.parametrize("where", ["the sweep", "the costs"])
 def test_ctrl_c_keeps_whole_repeats_and_says_so(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = iter([run, run, run])  # one warms up
+    runs = iter([begin, begin, begin])  # one warms up
     if where == "the sweep":
-        monkeypatch.setattr(sweep, "run", lambda *asked: next(runs, interrupted)(*asked))
+        monkeypatch.setattr(sweep, "begin", lambda *asked: next(runs, interrupted)(*asked))
     else:
         monkeypatch.setattr(cost, "_seconds", interrupted)
     result = bench(*SMALL, "--repeats", 3 if where == "the sweep" else 2, "--k", "0", "--json", "-")

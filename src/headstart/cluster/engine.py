@@ -146,6 +146,10 @@ class Member(Engine):
         self._landings += 1
         self.link.check(self._landings, crc32(repr(report).encode()))
 
+    def _waits(self) -> bool:
+        """Where a step is not started before the last one is told, it must be told by everybody, and compared."""
+        return super()._waits() or not self._ahead
+
     def _recover(self, error: Exception) -> None:
         raise error
 

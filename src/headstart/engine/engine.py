@@ -297,8 +297,8 @@ class Engine:
 
     def _step(self) -> None:
         """Start the next step, and tell what the one in flight said."""
-        guided = any(row.matcher for row in self.rows)
-        if guided or (not self._ahead and self._ends()):
+        waits = self._waits()
+        if waits or (not self._ahead and self._ends()):
             self._land()
         self._make_room()
         following = self._describe()
@@ -310,8 +310,12 @@ class Engine:
         elif following is not None and not self._ahead:
             following.start()
         self._flight = following
-        if guided:
+        if waits:
             self._land()
+
+    def _waits(self) -> bool:
+        """Whether a round must be known before another is described."""
+        return any(row.matcher for row in self.rows)
 
     def _ends(self) -> bool:
         """Whether the round in flight is known to end a row, which need not be in another then."""
