@@ -46,7 +46,7 @@ def check_pattern(pattern: Sequence[float]) -> None:
 
 
 def run_imposed(model: Model, recording: Recording, k: int, pattern: Sequence[float]) -> Run:
-    """One alone."""
+    """One run, with nobody to take turns with."""
     return in_turns({k: begin_imposed(model, recording, k, pattern)})[k]
 
 

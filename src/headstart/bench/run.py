@@ -78,7 +78,7 @@ def in_turns(running: dict[K, Running], progress: Callable[[float], None] = lamb
 
 
 def run(model: Model, prompts: Sequence[Sequence[int]], k: K, tokens: int) -> Run:
-    """One alone."""
+    """One run, with nobody to take turns with."""
     return in_turns({k: begin(model, prompts, k, tokens)})[k]
 
 
