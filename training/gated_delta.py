@@ -3,7 +3,7 @@
     S ← exp(g)·S;  S ← S + k ⊗ β(v − kᵀS);  o = qᵀS
 
 In chunks everything but the state is a product over all chunks at once (Yang et al. 2024, arXiv 2412.06464); only
-two small products per chunk are one after the other. Plain PyTorch: runs on a CPU, and fast enough on one GPU.
+two small products per chunk are one after the other. Plain PyTorch, but for these on a GPU (`scan.py`).
 """
 
 from typing import Any
@@ -52,11 +52,16 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     left = (k * (decay[..., -1:] - decay).exp()[..., None]).to(dtype).mT  # [B, H, N, D, C]
     kept = decay[..., -1].exp()[..., None, None]  # [B, H, N, 1, 1]
 
-    said = _chunk_by_chunk(values, keys, asked, inside, left, kept)
+    parts = values, keys, asked, inside, left, kept
+    if v.is_cuda:
+        from .scan import scan
+
+        said = scan(*parts)
+    else:
+        said = _chunk_by_chunk(*parts)
     return said.flatten(2, 3)[:, :, :length].transpose(1, 2)
 
 
-@torch.compiler.disable  # to unroll it would take minutes and gain little
 def _chunk_by_chunk(*parts: Tensor) -> Tensor:
     """What must wait for the state that the chunk before left. values, keys, asked [B, H, N, C, D], inside
     [B, H, N, C, C], left [B, H, N, D, C], kept [B, H, N, 1, 1] → [B, H, N, C, D]."""
