@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import headstart
 from headstart.cli.main import app
 from headstart.cli.prompt import chat_tokens
-from headstart.server import settings_of_the_user
+from headstart.server import Server, settings_of_the_user
 
 KEY, PROMPT = "sk-never-to-be-seen", "Write a function that adds two secret-looking numbers."
 
@@ -134,6 +134,16 @@ def test_settings_are_kept_in_the_users_folder(tmp_path: Path, monkeypatch: pyte
     with serving() as (_, told), httpx.Client() as http:
         assert told["Speculation"] == "off: switched off in the settings"
         assert http.get(f"{told['Address']}/settings").json()["max_k"] == 2
+
+
+def test_who_calls_when_the_address_is_told_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(self: Server, sockets: list[socket.socket]) -> None:
+        socket.create_connection(sockets[0].getsockname()).close()
+
+    monkeypatch.setattr(Server, "run", call)
+    result = CliRunner().invoke(app, ["serve", "--port", "0", "--no-mtp"])
+    assert result.exit_code == 0, result.stderr
+    assert "Address:" in result.stdout
 
 
 def test_it_refuses_to_be_seen_from_outside_without_a_key() -> None:

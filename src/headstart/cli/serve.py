@@ -70,7 +70,17 @@ def serve(
     from ..cluster import Follower, Leader, SharedPrefix
     from ..engine import Room
     from ..engine.memory import left_for_prefixes
-    from ..server import Keys, Limits, Served, Server, bind, check_reach, create_app, settings_of_the_user
+    from ..server import (
+        Keys,
+        Limits,
+        Served,
+        Server,
+        bind,
+        check_reach,
+        create_app,
+        listen,
+        settings_of_the_user,
+    )
     from ..state import Prefix
 
     keys = Keys(api_key or ())
@@ -103,6 +113,7 @@ def serve(
             settings_file=settings_of_the_user(),
         )
         drafts = _drafts(loaded, room.settings)
+        listen(place)
         typer.echo(_greeting(served.id, drafts, host, place.getsockname()[1], key=bool(keys)))
         with suppress(KeyboardInterrupt):  # uvicorn has stopped by then, and says it again
             Server(app, room, deadline=shutdown_timeout).run(sockets=[place])

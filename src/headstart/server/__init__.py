@@ -3,8 +3,18 @@
 from .app import create_app
 from .auth import Keys, check_reach
 from .limits import Limits
-from .listen import Server, bind
+from .listen import Server, bind, listen
 from .served import Served
 from .settings import settings_of_the_user
 
-__all__ = ["Keys", "Limits", "Served", "Server", "bind", "check_reach", "create_app", "settings_of_the_user"]
+__all__ = [
+    "Keys",
+    "Limits",
+    "Served",
+    "Server",
+    "bind",
+    "check_reach",
+    "create_app",
+    "listen",
+    "settings_of_the_user",
+]

@@ -12,11 +12,12 @@ from ..engine import Room
 from ..errors import HeadstartError
 from .connection import Connection
 
+BACKLOG = 2048  # callers that may wait, as many as uvicorn lets
 GRACE = 5.0  # seconds for the last bytes, after the last answer has ended
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A place to listen at. Nobody is heard there before the server runs."""
+    """A place to listen at. Callers are refused there until `listen`."""
     place = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -24,9 +25,20 @@ def bind(host: str, port: int) -> socket.socket:
         return place
     except OSError as error:
         place.close()
-        raise HeadstartError(
-            f"{host}:{port}: cannot listen there ({error}): choose another --port or --host"
-        ) from error
+        raise _cannot_listen(host, port, error) from error
+
+
+def listen(place: socket.socket) -> None:
+    """From here on callers wait until the server runs."""
+    try:
+        place.listen(BACKLOG)
+    except OSError as error:  # another that was bound there too came first
+        host, port, *_ = place.getsockname()
+        raise _cannot_listen(host, port, error) from error
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> HeadstartError:
+    return HeadstartError(f"{host}:{port}: cannot listen there ({error}): choose another --port or --host")
 
 
 class Server(uvicorn.Server):
