@@ -144,6 +144,59 @@ def test_where_it_costs_to_begin_drafts_are_looked_at_more_seldom() -> None:
     assert looks(0.0) > 1.5 * looks(1.0) > 0
 
 
+def play(depth: Depth, rows: list[Drafter], rounds: int, stands: bool, timed: bool = True) -> list[int]:
+    """Rounds in which every draft stands or none does, on a machine where a draft costs .8 of a step."""
+    depths = []
+    for _ in range(rounds):
+        k = depth.choose(rows)
+        seconds = len(rows) * (1 + 0.8 * k)
+        depth.observe(rows, k, [(k * stands, k)] * len(rows), seconds if timed else None)
+        depths.append(k)
+    return depths
+
+
+def parked() -> Depth:
+    """One that knows the machine, and drafts nothing, since nothing stood for long."""
+    depth = Depth()
+    depth.cost.calibrate({(1, k): [1 + 0.8 * k] * 2 for k in (0, 1, 3, 7)})
+    assert play(depth, [Drafter(8)], 300, stands=False)[-8:].count(0) >= 6
+    return depth
+
+
+def test_a_new_text_is_tried_at_once_and_drafts_that_pay_go_on() -> None:
+    """Other rows' texts say little of it. Where the first drafts stand there is no going back to zero."""
+    depths = play(parked(), [Drafter(8)], 30, stands=True)
+    first = depths.index(max(depths[:6], key=bool))
+    assert first < 6
+    assert 0 not in depths[first:]
+    assert play(parked(), [Drafter(8)], 30, stands=False).count(0) >= 24
+
+
+def test_no_look_begins_while_steps_cannot_be_timed() -> None:
+    """Rows are coming in then, and wait for the steps of those that run."""
+    depth = parked()
+    play(depth, [Drafter(8)], 8, stands=False)
+    assert not any(play(depth, [Drafter(8)], 200, stands=False, timed=False)[5:])
+    assert any(play(depth, [Drafter(8)], 200, stands=False))
+
+
+def test_a_number_of_rows_that_is_only_passed_through_is_not_looked_into() -> None:
+    depth = parked()
+    for rows in range(2, 17):
+        assert not any(play(depth, [Drafter(8) for _ in range(rows)], 2, stands=False, timed=rows % 2 == 0)[:1])
+
+
+def test_one_look_does_not_outweigh_many() -> None:
+    """The machine was slower while the others ran, so drafts seemed cheaper than they are."""
+    cost = Cost()
+    cost.calibrate({(1, 0): [1.0], (1, 1): [1.8]})
+    for look in range(12):
+        for k in (0,) * 30 + (1,) * 3:
+            cost.observe(1, k, (1 + 0.8 * k) * (0.7 if look == 11 and k else 1.0))
+    plain, drafted = cost.curve(1, 1)
+    assert drafted / plain > 1.65
+
+
 def test_no_row_is_drafted_for_beyond_its_ceiling() -> None:
     depth = Depth()
     assert all(depth.choose([Drafter(0), Drafter(0)]) == 0 for _ in range(30))

@@ -1,8 +1,8 @@
 """What a step costs by (rows, k): measured where it was run, and elsewhere what a step is made of.
 
 Clocks mislead on a busy machine, so three things are kept apart. *Pace*: a machine slows down and recovers at every
-depth alike, so while depth stays as it is, a surprise is the pace's. *Cells*: two depths are compared where they ran
-close to each other in time. *Parts*: a step is something fixed, something a row, something a position and something a
+depth alike, so while depth stays as it is, a surprise is the pace's. *Cells*: two depths are compared where one
+follows the other, and many such looks count for more than the last. *Parts*: a step is something fixed, something a row, something a position and something a
 draft; fitted to the cells, they say what a depth or a number of rows costs that was never run.
 """
 
@@ -17,13 +17,13 @@ FAST, SLOW = -0.5, 0.25  # how far one time may surprise, as logarithms: a hiccu
 FAR = 0.8  # … and the first one of a cell, from what was thought of it
 PACE, PACE_FRESH = 0.3, 0.2  # share of a surprise that is the pace's; less just after a change of depth
 FRESH = 4  # rounds after a change of depth in which the pace is known from the depth before
-OWN, OWN_SETTLED = 0.1, 0.02  # least share of a surprise that is the cell's while fresh, and after that
-FADES = 0.96  # what is known of a cell still weighs a step later that ran another: what drafts cost may drift
-TRUST = 2.0  # what one look at a cell counts for; what the parts say of it counts for 1
+OWN = 0.15  # least share of a surprise that is the cell's, just after a change of depth
+FADES = 0.99  # what is known of a cell still weighs a step later: what drafts cost may drift
+TRUST = 0.7  # what one look at a cell counts for; what the parts say of it counts for 1
 DOUBT = 0.25  # by what share a cell may turn out to be faster than the parts say if nothing like it was run
 MISSED = 0.3  # share of that which one cell more or less says
 BEGUN, MOST_TO_BEGIN = 0.2, 2.0  # share of what one beginning says, and the most it may say
-REFIT = 64  # observations between two fits of the parts
+REFIT = 24  # comparisons between two fits of the parts
 LEAN = 0.005  # how much the fit leans on the parts it began with
 BEGIN = (0.6, 0.05, 0.1, 0.06)  # what a step is made of before anything was measured: fixed, row, position, draft
 
@@ -33,10 +33,10 @@ class Seen:
     """What was measured of a cell."""
 
     level: float  # logarithm of its time at pace 1
-    times: int
+    weight: float = 1.0  # what is known of it counts for so many looks; it fades
+    at: int = 0  # the step at which it counted for so many
+    once: bool = True  # it was measured only once
     made_of: float = 0.0  # what the parts say of the level
-    weight: float = 1.0  # what is known of it counts for so many looks; it fades while other cells run
-    at: int = 0  # the step at which it did so
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Cost:
     _last: Cell | None = None  # what ran last
     _run: int = 0  # rounds for which it has
     _missed: float = DOUBT  # by how much the parts were off where a cell was first run
-    _unfitted: int = 0  # observations since the parts were fitted
+    _unfitted: int = 0  # comparisons since the parts were fitted
     _steps: int = 0
 
     def calibrate(self, seconds: Mapping[Cell, Sequence[float]]) -> None:
@@ -57,7 +57,7 @@ class Cost:
         least = min(seconds)
         self.pace = math.log(min(seconds[least])) - self._made_of(*least)
         for cell, each in seconds.items():
-            self.cells[cell] = Seen(math.log(min(each)) - self.pace, len(each))
+            self.cells[cell] = Seen(math.log(min(each)) - self.pace, float(len(each)), once=len(each) == 1)
         self._fit()
 
     def observe(self, rows: int, k: int, seconds: float | None) -> None:
@@ -81,18 +81,20 @@ class Cost:
                 self.pace, measured = math.log(seconds) - self._made_of(*cell), self._made_of(*cell)
             guess = self._level(rows, k)
             self._missed += MISSED * (min(abs(measured - guess), DOUBT) - self._missed)
-            self.cells[cell] = Seen(min(max(measured, guess - FAR), guess + FAR), 1)
+            self.cells[cell] = Seen(min(max(measured, guess - FAR), guess + FAR), at=self._steps)
             self._fit()
             return
         fresh = self._run <= FRESH
         self.pace += (PACE_FRESH if fresh else PACE) * _bounded(measured - self._level(rows, k))
-        seen.times += 1
+        if not fresh:
+            return
         seen.weight = 1 + min(seen.weight, 1 / OWN) * FADES ** (self._steps - seen.at)
         seen.at = self._steps
-        if seen.times == 2 and measured < seen.level - SLOW:  # the first was a hiccup
+        if seen.once and measured < seen.level - SLOW:  # the first was a hiccup
             seen.level = measured
         else:
-            seen.level += (1 / seen.weight if fresh else OWN_SETTLED) * _bounded(measured - seen.level)
+            seen.level += _bounded(measured - seen.level) / seen.weight
+        seen.once = False
         self._unfitted += 1
         if self._unfitted >= REFIT:
             self._fit()
@@ -119,7 +121,7 @@ class Cost:
         level, weight, off = self._made_of(rows, k), 1.0, 0.0
         for (r, j), seen in self.cells.items():
             if r == rows and j == k:
-                alike = TRUST * seen.times
+                alike = TRUST * seen.weight
             else:
                 alike = _alike(r, j, rows, k)
             weight, off = weight + alike, off + alike * (seen.level - seen.made_of)
@@ -138,9 +140,9 @@ class Cost:
             share = math.exp(-seen.level)
             x = (share, share * rows, share * rows * (k + 1), share * k)
             for i in size:
-                right[i] += x[i]
+                right[i] += seen.weight * x[i]
                 for j in size:
-                    matrix[i][j] += x[i] * x[j]
+                    matrix[i][j] += seen.weight * x[i] * x[j]
         for _ in range(40):  # one part after the other, the rest held: four parts settle in less
             for i in size:
                 rest = sum(matrix[i][j] * self.parts[j] for j in size if j != i)

@@ -6,6 +6,8 @@ looks at a drafted token or its probability, only at what was known before the d
 text.
 """
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -24,6 +26,7 @@ LOOK = 2  # rounds of a look at another depth, one more the first time: the firs
 BETWEEN = 3  # rounds between two looks
 # Rounds until the same depth is looked at again, and share of the time that may go into it:
 UNKNOWN = (6, 0.02)  # what it takes was never measured
+UNTRIED = (1, 0.05)  # nothing was drafted for most rows yet: other rows' texts say little of theirs
 PARKED = (12, 0.006)  # how drafts fare is only known from looks
 DRAFTING = (30, 0.003)  # … is known without them; only what it takes may have changed
 LATEST = 100  # rounds after which it is looked at whatever it may cost
@@ -116,9 +119,13 @@ class Depth:
         self.pool = Survival()
         self.gains: list[float] = []  # tokens a second to those of k = 0, by k, as of the last choice
         self._current: dict[int, int] = {}  # by number of rows
-        self._ran: dict[tuple[int, int], int] = {}  # the round in which (rows, k) last ran
-        self._look = (0, 0, 0)  # rows and depth that are being looked at, and the rounds left for it
+        self._rounds: Counter[int] = Counter()  # by number of rows: rounds so far
+        self._ran: dict[tuple[int, int], int] = {}  # which of these rounds (rows, k) last was
+        self._look = (0, 0, 0)  # rows, the depth that is looked at and the one it is compared with
+        self._left = 0  # rounds of the look to come
+        self._beside = 0.0  # tokens a second of the one that it is compared with
         self._next_look = 0  # the round from which there may be another
+        self._timed = True  # whether it is known how long the last step took
         self._round = 0
         self._start = start
 
@@ -129,6 +136,7 @@ class Depth:
         if most == 0:
             return 0
         count = len(rows)
+        self._rounds[count] += 1
         seconds = self.cost.curve(count, most)
         values = [tokens / time for tokens, time in zip(self.tokens(rows, most), seconds, strict=True)]
         self.gains = [value / values[0] for value in values]
@@ -138,8 +146,9 @@ class Depth:
         if current > most or values[best] > values[current] * enough:
             current = best
         self._current[count] = current
-        chosen = self._look_around(count, current, values, seconds)
-        self._ran[count, chosen] = self._round
+        untried = 2 * sum(not row.survival.tried[0] for row in rows) > count
+        chosen = self._look_around(count, current, values, seconds, untried)
+        self._ran[count, chosen] = self._rounds[count]
         return chosen
 
     def tokens(self, rows: Sequence[Drafter], most: int) -> list[float]:
@@ -164,15 +173,24 @@ class Depth:
             self.pool.observe(accepted, proposed, self._round)
         if rows:
             self.cost.observe(len(rows), k, seconds)
+            self._timed = seconds is not None
+        if self._look == (len(rows), k, 0):  # nothing but looks tells how drafts fare
+            tokens = sum(accepted + 1 for accepted, _ in outcomes)
+            if tokens > self._beside * self.cost.curve(len(rows), k)[k]:
+                self._left = max(self._left, 1)  # it pays, so it goes on
+            else:
+                self._beside = math.inf
 
-    def _look_around(self, rows: int, current: int, values: list[float], seconds: list[float]) -> int:
+    def _look_around(self, rows: int, current: int, values: list[float], seconds: list[float], untried: bool) -> int:
         """Now and then the depth beside the current one or the second best: the more it is expected to lose, the
-        more seldom."""
-        at, k, left = self._look
-        if left and at == rows and k < len(values):
-            self._look = (at, k, left - 1)
+        more seldom. Not while rows come and go, when a step cannot be timed: a look would teach little, and keep
+        those waiting that have not begun."""
+        at, k, beside = self._look
+        if self._left and (at, beside) == (rows, current) and k < len(values):
+            self._left -= 1
+            self._next_look = self._round + 1 + BETWEEN
             return k
-        if self._round < self._next_look:
+        if self._round < self._next_look or not self._timed:
             return current
         others = [k for k in range(len(values)) if k != current]
         worth = {max(others, key=values.__getitem__), current - 1, current + 1}
@@ -180,7 +198,12 @@ class Depth:
             doubt = self.cost.doubt(rows, k)
             if k not in worth and not (doubt and (k == 0 or values[k] * (1 + doubt) > values[current])):
                 continue
-            soon, share = UNKNOWN if doubt else PARKED if current == 0 else DRAFTING
+            if doubt:
+                soon, share = UNKNOWN
+            elif current == 0:
+                soon, share = UNTRIED if untried else PARKED
+            else:
+                soon, share = DRAFTING
             rounds = LOOK + 1 if doubt else LOOK
             # What the look would cost beyond its tokens' worth, in rounds of the current depth.
             loss = rounds * seconds[k] / seconds[current] * max(1 - values[k] / values[current], 0.0)
@@ -188,7 +211,8 @@ class Depth:
                 loss += max(self.cost.beginning, 0.0)
             if k == 0 and doubt:  # what the others are compared with must be known
                 loss = 0.0
-            if self._round - self._ran.get((rows, k), 0) >= min(max(loss / share, soon), LATEST):
-                self._look, self._next_look = (rows, k, rounds - 1), self._round + rounds + BETWEEN
+            if self._rounds[rows] - self._ran.get((rows, k), 0) >= min(max(loss / share, soon), LATEST):
+                self._look, self._left = (rows, k, current), rounds - 1
+                self._beside, self._next_look = values[current], self._round + 1 + BETWEEN
                 return k
         return current
