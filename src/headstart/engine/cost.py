@@ -2,8 +2,9 @@
 
 Clocks mislead on a busy machine, so three things are kept apart. *Pace*: a machine slows down and recovers at every
 depth alike, so while depth stays as it is, a surprise is the pace's. *Cells*: two depths are compared where one
-follows the other, and many such looks count for more than the last. *Parts*: a step is something fixed, something a row, something a position and something a
-draft; fitted to the cells, they say what a depth or a number of rows costs that was never run.
+follows the other, and many such looks count for more than the last. *Parts*: a step is something fixed, something a
+row, something a position and something a draft; fitted to the cells, they say what a depth or a number of rows costs
+that was never run.
 """
 
 import math
