@@ -46,9 +46,10 @@ def expected(text: Text, round: int) -> list[float]:
 
 
 def calibrated(costs: Costs, clock: Clock) -> Depth:
-    """As the engine does it: a few depths of one row, each the best of two."""
+    """As the engine does it: a few depths of one row and two of four, each the best of two."""
     depth = Depth()
-    times = {(1, k): [clock.measure(costs(1, k, 0)) for _ in range(2)] for k in (0, 1, 3, 7)}
+    cells = [(1, 0), (1, 1), (1, 3), (1, 7), (4, 0), (4, 1)]
+    times = {(rows, k): [clock.measure(costs(rows, k, 0)) for _ in range(2)] for rows, k in cells}
     depth.cost.calibrate(times)
     return depth
 

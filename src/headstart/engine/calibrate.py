@@ -14,24 +14,42 @@ from .cost import Cell
 from .step import prefill, step
 
 TEXT = [3, 5, 7, 11, 13, 17, 19, 23]
-DEPTHS = (0, 1, 3, 7)  # between and beyond them lies a line
+DEEPER = (3, 7)  # between and beyond them lies a line
+SEVERAL = 4  # rows: how many more a step takes with and without a draft says what any number of them would
 STEPS = 3  # of a depth in a row
-SWEEPS = 2  # over all depths: a machine is busy for a while and then is not
-ENOUGH = 0.5  # seconds; then only what is missing of depths 0 and 1 is measured
+ENOUGH = 0.5  # seconds; then no more is begun than depths 0 and 1 of one row
 
 
-def step_times(model: Model, most: int) -> dict[Cell, list[float]]:
-    """Seconds a step of one row by k, each time it was looked at. The row is thrown away."""
-    text = [token % model.vocabulary for token in TEXT]
-    row = Batch.of_one(model, text, Asked(SamplingParams(), key=0, choice=0, limit=model.context_length), most)
-    prefill(model, row, mx.array([text[:-1]], mx.int32), mx.array(text[-1:], mx.int32))
-    mx.eval(row.arrays())
+def step_times(model: Model, most: int, max_rows: int) -> dict[Cell, list[float]]:
+    """Seconds a step by rows and k, each time it was looked at. The rows are thrown away."""
     begun, times = time.perf_counter(), dict[Cell, list[float]]()
-    for k in [k for _ in range(SWEEPS) for k in DEPTHS if k <= most]:
-        if time.perf_counter() - begun > ENOUGH and {(1, 0), (1, min(1, most))} <= times.keys():
-            break
-        times.setdefault((1, k), []).append(_one_depth(model, row, k))
+    batches: dict[int, Batch] = {}
+
+    def measure(rows: int, k: int) -> None:
+        if rows not in batches:
+            batches[rows] = _batch(model, most, rows)
+        times.setdefault((rows, k), []).append(_one_depth(model, batches[rows], k))
+
+    both = sorted({0, min(1, most)})
+    for rows in sorted({1, min(SEVERAL, max_rows)}):
+        if rows == 1 or time.perf_counter() - begun < ENOUGH:
+            for k in both:
+                measure(rows, k)
+    # A machine is busy for a while and then is not, so all of it twice.
+    for cell in [*((1, k) for k in DEEPER if k <= most), *times, *((1, k) for k in DEEPER if k <= most)]:
+        if time.perf_counter() - begun < ENOUGH:
+            measure(*cell)
     return times
+
+
+def _batch(model: Model, most: int, rows: int) -> Batch:
+    text = [token % model.vocabulary for token in TEXT]
+    asked = Asked(SamplingParams(), key=0, choice=0, limit=model.context_length)
+    batch = Batch.of_one(model, text, asked, most)
+    prefill(model, batch, mx.array([text[:-1]], mx.int32), mx.array(text[-1:], mx.int32))
+    batch.fork([asked] * rows, model)
+    mx.eval(batch.arrays())
+    return batch
 
 
 def _one_depth(model: Model, row: Batch, k: int) -> float:

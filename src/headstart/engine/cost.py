@@ -25,7 +25,7 @@ DOUBT = 0.25  # by what share a cell may turn out to be faster than the parts sa
 MISSED = 0.3  # share of that which one cell more or less says
 BEGUN, MOST_TO_BEGIN = 0.2, 2.0  # share of what one beginning says, and the most it may say
 REFIT = 24  # comparisons between two fits of the parts
-LEAN = 0.005  # how much the fit leans on the parts it began with
+LEAN = 0.001  # how much the fit leans on the parts it began with
 BEGIN = (0.6, 0.05, 0.1, 0.06)  # what a step is made of before anything was measured: fixed, row, position, draft
 
 

@@ -24,12 +24,12 @@ GUESS = 0.75  # acceptance before anything was drafted
 HYSTERESIS = 0.03  # a gain below which depth is not raised
 LOOK = 2  # rounds of a look at another depth, one more the first time: the first round is not timed
 BETWEEN = 3  # rounds between two looks
-# Rounds until the same depth is looked at again, and share of the time that may go into it:
-UNKNOWN = (6, 0.02)  # what it takes was never measured
-UNTRIED = (1, 0.05)  # nothing was drafted for most rows yet: other rows' texts say little of theirs
-PARKED = (12, 0.006)  # how drafts fare is only known from looks
-DRAFTING = (30, 0.003)  # … is known without them; only what it takes may have changed
-LATEST = 100  # rounds after which it is looked at whatever it may cost
+# Rounds until the same depth is looked at again at the soonest, share of the time that may go into it, and rounds
+# after which it is looked at whatever it may cost:
+UNKNOWN = (6, 0.01, 100)  # what it takes was never measured, and might be little enough
+UNTRIED = (1, 0.05, 250)  # no row was drafted for yet, and others' texts say little of these: the share is one row's
+PARKED = (12, 0.006, 250)  # how drafts fare is only known from looks
+DRAFTING = (30, 0.003, 100)  # … is known without them; only what it takes may have changed
 OLD = 200  # rounds after which nothing is left
 
 _kept = [MEMORY**age for age in range(OLD)]
@@ -146,7 +146,7 @@ class Depth:
         if current > most or values[best] > values[current] * enough:
             current = best
         self._current[count] = current
-        untried = 2 * sum(not row.survival.tried[0] for row in rows) > count
+        untried = not any(row.survival.tried[0] for row in rows)
         chosen = self._look_around(count, current, values, seconds, untried)
         self._ran[count, chosen] = self._rounds[count]
         return chosen
@@ -196,22 +196,24 @@ class Depth:
         worth = {max(others, key=values.__getitem__), current - 1, current + 1}
         for k in others:
             doubt = self.cost.doubt(rows, k)
-            if k not in worth and not (doubt and (k == 0 or values[k] * (1 + doubt) > values[current])):
+            unknown = doubt > 0 and (k == 0 or values[k] * (1 + doubt) > values[current])
+            if k not in worth and not unknown:
                 continue
-            if doubt:
-                soon, share = UNKNOWN
+            if unknown:
+                soon, share, late = UNKNOWN
             elif current == 0:
-                soon, share = UNTRIED if untried else PARKED
+                soon, share, late = UNTRIED if untried else PARKED
+                share = max(share / rows, PARKED[1])  # several texts together are more like those before
             else:
-                soon, share = DRAFTING
-            rounds = LOOK + 1 if doubt else LOOK
+                soon, share, late = DRAFTING
+            rounds = LOOK + 1 if unknown else LOOK
             # What the look would cost beyond its tokens' worth, in rounds of the current depth.
             loss = rounds * seconds[k] / seconds[current] * max(1 - values[k] / values[current], 0.0)
             if current == 0:
                 loss += max(self.cost.beginning, 0.0)
             if k == 0 and doubt:  # what the others are compared with must be known
                 loss = 0.0
-            if self._rounds[rows] - self._ran.get((rows, k), 0) >= min(max(loss / share, soon), LATEST):
+            if self._rounds[rows] - self._ran.get((rows, k), 0) >= min(max(loss / share, soon), late):
                 self._look, self._left = (rows, k, current), rounds - 1
                 self._beside, self._next_look = values[current], self._round + 1 + BETWEEN
                 return k

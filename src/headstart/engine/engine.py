@@ -256,7 +256,7 @@ class Engine:
         """Time a few steps of a model that nothing is known of."""
         depth = _depths.get(self.model)
         if depth is not None and depth is self.depth and not depth.cost.cells:
-            depth.cost.calibrate(step_times(self.model, depth.most))
+            depth.cost.calibrate(step_times(self.model, depth.most, self.max_rows))
 
     def _join(self, row: Row) -> None:
         assert row.batch is not None
