@@ -86,9 +86,7 @@ def test_depth_is_found_again_within_50_rounds_of_a_burst(machine: str) -> None:
     rows = lambda round: 8 if 300 <= round < 400 else 1  # noqa: E731
     runs = [simulate(MACHINES[machine], TEXTS["falling"], 520, rows=rows, seed=seed) for seed in range(8)]
     shares = [run.share(450) for run in runs]
-    assert statistics.mean(shares) >= (
-        0.93 if machine == "drifting" else 0.95
-    )  # a share is less there
+    assert statistics.mean(shares) >= (0.93 if machine == "drifting" else 0.95)  # a share is less there
     assert min(shares) >= 0.85
     assert statistics.mean(run.share(300, 450) for run in runs) >= 0.9  # the burst and what follows it
 
