@@ -91,7 +91,7 @@ def _scan_back(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     parts = [part.contiguous() for part in (said, keys, asked, inside, left, kept, new, states)]
     rows, heads, chunks, size, dim = keys.shape
-    made = tuple(torch.empty_like(part) for part in (parts[0], *parts[1:6]))
+    made = tuple(torch.empty_like(part) for part in parts[:6])
     _backwards[(rows * heads,)](*parts, *made, chunks, C=size, D=dim, num_warps=4, num_stages=1)
     return made
 
@@ -103,6 +103,7 @@ def _(said: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
 
 def _remember(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs[1:], *output[1:])
+    ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, said: Tensor, *_: Tensor) -> tuple[Tensor, ...]:

@@ -16,4 +16,4 @@ def test_an_mlx_without_its_backend_is_one_line_with_the_way_out(tmp_path: Path)
     assert (result.returncode, result.stdout) == (1, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: mlx cannot be loaded (")
-    assert "pip install 'headstart[cpu]'" in line
+    assert "pip install 'mlx[cpu]'" in line

@@ -1,6 +1,11 @@
-"""A machine and a text that are made of numbers, to try the choice of depth on."""
+"""A machine and a text that are made of numbers, to try the choice of depth on.
 
+python tests/engine/simulator.py [--rows 4] [--busy]    the table of docs/engine.md
+"""
+
+import argparse
 import random
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +15,23 @@ from headstart.engine.depth import Controller, Depth, Drafter
 Costs = Callable[[int, int, int], float]  # rows, k, round → seconds a step
 Text = Callable[[int, int], float]  # round, position → how likely the draft there stands, given those before it
 Rows = Callable[[int], int]  # round → how many decode
+
+
+MACHINES: dict[str, Costs] = {
+    "flat": lambda rows, k, round: 1 + 0.02 * k * rows + 0.05 * k,
+    "linear": lambda rows, k, round: (1 + 0.9 * k) * rows,
+    "cpu": lambda rows, k, round: (1 + 0.5 * k) * rows**0.8,
+    "step at 8": lambda rows, k, round: (1.0 if rows * (k + 1) <= 8 else 2.0) + 0.06 * k,
+    "slowing": lambda rows, k, round: (1 + 0.3 * k) * (1 + round / 400),
+    "drifting": lambda rows, k, round: 1 + k * (0.1 + round / 600),  # drafts cost more and more, plain steps do not
+}
+TEXTS: dict[str, Text] = {
+    "good": lambda round, j: 0.9,
+    "falling": lambda round, j: (0.9, 0.8, 0.6, 0.4, 0.3, 0.2, 0.2, 0.2)[j],
+    "poor": lambda round, j: 0.3,
+    "good, then poor": lambda round, j: 0.9 if round < 300 else 0.25,
+    "poor, then good": lambda round, j: 0.25 if round < 300 else 0.9,
+}
 
 
 @dataclass
@@ -114,3 +136,24 @@ class Informed:
             first, second = first * a, second * b
         self.belief = second / (first + second)
         self.belief += (1 - 2 * self.belief) / self.turn  # and now it may have changed
+
+
+def mean_share(machine: str, text: str, *, rows: int = 1, busy: bool = False) -> float:
+    costs, chances = MACHINES[machine], TEXTS[text]
+    runs = [simulate(costs, chances, 600, rows=lambda round: rows, busy=busy, seed=seed) for seed in range(8)]
+    return statistics.mean(run.share() for run in runs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--busy", action="store_true")
+    arguments = parser.parse_args()
+    print(f"| machine | {' | '.join(TEXTS)} |\n|{' --- |' * (1 + len(TEXTS))}")
+    for machine in MACHINES:
+        shares = [mean_share(machine, text, rows=arguments.rows, busy=arguments.busy) for text in TEXTS]
+        print(f"| {machine} | {' | '.join(f'{share:.3f}' for share in shares)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

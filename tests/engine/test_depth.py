@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import product
 
 import pytest
-from simulator import Costs, Informed, Text, simulate
+from simulator import MACHINES, TEXTS, Informed, Text, mean_share, simulate
 
 import headstart.engine.engine
 from fixtures import FAMILIES, builtin_model, collect, generate, random_model, random_prompt, submit
@@ -15,28 +15,7 @@ from headstart.engine.cost import Cost
 from headstart.engine.depth import Drafter
 from headstart.models import Model
 
-MACHINES: dict[str, Costs] = {
-    "flat": lambda rows, k, round: 1 + 0.02 * k * rows + 0.05 * k,
-    "linear": lambda rows, k, round: (1 + 0.9 * k) * rows,
-    "cpu": lambda rows, k, round: (1 + 0.5 * k) * rows**0.8,
-    "step at 8": lambda rows, k, round: (1.0 if rows * (k + 1) <= 8 else 2.0) + 0.06 * k,
-    "slowing": lambda rows, k, round: (1 + 0.3 * k) * (1 + round / 400),
-    "drifting": lambda rows, k, round: 1 + k * (0.1 + round / 600),  # drafts cost more and more, plain steps do not
-}
-TEXTS: dict[str, Text] = {
-    "good": lambda round, j: 0.9,
-    "falling": lambda round, j: (0.9, 0.8, 0.6, 0.4, 0.3, 0.2, 0.2, 0.2)[j],
-    "poor": lambda round, j: 0.3,
-    "good, then poor": lambda round, j: 0.9 if round < 300 else 0.25,
-    "poor, then good": lambda round, j: 0.25 if round < 300 else 0.9,
-}
 EVERY = [(machine, text) for machine, text in product(MACHINES, TEXTS) if machine != "drifting"]
-
-
-def mean_share(machine: str, text: str, *, rows: int = 1, busy: bool = False) -> float:
-    costs, chances = MACHINES[machine], TEXTS[text]
-    runs = [simulate(costs, chances, 600, rows=lambda round: rows, busy=busy, seed=seed) for seed in range(8)]
-    return statistics.mean(run.share() for run in runs)
 
 
 @pytest.mark.parametrize("rows", [1, pytest.param(4, marks=pytest.mark.slow)])
@@ -195,6 +174,22 @@ def test_one_look_does_not_outweigh_many() -> None:
             cost.observe(1, k, (1 + 0.8 * k) * (0.7 if look == 11 and k else 1.0))
     plain, drafted = cost.curve(1, 1)
     assert drafted / plain > 1.65
+
+
+@pytest.mark.parametrize("k", [0, "auto"])
+def test_a_round_that_nobody_waits_for_any_more_teaches_nothing(k: object) -> None:
+    """The only row is cancelled with a round in flight, and another comes in the same turn."""
+    model = random_model("dense")
+    prompt = random_prompt(model, 9)
+    expected = generate(model, prompt, max_tokens=8, k=0).tokens
+    engine = Engine(model, depth=Depth())
+    for _ in range(6):
+        gone = submit(engine, prompt, max_tokens=40, k=k)
+        for _ in range(4):
+            engine.turn()
+        gone.cancel()
+        assert collect(submit(engine, prompt, max_tokens=8, k=k)).tokens == expected
+    Depth().observe([], 0, [], None)
 
 
 def test_no_row_is_drafted_for_beyond_its_ceiling() -> None:

@@ -21,7 +21,7 @@ def check_plot(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise HeadstartError("--plot needs matplotlib: pip install 'headstart[plot]'") from error
+        raise HeadstartError("--plot needs matplotlib: pip install matplotlib") from error
 
 
 def plot(report: Report, path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from ..engine import Engine
 from ..errors import RequestError
 from ..models import Model
 from .imposed import Recording, begin_imposed, check_pattern, record
@@ -98,6 +99,8 @@ def sweep(model: Model, plan: Plan, progress: Callable[[float], None] = lambda r
     def measure(cell: Cell) -> dict[K, Run]:
         return in_turns({k: begun(cell, k) for k in rng.sample(plan.ks, len(plan.ks))}, progress)
 
+    if "auto" in plan.ks:
+        Engine(model, max_rows=max(plan.rows)).warm_up()
     for cell in plan.cells[:: len(plan.prompts)]:  # one of every number of rows, to warm up
         measure(cell)
     runs: Runs = {cell: {k: [] for k in plan.ks} for cell in plan.cells}

@@ -29,7 +29,7 @@ from .serve import serve
 # Only its tokenizers are used: spare users the advice to install PyTorch.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
-CHOICE = "`pip install 'headstart[cpu]'`, or `'headstart[cuda]'` for NVIDIA's GPUs."
+CHOICE = "`pip install 'mlx[cpu]'`, or `'mlx[cuda13]'` for NVIDIA's GPUs."
 
 
 class Commands(TyperGroup):

@@ -15,9 +15,9 @@ from .step import prefill, step
 
 TEXT = [3, 5, 7, 11, 13, 17, 19, 23]
 DEEPER = (3, 7)  # between and beyond them lies a line
-SEVERAL = 4  # rows: how many more a step takes with and without a draft says what any number of them would
+SEVERAL = 4  # rows: how much longer a step takes then, with and without a draft, says it of any number of them
 STEPS = 3  # of a depth in a row
-ENOUGH = 0.5  # seconds; then no more is begun than depths 0 and 1 of one row
+ENOUGH = 0.5  # seconds; then nothing more is begun, but for depth 1 where there is depth 0
 
 
 def step_times(model: Model, most: int, max_rows: int) -> dict[Cell, list[float]]:
@@ -43,25 +43,32 @@ def step_times(model: Model, most: int, max_rows: int) -> dict[Cell, list[float]
 
 
 def _batch(model: Model, most: int, rows: int) -> Batch:
-    text = [token % model.vocabulary for token in TEXT]
+    """Rows of different texts: where there are experts, each text takes its own."""
     asked = Asked(SamplingParams(), key=0, choice=0, limit=model.context_length)
-    batch = Batch.of_one(model, text, asked, most)
-    prefill(model, batch, mx.array([text[:-1]], mx.int32), mx.array(text[-1:], mx.int32))
-    batch.fork([asked] * rows, model)
+    batch: Batch | None = None
+    for row in range(rows):
+        text = [token % model.vocabulary for token in TEXT[row:] + TEXT[:row]]
+        one = Batch.of_one(model, text, asked, most)
+        prefill(model, one, mx.array([text[:-1]], mx.int32), mx.array(text[-1:], mx.int32))
+        if batch is None:
+            batch = one
+        else:
+            batch.join(one, model)
+    assert batch is not None
     mx.eval(batch.arrays())
     return batch
 
 
-def _one_depth(model: Model, row: Batch, k: int) -> float:
+def _one_depth(model: Model, batch: Batch, k: int) -> float:
     """As the engine does it: a step is described while the device works on the one before. All of them are timed as
     one: where the host is late to see a step land, the next one only seems short."""
-    mx.eval(step(model, row, k).tokens, *row.arrays())  # makes up for what the depth before left
+    mx.eval(step(model, batch, k).tokens, *batch.arrays())  # makes up for what the depth before left
     begun, flying = time.perf_counter(), None
     for _ in range(STEPS):
-        said = step(model, row, k).tokens
-        mx.async_eval(said, *row.arrays())
+        said = step(model, batch, k).tokens
+        mx.async_eval(said, *batch.arrays())
         if flying is not None:
             flying.tolist()
         flying = said
-    mx.eval(said, *row.arrays())
+    mx.eval(said, *batch.arrays())
     return (time.perf_counter() - begun) / STEPS

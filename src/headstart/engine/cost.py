@@ -34,7 +34,7 @@ class Seen:
     """What was measured of a cell."""
 
     level: float  # logarithm of its time at pace 1
-    weight: float = 1.0  # what is known of it counts for so many looks; it fades
+    weight: float = 1.0  # what is known of it counts for so many looks; it fades once there is another
     at: int = 0  # the step at which it counted for so many
     once: bool = True  # it was measured only once
     made_of: float = 0.0  # what the parts say of the level

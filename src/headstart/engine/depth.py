@@ -6,7 +6,6 @@ looks at a drafted token or its probability, only at what was known before the d
 text.
 """
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,10 +21,10 @@ ALIKE = 6.0  # rounds by which a position is taken to be like the one before it
 YOUNG = 6.0  # rounds by which a new row leans on the others
 GUESS = 0.75  # acceptance before anything was drafted
 HYSTERESIS = 0.03  # a gain below which depth is not raised
-LOOK = 2  # rounds of a look at another depth, one more the first time: the first round is not timed
+LOOK = 2  # rounds of a look at another depth, one more where it is unknown: the first round is not timed
 BETWEEN = 3  # rounds between two looks
 # Rounds until the same depth is looked at again at the soonest, share of the time that may go into it, and rounds
-# after which it is looked at whatever it may cost:
+# after which it is looked at whatever it may cost, once steps can be timed:
 UNKNOWN = (6, 0.01, 100)  # what it takes was never measured, and might be little enough
 UNTRIED = (1, 0.05, 250)  # no row was drafted for yet, and others' texts say little of these: the share is one row's
 PARKED = (12, 0.006, 250)  # how drafts fare is only known from looks
@@ -121,9 +120,10 @@ class Depth:
         self._current: dict[int, int] = {}  # by number of rows
         self._rounds: Counter[int] = Counter()  # by number of rows: rounds so far
         self._ran: dict[tuple[int, int], int] = {}  # which of these rounds (rows, k) last was
-        self._look = (0, 0, 0)  # rows, the depth that is looked at and the one it is compared with
+        self._look: tuple[int, int, int] | None = None  # rows, the depth that is looked at, and the one it is beside
         self._left = 0  # rounds of the look to come
-        self._beside = 0.0  # tokens a second of the one that it is compared with
+        self._pays = False  # whether each of its rounds made more than one of the depth beside would have
+        self._beside = 0.0  # tokens a second of that one, as of the last choice
         self._next_look = 0  # the round from which there may be another
         self._timed = True  # whether it is known how long the last step took
         self._round = 0
@@ -171,25 +171,29 @@ class Depth:
         for row, (accepted, proposed) in zip(rows, outcomes, strict=True):
             row.survival.observe(accepted, proposed, self._round)
             self.pool.observe(accepted, proposed, self._round)
-        if rows:
-            self.cost.observe(len(rows), k, seconds)
-            self._timed = seconds is not None
-        if self._look == (len(rows), k, 0):  # nothing but looks tells how drafts fare
+        if not rows:
+            return
+        self.cost.observe(len(rows), k, seconds)
+        self._timed = seconds is not None
+        if self._look == (len(rows), k, 0):  # at zero nothing but looks tells how drafts fare
             tokens = sum(accepted + 1 for accepted, _ in outcomes)
-            if tokens > self._beside * self.cost.curve(len(rows), k)[k]:
-                self._left = max(self._left, 1)  # it pays, so it goes on
-            else:
-                self._beside = math.inf
+            self._pays = self._pays and tokens > self._beside * self.cost.curve(len(rows), k)[k]
+            if self._pays:
+                self._left = max(self._left, 1)
 
     def _look_around(self, rows: int, current: int, values: list[float], seconds: list[float], untried: bool) -> int:
         """Now and then the depth beside the current one or the second best: the more it is expected to lose, the
         more seldom. Not while rows come and go, when a step cannot be timed: a look would teach little, and keep
         those waiting that have not begun."""
-        at, k, beside = self._look
-        if self._left and (at, beside) == (rows, current) and k < len(values):
-            self._left -= 1
-            self._next_look = self._round + 1 + BETWEEN
-            return k
+        self._beside = values[current]
+        if self._look is not None:
+            at, k, beside = self._look
+            if (at, beside) != (rows, current) or k >= len(values):
+                self._look = None
+            elif self._left:
+                self._left -= 1
+                self._next_look = self._round + 1 + BETWEEN
+                return k
         if self._round < self._next_look or not self._timed:
             return current
         others = [k for k in range(len(values)) if k != current]
@@ -214,7 +218,7 @@ class Depth:
             if k == 0 and doubt:  # what the others are compared with must be known
                 loss = 0.0
             if self._rounds[rows] - self._ran.get((rows, k), 0) >= min(max(loss / share, soon), late):
-                self._look, self._left = (rows, k, current), rounds - 1
-                self._beside, self._next_look = values[current], self._round + 1 + BETWEEN
+                self._look, self._left, self._pays = (rows, k, current), rounds - 1, True
+                self._next_look = self._round + 1 + BETWEEN
                 return k
         return current

@@ -24,7 +24,7 @@ from ..errors import HeadstartError, RequestError
 from ..models import Model
 from ..state import Prefix
 from .batch import Batch
-from .calibrate import step_times
+from .calibrate import SEVERAL, step_times
 from .depth import Controller, Depth
 from .exact import rows_are_independent
 from .flight import Flight, describe, launches_ahead
@@ -33,6 +33,8 @@ from .memory import ANSWER, Footprint, is_shortage, left_for_rows
 from .queue import Queue
 from .request import Event, Handle, Request
 from .row import Row
+
+PARKED = 4  # times in a row that zero drafts are chosen, more than a look at zero has: then drafts do not pay
 
 _depths: WeakKeyDictionary[Model, Depth] = WeakKeyDictionary()
 
@@ -85,6 +87,7 @@ class Engine:
         self._flight: Flight | None = None
         self._landed = 0.0  # when the last round was known
         self._steady = False
+        self._zeros = 0  # how often in a row zero drafts were chosen
 
     @property
     def busy(self) -> bool:
@@ -217,7 +220,7 @@ class Engine:
             if row.batch is None and row.auto:
                 self._calibrate()
             self._steady = False
-            if not take_in(self.model, row, self.prefix):
+            if not take_in(self.model, row, self.prefix, drafting=self._zeros < PARKED):
                 return
             if row.handle.request.score == "only":
                 row.finish("length")
@@ -256,7 +259,8 @@ class Engine:
         """Time a few steps of a model that nothing is known of."""
         depth = _depths.get(self.model)
         if depth is not None and depth is self.depth and not depth.cost.cells:
-            depth.cost.calibrate(step_times(self.model, depth.most, self.max_rows))
+            several = self.footprint.bytes([1] * SEVERAL) <= self.memory
+            depth.cost.calibrate(step_times(self.model, depth.most, self.max_rows if several else 1))
 
     def _join(self, row: Row) -> None:
         assert row.batch is not None
@@ -332,6 +336,7 @@ class Engine:
         room = max(row.limit - row.said - (row in flying) - 1 for row in self.rows)
         if any(row.auto for row in self.rows):
             k = self.depth.choose([row.drafter for row in self.rows])
+            self._zeros = 0 if k else self._zeros + 1
         else:
             k = max(row.fixed for row in self.rows)
         flight = describe(self.model, self._batch, self.rows, min(k, room), steady=self._steady)

@@ -38,7 +38,7 @@ class Worth(IntEnum):
 @dataclass(frozen=True)
 class PrefixStats:
     hits: int = 0  # prompts that were resumed
-    misses: int = 0  # prompts of a chunk or more that were not
+    misses: int = 0  # prompts of more than a chunk that were not
     tokens: int = 0  # that did not have to be read
     entries: int = 0  # chunks
     bytes: int = 0
