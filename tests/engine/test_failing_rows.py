@@ -107,10 +107,10 @@ def test_a_row_whose_prompt_cannot_be_taken_in_ends_alone(monkeypatch: pytest.Mo
     prompts = [random_prompt(model, length, length) for length in (9, 13, 15)]
     prefill = headstart.engine.intake.prefill
 
-    def failing(model, batch, tokens, *others):  # type: ignore[no-untyped-def]
+    def failing(model, batch, tokens, following):  # type: ignore[no-untyped-def]
         if tokens.shape[1] == 12:
             raise ValueError("no room")
-        prefill(model, batch, tokens, *others)
+        prefill(model, batch, tokens, following)
 
     monkeypatch.setattr(headstart.engine.intake, "prefill", failing)
     engine = Engine(model)
@@ -171,10 +171,10 @@ def test_a_prompt_that_never_finds_memory_ends_though_it_fills_the_prefix_cache(
     model, prefix = random_model("dense"), Prefix(10**8)
     honest = headstart.engine.intake.prefill
 
-    def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array, primes_head: bool) -> mx.array:
+    def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array) -> mx.array:
         if batch.rows.bounds[0] >= 1024:
             raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
-        return honest(model, batch, tokens, following, primes_head)
+        return honest(model, batch, tokens, following)
 
     monkeypatch.setattr(headstart.engine.intake, "prefill", prefill)
     engine = Engine(model, prefix=prefix, memory_limit=10**9)

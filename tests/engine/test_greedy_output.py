@@ -145,9 +145,9 @@ def test_a_long_prompt_is_taken_in_at_fixed_multiples_whatever_runs_beside_it(
     cuts: list[int] = []
     prefill = headstart.engine.intake.prefill
 
-    def noted(model, batch, tokens, *others):  # type: ignore[no-untyped-def]
+    def noted(model, batch, tokens, following):  # type: ignore[no-untyped-def]
         cuts.append(tokens.shape[1])
-        prefill(model, batch, tokens, *others)
+        prefill(model, batch, tokens, following)
 
     monkeypatch.setattr(headstart.engine.intake, "prefill", noted)
     model = random_model("dense")

@@ -11,10 +11,9 @@ import mlx.core as mx
 import pytest
 
 import headstart.engine.intake
-import headstart.engine.step
 from fixtures import FAMILIES, random_model, random_prompt
 from headstart.engine import Engine, Handle, Request, Stats
-from headstart.engine.batch import LATEST, Batch
+from headstart.engine.batch import Batch
 from headstart.engine.step import prefill
 from headstart.models import Model
 from headstart.sampling import Asked, SamplingParams
@@ -299,10 +298,10 @@ def test_a_prompt_that_fails_midway_leaves_only_what_was_computed(monkeypatch: p
     engine, prefix = cached(model)
     chunks = 0
 
-    def failing(model, batch, tokens, *others):  # type: ignore[no-untyped-def]
+    def failing(model, batch, tokens, following):  # type: ignore[no-untyped-def]
         nonlocal chunks
         chunks += 1
-        prefill(model, batch, tokens, *others)
+        prefill(model, batch, tokens, following)
         if chunks == 3:
             raise ValueError("no room")
 
@@ -356,65 +355,6 @@ def test_the_next_turn_of_a_chat_reads_only_the_last_chunk_of_the_one_before_aga
         assert heard.hit >= len(prompt) - 1 - C
         assert heard.same_as(ask(Engine(model), following))
         prompt = following
-
-
-class Chosen:
-    """A controller that chooses what it was told."""
-
-    gains, k = (), 0
-
-    def choose(self, rows: object) -> int:
-        return self.k
-
-    def observe(self, *told: object) -> None:
-        pass
-
-
-def test_where_drafts_do_not_pay_the_head_is_shown_whole_chunks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others may go on from those. Of the rest it sees the latest once drafts begin, and nobody can tell."""
-    show, shown = headstart.engine.step.show, list[int]()
-
-    def noted(model: Model, batch: Batch, hidden: mx.array, *others: object, **how: object) -> list[mx.array]:
-        shown.append(hidden.shape[1])
-        return show(model, batch, hidden, *others, **how)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(headstart.engine.step, "show", noted)
-    model, depth, prefix = random_model("dense"), Chosen(), Prefix(LOTS, chunk=C)
-    engine = Engine(model, prefix=prefix, depth=depth)
-    prompts = [random_prompt(model, 2 * C + 15, seed) for seed in range(4)]
-    ask(engine, prompts[0], k="auto")
-    assert sum(shown) == 2 * C + 13  # nothing was chosen yet, so it was shown all pairs but the last
-    shown.clear()
-    parked = [ask(engine, prompts[1], k="auto"), ask(engine, prompts[2], k=0)]
-    assert sum(shown) == 2 * (2 * C - 1)
-    assert assert_true(prefix, model) == 6
-    shown.clear()
-    depth.k, engine.prefix = 3, None
-    handle = submit(engine, prompts[3], k="auto")
-    drafted = hear(handle)
-    assert shown[0] == LATEST  # without a cache nobody goes on from a chunk
-    for prompt, heard in zip(prompts[1:], (*parked, drafted), strict=True):
-        assert heard.same_as(ask(Engine(model), prompt, k=0), bursts=False)
-
-
-def test_rows_whose_head_saw_little_of_their_prompts_decode_beside_others() -> None:
-    """Joined to rows that were shown everything, and with several answers to a prompt."""
-    model, depth = random_model("dense"), Chosen()
-    prompts = [random_prompt(model, 3 * C + 5 * seed, seed) for seed in range(3)]
-    engine = Engine(model, depth=depth)
-    first = submit(engine, prompts[0], k="auto", max_tokens=40)
-    for _ in range(12):
-        engine.turn()
-    second = engine.submit(Request(prompts[1], SamplingParams(max_tokens=20, **SEEDED), n=2))  # type: ignore[arg-type]
-    for _ in range(6):
-        engine.turn()
-    depth.k = 3
-    third = submit(engine, prompts[2], k=2, max_tokens=20)
-    answers = [hear(handle) for handle in (first, third)]
-    alone = [ask(Engine(model), prompts[i], k=0, max_tokens=n) for i, n in ((0, 40), (2, 20))]
-    assert [each.tokens for each in answers] == [each.tokens for each in alone]
-    both = Engine(model).submit(Request(prompts[1], SamplingParams(max_tokens=20, k=0, **SEEDED), n=2))  # type: ignore[arg-type]
-    assert sorted(hear(second).tokens) == sorted(hear(both).tokens)
 
 
 def test_clearing_and_looking_from_another_thread_change_no_answer() -> None:

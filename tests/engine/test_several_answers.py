@@ -49,9 +49,9 @@ def test_the_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch, prefix: int | 
     read: list[int] = []
     prefill = headstart.engine.intake.prefill
 
-    def counted(model: object, batch: object, chunk: mx.array, *others: object) -> None:
+    def counted(model: object, batch: object, chunk: mx.array, following: object) -> None:
         read.append(chunk.shape[1])
-        prefill(model, batch, chunk, *others)  # type: ignore[arg-type]
+        prefill(model, batch, chunk, following)  # type: ignore[arg-type]
 
     monkeypatch.setattr(headstart.engine.intake, "prefill", counted)
     engine = Engine(MODEL, prefix=Prefix(prefix) if prefix else None)

@@ -10,7 +10,7 @@ from ..models import Model
 from ..sampling import Asked, Controls, Scene, Verdict, controls
 from ..state import Rows
 
-LATEST = 16  # pairs that the head is shown when drafts begin: of those before them it stays ignorant
+LATEST = 16  # pairs that the head is shown when drafts begin again: of those before them it stays ignorant
 
 
 class Waiting(NamedTuple):

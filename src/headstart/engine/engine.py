@@ -34,8 +34,6 @@ from .queue import Queue
 from .request import Event, Handle, Request
 from .row import Row
 
-PARKED = 4  # times in a row that zero drafts are chosen, more than a look at zero has: then drafts do not pay
-
 _depths: WeakKeyDictionary[Model, Depth] = WeakKeyDictionary()
 
 
@@ -87,7 +85,6 @@ class Engine:
         self._flight: Flight | None = None
         self._landed = 0.0  # when the last round was known
         self._steady = False
-        self._zeros = 0  # how often in a row zero drafts were chosen
 
     @property
     def busy(self) -> bool:
@@ -220,7 +217,7 @@ class Engine:
             if row.batch is None and row.auto:
                 self._calibrate()
             self._steady = False
-            if not take_in(self.model, row, self.prefix, drafting=self._zeros < PARKED):
+            if not take_in(self.model, row, self.prefix):
                 return
             if row.handle.request.score == "only":
                 row.finish("length")
@@ -336,7 +333,6 @@ class Engine:
         room = max(row.limit - row.said - (row in flying) - 1 for row in self.rows)
         if any(row.auto for row in self.rows):
             k = self.depth.choose([row.drafter for row in self.rows])
-            self._zeros = 0 if k else self._zeros + 1
         else:
             k = max(row.fixed for row in self.rows)
         flight = describe(self.model, self._batch, self.rows, min(k, room), steady=self._steady)

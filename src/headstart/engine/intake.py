@@ -15,12 +15,8 @@ from .score import score
 from .step import prefill
 
 
-def take_in(model: Model, row: Row, prefix: Prefix | None, *, drafting: bool) -> bool:
-    """One more chunk of a row's tokens. True once all but the last are in: that one opens the first window.
-
-    `drafting`: whether drafts pay at present. Where they do not, the head is shown only what others may find in the
-    prefix cache, and of the rest the latest, if it is ever asked.
-    """
+def take_in(model: Model, row: Row, prefix: Prefix | None) -> bool:
+    """One more chunk of a row's tokens. True once all but the last are in: that one opens the first window."""
     tokens = row.tokens
     if row.handle.request.score != "no":  # a prompt that is told of must be read from its beginning
         prefix = None
@@ -35,9 +31,7 @@ def take_in(model: Model, row: Row, prefix: Prefix | None, *, drafting: bool) ->
         row.handle.put(Event(stats=row.stats.copy(), prompt_taken=row.taken))
     if end > row.taken:
         chunk = mx.array([tokens[row.taken : end]], mx.int32)
-        kept = prefix is not None and end % prefix.chunk == 0
-        primes = kept or row.fixed > 0 or (row.auto and drafting)
-        hidden = prefill(model, row.batch, chunk, mx.array([tokens[end]], mx.int32), primes)
+        hidden = prefill(model, row.batch, chunk, mx.array([tokens[end]], mx.int32))
         mx.async_eval(row.batch.arrays())
         if row.handle.request.score != "no":
             _score(model, row, hidden, end)

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..models import Model
 from ..sampling import Guide, Logprobs, Proposal, judge, logprobs, propose
-from .batch import LATEST, Batch, Waiting
+from .batch import Batch, Waiting
 
 
 class Round(NamedTuple):
@@ -99,9 +99,9 @@ def show(
     return [model.head(hidden, tokens, batch.head, ahead, module, last) for module in range(len(batch.head.layers))]
 
 
-def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array, primes_head: bool = True) -> mx.array:
+def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array) -> mx.array:
     """Take in a chunk of the prompt [B, T], all of it certain, and prime the head in the same pass → the trunk's
-    output [B, T, H]. A head that is not primed finds the latest pairs waiting when drafts begin.
+    output [B, T, H].
 
     `following` [B] is the prompt's next token. The pair it makes with the chunk's last hidden waits for the next
     chunk: a prefix that ends here must not depend on what comes after it.
@@ -113,9 +113,6 @@ def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array, p
         hidden = mx.concatenate([batch.waiting.hidden, hidden], axis=1)
         tokens = mx.concatenate([batch.waiting.tokens, tokens[:, 1:], following[:, None]], axis=1)
         one, rest = mx.ones((batch.size,), mx.int32), tokens.shape[1] - 1
-        if not primes_head:
-            batch.waiting = Waiting(hidden, tokens, (rest + 1) * one).latest(LATEST)
-            return output
         if rest:
             batch.waiting = Waiting(hidden[:, :-1], tokens[:, :-1], rest * one)
             catch_up(model, batch)
