@@ -60,7 +60,12 @@ class Block:
 
 def pages() -> list[Path]:
     own = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-    return [*own, *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+    return [
+        *own,
+        *sorted((ROOT / "docs").rglob("*.md")),
+        *sorted((ROOT / "examples").rglob("*.md")),
+        ROOT / "training/README.md",
+    ]
 
 
 @cache
@@ -227,7 +232,7 @@ def _options(command: Any) -> set[str]:
 def _flags() -> set[str]:
     """Of every command, and of the scripts beside the package."""
     found = set.union(*[_options(command) for command in (_headstart(), *_headstart().commands.values())])
-    for folder in ("bench", "examples", "training"):
+    for folder in ("bench", "examples", "training", "tests/engine"):
         for path in (ROOT / folder).rglob("*.py"):
             found |= set(FLAG.findall(path.read_text(encoding="utf-8")))
     return found
