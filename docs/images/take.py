@@ -39,7 +39,7 @@ def load(address: str, done: threading.Event) -> None:
 
     def ask(task: str) -> None:
         messages = [
-            {"role": "system", "content": "You write Python, and nothing but Python. " * 80},
+            {"role": "system", "content": "You write Python, and nothing but Python. " * 12},
             {"role": "user", "content": f"Write a Python function that {task}."},
         ]
         body = {"messages": messages, "max_tokens": 150, "min_tokens": 40}
