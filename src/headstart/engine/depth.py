@@ -200,9 +200,9 @@ class Depth:
         worth = {max(others, key=values.__getitem__), current - 1, current + 1}
         for k in others:
             doubt = self.cost.doubt(rows, k)
-            unknown = doubt > 0 and (k == 0 or values[k] * (1 + doubt) > values[current])
-            if k not in worth and not unknown:
+            if k not in worth and not (k == 0 and doubt):
                 continue
+            unknown = doubt > 0 and (k == 0 or values[k] * (1 + doubt) > values[current])
             if unknown:
                 soon, share, late = UNKNOWN
             elif current == 0:
