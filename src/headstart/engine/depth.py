@@ -27,7 +27,7 @@ BETWEEN = 3  # rounds between two looks
 # after which it is looked at whatever it may cost, once steps can be timed:
 UNKNOWN = (6, 0.01, 100)  # what it takes was never measured, and might be little enough
 UNTRIED = (1, 0.05, 250)  # no row was drafted for yet, and others' texts say little of these: the share is one row's
-PARKED = (12, 0.006, 250)  # how drafts fare is only known from looks
+PARKED = (12, 0.008, 250)  # how drafts fare is only known from looks
 DRAFTING = (30, 0.003, 100)  # … is known without them; only what it takes may have changed
 OLD = 200  # rounds after which nothing is left
 
