@@ -75,7 +75,10 @@ def healthy(model: Model, texts: list[Reading]) -> float:
     return found.share
 
 
-@pytest.mark.parametrize("name", FAULTS)
+OFTEN = ("norms_shifted_twice", "concat_swapped")  # the others in the slow suite
+
+
+@pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in FAULTS])
 def test_a_planted_fault_is_found_and_named(name: str, model: Model, texts: list[Reading], healthy: float) -> None:
     found, faults = find_faults(FAULTS[name](model), texts)
     assert [fault.name for fault in faults] == [name]

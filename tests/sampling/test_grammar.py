@@ -133,7 +133,7 @@ def test_an_answer_is_the_same_for_every_k_alone_and_in_a_batch(way: dict[str, A
     assert all((answer.tokens, answer.reason) == (alone.tokens, "stop") for answer in together)
 
 
-@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0])
+@pytest.mark.parametrize("temperature", [0.7, *(pytest.param(t, marks=pytest.mark.slow) for t in (0.3, 1.0))])
 def test_a_seeded_answer_of_the_builtin_model_is_the_same_for_every_k(temperature: float) -> None:
     way = {"temperature": temperature, "seed": 11, "repetition_penalty": 1.1, "max_tokens": 16}
     depths = (0, 1, 3, 8)
