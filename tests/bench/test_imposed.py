@@ -5,8 +5,7 @@ import pytest
 
 from fixtures import mlx_lm_greedy, random_model, random_prompt
 from headstart.bench.imposed import Recording, check_pattern, impose, record, run_imposed
-from headstart.bench.rows import take_in
-from headstart.engine.step import draft
+from headstart.engine.step import draft, take_in
 from headstart.errors import HeadstartError, RequestError
 
 PATTERN = (0.88, 0.75, 0.62)

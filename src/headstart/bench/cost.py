@@ -14,10 +14,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..engine.step import step, verify
+from ..engine.step import step, take_in, verify
 from ..models import Model
 from ..sampling import Proposal
-from .rows import spread, take_in
+from .rows import spread
 
 STEPS = 8  # that are timed in a look; the median counts, so that a hiccup does not
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..engine.batch import Batch
-from ..engine.step import Round, draft, verify
+from ..engine.step import Round, draft, take_in, verify
 from ..errors import HeadstartError, RequestError
 from ..models import Model
 from ..sampling import Proposal
-from .rows import take_in
 from .run import Run, Running, Watch, in_turns, run
 
 GOLDEN = 0.6180339887498949  # its multiples spread evenly: few rounds suffice to follow the pattern

@@ -8,10 +8,9 @@ import time
 import mlx.core as mx
 
 from ..models import Model
-from ..sampling import Asked, SamplingParams
 from .batch import Batch
 from .cost import Cell
-from .step import prefill, step
+from .step import step, take_in
 
 TEXT = [3, 5, 7, 11, 13, 17, 19, 23]
 DEEPER = (3, 7)  # between and beyond them lies a line
@@ -24,10 +23,12 @@ def step_times(model: Model, most: int, max_rows: int) -> dict[Cell, list[float]
     """Seconds a step by rows and k, each time it was looked at. The rows are thrown away."""
     begun, times = time.perf_counter(), dict[Cell, list[float]]()
     batches: dict[int, Batch] = {}
+    tokens = [token % model.vocabulary for token in TEXT]
+    texts = [tokens[i:] + tokens[:i] for i in range(SEVERAL)]  # where there are experts, each takes its own
 
     def measure(rows: int, k: int) -> None:
         if rows not in batches:
-            batches[rows] = _batch(model, most, rows)
+            batches[rows] = take_in(model, texts[:rows], most, model.context_length)
         times.setdefault((rows, k), []).append(_one_depth(model, batches[rows], k))
 
     both = sorted({0, min(1, most)})
@@ -40,23 +41,6 @@ def step_times(model: Model, most: int, max_rows: int) -> dict[Cell, list[float]
         if time.perf_counter() - begun < ENOUGH:
             measure(*cell)
     return times
-
-
-def _batch(model: Model, most: int, rows: int) -> Batch:
-    """Rows of different texts: where there are experts, each text takes its own."""
-    asked = Asked(SamplingParams(), key=0, choice=0, limit=model.context_length)
-    batch: Batch | None = None
-    for row in range(rows):
-        text = [token % model.vocabulary for token in TEXT[row:] + TEXT[:row]]
-        one = Batch.of_one(model, text, asked, most)
-        prefill(model, one, mx.array([text[:-1]], mx.int32), mx.array(text[-1:], mx.int32))
-        if batch is None:
-            batch = one
-        else:
-            batch.join(one, model)
-    assert batch is not None
-    mx.eval(batch.arrays())
-    return batch
 
 
 def _one_depth(model: Model, batch: Batch, k: int) -> float:

@@ -5,12 +5,14 @@ many, the same lines. Nothing here waits for the device, unless a row has a gram
 drafts. It learns what was said by reading the `Round`.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..models import Model
-from ..sampling import Guide, Logprobs, Proposal, judge, logprobs, propose
+from ..sampling import Asked, Guide, Logprobs, Proposal, SamplingParams, judge, logprobs, propose
+from ..state import CHUNK
 from .batch import Batch, Waiting
 
 
@@ -118,3 +120,22 @@ def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array) -
             catch_up(model, batch)
         batch.waiting = Waiting(hidden[:, -1:], tokens[:, -1:], one)
     return output
+
+
+def take_in(model: Model, prompts: Sequence[Sequence[int]], ceiling: int, limit: int = 10**6) -> Batch:
+    """A row for each prompt, greedy, all of it but its last token taken in, with no engine around them: for what must
+    be measured or imposed step by step. With a ceiling of 0 there is no head."""
+    running: Batch | None = None
+    for prompt in prompts:
+        row = Batch.of_one(model, prompt, Asked(SamplingParams(), key=0, choice=0, limit=limit), ceiling)
+        for start in range(0, len(prompt) - 1, CHUNK):
+            end = min(start + CHUNK, len(prompt) - 1)
+            prefill(model, row, mx.array([prompt[start:end]], mx.int32), mx.array([prompt[end]], mx.int32))
+            mx.eval(row.arrays())
+        if running is None:
+            running = row
+        else:
+            running.join(row, model)
+    assert running is not None
+    mx.eval(running.arrays())
+    return running
