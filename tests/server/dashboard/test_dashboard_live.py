@@ -77,8 +77,9 @@ def test_numbers_are_those_of_the_server(server: Running, visit: Visit) -> None:
     page = visit(server)
     with server.http() as http:
         report = http.get("/v1/mtp/stats").json()["models"]["tiny"]
-    wait_until(lambda: tile(page, "Tokens/round").split()[0] == f"{report['tokens_per_round']:.2f}")
-    assert tile(page, "Accepted").split()[0] == f"{report['acceptance_rate']:.0%}"
+    wait_until(lambda: abs(float(tile(page, "Tokens/round").split()[0]) - report["tokens_per_round"]) < 0.0051)
+    accepted = float(tile(page, "Accepted").split()[0].rstrip("%"))
+    assert abs(accepted - 100 * report["acceptance_rate"]) <= 0.5, "rounded: a half goes up in the page, to even here"
 
 
 def test_who_comes_later_sees_what_was(server: Running, visit: Visit) -> None:
