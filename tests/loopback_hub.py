@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import pytest
 from huggingface_hub import constants
@@ -20,7 +21,8 @@ class Hub:
 
     def __init__(self) -> None:
         self.models: dict[str, Path] = {}
-        self.downloaded: list[str] = []
+        self.downloaded: list[str] = []  # whole
+        self.read: list[tuple[str, int, int]] = []  # of a file: from, to
         self.requests = 0
         hub = self
 
@@ -28,7 +30,7 @@ class Hub:
             def do_GET(self) -> None:
                 hub.answer(self)
 
-            do_HEAD = do_GET
+            do_HEAD = do_POST = do_GET
 
             def log_message(self, *args: Any) -> None:
                 pass
@@ -48,6 +50,9 @@ class Hub:
         folder = self.models.get(repo)
         if folder is None:
             return self.send(request, 404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        if parts[0] == "api" and "paths-info" in parts:
+            asked = parse_qs(request.rfile.read(int(request.headers["Content-Length"])).decode())["paths"]
+            return self.send(request, 200, json.dumps([self.entry(folder, file) for file in asked]).encode())
         if parts[0] == "api" and "tree" in parts:
             return self.send(request, 200, json.dumps([self.entry(folder, file) for file in files(folder)]).encode())
         if parts[0] == "api":
@@ -56,10 +61,14 @@ class Hub:
         file = "/".join(parts[4:])
         if not (folder / file).is_file():
             return self.send(request, 404, b"{}", {"X-Error-Code": "EntryNotFound"})
-        if request.command == "GET":
-            self.downloaded.append(file)
         content = (folder / file).read_bytes()
         etag = hashlib.sha1(content).hexdigest()
+        if "Range" in request.headers:
+            first, last = map(int, request.headers["Range"].removeprefix("bytes=").split("-"))
+            self.read.append((file, first, last))
+            return self.send(request, 206, content[first : last + 1])
+        if request.command == "GET":
+            self.downloaded.append(file)
         return self.send(request, 200, content, {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"'})
 
     def entry(self, folder: Path, file: str) -> dict[str, Any]:
@@ -73,7 +82,7 @@ class Hub:
         for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
             request.send_header(name, value)
         request.end_headers()
-        if request.command == "GET":
+        if request.command != "HEAD":
             request.wfile.write(body)
 
 

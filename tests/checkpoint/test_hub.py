@@ -8,8 +8,11 @@ import mlx.core as mx
 import pytest
 from huggingface_hub import constants
 
+import headstart.checkpoint.hub
 from checkpoints import save, write
 from headstart.checkpoint import read_layout, resolve
+from headstart.checkpoint.headers import read_header
+from headstart.checkpoint.hub import outline
 from headstart.errors import CheckpointError, HubError
 from loopback_hub import Hub, point_at, running_hub
 
@@ -46,6 +49,48 @@ def test_only_what_is_needed_is_downloaded(tmp_path: Path, hub: Hub) -> None:
             "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "mtp/weights.safetensors",
         ]
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["sidecar", "stripped"])
+def test_what_it_is_is_told_without_its_weights(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(headstart.checkpoint.hub, "BLOCK", 4096)
+    hub.models["org/model"] = folder = write(tmp_path / "model", "dense", kind, bits=4)
+    before = Path.cwd()
+    with outline("org/model") as found:
+        told = read_layout(found).report()
+    assert Path.cwd() == before
+    here = json.loads(json.dumps(read_layout(folder).report()).replace(str(folder), "org/model"))
+    assert told == here
+    assert told["path"] == "org/model"
+    if kind == "stripped":
+        assert "`headstart graft org/model --from" in told["mtp"]["reason"]
+    assert not [file for file in hub.downloaded if file.endswith(".safetensors")]
+    for file in {file for file, _, _ in hub.read}:
+        header = read_header(folder / file)
+        data = min(tensor.offset for tensor in header.tensors.values())
+        assert max(last for each, _, last in hub.read if each == file) < data + 2 * 4096, "its header and a block"
+        assert (folder / file).stat().st_size > data + 2 * 4096, "there was more of it"
+    assert len({file for file, _, _ in hub.read}) == len(list(folder.rglob("*.safetensors")))
+
+
+def test_of_a_cached_model_nothing_is_asked(tmp_path: Path, hub: Hub) -> None:
+    hub.models["org/model"] = write(tmp_path / "model")
+    folder = resolve("org/model")
+    requests = hub.requests
+    with outline("org/model") as found:
+        assert found == folder
+    assert hub.requests == requests
+
+
+def test_a_file_on_the_hub_that_is_no_safetensors_file_is_named(tmp_path: Path, hub: Hub) -> None:
+    hub.models["org/model"] = folder = write(tmp_path / "model", shards=1)
+    file = next(folder.glob("*.safetensors"))
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    wrong = pytest.raises(CheckpointError, match=f"org/model/{file.name}: not a safetensors file")
+    with wrong, outline("org/model") as found:
+        read_layout(found)
 
 
 def test_a_cached_model_needs_no_network_by_id_or_by_name(tmp_path: Path, hub: Hub) -> None:

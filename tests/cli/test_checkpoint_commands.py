@@ -70,6 +70,12 @@ def test_of_a_hub_model_a_dry_run_downloads_no_weights(tmp_path: Path, hub: Hub)
     shown = run("convert", "org/model", str(tmp_path / "out"), "--dry-run")
     assert f"org/model: 3 files, {size:,} bytes would be downloaded first." in shown
     assert not [file for file in hub.downloaded if file.endswith(".safetensors")]
+    hub.models["org/lost"] = lost = write(tmp_path / "lost", "dense", "stripped")
+    size = sum(file.stat().st_size for file in lost.glob("*.safetensors"))
+    shown = run("graft", "org/lost", "--from", "org/model", "--dry-run")
+    assert f"{size:,} bytes would be downloaded first." in shown
+    assert "not available" in run("inspect", "org/lost")
+    assert not [file for file in hub.downloaded if file.endswith(".safetensors")]
     run("convert", "org/model", str(tmp_path / "out"))
     assert read_layout(tmp_path / "out").mtp.available
     assert "base_model: org/model" in (tmp_path / "out" / "README.md").read_text()

@@ -1,12 +1,15 @@
 """From what a user calls a model to the folder it lies in, downloaded from the Hugging Face hub where needed."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import chdir, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub import HfApi, HfFileSystem, constants, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, HTTPError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
@@ -21,6 +24,7 @@ DEFAULT = "tiny-qwen3.5"
 HUB_ID = re.compile(r"^[\w-][\w.-]*/[\w-][\w.-]*$")
 BESIDE = ("*.json", "*.jinja", "*.txt", "tokenizer*", "LICENSE*")  # the weights; a conversion has them too
 SMALL_FILES = [*BESIDE, "README.md"]
+BLOCK, LONGEST = 2**17, 2**28  # bytes of a header asked for at a time; and in all, should its length be nonsense
 
 
 def resolve(name: str | Path | None = None) -> Path:
@@ -66,13 +70,7 @@ def download(repo: str, *, vision: bool = False) -> Path:
     try:
         with _named_errors(repo):
             # A cached model may lack only its head: mlx-lm does not download sidecars. Stay at its revision.
-            folder, files = _small_files(repo, cached.name if cached else None)
-            # Unknown families end here, before gigabytes of them are downloaded.
-            wanted = [file for file in _weights(folder, vision) if file in files]
-            if not wanted:
-                raise CheckpointError(
-                    f"{repo}: no safetensors file. Headstart reads Hugging Face releases and MLX conversions."
-                )
+            folder, wanted = _wanted(repo, cached.name if cached else None, vision)
             return Path(snapshot_download(repo, revision=folder.name, allow_patterns=wanted))
     except HubError:
         if cached:
@@ -80,14 +78,35 @@ def download(repo: str, *, vision: bool = False) -> Path:
         raise
 
 
-def missing_files(repo: str) -> list[str]:
-    """The weights that `download` with its vision part would have to fetch."""
-    cached = _cached_snapshot(repo, vision=True)
+def missing_files(repo: str, *, vision: bool = False) -> list[str]:
+    """The weights that `download` would have to fetch."""
+    cached = _cached_snapshot(repo, vision)
     if cached and not _lacks_head(cached):
         return []
     with _named_errors(repo):
-        folder, files = _small_files(repo, cached.name if cached else None)
-        return [file for file in _weights(folder, vision=True) if file in files and not (folder / file).exists()]
+        folder, wanted = _wanted(repo, cached.name if cached else None, vision)
+        return [file for file in wanted if not (folder / file).exists()]
+
+
+@contextmanager
+def outline(name: str | Path | None = None) -> Iterator[Path]:
+    """The folder of a model, to read headers from. One on the hub is not downloaded for that: its folder, org/name
+    below the current one for as long as this lasts, has its small files, and files that are headers and holes."""
+    repo = locate(name)
+    if isinstance(repo, Path) or _cached_snapshot(repo, vision=False):
+        yield resolve(name)
+        return
+    with TemporaryDirectory() as temporary:
+        place = Path(temporary, repo)
+        place.mkdir(parents=True)
+        with _named_errors(repo), ThreadPoolExecutor(8) as pool:
+            folder, wanted = _wanted(repo, None, vision=False)
+            for file in folder.iterdir():
+                if file.suffix != ".safetensors":
+                    (place / file.name).symlink_to(file.resolve())
+            list(pool.map(lambda file: _copy_header(repo, folder.name, file, place / file), wanted))
+        with chdir(temporary):
+            yield Path(repo)
 
 
 def download_config(repo: str) -> tuple[Path, list[str]]:
@@ -126,10 +145,27 @@ def sizes(repo: str, files: list[str]) -> int:
         return sum(entry.size for entry in tree if isinstance(entry, RepoFile) and entry.path in files)
 
 
-def _weights(folder: Path, vision: bool) -> list[str]:
-    """The files that may hold weights that are wanted, whether the hub has them or not."""
+def _wanted(repo: str, revision: str | None, vision: bool) -> tuple[Path, list[str]]:
+    """The folder with the small files, and the files that hold weights which are wanted."""
+    folder, files = _small_files(repo, revision)
+    # Unknown families end here, before gigabytes of them are downloaded.
     places = {*sidecar_names(read_config(folder)), NORMS, *shards(folder, is_text), *shards(folder, is_head)}
-    return sorted(places | {*shards(folder, is_vision)} if vision else places)
+    if vision:
+        places |= {*shards(folder, is_vision)}
+    if not places & files:
+        raise CheckpointError(
+            f"{repo}: no safetensors file. Headstart reads Hugging Face releases and MLX conversions."
+        )
+    return folder, sorted(places & files)
+
+
+def _copy_header(repo: str, revision: str, file: str, target: Path) -> None:
+    """A file as long as the hub's, of which only the header is there."""
+    target.parent.mkdir(exist_ok=True)
+    with HfFileSystem(endpoint=constants.ENDPOINT).open(f"{repo}@{revision}/{file}", block_size=BLOCK) as remote:
+        length = remote.read(8)
+        target.write_bytes(length + remote.read(min(int.from_bytes(length, "little"), LONGEST)))
+        os.truncate(target, remote.size)
 
 
 def _small_files(repo: str, revision: str | None) -> tuple[Path, set[str]]:

@@ -51,7 +51,7 @@ def convert(
     chosen = mtp_bits_from(mtp_bits)
     # What is wrong with the options is said before anything is downloaded.
     Recipe(mx.bfloat16, bits, group_size, recipe, chosen)
-    folder = fetched(source, dry_run=dry_run)
+    folder = fetched(source, dry_run=dry_run, vision=True)
     if folder is None:
         return
     layout = read_layout(folder)

@@ -47,11 +47,15 @@ def graft(
     from ..checkpoint.recipe import Recipe, mtp_bits_from
     from ..errors import CheckpointError
     from .progress import bytes_bar
+    from .remote import fetched
 
     chosen = mtp_bits_from(mtp_bits)
     # What is wrong with the options is said before anything is downloaded.
     Recipe(mx.bfloat16, group_size=64 if group_size is None else group_size, mtp_bits=chosen)
-    layout = read_layout(hub.resolve(model))
+    converted = fetched(model, dry_run=dry_run, vision=False)
+    if converted is None:
+        return
+    layout = read_layout(converted)
     original = identity.original(layout.path, layout.family)
     if source is None and original is None:
         raise CheckpointError(f"{layout.path}: nothing says what it was made from. Name the original with --from.")

@@ -16,15 +16,17 @@ def inspect(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say what a checkpoint is: family, layout, quantisation, and where its MTP head is. Of a folder it reads headers
-    only; a hub id that is not in the cache is downloaded first."""
-    from ..checkpoint import read_layout, resolve
+    """Say what a checkpoint is: family, layout, quantisation, and where its MTP head is. It reads headers only: a hub
+    id that is not in the cache is not downloaded."""
+    from ..checkpoint import read_layout
+    from ..checkpoint.hub import outline
 
-    layout = read_layout(resolve(model))
-    if as_json:
-        typer.echo(json.dumps(layout.report()))
-    else:
-        _print_table(layout)
+    with outline(model) as folder:
+        layout = read_layout(folder)
+        if as_json:
+            typer.echo(json.dumps(layout.report()))
+        else:
+            _print_table(layout)
 
 
 def _print_table(layout: "Layout") -> None:

@@ -5,14 +5,14 @@ from pathlib import Path
 import typer
 
 
-def fetched(name: str, *, dry_run: bool) -> Path | None:
-    """The whole model's folder. None where a dry run would have to download it."""
+def fetched(name: str, *, dry_run: bool, vision: bool) -> Path | None:
+    """The model's folder. None where a dry run would have to download it."""
     from ..checkpoint.hub import download, locate, missing_files, sizes
 
     found = locate(name)
     if isinstance(found, Path):
         return found
-    if dry_run and (files := missing_files(found)):
+    if dry_run and (files := missing_files(found, vision=vision)):
         typer.echo(f"{found}: {len(files)} files, {sizes(found, files):,} bytes would be downloaded first.")
         return None
-    return download(found, vision=True)
+    return download(found, vision=vision)
