@@ -13,8 +13,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from .cores import spread
 from .cuda import include, on_cuda
 
+PLAIN = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
 MOST_ROWS = 144  # 16 sequences of 9 positions; a prompt's chunks are wider, and mlx's products good at them
 SLICES = 4  # of a row of weights, at most
 FULL = 396  # blocks that work at a time: three for each of an H100's multiprocessors
@@ -93,7 +95,7 @@ def products(x: mx.array, *layers: nn.Module) -> list[mx.array]:
     """`layer(x)` for every layer, in one launch where they are of one kind."""
     found = [weights_of(layer) for layer in layers]
     if not on_cuda() or prod(x.shape[:-1]) > MOST_ROWS or any(refusal(x.dtype, w) for w in found):
-        return [layer(x) for layer in layers]
+        return [stock(x, layer) for layer in layers]
     orders = [Order.of(weights) for weights in found]
     if len(set(orders)) > 1:
         return [launch(x, [weights])[0] for weights in found]
@@ -104,8 +106,25 @@ def tied(x: mx.array, embedding: nn.Module) -> mx.array:
     """`embedding.as_linear(x)`."""
     weights = weights_of(embedding)
     if not on_cuda() or prod(x.shape[:-1]) > MOST_ROWS or refusal(x.dtype, weights):
-        return embedding.as_linear(x)
+        return stock(x, embedding)
     return launch(x, [weights])[0]
+
+
+def stock(x: mx.array, layer: nn.Module) -> mx.array:
+    """mlx's own product, on all cores of a CPU. An embedding's is with its transpose."""
+    if type(layer) not in PLAIN or "bias" in layer:
+        return layer(x)
+    weights = weights_of(layer)
+
+    def multiply(
+        x: mx.array, weight: mx.array, scales: mx.array | None = None, biases: mx.array | None = None
+    ) -> mx.array:
+        if scales is None:
+            return x @ weight.T
+        packing = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+        return mx.quantized_matmul(x, weight, scales, biases, transpose=True, **packing)
+
+    return spread(x, weights.arrays(), weights.inputs, multiply)
 
 
 def weights_of(layer: nn.Module) -> Weights:

@@ -1,0 +1,113 @@
+"""A product on several cores has the bits of one on one core, whatever the numbers of rows and of cores."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+import headstart
+import headstart.kernels.cores
+from headstart.engine import Engine, Request
+from headstart.kernels.products import PLAIN, product, stock, tied
+from headstart.sampling import SamplingParams
+
+ROWS = (1, 2, 3, 5, 9, 97)
+CORES = (2, 3, 5, 16)
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Pretend to have so many."""
+    streams = [mx.new_thread_local_stream(mx.cpu) for _ in range(max(CORES) - 1)]
+    monkeypatch.setattr(headstart.kernels.cores, "others", lambda: streams)
+    return lambda count: monkeypatch.setattr(headstart.kernels.cores, "cores", lambda: count)
+
+
+def layer(kind: str, outputs: int, inputs: int) -> nn.Module:
+    mx.random.seed(outputs)
+    made: nn.Module = nn.Embedding(outputs, inputs) if "embedding" in kind else nn.Linear(inputs, outputs, bias=False)
+    if "bits" in kind:
+        return made.to_quantized(group_size=64, bits=int(kind.split()[-2]))
+    made.set_dtype(mx.float32 if "float32" in kind else mx.bfloat16)
+    return made
+
+
+@pytest.mark.parametrize(
+    "kind", ["linear", "linear float32", "linear 4 bits", "linear 8 bits", "embedding", "embedding 4 bits"]
+)
+def test_the_bits_are_those_of_one_core(kind: str, cores: Callable[[int], None]) -> None:
+    for outputs, inputs in ((384, 384), (1000, 256), (4096, 128)):
+        module = layer(kind, outputs, inputs)
+        for rows in ROWS:
+            dtype = module.weight.dtype if kind in ("linear", "embedding") else mx.float32
+            x = mx.random.normal((1, rows, inputs)).astype(dtype)
+            expected = module.as_linear(x) if "embedding" in kind else module(x)
+            for count in CORES:
+                cores(count)
+                found = tied(x, module) if "embedding" in kind else product(x, module)
+                assert found.dtype == expected.dtype
+                assert mx.array_equal(found, expected), (outputs, inputs, rows, count)
+
+
+def test_every_core_has_its_part(cores: Callable[[int], None]) -> None:
+    """Or this would not be faster. Parts are counted by what multiplies them."""
+    cores(3)
+    seen: list[int] = []
+
+    def multiply(x: mx.array, weight: mx.array) -> mx.array:
+        seen.append(weight.shape[0])
+        return x @ weight.T
+
+    headstart.kernels.cores.spread(mx.ones((9, 384)), [mx.ones((1024, 384))], 384, multiply)
+    assert sum(seen) == 1024
+    assert len(seen) == 3
+    assert max(seen) - min(seen) <= headstart.kernels.cores.UNIT
+    seen.clear()
+    headstart.kernels.cores.spread(mx.ones((1, 64)), [mx.ones((64, 64))], 64, multiply)
+    assert seen == [64], "too little to wake anybody for"
+
+
+def test_a_layer_with_a_bias_or_of_another_kind_is_called_as_it_is() -> None:
+    """Layers that are on several machines are other kinds."""
+    biased = nn.Linear(256, 1024)
+    x = mx.random.normal((4, 256))
+    assert mx.array_equal(stock(x, biased), biased(x))
+
+    class Twice(nn.Linear):
+        def __call__(self, x: mx.array) -> mx.array:
+            return 2 * super().__call__(x)
+
+    twice = Twice(256, 1024, bias=False)
+    assert type(twice) not in PLAIN
+    assert mx.array_equal(stock(x, twice), twice(x))
+
+
+def test_another_thread_may_multiply_too(cores: Callable[[int], None]) -> None:
+    cores(2)
+    module, x, found = layer("linear", 4096, 128), mx.ones((3, 128), mx.bfloat16), []
+    mx.eval(module.parameters(), x)
+
+    def work() -> None:
+        with mx.stream(mx.cpu):
+            found.append(product(x, module).tolist())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [module(x).tolist()]
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3.5", pytest.param("tiny-qwen3.5-moe", marks=pytest.mark.slow)])
+def test_the_built_in_models_say_the_same_on_any_number_of_cores(name: str, cores: Callable[[int], None]) -> None:
+    model, tokenizer = headstart.load(name)
+    prompt = tokenizer.encode("def gcd(a, b):\n")
+    said = set()
+    for count in (1, 2, 5):
+        cores(count)
+        engine, params = Engine(model), SamplingParams(max_tokens=8, seed=3, temperature=0.7)
+        rows = [engine.submit(Request(prompt, replace(params, k=k))) for k in (0, 2)]
+        said |= {tuple(token for event in row for token in event.tokens) for row in rows}
+    assert len(said) == 1
