@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,6 +12,7 @@ import pytest
 import headstart
 import headstart.kernels.cores
 from headstart.engine import Engine, Request
+from headstart.kernels.cores import available
 from headstart.kernels.products import PLAIN, product, stock, tied
 from headstart.sampling import SamplingParams
 
@@ -68,6 +70,16 @@ def test_every_core_has_its_part(cores: Callable[[int], None]) -> None:
     seen.clear()
     headstart.kernels.cores.spread(mx.ones((1, 64)), [mx.ones((64, 64))], 64, multiply)
     assert seen == [64], "too little to wake anybody for"
+
+
+@pytest.mark.parametrize(
+    ("quota", "most"),
+    [("100000 100000", 1), ("50000 100000", 1), ("150000 100000", 2), ("max 100000", None), ("", None)],
+)
+def test_a_container_has_no_more_cores_than_it_has_time_for(tmp_path: Path, quota: str, most: int | None) -> None:
+    seen = available(tmp_path / "nothing")
+    (tmp_path / "cpu.max").write_text(quota)
+    assert available(tmp_path / "cpu.max") == min(seen, most or seen)
 
 
 def test_a_layer_with_a_bias_or_of_another_kind_is_called_as_it_is() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..kernels.cores import available
+
 PACKAGES = ("headstart", "mlx", "mlx-lm")
 
 
@@ -36,7 +38,7 @@ def this_machine() -> Machine:
     return Machine(
         system=_system(),
         processor=processor,
-        cores=_cores(),
+        cores=available(),
         memory_gb=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         device=f"gpu: {_device_name(mx.gpu)}" if on_gpu else "cpu",
         versions={**{name: version(name) for name in PACKAGES}, "python": platform.python_version()},
@@ -53,10 +55,3 @@ def _system() -> str:
 
 def _device_name(device: mx.DeviceType) -> str:
     return str(mx.device_info(mx.Device(device, 0)).get("device_name") or platform.machine())
-
-
-def _cores() -> int:
-    """Those that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -35,10 +36,18 @@ def spread(x: mx.array, weights: Sequence[mx.array], inputs: int, multiply: Call
 
 @cache
 def cores() -> int:
-    """Those that this process may use for products. Apple's own products use several as they are."""
-    if sys.platform == "darwin":
-        return 1
-    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, MOST)
+    """How many products are spread over. Apple's own use several as they are."""
+    return 1 if sys.platform == "darwin" else min(available(), MOST)
+
+
+def available(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """The cores that this process may use: a container may have the time of fewer than it sees."""
+    seen = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        time, period = quota.read_text().split()
+        return max(1, min(seen, -(-int(time) // int(period))))
+    except (OSError, ValueError):  # no container, or "max"
+        return seen
 
 
 @cache
