@@ -273,9 +273,9 @@ def test_steps_are_timed_before_the_first_answer_that_needs_it_and_never_again(
 ) -> None:
     timed: list[int] = []
 
-    def counted(model: Model, most: int, max_rows: int) -> dict[tuple[int, int], list[float]]:
+    def counted(model: Model, most: int, max_rows: int, enough: float) -> dict[tuple[int, int], list[float]]:
         timed.append(most)
-        return step_times(model, most, max_rows)
+        return step_times(model, most, max_rows, enough)
 
     monkeypatch.setattr(headstart.engine.engine, "step_times", counted)
     model = random_model("dense", seed=77)

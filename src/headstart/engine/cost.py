@@ -3,8 +3,8 @@
 Clocks mislead on a busy machine, so three things are kept apart. *Pace*: a machine slows down and recovers at every
 depth alike, so while depth stays as it is, a surprise is the pace's. *Cells*: two depths are compared where one
 follows the other, and many such looks count for more than the last. *Parts*: a step is something fixed, something a
-row, something a position and something a draft; fitted to the cells, they say what a depth or a number of rows costs
-that was never run.
+row, something a draft, and something for the place that a draft takes in a row's window; fitted to the cells, they
+say what a depth or a number of rows costs that was never run.
 """
 
 import math
@@ -26,7 +26,7 @@ MISSED = 0.3  # share of that which one cell more or less says
 BEGUN, MOST_TO_BEGIN = 0.2, 2.0  # share of what one beginning says, and the most it may say
 REFIT = 24  # comparisons between two fits of the parts
 LEAN = 0.001  # how much the fit leans on the parts it began with
-BEGIN = (0.6, 0.05, 0.1, 0.06)  # what a step is made of before anything was measured: fixed, row, position, draft
+BEGIN = (0.6, 0.15, 0.1, 0.06)  # what a step is made of before anything was measured: fixed, row, place, draft
 
 
 @dataclass
@@ -129,8 +129,8 @@ class Cost:
         return level + off / weight
 
     def _made_of(self, rows: int, k: int) -> float:
-        fixed, row, position, draft = self.parts
-        return math.log(fixed + row * rows + position * rows * (k + 1) + draft * k)
+        fixed, row, place, draft = self.parts
+        return math.log(fixed + row * rows + place * rows * k + draft * k)
 
     def _fit(self) -> None:
         """The parts, none below zero, that come closest to all cells in proportion."""
@@ -139,7 +139,7 @@ class Cost:
         right = [LEAN / BEGIN[i] for i in size]
         for (rows, k), seen in self.cells.items():
             share = math.exp(-seen.level)
-            x = (share, share * rows, share * rows * (k + 1), share * k)
+            x = (share, share * rows, share * rows * k, share * k)
             for i in size:
                 right[i] += seen.weight * x[i]
                 for j in size:

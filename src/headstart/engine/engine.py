@@ -24,7 +24,7 @@ from ..errors import HeadstartError, RequestError
 from ..models import Model
 from ..state import Prefix
 from .batch import Batch
-from .calibrate import SEVERAL, step_times
+from .calibrate import AT_EASE, ENOUGH, SEVERAL, step_times
 from .depth import Controller, Depth
 from .exact import rows_are_independent
 from .flight import Flight, describe, launches_ahead
@@ -131,7 +131,7 @@ class Engine:
         """Do what the first request would otherwise wait for. Before the engine is turned."""
         rows_are_independent(self.model)
         if self.model.has_head:
-            self._calibrate()
+            self._calibrate(AT_EASE)
 
     def take_in_all(self) -> None:
         """Take in the prompts of all that find a place before any of them goes on, so that they decode together."""
@@ -252,12 +252,12 @@ class Engine:
         mx.clear_cache()
         return True
 
-    def _calibrate(self) -> None:
+    def _calibrate(self, enough: float = ENOUGH) -> None:
         """Time a few steps of a model that nothing is known of."""
         depth = _depths.get(self.model)
         if depth is not None and depth is self.depth and not depth.cost.cells:
             several = self.footprint.bytes([1] * SEVERAL) <= self.memory
-            depth.cost.calibrate(step_times(self.model, depth.most, self.max_rows if several else 1))
+            depth.cost.calibrate(step_times(self.model, depth.most, self.max_rows if several else 1, enough))
 
     def _join(self, row: Row) -> None:
         assert row.batch is not None
