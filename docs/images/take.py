@@ -80,7 +80,7 @@ def keep(page: Page, name: str) -> None:
     path = HERE / f"{name}.png"
     page.screenshot(path=path)
     with Image.open(path) as image:
-        image.convert("RGB").quantize(96).save(path, optimize=True)
+        image.convert("RGB").quantize(48).save(path, optimize=True)
 
 
 def main() -> None:
