@@ -155,6 +155,7 @@ def rewrite_head(folder: Path, change: Callable[[str, mx.array], mx.array]) -> N
     mx.save_safetensors(file, {name: change(name, array) for name, array in tensors.items()}, metadata)
 
 
+@pytest.mark.slow
 def test_norms_shifted_twice_on_disk_are_found(tmp_path: Path, texts: list[Reading], healthy: float) -> None:
     folder = converted(tmp_path / "model")
     rewrite_head(folder, lambda name, array: array + 1 if "norm" in name else array)

@@ -67,7 +67,7 @@ def interrupted(*_: object) -> Any:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("where", ["the sweep", "the costs"])
+@pytest.mark.parametrize("where", ["the sweep", pytest.param("the costs", marks=pytest.mark.slow)])
 def test_ctrl_c_keeps_whole_repeats_and_says_so(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = iter([begin, begin, begin])  # one warms up
     if where == "the sweep":

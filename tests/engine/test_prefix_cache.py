@@ -109,8 +109,16 @@ def read(model: Model, tokens: list[int]) -> Batch:
     return batch
 
 
-@pytest.mark.parametrize("params", [{}, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "params"),
+    [
+        *(pytest.param(family, {}, id=f"{family}-greedy") for family in FAMILIES),
+        *(
+            pytest.param(family, SEEDED, id=f"{family}-seeded", marks=[] if family == "dense" else pytest.mark.slow)
+            for family in FAMILIES
+        ),
+    ],
+)
 def test_a_hit_a_partial_hit_and_a_miss_say_the_same_as_an_engine_without_a_cache(
     family: str, params: dict[str, object]
 ) -> None:
