@@ -1,6 +1,7 @@
 """Many requests at once: each says what it would say alone, and nothing is left behind."""
 
 import asyncio
+import gc
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -166,6 +167,7 @@ def endure(count: int) -> tuple[int, int]:
 
     def held() -> tuple[int, int]:
         prefix.clear()  # what it keeps, it keeps on purpose
+        gc.collect()  # what waits for the collector is no leak either
         mx.clear_cache()
         return mx.get_active_memory(), resident()
 
