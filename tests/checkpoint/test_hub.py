@@ -12,7 +12,7 @@ import headstart.checkpoint.hub
 from checkpoints import save, write
 from headstart.checkpoint import read_layout, resolve
 from headstart.checkpoint.headers import read_header
-from headstart.checkpoint.hub import outline
+from headstart.checkpoint.hub import download_config, download_files, outline
 from headstart.errors import CheckpointError, HubError
 from loopback_hub import Hub, point_at, running_hub
 
@@ -73,6 +73,17 @@ def test_what_it_is_is_told_without_its_weights(
         assert max(last for each, _, last in hub.read if each == file) < data + 2 * 4096, "its header and a block"
         assert (folder / file).stat().st_size > data + 2 * 4096, "there was more of it"
     assert len({file for file, _, _ in hub.read}) == len(list(folder.rglob("*.safetensors")))
+
+
+def test_to_tell_what_it_is_leaves_the_cache_alone(tmp_path: Path, hub: Hub) -> None:
+    """A graft has downloaded the head, and nothing else of the model."""
+    hub.models["org/model"] = write(tmp_path / "model", "dense", "sidecar", sidecar="mtp/weights.safetensors")
+    folder, files = download_config("org/model")
+    download_files("org/model", folder, files)
+    head = (folder / "mtp/weights.safetensors").read_bytes()
+    with outline("org/model") as found:
+        assert read_layout(found).mtp.location == "mtp/weights.safetensors"
+    assert (folder / "mtp/weights.safetensors").read_bytes() == head
 
 
 def test_of_a_cached_model_nothing_is_asked(tmp_path: Path, hub: Hub) -> None:

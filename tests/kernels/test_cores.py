@@ -63,12 +63,12 @@ def test_every_core_has_its_part(cores: Callable[[int], None]) -> None:
         seen.append(weight.shape[0])
         return x @ weight.T
 
-    headstart.kernels.cores.spread(mx.ones((9, 384)), [mx.ones((1024, 384))], 384, multiply)
+    headstart.kernels.cores.on_all_cores(mx.ones((9, 384)), [mx.ones((1024, 384))], 384, multiply)
     assert sum(seen) == 1024
     assert len(seen) == 3
     assert max(seen) - min(seen) <= headstart.kernels.cores.UNIT
     seen.clear()
-    headstart.kernels.cores.spread(mx.ones((1, 64)), [mx.ones((64, 64))], 64, multiply)
+    headstart.kernels.cores.on_all_cores(mx.ones((1, 64)), [mx.ones((64, 64))], 64, multiply)
     assert seen == [64], "too little to wake anybody for"
 
 
@@ -95,6 +95,13 @@ def test_a_layer_with_a_bias_or_of_another_kind_is_called_as_it_is() -> None:
     twice = Twice(256, 1024, bias=False)
     assert type(twice) not in PLAIN
     assert mx.array_equal(stock(x, twice), twice(x))
+
+    class Scaled(nn.Embedding):
+        def as_linear(self, x: mx.array) -> mx.array:
+            return 2 * super().as_linear(x)
+
+    scaled = Scaled(1024, 256)
+    assert mx.array_equal(tied(x, scaled), scaled.as_linear(x))
 
 
 def test_another_thread_may_multiply_too(cores: Callable[[int], None]) -> None:

@@ -102,7 +102,7 @@ def outline(name: str | Path | None = None) -> Iterator[Path]:
         with _named_errors(repo), ThreadPoolExecutor(8) as pool:
             folder, wanted = _wanted(repo, None, vision=False)
             for file in folder.iterdir():
-                if file.suffix != ".safetensors":
+                if file.is_file() and file.suffix != ".safetensors":  # through a folder the cache would be written to
                     (place / file.name).symlink_to(file.resolve())
             list(pool.map(lambda file: _copy_header(repo, folder.name, file, place / file), wanted))
         with chdir(temporary):

@@ -18,7 +18,9 @@ UNIT = 16  # outputs that mlx's product works on together
 MOST = 16  # cores
 
 
-def spread(x: mx.array, weights: Sequence[mx.array], inputs: int, multiply: Callable[..., mx.array]) -> mx.array:
+def on_all_cores(
+    x: mx.array, weights: Sequence[mx.array], inputs: int, multiply: Callable[..., mx.array]
+) -> mx.array:
     """`multiply(x, *weights)`, [..., K] by [N, K] → [..., N]; a row of every one of the weights is an output's."""
     outputs, count = weights[0].shape[0], 1
     if mx.default_device() == mx.cpu:

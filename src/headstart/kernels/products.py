@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .cores import spread
+from .cores import on_all_cores
 from .cuda import include, on_cuda
 
 PLAIN = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
@@ -111,9 +111,9 @@ def tied(x: mx.array, embedding: nn.Module) -> mx.array:
 
 
 def stock(x: mx.array, layer: nn.Module) -> mx.array:
-    """mlx's own product, on all cores of a CPU. An embedding's is with its transpose."""
+    """mlx's own product, on all cores of a CPU. An embedding's is `as_linear`."""
     if type(layer) not in PLAIN or "bias" in layer:
-        return layer(x)
+        return layer.as_linear(x) if hasattr(layer, "as_linear") else layer(x)
     weights = weights_of(layer)
 
     def multiply(
@@ -124,7 +124,7 @@ def stock(x: mx.array, layer: nn.Module) -> mx.array:
         packing = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
         return mx.quantized_matmul(x, weight, scales, biases, transpose=True, **packing)
 
-    return spread(x, weights.arrays(), weights.inputs, multiply)
+    return on_all_cores(x, weights.arrays(), weights.inputs, multiply)
 
 
 def weights_of(layer: nn.Module) -> Weights:
