@@ -16,9 +16,10 @@ from .cost import Cost
 
 MEMORY, LATELY = 0.96, 0.8  # what an observation still weighs a round later: some 25 rounds count, lately 5
 CHANGED = 5.0  # square of the surprise, in standard deviations, from which the text has changed
+OF_ALL = (0.997, 20.0)  # both, for all texts together: a new one leans on many of them, not on the last
 FADED = 3.0  # rounds that old knowledge of a position still counts for
 ALIKE = 6.0  # rounds by which a position is taken to be like the one before it
-YOUNG = 6.0  # rounds by which a new row leans on the others
+YOUNG, GROWN = 15.0, 4.0  # rounds by which a new row leans on the others, and one that has seen enough of its own
 GUESS = 0.75  # acceptance before anything was drafted
 HYSTERESIS = 0.03  # a gain below which depth is not raised
 LOOK = 2  # rounds of a look at another depth, one more where it is unknown: the first round is not timed
@@ -29,19 +30,18 @@ UNKNOWN = (6, 0.01, 100)  # what it takes was never measured, and might be littl
 UNTRIED = (1, 0.05, 250)  # no row was drafted for yet, and others' texts say little of these: the share is one row's
 PARKED = (12, 0.008, 250)  # how drafts fare is only known from looks
 DRAFTING = (30, 0.003, 100)  # … is known without them; only what it takes may have changed
-OLD = 200  # rounds after which nothing is left
-
-_kept = [MEMORY**age for age in range(OLD)]
-_kept_lately = [LATELY**age for age in range(OLD)] + [0.0]
 
 
 @dataclass
 class Survival:
     """How often the draft at each position stands once those before it do.
 
-    Recent rounds weigh most. Where the last few say something else than was to be expected, the text has changed,
-    and what came before them is dropped."""
+    Recent rounds weigh most. Where the last few of a text say something else than was to be expected, it has
+    changed, and what came before them is dropped."""
 
+    memory: float = MEMORY
+    changed: float = CHANGED
+    lean: float = YOUNG  # rounds by which it leans on others
     tried: list[float] = field(default_factory=lambda: [0.0] * MAX_K)
     stood: list[float] = field(default_factory=lambda: [0.0] * MAX_K)
     lately_tried: list[float] = field(default_factory=lambda: [0.0] * MAX_K)
@@ -50,9 +50,10 @@ class Survival:
 
     def observe(self, accepted: int, proposed: int, round: int) -> None:
         surprise, variance = 0.0, 0.0
+        self.lean = max(self.lean * MEMORY, GROWN)
         for j in range(min(proposed, accepted + 1)):  # the one after the last accepted was tried too
             age, stood = round - self.seen[j], j < accepted
-            kept, lately = _weight(self.tried[j], age), _kept_lately[min(age, OLD)]
+            kept, lately = self._kept(self.tried[j], age), LATELY**age
             tried = self.lately_tried[j] = self.lately_tried[j] * lately + 1
             self.lately_stood[j] = self.lately_stood[j] * lately + stood
             chance = (self.stood[j] + 0.5) / (self.tried[j] + 1)  # before this round
@@ -60,32 +61,29 @@ class Survival:
             variance += tried * chance * (1 - chance)
             self.tried[j], self.stood[j] = self.tried[j] * kept + 1, self.stood[j] * kept + stood
             self.seen[j] = round
-        if surprise * surprise > CHANGED * variance:
-            self.tried, self.stood = self.lately_tried.copy(), self.lately_stood.copy()
+        if surprise * surprise > self.changed * variance:
+            self.tried, self.stood, self.lean = self.lately_tried.copy(), self.lately_stood.copy(), GROWN
 
     def rates(self, prior: Sequence[float], round: int) -> list[float]:
         """Chances by position; what is not known well here leans on `prior`."""
         rates = []
         for chance, tried, stood, seen in zip(prior, self.tried, self.stood, self.seen, strict=False):
-            kept = _weight(tried, round - seen)
-            rates.append((stood * kept + YOUNG * chance) / (tried * kept + YOUNG))
+            kept = self._kept(tried, round - seen)
+            rates.append((stood * kept + self.lean * chance) / (tried * kept + self.lean))
         return rates
 
     def pooled(self, most: int, round: int) -> list[float]:
         """Chances without a prior: a position that was not tried of late is taken for like the one before it."""
         rates, before = [], GUESS
         for j in range(most):
-            kept, weight = _weight(self.tried[j], round - self.seen[j]), ALIKE if j else 1.0
+            kept, weight = self._kept(self.tried[j], round - self.seen[j]), ALIKE if j else 1.0
             before = (self.stood[j] * kept + weight * before) / (self.tried[j] * kept + weight)
             rates.append(before)
         return rates
 
-
-def _weight(tried: float, age: int) -> float:
-    """What the past weighs by now. It never fades quite: old knowledge is better than none."""
-    if tried <= FADED:
-        return 1.0
-    return max(_kept[age] if age < OLD else 0.0, FADED / tried)
+    def _kept(self, tried: float, age: int) -> float:
+        """What the past weighs by now. It never fades quite: old knowledge is better than none."""
+        return max(self.memory**age, FADED / tried) if tried > FADED else 1.0
 
 
 @dataclass(eq=False)
@@ -115,7 +113,7 @@ class Depth:
     def __init__(self, most: int = MAX_K, start: int = DEFAULT_K):
         self.most = most
         self.cost = Cost()
-        self.pool = Survival()
+        self.pool = Survival(*OF_ALL)
         self.gains: list[float] = []  # tokens a second to those of k = 0, by k, as of the last choice
         self._current: dict[int, int] = {}  # by number of rows
         self._rounds: Counter[int] = Counter()  # by number of rows: rounds so far
