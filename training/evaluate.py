@@ -62,13 +62,16 @@ def evaluate(model: Model, tokenizer: TokenizerWrapper, texts: HeldOut, k: int =
     found = {}
     for kind, (real, prompts) in kinds.items():
         straight, looping = decode(model, tokenizer, prompts, k)
-        found[kind] = Evaluation(read(model, real, k), straight, looping)
+        found[kind] = Evaluation(read(model, real, k, _thoughts(tokenizer)), straight, looping)
     return found
 
 
-def read(model: Model, texts: Iterable[Sequence[int]], k: int) -> RealText:
-    """Losses and agreement, the trunk's at every position and the drafts' along chains."""
-    loss, right = [0.0] * (k + 1), [0] * (k + 1)
+def read(model: Model, texts: Iterable[Sequence[int]], k: int, thoughts: tuple[int, int] | None = None) -> RealText:
+    """Losses and agreement, the trunk's at every position and the drafts' along chains.
+
+    `thoughts`: the tokens that open and close thinking. What stands in an empty block of it is no loss: the chat
+    template writes it, and whether a model would have is the recipe's choice."""
+    loss, right, counted = [0.0] * (k + 1), [0] * (k + 1), [0] * (k + 1)
     tokens = chains = 0
     for text in texts:
         ids = mx.array([list(text)])
@@ -79,19 +82,27 @@ def read(model: Model, texts: Iterable[Sequence[int]], k: int) -> RealText:
         hidden = model.trunk(ids, model.make_state(1), certain=length)
         logits = model.logits(hidden)[0].astype(mx.float32)  # [T, V]
         says = mx.argmax(logits, axis=-1)
-        loss[0] += _loss(logits[:-1], ids[0, 1:])
+        counts = mx.array(_counts(text, thoughts))  # [T]
+        loss[0] += _loss(logits[:-1], ids[0, 1:], counts[1:])
+        counted[0] += int(counts[1:].sum())
         right[0] += int((says[:-1] == ids[0, 1:]).sum())
         for j, drafted in enumerate(_chains(model, hidden, ids, starts, k), 1):
-            loss[j] += _loss(drafted, ids[0][starts + j + 1])
+            loss[j] += _loss(drafted, ids[0][starts + j + 1], counts[starts + j + 1])
+            counted[j] += int(counts[starts + j + 1].sum())
             right[j] += int((mx.argmax(drafted, axis=-1) == says[starts + j]).sum())
         tokens, chains = tokens + length - 1, chains + starts.size
-    counts = [tokens] + [chains] * k
     return RealText(
-        [a / n for a, n in zip(loss, counts, strict=True)],
-        [a / n for a, n in zip(right, counts, strict=True)],
+        [a / n for a, n in zip(loss, counted, strict=True)],
+        [a / n for a, n in zip(right, [tokens] + [chains] * k, strict=True)],
         tokens,
         chains,
     )
+
+
+def _counts(text: Sequence[int], thoughts: tuple[int, int] | None) -> list[bool]:
+    """Whether each token counts in the loss."""
+    around = zip([None, *text[:-1]], [*text[1:], None], strict=True)
+    return [pair != thoughts for pair in around]
 
 
 def _chains(model: Model, hidden: mx.array, ids: mx.array, starts: mx.array, k: int) -> Iterable[mx.array]:
@@ -162,14 +173,19 @@ def _line(cells: Iterable[object]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def _loss(logits: mx.array, targets: mx.array) -> float:
-    """The sum over positions, in nats."""
+def _loss(logits: mx.array, targets: mx.array, counts: mx.array) -> float:
+    """The sum over the positions that count, in nats."""
     chosen = mx.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-    return float((mx.logsumexp(logits, axis=-1) - chosen).sum())
+    return float(((mx.logsumexp(logits, axis=-1) - chosen) * counts).sum())
 
 
 def _together(answers: list[Stats]) -> Greedy:
     return Greedy(len(answers), Stats.of(answers) if answers else None)
+
+
+def _thoughts(tokenizer: TokenizerWrapper) -> tuple[int, int]:
+    opened, closed = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    return opened, closed
 
 
 def _rendered(tokenizer: TokenizerWrapper, chat: Chat, answered: bool = True) -> list[int]:

@@ -16,7 +16,7 @@ IGNORED = -100  # cross_entropy's own
 class Weights:
     head: float = 0.3
     balance: float = 0.005
-    loops: float = 0.1
+    loops: float = 0.4
     teacher: float = 0.5  # the share of the head's loss that is against the trunk's distribution, not the data
 
 

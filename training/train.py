@@ -42,7 +42,7 @@ class Recipe:
     chat: float = 0.4  # share of the rows
     unrolled: int = 6  # drafts in a chain
     chains: int = 4  # a chain of more than one draft starts at every so many positions
-    loop_rows: int = 4
+    loop_rows: int = 8
     loop_context: int = 512
     loop_periods: tuple[int, int] = (4, 64)  # shortest and longest
     warm_up: int = 150

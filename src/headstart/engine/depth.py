@@ -22,6 +22,7 @@ ALIKE = 6.0  # rounds by which a position is taken to be like the one before it
 YOUNG, GROWN = 15.0, 4.0  # rounds by which a new row leans on the others, and one that has seen enough of its own
 GUESS = 0.75  # acceptance before anything was drafted
 HYSTERESIS = 0.03  # a gain below which depth is not raised
+STAY = 25  # rounds in which drafts must earn what it costs that they begin
 LOOK = 2  # rounds of a look at another depth, one more where it is unknown: the first round is not timed
 BETWEEN = 3  # rounds between two looks
 # Rounds until the same depth is looked at again at the soonest, share of the time that may go into it, and rounds
@@ -141,6 +142,8 @@ class Depth:
         best = max(range(most + 1), key=values.__getitem__)
         current = self._current.get(count, min(self._start, most))
         enough = 1 + HYSTERESIS if best > current else 1.0  # fewer drafts are the surer thing
+        if current == 0:
+            enough += max(self.cost.beginning, 0.0) / STAY
         if current > most or values[best] > values[current] * enough:
             current = best
         self._current[count] = current

@@ -1,0 +1,93 @@
+"""The choice of depth on texts as they are: how many drafts stood at every position of the benchmark's greedy texts.
+
+recorded.txt has a line per prompt of `headstart bench`: its kind, and for each token of the built-in model's greedy
+text how many of eight drafts from there on are the tokens that follow.
+"""
+
+import random
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from headstart.cards import MAX_K
+from headstart.engine.depth import Depth, Drafter
+from simulator import Clock, calibrated
+
+ROWS, FIXED, TURNS = (1, 2, 4), range(4), 4
+_lines = [line.split() for line in Path(__file__).with_name("recorded.txt").read_text().splitlines()]
+TEXTS = {kind: [list(map(int, stood)) for each, stood in _lines if each == kind] for kind, _ in _lines}
+
+
+def costs(rows: int, k: int, round: int = 0) -> float:
+    """As two cores take for the built-in model, a step of one row being one."""
+    return 0.8 + 0.18 * rows + k * (0.22 + 0.33 * rows)
+
+
+def rate(texts: Sequence[Sequence[int]], k: int) -> float:
+    """Tokens a second with k drafts every step."""
+    return _decode(texts, lambda: k, lambda outcomes, k: costs(len(texts), k))
+
+
+def chosen_rate(depth: Depth, clock: Clock, texts: Sequence[Sequence[int]]) -> float:
+    rows, before = [Drafter(MAX_K) for _ in texts], list[int]()
+
+    def seconds(outcomes: list[tuple[int, int]], k: int) -> float:
+        parked = next((i for i, each in enumerate(reversed(before)) if each), len(before))
+        caught_up = 0.035 * len(texts) * min(parked, 16) if k else 0.0  # the head is shown what it missed
+        taken = costs(len(texts), k) + caught_up
+        depth.observe(rows, k, outcomes, clock.measure(taken) if before else None)  # a first step is not timed
+        before.append(k)
+        return taken
+
+    return _decode(texts, lambda: depth.choose(rows), seconds)
+
+
+def _decode(texts: Sequence[Sequence[int]], choose, seconds) -> float:  # type: ignore[no-untyped-def]
+    end, at, total = min(map(len, texts)), [0] * len(texts), 0.0
+    while min(at) < end:
+        k = choose()
+        outcomes = [(min(k, text[min(place, end - 1)]), k) for text, place in zip(texts, at, strict=True)]
+        at = [min(place + accepted + 1, end) for place, (accepted, _) in zip(at, outcomes, strict=True)]
+        total += seconds(outcomes, k)
+    return sum(at) / total
+
+
+def earned(seed: int, busy: bool) -> tuple[list[float], list[float]]:
+    """Of each cell, in the order of `headstart bench`: to the best fixed depth for its texts, and to none."""
+    pick, clock = random.Random(seed), Clock(random.Random(seed), busy)
+    depth, to_best, to_plain = calibrated(costs, clock), [], []
+    for turn in range(TURNS):
+        for count in ROWS:
+            for texts in TEXTS.values():
+                picked = pick.sample(texts, count)
+                fixed, ours = [rate(picked, k) for k in FIXED], chosen_rate(depth, clock, picked)
+                if turn:  # the first is not counted, as the pass that warms up is not
+                    to_best.append(ours / max(fixed))
+                    to_plain.append(ours / fixed[0])
+    return to_best, to_plain
+
+
+@pytest.mark.parametrize(("busy", "least"), [(False, 0.96), (True, 0.935)], ids=["quiet", "busy"])
+def test_depth_earns_on_recorded_texts_what_the_best_fixed_one_would(busy: bool, least: float) -> None:
+    """The best fixed depth is told the text's whole future; this one is told nothing."""
+    cells = [earned(seed, busy) for seed in range(8)]
+    to_best = statistics.geometric_mean(x for best, _ in cells for x in best)
+    to_plain = [statistics.mean(column) for column in zip(*(plain for _, plain in cells), strict=True)]
+    assert to_best >= least
+    assert min(to_plain) >= 0.9
+    assert statistics.geometric_mean(to_plain) >= 1.05
+
+
+def test_the_recorded_texts_are_such_that_depth_matters() -> None:
+    """Whoever always takes the same depth loses more in some cell than the test above allows."""
+    for k in FIXED:
+        shares = [
+            statistics.mean(
+                rate([text] * count, k) / max(rate([text] * count, each) for each in FIXED) for text in texts
+            )
+            for count in ROWS
+            for texts in TEXTS.values()
+        ]
+        assert min(shares) < 0.9, k
