@@ -6,17 +6,18 @@ text how many of eight drafts from there on are the tokens that follow.
 
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from simulator import Clock, calibrated
 
 from headstart.cards import MAX_K
 from headstart.engine.depth import Depth, Drafter
-from simulator import Clock, calibrated
 
 ROWS, FIXED, TURNS = (1, 2, 4), range(4), 4
 _lines = [line.split() for line in Path(__file__).with_name("recorded.txt").read_text().splitlines()]
+Outcomes = list[tuple[int, int]]  # (accepted, proposed) of each row
 TEXTS = {kind: [list(map(int, stood)) for each, stood in _lines if each == kind] for kind, _ in _lines}
 
 
@@ -33,7 +34,7 @@ def rate(texts: Sequence[Sequence[int]], k: int) -> float:
 def chosen_rate(depth: Depth, clock: Clock, texts: Sequence[Sequence[int]]) -> float:
     rows, before = [Drafter(MAX_K) for _ in texts], list[int]()
 
-    def seconds(outcomes: list[tuple[int, int]], k: int) -> float:
+    def seconds(outcomes: Outcomes, k: int) -> float:
         parked = next((i for i, each in enumerate(reversed(before)) if each), len(before))
         caught_up = 0.035 * len(texts) * min(parked, 16) if k else 0.0  # the head is shown what it missed
         taken = costs(len(texts), k) + caught_up
@@ -44,7 +45,9 @@ def chosen_rate(depth: Depth, clock: Clock, texts: Sequence[Sequence[int]]) -> f
     return _decode(texts, lambda: depth.choose(rows), seconds)
 
 
-def _decode(texts: Sequence[Sequence[int]], choose, seconds) -> float:  # type: ignore[no-untyped-def]
+def _decode(
+    texts: Sequence[Sequence[int]], choose: Callable[[], int], seconds: Callable[[Outcomes, int], float]
+) -> float:
     end, at, total = min(map(len, texts)), [0] * len(texts), 0.0
     while min(at) < end:
         k = choose()

@@ -50,6 +50,17 @@ def test_a_random_model_reads_as_badly_as_chance() -> None:
     assert all(loss > chance - 1 for loss in found.loss)
 
 
+def test_what_stands_in_an_empty_thought_is_no_loss() -> None:
+    model = random_model("dense")
+    text = random_prompt(model, 60)
+    text[20:23] = [opened, empty, closed] = 5, 6, 7
+    whole, without = (read(model, [text], 2, thoughts).loss[0] for thoughts in (None, (opened, closed)))
+    hidden = model.trunk(mx.array([text]), model.make_state(1), certain=60)
+    of_it = -mx.log(mx.softmax(model.logits(hidden)[0, 20].astype(mx.float32)))[empty].item()
+    assert abs(59 * whole - (58 * without + of_it)) < 1e-2
+    assert read(model, [text], 2, (opened, closed + 1)).loss == read(model, [text], 2).loss
+
+
 def test_the_table_has_a_line_for_each_kind_and_figure() -> None:
     real = RealText([2.0, 2.5], [0.6, 0.75], 100, 10)
     found = {kind: Evaluation(real, Greedy(0, None), Greedy(0, None)) for kind in ("code", "chat")}
