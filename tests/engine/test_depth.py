@@ -245,7 +245,9 @@ def test_the_choice_can_be_made_elsewhere() -> None:
     assert set(answer.stats.depths) == {0, 1, 2, 3, 8}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", ["dense", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f != "dense")]
+)
 def test_rows_that_all_leave_the_depth_open_say_what_they_would_say_alone(family: str) -> None:
     model = random_model(family)
     prompts = [random_prompt(model, 5 + 4 * i, i) for i in range(5)]

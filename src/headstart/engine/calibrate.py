@@ -17,7 +17,7 @@ DEEPER = (3, 7)  # between and beyond them lies a line
 SEVERAL = 4  # rows: how much longer a step takes then, with and without a draft, says it of any number of them
 STEPS = 3  # of a depth in a row
 ENOUGH = 0.5  # seconds; then nothing more is begun, but for depth 1 where there is depth 0
-AT_EASE = 6.0  # seconds at most, where nobody waits for an answer yet: enough to look at all of it twice
+AT_EASE = 4.0  # seconds at most, where nobody waits for an answer yet: enough to look at all of it twice
 
 
 def step_times(model: Model, most: int, max_rows: int, enough: float = ENOUGH) -> dict[Cell, list[float]]:
