@@ -72,19 +72,19 @@ def earned(seed: int, busy: bool) -> tuple[list[float], list[float]]:
     return to_best, to_plain
 
 
-@pytest.mark.parametrize(("busy", "least"), [(False, 0.96), (True, 0.935)], ids=["quiet", "busy"])
+@pytest.mark.parametrize(("busy", "least"), [(False, 0.96), (True, 0.95)], ids=["quiet", "busy"])
 def test_depth_earns_on_recorded_texts_what_the_best_fixed_one_would(busy: bool, least: float) -> None:
     """The best fixed depth is told the text's whole future; this one is told nothing."""
     cells = [earned(seed, busy) for seed in range(8)]
     to_best = statistics.geometric_mean(x for best, _ in cells for x in best)
     to_plain = [statistics.mean(column) for column in zip(*(plain for _, plain in cells), strict=True)]
     assert to_best >= least
-    assert min(to_plain) >= 0.9
+    assert min(to_plain) >= 0.94
     assert statistics.geometric_mean(to_plain) >= 1.05
 
 
 def test_the_recorded_texts_are_such_that_depth_matters() -> None:
-    """Whoever always takes the same depth loses more in some cell than the test above allows."""
+    """Whoever always takes the same depth loses a tenth in some cell."""
     for k in FIXED:
         shares = [
             statistics.mean(
