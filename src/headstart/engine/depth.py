@@ -29,8 +29,9 @@ BETWEEN = 3  # rounds between two looks
 # after which it is looked at whatever it may cost, once steps can be timed:
 UNKNOWN = (6, 0.01, 100)  # what it takes was never measured, and might be little enough
 UNTRIED = (1, 0.05, 250)  # no row was drafted for yet, and others' texts say little of these: the share is one row's
-PARKED = (12, 0.008, 250)  # how drafts fare is only known from looks
-DRAFTING = (30, 0.003, 100)  # … is known without them; only what it takes may have changed
+PARKED = (12, 0.008, 250)  # how drafts fare is only known from looks: the share is one row's too
+SEVERAL = 0.005  # … and that of many
+DRAFTING = (12, 0.003, 100)  # … is known without them; only what it takes may have changed
 
 
 @dataclass
@@ -208,7 +209,7 @@ class Depth:
                 soon, share, late = UNKNOWN
             elif current == 0:
                 soon, share, late = UNTRIED if untried else PARKED
-                share = max(share / rows, PARKED[1])  # several texts together are more like those before
+                share = max(share / rows**2, SEVERAL)  # a look tells of all rows, which are more like those before
             else:
                 soon, share, late = DRAFTING
             rounds = LOOK + 1 if unknown else LOOK
