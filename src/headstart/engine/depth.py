@@ -117,7 +117,7 @@ class Depth:
         self.cost = Cost()
         self.pool = Survival(*OF_ALL)
         self.gains: list[float] = []  # tokens a second to those of k = 0, by k, as of the last choice
-        self._current: dict[int, int] = {}  # by number of rows
+        self._current = start
         self._rounds: Counter[int] = Counter()  # by number of rows: rounds so far
         self._ran: dict[tuple[int, int], int] = {}  # which of these rounds (rows, k) last was
         self._look: tuple[int, int, int] | None = None  # rows, the depth that is looked at, and the one it is beside
@@ -127,7 +127,6 @@ class Depth:
         self._next_look = 0  # the round from which there may be another
         self._timed = True  # whether it is known how long the last step took
         self._round = 0
-        self._start = start
 
     def choose(self, rows: Sequence[Drafter]) -> int:
         """The depth of the next step."""
@@ -141,13 +140,13 @@ class Depth:
         values = [tokens / time for tokens, time in zip(self.tokens(rows, most), seconds, strict=True)]
         self.gains = [value / values[0] for value in values]
         best = max(range(most + 1), key=values.__getitem__)
-        current = self._current.get(count, min(self._start, most))
+        current = self._current
         enough = 1 + HYSTERESIS if best > current else 1.0  # fewer drafts are the surer thing
         if current == 0:
             enough += max(self.cost.beginning, 0.0) / STAY
         if current > most or values[best] > values[current] * enough:
             current = best
-        self._current[count] = current
+        self._current = current
         untried = not any(row.survival.tried[0] for row in rows)
         chosen = self._look_around(count, current, values, seconds, untried)
         self._ran[count, chosen] = self._rounds[count]
