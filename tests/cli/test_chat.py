@@ -46,6 +46,7 @@ def test_what_was_said_before_counts(loaded: Any) -> None:
     assert result.stderr.count("tokens/s") == 2
 
 
+@pytest.mark.slow
 def test_what_was_said_before_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     hits: list[int] = []
 

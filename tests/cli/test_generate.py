@@ -67,8 +67,8 @@ def test_json_is_one_object_with_the_stats_of_the_api(expected: str) -> None:
 
 
 def test_the_tokens_do_not_depend_on_the_depth() -> None:
-    answers = [run_json("-p", QUESTION, "-n", "10", "--k", k)["tokens"] for k in ("0", "1", "8", "auto")]
-    assert answers == [answers[0]] * 4
+    answers = [run_json("-p", QUESTION, "-n", "10", "--k", k)["tokens"] for k in ("0", "8", "auto")]
+    assert answers == [answers[0]] * 3
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ def test_a_price_of_drafts_that_rises_is_followed(rows: int) -> None:
     assert min(shares.values()) >= 0.9, shares
 
 
+@pytest.mark.slow
 def test_other_work_on_the_machine_does_not_mislead_it() -> None:
     """Steps take up to twice as long for a while, and every clock is off by an eighth."""
     shares = {(machine, text): mean_share(machine, text, busy=True) for machine, text in EVERY}

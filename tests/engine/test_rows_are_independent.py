@@ -36,7 +36,7 @@ def assert_as_alone(family: str, length: int, limit: int, cancelled: bool, answe
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("rows", [1, 2, 5, 16])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 2, 5, 16])
 def test_a_row_says_the_same_whoever_joins_leaves_or_is_cancelled_beside_it(
     family: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,7 +67,7 @@ def error(found: mx.array, expected: mx.array) -> float:
         (16, 1, 640, 40, mx.float16),
     ],
 )
-@pytest.mark.parametrize("rows", [3, 19])
+@pytest.mark.parametrize("rows", [3, pytest.param(19, marks=pytest.mark.slow)])
 def test_a_product_is_that_of_the_weights_that_the_codes_stand_for(
     bits: int, group: int, inputs: int, outputs: int, dtype: mx.Dtype, rows: int
 ) -> None:
@@ -77,7 +77,10 @@ def test_a_product_is_that_of_the_weights_that_the_codes_stand_for(
     assert error(found, x.astype(mx.float32) @ exact(weights).T) < (3e-3 if dtype == mx.bfloat16 else 4e-4)
 
 
-@pytest.mark.parametrize(("inputs", "bits", "group"), [(K, 4, 64), (LONG, 4, 32), (LONG // 2, 8, 64), (640, 16, 1)])
+@pytest.mark.parametrize(
+    ("inputs", "bits", "group"),
+    [(K, 4, 64), pytest.param(LONG, 4, 32, marks=pytest.mark.slow), (LONG // 2, 8, 64), (640, 16, 1)],
+)
 def test_a_row_has_the_same_bits_among_any_number_of_rows(inputs: int, bits: int, group: int) -> None:
     # Everything cancels, so that what is left is the rounding of the sums: another order would show in every bit.
     half = random_weights((40, inputs), bits, group)
