@@ -2,7 +2,6 @@
 
 import json
 import struct
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -249,9 +248,7 @@ def shapes_27b() -> tuple[dict[str, Any], dict[str, list[int]]]:
 def test_a_27b_folder_is_inspected_from_headers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_empty(tmp_path, *shapes_27b())
     monkeypatch.setattr(mx, "load", None)
-    started = time.monotonic()
     layout = read_layout(folder)
-    assert time.monotonic() - started < 2
     assert layout.parameters > 27e9
     assert layout.bytes == 2 * layout.parameters
     assert layout.mtp.available

@@ -59,8 +59,8 @@ def bench(
     ] = None,
 ) -> None:
     """Measure speed, acceptance and cost by depth, kind of text and number of rows. --k 0-8,auto
-    --rows 1,2,4,8,16 is the whole sweep. Markdown goes to standard output. Ctrl-C ends early and keeps whole
-    repeats: the report says so, and the exit status is 130."""
+    --rows 1,2,4,8,16 is the whole sweep, or 0-5,auto where a model drafts no more than 5. Markdown goes to standard
+    output. Ctrl-C ends early and keeps whole repeats: the report says so, and the exit status is 130."""
     from ..bench.plot import check_plot, plot
     from ..bench.prompts import KINDS, builtin_prompts, by_kind, read_prompts
     from ..bench.sweep import Plan

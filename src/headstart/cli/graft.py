@@ -8,7 +8,7 @@ from .convert import DryRun, MtpBits
 
 
 def graft(
-    model: Annotated[str, typer.Argument(help="The converted model: a folder, or a name in the cache.")],
+    model: Annotated[str, typer.Argument(help="The converted model: a folder, a name in the cache, or a hub id.")],
     source: Annotated[
         str | None,
         typer.Option(

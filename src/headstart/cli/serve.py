@@ -65,7 +65,7 @@ def serve(
     ] = False,
     split: options.Split = "tensor",
 ) -> None:
-    """Serve a model to OpenAI's clients. Ctrl-C stops it once the running answers have ended."""
+    """Serve a model to OpenAI's and Anthropic's clients. Ctrl-C stops it once the running answers have ended."""
     from ..checkpoint import read_layout, resolve
     from ..cluster import Follower, Leader, SharedPrefix
     from ..engine import Room
