@@ -29,6 +29,10 @@ class Down(HeadstartError):
     """The engine is no more, and all requests with it."""
 
 
+class OutOfMemory(HeadstartError):
+    """The device's memory ran out, and this request was ended so that others could go on."""
+
+
 class Busy(HeadstartError):
     """Not now: try again after `retry_after` seconds."""
 

@@ -19,7 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .checkpoint import load as load_model
 from .checkpoint import load_tokenizer, resolve
 from .engine import Engine, FinishReason, Handle, Origin, Request, Stats
-from .errors import RequestError
+from .errors import HeadstartError, RequestError
 from .models import Model
 from .sampling import SamplingParams
 
@@ -170,7 +170,8 @@ def _responses(handle: Handle, progress: Progress) -> Generator[GenerationRespon
                 progress(event.prompt_taken, prompt_tokens)
                 continue
             assert event.stats is not None
-            assert event.logits is not None
+            if event.logits is None:
+                raise HeadstartError("the answer was cut off: whoever turns this engine ended all requests")
             if not said:
                 progress(prompt_tokens, prompt_tokens)
             for i, (token, text, origin) in enumerate(zip(event.tokens, event.texts, event.origins, strict=True)):

@@ -88,9 +88,8 @@ def test_a_key_goes_to_the_server_that_it_is_for(given: list[str], second: str |
     ours, theirs = Stub(lambda body, busy: QUICK, key="sesame"), Stub(lambda body, busy: QUICK, key=second)
     with serving(ours) as one, serving(theirs) as two:
         compared = [one, two] if given else [one, two, f"{one}#num_draft_tokens=0"]
-        result = CliRunner().invoke(
-            app, ["bench-serve", "--compare", ",".join(compared), *given, *SMALL], env={"HEADSTART_API_KEY": "sesame"}
-        )
+        arguments = ["bench-serve", "--compare", ",".join(compared), *given, *SMALL]
+        result = CliRunner().invoke(app, arguments, env={"HEADSTART_API_KEY": "sesame more"})
     assert result.exit_code == 0, result.output
     assert theirs.keys == {second}
 

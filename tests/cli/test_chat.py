@@ -115,3 +115,18 @@ def test_ctrl_c_stops_the_answer_and_not_the_program() -> None:
     assert output.endswith("\n› ".encode())
     assert b"stopped" in errors
     assert b"Traceback" not in errors
+
+
+def test_an_answer_that_fails_does_not_end_the_conversation(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    join = Engine._join
+
+    def full(engine: Engine, row: Any) -> None:
+        monkeypatch.setattr(Engine, "_join", join)
+        raise MemoryError("the device is full")
+
+    monkeypatch.setattr(Engine, "_join", full)
+    monkeypatch.setattr(Engine, "_empty_prefix", lambda engine: False)
+    result = chat(FIRST, SECOND)
+    assert result.exit_code == 0
+    assert "error: memory ran out" in result.stderr
+    assert result.stdout == f"› › {answer(loaded, SECOND)}\n› "

@@ -70,7 +70,7 @@ def test_it_says_where_it_is_and_answers_like_the_library() -> None:
 
         curl = subprocess.run(
             ["bash", "-c", told["Try"].replace("-d ", "-s -d ", 1)],
-            capture_output=True, text=True, check=True, env=os.environ | {"HEADSTART_API_KEY": KEY},
+            capture_output=True, text=True, check=True, env=os.environ | {"HEADSTART_API_KEY": f"{KEY} another"},
         )  # fmt: skip
         assert '"finish_reason"' in curl.stdout
 

@@ -1,5 +1,7 @@
 """Who is let in when: in turn between clients, and only where there is memory for them."""
 
+from pathlib import Path
+
 import pytest
 
 from fixtures import builtin_model, collect, generate, random_model, random_prompt, submit
@@ -7,6 +9,7 @@ from headstart.engine import Engine, Request
 from headstart.engine.memory import Footprint
 from headstart.errors import Busy, RequestError
 from headstart.models import Model
+from headstart.models.memory import _installed
 from headstart.sampling import SamplingParams
 from headstart.state import Prefix
 
@@ -115,3 +118,38 @@ def test_a_prefix_cache_that_leaves_no_room_is_refused_at_once(monkeypatch: pyte
     with pytest.raises(RequestError, match=r"a prefix cache of 2.00 GB leaves no room .* 1.00 GB are left"):
         Engine(random_model("dense"), prefix=Prefix(2 * 10**9))
     Engine(random_model("dense"), prefix=Prefix(10**8))
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_room_that_only_the_longest_needed_goes_with_it(k: int) -> None:
+    """Or rows that join later would each take as much, and nobody would count it."""
+    model = random_model("dense")
+    lengths, engine = (600, 20, 30), Engine(model)
+    prompts = [random_prompt(model, length, length) for length in lengths]
+    handles = [submit(engine, prompts[0], max_tokens=4, k=k)]
+    handles += [submit(engine, prompt, max_tokens=40, k=k) for prompt in prompts[1:]]
+    room = []
+    while engine.turn():
+        if engine._batch is not None:
+            head = engine._batch.head
+            room.append((engine._batch.rows.capacity, head.capacity if head is not None else 0))
+    assert max(room)[0] == 768
+    assert room[-1] == (256, 256 if k else 0)
+    for handle, prompt, limit in zip(handles, prompts, (4, 40, 40), strict=True):
+        alone, answer = generate(model, prompt, max_tokens=limit, k=k), collect(handle)
+        assert answer.tokens == alone.tokens
+        assert answer.stats.accepted_by_position == alone.stats.accepted_by_position  # nor did the head forget
+
+
+def test_what_several_answers_need_is_said_of_them() -> None:
+    model = random_model("dense")
+    engine = Engine(model, memory_limit=needed(model, 300))
+    with pytest.raises(RequestError, match=r"with 4 answers, .* lower max_tokens or n$"):
+        engine.submit(Request(random_prompt(model, 10), SamplingParams(max_tokens=10), n=4))
+
+
+@pytest.mark.parametrize(("limit", "most"), [("1000000", 10**6), ("max", None), ("", None)])
+def test_a_container_has_no_more_memory_than_it_is_given(tmp_path: Path, limit: str, most: int | None) -> None:
+    there = _installed(tmp_path / "nothing")
+    (tmp_path / "memory.max").write_text(limit)
+    assert _installed(tmp_path / "memory.max") == (most or there)

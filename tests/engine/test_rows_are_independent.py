@@ -7,9 +7,9 @@ from functools import lru_cache
 import mlx.core as mx
 import pytest
 
-from fixtures import FAMILIES, Answer, collect, mlx_lm_greedy, random_model, random_prompt, submit
+from fixtures import FAMILIES, Answer, collect, generate, mlx_lm_greedy, random_model, random_prompt, submit
 from headstart.engine import Engine
-from headstart.engine.exact import ON_A_CPU, SHAPES, rows_are_independent
+from headstart.engine.exact import ON_A_CPU, SHAPES, rows_are_independent, widest
 from headstart.models import Model
 from headstart.models.share import Alone
 from headstart.state import BLOCK
@@ -145,3 +145,19 @@ def test_every_pass_is_made_whatever_the_first_ones_show(monkeypatch: pytest.Mon
     monkeypatch.setattr("headstart.engine.exact._logits", logits)
     assert not rows_are_independent(replace(random_model("dense")))
     assert len(passes) == 3 + len(ON_A_CPU if mx.default_device() == mx.cpu else SHAPES)
+
+
+def test_many_rows_draft_no_more_than_our_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA the product of more positions is mlx's, which adds up in another order."""
+    assert widest(100) == 8
+    monkeypatch.setattr("headstart.engine.exact.on_cuda", lambda: True)
+    assert [widest(rows) for rows in (1, 16, 17, 20, 72, 144, 300)] == [143, 8, 7, 6, 1, 0, 0]
+    monkeypatch.setattr("headstart.engine.exact.MOST_ROWS", 9)
+    model = random_model("dense")
+    engine = Engine(model)
+    handles = [submit(engine, random_prompt(model, n + 3, n), max_tokens=12, k=8) for n in range(3)]
+    answers = [collect(handle) for handle in handles]
+    assert [a.tokens for a in answers] == [
+        generate(model, random_prompt(model, n + 3, n), max_tokens=12, k=0).tokens for n in range(3)
+    ]
+    assert all(answer.stats.as_dict()["rounds_by_depth"].get("2") for answer in answers)

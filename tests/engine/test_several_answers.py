@@ -132,3 +132,19 @@ def test_answers_are_cancelled_together_whenever_that_happens() -> None:
     engine.turn()
     assert engine.rows == []
     assert [event.finish_reason for event in handle if event.finish_reason] == ["cancelled"] * 2
+
+
+def test_an_answer_that_is_begun_again_tells_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How far it is would otherwise be taken for another answer's."""
+    monkeypatch.setattr("headstart.engine.intake.CHUNK", 4)
+    engine = Engine(MODEL)
+    events: list[Event] = []
+    engine.submit(Request(PROMPT, SamplingParams(max_tokens=8, k=0), n=2), listener=events.append)
+    while len(engine.rows) < 2:
+        engine.turn()
+    engine.turn()
+    before = len(events)
+    engine.take_in_again()
+    while engine.turn():
+        pass
+    assert {event.choice for event in events[before:] if event.prompt_taken} == {0, 1}

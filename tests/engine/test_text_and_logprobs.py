@@ -12,7 +12,7 @@ from headstart.checkpoint import load_tokenizer, resolve
 from headstart.engine import Engine, Event, Request
 from headstart.engine.text import TextStream
 from headstart.errors import RequestError
-from headstart.sampling import SamplingParams
+from headstart.sampling import SamplingParams, logprobs
 
 TOKENIZER = load_tokenizer(resolve("tiny-qwen3.5"))
 
@@ -144,3 +144,15 @@ def test_text_that_cannot_be_made_ends_its_row_alone(monkeypatch: pytest.MonkeyP
     assert bad[-1].finish_reason == "error"
     assert good[-1].finish_reason == "length"
     assert len(tokens(good)) == 6
+
+
+def test_a_list_of_the_best_does_not_depend_on_how_long_others_lists_are() -> None:
+    """Logits in bfloat16 are often equal: the lower id comes first, wherever the list is cut."""
+    logits = mx.random.randint(0, 4, (3, 2, 200), key=mx.random.key(7)).astype(mx.bfloat16)
+    said = mx.zeros((3, 2), mx.int32)
+    whole = logprobs(logits, said, 200).top_ids
+    for count in (1, 5, 10, 20, 199):
+        told = logprobs(logits, said, count)
+        assert mx.array_equal(told.top_ids, whole[..., :count]), count
+    for row, ids in zip(logits.reshape(-1, 200).tolist(), whole.reshape(-1, 200).tolist(), strict=True):
+        assert ids == sorted(range(200), key=lambda token: (-row[token], token))

@@ -59,3 +59,13 @@ def test_a_head_that_is_asked_for_one_pair_of_each_row_has_the_bits_of_all(famil
     for mine, all_of_it in zip(one.layers, every.layers, strict=True):
         assert mx.array_equal(mine.keys, all_of_it.keys)
         assert mx.array_equal(mine.values, all_of_it.values)
+
+
+def test_shapes_are_forgotten_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("dense")
+    monkeypatch.setattr(base, "compiles", lambda width: width <= graph.WIDEST)
+    monkeypatch.setattr(graph, "MOST", 2)
+    described = [rounds(model, k) for k in (0, 1, 2, 3)]
+    monkeypatch.setattr(base, "compiles", lambda width: False)
+    assert described == [rounds(model, k) for k in (0, 1, 2, 3)]
+    assert 0 < len(model._trunk_graph.seen) <= 2

@@ -114,6 +114,22 @@ def test_a_shape_that_cannot_be_kept_to_is_refused_by_name(
     assert param.split(".")[0] in error.value.message
 
 
+def test_a_schema_that_holds_no_number_where_it_should_is_refused_by_name(server: Running) -> None:
+    """Python's JSON has NaN, and its clients may send it."""
+    wrong = {"minimum": float("nan")}
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    shaped = {"response_format": {"type": "json_schema", "json_schema": {"schema": wrong}}}
+    with server.http() as http:
+        for route, fields, param in (
+            ("chat/completions", shaped, "response_format"),
+            ("messages", {"output_config": {"format": {"type": "json_schema", "schema": wrong}}}, "output_config"),
+        ):
+            body = json.dumps(chat | fields)
+            response = http.post(f"/v1/{route}", content=body, headers={"Content-Type": "application/json"})
+            assert response.status_code == 400
+            assert response.json()["error"]["message"].startswith(param)
+
+
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 Here = tuple[Running, ScriptedRoom]
 

@@ -154,7 +154,7 @@ def _targets(
     each = zip(urls, called, models, keys, strict=True)
     targets = [Target.of(url, name=name, model=model, key=key, chat=chat) for url, name, model, key in each]
     if api_key is None:  # what is in the environment is our own server's, and nobody else's business
-        ours = os.environ.get("HEADSTART_API_KEY")
+        ours = next(iter(os.environ.get("HEADSTART_API_KEY", "").split()), None)  # a server may have several
         targets = [replace(target, key=ours) if target.url == targets[0].url else target for target in targets]
     return targets
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..errors import RequestError
+from ..errors import HeadstartError, RequestError
 from . import options, show
 from .prompt import chat_tokens
 
@@ -56,8 +56,9 @@ def chat(
                 messages.append({"role": "assistant", "content": said})
                 if stopped:  # in the middle of whatever it was doing: it is not to be trusted any more
                     engine = None
-            except RequestError as error:  # of this message alone, such as a conversation that is too long
+            except HeadstartError as error:  # of this message alone, such as a conversation that is too long
                 messages.pop()
+                engine = engine if isinstance(error, RequestError) else None
                 typer.echo(f"error: {error} (/clear forgets the conversation)", err=True)
 
 

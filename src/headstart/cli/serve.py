@@ -1,5 +1,6 @@
 """`headstart serve`: the model behind an HTTP server."""
 
+import os
 import shlex
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -130,7 +131,9 @@ def _drafts(model: "Model", settings: "Settings") -> str:
 def _greeting(name: str, drafts: str, host: str, port: int, *, key: bool) -> str:
     here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     address = f"http://[{here}]:{port}" if ":" in here else f"http://{here}:{port}"
-    authorization = ' -H "Authorization: Bearer $HEADSTART_API_KEY"' if key else ""
+    # The first key, where the variable holds several.
+    token = "${HEADSTART_API_KEY%% *}" if "HEADSTART_API_KEY" in os.environ else "KEY"
+    authorization = f' -H "Authorization: Bearer {token}"' if key else ""
     question = (
         '{"messages": [{"role": "user", "content": "Write a function that adds two numbers."}], "max_tokens": 200}'
     )

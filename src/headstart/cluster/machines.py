@@ -24,10 +24,6 @@ class Machines:
     def rank(self) -> int:
         return self.wire.rank
 
-    @property
-    def ranks(self) -> int:
-        return self.wire.ranks
-
     def __enter__(self) -> "Machines":
         return self
 

@@ -138,9 +138,10 @@ class Batch:
     def keep(self, rows: list[int], model: Model) -> None:
         """Only these rows go on."""
         self.gather()
-        self.rows.keep(rows)
         if self.head is not None:
+            self.head.bounds = self.rows.bounds  # a head holds no more pairs than the trunk holds tokens
             self.head.keep(rows)
+        self.rows.keep(rows)
         index = mx.array(rows, mx.int32)
         self.waiting = Waiting(*[a[index] for a in self.waiting])
         self.last, self.ceiling, self.remaining = self.last[index], self.ceiling[index], self.remaining[index]

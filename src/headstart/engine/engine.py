@@ -5,8 +5,9 @@ while the device works on it, hands out what the step before said. So the host w
 one step late: the surplus round of a finished row counts nowhere. A CPU is handed a step only when what the one
 before said is out. Where a row has a grammar, a step is not even described before that.
 
-A row can always be begun again from its tokens, and goes on bit for bit as it would have. So where memory runs short
-the youngest gives up its place for a while, and a step that fails costs its rows time and not their answers.
+A row can always be begun again from its tokens, and goes on bit for bit as it would have (on CUDA, where prompts have
+other kernels, up to rounding, and the stats say so). So where memory runs short the youngest gives up its place for a
+while, and a step that fails costs its rows time and not their answers.
 """
 
 import time
@@ -26,7 +27,7 @@ from ..state import Prefix
 from .batch import Batch
 from .calibrate import AT_EASE, ENOUGH, SEVERAL, step_times
 from .depth import Controller, Depth
-from .exact import rows_are_independent
+from .exact import rows_are_independent, widest
 from .flight import Flight, describe, launches_ahead
 from .intake import take_in
 from .memory import ANSWER, Footprint, is_shortage, left_for_rows
@@ -109,9 +110,10 @@ class Engine:
         handle = Handle(request, None if self._threaded else self.turn, listener)
         row = Row.of(handle, self.model, self.tokenizer, max_k)
         if (needed := self._bytes([row])) > self.memory:
+            with_, or_n = ("its answer", "") if request.n == 1 else (f"{request.n} answers", " or n")
             raise RequestError(
-                f"prompt has {len(request.prompt)} tokens and needs {needed / 1e9:.2f} GB with its answer, and "
-                f"{self.memory / 1e9:.2f} GB are left for requests: shorten it or lower max_tokens"
+                f"prompt has {len(request.prompt)} tokens and needs {needed / 1e9:.2f} GB with {with_}, and "
+                f"{self.memory / 1e9:.2f} GB are left for requests: shorten it or lower max_tokens{or_n}"
             )
         self.queue.put(row, client)
         return handle
@@ -335,7 +337,8 @@ class Engine:
             k = self.depth.choose([row.drafter for row in self.rows])
         else:
             k = max(row.fixed for row in self.rows)
-        flight = describe(self.model, self._batch, self.rows, min(k, room), steady=self._steady)
+        k = min(k, room, widest(len(self.rows)))
+        flight = describe(self.model, self._batch, self.rows, k, steady=self._steady)
         self._steady = True
         return flight
 

@@ -4,6 +4,9 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
+from ..cards import MAX_K
+from ..kernels.cuda import on_cuda
+from ..kernels.products import MOST_ROWS
 from ..models import Model
 
 TEXT = [3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41]
@@ -25,6 +28,12 @@ def rows_are_independent(model: Model) -> bool:
             same += [mx.array_equal(one, logits[n]) for one, n in zip(alone, (0, 1, 4), strict=True) if n < window]
         _known[model] = model.share.everywhere(all(bool(each) for each in same))
     return _known[model]
+
+
+def widest(rows: int) -> int:
+    """Most drafts a round with which our kernels take all positions of so many rows: mlx's, which take more, add up
+    in another order."""
+    return max(MOST_ROWS // rows - 1, 0) if on_cuda() else MAX_K
 
 
 def _logits(model: Model, window: int, rows: int) -> mx.array:

@@ -4,6 +4,7 @@ import time
 
 import mlx.core as mx
 
+from ..kernels.cuda import on_cuda
 from ..models import Model
 from ..state import CHUNK, Prefix
 from .batch import Batch
@@ -28,7 +29,7 @@ def take_in(model: Model, row: Row, prefix: Prefix | None) -> bool:
         mx.eval(row.batch.arrays())
         if prefix is not None:
             leave(row.batch, tokens, row.taken, prefix)
-        row.handle.put(Event(stats=row.stats.copy(), prompt_taken=row.taken))
+        row.handle.put(Event(stats=row.stats.copy(), prompt_taken=row.taken, choice=row.asked.choice))
     if end > row.taken:
         chunk = mx.array([tokens[row.taken : end]], mx.int32)
         hidden = prefill(model, row.batch, chunk, mx.array([tokens[end]], mx.int32))
@@ -52,6 +53,7 @@ def _begin(model: Model, row: Row, prefix: Prefix | None) -> None:
     )
     row.started = row.started or time.perf_counter()
     exact = rows_are_independent(model) and row.asked.params.rule != "optimistic"
+    exact = exact and not (row.said and on_cuda())  # what it said is read as a prompt now, by other kernels
     if prefix is not None:
         row.taken = resume(model, row.batch, row.tokens, prefix)
         exact = exact and not (row.taken and prefix.eight_bits)
@@ -66,5 +68,5 @@ def _score(model: Model, row: Row, hidden: mx.array, end: int) -> None:
     following, top = row.tokens[begin + 1 : end + 1], row.asked.params.top_logprobs
     if following:
         told = score(model, hidden[:, begin - row.taken :], following, top)
-        row.handle.put(Event(prompt_logprobs=told, stats=row.stats.copy(), prompt_taken=end))
+        row.handle.put(Event(prompt_logprobs=told, stats=row.stats.copy(), prompt_taken=end, choice=row.asked.choice))
         row.scored = end

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..errors import OutOfMemory
 from ..models import Model
 from ..models.memory import unused
 from ..state import BLOCK, KV
@@ -41,6 +42,14 @@ def left_for_rows() -> int:
 def left_for_prefixes() -> int:
     """Bytes that the prefix cache may take of them, where the user does not say."""
     return min(PREFIXES, left_for_rows() // 4)
+
+
+def shortage(error: BaseException) -> OutOfMemory:
+    """What is said to the request that had to end for it."""
+    return OutOfMemory(
+        "memory ran out, and this request, the youngest, was ended so that others could go on: ask again, or serve "
+        f"with fewer --max-rows or a smaller --prefix-cache-gb ({type(error).__name__}: {error})"
+    )
 
 
 def is_shortage(error: BaseException) -> bool:

@@ -60,6 +60,10 @@ class Room:
         return self._thread is not None and self._thread.is_alive() and not self._closing
 
     @property
+    def closing(self) -> bool:
+        return self._closing
+
+    @property
     def running(self) -> int:
         return len(self.engine.rows)
 
@@ -127,10 +131,10 @@ class Room:
         self.restarts += 1
         try:
             self.engine.take_in_again()
-        except Exception as error:  # of the device, which is beyond help then
+            self.start()
+        except Exception as error:  # of the device, which is beyond help then, or of a system without threads
             self.problem = f"{self.problem}; then {type(error).__name__}: {error}"
             return False
-        self.start()
         return True
 
     def _wait_for_work(self) -> bool:

@@ -13,6 +13,7 @@ from ..models import Model
 from ..sampling import Asked, Logprobs, Matcher, compile_grammar
 from .batch import Batch
 from .depth import Drafter
+from .memory import is_shortage, shortage
 from .request import Event, FinishReason, Handle, TokenLogprobs
 from .stats import Stats, origins
 from .text import TextStream
@@ -149,7 +150,7 @@ class Row:
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
         self.over, self.matcher = True, None
         if error is not None and not isinstance(error, HeadstartError):
-            error = HeadstartError(f"{type(error).__name__}: {error}")
+            error = shortage(error) if is_shortage(error) else HeadstartError(f"{type(error).__name__}: {error}")
         event = Event(finish_reason=reason, stats=self.stats.copy(), error=error, choice=self.asked.choice)
         self.handle.put(event)
         for sibling in self.siblings:

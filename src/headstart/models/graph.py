@@ -16,6 +16,7 @@ from ..state import BLOCK, KV, Recurrent, Rows
 
 WIDEST = 9  # windows; the widths of a prompt's chunks are too many to remember
 OFTEN = 8  # times that a shape is described before it is remembered
+MOST = 512  # shapes; then all are forgotten, since a long text has a new capacity again and again
 
 
 def compiles(width: int) -> bool:
@@ -35,6 +36,9 @@ class Graph:
         """`rows` must have room for the window already: a graph cannot grow what it is given."""
         given = [each.shape if isinstance(each, mx.array) else each for each in inputs]
         shape = (rows.capacity, *given, *(array.shape for array in rows.layers[0].arrays()))
+        if len(self.seen) >= MOST and shape not in self.seen:
+            self.seen.clear()
+            self.traced = mx.compile(self._from_arrays)
         self.seen[shape] += 1
         if self.seen[shape] <= OFTEN:
             return self.run(rows, *inputs)

@@ -1,6 +1,7 @@
 """What the device has of memory."""
 
 import os
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -12,5 +13,10 @@ def unused() -> int:
     return max(0, int(most) - mx.get_active_memory())
 
 
-def _installed() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _installed(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+    """What the machine has, or a container of it."""
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(pages, int(limit.read_text()))
+    except (OSError, ValueError):  # no container, or "max"
+        return pages

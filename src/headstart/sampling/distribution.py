@@ -100,13 +100,7 @@ def distribution(logits: mx.array, controls: Controls, coins: mx.array | None) -
 
     V = logits.shape[-1]
     C = min(controls.support or V, V)
-    # Among equals the lower id comes first, whatever C the other rows have led to: truncation may cut between them.
-    ids = mx.argsort(-logits, axis=-1) if C == V else mx.argpartition(-logits, kth=C - 1, axis=-1)[..., :C]
-    if C < V:
-        ids = mx.sort(ids, axis=-1)
-        order = mx.argsort(-mx.take_along_axis(logits, ids, axis=-1), axis=-1)
-        ids = mx.take_along_axis(ids, order, axis=-1)
-    ids = ids.astype(mx.int32)
+    ids = best_ids(logits, C)
     logits, total = mx.take_along_axis(logits, ids, axis=-1), mx.logsumexp(logits, axis=-1, keepdims=True)
     logp = logits - total  # [B, W, C]
     rank = mx.arange(C)
@@ -128,6 +122,16 @@ def distribution(logits: mx.array, controls: Controls, coins: mx.array | None) -
         ids = mx.where(greedy & (rank == 0), best, ids).astype(mx.int32)
         scores = mx.where(greedy, mx.where(rank == 0, 0, -mx.inf), scores)
     return Distribution(ids, _normalised(scores), scores)
+
+
+def best_ids(logits: mx.array, count: int) -> mx.array:
+    """The `count` best tokens [..., count], best first. Among equals the lower id comes first, whatever count other
+    rows have led to: a list may be cut between them."""
+    if count == logits.shape[-1]:
+        return mx.argsort(-logits, axis=-1).astype(mx.int32)
+    ids = mx.sort(mx.argpartition(-logits, kth=count - 1, axis=-1)[..., :count], axis=-1)
+    order = mx.argsort(-mx.take_along_axis(logits, ids, axis=-1), axis=-1)
+    return mx.take_along_axis(ids, order, axis=-1).astype(mx.int32)
 
 
 def _normalised(logits: mx.array) -> mx.array:

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from .distribution import best_ids
+
 
 class Logprobs(NamedTuple):
     chosen: mx.array  # [B, W], of the tokens that were said
@@ -21,7 +23,5 @@ def logprobs(logits: mx.array, tokens: mx.array, top: int) -> Logprobs:
     if top == 0:
         nothing = mx.zeros((*tokens.shape, 0))
         return Logprobs(chosen, nothing.astype(mx.int32), nothing)
-    ids = mx.argpartition(-logits, kth=top - 1, axis=-1)[..., :top]
-    values = mx.take_along_axis(logits, ids, axis=-1) - total
-    order = mx.argsort(-values, axis=-1)
-    return Logprobs(chosen, mx.take_along_axis(ids, order, axis=-1), mx.take_along_axis(values, order, axis=-1))
+    ids = best_ids(logits, top)
+    return Logprobs(chosen, ids, mx.take_along_axis(logits, ids, axis=-1) - total)

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ..engine import Request
-from ..sampling import GrammarSpec, SamplingParams
+from ..sampling import SamplingParams
 from ..sampling.params import MAX_STOP_CHARACTERS, MAX_STOPS
 from .anthropic_blocks import Cached, Message, TextBlock
-from .chat import Chat
+from .chat import Chat, shape_of
 from .drafts import Drafts, depth
 from .errors import refuse
 from .openai import EFFORTS
@@ -103,7 +103,7 @@ class CountRequest(Cached):
             thinking=self._thinks(served),
             thinking_field="thinking",
             budget=self._budget(output),
-            grammar=GrammarSpec.json_schema(output.format.schema_) if output.format else None,
+            grammar=shape_of(output.format.schema_, "output_config.format") if output.format else None,
             grammar_field="output_config.format",
         )
         return served.read_chat(chat)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import RequestError
 from ..sampling import GrammarSpec
 from .errors import refuse
 from .markup import Dialect, Tools, call_grammar, either, flaw
@@ -77,3 +78,11 @@ class Chat:
 
     def _schema_field(self, index: int) -> str:
         return f"tools[{index}].{self.schema_field}"
+
+
+def shape_of(schema: Any, field: str) -> GrammarSpec:
+    """The grammar of a JSON Schema that came in `field`."""
+    try:
+        return GrammarSpec.json_schema(schema)
+    except RequestError as error:
+        refuse(field, str(error))

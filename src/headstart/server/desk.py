@@ -126,8 +126,8 @@ class Desk:
 
     def _check_open(self) -> None:
         if not self.room.healthy:
-            message = f"this server takes no more requests: {self.room.problem or 'it is shutting down'}"
-            raise Refusal(503, message, code="unavailable")
+            why = "it is shutting down" if self.room.closing else self.room.problem
+            raise Refusal(503, f"this server takes no more requests: {why}", code="unavailable")
 
     def _read(self, asked: Question) -> tuple[Prompt, Request]:
         prompt = asked.read(self.served)

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..errors import Busy, Down, HeadstartError, RequestError
+from ..errors import Busy, Down, HeadstartError, OutOfMemory, RequestError
 from .anthropic_errors import ROUTE, failure
 from .fault import report
 
@@ -99,6 +99,8 @@ def refusal(error: Exception, *, prompt: str = "prompt") -> Refusal:
         case Busy():
             headers = {"Retry-After": str(max(1, ceil(error.retry_after)))}
             return Refusal(429, str(error), code="busy", headers=headers)
+        case OutOfMemory():
+            return Refusal(503, str(error), code="out_of_memory", headers={"Retry-After": "1"})
         case Down():
             return Refusal(503, str(error), code="unavailable")
         case StarletteHTTPException():

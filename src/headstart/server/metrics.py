@@ -112,7 +112,7 @@ class Reading(Collector):
         requests = CounterMetricFamily(
             "headstart_requests", "Requests by how they ended.", labels=("endpoint", "outcome")
         )
-        for (endpoint, outcome), count in tally.requests.items():
+        for (endpoint, outcome), count in list(tally.requests.items()):  # the event loop may add one meanwhile
             requests.add_metric((endpoint, outcome), count)
         yield requests
         responses = CounterMetricFamily("headstart_http_responses", "Responses by status.", labels=("status",))
@@ -142,7 +142,7 @@ class Reading(Collector):
             "headstart_parked_seconds", "Rows' time in rounds of no drafts that allowed some.", tally.parked_seconds
         )
         bypasses = CounterMetricFamily("headstart_bypasses", "Answers without drafts.", labels=("reason",))
-        for reason, count in tally.bypasses.items():
+        for reason, count in list(tally.bypasses.items()):
             bypasses.add_metric((reason,), count)
         yield bypasses
         if tally.depth is not None:

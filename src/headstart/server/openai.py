@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 from ..engine import Request
 from ..sampling import GrammarSpec, SamplingParams
 from ..sampling.params import MAX_BIASES, MAX_TOP_LOGPROBS
-from .chat import Chat
+from .chat import Chat, shape_of
 from .drafts import Drafts, depth
 from .errors import refuse
 from .openai_chat import Message, NamedTool, Tool
@@ -75,7 +75,7 @@ class ResponseFormat(Shape):
                 return GrammarSpec("json_object")
         if self.json_schema is None or self.json_schema.schema_ is None:
             refuse("response_format", "has no json_schema.schema: send one")
-        return GrammarSpec.json_schema(self.json_schema.schema_)
+        return shape_of(self.json_schema.schema_, "response_format")
 
 
 class Asked(Shape):

@@ -41,8 +41,10 @@ class KV:
             room = [(0, 0), (0, 0), (0, missing), (0, 0)]
             self.keys, self.values = mx.pad(self.keys, room), mx.pad(self.values, room)
 
-    def keep(self, rows: mx.array) -> None:
-        self.keys, self.values, self.offset = self.keys[rows], self.values[rows], self.offset[rows]
+    def keep(self, rows: mx.array, capacity: int) -> None:
+        """Only these rows, and no more room than `capacity`: the longest may have gone."""
+        self.keys, self.values = self.keys[:, :, :capacity][rows], self.values[:, :, :capacity][rows]
+        self.offset = self.offset[rows]
 
     def join(self, other: "KV") -> None:
         capacity = max(self.capacity, other.capacity)

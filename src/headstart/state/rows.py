@@ -55,10 +55,14 @@ class Rows:
 
     def keep(self, rows: list[int]) -> None:
         index = mx.array(rows, mx.int32)
-        for layer in self.layers:
-            layer.keep(index)
-        self.lengths, self.accepted = self.lengths[index], self.accepted[index]
         self.bounds = [self.bounds[row] for row in rows]
+        capacity = -(-max(self.bounds, default=0) // BLOCK) * BLOCK
+        for layer in self.layers:
+            if isinstance(layer, KV):
+                layer.keep(index, capacity)
+            else:
+                layer.keep(index)
+        self.lengths, self.accepted = self.lengths[index], self.accepted[index]
 
     def join(self, other: "Rows") -> None:
         for mine, theirs in zip(self.layers, other.layers, strict=True):
