@@ -109,8 +109,9 @@ def _chains(model: Model, hidden: mx.array, ids: mx.array, starts: mx.array, k: 
     """What drafts 1 .. k of the chains from `starts` [n] say when the true tokens are fed: [n, V] each."""
     rows = model.make_head_state(1)
     made = model.head(hidden[:, :-1], ids[:, 1:], rows)
+    rows.commit(mx.zeros((1,), mx.int32), most=hidden.shape[1])  # none of them yet, but all of the room is needed
     rows.keep([0] * starts.size)  # every chain has a row of its own over the same pairs
-    rows.commit(starts + 1, most=hidden.shape[1])
+    rows.commit(starts + 1, most=0)
     state = made[0][starts][:, None]  # [n, 1, H]
     for j in range(1, k + 1):
         drafted = model.draft_logits(state)[:, 0].astype(mx.float32)

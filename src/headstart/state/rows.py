@@ -54,6 +54,7 @@ class Rows:
         self.bounds = [bound + most for bound in self.bounds]
 
     def keep(self, rows: list[int]) -> None:
+        """Only these go on, with the room that the longest of them may need."""
         index = mx.array(rows, mx.int32)
         self.bounds = [self.bounds[row] for row in rows]
         capacity = -(-max(self.bounds, default=0) // BLOCK) * BLOCK
