@@ -258,3 +258,13 @@ def test_a_model_of_mlx_lm_is_refused_with_the_way_out(loaded: Any, prompt: list
     model, tokenizer = loaded
     with pytest.raises(RequestError, match=r"headstart\.load"):
         headstart.stream_generate(model.lm, tokenizer, prompt)
+
+
+def test_an_answer_that_others_ended_is_an_error_that_says_so(loaded: Any, prompt: list[int]) -> None:
+    model, tokenizer = loaded
+    engine = headstart.Engine(model, tokenizer)
+    responses = headstart.stream_generate(model, tokenizer, prompt, max_tokens=20, k=0, engine=engine)
+    next(responses)
+    engine.cancel_all()
+    with pytest.raises(headstart.errors.HeadstartError, match="cut off"):
+        list(responses)

@@ -338,3 +338,17 @@ def test_an_engine_whose_steps_all_fail_ends_them_and_can_be_used_again(
     assert all("the device is gone" in str(answer.error) for answer in answers)
     again = collect(engine.submit(handles[0].request))
     assert again.tokens == alone(handles[0], model)
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_a_row_that_is_read_again_is_exact_where_prompts_have_the_same_kernels(
+    cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headstart.engine.intake.on_cuda", lambda: cuda)
+    model = random_model("dense")
+    engine = Engine(model)
+    handle = submit(engine, random_prompt(model, 5), max_tokens=8, k=2)
+    while not engine.rows or not engine.rows[0].said:
+        engine.turn()
+    engine.take_in_again()
+    assert collect(handle).stats.exact is not cuda

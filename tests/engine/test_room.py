@@ -94,6 +94,16 @@ def test_a_thread_that_dies_again_ends_everything_and_says_so(room: Room, monkey
         room.submit(request(0))
 
 
+def test_a_thread_that_cannot_be_started_again_ends_everything(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise RuntimeError("can't start new thread")
+
+    dying(room.engine, monkeypatch, times=1)
+    monkeypatch.setattr(room, "start", full)
+    answers = [collect(handle) for handle in [room.submit(request(i)) for i in range(2)]]
+    assert all("killed; then RuntimeError: can't start" in str(answer.error) for answer in answers)
+
+
 def test_closing_finishes_what_runs_and_takes_nothing_new(room: Room) -> None:
     handles = [room.submit(request(i)) for i in range(6)]
     closing = Thread(target=room.close, args=(60,))

@@ -164,6 +164,9 @@ def test_a_dead_engine_thread_is_started_again_and_every_answer_goes_on(monkeypa
             told = http.get("/health").json()
         assert (told["restarts"], told["problem"]) == (1, "SystemExit: killed")
         assert server.metric("headstart_engine_restarts_total") == 1
+        server.room.close(0)
+        with pytest.raises(openai.APIStatusError, match="it is shutting down"):  # that trouble is over
+            ask(server, "sorting")
 
 
 def test_an_engine_thread_that_dies_again_stays_dead_and_the_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

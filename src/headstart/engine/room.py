@@ -50,18 +50,14 @@ class Room:
         self.settings = Settings(max_k=self.engine.model.max_k)
         self.restarts = 0
         self.problem: str | None = None  # why the thread died
-        self._closing = False
+        self.closing = False  # no new work is taken
         self._over = False  # nobody turns the engine any more
         self._awake = Condition()
         self._thread: Thread | None = None
 
     @property
     def healthy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive() and not self._closing
-
-    @property
-    def closing(self) -> bool:
-        return self._closing
+        return self._thread is not None and self._thread.is_alive() and not self.closing
 
     @property
     def running(self) -> int:
@@ -86,7 +82,7 @@ class Room:
 
         RequestError where it cannot be honoured, Busy where it cannot be now, Down where nothing can.
         """
-        if self._closing:
+        if self.closing:
             raise Busy("the server is shutting down", retry_after=5)
         if not self.healthy:
             raise Down(f"the engine is down ({self.problem or 'it was not started'}): start it again")
@@ -103,7 +99,7 @@ class Room:
 
     def close(self, deadline: float) -> None:
         """Take no new work, let what runs finish, and cancel what is left after `deadline` seconds."""
-        self._closing = True
+        self.closing = True
         until = time.monotonic() + deadline
         with self._awake:
             self._awake.notify()
@@ -126,7 +122,7 @@ class Room:
                 self.engine.end_all(Down(f"the engine died: {self.problem}"))
 
     def _start_again(self) -> bool:
-        if self.restarts >= RESTARTS or self._closing:
+        if self.restarts >= RESTARTS or self.closing:
             return False
         self.restarts += 1
         try:
@@ -141,7 +137,7 @@ class Room:
         """Sleep until there is something to do. False when there is nothing, and nothing will come."""
         with self._awake:
             while not self.engine.busy:
-                if self._closing:
+                if self.closing:
                     self._over = True
                     return False
                 self._awake.wait()

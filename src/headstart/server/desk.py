@@ -126,7 +126,7 @@ class Desk:
 
     def _check_open(self) -> None:
         if not self.room.healthy:
-            why = "it is shutting down" if self.room.closing else self.room.problem
+            why = "it is shutting down" if self.room.closing else self.room.problem or "its engine does not run"
             raise Refusal(503, f"this server takes no more requests: {why}", code="unavailable")
 
     def _read(self, asked: Question) -> tuple[Prompt, Request]:
