@@ -7,7 +7,8 @@ EXTRA  ?= $(shell if [ "$$(uname -s)" = Darwin ]; then echo none; \
                   elif nvidia-smi >/dev/null 2>&1; then echo cuda; else echo cpu; fi)
 
 BIN   := .venv/bin
-STAMP := .venv/.setup-done
+READY := .venv/.ready
+DEV   := .venv/.ready-dev
 # One file stays on one worker, so that a model loaded once per file is loaded once.
 PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
 
@@ -17,19 +18,28 @@ PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
-setup: $(STAMP) ## create or update .venv for this machine
+setup: $(DEV) ## create or update .venv for this machine, with all that development needs
 
-$(STAMP): pyproject.toml Makefile
+# Install the package with the extra for this machine, and the extras in $(1).
+define install
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "Headstart needs Python 3.11 or newer; '$(PYTHON) -V' says: $$($(PYTHON) -V 2>&1 | tail -1)" >&2; \
 	  echo "Name a newer one, for example: make setup PYTHON=python3.13" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@extras=$$(echo "$(EXTRA),dev" | sed 's/^none,//'); \
-	  echo "Installing headstart[$$extras] into .venv (minutes the first time)"; \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$$extras]"
+	@extras=$$(echo "[$(EXTRA),$(1)]" | sed 's/none//; s/\[,/[/; s/,\]/]/; s/\[\]//'); \
+	  echo "Installing headstart$$extras into .venv (minutes the first time)"; \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".$$extras"
 	@touch $@
+endef
 
-demo: setup ## run the built-in model
+$(READY): pyproject.toml Makefile
+	$(call install,)
+
+$(DEV): pyproject.toml Makefile
+	$(call install,dev)
+	@touch $(READY)
+
+demo: $(READY) ## run the built-in model
 	@$(BIN)/headstart demo
 
 test: setup ## run the tests, except the slow ones
