@@ -65,7 +65,9 @@ def exact_law(model: Model, prompt: Sequence[int], params: SamplingParams, lengt
         lines = np.arange(0, len(every), V ** (length - 1 - n))  # one of the texts that share a prefix of n tokens
         padded = np.concatenate([np.full((len(lines), size), -1), texts[lines][:, : len(prompt) + n]], axis=1)
         seen = mx.array(padded[:, -size:].astype(np.int32))[None]
-        window = adjust(logits[mx.array(lines), n][None], ruled, seen, mx.full((1, len(lines)), 100 - n))
+        counts = (every[lines][:, :n, None] == np.arange(V)).sum(axis=1)  # [N, V], of what was generated
+        remaining = mx.full((1, len(lines)), 100 - n)
+        window = adjust(logits[mx.array(lines), n][None], ruled, seen, remaining, mx.array(counts[None], mx.float32))
         p = np.array(distribution(window, ruled, None).dense(V)[0], np.float64)
         law = law[..., None] * (p / p.sum(axis=-1, keepdims=True)).reshape(*law.shape, V)
     return law

@@ -91,6 +91,7 @@ def probabilities(logits: Array, params: SamplingParams, length: int, vocabulary
         ruled,
         mx.array(seen[None]),
         mx.full((1, len(prefixes)), params.max_tokens - length),
+        mx.array((prefixes[..., None] == np.arange(vocabulary)).sum(axis=1)[None], mx.float32),  # not the prompt's
     )
     dense = distribution(window, ruled, mx.full((1, len(prefixes)), coin)).dense(vocabulary)
     p = np.array(dense[0], np.float64)

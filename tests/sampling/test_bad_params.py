@@ -52,6 +52,8 @@ def test_a_number_outside_its_range_is_refused(field: str) -> None:
 @pytest.mark.parametrize("value", NOT_NUMBERS, ids=lambda v: repr(v)[:8])
 @pytest.mark.parametrize("field", NUMBERS)
 def test_what_is_no_number_is_refused(field: str, value: Any) -> None:
+    if value is None and field in ("presence_context_size", "frequency_context_size"):
+        return  # all generated tokens
     refused(field, **{field: value})
 
 

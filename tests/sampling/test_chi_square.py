@@ -34,6 +34,7 @@ SAMPLED = {  # with the drafts a round that each row may have: all of them decod
     "repetition": (P(temperature=1.0, repetition_penalty=1.5), 3),
     "presence": (P(temperature=1.0, presence_penalty=1.0), 5),
     "frequency": (P(temperature=1.0, frequency_penalty=0.7, frequency_context_size=3), 3),
+    "all generated": (P(temperature=1.0, presence_penalty=0.8, presence_context_size=None), 3),
     "bias": (P(temperature=1.0, logit_bias={5: 1.5, 3: -1.0}), 1),
     "coupled": (P(temperature=1.0, accept="coupled"), 3),
     "coupled, truncated, penalised": (P(temperature=0.6, top_p=0.97, presence_penalty=0.5, accept="coupled"), 5),

@@ -35,6 +35,7 @@ PARAMS = {
     "repetition": SamplingParams(temperature=1.0, repetition_penalty=1.8, repetition_context_size=3),
     "presence": SamplingParams(temperature=0.8, presence_penalty=1.5, presence_context_size=2),
     "frequency and top_p": SamplingParams(temperature=0.9, frequency_penalty=0.7, top_p=0.9),
+    "presence of all generated": SamplingParams(temperature=0.8, presence_penalty=1.5, presence_context_size=None),
     "everything": SamplingParams(
         temperature=0.8, top_p=0.95, min_p=0.05, top_k=3,
         presence_penalty=0.5, repetition_penalty=1.3, logit_bias={1: 1.0},

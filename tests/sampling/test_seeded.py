@@ -16,6 +16,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.7, "top_p": 0.9, "top_k": 40},
     {"temperature": 1.0, "repetition_penalty": 1.2, "presence_penalty": 0.5},
     {"temperature": 1.0, "min_p": 0.02, "frequency_penalty": 0.3, "logit_bias": {5: 2.0}},
+    {"temperature": 1.0, "frequency_penalty": 0.8, "frequency_context_size": None},
     {"temperature": 0.7, "xtc_probability": 0.5, "xtc_threshold": 0.05, "top_k": 30},
 ]
 STRANGERS: list[dict[str, Any]] = [
@@ -63,14 +64,14 @@ def test_the_text_is_the_same_for_every_depth() -> None:
 
 
 def test_the_text_is_the_same_in_any_batch() -> None:
-    wanted = requests(5, 6)
+    wanted = requests(len(SETTINGS), 6)
     alone = [text(**params, k=2) for params in wanted]
     assert crowd(wanted, random.Random(1)) == alone
 
 
 @pytest.mark.slow
 def test_the_text_is_the_same_for_every_depth_and_batch_at_length() -> None:
-    wanted = requests(5, 40)
+    wanted = requests(len(SETTINGS), 40)
     alone = [text(**params, k=3) for params in wanted]
     for k in range(9):
         assert together(wanted, k) == alone

@@ -79,7 +79,9 @@ def test_the_card_recommends_and_the_request_decides() -> None:
         with server.http() as http:
             assert http.get("/v1/models").json()["data"][0]["sampling_defaults"] == defaults
         plain = ask(server, seed=3).choices[0].message.content
-        assert plain == alone(chat_tokens("hi"), max_tokens=12, seed=3, **NOT_THINKING).text
+        assert (
+            plain == alone(chat_tokens("hi"), max_tokens=12, seed=3, presence_context_size=None, **NOT_THINKING).text
+        )
         overridden = ask(server, seed=3, temperature=1.2, presence_penalty=0).choices[0].message.content
         params = {**NOT_THINKING, "temperature": 1.2, "presence_penalty": 0.0}
         assert overridden == alone(chat_tokens("hi"), max_tokens=12, seed=3, **params).text

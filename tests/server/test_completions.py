@@ -86,8 +86,8 @@ FIELDS: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 3, "top_k": 2},
     {"temperature": 1.0, "seed": 3, "min_p": 0.3},
     {"temperature": 1.0, "seed": 4, "xtc_probability": 0.9, "xtc_threshold": 0.01},
-    {"logit_bias": {"100": 90}, "presence_penalty": 99},
-    {"logit_bias": {"100": 90}, "frequency_penalty": 99},
+    {"temperature": 1.0, "seed": 5, "presence_penalty": 2},
+    {"temperature": 1.0, "seed": 5, "frequency_penalty": 2},
     {"logit_bias": {"100": 90}, "repetition_penalty": 90},
     {"temperature": 0.9, "seed": 1, "acceptance": "coupled"},
     {"num_draft_tokens": 3, "min_tokens": 24},
@@ -95,11 +95,12 @@ FIELDS: list[dict[str, Any]] = [
     {"num_draft_tokens": "auto"},
 ]
 WITHOUT_EFFECT = {"num_draft_tokens", "min_tokens", "acceptance"}
+ALL_GENERATED = {"presence_context_size": None, "frequency_context_size": None}  # OpenAI's penalties
 NAMES = {"num_draft_tokens": "k", "acceptance": "accept"}
 
 
 def said_with(fields: dict[str, Any]) -> str:
-    params = {NAMES.get(name, name): value for name, value in fields.items()}
+    params = {NAMES.get(name, name): value for name, value in fields.items()} | ALL_GENERATED
     if "logit_bias" in params:
         params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
     return alone(chat_tokens("hi"), max_tokens=24, **params).text

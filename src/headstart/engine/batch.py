@@ -75,6 +75,7 @@ class Batch:
     remaining: mx.array  # [B], tokens the row may still say
     rounds: mx.array  # [B], steps the row has been through
     recent: mx.array  # [B, L], the last tokens, as many as penalties look at, -1 where there is none
+    counts: mx.array | None  # [B, V], how often each token was generated, where a row's penalties count them
     asked: list[Asked]
     controls: Controls
     plain: list[tuple[mx.array, mx.array]] = field(default_factory=list)
@@ -97,6 +98,7 @@ class Batch:
             remaining=mx.array([asked.limit - said], mx.int32),
             rounds=mx.array([rounds], mx.int32),
             recent=mx.array([recent], mx.int32).reshape(1, size),
+            counts=_counts(tokens[len(tokens) - said :], model) if asked.params.counts_generated else None,
             asked=[asked],
             controls=controls([asked], model.vocabulary),
         )
@@ -107,7 +109,7 @@ class Batch:
 
     def scene(self) -> Scene:
         """The trunk has seen every token but the last one, so the next has that index plus one."""
-        return Scene(self.controls, self.rows.lengths + 1, self.rounds, self.recent, self.remaining)
+        return Scene(self.controls, self.rows.lengths + 1, self.rounds, self.recent, self.remaining, self.counts)
 
     def commit(self, hidden: mx.array, verdict: Verdict) -> None:
         """What was accepted is now certain, in every row by its own count. The rest is simply never counted."""
@@ -120,6 +122,10 @@ class Batch:
         if (size := self.recent.shape[1]) > 0:
             text = mx.concatenate([self.recent, verdict.tokens], axis=1)
             self.recent = mx.take_along_axis(text, said[:, None] + mx.arange(size), axis=1)
+        if self.counts is not None:
+            emitted = mx.arange(verdict.tokens.shape[1]) < said[:, None]  # [B, W]
+            row = mx.arange(self.size)[:, None]
+            self.counts = self.counts.at[row, verdict.tokens].add(emitted.astype(mx.float32))
         if self.head is None:
             return
         if hidden.shape[1] > 1:
@@ -147,6 +153,8 @@ class Batch:
         self.last, self.ceiling, self.remaining = self.last[index], self.ceiling[index], self.remaining[index]
         self.rounds, self.recent = self.rounds[index], self.recent[index]
         self.asked = [self.asked[row] for row in rows]
+        if self.counts is not None:
+            self.counts = self.counts[index] if any(each.params.counts_generated for each in self.asked) else None
         self.controls = controls(self.asked, model.vocabulary)
 
     def fork(self, asked: list[Asked], model: Model) -> None:
@@ -166,6 +174,9 @@ class Batch:
         if self.head is not None and other.head is not None:
             self.head.join(other.head)
         self.waiting = self.waiting.join(other.waiting)
+        if self.counts is not None or other.counts is not None:
+            both = [b.counts if b.counts is not None else mx.zeros((b.size, model.vocabulary)) for b in (self, other)]
+            self.counts = mx.concatenate(both)
         self.last = mx.concatenate([self.last, other.last])
         self.ceiling = mx.concatenate([self.ceiling, other.ceiling])
         self.remaining = mx.concatenate([self.remaining, other.remaining])
@@ -186,7 +197,14 @@ class Batch:
         """Everything that must be computed for the step to be over."""
         head = self.head.arrays() if self.head is not None else []
         counters = [self.last, self.ceiling, self.remaining, self.rounds, self.recent]
-        return [*self.rows.arrays(), *head, *self.waiting, *counters]
+        counts = [] if self.counts is None else [self.counts]
+        return [*self.rows.arrays(), *head, *self.waiting, *counters, *counts]
+
+
+def _counts(generated: Sequence[int], model: Model) -> mx.array:
+    """Return [1, V]: how often each token was generated."""
+    counts = mx.zeros((1, model.vocabulary))
+    return counts.at[0, mx.array(list(generated), mx.int32)].add(1.0) if generated else counts
 
 
 def _nothing_waits(model: Model, rows: int) -> Waiting:

@@ -21,6 +21,13 @@ class Penalty(NamedTuple):
     context_size: mx.array  # [B, 1, 1]
 
 
+class CountPenalty(NamedTuple):
+    """Penalties on all generated tokens, as OpenAI defines them; 0 for rows without."""
+
+    presence: mx.array  # [B, 1, 1], for a token that was generated at all
+    frequency: mx.array  # [B, 1, 1], for each time that it was
+
+
 class Early(NamedTuple):
     """Stops that are forbidden while a row may still say more than `free_at` tokens."""
 
@@ -57,6 +64,7 @@ class Controls:
     xtc: Xtc | None
     bias: Bias | None
     penalties: list[Penalty]
+    count_penalty: CountPenalty | None
     early: Early | None
     keys: Keys  # [B]
     ratio: mx.array  # [B], rows judged by the ratio rule
@@ -66,7 +74,8 @@ class Controls:
 
     @property
     def adjusts(self) -> bool:
-        return self.bias is not None or bool(self.penalties) or self.early is not None
+        penalties = bool(self.penalties) or self.count_penalty is not None
+        return self.bias is not None or penalties or self.early is not None
 
     def keyed(self, purpose: Purpose, rounds: mx.array, positions: mx.array) -> Keys:
         """Keys [B, W] for one purpose at positions [B, W]. Rows of the ratio rule never use one twice; to coupled
@@ -88,8 +97,10 @@ def controls(rows: Sequence[Asked], vocabulary: int) -> Controls:
     rules = [p.rule for p in params]
     wanted = [p.top_logprobs for p in params if p.logprobs]
     bias, penalties, early = _bias(params), _penalties(params), _early(rows)
+    count_penalty = _count_penalty(params)
+    adjusts = bias is not None or penalties or count_penalty is not None or early is not None
     return Controls(
-        plain=not sampled and bias is None and not penalties and early is None and "optimistic" not in rules,
+        plain=not sampled and not adjusts and "optimistic" not in rules,
         temperature=_column([p.temperature for p in params]),
         any_greedy=len(sampled) < len(params),
         truncates=any(p.top_p < 1 or p.min_p > 0 or p.xtc_probability > 0 or p.top_k > 0 for p in sampled),
@@ -101,6 +112,7 @@ def controls(rows: Sequence[Asked], vocabulary: int) -> Controls:
         xtc=_xtc(params),
         bias=bias,
         penalties=penalties,
+        count_penalty=count_penalty,
         early=early,
         keys=fold(keys, mx.array([row.choice for row in rows])),
         ratio=mx.array([rule == "ratio" for rule in rules]),
@@ -142,11 +154,22 @@ def _penalties(params: list[SamplingParams]) -> list[Penalty]:
     neutral = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}
     penalties = []
     for kind, nothing in neutral.items():
-        strengths = [float(getattr(p, f"{kind}_penalty")) for p in params]
+        sizes = [getattr(p, f"{kind}_context_size") for p in params]
+        strengths = [
+            float(getattr(p, f"{kind}_penalty")) if size is not None else nothing
+            for p, size in zip(params, sizes, strict=True)
+        ]
         if any(s != nothing for s in strengths):
-            sizes = [float(getattr(p, f"{kind}_context_size")) for p in params]
-            penalties.append(Penalty(kind, _column(strengths), _column(sizes)))
+            penalties.append(Penalty(kind, _column(strengths), _column([float(size or 0) for size in sizes])))
     return penalties
+
+
+def _count_penalty(params: list[SamplingParams]) -> CountPenalty | None:
+    if not any(p.counts_generated for p in params):
+        return None
+    presence = [p.presence_penalty if p.presence_context_size is None else 0.0 for p in params]
+    frequency = [p.frequency_penalty if p.frequency_context_size is None else 0.0 for p in params]
+    return CountPenalty(_column(presence), _column(frequency))
 
 
 def _early(rows: Sequence[Asked]) -> Early | None:

@@ -54,11 +54,15 @@ def draw(logp: mx.array, ids: mx.array | None, keys: Keys) -> mx.array:
     return best.min(axis=-1)
 
 
-def adjust(logits: mx.array, controls: Controls, seen: mx.array, remaining: mx.array) -> mx.array:
-    """Bias, penalties and forbidden stops on logits [B, W, V], in float32.
+def adjust(
+    logits: mx.array, controls: Controls, seen: mx.array, remaining: mx.array, counts: mx.array | None = None
+) -> mx.array:
+    """Apply bias, penalties and forbidden stops to logits [B, W, V], in float32.
 
-    `seen` [B, W, L] are the tokens before each position, the newest last, -1 where there is none; `remaining` [B, W]
-    how many tokens the row may still say there.
+    Args:
+        seen: [B, W, L], the tokens before each position, the newest last, -1 where there is none.
+        remaining: [B, W], how many tokens the sequence may still generate there.
+        counts: [B, W, V], how often each token was generated before each position, if a penalty needs it.
     """
     logits = logits.astype(mx.float32)
     if controls.bias is not None:
@@ -77,6 +81,8 @@ def adjust(logits: mx.array, controls: Controls, seen: mx.array, remaining: mx.a
         else:
             now = was - penalty.strength
         logits = mx.put_along_axis(logits, ids, now, axis=-1)
+    if controls.count_penalty is not None and counts is not None:
+        logits = logits - controls.count_penalty.presence * (counts > 0) - controls.count_penalty.frequency * counts
     if controls.early is not None:
         too_early = (remaining > controls.early.free_at)[..., None]  # [B, W, 1]
         ids = mx.broadcast_to(controls.early.stop_ids, (*logits.shape[:2], controls.early.stop_ids.shape[-1]))

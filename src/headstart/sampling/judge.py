@@ -18,6 +18,7 @@ class Scene(NamedTuple):
     rounds: mx.array  # [B]
     recent: mx.array  # [B, L], the last tokens, -1 where there is none; L = 0 where no row has a penalty
     remaining: mx.array  # [B], tokens the row may still say
+    counts: mx.array | None = None  # [B, V], how often each token was generated, where a penalty counts them
 
 
 class Proposal(NamedTuple):
@@ -106,10 +107,23 @@ def _distribution(
         length = scene.recent.shape[1]
         text = mx.concatenate([scene.recent, drafts], axis=1)
         seen = text[:, here[:, None] + mx.arange(length)]  # [B, W, L]
-        logits = adjust(logits, controls, seen, scene.remaining[:, None] - here)
+        counts = None if scene.counts is None else _counts_in_window(scene.counts, drafts, here)
+        logits = adjust(logits, controls, seen, scene.remaining[:, None] - here, counts)
     if grammar is not None:
         logits = mx.where(grammar, logits, -mx.inf)
     return distribution(logits, controls, controls.coins(scene.rounds, scene.position[:, None] + here))
+
+
+def _counts_in_window(counts: mx.array, drafts: mx.array, here: mx.array) -> mx.array:
+    """Return [B, W, V]: the counts [B, V] at window positions `here` [W], with the drafts [B, k] before each."""
+    B, k = drafts.shape
+    W = here.shape[0]
+    window = mx.broadcast_to(counts[:, None], (B, W, counts.shape[-1]))
+    if k == 0:
+        return window
+    before = (mx.arange(k) < here[:, None]).astype(counts.dtype)  # [W, k]
+    rows, columns = mx.arange(B)[:, None, None], mx.arange(W)[None, :, None]
+    return window.at[rows, columns, drafts[:, None]].add(mx.broadcast_to(before, (B, W, k)))
 
 
 def _lawful(drafts: mx.array, grammar: mx.array) -> mx.array:

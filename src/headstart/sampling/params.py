@@ -34,14 +34,15 @@ class SamplingParams:
     xtc_special_tokens: Collection[int] = ()
     top_k: int = 0  # 0: all
 
-    # mlx-lm's logits processors, in its order. A context size counts the last tokens, prompt included.
+    # mlx-lm's logits processors, in its order. A context size counts the last tokens, prompt included. None, for
+    # presence and frequency, counts every generated token and none of the prompt, as OpenAI's API does.
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     repetition_penalty: float = 1.0
     repetition_context_size: int = 20
     presence_penalty: float = 0.0
-    presence_context_size: int = 20
+    presence_context_size: int | None = 20
     frequency_penalty: float = 0.0
-    frequency_context_size: int = 20
+    frequency_context_size: int | None = 20
 
     grammar: GrammarSpec | None = None
     seed: int | None = None
@@ -54,10 +55,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
             value = getattr(self, name)
+            if value is None and name in _NULLABLE:
+                continue
             if not _is_number(value) or not low <= value <= high:
                 raise RequestError(f"{name} is {value!r}; it must be a number from {low:g} to {high:g}")
         for name in _WHOLE:
-            if not isinstance(getattr(self, name), int):
+            if not isinstance(getattr(self, name), int) and not (name in _NULLABLE and getattr(self, name) is None):
                 raise RequestError(f"{name} is {getattr(self, name)!r}; it must be a whole number")
         if self.seed is not None and not (_is_id(self.seed) and -(2**63) <= self.seed < 2**64):
             raise RequestError(f"seed is {self.seed!r}; it must be a whole number of 64 bits, or None")
@@ -125,10 +128,16 @@ class SamplingParams:
         if self.repetition_penalty != 1:
             sizes.append(self.repetition_context_size)
         if self.presence_penalty:
-            sizes.append(self.presence_context_size)
+            sizes.append(self.presence_context_size or 0)
         if self.frequency_penalty:
-            sizes.append(self.frequency_context_size)
+            sizes.append(self.frequency_context_size or 0)
         return max(sizes)
+
+    @property
+    def counts_generated(self) -> bool:
+        """Whether a penalty looks at all generated tokens."""
+        presence = self.presence_penalty != 0 and self.presence_context_size is None
+        return presence or (self.frequency_penalty != 0 and self.frequency_context_size is None)
 
     def as_dict(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
@@ -164,6 +173,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("frequency_context_size", 1, MAX_CONTEXT_SIZE),
     ("top_logprobs", 0, MAX_TOP_LOGPROBS),
 )
+_NULLABLE = ("presence_context_size", "frequency_context_size")
 _WHOLE = (
     "max_tokens", "min_tokens", "min_tokens_to_keep", "top_k", "top_logprobs",
     "repetition_context_size", "presence_context_size", "frequency_context_size",

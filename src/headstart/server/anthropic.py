@@ -16,7 +16,7 @@ from .anthropic_blocks import Cached, Message, TextBlock
 from .chat import Chat, shape_of
 from .drafts import Drafts, depth
 from .errors import refuse
-from .openai import EFFORTS
+from .openai import EFFORTS, OPENAI_PENALTIES
 from .prompt import Prompt
 from .served import Served
 from .shape import Json, Listed, Shape, Text
@@ -169,5 +169,6 @@ class MessagesRequest(CountRequest):
         names |= {"stop_sequences": "stop", "acceptance": "accept"}
         asked = {theirs: value for ours, theirs in names.items() if (value := getattr(self, ours)) is not None}
         fields = {**prompt.sampling, **asked, "logit_bias": prompt.bias, "grammar": prompt.grammar}
+        fields |= OPENAI_PENALTIES  # the makers' recommended penalties mean these
         fields["k"] = depth(self.num_draft_tokens)
         return Request(prompt.tokens, SamplingParams(**fields))

@@ -38,6 +38,7 @@ OF_CHATS: dict[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},),
     "top_logprobs": (0,),
 }
+OPENAI_PENALTIES = {"presence_context_size": None, "frequency_context_size": None}  # count all generated tokens
 Ids = Annotated[list[int], Field(fail_fast=True)]
 MOST_CHOICES = 16
 MOST_BIASES = MAX_BIASES - 1  # a chat that may not call has one of its own
@@ -132,6 +133,9 @@ class Asked(Shape):
                 refuse(name, "this server does not do that: leave it out", "unsupported")
         if self.stream_options is not None and not self.stream:
             refuse("stream_options", "only with stream: true")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if (value := getattr(self, name)) is not None and not -2 <= value <= 2:
+                refuse(name, f"is {value:g}; it must be a number from -2 to 2")
         if not 1 <= self.choices <= MOST_CHOICES:
             refuse("n", f"is {self.n}; it must be a whole number from 1 to {MOST_CHOICES}")
 
@@ -171,7 +175,7 @@ class Asked(Shape):
         if (top := self.wanted_logprobs()) is not None:
             fields |= {"logprobs": True, "top_logprobs": top}
         fields |= {"grammar": prompt.grammar, "accept": self.acceptance or "auto", "k": depth(self.num_draft_tokens)}
-        params = SamplingParams(**{**prompt.sampling, **fields})
+        params = SamplingParams(**{**prompt.sampling, **fields, **OPENAI_PENALTIES})
         return Request(prompt.tokens, params, n=self.choices, score=self.score())
 
     def score(self) -> Literal["no", "too", "only"]:
