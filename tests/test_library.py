@@ -1,6 +1,7 @@
 """A program written for mlx-lm moves over by changing one import."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from headstart.engine import Engine, Handle
 from headstart.errors import RequestError
 from headstart.library import GenerationResponse
 from headstart.models import Model
+from headstart.sampling import SamplingOptions
 
 # The answer ends by itself after 46 tokens.
 QUESTION = "Write a Python function that reads a JSON file and returns its contents."
@@ -268,3 +270,36 @@ def test_an_answer_that_others_ended_is_an_error_that_says_so(loaded: Any, promp
     engine.cancel_all()
     with pytest.raises(headstart.errors.HeadstartError, match="cut off"):
         list(responses)
+
+
+@pytest.mark.parametrize(
+    ("argument", "meant"),
+    [("temprature", "temperature"), ("temp", "temperature"), ("max_token", "max_tokens"), ("zzz", None)],
+)
+def test_a_misspelt_argument_is_named_with_what_was_meant(
+    loaded: tuple[Model, Any], argument: str, meant: str | None
+) -> None:
+    expected = f"unknown argument '{argument}'" + (f": did you mean '{meant}'" if meant else "$")
+    for call in (headstart.generate, headstart.stream_generate, headstart.batch_generate):
+        with pytest.raises(TypeError, match=expected):
+            call(*loaded, "Hello", **{argument: 1})
+
+
+def test_a_request_of_text_says_what_to_do() -> None:
+    with pytest.raises(RequestError, match="encode it with the tokenizer"):
+        headstart.Request("text")  # type: ignore[arg-type]
+
+
+def test_type_checkers_know_every_sampling_parameter() -> None:
+    fields = {field.name for field in dataclasses.fields(SamplingParams)} - {"max_tokens", "k"}
+    assert set(SamplingOptions.__annotations__) == fields
+    documented = set(re.findall(r"^ {8}(\w+): ", SamplingParams.__doc__ or "", re.MULTILINE))
+    assert documented == fields | {"max_tokens", "k"}
+
+
+def test_a_batch_gets_the_texts_that_each_prompt_gets_alone(loaded: tuple[Model, Any], prompt: list[int]) -> None:
+    prompts = [prompt, "def add(a, b):", prompt[:9]]
+    batch = headstart.batch_generate(*loaded, prompts, max_tokens=12, max_rows=2, temperature=0.8, seed=4)
+    alone = [headstart.generate(*loaded, each, max_tokens=12, temperature=0.8, seed=4) for each in prompts]
+    assert batch.texts == alone
+    assert [stats.generation_tokens for stats in batch.stats] == [12, 12, 12]

@@ -7,10 +7,11 @@ windows of drafts on the device, so it must know what a sampler does, not only c
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import cached_property
+from difflib import get_close_matches
+from functools import cached_property, partial
 from operator import index
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import mlx.core as mx
 from mlx_lm.sample_utils import greedy_sampler
@@ -21,7 +22,7 @@ from .checkpoint import load_tokenizer, resolve
 from .engine import Engine, FinishReason, Handle, Origin, Request, Stats
 from .errors import HeadstartError, RequestError
 from .models import Model
-from .sampling import SamplingParams
+from .sampling import SamplingOptions, SamplingParams
 
 Progress = Callable[[int, int], None]
 
@@ -37,6 +38,7 @@ REFUSED = {
 }
 # Arguments of mlx-lm's that change nothing here: how prompts are cut into chunks is the engine's own affair.
 WITHOUT_EFFECT = {"prefill_step_size", "stream", "kv_group_size", "quantized_kv_start"}
+NAMES = [*SamplingOptions.__annotations__, "max_tokens", "sampler", "k", "engine"]
 
 
 def load(path: str | Path | None = None, *, mtp: bool | None = None) -> tuple[Model, TokenizerWrapper]:
@@ -112,23 +114,30 @@ def stream_generate(
     k: int | Literal["auto"] = "auto",
     prompt_progress_callback: Progress | None = None,
     engine: Engine | None = None,
-    **more: Any,
+    **params: Unpack[SamplingOptions],
 ) -> Generator[GenerationResponse, None, None]:
-    """One response per token, the last with a `finish_reason`. Closing the generator cancels the request.
+    """Yield a response per token, the last with a `finish_reason`. Closing the generator cancels the request.
 
-    `max_tokens=-1` goes on to the end of the context. `engine`: one that runs the model already, such as a cluster's;
-    by default a new one. `more` are other fields of SamplingParams.
+    Args:
+        prompt: Text, or token ids.
+        max_tokens: Most tokens to generate; -1 goes on to the end of the context.
+        sampler: From `make_sampler`, instead of sampling parameters.
+        k: Drafts per step, or "auto": as many as pay.
+        prompt_progress_callback: Called with (tokens prefilled, tokens of the prompt).
+        engine: One that runs the model already; by default a new one.
+        params: Other fields of SamplingParams, such as temperature and seed.
     """
     if not isinstance(model, Model):
         raise RequestError(f"model is a {type(model).__name__}: load it with headstart.load")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    by_sampler, more = _sampling(sampler), _honourable(more)
+    by_sampler, more = _sampling(sampler), _honourable({**params})
     if clash := sorted(by_sampler.keys() & more.keys()):
         raise RequestError(f"{', '.join(clash)}: the sampler says that too. Give it to make_sampler alone")
     most = model.context_length if max_tokens == -1 else max_tokens
-    params = SamplingParams(max_tokens=most, k=k, **by_sampler, **more)
-    request = Request(_token_ids(tokenizer, prompt), params, keep_logits=True)
+    request = Request(
+        _token_ids(tokenizer, prompt), SamplingParams(max_tokens=most, k=k, **by_sampler, **more), keep_logits=True
+    )
     handle = (engine or Engine(model, tokenizer, max_rows=1)).submit(request)
     # What is refused is refused at the call and not at the first token: hence a generator of its own.
     return _responses(handle, prompt_progress_callback or (lambda done, total: None))
@@ -139,13 +148,28 @@ def generate(
     tokenizer: TokenizerWrapper,
     prompt: str | Sequence[int] | mx.array,
     verbose: bool = False,
-    **kwargs: Any,
+    max_tokens: int = 256,
+    *,
+    sampler: Sampler | None = None,
+    k: int | Literal["auto"] = "auto",
+    prompt_progress_callback: Progress | None = None,
+    engine: Engine | None = None,
+    **params: Unpack[SamplingOptions],
 ) -> str:
-    """The whole answer as text. `verbose` prints it as it comes, and the rates after it."""
+    """Return the whole answer as text.
+
+    Args:
+        verbose: Print the text as it is generated, and the rates after it.
+
+    The other arguments are those of `stream_generate`.
+    """
+    responses_of = partial(stream_generate, sampler=sampler, k=k, engine=engine, **params)
     if verbose:
         print("=" * 10)
     text = ""
-    with closing(stream_generate(model, tokenizer, prompt, **kwargs)) as responses:
+    with closing(
+        responses_of(model, tokenizer, prompt, max_tokens, prompt_progress_callback=prompt_progress_callback)
+    ) as responses:
         for response in responses:
             if verbose:
                 print(response.text, end="", flush=True)
@@ -157,6 +181,44 @@ def generate(
         print(f"Speculation: {response.stats.tokens_per_round:.2f} tokens per round")
         print(f"Peak memory: {response.peak_memory:.3f} GB")
     return text
+
+
+@dataclass(frozen=True)
+class BatchResponse:
+    """The texts of a batch of prompts, in their order, and the stats of each."""
+
+    texts: list[str]
+    stats: list[Stats]
+
+
+def batch_generate(
+    model: Model,
+    tokenizer: TokenizerWrapper,
+    prompts: Sequence[str | Sequence[int] | mx.array],
+    max_tokens: int = 256,
+    *,
+    max_rows: int = 16,
+    k: int | Literal["auto"] = "auto",
+    **params: Unpack[SamplingOptions],
+) -> BatchResponse:
+    """Answer several prompts in one batch; more than `max_rows` wait their turn.
+
+    The other arguments are those of `stream_generate`.
+    """
+    sampling = SamplingParams(max_tokens=max_tokens, k=k, **_honourable({**params}))
+    engine = Engine(model, tokenizer, max_rows=max_rows)
+    handles = [engine.submit(Request(_token_ids(tokenizer, prompt), sampling)) for prompt in prompts]
+    texts, stats = [], []
+    for handle in handles:
+        text = ""
+        for event in handle:
+            if event.error is not None:
+                raise event.error
+            text += "".join(event.texts)
+        assert event.stats is not None
+        texts.append(text)
+        stats.append(event.stats)
+    return BatchResponse(texts, stats)
 
 
 def _responses(handle: Handle, progress: Progress) -> Generator[GenerationResponse, None, None]:
@@ -218,9 +280,16 @@ def _sampling(sampler: object) -> dict[str, Any]:
 
 
 def _honourable(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Those of mlx-lm's further arguments that are fields of SamplingParams. None and [] are mlx-lm's "not used"."""
+    """Return those of mlx-lm's further arguments that are fields of SamplingParams.
+
+    None and [] are mlx-lm's "not used".
+    """
     for name, instead in REFUSED.items():
         value = arguments.get(name)
         if value is not None and not (isinstance(value, list) and not value):
             raise RequestError(f"{name} cannot be honoured: {instead}")
-    return {name: value for name, value in arguments.items() if name not in REFUSED and name not in WITHOUT_EFFECT}
+    left = {name: value for name, value in arguments.items() if name not in REFUSED and name not in WITHOUT_EFFECT}
+    for name in left.keys() - SamplingOptions.__annotations__.keys():
+        meant = "temperature" if name == "temp" else next(iter(get_close_matches(name, NAMES, n=1)), None)
+        raise TypeError(f"unknown argument {name!r}" + (f": did you mean {meant!r}?" if meant else ""))
+    return left

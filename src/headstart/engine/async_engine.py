@@ -39,9 +39,11 @@ class AsyncEngine:
         """
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()
-        handle = self._thread.submit(
-            request, listener=lambda event: loop.call_soon_threadsafe(events.put_nowait, event)
-        )
+
+        def listener(event: Event) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+        handle = self._thread.submit(request, listener=listener)
         unfinished = request.n
         try:
             while unfinished:

@@ -17,11 +17,25 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True)
 class Request:
+    """A prompt and how to answer it.
+
+    Args:
+        prompt: Token ids.
+        params: How each answer is generated.
+        n: Answers to the prompt, which is prefilled once. Under one seed they differ from each other.
+        score: Report log-probabilities of the prompt's own tokens: "no", "too" (beside an answer) or "only".
+        keep_logits: Hand out the target's logits with every token.
+    """
+
     prompt: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
-    n: int = 1  # answers to the prompt, which is read once; under one seed they differ, each by its number
-    score: Literal["no", "too", "only"] = "no"  # tell what the model thought of the prompt; only: and say nothing
-    keep_logits: bool = False  # hand out the target's logits with every token
+    n: int = 1
+    score: Literal["no", "too", "only"] = "no"
+    keep_logits: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.prompt, str):
+            raise RequestError("prompt is text; it must be token ids: encode it with the tokenizer")
 
     def check(self, model: Model) -> None:
         """Refuse what cannot be honoured before any work is done."""

@@ -5,9 +5,10 @@ from .controls import Asked, Controls, controls
 from .grammar import GrammarSpec, Guide, Matcher, compile_grammar, spell
 from .judge import Proposal, Scene, judge, propose
 from .logprobs import Logprobs, logprobs
-from .params import SamplingParams
+from .params import SamplingOptions, SamplingParams
 
 __all__ = [
-    "Asked", "Controls", "GrammarSpec", "Guide", "Logprobs", "Matcher", "Proposal", "SamplingParams",
-    "Scene", "Verdict", "compile_grammar", "controls", "judge", "logprobs", "propose", "spell",
+    "Asked", "Controls", "GrammarSpec", "Guide", "Logprobs", "Matcher", "Proposal",
+    "SamplingOptions", "SamplingParams", "Scene", "Verdict", "compile_grammar", "controls", "judge",
+    "logprobs", "propose", "spell",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from ..cards import MAX_K
 from ..errors import RequestError
@@ -17,8 +17,67 @@ MAX_TOP_LOGPROBS = 20
 Rule = Literal["auto", "ratio", "coupled", "optimistic"]
 
 
+class SamplingOptions(TypedDict, total=False):
+    """The fields of SamplingParams as keyword arguments, for type checkers and editors; see there."""
+
+    min_tokens: int
+    stop_ids: Collection[int]
+    stop: Collection[str]
+    temperature: float
+    top_p: float
+    min_p: float
+    min_tokens_to_keep: int
+    xtc_probability: float
+    xtc_threshold: float
+    xtc_special_tokens: Collection[int]
+    top_k: int
+    logit_bias: Mapping[int, float]
+    repetition_penalty: float
+    repetition_context_size: int
+    presence_penalty: float
+    presence_context_size: int | None
+    frequency_penalty: float
+    frequency_context_size: int | None
+    grammar: GrammarSpec | None
+    seed: int | None
+    logprobs: bool
+    top_logprobs: int
+    accept: Rule
+
+
 @dataclass(frozen=True)
 class SamplingParams:
+    """How an answer is generated. Values out of range raise RequestError.
+
+    Args:
+        max_tokens: Most tokens to generate.
+        min_tokens: No stop id may be generated before so many tokens.
+        stop_ids: Token ids that end the answer, besides the tokenizer's own.
+        stop: Strings that end the answer; they are not part of its text.
+        temperature: 0 is greedy.
+        top_p: Keep the smallest set of tokens with this probability mass; 1 keeps all.
+        min_p: Drop tokens less probable than this share of the most probable one's probability.
+        min_tokens_to_keep: Tokens that min_p never drops.
+        xtc_probability: Chance of excluding top choices at a position.
+        xtc_threshold: Probability from which a token is a top choice.
+        xtc_special_tokens: Token ids that XTC never excludes.
+        top_k: Keep the k most probable tokens; 0 keeps all.
+        logit_bias: Added to the logits, by token id.
+        repetition_penalty: Divide (or multiply, if negative) the logits of recent tokens by this.
+        repetition_context_size: How many tokens are recent, prompt included.
+        presence_penalty: Subtracted from the logits of tokens that occurred.
+        presence_context_size: In how many last tokens, prompt included. None: in all generated ones (OpenAI's).
+        frequency_penalty: Subtracted from the logits of a token for each time it occurred.
+        frequency_context_size: As presence_context_size.
+        grammar: What the answer must match: a JSON Schema, a regular expression or a Lark grammar.
+        seed: Makes sampled output repeatable, for every depth and batch.
+        logprobs: Report the log-probability of every generated token.
+        top_logprobs: And those of so many best alternatives.
+        k: Drafts per step, or "auto": as many as pay.
+        accept: Acceptance rule: "ratio" (speculative sampling), "coupled" (shared noise; the default with a seed),
+            "optimistic" (accept everything: not exact), or "auto".
+    """
+
     max_tokens: int = 256
     min_tokens: int = 0  # no stop id before
     stop_ids: Collection[int] = ()
