@@ -1,15 +1,16 @@
 """The engine's own thread: it serves many others, survives a death, and closes in order."""
 
 import time
-from collections.abc import Iterator
-from threading import Thread
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from threading import Barrier, BrokenBarrierError, Thread
 
 import pytest
 
 from fixtures import Answer, collect, generate, random_model, random_prompt
-from headstart.engine import Engine, Handle, Request, Room
+from headstart.engine import Engine, Event, Handle, Request, Room
 from headstart.engine.depth import Depth
-from headstart.errors import Busy, HeadstartError, RequestError
+from headstart.errors import Busy, Down, HeadstartError, RequestError
 from headstart.sampling import SamplingParams
 
 model = random_model("dense")
@@ -53,6 +54,31 @@ def test_a_listener_that_fails_ends_its_own_request_only(room: Room) -> None:
     wait(lambda: room.running == 0)
     assert bad.cancelled
     assert room.healthy
+
+
+def test_two_threads_that_end_everything_tell_every_request_once() -> None:
+    """The thread of the engine as it dies, and one that submits a request just then."""
+    engine = Engine(model, threaded=True)
+    ends: list[list[str]] = [[] for _ in PROMPTS]
+    meeting = Barrier(2)
+
+    def listener(i: int) -> Callable[[Event], None]:
+        def listen(event: Event) -> None:
+            with suppress(BrokenBarrierError):
+                meeting.wait(0.05)  # until the other thread is at it as well, if there is one
+            ends[i].append(str(event.finish_reason))
+
+        return listen
+
+    for i in range(len(PROMPTS)):
+        engine.submit(request(i), listener=listener(i))
+    engine.take_in_all()
+    threads = [Thread(target=engine.end_all, args=(Down("over"),)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert ends == [["error"]] * len(PROMPTS)
 
 
 def dying(engine: Engine, monkeypatch: pytest.MonkeyPatch, times: int) -> None:

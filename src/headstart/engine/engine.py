@@ -11,7 +11,7 @@ while, and a step that fails costs its rows time and not their answers.
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from threading import Lock
 from weakref import WeakKeyDictionary
@@ -30,6 +30,7 @@ from .depth import Controller, Depth
 from .exact import rows_are_independent, widest
 from .flight import Flight, describe, launches_ahead
 from .intake import take_in
+from .log import LOG, report
 from .memory import ANSWER, Footprint, is_shortage, left_for_rows
 from .queue import Queue
 from .request import Event, Handle, Request
@@ -78,6 +79,8 @@ class Engine:
         self.entering: deque[Row] = deque()  # taking in their prompts
         self.rows: list[Row] = []  # decoding, in the order of the batch
         self.communication_seconds = 0.0  # between machines, in all rounds
+        self.retries = 0  # decode steps and prefill chunks that failed and were run again
+        self.recomputed: Counter[str] = Counter()  # sequences that lost their KV cache, by reason
         self._threaded = threaded
         self._ahead = launches_ahead()
         self._cancel_all = False
@@ -171,8 +174,8 @@ class Engine:
     def take_in_again(self) -> None:
         """Whatever the device holds of the rows is not to be trusted: begin them again from their tokens."""
         for row in self.entering:
-            row.take_in_again()
-        self._enter_again([row for row in self.rows if not row.over])
+            self._recompute(row, "restart")
+        self._enter_again([row for row in self.rows if not row.over], "restart")
 
     def _bytes(self, rows: list[Row]) -> int:
         """What these rows will need, as far as their answers are counted ahead."""
@@ -236,15 +239,19 @@ class Engine:
         """A row that fails while it is taken in ends alone. Where memory ran out it is begun again: the first time
         with the prefix cache emptied, and then each time the youngest of those that hold memory has ended."""
         if not is_shortage(error):
+            report(LOG, "prefill failed; its request ends with an error", error=error)
             row.finish("error", error)
             return
+        report(LOG, "prefill ran out of memory", error=error)
         if row.retried or not self._empty_prefix():  # what the row itself has left there since does not count
             holding = (*self.rows, *(r for r in self.entering if r.batch))
             youngest = max(holding, key=lambda row: row.started, default=row)
             youngest.finish("error", error)
             self._drop_finished()
         row.retried = True
-        row.take_in_again()
+        if not row.over:
+            self.retries += 1
+            self._recompute(row, "memory")
 
     def _empty_prefix(self) -> bool:
         """True if there was something to let go of."""
@@ -278,7 +285,7 @@ class Engine:
         assert row.batch is not None
         self._tell(describe(self.model, row.batch, [row], row.drafter.ceiling).start())
         row.suspect, row.cleared = False, True
-        row.take_in_again()
+        self._recompute(row, "failure")
 
     def _make_room(self) -> None:
         """Answers grow. Where they outgrow the memory, the youngest waits until there is some again."""
@@ -288,7 +295,7 @@ class Engine:
             youngest = max(self.rows, key=lambda row: row.started)
             self._batch.keep([i for i, row in enumerate(self.rows) if row is not youngest], self.model)
             self.rows.remove(youngest)
-            youngest.take_in_again()
+            self._recompute(youngest, "memory")
             self.queue.put_back(youngest)
             self._steady = False
 
@@ -355,10 +362,10 @@ class Engine:
             if row.over:
                 continue
             if not numbers[-1]:
-                row.finish("error", HeadstartError("the model's logits are not finite: this row cannot go on"))
+                row.fail(HeadstartError("the model's logits are not finite: this row cannot go on"))
                 continue
             if row.matcher is not None and row.matcher.failed is not None:
-                row.finish("error", row.matcher.failed)
+                row.fail(row.matcher.failed)
                 continue
             said = flight.said(index, numbers)
             if self._batch is not None and row in self.rows:
@@ -366,7 +373,7 @@ class Engine:
             try:
                 row.say(said)
             except Exception as error:  # of its text or its grammar
-                row.finish("error", error)
+                row.fail(error)
         self._drop_finished()
 
     def _learn(self, flight: Flight, report: list[list[int]]) -> None:
@@ -395,17 +402,24 @@ class Engine:
             youngest = max(rows, key=lambda row: row.started)
             youngest.finish("error", error)
             rows.remove(youngest)
+        report(LOG, "a step failed; %d sequences will be recomputed", len(rows), error=error)
+        self.retries += bool(rows)
         for row in rows:
             row.suspect = not shortage and not row.cleared
         if shortage:
             self._empty_prefix()
-        self._enter_again(rows)
+        self._enter_again(rows, "memory" if shortage else "failure")
 
-    def _enter_again(self, rows: list[Row]) -> None:
+    def _enter_again(self, rows: list[Row], reason: str) -> None:
         self._forget_batch()
         for row in rows:
-            row.take_in_again()
+            self._recompute(row, reason)
         self.entering.extendleft(reversed(rows))
+
+    def _recompute(self, row: Row, reason: str) -> None:
+        """Drop what the device holds of a sequence: its tokens so far will be prefilled again."""
+        self.recomputed[reason] += 1
+        row.take_in_again()
 
     def _forget_batch(self) -> None:
         self.rows, self._batch, self._flight, self._steady = [], None, None, False

@@ -50,6 +50,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=Connection,
+                log_config=None,  # see log.py
                 log_level="warning",
                 access_log=False,
                 timeout_graceful_shutdown=int(deadline + GRACE) + 1,
