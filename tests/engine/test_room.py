@@ -1,15 +1,15 @@
 """The engine's own thread: it serves many others, survives a death, and closes in order."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from threading import Barrier, BrokenBarrierError, Thread
+from collections.abc import Iterator
+from threading import Thread
 
 import pytest
 
 from fixtures import Answer, collect, generate, random_model, random_prompt
 from headstart.engine import Engine, Event, Handle, Request, Room
 from headstart.engine.depth import Depth
+from headstart.engine.row import Row, Said
 from headstart.errors import Busy, Down, HeadstartError, RequestError
 from headstart.sampling import SamplingParams
 
@@ -56,29 +56,21 @@ def test_a_listener_that_fails_ends_its_own_request_only(room: Room) -> None:
     assert room.healthy
 
 
-def test_two_threads_that_end_everything_tell_every_request_once() -> None:
-    """The thread of the engine as it dies, and one that submits a request just then."""
-    engine = Engine(model, threaded=True)
-    ends: list[list[str]] = [[] for _ in PROMPTS]
-    meeting = Barrier(2)
+def test_an_answer_that_two_threads_end_at_once_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's thread has its last token in hand while another ends everything."""
+    engine, events, honest = Engine(model, threaded=True), list[Event](), Row.say
 
-    def listener(i: int) -> Callable[[Event], None]:
-        def listen(event: Event) -> None:
-            with suppress(BrokenBarrierError):
-                meeting.wait(0.05)  # until the other thread is at it as well, if there is one
-            ends[i].append(str(event.finish_reason))
+    def say(row: Row, round: Said) -> None:
+        other = Thread(target=engine.end_all, args=(Down("over"),))
+        other.start()
+        other.join(60)
+        honest(row, round)
 
-        return listen
-
-    for i in range(len(PROMPTS)):
-        engine.submit(request(i), listener=listener(i))
-    engine.take_in_all()
-    threads = [Thread(target=engine.end_all, args=(Down("over"),)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert ends == [["error"]] * len(PROMPTS)
+    monkeypatch.setattr(Row, "say", say)
+    engine.submit(request(0, max_tokens=1), listener=events.append)
+    while engine.turn():
+        pass
+    assert [event.finish_reason for event in events] == ["error"]
 
 
 def dying(engine: Engine, monkeypatch: pytest.MonkeyPatch, times: int) -> None:

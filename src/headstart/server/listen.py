@@ -67,3 +67,5 @@ class Server(uvicorn.Server):
         closing = asyncio.create_task(asyncio.to_thread(self._room.close, self._deadline))
         await super().shutdown(sockets)
         await closing
+        if self.force_exit:  # uvicorn leaves it out then, and logs a traceback as the loop closes
+            await self.lifespan.shutdown()
