@@ -80,7 +80,7 @@ def test_a_request_that_can_never_fit_is_refused_with_what_it_needs() -> None:
 def test_answers_that_outgrow_the_memory_wait_and_go_on_unchanged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("headstart.engine.engine.ANSWER", 16)  # so that long answers are let in together
+    monkeypatch.setattr("headstart.engine.scheduler.ANSWER", 16)  # so that long answers are let in together
     model = random_model("dense")
     prompts = [random_prompt(model, 150, i) for i in range(3)]
     how = [{"k": 3}, {"k": "auto", "temperature": 1.0, "seed": 5}, {"k": 0}]
@@ -115,7 +115,7 @@ def test_one_client_cannot_fill_the_queue() -> None:
 
 
 def test_a_prefix_cache_that_leaves_no_room_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.engine.engine.left_for_rows", lambda: 10**9)
+    monkeypatch.setattr("headstart.engine.scheduler.left_for_rows", lambda: 10**9)
     with pytest.raises(RequestError, match=r"a prefix cache of 2.00 GB leaves no room .* 1.00 GB are left"):
         Engine(random_model("dense"), prefix=Prefix(2 * 10**9))
     Engine(random_model("dense"), prefix=Prefix(10**8))

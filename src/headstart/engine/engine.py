@@ -21,7 +21,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..cards import MAX_K
-from ..errors import HeadstartError, RequestError
+from ..errors import HeadstartError
 from ..models import Model
 from ..state import Prefix
 from .batch import Batch
@@ -31,15 +31,14 @@ from .exact import rows_are_independent, widest
 from .flight import Flight, describe, launches_ahead
 from .intake import take_in
 from .log import LOG, report
-from .memory import ANSWER, Footprint, is_shortage, left_for_rows
-from .queue import Queue
-from .request import Event, Handle, Request
+from .memory import is_shortage
 from .row import Row
+from .scheduler import Scheduler
 
 _depths: WeakKeyDictionary[Model, Depth] = WeakKeyDictionary()
 
 
-class Engine:
+class Engine(Scheduler):
     def __init__(
         self,
         model: Model,
@@ -59,31 +58,13 @@ class Engine:
         that leave it open; by default what was learned of this model so far goes on to be used, and before the first
         of them a few steps are timed. `prefix`: where beginnings of prompts are kept for others.
         """
-        if max_rows < 1:
-            raise RequestError(f"max_rows is {max_rows}; it must be at least 1")
+        super().__init__(model, tokenizer, max_rows, max_queue, memory_limit, threaded, prefix)
         maybe_set_recommended_wired_limit()  # Metal: keep the weights resident
-        self.model = model
-        self.tokenizer = tokenizer
-        self.max_rows = max_rows
-        self.footprint = Footprint.of(model)
-        set_aside, left = prefix.max_bytes if prefix is not None else 0, left_for_rows()
-        if memory_limit is None and left - set_aside < self.footprint.bytes([1]) <= left:
-            raise RequestError(
-                f"a prefix cache of {set_aside / 1e9:.2f} GB leaves no room for requests: {left / 1e9:.2f} GB are "
-                "left beside the model. Make it smaller"
-            )
-        self.memory = max(0, left - set_aside) if memory_limit is None else memory_limit
         self.depth: Controller = depth or _depths.setdefault(model, Depth(model.max_k, model.default_k))
-        self.prefix = prefix
-        self.queue = Queue(max_queue)
-        self.entering: deque[Row] = deque()  # taking in their prompts
-        self.rows: list[Row] = []  # decoding, in the order of the batch
         self.communication_seconds = 0.0  # between machines, in all rounds
         self.retries = 0  # decode steps and prefill chunks that failed and were run again
         self.recomputed: Counter[str] = Counter()  # sequences that lost their KV cache, by reason
-        self._threaded = threaded
         self._ahead = launches_ahead()
-        self._cancel_all = False
         self._turning = Lock()
         self._batch: Batch | None = None
         self._flight: Flight | None = None
@@ -94,37 +75,11 @@ class Engine:
     def busy(self) -> bool:
         return bool(self.entering or self.rows or self._flight or len(self.queue))
 
-    def submit(
-        self,
-        request: Request,
-        *,
-        client: str = "",
-        listener: Callable[[Event], None] | None = None,
-        max_k: int = MAX_K,
-    ) -> Handle:
-        """Queue a request, from any thread. RequestError where it cannot be honoured, Busy where too many wait.
-
-        Clients take turns. `listener` is told every event by the thread that turns the engine, instead of the
-        handle. `max_k`: most drafts a round, besides what the model and the request allow.
-        """
-        request.check(self.model)
-        if request.n > self.max_rows:
-            raise RequestError(f"n is {request.n}, and at most {self.max_rows} answers can be given at a time")
-        handle = Handle(request, None if self._threaded else self.turn, listener)
-        row = Row.of(handle, self.model, self.tokenizer, max_k)
-        if (needed := self._bytes([row])) > self.memory:
-            with_, or_n = ("its answer", "") if request.n == 1 else (f"{request.n} answers", " or n")
-            raise RequestError(
-                f"prompt has {len(request.prompt)} tokens and needs {needed / 1e9:.2f} GB with {with_}, and "
-                f"{self.memory / 1e9:.2f} GB are left for requests: shorten it or lower max_tokens{or_n}"
-            )
-        self.queue.put(row, client)
-        return handle
-
     def turn(self) -> bool:
         """One turn. False when nothing is left to do."""
         with self._turning:
-            self._drop_cancelled()
+            self._end_cancelled()
+            self._drop_finished()
             self._admit()
             if self.entering and not self._ahead:  # what is said does not wait for another's prompt
                 self._attempt(self._land)
@@ -154,15 +109,6 @@ class Engine:
         """So long the device worked for others: the next step did not take that."""
         self._landed += seconds
 
-    def clear_prefix(self) -> None:
-        """Forget the beginnings of prompts, from any thread."""
-        if self.prefix is not None:
-            self.prefix.clear()
-
-    def cancel_all(self) -> None:
-        """Stop everything at the next turn, and what comes after it, from any thread."""
-        self._cancel_all = True
-
     def end_all(self, error: HeadstartError) -> None:
         """Nothing can go on. By the thread that turned the engine."""
         for row in (*self.queue.clear(), *self.entering, *self.rows):
@@ -176,41 +122,6 @@ class Engine:
         for row in self.entering:
             self._recompute(row, "restart")
         self._enter_again([row for row in self.rows if not row.over], "restart")
-
-    def _bytes(self, rows: list[Row]) -> int:
-        """What these rows will need, as far as their answers are counted ahead."""
-        each = [len(r.tokens) + min(r.limit - r.said, ANSWER) + MAX_K + 1 for r in rows for _ in (r, *r.siblings)]
-        return self.footprint.bytes(each)
-
-    def _drop_cancelled(self) -> None:
-        gone = self._cancelled()
-        for row in (*self.queue.drop(gone), *self.entering, *self.rows):
-            if row.handle in gone and not row.over:
-                row.finish("cancelled")
-        self.entering = deque(row for row in self.entering if not row.over)
-        self._drop_finished()
-
-    def _cancelled(self) -> set[Handle]:
-        """Those that nobody waits for any more. Each is asked once, for its answers end together, and another thread
-        may cancel it in between."""
-        handles = {row.handle for row in (*self.queue.all(), *self.entering, *self.rows)}
-        return {handle for handle in handles if self._cancel_all or handle.cancelled}
-
-    def _admit(self) -> list[Row]:
-        """As many as there are places and memory for. The first in the queue waits for its share, not for luck."""
-        admitted: list[Row] = []
-        while (row := self.queue.first()) is not None:
-            if row.over:  # it gave up its place, and then the round in flight ended it
-                self.queue.take()
-                continue
-            inside = [*self.rows, *self.entering]
-            if sum(1 + len(each.siblings) for each in (*inside, row)) > self.max_rows:
-                break
-            if inside and self._bytes([*inside, row]) > self.memory:
-                break
-            admitted.append(self.queue.take())
-            self.entering.append(row)
-        return admitted
 
     def _take_in_a_chunk(self) -> None:
         """At most one chunk of one prompt, so that running rows do not stall. All but its last token is taken in:
