@@ -146,6 +146,22 @@ def test_closing_the_generator_cancels_the_request(
     assert handles[0].cancelled
 
 
+@pytest.mark.parametrize("way", ["close", "forget"])
+def test_a_generator_that_never_started_leaves_nothing_on_a_shared_engine(
+    loaded: Any, prompt: list[int], way: str
+) -> None:
+    model, tokenizer = loaded
+    engine, calls = Engine(model, tokenizer), []
+    responses = headstart.stream_generate(
+        model, tokenizer, prompt, engine=engine, prompt_progress_callback=lambda *done: calls.append(done)
+    )
+    assert (calls, engine.busy) == ([], True)
+    if way == "close":
+        responses.close()
+    del responses
+    assert not engine.turn()
+
+
 def test_no_limit_means_the_end_of_the_context(loaded: Any, prompt: list[int]) -> None:
     model, tokenizer = loaded
     short = dataclasses.replace(model, config={**model.config, "max_position_embeddings": len(prompt) + 9})

@@ -139,8 +139,11 @@ def stream_generate(
         _token_ids(tokenizer, prompt), SamplingParams(max_tokens=most, k=k, **by_sampler, **more), keep_logits=True
     )
     handle = (engine or Engine(model, tokenizer, max_rows=1)).submit(request)
-    # What is refused is refused at the call and not at the first token: hence a generator of its own.
-    return _responses(handle, prompt_progress_callback or (lambda done, total: None))
+    # What is refused is refused at the call and not at the first token: hence a generator of its own, advanced into
+    # its `try` here, since closing a generator that has not started would run none of it.
+    responses = _responses(handle, prompt_progress_callback or (lambda done, total: None))
+    next(responses)
+    return responses
 
 
 def generate(
@@ -223,8 +226,9 @@ def batch_generate(
 
 def _responses(handle: Handle, progress: Progress) -> Generator[GenerationResponse, None, None]:
     prompt_tokens, said = len(handle.request.prompt), 0
-    progress(0, prompt_tokens)
     try:
+        yield  # type: ignore[misc]  # to stream_generate
+        progress(0, prompt_tokens)
         for event in handle:
             if event.error is not None:
                 raise event.error

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import APIError, OpenAI
+from openai import OpenAI
 from typer.testing import CliRunner
 
 import headstart
@@ -75,7 +75,7 @@ def test_it_says_where_it_is_and_answers_like_the_library() -> None:
         assert '"finish_reason"' in curl.stdout
 
         process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=300)
     assert process.returncode == 0
     seen = "".join(told.values()) + output + errors
     assert KEY not in seen
@@ -84,7 +84,7 @@ def test_it_says_where_it_is_and_answers_like_the_library() -> None:
 
 
 def test_a_stop_in_mid_stream_lets_the_answer_end() -> None:
-    with serving("--model-id", "mine", "--no-mtp") as (process, told):
+    with serving("--model-id", "mine", "--no-mtp", "--shutdown-timeout", "600") as (process, told):
         assert told["Model"] == "mine"
         assert told["Speculation"] == "off: loaded without the head"
         client = OpenAI(base_url=told["Address"], api_key="none")
@@ -97,26 +97,9 @@ def test_a_stop_in_mid_stream_lets_the_answer_end() -> None:
         process.send_signal(signal.SIGTERM)
         chunks = first + list(stream)
         assert chunks[-1].choices[0].finish_reason == "length"
-        assert process.wait(60) == -signal.SIGTERM
+        assert process.wait(300) == -signal.SIGTERM
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
-
-
-def test_a_second_ctrl_c_does_not_wait_for_answers() -> None:
-    with serving("--no-mtp", "--shutdown-timeout", "500") as (process, told):
-        create: Any = OpenAI(base_url=told["Address"], api_key="none").completions.create
-        stream = create(
-            model="tiny-qwen3.5", prompt="a", max_tokens=4000, stream=True, extra_body={"min_tokens": 4000}
-        )
-        next(stream)
-        process.send_signal(signal.SIGINT)
-        next(stream)
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(1)
-        process.send_signal(signal.SIGINT)
-        with pytest.raises(APIError, match="shutting down"):
-            list(stream)
-        assert process.wait(60) == 0
 
 
 def test_settings_are_kept_in_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
-import headstart.engine.engine
+import headstart.engine.scheduler
 from headstart.cards import MAX_K
 from headstart.cluster import Follower, Leader, SharedPrefix, join, load
 from headstart.cluster.engine import Chosen
@@ -110,7 +110,7 @@ def say_two_rounds() -> None:
 
 
 def main(job: dict[str, Any]) -> None:
-    headstart.engine.engine.ANSWER = ANSWER
+    headstart.engine.scheduler.ANSWER = ANSWER
     with join() as machines:
         if "unanswered" in job:
             if machines.rank:

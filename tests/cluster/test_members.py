@@ -70,7 +70,7 @@ def test_prompts_are_not_taken_in_without_the_others(leader: Leader) -> None:
         leader.take_in_all()
 
 
-@pytest.mark.parametrize("broken", ["Engine._drop_cancelled", "take_in", "describe"])
+@pytest.mark.parametrize("broken", ["Engine._drop_finished", "take_in", "describe"])
 def test_a_turn_that_fails_ends_with_its_cause(broken: str, leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever in the turn: nobody starts again alone."""
 

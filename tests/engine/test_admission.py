@@ -1,5 +1,6 @@
 """Who is let in when: in turn between clients, and only where there is memory for them."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from headstart.engine import Engine, Request
 from headstart.engine.memory import Footprint
 from headstart.errors import Busy, RequestError
 from headstart.models import Model
-from headstart.models.memory import _installed
+from headstart.models.memory import available_on_host, unused
 from headstart.sampling import SamplingParams
 from headstart.state import Prefix
 
@@ -79,7 +80,7 @@ def test_a_request_that_can_never_fit_is_refused_with_what_it_needs() -> None:
 def test_answers_that_outgrow_the_memory_wait_and_go_on_unchanged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("headstart.engine.engine.ANSWER", 16)  # so that long answers are let in together
+    monkeypatch.setattr("headstart.engine.scheduler.ANSWER", 16)  # so that long answers are let in together
     model = random_model("dense")
     prompts = [random_prompt(model, 150, i) for i in range(3)]
     how = [{"k": 3}, {"k": "auto", "temperature": 1.0, "seed": 5}, {"k": 0}]
@@ -114,7 +115,7 @@ def test_one_client_cannot_fill_the_queue() -> None:
 
 
 def test_a_prefix_cache_that_leaves_no_room_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.engine.engine.left_for_rows", lambda: 10**9)
+    monkeypatch.setattr("headstart.engine.scheduler.left_for_rows", lambda: 10**9)
     with pytest.raises(RequestError, match=r"a prefix cache of 2.00 GB leaves no room .* 1.00 GB are left"):
         Engine(random_model("dense"), prefix=Prefix(2 * 10**9))
     Engine(random_model("dense"), prefix=Prefix(10**8))
@@ -148,8 +149,58 @@ def test_what_several_answers_need_is_said_of_them() -> None:
         engine.submit(Request(random_prompt(model, 10), SamplingParams(max_tokens=10), n=4))
 
 
-@pytest.mark.parametrize(("limit", "most"), [("1000000", 10**6), ("max", None), ("", None)])
-def test_a_container_has_no_more_memory_than_it_is_given(tmp_path: Path, limit: str, most: int | None) -> None:
-    there = _installed(tmp_path / "nothing")
-    (tmp_path / "memory.max").write_text(limit)
-    assert _installed(tmp_path / "memory.max") == (most or there)
+GIB = 2**30
+
+
+def host(root: Path, available: int, files: dict[str, str]) -> Path:
+    """A Linux host with so much memory, and files under its /sys/fs/cgroup."""
+    (root / "proc").mkdir()
+    (root / "proc/meminfo").write_text(f"MemTotal: 999 kB\nMemAvailable: {available // 1024} kB\n")
+    for name, text in files.items():
+        (root / "sys/fs/cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "sys/fs/cgroup" / name).write_text(text)
+    return root
+
+
+V1 = "memory/memory.{}_in_bytes"
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({}, GIB),
+        ({"memory.max": "max", "memory.current": "5", "memory.stat": "inactive_file 5"}, GIB),
+        ({"memory.max": "900", "memory.current": "500", "memory.stat": "anon 3\ninactive_file 200"}, 600),
+        ({"memory.max": "900", "memory.current": "1000", "memory.stat": "inactive_file 0"}, 0),
+        ({V1.format("limit"): "900", V1.format("usage"): "500", "memory/memory.stat": "total_inactive_file 9"}, 409),
+    ],
+)
+def test_what_other_processes_take_of_the_host_or_container_is_not_left(
+    tmp_path: Path, files: dict[str, str], left: int
+) -> None:
+    assert available_on_host(host(tmp_path, GIB, files)) == left
+
+
+def test_where_there_is_no_proc_all_that_is_installed_counts(tmp_path: Path) -> None:
+    assert available_on_host(tmp_path) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.parametrize(
+    ("info", "left"),
+    [
+        ({"total_memory": 80 * GIB, "free_memory": 10 * GIB}, 13 * GIB),  # CUDA, where another process has the rest
+        ({"total_memory": 80 * GIB, "free_memory": 78 * GIB}, 75 * GIB),
+        ({"max_recommended_working_set_size": 20 * GIB, "memory_size": 32 * GIB}, 15 * GIB),  # Metal
+        ({}, 4 * GIB),  # a CPU
+    ],
+)
+def test_rows_may_take_what_the_device_has_free(
+    monkeypatch: pytest.MonkeyPatch, info: dict[str, int], left: int
+) -> None:
+    """This process has 5 GiB of arrays, and 3 more that MLX keeps for the next."""
+    monkeypatch.setattr("mlx.core.device_info", lambda: info)
+    monkeypatch.setattr("mlx.core.get_active_memory", lambda: 5 * GIB)
+    monkeypatch.setattr("mlx.core.get_cache_memory", lambda: 3 * GIB)
+    monkeypatch.setattr("headstart.models.memory.os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**23}.get)
+    monkeypatch.setattr("headstart.models.memory.available_on_host", lambda: GIB)
+    assert unused() == left

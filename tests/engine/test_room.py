@@ -7,9 +7,10 @@ from threading import Thread
 import pytest
 
 from fixtures import Answer, collect, generate, random_model, random_prompt
-from headstart.engine import Engine, Handle, Request, Room
+from headstart.engine import Engine, Event, Handle, Request, Room
 from headstart.engine.depth import Depth
-from headstart.errors import Busy, HeadstartError, RequestError
+from headstart.engine.row import Row, Said
+from headstart.errors import Busy, Down, HeadstartError, RequestError
 from headstart.sampling import SamplingParams
 
 model = random_model("dense")
@@ -53,6 +54,23 @@ def test_a_listener_that_fails_ends_its_own_request_only(room: Room) -> None:
     wait(lambda: room.running == 0)
     assert bad.cancelled
     assert room.healthy
+
+
+def test_an_answer_that_two_threads_end_at_once_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's thread has its last token in hand while another ends everything."""
+    engine, events, honest = Engine(model, threaded=True), list[Event](), Row.say
+
+    def say(row: Row, round: Said) -> None:
+        other = Thread(target=engine.end_all, args=(Down("over"),))
+        other.start()
+        other.join(60)
+        honest(row, round)
+
+    monkeypatch.setattr(Row, "say", say)
+    engine.submit(request(0, max_tokens=1), listener=events.append)
+    while engine.turn():
+        pass
+    assert [event.finish_reason for event in events] == ["error"]
 
 
 def dying(engine: Engine, monkeypatch: pytest.MonkeyPatch, times: int) -> None:

@@ -134,8 +134,8 @@ def test_answers_are_cancelled_together_whenever_that_happens() -> None:
     assert [event.finish_reason for event in handle if event.finish_reason] == ["cancelled"] * 2
 
 
-def test_an_answer_that_is_begun_again_tells_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How far it is would otherwise be taken for another answer's."""
+def test_progress_is_reported_once_though_the_sequences_are_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they have generated is prefilled too, beyond the end of the prompt."""
     monkeypatch.setattr("headstart.engine.intake.CHUNK", 4)
     engine = Engine(MODEL)
     events: list[Event] = []
@@ -143,8 +143,21 @@ def test_an_answer_that_is_begun_again_tells_of_itself(monkeypatch: pytest.Monke
     while len(engine.rows) < 2:
         engine.turn()
     engine.turn()
-    before = len(events)
     engine.take_in_again()
     while engine.turn():
         pass
-    assert {event.choice for event in events[before:] if event.prompt_taken} == {0, 1}
+    assert [event.prompt_taken for event in events if event.prompt_taken] == list(range(4, len(PROMPT) - 1, 4))
+    assert [event.finish_reason for event in events if event.finish_reason] == ["length"] * 2
+
+
+def test_a_prompt_that_is_recomputed_halfway_reports_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.engine.intake.CHUNK", 4)
+    engine = Engine(MODEL)
+    events: list[Event] = []
+    engine.submit(Request(PROMPT, SamplingParams(max_tokens=2, k=0)), listener=events.append)
+    while not events:
+        engine.turn()
+    engine.take_in_again()
+    while engine.turn():
+        pass
+    assert [event.prompt_taken for event in events if event.prompt_taken] == list(range(4, len(PROMPT) - 1, 4))

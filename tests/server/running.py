@@ -92,6 +92,7 @@ def running(
     head: bool = True,
     context: int = CONTEXT,
     key: str | None = None,
+    other_keys: tuple[str, ...] = (),
     limits: Limits | None = None,
     cors_origins: tuple[str, ...] = (),
     deadline: float = 5.0,
@@ -106,7 +107,7 @@ def running(
     app = create_app(
         room,
         served,
-        keys=Keys([key] if key else []),
+        keys=Keys([*([key] if key else []), *other_keys]),
         limits=limits,
         cors_origins=cors_origins,
         settings_file=settings_file,

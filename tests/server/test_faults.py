@@ -138,6 +138,8 @@ def test_a_sampler_that_fails_once_costs_nobody_a_token(monkeypatch: pytest.Monk
         assert failed.is_set()
         assert answers == {topic: expected(topic) for topic in TOPICS}
         assert healthy(server)
+        assert server.metric("headstart_engine_retries_total") == 1
+        assert server.metric("headstart_recomputed_sequences_total", reason="failure") >= 2
 
 
 def test_out_of_memory_in_a_step_ends_the_youngest_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +174,7 @@ def test_a_dead_engine_thread_is_started_again_and_every_answer_goes_on(monkeypa
             told = http.get("/health").json()
         assert (told["restarts"], told["problem"]) == (1, "SystemExit: killed")
         assert server.metric("headstart_engine_restarts_total") == 1
+        assert server.metric("headstart_recomputed_sequences_total", reason="restart") >= 1
         server.room.close(0)
         with pytest.raises(openai.APIStatusError, match="it is shutting down"):  # that trouble is over
             ask(server, "sorting")
@@ -228,6 +231,18 @@ def test_an_engine_that_dies_while_a_prompt_is_read_is_down(monkeypatch: pytest.
         with pytest.raises(openai.APIStatusError, match="killed") as error:
             ask(server, "sorting")
         assert error.value.status_code == 503
+
+
+def test_a_web_page_can_read_an_unexpected_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> Any:
+        raise ValueError
+
+    monkeypatch.setattr(Served, "read_text", failing)
+    origin = "https://page.example"
+    with running(cors_origins=(origin,)) as server, server.http() as http:
+        response = http.post("/v1/completions", json={"prompt": "a"}, headers={"Origin": origin})
+    assert (response.status_code, response.headers.get("access-control-allow-origin")) == (500, origin)
+    assert response.json()["error"]["type"] == "server_error"
 
 
 @pytest.mark.parametrize("stream", [False, True])

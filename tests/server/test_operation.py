@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import sys
 import threading
 import time
 from typing import Any
@@ -160,6 +161,35 @@ def test_a_request_can_be_cancelled_by_its_id(server: Running) -> None:
         assert len(rest) < 1000
         wait_until(lambda: idle(server))
         assert http.post(f"/v1/requests/{first.id}/cancel").status_code == 404
+
+
+def cancel(server: Running, id: str, **client: Any) -> int:
+    with httpx.Client(base_url=server.url, timeout=60, **client) as http:
+        response, unknown = (http.post(f"/v1/requests/{each}/cancel") for each in (id, id[::-1]))
+    if response.status_code != 200:  # like an id that nobody has
+        assert response.json() == json.loads(unknown.text.replace(id[::-1], id))
+    return response.status_code
+
+
+def test_only_the_key_that_started_a_request_cancels_it() -> None:
+    with running(key="mine", other_keys=("another",)) as server:
+        stream = server.openai().chat.completions.create(**LONG, stream=True)
+        first = next(stream)
+        assert cancel(server, first.id, headers={"x-api-key": "another"}) == 404
+        next(stream)
+        assert cancel(server, first.id, headers={"x-api-key": "mine"}) == 200
+        assert list(stream)[-1].choices[0].finish_reason == "cancelled"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="another loopback address has to be set up first")
+def test_without_keys_only_the_address_that_started_a_request_cancels_it(server: Running) -> None:
+    stream = server.openai().chat.completions.create(**LONG, stream=True)
+    first = next(stream)
+    elsewhere = httpx.HTTPTransport(local_address="127.0.0.2")
+    assert cancel(server, first.id, transport=elsewhere) == 404
+    next(stream)
+    assert cancel(server, first.id) == 200
+    assert list(stream)[-1].choices[0].finish_reason == "cancelled"
 
 
 def test_a_client_that_leaves_in_mid_stream_frees_its_row(server: Running) -> None:

@@ -4,7 +4,7 @@ import os
 import shlex
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -64,9 +64,16 @@ def serve(
     prefix_cache_8bit: Annotated[
         bool, typer.Option("--prefix-cache-8bit", help="Keep them in 8 bits: not exact.", rich_help_panel=PANEL)
     ] = False,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="What is logged on standard error.")
+    ] = "warning",
+    access_log: Annotated[
+        bool, typer.Option("--access-log", help="Log one line for every request: no prompts, answers or keys.")
+    ] = False,
     split: options.Split = "tensor",
 ) -> None:
     """Serve a model to OpenAI's and Anthropic's clients. Ctrl-C stops it once the running answers have ended."""
+    _reopen_closed_streams()
     from ..checkpoint import read_layout, resolve
     from ..cluster import Follower, Leader, SharedPrefix
     from ..engine import Room
@@ -78,12 +85,14 @@ def serve(
         Server,
         bind,
         check_reach,
+        configure_log,
         create_app,
         listen,
         settings_of_the_user,
     )
     from ..state import Prefix
 
+    configure_log(log_level, access=access_log)
     keys = Keys(api_key or ())
     check_reach(host, keys, no_key=no_key)
     # The place to listen at comes before a model is loaded for nothing.
@@ -115,9 +124,19 @@ def serve(
         )
         drafts = _drafts(loaded, room.settings)
         listen(place)
-        typer.echo(_greeting(served.id, drafts, host, place.getsockname()[1], key=bool(keys)))
+        with suppress(OSError):  # a reader of standard output who has gone must not stop the server
+            typer.echo(_greeting(served.id, drafts, host, place.getsockname()[1], key=bool(keys)))
         with suppress(KeyboardInterrupt):  # uvicorn has stopped by then, and says it again
             Server(app, room, deadline=shutdown_timeout).run(sockets=[place])
+
+
+def _reopen_closed_streams() -> None:
+    """Open /dev/null where a standard stream is closed: a socket that got its number would be sent error messages."""
+    for file in range(3):
+        try:
+            os.fstat(file)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
 
 
 def _drafts(model: "Model", settings: "Settings") -> str:

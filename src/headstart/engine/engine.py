@@ -11,7 +11,7 @@ while, and a step that fails costs its rows time and not their answers.
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from threading import Lock
 from weakref import WeakKeyDictionary
@@ -21,7 +21,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..cards import MAX_K
-from ..errors import HeadstartError, RequestError
+from ..errors import HeadstartError
 from ..models import Model
 from ..state import Prefix
 from .batch import Batch
@@ -30,15 +30,15 @@ from .depth import Controller, Depth
 from .exact import rows_are_independent, widest
 from .flight import Flight, describe, launches_ahead
 from .intake import take_in
-from .memory import ANSWER, Footprint, is_shortage, left_for_rows
-from .queue import Queue
-from .request import Event, Handle, Request
+from .log import LOG, report
+from .memory import is_shortage
 from .row import Row
+from .scheduler import Scheduler
 
 _depths: WeakKeyDictionary[Model, Depth] = WeakKeyDictionary()
 
 
-class Engine:
+class Engine(Scheduler):
     def __init__(
         self,
         model: Model,
@@ -58,29 +58,13 @@ class Engine:
         that leave it open; by default what was learned of this model so far goes on to be used, and before the first
         of them a few steps are timed. `prefix`: where beginnings of prompts are kept for others.
         """
-        if max_rows < 1:
-            raise RequestError(f"max_rows is {max_rows}; it must be at least 1")
+        super().__init__(model, tokenizer, max_rows, max_queue, memory_limit, threaded, prefix)
         maybe_set_recommended_wired_limit()  # Metal: keep the weights resident
-        self.model = model
-        self.tokenizer = tokenizer
-        self.max_rows = max_rows
-        self.footprint = Footprint.of(model)
-        set_aside, left = prefix.max_bytes if prefix is not None else 0, left_for_rows()
-        if memory_limit is None and left - set_aside < self.footprint.bytes([1]) <= left:
-            raise RequestError(
-                f"a prefix cache of {set_aside / 1e9:.2f} GB leaves no room for requests: {left / 1e9:.2f} GB are "
-                "left beside the model. Make it smaller"
-            )
-        self.memory = max(0, left - set_aside) if memory_limit is None else memory_limit
         self.depth: Controller = depth or _depths.setdefault(model, Depth(model.max_k, model.default_k))
-        self.prefix = prefix
-        self.queue = Queue(max_queue)
-        self.entering: deque[Row] = deque()  # taking in their prompts
-        self.rows: list[Row] = []  # decoding, in the order of the batch
         self.communication_seconds = 0.0  # between machines, in all rounds
-        self._threaded = threaded
+        self.retries = 0  # decode steps and prefill chunks that failed and were run again
+        self.recomputed: Counter[str] = Counter()  # sequences that lost their KV cache, by reason
         self._ahead = launches_ahead()
-        self._cancel_all = False
         self._turning = Lock()
         self._batch: Batch | None = None
         self._flight: Flight | None = None
@@ -91,37 +75,11 @@ class Engine:
     def busy(self) -> bool:
         return bool(self.entering or self.rows or self._flight or len(self.queue))
 
-    def submit(
-        self,
-        request: Request,
-        *,
-        client: str = "",
-        listener: Callable[[Event], None] | None = None,
-        max_k: int = MAX_K,
-    ) -> Handle:
-        """Queue a request, from any thread. RequestError where it cannot be honoured, Busy where too many wait.
-
-        Clients take turns. `listener` is told every event by the thread that turns the engine, instead of the
-        handle. `max_k`: most drafts a round, besides what the model and the request allow.
-        """
-        request.check(self.model)
-        if request.n > self.max_rows:
-            raise RequestError(f"n is {request.n}, and at most {self.max_rows} answers can be given at a time")
-        handle = Handle(request, None if self._threaded else self.turn, listener)
-        row = Row.of(handle, self.model, self.tokenizer, max_k)
-        if (needed := self._bytes([row])) > self.memory:
-            with_, or_n = ("its answer", "") if request.n == 1 else (f"{request.n} answers", " or n")
-            raise RequestError(
-                f"prompt has {len(request.prompt)} tokens and needs {needed / 1e9:.2f} GB with {with_}, and "
-                f"{self.memory / 1e9:.2f} GB are left for requests: shorten it or lower max_tokens{or_n}"
-            )
-        self.queue.put(row, client)
-        return handle
-
     def turn(self) -> bool:
         """One turn. False when nothing is left to do."""
         with self._turning:
-            self._drop_cancelled()
+            self._end_cancelled()
+            self._drop_finished()
             self._admit()
             if self.entering and not self._ahead:  # what is said does not wait for another's prompt
                 self._attempt(self._land)
@@ -151,15 +109,6 @@ class Engine:
         """So long the device worked for others: the next step did not take that."""
         self._landed += seconds
 
-    def clear_prefix(self) -> None:
-        """Forget the beginnings of prompts, from any thread."""
-        if self.prefix is not None:
-            self.prefix.clear()
-
-    def cancel_all(self) -> None:
-        """Stop everything at the next turn, and what comes after it, from any thread."""
-        self._cancel_all = True
-
     def end_all(self, error: HeadstartError) -> None:
         """Nothing can go on. By the thread that turned the engine."""
         for row in (*self.queue.clear(), *self.entering, *self.rows):
@@ -171,43 +120,8 @@ class Engine:
     def take_in_again(self) -> None:
         """Whatever the device holds of the rows is not to be trusted: begin them again from their tokens."""
         for row in self.entering:
-            row.take_in_again()
-        self._enter_again([row for row in self.rows if not row.over])
-
-    def _bytes(self, rows: list[Row]) -> int:
-        """What these rows will need, as far as their answers are counted ahead."""
-        each = [len(r.tokens) + min(r.limit - r.said, ANSWER) + MAX_K + 1 for r in rows for _ in (r, *r.siblings)]
-        return self.footprint.bytes(each)
-
-    def _drop_cancelled(self) -> None:
-        gone = self._cancelled()
-        for row in (*self.queue.drop(gone), *self.entering, *self.rows):
-            if row.handle in gone and not row.over:
-                row.finish("cancelled")
-        self.entering = deque(row for row in self.entering if not row.over)
-        self._drop_finished()
-
-    def _cancelled(self) -> set[Handle]:
-        """Those that nobody waits for any more. Each is asked once, for its answers end together, and another thread
-        may cancel it in between."""
-        handles = {row.handle for row in (*self.queue.all(), *self.entering, *self.rows)}
-        return {handle for handle in handles if self._cancel_all or handle.cancelled}
-
-    def _admit(self) -> list[Row]:
-        """As many as there are places and memory for. The first in the queue waits for its share, not for luck."""
-        admitted: list[Row] = []
-        while (row := self.queue.first()) is not None:
-            if row.over:  # it gave up its place, and then the round in flight ended it
-                self.queue.take()
-                continue
-            inside = [*self.rows, *self.entering]
-            if sum(1 + len(each.siblings) for each in (*inside, row)) > self.max_rows:
-                break
-            if inside and self._bytes([*inside, row]) > self.memory:
-                break
-            admitted.append(self.queue.take())
-            self.entering.append(row)
-        return admitted
+            self._recompute(row, "restart")
+        self._enter_again([row for row in self.rows if not row.over], "restart")
 
     def _take_in_a_chunk(self) -> None:
         """At most one chunk of one prompt, so that running rows do not stall. All but its last token is taken in:
@@ -236,15 +150,19 @@ class Engine:
         """A row that fails while it is taken in ends alone. Where memory ran out it is begun again: the first time
         with the prefix cache emptied, and then each time the youngest of those that hold memory has ended."""
         if not is_shortage(error):
+            report(LOG, "prefill failed; its request ends with an error", error=error)
             row.finish("error", error)
             return
+        report(LOG, "prefill ran out of memory", error=error)
         if row.retried or not self._empty_prefix():  # what the row itself has left there since does not count
             holding = (*self.rows, *(r for r in self.entering if r.batch))
             youngest = max(holding, key=lambda row: row.started, default=row)
             youngest.finish("error", error)
             self._drop_finished()
         row.retried = True
-        row.take_in_again()
+        if not row.over:
+            self.retries += 1
+            self._recompute(row, "memory")
 
     def _empty_prefix(self) -> bool:
         """True if there was something to let go of."""
@@ -278,7 +196,7 @@ class Engine:
         assert row.batch is not None
         self._tell(describe(self.model, row.batch, [row], row.drafter.ceiling).start())
         row.suspect, row.cleared = False, True
-        row.take_in_again()
+        self._recompute(row, "failure")
 
     def _make_room(self) -> None:
         """Answers grow. Where they outgrow the memory, the youngest waits until there is some again."""
@@ -288,7 +206,7 @@ class Engine:
             youngest = max(self.rows, key=lambda row: row.started)
             self._batch.keep([i for i, row in enumerate(self.rows) if row is not youngest], self.model)
             self.rows.remove(youngest)
-            youngest.take_in_again()
+            self._recompute(youngest, "memory")
             self.queue.put_back(youngest)
             self._steady = False
 
@@ -355,10 +273,10 @@ class Engine:
             if row.over:
                 continue
             if not numbers[-1]:
-                row.finish("error", HeadstartError("the model's logits are not finite: this row cannot go on"))
+                row.fail(HeadstartError("the model's logits are not finite: this row cannot go on"))
                 continue
             if row.matcher is not None and row.matcher.failed is not None:
-                row.finish("error", row.matcher.failed)
+                row.fail(row.matcher.failed)
                 continue
             said = flight.said(index, numbers)
             if self._batch is not None and row in self.rows:
@@ -366,7 +284,7 @@ class Engine:
             try:
                 row.say(said)
             except Exception as error:  # of its text or its grammar
-                row.finish("error", error)
+                row.fail(error)
         self._drop_finished()
 
     def _learn(self, flight: Flight, report: list[list[int]]) -> None:
@@ -395,17 +313,24 @@ class Engine:
             youngest = max(rows, key=lambda row: row.started)
             youngest.finish("error", error)
             rows.remove(youngest)
+        report(LOG, "a step failed; %d sequences will be recomputed", len(rows), error=error)
+        self.retries += bool(rows)
         for row in rows:
             row.suspect = not shortage and not row.cleared
         if shortage:
             self._empty_prefix()
-        self._enter_again(rows)
+        self._enter_again(rows, "memory" if shortage else "failure")
 
-    def _enter_again(self, rows: list[Row]) -> None:
+    def _enter_again(self, rows: list[Row], reason: str) -> None:
         self._forget_batch()
         for row in rows:
-            row.take_in_again()
+            self._recompute(row, reason)
         self.entering.extendleft(reversed(rows))
+
+    def _recompute(self, row: Row, reason: str) -> None:
+        """Drop what the device holds of a sequence: its tokens so far will be prefilled again."""
+        self.recomputed[reason] += 1
+        row.take_in_again()
 
     def _forget_batch(self) -> None:
         self.rows, self._batch, self._flight, self._steady = [], None, None, False

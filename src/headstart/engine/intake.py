@@ -29,7 +29,9 @@ def take_in(model: Model, row: Row, prefix: Prefix | None) -> bool:
         mx.eval(row.batch.arrays())
         if prefix is not None:
             leave(row.batch, tokens, row.taken, prefix)
-        row.handle.put(Event(stats=row.stats.copy(), prompt_taken=row.taken, choice=row.asked.choice))
+        if not row.said and row.taken > row.reported:  # a sequence that is recomputed reports nothing twice
+            row.reported = row.taken
+            row.handle.put(Event(stats=row.stats.copy(), prompt_taken=row.taken, choice=row.asked.choice))
     if end > row.taken:
         chunk = mx.array([tokens[row.taken : end]], mx.int32)
         hidden = prefill(model, row.batch, chunk, mx.array([tokens[end]], mx.int32))

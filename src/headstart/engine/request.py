@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from threading import Lock
 from typing import Literal
 
 import mlx.core as mx
@@ -10,6 +11,7 @@ import mlx.core as mx
 from ..errors import HeadstartError, RequestError
 from ..models import Model
 from ..sampling import SamplingParams
+from .log import LOG, report
 from .stats import Origin, Stats
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -98,7 +100,9 @@ class Handle:
     ):
         self.request = request
         self.cancelled = False
-        self._left = request.n  # answers that have not ended
+        self._left = request.n  # answers whose end was not read yet
+        self._ended: set[int] = set()  # answers whose last event was put
+        self._ending = Lock()
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._turn = turn
         self._listener = listener
@@ -108,12 +112,20 @@ class Handle:
         self.cancelled = True
 
     def put(self, event: Event) -> None:
+        """Deliver an event. The first end of an answer counts: two threads may end it at once."""
+        with self._ending:
+            if event.choice in self._ended:
+                return
+            if event.finish_reason is not None:
+                self._ended.add(event.choice)
         if self._listener is None:
             self._events.put(event)
             return
         try:
             self._listener(event)
-        except Exception:  # nobody is left to tell
+        except Exception as error:  # what it missed cannot be made up for: nothing more is delivered
+            report(LOG, "a listener failed; its request is cancelled", error=error)
+            self._listener = _nobody
             self.cancelled = True
 
     def __iter__(self) -> Iterator[Event]:
@@ -126,3 +138,7 @@ class Handle:
                 continue
             self._left -= event.finish_reason is not None
             yield event
+
+
+def _nobody(event: Event) -> None:
+    """Listen to nothing."""

@@ -16,6 +16,7 @@ from ..cards import MAX_K
 from ..errors import Busy, Down, RequestError
 from ..models import Model
 from .engine import Engine
+from .log import LOG, report
 from .request import Event, Handle, Request
 
 RESTARTS = 1
@@ -116,10 +117,11 @@ class Room:
                 self.engine.turn()
         except BaseException as error:
             self.problem = f"{type(error).__name__}: {error}"
+            report(LOG, "the engine's thread died", error=error)
             if not self._start_again():
-                with self._awake:
+                with self._awake:  # a request that comes now ends all as well
                     self._over = True
-                self.engine.end_all(Down(f"the engine died: {self.problem}"))
+                    self.engine.end_all(Down(f"the engine died: {self.problem}"))
 
     def _start_again(self) -> bool:
         if self.restarts >= RESTARTS or self.closing:
@@ -129,8 +131,10 @@ class Room:
             self.engine.take_in_again()
             self.start()
         except Exception as error:  # of the device, which is beyond help then, or of a system without threads
+            report(LOG, "the engine's thread could not be started again", error=error)
             self.problem = f"{self.problem}; then {type(error).__name__}: {error}"
             return False
+        LOG.warning("the engine's thread was started again: every request goes on")
         return True
 
     def _wait_for_work(self) -> bool:

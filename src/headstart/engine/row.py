@@ -13,6 +13,7 @@ from ..models import Model
 from ..sampling import Asked, Logprobs, Matcher, compile_grammar
 from .batch import Batch
 from .depth import Drafter
+from .log import LOG, report
 from .memory import is_shortage, shortage
 from .request import Event, FinishReason, Handle, TokenLogprobs
 from .stats import Stats, origins
@@ -43,6 +44,7 @@ class Row:
     batch: Batch | None = None  # its own while its tokens are taken in
     taken: int = 0  # tokens that are in
     scored: int = 0  # tokens of the prompt that were told of
+    reported: int = 0  # tokens of the prompt that its client was told are in
     started: float = 0.0
     over: bool = False
     retried: bool = False  # it found no memory for its prompt once before
@@ -145,7 +147,12 @@ class Row:
         if tokens:
             self.handle.put(event)
         if reason is None and matcher is not None and matcher.failed is not None:
-            self.finish("error", matcher.failed)
+            self.fail(matcher.failed)
+
+    def fail(self, error: Exception) -> None:
+        """End with an error that concerns this sequence alone, and log where it was raised."""
+        report(LOG, "a sequence failed; its request ends with an error", error=error)
+        self.finish("error", error)
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
         self.over, self.matcher = True, None
@@ -160,7 +167,8 @@ class Row:
         """The prompt is in: from here on each answer to it is a row like any other."""
         rows, self.siblings = [self, *self.siblings], []
         for sibling in rows[1:]:
-            sibling.stats, sibling.started, sibling.scored = self.stats.copy(), self.started, self.scored
+            sibling.stats, sibling.started = self.stats.copy(), self.started
+            sibling.scored, sibling.reported = self.scored, self.reported
         return rows
 
     def take_in_again(self) -> None:

@@ -4,6 +4,7 @@ from .app import create_app
 from .auth import Keys, check_reach
 from .limits import Limits
 from .listen import Server, bind, listen
+from .log import configure as configure_log
 from .served import Served
 from .settings import settings_of_the_user
 
@@ -14,6 +15,7 @@ __all__ = [
     "Server",
     "bind",
     "check_reach",
+    "configure_log",
     "create_app",
     "listen",
     "settings_of_the_user",

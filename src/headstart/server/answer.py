@@ -15,6 +15,7 @@ class Answer:
 
     def __init__(self, room: Room, request: Request, *, client: str, deadline: Deadline, meter: Meter):
         loop = asyncio.get_running_loop()
+        self.client = client  # who may cancel it
         self._events: asyncio.Queue[tuple[Event, float] | None] = asyncio.Queue()  # None: look at the clock
         self._deadline, self._meter = deadline, meter
         self._cancelled = False  # by someone here, and not by the room

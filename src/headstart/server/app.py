@@ -25,6 +25,7 @@ from .desk import Desk
 from .errors import Failure, Unforeseen, answer_errors
 from .history import History
 from .limits import BodyLimit, Limits
+from .log import AccessLog
 from .metrics import CountStatus, Metrics
 from .openai import ChatRequest, CompletionRequest
 from .reply import Reply
@@ -68,10 +69,11 @@ def create_app(
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, limits=limits)
     app.add_middleware(KeyRequired, keys=keys)
-    if cors_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(Unforeseen)
+    if cors_origins:  # outside of Unforeseen: a page must be able to read that 500
+        app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(CountStatus, tally=metrics.tally)
+    app.add_middleware(AccessLog)
     return app
 
 
@@ -97,8 +99,8 @@ def add_routes(app: FastAPI, desk: Desk, preferences: Preferences, history: Hist
         return TokenCount(input_tokens=await desk.count(asked, http))
 
     @app.post("/v1/requests/{id}/cancel")
-    async def cancel(id: str) -> dict[str, Any]:
-        desk.cancel(id)
+    async def cancel(id: str, http: Request) -> dict[str, Any]:
+        desk.cancel(id, http)
         return {"id": id, "cancelled": True}
 
     @app.get("/v1/models")

@@ -119,10 +119,12 @@ class Desk:
         prompt = await self.reader.read(partial(asked.read, self.served), http, deadline)
         return len(prompt.tokens)
 
-    def cancel(self, id: str) -> None:
-        if id not in self.answers:
+    def cancel(self, id: str, http: HTTPRequest) -> None:
+        """Cancel a request of the same client. Another's is not found, so that ids cannot be probed."""
+        answer = self.answers.get(id)
+        if answer is None or answer.client != client_of(http.scope, self.keys):
             raise Refusal(404, f"no request {id[:100]!r} is under way", param="id", code="not_found")
-        self.answers[id].cancel()
+        answer.cancel()
 
     def _check_open(self) -> None:
         if not self.room.healthy:

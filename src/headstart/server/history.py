@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..engine import Room
+from ..engine.log import report
 from .fault import LOG
 from .tally import Tally
 
@@ -56,8 +57,8 @@ class History:
                 held = (await asyncio.to_thread(prefix.stats)).bytes if prefix is not None else 0
                 tally, now = deepcopy(self._tally), time.perf_counter()
                 self._samples.append(self._sample(before, tally, now - then, held))
-            except Exception:
-                LOG.exception("a sample of the history failed: the next one will be of the longer time")
+            except Exception as error:
+                report(LOG, "a sample of the history failed; the next one covers its time too", error=error)
             else:
                 before, then = tally, now
 

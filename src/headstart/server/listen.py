@@ -50,6 +50,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=Connection,
+                log_config=None,  # see log.py
                 log_level="warning",
                 access_log=False,
                 timeout_graceful_shutdown=int(deadline + GRACE) + 1,
@@ -66,3 +67,5 @@ class Server(uvicorn.Server):
         closing = asyncio.create_task(asyncio.to_thread(self._room.close, self._deadline))
         await super().shutdown(sockets)
         await closing
+        if self.force_exit:  # uvicorn leaves it out then, and logs a traceback as the loop closes
+            await self.lifespan.shutdown()

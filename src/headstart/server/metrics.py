@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..engine import Event, Room, Stats
+from .log import exchange
 from .tally import Tally
 
 FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -47,6 +48,7 @@ class Meter:
         self._stats: defaultdict[int, Stats] = defaultdict(lambda: Stats(None, None))
         self._ends: list[str] = []  # of its answers
         self._ended = False
+        self._exchange = exchange.get()  # for the access log
 
     def count(self, event: Event, when: float, answers: int = 1) -> None:
         """Of a request for so many answers, which is cut off if one of them is."""
@@ -54,6 +56,9 @@ class Meter:
             # Without a round only a prompt that was to be scored and no more comes to its end.
             scored, before = event.finish_reason == "length", self._stats[event.choice]
             self._metrics.tally.add(before, event.stats, first=event.choice == 0, scored=scored)
+            if self._exchange is not None:
+                self._exchange.prompt_tokens = event.stats.prompt_tokens
+                self._exchange.generation_tokens += event.stats.generation_tokens - before.generation_tokens
             if event.tokens:
                 self._time(event, when)
             self._stats[event.choice] = event.stats
@@ -152,6 +157,17 @@ class Reading(Collector):
         room = self._room
         yield GaugeMetricFamily("headstart_engine_healthy", "1 while the engine's thread is alive.", room.healthy)
         yield CounterMetricFamily("headstart_engine_restarts", "Times that thread was started again.", room.restarts)
+        yield CounterMetricFamily(
+            "headstart_engine_retries",
+            "Steps and prefill chunks that failed and were run again.",
+            room.engine.retries,
+        )
+        recomputed = CounterMetricFamily(
+            "headstart_recomputed_sequences", "Sequences prefilled again from their tokens.", labels=("reason",)
+        )
+        for reason, count in list(room.engine.recomputed.items()):
+            recomputed.add_metric((reason,), count)
+        yield recomputed
         ranks, seconds = room.engine.model.share.ranks, room.engine.communication_seconds
         yield GaugeMetricFamily("headstart_ranks", "Machines that share the model.", ranks)
         yield CounterMetricFamily("headstart_communication_seconds", "Between them, in all steps.", seconds)

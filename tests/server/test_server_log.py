@@ -1,0 +1,82 @@
+"""The log: one line for a request where that is asked for, and nothing ever waits for who reads it."""
+
+import logging
+import os
+import re
+
+import pytest
+from running import Running
+
+from headstart.server.log import ACCESS, Formatter, Log
+
+SECRET = "the words of a prompt"
+
+
+def test_the_access_log_has_a_line_for_every_request_and_nothing_of_its_content(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, ACCESS.name), server.http() as http:
+        body = {"prompt": SECRET, "max_tokens": 5, "min_tokens": 5}
+        tokens = http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens"]
+        http.post("/v1/completions", json=body | {"stream": True, "n": 2}, headers={"x-api-key": "sesame"})
+        http.post("/v1/completions", json=body | {"stop": 5})
+        http.get("/health?key=sesame")
+        http.get("/nothing%0Aforged/" + "x" * 1000)
+    lines = [re.sub(r" \d+\.\d{3}s ", " TIME ", record.getMessage()) for record in caplog.records]
+    assert lines[:4] == [
+        f"POST /v1/completions 200 TIME prompt_tokens={tokens} generation_tokens=5",
+        f"POST /v1/completions 200 TIME prompt_tokens={tokens} generation_tokens=10",
+        "POST /v1/completions 400 TIME prompt_tokens=0 generation_tokens=0",
+        "GET /health 200 TIME prompt_tokens=0 generation_tokens=0",
+    ]
+    assert re.fullmatch(r"GET /nothing%0Aforged/x{100,200} 404 TIME .*", lines[4])
+    assert "sesame" not in caplog.text
+    assert SECRET not in caplog.text
+
+
+def test_without_being_asked_for_there_is_no_access_log(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with server.http() as http:
+        http.get("/health")
+    assert caplog.records == []
+
+
+def record(message: str, error: BaseException | None = None) -> logging.LogRecord:
+    info = (type(error), error, error.__traceback__) if error is not None else None
+    return logging.LogRecord("headstart", logging.ERROR, __file__, 1, message, (), info)
+
+
+def test_a_log_that_nobody_reads_drops_records_and_says_so_when_it_is_read_again() -> None:
+    reading, writing = os.pipe()
+    log = Log(writing)
+    for i in range(2000):
+        log.emit(record(f"{i} " + "x" * 100))
+    assert 0 < log.dropped < 2000
+    dropped, kept = log.dropped, 2000 - log.dropped
+    seen = os.read(reading, 2**20).decode()
+    assert seen.startswith("0 xxx")
+    log.emit(record("again"))
+    seen += os.read(reading, 2**20).decode()
+    os.close(writing)
+    os.close(reading)
+    assert seen.endswith(f"({dropped} records were dropped: standard error was not read)\nagain\n")
+    assert seen.count("xxx\n") == kept
+
+
+def test_a_log_whose_reader_has_gone_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    log = Log(writing)
+    log.emit(record("to nobody"))
+    os.close(writing)
+    log.emit(record("to a file that is closed"))
+    assert log.dropped == 2
+
+
+def test_a_traceback_of_another_library_has_no_words() -> None:
+    try:
+        raise KeyError(SECRET)
+    except KeyError as error:
+        told = Formatter("%(message)s").format(record("it failed", error))
+    assert told.startswith("it failed\nKeyError\n")
+    assert "test_server_log.py" in told
+    assert told.count(SECRET) == told.count(f"raise KeyError({SECRET!r})") == 0
