@@ -40,8 +40,7 @@ class Breaker:
     prefixes: frozenset[str]
     suffixes: frozenset[str]
     middles: frozenset[str]  # what a template may have put between brackets: `'<' ~ key ~ '>'`
-    first: frozenset[str]
-    last: frozenset[str]
+    ends: re.Pattern[str]  # a character that a token begins or ends with: most strings have none
     longest: int
     fold: Callable[[str], str] | None  # normalise, where tokens are looked for in normalised text
 
@@ -58,14 +57,15 @@ class Breaker:
             frozenset(text[:i] for text, i in cuts),
             frozenset(text[i:] for text, i in cuts),
             frozenset(text[i:j] for text, i, j in spans if _is_punctuation(text[:i] + text[j:])),
-            frozenset(text[0] for text in texts),
-            frozenset(text[-1] for text in texts),
+            re.compile("|".join({re.escape(end) for text in texts for end in (text[0], text[-1])}) or r"(?!)"),
             max(map(len, texts), default=0),
             fold,
         )
 
     def mark(self, text: str, mark: str, *, middles: bool = True) -> str:
         """Return `text` with `mark` at every place where it must be broken."""
+        if self.fold is None and text not in self.middles and not self.ends.search(text):
+            return text
         places = sorted(self._places(text, middles=middles))
         if not places:
             return text
@@ -77,7 +77,7 @@ class Breaker:
         match value:
             case str():
                 return self.mark(value, mark, middles=middles)
-            case Mapping():
+            case dict():
                 return {
                     self.mark(key, mark, middles=middles and key not in KEYWORDS): self.mark_all(
                         each, mark, middles=middles and key not in ("role", "type")
@@ -96,10 +96,8 @@ class Breaker:
             places = set(range(1, len(text)))  # it arises from other characters, and where from is not known
         # What the template, or another string, puts before or after may complete a token.
         lengths = range(1, min(len(text), self.longest) + 1)
-        if not self.last.isdisjoint(text[: self.longest]):
-            places |= {length - 1 for length in lengths if text[:length] in self.suffixes}
-        if not self.first.isdisjoint(text[-self.longest :]):
-            places |= {len(text) - length + 1 for length in lengths if text[-length:] in self.prefixes}
+        places |= {length - 1 for length in lengths if text[:length] in self.suffixes}
+        places |= {len(text) - length + 1 for length in lengths if text[-length:] in self.prefixes}
         if middles and text in self.middles:
             places.add(len(text) - 1)
         return places
@@ -166,7 +164,7 @@ class Encoder:
     def encode(self, text: str, mark: str = "") -> list[int]:
         """Return the tokens of a text. With a `mark`, whatever it breaks is text, and it is left out."""
         if not mark:
-            return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+            return _ids(self.tokenizer, text)
         ids: list[int] = []
         for i, (piece, token) in enumerate(self._segments(text)):
             ids += self._text(piece.split(mark), begins=i == 0) if token is None else [token]
@@ -177,17 +175,17 @@ class Encoder:
         mark = _new_mark()
         if mark in text:
             return self.encode_text(text)
-        one, framed = self._bare.encode("a", add_special_tokens=False).ids, self._bare.encode("a").ids
+        one, framed = _ids(self._bare, "a"), self._bare.encode("a").ids
         at = framed.index(one[0])
         return [*framed[:at], *self.encode(self.breaker.mark(text, mark), mark), *framed[at + len(one) :]]
 
     def _text(self, parts: Sequence[str], *, begins: bool) -> list[int]:
         bare = self._bare if begins else self._later
-        ids = list(bare.encode("".join(parts), add_special_tokens=False).ids)
+        ids = _ids(bare, "".join(parts))
         if self.controls.isdisjoint(ids):
             return ids
         # The model itself has a word that is an added token too: not across the breaks.
-        return [id for part in parts for id in bare.encode(part, add_special_tokens=False).ids]
+        return [id for part in parts for id in _ids(bare, part)]
 
     def _segments(self, text: str) -> list[tuple[str, int | None]]:
         """Return the added tokens in a text, each with its id, and what is between them."""
@@ -217,6 +215,11 @@ def _with_thought(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if not end or not thought.startswith(THINK):
         return message
     return {**message, "reasoning_content": thought.removeprefix(THINK).strip("\n"), "content": rest.lstrip("\n")}
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)  # without offsets: a quarter faster
+    return list(encoding.ids)
 
 
 def _without_added(tokenizer: Tokenizer, pre_tokenizer: Any) -> Tokenizer:
