@@ -1,6 +1,7 @@
 """The one model that a server has: its names, what its card says, and how it reads a prompt."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import signature
@@ -17,6 +18,7 @@ from ..errors import RequestError
 from ..models import Model
 from ..sampling import GrammarSpec, compile_grammar, spell
 from .chat import Chat
+from .encode import Encoder, splits_thoughts
 from .errors import Refusal
 from .markup import CALL, Dialect, think_first, thought_in
 from .prompt import Prompt
@@ -119,10 +121,12 @@ class Served:
             ignored=("messages[].role: system",) if reworded else (),
         )
 
-    def read_text(self, prompt: PromptText, grammar: GrammarSpec | None, field: str) -> Prompt:
+    def read_text(
+        self, prompt: PromptText, grammar: GrammarSpec | None, field: str, *, parse_special: bool = True
+    ) -> Prompt:
         """The tokens of a text that is to go on, as `grammar` says, which came in `field`."""
         self.check_grammar(grammar, field)
-        tokens, text = self._tokens(prompt)
+        tokens, text = self._tokens(prompt, parse_special=parse_special)
         return Prompt(tokens, "prompt", text=text, grammar=grammar, sampling=self.sampling(thinking=False))
 
     def spell(self, token: int) -> bytes:
@@ -159,24 +163,37 @@ class Served:
             raise Refusal(400, message, param="chat_template_kwargs", code="invalid_value")
 
     def _through_template(self, messages: Messages, chat: Chat) -> list[int]:
+        # None is neither yes nor no, so that the template's own default holds. mlx-lm would say yes.
+        options = {"enable_thinking": chat.thinking, **chat.template}
+        conversation = (messages, chat.tools if chat.callable else None, options)
         try:
-            tokens = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(chat.tools) if chat.callable else None,
-                add_generation_prompt=True,
-                # None is neither yes nor no, so that the template's own default holds. mlx-lm would say yes.
-                **{"enable_thinking": chat.thinking, **chat.template},
-            )
+            text, mark = self._encoder.render(self._render, conversation, splits_thoughts=self._splits_thoughts)
         except (TemplateError, TypeError, ValueError) as error:  # whatever a template makes of what it gets
             message = f"messages: the model's chat template refuses them: {error}"
             raise Refusal(400, message, param="messages", code="invalid_value") from error
-        return list(tokens)
+        return self._encoder.encode(text, mark)
 
-    def _tokens(self, prompt: PromptText) -> tuple[list[int], str]:
+    def _render(self, messages: Messages, tools: Messages | None, options: Mapping[str, Any]) -> str:
+        tools = list(tools) if tools is not None else None
+        template = self.tokenizer.apply_chat_template
+        return str(template(list(messages), tools=tools, add_generation_prompt=True, tokenize=False, **options))
+
+    @cached_property
+    def _encoder(self) -> Encoder:
+        return Encoder.of(self.tokenizer._tokenizer.backend_tokenizer)
+
+    @cached_property
+    def _splits_thoughts(self) -> bool:
+        try:
+            return splits_thoughts(self._render)
+        except TemplateError:
+            return False
+
+    def _tokens(self, prompt: PromptText, *, parse_special: bool) -> tuple[list[int], str]:
         """And the text."""
         match prompt:
             case str(text) | [str(text)]:
-                return list(self.tokenizer.encode(text)), text
+                return list(self.tokenizer.encode(text)) if parse_special else self._encoder.encode_text(text), text
             case [[*ids]] | ([int(), *_] as ids):
                 tokens = [token for token in ids if isinstance(token, int)]
                 known = range(self.model.vocabulary)
