@@ -17,6 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import yaml  # type: ignore[import-untyped]
 from huggingface_hub import ModelCard, ModelCardData
 from mlx.utils import tree_flatten
 from mlx_lm.utils import make_shards
@@ -26,7 +27,8 @@ from ..errors import CheckpointError, HeadError
 from ..models.base import Norm
 from .headers import Header, read_header
 from .hub import BESIDE
-from .layout import INDEX, NORMS, Layout, read_shards
+from .index import INDEX, shards
+from .layout import NORMS, Layout, read_shards
 from .names import canonical, is_head, is_vision
 from .pack import Progress, Step, write_file
 from .parameters import Source, Stored
@@ -177,8 +179,7 @@ def _vision_steps(path: Path, dtype: mx.Dtype) -> list[Step]:
 def _vision_headers(path: Path) -> list[Header]:
     if not (path / INDEX).exists():
         return read_shards(path)[0]
-    weight_map = json.loads((path / INDEX).read_text())["weight_map"]
-    return [read_header(path / file) for file in sorted({f for name, f in weight_map.items() if is_vision(name)})]
+    return [read_header(path / file) for file in shards(path, is_vision)]
 
 
 def _shards(steps: list[Step]) -> dict[str, list[Step]]:
@@ -220,10 +221,11 @@ def _index(files: dict[str, list[Step]]) -> dict[str, Any]:
 def _readme(plan: Conversion) -> str:
     try:
         card = ModelCard.load(plan.source.path / "README.md")
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, yaml.YAMLError, RecursionError):  # the README need not be in order
         card = ModelCard.from_template(ModelCardData(), template_str="---\n{{ card_data }}\n---\n")
     card.data.library_name = "mlx"
-    card.data.tags = sorted({*(card.data.tags or []), "mlx"})
+    tags = card.data.tags if isinstance(card.data.tags, list) else []
+    card.data.tags = sorted({*(tag for tag in tags if isinstance(tag, str)), "mlx"})
     if plan.original:  # else what the source says that it was made from stays
         card.data.base_model = plan.original
     head = f"Its MTP head is in `{SIDECAR}`." if plan.source.mtp.available else "The original has no MTP head."

@@ -1,9 +1,7 @@
 """From what a user calls a model to the folder it lies in, downloaded from the Hugging Face hub where needed."""
 
-import json
 import os
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import chdir, contextmanager
 from pathlib import Path
@@ -15,13 +13,15 @@ from huggingface_hub.hf_api import RepoFile
 
 from .. import cards, models
 from ..errors import CheckpointError, HubError
+from .config import read_config
 from .headers import read_header
-from .layout import INDEX, NORMS, find_sidecar, read_config, sidecar_names
+from .identity import HUB_ID
+from .index import INDEX, shards
+from .layout import NORMS, find_sidecar, sidecar_names
 from .names import is_head, is_vision
 
 BUILTIN = Path(__file__).parents[1] / "builtin"
 DEFAULT = "tiny-qwen3.5"
-HUB_ID = re.compile(r"^[\w-][\w.-]*/[\w-][\w.-]*$")
 BESIDE = ("*.json", "*.jinja", "*.txt", "tokenizer*", "LICENSE*")  # the weights; a conversion has them too
 SMALL_FILES = [*BESIDE, "README.md"]
 BLOCK, LONGEST = 2**17, 2**28  # bytes of a header asked for at a time; and in all, should its length be nonsense
@@ -48,7 +48,7 @@ def locate(name: str | Path | None = None) -> Path | str:
         return BUILTIN / name
     if repo := _cached_repo(name):
         return repo
-    if HUB_ID.match(name):
+    if HUB_ID.fullmatch(name):
         return name
     if (card := cards.named(name)) and card.hub_id:
         return card.hub_id
@@ -226,15 +226,3 @@ def _lacks_head(folder: Path) -> bool:
 
 def is_text(name: str) -> bool:
     return not is_head(name) and not is_vision(name)
-
-
-def shards(folder: Path, holds: Callable[[str], bool]) -> list[str]:
-    """Files that hold tensors of a kind, as the index has it."""
-    index = folder / INDEX
-    if not index.exists():
-        return ["model.safetensors"]
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index}: not an index of tensors ({error!r}). Delete it to try again.") from error
-    return sorted({file for name, file in weight_map if holds(name)})

@@ -1,7 +1,6 @@
 """What a model folder is, told from its config and the headers of its files alone."""
 
 import copy
-import json
 import re
 import shlex
 from collections import Counter
@@ -19,11 +18,12 @@ from .. import models
 from ..cards import Card, Dispatch, dispatch
 from ..errors import CheckpointError
 from . import identity, provenance
+from .config import REMEDY, read_config
 from .headers import Header, read_header
+from .index import INDEX, read_index
 from .names import is_head, is_vision
 from .parameters import Stored, gather, misfit, quantization_of, some
 
-INDEX = "model.safetensors.index.json"
 SIDECARS = ("mtp.safetensors", "model-mtp.safetensors", "mtp/weights.safetensors")
 NORMS = "norms/weights.safetensors"  # of the trunk in float32, beside shards that round them: see docs/convert.md
 NUMBERED = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.safetensors$")
@@ -120,41 +120,24 @@ def read_layout(path: Path) -> Layout:
     )
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    file = path / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(file.read_text())
-        model_type = config.get("model_type")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no config.json, so this is not a model folder.") from None
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{file}: not a JSON object ({error}). Download it again.") from error
-    if model_type not in models.FAMILIES:
-        raise CheckpointError(
-            f"{file}: model_type {model_type!r} is unknown. Headstart runs {', '.join(models.FAMILIES)}."
-        )
-    return config
-
-
 def expected_weights(path: Path, config: dict[str, Any]) -> nn.Module:
     """The model's modules with their head, not computed: the names and shapes that the files must have."""
     try:
         return models.build(copy.deepcopy(config)).weights
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise CheckpointError(f"{path / 'config.json'}: a field is missing or wrong ({error}).") from error
+    except Exception as error:  # whatever mlx-lm trips over, nothing but the config can be its cause
+        raise CheckpointError(
+            f"{path / 'config.json'}: a field is missing or wrong ({type(error).__name__}: {error}). {REMEDY}"
+        ) from error
 
 
 def read_shards(path: Path) -> tuple[list[Header], dict[str, str]]:
     """The headers of the shards, checked against the index; and files of the head that are not as it says."""
-    index = path / INDEX
-    if not index.exists():
+    index = read_index(path)
+    if index is None:
         return [read_header(file) for file in _numbered_shards(path)], {}
     names_of: dict[str, list[str]] = {}
-    try:
-        for name, file in json.loads(index.read_text())["weight_map"].items():
-            names_of.setdefault(file, []).append(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index}: not an index of tensors ({error!r}). Download it again.") from error
+    for name, file in index["weight_map"].items():
+        names_of.setdefault(file, []).append(name)
 
     headers, absent = [], {}
     for file, names in sorted(names_of.items()):
