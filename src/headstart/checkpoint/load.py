@@ -22,6 +22,7 @@ from .. import models
 from ..errors import CheckpointError, HeadError
 from ..models import memory
 from ..models.base import Norm
+from ..models.compiler import ensure_compiles
 from .hub import resolve
 from .layout import Layout, read_layout
 from .names import canonical, is_head
@@ -68,6 +69,7 @@ def load(
 def load_layout(
     layout: Layout, *, mtp: bool | None = None, dtype: mx.Dtype | None = None, split: Split | None = None
 ) -> models.Model:
+    ensure_compiles()
     decision = layout.dispatch(mtp)
     head = decision.drafts
     stored = {name: part for name, part in layout.stored.items() if head or not is_head(name)}
