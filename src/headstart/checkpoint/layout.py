@@ -26,6 +26,8 @@ from .parameters import Stored, gather, misfit, quantization_of, some
 
 SIDECARS = ("mtp.safetensors", "model-mtp.safetensors", "mtp/weights.safetensors")
 NORMS = "norms/weights.safetensors"  # of the trunk in float32, beside shards that round them: see docs/convert.md
+# Why the head of a cached model could not be downloaded in this process, by the model's folder.
+UNFETCHED: dict[Path, str] = {}
 NUMBERED = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.safetensors$")
 
 
@@ -190,16 +192,14 @@ def _describe_head(
 ) -> Mtp:
     family = models.FAMILIES[config["model_type"]].name
     graft = f"`headstart graft {shlex.quote(str(path))} --from {identity.original(path, family) or 'ORIGINAL'}`"
+    unfetched = f" It was not downloaded: {UNFETCHED[path]}" if path in UNFETCHED else ""
     if not head and absent:
         file, problem = next(iter(absent.items()))
-        return Mtp(
-            False,
-            f"{file}: {problem}, though {INDEX} places the MTP head in it. "
-            f"Download the file, or {graft} writes a head.",
-            location=", ".join(absent),
-        )
+        reason = f"{file}: {problem}, though {INDEX} places the MTP head in it.{unfetched} "
+        return Mtp(False, f"{reason}Download the file, or {graft} writes a head.", location=", ".join(absent))
     if not head and models.head_modules(config):
-        return Mtp(False, f"config.json promises an MTP head but no file holds it. {graft} brings it back.")
+        reason = f"config.json promises an MTP head but no file holds it.{unfetched}"
+        return Mtp(False, f"{reason} {graft} brings it back.")
     if not head:
         return Mtp(
             False,
@@ -211,15 +211,15 @@ def _describe_head(
     location = ", ".join(str(file.relative_to(path)) for file in sorted(files))
     count = len({name.split(".")[2] for name in head if name.startswith("mtp.layers.")})
     way_out = f"{graft} writes a new one, or load without the head"
-    reason: str | None = None
+    unusable: str | None = None
     if wrong := misfit(head, shapes, modules):
-        reason = f"{location}: the MTP head does not fit: {wrong}. {way_out}."
+        unusable = f"{location}: the MTP head does not fit: {wrong}. {way_out}."
     elif None in files.values():
-        reason = (
+        unusable = (
             f"{location}: nothing in the file says whether it is as released or converted, and so whether "
             f"the norms of its MTP head are stored as w or as 1 + w. {way_out}."
         )
-    return Mtp(reason is None, reason, location, count, _prevailing(head, modules))
+    return Mtp(unusable is None, unusable, location, count, _prevailing(head, modules))
 
 
 def _prevailing(stored: dict[str, Stored], modules: dict[str, nn.Module]) -> dict[str, Any] | None:
