@@ -1,4 +1,4 @@
-"""Kills that land while weights are written, weights that are no numbers, and machines without HOME, TMPDIR or g++."""
+"""Kills that land while weights are written, weights that are no numbers, machines without HOME, TMPDIR or g++."""
 
 import json
 import os
@@ -15,8 +15,10 @@ from typer.testing import CliRunner
 
 from checkpoints import save, write
 from disks import read_only_folder
-from headstart.checkpoint import read_layout
+from fixtures import collect, submit
+from headstart.checkpoint import load, read_layout
 from headstart.cli.main import app
+from headstart.engine import Engine
 from headstart.models import compiler
 
 # Runs a command, stops for good in the middle of the nth write of weights, and says so.
@@ -50,7 +52,7 @@ def run(*command: str | Path) -> Any:
     return CliRunner().invoke(app, [str(word) for word in command])
 
 
-@pytest.mark.parametrize("nth", [1, 30])
+@pytest.mark.parametrize("nth", [pytest.param(1, marks=pytest.mark.slow), 30])
 def test_a_conversion_killed_while_it_writes_leaves_nothing_that_looks_finished(tmp_path: Path, nth: int) -> None:
     raw, out = write(tmp_path / "raw"), tmp_path / "out"
     killed_while_writing(nth, "convert", raw, out)
@@ -64,6 +66,7 @@ def test_a_conversion_killed_while_it_writes_leaves_nothing_that_looks_finished(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "raw"], "what the dead left is gone"
 
 
+@pytest.mark.slow
 def test_a_graft_killed_while_it_writes_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     raw, model = write(tmp_path / "raw"), write(tmp_path / "model", "dense", "stripped")
     before = {file.name: file.read_bytes() for file in model.iterdir()}
@@ -86,7 +89,7 @@ def test_a_destination_that_cannot_be_written_is_one_line(tmp_path: Path, place:
 
 
 def with_weights(folder: Path, change: Any) -> Path:
-    (file,) = write(folder, shards=1).glob("model-*.safetensors")
+    (file,) = write(folder, shards=1, vocab_size=8192).glob("model-*.safetensors")
     arrays: Any = mx.load(str(file))
     change(arrays)
     save(file, arrays, {"format": "pt"})
@@ -100,6 +103,16 @@ def test_a_model_of_nans_ends_its_request_with_an_error(tmp_path: Path, sampling
     result = run("generate", "-m", folder, "-p", "x", *sampling)
     assert result.exit_code == 1
     assert "error: the model's logits are not finite" in result.stderr
+
+
+def test_a_model_of_nans_leaves_the_engine_alive(tmp_path: Path) -> None:
+    name = "model.language_model.norm.weight"
+    engine = Engine(load(with_weights(tmp_path, lambda a: a.update({name: a[name] * float("nan")}))))
+    engine.warm_up()
+    for _ in range(2):
+        answer = collect(submit(engine, [5, 17, 130], max_tokens=8))
+        assert (answer.finish_reason, answer.tokens) == ("error", [])
+        assert "not finite" in str(answer.error)
 
 
 def test_empty_and_scalar_tensors_of_the_vision_part_are_converted(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_two_servers_that_write_at_once_never_tear_the_file(file: Path) -> None:
         patch(one, max_k=1)
 
         def keep_changing(server: Running) -> None:
-            for n in range(40):
+            for n in range(16):
                 assert patch(server, max_k=n % 8, speculation=bool(n % 2))["problem"] is None
 
         threads = [threading.Thread(target=keep_changing, args=(server,)) for server in (one, two)]
