@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import yaml  # type: ignore[import-untyped]
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData, constants
 from mlx.utils import tree_flatten
 from mlx_lm.utils import make_shards
 
@@ -88,17 +88,37 @@ def convert(plan: Conversion, progress: Progress = lambda read: None) -> None:
     """Write the plan's folder. It appears whole or not at all."""
     source, destination = plan.source.path, plan.destination.absolute()
     require_room(destination, plan.write_bytes)
+    _beside(source)
     with staged(destination) as folder:
         with Reader() as reader:
             for name, steps in plan.files.items():
                 write_file(folder / name, steps, reader, progress)
-        for path in {path for pattern in BESIDE for path in source.glob(pattern)}:
-            if path.is_file() and path.name != "config.json" and not path.name.endswith(".index.json"):
-                copy(path, folder / path.name)
+        for path in _beside(source):
+            copy(path, folder / path.name)
         write_text(folder / INDEX, json.dumps(_index(plan.files), indent=4))
         write_text(folder / "README.md", _readme(plan))
         write_text(folder / "config.json", json.dumps(plan.config, indent=4))
         publish(folder, destination)
+
+
+def _beside(source: Path) -> list[Path]:
+    """Return the small files that a conversion keeps.
+
+    A cloned repository may hold links to anything on this machine, and conversions are made to be published: only
+    those that stay in the model's folder or in the Hugging Face cache are followed.
+    """
+    found = {path for pattern in BESIDE for path in source.glob(pattern) if path.is_file()}
+    kept = [path for path in found if path.name != "config.json" and not path.name.endswith(".index.json")]
+    roots = [source.resolve(), Path(constants.HF_HUB_CACHE).resolve()]
+    if source.absolute().parent.name == "snapshots":  # a cache in another place
+        roots.append(source.absolute().parents[1].resolve())
+    for path in kept:
+        if not any(path.resolve().is_relative_to(root) for root in roots):
+            raise CheckpointError(
+                f"{path}: a link to {path.resolve()}, outside the model's folder. Put a copy of the file in its "
+                "place, or remove the link."
+            )
+    return kept
 
 
 def head_steps(stored: dict[str, Stored], weights: nn.Module, recipe: Recipe) -> list[Step]:
