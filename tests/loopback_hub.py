@@ -56,7 +56,7 @@ class Hub:
         if parts[0] == "api" and "tree" in parts:
             return self.send(request, 200, json.dumps([self.entry(folder, file) for file in files(folder)]).encode())
         if parts[0] == "api":
-            siblings = [{"rfilename": file} for file in files(folder)]
+            siblings = [{"rfilename": file, "size": (folder / file).stat().st_size} for file in files(folder)]
             return self.send(request, 200, json.dumps({"id": repo, "sha": COMMIT, "siblings": siblings}).encode())
         file = "/".join(parts[4:])
         if not (folder / file).is_file():

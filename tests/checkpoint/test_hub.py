@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -10,9 +11,10 @@ from huggingface_hub import constants
 
 import headstart.checkpoint.hub
 from checkpoints import save, write
-from headstart.checkpoint import read_layout, resolve
+from disks import read_only_folder, small_disk
+from headstart.checkpoint import load, read_layout, resolve
 from headstart.checkpoint.headers import read_header
-from headstart.checkpoint.hub import download_config, download_files, outline
+from headstart.checkpoint.hub import download, download_config, download_files, outline
 from headstart.errors import CheckpointError, HubError
 from loopback_hub import Hub, point_at, running_hub
 
@@ -58,9 +60,9 @@ def test_what_it_is_is_told_without_its_weights(
     monkeypatch.setattr(headstart.checkpoint.hub, "BLOCK", 4096)
     hub.models["org/model"] = folder = write(tmp_path / "model", "dense", kind, bits=4)
     before = Path.cwd()
-    with outline("org/model") as found:
-        told = read_layout(found).report()
-    assert Path.cwd() == before
+    with outline("org/model") as (found, name):
+        told = json.loads(json.dumps(read_layout(found).report()).replace(str(found), name))
+        assert Path.cwd() == before, "other threads may use it"
     here = json.loads(json.dumps(read_layout(folder).report()).replace(str(folder), "org/model"))
     assert told == here
     assert told["path"] == "org/model"
@@ -81,7 +83,7 @@ def test_to_tell_what_it_is_leaves_the_cache_alone(tmp_path: Path, hub: Hub) -> 
     folder, files = download_config("org/model")
     download_files("org/model", folder, files)
     head = (folder / "mtp/weights.safetensors").read_bytes()
-    with outline("org/model") as found:
+    with outline("org/model") as (found, _):
         assert read_layout(found).mtp.location == "mtp/weights.safetensors"
     assert (folder / "mtp/weights.safetensors").read_bytes() == head
 
@@ -90,7 +92,7 @@ def test_of_a_cached_model_nothing_is_asked(tmp_path: Path, hub: Hub) -> None:
     hub.models["org/model"] = write(tmp_path / "model")
     folder = resolve("org/model")
     requests = hub.requests
-    with outline("org/model") as found:
+    with outline("org/model") as (found, _):
         assert found == folder
     assert hub.requests == requests
 
@@ -100,7 +102,7 @@ def test_a_file_on_the_hub_that_is_no_safetensors_file_is_named(tmp_path: Path, 
     file = next(folder.glob("*.safetensors"))
     file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     wrong = pytest.raises(CheckpointError, match=f"org/model/{file.name}: not a safetensors file")
-    with wrong, outline("org/model") as found:
+    with wrong, outline("org/model") as (found, _):
         read_layout(found)
 
 
@@ -175,7 +177,7 @@ def test_offline_mode_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_an_index_that_is_none_is_named(tmp_path: Path, hub: Hub, index: str) -> None:
     hub.models["org/model"] = folder = write(tmp_path / "model")
     (folder / INDEX).write_text(index)
-    with pytest.raises(CheckpointError, match="not an index of tensors"):
+    with pytest.raises(CheckpointError, match=f"{INDEX}: not (JSON|a JSON object|an index of tensors)"):
         resolve("org/model")
 
 
@@ -206,3 +208,56 @@ def test_a_path_that_does_not_exist_is_named(tmp_path: Path, monkeypatch: pytest
     point_at(monkeypatch, "http://127.0.0.1:9", tmp_path)
     with pytest.raises(CheckpointError, match=f"{name}: no such folder.*tiny-qwen3.5"):
         resolve(name)
+
+
+def test_a_disk_without_room_is_refused_before_the_download(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.models["org/model"] = write(tmp_path / "model", vocab_size=20_000)
+    with small_disk(tmp_path / "small", "2m") as disk:
+        point_at(monkeypatch, hub.url, disk)
+        with pytest.raises(HubError, match=rf"the disk is full: .* bytes .*{disk} has .* free.*HF_HUB_CACHE"):
+            resolve("org/model")
+        assert not [file for file in hub.downloaded if file.endswith(".safetensors")]
+
+
+def test_a_disk_that_fills_up_during_a_download_is_named(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.models["org/model"] = write(tmp_path / "model", vocab_size=20_000)
+    with small_disk(tmp_path / "small", "2m") as disk:
+        point_at(monkeypatch, hub.url, disk)
+        room = SimpleNamespace(free=2**40)  # another process takes it after it was looked for
+        monkeypatch.setattr(headstart.checkpoint.hub.shutil, "disk_usage", lambda path: room)
+        with pytest.raises(HubError, match="the disk is full") as caught:
+            resolve("org/model")
+    assert "network" not in str(caught.value)
+    assert "bytes were to be downloaded" in str(caught.value)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.models["org/model"] = write(tmp_path / "model")
+    with read_only_folder(tmp_path / "sealed") as sealed:
+        point_at(monkeypatch, hub.url, sealed / "hub")
+        with pytest.raises(HubError, match=r"sealed/hub cannot be written to \(Read-only|Permission"):
+            resolve("org/model")
+
+
+@pytest.mark.parametrize("trouble", ["disk", "network"])
+def test_a_head_that_cannot_be_downloaded_is_reported(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trouble: str
+) -> None:
+    hub.models["org/model"] = write(tmp_path / "model", "dense", "sidecar")
+    (resolve("org/model") / "mtp.safetensors").unlink()
+    if trouble == "disk":
+        monkeypatch.setattr(headstart.checkpoint.hub.shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
+    else:
+        point_at(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache")
+    model = load("org/model")
+    assert not model.has_head
+    expected = "the disk is full" if trouble == "disk" else "cannot be had from http://127.0.0.1:9"
+    assert expected in str(model.head_unavailable)
+    assert "org/model: runs without its MTP head" in caplog.text
+    assert expected in caplog.text
+    with pytest.raises(HubError, match=expected):
+        download("org/model", vision=True)  # for a conversion, which would be without it for good

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
 
 from checkpoints import (
     FAMILIES,
@@ -23,7 +24,10 @@ from checkpoints import (
 )
 from headstart import models
 from headstart.checkpoint import load, read_layout
+from headstart.checkpoint.convert import convert as write_conversion
+from headstart.checkpoint.convert import plan_conversion
 from headstart.checkpoint.identity import base_model
+from headstart.checkpoint.recipe import Recipe
 from headstart.errors import CheckpointError, HeadError
 
 SHARD = "model-00002-of-00002.safetensors"
@@ -388,3 +392,39 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
     refused(tmp_path, str(tmp_path), "no config.json")
     (tmp_path / "config.json").write_text(json.dumps(make_config("dense", tie=False, dtype=mx.bfloat16)))
     refused(tmp_path, "no safetensors file")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rope_is_read_as_transformers_4_and_5_write_it(tmp_path: Path, family: str) -> None:
+    """`rope_theta` at the top, or `rope_parameters`: mlx-lm knows one name for each family."""
+    rope = {"rope_theta": 5000.0, "partial_rotary_factor": 0.5}
+    found = []
+    for version in (4, 5):
+        folder = write(tmp_path / str(version), family)
+
+        def as_written(config: dict[str, Any], version: int = version) -> None:
+            text = config.get("text_config", config)
+            for name in ("rope_theta", "partial_rotary_factor", "rope_scaling", "rope_parameters"):
+                text.pop(name, None)
+            text.update(rope if version == 4 else {"rope_parameters": {"rope_type": "default", **rope}})
+
+        edit_json(folder / "config.json", as_written)
+        model = load(folder)
+        attention = model.weights.layers[3].self_attn
+        assert (attention.rope.base, attention.rope.dims) == (5000.0, 16)
+        found.append(model.lm(mx.array([[5, 17, 130, 9]])))
+    assert mx.array_equal(*found)
+
+
+def test_a_conversion_of_a_config_by_transformers_5_runs_in_mlx_lm(tmp_path: Path) -> None:
+    folder = write(tmp_path / "raw", "next")
+
+    def as_transformers_5(config: dict[str, Any]) -> None:
+        rope = {name: config.pop(name) for name in ("rope_theta", "partial_rotary_factor")}
+        del config["rope_scaling"]
+        config["rope_parameters"] = {"rope_type": "default", **rope}
+
+    edit_json(folder / "config.json", as_transformers_5)
+    write_conversion(plan_conversion(read_layout(folder), tmp_path / "out", Recipe(mx.bfloat16)))
+    model, _ = load_model(tmp_path / "out")
+    assert model.args.rope_theta == 10000.0

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,22 @@ def test_without_a_file_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.Monk
     with running() as again:
         assert settings(again)["max_k"] == 8
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_servers_that_write_at_once_never_tear_the_file(file: Path) -> None:
+    with running(settings_file=file) as one, running(settings_file=file) as two:
+        patch(one, max_k=1)
+
+        def keep_changing(server: Running) -> None:
+            for n in range(16):
+                assert patch(server, max_k=n % 8, speculation=bool(n % 2))["problem"] is None
+
+        threads = [threading.Thread(target=keep_changing, args=(server,)) for server in (one, two)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            assert json.loads(file.read_text()).keys() <= {"max_k", "speculation"}
+        for thread in threads:
+            thread.join()
+        assert json.loads(file.read_text()) == {"max_k": 7, "speculation": True}, "the last writer's"
+    assert [path.name for path in file.parent.iterdir()] == ["settings.json"]

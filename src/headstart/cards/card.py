@@ -103,7 +103,7 @@ def _in_folder(folder: Path) -> list[Card]:
 def _read(path: Path) -> Card:
     try:
         return Card.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a model card ({error}). Mend or delete it.") from error
     except ValidationError as error:
         first = error.errors()[0]

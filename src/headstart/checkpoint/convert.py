@@ -17,7 +17,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from huggingface_hub import ModelCard, ModelCardData
+import yaml  # type: ignore[import-untyped]
+from huggingface_hub import ModelCard, ModelCardData, constants
 from mlx.utils import tree_flatten
 from mlx_lm.utils import make_shards
 
@@ -26,7 +27,8 @@ from ..errors import CheckpointError, HeadError
 from ..models.base import Norm
 from .headers import Header, read_header
 from .hub import BESIDE
-from .layout import INDEX, NORMS, Layout, read_shards
+from .index import INDEX, shards
+from .layout import NORMS, Layout, read_shards
 from .names import canonical, is_head, is_vision
 from .pack import Progress, Step, write_file
 from .parameters import Source, Stored
@@ -86,17 +88,37 @@ def convert(plan: Conversion, progress: Progress = lambda read: None) -> None:
     """Write the plan's folder. It appears whole or not at all."""
     source, destination = plan.source.path, plan.destination.absolute()
     require_room(destination, plan.write_bytes)
+    _beside(source)
     with staged(destination) as folder:
         with Reader() as reader:
             for name, steps in plan.files.items():
                 write_file(folder / name, steps, reader, progress)
-        for path in {path for pattern in BESIDE for path in source.glob(pattern)}:
-            if path.is_file() and path.name != "config.json" and not path.name.endswith(".index.json"):
-                copy(path, folder / path.name)
+        for path in _beside(source):
+            copy(path, folder / path.name)
         write_text(folder / INDEX, json.dumps(_index(plan.files), indent=4))
         write_text(folder / "README.md", _readme(plan))
         write_text(folder / "config.json", json.dumps(plan.config, indent=4))
         publish(folder, destination)
+
+
+def _beside(source: Path) -> list[Path]:
+    """Return the small files that a conversion keeps.
+
+    A cloned repository may hold links to anything on this machine, and conversions are made to be published: only
+    those that stay in the model's folder or in the Hugging Face cache are followed.
+    """
+    found = {path for pattern in BESIDE for path in source.glob(pattern) if path.is_file()}
+    kept = [path for path in found if path.name != "config.json" and not path.name.endswith(".index.json")]
+    roots = [source.resolve(), Path(constants.HF_HUB_CACHE).resolve()]
+    if source.absolute().parent.name == "snapshots":  # a cache in another place
+        roots.append(source.absolute().parents[1].resolve())
+    for path in kept:
+        if not any(path.resolve().is_relative_to(root) for root in roots):
+            raise CheckpointError(
+                f"{path}: a link to {path.resolve()}, outside the model's folder. Put a copy of the file in its "
+                "place, or remove the link."
+            )
+    return kept
 
 
 def head_steps(stored: dict[str, Stored], weights: nn.Module, recipe: Recipe) -> list[Step]:
@@ -177,8 +199,7 @@ def _vision_steps(path: Path, dtype: mx.Dtype) -> list[Step]:
 def _vision_headers(path: Path) -> list[Header]:
     if not (path / INDEX).exists():
         return read_shards(path)[0]
-    weight_map = json.loads((path / INDEX).read_text())["weight_map"]
-    return [read_header(path / file) for file in sorted({f for name, f in weight_map.items() if is_vision(name)})]
+    return [read_header(path / file) for file in shards(path, is_vision)]
 
 
 def _shards(steps: list[Step]) -> dict[str, list[Step]]:
@@ -220,10 +241,11 @@ def _index(files: dict[str, list[Step]]) -> dict[str, Any]:
 def _readme(plan: Conversion) -> str:
     try:
         card = ModelCard.load(plan.source.path / "README.md")
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, yaml.YAMLError, RecursionError):  # the README need not be in order
         card = ModelCard.from_template(ModelCardData(), template_str="---\n{{ card_data }}\n---\n")
     card.data.library_name = "mlx"
-    card.data.tags = sorted({*(card.data.tags or []), "mlx"})
+    tags = card.data.tags if isinstance(card.data.tags, list) else []
+    card.data.tags = sorted({*(tag for tag in tags if isinstance(tag, str)), "mlx"})
     if plan.original:  # else what the source says that it was made from stays
         card.data.base_model = plan.original
     head = f"Its MTP head is in `{SIDECAR}`." if plan.source.mtp.available else "The original has no MTP head."

@@ -18,10 +18,11 @@ from .. import cards, models
 from ..errors import CheckpointError, HeadError
 from ..models.base import Norm
 from . import identity, provenance
+from .config import read_config
 from .convert import SIDECAR, declare_head, head_steps
 from .headers import Header, read_header
-from .hub import shards
-from .layout import INDEX, Layout, expected_weights, find_sidecar, read_config
+from .index import INDEX, read_index, shards
+from .layout import Layout, expected_weights, find_sidecar
 from .names import is_head
 from .pack import Progress, Step, write_file
 from .parameters import Stored, gather, misfit
@@ -231,9 +232,8 @@ def _config(plan: Graft) -> dict[str, Any]:
 
 def _index(plan: Graft) -> dict[str, Any]:
     folder = plan.model.path
-    if (folder / INDEX).exists():
-        index: dict[str, Any] = json.loads((folder / INDEX).read_text())
-    else:
+    index = read_index(folder)
+    if index is None:
         headers = [read_header(file) for file in sorted(folder.glob("model*.safetensors")) if file.name != MERGED]
         size = sum(tensor.nbytes for header in headers for tensor in header.tensors.values())
         weight_map = {name: header.path.name for header in headers for name in header.tensors}
@@ -241,6 +241,6 @@ def _index(plan: Graft) -> dict[str, Any]:
     # Of a head that could not be used nothing stays in the index.
     index["weight_map"] = {name: file for name, file in index["weight_map"].items() if not is_head(name)}
     index["weight_map"] |= {output.name: plan.file for step in plan.steps for output in step.outputs}
-    metadata = index.setdefault("metadata", {})
-    metadata["total_size"] = int(metadata.get("total_size", 0)) + plan.write_bytes
+    metadata = index.get("metadata") or {}
+    index["metadata"] = metadata | {"total_size": int(metadata.get("total_size", 0)) + plan.write_bytes}
     return index

@@ -1,14 +1,15 @@
 """The header of a safetensors file: eight bytes of length and a JSON object. No weight is read."""
 
-import json
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
 import mlx.core as mx
 
 from ..errors import CheckpointError
+from .untrusted import MAX_JSON, Malformed, checked_name, parse_object, require_regular
 
 # The types that mx.load returns; it has none for float8 and gives its codes.
 DTYPES: dict[str, mx.Dtype] = {
@@ -47,32 +48,61 @@ class Header:
 def read_header(path: Path) -> Header:
     """Check that `path` is a whole safetensors file and say what is in it."""
     try:
-        size = path.stat().st_size
+        size = require_regular(path)
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= size - 8:
-                raise ValueError(f"its header would be {length} bytes long, the file has {size}")
-            header: dict[str, Any] = json.loads(file.read(length))
+            if not 2 <= length <= min(size - 8, MAX_JSON):
+                raise Malformed(f"its header would be {length} bytes long, the file has {size}")
+            header = parse_object(file.read(length))
         metadata = header.pop("__metadata__", {})
-        tensors, ends = {}, [0]
-        for name, entry in header.items():
-            start, end = entry["data_offsets"]
-            dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-            if prod(shape) * dtype.size != end - start:
-                raise ValueError(f"{name} of shape {shape} would lie in {end - start} bytes")
-            tensors[name] = Tensor(dtype, shape, end - start, 8 + length + start)
-            ends.append(end)
+        if not isinstance(metadata, dict | None) or not all(isinstance(v, str) for v in (metadata or {}).values()):
+            raise Malformed("__metadata__ is not a JSON object of strings")
+        tensors = {checked_name(name, "a tensor"): _tensor(name, entry, 8 + length) for name, entry in header.items()}
+        end = _end(tensors, 8 + length)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: the file is missing. Download the model again.") from None
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}.") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except Malformed as error:
         raise CheckpointError(
             f"{path}: not a safetensors file ({error}). Download it again; if it is a Git LFS pointer, "
             "`git lfs pull` replaces it."
         ) from error
-    if size < 8 + length + max(ends):
-        raise CheckpointError(
-            f"{path}: truncated, {size} of {8 + length + max(ends)} bytes. Download the file again."
-        )
+    if size < end:
+        raise CheckpointError(f"{path}: truncated, {size} of {end} bytes. Download the file again.")
     return Header(path, tensors, (metadata or {}).get("format"), metadata is None)
+
+
+def _tensor(name: str, entry: Any, begin: int) -> Tensor:
+    """Check one entry of a header whose data begin at byte `begin` of the file."""
+    if not isinstance(entry, dict):
+        raise Malformed(f"{name} is not described by a JSON object")
+    code: Any = entry.get("dtype")
+    shape: Any = entry.get("shape")
+    offsets: Any = entry.get("data_offsets")
+    if not isinstance(code, str) or code not in DTYPES:
+        raise Malformed(f"{name}: dtype {shortened(code)} is unknown; known are {', '.join(DTYPES)}")
+    if not _are_sizes(shape):
+        raise Malformed(f"{name}: shape {shortened(shape)} is not a list of sizes")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise Malformed(f"{name}: data_offsets {shortened(offsets)} are not where it begins and ends")
+    dtype, nbytes = DTYPES[code], offsets[1] - offsets[0]
+    if prod(shape) * dtype.size != nbytes:
+        raise Malformed(f"{name}: shape {shortened(shape)} of {code} would lie in {nbytes} bytes")
+    return Tensor(dtype, tuple(shape), nbytes, begin + offsets[0])
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
+
+
+def _end(tensors: dict[str, Tensor], end: int) -> int:
+    """Return the byte after the last tensor, or refuse tensors that share bytes."""
+    previous = None
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+        if tensor.nbytes == 0:
+            continue
+        if tensor.offset < end:
+            raise Malformed(f"{name}: data_offsets overlap those of {previous}")
+        previous, end = name, tensor.offset + tensor.nbytes
+    return end

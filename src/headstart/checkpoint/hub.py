@@ -1,11 +1,12 @@
 """From what a user calls a model to the folder it lies in, downloaded from the Hugging Face hub where needed."""
 
-import json
+import errno
+import logging
 import os
-import re
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import chdir, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,13 +16,17 @@ from huggingface_hub.hf_api import RepoFile
 
 from .. import cards, models
 from ..errors import CheckpointError, HubError
+from .config import read_config
 from .headers import read_header
-from .layout import INDEX, NORMS, find_sidecar, read_config, sidecar_names
+from .identity import HUB_ID
+from .index import INDEX, shards
+from .layout import NORMS, UNFETCHED, find_sidecar, sidecar_names
 from .names import is_head, is_vision
+from .write import existing
 
+LOG = logging.getLogger("headstart")
 BUILTIN = Path(__file__).parents[1] / "builtin"
 DEFAULT = "tiny-qwen3.5"
-HUB_ID = re.compile(r"^[\w-][\w.-]*/[\w-][\w.-]*$")
 BESIDE = ("*.json", "*.jinja", "*.txt", "tokenizer*", "LICENSE*")  # the weights; a conversion has them too
 SMALL_FILES = [*BESIDE, "README.md"]
 BLOCK, LONGEST = 2**17, 2**28  # bytes of a header asked for at a time; and in all, should its length be nonsense
@@ -38,7 +43,10 @@ def resolve(name: str | Path | None = None) -> Path:
 
 def locate(name: str | Path | None = None) -> Path | str:
     """The folder that `name` stands for, or the id of a model on the hub."""
-    path = Path(BUILTIN / DEFAULT if name is None else name).expanduser()
+    try:
+        path = Path(BUILTIN / DEFAULT if name is None else name).expanduser()
+    except RuntimeError as error:  # ~somebody
+        raise CheckpointError(f"{name}: no such folder ({error})") from error
     if path.is_dir():
         return path
     if path.exists():
@@ -48,7 +56,7 @@ def locate(name: str | Path | None = None) -> Path | str:
         return BUILTIN / name
     if repo := _cached_repo(name):
         return repo
-    if HUB_ID.match(name):
+    if HUB_ID.fullmatch(name):
         return name
     if (card := cards.named(name)) and card.hub_id:
         return card.hub_id
@@ -71,10 +79,28 @@ def download(repo: str, *, vision: bool = False) -> Path:
         with _named_errors(repo):
             # A cached model may lack only its head: mlx-lm does not download sidecars. Stay at its revision.
             folder, wanted = _wanted(repo, cached.name if cached else None, vision)
-            return Path(snapshot_download(repo, revision=folder.name, allow_patterns=wanted))
-    except HubError:
-        if cached:
-            return cached
+            _fetch(repo, folder, wanted)
+            return folder
+    except HubError as error:
+        # The text is the same without the head, so a model that is here runs. A conversion would lose it for good.
+        if cached is None or vision:
+            raise
+        UNFETCHED[cached] = str(error)
+        LOG.warning("%s: runs without its MTP head, which could not be downloaded: %s", repo, error)
+        return cached
+
+
+def _fetch(repo: str, folder: Path, wanted: dict[str, int]) -> None:
+    """Download files into the cached folder of a hub model, if the disk has room for them."""
+    needed = sum(size for file, size in wanted.items() if not (folder / file).exists())
+    begun = sum(file.stat().st_size for file in folder.parents[1].glob("blobs/*.incomplete"))
+    if (missing := needed - begun) > shutil.disk_usage(folder).free:
+        raise _disk_full(repo, f"{missing:,} bytes are still to be downloaded")
+    try:
+        snapshot_download(repo, revision=folder.name, allow_patterns=list(wanted))
+    except (OSError, RuntimeError) as error:
+        if _is_disk_full(error):
+            raise _disk_full(repo, f"{needed:,} bytes were to be downloaded") from error
         raise
 
 
@@ -89,14 +115,18 @@ def missing_files(repo: str, *, vision: bool = False) -> list[str]:
 
 
 @contextmanager
-def outline(name: str | Path | None = None) -> Iterator[Path]:
-    """The folder of a model, to read headers from. One on the hub is not downloaded for that: its folder, org/name
-    below the current one for as long as this lasts, has its small files, and files that are headers and holes."""
+def outline(name: str | Path | None = None) -> Iterator[tuple[Path, str]]:
+    """Yield the folder of a model, to read headers from, and what to call it.
+
+    A model on the hub is not downloaded for that: a temporary folder has its small files, and files that are headers
+    and holes. It goes by its id.
+    """
     repo = locate(name)
     if isinstance(repo, Path) or _cached_snapshot(repo, vision=False):
-        yield resolve(name)
+        folder = resolve(name)
+        yield folder, str(folder)
         return
-    with TemporaryDirectory() as temporary:
+    with _temporary_folder() as temporary:
         place = Path(temporary, repo)
         place.mkdir(parents=True)
         with _named_errors(repo), ThreadPoolExecutor(8) as pool:
@@ -105,8 +135,17 @@ def outline(name: str | Path | None = None) -> Iterator[Path]:
                 if file.is_file() and file.suffix != ".safetensors":  # through a folder the cache would be written to
                     (place / file.name).symlink_to(file.resolve())
             list(pool.map(lambda file: _copy_header(repo, folder.name, file, place / file), wanted))
-        with chdir(temporary):
-            yield Path(repo)
+        try:
+            yield place, repo
+        except CheckpointError as error:
+            raise type(error)(str(error).replace(str(place), repo)) from error
+
+
+def _temporary_folder() -> "TemporaryDirectory[str]":
+    try:
+        return TemporaryDirectory()
+    except OSError as error:
+        raise HubError(f"no temporary directory can be written to ({error.strerror}). Set TMPDIR to one.") from error
 
 
 def download_config(repo: str) -> tuple[Path, list[str]]:
@@ -115,8 +154,8 @@ def download_config(repo: str) -> tuple[Path, list[str]]:
         return cached, []
     with _named_errors(repo):
         folder, files = _small_files(repo, cached.name if cached else None)
-        sidecars = sorted(files & set(sidecar_names(read_config(folder))))
-        return folder, sidecars[:1] or sorted(files & set(shards(folder, is_head)))
+        sidecars = sorted({*files} & set(sidecar_names(read_config(folder))))
+        return folder, sidecars[:1] or sorted({*files} & set(shards(folder, is_head)))
 
 
 def tokenizer_folder(name: str) -> Path:
@@ -135,7 +174,7 @@ def download_files(repo: str, folder: Path, files: list[str]) -> None:
     """Complete the cached folder of a hub model by these files."""
     if files:
         with _named_errors(repo):
-            snapshot_download(repo, revision=folder.name, allow_patterns=files)
+            _fetch(repo, folder, {file: size for file, size in _sizes(repo, folder.name).items() if file in files})
 
 
 def sizes(repo: str, files: list[str]) -> int:
@@ -145,18 +184,18 @@ def sizes(repo: str, files: list[str]) -> int:
         return sum(entry.size for entry in tree if isinstance(entry, RepoFile) and entry.path in files)
 
 
-def _wanted(repo: str, revision: str | None, vision: bool) -> tuple[Path, list[str]]:
-    """The folder with the small files, and the files that hold weights which are wanted."""
+def _wanted(repo: str, revision: str | None, vision: bool) -> tuple[Path, dict[str, int]]:
+    """The folder with the small files, and the files that hold weights which are wanted with their sizes."""
     folder, files = _small_files(repo, revision)
     # Unknown families end here, before gigabytes of them are downloaded.
     places = {*sidecar_names(read_config(folder)), NORMS, *shards(folder, is_text), *shards(folder, is_head)}
     if vision:
         places |= {*shards(folder, is_vision)}
-    if not places & files:
+    if not places & {*files}:
         raise CheckpointError(
             f"{repo}: no safetensors file. Headstart reads Hugging Face releases and MLX conversions."
         )
-    return folder, sorted(places & files)
+    return folder, {file: files[file] for file in sorted(places & {*files})}
 
 
 def _copy_header(repo: str, revision: str, file: str, target: Path) -> None:
@@ -168,11 +207,15 @@ def _copy_header(repo: str, revision: str, file: str, target: Path) -> None:
         os.truncate(target, remote.size)
 
 
-def _small_files(repo: str, revision: str | None) -> tuple[Path, set[str]]:
-    """Download what is no weights; also say which files the model has."""
-    siblings = HfApi().model_info(repo, revision=revision, timeout=10).siblings or []
-    folder = Path(snapshot_download(repo, revision=revision, allow_patterns=SMALL_FILES))
-    return folder, {file.rfilename for file in siblings}
+def _small_files(repo: str, revision: str | None) -> tuple[Path, dict[str, int]]:
+    """Download what is no weights; also say which files the model has, and how large they are."""
+    found = _sizes(repo, revision)
+    return Path(snapshot_download(repo, revision=revision, allow_patterns=SMALL_FILES)), found
+
+
+def _sizes(repo: str, revision: str | None) -> dict[str, int]:
+    siblings = HfApi().model_info(repo, revision=revision, timeout=10, files_metadata=True).siblings or []
+    return {file.rfilename: file.size or 0 for file in siblings}
 
 
 @contextmanager
@@ -185,11 +228,33 @@ def _named_errors(repo: str) -> Iterator[None]:
         problem, way_out = error, "Accept its terms on the hub, then `hf auth login`."
     except RepositoryNotFoundError as error:
         problem, way_out = error, "Check the spelling; if it is private, `hf auth login`."
-    except (HTTPError, OSError) as error:  # no network, a time-out, offline mode, a hub that is down
+    except (HTTPError, OSError, RuntimeError) as error:  # no network, a time-out, offline mode, a hub that is down
+        if _is_disk_full(error):
+            raise _disk_full(repo, "its small files were to be downloaded") from error
+        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise HubError(
+                f"{repo}: {constants.HF_HUB_CACHE} cannot be written to ({error.strerror}). Set HF_HUB_CACHE to a "
+                "folder that can, or name a folder on this machine."
+            ) from error
         problem, way_out = error, "Check the network, or name a folder on this machine."
     cause = problem.__cause__ or problem
     cause_line = f"{type(cause).__name__}: {cause}".splitlines()[0].rstrip(" .:")
     raise HubError(f"{repo}: cannot be had from {constants.ENDPOINT} ({cause_line}). {way_out}") from problem
+
+
+def _is_disk_full(error: Exception) -> bool:
+    """Also where hf_xet reports it, as a RuntimeError."""
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return full or "No space left on device" in str(error)
+
+
+def _disk_full(repo: str, needed: str) -> HubError:
+    cache = Path(constants.HF_HUB_CACHE)
+    free = shutil.disk_usage(existing(cache)).free
+    return HubError(
+        f"{repo}: the disk is full: {needed}, and {cache} has {free:,} bytes free. Free some, or set HF_HUB_CACHE to "
+        "a folder on another disk."
+    )
 
 
 def _cached_repo(name: str) -> str | None:
@@ -226,15 +291,3 @@ def _lacks_head(folder: Path) -> bool:
 
 def is_text(name: str) -> bool:
     return not is_head(name) and not is_vision(name)
-
-
-def shards(folder: Path, holds: Callable[[str], bool]) -> list[str]:
-    """Files that hold tensors of a kind, as the index has it."""
-    index = folder / INDEX
-    if not index.exists():
-        return ["model.safetensors"]
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index}: not an index of tensors ({error!r}). Delete it to try again.") from error
-    return sorted({file for name, file in weight_map if holds(name)})

@@ -1,11 +1,14 @@
 """Which model is this? Its files do not say; where they lie, what their README says and the cards may."""
 
+import re
 from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
 from huggingface_hub import metadata_load
 
 from .. import cards
+
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
 def hub_id(path: Path) -> str | None:
@@ -21,10 +24,11 @@ def base_model(path: Path) -> str | None:
     """The id of the model that this one was made from, as its README says."""
     try:
         found = (metadata_load(path / "README.md") or {}).get("base_model")
-    except (OSError, ValueError, yaml.YAMLError):  # nobody else's README need be in order
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):  # nobody else's README need be in order
         return None
     first = found[0] if isinstance(found, list) and found else found
-    return first if isinstance(first, str) and first.count("/") == 1 else None
+    # It is shown as part of a command: nothing that a shell or a terminal would act on.
+    return first if isinstance(first, str) and HUB_ID.fullmatch(first) else None
 
 
 def card(path: Path, family: str) -> cards.Card | None:

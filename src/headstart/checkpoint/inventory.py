@@ -11,8 +11,9 @@ from huggingface_hub.errors import HFValidationError
 
 from ..cards import Dispatch
 from ..errors import CheckpointError
+from .config import read_config
 from .hub import BUILTIN
-from .layout import Layout, read_config, read_layout
+from .layout import Layout, read_layout
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """What a model folder is, told from its config and the headers of its files alone."""
 
 import copy
-import json
 import re
 import shlex
 from collections import Counter
@@ -19,13 +18,16 @@ from .. import models
 from ..cards import Card, Dispatch, dispatch
 from ..errors import CheckpointError
 from . import identity, provenance
+from .config import REMEDY, read_config
 from .headers import Header, read_header
+from .index import INDEX, read_index
 from .names import is_head, is_vision
 from .parameters import Stored, gather, misfit, quantization_of, some
 
-INDEX = "model.safetensors.index.json"
 SIDECARS = ("mtp.safetensors", "model-mtp.safetensors", "mtp/weights.safetensors")
 NORMS = "norms/weights.safetensors"  # of the trunk in float32, beside shards that round them: see docs/convert.md
+# Why the head of a cached model could not be downloaded in this process, by the model's folder.
+UNFETCHED: dict[Path, str] = {}
 NUMBERED = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.safetensors$")
 
 
@@ -120,41 +122,24 @@ def read_layout(path: Path) -> Layout:
     )
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    file = path / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(file.read_text())
-        model_type = config.get("model_type")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no config.json, so this is not a model folder.") from None
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{file}: not a JSON object ({error}). Download it again.") from error
-    if model_type not in models.FAMILIES:
-        raise CheckpointError(
-            f"{file}: model_type {model_type!r} is unknown. Headstart runs {', '.join(models.FAMILIES)}."
-        )
-    return config
-
-
 def expected_weights(path: Path, config: dict[str, Any]) -> nn.Module:
     """The model's modules with their head, not computed: the names and shapes that the files must have."""
     try:
         return models.build(copy.deepcopy(config)).weights
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise CheckpointError(f"{path / 'config.json'}: a field is missing or wrong ({error}).") from error
+    except Exception as error:  # whatever mlx-lm trips over, nothing but the config can be its cause
+        raise CheckpointError(
+            f"{path / 'config.json'}: a field is missing or wrong ({type(error).__name__}: {error}). {REMEDY}"
+        ) from error
 
 
 def read_shards(path: Path) -> tuple[list[Header], dict[str, str]]:
     """The headers of the shards, checked against the index; and files of the head that are not as it says."""
-    index = path / INDEX
-    if not index.exists():
+    index = read_index(path)
+    if index is None:
         return [read_header(file) for file in _numbered_shards(path)], {}
     names_of: dict[str, list[str]] = {}
-    try:
-        for name, file in json.loads(index.read_text())["weight_map"].items():
-            names_of.setdefault(file, []).append(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index}: not an index of tensors ({error!r}). Download it again.") from error
+    for name, file in index["weight_map"].items():
+        names_of.setdefault(file, []).append(name)
 
     headers, absent = [], {}
     for file, names in sorted(names_of.items()):
@@ -207,16 +192,14 @@ def _describe_head(
 ) -> Mtp:
     family = models.FAMILIES[config["model_type"]].name
     graft = f"`headstart graft {shlex.quote(str(path))} --from {identity.original(path, family) or 'ORIGINAL'}`"
+    unfetched = f" It was not downloaded: {UNFETCHED[path]}" if path in UNFETCHED else ""
     if not head and absent:
         file, problem = next(iter(absent.items()))
-        return Mtp(
-            False,
-            f"{file}: {problem}, though {INDEX} places the MTP head in it. "
-            f"Download the file, or {graft} writes a head.",
-            location=", ".join(absent),
-        )
+        reason = f"{file}: {problem}, though {INDEX} places the MTP head in it.{unfetched} "
+        return Mtp(False, f"{reason}Download the file, or {graft} writes a head.", location=", ".join(absent))
     if not head and models.head_modules(config):
-        return Mtp(False, f"config.json promises an MTP head but no file holds it. {graft} brings it back.")
+        reason = f"config.json promises an MTP head but no file holds it.{unfetched}"
+        return Mtp(False, f"{reason} {graft} brings it back.")
     if not head:
         return Mtp(
             False,
@@ -228,15 +211,15 @@ def _describe_head(
     location = ", ".join(str(file.relative_to(path)) for file in sorted(files))
     count = len({name.split(".")[2] for name in head if name.startswith("mtp.layers.")})
     way_out = f"{graft} writes a new one, or load without the head"
-    reason: str | None = None
+    unusable: str | None = None
     if wrong := misfit(head, shapes, modules):
-        reason = f"{location}: the MTP head does not fit: {wrong}. {way_out}."
+        unusable = f"{location}: the MTP head does not fit: {wrong}. {way_out}."
     elif None in files.values():
-        reason = (
+        unusable = (
             f"{location}: nothing in the file says whether it is as released or converted, and so whether "
             f"the norms of its MTP head are stored as w or as 1 + w. {way_out}."
         )
-    return Mtp(reason is None, reason, location, count, _prevailing(head, modules))
+    return Mtp(unusable is None, unusable, location, count, _prevailing(head, modules))
 
 
 def _prevailing(stored: dict[str, Stored], modules: dict[str, nn.Module]) -> dict[str, Any] | None:

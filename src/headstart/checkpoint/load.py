@@ -6,25 +6,28 @@ it was made from is dropped before the next. So loading needs little more memory
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_config
 from mlx_lm.utils import load_tokenizer as load_mlx_lm_tokenizer
 
 from .. import models
 from ..errors import CheckpointError, HeadError
 from ..models import memory
 from ..models.base import Norm
+from ..models.compiler import ensure_compiles
 from .hub import resolve
 from .layout import Layout, read_layout
 from .names import canonical, is_head
 from .parameters import Source, Stored
+from .untrusted import read_object
 
 FP8_BLOCK = 128
 
@@ -66,6 +69,7 @@ def load(
 def load_layout(
     layout: Layout, *, mtp: bool | None = None, dtype: mx.Dtype | None = None, split: Split | None = None
 ) -> models.Model:
+    ensure_compiles()
     decision = layout.dispatch(mtp)
     head = decision.drafts
     stored = {name: part for name, part in layout.stored.items() if head or not is_head(name)}
@@ -107,15 +111,30 @@ def _check_room(layout: Layout, needed: int) -> None:
 
 def load_tokenizer(path: Path) -> TokenizerWrapper:
     """mlx-lm's tokenizer for the folder `path`, which stops at every end token that the configs name."""
+    remedy = "Copy it from the original model."
+    found: dict[str, Any] = {}
+    for file in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        with suppress(FileNotFoundError):
+            found[file] = read_object(path / file, remedy)
+    config = found.get("config.json", {})
+    end = found.get("generation_config.json", {}).get("eos_token_id")
+    end = end or config.get("eos_token_id") or models.text_config(config).get("eos_token_id")
+    if not all(type(token) is int for token in (end if isinstance(end, list) else [end or 0])):
+        raise CheckpointError(f"{path}: eos_token_id is {shortened(end)}, not a token's number or a list of them.")
     try:
-        config = load_config(path)
-        end = config.get("eos_token_id") or models.text_config(config).get("eos_token_id")
-        return load_mlx_lm_tokenizer(path, eos_token_ids=end)
-    except (OSError, ValueError) as error:
+        # Code that comes with a model is never run, and nobody is asked whether it may be.
+        return load_mlx_lm_tokenizer(path, {"trust_remote_code": False}, eos_token_ids=end)
+    except BaseException as error:  # tokenizers written in Rust panic with a BaseException
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise CheckpointError(
-            f"{path}: no usable tokenizer ({error}). Copy tokenizer.json and tokenizer_config.json from the "
-            "original model."
+            f"{path}: no usable tokenizer ({_first_line(error)}). Copy tokenizer.json and tokenizer_config.json from "
+            "the original model."
         ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
 def compute_dtype(stored: str, *, experts: bool, packed: bool) -> mx.Dtype:
@@ -140,7 +159,10 @@ class Files:
     def take(self, source: Source) -> mx.array:
         key = (source.file, source.name)
         if source.file not in self.arrays:
-            everything: Any = mx.load(str(source.file))
+            try:
+                everything: Any = mx.load(str(source.file))
+            except (RuntimeError, ValueError) as error:
+                raise CheckpointError(f"{source.file}: cannot be read ({error}). Download it again.") from error
             self.arrays[source.file] = {n: a for n, a in everything.items() if self.uses[source.file, n]}
         self.uses[key] -= 1
         arrays = self.arrays[source.file]

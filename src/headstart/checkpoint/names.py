@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 PREFIX = re.compile(r"^(?:(?:model|language_model)\.)+")
 VISION = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
-EXPERT = re.compile(r"^(.+\.mlp)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.(\w+)$")
+EXPERT = re.compile(r"^(.+\.mlp)\.experts\.(\d{1,6})\.(gate_proj|up_proj|down_proj)\.(\w+)$")
 FUSED = re.compile(r"^(.+\.mlp)\.experts\.(gate_up_proj|down_proj)(?:\.(weight|scales|biases))?$")
 
 

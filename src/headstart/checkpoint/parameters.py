@@ -63,7 +63,7 @@ def gather(
 def _stored(name: str, parts: list[Source], dtype: mx.Dtype) -> Stored:
     parts.sort(key=lambda part: part.expert or 0)
     shape = parts[0].shape
-    if parts[0].half is not None:
+    if parts[0].half is not None and len(shape) > 1 and shape[-2] % 2 == 0:  # else it is left not to fit
         shape = (*shape[:-2], shape[-2] // 2, shape[-1])
     if parts[0].expert is not None:
         shape = (len(parts), *shape)
@@ -104,8 +104,10 @@ def misfit(
         wanted = shapes[name]
         try:
             packed = quantization_of(module, modules[module], stored) if leaf == "weight" else None
-        except ValueError as error:
-            return str(error)
+        except (ValueError, ZeroDivisionError, IndexError) as error:
+            return f"the scales of {name} do not fit it ({error})"
+        if packed and not hasattr(modules[module], "to_quantized"):
+            return f"{name} has scales and cannot be quantised"
         found = _logical_shape(part, packed)
         if found != wanted:
             if ".switch_mlp." in name and found[1:] == wanted[1:]:
@@ -127,7 +129,8 @@ def _torn(name: str, part: Stored) -> str | None:
             return f"{name} is stored twice ({files})"
         return None
     experts = [source.expert for source in part.sources]
-    if gaps := sorted(set(range(max(e or 0 for e in experts) + 1)) - set(experts)):
+    gaps = sorted(set(range(max(e or 0 for e in experts) + 1)) - set(experts))  # a name holds at most six digits
+    if gaps:
         return f"{_count(gaps, 'expert')} of {name} missing ({some(gaps)})"
     if len(set(experts)) != len(experts):
         return f"an expert of {name} is stored twice"

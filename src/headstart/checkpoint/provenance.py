@@ -4,11 +4,11 @@ Never by the values: the mean of a converted `pre_fc_norm_embedding` is 0.27 and
 counts is where the file comes from, and where that cannot be told nothing is guessed.
 """
 
-import json
 import re
 from typing import Literal
 
 from .headers import Header
+from .untrusted import read_object
 
 Provenance = Literal["raw", "converted"]
 
@@ -25,11 +25,11 @@ def of_shards(headers: list[Header]) -> list[Provenance | None]:
 def of_sidecar(header: Header) -> Provenance | None:
     """For a head in a file of its own. vllm-mlx writes a manifest beside it."""
     try:
-        manifest = json.loads(header.path.with_name("manifest.json").read_text())
-        if manifest["rmsnorm_weight_format"] == "mlx_gamma":
-            return "converted"
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+        manifest = read_object(header.path.with_name("manifest.json"))
+    except FileNotFoundError:
+        manifest = {}
+    if manifest.get("rmsnorm_weight_format") == "mlx_gamma":
+        return "converted"
     return _of_conv1d(header) or _of_marks(header)
 
 
@@ -37,7 +37,7 @@ def _of_conv1d(header: Header) -> Provenance | None:
     """[C, 1, K] as released, [C, K, 1] converted."""
     for name, tensor in header.tensors.items():
         if name.endswith("conv1d.weight"):
-            return "converted" if tensor.shape[-1] == 1 else "raw"
+            return "converted" if tensor.shape[-1:] == (1,) else "raw"
     return None
 
 

@@ -33,13 +33,18 @@ class Run:
 
     @property
     def row_bytes(self) -> int:
-        return self.source.shape[-1] * self.source.dtype.size
+        return columns(self.source) * self.source.dtype.size
+
+
+def columns(source: Source) -> int:
+    """Return the length of a row; a scalar is a row of one."""
+    return source.shape[-1] if source.shape else 1
 
 
 def runs(part: Stored, scales: Stored | None = None) -> Iterator[Run]:
     """The rows of a parameter in its own order: those of each expert, and of a fused tensor the one half."""
     for i, source in enumerate(part.sources):
-        rows = prod(source.shape[:-1])
+        rows = prod(source.shape[:-1]) if prod(source.shape) else 0
         if source.half is None:
             yield Run(source, 0, rows, scales.sources[i] if scales else None)
         else:  # [E, 2I, H]
@@ -99,10 +104,9 @@ class Reader:
         return mx.concatenate([self.read([run], part.dtype).reshape(-1) for run in runs(part)])
 
     def _rows(self, source: Source, start: int, count: int) -> mx.array:
-        columns = source.shape[-1]
-        row_bytes = columns * source.dtype.size
+        row_bytes = columns(source) * source.dtype.size
         data = self._bytes(source.file, source.offset + start * row_bytes, count * row_bytes)
-        return mx.array(np.frombuffer(data, np.uint8)).view(source.dtype).reshape(count, columns)
+        return mx.array(np.frombuffer(data, np.uint8)).view(source.dtype).reshape(count, columns(source))
 
     def _bytes(self, path: Path, offset: int, count: int) -> bytes:
         try:

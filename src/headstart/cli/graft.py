@@ -41,9 +41,9 @@ def graft(
     import mlx.core as mx
 
     from ..checkpoint import hub, identity, read_layout
+    from ..checkpoint.config import read_config
     from ..checkpoint.graft import check_fits, check_name, plan_graft
     from ..checkpoint.graft import graft as write
-    from ..checkpoint.layout import read_config
     from ..checkpoint.recipe import Recipe, mtp_bits_from
     from ..errors import CheckpointError
     from .progress import bytes_bar

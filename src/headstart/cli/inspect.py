@@ -1,12 +1,9 @@
 """`headstart inspect`: what a checkpoint is, and whether its head can be used."""
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-
-if TYPE_CHECKING:
-    from ..checkpoint import Layout
 
 
 def inspect(
@@ -21,37 +18,38 @@ def inspect(
     from ..checkpoint import read_layout
     from ..checkpoint.hub import outline
 
-    with outline(model) as folder:
-        layout = read_layout(folder)
-        if as_json:
-            typer.echo(json.dumps(layout.report()))
-        else:
-            _print_table(layout)
+    with outline(model) as (folder, name):
+        report = read_layout(folder).report()
+    report["path"] = name
+    if reason := report["mtp"]["reason"]:
+        report["mtp"]["reason"] = reason.replace(str(folder), name)
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        _print_table(report)
 
 
-def _print_table(layout: "Layout") -> None:
+def _print_table(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    mtp = layout.mtp
+    mtp = report["mtp"]
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("path", str(layout.path))
-    table.add_row("family", layout.family)
-    table.add_row("layout", layout.layout)
-    table.add_row("dtype", layout.dtype)
-    table.add_row("quantization", _describe(layout.quantization))
-    table.add_row("parameters", f"{layout.parameters:,}")
-    table.add_row("bytes", f"{layout.bytes:,}")
-    table.add_row("mtp", "available" if mtp.available else "not available")
-    if mtp.reason:
-        table.add_row("  reason", mtp.reason)
-    if mtp.location:
-        table.add_row("  location", mtp.location)
-        table.add_row("  num_layers", str(mtp.num_layers))
-        table.add_row("  quantization", _describe(mtp.quantization))
-    table.add_row("card", str(layout.report()["card"] or "none"))
+    for name in ("path", "family", "layout", "dtype"):
+        table.add_row(name, report[name])
+    table.add_row("quantization", _describe(report["quantization"]))
+    for name in ("parameters", "bytes"):
+        table.add_row(name, f"{report[name]:,}")
+    table.add_row("mtp", "available" if mtp["available"] else "not available")
+    if mtp["reason"]:
+        table.add_row("  reason", mtp["reason"])
+    if mtp["location"]:
+        table.add_row("  location", mtp["location"])
+        table.add_row("  num_layers", str(mtp["num_layers"]))
+        table.add_row("  quantization", _describe(mtp["quantization"]))
+    table.add_row("card", report["card"] or "none")
     Console(markup=False, highlight=False).print(table)
 
 

@@ -1,6 +1,7 @@
 """Files that a command writes when it is done, and that are looked at before it begins."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,8 +21,15 @@ class Report(Protocol):
 def check_folders(files: dict[str, Path | str | None]) -> None:
     """Minutes of measuring must not end in a folder that is not there. - is standard output."""
     for option, file in files.items():
-        if file is not None and file != "-" and not Path(file).absolute().parent.is_dir():
+        if file is None or file == "-":
+            continue
+        path = Path(file).absolute()
+        if not path.parent.is_dir():
             raise RequestError(f"{option} {file}: there is no such folder")
+        if path.is_dir():
+            raise RequestError(f"{option} {file}: a folder. Name a file in it")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise RequestError(f"{option} {file}: cannot be written to. Name a file in another folder")
 
 
 def tell(report: Report, json_file: str | None, report_file: Path | None) -> None:

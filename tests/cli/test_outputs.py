@@ -1,0 +1,17 @@
+"""Files that a command writes at its end are looked at before minutes are spent on what goes into them."""
+
+from pathlib import Path
+
+import pytest
+
+from disks import read_only_folder
+from headstart.cli.outputs import check_folders
+from headstart.errors import RequestError
+
+
+def test_what_cannot_be_written_is_named_before_the_work(tmp_path: Path) -> None:
+    check_folders({"--report": tmp_path / "new.md", "--json": "-", "--plot": None})
+    with pytest.raises(RequestError, match=rf"--report {tmp_path}: a folder\. Name a file in it"):
+        check_folders({"--report": tmp_path})
+    with read_only_folder(tmp_path / "sealed") as sealed, pytest.raises(RequestError, match="cannot be written to"):
+        check_folders({"--json": str(sealed / "report.json")})
