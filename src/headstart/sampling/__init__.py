@@ -2,12 +2,12 @@
 
 from .accept import Verdict
 from .controls import Asked, Controls, controls
-from .grammar import GrammarSpec, Guide, Matcher, compile_grammar, spell
+from .grammar import GrammarSpec, Guide, Matcher, compile_grammar, find_grammar, spell
 from .judge import Proposal, Scene, judge, propose
 from .logprobs import Logprobs, logprobs
 from .params import SamplingParams
 
 __all__ = [
     "Asked", "Controls", "GrammarSpec", "Guide", "Logprobs", "Matcher", "Proposal", "SamplingParams",
-    "Scene", "Verdict", "compile_grammar", "controls", "judge", "logprobs", "propose", "spell",
+    "Scene", "Verdict", "compile_grammar", "controls", "find_grammar", "judge", "logprobs", "propose", "spell",
 ]  # fmt: skip
