@@ -56,7 +56,7 @@ def create_app(
         sampling = asyncio.create_task(history.keep())
         yield {"limits": limits}  # for connections: see connection.py
         sampling.cancel()
-        desk.preparer.close()
+        await desk.preparer.close()
 
     app = FastAPI(
         title="Headstart",

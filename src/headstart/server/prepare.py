@@ -51,8 +51,8 @@ class Preparer:
         self.workers.start()
         self._threads.submit(lambda: self.most_characters)
 
-    def close(self) -> None:
-        self.workers.close()
+    async def close(self) -> None:
+        await self.workers.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.compiling.shutdown(wait=False, cancel_futures=True)
 

@@ -43,7 +43,7 @@ class Worker:
         try:
             await worker.call(settings, START_SECONDS)
         except BaseException:
-            worker.kill()
+            await worker.end()
             raise
         return worker
 
@@ -77,6 +77,11 @@ class Worker:
         with suppress(ProcessLookupError):
             self._process.kill()
 
+    async def end(self) -> None:
+        """Kill it, and wait until it is gone."""
+        self.kill()
+        await self._process.wait()
+
 
 class Workers:
     """A few worker processes, which clients take in turn."""
@@ -87,6 +92,7 @@ class Workers:
         self._settings: dict[str, Any] | None = None
         self._idle: list[asyncio.Future[Worker]] = []  # started, or starting
         self._busy: set[Worker] = set()
+        self._ending: set[asyncio.Task[None]] = set()
 
     @property
     def usable(self) -> bool:
@@ -98,15 +104,16 @@ class Workers:
         while self.usable and len(self._idle) + len(self._busy) < self._count:
             self._idle.append(asyncio.create_task(self._start()))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Kill them all."""
         self._count = 0
-        for worker in self._busy:
-            worker.kill()
         for starting in self._idle:
-            if starting.done() and not starting.cancelled() and starting.exception() is None:
-                starting.result().kill()
             starting.cancel()
+        idle = await asyncio.gather(*self._idle, return_exceptions=True)
+        for worker in [*self._busy, *idle]:
+            if isinstance(worker, Worker):
+                self._end(worker)
+        await asyncio.gather(*self._ending)
 
     @asynccontextmanager
     async def worker(self, client: str) -> AsyncIterator[Worker]:
@@ -140,7 +147,7 @@ class Workers:
                 continue
             if worker.usable:
                 return worker
-            worker.kill()
+            self._end(worker)
         raise HeadstartError("no worker process could be started: the server's log says more")
 
     def _put_back(self, worker: Worker) -> None:
@@ -149,8 +156,13 @@ class Workers:
             done.set_result(worker)
             self._idle.insert(0, done)
         else:
-            worker.kill()
+            self._end(worker)
             self.start()
+
+    def _end(self, worker: Worker) -> None:
+        ending = asyncio.create_task(worker.end())
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
 
     async def _start(self) -> Worker:
         if self._settings is None:
