@@ -107,19 +107,19 @@ def probe(guide: Any, grammar: str, limits: dict[str, Any], seconds: float, mask
     signal.setitimer(signal.ITIMER_PROF, seconds)
     matcher = LLMatcher(guide, grammar, log_level=0, limits=LLParserLimits(**limits))
     end, state = time.thread_time() + WALK_SECONDS, 1
-    for _ in range(WALK):
+    for step in range(WALK):
         begun = time.thread_time()
         mask = int.from_bytes(b"" if matcher.is_error() else matcher.compute_bitmask(), "little")
         if time.thread_time() - begun > mask_seconds:
             return {"error": f"finding the next tokens takes more than {mask_seconds:g} s"}
+        if step and matcher.is_error():
+            return {"error": matcher.get_error().replace("<non-verbose/>", "").strip()}
         if matcher.is_error() or not mask or time.thread_time() > end:
             break
         state = state * 6364136223846793005 % 2**64
         if not matcher.consume_token(pick(mask, state >> 33)) or matcher.is_stopped():
             break
         matcher.compute_ff_tokens()
-        if matcher.is_error():
-            return {"error": matcher.get_error().replace("<non-verbose/>", "").strip()}
     return {}
 
 
