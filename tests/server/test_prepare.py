@@ -18,7 +18,9 @@ from headstart.sampling import GrammarSpec, find_grammar
 from headstart.server import Limits
 from headstart.server.deadline import Deadline
 from headstart.server.errors import Refusal
+from headstart.server.markup import Dialect, call_grammar
 from headstart.server.prepare import Preparation, Preparer
+from headstart.server.shape import MOST_TOOLS
 from headstart.server.worker import LENGTH, receive, send
 from headstart.server.workers import Worker, _settings
 
@@ -214,6 +216,22 @@ def test_a_panic_of_the_tokenizer_is_a_refusal(monkeypatch: pytest.MonkeyPatch, 
     else:
         monkeypatch.setattr(headstart.server.worker, "tokens", panic)
         assert headstart.server.worker.encode(None, "small", False, None) == {"error": "it went wrong"}
+
+
+@pytest.mark.slow
+def test_spaces_of_which_the_tokenizer_panics() -> None:
+    backend = tokenizer()._tokenizer.backend_tokenizer
+    assert "retry-limit" in headstart.server.worker.encode(backend, " " * 10_000_000, False, None)["error"]
+
+
+def test_calls_of_as_many_tools_as_are_allowed_can_be_compiled() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    calls = call_grammar({f"f{i}": schema for i in range(MOST_TOOLS)}, Dialect.of(tokenizer()))
+
+    async def test(preparer: Preparer) -> None:
+        assert await prepare(lambda work: work.grammar(calls, "tools"), preparer)
+
+    run(test)
 
 
 HARD = {
