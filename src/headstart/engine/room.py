@@ -15,6 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..cards import MAX_K
 from ..errors import Busy, Down, RequestError
 from ..models import Model
+from ..sampling.bounds import start_deep
 from .engine import Engine
 from .log import LOG, report
 from .request import Event, Handle, Request
@@ -74,7 +75,7 @@ class Room:
 
     def start(self) -> None:
         self._thread = Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        start_deep(self._thread)  # grammars are followed in it
 
     def submit(
         self, request: Request, *, client: str = "", listener: Callable[[Event], None] | None = None

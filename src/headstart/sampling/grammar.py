@@ -5,12 +5,13 @@ through drafts and come back: a constrained answer is the same for every k.
 """
 
 import json
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Literal, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import mlx.core as mx
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -18,13 +19,18 @@ from llguidance.hf import from_tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import HeadstartError, RequestError
+from .bounds import check_bounds, on_deep_stack
 
 A = TypeVar("A")
 T = TypeVar("T")
 
 MOST_KEPT = 64  # compiled grammars a tokenizer
-# Room for indentation, but no answer of nothing but blanks, which a model under a grammar is prone to.
-JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
+# Between the parts of JSON: a space, or a line break with its indentation. A model under a grammar is prone to answer
+# with nothing but white space where it may.
+JSON_OPTIONS: Any = {"whitespace_pattern": r"\x20|\x0D?\x0A[\x20\x09]{0,32}"}
+# llguidance's defaults, but for the states of a lexer, which take 1 to 2 kB each.
+LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
+MASK_SECONDS = 1.0  # of CPU time. Ordinary masks take a few milliseconds, and all sequences wait for each.
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,10 @@ class Matcher:
         return len(tokens)
 
     def _mask(self) -> bytes:
+        begun = time.thread_time()
         mask = bytearray(self._matcher.compute_bitmask()[: self._size])
+        if time.thread_time() - begun > MASK_SECONDS:
+            raise HeadstartError(f"grammar: finding the next tokens took more than {MASK_SECONDS:g} s: simplify it")
         if self._matcher.is_error():
             raise self._error()
         mask += bytes(self._size - len(mask))  # a model may know more ids than its tokenizer: none of them is text
@@ -138,26 +147,39 @@ class Compiler:
     def __init__(self, tokenizer: TokenizerWrapper):
         self._tokenizer: LLTokenizer = from_tokenizer(tokenizer._tokenizer, eos_token=sorted(tokenizer.eos_token_ids))
         self._lock = Lock()
-        self._grammars: OrderedDict[GrammarSpec, Grammar] = OrderedDict()  # least recently used first
+        # All that somebody holds, and the least recently used last ones, which are held here.
+        self._grammars: WeakValueDictionary[GrammarSpec, Grammar] = WeakValueDictionary()
+        self._recent: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
 
-    def compile(self, spec: GrammarSpec) -> Grammar:
+    def find(self, spec: GrammarSpec) -> "Grammar | None":
+        """Return the grammar if it has been compiled, and keep it for longer."""
         with self._lock:
             grammar = self._grammars.get(spec)
-        grammar = grammar or Grammar(self._start(spec))  # may take a second: nobody else waits for it
-        with self._lock:
-            self._grammars[spec] = grammar
-            self._grammars.move_to_end(spec)
-            if len(self._grammars) > MOST_KEPT:
-                self._grammars.popitem(last=False)
+            if grammar is not None:
+                self._keep(spec, grammar)
+        return grammar
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        grammar = self.find(spec)
+        if grammar is None:
+            check_bounds(spec.kind, spec.source)
+            grammar = Grammar(on_deep_stack(self._start, spec))  # may take a second: nobody else waits for it
+            with self._lock:
+                self._keep(spec, grammar)
         return grammar
 
     def spell(self, token: int) -> bytes:
         return self._tokenizer.decode_bytes([token]) if token < self._tokenizer.vocab_size else b""
 
+    def _keep(self, spec: GrammarSpec, grammar: Grammar) -> None:
+        self._grammars[spec] = self._recent[spec] = grammar
+        self._recent.move_to_end(spec)
+        if len(self._recent) > MOST_KEPT:
+            self._recent.popitem(last=False)
+
     def _start(self, spec: GrammarSpec) -> LLMatcher:
-        limits = LLParserLimits(verbose_errors=False)
         try:
-            start = LLMatcher(self._tokenizer, spec.for_llguidance(), log_level=0, limits=limits)
+            start = LLMatcher(self._tokenizer, spec.for_llguidance(), log_level=0, limits=LLParserLimits(**LIMITS))
         except ValueError as error:
             raise RequestError(f"grammar is no {spec.kind} that can be used: {error}") from error
         permitted = b"" if start.is_error() else start.compute_bitmask()
@@ -176,6 +198,11 @@ _lock = Lock()
 def compile_grammar(spec: GrammarSpec, tokenizer: TokenizerWrapper) -> Grammar:
     """Compiled now or remembered. Raises RequestError with llguidance's reason where the grammar is not one."""
     return _compiler(tokenizer).compile(spec)
+
+
+def find_grammar(spec: GrammarSpec, tokenizer: TokenizerWrapper) -> Grammar | None:
+    """Return the grammar if it has been compiled for this tokenizer. It can be found for as long as it is held."""
+    return _compiler(tokenizer).find(spec)
 
 
 def spell(token: int, tokenizer: TokenizerWrapper) -> bytes:
@@ -228,7 +255,9 @@ def _ask(matcher: Matcher | None, question: Callable[[Matcher, A], list[T]], giv
         return []
     try:
         return question(matcher, given)
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of llguidance's is no Exception
         matcher.failed = error if isinstance(error, HeadstartError) else HeadstartError(f"grammar: {error}")
         return []
 

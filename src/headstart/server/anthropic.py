@@ -17,9 +17,10 @@ from .chat import Chat, shape_of
 from .drafts import Drafts, depth
 from .errors import refuse
 from .openai import EFFORTS, OPENAI_PENALTIES
+from .prepare import Preparation
 from .prompt import Prompt
 from .served import Served
-from .shape import Json, Listed, Shape, Text
+from .shape import Json, Listed, Shape, Text, Tools
 
 # Claude Code begins its system prompt with a line for Anthropic's accounts that is never the same twice, and so no
 # prompt would be found in the prefix cache. It says nothing to a model, and is left out.
@@ -73,7 +74,7 @@ class CountRequest(Cached):
     model: Text | None = Field(None, description="By its id, folder or hub id; left out, the one that is served.")
     messages: Listed[Message] = Field(min_length=1)
     system: Text | Listed[TextBlock] | None = None
-    tools: Listed[Tool] | None = None
+    tools: Tools[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -91,9 +92,12 @@ class CountRequest(Cached):
         if self.tool_choice is not None and (self.tool_choice.type == "tool") == (self.tool_choice.name is None):
             refuse("tool_choice.name", "goes with the type 'tool', and only with that")
 
-    def read(self, served: Served) -> Prompt:
+    async def read(self, served: Served, work: Preparation) -> Prompt:
+        return await served.read_chat(await work.run(self._chat, served), work)
+
+    def _chat(self, served: Served) -> Chat:
         choice, output = self.tool_choice or ToolChoice(type="auto"), self.output_config or OutputConfig()
-        chat = Chat(
+        return Chat(
             self._for_template(),
             [tool.for_template() for tool in self.tools or ()],
             schema_field="input_schema",
@@ -106,7 +110,6 @@ class CountRequest(Cached):
             grammar=shape_of(output.format.schema_, "output_config.format") if output.format else None,
             grammar_field="output_config.format",
         )
-        return served.read_chat(chat)
 
     def ignored(self) -> list[str]:
         """And what was read otherwise than it was sent."""

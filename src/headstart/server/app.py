@@ -19,6 +19,7 @@ from .anthropic_errors import MessagesFailure
 from .anthropic_message import MessagesAnswer, TokenCount
 from .anthropic_reply import MessagesReply
 from .auth import KeyRequired, Keys
+from .body import bounded_route
 from .completion import Completion
 from .dashboard import add_dashboard
 from .desk import Desk
@@ -47,13 +48,16 @@ def create_app(
     change are kept in `settings_file`, if there is one."""
     keys, limits, metrics = keys or Keys(), limits or Limits(), Metrics(room)
     preferences, history = Preferences(room, settings_file), History(room, metrics.tally)
+    desk = Desk(room, served, keys, limits, metrics)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
         room.start()
+        desk.preparer.start()
         sampling = asyncio.create_task(history.keep())
         yield {"limits": limits}  # for connections: see connection.py
         sampling.cancel()
+        await desk.preparer.close()
 
     app = FastAPI(
         title="Headstart",
@@ -63,8 +67,9 @@ def create_app(
         redoc_url=None,
         responses={"4XX": {"model": Failure}, "5XX": {"model": Failure}},
     )
+    app.router.route_class = bounded_route(served.model.context_length)
     answer_errors(app)
-    add_routes(app, Desk(room, served, keys, limits, metrics), preferences, history)
+    add_routes(app, desk, preferences, history)
     add_dashboard(app)
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, limits=limits)

@@ -5,7 +5,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol, TypeVar
 
 from fastapi import Request as HTTPRequest
@@ -18,11 +17,11 @@ from ..errors import HeadstartError
 from .answer import Answer
 from .auth import Keys, client_of
 from .deadline import Deadline
-from .errors import Refusal, refusal, refuse
+from .errors import Refusal, refusal
 from .limits import Limits
 from .metrics import Meter, Metrics
+from .prepare import Preparation, Preparer, disconnected
 from .prompt import Prompt
-from .reader import Reader, disconnected
 from .served import Served
 
 OUTCOMES = {408: "timeout", 499: "cancelled"}  # of requests that were not read
@@ -36,7 +35,7 @@ class Prompting(Protocol):
     def check(self) -> None:
         """Refuse what cannot be honoured as a whole."""
 
-    def read(self, served: Served) -> Prompt: ...
+    async def read(self, served: Served, work: Preparation) -> Prompt: ...
 
 
 class Question(Prompting, Protocol):
@@ -70,10 +69,11 @@ class Desk:
     limits: Limits
     metrics: Metrics
     answers: dict[str, Answer] = field(default_factory=dict)  # under way, by id
-    reader: Reader = field(init=False)
+    preparer: Preparer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.reader = Reader(self.room.engine.queue.most)  # as many as may wait for the engine
+        context, most = self.served.model.context_length, self.room.engine.queue.most  # that may wait for the engine
+        self.preparer = Preparer(self.served.tokenizer, self.limits, context=context, most=most)
 
     async def reply(
         self, asked: Asked, http: HTTPRequest, shape: Callable[[Asked, Prompt, Served], Replying]
@@ -83,14 +83,18 @@ class Desk:
         self._check_open()
         meter = Meter(self.metrics, http.url.path, time.perf_counter())
         deadline = Deadline.after(self.limits.request_seconds)
+        client = client_of(http.scope, self.keys)
+
+        async def read(work: Preparation) -> tuple[Prompt, Request]:
+            return await self._read(asked, work)
+
         try:
-            prompt, request = await self.reader.read(partial(self._read, asked), http, deadline)
+            prompt, request = await self.preparer.prepare(read, http, client, deadline)
         except Refusal as refused:
             if refused.status_code in OUTCOMES:
                 meter.end(OUTCOMES[refused.status_code])
             raise
         reply = shape(asked, prompt, self.served)
-        client = client_of(http.scope, self.keys)
         try:
             answer = Answer(self.room, request, client=client, deadline=deadline, meter=meter)
         except HeadstartError as error:
@@ -116,7 +120,12 @@ class Desk:
         asked.check()
         self.served.check_name(asked.model)
         deadline = Deadline.after(self.limits.request_seconds)
-        prompt = await self.reader.read(partial(asked.read, self.served), http, deadline)
+        client = client_of(http.scope, self.keys)
+
+        async def read(work: Preparation) -> Prompt:
+            return await asked.read(self.served, work)
+
+        prompt = await self.preparer.prepare(read, http, client, deadline, counting=True)
         return len(prompt.tokens)
 
     def cancel(self, id: str, http: HTTPRequest) -> None:
@@ -131,17 +140,11 @@ class Desk:
             why = "it is shutting down" if self.room.closing else self.room.problem or "its engine does not run"
             raise Refusal(503, f"this server takes no more requests: {why}", code="unavailable")
 
-    def _read(self, asked: Question) -> tuple[Prompt, Request]:
-        prompt = asked.read(self.served)
-        context, length = self.served.model.context_length, len(prompt.tokens)
-        most = min(context - 1, self.limits.prompt_tokens or context)
-        if length > most:
-            # In Anthropic's words, by which Claude Code knows that it must summarise.
-            message = f"prompt is too long: {length} tokens > {most} maximum: shorten it"
-            refuse(prompt.param, message, "context_length_exceeded")
-        request = asked.request(prompt, context)
+    async def _read(self, asked: Question, work: Preparation) -> tuple[Prompt, Request]:
+        prompt = await asked.read(self.served, work)
+        request = await work.run(asked.request, prompt, self.served.model.context_length)
         if request.params.logprobs:
-            self.served.spell(0)  # takes a while once, and here nobody waits
+            await work.run(self.served.spell, 0)  # takes a while once, and here nobody waits
         return prompt, request
 
 

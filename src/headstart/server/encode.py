@@ -9,11 +9,10 @@ tokens and without the marks. A conversation that needs no mark is encoded in on
 This module imports only `tokenizers`, so that a worker process can use it.
 """
 
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from secrets import randbelow
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -29,18 +28,20 @@ KEYWORDS = frozenset({
 
 Conversation = tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None, Mapping[str, Any]]
 Render = Callable[..., str]  # (messages, tools, options) -> the text of the prompt
+MarkedText = tuple[str, str]  # a text, and the mark that breaks what must not become a control token; "" for none
+# chat: rendered, as `render` returned it with its mark; text: added tokens in it are parsed; literal: they are not.
+Kind = Literal["chat", "text", "literal"]
 
 
 @dataclass(frozen=True)
 class Breaker:
     """Marks strings so that no added token is found in them, nor arises from them and what is put around them."""
 
-    pattern: re.Pattern[str]
-    starts: re.Pattern[str]  # also of tokens that overlap another
+    texts: tuple[str, ...]
     prefixes: frozenset[str]
     suffixes: frozenset[str]
     middles: frozenset[str]  # what a template may have put between brackets: `'<' ~ key ~ '>'`
-    ends: re.Pattern[str]  # a character that a token begins or ends with: most strings have none
+    ends: frozenset[str]  # characters that a token begins or ends with: most strings have none
     longest: int
     fold: Callable[[str], str] | None  # normalise, where tokens are looked for in normalised text
 
@@ -48,23 +49,21 @@ class Breaker:
     def of(cls, tokens: Collection[str], fold: Callable[[str], str] | None) -> "Breaker":
         folded = {fold(token) for token in tokens} if fold is not None else set()
         texts = sorted({*tokens, *folded}, key=len, reverse=True)
-        either = "|".join(map(re.escape, texts)) or r"(?!)"
         cuts = [(text, i) for text in texts for i in range(1, len(text))]
         spans = [(text, i, j) for text, i in cuts for j in range(i + 1, len(text))]
         return cls(
-            re.compile(either),
-            re.compile(f"(?={either})"),
+            tuple(texts),
             frozenset(text[:i] for text, i in cuts),
             frozenset(text[i:] for text, i in cuts),
             frozenset(text[i:j] for text, i, j in spans if _is_punctuation(text[:i] + text[j:])),
-            re.compile("|".join({re.escape(end) for text in texts for end in (text[0], text[-1])}) or r"(?!)"),
+            frozenset(end for text in texts for end in (text[0], text[-1])),
             max(map(len, texts), default=0),
             fold,
         )
 
     def mark(self, text: str, mark: str, *, middles: bool = True) -> str:
         """Return `text` with `mark` at every place where it must be broken."""
-        if self.fold is None and text not in self.middles and not self.ends.search(text):
+        if self.fold is None and text not in self.middles and not any(end in text for end in self.ends):
             return text
         places = sorted(self._places(text, middles=middles))
         if not places:
@@ -89,10 +88,9 @@ class Breaker:
         return value
 
     def _places(self, text: str, *, middles: bool) -> set[int]:
-        places: set[int] = set()
-        if self.pattern.search(text):
-            places = {found.start() + 1 for found in self.starts.finditer(text)}
-        elif self.fold is not None and self.pattern.search(self.fold(text)):
+        # Plain searches: a pattern with all tokens holds up every thread while it looks through megabytes.
+        places = {start + 1 for token in self.texts for start in _find_all(text, token)}
+        if not places and self.fold is not None and any(token in self.fold(text) for token in self.texts):
             places = set(range(1, len(text)))  # it arises from other characters, and where from is not known
         # What the template, or another string, puts before or after may complete a token.
         lengths = range(1, min(len(text), self.longest) + 1)
@@ -137,7 +135,7 @@ class Encoder:
             {each: id for id, token in added.items() if (each := splitter.token_to_id(token.content)) is not None},
         )
 
-    def render(self, render: Render, conversation: Conversation, *, splits_thoughts: bool = False) -> tuple[str, str]:
+    def render(self, render: Render, conversation: Conversation, *, splits_thoughts: bool = False) -> MarkedText:
         """Return the text of a prompt, and the mark that is in it: none where no string needed one.
 
         `splits_thoughts`: as the function of that name says of the template.
@@ -156,17 +154,26 @@ class Encoder:
             return text, ""
         if mark in text:
             return self.render(render, conversation, splits_thoughts=splits_thoughts)
-        broken = render(*marked)
-        if self._segments(text) == [(piece.replace(mark, ""), token) for piece, token in self._segments(broken)]:
-            return text, ""
-        return broken, mark
+        return render(*marked), mark
+
+    def tokens(self, text: str, kind: Kind, mark: str = "") -> list[int]:
+        """Return the tokens of a text of any kind."""
+        match kind:
+            case "chat":
+                return self.encode(text, mark)
+            case "text":
+                return _ids(self.tokenizer, text, framed=True)
+            case "literal":
+                return self.encode_text(text)
 
     def encode(self, text: str, mark: str = "") -> list[int]:
         """Return the tokens of a text. With a `mark`, whatever it breaks is text, and it is left out."""
-        if not mark:
-            return _ids(self.tokenizer, text)
+        plain = text.replace(mark, "") if mark else text
+        segments = self._segments(text) if mark else []
+        if not mark or self._segments(plain) == [(piece.replace(mark, ""), token) for piece, token in segments]:
+            return _ids(self.tokenizer, plain)
         ids: list[int] = []
-        for i, (piece, token) in enumerate(self._segments(text)):
+        for i, (piece, token) in enumerate(segments):
             ids += self._text(piece.split(mark), begins=i == 0) if token is None else [token]
         return ids
 
@@ -217,8 +224,8 @@ def _with_thought(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "reasoning_content": thought.removeprefix(THINK).strip("\n"), "content": rest.lstrip("\n")}
 
 
-def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)  # without offsets: a quarter faster
+def _ids(tokenizer: Tokenizer, text: str, *, framed: bool = False) -> list[int]:
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=framed)  # without offsets: a quarter faster
     return list(encoding.ids)
 
 
@@ -239,6 +246,14 @@ def _inside(pre_tokenizer: Any) -> Any:
     if isinstance(pre_tokenizer, Metaspace) and pre_tokenizer.prepend_scheme == "first":
         return Metaspace(pre_tokenizer.replacement, "never", pre_tokenizer.split)
     return pre_tokenizer
+
+
+def _find_all(text: str, token: str) -> Iterator[int]:
+    """Yield every place of `token` in `text`, overlapping ones too."""
+    start = text.find(token)
+    while start >= 0:
+        yield start
+        start = text.find(token, start + 1)
 
 
 def _new_mark() -> str:

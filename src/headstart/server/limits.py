@@ -16,6 +16,8 @@ class Limits:
     request_seconds: float = 600.0  # from the door to the last token
     stall_seconds: float = 60.0  # that a client may leave an answer unread
     body_seconds: float = 60.0  # that a client may take to send its body
+    prepare_seconds: float = 30.0  # that a prompt may take to be made into tokens and grammars
+    grammar_seconds: float = 5.0  # of CPU time that a new grammar may take to be tried
 
 
 class BodyLimit:

@@ -15,9 +15,10 @@ from .chat import Chat, shape_of
 from .drafts import Drafts, depth
 from .errors import refuse
 from .openai_chat import Message, NamedTool, Tool
+from .prepare import Preparation
 from .prompt import Prompt
 from .served import Served
-from .shape import Json, Listed, Shape, Text
+from .shape import Json, Listed, Shape, Text, Tools
 
 # Known, and harmless only at these values.
 NOT_HONOURED: dict[str, tuple[Any, ...]] = {
@@ -153,7 +154,7 @@ class Asked(Shape):
             refuse(field, f"{' and '.join(found)} cannot both hold: leave out one of them")
         return next(((spec, field) for field, spec in found.items()), (None, "response_format"))
 
-    def read(self, served: Served) -> Prompt:
+    async def read(self, served: Served, work: Preparation) -> Prompt:
         raise NotImplementedError
 
     def most_tokens(self, left: int) -> int:
@@ -188,7 +189,7 @@ class ChatRequest(Asked):
     max_completion_tokens: int | None = Field(None, description="The same as max_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Listed[Tool] | None = None
+    tools: Tools[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = Field(None, description="False: at most one call where one must come.")
     enable_thinking: bool | None = None
@@ -219,14 +220,17 @@ class ChatRequest(Asked):
             refuse("top_logprobs", "only with logprobs: true")
         return self.top_logprobs or 0 if self.logprobs else None
 
-    def read(self, served: Served) -> Prompt:
+    async def read(self, served: Served, work: Preparation) -> Prompt:
+        return await served.read_chat(await work.run(self._chat), work)
+
+    def _chat(self) -> Chat:
         grammar, grammar_field = self.constraint()
         thinking, thinking_field = self._thinking()
         choice = self.tool_choice or "auto"
         template = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             template.setdefault("reasoning_effort", self.reasoning_effort)
-        chat = Chat(
+        return Chat(
             [message.for_template() for message in self.messages],
             [tool.for_template() for tool in self.tools or ()],
             tool_choice=choice if isinstance(choice, str) else "auto",
@@ -239,7 +243,6 @@ class ChatRequest(Asked):
             grammar=grammar,
             grammar_field=grammar_field,
         )
-        return served.read_chat(chat)
 
     def _thinking(self) -> tuple[bool | None, str]:
         """Whether to think, and the field that says so. There are three, which must agree."""
@@ -289,9 +292,9 @@ class CompletionRequest(Asked):
             refuse("logprobs", f"is {self.logprobs}; it must be a whole number from 0 to {MAX_TOP_LOGPROBS}")
         return self.logprobs
 
-    def read(self, served: Served) -> Prompt:
+    async def read(self, served: Served, work: Preparation) -> Prompt:
         parse_special = self.parse_special is not False
-        return served.read_text(self.prompt, *self.constraint(), parse_special=parse_special)
+        return await served.read_text(self.prompt, *self.constraint(), work, parse_special=parse_special)
 
 
 def _token_id(token: str) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..sampling import GrammarSpec
+from ..sampling.grammar import Grammar
 from .markup import Reader, Tools
 
 
@@ -17,6 +18,7 @@ class Prompt:
     tools: Tools = field(default_factory=dict)  # that may be called
     calls_in_thoughts: bool = True
     grammar: GrammarSpec | None = None
+    compiled: Grammar | None = None  # held, so that the engine finds it
     bias: Mapping[int, float] = field(default_factory=dict)  # against calls where none may come
     sampling: Mapping[str, Any] = field(default_factory=dict)  # what the makers recommend where nothing was asked
     ignored: tuple[str, ...] = ()  # what was read otherwise than it was sent

@@ -14,13 +14,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..cards import Card
 from ..checkpoint import Layout
 from ..checkpoint.identity import hub_id
-from ..errors import RequestError
 from ..models import Model
-from ..sampling import GrammarSpec, compile_grammar, spell
+from ..sampling import GrammarSpec, spell
 from .chat import Chat
-from .encode import Encoder, splits_thoughts
+from .encode import Encoder, MarkedText, splits_thoughts
 from .errors import Refusal
 from .markup import CALL, Dialect, think_first, thought_in
+from .prepare import Preparation, TooHard
 from .prompt import Prompt
 from .system import Messages, has_several, takes_several, with_one
 
@@ -91,23 +91,20 @@ class Served:
         chosen = (first or second) if thinking else (second or first)
         return chosen.model_dump(exclude_none=True) if chosen else {}
 
-    def read_chat(self, chat: Chat) -> Prompt:
+    async def read_chat(self, chat: Chat, work: Preparation) -> Prompt:
         """The tokens of a conversation, and what may be said to it."""
         dialect = self.dialect
-        chat.check(dialect)
-        self._check_template(chat)
-        messages, reworded = chat.messages, False
-        if has_several(messages) and not self._takes_several_systems:
-            messages, reworded = with_one(messages)
-        tokens = self._through_template(messages, chat)
+        work.check_characters(sum(len(message["content"]) for message in chat.messages), "messages")
+        (text, mark), reworded = await work.run(self._render, chat, work.preparer.encoder)
+        tokens = await work.encode(text, "messages", kind="chat", mark=mark)
         thought = thought_in(tokens, self.tokenizer)
-        self.check_grammar(chat.grammar, chat.grammar_field)
-        answer = chat.answer_grammar(dialect)
-        self._check_calls(answer, chat)
+        await work.grammar(chat.grammar, chat.grammar_field)
+        answer = await work.run(chat.answer_grammar, dialect)
+        await self._check_calls(answer, chat, work)
         # Where a grammar has calls come after the thought, one inside it would be one too many.
         calls_in_thoughts = answer is None or not chat.callable
         grammar = think_first(answer, dialect, thought, budget=chat.budget, calls=calls_in_thoughts)
-        self.check_grammar(grammar, "thinking_budget")
+        compiled = await work.grammar(grammar, "thinking_budget")
         no_calls = chat.tool_choice == "none" and CALL in dialect.ids
         return Prompt(
             tokens,
@@ -116,38 +113,43 @@ class Served:
             tools=chat.callable,
             calls_in_thoughts=calls_in_thoughts,
             grammar=grammar,
+            compiled=compiled,
             bias={dialect.ids[CALL]: -100.0} if no_calls else {},
             sampling=self.sampling(thinking=dialect.thinks and thought != "over"),
             ignored=("messages[].role: system",) if reworded else (),
         )
 
-    def read_text(
-        self, prompt: PromptText, grammar: GrammarSpec | None, field: str, *, parse_special: bool = True
+    async def read_text(
+        self, prompt: PromptText, grammar: GrammarSpec | None, field: str, work: Preparation, *, parse_special: bool
     ) -> Prompt:
         """The tokens of a text that is to go on, as `grammar` says, which came in `field`."""
-        self.check_grammar(grammar, field)
-        tokens, text = self._tokens(prompt, parse_special=parse_special)
-        return Prompt(tokens, "prompt", text=text, grammar=grammar, sampling=self.sampling(thinking=False))
+        tokens, text = await self._tokens(prompt, work, parse_special=parse_special)
+        compiled = await work.grammar(grammar, field)
+        sampling = self.sampling(thinking=False)
+        return Prompt(tokens, "prompt", text=text, grammar=grammar, compiled=compiled, sampling=sampling)
 
     def spell(self, token: int) -> bytes:
         return spell(token, self.tokenizer)
 
-    def check_grammar(self, grammar: GrammarSpec | None, field: str) -> None:
-        """Compile it here, where nobody waits, and refuse what cannot be by the name that the client gave it."""
+    async def _check_calls(self, answer: GrammarSpec | None, chat: Chat, work: Preparation) -> None:
+        """Compile the grammar of calls, and find the tool whose schema cannot be kept to."""
         try:
-            if grammar is not None:
-                compile_grammar(grammar, self.tokenizer)
-        except RequestError as error:
-            raise Refusal(400, f"{field}: {error}", param=field, code="invalid_value") from error
-
-    def _check_calls(self, answer: GrammarSpec | None, chat: Chat) -> None:
-        """And find the tool whose schema cannot be kept to."""
-        try:
-            self.check_grammar(answer, "tools")
-        except Refusal:
+            await work.grammar(answer, "tools")
+        except Refusal as refused:
+            if isinstance(refused.__cause__, TooHard):  # all together: no one of them is to blame
+                raise
             for grammar, field in chat.call_grammars(self.dialect):
-                self.check_grammar(grammar, field)
+                await work.grammar(grammar, field)
             raise
+
+    def _render(self, chat: Chat, encoder: Encoder) -> tuple[MarkedText, bool]:
+        """Return a conversation as text, and whether a message had to be reworded."""
+        chat.check(self.dialect)
+        self._check_template(chat)
+        messages, reworded = chat.messages, False
+        if has_several(messages) and not self._takes_several_systems:
+            messages, reworded = with_one(messages)
+        return self._through_template(messages, chat, encoder), reworded
 
     @cached_property
     def _takes_several_systems(self) -> bool:
@@ -162,43 +164,40 @@ class Served:
             message = f"chat_template_kwargs: {', '.join(taken)}: not for clients to set: leave it out"
             raise Refusal(400, message, param="chat_template_kwargs", code="invalid_value")
 
-    def _through_template(self, messages: Messages, chat: Chat) -> list[int]:
+    def _through_template(self, messages: Messages, chat: Chat, encoder: Encoder) -> MarkedText:
         # None is neither yes nor no, so that the template's own default holds. mlx-lm would say yes.
         options = {"enable_thinking": chat.thinking, **chat.template}
         conversation = (messages, chat.tools if chat.callable else None, options)
         try:
-            text, mark = self._encoder.render(self._render, conversation, splits_thoughts=self._splits_thoughts)
+            return encoder.render(self._apply_template, conversation, splits_thoughts=self._splits_thoughts)
         except (TemplateError, TypeError, ValueError) as error:  # whatever a template makes of what it gets
             message = f"messages: the model's chat template refuses them: {error}"
             raise Refusal(400, message, param="messages", code="invalid_value") from error
-        return self._encoder.encode(text, mark)
 
-    def _render(self, messages: Messages, tools: Messages | None, options: Mapping[str, Any]) -> str:
+    def _apply_template(self, messages: Messages, tools: Messages | None, options: Mapping[str, Any]) -> str:
         tools = list(tools) if tools is not None else None
         template = self.tokenizer.apply_chat_template
         return str(template(list(messages), tools=tools, add_generation_prompt=True, tokenize=False, **options))
 
     @cached_property
-    def _encoder(self) -> Encoder:
-        return Encoder.of(self.tokenizer._tokenizer.backend_tokenizer)
-
-    @cached_property
     def _splits_thoughts(self) -> bool:
         try:
-            return splits_thoughts(self._render)
+            return splits_thoughts(self._apply_template)
         except TemplateError:
             return False
 
-    def _tokens(self, prompt: PromptText, *, parse_special: bool) -> tuple[list[int], str]:
+    async def _tokens(self, prompt: PromptText, work: Preparation, *, parse_special: bool) -> tuple[list[int], str]:
         """And the text."""
         match prompt:
             case str(text) | [str(text)]:
-                return list(self.tokenizer.encode(text)) if parse_special else self._encoder.encode_text(text), text
+                return await work.encode(text, "prompt", kind="text" if parse_special else "literal"), text
             case [[*ids]] | ([int(), *_] as ids):
                 tokens = [token for token in ids if isinstance(token, int)]
+                work.check_tokens(tokens, "prompt")
                 known = range(self.model.vocabulary)
-                fitting = tokens[: self.model.context_length]  # more are refused, and need not be spelt out for that
-                return tokens, str(self.tokenizer.decode([token for token in fitting if token in known]))
+                return tokens, str(
+                    await work.run(self.tokenizer.decode, [token for token in tokens if token in known])
+                )
             case [_, *_]:
                 raise Refusal(400, "prompt: one at a time: send the others alone", param="prompt", code="unsupported")
         raise Refusal(400, "prompt is empty: give at least one token", param="prompt", code="invalid_value")

@@ -8,10 +8,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from .markup import too_deep
 
-MOST = 2**14  # of messages, parts, tools
+MOST = 2**14  # of messages, and of parts of a message
+MOST_TOOLS = 512  # the grammar of a call of any of them takes a second
 Element = TypeVar("Element")
 # Bodies hold millions of elements. The first that is wrong is told of, since to tell of all holds everyone up.
 Listed = Annotated[list[Element], Field(max_length=MOST, fail_fast=True)]
+Tools = Annotated[list[Element], Field(max_length=MOST_TOOLS, fail_fast=True)]
 
 
 class Shape(BaseModel):

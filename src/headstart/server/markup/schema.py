@@ -6,6 +6,7 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
+from ...sampling.bounds import referred
 from .value import ANY, DEEPEST, TEXT, type_of
 
 Schema = Mapping[str, Any]
@@ -52,7 +53,7 @@ def permitted(schema: Any, root: Schema, known: dict[str, Permitted] | None = No
     if isinstance(place := schema.get("$ref"), str):
         if place not in references:
             references[place] = Permitted()  # while it is looked up: what refers to itself says no more by that
-            references[place] = within(_at(place, root))
+            references[place] = within(referred(place, root))
         found &= references[place]
     names = schema.get("type")
     if named := ANY.intersection([names] if isinstance(names, str) else names or ()):
@@ -95,11 +96,3 @@ def flaw(schema: Any, place: str = "") -> str | None:
 
 def _is_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
-def _at(place: str, root: Schema) -> Any:
-    """What `#/$defs/Name` stands for."""
-    found: Any = root
-    for step in place.removeprefix("#").split("/")[1:]:
-        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return found

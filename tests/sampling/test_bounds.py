@@ -1,0 +1,90 @@
+"""Grammars that are too large or too deep are refused before llguidance sees them, which would end the process."""
+
+import json
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from headstart.errors import RequestError
+from headstart.sampling.bounds import (
+    MOST_BYTES,
+    MOST_LEVELS,
+    MOST_NODES,
+    MOST_RULES,
+    check_bounds,
+    count_nodes,
+    on_deep_stack,
+    resolved_depth,
+)
+
+
+def chain(links: int) -> dict[str, Any]:
+    names = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(links)}
+    return {"$defs": {**names, f"d{links}": {"type": "integer"}}, "$ref": "#/$defs/d0"}
+
+
+LOOP = {"$defs": {"tree": {"anyOf": [{"$ref": "#/$defs/tree"}, {"type": "null"}]}}, "$ref": "#/$defs/tree"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "nodes", "depth"),
+    [
+        (True, 1, 1),
+        ({"type": "object"}, 2, 2),
+        ({"properties": {"a": {"type": "string"}}}, 4, 4),
+        (chain(50), 105, 53),
+        (LOOP, 9, 5),
+        ({"$ref": "https://example.org/other"}, 2, 2),
+        ({"$ref": "#/nothing/here", "x": [1, 2]}, 5, 3),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_nodes_and_depth(schema: Any, nodes: int, depth: int) -> None:
+    assert (count_nodes(schema), resolved_depth(schema)) == (nodes, depth)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "problem"),
+    [
+        ("json_schema", json.dumps(chain(MOST_LEVELS)), "levels"),
+        ("json_schema", json.dumps({"enum": list(range(MOST_NODES))}), "values"),
+        ("json_schema", "{", "no JSON Schema"),
+        ("lark", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(MOST_RULES)), "rules"),
+        ("lark", "start: " + "a" * MOST_BYTES, "bytes"),
+        ("regex", "é" * (MOST_BYTES // 2 + 1), "bytes"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_what_is_too_large_is_refused(kind: str, source: str, problem: str) -> None:
+    with pytest.raises(RequestError, match=f"^grammar .*{problem}"):
+        check_bounds(kind, source)
+
+
+def test_what_fits_is_not() -> None:
+    check_bounds("json_schema", json.dumps(chain(MOST_LEVELS // 2)))
+    check_bounds("regex", "a" * MOST_BYTES)
+    check_bounds("lark", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(MOST_RULES - 1)))
+
+
+LARGEST = f"""
+from headstart.checkpoint import load_tokenizer, resolve
+from headstart.sampling import GrammarSpec, compile_grammar
+rules = "".join(f'r{{i}}: "a" r{{i + 1}} | "b"\\n' for i in range({MOST_RULES - 2}))
+compile_grammar(GrammarSpec("lark", f'start: r0\\n{{rules}}r{MOST_RULES - 2}: "z"'), load_tokenizer(resolve(None)))
+"""
+
+
+def test_the_longest_chain_of_rules_is_compiled_on_a_deep_stack() -> None:
+    """In a process of its own: on an ordinary stack it ends the process."""
+    result = subprocess.run([sys.executable, "-c", LARGEST], check=False)
+    assert result.returncode == 0
+
+
+def test_a_deep_stack_hands_on_what_comes_of_it() -> None:
+    assert on_deep_stack(divmod, 7, 3) == (2, 1)
+    with pytest.raises(ZeroDivisionError):
+        on_deep_stack(divmod, 7, 0)
+    assert threading.stack_size() == 0, "of other threads"

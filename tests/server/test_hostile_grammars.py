@@ -1,0 +1,49 @@
+"""Grammars that a client made up to end or block the server."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from attacks import CHAT, GRAMMARS, TEXT, Case, chain, lark, rules, shaped, wide
+from hostile import Target, target
+
+ACCEPTED = [  # as deep as is allowed: compiled, and followed in the engine's thread
+    Case("references", CHAT, shaped(chain(300)), 200, None),
+    Case("bare references", CHAT, shaped(chain(900, bare=True)), 200, None),
+    Case("references within a Lark grammar", TEXT, lark(f"start: %json {json.dumps(chain(4_000))}"), 200, None),
+    Case("rules", TEXT, lark(rules(4_000)), 200, None),
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Target]:
+    with target() as here:
+        yield here
+
+
+@pytest.mark.parametrize("case", GRAMMARS, ids=lambda case: case.name)
+def test_it_is_refused_while_others_are_served(server: Target, case: Case) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        refused = pool.submit(server.check, case)
+        server.assert_serving()
+        refused.result()
+
+
+@pytest.mark.parametrize("case", ACCEPTED, ids=lambda case: case.name)
+def test_the_deepest_that_is_allowed_works(server: Target, case: Case) -> None:
+    with server.http() as http:
+        response = case.send(http)
+    assert response.status_code == case.status, response.text[:500]
+    server.assert_serving()
+
+
+def test_many_at_a_time_keep_nobody_waiting(server: Target) -> None:
+    hard = [Case("hard", CHAT, shaped(wide(4_000 + i)), 400, "invalid_value") for i in range(8)]
+    with ThreadPoolExecutor(len(hard)) as pool, server.http(timeout=600) as http:
+        pending = [pool.submit(case.send, http) for case in hard]
+        for _ in range(3):
+            server.assert_serving()
+        assert not all(each.done() for each in pending), "they were over before the small ones"
+        assert {each.result().status_code for each in pending} <= {400, 408}
+    server.assert_serving()

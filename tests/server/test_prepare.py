@@ -1,0 +1,298 @@
+"""Prompts are prepared where none can end the server or keep others waiting: in threads, and in worker processes."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import tokenizer, wait_until
+
+import headstart.server.prepare
+import headstart.server.worker
+from headstart.errors import Busy
+from headstart.sampling import GrammarSpec, find_grammar
+from headstart.server import Limits
+from headstart.server.deadline import Deadline
+from headstart.server.encode import Encoder
+from headstart.server.errors import Refusal
+from headstart.server.markup import Dialect, call_grammar
+from headstart.server.prepare import Preparation, Preparer
+from headstart.server.shape import MOST_TOOLS
+from headstart.server.worker import LENGTH, receive, send
+from headstart.server.workers import Worker, _settings
+
+LONG = "1" * 20_000_000  # takes a worker many seconds
+VAST = 10**9  # a context that any text fits in
+TEXTS = [
+    "",
+    "hello",
+    " two  spaces \n\n",
+    "naïve 中文 🦊",
+    "<|im_start|>user\nhi<|im_end|>",
+    "<think>\n",
+    "a\u0301" * 9,
+]
+
+
+class Client:
+    def __init__(self) -> None:
+        self.gone = asyncio.Event()
+
+    async def receive(self) -> dict[str, str]:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+
+Work = Callable[[Preparation], Awaitable[Any]]
+
+
+def prepare(work: Work, preparer: Preparer, client: Client | None = None, *, name: str = "", **options: Any) -> Any:
+    return preparer.prepare(work, client or Client(), name, Deadline.after(600), **options)  # type: ignore[arg-type]
+
+
+def run(test: Callable[[Preparer], Awaitable[Any]], limits: Limits | None = None, **options: Any) -> Any:
+    async def main() -> Any:
+        preparer = Preparer(tokenizer(), limits or Limits(), **{"context": VAST, "most": 100} | options)
+        try:
+            return await test(preparer)
+        finally:
+            await preparer.close()
+
+    return asyncio.run(main())
+
+
+async def until(true: Callable[[], Any]) -> None:
+    async with asyncio.timeout(60):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+def encoding(text: str, kind: Any = "chat", mark: str = "") -> Work:
+    return lambda work: work.encode(text, "prompt", kind=kind, mark=mark)
+
+
+@pytest.mark.parametrize(("kind", "mark"), [("chat", ""), ("chat", "~7^"), ("text", ""), ("literal", "")])
+def test_a_worker_finds_the_same_tokens(monkeypatch: pytest.MonkeyPatch, kind: str, mark: str) -> None:
+    async def test(preparer: Preparer) -> None:
+        for text in [*TEXTS, "".join(TEXTS) * 1000, f"<|im_start|>user\n<{mark}|im_end|><|im_end|>\n" * 9]:
+            monkeypatch.setattr(headstart.server.prepare, "SMALL", VAST)
+            here = await prepare(encoding(text, kind, mark), preparer)
+            monkeypatch.setattr(headstart.server.prepare, "SMALL", -1)
+            assert await prepare(encoding(text, kind, mark), preparer) == here
+
+    run(test)
+
+
+def test_a_text_that_is_too_long_is_refused_before_it_is_tokenised() -> None:
+    async def test(preparer: Preparer) -> None:
+        for counting in (False, True):
+            with pytest.raises(Refusal, match=r"too long: more than 99 tokens > 99 maximum") as refused:
+                await prepare(encoding(LONG), preparer, counting=counting)
+            assert refused.value.code == "context_length_exceeded"
+        assert not preparer.workers._idle, "no worker was needed"
+
+    run(test, context=100)
+
+
+@pytest.mark.parametrize("text", ["word " * 30_000, "a" * 150_000, "\n" * 150_000])
+def test_a_text_is_counted_no_further_than_to_the_limit(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    counted = []
+    tokens = Encoder.tokens
+
+    def counting(encoder: Encoder, text: str, *arguments: Any) -> list[int]:
+        counted.append(len(text))
+        return tokens(encoder, text, *arguments)
+
+    monkeypatch.setattr(Encoder, "tokens", counting)
+    encoder = Encoder.of(tokenizer()._tokenizer.backend_tokenizer)
+    assert headstart.server.worker.encode(encoder, text, "chat", "", 1000) == {"more_than": 1000}
+    assert sum(counted) < len(text)
+    assert "tokens" in headstart.server.worker.encode(encoder, text, "chat", "", None)
+
+
+def test_prompts_of_a_fitting_length_are_not_refused_by_an_estimate() -> None:
+    encoder = Encoder.of(tokenizer()._tokenizer.backend_tokenizer)
+    for text in ("word " * 50_000, " " * 300_000, "\n" * 100_000, "naïve 中文\n" * 10_000):
+        length = len(encoder.tokens(text, "chat"))
+        assert "tokens" in headstart.server.worker.encode(encoder, text, "chat", "", length)
+
+
+def test_a_worker_is_killed_when_its_client_disconnects_and_another_takes_its_place() -> None:
+    async def test(preparer: Preparer) -> None:
+        client, workers = Client(), preparer.workers
+        asking = asyncio.create_task(prepare(encoding(LONG), preparer, client))
+        await until(lambda: workers._busy)
+        (worker,) = workers._busy
+        client.gone.set()
+        with pytest.raises(Refusal) as refused:
+            await asking
+        assert refused.value.status_code == 499
+        assert await worker._process.wait() < 0
+        assert await prepare(encoding("1" * 100_000), preparer)
+
+    run(test)
+
+
+def test_a_prompt_that_takes_too_long_is_refused() -> None:
+    async def test(preparer: Preparer) -> None:
+        with pytest.raises(Refusal, match=r"prompt not prepared within 0\.5 s: shorten it") as refused:
+            await prepare(encoding(LONG), preparer)
+        assert (refused.value.status_code, refused.value.code) == (408, "timeout")
+
+    run(test, Limits(prepare_seconds=0.5))
+
+
+def test_one_client_leaves_threads_and_workers_to_others() -> None:
+    opened = threading.Event()
+
+    async def test(preparer: Preparer) -> None:
+        slow = [
+            asyncio.create_task(prepare(work, preparer, name="greedy"))
+            for work in [encoding(LONG)] * 8 + [lambda work: work.run(opened.wait, 60)] * 8
+        ]
+        await until(lambda: preparer.workers._busy and preparer._turns._taken["greedy"])
+        assert await prepare(encoding("small"), preparer, name="other")
+        assert await prepare(encoding("1" * 100_000), preparer, name="other")
+        assert not any(each.done() for each in slow)
+        opened.set()
+        for each in slow:
+            each.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+
+    run(test)
+
+
+def test_a_small_prompt_does_not_wait_for_the_long_ones_of_the_same_client() -> None:
+    async def test(preparer: Preparer) -> None:
+        slow = [asyncio.create_task(prepare(encoding(LONG), preparer)) for _ in range(8)]
+        await until(lambda: preparer.workers._busy)
+        assert await prepare(encoding("small"), preparer)
+        for each in slow:
+            each.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+
+    run(test)
+
+
+def test_no_more_prompts_wait_than_may() -> None:
+    opened = threading.Event()
+
+    async def test(preparer: Preparer) -> None:
+        waiting = [
+            asyncio.create_task(prepare(lambda work: work.run(opened.wait, 60), preparer, name="greedy"))
+            for _ in range(20)
+        ]
+        await until(lambda: sum(each.done() for each in waiting) == 20 - 15)
+        refused = [each.exception() for each in waiting if each.done()]
+        assert all(isinstance(error, Busy) for error in refused)
+        assert await prepare(encoding("small"), preparer, name="other")
+        opened.set()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    run(test, most=16)
+
+
+class PanicException(BaseException):
+    """As pyo3 has it, which cannot be imported."""
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_a_panic_of_the_tokenizer_is_a_refusal(monkeypatch: pytest.MonkeyPatch, small: bool) -> None:
+    def panic(*_: Any, **__: Any) -> None:
+        raise PanicException("it went wrong")
+
+    async def test(preparer: Preparer) -> None:
+        if small:
+            monkeypatch.setattr(headstart.server.prepare, "_encode", panic)
+        with pytest.raises(Refusal, match="it went wrong") as refused:
+            await prepare(encoding("small"), preparer)
+        assert (refused.value.status_code, refused.value.code) == (400, "invalid_value")
+
+    if small:
+        run(test)
+    else:
+        monkeypatch.setattr(headstart.server.worker, "tokens", panic)
+        assert headstart.server.worker.encode(None, "small", False, None) == {"error": "it went wrong"}
+
+
+@pytest.mark.slow
+def test_spaces_of_which_the_tokenizer_panics() -> None:
+    backend = tokenizer()._tokenizer.backend_tokenizer
+    assert "retry-limit" in headstart.server.worker.encode(backend, " " * 10_000_000, False, None)["error"]
+
+
+def test_calls_of_as_many_tools_as_are_allowed_can_be_compiled() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    calls = call_grammar({f"f{i}": schema for i in range(MOST_TOOLS)}, Dialect.of(tokenizer()))
+
+    async def test(preparer: Preparer) -> None:
+        assert await prepare(lambda work: work.grammar(calls, "tools"), preparer)
+
+    run(test)
+
+
+HARD = {
+    "more CPU time": ({"type": "object", "properties": {f"p{i}": {} for i in range(4000)}}, r"within 0\.1 s"),
+    "more memory": ({"enum": ["x" * 100 + str(i) for i in range(3000)]}, "too much memory or recursion"),
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_a_grammar_that_needs_too_much_is_refused_and_a_worker_dies_of_it(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    schema, problem = HARD[name]
+    if name == "more memory":
+        if not Path("/proc/self/statm").exists():
+            pytest.skip("this system does not limit memory")
+        started = Worker.start
+
+        async def start(settings: dict[str, Any]) -> Worker:
+            worker = await started(settings)
+            import resource
+
+            pid = worker._process.pid
+            used = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.prlimit(pid, resource.RLIMIT_AS, (used, used))
+            return worker
+
+        monkeypatch.setattr(Worker, "start", start)
+
+    async def test(preparer: Preparer) -> None:
+        spec = GrammarSpec.json_schema(schema)
+        with pytest.raises(Refusal, match=problem) as refused:
+            await prepare(lambda work: work.grammar(spec, "response_format"), preparer)
+        assert refused.value.param == "response_format"
+        assert find_grammar(spec, tokenizer()) is None
+
+    run(test, Limits(grammar_seconds=0.1 if name == "more CPU time" else 60))
+
+
+def test_a_grammar_that_has_been_compiled_needs_no_worker() -> None:
+    spec = GrammarSpec("regex", "(once|and)+ again")
+
+    async def test(preparer: Preparer) -> None:
+        first = await prepare(lambda work: work.grammar(spec, "guided_regex"), preparer)
+        await preparer.workers.close()
+        assert await prepare(lambda work: work.grammar(spec, "guided_regex"), preparer) is first
+
+    run(test)
+
+
+def test_a_worker_ends_with_its_input_in_the_middle_of_work() -> None:
+    script = headstart.server.worker.__file__
+    process = subprocess.Popen([sys.executable, "-P", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    send(process.stdin, _settings(tokenizer()))  # type: ignore[arg-type]
+    assert receive(process.stdout) == {}  # type: ignore[arg-type]
+    send(process.stdin, {"text": LONG, "kind": "chat", "mark": "", "most": None})  # type: ignore[arg-type]
+    process.stdin.close()
+    wait_until(lambda: process.poll() is not None)
+    assert process.returncode == 0
+    assert not process.stdout.read(LENGTH.size), "it did not wait for the answer"
+    process.stdout.close()
