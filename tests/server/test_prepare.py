@@ -200,29 +200,26 @@ class PanicException(BaseException):
     """As pyo3 has it, which cannot be imported."""
 
 
-@pytest.mark.parametrize("small", [False, True])
-def test_a_panic_of_the_tokenizer_is_a_refusal(monkeypatch: pytest.MonkeyPatch, small: bool) -> None:
+def test_a_panic_of_the_tokenizer_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     def panic(*_: Any, **__: Any) -> None:
         raise PanicException("it went wrong")
 
     async def test(preparer: Preparer) -> None:
-        if small:
-            monkeypatch.setattr(headstart.server.prepare, "_encode", panic)
         with pytest.raises(Refusal, match="it went wrong") as refused:
             await prepare(encoding("small"), preparer)
         assert (refused.value.status_code, refused.value.code) == (400, "invalid_value")
 
-    if small:
-        run(test)
-    else:
-        monkeypatch.setattr(headstart.server.worker, "tokens", panic)
-        assert headstart.server.worker.encode(None, "small", False, None) == {"error": "it went wrong"}
+    encoder = Encoder.of(tokenizer()._tokenizer.backend_tokenizer)
+    monkeypatch.setattr(Encoder, "tokens", panic)
+    run(test)
+    assert headstart.server.worker.encode(encoder, "small", "chat", "", None) == {"error": "it went wrong"}
 
 
 @pytest.mark.slow
 def test_spaces_of_which_the_tokenizer_panics() -> None:
-    backend = tokenizer()._tokenizer.backend_tokenizer
-    assert "retry-limit" in headstart.server.worker.encode(backend, " " * 10_000_000, False, None)["error"]
+    encoder = Encoder.of(tokenizer()._tokenizer.backend_tokenizer)
+    answer = headstart.server.worker.encode(encoder, " " * 10_000_000, "chat", "", None)
+    assert "retry-limit" in answer["error"]
 
 
 def test_calls_of_as_many_tools_as_are_allowed_can_be_compiled() -> None:
