@@ -1,6 +1,7 @@
 """The one model that a server has: its names, what its card says, and how it reads a prompt."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import signature
@@ -89,15 +90,15 @@ class Served:
         chosen = (first or second) if thinking else (second or first)
         return chosen.model_dump(exclude_none=True) if chosen else {}
 
-    async def read_chat(self, chat: Chat, work: Preparation) -> Prompt:
+    async def read_chat(self, make: Callable[[], Chat], work: Preparation) -> Prompt:
         """The tokens of a conversation, and what may be said to it."""
         dialect = self.dialect
-        work.check_characters(sum(len(message["content"]) for message in chat.messages), "messages")
-        text, reworded = await work.run(self._render, chat)
-        tokens = await work.encode(text, "messages", framed=False)
+        chat, text, reworded, tokens = await work.run(self._render, make, work)
+        if tokens is None:
+            tokens = await work.encode(text, "messages", framed=False)
         thought = thought_in(tokens, self.tokenizer)
         await work.grammar(chat.grammar, chat.grammar_field)
-        answer = await work.run(chat.answer_grammar, dialect)
+        answer = await work.run(chat.answer_grammar, dialect) if chat.tools else chat.grammar
         await self._check_calls(answer, chat, work)
         # Where a grammar has calls come after the thought, one inside it would be one too many.
         calls_in_thoughts = answer is None or not chat.callable
@@ -140,14 +141,18 @@ class Served:
                 await work.grammar(grammar, field)
             raise
 
-    def _render(self, chat: Chat) -> tuple[str, bool]:
-        """Return a conversation as text, and whether a message had to be reworded."""
+    def _render(self, make: Callable[[], Chat], work: Preparation) -> tuple[Chat, str, bool, list[int] | None]:
+        """Return a conversation, its text, whether a message had to be reworded, and its tokens if they are few."""
+        chat = make()
+        work.check_characters(sum(len(message["content"]) for message in chat.messages), "messages")
         chat.check(self.dialect)
         self._check_template(chat)
         messages, reworded = chat.messages, False
         if has_several(messages) and not self._takes_several_systems:
             messages, reworded = with_one(messages)
-        return self._through_template(messages, chat), reworded
+        text = self._through_template(messages, chat)
+        tokens = work.encode_here(text, "messages", framed=False) if work.is_small(text) else None
+        return chat, text, reworded, tokens
 
     @cached_property
     def _takes_several_systems(self) -> bool:
