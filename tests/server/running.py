@@ -1,5 +1,6 @@
 """A real server on a free port of this machine, with a tiny random model, the built-in tokenizer and real clients."""
 
+import asyncio
 import socket
 import tempfile
 import threading
@@ -24,6 +25,8 @@ from headstart.engine import Engine, Request, Room
 from headstart.models import Model
 from headstart.sampling import SamplingParams
 from headstart.server import Keys, Limits, Served, Server, bind, create_app
+from headstart.server.prepare import Preparation, Preparer
+from headstart.server.prompt import Prompt
 
 HUB_ID = "someone/tiny-random"
 CONTEXT = 4096
@@ -132,6 +135,19 @@ def wait_until(true: Callable[[], Any], seconds: float = 60) -> None:
     while not true():
         assert time.monotonic() < until, "it never came"
         time.sleep(0.01)
+
+
+def prepared(asked: Any, served: Served) -> Prompt:
+    """What the server makes of a body."""
+
+    async def main() -> Prompt:
+        preparer = Preparer(served.tokenizer, Limits(), context=served.model.context_length, most=None)
+        try:
+            return await asked.read(served, Preparation(preparer, client=""))
+        finally:
+            await preparer.close()
+
+    return asyncio.run(main())
 
 
 def chat_tokens(*said: str) -> list[int]:

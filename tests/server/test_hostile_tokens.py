@@ -11,12 +11,13 @@ import pytest
 from hostile import target
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from running import CONTEXT, Running, folder, tiny, tokenizer
+from running import CONTEXT, Running, folder, prepared, tiny, tokenizer
 from tokenizers import Tokenizer
 
 from headstart.checkpoint import read_layout
 from headstart.server import Served
 from headstart.server.anthropic import CountRequest, MessagesRequest
+from headstart.server.encode import Encoder
 from headstart.server.openai import ChatRequest, CompletionRequest
 
 BACKEND: Tokenizer = tokenizer()._tokenizer.backend_tokenizer
@@ -34,8 +35,13 @@ def served() -> Served:
     return Served.of(read_layout(folder(True, CONTEXT)), tiny(True, CONTEXT), tokenizer(), id="tiny")
 
 
+@cache
+def encoder() -> Encoder:
+    return Encoder.of(tokenizer()._tokenizer.backend_tokenizer)
+
+
 def ids(request: type[Any], body: Body) -> list[int]:
-    return list(request.model_validate(body).read(served()).tokens)
+    return list(prepared(request.model_validate(body), served()).tokens)
 
 
 def controls(tokens: list[int]) -> list[int]:
@@ -174,8 +180,8 @@ def rendered(messages: list[Body], tools: list[Body] | None, **options: Any) -> 
 
 
 def read(messages: list[Body], tools: list[Body] | None) -> list[int]:
-    encoder, options = served()._encoder, {"enable_thinking": None}
-    return encoder.encode(*encoder.render(served()._render, (messages, tools, options)))
+    options = {"enable_thinking": None}
+    return encoder().encode(*encoder().render(served()._apply_template, (messages, tools, options)))
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])

@@ -202,7 +202,9 @@ def compile_grammar(spec: GrammarSpec, tokenizer: TokenizerWrapper) -> Grammar:
 
 def find_grammar(spec: GrammarSpec, tokenizer: TokenizerWrapper) -> Grammar | None:
     """Return the grammar if it has been compiled for this tokenizer. It can be found for as long as it is held."""
-    return _compiler(tokenizer).find(spec)
+    with _lock:
+        compiler = _compilers.get(tokenizer)
+    return compiler.find(spec) if compiler is not None else None
 
 
 def spell(token: int, tokenizer: TokenizerWrapper) -> bytes:

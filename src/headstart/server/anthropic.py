@@ -5,6 +5,7 @@ that is known but cannot be honoured is refused by its name.
 """
 
 import re
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -93,7 +94,7 @@ class CountRequest(Cached):
             refuse("tool_choice.name", "goes with the type 'tool', and only with that")
 
     async def read(self, served: Served, work: Preparation) -> Prompt:
-        return await served.read_chat(await work.run(self._chat, served), work)
+        return await served.read_chat(partial(self._chat, served), work)
 
     def _chat(self, served: Served) -> Chat:
         choice, output = self.tool_choice or ToolChoice(type="auto"), self.output_config or OutputConfig()

@@ -142,7 +142,7 @@ class Desk:
 
     async def _read(self, asked: Question, work: Preparation) -> tuple[Prompt, Request]:
         prompt = await asked.read(self.served, work)
-        request = await work.run(asked.request, prompt, self.served.model.context_length)
+        request = asked.request(prompt, self.served.model.context_length)
         if request.params.logprobs:
             await work.run(self.served.spell, 0)  # takes a while once, and here nobody waits
         return prompt, request

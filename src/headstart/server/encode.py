@@ -9,7 +9,7 @@ tokens and without the marks. A conversation that needs no mark is encoded in on
 This module imports only `tokenizers`, so that a worker process can use it.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from secrets import randbelow
 from typing import Any, Literal
@@ -66,10 +66,13 @@ class Breaker:
         if self.fold is None and text not in self.middles and not any(end in text for end in self.ends):
             return text
         places = sorted(self._places(text, middles=middles))
-        if not places:
-            return text
         ends = [*places, len(text)]
-        return mark.join(text[start:end] for start, end in zip([0, *places], ends, strict=True))
+        text = mark.join(text[start:end] for start, end in zip([0, *places], ends, strict=True))
+        # Plain replacements: a pattern with all tokens holds up every thread while it looks through megabytes.
+        for token in self.texts:
+            while token in text:  # again where it overlaps itself
+                text = text.replace(token, token[0] + mark + token[1:])
+        return text
 
     def mark_all(self, value: Any, mark: str, *, middles: bool = True) -> Any:
         """Return a copy of a JSON value with all of its strings marked, keys too."""
@@ -88,9 +91,9 @@ class Breaker:
         return value
 
     def _places(self, text: str, *, middles: bool) -> set[int]:
-        # Plain searches: a pattern with all tokens holds up every thread while it looks through megabytes.
-        places = {start + 1 for token in self.texts for start in _find_all(text, token)}
-        if not places and self.fold is not None and any(token in self.fold(text) for token in self.texts):
+        """Return where `text` must be broken besides in the added tokens that it holds."""
+        places: set[int] = set()
+        if self.fold is not None and any(token in self.fold(text) and token not in text for token in self.texts):
             places = set(range(1, len(text)))  # it arises from other characters, and where from is not known
         # What the template, or another string, puts before or after may complete a token.
         lengths = range(1, min(len(text), self.longest) + 1)
@@ -246,14 +249,6 @@ def _inside(pre_tokenizer: Any) -> Any:
     if isinstance(pre_tokenizer, Metaspace) and pre_tokenizer.prepend_scheme == "first":
         return Metaspace(pre_tokenizer.replacement, "never", pre_tokenizer.split)
     return pre_tokenizer
-
-
-def _find_all(text: str, token: str) -> Iterator[int]:
-    """Yield every place of `token` in `text`, overlapping ones too."""
-    start = text.find(token)
-    while start >= 0:
-        yield start
-        start = text.find(token, start + 1)
 
 
 def _new_mark() -> str:

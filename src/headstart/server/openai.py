@@ -221,7 +221,7 @@ class ChatRequest(Asked):
         return self.top_logprobs or 0 if self.logprobs else None
 
     async def read(self, served: Served, work: Preparation) -> Prompt:
-        return await served.read_chat(await work.run(self._chat), work)
+        return await served.read_chat(self._chat, work)
 
     def _chat(self) -> Chat:
         grammar, grammar_field = self.constraint()
