@@ -158,36 +158,24 @@ class Preparation:
         if not self.counting and len(tokens) > self.preparer.most_tokens:
             _too_long(param, self.preparer.most_tokens, len(tokens))
 
-<<<<<<< HEAD
+    def is_small(self, text: str) -> bool:
+        """Return whether a text can be tokenised in a thread."""
+        return len(text) <= SMALL
+
+    def encode_here(self, text: str, param: str, kind: Kind, mark: str) -> list[int]:
+        """Return the tokens of a small text."""
+        tokens = self.preparer.encoder.tokens(text, kind, mark)
+        self.check_tokens(tokens, param)
+        return tokens
+
     async def encode(self, text: str, param: str, *, kind: Kind, mark: str = "") -> list[int]:
         """Return the tokens of a text. What `kind` and `mark` mean is said in encode.py."""
         self.check_characters(len(text), param)
         preparer = self.preparer
-        if len(text) <= SMALL:
-            tokens = await self.run(preparer.encoder.tokens, text, kind, mark)
-            self.check_tokens(tokens, param)
-            return tokens
+        if self.is_small(text):
+            return await self.run(self.encode_here, text, param, kind, mark)
         most = None if self.counting else preparer.most_tokens
         message = {"text": text, "kind": kind, "mark": mark, "most": most}
-=======
-    def is_small(self, text: str) -> bool:
-        """Return whether a text can be tokenised in a thread."""
-        return len(text) <= SMALL or not self.preparer.workers.usable
-
-    def encode_here(self, text: str, param: str, framed: bool) -> list[int]:
-        """Return the tokens of a small text."""
-        tokens = _encode(self.preparer.tokenizer, text, framed)
-        self.check_tokens(tokens, param)
-        return tokens
-
-    async def encode(self, text: str, param: str, *, framed: bool) -> list[int]:
-        """Return the tokens of a text, `framed` with those that the tokenizer puts around one."""
-        self.check_characters(len(text), param)
-        preparer = self.preparer
-        if self.is_small(text):
-            return await self.run(self.encode_here, text, param, framed)
-        message = {"text": text, "framed": framed, "most": None if self.counting else preparer.most_tokens}
->>>>>>> prep
         try:
             async with preparer.workers.worker(self.client) as worker:
                 answer = await worker.call(message)

@@ -1,11 +1,7 @@
 """The one model that a server has: its names, what its card says, and how it reads a prompt."""
 
 import time
-<<<<<<< HEAD
-from collections.abc import Mapping
-=======
-from collections.abc import Callable
->>>>>>> prep
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import signature
@@ -98,15 +94,9 @@ class Served:
     async def read_chat(self, make: Callable[[], Chat], work: Preparation) -> Prompt:
         """The tokens of a conversation, and what may be said to it."""
         dialect = self.dialect
-<<<<<<< HEAD
-        work.check_characters(sum(len(message["content"]) for message in chat.messages), "messages")
-        (text, mark), reworded = await work.run(self._render, chat, work.preparer.encoder)
-        tokens = await work.encode(text, "messages", kind="chat", mark=mark)
-=======
-        chat, text, reworded, tokens = await work.run(self._render, make, work)
+        chat, (text, mark), reworded, tokens = await work.run(self._render, make, work)
         if tokens is None:
-            tokens = await work.encode(text, "messages", framed=False)
->>>>>>> prep
+            tokens = await work.encode(text, "messages", kind="chat", mark=mark)
         thought = thought_in(tokens, self.tokenizer)
         await work.grammar(chat.grammar, chat.grammar_field)
         answer = await work.run(chat.answer_grammar, dialect) if chat.tools else chat.grammar
@@ -152,27 +142,18 @@ class Served:
                 await work.grammar(grammar, field)
             raise
 
-<<<<<<< HEAD
-    def _render(self, chat: Chat, encoder: Encoder) -> tuple[MarkedText, bool]:
-        """Return a conversation as text, and whether a message had to be reworded."""
-=======
-    def _render(self, make: Callable[[], Chat], work: Preparation) -> tuple[Chat, str, bool, list[int] | None]:
+    def _render(self, make: Callable[[], Chat], work: Preparation) -> tuple[Chat, MarkedText, bool, list[int] | None]:
         """Return a conversation, its text, whether a message had to be reworded, and its tokens if they are few."""
         chat = make()
         work.check_characters(sum(len(message["content"]) for message in chat.messages), "messages")
->>>>>>> prep
         chat.check(self.dialect)
         self._check_template(chat)
         messages, reworded = chat.messages, False
         if has_several(messages) and not self._takes_several_systems:
             messages, reworded = with_one(messages)
-<<<<<<< HEAD
-        return self._through_template(messages, chat, encoder), reworded
-=======
-        text = self._through_template(messages, chat)
-        tokens = work.encode_here(text, "messages", framed=False) if work.is_small(text) else None
-        return chat, text, reworded, tokens
->>>>>>> prep
+        text, mark = self._through_template(messages, chat, work.preparer.encoder)
+        tokens = work.encode_here(text, "messages", "chat", mark) if work.is_small(text) else None
+        return chat, (text, mark), reworded, tokens
 
     @cached_property
     def _takes_several_systems(self) -> bool:
