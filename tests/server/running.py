@@ -1,5 +1,6 @@
 """A real server on a free port of this machine, with a tiny random model, the built-in tokenizer and real clients."""
 
+import asyncio
 import socket
 import tempfile
 import threading
@@ -7,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ from headstart.engine import Engine, Request, Room
 from headstart.models import Model
 from headstart.sampling import SamplingParams
 from headstart.server import Keys, Limits, Served, Server, bind, create_app
+from headstart.server.deadline import Deadline
+from headstart.server.desk import Prompting
+from headstart.server.prepare import Preparer
+from headstart.server.prompt import Prompt
 
 HUB_ID = "someone/tiny-random"
 CONTEXT = 4096
@@ -124,6 +129,28 @@ def running(
             server.should_exit = True
             thread.join(60)
             assert not thread.is_alive(), "the server does not stop"
+
+
+class Reader:
+    """A client that waits for its answer."""
+
+    async def receive(self) -> dict[str, str]:
+        return await asyncio.get_running_loop().create_future()
+
+
+def read(asked: Prompting, served: Served, limits: Limits | None = None) -> Prompt:
+    """Prepare a prompt as a server does."""
+
+    async def main() -> Prompt:
+        context = served.model.context_length
+        preparer = Preparer(served.tokenizer, limits or Limits(), context=context, most=None)
+        try:
+            work = partial(asked.read, served)
+            return await preparer.prepare(work, Reader(), "", Deadline.after(600))  # type: ignore[arg-type]
+        finally:
+            await preparer.close()
+
+    return asyncio.run(main())
 
 
 def wait_until(true: Callable[[], Any], seconds: float = 60) -> None:
