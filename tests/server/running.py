@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,9 @@ from headstart.engine import Engine, Request, Room
 from headstart.models import Model
 from headstart.sampling import SamplingParams
 from headstart.server import Keys, Limits, Served, Server, bind, create_app
-from headstart.server.prepare import Preparation, Preparer
+from headstart.server.deadline import Deadline
+from headstart.server.desk import Prompting
+from headstart.server.prepare import Preparer
 from headstart.server.prompt import Prompt
 
 HUB_ID = "someone/tiny-random"
@@ -95,7 +97,6 @@ def running(
     head: bool = True,
     context: int = CONTEXT,
     key: str | None = None,
-    other_keys: tuple[str, ...] = (),
     limits: Limits | None = None,
     cors_origins: tuple[str, ...] = (),
     deadline: float = 5.0,
@@ -110,7 +111,7 @@ def running(
     app = create_app(
         room,
         served,
-        keys=Keys([*([key] if key else []), *other_keys]),
+        keys=Keys([key] if key else []),
         limits=limits,
         cors_origins=cors_origins,
         settings_file=settings_file,
@@ -130,24 +131,33 @@ def running(
             assert not thread.is_alive(), "the server does not stop"
 
 
+class Reader:
+    """A client that waits for its answer."""
+
+    async def receive(self) -> dict[str, str]:
+        return await asyncio.get_running_loop().create_future()
+
+
+def read(asked: Prompting, served: Served, limits: Limits | None = None) -> Prompt:
+    """Prepare a prompt as a server does."""
+
+    async def main() -> Prompt:
+        context = served.model.context_length
+        preparer = Preparer(served.tokenizer, limits or Limits(), context=context, most=None)
+        try:
+            work = partial(asked.read, served)
+            return await preparer.prepare(work, Reader(), "", Deadline.after(600))  # type: ignore[arg-type]
+        finally:
+            await preparer.close()
+
+    return asyncio.run(main())
+
+
 def wait_until(true: Callable[[], Any], seconds: float = 60) -> None:
     until = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < until, "it never came"
         time.sleep(0.01)
-
-
-def prepared(asked: Any, served: Served) -> Prompt:
-    """What the server makes of a body."""
-
-    async def main() -> Prompt:
-        preparer = Preparer(served.tokenizer, Limits(), context=served.model.context_length, most=None)
-        try:
-            return await asked.read(served, Preparation(preparer, client=""))
-        finally:
-            await preparer.close()
-
-    return asyncio.run(main())
 
 
 def chat_tokens(*said: str) -> list[int]:

@@ -201,9 +201,9 @@ def test_an_engine_thread_that_dies_again_stays_dead_and_the_server_says_so(monk
 def while_reading(patch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
     read = Served.read_chat
 
-    def reading(self: Served, chat: Any) -> Any:
-        happens()
-        return read(self, chat)
+    async def reading(self: Served, make: Any, work: Any) -> Any:
+        await work.run(happens)
+        return await read(self, make, work)
 
     patch.setattr(Served, "read_chat", reading)
 

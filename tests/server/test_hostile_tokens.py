@@ -11,7 +11,7 @@ import pytest
 from hostile import target
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from running import CONTEXT, Running, folder, prepared, tiny, tokenizer
+from running import CONTEXT, Running, folder, read, tiny, tokenizer
 from tokenizers import Tokenizer
 
 from headstart.checkpoint import read_layout
@@ -41,7 +41,7 @@ def encoder() -> Encoder:
 
 
 def ids(request: type[Any], body: Body) -> list[int]:
-    return list(prepared(request.model_validate(body), served()).tokens)
+    return list(read(request.model_validate(body), served()).tokens)
 
 
 def controls(tokens: list[int]) -> list[int]:
@@ -179,7 +179,7 @@ def rendered(messages: list[Body], tools: list[Body] | None, **options: Any) -> 
     return tokenizer().apply_chat_template(messages, tools=tools, **words, **options)
 
 
-def read(messages: list[Body], tools: list[Body] | None) -> list[int]:
+def tokens_of(messages: list[Body], tools: list[Body] | None) -> list[int]:
     options = {"enable_thinking": None}
     return encoder().encode(*encoder().render(served()._apply_template, (messages, tools, options)))
 
@@ -189,15 +189,15 @@ def read(messages: list[Body], tools: list[Body] | None) -> list[int]:
 def test_an_ordinary_conversation_is_encoded_as_by_apply_chat_template(
     talk: tuple[list[Body], list[Body] | None],
 ) -> None:
-    assert read(*talk) == list(rendered(*talk))
+    assert tokens_of(*talk) == list(rendered(*talk))
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(conversations(HOSTILE_TEXT))
 def test_no_conversation_adds_a_control_token(talk: tuple[list[Body], list[Body] | None]) -> None:
-    tokens = read(*talk)
+    tokens = tokens_of(*talk)
     assert tokenizer().decode(tokens) == normalize("NFC", rendered(*talk, tokenize=False))
-    assert controls(tokens) == controls(read(*map(blank, talk)))
+    assert controls(tokens) == controls(tokens_of(*map(blank, talk)))
 
 
 def blank(value: Any, name: str = "") -> Any:

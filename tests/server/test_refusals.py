@@ -9,14 +9,14 @@ import openai
 import pytest
 from openai import OpenAI
 from pydantic import ValidationError
-from running import Running, prepared, running, wait_until
+from running import Running, read, running, wait_until
 
 from checkpoints import write
 from headstart.checkpoint import load, load_tokenizer, read_layout
 from headstart.server import Limits, Served
 from headstart.server.anthropic import MessagesRequest
 from headstart.server.errors import Refusal
-from headstart.server.openai import ChatRequest, CompletionRequest
+from headstart.server.openai import ChatRequest
 from headstart.server.shape import Shape
 
 HI = [{"role": "user", "content": "hi"}]
@@ -113,7 +113,7 @@ def test_of_many_wrong_elements_the_first_is_told_of(shape: type[Shape], body: d
     assert error.value.error_count() <= 4  # one for each type that it could have had
 
 
-def test_a_prompt_of_too_many_ids_is_refused_without_spelling_it_out(server: Running) -> None:
+def test_a_prompt_of_too_many_ids_is_refused(server: Running) -> None:
     context = server.served.model.context_length
     error = refused(post(server, {"prompt": [40] * 10 * context}, "/v1/completions"))
     assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
@@ -285,6 +285,6 @@ def test_what_the_chat_template_refuses_is_refused(tmp_path: Path, template: str
     (folder / "chat_template.jinja").unlink()
     served = Served.of(read_layout(folder), load(folder), load_tokenizer(folder))
     with pytest.raises(Refusal) as refusal:
-        prepared(ChatRequest.model_validate({"messages": HI}), served)
+        read(ChatRequest.model_validate({"messages": HI}), served)
     assert (refusal.value.status_code, refusal.value.param, refusal.value.code) == (400, "messages", code)
     assert template is None or "roles must alternate" in refusal.value.detail
