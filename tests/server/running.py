@@ -27,6 +27,7 @@ from headstart.server import Keys, Limits, Served, Server, bind, create_app
 
 HUB_ID = "someone/tiny-random"
 CONTEXT = 4096
+HANG = 300.0  # seconds after which a test gives up, however slow the machine: the first steps compile kernels
 
 
 @cache
@@ -68,15 +69,15 @@ class Running:
         return AsyncOpenAI(**self._client(), **options)
 
     def anthropic(self, **options: Any) -> Anthropic:
-        known = {"base_url": self.url, "api_key": self.key or "none", "max_retries": 0, "timeout": 60}
+        known = {"base_url": self.url, "api_key": self.key or "none", "max_retries": 0, "timeout": HANG}
         return Anthropic(**known | options)
 
     def http(self) -> httpx.Client:
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=60)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=HANG)
 
     def _client(self) -> dict[str, Any]:
-        return {"base_url": f"{self.url}/v1", "api_key": self.key or "none", "max_retries": 0, "timeout": 60}
+        return {"base_url": f"{self.url}/v1", "api_key": self.key or "none", "max_retries": 0, "timeout": HANG}
 
     def metric(self, name: str, **labels: str) -> float:
         """A sample of /metrics, 0 where there is none yet."""
@@ -123,11 +124,11 @@ def running(
             yield Running(f"http://127.0.0.1:{place.getsockname()[1]}", room, served, server, key)
         finally:
             server.should_exit = True
-            thread.join(60)
+            thread.join(HANG)
             assert not thread.is_alive(), "the server does not stop"
 
 
-def wait_until(true: Callable[[], Any], seconds: float = 60) -> None:
+def wait_until(true: Callable[[], Any], seconds: float = HANG) -> None:
     until = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < until, "it never came"
