@@ -32,6 +32,7 @@ from headstart.server.prompt import Prompt
 
 HUB_ID = "someone/tiny-random"
 CONTEXT = 4096
+HANG = 300.0  # seconds after which a test gives up, however slow the machine: the first steps compile kernels
 
 
 @cache
@@ -73,15 +74,15 @@ class Running:
         return AsyncOpenAI(**self._client(), **options)
 
     def anthropic(self, **options: Any) -> Anthropic:
-        known = {"base_url": self.url, "api_key": self.key or "none", "max_retries": 0, "timeout": 60}
+        known = {"base_url": self.url, "api_key": self.key or "none", "max_retries": 0, "timeout": HANG}
         return Anthropic(**known | options)
 
     def http(self) -> httpx.Client:
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=60)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=HANG)
 
     def _client(self) -> dict[str, Any]:
-        return {"base_url": f"{self.url}/v1", "api_key": self.key or "none", "max_retries": 0, "timeout": 60}
+        return {"base_url": f"{self.url}/v1", "api_key": self.key or "none", "max_retries": 0, "timeout": HANG}
 
     def metric(self, name: str, **labels: str) -> float:
         """A sample of /metrics, 0 where there is none yet."""
@@ -97,6 +98,7 @@ def running(
     head: bool = True,
     context: int = CONTEXT,
     key: str | None = None,
+    other_keys: tuple[str, ...] = (),
     limits: Limits | None = None,
     cors_origins: tuple[str, ...] = (),
     deadline: float = 5.0,
@@ -111,7 +113,7 @@ def running(
     app = create_app(
         room,
         served,
-        keys=Keys([key] if key else []),
+        keys=Keys([*([key] if key else []), *other_keys]),
         limits=limits,
         cors_origins=cors_origins,
         settings_file=settings_file,
@@ -127,7 +129,7 @@ def running(
             yield Running(f"http://127.0.0.1:{place.getsockname()[1]}", room, served, server, key)
         finally:
             server.should_exit = True
-            thread.join(60)
+            thread.join(HANG)
             assert not thread.is_alive(), "the server does not stop"
 
 
@@ -153,7 +155,7 @@ def read(asked: Prompting, served: Served, limits: Limits | None = None) -> Prom
     return asyncio.run(main())
 
 
-def wait_until(true: Callable[[], Any], seconds: float = 60) -> None:
+def wait_until(true: Callable[[], Any], seconds: float = HANG) -> None:
     until = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < until, "it never came"

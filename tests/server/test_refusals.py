@@ -16,7 +16,7 @@ from headstart.checkpoint import load, load_tokenizer, read_layout
 from headstart.server import Limits, Served
 from headstart.server.anthropic import MessagesRequest
 from headstart.server.errors import Refusal
-from headstart.server.openai import ChatRequest
+from headstart.server.openai import ChatRequest, CompletionRequest
 from headstart.server.shape import Shape
 
 HI = [{"role": "user", "content": "hi"}]
