@@ -148,6 +148,7 @@ CASES: dict[str, tuple[Damage, str, str]] = {  # damage, file, words
     "config: rope list": (sizes(rope_parameters=[1]), "config.json", "rope_parameters is [1]"),
     "config: rope theta": (sizes(rope_parameters={"rope_theta": "x"}), "config.json", "rope_parameters.rope_theta"),
     "config: rope kind": (sizes(rope_parameters={"rope_type": "x"}), "config.json", "Unsupported RoPE type"),
+    "config: rope escape": (sizes(rope_parameters={"rope_type": "\x1b["}), "config.json", r"RoPE type \x1b["),
     "index: nested": (text(INDEX, DEEP), INDEX, "nested too deeply"),
     "index: list": (text(INDEX, "[]"), INDEX, "not a JSON object but a list"),
     "index: no map": (index(weight_map=[]), INDEX, "weight_map is not a JSON object"),

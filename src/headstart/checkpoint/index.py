@@ -8,7 +8,7 @@ from ..errors import CheckpointError
 from .untrusted import Malformed, checked_file, checked_name, read_object
 
 INDEX = "model.safetensors.index.json"
-REMEDY = "Delete the index and download it again."
+REMEDY = "Download it again; in a cache, delete it first."
 
 
 def read_index(folder: Path) -> dict[str, Any] | None:

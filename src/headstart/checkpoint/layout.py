@@ -23,6 +23,7 @@ from .headers import Header, read_header
 from .index import INDEX, read_index
 from .names import is_head, is_vision
 from .parameters import Stored, gather, misfit, quantization_of, some
+from .untrusted import describe
 
 SIDECARS = ("mtp.safetensors", "model-mtp.safetensors", "mtp/weights.safetensors")
 NORMS = "norms/weights.safetensors"  # of the trunk in float32, beside shards that round them: see docs/convert.md
@@ -128,7 +129,7 @@ def expected_weights(path: Path, config: dict[str, Any]) -> nn.Module:
         return models.build(copy.deepcopy(config)).weights
     except Exception as error:  # whatever mlx-lm trips over, nothing but the config can be its cause
         raise CheckpointError(
-            f"{path / 'config.json'}: a field is missing or wrong ({type(error).__name__}: {error}). {REMEDY}"
+            f"{path / 'config.json'}: a field is missing or wrong ({describe(error)}). {REMEDY}"
         ) from error
 
 

@@ -27,7 +27,7 @@ from .hub import resolve
 from .layout import Layout, read_layout
 from .names import canonical, is_head
 from .parameters import Source, Stored
-from .untrusted import read_object
+from .untrusted import describe, read_object
 
 FP8_BLOCK = 128
 
@@ -128,13 +128,9 @@ def load_tokenizer(path: Path) -> TokenizerWrapper:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise CheckpointError(
-            f"{path}: no usable tokenizer ({_first_line(error)}). Copy tokenizer.json and tokenizer_config.json from "
+            f"{path}: no usable tokenizer ({describe(error)}). Copy tokenizer.json and tokenizer_config.json from "
             "the original model."
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
 def compute_dtype(stored: str, *, experts: bool, packed: bool) -> mx.Dtype:
@@ -162,7 +158,9 @@ class Files:
             try:
                 everything: Any = mx.load(str(source.file))
             except (RuntimeError, ValueError) as error:
-                raise CheckpointError(f"{source.file}: cannot be read ({error}). Download it again.") from error
+                raise CheckpointError(
+                    f"{source.file}: cannot be read ({describe(error)}). Download it again."
+                ) from error
             self.arrays[source.file] = {n: a for n, a in everything.items() if self.uses[source.file, n]}
         self.uses[key] -= 1
         arrays = self.arrays[source.file]

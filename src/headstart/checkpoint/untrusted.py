@@ -87,6 +87,12 @@ def checked_file(name: object, what: str) -> str:
     return str(path)
 
 
+def describe(error: BaseException) -> str:
+    """Return what a library says of an untrusted file: one short line that is safe to show."""
+    text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
