@@ -4,7 +4,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from . import errors
+from . import errors, open_files
 
 if TYPE_CHECKING:
     from .engine import Engine, Request
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from .state import Prefix
 
 __version__ = version("headstart")
+
+open_files.protect()
 
 __all__ = [
     "Engine",
