@@ -45,7 +45,7 @@ class _Loader(SourceFileLoader):
             if which != resource.RLIMIT_NOFILE:
                 setrlimit(which, limits)
 
-        resource.setrlimit = keep  # type: ignore[assignment]
+        resource.setrlimit = keep
         try:
             super().exec_module(module)
         finally:

@@ -46,7 +46,7 @@ def asking(server: Running, prompt: str) -> socket.socket:
     """A client that has asked, and may go at any time."""
     host, port = server.url.removeprefix("http://").split(":")
     body = f'{{"prompt": "{prompt}", "max_tokens": 2}}'
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     client = socket.create_connection((host, int(port)))
     client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
     return client

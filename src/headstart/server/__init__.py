@@ -2,8 +2,10 @@
 
 from .app import create_app
 from .auth import Keys, check_reach
+from .hosts import hosts_for
 from .limits import Limits
 from .listen import Server, bind, listen
+from .pool import most_connections
 from .served import Served
 from .settings import settings_of_the_user
 
@@ -15,6 +17,8 @@ __all__ = [
     "bind",
     "check_reach",
     "create_app",
+    "hosts_for",
     "listen",
+    "most_connections",
     "settings_of_the_user",
 ]

@@ -24,9 +24,11 @@ from .dashboard import add_dashboard
 from .desk import Desk
 from .errors import Failure, Unforeseen, answer_errors
 from .history import History
+from .hosts import HostRequired
 from .limits import BodyLimit, Limits
 from .metrics import CountStatus, Metrics
 from .openai import ChatRequest, CompletionRequest
+from .pool import Pool
 from .reply import Reply
 from .served import Served
 from .settings import Change, Preferences
@@ -39,6 +41,7 @@ def create_app(
     *,
     keys: Keys | None = None,
     limits: Limits | None = None,
+    allowed_hosts: Collection[str] = (),
     cors_origins: Collection[str] = (),
     settings_file: Path | None = None,
 ) -> FastAPI:
@@ -51,7 +54,7 @@ def create_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
         room.start()
         sampling = asyncio.create_task(history.keep())
-        yield {"limits": limits}  # for connections: see connection.py
+        yield {"limits": limits, "pool": Pool(limits)}  # for connections: see connection.py
         sampling.cancel()
 
     app = FastAPI(
@@ -66,10 +69,11 @@ def create_app(
     add_routes(app, Desk(room, served, keys, limits, metrics), preferences, history)
     add_dashboard(app)
     # The last one added is the first to see a request.
-    app.add_middleware(BodyLimit, limits=limits)
     app.add_middleware(KeyRequired, keys=keys)
+    app.add_middleware(BodyLimit, limits=limits)
     if cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(HostRequired, names=allowed_hosts)
     app.add_middleware(Unforeseen)
     app.add_middleware(CountStatus, tally=metrics.tally)
     return app

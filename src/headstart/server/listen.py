@@ -1,7 +1,9 @@
 """Listening, and stopping with care."""
 
 import asyncio
+import logging
 import socket
+import time
 from threading import Thread
 from types import FrameType
 
@@ -14,6 +16,7 @@ from .connection import Connection
 
 BACKLOG = 2048  # callers that may wait, as many as uvicorn lets
 GRACE = 5.0  # seconds for the last bytes, after the last answer has ended
+QUIET = 60.0  # seconds in which the same line is logged once
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -50,12 +53,23 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=Connection,
+                ws="none",  # there are none here, and they would not be counted as connections
+                # How many connections asyncio accepts at a time. Where it cannot, it tries again a second later as
+                # many times as it failed: more than one would multiply.
+                backlog=1,
                 log_level="warning",
                 access_log=False,
                 timeout_graceful_shutdown=int(deadline + GRACE) + 1,
             )
         )
         self._room, self._deadline = room, deadline
+        for name in ("uvicorn.error", "asyncio"):  # what they log, clients can cause
+            logging.getLogger(name).addFilter(REPEATED)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for place in sockets or ():
+            listen(place)  # asyncio has made the queue as short as its backlog
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
@@ -66,3 +80,21 @@ class Server(uvicorn.Server):
         closing = asyncio.create_task(asyncio.to_thread(self._room.close, self._deadline))
         await super().shutdown(sockets)
         await closing
+
+
+class Repeated(logging.Filter):
+    """Drop lines like one that was logged less than a minute before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._logged: dict[object, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind, now = str(record.msg).partition("\n")[0], time.monotonic()
+        if now - self._logged.get(kind, -QUIET) < QUIET:
+            return False
+        self._logged[kind] = now
+        return True
+
+
+REPEATED = Repeated()
