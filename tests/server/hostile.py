@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sysconfig
 import tempfile
@@ -44,6 +45,22 @@ class Target:
 
     def http(self, **options: Any) -> httpx.Client:
         return httpx.Client(**{"base_url": self.url, "timeout": 120} | options)
+
+    def connect(self, *, receive_buffer: int | None = None) -> socket.socket:
+        """Open a connection for bytes that no HTTP client would send."""
+        client = socket.socket()
+        client.settimeout(120)
+        if receive_buffer is not None:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        host, port = self.url.removeprefix("http://").split(":")
+        client.connect((host, int(port)))
+        return client
+
+    def raw(self, data: bytes) -> bytes:
+        """Send bytes, and return what comes until the server closes."""
+        with self.connect() as client:
+            client.sendall(data)
+            return b"".join(iter(lambda: client.recv(65536), b""))
 
     def small(self) -> str:
         """Return the answer to a small request."""

@@ -6,10 +6,11 @@ reading what the client still sends, which makes the client's system discard the
 
 import asyncio
 import sys
+from contextlib import suppress
 from typing import Any
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from .errors import Refusal
 from .limits import Limits
@@ -104,7 +105,7 @@ class Connection(H11Protocol):
         """Refuse what is not HTTP. h11, whose error is being handled, says why and with which status."""
         error = sys.exc_info()[1]
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
-        self._refuse(Refusal(status, f"invalid HTTP request: {error}", code="invalid_http"))
+        self._refuse(Refusal(status, f"invalid HTTP request: {str(error)[:200]}", code="invalid_http"))
 
     def _unsupported_upgrade_warning(self) -> None:
         """Say nothing: a request that offers to upgrade (to HTTP/2, say) is served as it is."""
@@ -118,9 +119,9 @@ class Connection(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         response = refusal.response(self.scope["path"] if self.scope else "")
-        headers = [*response.raw_headers, (b"connection", b"close")]
+        status, headers = response.status_code, [*response.raw_headers, (b"connection", b"close")]
         events: tuple[Any, ...] = (
-            h11.Response(status_code=response.status_code, headers=headers),
+            h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status]),
             h11.Data(data=bytes(response.body)),
             h11.EndOfMessage(),
         )
@@ -165,7 +166,8 @@ class Lingering:
             self._transport.close()
             return
         self.begun, self._left = True, DISCARDED * limits.body_bytes
-        self._transport.write_eof()
+        with suppress(OSError):  # the client has gone
+            self._transport.write_eof()
         connection.flow.resume_reading()
         self._end = connection.loop.call_later(limits.linger_seconds, self._transport.abort)
 

@@ -6,6 +6,7 @@ import socket
 import time
 from threading import Thread
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -14,6 +15,7 @@ from ..engine import Room
 from ..errors import HeadstartError
 from .connection import Connection
 
+LOG = logging.getLogger("uvicorn.error")
 BACKLOG = 2048  # callers that may wait, as many as uvicorn lets
 GRACE = 5.0  # seconds for the last bytes, after the last answer has ended
 QUIET = 60.0  # seconds in which the same line is logged once
@@ -67,6 +69,7 @@ class Server(uvicorn.Server):
             logging.getLogger(name).addFilter(REPEATED)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(_report)
         await super().startup(sockets)
         for place in sockets or ():
             listen(place)  # asyncio has made the queue as short as its backlog
@@ -80,6 +83,14 @@ class Server(uvicorn.Server):
         closing = asyncio.create_task(asyncio.to_thread(self._room.close, self._deadline))
         await super().shutdown(sockets)
         await closing
+
+
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log an error of the event loop: in one line where the cause is that too many files are open."""
+    if isinstance(context.get("exception"), OSError) and "accept" in context["message"]:
+        LOG.warning("no connection can be accepted: %s", context["exception"])
+    else:
+        loop.default_exception_handler(context)
 
 
 class Repeated(logging.Filter):
