@@ -1,5 +1,6 @@
 """Connections that send nothing, too much, too slowly, or no HTTP, and clients that do not read."""
 
+import asyncio
 import json
 import resource
 import selectors
@@ -13,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import SMALL, Target, target
+from fastapi import Response
+from hostile import SMALL, Target, connect, target
 from running import running, wait_until
 
 from headstart.errors import RequestError
 from headstart.server import Limits, most_connections
+from headstart.server.desk import Desk
 from headstart.server.pool import Pool
 
 FILES = 512  # descriptors of the server process: more than 384 connections cannot be open
@@ -160,11 +163,10 @@ def test_slow_headers_and_slow_bodies_hold_up_nobody(server: Target) -> None:
 
 def test_clients_that_never_read_hold_up_nobody(server: Target) -> None:
     unknown = {f"{i:0200}": 0 for i in range(1000)}  # the answer names them: few tokens, yet more than buffers hold
+    request = post("/v1/completions", SMALL | unknown | {"stream": True})
     with ExitStack() as opened:
         for _ in range(50):
-            opened.enter_context(server.connect(receive_buffer=2048)).sendall(
-                post("/v1/completions", SMALL | unknown | {"stream": True})
-            )
+            opened.enter_context(server.connect(receive_buffer=2048)).sendall(request)
         server.assert_serving()
     wait_until(lambda: idle(server))
 
@@ -186,10 +188,9 @@ def test_a_half_close_cancels(server: Target) -> None:
 
 def test_headers_must_come_in_time() -> None:
     with running(limits=Limits(idle_seconds=0.5)) as server:
-        place = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((place[0], int(place[1])), timeout=60) as silent:
+        with connect(server.url) as silent:
             assert gone(silent)
-        with socket.create_connection((place[0], int(place[1])), timeout=60) as slow:
+        with connect(server.url) as slow:
             slow.sendall(get("/health") + b"GET /hea")
             answer = slow.recv(65536)
             while not readable(slow):
@@ -200,17 +201,24 @@ def test_headers_must_come_in_time() -> None:
             assert b"request headers not received within 0.5 s" in answer
 
 
-def test_beyond_the_limit_only_health_checks_are_answered(gate: threading.Event) -> None:
+def test_beyond_the_limit_only_health_checks_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+
+    async def reply(*_: object) -> Response:
+        while not released.is_set():
+            await asyncio.sleep(0.01)
+        return Response()
+
+    monkeypatch.setattr(Desk, "reply", reply)
     with running(limits=Limits(connections=4)) as server, server.http() as http, ExitStack() as opened:
         for _ in range(2):  # at work, so that they cannot give way
-            client = opened.enter_context(server.http())
-            stream = opened.enter_context(client.stream("POST", CHAT, json=LONG | {"stream": True}))
-            assert stream.status_code == 200
+            opened.enter_context(connect(server.url)).sendall(post(CHAT, LONG))
+        wait_until(lambda: len(server.server.server_state.tasks) == 2)
         assert [http.get(path).status_code for path in ("/health", "/metrics")] == [200, 200]
         refusal = http.get("/v1/models")
         assert (refusal.status_code, refusal.json()["error"]["code"]) == (503, "too_many_connections")
-        opened.close()
-        wait_until(lambda: len(server.server.server_state.connections) < 2)
+        released.set()
+        wait_until(lambda: not server.server.server_state.tasks)
         assert http.get("/v1/models").status_code == 200
 
 
