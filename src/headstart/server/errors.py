@@ -25,6 +25,7 @@ TYPES = {
     413: "invalid_request_error",
     421: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     503: "unavailable_error",
 }
 
