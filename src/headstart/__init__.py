@@ -4,7 +4,7 @@ from importlib import import_module as _import_module
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING
 
-from . import errors
+from . import errors, open_files
 
 if TYPE_CHECKING:
     from .engine import AsyncEngine, Engine, Event, Request, Stats
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .state import Prefix
 
 __version__ = _version("headstart")
+
+open_files.protect()
 
 __all__ = [
     "AsyncEngine",

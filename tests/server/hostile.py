@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sysconfig
 import tempfile
@@ -45,6 +46,15 @@ class Target:
     def http(self, **options: Any) -> httpx.Client:
         return httpx.Client(**{"base_url": self.url, "timeout": 120} | options)
 
+    def connect(self, *, receive_buffer: int | None = None) -> socket.socket:
+        return connect(self.url, receive_buffer=receive_buffer)
+
+    def raw(self, data: bytes) -> bytes:
+        """Send bytes, and return what comes until the server closes."""
+        with self.connect() as client:
+            client.sendall(data)
+            return b"".join(iter(lambda: client.recv(65536), b""))
+
     def small(self) -> str:
         """Return the answer to a small request."""
         with self.http() as http:
@@ -65,6 +75,17 @@ class Target:
 
     def log(self) -> str:
         return self.errors.read_text(encoding="utf-8", errors="replace")
+
+
+def connect(url: str, *, receive_buffer: int | None = None) -> socket.socket:
+    """Open a connection for bytes that no HTTP client would send."""
+    client = socket.socket()
+    client.settimeout(120)
+    if receive_buffer is not None:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    host, port = url.removeprefix("http://").split(":")
+    client.connect((host, int(port)))
+    return client
 
 
 def error_code(response: httpx.Response) -> str | None:

@@ -22,6 +22,7 @@ from headstart.errors import RequestError
 from headstart.server import Keys, Limits, check_reach
 from headstart.server.auth import client_of
 from headstart.server.connection import Connection
+from headstart.server.pool import Pool
 from headstart.state import Prefix
 
 HI = [{"role": "user", "content": "hi"}]
@@ -205,7 +206,7 @@ def connected(server: Running, fields: dict[str, Any]) -> socket.socket:
     """A client that has asked, and has next to no room for what comes."""
     host, port = server.url.removeprefix("http://").split(":")
     body = json.dumps({"messages": HI, "max_tokens": 4000, "min_tokens": 4000, **fields}).encode()
-    head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     client.connect((host, int(port)))
@@ -276,7 +277,8 @@ class Pipe(asyncio.Transport):
 def test_a_client_that_reads_slowly_is_not_cut_off() -> None:
     async def watch() -> None:
         pipe = Pipe(unread=100)
-        state = {"limits": Limits(stall_seconds=0.05)}
+        limits = Limits(stall_seconds=0.05)
+        state = {"limits": limits, "pool": Pool(limits)}
         connection = Connection(uvicorn.Config(FastAPI(), http=Connection), ServerState(), state)
         connection.transport, connection.flow = pipe, FlowControl(pipe)
         connection.pause_writing()
@@ -296,11 +298,11 @@ def test_a_body_that_is_too_long_in_coming_is_not_waited_for() -> None:
     with running(limits=Limits(body_seconds=0.5)) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=60) as client:
-            head = "Host: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+            head = "Host: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
             client.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{head}{{".encode())
             answer = b"".join(iter(lambda: client.recv(4096), b""))  # until the server closes
         assert answer.startswith(b"HTTP/1.1 408")
-        assert b"the body was not here" in answer
+        assert b"request body not received" in answer
 
 
 def test_a_key_that_nobody_asked_for_makes_nobody_a_client_of_their_own() -> None:

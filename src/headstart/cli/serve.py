@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..models import Model
 
 PANEL = "Limits"
+OPEN_FILES = 65_536
 
 
 def serve(
@@ -39,11 +40,24 @@ def serve(
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="A web page's origin that may call; * is any.", show_default="none")
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="A host name that clients may use in URLs; * is any.", show_default="this machine's own"),
+    ] = None,
     max_rows: Annotated[int, typer.Option(min=1, help="Answers at a time.", rich_help_panel=PANEL)] = 16,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait.", rich_help_panel=PANEL)] = 256,
     max_prompt_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Longest prompt.", show_default="the model's context", rich_help_panel=PANEL),
+    ] = None,
+    max_connections: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Open connections, half of them of one client.",
+            show_default="2048, or what `ulimit -n` allows",
+            rich_help_panel=PANEL,
+        ),
     ] = None,
     timeout: Annotated[
         float, typer.Option(min=1, help="Seconds that one request may take.", rich_help_panel=PANEL)
@@ -78,6 +92,7 @@ def serve(
     from ..cluster import Follower, Leader, SharedPrefix
     from ..engine import Room
     from ..engine.memory import left_for_prefixes
+    from ..open_files import raise_limit
     from ..server import (
         Keys,
         Limits,
@@ -87,7 +102,9 @@ def serve(
         check_reach,
         configure_log,
         create_app,
+        hosts_for,
         listen,
+        most_connections,
         settings_of_the_user,
     )
     from ..state import Prefix
@@ -95,6 +112,8 @@ def serve(
     configure_log(log_level, access=access_log)
     keys = Keys(api_key or ())
     check_reach(host, keys, no_key=no_key)
+    raise_limit(OPEN_FILES)
+    connections = most_connections(max_connections)
     # The place to listen at comes before a model is loaded for nothing.
     with machines.joined() as cluster, nullcontext() if cluster and cluster.rank else bind(host, port) as place:
         folder = resolve(model)
@@ -113,12 +132,13 @@ def serve(
             room = Room(served.model, tokenizer, max_rows=max_rows, max_queue=max_queue, make=leader)
         assert place is not None, "only those that follow have none"
         room.engine.warm_up()
-        limits = Limits(prompt_tokens=max_prompt_tokens, request_seconds=timeout)
+        limits = Limits(prompt_tokens=max_prompt_tokens, request_seconds=timeout, connections=connections)
         app = create_app(
             room,
             served,
             keys=keys,
             limits=limits,
+            allowed_hosts=hosts_for(host, allowed_host or (), key=bool(keys)),
             cors_origins=cors_origin or (),
             settings_file=settings_of_the_user(),
         )

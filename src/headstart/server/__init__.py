@@ -2,9 +2,11 @@
 
 from .app import create_app
 from .auth import Keys, check_reach
+from .hosts import hosts_for
 from .limits import Limits
 from .listen import Server, bind, listen
 from .log import configure as configure_log
+from .pool import most_connections
 from .served import Served
 from .settings import settings_of_the_user
 
@@ -17,6 +19,8 @@ __all__ = [
     "check_reach",
     "configure_log",
     "create_app",
+    "hosts_for",
     "listen",
+    "most_connections",
     "settings_of_the_user",
 ]

@@ -25,10 +25,12 @@ from .dashboard import add_dashboard
 from .desk import Desk
 from .errors import Failure, Unforeseen, answer_errors
 from .history import History
+from .hosts import HostRequired
 from .limits import BodyLimit, Limits
 from .log import AccessLog
 from .metrics import CountStatus, Metrics
 from .openai import ChatRequest, CompletionRequest
+from .pool import Pool
 from .reply import Reply
 from .served import Served
 from .settings import Change, Preferences
@@ -41,6 +43,7 @@ def create_app(
     *,
     keys: Keys | None = None,
     limits: Limits | None = None,
+    allowed_hosts: Collection[str] = (),
     cors_origins: Collection[str] = (),
     settings_file: Path | None = None,
 ) -> FastAPI:
@@ -55,7 +58,7 @@ def create_app(
         room.start()
         desk.preparer.start()
         sampling = asyncio.create_task(history.keep())
-        yield {"limits": limits}  # for connections: see connection.py
+        yield {"limits": limits, "pool": Pool(limits)}  # for connections: see connection.py
         sampling.cancel()
         await desk.preparer.close()
 
@@ -72,8 +75,9 @@ def create_app(
     add_routes(app, desk, preferences, history)
     add_dashboard(app)
     # The last one added is the first to see a request.
-    app.add_middleware(BodyLimit, limits=limits)
     app.add_middleware(KeyRequired, keys=keys)
+    app.add_middleware(BodyLimit, limits=limits)
+    app.add_middleware(HostRequired, names=allowed_hosts)
     app.add_middleware(Unforeseen)
     if cors_origins:  # outside of Unforeseen: a page must be able to read that 500
         app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"])

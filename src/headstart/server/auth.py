@@ -1,6 +1,5 @@
 """Who may come in. Without keys the door is open, and the server should not be seen from outside."""
 
-import ipaddress
 from collections.abc import Collection
 from hashlib import sha256
 from hmac import compare_digest
@@ -10,6 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import RequestError
 from .errors import Refusal
+from .hosts import is_loopback
 
 OPEN = ("/", "/health", "/metrics")  # the dashboard's page asks for the key
 OPEN_BELOW = "/assets/"
@@ -48,7 +48,7 @@ class KeyRequired:
 
 def check_reach(host: str, keys: Keys, *, no_key: bool) -> None:
     """Refuse to be seen by others without a key."""
-    if not keys and not no_key and not _is_loopback(host):
+    if not keys and not no_key and not is_loopback(host):
         raise RequestError(
             f"host {host} can be reached from other machines, and there is no key: set --api-key or "
             "HEADSTART_API_KEY, or say --no-key if everyone there may use this server"
@@ -74,10 +74,3 @@ def _key(headers: Headers) -> str:
 
 def _digest(key: str) -> bytes:
     return sha256(key.encode()).digest()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

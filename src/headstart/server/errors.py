@@ -23,7 +23,9 @@ TYPES = {
     405: "invalid_request_error",
     408: "timeout_error",
     413: "invalid_request_error",
+    421: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     503: "unavailable_error",
 }
 

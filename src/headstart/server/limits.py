@@ -18,6 +18,9 @@ class Limits:
     body_seconds: float = 60.0  # that a client may take to send its body
     prepare_seconds: float = 30.0  # that a prompt may take to be made into tokens and grammars
     grammar_seconds: float = 5.0  # of CPU time that a new grammar may take to be tried
+    idle_seconds: float = 60.0  # that a connection may be without a request, or with incomplete headers
+    linger_seconds: float = 30.0  # that the rest of a refused body is read, so that the client sees the refusal
+    connections: int | None = None  # None: 2,048, or as many as the limit on open files allows
 
 
 class BodyLimit:
@@ -30,7 +33,13 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        declared = Headers(scope=scope).get("content-length", "")
+        headers = Headers(scope=scope)
+        declared = headers.get("content-length", "")
+        if declared and "transfer-encoding" in headers:  # a proxy may read one, and we the other
+            message = "the request has both Content-Length and Transfer-Encoding: send one of them"
+            refusal = Refusal(400, message, code="invalid_http", headers={"Connection": "close"})
+            await refusal.response(scope["path"])(scope, receive, send)
+            return
         if declared.isdecimal() and int(declared) > self.most:
             await self._too_large().response(scope["path"])(scope, receive, send)
             return
@@ -51,7 +60,7 @@ class BodyLimit:
         await self.app(scope, counted, send)
 
     def _too_slow(self) -> Refusal:
-        message = f"the body was not here after {self.seconds:g} seconds: send it faster"
+        message = f"request body not received within {self.seconds:g} s"
         return Refusal(408, message, code="timeout", headers={"Connection": "close"})
 
     def _too_large(self) -> Refusal:

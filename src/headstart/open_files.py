@@ -1,0 +1,63 @@
+"""The limit on open files, which mlx-lm sets when it is imported.
+
+`mlx_lm.utils` calls `resource.setrlimit(RLIMIT_NOFILE, (2048, 4096))`: an error where the hard limit is lower, and
+otherwise a cap that cannot be lifted again. `protect` makes that one call do nothing. The package calls it before any
+of its modules can import mlx-lm.
+"""
+
+import resource
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import ModuleType
+
+MODULE = "mlx_lm.utils"
+FOR_MODELS = 2048  # what mlx-lm wants, for checkpoints of many files
+
+
+def protect() -> None:
+    """Let mlx-lm raise the soft limit when it is imported, and never lower the hard one."""
+    if MODULE not in sys.modules:
+        sys.meta_path.insert(0, _Finder())
+
+
+def raise_limit(wanted: int) -> int:
+    """Raise the soft limit towards `wanted`, as far as the system allows, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    while most > soft:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            return most
+        except (ValueError, OSError):  # macOS has a further limit, kern.maxfilesperproc
+            most //= 2
+    return soft
+
+
+class _Loader(SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        setrlimit = resource.setrlimit
+
+        def keep(which: int, limits: tuple[int, int]) -> None:
+            if which != resource.RLIMIT_NOFILE:
+                setrlimit(which, limits)
+
+        resource.setrlimit = keep
+        try:
+            super().exec_module(module)
+        finally:
+            resource.setrlimit = setrlimit
+        raise_limit(FOR_MODELS)
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == MODULE else None
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec

@@ -1,0 +1,130 @@
+"""DNS rebinding: a web page that gives its own name this machine's address is known by its Host header."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hostile import SMALL, Target, error_code, target
+
+from headstart.server import hosts_for
+from headstart.server.hosts import HostRequired
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Target]:
+    with target("--allowed-host", "My-Mac.local", "--allowed-host", "proxy.example:443") as here:
+        yield here
+
+
+ROUTES = [
+    ("GET", "/v1/models"),
+    ("GET", "/v1/settings"),
+    ("PATCH", "/v1/settings"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("GET", "/"),
+    ("GET", "/assets/main.js"),
+    ("GET", "/openapi.json"),
+    ("OPTIONS", "/v1/models"),
+    ("GET", "/nothing"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_another_host_is_refused_on_every_route(server: Target, method: str, path: str) -> None:
+    with server.http() as http:
+        refusal = http.request(method, path, headers={"Host": "page.example:8000"}, content=b"{}")
+        assert (refusal.status_code, error_code(refusal)) == (421, "host_not_allowed")
+        assert refusal.json()["error"]["type"] == "invalid_request_error"
+        assert "'page.example'" in refusal.json()["error"]["message"]
+        assert "--allowed-host" in refusal.json()["error"]["message"]
+
+
+def test_it_is_refused_in_anthropics_shape_too(server: Target) -> None:
+    with server.http() as http:
+        refusal = http.post("/v1/messages", headers={"Host": "page.example"}, json={})
+    assert refusal.status_code == 421
+    assert refusal.json()["type"] == "error"
+    assert refusal.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_known_hosts_are_served_while_others_are_refused(server: Target) -> None:
+    with server.http() as http:
+        for host in (
+            "localhost",
+            "LOCALHOST:1234",
+            "127.0.0.1",
+            "my-mac.local",
+            "my-mac.local:8000",
+            "proxy.example",
+        ):
+            assert http.post("/v1/completions", json=SMALL, headers={"Host": host}).status_code == 200, host
+            assert http.post("/v1/completions", json=SMALL, headers={"Host": f"x.{host}"}).status_code == 421
+        for path in ("/health", "/metrics"):  # probes call by any name
+            assert http.get(path, headers={"Host": "page.example"}).status_code == 200
+    server.assert_serving()
+
+
+def test_a_request_without_a_host_is_no_browsers(server: Target) -> None:
+    assert server.raw(b"GET /v1/models HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")
+    assert server.raw(b"GET /v1/models HTTP/1.0\r\nHost: page.example\r\n\r\n").startswith(b"HTTP/1.1 421")
+    assert server.raw(b"GET /v1/models HTTP/1.0\r\nHost:\r\n\r\n").startswith(b"HTTP/1.1 421")
+
+
+def status(host: str, arrived_at: str, names: tuple[str, ...]) -> int:
+    """Return the status of a request with that Host header, to a server at that address."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert scope["type"] == "http"
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def ask() -> int:
+        scope = {"type": "http", "path": "/", "headers": [(b"host", host.encode())], "server": (arrived_at, 8000)}
+        sent: list[dict[str, Any]] = []
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        await HostRequired(app, names)(scope, None, send)  # type: ignore[arg-type]
+        return int(sent[0]["status"])
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("host", "arrived_at", "names", "expected"),
+    [
+        ("127.8.8.8:80", "127.0.0.1", (), 200),
+        ("[::1]:8000", "::1", (), 200),
+        ("[::1]", "127.0.0.1", (), 200),
+        ("[0:0:0:0:0:0:0:1]:1", "::1", (), 200),
+        ("localhost.", "127.0.0.1", (), 200),
+        ("localhost.page.example", "127.0.0.1", (), 421),
+        ("127.0.0.1.page.example", "127.0.0.1", (), 421),
+        ("page.example#localhost", "127.0.0.1", (), 421),
+        ("localhost:80:80", "127.0.0.1", (), 421),
+        ("localhost:x", "127.0.0.1", (), 421),
+        ("", "127.0.0.1", (), 421),
+        ("192.168.1.5:8000", "127.0.0.1", (), 421),
+        ("192.168.1.5:8000", "192.168.1.5", (), 200),
+        ("192.168.1.5:8000", "::ffff:192.168.1.5", (), 200),
+        ("[fe80::1]", "fe80::1%en0", (), 200),
+        ("192.168.1.6", "192.168.1.5", (), 421),
+        ("page.example", "127.0.0.1", ("*",), 200),
+        ("named.example:9", "127.0.0.1", ("named.example",), 200),
+        ("[2001:db8::1]", "127.0.0.1", ("2001:db8::1",), 200),
+    ],
+)
+def test_hosts(host: str, arrived_at: str, names: tuple[str, ...], expected: int) -> None:
+    assert status(host, arrived_at, names) == expected
+
+
+def test_what_is_accepted_by_default_depends_on_reach_and_keys() -> None:
+    assert hosts_for("127.0.0.1", (), key=False) == ("127.0.0.1",)
+    assert hosts_for("127.0.0.1", (), key=True) == ("127.0.0.1",)
+    assert hosts_for("0.0.0.0", (), key=False) == ("0.0.0.0",)
+    assert hosts_for("0.0.0.0", (), key=True) == ("*",)  # the key protects
+    assert hosts_for("0.0.0.0", ("a",), key=True) == ("0.0.0.0", "a")
+    assert hosts_for("127.0.0.1", ("*",), key=False) == ("127.0.0.1", "*")
