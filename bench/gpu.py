@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from gpu_products import line, note, random_codes, table
+from imposed_acceptance import decode_imposed, record
 from invariance import TASKS
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generate_step
@@ -25,11 +26,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from headstart import models
-from headstart.bench.cost import measure_costs
-from headstart.bench.imposed import record, run_imposed
-from headstart.bench.run import K, run
+from headstart.bench.local import K, decode_batch
+from headstart.bench.step_time import step_seconds
 from headstart.checkpoint import load, load_tokenizer, resolve
+from headstart.engine.batch import Batch
+from headstart.engine.step import Round, verify
 from headstart.models import Model
+from headstart.sampling import Proposal
 
 TURNS = 4
 COMMON: dict[str, Any] = {
@@ -155,7 +158,7 @@ def beside(model: Model, theirs: nn.Module) -> float:
     table("mlx-lm, tokens/s", "ours, k = 0", "ratio", "ms a step of mlx-lm's: host", "in all", "clocks, MHz")
     turns = []
     for turn in range(TURNS):
-        pair = (stock_rate(theirs), run(model, prompts(1), 0, 96).rate)
+        pair = (stock_rate(theirs), decode_batch(model, prompts(1), 0, 96).rate)
         state, (host, whole) = clocks(), stock_host(theirs)
         line(*pair, f"{pair[1] / pair[0]:.2f}", 1e3 * host, 1e3 * whole, state)
         turns += [pair] * bool(turn)
@@ -170,11 +173,11 @@ def decode(name: str, model: Model, stock: float) -> None:
     rates: dict[int, list[float]] = {}
     for turn in range(TURNS):
         for k in range(6):
-            done = run_imposed(model, recording, k, ACCEPTANCE[name])  # which checks the text against k = 0
+            done = decode_imposed(model, recording, k, ACCEPTANCE[name])  # which checks the text against k = 0
             if turn:
                 rates.setdefault(k, []).append(done.rate)
                 note(f"{name} imposed k = {k}", rates[k])
-            tokens_a_round = done.tokens / len(done.rounds)
+            tokens_a_round = done.tokens_per_round
             if turn == TURNS - 1:
                 if k == 0:
                     table(
@@ -188,10 +191,25 @@ def decode(name: str, model: Model, stock: float) -> None:
 
 def steps(name: str, model: Model) -> None:
     table("rows", "k", "ms a step", "to k = 0", "window to a window of 1", "a draft")
-    for cost in measure_costs(model, prompts(4), rows=(1, 4, 16), ks=(0, 3), repeats=4):
-        draft = "" if cost.draft is None else f"{cost.draft:.3f}"
-        line(cost.rows, cost.k, f"{1e3 * cost.seconds:.2f}", f"{cost.ratio:.2f}", f"{cost.verify:.2f}", draft)
-        note(f"{name} step {cost.rows} {cost.k}", cost.as_dict())
+    for rows, k in ((1, 3), (4, 3), (16, 3)):
+        turns = []
+        for turn in range(TURNS + 1):
+            plain = step_seconds(model, prompts(rows), 0)
+            window = step_seconds(model, prompts(rows), k, advance=verify_only)
+            whole = step_seconds(model, prompts(rows), k)
+            turns += [(plain, window, whole)] * bool(turn)
+        plain, window, whole = (median(times) for times in zip(*turns, strict=True))
+        line(rows, 0, f"{1e3 * plain:.2f}", "1.00", "1.00", "")
+        ratios = (whole / plain, window / plain)
+        draft = f"{(whole - window) / plain / k:.3f}"
+        line(rows, k, f"{1e3 * whole:.2f}", *[f"{ratio:.2f}" for ratio in ratios], draft)
+        note(f"{name} step {rows} {k}", turns)
+
+
+def verify_only(model: Model, batch: Batch, k: int) -> Round:
+    """Verify drafts that cost nothing. They differ, as those of a text do: a mixture of experts cares."""
+    tokens = mx.array([[7919 * row + 31 * j + 1 for j in range(k)] for row in range(batch.size)], mx.int32)
+    return verify(model, batch, Proposal(tokens, []))
 
 
 def shape(name: str, parts: list[str]) -> None:
@@ -214,11 +232,11 @@ def rows(name: str | None) -> None:
     for count in (1, 4, 16):
         turns = []
         for turn in range(2 * TURNS):
-            zero, auto = (run(model, asked[:count], k, 256) for k in KS)
+            zero, auto = (decode_batch(model, asked[:count], k, 256) for k in KS)
             turns += [(zero.rate, auto.rate)] * (turn > 1)  # by then auto knows what depths cost
         ratios = [auto / zero for zero, auto in turns]
         rates = [median(rates) for rates in zip(*turns, strict=True)]
-        each = auto.tokens / len(auto.rounds)
+        each = auto.tokens_per_round
         line(count, *rates, *[f"{value:.2f}" for value in (median(ratios), min(ratios), max(ratios), each)])
         note(f"aggregate {count}", turns)
 

@@ -1,11 +1,12 @@
 """headstart's server beside mlx-lm's own, on the same checkpoint and machine, in one interleaved run.
 
-    python bench/servers.py [--model NAME] [--ways auto 0 2] [any option of headstart bench-serve]
+    python bench/servers.py [--model NAME] [--ways auto 0 2] [any option of headstart bench --url]
 
 The model is converted, since mlx-lm does not read what Hugging Face has of it. Both servers then stay up, each in a
-process of its own, and `headstart bench-serve` measures them by turns: headstart with drafts as it chooses, and in
-every other of the `--ways` (a number of drafts), against mlx-lm. Texts are completed, not chats answered: the two do
-not read a chat template alike. Without options it takes `--concurrency 1,2,4,8 --lengths short,medium`.
+process of its own, and `headstart bench --url` measures them by turns: mlx-lm first, and against it headstart with
+drafts as it chooses, and in every other of the `--ways` (a number of drafts). Texts are completed, not chats
+answered: the two do not read a chat template alike. Without options it takes
+`--concurrency 1,2,4,8 --prompts short,medium`.
 """
 
 import argparse
@@ -65,12 +66,10 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
 
 def compare(folder: Path, ways: Sequence[str], options: Sequence[str]) -> int:
     with headstart_server(folder) as ours, mlx_lm_server(folder) as theirs:
-        urls = [f"{ours}#num_draft_tokens={way}" for way in ways] + [theirs]
-        names = [f"headstart k={way}" for way in ways] + ["mlx-lm"]
-        models = [folder.name] * len(ways) + [str(folder)]
-        command = [HEADSTART, "bench-serve", "--compare", ",".join(urls), "--names", ",".join(names)]
-        command += ["--completions"]
-        return subprocess.run([*command, "--model", ",".join(models), *options]).returncode
+        urls = [f"mlx-lm={theirs}#model={folder}"]  # which calls a model by its folder
+        urls += [f"headstart {way}={ours}#num_draft_tokens={way}" for way in ways]
+        command = [HEADSTART, "bench", folder.name, "--completions"]
+        return subprocess.run([*command, *[part for url in urls for part in ("--url", url)], *options]).returncode
 
 
 def main() -> None:
@@ -82,7 +81,7 @@ def main() -> None:
         folder = Path(scratch).resolve() / args.model.rsplit("/", 1)[-1]
         subprocess.run([HEADSTART, "convert", args.model, folder], check=True)
         raise SystemExit(
-            compare(folder, args.ways, options or ["--concurrency", "1,2,4,8", "--lengths", "short,medium"])
+            compare(folder, args.ways, options or ["--concurrency", "1,2,4,8", "--prompts", "short,medium"])
         )
 
 

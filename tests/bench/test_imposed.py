@@ -2,9 +2,9 @@
 
 import mlx.core as mx
 import pytest
+from bench.imposed_acceptance import Recording, check_pattern, decode_imposed, impose, record
 
 from fixtures import mlx_lm_greedy, random_model, random_prompt
-from headstart.bench.imposed import Recording, check_pattern, impose, record, run_imposed
 from headstart.engine.step import draft, take_in
 from headstart.errors import HeadstartError, RequestError
 
@@ -23,27 +23,26 @@ def test_a_recording_is_what_plain_decoding_says(recording: Recording) -> None:
 
 
 def test_acceptance_follows_the_pattern_and_not_the_head(recording: Recording) -> None:
-    done = run_imposed(random_model(), recording, 3, PATTERN)
-    whole = [accepted for accepted, proposed in done.rounds if proposed == 3]  # the last round of a row is shorter
-    shares = [sum(accepted > j for accepted in whole) / len(whole) for j in range(3)]
-    assert shares == pytest.approx(PATTERN, abs=0.06)
-    assert done.tokens / len(done.rounds) == pytest.approx(1 + sum(PATTERN), rel=0.06)
+    done = decode_imposed(random_model(), recording, 3, PATTERN)
+    shares = [accepted / proposed for accepted, proposed in zip(done.accepted, done.proposed, strict=True)]
+    assert shares == pytest.approx(PATTERN, abs=0.08)
+    assert done.tokens_per_round == pytest.approx(1 + sum(PATTERN), rel=0.06)
     assert done.seconds > 0
 
 
 @pytest.mark.parametrize(("pattern", "per_round"), [((1.0, 1.0), 3.0), ((0.0, 0.0), 1.0), ((1.0, 0.0), 2.0)])
 def test_all_none_and_one_of_two(recording: Recording, pattern: tuple[float, ...], per_round: float) -> None:
-    done = run_imposed(random_model(), recording, 2, pattern)
-    assert done.tokens / len(done.rounds) == pytest.approx(per_round, rel=0.02)
-    longest = max(map(len, done.texts))
+    done = decode_imposed(random_model(), recording, 2, pattern)
+    assert done.tokens_per_round == pytest.approx(per_round, rel=0.02)
+    longest = max(map(len, done.sequences))
     assert longest == 60
-    for text, recorded in zip(done.texts, recording.texts, strict=True):
+    for text, recorded in zip(done.sequences, recording.texts, strict=True):
         assert text == recorded[: len(text)]
 
 
 def test_zero_drafts_is_plain_decoding(recording: Recording) -> None:
-    done = run_imposed(random_model(), recording, 0, PATTERN)
-    assert (done.texts, done.rounds) == (recording.texts, [(0, 0)] * done.tokens)
+    done = decode_imposed(random_model(), recording, 0, PATTERN)
+    assert (done.sequences, done.tokens_per_round) == (recording.texts, 1.0)
 
 
 def test_the_trunk_waits_for_the_drafts_that_are_exchanged(recording: Recording) -> None:
@@ -60,16 +59,18 @@ def test_the_trunk_waits_for_the_drafts_that_are_exchanged(recording: Recording)
 def test_text_that_does_not_come_out_as_recorded_is_an_error(recording: Recording) -> None:
     texts = [list(text) for text in recording.texts]
     texts[1][20] = (texts[1][20] + 1) % random_model().vocabulary
-    with pytest.raises(HeadstartError, match=r"at k = 3, row 1 says token .* at position 20 where .* was recorded"):
-        run_imposed(random_model(), Recording(recording.prompts, texts), 3, PATTERN)
+    with pytest.raises(
+        HeadstartError, match=r"at k = 3, sequence 1 has token .* at position 20 where .* was recorded"
+    ):
+        decode_imposed(random_model(), Recording(recording.prompts, texts), 3, PATTERN)
 
 
 @pytest.mark.parametrize("pattern", [(), (0.5, 0.6), (1.1,), (0.5, -0.1)])
 def test_a_pattern_that_is_none_is_refused(pattern: tuple[float, ...]) -> None:
-    with pytest.raises(RequestError, match="--acceptance"):
-        check_pattern(pattern)
+    with pytest.raises(RequestError, match=r"acceptance .*give 1 shares"):
+        check_pattern(pattern, 1)
 
 
 def test_a_pattern_shorter_than_the_depth_is_refused(recording: Recording) -> None:
-    with pytest.raises(RequestError, match="--acceptance has 3 positions, and k is 4"):
-        run_imposed(random_model(), recording, 4, PATTERN)
+    with pytest.raises(RequestError, match=r"acceptance 0\.88, 0\.75, 0\.62: give 4 shares"):
+        decode_imposed(random_model(), recording, 4, PATTERN)

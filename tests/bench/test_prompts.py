@@ -1,10 +1,11 @@
 """Prompts by kind: the built-in ones, and files whose mistakes are named by their line."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from headstart.bench.prompts import KINDS, builtin_prompts, by_kind, read_prompts
+from headstart.bench.prompts import KINDS, builtin_prompts, prompt_source, read_prompts
 from headstart.checkpoint import load_tokenizer, resolve
 from headstart.errors import RequestError
 
@@ -15,20 +16,31 @@ def test_every_kind_has_eight_prompts_that_differ() -> None:
         assert len({prompt for prompt in map(repr, prompts) if f"kind='{kind}'" in prompt}) == 8
 
 
-def test_kinds_are_chosen_and_an_unknown_one_is_refused() -> None:
-    assert {prompt.kind for prompt in builtin_prompts(["prose", "code"])} == {"prose", "code"}
-    with pytest.raises(RequestError, match="--kinds: 'poems' is not one of code, prose, chat, repetitive"):
-        builtin_prompts(["code", "poems"])
+def test_kinds_lengths_and_files_are_chosen_together_and_an_unknown_name_is_refused(tmp_path: Path) -> None:
+    own = tmp_path / "own.txt"
+    own.write_text("Once upon a time\n")
+    source = prompt_source(["code", "long", "300", str(own)])
+    assert source.names == ["code", "own", "long", "300 words"]
+    assert source.prompt("own", 5).text == "Once upon a time"
+    assert source.prompt("code", 0) != source.prompt("code", 1)
+    assert source.prompt("code", 0) == source.prompt("code", 8)
+    assert len(source.prompt("300 words", 0).text.split()) == 300
+    assert source.prompt("long", 0) == source.prompt("long", 0) != source.prompt("long", 0, "again")
+    with pytest.raises(
+        RequestError, match="--prompts poems: not one of code, prose, chat, repetitive, short, medium"
+    ):
+        prompt_source(["code", "poems"])
 
 
 def test_conversations_become_what_the_chat_template_makes_of_them_and_texts_stay_as_they_are() -> None:
     tokenizer = load_tokenizer(resolve(None))
-    tokens = by_kind(builtin_prompts(), tokenizer)
-    assert list(tokens) == list(KINDS)
-    assert tokenizer.decode(tokens["chat"][0]).startswith("<|im_start|>user\nWhat is the difference")
-    assert tokenizer.decode(tokens["chat"][0]).endswith("<think>\n\n</think>\n\n")
-    assert tokenizer.decode(tokens["code"][1]).startswith("class Stack:")
-    assert tokenizer.decode(tokens["code"][1]).endswith("def push(self, item):\n")
+    source = prompt_source(KINDS)
+    chat = tokenizer.decode(source.prompt("chat", 0).tokens(tokenizer))
+    assert chat.startswith("<|im_start|>user\nWhat is the difference")
+    assert chat.endswith("<think>\n\n</think>\n\n")
+    code = tokenizer.decode(source.prompt("code", 1).tokens(tokenizer))
+    assert code.startswith("class Stack:")
+    assert code.endswith("def push(self, item):\n")
 
 
 def test_without_a_chat_template_a_conversation_is_its_paragraphs() -> None:
@@ -54,28 +66,35 @@ def test_a_file_of_lines_and_a_file_of_objects_are_read(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "line 2: not JSON"),
-        ("[1]", 'line 2: must be an object with either "text" or "messages"'),
-        ('{"text": "a", "messages": []}', 'line 2: must be an object with either "text" or "messages"'),
-        ('{"text": ""}', 'line 2: "text" must be a string that is not empty'),
-        ('{"text": "a", "king": "code"}', 'line 2: "king" is not a field'),
-        ('{"text": "a", "kind": 3}', 'line 2: "kind" must be a word'),
-        ('{"messages": [{"role": "user"}]}', 'line 2: "messages" must be a list of objects'),
+        *[
+            (line, 'line 2: must be {"text": "…"} or {"messages": ')
+            for line in (
+                "[1]",
+                '{"text": "a", "messages": [{"role": "user", "content": "b"}]}',
+                '{"text": ""}',
+                '{"text": 3}',
+                '{"messages": []}',
+                '{"messages": [{"role": "user"}]}',
+                '{"text": "a", "king": "code"}',
+                '{"text": "a", "kind": 3}',
+            )
+        ],
     ],
 )
 def test_a_bad_line_is_refused_by_its_number(line: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text(f'{{"text": "fine"}}\n{line}\n')
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(RequestError, match=re.escape(message)):
         read_prompts(file)
 
 
 def test_a_file_that_is_empty_missing_or_not_text_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
-    with pytest.raises(RequestError, match="cannot be read as text"):
+    with pytest.raises(RequestError, match="cannot be read as a file"):
         read_prompts(file)
     file.write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(RequestError, match="cannot be read as text"):
+    with pytest.raises(RequestError, match="cannot be read as a file"):
         read_prompts(file)
     file.write_text(" \n")
-    with pytest.raises(RequestError, match="there is no prompt in it"):
+    with pytest.raises(RequestError, match="the file has no prompt"):
         read_prompts(file)

@@ -1,4 +1,4 @@
-"""A report says the same as Markdown, as JSON and as a picture, and says in each when acceptance was imposed."""
+"""A report says the same as Markdown, as JSON and as a picture."""
 
 import builtins
 import json
@@ -8,109 +8,136 @@ from typing import Any
 
 import pytest
 
-from headstart.bench.cost import Cost
-from headstart.bench.figures import Figure, Judged, Verdict
-from headstart.bench.interval import Estimate
-from headstart.bench.machine import Machine
-from headstart.bench.plot import check_plot, plot
-from headstart.bench.report import Report, table
+from headstart.bench.estimate import Estimate, Percentiles
+from headstart.bench.measurement import Latency, Measurement
+from headstart.bench.plan import BenchPlan, Condition, Load
+from headstart.bench.plot import check_plot, plot_report
+from headstart.bench.report import BenchReport, table
+from headstart.bench.system import SystemInfo
 from headstart.errors import HeadstartError, RequestError
 
-ONE = Estimate(1.0, 1.0, 1.0)
-REPORT = Report(
-    model="some-model",
-    machine=Machine("Linux 6.1", "A processor", 2, 16.0, "cpu", {"mlx": "0.32"}),
-    tokens=64,
-    repeats=5,
-    acceptance=None,
-    figures=[
-        Figure("code", 1, 0, 100.0, ONE, 1.0, 0.0, [], [], True),
-        Figure("code", 1, 2, 130.0, Estimate(1.3, 1.2, 1.4), 2.1, 2.0, [0.8, 0.6], [0.8, 0.75], True),
-        Figure("code", 1, "auto", 128.0, Estimate(1.28, 1.1, 1.3), 2.0, 1.9, [0.8], [0.8], True),
+CODE, CHAT = (Condition(name, Load("batch_size", 1)) for name in ("code", "chat"))
+SYSTEM = SystemInfo("Linux 6.1", "A processor", 2, 16.0, "cpu", {"mlx": "0.32"})
+
+
+def gains(speed: float, **more: Estimate) -> dict[str, Estimate]:
+    return {"tokens_per_second": Estimate(speed, speed - 0.1, speed + 0.1), **more}
+
+
+LOCAL = BenchReport(
+    models={"local": "some-model"},
+    system=SYSTEM,
+    plan=BenchPlan(["k=0", "k=2", "k=auto"], ["code", "chat"], [CODE.load]),
+    measurements=[
+        Measurement("k=0", CODE, 3, Estimate(100, 99, 101), {}, 1.0, 10.0, identical=True),
+        Measurement("k=2", CODE, 3, Estimate(130, 120, 140), gains(1.3), 2.1, 16.0, 0.7, [0.8, 0.6], True),
+        Measurement("k=auto", CODE, 3, Estimate(128, 110, 130), gains(1.28, best_fixed=Estimate(0.98, 0.9, 1)), 2.0),
+        Measurement("k=0", CHAT, 3, Estimate(100, 99, 101), {}, 1.0, 10.0, identical=True),
+        Measurement("k=2", CHAT, 3, Estimate(70, 60, 80), gains(0.7), 1.5, 20.0, 0.2, [0.2], True),
     ],
-    costs=[
-        Cost(1, 0, 0.01, 1.0, 1.0, None, None),
-        Cost(1, 2, 0.016, 1.6, 1.4, 0.1, 0.42),
-        Cost(1, 8, 0.1, 10, 8, 0.2, None),
-    ],
-    auto=Verdict([Judged("code", 1, [2, 2], Estimate(0.98, 0.96, 1.0), Estimate(1.28, 1.1, 1.3))]),
-    past_end={"code": 0.25},
-    exact=True,
+    past_end=0.25,
 )
-IMPOSED = replace(REPORT, acceptance=(0.88, 0.75), auto=None)
+LATENCY = Latency(
+    requests=6,
+    errors={"answered 503: full": 2},
+    requests_per_second=1.5,
+    ttft=Percentiles(0.5, 0.6, 0.7),
+    itl=Percentiles(0.04, 0.05, 0.06),
+    e2e=Percentiles(1.0, 2.0, 3.0),
+    prompt_tokens=77,
+    cached_tokens=7,
+    completion_tokens=8.0,
+    counted={"usage": 3, "chunks": 1},
+)
+SHORT = Condition("short", Load("concurrency", 4))
+SERVERS = BenchReport(
+    models={"one": "a-model", "other": "a-model"},
+    system=SYSTEM,
+    plan=BenchPlan(["one", "other"], ["short"], [SHORT.load]),
+    measurements=[
+        Measurement("one", SHORT, 3, Estimate(10, 9, 11), acceptance=0.5, latency=LATENCY),
+        Measurement(
+            "other", SHORT, 3, Estimate(20, 19, 21), gains(2.0, ttft=Estimate(0.5, 0.4, 0.6)), latency=LATENCY
+        ),
+    ],
+)
 
 
-def cells(markdown: str, start: str) -> list[str]:
-    line = next(line for line in markdown.splitlines() if line.startswith(start))
-    return [cell.strip() for cell in line.strip("|").split("|")]
+def cells(markdown: str, *start: str) -> list[str]:
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines() if "|" in line]
+    return next(row for row in rows if row[: len(start)] == list(start))
 
 
-def test_markdown_has_every_figure_with_its_machine() -> None:
-    text = REPORT.markdown()
-    assert "cpu · A processor, 2 cores, 16 GB · Linux 6.1 · mlx 0.32" in text
-    assert "64 tokens a row, medians of 5 interleaved runs" in text
-    assert "Past the model's own end: 25% of code." in text
-    speed = ["code", "1", "2", "130.0", "1.30", "1.20–1.40", "2.10", "2.00", "80% 75%", "80% 60%"]
-    assert cells(text, "| code | 1    | 2 ") == speed
-    assert cells(text, "| 1    | 2 ") == ["1", "2", "16.00", "1.60", "1.40", "0.10", "42%"]
-    assert cells(text, "| 1    | 8 ")[-1] == "never"
-    assert cells(text, "| code | 1    | 1.28 ") == ["code", "1", "1.28", "1.10–1.30", "2", "0.98", "0.96–1.00"]
-    assert "0.980 (geometric mean)" in text
-    assert "wholly below 0.95 of the best fixed k: none." in text
-    assert "imposed" not in text.lower()
-    assert "Not complete" not in text
-    assert "**Not complete: interrupted**" in replace(REPORT, stopped="interrupted").markdown()
-    assert "Not the tokens" not in text
+def test_markdown_of_depths_has_every_figure_and_what_it_means() -> None:
+    text = LOCAL.markdown()
+    assert text.startswith("# Benchmark: some-model\n\nMeasured on cpu · A processor, 2 cores, 16 GB · Linux 6.1")
+    assert "64 tokens per sequence. Medians of 3 interleaved repeats (lowest–highest)." in text
+    assert "- code, batch of 1: k=2 is fastest, 1.30 (1.20–1.40) times the speed without drafts." in text
+    assert "- chat, batch of 1: k=2 comes closest: speculation does not pay here, 0.70 (0.60–0.80) times" in text
+    assert "auto reaches 98% of the best fixed depth's speed" in text
+    assert cells(text, "code", "batch of 1", "k=2") == [
+        "code", "batch of 1", "k=2", "130.0 (120.0–140.0)", "1.30 (1.20–1.40)", "", "2.10", "16.0", "80% 60%",
+    ]  # fmt: skip
+    assert "Positions drafted fewer than 10 times are left out." in text
+    assert "25% of the tokens came after the model's own end." in text
+    for word in ("Latency", "Not complete", "Not the tokens", "β", "δ", "to k = 0"):
+        assert word not in text
 
 
-def test_tokens_that_differ_and_cells_that_lose_are_named() -> None:
-    other = replace(REPORT.figures[1], identical=False)
-    slow = Verdict([Judged("code", 4, [0, 0], Estimate(0.9, 0.9, 0.94), Estimate(0.9, 0.9, 0.98))])
-    text = replace(REPORT, figures=[REPORT.figures[0], other], auto=slow).markdown()
-    assert "**Not the tokens of k = 0:** code with 1 row at k = 2." in text
-    assert "wholly below 0.95 of the best fixed k: code with 4 rows." in text
-    assert "wholly below 0.97 of k = 0: none." in text
+def test_what_is_wrong_with_a_report_comes_first() -> None:
+    other = replace(LOCAL.measurements[1], identical=False)
+    text = replace(LOCAL, measurements=[LOCAL.measurements[0], other], stopped="interrupted").markdown()
+    assert "**Not complete: interrupted**\n\n**Not the tokens of k=0:** k=2, code, batch of 1.\n\n## Result" in text
+
+
+def test_markdown_of_servers_has_latencies_and_failures() -> None:
+    text = SERVERS.markdown()
+    assert text.startswith("# Benchmark: one, other\n")
+    assert "Model: a-model." in text
+    assert cells(text, "short", "4 at a time", "other")[3:5] == ["20.0 (19.0–21.0)", "2.00 (1.90–2.10)"]
+    assert "500 / 600 / 700" in text
+    assert "40 / 50 / 60" in text
+    assert "one does not count its tokens: chunks were counted" in text
+    assert "one, 2 of 6 requests failed: answered 503: full" in text
+    assert "speculation" not in text
 
 
 def test_json_has_all_of_it() -> None:
-    report = json.loads(json.dumps(REPORT.as_dict()))
-    assert report["model"] == "some-model"
+    report = json.loads(json.dumps(LOCAL.as_dict()))
+    assert report["models"] == {"local": "some-model"}
+    assert (report["baseline"], report["repeats"], report["stopped"]) == ("k=0", 3, None)
     assert report["machine"]["versions"] == {"mlx": "0.32"}
-    assert report["imposed_acceptance"] is None
-    assert report["figures"][1]["to_plain"] == {"median": 1.3, "low": 1.2, "high": 1.4}
-    assert report["figures"][2]["k"] == "auto"
-    assert report["costs"][1] == {
-        "rows": 1, "k": 2, "seconds": 0.016, "ratio": 1.6, "verify": 1.4, "draft": 0.1, "break_even": 0.42,
-    }  # fmt: skip
-    assert report["auto"]["to_best"] == pytest.approx(0.98)
-    assert report["auto"]["below_best"] == []
+    drafted = report["measurements"][1]
+    assert (drafted["variant"], drafted["prompts"], drafted["batch_size"]) == ("k=2", "code", 1)
+    assert drafted["relative"]["tokens_per_second"]["median"] == 1.3
+    servers = json.loads(json.dumps(SERVERS.as_dict()))["measurements"]
+    assert [(each["variant"], each["concurrency"]) for each in servers] == [("one", 4), ("other", 4)]
+    assert servers[0]["latency"]["ttft"] == {"p50": 0.5, "p95": 0.6, "p99": 0.7}
 
 
-def test_an_imposed_acceptance_is_said_in_every_output(tmp_path: Path) -> None:
-    assert "**Acceptance is imposed (0.88, 0.75, cumulative)" in IMPOSED.markdown()
-    assert IMPOSED.as_dict()["imposed_acceptance"] == [0.88, 0.75]
-    assert IMPOSED.as_dict()["auto"] is None
-    plot(IMPOSED, tmp_path / "imposed.svg")
-    plot(REPORT, tmp_path / "real.svg")
-    # The letters of an SVG are shapes, and comments say which.
-    assert "Acceptance is imposed" in (tmp_path / "imposed.svg").read_text()
-    assert "imposed" not in (tmp_path / "real.svg").read_text()
-
-
-def test_a_picture_has_a_panel_for_each_number_of_rows(tmp_path: Path) -> None:
-    more = [replace(figure, rows=4) for figure in REPORT.figures]
-    plot(replace(REPORT, figures=[*REPORT.figures, *more]), tmp_path / "both.svg")
-    drawn = (tmp_path / "both.svg").read_text()
+def test_a_picture_has_a_panel_for_each_kind_of_prompts(tmp_path: Path) -> None:
+    plot_report(LOCAL, tmp_path / "local.svg")
+    drawn = (tmp_path / "local.svg").read_text()
     for text in (
-        "<!-- 1 row -->",
-        "<!-- 4 rows -->",
-        "<!-- auto -->",
-        "<!-- code -->",
-        "<!-- speed against k = 0 -->",
+        "code: tokens/s",
+        "chat: tokens/s",
+        "k=auto",
+        "batch of 1",
+    ):  # letters are shapes; comments name them
+        assert f"<!-- {text} -->" in drawn
+    assert "first token" not in drawn
+    plot_report(SERVERS, tmp_path / "servers.svg")
+    drawn = (tmp_path / "servers.svg").read_text()
+    for text in (
+        "short: tokens/s",
+        "short: ms to the first token",
+        "short: ms between tokens",
+        "other",
+        "4 at a time",
     ):
-        assert text in drawn
-    plot(REPORT, tmp_path / "one.png")
-    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+        assert f"<!-- {text} -->" in drawn
+    plot_report(LOCAL, tmp_path / "local.png")
+    assert (tmp_path / "local.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_picture_that_cannot_be_drawn_is_refused_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,8 +155,8 @@ def test_a_picture_that_cannot_be_drawn_is_refused_beforehand(monkeypatch: pytes
         check_plot(Path("a.png"))
 
 
-def test_a_table_is_readable_as_it_is() -> None:
-    assert table(["a", "long"], [["1", "2"], ["12345", "6"]]).splitlines() == [
+def test_a_table_is_readable_as_it_is_and_has_no_empty_columns() -> None:
+    assert table(["a", "empty", "long"], [["1", "", "2"], ["12345", "", "6"]]).splitlines() == [
         "| a     | long |",
         "| ----- | ---- |",
         "| 1     | 2    |",

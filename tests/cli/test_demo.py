@@ -23,11 +23,19 @@ def test_it_shows_both_sides_and_what_was_measured() -> None:
     assert result.exit_code == 0, result.stderr
     out = result.stdout
     assert out.count("def") == 2
-    assert re.search(r"tokens/s, median +[\d.]+ +[\d.]+ +[\d.]+ ×", out)
-    assert re.search(r"rounds +8 +[1-8]\b", out)
-    assert re.search(r"tokens per round +1\.00 +[1-8]\.\d\d", out)
-    assert re.search(r"acceptance by position +– +\d+%", out)
-    assert "8 token ids, identical in all 6 runs." in out
+    assert out.lstrip().startswith("The small built-in model answers one question twice: without speculation, then")
+    assert re.search(r"tokens per second +[\d.]+ +[\d.]+\n", out)
+    assert re.search(r"passes of the model +8 +[1-8]\b", out)
+    assert re.search(r"tokens per pass +1\.00 +[1-8]\.\d\d", out)
+    assert re.search(r"With speculation: [\d.]+ times the tokens per second.", out)
+    assert "The text is the same: all 8 tokens, in all 6 runs." in out
+    assert "%" not in out, "of eight tokens there are too few drafts for a percentage"
+
+
+def test_shares_of_positions_that_were_tried_often_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.bench.estimate.MIN_TRIES", 1)
+    out = CliRunner().invoke(app, ["demo"], env={"COLUMNS": "100"}).stdout
+    assert re.search(r"drafts accepted, by position +– +\d+%", out)
 
 
 @pytest.fixture
@@ -45,9 +53,9 @@ def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tokens_that_differ_are_an_error() -> None:
     result = CliRunner().invoke(app, ["demo"])
     assert result.exit_code == 1
-    assert "tokens/s, median" in result.stdout
-    assert "identical" not in result.stdout
-    assert result.stderr == "error: the token ids are not those of plain decoding in 3 of the runs\n"
+    assert "tokens per second" in result.stdout
+    assert "the same" not in result.stdout
+    assert result.stderr == "error: 3 runs did not generate the tokens of plain decoding\n"
 
 
 @pytest.mark.usefixtures("wrong")
@@ -57,8 +65,8 @@ def test_tokens_that_differ_are_no_error_on_a_device_that_promises_nothing_else(
     monkeypatch.setattr("headstart.engine.intake.rows_are_independent", lambda model: False)
     result = CliRunner().invoke(app, ["demo"], env={"COLUMNS": "100"})
     assert result.exit_code == 0, result.stderr
-    assert "The token ids differ in 3 of the runs: this device rounds" in result.stdout
-    assert "identical" not in result.stdout
+    assert "The tokens differ in 3 of the runs: this device rounds" in result.stdout
+    assert "the same" not in result.stdout
 
 
 def test_a_model_without_a_head_has_nothing_to_show() -> None:

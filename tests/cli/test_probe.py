@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from checkpoints import write
-from headstart.bench import cost
+from headstart.bench import step_time
 from headstart.checkpoint import read_layout, resolve
 from headstart.checkpoint.convert import SIDECAR, convert, plan_conversion
 from headstart.checkpoint.recipe import Recipe
@@ -23,7 +23,7 @@ PROMISED = [
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "STEPS", 1)
+    monkeypatch.setattr(step_time, "STEPS", 1)
 
 
 def probe(*arguments: object) -> Result:
@@ -32,14 +32,18 @@ def probe(*arguments: object) -> Result:
 
 def test_the_builtin_model_passes_and_the_page_can_be_shown_to_anybody(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    result = probe("--k", 1, "--tokens", 16, "--report", page)
+    result = probe("--k", 1, "--tokens", 16, "--output", page)
     assert result.exit_code == 0, result.output
     for text in (result.stdout, page.read_text()):
         assert "tiny-qwen3.5" in text
         assert "Every answer is that of plain decoding, at k = 1 to 1 and auto." in text
         assert text.rstrip().endswith("- Passed.")
+    assert result.stdout == page.read_text()
+    first, plan, *_ = result.stderr.splitlines()
+    assert first == "No model given: probing the small built-in one. Name a model to probe yours."
+    assert plan.startswith("Probing tiny-qwen3.5: decoding 4 prompts of 16 tokens at k=0 to 1 and auto, checking")
     written = page.read_text()
-    assert written.startswith("# headstart probe tiny-qwen3.5: passed\n")
+    assert written.startswith("# Probe of tiny-qwen3.5: passed\n")
     assert "| k " in written
     assert "- Kernels: products " in written
     assert "mlx-lm " in written
@@ -56,16 +60,16 @@ def test_a_stored_fault_fails_and_is_named_with_the_way_out(tmp_path: Path) -> N
     twice = {name: array + 1 if "norm" in name else array for name, array in tensors.items()}
     mx.save_safetensors(head, twice, metadata)
 
-    result = probe(folder, "--k", 1, "--json", "--report", page)
+    result = probe(folder, "--k", 1, "--json", "--output", page)
     assert result.exit_code == 1
     report = json.loads(result.stdout)
     assert list(report)[: len(PROMISED)] == PROMISED
     assert (report["passed"], report["identical"], report["first_divergence"]) == (False, True, None)
     (fault,) = report["faults"]
     assert (fault["name"], fault["where"]) == ("norms_shifted_twice", "all norms")
-    assert fault["acceptance"] < fault["mended"]
-    assert f"Delete {SIDECAR}" in report["way_out"]
-    assert "headstart graft MODEL --from" in report["way_out"]
+    assert fault["acceptance"] < fault["repaired"]
+    assert f"Delete {SIDECAR}" in report["remedy"]
+    assert "headstart graft MODEL --from" in report["remedy"]
     assert list(report["cost_by_k"]) == ["0", "1"]
     assert list(report["tokens_per_round"]) == ["0", "1", "auto"]
     assert len(report["acceptance_by_position"]) == 1
@@ -86,9 +90,9 @@ def test_a_model_without_a_head_is_told_how_to_get_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--k", "9"], "k is 9; a probe drafts from 1 to 8"),
-        (["--tokens", "2"], "tokens is 2"),
-        (["--report", "nowhere/page.md"], "--report nowhere/page.md: there is no such folder"),
+        (["--k", "9"], "--k is 9; this probe can draft 1 to 8"),
+        (["--tokens", "2"], "--tokens is 2"),
+        (["--output", "nowhere/page.md"], "--output nowhere/page.md: there is no such folder"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_before_a_model_is_looked_for(arguments: list[str], message: str) -> None:

@@ -1,1 +1,1 @@
-"""Measure: what depth earns on this machine, and whether it changes anything."""
+"""Measure how fast a model decodes at each depth, how fast servers answer, and whether a head is sound."""

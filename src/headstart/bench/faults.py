@@ -1,6 +1,6 @@
-"""Why a head drafts badly: every suspect is mended on a copy, and what drafts clearly better then was the fault.
+"""Find out why a head drafts badly: repair each possible fault on a copy and see whether it drafts clearly better.
 
-None of these mistakes shows in what the model says. They cost acceptance, some nearly all of it and some so little
+None of these mistakes shows in the model's output. They cost acceptance, some nearly all of it and some so little
 that the head still seems to work.
 """
 
@@ -17,44 +17,45 @@ from mlx.utils import tree_map
 
 from ..models import Head, Model
 from ..models.base import Norm
-from .reading import Reading, first_drafts, rewired
+from .replay import Replay, first_drafts, rewire
 
-# Of the first drafts, on the model's own greedy text. Heads that are right were seen at 72 to 90 %, broken ones at 0
-# to 35 %; and a draft that falls more often than it stands seldom pays for itself.
+# Share of first drafts accepted on the model's own greedy text. Sound heads were seen at 72 to 90%, broken ones at 0
+# to 35%; and a draft that is rejected more often than not seldom pays for itself.
 COLLAPSED = 0.5
-UNLIKELY = 1.96  # standard errors below that: one head in 40 that is just at the line would be blamed
-CLEARLY, AT_LEAST = 3.0, 0.02  # a mend counts from so many standard errors and so large a gain
+UNLIKELY = 1.96  # standard errors below that: one sound head in 40 that is just at the line would be blamed
+CLEARLY = 3.0  # standard errors by which a repair must be better to count
+AT_LEAST = 0.02  # and the gain in acceptance
 
 M = TypeVar("M", bound=nn.Module)
 
 WHAT = {
-    "norms_shifted_twice": "the 1 of 1 + w is in them twice",
-    "norms_not_shifted": "stored as w, and nothing added the 1 of 1 + w",
-    "pre_norm_feed": "fed the trunk's hidden before its final norm; it wants the one after",
-    "post_norm_feed": "fed the trunk's hidden after its final norm; it wants the one before",
+    "norms_shifted_twice": "the 1 of 1 + w was added twice",
+    "norms_not_shifted": "the 1 of 1 + w was not added",
+    "pre_norm_feed": "fed the trunk's hidden state before the final norm instead of after it",
+    "post_norm_feed": "fed the trunk's hidden state after the final norm instead of before it",
     "concat_swapped": "embedding and hidden enter mtp.fc in the wrong order",
     "zeroed": "all zeros",
-    "not_finite": "not all of it finite numbers",
-    "unexplained": "drafts badly, and none of the known mistakes is the reason: perhaps another model's head",
+    "not_finite": "NaN or infinite values",
+    "unexplained": "drafts badly for no known reason: perhaps it is another model's head",
 }
 
 
 @dataclass(frozen=True)
-class Count:
-    """Of the first drafts that were tried, those that stood."""
+class DraftCount:
+    """First drafts: how many were accepted."""
 
-    stood: int
+    accepted: int
     tried: int
 
     @property
     def share(self) -> float:
-        return self.stood / self.tried if self.tried else 0.0
+        return self.accepted / self.tried if self.tried else 0.0
 
     @property
     def collapsed(self) -> bool:
-        """The upper end of Wilson's interval is below the line: chance does not explain it."""
+        """Whether the upper end of Wilson's interval is below COLLAPSED, so that chance does not explain it."""
         margin = UNLIKELY * math.sqrt(COLLAPSED * (1 - COLLAPSED) * self.tried)
-        return self.stood + margin < COLLAPSED * self.tried
+        return self.accepted + margin < COLLAPSED * self.tried
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Fault:
     name: str  # one of WHAT
     where: str  # in the head
     acceptance: float  # of the first drafts
-    mended: float | None = None  # the same with the fault undone; None where it cannot be undone here
+    repaired: float | None = None  # the same with the fault repaired; None where that is not possible here
 
     @property
     def what(self) -> str:
@@ -71,45 +72,45 @@ class Fault:
 
 @dataclass(frozen=True)
 class Suspect:
-    """A fault that the head may have, and how to undo it."""
+    """A fault that the head may have, and how to repair it."""
 
     name: str
     where: str
-    mend: Callable[[Model], Model]
+    repair: Callable[[Model], Model]
 
 
-def find_faults(model: Model, readings: Sequence[Reading]) -> tuple[Count, list[Fault]]:
-    """How many first drafts stand, and what is wrong with the head. Faults may hide each other, so when the
-    best mend is found, the rest is tried again on top of it."""
+def find_faults(model: Model, texts: Sequence[Replay]) -> tuple[DraftCount, list[Fault]]:
+    """Return how many first drafts are accepted, and what is wrong with the head. Faults may hide each other, so when
+    the best repair is found, the rest is tried again on top of it."""
 
     def drafts(model: Model) -> list[bool]:
-        return [each for reading in readings for each in first_drafts(model, reading)]
+        return [each for text in texts for each in first_drafts(model, text)]
 
     present = drafts(model)
     found = _count(present)
     faults = [replace(fault, acceptance=found.share) for fault in _broken_weights(model)]
     while True:
-        tried = [(suspect, drafts(suspect.mend(model))) for suspect in _suspects(model)]
-        best, mended = max(tried, key=lambda trial: sum(trial[1]))
-        if not clearly_better(mended, present):
+        tried = [(suspect, drafts(suspect.repair(model))) for suspect in _suspects(model)]
+        best, repaired = max(tried, key=lambda trial: sum(trial[1]))
+        if not clearly_better(repaired, present):
             break
-        faults.append(Fault(best.name, best.where, _count(present).share, _count(mended).share))
-        model, present = best.mend(model), mended
-    if _count(present).collapsed and not any(fault.mended is None for fault in faults):
+        faults.append(Fault(best.name, best.where, _count(present).share, _count(repaired).share))
+        model, present = best.repair(model), repaired
+    if _count(present).collapsed and not any(fault.repaired is None for fault in faults):
         faults.append(Fault("unexplained", "the head", _count(present).share))
     return found, faults
 
 
 def clearly_better(other: Sequence[bool], present: Sequence[bool]) -> bool:
-    """By more than chance (McNemar's test on the positions where the two differ) and by enough to matter."""
+    """Return whether `other` is right more often, by more than chance (McNemar's test) and by enough to matter."""
     won = sum(b and not a for a, b in zip(present, other, strict=True))
     lost = sum(a and not b for a, b in zip(present, other, strict=True))
     return won - lost >= max(CLEARLY * math.sqrt(won + lost), AT_LEAST * len(present), 1)
 
 
-def shifted(model: Model, by: float, group: str) -> Model:
-    """A copy whose head has `by` added to the norms of a group; what is not changed is shared."""
-    head = twin(model.weights.mtp)
+def shift_norms(model: Model, by: float, group: str) -> Model:
+    """Return a copy whose head has `by` added to a group of norms. All other weights are shared."""
+    head = copy_module(model.weights.mtp)
     for name, module in head.named_modules():
         if isinstance(module, Norm) and NORMS[group](name):
             module.weight = module.weight + by
@@ -122,7 +123,7 @@ def with_head(model: Model, head: Head) -> Model:
     return replace(model, weights=weights)
 
 
-# Tools that shift norms by their names miss some: mlx-lm's list has those of a layer, and not the head's own.
+# Tools that shift norms by name miss some: mlx-lm's list has those of a layer, but not the head's own.
 NORMS: dict[str, Callable[[str], bool]] = {
     "all norms": lambda name: True,
     "the norms of its layer": lambda name: name.startswith("layers."),
@@ -134,15 +135,15 @@ def _suspects(model: Model) -> list[Suspect]:
     spec = model.family.head
     fed = "post_norm_feed" if spec.fed_after_norm else "pre_norm_feed"
     return [
-        *[Suspect("norms_shifted_twice", group, partial(shifted, by=-1.0, group=group)) for group in NORMS],
-        *[Suspect("norms_not_shifted", group, partial(shifted, by=1.0, group=group)) for group in NORMS],
-        Suspect(fed, "the head", partial(rewired, fed_after_norm=not spec.fed_after_norm)),
-        Suspect("concat_swapped", "mtp.fc", partial(rewired, embedding_first=not spec.embedding_first)),
+        *[Suspect("norms_shifted_twice", group, partial(shift_norms, by=-1.0, group=group)) for group in NORMS],
+        *[Suspect("norms_not_shifted", group, partial(shift_norms, by=1.0, group=group)) for group in NORMS],
+        Suspect(fed, "the head", partial(rewire, fed_after_norm=not spec.fed_after_norm)),
+        Suspect("concat_swapped", "mtp.fc", partial(rewire, embedding_first=not spec.embedding_first)),
     ]
 
 
 def _broken_weights(model: Model) -> list[Fault]:
-    """Whole tensors of zeros, as memory that ran out or a torn download leaves them, and numbers that are none."""
+    """Return tensors of nothing but zeros, as failed downloads leave them, and tensors with NaN or infinity."""
     named: dict[str, list[str]] = {}
     for name, module in model.weights.mtp.named_modules():
         if "weight" not in module:
@@ -169,13 +170,13 @@ def _floating(array: mx.array) -> bool:
     return bool(mx.issubdtype(array.dtype, mx.floating))
 
 
-def _count(right: Sequence[bool]) -> Count:
-    return Count(sum(right), len(right))
+def _count(right: Sequence[bool]) -> DraftCount:
+    return DraftCount(sum(right), len(right))
 
 
-def twin(module: M) -> M:
-    """The same arrays in modules of their own, so that one can be changed."""
+def copy_module(module: M) -> M:
+    """Return the same arrays in new modules, so that one can be changed."""
     other = copy(module)
     for name, child in module.children().items():
-        other[name] = tree_map(twin, child, is_leaf=nn.Module.is_module)
+        other[name] = tree_map(copy_module, child, is_leaf=nn.Module.is_module)
     return other

@@ -58,19 +58,22 @@ def demo(model: options.Model = None) -> None:
         return stream_generate(loaded, tokenizer, prompt, MAX_TOKENS, k=side.k)
 
     console = Console(highlight=False)
-    console.print(f"\n[bold]{PROMPT}[/]\n")
+    which = "The small built-in model" if model is None else "One model"
+    console.print(f"\n{which} answers one question twice: without speculation, then with it.\n\n[bold]{PROMPT}[/]\n")
     with Live(console=console, transient=True) as live:
         for side in sides:  # to be seen, and to warm up: these two runs are not timed
             for response in run(side):
                 side.responses.append(response)
                 live.update(_panels(sides))
         started = time.perf_counter()
-        # Machines are noisy: the two take turns, and the middle of several runs counts.
+        # Machines are noisy: the two take turns, and the median of several runs counts.
         while len(on.rates) < FEWEST_RUNS or (
             len(on.rates) < MOST_RUNS and time.perf_counter() - started < ENOUGH_SECONDS
         ):
             for side in sides:
-                live.update(Group(_panels(sides), f"[dim]timing both, run {len(on.rates) + 1}[/]"))
+                live.update(
+                    Group(_panels(sides), f"[dim]timing both, run {len(on.rates) + 1} of {FEWEST_RUNS} or more[/]")
+                )
                 responses = list(run(side))
                 side.rates.append(responses[-1].stats.generation_tps)
                 differing += [response.token for response in responses] != off.tokens
@@ -81,12 +84,16 @@ def demo(model: options.Model = None) -> None:
         console.print(show.legend(console))
     console.line()
     console.print(_numbers(off, on))
+    gain = median(on.rates) / median(off.rates)
+    pays = "" if gain > 1.02 else "Speculation does not pay on this machine for this text. "
+    console.print(f"\n{pays}With speculation: {gain:.2f} times the tokens per second.", soft_wrap=True)
     if not differing:
-        console.print(f"\n{len(off.tokens)} token ids, identical in all {2 * (1 + len(on.rates))} runs.\n")
+        console.print(f"The text is the same: all {len(off.tokens)} tokens, in all {2 * (1 + len(on.rates))} runs.\n")
     elif on.stats.exact:
-        raise HeadstartError(f"the token ids are not those of plain decoding in {differing} of the runs")
+        raise HeadstartError(f"{differing} runs did not generate the tokens of plain decoding")
     else:
-        console.print(f"\nThe token ids differ in {differing} of the runs: this device rounds windows otherwise.\n")
+        console.print(f"The tokens differ in {differing} of the runs: this device rounds windows differently.\n")
+    console.print("Next: `headstart chat` to talk to it, `headstart serve` for a server with a dashboard.\n")
 
 
 def _panels(sides: tuple[Side, Side]) -> "Table":
@@ -110,16 +117,15 @@ def _panels(sides: tuple[Side, Side]) -> "Table":
 def _numbers(off: Side, on: Side) -> "Table":
     from rich.table import Table
 
-    slow, fast = median(off.rates), median(on.rates)
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="")
-    for heading in ("speculation", "off", "on", ""):
-        table.add_column(heading, justify="right" if heading else "left")
-    table.columns[0].justify = "left"
-    table.add_row("tokens/s, median", f"{slow:.1f}", f"[bold]{fast:.1f}[/]", f"[bold]{fast / slow:.2f} ×[/]")
-    table.add_row(
-        f"of {len(on.rates)} runs each, from/to", *(f"{min(s.rates):.1f}/{max(s.rates):.1f}" for s in (off, on))
-    )
-    table.add_row("rounds", str(off.stats.rounds), str(on.stats.rounds))
-    table.add_row("tokens per round", f"{off.stats.tokens_per_round:.2f}", f"{on.stats.tokens_per_round:.2f}")
-    table.add_row("acceptance by position", "–", show.acceptance(on.stats))
+    table.add_column("speculation")
+    table.add_column("off", justify="right")
+    table.add_column("on", justify="right")
+    table.add_row("tokens per second", *(f"[bold]{median(side.rates):.1f}[/]" for side in (off, on)))
+    lowest_to_highest = (f"{min(side.rates):.1f}–{max(side.rates):.1f}" for side in (off, on))
+    table.add_row(f"lowest to highest of {len(on.rates)} runs", *lowest_to_highest)
+    table.add_row("passes of the model", *(str(side.stats.rounds) for side in (off, on)))
+    table.add_row("tokens per pass", *(f"{side.stats.tokens_per_round:.2f}" for side in (off, on)))
+    if shares := show.acceptance(on.stats):
+        table.add_row("drafts accepted, by position", "–", shares)
     return table

@@ -15,7 +15,6 @@ from typer.core import TyperGroup
 from ..errors import HeadstartError
 from . import machines
 from .bench import bench
-from .bench_serve import bench_serve
 from .chat import chat
 from .convert import convert
 from .demo import demo
@@ -78,7 +77,7 @@ def main(
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Run a model": (demo, generate, chat, serve),
     "Find and make models": (models, inspect, convert, graft),
-    "Measure and check": (probe, bench, bench_serve),
+    "Measure and check": (probe, bench),
 }
 for panel, commands in PANELS.items():
     for command in commands:

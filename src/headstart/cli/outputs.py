@@ -1,4 +1,4 @@
-"""Files that a command writes when it is done, and that are looked at before it begins."""
+"""The report of a command: printed, and written to a file whose folder is checked before the work begins."""
 
 import json
 import os
@@ -9,21 +9,19 @@ import typer
 
 from ..errors import HeadstartError, RequestError
 
-INTERRUPTED = "interrupted"  # why a report is not complete after Ctrl-C; the status is 130 then, as elsewhere
 
-
-class Report(Protocol):
+class Reportable(Protocol):
     def as_dict(self) -> dict[str, Any]: ...
 
     def markdown(self) -> str: ...
 
 
-def check_folders(files: dict[str, Path | str | None]) -> None:
-    """Minutes of measuring must not end in a folder that is not there. - is standard output."""
+def check_folders(files: dict[str, Path | None]) -> None:
+    """Refuse files in folders that do not exist: minutes of measuring must not be lost."""
     for option, file in files.items():
-        if file is None or file == "-":
+        if file is None:
             continue
-        path = Path(file).absolute()
+        path = file.absolute()
         if not path.parent.is_dir():
             raise RequestError(f"{option} {file}: there is no such folder")
         if path.is_dir():
@@ -32,20 +30,12 @@ def check_folders(files: dict[str, Path | str | None]) -> None:
             raise RequestError(f"{option} {file}: cannot be written to. Name a file in another folder")
 
 
-def tell(report: Report, json_file: str | None, report_file: Path | None) -> None:
-    """Markdown goes to standard output, unless JSON is wanted there."""
-    if json_file == "-":
-        typer.echo(json.dumps(report.as_dict()))
-    else:
-        typer.echo(report.markdown(), nl=False)
-        if json_file is not None:
-            write(Path(json_file), json.dumps(report.as_dict()), "--json")
-    if report_file is not None:
-        write(report_file, report.markdown(), "--report")
-
-
-def write(path: Path, text: str, option: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise HeadstartError(f"{option} {path}: cannot be written: {error}") from error
+def print_report(report: Reportable, as_json: bool, output: Path | None) -> None:
+    """Print Markdown or JSON, and write the file of `--output`: JSON where its name ends in .json, else Markdown."""
+    typer.echo(json.dumps(report.as_dict()) if as_json else report.markdown(), nl=as_json)
+    if output is not None:
+        text = json.dumps(report.as_dict()) if output.suffix == ".json" else report.markdown()
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise HeadstartError(f"--output {output}: cannot be written: {error}") from error

@@ -1,8 +1,11 @@
-"""Bars with the time left: of bytes for commands that move weights, of runs for those that measure."""
+"""Progress with the time left: of bytes for commands that move weights, of runs for those that measure."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+SECONDS_PER_LINE = 20.0
 
 
 @contextmanager
@@ -30,37 +33,61 @@ def bytes_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
-def counted_bar(title: str, total: int) -> Iterator[Callable[..., None]]:
-    """Runs done, and the time left. Runs differ, but every repeat is like the others."""
+def run_progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Yield a function that is called before each of `total` runs with what it does.
+
+    A terminal gets a bar. Anywhere else, as in a log, a line is printed every 20 seconds, during long runs too.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    console = Console(stderr=True)
     columns = (
-        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
     )
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _in_tenths(title, total)
+    if console.is_terminal:
+        with Progress(*columns, console=console, speed_estimate_period=600) as progress:
+            task = progress.add_task("", total=total, completed=-1)
+            yield lambda doing: progress.update(task, advance=1, description=doing)
         return
-    with Progress(*columns, console=console, speed_estimate_period=600) as progress:
-        task = progress.add_task(title, total=total)
-        yield lambda runs=1.0: progress.advance(task, runs)
+    lines = ProgressLines(total)
+    stop = threading.Event()
+    thread = threading.Thread(target=lines.print_until, args=(stop,), daemon=True)
+    thread.start()
+    try:
+        yield lines.begin
+    finally:
+        stop.set()
+        thread.join()
 
 
-def _in_tenths(title: str, total: int) -> Callable[..., None]:
-    """Where nothing can be drawn, as in a log: a line each tenth of the way."""
-    import typer
+class ProgressLines:
+    """Print what is being done and the time that is left, from a thread of its own."""
 
-    begun, done, told = time.monotonic(), 0.0, 0
+    def __init__(self, total: int):
+        self.total = total
+        self.begun = -1
+        self.doing = ""
+        self.started = time.monotonic()
 
-    def advance(runs: float = 1.0) -> None:
-        nonlocal done, told
-        done += runs
-        if (tenths := int(10 * done / total + 1e-6)) > told:
-            told, left = tenths, (time.monotonic() - begun) * (total / done - 1)
-            typer.echo(f"{title}: {10 * told}%, about {left / 60:.0f} min left", err=True)
+    def begin(self, doing: str) -> None:
+        self.begun += 1
+        self.doing = doing
+        if self.begun == 1:  # the first run tells how long all of them will take
+            self.print()
 
-    return advance
+    def print_until(self, stop: threading.Event) -> None:
+        while not stop.wait(SECONDS_PER_LINE):
+            self.print()
+
+    def print(self) -> None:
+        import typer
+
+        left = ""
+        if self.begun > 0:
+            seconds = (time.monotonic() - self.started) * (self.total - self.begun) / self.begun
+            left = f", about {seconds:.0f} s left" if seconds < 100 else f", about {seconds / 60:.0f} min left"
+        typer.echo(f"{max(self.begun, 0)} of {self.total} runs{left}: {self.doing}", err=True)

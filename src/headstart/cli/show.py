@@ -61,11 +61,10 @@ def summary(stats: "Stats", finish_reason: str | None) -> str:
     parts = [f"{stats.generation_tokens} tokens", f"{stats.generation_tps:.1f} tokens/s"]
     if stats.drafter_kind:
         depth = stats.proposed_draft_tokens / stats.rounds if stats.rounds else 0.0
-        parts += [
-            f"{stats.tokens_per_round:.2f} tokens per round",
-            f"acceptance {acceptance(stats)}",
-            f"depth {depth:.1f}",
-        ]
+        parts.append(f"{stats.tokens_per_round:.2f} tokens per round")
+        if shares := acceptance(stats):
+            parts.append(f"acceptance {shares}")
+        parts.append(f"depth {depth:.1f}")
     else:
         parts.append(f"no drafts: {stats.bypass_reason}")
     if not stats.exact:
@@ -76,5 +75,9 @@ def summary(stats: "Stats", finish_reason: str | None) -> str:
 
 
 def acceptance(stats: "Stats") -> str:
-    """By position: of the rounds that drafted at least j tokens, how many accepted at least j."""
-    return " ".join(f"{share:.0%}" for share in stats.acceptance_by_position) or "–"
+    """Return by position how many rounds accepted a draft and all before it, where enough rounds drafted so far."""
+    from ..bench.estimate import accepted_shares
+
+    return " ".join(
+        f"{share:.0%}" for share in accepted_shares(stats.accepted_by_position, stats.proposed_by_position)
+    )

@@ -1,11 +1,10 @@
-"""Where a figure was measured: it means little without. No names of hosts, users or folders."""
+"""The machine a figure was measured on, without the names of hosts, users or folders."""
 
 import os
 import platform
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
 
 import mlx.core as mx
 
@@ -15,7 +14,7 @@ PACKAGES = ("headstart", "mlx", "mlx-lm")
 
 
 @dataclass(frozen=True)
-class Machine:
+class SystemInfo:
     system: str
     processor: str
     cores: int
@@ -23,19 +22,16 @@ class Machine:
     device: str  # what the arrays are computed on
     versions: dict[str, str]
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def __str__(self) -> str:
         used = ", ".join(f"{name} {number}" for name, number in self.versions.items())
         hardware = f"{self.processor}, {self.cores} cores, {self.memory_gb:.0f} GB"
         return f"{self.device} · {hardware} · {self.system} · {used}"
 
 
-def this_machine() -> Machine:
+def system_info() -> SystemInfo:
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     processor = _device_name(mx.cpu)
-    return Machine(
+    return SystemInfo(
         system=_system(),
         processor=processor,
         cores=available(),

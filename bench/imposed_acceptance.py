@@ -1,0 +1,118 @@
+"""Impose an acceptance on a model, to study what depth would gain if its own head cannot show it.
+
+Random weights of a large model cost what trained ones do, but none of their drafts is accepted. So the greedy text is
+recorded first and then decoded again: the head drafts at its full cost, and each draft is replaced on the device by
+the recorded token or by a wrong one, as the pattern says. The trunk verifies as always, so the text must come out as
+it was recorded; where it does not, the figures would mean nothing, and an error says so. Used by gpu.py.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from headstart.bench.local import decode_batch
+from headstart.bench.plan import Trial
+from headstart.engine.batch import Batch
+from headstart.engine.step import draft, take_in, verify
+from headstart.errors import HeadstartError, RequestError
+from headstart.models import Model
+from headstart.sampling import Proposal
+
+GOLDEN = 0.6180339887498949  # its multiples spread evenly: few rounds suffice to follow the pattern
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a model generates greedily after some prompts, without drafts."""
+
+    prompts: Sequence[Sequence[int]]
+    texts: list[list[int]]
+
+
+def record(model: Model, prompts: Sequence[Sequence[int]], tokens: int) -> Recording:
+    return Recording(prompts, decode_batch(model, prompts, 0, tokens).sequences)
+
+
+def check_pattern(pattern: Sequence[float], k: int) -> None:
+    """Refuse a pattern that is not cumulative: the share of rounds that accept at least one draft, two, and so on."""
+    falling = all(a >= b for a, b in zip([1.0, *pattern], [*pattern, 0.0], strict=True))
+    if len(pattern) < max(k, 1) or not falling:
+        shares = ", ".join(f"{share:g}" for share in pattern)
+        raise RequestError(f"acceptance {shares}: give {k} shares from 1 to 0, never rising, such as .88, .75, .62")
+
+
+def decode_imposed(model: Model, recording: Recording, k: int, pattern: Sequence[float]) -> Trial:
+    """Decode the recording again with k drafts per step, accepted by the pattern. Timed as in `decode_batch`."""
+    check_pattern(pattern, k)
+    limit = len(recording.texts[0])
+    batch = take_in(model, recording.prompts, ceiling=k, limit=limit)
+    script = _script(recording, k)
+    sequences: list[list[int]] = [[] for _ in recording.prompts]
+    outcomes: list[tuple[int, int]] = []  # of each round: drafts accepted, drafts proposed
+    started, first = 0.0, 0
+    in_flight = _launch(model, batch, k, pattern, script)
+    while not any(len(sequence) >= limit for sequence in sequences):
+        following = _launch(model, batch, k, pattern, script)  # the host is one step ahead, as in the engine
+        report: list[list[int]] = in_flight.tolist()  # type: ignore[assignment]
+        for row, (*tokens, accepted, proposed) in enumerate(report):
+            batch.rows.bounds[row] -= k - accepted
+            sequences[row] += tokens[: accepted + 1]
+            outcomes.append((accepted, proposed))
+        now = time.perf_counter()
+        if not started:
+            started, first = now, sum(map(len, sequences))
+            outcomes.clear()
+        in_flight = following
+    mx.eval(in_flight)
+    for row, (text, expected) in enumerate(zip(sequences, recording.texts, strict=True)):
+        _check_same(text, expected[: len(text)], row, k)
+    generated = sum(map(len, sequences)) - first
+    return Trial(
+        tokens=generated,
+        seconds=now - started,
+        tokens_per_round=generated / len(outcomes),
+        proposed=[sum(proposed > j for _, proposed in outcomes) for j in range(k)],
+        accepted=[sum(accepted > j for accepted, _ in outcomes) for j in range(k)],
+        sequences=sequences,
+    )
+
+
+def _launch(model: Model, batch: Batch, k: int, pattern: Sequence[float], script: mx.array) -> mx.array:
+    """Launch a step → [B, k+3]: tokens, accepted, proposed."""
+    drafted = draft(model, batch, k)
+    round = verify(model, batch, impose(drafted, batch, pattern, script, model.vocabulary))
+    report = mx.concatenate([round.tokens, mx.stack([round.accepted, round.proposed], axis=1)], axis=1)
+    mx.async_eval(report, *batch.arrays())
+    return report
+
+
+def impose(drafted: Proposal, batch: Batch, pattern: Sequence[float], script: mx.array, vocabulary: int) -> Proposal:
+    """Return the script's tokens as far as this round accepts, then wrong ones. `script` [B, S]: prompt and text."""
+    k = drafted.tokens.shape[1]
+    if k == 0:
+        return drafted
+    turns = (batch.rounds + 1) * GOLDEN + mx.arange(batch.size) * GOLDEN**2
+    chance = turns - mx.floor(turns)  # [B], evenly over 0..1
+    accept = chance[:, None] < mx.array(list(pattern[:k]))  # [B, k]
+    at = batch.scene().position[:, None] + mx.arange(k)
+    right = mx.take_along_axis(script, mx.minimum(at, script.shape[1] - 1), axis=1)
+    tokens = mx.where(accept, right, (right + 1) % vocabulary)
+    # No draft is negative, so none is kept; but the device cannot know that, and must wait for the head as usual.
+    return Proposal(mx.where(drafted.tokens < 0, drafted.tokens, tokens), [])
+
+
+def _script(recording: Recording, k: int) -> mx.array:
+    lines = [[*prompt, *text] for prompt, text in zip(recording.prompts, recording.texts, strict=True)]
+    longest = max(map(len, lines)) + k
+    return mx.array([line + [0] * (longest - len(line)) for line in lines], mx.int32)
+
+
+def _check_same(text: list[int], expected: list[int], row: int, k: int) -> None:
+    if text != expected:
+        at = next(i for i, (a, b) in enumerate(zip(text, expected, strict=True)) if a != b)
+        raise HeadstartError(
+            f"at k = {k}, sequence {row} has token {text[at]} at position {at} where {expected[at]} was recorded: "
+            "this device computes a window otherwise than a single token, so no acceptance can be imposed"
+        )

@@ -1,0 +1,77 @@
+"""Decode on this machine: a batch of sequences at one depth, timed while all of them decode."""
+
+import time
+from collections.abc import Mapping, Sequence
+from itertools import cycle, islice
+from typing import Literal
+
+from ..engine import Depth, Engine, Event, Request, Stats
+from ..errors import RequestError
+from ..models import Model
+from ..sampling import SamplingParams
+from .plan import Condition, Measure, Trial
+
+K = int | Literal["auto"]
+
+
+def measure_locally(model: Model, prompts: Mapping[str, Sequence[Sequence[int]]], tokens: int) -> Measure:
+    """Return a function that measures depths such as "k=2". `prompts`: token ids by name."""
+
+    def measure(variant: str, condition: Condition, repeat: int) -> Trial:
+        k = variant.removeprefix("k=")
+        batch = list(islice(cycle(prompts[condition.prompts]), int(condition.load.value)))
+        return decode_batch(model, batch, "auto" if k == "auto" else int(k), tokens)
+
+    return measure
+
+
+def decode_batch(model: Model, prompts: Sequence[Sequence[int]], k: K, tokens: int) -> Trial:
+    """Decode `tokens` tokens per prompt greedily, past any end token.
+
+    The clock starts after the first step, so that prefill is left out, and stops when the first sequence ends, so
+    that the batch has the same size throughout.
+    """
+    # "auto" keeps what it learned about this model in earlier runs, as in a server. A fixed depth gets a controller
+    # of its own, or it would teach the one that is judged.
+    engine = Engine(model, max_rows=len(prompts), depth=None if k == "auto" else Depth())
+    received: list[list[Event]] = [[] for _ in prompts]
+    for prompt, events in zip(prompts, received, strict=True):
+        engine.submit(Request(prompt, SamplingParams(max_tokens=tokens, k=k)), listener=events.append)
+    engine.take_in_all()
+    _raise_errors(received)
+    if len(engine.rows) < len(prompts):
+        raise RequestError(f"--batch-size {len(prompts)}: memory is left for {len(engine.rows)} sequences only")
+    started: float | None = None
+    before = 0
+    while not any(events and events[-1].finish_reason for events in received):
+        engine.turn()
+        now = time.perf_counter()
+        if started is None and all(events and events[-1].tokens for events in received):
+            started, before = now, _count(received)
+    generated = _count(received) - before
+    engine.cancel_all()
+    while engine.turn():
+        pass
+    _raise_errors(received)
+    if started is None or not generated:
+        raise RequestError(f"--tokens {tokens}: generated in one step, too few to time")
+    stats = Stats.of([events[-1].stats for events in received if events[-1].stats is not None])
+    return Trial(
+        tokens=generated,
+        seconds=now - started,
+        tokens_per_round=stats.tokens_per_round,
+        proposed=stats.proposed_by_position,
+        accepted=stats.accepted_by_position,
+        sequences=[[token for event in events for token in event.tokens] for events in received],
+        exact=stats.exact,
+    )
+
+
+def _count(received: list[list[Event]]) -> int:
+    return sum(len(event.tokens) for events in received for event in events)
+
+
+def _raise_errors(received: list[list[Event]]) -> None:
+    for events in received:
+        if events and events[-1].error is not None:
+            raise events[-1].error

@@ -1,0 +1,112 @@
+"""What a benchmark measures, and the loop that measures it.
+
+Variants (depths, or servers) are compared under conditions (prompts and load). Every repeat measures each variant
+once under each condition, in a new order, so that a machine that slows down for a while treats all of them alike.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Literal
+
+from ..errors import RequestError
+from .stream import TimedResponse
+
+FEWEST_TOKENS = 20  # per sequence: a step may produce nine, and the first step is not timed
+LoadKind = Literal["batch_size", "concurrency", "rate"]
+LOAD_WORDS = {"batch_size": "batch of {:g}", "concurrency": "{:g} at a time", "rate": "{:g} per second"}
+
+
+@dataclass(frozen=True)
+class Load:
+    """Sequences decoded together, clients that each wait for their answer, or Poisson arrivals per second."""
+
+    kind: LoadKind
+    value: float
+
+    def __str__(self) -> str:
+        return LOAD_WORDS[self.kind].format(self.value)
+
+
+@dataclass(frozen=True)
+class Condition:
+    prompts: str  # kind of text, or length
+    load: Load
+
+    def __str__(self) -> str:
+        return f"{self.prompts}, {self.load}"
+
+
+@dataclass(frozen=True)
+class BenchPlan:
+    """`variants` are depths ("k=0") or names of servers. The first is the baseline of all ratios."""
+
+    variants: Sequence[str]
+    prompts: Sequence[str]
+    loads: Sequence[Load]
+    tokens: int = 64  # per sequence; servers may end an answer earlier
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        if self.tokens < FEWEST_TOKENS:
+            raise RequestError(f"--tokens is {self.tokens}, too few to time: give {FEWEST_TOKENS} or more")
+        if self.repeats < 1:
+            raise RequestError("--repeats must be 1 or more")
+        for load in self.loads:
+            if load.value <= 0:
+                raise RequestError(f"--{load.kind.replace('_', '-')} must be above 0")
+
+    @property
+    def conditions(self) -> list[Condition]:
+        return [Condition(prompts, load) for prompts in self.prompts for load in self.loads]
+
+    @property
+    def runs(self) -> int:
+        """The number of runs, including the pass that warms up."""
+        return (self.repeats + 1) * len(self.conditions) * len(self.variants)
+
+    def __str__(self) -> str:
+        loads = ", ".join(map(str, self.loads))
+        return (
+            f"{', '.join(self.variants)} on {', '.join(self.prompts)} prompts, {loads}: {self.runs} runs of "
+            f"{self.tokens} tokens per sequence ({self.repeats} repeats and one to warm up)"
+        )
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One variant, measured once under one condition."""
+
+    tokens: int  # generated in `seconds`
+    seconds: float
+    tokens_per_round: float | None = None
+    proposed: Sequence[int] = ()  # drafts by position; a server reports only their sum
+    accepted: Sequence[int] = ()
+    sequences: list[list[int]] = field(default_factory=list, repr=False)  # token ids, where they are known
+    exact: bool = True  # the engine promises the tokens of plain decoding
+    responses: list[TimedResponse] = field(default_factory=list, repr=False)  # of a server
+    model: str = ""  # as the server calls it
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of all sequences together."""
+        return self.tokens / self.seconds
+
+
+Trials = dict[Condition, dict[str, dict[int, Trial]]]  # by variant, then by repeat
+Measure = Callable[[str, Condition, int], Trial]  # of a variant, under a condition, in a repeat
+
+
+def run_plan(plan: BenchPlan, measure: Measure, trials: Trials, progress: Callable[[str], None]) -> None:
+    """Add every trial of the plan to `trials` as it ends, so that those of an interrupted run are kept.
+
+    `progress` is called before each run with what is about to be measured.
+    """
+    rng = Random(0)
+    for repeat in range(-1, plan.repeats):  # repeat -1 warms up
+        for condition in plan.conditions:
+            for variant in rng.sample(plan.variants, len(plan.variants)):
+                progress(f"{variant}, {condition}")
+                trial = measure(variant, condition, repeat)
+                if repeat >= 0:
+                    trials.setdefault(condition, {}).setdefault(variant, {})[repeat] = trial

@@ -1,0 +1,253 @@
+"""Figures of a server under load, held against one whose every delay is known."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from headstart.bench.load import LoadTest, Workload, drive
+from headstart.bench.measurement import Latency, Measurement, summarise
+from headstart.bench.plan import BenchPlan, Load, Trials, run_plan
+from headstart.bench.prompts import LENGTHS, BenchPrompt, PromptSource, prompt_source
+from headstart.bench.report import bench_report
+from headstart.bench.server import BenchServer
+from headstart.errors import HeadstartError, RequestError
+from stub_server import Answer, Schedule, Stub, Timeless, run
+
+WITHIN = 0.02  # of the truth
+ONE = Load("concurrency", 1)
+DRAFTING = Schedule(  # several tokens at once: 40, 40, 40, 40, 30, 30 and 20 ms between them
+    [(0.5, 1), (0.04, 1), (0.12, 3), (0.06, 2), (0.02, 1)],
+    after=0.01,
+    usage={"prompt_tokens": 77, "prompt_tokens_details": {"cached_tokens": 7}},
+    stats={"proposed_draft_tokens": 6, "accepted_draft_tokens": 3, "rounds": 5},
+)
+
+
+def near_to(value: float | tuple[float, ...]) -> Any:
+    return pytest.approx(value, rel=WITHIN)
+
+
+def measured(
+    *answers: Callable[[dict[str, Any], int], Answer] | Schedule,
+    stubs: list[Stub] | None = None,
+    urls: Callable[[list[str]], Sequence[str]] = lambda urls: [f"server {i}={url}" for i, url in enumerate(urls)],
+    loads: Sequence[Load] = (ONE,),
+    repeats: int = 2,
+    prompts: PromptSource | None = None,
+    trials: Trials | None = None,
+    **settings: Any,
+) -> tuple[BenchPlan, Trials]:
+    """Measure a stub server for each of the answers, on a clock that moves only while everybody waits."""
+    stubs = stubs or [Stub(a if callable(a) else lambda body, busy, a=a: a) for a in answers]
+    trials = {} if trials is None else trials
+    with asyncio.Runner(loop_factory=Timeless) as runner:
+        started = [runner.run(stub.__aenter__()) for stub in stubs]
+        servers = [BenchServer.parse(url) for url in urls(started)]
+        workload = Workload(prompts or prompt_source(["short"]), **{"requests": 4} | settings)
+        plan = BenchPlan([server.name for server in servers], workload.prompts.names, loads, repeats=repeats)
+        with LoadTest(runner, servers, workload) as test:
+            run_plan(plan, test.measure, trials, lambda doing: None)
+    return plan, trials
+
+
+def only(plan: BenchPlan, trials: Trials) -> tuple[Measurement, Latency]:
+    (measurement,) = summarise(plan, trials)
+    assert measurement.latency is not None
+    return measurement, measurement.latency
+
+
+def sent(stub: Stub) -> list[str]:
+    return [body["messages"][0]["content"] for _, _, body in stub.asked]
+
+
+@pytest.mark.parametrize("clients", [1, 3])
+def test_every_figure_of_clients_that_wait_is_true(clients: int) -> None:
+    found, latency = only(*measured(DRAFTING, loads=[Load("concurrency", clients)], requests=6))
+    assert (latency.requests, latency.errors, latency.counted) == (12, {}, {"usage": 12})
+    assert (latency.prompt_tokens, latency.cached_tokens, latency.completion_tokens) == (77, 7, 8)
+    assert (latency.ttft.p50, latency.ttft.p99) == near_to((0.5, 0.5))
+    assert latency.itl is not None
+    assert (latency.itl.p50, latency.itl.p99) == near_to((0.04, 0.04))
+    assert (latency.e2e.p50, latency.e2e.p99) == near_to((0.75, 0.75))
+    assert latency.requests_per_second == near_to(clients / 0.75)
+    assert (found.tokens_per_second.low, found.tokens_per_second.high) == near_to((clients * 8 / 0.75,) * 2)
+    assert (found.acceptance, found.tokens_per_round) == (0.5, 8 / 5)
+    assert (found.identical, found.acceptance_by_position, found.step_ms) == (None, [], None)
+
+
+def test_percentiles_are_those_of_all_responses() -> None:
+    number = iter(range(10**6))
+
+    def answer(body: dict[str, Any], busy: int) -> Schedule:
+        slow = next(number) % 10 + 1  # every run has each of the ten once
+        return Schedule([(slow / 10, 1), *[(slow / 100, 1)] * 10])
+
+    _, latency = only(*measured(answer, requests=10))
+    assert latency.itl is not None
+    # Of 0.1 to 1.0 twice each, interpolated.
+    for part, scale in ((latency.ttft, 1), (latency.itl, 0.1)):
+        assert part.p50 == near_to(0.55 * scale)
+        assert part.p99 == near_to(1.0 * scale)
+    assert latency.ttft.p95 == near_to(1.0)  # place 18.05 of 0 to 19
+    assert latency.e2e.p50 == near_to(1.1)
+
+
+def test_poisson_arrivals_do_not_wait_for_answers() -> None:
+    stub = Stub(lambda body, busy: Schedule([(0.5, 1), (1.0, 1), (1.0, 2)]))
+    found, latency = only(*measured(stubs=[stub], loads=[Load("rate", 4.0)], requests=60, repeats=1))
+    asked = [when for when, _, _ in stub.asked[-60:]]
+    seconds = asked[-1] + 2.5 - asked[0]
+    assert latency.ttft.p99 == near_to(0.5)
+    assert latency.e2e.p99 == near_to(2.5)
+    assert found.tokens_per_second.median == near_to(60 * 4 / seconds)
+    assert latency.requests_per_second == near_to(60 / seconds)
+    assert stub.most > 5
+
+
+def test_arrivals_are_poisson_and_the_same_for_everyone() -> None:
+    async def due(number: int, when: float) -> float:
+        return when
+
+    times = run(drive(Load("rate", 4.0), due, 400, Random(1)))
+    gaps = [b - a for a, b in pairwise(times)]
+    assert fmean(gaps) == pytest.approx(1 / 4, rel=0.1)
+    assert fmean(gap**2 for gap in gaps) == pytest.approx(2 / 4**2, rel=0.2)  # an exponential's
+    again = run(drive(Load("rate", 4.0), due, 400, Random(1)))
+    assert [b - a for a, b in pairwise(again)] == gaps
+
+
+def test_clients_that_wait_are_never_more_than_they_are() -> None:
+    stub = Stub(lambda body, busy: Schedule([(0.1 * busy, 1), (0.1, 8)]))
+    measured(stubs=[stub], loads=[Load("concurrency", 3)], requests=7)
+    assert stub.most == 3
+
+
+def test_servers_are_compared_within_a_repeat() -> None:
+    """Both get slower and slower, as a machine does."""
+    requests = iter(range(1, 10**6))
+    pace = [1.0]
+
+    def first(body: dict[str, Any], busy: int) -> Schedule:
+        return Schedule([(0.4 * pace[0], 1), (0.1 * pace[0], 2), (0.1 * pace[0], 2)])
+
+    def second(body: dict[str, Any], busy: int) -> Schedule:
+        return Schedule([(0.2 * pace[0], 1), (0.1 * pace[0], 4)])
+
+    class Slower(Stub):
+        async def _answer(self, *request: Any) -> None:
+            pace[0] = 1 + next(requests) // 10
+            await super()._answer(*request)
+
+    baseline, other = summarise(*measured(stubs=[Slower(first), Slower(second)], repeats=6, requests=10))
+    assert baseline.relative == {}
+    assert other.relative["ttft"].median == pytest.approx(0.5, rel=0.1)
+    assert other.relative["tokens_per_second"].median == pytest.approx(2.0, rel=0.1)
+    assert other.relative.keys() == {"tokens_per_second", "ttft", "itl", "e2e"}
+
+
+def test_all_servers_get_the_same_prompts_and_none_the_same_twice() -> None:
+    stubs = [Stub(lambda body, busy: DRAFTING) for _ in range(2)]
+    measured(stubs=stubs)
+    texts = [sent(stub) for stub in stubs]
+    assert texts[0] == texts[1]
+    assert len({text.split()[0] for text in texts[0]}) == len(texts[0]) == 1 + 3 * 4
+
+
+def test_one_server_in_two_ways_does_not_get_the_same_prompt_twice() -> None:
+    stub = Stub(lambda body, busy: DRAFTING)
+    measured(
+        stubs=[stub],
+        urls=lambda urls: [f"{urls[0]}#num_draft_tokens=0&acceptance=ratio", f"{urls[0]}/v1/"],
+        repeats=1,
+        requests=2,
+    )
+    bodies = [body for _, _, body in stub.asked]
+    assert [body.get("num_draft_tokens") for body in bodies].count(0) == 5
+    assert {body.get("acceptance") for body in bodies} == {"ratio", None}
+    assert len({text.split()[0] for text in sent(stub)}) == 10
+
+
+def test_cached_prompts_share_a_prefix_that_was_sent_before() -> None:
+    stub = Stub(lambda body, busy: DRAFTING)
+    measured(stubs=[stub], prompts=prompt_source(["medium"]), cached=0.75, requests=8, repeats=1)
+    ahead, *texts = sent(stub)[-9:]
+    prefix = ahead.rsplit("\n\n", 1)[0]
+    assert len([text for text in texts if text[:1000] == prefix[:1000]]) == 6
+    assert len(set(texts)) == 8
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_prompts_have_their_number_of_words(name: str) -> None:
+    stub = Stub(lambda body, busy: DRAFTING)
+    measured(stubs=[stub], prompts=prompt_source([name]), requests=2, repeats=1)
+    assert {len(text.split()) for text in sent(stub)} == {LENGTHS[name]}
+
+
+def test_given_prompts_are_sent_as_they_are() -> None:
+    stub = Stub(lambda body, busy: DRAFTING)
+    chat = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"})
+    given = PromptSource({"own": [BenchPrompt("own", text="Go on from here"), BenchPrompt("own", messages=chat)]})
+    measured(stubs=[stub], prompts=given, requests=2, repeats=1)
+    assert [body["messages"] for _, _, body in stub.asked[-2:]] == [
+        [{"role": "user", "content": "Go on from here"}],
+        list(chat),
+    ]
+
+
+def test_failed_requests_are_counted_and_named_and_not_timed() -> None:
+    number = iter(range(10**6))
+
+    def answer(body: dict[str, Any], busy: int) -> Answer:
+        return (503, {"error": {"message": "full"}}) if next(number) % 4 == 3 else DRAFTING
+
+    plan, trials = measured(answer, requests=8)
+    found, latency = only(plan, trials)
+    assert (latency.requests, latency.errors) == (16, {"answered 503: full": 4})
+    assert latency.e2e.p50 == near_to(0.75)
+    assert found.tokens_per_second.median == near_to(8 / 0.75)
+    assert "server 0, 4 of 16 requests failed: answered 503: full" in bench_report(plan, trials).markdown()
+
+
+def test_a_server_that_stops_answering_ends_it_and_what_was_measured_is_kept() -> None:
+    number = iter(range(10**6))
+    trials: Trials = {}
+    # One request to check the server, four to warm up, four that count.
+    stub = Stub(lambda body, busy: DRAFTING if next(number) < 9 else Schedule([(0.1, 1)], end="stall"))
+    error = r"server 0: no request succeeded \(short, 1 at a time\): no data received within --timeout"
+    with pytest.raises(HeadstartError, match=error):
+        measured(stubs=[stub], repeats=5, timeout=30, trials=trials)
+    (by_server,) = trials.values()
+    assert list(by_server["server 0"]) == [0]
+
+
+def test_a_server_that_does_not_count_tokens_is_named() -> None:
+    plan, trials = measured(Schedule([(1.0, 1), (0.1, 1)], usage=None), repeats=1)
+    report = bench_report(plan, trials)
+    assert report.models == {"server 0": "stub"}
+    assert "server 0 does not count its tokens: chunks were counted" in report.markdown()
+
+
+def test_the_folder_of_a_model_is_nobodys_business() -> None:
+    stub = Stub(lambda body, busy: DRAFTING, models=["/home/somebody/model"])
+    plan, trials = measured(stubs=[stub], repeats=1)
+    assert bench_report(plan, trials).models == {"server 0": "model"}
+
+
+def test_servers_that_cannot_be_told_apart_are_refused() -> None:
+    server = BenchServer.parse("http://a")
+    with (
+        asyncio.Runner() as runner,
+        pytest.raises(RequestError, match="two servers are called a: give --url NAME=URL"),
+    ):
+        LoadTest(runner, [server, replace(server, model="b")], Workload(prompt_source(["short"])))
+
+
+def test_only_made_up_prompts_have_a_cached_share() -> None:
+    with pytest.raises(RequestError, match="--cached needs made-up prompts"):
+        Workload(prompt_source(["code"]), cached=0.5)

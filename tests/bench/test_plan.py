@@ -1,0 +1,69 @@
+"""The loop of a benchmark: everything is measured as often as planned, interleaved, and kept when it is cut short."""
+
+from typing import Any
+
+import pytest
+
+from headstart.bench.plan import BenchPlan, Condition, Load, Trial, Trials, run_plan
+from headstart.errors import RequestError
+
+ONE, FOUR = Load("batch_size", 1), Load("batch_size", 4)
+PLAN = BenchPlan(["k=0", "k=1", "k=2"], ["code", "chat"], [ONE, FOUR], repeats=3)
+
+
+def test_every_variant_is_measured_under_every_condition_in_a_new_order_each_time() -> None:
+    measured: list[tuple[str, Condition, int]] = []
+    progress: list[str] = []
+    trials: Trials = {}
+
+    def measure(variant: str, condition: Condition, repeat: int) -> Trial:
+        measured.append((variant, condition, repeat))
+        return Trial(1, 1.0)
+
+    run_plan(PLAN, measure, trials, progress.append)
+    assert len(measured) == len(progress) == PLAN.runs == (3 + 1) * 4 * 3
+    groups = [measured[i : i + 3] for i in range(0, len(measured), 3)]  # the variants of one condition and repeat
+    assert all(len({(condition, repeat) for _, condition, repeat in group}) == 1 for group in groups)
+    orders = [tuple(variant for variant, _, _ in group) for group in groups]
+    assert all(sorted(order) == ["k=0", "k=1", "k=2"] for order in orders)
+    assert len(set(orders)) > 1
+    assert progress[0] == f"{measured[0][0]}, code, batch of 1"
+    assert list(trials) == PLAN.conditions
+    assert all(list(each) == [0, 1, 2] for by_variant in trials.values() for each in by_variant.values())
+
+
+def test_trials_until_an_interruption_are_kept() -> None:
+    trials: Trials = {}
+    runs = iter(range(10**6))
+
+    def measure(variant: str, condition: Condition, repeat: int) -> Trial:
+        if next(runs) == 12 + 5:  # after the pass that warms up
+            raise KeyboardInterrupt
+        return Trial(1, 1.0)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_plan(PLAN, measure, trials, lambda doing: None)
+    assert sum(len(each) for by_variant in trials.values() for each in by_variant.values()) == 5
+
+
+def test_a_plan_says_what_it_will_do() -> None:
+    assert str(PLAN) == (
+        "k=0, k=1, k=2 on code, chat prompts, batch of 1, batch of 4: 48 runs of 64 tokens per sequence (3 repeats "
+        "and one to warm up)"
+    )
+    assert [str(Load("concurrency", 4)), str(Load("rate", 0.5))] == ["4 at a time", "0.5 per second"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"repeats": 0}, "--repeats must be 1 or more"),
+        ({"tokens": 19}, "--tokens is 19, too few to time: give 20 or more"),
+        ({"loads": [Load("batch_size", 0)]}, "--batch-size must be above 0"),
+        ({"loads": [Load("concurrency", 0)]}, "--concurrency must be above 0"),
+        ({"loads": [Load("rate", 0.0)]}, "--rate must be above 0"),
+    ],
+)
+def test_a_plan_that_cannot_be_measured_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        BenchPlan(**{"variants": ["k=0"], "prompts": ["code"], "loads": [ONE]} | wrong)

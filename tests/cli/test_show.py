@@ -1,0 +1,18 @@
+"""The line that closes an answer."""
+
+from headstart.cli.show import summary
+from headstart.engine import Stats
+
+
+def line(proposed: list[int], accepted: list[int]) -> str:
+    stats = Stats("native_mtp", None, proposed_by_position=proposed, accepted_by_position=accepted, rounds=20)
+    return summary(stats, "stop")
+
+
+def test_shares_of_positions_that_were_hardly_tried_are_left_out() -> None:
+    assert "· acceptance 90% 80% · depth" in line([20, 10, 9, 2], [18, 8, 0, 0])
+
+
+def test_without_enough_drafts_there_is_no_percentage() -> None:
+    assert "%" not in line([9, 2], [8, 0])
+    assert "acceptance" not in line([], [])
