@@ -138,7 +138,7 @@ class Reader:
         return await asyncio.get_running_loop().create_future()
 
 
-def read(asked: Prompting, served: Served, limits: Limits | None = None) -> Prompt:
+def prepared(asked: Prompting, served: Served, limits: Limits | None = None) -> Prompt:
     """Prepare a prompt as a server does."""
 
     async def main() -> Prompt:

@@ -9,14 +9,14 @@ import openai
 import pytest
 from openai import OpenAI
 from pydantic import ValidationError
-from running import Running, read, running, wait_until
+from running import Running, prepared, running, wait_until
 
 from checkpoints import write
 from headstart.checkpoint import load, load_tokenizer, read_layout
 from headstart.server import Limits, Served
 from headstart.server.anthropic import MessagesRequest
 from headstart.server.errors import Refusal
-from headstart.server.openai import ChatRequest
+from headstart.server.openai import ChatRequest, CompletionRequest
 from headstart.server.shape import Shape
 
 HI = [{"role": "user", "content": "hi"}]
@@ -285,6 +285,6 @@ def test_what_the_chat_template_refuses_is_refused(tmp_path: Path, template: str
     (folder / "chat_template.jinja").unlink()
     served = Served.of(read_layout(folder), load(folder), load_tokenizer(folder))
     with pytest.raises(Refusal) as refusal:
-        read(ChatRequest.model_validate({"messages": HI}), served)
+        prepared(ChatRequest.model_validate({"messages": HI}), served)
     assert (refusal.value.status_code, refusal.value.param, refusal.value.code) == (400, "messages", code)
     assert template is None or "roles must alternate" in refusal.value.detail

@@ -103,6 +103,9 @@ def refusal(error: Exception, *, prompt: str = "prompt") -> Refusal:
             return Refusal(503, str(error), code="out_of_memory", headers={"Retry-After": "1"})
         case Down():
             return Refusal(503, str(error), code="unavailable")
+        case StarletteHTTPException(status_code=400):  # FastAPI's, of a body that could not be decoded
+            way_out = "send UTF-8 JSON, uncompressed, of ordinary depth and with ordinary numbers"
+            return Refusal(400, f"the body is not JSON that can be read: {way_out}", code="invalid_json")
         case StarletteHTTPException():
             return Refusal(error.status_code, str(error.detail), headers=error.headers)
         case HeadstartError():

@@ -266,6 +266,9 @@ class CompletionRequest(Asked):
     )
     logprobs: int | None = Field(None, description="How many of the best tokens to tell of, 0 for the one said.")
     echo: bool | None = Field(None, description="Begin with the prompt; max_tokens may then be 0.")
+    parse_special: bool | None = Field(
+        None, description="False: the text of an added token, such as <|im_end|>, is text in `prompt`."
+    )
 
     def not_honoured(self) -> dict[str, tuple[Any, ...]]:
         return NOT_HONOURED | OF_CHATS
@@ -286,7 +289,8 @@ class CompletionRequest(Asked):
         return self.logprobs
 
     async def read(self, served: Served, work: Preparation) -> Prompt:
-        return await served.read_text(self.prompt, *self.constraint(), work)
+        parse_special = self.parse_special is not False
+        return await served.read_text(self.prompt, *self.constraint(), work, parse_special=parse_special)
 
 
 def _token_id(token: str) -> int:

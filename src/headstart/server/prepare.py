@@ -9,7 +9,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NoReturn, TypeVar
 
@@ -21,6 +21,7 @@ from ..sampling import GrammarSpec, compile_grammar, find_grammar
 from ..sampling.bounds import check_bounds
 from ..sampling.grammar import LIMITS, MASK_SECONDS, Grammar
 from .deadline import Deadline
+from .encode import Encoder, Text
 from .errors import Refusal, refuse
 from .limits import Limits
 from .turns import Turns
@@ -60,6 +61,10 @@ class Preparer:
     def most_tokens(self) -> int:
         """The longest prompt that is taken."""
         return min(self.context - 1, self.limits.prompt_tokens or self.context)
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        return Encoder.of(self.tokenizer._tokenizer.backend_tokenizer)
 
     @cached_property
     def most_characters(self) -> int:
@@ -153,23 +158,23 @@ class Preparation:
         if not self.counting and len(tokens) > self.preparer.most_tokens:
             _too_long(param, self.preparer.most_tokens, len(tokens))
 
-    def is_small(self, text: str) -> bool:
+    def is_small(self, text: Text) -> bool:
         """Return whether a text can be tokenised in a thread."""
-        return len(text) <= SMALL or not self.preparer.workers.usable
+        return len(text.text) <= SMALL
 
-    def encode_here(self, text: str, param: str, framed: bool) -> list[int]:
+    def encode_here(self, text: Text, param: str) -> list[int]:
         """Return the tokens of a small text."""
-        tokens = _encode(self.preparer.tokenizer, text, framed)
+        tokens = self.preparer.encoder.ids(text)
         self.check_tokens(tokens, param)
         return tokens
 
-    async def encode(self, text: str, param: str, *, framed: bool) -> list[int]:
-        """Return the tokens of a text, `framed` with those that the tokenizer puts around one."""
-        self.check_characters(len(text), param)
+    async def encode(self, text: Text, param: str) -> list[int]:
+        """Return the tokens of a text."""
+        self.check_characters(len(text.text), param)
         preparer = self.preparer
         if self.is_small(text):
-            return await self.run(self.encode_here, text, param, framed)
-        message = {"text": text, "framed": framed, "most": None if self.counting else preparer.most_tokens}
+            return await self.run(self.encode_here, text, param)
+        message = {"text": asdict(text), "most": None if self.counting else preparer.most_tokens}
         try:
             async with preparer.workers.worker(self.client) as worker:
                 answer = await worker.call(message)
@@ -221,10 +226,6 @@ def _checked(spec: GrammarSpec) -> str:
         return spec.for_llguidance()
     except ValueError as error:
         raise RequestError(f"grammar is no {spec.kind} that can be used: {error}") from error
-
-
-def _encode(tokenizer: TokenizerWrapper, text: str, framed: bool) -> list[int]:
-    return list(tokenizer.encode(text) if framed else tokenizer.encode(text, add_special_tokens=False))
 
 
 def _too_long(param: str, most: int, length: int | None = None) -> NoReturn:

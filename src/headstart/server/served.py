@@ -1,7 +1,7 @@
 """The one model that a server has: its names, what its card says, and how it reads a prompt."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import signature
@@ -17,6 +17,7 @@ from ..checkpoint.identity import hub_id
 from ..models import Model
 from ..sampling import GrammarSpec, spell
 from .chat import Chat
+from .encode import Encoder, Text, splits_thoughts
 from .errors import Refusal
 from .markup import CALL, Dialect, think_first, thought_in
 from .prepare import Preparation, TooHard
@@ -93,9 +94,9 @@ class Served:
     async def read_chat(self, make: Callable[[], Chat], work: Preparation) -> Prompt:
         """The tokens of a conversation, and what may be said to it."""
         dialect = self.dialect
-        chat, text, reworded, tokens = await work.run(self._render, make, work)
+        chat, text, reworded, tokens = await work.run(self._begin, make, work)
         if tokens is None:
-            tokens = await work.encode(text, "messages", framed=False)
+            tokens = await work.encode(text, "messages")
         thought = thought_in(tokens, self.tokenizer)
         await work.grammar(chat.grammar, chat.grammar_field)
         answer = await work.run(chat.answer_grammar, dialect) if chat.tools else chat.grammar
@@ -119,10 +120,16 @@ class Served:
         )
 
     async def read_text(
-        self, prompt: PromptText, grammar: GrammarSpec | None, field: str, work: Preparation
+        self,
+        prompt: PromptText,
+        grammar: GrammarSpec | None,
+        field: str,
+        work: Preparation,
+        *,
+        parse_special: bool = True,
     ) -> Prompt:
         """The tokens of a text that is to go on, as `grammar` says, which came in `field`."""
-        tokens, text = await self._tokens(prompt, work)
+        tokens, text = await self._tokens(prompt, work, parse_special=parse_special)
         compiled = await work.grammar(grammar, field)
         sampling = self.sampling(thinking=False)
         return Prompt(tokens, "prompt", text=text, grammar=grammar, compiled=compiled, sampling=sampling)
@@ -141,7 +148,7 @@ class Served:
                 await work.grammar(grammar, field)
             raise
 
-    def _render(self, make: Callable[[], Chat], work: Preparation) -> tuple[Chat, str, bool, list[int] | None]:
+    def _begin(self, make: Callable[[], Chat], work: Preparation) -> tuple[Chat, Text, bool, list[int] | None]:
         """Return a conversation, its text, whether a message had to be reworded, and its tokens if they are few."""
         chat = make()
         work.check_characters(sum(len(message["content"]) for message in chat.messages), "messages")
@@ -151,7 +158,7 @@ class Served:
         if has_several(messages) and not self._takes_several_systems:
             messages, reworded = with_one(messages)
         text = self._through_template(messages, chat)
-        tokens = work.encode_here(text, "messages", framed=False) if work.is_small(text) else None
+        tokens = work.encode_here(text, "messages") if work.is_small(text) else None
         return chat, text, reworded, tokens
 
     @cached_property
@@ -167,26 +174,39 @@ class Served:
             message = f"chat_template_kwargs: {', '.join(taken)}: not for clients to set: leave it out"
             raise Refusal(400, message, param="chat_template_kwargs", code="invalid_value")
 
-    def _through_template(self, messages: Messages, chat: Chat) -> str:
+    def _through_template(self, messages: Messages, chat: Chat) -> Text:
+        # None is neither yes nor no, so that the template's own default holds. mlx-lm would say yes.
+        options = {"enable_thinking": chat.thinking, **chat.template}
+        conversation = (messages, chat.tools if chat.callable else None, options)
         try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(chat.tools) if chat.callable else None,
-                add_generation_prompt=True,
-                tokenize=False,
-                # None is neither yes nor no, so that the template's own default holds. mlx-lm would say yes.
-                **{"enable_thinking": chat.thinking, **chat.template},
-            )
+            text, mark = self._encoder.render(self._render, conversation, splits_thoughts=self._splits_thoughts)
         except (TemplateError, TypeError, ValueError) as error:  # whatever a template makes of what it gets
             message = f"messages: the model's chat template refuses them: {error}"
             raise Refusal(400, message, param="messages", code="invalid_value") from error
-        return str(text)
+        return Text(text, mark)
 
-    async def _tokens(self, prompt: PromptText, work: Preparation) -> tuple[list[int], str]:
+    def _render(self, messages: Messages, tools: Messages | None, options: Mapping[str, Any]) -> str:
+        tools = list(tools) if tools is not None else None
+        template = self.tokenizer.apply_chat_template
+        return str(template(list(messages), tools=tools, add_generation_prompt=True, tokenize=False, **options))
+
+    @cached_property
+    def _encoder(self) -> Encoder:
+        return Encoder.of(self.tokenizer._tokenizer.backend_tokenizer)
+
+    @cached_property
+    def _splits_thoughts(self) -> bool:
+        try:
+            return splits_thoughts(self._render)
+        except TemplateError:
+            return False
+
+    async def _tokens(self, prompt: PromptText, work: Preparation, *, parse_special: bool) -> tuple[list[int], str]:
         """And the text."""
         match prompt:
             case str(text) | [str(text)]:
-                return await work.encode(text, "prompt", framed=True), text
+                whole = Text(text, "" if parse_special else None, framed=True)
+                return await work.encode(whole, "prompt"), text
             case [[*ids]] | ([int(), *_] as ids):
                 tokens = [token for token in ids if isinstance(token, int)]
                 work.check_tokens(tokens, "prompt")

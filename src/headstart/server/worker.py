@@ -1,10 +1,11 @@
 """A process that tokenises long texts and tries grammars, so that one of them can crash or be killed without harm.
 
-Run as a script in a fresh interpreter: it imports nothing of Headstart, starts in a fraction of a second and takes
-little memory. Requests come by standard input and answers go by standard output, each one JSON value after its length
-in 8 bytes. The process ends when its input does, also in the middle of a request.
+Run as a script in a fresh interpreter: of Headstart it imports only encode.py, so it starts in a fraction of a second
+and takes little memory. Requests come by standard input and answers go by standard output, each one JSON value after
+its length in 8 bytes. The process ends when its input does, also in the middle of a request.
 """
 
+import importlib.util
 import json
 import os
 import queue
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, BinaryIO
 
 LENGTH = struct.Struct("<Q")
@@ -48,14 +50,15 @@ def serve(settings: dict[str, Any], requests: "queue.SimpleQueue[dict[str, Any]]
         from llguidance import LLTokenizer
         from tokenizers import Tokenizer
 
-        tokenizer = Tokenizer.from_str(settings["tokenizer"])
+        encode_py = load("encode")
+        encoder = encode_py.Encoder.of(Tokenizer.from_str(settings["tokenizer"]))
         guide = LLTokenizer(settings["tokenizer"], eos_token=settings["eos"])
         limit_memory()
         send(answers, {})  # ready
         while True:
             request = requests.get()
             if "text" in request:
-                send(answers, encode(tokenizer, **request))
+                send(answers, encode(encoder, encode_py.Text(**request["text"]), request["most"]))
             else:
                 send(answers, probe(guide, **request))
                 signal.setitimer(signal.ITIMER_PROF, 0)
@@ -63,28 +66,25 @@ def serve(settings: dict[str, Any], requests: "queue.SimpleQueue[dict[str, Any]]
         os._exit(1)
 
 
-def encode(tokenizer: Any, text: str, framed: bool, most: int | None) -> dict[str, Any]:
+def encode(encoder: Any, text: Any, most: int | None) -> dict[str, Any]:
     """Return the tokens of a text, or that there are more than `most` of them.
 
     A text that is probably too long is first counted in pieces. At their ends the count is off by a few tokens, so it
     decides only where it is off by more than that.
     """
     try:
-        if most is not None and len(text) > 4 * most:
+        plain = text.text.replace(text.mark, "") if text.mark else text.text
+        if most is not None and len(plain) > 8 * most:
             count, start = 0, 0
-            while start < len(text):
-                end = cut(text, start + PIECE)
-                count += len(tokens(tokenizer, text[start:end], framed=False))
+            while start < len(plain):
+                end = cut(plain, start + PIECE)
+                count += len(encoder.encode(plain[start:end]))
                 if count > most + most // 16 + 64:
                     return {"more_than": most}
                 start = end
-        return {"tokens": tokens(tokenizer, text, framed=framed)}
+        return {"tokens": encoder.ids(text)}
     except BaseException as error:  # a panic of the tokenizer's is no Exception
         return {"error": str(error)[:500]}
-
-
-def tokens(tokenizer: Any, text: str, *, framed: bool) -> list[int]:
-    return list(tokenizer.encode_batch_fast([text], add_special_tokens=framed)[0].ids)
 
 
 def cut(text: str, near: int) -> int:
@@ -128,6 +128,16 @@ def pick(mask: int, number: int) -> int:
     place = number % mask.bit_length()
     above = mask >> place << place or mask
     return (above & -above).bit_length() - 1
+
+
+def load(name: str) -> Any:
+    """Return a module of this folder, which as a script this file is not in a package with."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def limit_memory() -> None:

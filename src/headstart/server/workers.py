@@ -94,14 +94,9 @@ class Workers:
         self._busy: set[Worker] = set()
         self._ending: set[asyncio.Task[None]] = set()
 
-    @property
-    def usable(self) -> bool:
-        """A tokenizer that is not of the tokenizers library cannot be sent to another process."""
-        return hasattr(self._tokenizer._tokenizer, "backend_tokenizer")
-
     def start(self) -> None:
         """Start those that are missing, in the background."""
-        while self.usable and len(self._idle) + len(self._busy) < self._count:
+        while len(self._idle) + len(self._busy) < self._count:
             self._idle.append(asyncio.create_task(self._start()))
 
     async def close(self) -> None:
