@@ -1,7 +1,9 @@
 """Connections that send nothing, too much, too slowly, or no HTTP, and clients that do not read."""
 
 import asyncio
+import errno
 import json
+import os
 import resource
 import selectors
 import socket
@@ -184,6 +186,23 @@ def test_a_half_close_cancels(server: Target) -> None:
 
 
 # Servers in this process, with limits that suit a test.
+
+
+def test_where_no_connection_can_be_accepted_it_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[float] = []
+
+    def accept(_: socket.socket) -> None:
+        attempts.append(time.monotonic())
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with running() as server:
+        with monkeypatch.context() as patch, connect(server.url):
+            patch.setattr(socket.socket, "accept", accept)
+            with connect(server.url):
+                wait_until(lambda: len(attempts) >= 3)
+        assert len(attempts) < 3 * (2 + attempts[-1] - attempts[0])  # it tries again every second
+        with server.http() as http:
+            assert http.get("/health").status_code == 200
 
 
 def test_headers_must_come_in_time() -> None:

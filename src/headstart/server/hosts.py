@@ -6,8 +6,8 @@ of that page's origin, and its answers may be read. What gives such a request aw
 
 import ipaddress
 from collections.abc import Collection
+from functools import lru_cache
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .errors import Refusal
@@ -26,23 +26,24 @@ class HostRequired:
     def __init__(self, app: ASGIApp, names: Collection[str] = ()):
         self.app = app
         self.any, self.names = ANY in names, {name_of(name) for name in names}
+        self.accepts = lru_cache(256)(self._accepts)  # clients use few names, and many times
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self.any or scope["path"] in EXEMPT or self._accepts(scope):
+        host = next((value[:300] for name, value in scope.get("headers", ()) if name == b"host"), None)
+        arrived_at, _ = scope.get("server") or ("", None)
+        if host is None or self.any or scope["path"] in EXEMPT or self.accepts(host, arrived_at):
             await self.app(scope, receive, send)
             return
-        name = name_of(Headers(scope=scope)["host"])[:100]
+        name = name_of(host.decode("latin-1"))[:100]
         message = (
             f"host {name!r} is not allowed: start the server with --allowed-host and that name, or use localhost"
         )
         await Refusal(421, message, code="host_not_allowed").response(scope["path"])(scope, receive, send)
 
-    def _accepts(self, scope: Scope) -> bool:
-        host, arrived_at = Headers(scope=scope).get("host"), scope.get("server")
-        if host is None or (name := name_of(host)) in self.names or is_loopback(name):
-            return True
+    def _accepts(self, host: bytes, arrived_at: str) -> bool:
+        name = name_of(host.decode("latin-1"))
         address = _address(name)
-        return address is not None and arrived_at is not None and address == _address(arrived_at[0])
+        return name in self.names or is_loopback(name) or (address is not None and address == _address(arrived_at))
 
 
 def hosts_for(bound: str, named: Collection[str], *, key: bool) -> Collection[str]:
