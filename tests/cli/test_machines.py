@@ -49,7 +49,7 @@ def test_a_process_is_one_of_several_if_it_has_a_rank_among_them(
     assert machines.launched() == (rank is not None and hosts != "" and size != "1")
 
 
-@pytest.mark.parametrize("command", ["chat", "demo", "bench", "bench-serve", "probe", "convert"])
+@pytest.mark.parametrize("command", ["chat", "demo", "bench", "probe", "convert"])
 def test_a_command_for_one_machine_is_refused_on_several(command: str) -> None:
     result = CliRunner().invoke(app, [command], env={"MLX_RANK": "1"})
     assert result.exit_code == 1

@@ -289,7 +289,7 @@ def test_rows_share_one_mask_and_ids_beyond_the_tokenizer_are_forbidden() -> Non
         (GrammarSpec("regex", ""), "empty answer"),
         (GrammarSpec("lark", "start: nowhere"), "unknown name"),
         (GrammarSpec("json_schema", '{"type":"strin"}'), "Invalid type"),
-        (GrammarSpec("json_schema", '{"type":'), "EOF"),
+        (GrammarSpec("json_schema", '{"type":'), "Expecting value"),
         (GrammarSpec("json_schema", "5"), "must be an object"),
         (GrammarSpec.json_schema({"not": {"type": "string"}}), "Unimplemented"),
         (GrammarSpec.json_schema(False), "Unsatisfiable"),

@@ -195,7 +195,7 @@ def test_the_model_thinks_when_it_is_told_to(
     here: Here, monkeypatch: pytest.MonkeyPatch, thinking: Any, expected: bool | None
 ) -> None:
     render, chats = Served._through_template, list[Chat]()
-    monkeypatch.setattr(Served, "_through_template", lambda *these: (chats.append(these[-1]), render(*these))[1])
+    monkeypatch.setattr(Served, "_through_template", lambda *these: (chats.append(these[2]), render(*these))[1])
     create(here, "hello", extra_body={"thinking": thinking})
     assert prompt(here) == templated(HI, enable_thinking=expected)
     assert [chat.thinking for chat in chats] == [expected], "this template takes no for an answer where none is given"

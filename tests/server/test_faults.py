@@ -234,7 +234,7 @@ def test_an_engine_that_dies_while_a_prompt_is_read_is_down(monkeypatch: pytest.
 
 
 def test_a_web_page_can_read_an_unexpected_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*_: Any) -> Any:
+    def failing(*_: Any, **__: Any) -> Any:
         raise ValueError
 
     monkeypatch.setattr(Served, "read_text", failing)
@@ -252,7 +252,7 @@ def test_an_error_that_nobody_foresaw_is_counted_and_logged_without_what_was_ask
     capfd: pytest.CaptureFixture[str],
     stream: bool,
 ) -> None:
-    def failing(*_: Any) -> Any:
+    def failing(*_: Any, **__: Any) -> Any:
         try:
             raise KeyError("the secret prompt")
         except KeyError as error:

@@ -35,7 +35,7 @@ def check_bounds(kind: str, source: str) -> None:
         try:
             schema = json.loads(source)
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"grammar is no JSON Schema: {error}") from error
+            raise RequestError(f"grammar is no json_schema that can be used: {error}") from error
         if count_nodes(schema) > MOST_NODES:
             raise RequestError(f"grammar is a schema of more than {MOST_NODES:,} values: simplify it")
         if resolved_depth(schema) > MOST_LEVELS:

@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
 
 from .errors import Refusal
 
@@ -22,7 +23,7 @@ class BoundedRoute(APIRoute):
 
         async def bounded(http: Request) -> Response:
             if http.method in ("POST", "PATCH"):
-                check_values(await http.body(), self.most)
+                check_values(await _body(http), self.most)
             return await handle(http)
 
         return bounded
@@ -33,10 +34,17 @@ def bounded_route(context: int) -> type[BoundedRoute]:
     return type("Route", (BoundedRoute,), {"most": MOST_VALUES + context})
 
 
+async def _body(http: Request) -> bytes:
+    try:
+        return await http.body()
+    except ClientDisconnect:
+        raise Refusal(499, "the client has gone", code="gone") from None
+
+
 def check_values(body: bytes, most: int) -> None:
     """Refuse a body that is not UTF-8, or holds more JSON values than `most`, without parsing it."""
     if body and json.detect_encoding(body) not in ("utf-8", "utf-8-sig"):
-        raise Refusal(400, "the body is not UTF-8: send it so", code="invalid_json")
+        raise Refusal(400, "the body is not JSON: it is not in UTF-8", code="invalid_json")
     if _structure(body) <= most:
         return
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"")  # what is left of quotes begins or ends a string
