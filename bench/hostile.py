@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "server"), str(ROOT / "tests")]  # before this folder, which has a hostile.py too
 
 from attacks import CHAT, GRAMMARS, HI, PROMPTS, TEXT, lark, rules, shaped  # noqa: E402
-from hostile import Case, Target, target  # noqa: E402
+from hostile import Case, Target, connect, target  # noqa: E402
 
 EXTRA = [Case("3,000 rules", TEXT, lark(rules(3_000)), 200, None)]
 Attack = Callable[[Target, threading.Event], None]  # until the event is set
@@ -38,7 +38,27 @@ def sending(case: Case) -> Attack:
     return attack
 
 
-ATTACKS: dict[str, Attack] = {case.name: sending(case) for case in [*GRAMMARS, *PROMPTS, *EXTRA]}
+def holding(count: int, data: bytes) -> Attack:
+    """Return an attack of so many connections that send something and then neither send nor read any more."""
+
+    def attack(server: Target, over: threading.Event) -> None:
+        with ExitStack() as stack:
+            for _ in range(count):
+                stack.enter_context(connect(server.url, receive_buffer=4096)).sendall(data)
+            over.wait()
+
+    return attack
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+BODY = b'{"prompt": "a", "max_tokens": 2000, "stream": true}'
+ATTACKS: dict[str, Attack] = {
+    **{case.name: sending(case) for case in [*GRAMMARS, *PROMPTS, *EXTRA]},
+    "1,000 idle connections": holding(1_000, b""),
+    "200 requests without the end of their headers": holding(200, b"GET /health HTTP/1.1\r\n"),
+    "200 requests without the end of their body": holding(200, POST + b"100000\r\n\r\n{"),
+    "8 streams that nobody reads": holding(8, POST + b"%d\r\n\r\n" % len(BODY) + BODY),
+}
 
 
 @contextmanager
