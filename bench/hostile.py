@@ -20,10 +20,13 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "server"), str(ROOT / "tests")]  # before this folder, which has a hostile.py too
 
-from attacks import CHAT, GRAMMARS, HI, PROMPTS, TEXT, lark, rules, shaped  # noqa: E402
+from attacks import CHAT, GRAMMARS, HI, PROMPTS, TEXT, lark, rules, shaped, wide  # noqa: E402
 from hostile import Case, Target, connect, target  # noqa: E402
 
-EXTRA = [Case("3,000 rules", TEXT, lark(rules(3_000)), 200, None)]
+EXTRA = [
+    Case("3,000 rules", TEXT, lark(rules(3_000)), 200, None),
+    Case("an object of too many properties", CHAT, shaped(wide(4_900)), 400, None),
+]
 Attack = Callable[[Target, threading.Event], None]  # until the event is set
 
 

@@ -73,7 +73,6 @@ GRAMMARS = [
     Case("the same within a Lark grammar", TEXT, lark(f"start: %json {json.dumps(chain(8_000))}"), 400, INVALID),
     Case("a chain of rules", TEXT, lark(rules(5_000)), 400, INVALID),
     Case("a chain of rules in a chat", CHAT, {**HI, "grammar": rules(5_000)}, 400, INVALID),
-    Case("an object of too many properties", CHAT, shaped(wide(4_900)), 400, INVALID),
     Case("a schema of too many values", CHAT, shaped({"enum": list(range(20_000))}), 400, INVALID),
     Case("tools of too many values", CHAT, tools(300, wide(20)), 400, INVALID),
     Case("deep brackets in a rule", TEXT, lark("start: " + "(" * 50_000 + '"a"' + ")" * 50_000), 400, INVALID),

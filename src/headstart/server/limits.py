@@ -16,8 +16,8 @@ class Limits:
     request_seconds: float = 600.0  # from the door to the last token
     stall_seconds: float = 60.0  # that a client may leave an answer unread
     body_seconds: float = 60.0  # that a client may take to send its body
-    prepare_seconds: float = 30.0  # that a prompt may take to be made into tokens and grammars
-    grammar_seconds: float = 5.0  # of CPU time that a new grammar may take to be tried
+    prepare_seconds: float = 60.0  # that a prompt may take to be made into tokens and grammars
+    grammar_seconds: float = 3.0  # of CPU time that a new grammar may take to be tried
     idle_seconds: float = 60.0  # that a connection may be without a request, or with incomplete headers
     linger_seconds: float = 30.0  # that the rest of a refused body is read, so that the client sees the refusal
     connections: int | None = None  # None: 2,048, or as many as the limit on open files allows
