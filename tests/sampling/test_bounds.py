@@ -51,7 +51,7 @@ def test_nodes_and_depth(schema: Any, nodes: int, depth: int) -> None:
     [
         ("json_schema", json.dumps(chain(MOST_LEVELS)), "levels"),
         ("json_schema", json.dumps({"enum": list(range(MOST_NODES))}), "values"),
-        ("json_schema", "{", "no JSON Schema"),
+        ("json_schema", "{", "no json_schema"),
         ("lark", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(MOST_RULES)), "rules"),
         ("lark", "start: " + "a" * MOST_BYTES, "bytes"),
         ("regex", "é" * (MOST_BYTES // 2 + 1), "bytes"),
