@@ -193,6 +193,15 @@ def test_without_keys_only_the_address_that_started_a_request_cancels_it(server:
     assert list(stream)[-1].choices[0].finish_reason == "cancelled"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere loopback has one address")
+def test_a_header_does_not_change_a_clients_address(server: Running) -> None:
+    with httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2")) as elsewhere:
+        stream = server.openai(http_client=elsewhere).chat.completions.create(**LONG, stream=True)
+        first = next(stream)
+        assert cancel(server, first.id, headers={"X-Forwarded-For": "127.0.0.2"}) == 404
+        stream.close()
+
+
 def test_a_client_that_leaves_in_mid_stream_frees_its_row(server: Running) -> None:
     before = cancelled(server)
     with server.openai().chat.completions.create(**LONG, stream=True) as stream:

@@ -56,6 +56,7 @@ class Server(uvicorn.Server):
                 app,
                 http=Connection,
                 log_config=None,  # see log.py
+                proxy_headers=False,  # else a local client could take another's address
                 ws="none",  # there are none here, and they would not be counted as connections
                 # How many connections asyncio accepts at a time. Where it cannot, it tries again a second later as
                 # many times as it failed: more than one would multiply.
