@@ -10,8 +10,8 @@ from headstart.errors import RequestError
 
 
 def test_what_cannot_be_written_is_named_before_the_work(tmp_path: Path) -> None:
-    check_folders({"--report": tmp_path / "new.md", "--json": "-", "--plot": None})
-    with pytest.raises(RequestError, match=rf"--report {tmp_path}: a folder\. Name a file in it"):
-        check_folders({"--report": tmp_path})
+    check_folders({"--output": tmp_path / "new.md", "--plot": None})
+    with pytest.raises(RequestError, match=rf"--output {tmp_path}: a folder\. Name a file in it"):
+        check_folders({"--output": tmp_path})
     with read_only_folder(tmp_path / "sealed") as sealed, pytest.raises(RequestError, match="cannot be written to"):
-        check_folders({"--json": str(sealed / "report.json")})
+        check_folders({"--output": sealed / "report.json"})

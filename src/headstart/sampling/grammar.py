@@ -30,7 +30,7 @@ MOST_KEPT = 64  # compiled grammars a tokenizer
 JSON_OPTIONS: Any = {"whitespace_pattern": r"\x20|\x0D?\x0A[\x20\x09]{0,32}"}
 # llguidance's defaults, but for the states of a lexer, which take 1 to 2 kB each.
 LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
-MASK_SECONDS = 0.25  # of CPU time. Ordinary masks take milliseconds, and every sequence of the batch waits for each.
+MASK_SECONDS = 1.0  # of CPU time. Ordinary masks take milliseconds, and every sequence of the batch waits for each.
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,8 @@ class Preparation:
     async def _compile(self, spec: GrammarSpec) -> Grammar:
         preparer, seconds = self.preparer, self.preparer.limits.grammar_seconds
         source = await self.run(_checked, spec)
-        message = {"grammar": source, "limits": LIMITS, "seconds": seconds, "mask_seconds": MASK_SECONDS}
+        # What is tried is held to a quarter, so that hardly any grammar fails only once its answer has begun.
+        message = {"grammar": source, "limits": LIMITS, "seconds": seconds, "mask_seconds": MASK_SECONDS / 4}
         async with preparer.workers.worker(self.client) as worker:
             try:
                 answer = await worker.call(message)
