@@ -27,6 +27,7 @@ $(STAMP): pyproject.toml Makefile
 	@extras=$$(echo "$(EXTRA),dev" | sed 's/^none,//'); \
 	  echo "Installing headstart[$$extras] into .venv (minutes the first time)"; \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$$extras]"
+	@$(BIN)/python -m headstart.kernels.cpu
 	@touch $@
 
 demo: setup ## run the built-in model

@@ -9,14 +9,13 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from ..kernels.experts import combine, experts, route
-from ..kernels.products import product, products
+from ..kernels.products import product, products, swiglu_product
 
 
 def feed_forward(module: nn.Module, x: mx.array) -> mx.array:
     """`module(x)` for an mlx-lm MLP or mixture of experts, [B, W, H] → [B, W, H]."""
     if "switch_mlp" not in module:
-        gate, up = products(x, module.gate_proj, module.up_proj)
-        return product(swiglu(gate, up), module.down_proj)
+        return product(swiglu_product(x, module.gate_proj, module.up_proj), module.down_proj)
     if module.sharding_group is not None:  # its experts are on several machines
         return module(x)
     shared = module.shared_expert
