@@ -13,10 +13,7 @@
 namespace headstart {
 
 template <typename T>
-inline void norm_and_rotate(const Attention<T>& op, const T* x, const float* weight, const float* turns, T* to) {
-  static thread_local std::vector<float> memory;
-  memory.resize(op.D);
-  float* row = memory.data();
+inline void norm_and_rotate(const Attention<T>& op, const T* x, const float* weight, const float* turns, float* row) {
   for (long i = 0; i < op.D; ++i) row[i] = to_float(x[i]);
   const float scale = 1.0f / std::sqrt(dot(row, row, op.D) / float(op.D) + op.eps);
   for (long i = 0; i < op.D; ++i) row[i] = (row[i] * scale) * weight[i];
@@ -26,24 +23,27 @@ inline void norm_and_rotate(const Attention<T>& op, const T* x, const float* wei
     row[i] = a * cosine - b * sine;
     row[half + i] = a * sine + b * cosine;
   }
-  for (long i = 0; i < op.D; ++i) assign(to[i], row[i]);
 }
 
-// One token: its queries to [B, H, W, D], its key and value into the cache.
+// One token: its queries to [B, H, W, D], in the order of pairs; its key and value into the cache.
 template <typename T>
-inline void arrange(const Attention<T>& op, long b, long w, T* queries) {
-  std::vector<float> turns(op.rotated);
+inline void arrange(const Attention<T>& op, long b, long w, float* queries) {
+  static thread_local std::vector<float> memory, turns;
+  memory.resize(op.D), turns.resize(op.rotated);
+  float* row = memory.data();
   for (long i = 0; i < op.rotated / 2; ++i)
     sine_and_cosine(float(op.offset[b] + w) * op.frequencies[i], turns[2 * i], turns[2 * i + 1]);
   const long token = b * op.W + w;
   for (long h = 0; h < op.H; ++h) {
-    T* to = queries + ((b * op.H + h) * op.W + w) * op.D;
-    norm_and_rotate(op, op.both + (token * op.H + h) * 2 * op.D, op.q_weight, turns.data(), to);
+    float* to = queries + ((b * op.H + h) * op.W + w) * op.D;
+    norm_and_rotate(op, op.both + (token * op.H + h) * 2 * op.D, op.q_weight, turns.data(), row);
+    for (long i = 0; i < op.D; ++i) to[place<T>(i)] = row[i];
   }
   for (long h = 0; h < op.HKV; ++h) {
     const long from = (token * op.HKV + h) * op.D;
     const long to = ((b * op.HKV + h) * op.capacity + op.offset[b] + w) * op.D;
-    norm_and_rotate(op, op.k + from, op.k_weight, turns.data(), op.keys + to);
+    norm_and_rotate(op, op.k + from, op.k_weight, turns.data(), row);
+    for (long i = 0; i < op.D; ++i) assign(op.keys[to + i], row[i]);
     std::memcpy(op.values + to, op.v + from, op.D * sizeof(T));
   }
 }
@@ -66,47 +66,50 @@ inline float soften(float* scores, long n, float scale) {
   return sum(total + load(rest));
 }
 
-// Weighted values of R queries, P pairs of elements from `values` on; query r sees `seen + r` positions.
+// Weighted values of R queries, P pairs of elements from `values` on, in their order; query r sees `seen + r` positions.
 template <int R, int P, typename T>
 inline void weigh(const float* weights, long stride, const T* values, long D, long seen, float* out) {
   Lanes sums[R][P][2];
-  for (int r = 0; r < R; ++r)
-    for (int p = 0; p < P; ++p) sums[r][p][0] = sums[r][p][1] = splat(0.0f);
+  UNROLL for (int r = 0; r < R; ++r)
+    UNROLL for (int p = 0; p < P; ++p) sums[r][p][0] = sums[r][p][1] = splat(0.0f);
   for (long s = 0; s < seen + R - 1; ++s) {
     Pair value[P];
-    for (int p = 0; p < P; ++p) value[p] = load_pair(values + s * D + p * PAIR);
-    for (int r = 0; r < R; ++r) {
+    UNROLL for (int p = 0; p < P; ++p) value[p] = load_pair(values + s * D + p * PAIR);
+    UNROLL for (int r = 0; r < R; ++r) {
       if (s >= seen + r) continue;
       const Lanes weight = splat(weights[r * stride + s]);
-      for (int p = 0; p < P; ++p) sums[r][p][0] = fma(weight, value[p].first, sums[r][p][0]);
-      for (int p = 0; p < P; ++p) sums[r][p][1] = fma(weight, value[p].second, sums[r][p][1]);
+      UNROLL for (int p = 0; p < P; ++p) sums[r][p][0] = fma(weight, value[p].first, sums[r][p][0]);
+      UNROLL for (int p = 0; p < P; ++p) sums[r][p][1] = fma(weight, value[p].second, sums[r][p][1]);
     }
   }
-  for (int r = 0; r < R; ++r)
-    for (int p = 0; p < P; ++p) store_pair<T>(out + r * D + p * PAIR, {sums[r][p][0], sums[r][p][1]});
+  UNROLL for (int r = 0; r < R; ++r)
+    UNROLL for (int p = 0; p < P; ++p) {
+      store(out + r * D + p * PAIR, sums[r][p][0]);
+      store(out + r * D + p * PAIR + LANES, sums[r][p][1]);
+    }
 }
 
 // R consecutive queries of one head; the first sees `seen` positions.
 template <int R, typename T>
-inline void attend(const Attention<T>& op, const T* queries, const T* keys, const T* values, long seen, float* out) {
+inline void attend(const Attention<T>& op, const float* queries, const T* keys, const T* values, long seen, float* out) {
   static thread_local std::vector<float> memory;
   const long most = seen + R - 1;
   memory.resize(R * most);
   float* scores = memory.data();
   float sums[R];
-  strip<R>(queries, keys, op.D, scores, most, most);
-  for (int r = 0; r < R; ++r) sums[r] = soften(scores + r * most, seen + r, op.scale);
+  panel(queries, op.D, R, keys, op.D, most, scores, most);
+  UNROLL for (int r = 0; r < R; ++r) sums[r] = soften(scores + r * most, seen + r, op.scale);
   long d = 0;
   for (; d + 2 * PAIR <= op.D; d += 2 * PAIR) weigh<R, 2>(scores, most, values + d, op.D, seen, out + d);
   for (; d < op.D; d += PAIR) weigh<R, 1>(scores, most, values + d, op.D, seen, out + d);
-  for (int r = 0; r < R; ++r)
+  UNROLL for (int r = 0; r < R; ++r)
     for (long i = 0; i < op.D; ++i) out[r * op.D + i] /= sums[r];
 }
 
 template <typename T>
 void attention(const Attention<T>& op) {
   constexpr int R = 4;  // queries that are computed together
-  std::vector<T> queries(op.B * op.H * op.W * op.D);
+  std::vector<float> queries(op.B * op.H * op.W * op.D);
   pool().run(op.B * op.W, [&](uint32_t part) { arrange(op, part / op.W, part % op.W, queries.data()); });
   const long asked = op.last ? 1 : op.W, blocks = (asked + R - 1) / R;
   pool().run(op.B * op.H * blocks, [&](uint32_t part) {
@@ -116,7 +119,7 @@ void attention(const Attention<T>& op) {
     static thread_local std::vector<float> memory;
     memory.resize(R * op.D);
     for (long done = 0; done < count;) {
-      const T* q = queries.data() + ((b * op.H + h) * op.W + first + done) * op.D;
+      const float* q = queries.data() + ((b * op.H + h) * op.W + first + done) * op.D;
       const long seen = op.offset[b] + first + done + 1;
       float* out = memory.data() + done * op.D;
       if (count - done == R) attend<R>(op, q, op.keys + kv, op.values + kv, seen, out), done += R;
@@ -125,7 +128,7 @@ void attention(const Attention<T>& op) {
     for (long w = 0; w < count; ++w) {
       const T* gate = op.both + ((b * op.W + first + w) * op.H + h) * 2 * op.D + op.D;
       T* to = op.out + ((b * asked + (op.last ? 0 : first + w)) * op.H + h) * op.D;
-      for (long i = 0; i < op.D; ++i) assign(to[i], memory[w * op.D + i] * sigmoid(to_float(gate[i])));
+      for (long i = 0; i < op.D; ++i) assign(to[i], memory[w * op.D + place<T>(i)] * sigmoid(to_float(gate[i])));
     }
   });
 }

@@ -143,7 +143,7 @@ def _build(path: Path, flags: Sequence[str]) -> None:
             str(_mlx() / "include"),
             sysconfig.get_path("include"),
         ]
-        glue = [compiler(), *COMMON, "-O1", "-DNB_DOMAIN=mlx", *(f"-I{folder}" for folder in include), "-c"]
+        glue = [compiler(), *COMMON, "-O2", "-DNB_DOMAIN=mlx", *(f"-I{folder}" for folder in include), "-c"]
         _together(
             [
                 [*glue, str(Path(nanobind.source_dir(), "nb_combined.cpp")), "-o", str(work / "nanobind.o")],

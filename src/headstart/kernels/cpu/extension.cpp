@@ -38,6 +38,11 @@ float widened(const char* from, mx::Dtype type) {
 // The elements of an array in the order of its indices, and as float32 if asked: for inputs that are views of something
 // larger, and for small weights of another type.
 void copy_dense(const mx::array& from, bool widen, char* to) {
+  if (from.flags().row_contiguous && from.dtype() == mx::bfloat16) {
+    const auto* narrow = from.data<mx::bfloat16_t>();
+    for (size_t i = 0; i < from.size(); ++i) reinterpret_cast<float*>(to)[i] = static_cast<float>(narrow[i]);
+    return;
+  }
   const size_t size = from.itemsize();
   std::vector<long> index(from.ndim(), 0);
   for (size_t i = 0; i < from.size(); ++i) {

@@ -30,26 +30,26 @@ inline void enter(float* state, long row, long DK, long DV, const Tokens& x, lon
     const float *k = x.k + t * DK, *q = x.q ? x.q + t * DK : nullptr;
     const Lanes decay = splat(x.g[t]);
     Lanes known[R], answer[R], delta[R];
-    for (int r = 0; r < R; ++r) known[r] = answer[r] = splat(0.0f);
+    UNROLL for (int r = 0; r < R; ++r) known[r] = answer[r] = splat(0.0f);
     for (long i = 0; i < DK; i += LANES) {
       const Lanes key = load(k + i);
-      for (int r = 0; r < R; ++r) {
+      UNROLL for (int r = 0; r < R; ++r) {
         const Lanes decayed = load(rows + r * DK + i) * decay;
         store(rows + r * DK + i, decayed);
         known[r] = fma(decayed, key, known[r]);
       }
     }
-    for (int r = 0; r < R; ++r) delta[r] = splat((x.v[t * DV + row + r] - sum(known[r])) * x.beta[t]);
+    UNROLL for (int r = 0; r < R; ++r) delta[r] = splat((x.v[t * DV + row + r] - sum(known[r])) * x.beta[t]);
     for (long i = 0; i < DK; i += LANES) {
       const Lanes key = load(k + i), query = load(q ? q + i : k + i);
-      for (int r = 0; r < R; ++r) {
+      UNROLL for (int r = 0; r < R; ++r) {
         const Lanes now = fma(key, delta[r], load(rows + r * DK + i));
         store(rows + r * DK + i, now);
         if (q) answer[r] = fma(now, query, answer[r]);
       }
     }
     if (q)
-      for (int r = 0; r < R; ++r) x.out[t * DV + row + r] = sum(answer[r]);
+      UNROLL for (int r = 0; r < R; ++r) x.out[t * DV + row + r] = sum(answer[r]);
     if (t + 1 == keep) std::memcpy(kept + row * DK, rows, R * DK * sizeof(float));
   }
 }

@@ -40,6 +40,9 @@ constexpr int NATIVE = 4;
 #endif
 constexpr int LANES = 16;
 
+// Sums that a loop over a handful of them keeps in registers, and not in memory.
+#define UNROLL _Pragma("GCC unroll 16")
+
 typedef float Floats __attribute__((vector_size(4 * NATIVE)));
 typedef uint32_t Bits __attribute__((vector_size(4 * NATIVE)));
 
@@ -120,6 +123,34 @@ inline float sum(Vec<N> x) {
   else return sum(x.lo + x.hi);
 }
 
+#if !defined(HEADSTART_PORTABLE) && defined(__AVX512F__)
+// The sum of every one, in the order of `sum`, all at once.
+inline void sums(const Lanes (&x)[LANES], float* out) {
+  __m512 quarters[4];
+  UNROLL for (int i = 0; i < 4; ++i) {
+    __m512 halves[2];
+    UNROLL for (int j = 0; j < 2; ++j) {
+      const __m512 a = x[8 * j + i].v, b = x[8 * j + 4 + i].v;
+      halves[j] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    }
+    quarters[i] = _mm512_add_ps(
+        _mm512_shuffle_f32x4(halves[0], halves[1], 0x88), _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
+  }
+  __m512 eighths[2];
+  UNROLL for (int i = 0; i < 2; ++i) {
+    const __m512 a = quarters[2 * i], b = quarters[2 * i + 1];
+    eighths[i] = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+  }
+  const __m512 even = _mm512_shuffle_ps(eighths[0], eighths[1], 0x88);
+  _mm512_storeu_ps(out, _mm512_add_ps(even, _mm512_shuffle_ps(eighths[0], eighths[1], 0xdd)));
+}
+#endif
+template <int N>
+inline void sums(const Lanes (&x)[N], float* out) {
+  UNROLL for (int i = 0; i < N; ++i) out[i] = sum(x[i]);
+}
+
+
 template <int N = LANES>
 inline Vec<N> splat(float x) {
   if constexpr (N == NATIVE) return {x - Floats{}};
@@ -160,16 +191,11 @@ inline Pair load_pair(const bfloat* from) {
   };
 }
 
-// Back into consecutive elements, as float32: T is the type that the pair was loaded from.
+// The place, in a pair's order, of element i.
 template <typename T>
-inline void store_pair(float* to, Pair x) {
-  float parts[2][LANES];
-  store(parts[0], x.first), store(parts[1], x.second);
-  for (int i = 0; i < LANES; ++i) {
-    constexpr bool apart = sizeof(T) == 2;
-    to[apart ? 2 * i : i] = parts[0][i];
-    to[apart ? 2 * i + 1 : LANES + i] = parts[1][i];
-  }
+constexpr long place(long i) {
+  if (sizeof(T) == 4) return i;
+  return i / PAIR * PAIR + i % 2 * LANES + i % PAIR / 2;
 }
 
 inline float to_float(float x) {
