@@ -52,13 +52,13 @@ def test_products_are_those_of_float64(dtype: str, outputs: int, inputs: int) ->
     x, w = normal(1, 9, inputs, dtype=dtype), normal(2, outputs, inputs, dtype=dtype)
     expected = exact(x) @ exact(w).T
     sizes = np.abs(exact(x)) @ np.abs(exact(w)).T
-    (found,) = native().products(x, [w])
+    (found,) = native().products(x, [[w]])
     assert np.all(np.abs(exact(found) - expected) <= ulp(dtype) * np.maximum(np.abs(expected), sizes / 16))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_row_of_a_product_is_the_same_alone_and_among_many(dtype: str) -> None:
-    x, weights = normal(1, 300, 390, dtype=dtype), [normal(n, n, 390, dtype=dtype) for n in (8, 100, 513)]
+    x, weights = normal(1, 300, 390, dtype=dtype), [[normal(n, n, 390, dtype=dtype)] for n in (8, 100, 513)]
     together = native().products(x, weights)
     for rows in [*range(1, 17), 67, 299]:
         for whole, part in zip(together, native().products(x[300 - rows :], weights), strict=True):
@@ -72,19 +72,66 @@ def test_swiglu_is_stock(dtype: str) -> None:
     x, gate, up = (normal(n, n, 96, dtype=dtype) for n in (21, 130, 130))
     up = up[::-1]  # a view: kernels see dense memory
     a, b = exact(x) @ exact(gate).T, exact(x) @ exact(up).T
-    found = native().swiglu(x, gate, up)
+    (found,) = native().products(x, [[gate], [up]], gated=True)
     np.testing.assert_allclose(exact(found), a / (1 + np.exp(-a)) * b, rtol=2 * ulp(dtype), atol=1e-3)
     for rows in (1, 2, 3, 16, 20):
-        assert mx.array_equal(native().swiglu(x[:rows], gate, up), found[:rows])
+        assert mx.array_equal(native().products(x[:rows], [[gate], [up]], gated=True)[0], found[:rows])
+
+
+def quantised(bits: int, group: int, dtype: str, *shape: int) -> tuple[list[mx.array], np.ndarray]:
+    """Weights as a layer holds them, and what they stand for."""
+    arrays = list(mx.quantize(normal(bits, *shape, dtype=dtype), group, bits))
+    wide = [arrays[0], *(array.astype(mx.float32) for array in arrays[1:])]
+    return arrays, exact(mx.dequantize(*wide, group, bits))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_quantised_products_are_those_of_float64_and_independent_of_rows(bits: int, group: int, dtype: str) -> None:
+    x, (weights, wide) = normal(1, 9, 384, dtype=dtype), quantised(bits, group, dtype, 70, 384)
+    expected, sizes = exact(x) @ wide.T, np.abs(exact(x)) @ np.abs(wide).T
+    (found,) = native().products(x, [weights], bits, group)
+    assert np.all(np.abs(exact(found) - expected) <= ulp(dtype) * np.maximum(np.abs(expected), sizes / 8))
+    for rows in (1, 2, 3, 4, 5, 8):
+        assert mx.array_equal(native().products(x[9 - rows :], [weights], bits, group)[0], found[9 - rows :])
+    scales = [array.astype(mx.float32) for array in weights[1:]]
+    theirs = mx.quantized_matmul(x.astype(mx.float32), weights[0], *scales, True, group, bits)
+    np.testing.assert_allclose(
+        exact(found), exact(theirs), rtol=ulp(dtype), atol=0.02 if dtype == "bfloat16" else 1e-4
+    )
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("bits", [0, 4])
+def test_experts_are_products_with_the_matrix_of_each(bits: int, dtype: str) -> None:
+    shape, group = (5, 37, 128), 64 if bits else 0
+    made = [quantised(bits, 64, dtype, *shape)[0] if bits else [normal(n, *shape, dtype=dtype)] for n in (1, 2)]
+    x, chosen = normal(3, 2, 11, 128, dtype=dtype), np.random.default_rng(4).integers(0, 5, (2, 11, 3))
+    indices = mx.array(chosen, mx.uint32)
+    one, other = native().products(x, made, bits, group, experts=indices)
+    (gated,) = native().products(x, made, bits, group, gated=True, experts=indices)
+    assert one.shape == (2, 11, 3, 37)
+    for b, w, e in np.ndindex(2, 11, 3):
+        own = [[array[int(chosen[b, w, e])] for array in arrays] for arrays in made]
+        alone = native().products(x[b, w], own, bits, group)
+        assert mx.array_equal(one[b, w, e], alone[0])
+        assert mx.array_equal(other[b, w, e], alone[1])
+        assert mx.array_equal(gated[b, w, e], native().products(x[b, w], own, bits, group, gated=True)[0])
+    inputs = normal(5, 2, 11, 3, 128, dtype=dtype)  # each expert has an input of its own
+    (found,) = native().products(inputs, made[:1], bits, group, experts=indices, own=True)
+    for b, w, e in ((0, 0, 0), (1, 10, 2), (1, 3, 1)):
+        own_weights = [[array[int(chosen[b, w, e])] for array in made[0]]]
+        assert mx.array_equal(found[b, w, e], native().products(inputs[b, w, e], own_weights, bits, group)[0])
 
 
 def test_wrong_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="weights must be"):
-        native().products(mx.ones((2, 8)), [mx.ones((4, 9))])
+        native().products(mx.ones((2, 8)), [[mx.ones((4, 9))]])
     with pytest.raises(ValueError, match="type of the input"):
-        native().products(mx.ones((2, 8)), [mx.ones((4, 8), mx.bfloat16)])
+        native().products(mx.ones((2, 8)), [[mx.ones((4, 8), mx.bfloat16)]])
     with pytest.raises(ValueError, match="bfloat16 or float32"):
-        native().products(mx.ones((2, 8), mx.float16), [mx.ones((4, 8), mx.float16)])
+        native().products(mx.ones((2, 8), mx.float16), [[mx.ones((4, 8), mx.float16)]])
 
 
 # --- Norm
@@ -329,8 +376,10 @@ def variant(name: str) -> Any:
 def everything(module: Any, dtype: str) -> list[mx.array]:
     """What a module makes of the same inputs, of sizes that leave rests everywhere."""
     x = normal(1, 11, 390, dtype=dtype)
-    weights = [normal(n, n, 390, dtype=dtype, scale=0.05) for n in (8, 130, 37)]
-    made = [*module.products(x, weights), module.swiglu(x, weights[1], weights[1] * 3)]
+    weights = [[normal(n, n, 390, dtype=dtype, scale=0.05)] for n in (8, 130, 37)]
+    made = [*module.products(x, weights), *module.products(x, [weights[1], weights[1]], gated=True)]
+    for bits in (2, 3, 4, 5, 6, 8):
+        made += module.products(x[:, :384], [quantised(bits, 32, dtype, 21, 384)[0]], bits, 32)
     made += module.norm(x, normal(2, 390), 1e-6, x * x)
     layer, accepted = net(dtype), mx.array([2, 0], mx.int32)
     small = [layer.conv1d.weight, layer.A_log, layer.dt_bias, layer.norm.weight]
@@ -380,11 +429,11 @@ import mlx.core as mx
 from headstart.kernels.cpu import build, load
 module = load.open_module(str(build.extension()))
 x, w = mx.arange(3 * 200).reshape(3, 200) / 7.0, mx.arange(900 * 200).reshape(900, 200) / 3e5
-one = module.products(x, [w])[0].tolist()
+one = module.products(x, [[w]])[0].tolist()
 module.set_threads(3)
 assert module.threads() == 3
 for _ in range(200):
-    assert module.products(x, [w])[0].tolist() == one
+    assert module.products(x, [[w]])[0].tolist() == one
 """
     subprocess.run(
         [sys.executable, "-c", code],
@@ -396,5 +445,5 @@ for _ in range(200):
 
 def test_operations_work_inside_a_compiled_function() -> None:
     x, w = normal(1, 3, 64), normal(2, 16, 64)
-    compiled = mx.compile(lambda x: native().products(mx.exp(x), [w])[0] + 1)
-    np.testing.assert_array_equal(np.array(compiled(x)), np.array(native().products(mx.exp(x), [w])[0] + 1))
+    compiled = mx.compile(lambda x: native().products(mx.exp(x), [[w]])[0] + 1)
+    np.testing.assert_array_equal(np.array(compiled(x)), np.array(native().products(mx.exp(x), [[w]])[0] + 1))

@@ -114,21 +114,23 @@ def tied(x: mx.array, embedding: nn.Module) -> mx.array:
 
 def swiglu_product(x: mx.array, gate: nn.Module, up: nn.Module) -> mx.array:
     """`silu(gate(x)) * up(x)`, the first half of an MLP."""
-    native = cpu.native()
-    if native is not None and cpu.multiplies(x.dtype, gate) and cpu.multiplies(x.dtype, up):
-        made: mx.array = native.swiglu(x, gate.weight, up.weight)
-        return made
+    if (native := cpu.native()) is not None and (made := cpu.products(native, x, (gate, up), gated=True)):
+        return made[0]
     return swiglu(*products(x, gate, up))
 
 
 def on_cpu(native: Any, x: mx.array, layers: Sequence[nn.Module]) -> list[mx.array]:
-    """`layer(x)` for every layer: ours for those that fit, together, and mlx's for the others."""
-    fits = [cpu.multiplies(x.dtype, layer) for layer in layers]
-    if all(fits):
-        return cpu.products(native, x, layers)
-    ours = [layer for layer, fit in zip(layers, fits, strict=True) if fit]
-    made = iter(cpu.products(native, x, ours) if ours else ())
-    return [next(made) if fit else stock(x, layer) for layer, fit in zip(layers, fits, strict=True)]
+    """`layer(x)` for every layer: ours for those that fit, those of one kind together, and mlx's for the others."""
+    if made := cpu.products(native, x, layers):
+        return made
+    by_kind: dict[Any, list[int]] = {}
+    for index, layer in enumerate(layers):
+        by_kind.setdefault(cpu.kind(x.dtype, layer), []).append(index)
+    found: dict[int, mx.array] = {}
+    for indices in by_kind.values():
+        these = [layers[index] for index in indices]
+        found |= zip(indices, cpu.products(native, x, these) or [stock(x, layer) for layer in these], strict=True)
+    return [found[index] for index in range(len(layers))]
 
 
 def stock(x: mx.array, layer: nn.Module) -> mx.array:

@@ -14,6 +14,7 @@ from ..cards import Card
 from ..checkpoint import Layout
 from ..checkpoint.identity import hub_id
 from ..errors import RequestError
+from ..kernels import selected
 from ..models import Model
 from ..sampling import GrammarSpec, compile_grammar, spell
 from .chat import Chat
@@ -63,6 +64,7 @@ class Served:
             "context_length": self.model.context_length,
             "family": self.family,
             "quantization": self.quantization,
+            "kernels": selected(),
             "capabilities": list(self.card.capabilities) if self.card else ["text"],
             "native_mtp": {
                 "available": self.model.has_head,

@@ -97,7 +97,9 @@ inline void attend(const Attention<T>& op, const float* queries, const T* keys, 
   memory.resize(R * most);
   float* scores = memory.data();
   float sums[R];
-  panel(queries, op.D, R, keys, op.D, most, scores, most);
+  const float* rows[R];
+  UNROLL for (int r = 0; r < R; ++r) rows[r] = queries + r * op.D;
+  panel(Dense<T>{keys, op.D}, 0, most, R, rows, rows, scores, most);
   UNROLL for (int r = 0; r < R; ++r) sums[r] = soften(scores + r * most, seen + r, op.scale);
   long d = 0;
   for (; d + 2 * PAIR <= op.D; d += 2 * PAIR) weigh<R, 2>(scores, most, values + d, op.D, seen, out + d);

@@ -136,46 +136,59 @@ Run by_type(const mx::array& x, F f) {
   return [f](const Buffers& b) { f(b, float{}); };
 }
 
-void require_weights(const mx::array& x, const mx::array& w) {
-  require(w.ndim() == 2 && w.shape(1) == x.shape(-1), "weights must be [N, K] where the input is [..., K]");
-  require(w.dtype() == x.dtype(), "weights must have the type of the input");
-}
+// Of a layer: its weight, and where it is quantised scales and biases.
+using Layer = std::vector<mx::array>;
 
-mx::Shape with_last(const mx::array& x, int size) {
-  mx::Shape shape = x.shape();
-  shape.back() = size;
-  return shape;
-}
-
-Arrays products(const mx::array& x, const Arrays& weights) {
-  const int count = weights.size();
+// `layers` share an input and are all dense, or quantised with these bits and group. `gated`: of two layers
+// silu(first) · second. With `experts` [..., top] weights are [experts, N, K], and x is [..., K], or where `own` is
+// set [..., top, K]; the result is [..., top, N].
+Arrays products(
+    const mx::array& x, const std::vector<Layer>& layers, int bits, int group, bool gated,
+    const std::optional<mx::array>& experts, bool own) {
   const long K = x.shape(-1), rows = x.size() / K;
-  Arrays inputs = {x};
+  const int parts = bits ? 3 : 1, count = layers.size();
+  const long top = !experts || own ? 1 : experts->shape(-1);
+  require(!bits || (bits >= 2 && bits <= 8 && bits != 7 && group % 32 == 0 && group && K % group == 0), "unknown bits");
+  require(!gated || count == 2, "a gate has two layers");
+  require(!experts || (experts->dtype() == mx::uint32 && long(experts->size()) == rows * top), "unknown experts");
+  std::vector<headstart::Matrix> matrices;
   std::vector<mx::Shape> shapes;
-  std::vector<long> outputs;
-  for (const mx::array& w : weights) {
-    require_weights(x, w);
-    inputs.push_back(w);
-    shapes.push_back(with_last(x, w.shape(0)));
-    outputs.push_back(w.shape(0));
+  Arrays inputs = {x};
+  for (const Layer& layer : layers) {
+    require(int(layer.size()) == parts, "a layer must be dense or have scales and biases");
+    const mx::array& w = layer[0];
+    const int N = w.shape(-2);
+    require(w.ndim() == (experts ? 3 : 2), "weights must be [N, K], with experts [experts, N, K]");
+    if (bits) {
+      require(w.dtype() == mx::uint32 && w.shape(-1) * 32l == K * bits, "codes must fit the input");
+      require(layer[1].shape(-1) * long(group) == K && layer[1].shape() == layer[2].shape(), "unknown scales");
+      require(layer[1].dtype() == mx::float32 || layer[1].dtype() == mx::bfloat16, "unknown scales");
+      require(layer[2].dtype() == layer[1].dtype() && layer[1].shape(-2) == N, "unknown scales");
+    } else {
+      require(w.shape(-1) == K, "weights must be [N, K] where the input is [..., K]");
+      require(w.dtype() == x.dtype(), "weights must have the type of the input");
+    }
+    matrices.push_back({nullptr, N, bits, bits ? group : 0, bits && layer[1].dtype() == mx::float32});
+    inputs.insert(inputs.end(), layer.begin(), layer.end());
+    shapes.push_back(experts ? experts->shape() : x.shape());
+    if (experts) shapes.back().push_back(N);
+    else shapes.back().back() = N;
   }
-  Run run = by_type(x, [=]<typename T>(const Buffers& b, T) {
+  if (gated) shapes.pop_back();
+  if (experts) inputs.push_back(*experts);
+  Run run = by_type(x, [=, chosen = bool(experts)]<typename T>(const Buffers& b, T) {
+    std::vector<headstart::Matrix> filled = matrices;
+    for (int i = 0; i < count; ++i) {
+      filled[i].w = b.in[1 + i * parts];
+      if (bits) filled[i].scales = b.in[2 + i * parts], filled[i].biases = b.in[3 + i * parts];
+    }
+    const auto* experts = chosen ? (const uint32_t*)b.in.back() : nullptr;
     headstart::products<T>(
-        (const T*)b.in[0], rows, K, count, (const T* const*)(b.in.data() + 1), (T* const*)b.out.data(), outputs.data());
+        {(const T*)b.in[0], rows, K, top, count, filled.data(), (T* const*)b.out.data(), gated, experts});
   });
   return mx::array::make_arrays(
-      shapes, std::vector<mx::Dtype>(count, x.dtype()), std::make_shared<Operation>("HeadstartProducts", run), inputs);
-}
-
-mx::array swiglu(const mx::array& x, const mx::array& gate, const mx::array& up) {
-  require_weights(x, gate);
-  require_weights(x, up);
-  require(gate.shape(0) == up.shape(0), "gate and up must have the same number of outputs");
-  const long K = x.shape(-1), rows = x.size() / K, N = gate.shape(0);
-  Run run = by_type(x, [=]<typename T>(const Buffers& b, T) {
-    headstart::swiglu<T>((const T*)b.in[0], rows, K, (const T*)b.in[1], (const T*)b.in[2], N, (T*)b.out[0]);
-  });
-  return mx::array(with_last(x, N), x.dtype(), std::make_shared<Operation>("HeadstartSwiGLU", run), {x, gate, up});
+      shapes, std::vector<mx::Dtype>(shapes.size(), x.dtype()), std::make_shared<Operation>("HeadstartProducts", run),
+      inputs);
 }
 
 // The norm of x; with `added` x + added and the norm of that.
@@ -278,8 +291,9 @@ NB_MODULE(headstart_cpu, m) {
   m.def("isa", &headstart::isa);
   m.def("set_threads", &headstart::set_threads);
   m.def("threads", &headstart::threads);
-  m.def("products", &products);
-  m.def("swiglu", &swiglu);
+  m.def(
+      "products", &products, "x"_a, "layers"_a, "bits"_a = 0, "group"_a = 0, "gated"_a = false,
+      "experts"_a = nb::none(), "own"_a = false);
   m.def("norm", &norm, "x"_a, "weight"_a, "eps"_a, "added"_a = nb::none());
   m.def("gated_delta", &gated_delta);
   m.def(

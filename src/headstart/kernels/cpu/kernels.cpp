@@ -24,11 +24,10 @@ int threads() {
   return pool().threads();
 }
 
-#define INSTANTIATE(T)                                                                                        \
-  template void products(const T*, long, long, int, const T* const*, T* const*, const long*);                \
-  template void swiglu(const T*, long, long, const T*, const T*, long, T*);                                   \
-  template void norm(const T*, const T*, const float*, float, long, long, T*, T*);                            \
-  template void gated_delta(const GatedDelta<T>&);                                                            \
+#define INSTANTIATE(T)                                                             \
+  template void products(const Product<T>&);                                       \
+  template void norm(const T*, const T*, const float*, float, long, long, T*, T*); \
+  template void gated_delta(const GatedDelta<T>&);                                 \
   template void attention(const Attention<T>&);
 
 INSTANTIATE(float)

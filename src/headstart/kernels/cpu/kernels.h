@@ -16,13 +16,30 @@ const char* isa();
 void set_threads(int threads);
 int threads();
 
-// x [rows, K] by `count` weights [outputs[i], K] → out[i] [rows, outputs[i]].
-template <typename T>
-void products(const T* x, long rows, long K, int count, const T* const* w, T* const* out, const long* outputs);
+// Weights [N, K], or [experts, N, K]: dense in the type of the activations, or quantised.
+struct Matrix {
+  const void* w;
+  long N;
+  int bits = 0, group = 0;  // 0: dense; else the bits of a code and how many share a scale, a multiple of 16
+  bool wide = false;        // scales and biases are float32, not bfloat16
+  const void *scales = nullptr, *biases = nullptr;  // [N, K / group]
+};
 
-// silu(x · gate) · (x · up) for x [rows, K] and weights [N, K] → [rows, N].
+// x [rows, K] by every one of `count` matrices → out[i] [rows, N]. They must all be dense, or have one group size.
+// `gated`: of two matrices silu(x · first) · (x · second). With `experts` [rows, top] every row is multiplied with so
+// many experts' matrices, out[i] [rows, top, N].
 template <typename T>
-void swiglu(const T* x, long rows, long K, const T* gate, const T* up, long N, T* out);
+struct Product {
+  const T* x;
+  long rows, K, top;  // top: 1 without experts
+  int count;
+  const Matrix* matrices;
+  T* const* out;
+  bool gated;
+  const uint32_t* experts;  // or null
+};
+template <typename T>
+void products(const Product<T>& op);
 
 // x + added → total, and its RMS norm, for rows of D. Without `added` the norm of x.
 template <typename T>

@@ -9,19 +9,42 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 TYPES = (mx.bfloat16, mx.float32)
+DENSE = (nn.Linear, nn.Embedding, SwitchLinear)
+QUANTISED = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear)
 
 
-def multiplies(dtype: mx.Dtype, layer: nn.Module) -> bool:
-    """Whether activations of this type are multiplied with this layer."""
-    plain = type(layer) in (nn.Linear, nn.Embedding) and "bias" not in layer
-    return plain and dtype in TYPES and layer.weight.dtype == dtype
+def kind(dtype: mx.Dtype, layer: nn.Module) -> tuple[int, int] | None:
+    """Return the bits and group size of a quantised layer, zeros for a dense one, None for one that does not fit
+    activations of this type."""
+    if dtype not in TYPES or "bias" in layer:
+        return None
+    if type(layer) in DENSE:
+        return (0, 0) if layer.weight.dtype == dtype else None
+    if type(layer) in QUANTISED and layer.mode == "affine" and layer.scales.dtype in TYPES:
+        return layer.bits, layer.group_size
+    return None
 
 
-def products(native: Any, x: mx.array, layers: Sequence[nn.Module]) -> list[mx.array]:
-    """`layer(x)` for every layer, in one pass over the threads. An embedding's is `as_linear`."""
-    made: list[mx.array] = native.products(x, [layer.weight for layer in layers])
+def products(
+    native: Any,
+    x: mx.array,
+    layers: Sequence[nn.Module],
+    *,
+    gated: bool = False,
+    experts: mx.array | None = None,
+    own: bool = False,
+) -> list[mx.array] | None:
+    """`layer(x)` for every layer, in one pass over the threads; None where they do not fit or are of several kinds.
+    An embedding's is `as_linear`. `gated`: of a gate and a layer, `silu(gate(x)) * layer(x)`. With `experts` [..., E]
+    of each row; then x is [..., K], or [..., E, K] where each expert has its `own` input."""
+    found = kind(x.dtype, layers[0])
+    if found is None or any(kind(x.dtype, layer) != found for layer in layers[1:]):
+        return None
+    arrays = [[layer.weight] if found == (0, 0) else [layer.weight, layer.scales, layer.biases] for layer in layers]
+    made: list[mx.array] = native.products(x, arrays, *found, gated, experts, own)
     return made
 
 
