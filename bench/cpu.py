@@ -2,8 +2,8 @@
 
     python bench/cpu.py [--repeats 9] [--models tiny-qwen3.5,tiny-qwen3.5-moe]
 
-Both sides run by turns in one process, so that a machine's moods meet both; of each the best time counts. The limit is
-what reading the weights once takes at the bandwidth that is measured first: no kernel can be faster.
+Both sides run by turns in one process, so that a machine's moods meet both; of each the best time counts. The limit
+is what reading the weights once takes at the bandwidth that is measured first: no kernel can be faster.
 """
 
 import argparse
@@ -65,26 +65,32 @@ def main() -> None:
             print(f"| … 4 rows over 1 | | {times[1] / times[0]:.2f}× | | |")
 
     for name in args.models.split(","):
-        model, tokenizer = headstart.load(name)
-        size = sum(array.nbytes for _, array in tree_flatten(model.weights.parameters()))
-        prompt = list(tokenizer.encode(PROMPT * 40))[:401]
-        times = []
-        for k in (0, 3):
-            batches = {id(side): take_in(model, [prompt[:60]], 8) for side in (native, STOCK)}
+        whole_model(name, native, row)
 
-            def one(k: int = k, batches: dict[int, Any] = batches) -> None:
-                batch = batches[id(load._loaded)]
-                made = step(model, batch, k)
-                mx.eval(made.tokens, batch.arrays())
 
-            times.append(row(f"{name}: step, k = {k}", one, size))
-        print(f"| … k = 3 over k = 0 | | {times[1] / times[0]:.2f}× | | |")
-        batch = take_in(model, [prompt[:60]], 8)
-        begin, count = time.perf_counter(), 20
-        for _ in range(count):
-            step(model, batch, 0)  # described, not computed
-        print(f"| … Python for a step, k = 0 | | {(time.perf_counter() - begin) / count * 1e3:.2f} | | |")
-        row(f"{name}: prompt of {len(prompt) - 1} tokens", lambda: take_in(model, [prompt], 0), size)
+def whole_model(name: str, native: load.Loaded, row: Callable[..., float]) -> None:
+    model, tokenizer = headstart.load(name)
+    size = sum(array.nbytes for _, array in tree_flatten(model.weights.parameters()))
+    prompt = list(tokenizer.encode(PROMPT * 40))[:401]
+
+    def steps(k: int) -> Callable[[], None]:
+        batches = {id(side): take_in(model, [prompt[:60]], 8) for side in (native, STOCK)}
+
+        def one() -> None:
+            batch = batches[id(load._loaded)]
+            made = step(model, batch, k)
+            mx.eval(made.tokens, batch.arrays())
+
+        return one
+
+    plain, drafting = (row(f"{name}: step, k = {k}", steps(k), size) for k in (0, 3))
+    print(f"| … k = 3 over k = 0 | | {drafting / plain:.2f}× | | |")
+    batch = take_in(model, [prompt[:60]], 8)
+    begin, count = time.perf_counter(), 20
+    for _ in range(count):
+        step(model, batch, 0)  # described, not computed
+    print(f"| … Python for a step, k = 0 | | {(time.perf_counter() - begin) / count * 1e3:.2f} | | |")
+    row(f"{name}: prompt of {len(prompt) - 1} tokens", lambda: take_in(model, [prompt], 0), size)
 
 
 def linear(outputs: int, inputs: int, bits: int) -> nn.Module:

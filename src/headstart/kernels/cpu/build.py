@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 MODULE = "headstart_cpu"  # as extension.cpp names it
 KEPT = 8  # builds; older ones belong to versions that are gone
 LOG = logging.getLogger("headstart")
-LONGEST = 600  # seconds that the compiler may take
+LONGEST = 1800  # seconds that the compiler may take on a busy machine
 COMMON = ("-std=c++20", "-fPIC", "-pthread", "-w", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 CHECK = "import sys; from headstart.kernels.cpu.load import check; check(sys.argv[1])"
 
@@ -83,12 +83,12 @@ def _refuse_shared(folder: Path) -> None:
 def key(flags: Sequence[str]) -> str:
     """Everything that a build depends on, hashed."""
     digest = hashlib.sha256()
-    for path in sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp"), Path(__file__)]):
+    for path in sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp")]):
         digest.update(path.read_bytes())
     library = _mlx() / "lib"
     size = sum(path.stat().st_size for path in library.glob("libmlx.*"))  # wheels for several devices share a version
     python = sysconfig.get_config_var("EXT_SUFFIX") or sys.implementation.cache_tag
-    digest.update(repr((version("mlx"), size, nanobind.__version__, python, _cpu(), *flags)).encode())
+    digest.update(repr((version("mlx"), size, nanobind.__version__, python, _cpu(), *COMMON, *flags)).encode())
     return digest.hexdigest()[:20]
 
 

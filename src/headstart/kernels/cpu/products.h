@@ -101,7 +101,7 @@ struct Dense {
 };
 
 // Affine weights s · q + b with one s and b for a group. Codes q are a stream of BITS each, the lowest bits first:
-// sixteen at a time are taken out of four windows of 32 bits. A group's sum of q · x is scaled at its end; the biases
+// sixteen at a time are taken out of one to four windows of 32 bits. A group's sum of q · x is scaled at its end; the biases
 // are multiplied with the sums of activations.
 template <int BITS>
 struct Quantised {
@@ -134,10 +134,12 @@ struct Quantised {
       }
     }
     sums(each, out);
-    for (int c = 0; c < C; ++c)
-      for (long g = 0; g < groups; ++g)
-        for (int r = 0; r < R; ++r)
-          out[r * C + c] = fused(of_group(biases, at[c] * groups + g), x_sums[r][g], out[r * C + c]);
+    static thread_local std::vector<float> memory;
+    memory.resize(groups);
+    for (int c = 0; c < C; ++c) {
+      for (long g = 0; g < groups; ++g) memory[g] = of_group(biases, at[c] * groups + g);
+      for (int r = 0; r < R; ++r) out[r * C + c] += dot(memory.data(), x_sums[r], groups);
+    }
   }
 
  private:
@@ -145,23 +147,38 @@ struct Quantised {
     return wide ? static_cast<const float*>(from)[i] : to_float(static_cast<const bfloat*>(from)[i]);
   }
 
-  // Sixteen codes. The last ones of a row are copied first: a window reaches beyond them.
+  static constexpr int PER = BITS == 2 ? 16 : BITS <= 4 ? 8 : 4;  // codes of a window
+
+  static constexpr bool WHOLE = PER * BITS == 32;                 // nothing else is in it
+
+  // Sixteen codes. The last ones of a row are copied first where a window reaches beyond them.
   static Lanes unpack(const uint8_t* from, bool last) {
     uint8_t safe[2 * BITS + 4];
-    if (last) std::memcpy(safe, from, 2 * BITS), from = safe;
-    uint32_t windows[4];
-    UNROLL for (int q = 0; q < 4; ++q) std::memcpy(&windows[q], from + 4 * q * BITS / 8, 4);
+    if (!WHOLE && last) std::memcpy(safe, from, 2 * BITS), from = safe;
+    uint32_t windows[4] = {};
+    if constexpr (WHOLE) std::memcpy(windows, from, 2 * BITS);
+    else UNROLL for (int q = 0; q < LANES / PER; ++q) std::memcpy(&windows[q], from + q * PER * BITS / 8, 4);
     return codes<LANES>(windows, 0);
   }
 
   template <int N>
   static Vec<N> codes(const uint32_t (&windows)[4], int lane) {
     if constexpr (N == NATIVE) {
-      Bits spread, shifts;
+      Bits spread, shifts, places;
       UNROLL for (int i = 0; i < N; ++i) {
-        const int q = (lane + i) / 4;
-        spread[i] = windows[q], shifts[i] = (lane + i) * BITS - 4 * q * BITS / 8 * 8;
+        const int q = (lane + i) / PER;
+        places[i] = q, shifts[i] = (lane + i) * BITS - q * PER * BITS / 8 * 8;
       }
+#if !defined(HEADSTART_PORTABLE) && (defined(__AVX512F__) || defined(__AVX2__))
+      const __m128i four = _mm_set_epi32(windows[3], windows[2], windows[1], windows[0]);
+#if defined(__AVX512F__)
+      spread = (Bits)_mm512_permutexvar_epi32((__m512i)places, _mm512_castsi128_si512(four));
+#else
+      spread = (Bits)_mm256_permutevar8x32_epi32(_mm256_castsi128_si256(four), (__m256i)places);
+#endif
+#else
+      UNROLL for (int i = 0; i < N; ++i) spread[i] = windows[places[i]];
+#endif
       typedef int32_t Ints __attribute__((vector_size(4 * NATIVE)));
       return {__builtin_convertvector((Ints)((spread >> shifts) & ((1u << BITS) - 1)), Floats)};
     } else {
