@@ -92,7 +92,8 @@ def test_quantised_products_are_those_of_float64_and_independent_of_rows(bits: i
     x, (weights, wide) = normal(1, 9, 384, dtype=dtype), quantised(bits, group, dtype, 70, 384)
     expected, sizes = exact(x) @ wide.T, np.abs(exact(x)) @ np.abs(wide).T
     (found,) = native().products(x, [weights], bits, group)
-    assert np.all(np.abs(exact(found) - expected) <= ulp(dtype) * np.maximum(np.abs(expected), sizes / 8))
+    # Codes and biases are summed apart, and their sums are larger than those of the weights.
+    assert np.all(np.abs(exact(found) - expected) <= ulp(dtype) * np.maximum(np.abs(expected), sizes / 2))
     for rows in (1, 2, 3, 4, 5, 8):
         assert mx.array_equal(native().products(x[9 - rows :], [weights], bits, group)[0], found[9 - rows :])
     scales = [array.astype(mx.float32) for array in weights[1:]]
