@@ -25,6 +25,14 @@ settings.register_profile("headstart", deadline=None)
 settings.load_profile("headstart")
 
 
+@pytest.fixture
+def stock_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlx's own operations in place of our CPU kernels: what equals mlx-lm to the last bit does so with these."""
+    from headstart.kernels.cpu import load
+
+    monkeypatch.setattr(load, "_loaded", load.Loaded(None, "stock (this test)"))
+
+
 def pytest_unconfigure() -> None:
     shutil.rmtree(_tmpdir, ignore_errors=True)
 

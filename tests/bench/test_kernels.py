@@ -5,14 +5,27 @@ import pytest
 
 from fixtures import random_model
 from headstart.bench import kernels
+from headstart.kernels import cpu
 
 
-def test_without_a_cuda_device_everything_is_the_library_s() -> None:
+@pytest.mark.usefixtures("stock_ops")
+def test_without_kernels_of_ours_everything_is_the_library_s() -> None:
     used = kernels.kernels_in_use(random_model())
-    assert set(used) == {"products", "attention", "recurrence"}
+    assert set(used) == {"products", "CPU", "attention", "recurrence"}
+    assert used.pop("CPU") == "stock (this test)"
     assert not any(kernels.OURS in name for name in used.values())
 
 
+@pytest.mark.skipif(cpu.native() is None, reason="no CPU kernels here")
+@pytest.mark.parametrize("family", ["dense", "moe"])
+def test_on_a_cpu_all_is_ours(family: str) -> None:
+    used = kernels.kernels_in_use(random_model(family))
+    assert used["CPU"].startswith("native (")
+    assert used["attention"] == used["recurrence"] == kernels.OURS
+    assert "mlx's" not in used["products"]
+
+
+@pytest.mark.usefixtures("stock_ops")
 def test_products_that_ours_do_not_take_are_counted_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "on_cuda", lambda: True)
     model = random_model()

@@ -13,6 +13,9 @@ H, HKV, D = 4, 2, 32
 SCALE = D**-0.5
 
 
+pytestmark = pytest.mark.usefixtures("stock_ops")  # the kernels for CUDA run on this CPU, not those for it
+
+
 @pytest.fixture(autouse=True, scope="module")
 def on_the_cpu():  # type: ignore[no-untyped-def]
     with pytest.MonkeyPatch.context() as patch:

@@ -16,6 +16,7 @@ from headstart.kernels.cores import available
 from headstart.kernels.products import PLAIN, product, stock, tied
 from headstart.sampling import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("stock_ops")
 ROWS = (1, 2, 3, 5, 9, 97)
 CORES = (2, 3, 5, 16)
 

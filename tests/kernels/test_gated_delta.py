@@ -17,6 +17,9 @@ from headstart.state import Recurrent
 HK, HV, DK, DV = 1, 2, 32, 8  # a block is 32 threads
 
 
+pytestmark = pytest.mark.usefixtures("stock_ops")  # the kernels for CUDA run on this CPU, not those for it
+
+
 @pytest.fixture(autouse=True, scope="module")
 def on_the_cpu():  # type: ignore[no-untyped-def]
     with pytest.MonkeyPatch.context() as patch:

@@ -15,6 +15,9 @@ K = 384  # few chunks of 4-bit codes, more of 8-bit ones: not the same number fo
 LONG = 2560  # of 4-bit codes: chunks of a line of memory, two or three of them a slice
 
 
+pytestmark = pytest.mark.usefixtures("stock_ops")  # the kernels for CUDA run on this CPU, not those for it
+
+
 @pytest.fixture(autouse=True, scope="module")
 def on_the_cpu() -> Iterator[None]:
     kernels = (products.kernel, experts.kernel, experts._route, experts._combine, norm._kernel)

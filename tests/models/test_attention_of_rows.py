@@ -10,6 +10,7 @@ from headstart.state import KV, Rows
 LENGTHS = [5, 70]  # what two ragged rows have read
 
 
+@pytest.mark.usefixtures("stock_ops")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("width", [1, 4, 40])
 def test_attention_is_mlx_lms_to_the_last_bit(family: str, width: int) -> None:

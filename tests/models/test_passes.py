@@ -9,6 +9,7 @@ from headstart.models import base, graph
 from headstart.models.feed_forward import feed_forward
 
 
+@pytest.mark.usefixtures("stock_ops")
 @pytest.mark.parametrize("family", ["dense", "moe", "next"])
 def test_a_feed_forward_has_the_bits_of_the_module(family: str) -> None:
     module = random_model(family).weights.layers[0].mlp

@@ -20,6 +20,7 @@ def trunk(model: Model, tokens: mx.array) -> mx.array:
     return model.trunk(tokens, model.make_state(tokens.shape[0]), certain=tokens.shape[1])
 
 
+@pytest.mark.usefixtures("stock_ops")
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trunk_logits_are_mlx_lms_to_the_last_bit(family: str, tie: bool) -> None:
@@ -36,7 +37,8 @@ def test_a_window_has_the_logits_of_a_plain_pass_however_much_of_it_is_certain(f
     rows = model.make_state(1)
     model.trunk(tokens[:, :33], rows, certain=33)
     rows.commit(mx.array([33]), most=33)
-    assert mx.array_equal(model.logits(model.trunk(tokens[:, 33:], rows, certain=certain)), model.lm(tokens)[:, 33:])
+    window = model.logits(model.trunk(tokens[:, 33:], rows, certain=certain))
+    assert mx.array_equal(window, model.logits(trunk(model, tokens))[:, 33:])
 
 
 @lru_cache
@@ -48,12 +50,22 @@ def recorded(name: str) -> list[tuple[dict[str, Any], mx.array, mx.array]]:
     return [(prompt, tokens, trunk(model, tokens)) for prompt, tokens in zip(prompts, ids, strict=True)]
 
 
+@pytest.mark.usefixtures("stock_ops")
 @pytest.mark.parametrize("name", BUILTIN)
 def test_trunk_logits_of_the_builtin_models_are_mlx_lms_to_the_last_bit(name: str) -> None:
     model = builtin_model(name, mx.float32)
+    prompt = json.loads((REFERENCE / f"{name}-reference.json").read_text())["prompts"][0]
+    tokens = mx.array([prompt["prompt_ids"]])
+    assert mx.array_equal(model.logits(trunk(model, tokens)), model.lm(tokens))
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_trunk_logits_of_the_builtin_models_are_mlx_lms_up_to_rounding(name: str) -> None:
+    """With the kernels of this machine, whose sums have another order."""
+    model = builtin_model(name, mx.float32)
     prompt, tokens, hidden = recorded(name)[0]
     length = len(prompt["prompt_ids"])
-    assert mx.array_equal(model.logits(hidden)[:, :length], model.lm(tokens[:, :length]))
+    assert mx.allclose(model.logits(hidden)[:, :length], model.lm(tokens[:, :length]), atol=ROUNDING, rtol=0)
 
 
 @pytest.mark.parametrize("name", BUILTIN)

@@ -283,5 +283,6 @@ def test_models_carry_the_card(client: OpenAI) -> None:
     told = model.model_dump()
     assert (told["id"], told["object"], told["owned_by"]) == ("tiny", "model", "headstart")
     assert (told["context_length"], told["family"], told["quantization"]) == (4096, "qwen3_5", None)
+    assert told["kernels"].startswith(("native (", "stock ("))
     assert told["capabilities"] == ["text"]
     assert told["native_mtp"] == {"available": True, "default_k": 2, "max_k": 8, "reason": None}

@@ -70,6 +70,7 @@ def test_growing_at_a_block_border_changes_nothing(lengths: tuple[int, ...]) -> 
         assert tokens == mlx_lm_greedy(model, prompt, len(tokens))
 
 
+@pytest.mark.usefixtures("stock_ops")  # they write through `update_and_fetch`
 def test_there_is_always_room_for_the_window_in_every_layer() -> None:
     """The bound of a length is never below it, however acceptance goes, and no pass starts without room."""
     model, rng = random_model("dense"), random.Random(4)
@@ -99,6 +100,7 @@ def test_new_room_is_zero() -> None:
         assert not memory.values[:, :, BLOCK:].any()
 
 
+@pytest.mark.usefixtures("stock_ops")  # our kernels never read it
 def test_room_beyond_a_rows_length_matters_only_if_it_is_not_finite() -> None:
     """What rejected drafts leave behind is finite, so it does no harm; a NaN there breaks the row, and is noticed."""
     model = random_model("dense")

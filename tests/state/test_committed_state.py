@@ -15,6 +15,7 @@ from headstart.models import Model
 from headstart.sampling import Proposal
 from headstart.state import KV, Recurrent
 
+pytestmark = pytest.mark.usefixtures("stock_ops")  # tests/kernels/test_cpu_kernels.py has our kernels'
 LENGTHS = (5, 19, 33)  # prompts of three ragged rows
 ROUNDS = 8
 MOST = ROUNDS * 9

@@ -5,6 +5,7 @@ from collections import Counter
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..kernels import cpu
 from ..kernels.attention import attends
 from ..kernels.cuda import on_cuda
 from ..kernels.gated_delta import fuses
@@ -16,11 +17,14 @@ OURS = "Headstart's"
 
 
 def kernels_in_use(model: Model) -> dict[str, str]:
-    """In decoding and verifying. Prompts are read with stock kernels everywhere."""
+    """In decoding and verifying. Prompts are read with the same kernels on a CPU, with stock ones elsewhere."""
     used = {"products": _products(model)}
+    if mx.default_device() == mx.cpu:
+        used["CPU"] = str(cpu.loaded())
     for layer, memory in zip(model.weights.layers, model.make_state(1).layers, strict=True):
         if isinstance(memory, KV):
-            ours = attends(1, layer.self_attn.num_attention_heads, memory.keys)
+            ours = _on_cpu() and cpu.attends(model.dtype, layer.self_attn)
+            ours = ours or attends(1, layer.self_attn.num_attention_heads, memory.keys)
             used["attention"] = OURS if ours else "mlx's"
         elif isinstance(memory, Recurrent):
             ours = fuses(memory.state, model.dtype)
@@ -30,17 +34,27 @@ def kernels_in_use(model: Model) -> dict[str, str]:
 
 def _products(model: Model) -> str:
     """Those that ours does not take are counted, with the reasons."""
-    if not on_cuda():
+    if not on_cuda() and not _on_cpu():
         return "mlx's"
     leaves = [leaf for _, leaf in model.weights.named_modules() if "weight" in leaf]
     reasons = Counter(
-        refusal(model.dtype, weights_of(leaf))
+        _refusal(model.dtype, leaf)
         for leaf in leaves
         if leaf.weight.ndim > 1 and not isinstance(leaf, nn.Conv1d)  # norms and short convolutions multiply otherwise
     )
     ours = reasons.pop(None, 0)
     others = [f"mlx's for {count} ({reason})" for reason, count in reasons.items()]
     return ", ".join([f"{OURS} for {ours}", *others])
+
+
+def _refusal(dtype: mx.Dtype, leaf: nn.Module) -> str | None:
+    if not _on_cpu():
+        return refusal(dtype, weights_of(leaf))
+    return None if cpu.kind(dtype, leaf) is not None else "of another kind"
+
+
+def _on_cpu() -> bool:
+    return cpu.native() is not None
 
 
 def _on_metal() -> bool:

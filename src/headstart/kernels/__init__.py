@@ -1,1 +1,13 @@
 """Fast paths per device, each beside the stock-op function that is its oracle."""
+
+import mlx.core as mx
+
+from . import cpu
+from .cuda import on_cuda
+
+
+def selected() -> str:
+    """Return which kernels compute on this device: native and for which CPU, or stock and why."""
+    if mx.default_device() == mx.cpu:
+        return str(cpu.loaded())
+    return "native (cuda)" if on_cuda() else "stock (metal)"

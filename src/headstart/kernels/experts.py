@@ -10,7 +10,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.activations import swiglu
 
+from . import cpu
 from .cuda import include, on_cuda
 from .products import (
     MOST_ROWS,
@@ -34,12 +36,23 @@ def experts(x: mx.array, indices: mx.array, *layers: nn.Module) -> list[mx.array
     `x` is [..., K], or [..., E, K] where each expert has an input of its own. None where a layer does not fit: call
     mlx-lm's, which for many rows sorts them first.
     """
+    if (native := cpu.native()) is not None:
+        return cpu.products(native, x, layers, experts=indices, own=x.ndim > indices.ndim)
     found = [weights_of(layer) for layer in layers]
     if not on_cuda() or prod(indices.shape[:-1]) > MOST_ROWS or any(refusal(x.dtype, w) for w in found):
         return None
     if len({Order.of(weights) for weights in found}) > 1:
         return [launch(x, indices, [weights])[0] for weights in found]
     return launch(x, indices, found)
+
+
+def swiglu_experts(x: mx.array, indices: mx.array, gate: nn.Module, up: nn.Module) -> mx.array | None:
+    """`silu(gate) * up` of each expert in `indices` [..., E]: [..., K] → [..., E, N]; None as in `experts`."""
+    if (native := cpu.native()) is not None:
+        made = cpu.products(native, x, (gate, up), gated=True, experts=indices)
+        return made[0] if made else None
+    both = experts(x, indices, gate, up)
+    return None if both is None else swiglu(*both)
 
 
 def route(logits: mx.array, top: int, normed: bool) -> tuple[mx.array, mx.array]:

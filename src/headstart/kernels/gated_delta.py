@@ -1,4 +1,4 @@
-"""The gated delta rule: ours on CUDA, mlx-lm's Metal kernels on Apple silicon, its stock ops everywhere else."""
+"""The gated delta rule: ours on CUDA and CPUs, mlx-lm's kernels on Metal, its stock ops elsewhere."""
 
 from functools import cache
 from typing import NamedTuple
@@ -6,6 +6,7 @@ from typing import NamedTuple
 import mlx.core as mx
 from mlx_lm.models.gated_delta import gated_delta_kernel, gated_delta_ops
 
+from . import cpu
 from .cuda import include, on_cuda
 
 
@@ -65,6 +66,8 @@ class Ran(NamedTuple):
 
 def fuses(state: mx.array, dtype: mx.Dtype) -> bool:
     """Whether `fold_and_run` takes this shape on this device."""
+    if cpu.native() is not None:
+        return cpu.folds(state, dtype)
     _, _, Dv, Dk = state.shape
     fits = Dk % 32 == 0 and Dv % 8 == 0 and Dk <= 128 and Dv <= 128  # beyond that a block has too few registers
     return on_cuda() and fits and dtype in (mx.bfloat16, mx.float16, mx.float32)
@@ -84,6 +87,11 @@ def fold_and_run(
     Folds the `accepted` [B] first of the pending drafts and the window's first `certain` tokens, and runs the rest
     of the window from there. The stock-op twin is `models.gated_delta_net.stock`, which rounds more in between.
     """
+    if (native := cpu.native()) is not None:
+        y, state, conv, *fresh = native.gated_delta(
+            list(window), list(weights[:-1]), weights.eps, state, conv, accepted, list(pending or ()), certain
+        )
+        return Ran(y, state, conv, Drafts(*fresh) if fresh else None)
     B, W, C = window.qkv.shape
     _, Hv, Dv, Dk = state.shape
     Hk, drafts, dtype = (C - Hv * Dv) // (2 * Dk), W - certain, window.qkv.dtype

@@ -1,15 +1,18 @@
-"""RMS norm with a float32 weight, with the addition before it: one kernel on CUDA where stock ops take four."""
+"""RMS norm with a float32 weight, with the addition before it: one kernel where stock ops take four."""
 
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
+from . import cpu
 from .cuda import include, on_cuda
 
 
 def norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
     """[..., D] → [..., D] in the type of `x`."""
+    if (native := cpu.native()) is not None and x.dtype in cpu.TYPES:
+        return native.norm(x, weight, eps)[0]
     if not _fits(x, weight):
         return mx.fast.rms_norm(x, weight, eps).astype(x.dtype)
     return _run(False, eps, [x, weight])[0]
@@ -17,6 +20,9 @@ def norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
 
 def add_and_norm(x: mx.array, added: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
     """x + added, and its norm."""
+    if (native := cpu.native()) is not None and x.dtype in cpu.TYPES:
+        total, normed = native.norm(x, weight, eps, added)
+        return total, normed
     if not _fits(x, weight):
         total = x + added
         return total, norm(total, weight, eps)

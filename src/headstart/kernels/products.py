@@ -5,6 +5,7 @@ row, so that verifying costs as much as decoding. `products.cu` says how ours wo
 decoded or verified; a prompt's chunk, another device or a shape that does not fit takes mlx's, which is the oracle.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -12,7 +13,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.activations import swiglu
 
+from . import cpu
 from .cores import on_all_cores
 from .cuda import include, on_cuda
 
@@ -92,7 +95,9 @@ def product(x: mx.array, layer: nn.Module) -> mx.array:
 
 
 def products(x: mx.array, *layers: nn.Module) -> list[mx.array]:
-    """`layer(x)` for every layer, in one launch where they are of one kind."""
+    """`layer(x)` for every layer, in one launch where they are of one kind. An embedding's is `as_linear`."""
+    if (native := cpu.native()) is not None:
+        return on_cpu(native, x, layers)
     found = [weights_of(layer) for layer in layers]
     if not on_cuda() or prod(x.shape[:-1]) > MOST_ROWS or any(refusal(x.dtype, w) for w in found):
         return [stock(x, layer) for layer in layers]
@@ -104,10 +109,28 @@ def products(x: mx.array, *layers: nn.Module) -> list[mx.array]:
 
 def tied(x: mx.array, embedding: nn.Module) -> mx.array:
     """`embedding.as_linear(x)`."""
-    weights = weights_of(embedding)
-    if not on_cuda() or prod(x.shape[:-1]) > MOST_ROWS or refusal(x.dtype, weights):
-        return stock(x, embedding)
-    return launch(x, [weights])[0]
+    return products(x, embedding)[0]
+
+
+def swiglu_product(x: mx.array, gate: nn.Module, up: nn.Module) -> mx.array:
+    """`silu(gate(x)) * up(x)`, the first half of an MLP."""
+    if (native := cpu.native()) is not None and (made := cpu.products(native, x, (gate, up), gated=True)):
+        return made[0]
+    return swiglu(*products(x, gate, up))
+
+
+def on_cpu(native: Any, x: mx.array, layers: Sequence[nn.Module]) -> list[mx.array]:
+    """`layer(x)` for every layer: ours for those that fit, those of one kind together, and mlx's for the others."""
+    if made := cpu.products(native, x, layers):
+        return made
+    by_kind: dict[Any, list[int]] = {}
+    for index, layer in enumerate(layers):
+        by_kind.setdefault(cpu.kind(x.dtype, layer), []).append(index)
+    found: dict[int, mx.array] = {}
+    for indices in by_kind.values():
+        these = [layers[index] for index in indices]
+        found |= zip(indices, cpu.products(native, x, these) or [stock(x, layer) for layer in these], strict=True)
+    return [found[index] for index in range(len(layers))]
 
 
 def stock(x: mx.array, layer: nn.Module) -> mx.array:

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..kernels import cpu
 from ..kernels.attention import Arranged, Norms, arrange, arranges, attend, attends
 from ..kernels.products import product, products
 from ..state import KV
@@ -14,6 +15,8 @@ def attention(layer: nn.Module, x: mx.array, mask: mx.array, memory: KV, last: m
     B, W, _ = x.shape
     H, D, offset = layer.num_attention_heads, layer.head_dim, memory.offset
     both, keys, values = products(x, layer.q_proj, layer.k_proj, layer.v_proj)  # `both`: queries and gates, by head
+    if (native := cpu.native()) is not None and cpu.attends(x.dtype, layer):
+        return product(cpu.attend(native, layer, both, keys, values, memory, last), layer.o_proj)
     if arranges(layer.rope, D):
         norms = Norms(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
         queries, keys, values = arrange(both, keys, values, norms, layer.rope, offset)

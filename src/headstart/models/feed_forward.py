@@ -6,17 +6,16 @@ The same as the modules' own calls; only the products go through `kernels`, seve
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
-from mlx_lm.models.switch_layers import SwitchGLU
+from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
 
-from ..kernels.experts import combine, experts, route
-from ..kernels.products import product, products
+from ..kernels.experts import combine, experts, route, swiglu_experts
+from ..kernels.products import product, products, swiglu_product
 
 
 def feed_forward(module: nn.Module, x: mx.array) -> mx.array:
     """`module(x)` for an mlx-lm MLP or mixture of experts, [B, W, H] → [B, W, H]."""
     if "switch_mlp" not in module:
-        gate, up = products(x, module.gate_proj, module.up_proj)
-        return product(swiglu(gate, up), module.down_proj)
+        return product(swiglu_product(x, module.gate_proj, module.up_proj), module.down_proj)
     if module.sharding_group is not None:  # its experts are on several machines
         return module(x)
     shared = module.shared_expert
@@ -28,9 +27,10 @@ def feed_forward(module: nn.Module, x: mx.array) -> mx.array:
 
 def mixture(module: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
     """`module(x, indices)` for mlx-lm's SwitchGLU: [B, W, H] and [B, W, E] → [B, W, E, H]."""
-    both = experts(x, indices, module.up_proj, module.gate_proj) if isinstance(module, SwitchGLU) else None
-    if both is None:
+    plain = isinstance(module, SwitchGLU) and isinstance(module.activation, SwiGLU)
+    hidden = swiglu_experts(x, indices, module.gate_proj, module.up_proj) if plain else None
+    if hidden is None:
         return module(x, indices)
-    down = experts(module.activation(*both), indices, module.down_proj)
+    down = experts(hidden, indices, module.down_proj)
     assert down is not None, "an MLP's layers are quantised alike"
     return down[0]

@@ -14,6 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..cards import Card
 from ..checkpoint import Layout
 from ..checkpoint.identity import hub_id
+from ..kernels import selected
 from ..models import Model
 from ..sampling import GrammarSpec, spell
 from .chat import Chat
@@ -65,6 +66,7 @@ class Served:
             "context_length": self.model.context_length,
             "family": self.family,
             "quantization": self.quantization,
+            "kernels": selected(),
             "capabilities": list(self.card.capabilities) if self.card else ["text"],
             "native_mtp": {
                 "available": self.model.has_head,

@@ -1,0 +1,203 @@
+"""Compile the CPU kernels with the system's compiler, once for each version of everything that they depend on."""
+
+import contextlib
+import hashlib
+import logging
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+import nanobind
+
+from ...errors import HeadstartError
+
+HERE = Path(__file__).parent
+MODULE = "headstart_cpu"  # as extension.cpp names it
+KEPT = 8  # builds; older ones belong to versions that are gone
+LOG = logging.getLogger("headstart")
+LONGEST = 1800  # seconds that the compiler may take on a busy machine
+COMMON = ("-std=c++20", "-fPIC", "-pthread", "-w", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+CHECK = "import sys; from headstart.kernels.cpu.load import check; check(sys.argv[1])"
+
+
+class BuildError(HeadstartError):
+    """The kernels could not be compiled here."""
+
+
+def extension(flags: Sequence[str] | None = None) -> Path:
+    """Return the extension, compiled now if this is its first use. `flags` are for another CPU than this one."""
+    flags = target() if flags is None else list(flags)
+    folder = cache_folder()
+    path = folder / f"{MODULE}-{key(flags)}.so"
+    if trusted(path):
+        return path
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise BuildError(
+            f"{folder} cannot be made ({error.strerror}); set XDG_CACHE_HOME to a folder of yours"
+        ) from None
+    _refuse_shared(folder)
+    try:
+        with _locked(folder):
+            if not path.exists():  # or another process has just built it
+                LOG.warning("Compiling CPU kernels for this machine, once; this takes about half a minute")
+                _build(path, flags)
+    except OSError as error:
+        raise BuildError(
+            f"{folder} cannot be written ({error.strerror}); set XDG_CACHE_HOME to a folder of yours"
+        ) from None
+    return path
+
+
+def cache_folder() -> Path:
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "headstart" / "kernels"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart" / "kernels"
+
+
+def trusted(path: Path) -> bool:
+    """Whether a build is there. Refuse one that others may have put there."""
+    if not path.is_file():
+        return False
+    _refuse_shared(path.parent)
+    return True
+
+
+def _refuse_shared(folder: Path) -> None:
+    """What lies in the folder is run: only its owner may write there."""
+    status = folder.stat()
+    if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
+        raise BuildError(f"{folder} belongs to or can be written by others; make it yours alone: chmod 700 {folder}")
+
+
+def key(flags: Sequence[str]) -> str:
+    """Everything that a build depends on, hashed."""
+    digest = hashlib.sha256()
+    for path in sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp")]):
+        digest.update(path.read_bytes())
+    library = _mlx() / "lib"
+    size = sum(path.stat().st_size for path in library.glob("libmlx.*"))  # wheels for several devices share a version
+    python = sysconfig.get_config_var("EXT_SUFFIX") or sys.implementation.cache_tag
+    digest.update(repr((version("mlx"), size, nanobind.__version__, python, _cpu(), *COMMON, *flags)).encode())
+    return digest.hexdigest()[:20]
+
+
+def _cpu() -> str:
+    """The processor, as far as compilers tell them apart."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() + platform.machine()
+    found = re.findall(r"^(?:flags|Features|model name|CPU part)\s*:.*$", text, re.MULTILINE)
+    return "\n".join(sorted(set(found))) + platform.machine()
+
+
+def _mlx() -> Path:
+    return Path(mx.__file__).parent
+
+
+def compiler() -> str:
+    """Return the C++ compiler: CXX if it is set, else the system's."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    found = next((path for name in names if (path := shutil.which(name))), None)
+    if found is None:
+        raise BuildError(f"no C++ compiler found ({', '.join(names)}); install g++ 11 or newer, or clang 14 or newer")
+    return found
+
+
+def target() -> list[str]:
+    """Compiler flags for this CPU."""
+    return ["-mcpu=native"] if platform.machine() in ("arm64", "aarch64") else ["-march=native"]
+
+
+def _check_nanobind() -> None:
+    """Refuse a nanobind whose types mlx's module would not recognise."""
+    internals = Path(nanobind.source_dir(), "nb_internals.h").read_text()
+    found = re.search(r"define NB_INTERNALS_VERSION (\d+)", internals)
+    number = found[1].encode() if found else b"?"
+    if not re.search(rb"nanobind\w*_v" + number + rb"\b", Path(mx.__file__).read_bytes()):
+        raise BuildError(
+            f"mlx {version('mlx')} was built with another nanobind than the installed {nanobind.__version__}; "
+            "install the nanobind release that was current when this mlx was published"
+        )
+
+
+def _build(path: Path, flags: Sequence[str]) -> None:
+    """Compile, try it in a process of its own, and only then give it its name."""
+    _check_nanobind()
+    with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as scratch:
+        work = Path(scratch)
+        include = [
+            nanobind.include_dir(),
+            str(Path(nanobind.source_dir()).parent / "ext" / "robin_map" / "include"),
+            str(_mlx() / "include"),
+            sysconfig.get_path("include"),
+        ]
+        glue = [compiler(), *COMMON, "-O2", "-DNB_DOMAIN=mlx", *(f"-I{folder}" for folder in include), "-c"]
+        _together(
+            [
+                [*glue, str(Path(nanobind.source_dir(), "nb_combined.cpp")), "-o", str(work / "nanobind.o")],
+                [*glue, str(HERE / "extension.cpp"), "-o", str(work / "extension.o")],
+                [compiler(), *COMMON, "-O3", *flags, "-c", str(HERE / "kernels.cpp"), "-o", str(work / "kernels.o")],
+            ]
+        )
+        objects = [str(work / f"{name}.o") for name in ("nanobind", "extension", "kernels")]
+        shared = ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
+        made = work / path.name
+        _together([[compiler(), *shared, "-pthread", *objects, f"-L{_mlx() / 'lib'}", "-lmlx", "-o", str(made)]])
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        _together([[sys.executable, "-c", CHECK, str(made)]], environment)
+        os.replace(made, path)
+
+
+def _together(commands: list[list[str]], environment: dict[str, str] | None = None) -> None:
+    """Run commands at the same time; report the first that fails."""
+    running = [
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
+        )
+        for command in commands
+    ]
+    try:
+        for command, process in zip(commands, running, strict=True):
+            output, _ = process.communicate(timeout=LONGEST)
+            if process.returncode:
+                lines = [line for line in output.decode(errors="replace").splitlines() if line.strip()]
+                told = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "no message")
+                raise BuildError(
+                    f"{Path(command[0]).name} failed with status {process.returncode}: {told.strip()[:300]}"
+                )
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"the compiler took more than {LONGEST} s") from None
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process build at a time, and clear away what cancelled and old builds left. The system ends the lock of
+    a process that dies. Where a file system has no locks, two may build; the second replaces the first."""
+    import fcntl
+
+    with (folder / "lock").open("w") as lock:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for left in folder.glob("build-*"):
+                shutil.rmtree(left, ignore_errors=True)
+        yield
+        builds = sorted(folder.glob(f"{MODULE}-*.so"), key=lambda path: path.stat().st_mtime, reverse=True)
+        for old in builds[KEPT:]:
+            old.unlink(missing_ok=True)

@@ -1,0 +1,36 @@
+#include "kernels.h"
+
+#include "attention.h"
+#include "gated_delta.h"
+#include "norm.h"
+#include "products.h"
+
+namespace headstart {
+
+Pool& pool() {
+  static Pool* pool = new Pool;  // never destroyed: its threads outlive main()
+  return *pool;
+}
+
+const char* isa() {
+  return HEADSTART_ISA;
+}
+
+void set_threads(int threads) {
+  pool().start(threads);
+}
+
+int threads() {
+  return pool().threads();
+}
+
+#define INSTANTIATE(T)                                                             \
+  template void products(const Product<T>&);                                       \
+  template void norm(const T*, const T*, const float*, float, long, long, T*, T*); \
+  template void gated_delta(const GatedDelta<T>&);                                 \
+  template void attention(const Attention<T>&);
+
+INSTANTIATE(float)
+INSTANTIATE(bfloat)
+
+}  // namespace headstart

@@ -1,0 +1,235 @@
+// Sixteen virtual float32 lanes, with the same bits on every CPU.
+//
+// Lanes are halved until a half fits the CPU's registers: one of AVX-512, two of AVX2, four of NEON. All arithmetic is
+// IEEE, lane by lane; a multiply-add is fused everywhere (in software where the CPU cannot), and nothing else is: the
+// sources are compiled with -ffp-contract=off. A sum over lanes always adds the upper half to the lower one.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "kernels.h"
+
+#if defined(HEADSTART_PORTABLE)
+#define HEADSTART_ISA "portable"
+#elif defined(__AVX512F__)
+#include <immintrin.h>
+#define HEADSTART_ISA "avx512"
+#elif defined(__AVX2__) && defined(__FMA__)
+#include <immintrin.h>
+#define HEADSTART_ISA "avx2"
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#define HEADSTART_ISA "neon"
+#else
+#define HEADSTART_PORTABLE
+#define HEADSTART_ISA "portable"
+#endif
+
+namespace headstart {
+
+#if defined(HEADSTART_PORTABLE)
+constexpr int NATIVE = 4;
+#elif defined(__AVX512F__)
+constexpr int NATIVE = 16;
+#elif defined(__AVX2__)
+constexpr int NATIVE = 8;
+#else
+constexpr int NATIVE = 4;
+#endif
+constexpr int LANES = 16;
+
+// Sums that a loop over a handful of them keeps in registers, and not in memory.
+#define UNROLL _Pragma("GCC unroll 16")
+
+typedef float Floats __attribute__((vector_size(4 * NATIVE)));
+typedef uint32_t Bits __attribute__((vector_size(4 * NATIVE)));
+
+template <int N>
+struct Vec {
+  Vec<N / 2> lo, hi;
+};
+template <>
+struct Vec<NATIVE> {
+  Floats v;
+};
+using Lanes = Vec<LANES>;
+
+inline Floats native_fma(Floats a, Floats b, Floats c) {
+#if defined(HEADSTART_PORTABLE)
+  for (int i = 0; i < NATIVE; ++i) c[i] = std::fma(a[i], b[i], c[i]);
+  return c;
+#elif defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return vfmaq_f32(c, a, b);
+#endif
+}
+
+inline float native_sum(Floats x) {
+#if !defined(HEADSTART_PORTABLE) && (defined(__AVX512F__) || defined(__AVX2__))
+#if defined(__AVX512F__)
+  __m256 eight = _mm256_add_ps(
+      _mm512_castps512_ps256(x), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)));
+#else
+  __m256 eight = x;
+#endif
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
+  return (x[0] + x[2]) + (x[1] + x[3]);
+#endif
+}
+
+template <int N, typename F>
+inline Vec<N> map(const F& f, Vec<N> a) {
+  if constexpr (N == NATIVE) return {f(a.v)};
+  else return {map(f, a.lo), map(f, a.hi)};
+}
+template <int N, typename F>
+inline Vec<N> map(const F& f, Vec<N> a, Vec<N> b) {
+  if constexpr (N == NATIVE) return {f(a.v, b.v)};
+  else return {map(f, a.lo, b.lo), map(f, a.hi, b.hi)};
+}
+
+template <int N>
+inline Vec<N> operator+(Vec<N> a, Vec<N> b) {
+  return map([](Floats a, Floats b) { return a + b; }, a, b);
+}
+template <int N>
+inline Vec<N> operator*(Vec<N> a, Vec<N> b) {
+  return map([](Floats a, Floats b) { return a * b; }, a, b);
+}
+
+template <int N>
+inline Vec<N> larger(Vec<N> a, Vec<N> b) {
+  return map([](Floats a, Floats b) { return a > b ? a : b; }, a, b);
+}
+
+// a · b + c, rounded once.
+template <int N>
+inline Vec<N> fma(Vec<N> a, Vec<N> b, Vec<N> c) {
+  if constexpr (N == NATIVE) return {native_fma(a.v, b.v, c.v)};
+  else return {fma(a.lo, b.lo, c.lo), fma(a.hi, b.hi, c.hi)};
+}
+
+template <int N>
+inline float sum(Vec<N> x) {
+  if constexpr (N == NATIVE) return native_sum(x.v);
+  else return sum(x.lo + x.hi);
+}
+
+#if !defined(HEADSTART_PORTABLE) && defined(__AVX512F__)
+// The sum of every one, in the order of `sum`, all at once.
+inline void sums(const Lanes (&x)[LANES], float* out) {
+  __m512 quarters[4];
+  UNROLL for (int i = 0; i < 4; ++i) {
+    __m512 halves[2];
+    UNROLL for (int j = 0; j < 2; ++j) {
+      const __m512 a = x[8 * j + i].v, b = x[8 * j + 4 + i].v;
+      halves[j] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    }
+    quarters[i] = _mm512_add_ps(
+        _mm512_shuffle_f32x4(halves[0], halves[1], 0x88), _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
+  }
+  __m512 eighths[2];
+  UNROLL for (int i = 0; i < 2; ++i) {
+    const __m512 a = quarters[2 * i], b = quarters[2 * i + 1];
+    eighths[i] = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+  }
+  const __m512 even = _mm512_shuffle_ps(eighths[0], eighths[1], 0x88);
+  _mm512_storeu_ps(out, _mm512_add_ps(even, _mm512_shuffle_ps(eighths[0], eighths[1], 0xdd)));
+}
+#endif
+template <int N>
+inline void sums(const Lanes (&x)[N], float* out) {
+  UNROLL for (int i = 0; i < N; ++i) out[i] = sum(x[i]);
+}
+
+
+template <int N = LANES>
+inline Vec<N> splat(float x) {
+  if constexpr (N == NATIVE) return {x - Floats{}};
+  else return {splat<N / 2>(x), splat<N / 2>(x)};
+}
+
+template <int N = LANES>
+inline Vec<N> load(const void* from) {
+  if constexpr (N == NATIVE) {
+    Floats x;
+    std::memcpy(&x, from, sizeof x);
+    return {x};
+  } else {
+    return {load<N / 2>(from), load<N / 2>(static_cast<const float*>(from) + N / 2)};
+  }
+}
+template <int N>
+inline void store(float* to, Vec<N> x) {
+  if constexpr (N == NATIVE) std::memcpy(to, &x.v, sizeof x.v);
+  else store(to, x.lo), store(to + N / 2, x.hi);
+}
+
+// Two times sixteen consecutive elements, in the order in which their type is cheapest to take apart: of bfloat16 the
+// even ones and the odd ones.
+struct Pair {
+  Lanes first, second;
+};
+constexpr int PAIR = 2 * LANES;
+
+inline Pair load_pair(const float* from) {
+  return {load(from), load(from + LANES)};
+}
+inline Pair load_pair(const bfloat* from) {
+  Lanes both = load(from);
+  return {
+      map([](Floats x) { return (Floats)((Bits)x << 16); }, both),
+      map([](Floats x) { return (Floats)((Bits)x & 0xffff0000u); }, both),
+  };
+}
+
+// The place, in a pair's order, of element i.
+template <typename T>
+constexpr long place(long i) {
+  if (sizeof(T) == 4) return i;
+  return i / PAIR * PAIR + i % 2 * LANES + i % PAIR / 2;
+}
+
+inline float to_float(float x) {
+  return x;
+}
+inline float to_float(bfloat x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+// To the nearest, ties to even; a NaN stays one.
+inline void assign(bfloat& to, float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  to.bits = uint16_t((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded);
+}
+inline void assign(float& to, float x) {
+  to = x;
+}
+
+// The sum of x · y over n elements: lane i has those at i, i + 16, …
+inline float dot(const float* x, const float* y, long n) {
+  Lanes total = splat(0.0f);
+  long i = 0;
+  for (; i + LANES <= n; i += LANES) total = fma(load(x + i), load(y + i), total);
+  if (i < n) {
+    float rest[2][LANES] = {};
+    std::memcpy(rest[0], x + i, (n - i) * sizeof *x);
+    std::memcpy(rest[1], y + i, (n - i) * sizeof *y);
+    total = fma(load(rest[0]), load(rest[1]), total);
+  }
+  return sum(total);
+}
+
+}  // namespace headstart

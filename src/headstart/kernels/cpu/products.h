@@ -1,0 +1,291 @@
+// Activations [rows, K] by weights [N, K], dense or quantised, one matrix for all rows or one for each expert.
+//
+// An output of a row is summed over K in lanes, in an order that depends on the weights' type and on nothing else.
+// Weights are read once for every four rows, and stay in the nearest cache for the next four.
+#pragma once
+
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "lanes.h"
+#include "math.h"
+#include "pool.h"
+
+namespace headstart {
+
+// Sums that are made together, of R rows and TILE / R outputs: as many as fit the registers.
+constexpr int TILE = NATIVE == LANES ? 16 : 4;
+constexpr int ROWS = 4;    // rows that share one reading of a tile
+constexpr int STRIP = 32;  // outputs of a part
+
+// Rows of activations as float32, in the order in which the weights are unpacked, with zeros up to a whole pair. With
+// groups of quantised weights also the sum of every group.
+template <typename T>
+class Activations {
+ public:
+  Activations(const T* x, long rows, long K, bool paired, int group)
+      : K_(K), padded_((K + PAIR - 1) / PAIR * PAIR), groups_(group ? K / group : 0),
+        values_(rows * padded_), sums_(rows * groups_) {
+    constexpr long SOME = 16;  // rows of a part
+    pool().run((rows + SOME - 1) / SOME, [&](uint32_t part) {
+      for (long r = part * SOME; r < std::min<long>(rows, (part + 1) * SOME); ++r) {
+        if (paired) in_pairs(x + r * K, row(r));
+        else for (long k = 0; k < K; ++k) row(r)[k] = to_float(x[r * K + k]);
+        for (long g = 0; g < groups_; ++g) sums_[r * groups_ + g] = total(row(r) + g * group, group);
+      }
+    });
+  }
+
+  float* row(long r) {
+    return values_.data() + r * padded_;
+  }
+  const float* sums(long r) const {
+    return sums_.data() + r * groups_;
+  }
+
+ private:
+  void in_pairs(const T* from, float* to) {
+    long k = 0;
+    for (; k + PAIR <= K_; k += PAIR) {
+      const Pair pair = load_pair(from + k);
+      store(to + k, pair.first), store(to + k + LANES, pair.second);
+    }
+    for (; k < K_; ++k) to[place<T>(k)] = to_float(from[k]);
+  }
+
+  static float total(const float* x, long n) {
+    Lanes sums = splat(0.0f);
+    for (long i = 0; i < n; i += LANES) sums = sums + load(x + i);
+    return sum(sums);
+  }
+
+  long K_, padded_, groups_;
+  std::vector<float> values_, sums_;
+};
+
+// Dense weights: pairs of lanes, as they lie.
+template <typename T>
+struct Dense {
+  static constexpr int SUMS = TILE;
+  const T* w;
+  long K;
+
+  // Rows `x` by the outputs from `n` on, C = SUMS / R of them; where there are fewer, the last one again.
+  template <int R>
+  void tile(const float* const (&x)[R], const float* const (&)[R], long n, long count, float* out) const {
+    constexpr int C = SUMS / R;
+    const T* ws[C];
+    Lanes each[SUMS];
+    UNROLL for (int c = 0; c < C; ++c) ws[c] = w + (n + (c < count ? c : count - 1)) * K;
+    UNROLL for (int i = 0; i < SUMS; ++i) each[i] = splat(0.0f);
+    long k = 0;
+    for (; k + PAIR <= K; k += PAIR) add(x, ws, k, k, each);
+    if (k < K) {  // the rest, with zeros behind it
+      T rest[C][PAIR] = {};
+      UNROLL for (int c = 0; c < C; ++c) std::memcpy(rest[c], ws[c] + k, (K - k) * sizeof(T)), ws[c] = rest[c];
+      add(x, ws, k, 0, each);
+    }
+    sums(each, out);
+  }
+
+ private:
+  template <int R, int C>
+  static void add(const float* const (&x)[R], const T* const (&w)[C], long k, long at, Lanes (&sums)[R * C]) {
+    UNROLL for (int c = 0; c < C; ++c) {
+      const Pair weights = load_pair(w[c] + at);
+      UNROLL for (int r = 0; r < R; ++r) sums[r * C + c] = fma(load(x[r] + k), weights.first, sums[r * C + c]);
+      UNROLL for (int r = 0; r < R; ++r) sums[r * C + c] = fma(load(x[r] + k + LANES), weights.second, sums[r * C + c]);
+    }
+  }
+};
+
+// Affine weights s · q + b with one s and b for a group. Codes q are a stream of BITS each, the lowest bits first:
+// sixteen at a time are taken out of one to four windows of 32 bits. A group's sum of q · x is scaled at its end; the biases
+// are multiplied with the sums of activations.
+template <int BITS>
+struct Quantised {
+  static constexpr int SUMS = NATIVE == LANES ? 8 : 4;
+  const uint8_t* w;
+  const void *scales, *biases;
+  bool wide;
+  long K, group;
+
+  template <int R>
+  void tile(const float* const (&x)[R], const float* const (&x_sums)[R], long n, long count, float* out) const {
+    constexpr int C = SUMS / R;
+    const long groups = K / group, row = K / 8 * BITS;
+    const uint8_t* ws[C];
+    long at[C];
+    Lanes each[SUMS], part[SUMS];
+    UNROLL for (int c = 0; c < C; ++c) at[c] = n + (c < count ? c : count - 1), ws[c] = w + at[c] * row;
+    UNROLL for (int i = 0; i < SUMS; ++i) each[i] = splat(0.0f);
+    for (long g = 0; g < groups; ++g) {
+      UNROLL for (int i = 0; i < SUMS; ++i) part[i] = splat(0.0f);
+      for (long k = g * group; k < (g + 1) * group; k += LANES) {
+        UNROLL for (int c = 0; c < C; ++c) {
+          const Lanes codes = unpack(ws[c] + k / 8 * BITS, k + LANES == K);
+          UNROLL for (int r = 0; r < R; ++r) part[r * C + c] = fma(load(x[r] + k), codes, part[r * C + c]);
+        }
+      }
+      UNROLL for (int c = 0; c < C; ++c) {
+        const Lanes scale = splat(of_group(scales, at[c] * groups + g));
+        UNROLL for (int r = 0; r < R; ++r) each[r * C + c] = fma(scale, part[r * C + c], each[r * C + c]);
+      }
+    }
+    sums(each, out);
+    static thread_local std::vector<float> memory;
+    memory.resize(groups);
+    for (int c = 0; c < C; ++c) {
+      for (long g = 0; g < groups; ++g) memory[g] = of_group(biases, at[c] * groups + g);
+      for (int r = 0; r < R; ++r) out[r * C + c] += dot(memory.data(), x_sums[r], groups);
+    }
+  }
+
+ private:
+  float of_group(const void* from, long i) const {
+    return wide ? static_cast<const float*>(from)[i] : to_float(static_cast<const bfloat*>(from)[i]);
+  }
+
+  static constexpr int PER = BITS == 2 ? 16 : BITS <= 4 ? 8 : 4;  // codes of a window
+
+  static constexpr bool WHOLE = PER * BITS == 32;                 // nothing else is in it
+
+  // Sixteen codes. The last ones of a row are copied first where a window reaches beyond them.
+  static Lanes unpack(const uint8_t* from, bool last) {
+    uint8_t safe[2 * BITS + 4];
+    if (!WHOLE && last) std::memcpy(safe, from, 2 * BITS), from = safe;
+    uint32_t windows[4] = {};
+    if constexpr (WHOLE) std::memcpy(windows, from, 2 * BITS);
+    else UNROLL for (int q = 0; q < LANES / PER; ++q) std::memcpy(&windows[q], from + q * PER * BITS / 8, 4);
+    return codes<LANES>(windows, 0);
+  }
+
+  template <int N>
+  static Vec<N> codes(const uint32_t (&windows)[4], int lane) {
+    if constexpr (N == NATIVE) {
+      Bits spread, shifts, places;
+      UNROLL for (int i = 0; i < N; ++i) {
+        const int q = (lane + i) / PER;
+        places[i] = q, shifts[i] = (lane + i) * BITS - q * PER * BITS / 8 * 8;
+      }
+#if !defined(HEADSTART_PORTABLE) && (defined(__AVX512F__) || defined(__AVX2__))
+      const __m128i four = _mm_set_epi32(windows[3], windows[2], windows[1], windows[0]);
+#if defined(__AVX512F__)
+      spread = (Bits)_mm512_permutexvar_epi32((__m512i)places, _mm512_castsi128_si512(four));
+#else
+      spread = (Bits)_mm256_permutevar8x32_epi32(_mm256_castsi128_si256(four), (__m256i)places);
+#endif
+#else
+      UNROLL for (int i = 0; i < N; ++i) spread[i] = windows[places[i]];
+#endif
+      typedef int32_t Ints __attribute__((vector_size(4 * NATIVE)));
+      return {__builtin_convertvector((Ints)((spread >> shifts) & ((1u << BITS) - 1)), Floats)};
+    } else {
+      return {codes<N / 2>(windows, lane), codes<N / 2>(windows, lane + N / 2)};
+    }
+  }
+};
+
+// `count` outputs from `n` on of any number of rows: row r is at x[r], its sums at x_sums[r] → out + r · stride.
+template <typename M>
+void panel(
+    const M& matrix, long n, long count, long rows, const float* const* x, const float* const* x_sums, float* out,
+    long stride) {
+  for (long first = 0; first < rows; first += ROWS) {
+    const long some = std::min<long>(ROWS, rows - first);
+    auto tiles = [&]<int R>() {
+      constexpr long C = M::SUMS / R;
+      const float *xs[R], *sums[R];
+      UNROLL for (int r = 0; r < R; ++r) {
+        const long row = first + (r < some ? r : some - 1);
+        xs[r] = x[row], sums[r] = x_sums[row];
+      }
+      for (long c = 0; c < count; c += C) {
+        float made[M::SUMS];
+        const long these = std::min(C, count - c);
+        matrix.template tile<R>(xs, sums, n + c, these, made);
+        for (long r = 0; r < some; ++r)
+          for (long i = 0; i < these; ++i) out[(first + r) * stride + c + i] = made[r * C + i];
+      }
+    };
+    if (some == 1) tiles.template operator()<1>();
+    else if (some == 2) tiles.template operator()<2>();
+    else tiles.template operator()<ROWS>();
+  }
+}
+
+// f(the matrix of an expert), as the struct that multiplies with it.
+template <typename T, typename F>
+inline void with(const Matrix& m, long K, long expert, const F& f) {
+  if (!m.bits) return f(Dense<T>{static_cast<const T*>(m.w) + expert * m.N * K, K});
+  auto quantised = [&]<int BITS>() {
+    const long groups = expert * m.N * (K / m.group) * (m.wide ? 4 : 2);
+    const auto* w = static_cast<const uint8_t*>(m.w) + expert * m.N * (K / 8 * BITS);
+    f(Quantised<BITS>{w, (const char*)m.scales + groups, (const char*)m.biases + groups, m.wide, K, m.group});
+  };
+  switch (m.bits) {
+    case 2: return quantised.template operator()<2>();
+    case 3: return quantised.template operator()<3>();
+    case 4: return quantised.template operator()<4>();
+    case 5: return quantised.template operator()<5>();
+    case 6: return quantised.template operator()<6>();
+    default: return quantised.template operator()<8>();
+  }
+}
+
+// Rows that are multiplied with the same matrix: all of them, or those that chose an expert.
+struct Group {
+  long expert, first, count;
+};
+
+template <typename T>
+void products(const Product<T>& op) {
+  const bool paired = !op.matrices[0].bits;
+  Activations<T> x(op.x, op.rows, op.K, paired, op.matrices[0].group);
+  // Row by row of the output: which rows of it, expert after expert.
+  const long rows = op.experts ? op.rows * op.top : op.rows;
+  std::vector<long> order(rows);
+  std::iota(order.begin(), order.end(), 0);
+  std::vector<Group> groups;
+  if (op.experts) {
+    std::stable_sort(order.begin(), order.end(), [&](long a, long b) { return op.experts[a] < op.experts[b]; });
+    for (long i = 0; i < rows; ++i) {
+      if (!i || op.experts[order[i]] != op.experts[order[i - 1]]) groups.push_back({op.experts[order[i]], i, 0});
+      ++groups.back().count;
+    }
+  } else {
+    groups.push_back({0, 0, rows});
+  }
+  auto strips = [](long N) { return (N + STRIP - 1) / STRIP; };
+  long parts = 0;
+  for (int i = 0; i < (op.gated ? 1 : op.count); ++i) parts += strips(op.matrices[i].N);
+  pool().run(parts * groups.size(), [&](uint32_t part) {
+    const Group& group = groups[part / parts];
+    long s = part % parts;
+    int i = 0;
+    for (; s >= strips(op.matrices[i].N); ++i) s -= strips(op.matrices[i].N);
+    const long N = op.matrices[i].N, n = s * STRIP, some = std::min<long>(STRIP, N - n);
+    constexpr long SOME = 16;  // rows
+    for (long first = 0; first < group.count; first += SOME) {
+      const long these = std::min<long>(SOME, group.count - first);
+      const long* rows = order.data() + group.first + first;
+      const float *xs[SOME], *sums[SOME];
+      for (long r = 0; r < these; ++r) xs[r] = x.row(rows[r] / op.top), sums[r] = x.sums(rows[r] / op.top);
+      float made[2][SOME][STRIP] = {};
+      for (int half = 0; half < (op.gated ? 2 : 1); ++half)
+        with<T>(op.matrices[i + half], op.K, group.expert, [&](const auto& matrix) {
+          panel(matrix, n, some, these, xs, sums, made[half][0], STRIP);
+        });
+      for (long r = 0; r < these; ++r) {
+        float(&out)[STRIP] = made[0][r];
+        if (op.gated)
+          for (int c = 0; c < STRIP; ++c) out[c] = silu(out[c]) * made[1][r][c];
+        T* to = op.out[i] + rows[r] * N + n;
+        for (long c = 0; c < some; ++c) assign(to[c], out[c]);
+      }
+    }
+  });
+}
+
+}  // namespace headstart

@@ -1,0 +1,153 @@
+"""The CPU kernels are compiled once, safely, and whatever goes wrong leaves stock ops and one line that says why."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+
+from headstart.kernels.cpu import build
+
+LOAD = "from headstart.kernels.cpu import loaded; print(loaded())"
+
+
+def run(code: str, **environment: str) -> subprocess.Popen[str]:
+    """A fresh process, with no more of the environment than it needs."""
+    given = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**given, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def told(process: subprocess.Popen[str]) -> tuple[str, list[str]]:
+    """What it prints, and its lines on the standard error stream."""
+    out, err = process.communicate(timeout=900)
+    assert process.returncode == 0, err
+    return out.strip(), err.splitlines()
+
+
+def stub(folder: Path, text: str) -> Path:
+    """A compiler that is a shell script."""
+    path = folder / "c++"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_no_compiler(tmp_path: Path) -> None:
+    said, warned = told(run(LOAD, PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path)))
+    assert said.startswith("stock (no C++ compiler found")
+    (line,) = warned[-1:]
+    assert "several times slower" in line
+    assert "install g++" in line
+    assert not list(tmp_path.rglob("build-*"))
+
+
+def test_a_broken_compiler(tmp_path: Path) -> None:
+    compiler = stub(tmp_path, "echo 'error: cannot find the end of the world' >&2; exit 3")
+    said, _ = told(run(LOAD, CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path)))
+    assert said == "stock (c++ failed with status 3: error: cannot find the end of the world)"
+    assert not list(tmp_path.rglob("*.so")), "nothing half built is left"
+    assert not list(tmp_path.rglob("build-*"))
+
+
+def test_a_compiler_that_makes_rubbish(tmp_path: Path) -> None:
+    """It exits with success; what it made is tried in a process of its own and never gets its name."""
+    compiler = stub(tmp_path, 'while [ $# -gt 1 ]; do [ "$1" = -o ] && echo rubbish > "$2"; shift; done')
+    said, _ = told(run(LOAD, CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path)))
+    assert said.startswith("stock (python"), said
+    assert not list(tmp_path.rglob("*.so"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_home(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    said, _ = told(run(LOAD, HOME=str(tmp_path)))
+    assert "XDG_CACHE_HOME" in said
+
+
+def test_a_home_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    said, _ = told(run(LOAD, HOME=str(tmp_path / "file")))  # nobody can make a folder in a file, not even root
+    assert said.startswith("stock (")
+    assert "XDG_CACHE_HOME" in said
+
+
+def test_a_folder_that_others_may_write(tmp_path: Path) -> None:
+    folder = tmp_path / "headstart" / "kernels"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    said, _ = told(run(LOAD, XDG_CACHE_HOME=str(tmp_path)))
+    assert f"chmod 700 {folder}" in said
+
+
+def test_another_nanobind(tmp_path: Path) -> None:
+    other = "import nanobind\nnanobind.source_dir = lambda: " + repr(str(tmp_path)) + "\n" + LOAD
+    (tmp_path / "nb_internals.h").write_text("#define NB_INTERNALS_VERSION 7\n")
+    said, _ = told(run(other, XDG_CACHE_HOME=str(tmp_path)))
+    assert "was built with another nanobind" in said
+
+
+def test_stock_ops_can_be_forced() -> None:
+    said, warned = told(run(LOAD, HEADSTART_KERNELS="stock"))
+    assert said == "stock (HEADSTART_KERNELS=stock)"
+    assert not warned, "who asks for it need not be told"
+
+
+def test_an_unknown_choice_is_refused() -> None:
+    process = run(LOAD, HEADSTART_KERNELS="fast")
+    assert "set it to 'auto' or 'stock'" in process.communicate()[1]
+
+
+def counting(folder: Path) -> Path:
+    """The system's compiler, which writes a line for every call."""
+    return stub(folder, f'echo call >> {folder}/calls; exec {build.compiler()} -O0 "$@"')
+
+
+@pytest.mark.slow
+def test_two_processes_at_once_build_once_and_both_run(tmp_path: Path) -> None:
+    compiler = counting(tmp_path)
+    both = [run(LOAD, CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path)) for _ in range(2)]
+    assert all(told(process)[0].startswith("native (") for process in both)
+    assert (tmp_path / "calls").read_text().count("call") == 4, "three objects and a link"
+    folder = tmp_path / "headstart" / "kernels"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert len(list(folder.glob("*.so"))) == 1
+    said, warned = told(run(LOAD, PATH=str(tmp_path / "none"), XDG_CACHE_HOME=str(tmp_path)))
+    assert said.startswith("native ("), "a later process needs no compiler"
+    assert not warned
+
+
+def test_a_cancelled_build_is_no_harm(tmp_path: Path) -> None:
+    compiler = stub(tmp_path, f"touch {tmp_path}/begun; exec sleep 20")
+    process = run(LOAD, CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path))
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    folder = tmp_path / "headstart" / "kernels"
+    assert list(folder.glob("build-*")), "what a killed process leaves"
+    said, _ = told(run(LOAD, CXX=str(stub(tmp_path, "exit 1")), XDG_CACHE_HOME=str(tmp_path)))
+    assert said.startswith("stock (c++ failed"), "its lock went with it"
+    assert not list(folder.glob("build-*"))
+    assert not list(folder.glob("*.so"))
+
+
+def test_the_key_changes_with_what_a_build_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {build.key(["-march=native"]), build.key(["-march=haswell"])}
+    for name, value in [("_cpu", lambda: "another"), ("HERE", Path(__file__).parent)]:
+        with monkeypatch.context() as patched:
+            patched.setattr(build, name, value)
+            keys.add(build.key(["-march=native"]))
+    with monkeypatch.context() as patched:
+        patched.setattr(sysconfig, "get_config_var", lambda name: ".another.so")
+        keys.add(build.key(["-march=native"]))
+    assert len(keys) == 5
+    assert build.key(["-march=native"]) in keys

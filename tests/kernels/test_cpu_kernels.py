@@ -1,0 +1,450 @@
+"""The CPU kernels against stock ops and float64, alone and in company, and compiled for other CPUs than this one."""
+
+import os
+import platform
+import subprocess
+import sys
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from fixtures import random_model
+from headstart.kernels import cpu
+from headstart.kernels.cpu import build, load
+from headstart.models.attention import attention
+from headstart.models.gated_delta_net import Projections, fused, stock
+from headstart.state import KV, Recurrent
+
+TYPES = ("bfloat16", "float32")
+pytestmark = pytest.mark.skipif(
+    mx.default_device() != mx.cpu or cpu.loaded().module is None, reason="no CPU kernels here"
+)
+
+
+@cache
+def native() -> Any:
+    return cpu.loaded().module
+
+
+def normal(seed: int, *shape: int, dtype: str = "float32", scale: float = 1.0) -> mx.array:
+    values = scale * np.random.default_rng(seed).normal(size=shape)
+    return mx.array(values.astype(np.float32)).astype(getattr(mx, dtype))
+
+
+def exact(array: mx.array) -> np.ndarray[Any, Any]:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def ulp(dtype: str) -> float:
+    return 2.0**-8 if dtype == "bfloat16" else 2.0**-20
+
+
+# --- Products and SwiGLU
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1024, 384), (37, 100), (8, 64), (3, 31), (5, 1)])
+def test_products_are_those_of_float64(dtype: str, outputs: int, inputs: int) -> None:
+    x, w = normal(1, 9, inputs, dtype=dtype), normal(2, outputs, inputs, dtype=dtype)
+    expected = exact(x) @ exact(w).T
+    sizes = np.abs(exact(x)) @ np.abs(exact(w)).T
+    (found,) = native().products(x, [[w]])
+    assert np.all(np.abs(exact(found) - expected) <= ulp(dtype) * np.maximum(np.abs(expected), sizes / 16))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_row_of_a_product_is_the_same_alone_and_among_many(dtype: str) -> None:
+    x, weights = normal(1, 300, 390, dtype=dtype), [[normal(n, n, 390, dtype=dtype)] for n in (8, 100, 513)]
+    together = native().products(x, weights)
+    for rows in [*range(1, 17), 67, 299]:
+        for whole, part in zip(together, native().products(x[300 - rows :], weights), strict=True):
+            assert mx.array_equal(whole[300 - rows :], part), rows
+    for weight, whole in zip(weights, together, strict=True):
+        assert mx.array_equal(native().products(x, [weight])[0], whole), "weights that share an input"
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_swiglu_is_stock(dtype: str) -> None:
+    x, gate, up = (normal(n, n, 96, dtype=dtype) for n in (21, 130, 130))
+    up = up[::-1]  # a view: kernels see dense memory
+    a, b = exact(x) @ exact(gate).T, exact(x) @ exact(up).T
+    (found,) = native().products(x, [[gate], [up]], gated=True)
+    np.testing.assert_allclose(exact(found), a / (1 + np.exp(-a)) * b, rtol=2 * ulp(dtype), atol=1e-3)
+    for rows in (1, 2, 3, 16, 20):
+        assert mx.array_equal(native().products(x[:rows], [[gate], [up]], gated=True)[0], found[:rows])
+
+
+def quantised(bits: int, group: int, dtype: str, *shape: int) -> tuple[list[mx.array], np.ndarray]:
+    """Weights as a layer holds them, and what they stand for."""
+    arrays = list(mx.quantize(normal(bits, *shape, dtype=dtype), group, bits))
+    wide = [arrays[0], *(array.astype(mx.float32) for array in arrays[1:])]
+    return arrays, exact(mx.dequantize(*wide, group, bits))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_quantised_products_are_those_of_float64_and_independent_of_rows(bits: int, group: int, dtype: str) -> None:
+    x, (weights, wide) = normal(1, 9, 384, dtype=dtype), quantised(bits, group, dtype, 70, 384)
+    expected, sizes = exact(x) @ wide.T, np.abs(exact(x)) @ np.abs(wide).T
+    (found,) = native().products(x, [weights], bits, group)
+    # Codes and biases are summed apart, and their sums are larger than those of the weights.
+    assert np.all(np.abs(exact(found) - expected) <= ulp(dtype) * np.maximum(np.abs(expected), sizes / 2))
+    for rows in (1, 2, 3, 4, 5, 8):
+        assert mx.array_equal(native().products(x[9 - rows :], [weights], bits, group)[0], found[9 - rows :])
+    scales = [array.astype(mx.float32) for array in weights[1:]]
+    theirs = mx.quantized_matmul(x.astype(mx.float32), weights[0], *scales, True, group, bits)
+    np.testing.assert_allclose(
+        exact(found), exact(theirs), rtol=ulp(dtype), atol=0.02 if dtype == "bfloat16" else 1e-4
+    )
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("bits", [0, 4])
+def test_experts_are_products_with_the_matrix_of_each(bits: int, dtype: str) -> None:
+    shape, group = (5, 37, 128), 64 if bits else 0
+    made = [quantised(bits, 64, dtype, *shape)[0] if bits else [normal(n, *shape, dtype=dtype)] for n in (1, 2)]
+    x, chosen = normal(3, 2, 11, 128, dtype=dtype), np.random.default_rng(4).integers(0, 5, (2, 11, 3))
+    indices = mx.array(chosen, mx.uint32)
+    one, other = native().products(x, made, bits, group, experts=indices)
+    (gated,) = native().products(x, made, bits, group, gated=True, experts=indices)
+    assert one.shape == (2, 11, 3, 37)
+    for b, w, e in np.ndindex(2, 11, 3):
+        own = [[array[int(chosen[b, w, e])] for array in arrays] for arrays in made]
+        alone = native().products(x[b, w], own, bits, group)
+        assert mx.array_equal(one[b, w, e], alone[0])
+        assert mx.array_equal(other[b, w, e], alone[1])
+        assert mx.array_equal(gated[b, w, e], native().products(x[b, w], own, bits, group, gated=True)[0])
+    inputs = normal(5, 2, 11, 3, 128, dtype=dtype)  # each expert has an input of its own
+    (found,) = native().products(inputs, made[:1], bits, group, experts=indices, own=True)
+    for b, w, e in ((0, 0, 0), (1, 10, 2), (1, 3, 1)):
+        own_weights = [[array[int(chosen[b, w, e])] for array in made[0]]]
+        assert mx.array_equal(found[b, w, e], native().products(inputs[b, w, e], own_weights, bits, group)[0])
+
+
+def test_wrong_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match="weights must be"):
+        native().products(mx.ones((2, 8)), [[mx.ones((4, 9))]])
+    with pytest.raises(ValueError, match="type of the input"):
+        native().products(mx.ones((2, 8)), [[mx.ones((4, 8), mx.bfloat16)]])
+    with pytest.raises(ValueError, match="bfloat16 or float32"):
+        native().products(mx.ones((2, 8), mx.float16), [[mx.ones((4, 8), mx.float16)]])
+
+
+# --- Norm
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_norm_is_stock(dtype: str) -> None:
+    x, added, weight = normal(1, 40, 390, dtype=dtype), normal(2, 40, 390, dtype=dtype), normal(3, 390)
+    total, normed = native().norm(x, weight, 1e-6, added)
+    assert mx.array_equal(total, x + added)
+    wide = exact(total)
+    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * exact(weight)
+    np.testing.assert_allclose(exact(normed), expected, rtol=ulp(dtype), atol=1e-6)
+    assert mx.array_equal(native().norm(total, weight, 1e-6)[0], normed)
+    assert mx.array_equal(native().norm(total[7:8], weight, 1e-6)[0], normed[7:8])
+
+
+# --- GatedDeltaNet
+
+
+@cache
+def net(dtype: str) -> nn.Module:
+    """A layer with two key heads and four value heads of 32, whose decays are of all sizes."""
+    layer = random_model("dense", seed=TYPES.index(dtype) + 90).weights.layers[0].linear_attn
+    layer.set_dtype(getattr(mx, dtype))
+    layer.A_log = normal(5, layer.num_v_heads)
+    layer.dt_bias = normal(6, layer.num_v_heads)
+    return layer
+
+
+def window(layer: nn.Module, rows: int, width: int, dtype: str, seed: int = 1) -> Projections:
+    Hv, Dv = layer.num_v_heads, layer.head_v_dim
+    return Projections(
+        normal(seed, rows, width, layer.conv_dim, dtype=dtype),
+        normal(seed + 1, rows, width, Hv, Dv, dtype=dtype),
+        normal(seed + 2, rows, width, Hv, dtype=dtype),
+        normal(seed + 3, rows, width, Hv, dtype=dtype),
+    )
+
+
+def blank(layer: nn.Module, rows: int, dtype: str) -> Recurrent:
+    memory = Recurrent.empty(
+        rows,
+        layer.num_v_heads,
+        layer.head_v_dim,
+        layer.head_k_dim,
+        layer.conv_kernel_size,
+        layer.conv_dim,
+        getattr(mx, dtype),
+    )
+    memory.state = normal(9, *memory.state.shape)
+    memory.conv = normal(10, *memory.conv.shape, dtype=dtype)
+    return memory
+
+
+def cut(given: Projections, start: int, end: int, rows: slice = slice(None)) -> Projections:
+    return Projections(*[array[rows, start:end] for array in given])
+
+
+def none(rows: int) -> mx.array:
+    return mx.zeros((rows,), mx.int32)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_gated_delta_is_stock(dtype: str) -> None:
+    """Two windows with drafts: the second folds 0, 2 and 1 of the first's three."""
+    layer, accepted = net(dtype), mx.array([0, 2, 1], mx.int32)
+    first, then = window(layer, 3, 4, dtype), window(layer, 3, 3, dtype, seed=20)
+    ours, theirs = blank(layer, 3, dtype), blank(layer, 3, dtype)
+    tolerance = {"rtol": 0.1, "atol": 0.1} if dtype == "bfloat16" else {"rtol": 1e-4, "atol": 1e-4}
+    for given, count in ((first, none(3)), (then, accepted)):
+        found, expected = fused(layer, given, ours, count, 1), stock(layer, given, theirs, count, 1)
+        np.testing.assert_allclose(exact(found), exact(expected), **tolerance)
+        np.testing.assert_allclose(exact(ours.state), exact(theirs.state), **tolerance)
+        assert mx.array_equal(ours.conv, theirs.conv)
+        assert ours.pending is not None
+        assert theirs.pending is not None
+        assert mx.array_equal(ours.pending.qkv, theirs.pending.qkv)
+
+
+def recurrence(layer: nn.Module, given: Projections, memory: Recurrent) -> tuple[np.ndarray, np.ndarray]:
+    """In float64, one sequence, all of it certain: what the kernel puts out, and the state."""
+    qkv, z, b, a = (exact(array[0]) for array in given)
+    Hk, Hv, Dk, Dv = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+    inputs, kernel = np.concatenate([exact(memory.conv[0]), qkv]), exact(layer.conv1d.weight)[..., 0]
+    state, taps, outputs = exact(memory.state[0]), kernel.shape[1], []
+    for t in range(len(qkv)):
+        mixed = (inputs[t : t + taps] * kernel.T).sum(0)
+        mixed = mixed / (1 + np.exp(-mixed))
+        q, k, v = np.split(mixed, [Hk * Dk, 2 * Hk * Dk])
+        q, k = (np.repeat(x.reshape(Hk, Dk), Hv // Hk, axis=0) for x in (q, k))
+        q, k = (x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+        g = np.exp(-np.exp(exact(layer.A_log)) * np.log1p(np.exp(a[t] + exact(layer.dt_bias))))
+        state = state * g[:, None, None]
+        delta = (v.reshape(Hv, Dv) - np.einsum("hvk,hk->hv", state, k)) / (1 + np.exp(-b[t]))[:, None]
+        state = state + delta[:, :, None] * k[:, None, :]
+        y = np.einsum("hvk,hk->hv", state, q) / np.sqrt(Dk)
+        y = y / np.sqrt((y**2).mean(-1, keepdims=True) + layer.norm.eps) * exact(layer.norm.weight)
+        outputs.append(y * z[t] / (1 + np.exp(-z[t])))
+    return np.stack(outputs), state
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_gated_delta_is_that_of_float64(dtype: str) -> None:
+    layer, given = net(dtype), window(net(dtype), 1, 70, dtype)
+    memory = blank(layer, 1, dtype)
+    expected, state = recurrence(layer, given, memory)
+    found = fused(layer, given, memory, none(1), 70)
+    np.testing.assert_allclose(exact(found[0]), expected, rtol=2 * ulp(dtype), atol=2e-4)
+    np.testing.assert_allclose(exact(memory.state[0]), state, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("accepted", [0, 1, 3])
+def test_a_state_with_drafts_is_that_of_decoding_token_by_token(dtype: str, accepted: int) -> None:
+    layer, text = net(dtype), window(net(dtype), 1, 40, dtype)
+    alone = blank(layer, 1, dtype)
+    one_by_one = mx.concatenate(
+        [fused(layer, cut(text, t, t + 1), alone, none(1), 1) for t in range(1 + accepted + 1)], axis=1
+    )
+    drafting, plain = blank(layer, 1, dtype), blank(layer, 1, dtype)
+    first = fused(layer, cut(text, 0, 4), drafting, none(1), 1)
+    assert mx.array_equal(first[:, : 1 + accepted], one_by_one[:, : 1 + accepted])
+    then = fused(layer, cut(text, 1 + accepted, 6 + accepted), drafting, mx.array([accepted], mx.int32), 1)
+    assert mx.array_equal(then[:, 0], one_by_one[:, -1])
+    assert mx.array_equal(drafting.state, alone.state)
+    assert mx.array_equal(drafting.conv, alone.conv)
+    whole = fused(layer, text, plain, none(1), 40)  # as a prompt, in tiles
+    assert mx.array_equal(whole[:, : 2 + accepted], one_by_one)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_sequences_of_a_batch_do_not_see_each_other(dtype: str) -> None:
+    layer, text = net(dtype), window(net(dtype), 5, 4, dtype)
+    crowd = blank(layer, 5, dtype)
+    kept = mx.array(crowd.state)
+    y = fused(layer, text, crowd, none(5), 1)
+    for row in range(5):
+        alone = blank(layer, 5, dtype)
+        alone.keep(mx.array([row]))
+        assert mx.array_equal(fused(layer, cut(text, 0, 4, slice(row, row + 1)), alone, none(1), 1), y[row : row + 1])
+        assert mx.array_equal(alone.state, crowd.state[row : row + 1])
+    assert mx.array_equal(kept, blank(layer, 5, dtype).state), "an input that is still needed is not overwritten"
+
+
+# --- Attention
+
+
+@cache
+def attending(dtype: str) -> nn.Module:
+    model = random_model("dense", seed=TYPES.index(dtype) + 90)
+    layer = next(layer for layer in model.weights.layers if not layer.is_linear).self_attn
+    norms = [mx.array(layer.q_norm.weight), mx.array(layer.k_norm.weight)]
+    layer.set_dtype(getattr(mx, dtype))
+    layer.q_norm.weight, layer.k_norm.weight = norms
+    return layer
+
+
+def cached(layer: nn.Module, lengths: list[int], capacity: int, dtype: str) -> KV:
+    """Keys and values of every position up to a length; NaN behind it, which nobody may read."""
+    shape = (len(lengths), layer.num_key_value_heads, capacity, layer.head_dim)
+    seen = mx.arange(capacity)[None, None, :, None] < mx.array(lengths)[:, None, None, None]
+    k, v = (mx.where(seen, normal(n, *shape), mx.nan).astype(getattr(mx, dtype)) for n in (7, 8))
+    return KV(k, v, mx.array(lengths, mx.int32), reach=capacity)
+
+
+def masked(lengths: list[int], width: int, capacity: int) -> mx.array:
+    own = mx.array(lengths)[:, None] + mx.arange(width)
+    return (mx.arange(capacity) <= own[..., None])[:, None]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width", [1, 3, 4, 9, 40])
+def test_attention_is_stock(dtype: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, capacity = [0, 70, 21], 128
+    layer = attending(dtype)
+    x = normal(3, 3, width, layer.q_proj.weight.shape[1], dtype=dtype)
+    mask, ours, theirs = (
+        masked(lengths, width, capacity),
+        *(cached(layer, lengths, capacity, dtype) for _ in range(2)),
+    )
+    theirs.keys, theirs.values = (mx.where(mx.isnan(a), 0, a) for a in theirs.arrays())
+    found = attention(layer, x, mask, ours)
+    asked = attention(
+        layer, x, mask, cached(layer, lengths, capacity, dtype), last=mx.array([0, width - 1, 0], mx.int32)
+    )
+    mx.eval(found, asked)
+    monkeypatch.setattr(load, "_loaded", load.Loaded(None, "stock"))
+    expected = attention(layer, x, mask, theirs)
+    tolerance = {"rtol": 0.05, "atol": 0.03} if dtype == "bfloat16" else {"rtol": 1e-4, "atol": 1e-5}
+    np.testing.assert_allclose(exact(found), exact(expected), **tolerance)
+    for mine, true in zip(ours.arrays(), theirs.arrays(), strict=True):
+        np.testing.assert_allclose(exact(mx.where(mx.isnan(mine), 0, mine)), exact(true), **tolerance)
+    at = mx.array([0, width - 1, 0])
+    assert mx.array_equal(asked, mx.take_along_axis(found, at[:, None, None], axis=1))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_query_is_the_same_alone_and_in_a_window(dtype: str) -> None:
+    lengths, capacity, width = [33, 5], 64, 9
+    layer = attending(dtype)
+    x = normal(3, 2, width, layer.q_proj.weight.shape[1], dtype=dtype)
+    together = cached(layer, lengths, capacity, dtype)
+    found = attention(layer, x, mx.zeros((0,)), together)
+    for row, length in enumerate(lengths):
+        alone = cached(layer, lengths, 2 * capacity, dtype)
+        alone.keep(mx.array([row]), 2 * capacity)
+        alone.keys[:, :, :length] = together.keys[row : row + 1, :, :length]
+        alone.values[:, :, :length] = together.values[row : row + 1, :, :length]
+        for w in range(width):
+            alone.offset = mx.array([length + w], mx.int32)
+            one = attention(layer, x[row : row + 1, w : w + 1], mx.zeros((0,)), alone)
+            assert mx.array_equal(one, found[row : row + 1, w : w + 1]), (row, w)
+
+
+def test_a_cache_is_written_in_place_only_where_nobody_else_has_it() -> None:
+    layer = attending("float32")
+    memory = cached(layer, [3], 64, "float32")
+    mx.eval(memory.arrays())
+    held, before = memory.keys, np.array(memory.keys)
+    x = normal(3, 1, 2, layer.q_proj.weight.shape[1])
+    mx.eval(attention(layer, x, mx.zeros((0,)), memory), memory.arrays())
+    np.testing.assert_array_equal(before, np.array(held))
+    assert not np.isnan(np.array(memory.keys)[0, :, :5]).any()
+
+
+# --- Every CPU
+
+
+VARIANTS = {"portable": ["-DHEADSTART_PORTABLE"]}
+if platform.machine() == "x86_64":
+    VARIANTS["avx2"] = ["-march=haswell"]
+
+
+@cache
+def variant(name: str) -> Any:
+    module = load.open_module(str(build.extension(VARIANTS[name])))
+    module.set_threads(2)  # type: ignore[attr-defined]
+    return module
+
+
+def everything(module: Any, dtype: str) -> list[mx.array]:
+    """What a module makes of the same inputs, of sizes that leave rests everywhere."""
+    x = normal(1, 11, 390, dtype=dtype)
+    weights = [[normal(n, n, 390, dtype=dtype, scale=0.05)] for n in (8, 130, 37)]
+    made = [*module.products(x, weights), *module.products(x, [weights[1], weights[1]], gated=True)]
+    for bits in (2, 3, 4, 5, 6, 8):
+        made += module.products(x[:, :384], [quantised(bits, 32, dtype, 21, 384)[0]], bits, 32)
+    made += module.norm(x, normal(2, 390), 1e-6, x * x)
+    layer, accepted = net(dtype), mx.array([2, 0], mx.int32)
+    small = [layer.conv1d.weight, layer.A_log, layer.dt_bias, layer.norm.weight]
+    memory = blank(layer, 2, dtype)
+    y, state, conv, *pending = module.gated_delta(
+        list(window(layer, 2, 5, dtype)), small, 1e-6, memory.state, memory.conv, accepted, [], 1
+    )
+    made += [y, state, conv, *pending]
+    made += module.gated_delta(
+        list(window(layer, 2, 41, dtype, seed=30)), small, 1e-6, state, conv, accepted, pending, 41
+    )
+    attends, kv = attending(dtype), cached(attending(dtype), [70, 3], 128, dtype)
+    H, Hkv, D = attends.num_attention_heads, attends.num_key_value_heads, attends.head_dim
+    q, k, v = (normal(n, 2, 6, n * D, dtype=dtype) for n in (2 * H, Hkv, Hkv))
+    turns = mx.array([10000.0 ** (-i / 8) for i in range(8)])
+    out, keys, values = module.attention(
+        q,
+        k,
+        v,
+        attends.q_norm.weight,
+        attends.k_norm.weight,
+        turns,
+        kv.offset * 1000 // 1000,
+        *kv.arrays(),
+        1e-6,
+        0.1,
+    )
+    return [*made, out, *(mx.where(mx.isnan(a), 0, a) for a in (keys, values))]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_other_cpus_compute_the_same_bits(name: str, dtype: str) -> None:
+    assert variant(name).isa() == name
+    for mine, other in zip(everything(native(), dtype), everything(variant(name), dtype), strict=True):
+        assert mx.array_equal(mine, other)
+
+
+# --- Threads
+
+
+def test_threads_change_no_bit_and_a_fork_computes() -> None:
+    """One thread, three threads with more parts than threads, and the child of a fork, which has no workers."""
+    code = """
+import os, sys
+import mlx.core as mx
+from headstart.kernels.cpu import build, load
+module = load.open_module(str(build.extension()))
+x, w = mx.arange(3 * 200).reshape(3, 200) / 7.0, mx.arange(900 * 200).reshape(900, 200) / 3e5
+one = module.products(x, [[w]])[0].tolist()
+module.set_threads(3)
+assert module.threads() == 3
+for _ in range(200):
+    assert module.products(x, [[w]])[0].tolist() == one
+"""
+    subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        check=True,
+        timeout=600,
+    )
+
+
+def test_operations_work_inside_a_compiled_function() -> None:
+    x, w = normal(1, 3, 64), normal(2, 16, 64)
+    compiled = mx.compile(lambda x: native().products(mx.exp(x), [[w]])[0] + 1)
+    np.testing.assert_array_equal(np.array(compiled(x)), np.array(native().products(mx.exp(x), [[w]])[0] + 1))
