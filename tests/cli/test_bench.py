@@ -17,7 +17,7 @@ SMALL = ["--rows", "1", "--tokens", "20", "--repeats", "2", "--kinds", "code"]
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "STEPS", 1)
-    monkeypatch.setattr("headstart.engine.engine.AT_EASE", 0.2)
+    monkeypatch.setattr("headstart.engine.engine.WARM_UP_BUDGET", 0.2)
 
 
 def bench(*arguments: object) -> Result:

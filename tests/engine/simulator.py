@@ -72,7 +72,7 @@ def calibrated(costs: Costs, clock: Clock) -> Depth:
     depth = Depth()
     cells = [(1, 0), (1, 1), (1, 3), (1, 7), (4, 0), (4, 1)]
     times = {(rows, k): [clock.measure(costs(rows, k, 0)) for _ in range(2)] for rows, k in cells}
-    depth.cost.calibrate(times)
+    depth.step_time.calibrate(times)
     return depth
 
 
