@@ -5,8 +5,8 @@ alike. The level is what n and k cost beside each other. A pair (n, k) that was 
 other follows a linear model, fixed + sequence·n + draft·k + position·n·k, shifted to the nearest depth that was
 timed with n sequences.
 
-The pace follows each timing quickly. A level is an average of many, so it moves little while one depth runs on and
-on: what changes then is the machine.
+While one depth runs on, an unexpected timing is put down to the pace. Only the steps just after a change of depth
+compare two depths at one pace, so only those change the levels.
 """
 
 import math
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 SMOOTHING = 0.25  # share of a surprise that the pace takes up, and the resume cost
 CLIP = 0.35  # largest surprise that counts, as a logarithm: one outlier must not rule a depth out
+COMPARED = 4  # steps after a change of depth, the first not timed, that compare it with the depth before
 FADING = 0.992  # weight that earlier timings of a pair keep per step: what drafts cost may drift
 START = (0.6, 0.15, 0.06, 0.1)  # the model before anything was timed: fixed, sequence, draft, position
 
@@ -37,6 +38,7 @@ class StepTime:
         self._pace = 0.0
         self._model = list(START)
         self._last: tuple[int, int] | None = None  # (n, k) of the step before, if it was timed
+        self._repeats = 0  # steps for which that has been the same
         self._steps = 0
 
     def calibrate(self, seconds: Mapping[tuple[int, int], Sequence[float]]) -> None:
@@ -61,19 +63,21 @@ class StepTime:
         head has not seen). It tells only what resuming costs."""
         before, self._last = self._last, (n, k) if seconds is not None else None
         self._steps += 1
+        self._repeats = self._repeats + 1 if before == (n, k) else 1
         if seconds is None:
             return
-        if before != (n, k):
+        if self._repeats == 1:
             if k and before == (n, 0):
                 self.resume += SMOOTHING * (_clipped(math.log(seconds / self.seconds(n, k))) - self.resume)
             return
         if not self.timings:
             self._pace = math.log(seconds) - self._modelled(n, k)
         surprise = _clipped(math.log(seconds) - self._pace - self._level(n, k))
-        timing = self.timings.setdefault(n, {}).setdefault(k, Timing(self._level(n, k), 1.0, self._steps))
-        timing.weight = 1 + timing.weight * FADING ** (self._steps - timing.step)
-        timing.step = self._steps
-        timing.level += surprise / timing.weight
+        if self._repeats <= COMPARED:
+            timing = self.timings.setdefault(n, {}).setdefault(k, Timing(self._level(n, k), 0.0))
+            timing.weight = 1 + timing.weight * FADING ** (self._steps - timing.step)
+            timing.step = self._steps
+            timing.level += surprise / timing.weight
         self._pace += SMOOTHING * surprise
 
     def _level(self, n: int, k: int) -> float:
