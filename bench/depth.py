@@ -1,9 +1,8 @@
-"""What choosing the depth costs the host, beside a step of the built-in model at k = 0.
+"""Measure the host time of the depth controller, relative to a step of the built-in model at k = 0.
 
     python bench/depth.py [MODEL] [--rows 1 4 16]
 
-One choice and one observation, of a controller that has run with every number of rows up to 16. The mean is what a
-round is slowed by; now and then one fits what steps are made of anew, which the median hides. The controller
+One choice and one observation per round, of a controller that has run with every batch size up to 16. The controller
 and the step are measured in turns, and their ratio is taken within a turn.
 """
 
@@ -20,11 +19,11 @@ from headstart.engine import Depth
 from headstart.engine.depth import Drafter
 
 ROUNDS, TURNS, MOST_ROWS = 1000, 5, 16
-VISITS = 20  # rounds with each other number of rows, in a row as requests come and go
+VISITS = 20  # rounds with each batch size before
 
 
 def controller(rows: int) -> tuple[float, float]:
-    """Seconds a round of so many rows, mean and median."""
+    """Return the mean and median seconds of a round with `rows` sequences."""
     rng, depth, times = random.Random(0), Depth(), []
     drafters = [Drafter(MAX_K) for _ in range(max(rows, MOST_ROWS))]
     visits = [count for count in range(1, MOST_ROWS + 1) for _ in range(VISITS)]

@@ -1,4 +1,4 @@
-"""A machine and a text that are made of numbers, to try the choice of depth on.
+"""Simulated machines and texts for the depth controller.
 
 python tests/engine/simulator.py [--rows 4] [--busy]    the table of docs/engine.md
 """
@@ -13,8 +13,8 @@ from headstart.cards import MAX_K
 from headstart.engine.depth import Controller, Depth, Drafter
 
 Costs = Callable[[int, int, int], float]  # rows, k, round → seconds a step
-Text = Callable[[int, int], float]  # round, position → how likely the draft there stands, given those before it
-Rows = Callable[[int], int]  # round → how many decode
+Text = Callable[[int, int], float]  # round, position → chance that the draft there is accepted, given those before it
+Rows = Callable[[int], int]  # round → sequences in the batch
 
 
 MACHINES: dict[str, Costs] = {
@@ -23,7 +23,7 @@ MACHINES: dict[str, Costs] = {
     "cpu": lambda rows, k, round: (1 + 0.5 * k) * rows**0.8,
     "step at 8": lambda rows, k, round: (1.0 if rows * (k + 1) <= 8 else 2.0) + 0.06 * k,
     "slowing": lambda rows, k, round: (1 + 0.3 * k) * (1 + round / 400),
-    "drifting": lambda rows, k, round: 1 + k * (0.1 + round / 600),  # drafts cost more and more, plain steps do not
+    "drifting": lambda rows, k, round: 1 + k * (0.1 + round / 600),  # drafts cost more and more
 }
 TEXTS: dict[str, Text] = {
     "good": lambda round, j: 0.9,
@@ -37,16 +37,16 @@ TEXTS: dict[str, Text] = {
 @dataclass
 class Result:
     depths: list[int] = field(default_factory=list)
-    tokens: list[float] = field(default_factory=list)  # expected of every round, not drawn: luck is not judged
-    best: list[float] = field(default_factory=list)  # what the best depth of the round makes in the same time
+    tokens: list[float] = field(default_factory=list)  # expected in each round, not drawn, to leave out luck
+    best: list[float] = field(default_factory=list)  # expected of the best depth in the same time
 
     def share(self, begin: int = 0, end: int | None = None) -> float:
-        """Of what whoever knows every chance and cost, and when they change, would have made."""
+        """Return the share of an oracle's tokens, which knows all rates and step times, and when they change."""
         return sum(self.tokens[begin:end]) / sum(self.best[begin:end])
 
 
 class Clock:
-    """Times are noisy, with a hiccup of ten times now and then. On a busy machine others come and go as well."""
+    """Add noise to times, and a tenfold outlier now and then. A busy machine has other load that comes and goes."""
 
     def __init__(self, rng: random.Random, busy: bool):
         self.rng, self.busy, self.load = rng, busy, 1.0
@@ -54,12 +54,12 @@ class Clock:
     def measure(self, seconds: float) -> float:
         if self.busy and self.rng.random() < 0.03:
             self.load = self.rng.choice((1.0, 1.0, 1.4, 2.0))
-        hiccup = 10 if self.rng.random() < 0.01 else 1
-        return seconds * self.load * hiccup * self.rng.lognormvariate(0, 0.12 if self.busy else 0.05)
+        outlier = 10 if self.rng.random() < 0.01 else 1
+        return seconds * self.load * outlier * self.rng.lognormvariate(0, 0.12 if self.busy else 0.05)
 
 
 def expected(text: Text, round: int) -> list[float]:
-    """Tokens of a row by k."""
+    """Return the expected tokens of a sequence by k."""
     tokens, survival = [1.0], 1.0
     for j in range(MAX_K):
         survival *= text(round, j)
@@ -68,11 +68,11 @@ def expected(text: Text, round: int) -> list[float]:
 
 
 def calibrated(costs: Costs, clock: Clock) -> Depth:
-    """As the engine does it: a few depths of one row and two of four, each the best of two."""
+    """Return a controller calibrated as the engine does: some depths of one sequence, two of four, each twice."""
     depth = Depth()
     cells = [(1, 0), (1, 1), (1, 3), (1, 7), (4, 0), (4, 1)]
     times = {(rows, k): [clock.measure(costs(rows, k, 0)) for _ in range(2)] for rows, k in cells}
-    depth.cost.calibrate(times)
+    depth.step_time.calibrate(times)
     return depth
 
 
@@ -102,7 +102,7 @@ def simulate(
                 accepted += 1
             outcomes.append((accepted, k))
         seconds = costs(count, k, round)
-        if landed:  # as in the engine, a step is chosen while the one before it is in flight
+        if landed:  # as in the engine, depth is chosen while the step before is still running
             depth.observe(*landed)
         landed = running, k, outcomes, clock.measure(seconds)
         tokens = expected(text, round)
@@ -114,8 +114,8 @@ def simulate(
 
 
 class Informed:
-    """Chooses as well as anyone could who is told everything but which of two texts is running now: the costs, the
-    chances of both, and how often they change. Where it falls short of the oracle, learning would too."""
+    """The best choice for a controller that knows all step times, the rates of two texts and how often they
+    alternate, but not which of them is running: a bound for any rule that must notice."""
 
     gains = ()
 
@@ -135,7 +135,7 @@ class Informed:
             a, b = (chance**accepted * (1 - chance) ** (accepted < proposed) for chance in self.chances)
             first, second = first * a, second * b
         self.belief = second / (first + second)
-        self.belief += (1 - 2 * self.belief) / self.turn  # and now it may have changed
+        self.belief += (1 - 2 * self.belief) / self.turn  # the text may have changed since
 
 
 def mean_share(machine: str, text: str, *, rows: int = 1, busy: bool = False) -> float:

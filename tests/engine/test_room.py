@@ -177,7 +177,7 @@ def test_an_engine_that_is_warm_has_timed_its_steps_and_answers_the_same() -> No
     fresh = random_model("dense", seed=78)
     engine = Engine(fresh)
     assert isinstance(engine.depth, Depth)
-    assert not engine.depth.cost.cells
+    assert not engine.depth.step_time.timings
     engine.warm_up()
-    assert engine.depth.cost.cells
+    assert engine.depth.step_time.timings
     assert collect(engine.submit(request(0))).tokens == generate(fresh, PROMPTS[0], max_tokens=30, k=0).tokens

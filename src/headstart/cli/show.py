@@ -65,6 +65,8 @@ def summary(stats: "Stats", finish_reason: str | None) -> str:
         if shares := acceptance(stats):
             parts.append(f"acceptance {shares}")
         parts.append(f"depth {depth:.1f}")
+        if stats.paused_reason:
+            parts.append(stats.paused_reason)
     else:
         parts.append(f"no drafts: {stats.bypass_reason}")
     if not stats.exact:

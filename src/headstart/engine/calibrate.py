@@ -1,6 +1,6 @@
-"""What a step of this model costs on this machine, from a few that nobody reads.
+"""Time a few steps of a model before its first answer.
 
-Found out on a user's answer, it would cost a short one more than drafts can save it.
+Measured while a user waits, the same would cost a short answer more than drafts can save it.
 """
 
 import time
@@ -9,53 +9,51 @@ import mlx.core as mx
 
 from ..models import Model
 from .batch import Batch
-from .cost import Cell
 from .step import step, take_in
 
-TEXT = [3, 5, 7, 11, 13, 17, 19, 23]
-DEEPER = (3, 7)  # between and beyond them lies a line
-SEVERAL = 4  # rows: how much longer a step takes then, with and without a draft, says it of any number of them
-STEPS = 3  # of a depth in a row
-ENOUGH = 0.5  # seconds; then nothing more is begun, but for depth 1 where there is depth 0
-AT_EASE = 4.0  # seconds at most, where nobody waits for an answer yet: enough to look at all of it twice
+PROMPT = [3, 5, 7, 11, 13, 17, 19, 23]
+DEEPER = (3, 7)  # depths timed besides 0 and 1
+CALIBRATION_BATCH = 4  # sequences timed besides 1; the linear model gives any other number
+STEPS = 3  # timed together
+BUDGET = 0.5  # seconds after which no further depth is timed, other than k = 0 and 1 of one sequence
+WARM_UP_BUDGET = 4.0  # the same for a server that has no request yet: enough to time everything twice
 
 
-def step_times(model: Model, most: int, max_rows: int, enough: float = ENOUGH) -> dict[Cell, list[float]]:
-    """Seconds a step by rows and k, each time it was looked at, for about `enough` of them. The rows are thrown
-    away."""
-    begun, times = time.perf_counter(), dict[Cell, list[float]]()
+def step_times(model: Model, most: int, max_rows: int, budget: float = BUDGET) -> dict[tuple[int, int], list[float]]:
+    """Return seconds per step by (n, k), one entry for each time it was measured, within about `budget` seconds."""
+    begun, times = time.perf_counter(), dict[tuple[int, int], list[float]]()
     batches: dict[int, Batch] = {}
-    tokens = [token % model.vocabulary for token in TEXT]
-    texts = [tokens[i:] + tokens[:i] for i in range(SEVERAL)]  # where there are experts, each takes its own
+    tokens = [token % model.vocabulary for token in PROMPT]
+    prompts = [
+        tokens[i:] + tokens[:i] for i in range(CALIBRATION_BATCH)
+    ]  # different, so MoE models load more experts
 
-    def measure(rows: int, k: int) -> None:
-        if rows not in batches:
-            batches[rows] = take_in(model, texts[:rows], most, model.context_length)
-        times.setdefault((rows, k), []).append(_one_depth(model, batches[rows], k))
+    def measure(n: int, k: int) -> None:
+        if n not in batches:
+            batches[n] = take_in(model, prompts[:n], most, model.context_length)
+        times.setdefault((n, k), []).append(_seconds_per_step(model, batches[n], k))
 
-    both = sorted({0, min(1, most)})
-    for rows in sorted({1, min(SEVERAL, max_rows)}):
-        if rows == 1 or time.perf_counter() - begun < enough:
-            for k in both:
-                measure(rows, k)
-    # A machine is busy for a while and then is not, so all of it twice.
-    for cell in [*((1, k) for k in DEEPER if k <= most), *times, *((1, k) for k in DEEPER if k <= most)]:
-        if time.perf_counter() - begun < enough:
-            measure(*cell)
+    first = [(1, k) for k in (0, 1) if k <= most]
+    batched = [(min(CALIBRATION_BATCH, max_rows), k) for _, k in first] if max_rows > 1 else []
+    deeper = [(1, k) for k in DEEPER if k <= most]
+    for pair in first:
+        measure(*pair)
+    for pair in [*batched, *deeper, *first, *batched, *deeper]:  # twice: the machine may be busy for a while
+        if time.perf_counter() - begun < budget:
+            measure(*pair)
     return times
 
 
-def _one_depth(model: Model, batch: Batch, k: int) -> float:
-    """As the engine does it: a step is described while the device works on the one before. All of them are timed as
-    one: where the host is late to see a step land, the next one only seems short."""
-    for _ in range(2):  # the first makes up for what the depth before left; kernels are made for either of them
+def _seconds_per_step(model: Model, batch: Batch, k: int) -> float:
+    """Run steps as the engine does, each described while the device works on the one before."""
+    for _ in range(2):  # the first clears up after the depth before; both may compile kernels
         mx.eval(step(model, batch, k).tokens, *batch.arrays())
-    begun, flying = time.perf_counter(), None
-    for _ in range(STEPS):
-        said = step(model, batch, k).tokens
-        mx.async_eval(said, *batch.arrays())
-        if flying is not None:
-            flying.tolist()
-        flying = said
-    mx.eval(said, *batch.arrays())
+    begun, running = time.perf_counter(), None
+    for _ in range(STEPS):  # timed as one: where the host sees a step late, the next only seems short
+        tokens = step(model, batch, k).tokens
+        mx.async_eval(tokens, *batch.arrays())
+        if running is not None:
+            running.tolist()
+        running = tokens
+    mx.eval(tokens, *batch.arrays())
     return (time.perf_counter() - begun) / STEPS

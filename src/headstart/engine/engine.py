@@ -25,8 +25,8 @@ from ..errors import HeadstartError
 from ..models import Model
 from ..state import Prefix
 from .batch import Batch
-from .calibrate import AT_EASE, ENOUGH, SEVERAL, step_times
-from .depth import Controller, Depth
+from .calibrate import BUDGET, CALIBRATION_BATCH, WARM_UP_BUDGET, step_times
+from .depth import Controller, Depth, pause_reason
 from .exact import rows_are_independent, widest
 from .flight import Flight, describe, launches_ahead
 from .intake import take_in
@@ -91,7 +91,7 @@ class Engine(Scheduler):
         """Do what the first request would otherwise wait for. Before the engine is turned."""
         rows_are_independent(self.model)
         if self.model.has_head:
-            self._calibrate(AT_EASE)
+            self._calibrate(WARM_UP_BUDGET)
 
     def take_in_all(self) -> None:
         """Take in the prompts of all that find a place before any of them goes on, so that they decode together."""
@@ -172,12 +172,12 @@ class Engine(Scheduler):
         mx.clear_cache()
         return True
 
-    def _calibrate(self, enough: float = ENOUGH) -> None:
+    def _calibrate(self, budget: float = BUDGET) -> None:
         """Time a few steps of a model that nothing is known of."""
         depth = _depths.get(self.model)
-        if depth is not None and depth is self.depth and not depth.cost.cells:
-            several = self.footprint.bytes([1] * SEVERAL) <= self.memory
-            depth.cost.calibrate(step_times(self.model, depth.most, self.max_rows if several else 1, enough))
+        if depth is not None and depth is self.depth and not depth.step_time.timings:
+            several = self.footprint.bytes([1] * CALIBRATION_BATCH) <= self.memory
+            depth.step_time.calibrate(step_times(self.model, depth.most, self.max_rows if several else 1, budget))
 
     def _join(self, row: Row) -> None:
         assert row.batch is not None
@@ -303,6 +303,8 @@ class Engine(Scheduler):
             row.stats.count_depth(min(flight.k, row.drafter.ceiling), seconds)
             if row.auto:
                 row.stats.estimated_gain_by_k = list(self.depth.gains)
+                if flight.k == 0:
+                    row.stats.last_pause_reason = pause_reason(self.depth.gains)
 
     def _recover(self, error: Exception) -> None:
         """A step failed, and took the rows' memory with it. Where memory ran out, the youngest ends. Otherwise

@@ -26,6 +26,7 @@ class Stats:
     rounds: int = 0
     depths: dict[int, int] = field(default_factory=dict)  # rounds by k
     parked_seconds: float = 0.0  # time in rounds of no drafts that the request would have allowed
+    last_pause_reason: str | None = None  # why the last round without drafts had none, where the depth was left open
     estimated_gain_by_k: list[float] = field(default_factory=list)  # over k = 0, where the depth was left open
     proposed_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
@@ -85,6 +86,11 @@ class Stats:
             self.parked_seconds += seconds
 
     @property
+    def paused_reason(self) -> str | None:
+        """Why speculation was paused for most of the answer."""
+        return self.last_pause_reason if 2 * self.depths.get(0, 0) > sum(self.depths.values()) else None
+
+    @property
     def proposed_draft_tokens(self) -> int:
         return sum(self.proposed_by_position)
 
@@ -132,6 +138,7 @@ class Stats:
             "generation_tps": self.generation_tps,
             "prefix_cache_hit": self.prefix_cache_hit,
             "bypass_reason": self.bypass_reason,
+            "paused_reason": self.paused_reason,
             "ignored_fields": [],
             "exact": self.exact,
         }
