@@ -82,7 +82,7 @@ def measure(path: str | None, split: str, tokens: int) -> None:
         if machines.rank:
             Follower(machines, model, tokenizer).run()
             return
-        engine, wire = Leader(machines, model, tokenizer, max_rows=1), machines.wire
+        engine, wire = Leader(machines, model, tokenizer, max_sequences=1), machines.wire
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": PROMPT}], add_generation_prompt=True)
         speed = engine.speed
         print(f"a message: {speed.latency * 1e6:.0f} µs, {speed.bandwidth / 1e6:.0f} MB/s more\n")
@@ -109,7 +109,7 @@ def compare(path: str | None, split: str, tokens: int, dtype: mx.Dtype | None) -
             Follower(machines, model, tokenizer).run()
             return
         several, alone = (
-            Leader(machines, model, tokenizer, max_rows=1),
+            Leader(machines, model, tokenizer, max_sequences=1),
             Engine(load_whole(path, dtype=dtype), tokenizer),
         )
         same, gaps = 0, []

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 import headstart
 import headstart.kernels.cores
-from headstart.engine.step import step, take_in
+from headstart.engine.step import prefill_prompts, step
 
 PROMPT = "The history of computing is long. In the beginning there were "
 
@@ -34,11 +34,11 @@ def main() -> None:
     headstart.kernels.cores.others()
 
     def read(ceiling: int) -> list[int]:
-        take_in(model, [prompt], ceiling)
+        prefill_prompts(model, [prompt], ceiling)
         return []
 
     def decode(k: int, rows: int, steps: int = 8) -> list[int]:
-        said, batch = [], take_in(model, [prompt[: 30 + row] for row in range(rows)], 8)
+        said, batch = [], prefill_prompts(model, [prompt[: 30 + row] for row in range(rows)], 8)
         begin = time.perf_counter()
         for _ in range(steps):
             round = step(model, batch, k)

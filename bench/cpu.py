@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 import headstart
-from headstart.engine.step import step, take_in
+from headstart.engine.step import prefill_prompts, step
 from headstart.kernels.cpu import load
 from headstart.kernels.products import product
 
@@ -74,7 +74,7 @@ def whole_model(name: str, native: load.Loaded, row: Callable[..., float]) -> No
     prompt = list(tokenizer.encode(PROMPT * 40))[:401]
 
     def steps(k: int) -> Callable[[], None]:
-        batches = {id(side): take_in(model, [prompt[:60]], 8) for side in (native, STOCK)}
+        batches = {id(side): prefill_prompts(model, [prompt[:60]], 8) for side in (native, STOCK)}
 
         def one() -> None:
             batch = batches[id(load._loaded)]
@@ -85,12 +85,12 @@ def whole_model(name: str, native: load.Loaded, row: Callable[..., float]) -> No
 
     plain, drafting = (row(f"{name}: step, k = {k}", steps(k), size) for k in (0, 3))
     print(f"| … k = 3 over k = 0 | | {drafting / plain:.2f}× | | |")
-    batch = take_in(model, [prompt[:60]], 8)
+    batch = prefill_prompts(model, [prompt[:60]], 8)
     begin, count = time.perf_counter(), 20
     for _ in range(count):
         step(model, batch, 0)  # described, not computed
     print(f"| … Python for a step, k = 0 | | {(time.perf_counter() - begin) / count * 1e3:.2f} | | |")
-    row(f"{name}: prompt of {len(prompt) - 1} tokens", lambda: take_in(model, [prompt], 0), size)
+    row(f"{name}: prompt of {len(prompt) - 1} tokens", lambda: prefill_prompts(model, [prompt], 0), size)
 
 
 def linear(outputs: int, inputs: int, bits: int) -> nn.Module:

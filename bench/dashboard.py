@@ -19,9 +19,9 @@ import httpx
 from playwright.sync_api import Browser, expect, sync_playwright
 
 from headstart.checkpoint import read_layout, resolve
-from headstart.engine import Room
+from headstart.engine import EngineThread
 from headstart.library import load
-from headstart.server import Served, Server, bind, create_app, history
+from headstart.server import ServedModel, Server, bind, create_app, history
 
 BODY = {
     "messages": [{"role": "user", "content": "Write a Python function that sorts a list."}],
@@ -37,10 +37,10 @@ def serving() -> Iterator[str]:
     """In this process, whose other threads sleep meanwhile."""
     folder = resolve(None)
     model, tokenizer = load(folder)
-    room = Room(model, tokenizer)
+    room = EngineThread(model, tokenizer)
     room.engine.warm_up()
     with bind("127.0.0.1", 0) as place:
-        server = Server(create_app(room, Served.of(read_layout(folder), model, tokenizer)), room)
+        server = Server(create_app(room, ServedModel.of(read_layout(folder), model, tokenizer)), room)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
         thread.start()
         while not server.started:

@@ -15,7 +15,7 @@ from step import ours
 
 from headstart import load
 from headstart.cards import MAX_K
-from headstart.engine import Depth
+from headstart.engine import DepthController
 from headstart.engine.depth import Drafter
 
 ROUNDS, TURNS, MOST_ROWS = 1000, 5, 16
@@ -24,7 +24,7 @@ VISITS = 20  # rounds with each batch size before
 
 def controller(rows: int) -> tuple[float, float]:
     """Return the mean and median seconds of a round with `rows` sequences."""
-    rng, depth, times = random.Random(0), Depth(), []
+    rng, depth, times = random.Random(0), DepthController(), []
     drafters = [Drafter(MAX_K) for _ in range(max(rows, MOST_ROWS))]
     visits = [count for count in range(1, MOST_ROWS + 1) for _ in range(VISITS)]
     for round, count in enumerate(visits + [rows] * ROUNDS):

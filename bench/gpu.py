@@ -30,7 +30,7 @@ from headstart.bench.local import K, decode_batch
 from headstart.bench.step_time import step_seconds
 from headstart.checkpoint import load, load_tokenizer, resolve
 from headstart.engine.batch import Batch
-from headstart.engine.step import Round, verify
+from headstart.engine.step import StepResult, verify
 from headstart.models import Model
 from headstart.sampling import Proposal
 
@@ -206,7 +206,7 @@ def steps(name: str, model: Model) -> None:
         note(f"{name} step {rows} {k}", turns)
 
 
-def verify_only(model: Model, batch: Batch, k: int) -> Round:
+def verify_only(model: Model, batch: Batch, k: int) -> StepResult:
     """Verify drafts that cost nothing. They differ, as those of a text do: a mixture of experts cares."""
     tokens = mx.array([[7919 * row + 31 * j + 1 for j in range(k)] for row in range(batch.size)], mx.int32)
     return verify(model, batch, Proposal(tokens, []))

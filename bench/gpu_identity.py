@@ -19,7 +19,7 @@ from headstart.kernels.norm import add_and_norm
 from headstart.kernels.products import product, products
 from headstart.models import Model, graph
 from headstart.models.feed_forward import feed_forward, mixture
-from headstart.state import Rows
+from headstart.state import BatchState
 
 ROWS, WIDTH, BEFORE = 4, 6, 9  # at most
 Stage = tuple[str, Callable[..., mx.array], list[mx.array]]  # every input and the output are [B, W, …]
@@ -79,7 +79,7 @@ def passes(model: Model) -> Iterator[tuple[str, list[str]]]:
     """A whole pass, described and compiled, against tokens one by one."""
     tokens = mx.random.randint(0, model.vocabulary, (ROWS, BEFORE + WIDTH))
 
-    def begin(first: int, last: int) -> Rows:
+    def begin(first: int, last: int) -> BatchState:
         state = model.make_state(last - first)
         model.trunk(tokens[first:last, :BEFORE], state, certain=BEFORE)
         state.commit(mx.full((last - first,), BEFORE, mx.int32), most=BEFORE)

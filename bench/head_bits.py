@@ -44,7 +44,7 @@ Validate an e-mail address with a regular expression.
 
 def measure(folder: Path, prompts: list[list[int]]) -> tuple[list[list[int]], list[float], float]:
     """The texts, acceptance by position, tokens per round."""
-    engine = Engine(load(folder), load_tokenizer(folder), max_rows=len(prompts))
+    engine = Engine(load(folder), load_tokenizer(folder), max_sequences=len(prompts))
     handles = [engine.submit(Request(p, SamplingParams(k=K, max_tokens=TOKENS))) for p in prompts]
     texts, stats = [], []
     for handle in handles:

@@ -15,7 +15,7 @@ import mlx.core as mx
 from headstart.bench.local import decode_batch
 from headstart.bench.plan import Trial
 from headstart.engine.batch import Batch
-from headstart.engine.step import draft, take_in, verify
+from headstart.engine.step import draft, prefill_prompts, verify
 from headstart.errors import HeadstartError, RequestError
 from headstart.models import Model
 from headstart.sampling import Proposal
@@ -47,7 +47,7 @@ def decode_imposed(model: Model, recording: Recording, k: int, pattern: Sequence
     """Decode the recording again with k drafts per step, accepted by the pattern. Timed as in `decode_batch`."""
     check_pattern(pattern, k)
     limit = len(recording.texts[0])
-    batch = take_in(model, recording.prompts, ceiling=k, limit=limit)
+    batch = prefill_prompts(model, recording.prompts, ceiling=k, limit=limit)
     script = _script(recording, k)
     sequences: list[list[int]] = [[] for _ in recording.prompts]
     outcomes: list[tuple[int, int]] = []  # of each round: drafts accepted, drafts proposed

@@ -35,7 +35,7 @@ def run(
     mx.set_default_device(mx.gpu if device == "gpu" else mx.cpu)
     folder = resolve(model)
     tokenizer = load_tokenizer(folder)
-    engine = Engine(load(folder, dtype=getattr(mx, dtype) if dtype else None), max_rows=rows)
+    engine = Engine(load(folder, dtype=getattr(mx, dtype) if dtype else None), max_sequences=rows)
     params = SamplingParams(max_tokens=tokens, k=k, seed=seed, temperature=0.0 if seed is None else 0.8)
     handles = []
     for task in (TASKS * count)[:count]:

@@ -2,10 +2,10 @@
 
     python bench/sampling.py [--rows 1 8 32] [--k 0 3] [--vocabulary 248320] [--repeats 3] [--only TEXT] [--slow]
 
-`window` is k calls of `propose` and one of `judge` on random logits, as a step makes them. `step` is the rest of a
-step of the built-in model (trunk, head, logits, commit) with as many rows: a model of a few million parameters, so
-the shares are an upper bound. `lm_head` is what the last product alone of a 27B model (hidden 5120, bfloat16) costs
-here. Settings are measured one after the other in every repeat, and medians taken.
+`window` is k calls of `propose` and one of `accept_window` on random logits, as a step makes them. `step` is the rest
+of a step of the built-in model (trunk, head, logits, commit) with as many rows: a model of a few million parameters,
+so the shares are an upper bound. `lm_head` is what the last product alone of a 27B model (hidden 5120, bfloat16)
+costs here. Settings are measured one after the other in every repeat, and medians taken.
 """
 
 import argparse
@@ -20,7 +20,15 @@ from headstart.checkpoint import load
 from headstart.engine.batch import Batch
 from headstart.engine.step import prefill, step
 from headstart.models import Model
-from headstart.sampling import Asked, Proposal, SamplingParams, Scene, controls, judge, propose
+from headstart.sampling import (
+    BatchContext,
+    Proposal,
+    SamplingParams,
+    SequenceParams,
+    accept_window,
+    controls,
+    propose,
+)
 
 P = SamplingParams
 SETTINGS = {
@@ -43,26 +51,26 @@ Run = Callable[[], list[mx.array]]
 
 def window(params: SamplingParams, rows: int, k: int, target: mx.array, head: mx.array) -> Run:
     """One window of sampling, ready to run again and again."""
-    asked = [Asked(params, key, 0, 10**6) for key in range(rows)]
+    asked = [SequenceParams(params, key, 0, 10**6) for key in range(rows)]
     ruled = controls(asked, target.shape[-1])
     size = params.context_size
     recent = mx.array(np.random.default_rng(0).integers(0, 1000, (rows, size)).astype(np.int32)).reshape(rows, size)
     counts = mx.arange(rows, dtype=mx.int32)
-    scene = Scene(ruled, counts + 100, counts, recent, mx.full((rows,), 10**6))
+    scene = BatchContext(ruled, counts + 100, counts, recent, mx.full((rows,), 10**6))
     allowed = mx.full((rows,), k, mx.int32)
 
     def run() -> list[mx.array]:
         proposal = Proposal(mx.zeros((rows, 0), mx.int32), [])
         for j in range(k):
             proposal = propose(head[:rows, j : j + 1], proposal, scene)
-        return list(judge(target[:rows, : k + 1], proposal, allowed, scene))
+        return list(accept_window(target[:rows, : k + 1], proposal, allowed, scene))
 
     return run
 
 
 def rest_of_a_step(model: Model, rows: int, k: int) -> Run:
     """A greedy step of the built-in model, whose sampling is an argmax."""
-    asked = Asked(P(), 0, 0, 10**6)
+    asked = SequenceParams(P(), 0, 0, 10**6)
     running = Batch.of_one(model, PROMPT, asked, ceiling=k)
     prefill(model, running, mx.array([PROMPT[:-1]]), mx.array(PROMPT[-1:]))
     running.keep([0] * rows, model)

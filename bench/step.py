@@ -21,7 +21,7 @@ from headstart.checkpoint import load
 from headstart.engine.batch import Batch
 from headstart.engine.step import prefill, step
 from headstart.models import Model
-from headstart.sampling import Asked, SamplingParams
+from headstart.sampling import SamplingParams, SequenceParams
 
 PROMPT = [(7 * i) % 97 + 1 for i in range(64)]
 STEPS = 12  # between two looks at the clock; fewer interleave more finely
@@ -29,7 +29,7 @@ STEPS = 12  # between two looks at the clock; fewer interleave more finely
 
 def batch(model: Model, rows: int, k: int) -> Batch:
     def one() -> Batch:
-        row = Batch.of_one(model, PROMPT, Asked(SamplingParams(), key=0, choice=0, limit=10**6), ceiling=k)
+        row = Batch.of_one(model, PROMPT, SequenceParams(SamplingParams(), key=0, choice=0, limit=10**6), ceiling=k)
         prefill(model, row, mx.array([PROMPT[:-1]]), mx.array(PROMPT[-1:]))
         return row
 

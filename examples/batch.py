@@ -21,7 +21,7 @@ HOW = (
 
 def main() -> list[str]:
     model, tokenizer = load()
-    engine = Engine(model, tokenizer, max_rows=4)  # more requests than rows would wait their turn
+    engine = Engine(model, tokenizer, max_sequences=4)  # more requests than rows would wait their turn
     handles = []
     for task, params in zip(TASKS, HOW, strict=True):
         messages = [{"role": "user", "content": task}]

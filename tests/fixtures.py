@@ -16,7 +16,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
 
-import headstart.engine.intake
+import headstart.engine.prefill
 from checkpoints import write
 from headstart.checkpoint import load
 from headstart.engine import Engine, Handle, Request, Stats
@@ -92,14 +92,14 @@ def assert_greedy(model: Model, prompt: Sequence[int], tokens: Sequence[int]) ->
 
 def batch_of(model: Model, *prompts: Sequence[int], k: int = 8, chunk: int = CHUNK) -> Batch:
     """Rows that have taken in their prompts, by the engine's own hand, and have said nothing yet."""
-    engine = Engine(model, max_rows=len(prompts))
+    engine = Engine(model, max_sequences=len(prompts))
     for prompt in prompts:
         submit(engine, prompt, k=k, max_tokens=2000)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(headstart.engine.intake, "CHUNK", chunk)
+        patch.setattr(headstart.engine.prefill, "CHUNK", chunk)
         engine._admit()
         while engine.entering:
-            engine._take_in_a_chunk()
+            engine._prefill_chunk()
     assert engine._batch is not None
     assert engine._batch.size == len(prompts)
     mx.eval(engine._batch.arrays())

@@ -179,7 +179,7 @@ def test_progress_is_told_at_both_ends_of_the_prompt(loaded: Any, prompt: list[i
 
 
 def test_progress_of_a_long_prompt_is_told_chunk_by_chunk(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.engine.intake.CHUNK", 16)
+    monkeypatch.setattr("headstart.engine.prefill.CHUNK", 16)
     told: list[tuple[int, int]] = []
     long = [1 + i % 50 for i in range(40)]
     headstart.generate(
@@ -315,7 +315,7 @@ def test_type_checkers_know_every_sampling_parameter() -> None:
 
 def test_a_batch_gets_the_texts_that_each_prompt_gets_alone(loaded: tuple[Model, Any], prompt: list[int]) -> None:
     prompts = [prompt, "def add(a, b):", prompt[:9]]
-    batch = headstart.batch_generate(*loaded, prompts, max_tokens=12, max_rows=2, temperature=0.8, seed=4)
+    batch = headstart.batch_generate(*loaded, prompts, max_tokens=12, max_sequences=2, temperature=0.8, seed=4)
     alone = [headstart.generate(*loaded, each, max_tokens=12, temperature=0.8, seed=4) for each in prompts]
     assert batch.texts == alone
     assert [stats.generation_tokens for stats in batch.stats] == [12, 12, 12]

@@ -138,7 +138,7 @@ def stream_generate(
     request = Request(
         _token_ids(tokenizer, prompt), SamplingParams(max_tokens=most, k=k, **by_sampler, **more), keep_logits=True
     )
-    handle = (engine or Engine(model, tokenizer, max_rows=1)).submit(request)
+    handle = (engine or Engine(model, tokenizer, max_sequences=1)).submit(request)
     # What is refused is refused at the call and not at the first token: hence a generator of its own, advanced into
     # its `try` here, since closing a generator that has not started would run none of it.
     responses = _responses(handle, prompt_progress_callback or (lambda done, total: None))
@@ -200,16 +200,16 @@ def batch_generate(
     prompts: Sequence[str | Sequence[int] | mx.array],
     max_tokens: int = 256,
     *,
-    max_rows: int = 16,
+    max_sequences: int = 16,
     k: int | Literal["auto"] = "auto",
     **params: Unpack[SamplingOptions],
 ) -> BatchResponse:
-    """Answer several prompts in one batch; more than `max_rows` wait their turn.
+    """Answer several prompts in one batch; more than `max_sequences` wait their turn.
 
     The other arguments are those of `stream_generate`.
     """
     sampling = SamplingParams(max_tokens=max_tokens, k=k, **_honourable({**params}))
-    engine = Engine(model, tokenizer, max_rows=max_rows)
+    engine = Engine(model, tokenizer, max_sequences=max_sequences)
     handles = [engine.submit(Request(_token_ids(tokenizer, prompt), sampling)) for prompt in prompts]
     texts, stats = [], []
     for handle in handles:
@@ -232,8 +232,8 @@ def _responses(handle: Handle, progress: Progress) -> Generator[GenerationRespon
         for event in handle:
             if event.error is not None:
                 raise event.error
-            if event.prompt_taken:
-                progress(event.prompt_taken, prompt_tokens)
+            if event.prompt_processed:
+                progress(event.prompt_processed, prompt_tokens)
                 continue
             assert event.stats is not None
             if event.logits is None:

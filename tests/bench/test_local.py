@@ -5,7 +5,7 @@ import pytest
 from fixtures import mlx_lm_greedy, random_model, random_prompt
 from headstart.bench.local import K, decode_batch, measure_locally
 from headstart.bench.plan import Condition, Load
-from headstart.engine import Depth, Engine
+from headstart.engine import DepthController, Engine
 from headstart.errors import HeadstartError, RequestError
 
 PROMPTS = [random_prompt(random_model(), length, seed=length) for length in (4, 600, 2)]
@@ -38,8 +38,8 @@ def test_drafts_are_counted_by_position() -> None:
 def test_a_fixed_depth_teaches_the_judged_controller_nothing_and_auto_goes_on_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    taught: list[Depth] = []
-    monkeypatch.setattr(Depth, "observe", lambda depth, *outcome: taught.append(depth))
+    taught: list[DepthController] = []
+    monkeypatch.setattr(DepthController, "observe", lambda depth, *outcome: taught.append(depth))
     shared = Engine(random_model()).depth
     decode_batch(random_model(), PROMPTS[:1], 1, tokens=20)
     assert taught
@@ -60,7 +60,7 @@ def test_a_prompt_that_cannot_be_prefilled_is_an_error(monkeypatch: pytest.Monke
     def fail(*arguments: object) -> None:
         raise ValueError("no")
 
-    monkeypatch.setattr("headstart.engine.intake.prefill", fail)
+    monkeypatch.setattr("headstart.engine.prefill.prefill", fail)
     with pytest.raises(HeadstartError, match="ValueError: no"):
         decode_batch(random_model(), PROMPTS, 0, tokens=12)
 

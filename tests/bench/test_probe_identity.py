@@ -20,7 +20,7 @@ from headstart.engine.request import TokenLogprobs
 from headstart.engine.stats import Stats
 from headstart.errors import RequestError
 from headstart.models import Model
-from headstart.state import Rows
+from headstart.state import BatchState
 
 TOKENS = 24
 
@@ -30,7 +30,7 @@ class RoundsByWidth(Model):
 
     NOISE = 0.2
 
-    def trunk(self, tokens: mx.array, rows: Rows, certain: int) -> mx.array:
+    def trunk(self, tokens: mx.array, rows: BatchState, certain: int) -> mx.array:
         hidden = super().trunk(tokens, rows, certain)
         noise = mx.random.uniform(-self.NOISE, self.NOISE, hidden.shape[-1:], key=mx.random.key(tokens.shape[1]))
         return hidden + noise if tokens.shape[1] > 1 else hidden

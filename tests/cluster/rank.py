@@ -22,9 +22,9 @@ from headstart.cards import MAX_K
 from headstart.cluster import Follower, Leader, SharedPrefix, join, load
 from headstart.cluster.engine import Chosen
 from headstart.cluster.wire import Wire
-from headstart.engine import Depth, Engine, Event, Handle, Request
+from headstart.engine import DepthController, Engine, Event, Handle, Request
 from headstart.engine.depth import Drafter
-from headstart.engine.row import Row, Said
+from headstart.engine.sequence import Output, SequenceState
 from headstart.sampling import GrammarSpec, SamplingParams
 
 ANSWER = 16  # tokens that are counted ahead: so long answers are let in together
@@ -55,7 +55,7 @@ def noted() -> Iterator[dict[int, dict[str, Any]]]:
     Handle.put = put  # type: ignore[method-assign]
 
 
-class Restless(Depth):
+class Restless(DepthController):
     """Another depth every time, as a clock might have it."""
 
     def choose(self, rows: Sequence[Drafter]) -> int:
@@ -73,7 +73,7 @@ def request(each: dict[str, Any]) -> Request:
 def lead(engine: Engine, tasks: list[list[dict[str, Any]]], wire: Wire | None = None) -> list[dict[str, Any]]:
     told, gave_up, put_back = [], [], engine.queue.put_back
 
-    def note(row: Row) -> None:
+    def note(row: SequenceState) -> None:
         gave_up.append(row)
         put_back(row)
 
@@ -98,15 +98,15 @@ def lead(engine: Engine, tasks: list[list[dict[str, Any]]], wire: Wire | None = 
 
 
 def say_two_rounds() -> None:
-    say, said = Row.say, []
+    say, said = SequenceState.say, []
 
-    def mute(row: Row, round: Said) -> None:
+    def mute(row: SequenceState, round: Output) -> None:
         said.append(round)
         if len(said) > 2:
             raise ValueError("mute")
         say(row, round)
 
-    Row.say = mute  # type: ignore[method-assign]
+    SequenceState.say = mute  # type: ignore[method-assign]
 
 
 def main(job: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ def main(job: dict[str, Any]) -> None:
                     Follower(machines, model, tokenizer, **room).run()
                     tasks = []
                 else:
-                    leader = Leader(machines, model, tokenizer, max_rows=3, **room)
+                    leader = Leader(machines, model, tokenizer, max_sequences=3, **room)
                     leader.depth = Chosen(Restless(), machines)
                     if "stream" in each:
                         params = SamplingParams(max_tokens=4000, k=3, logprobs=True)

@@ -29,7 +29,7 @@ SAMPLED = {"temperature": 3.0, "seed": 7}  # or the model, which is sure of itse
 Folders = Callable[[str], str]
 Task = list[dict[str, Any]]
 Results = list[list[dict[str, Any]]]  # of every rank, of every model
-Said = dict[str, Any]  # to one request
+Output = dict[str, Any]  # to one request
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +115,9 @@ def stop(folder: str) -> str:
     return next(text for text in texts[3:] if text.isprintable() and text.isascii() and text not in texts[:3])
 
 
-def said_alone(folder: str, tasks: list[Task]) -> list[Said]:
+def said_alone(folder: str, tasks: list[Task]) -> list[Output]:
     """What one process says that has room for everything."""
-    engine = Engine(alone(folder), load_tokenizer(Path(folder)), max_rows=3, prefix=Prefix(10**8))
+    engine = Engine(alone(folder), load_tokenizer(Path(folder)), max_sequences=3, prefix=Prefix(10**8))
     mx.disable_compile()  # as in the ranks
     with noted() as said:
         lead(engine, tasks)
@@ -125,7 +125,7 @@ def said_alone(folder: str, tasks: list[Task]) -> list[Said]:
     return list(json.loads(json.dumps(list(said.values()))))
 
 
-def assert_same(said: list[Said], expected: list[Said], *, exactly: bool) -> None:
+def assert_same(said: list[Output], expected: list[Output], *, exactly: bool) -> None:
     if exactly:
         assert said == expected
         return
@@ -141,7 +141,9 @@ def assert_same(said: list[Said], expected: list[Said], *, exactly: bool) -> Non
     assert max(gaps) < ROUNDING
 
 
-def check(results: Results, index: int, folder: str, tasks: list[Task], depths: int, *, exactly: bool) -> list[Said]:
+def check(
+    results: Results, index: int, folder: str, tasks: list[Task], depths: int, *, exactly: bool
+) -> list[Output]:
     """All ranks say and keep the same with the same bits, for every depth, and it is what one process says to
     `tasks`. Returns what was said after them."""
     said = results[0][index]["said"]

@@ -67,10 +67,10 @@ def test_a_rank_that_has_loaded_something_else_is_named(place: int, thing: str, 
 def test_prompts_are_not_taken_in_without_the_others(leader: Leader) -> None:
     submit(leader, random_prompt(leader.model, 9))
     with pytest.raises(ClusterError, match="several machines take prompts in turn by turn"):
-        leader.take_in_all()
+        leader.prefill_all()
 
 
-@pytest.mark.parametrize("broken", ["Engine._drop_finished", "take_in", "describe"])
+@pytest.mark.parametrize("broken", ["Engine._drop_finished", "prefill_chunk", "describe"])
 def test_a_turn_that_fails_ends_with_its_cause(broken: str, leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever in the turn: nobody starts again alone."""
 

@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from headstart.cluster import SharedPrefix
-from headstart.state import CHUNK, KV, Rows
+from headstart.state import CHUNK, KV, BatchState
 from headstart.state.prefix import Sizes
 
 
@@ -31,7 +31,7 @@ def test_what_is_not_finite_on_one_machine_is_kept_by_none(here: bool, others: b
     prefix.agree(wire, 10**9, Sizes(1000, 100))
     keys = mx.full((1, 1, CHUNK, 32), 1.0 if here else mx.nan)
     length = mx.array([CHUNK], mx.int32)
-    rows = Rows([KV(keys, keys, mx.zeros((1,), mx.int32))], length, mx.zeros((1,), mx.int32), [CHUNK])
+    rows = BatchState([KV(keys, keys, mx.zeros((1,), mx.int32))], length, mx.zeros((1,), mx.int32), [CHUNK])
     prefix.store(list(range(CHUNK + 1)), CHUNK, rows, None, mx.zeros((1, 1, 16)))
     assert wire.asked == [here]
     assert prefix.stats().entries == (here and others)

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headstart.cards import MAX_K
-from headstart.engine.depth import Controller, Depth, Drafter
+from headstart.engine.depth import Controller, DepthController, Drafter
 
 Costs = Callable[[int, int, int], float]  # rows, k, round → seconds a step
 Text = Callable[[int, int], float]  # round, position → chance that the draft there is accepted, given those before it
-Rows = Callable[[int], int]  # round → sequences in the batch
+BatchState = Callable[[int], int]  # round → sequences in the batch
 
 
 MACHINES: dict[str, Costs] = {
@@ -67,9 +67,9 @@ def expected(text: Text, round: int) -> list[float]:
     return tokens
 
 
-def calibrated(costs: Costs, clock: Clock) -> Depth:
+def calibrated(costs: Costs, clock: Clock) -> DepthController:
     """Return a controller calibrated as the engine does: some depths of one sequence, two of four, each twice."""
-    depth = Depth()
+    depth = DepthController()
     cells = [(1, 0), (1, 1), (1, 3), (1, 7), (4, 0), (4, 1)]
     times = {(rows, k): [clock.measure(costs(rows, k, 0)) for _ in range(2)] for rows, k in cells}
     depth.step_time.calibrate(times)
@@ -81,7 +81,7 @@ def simulate(
     text: Text,
     rounds: int,
     *,
-    rows: Rows = lambda round: 1,
+    rows: BatchState = lambda round: 1,
     seed: int = 0,
     busy: bool = False,
     controller: Controller | None = None,

@@ -17,7 +17,7 @@ from headstart.state import Prefix
 
 def test_clients_take_turns() -> None:
     model = random_model("dense")
-    engine = Engine(model, max_rows=1)
+    engine = Engine(model, max_sequences=1)
     greedy = Request(random_prompt(model, 5), SamplingParams(max_tokens=1, k=0))
     order: list[str] = []
     for client in ("many", "many", "many", "few", "one", "few"):
@@ -115,7 +115,7 @@ def test_one_client_cannot_fill_the_queue() -> None:
 
 
 def test_a_prefix_cache_that_leaves_no_room_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.engine.scheduler.left_for_rows", lambda: 10**9)
+    monkeypatch.setattr("headstart.engine.scheduler.memory_for_sequences", lambda: 10**9)
     with pytest.raises(RequestError, match=r"a prefix cache of 2.00 GB leaves no room .* 1.00 GB are left"):
         Engine(random_model("dense"), prefix=Prefix(2 * 10**9))
     Engine(random_model("dense"), prefix=Prefix(10**8))

@@ -22,7 +22,7 @@ def test_concurrent_requests_share_a_batch_and_get_their_own_answers() -> None:
 
     async def main() -> list[list[int]]:
         nonlocal together
-        async with AsyncEngine(model, max_rows=8) as engine:
+        async with AsyncEngine(model, max_sequences=8) as engine:
 
             async def watch() -> None:
                 nonlocal together

@@ -10,7 +10,7 @@ from simulator import MACHINES, TEXTS, Informed, Text, mean_share, simulate
 import headstart.engine.engine
 from fixtures import FAMILIES, builtin_model, collect, generate, random_model, random_prompt, submit
 from headstart.cli.show import summary
-from headstart.engine import Depth, Engine
+from headstart.engine import DepthController, Engine
 from headstart.engine.calibrate import step_times
 from headstart.engine.depth import Drafter, pause_reason
 from headstart.engine.step_time import StepTime
@@ -112,7 +112,7 @@ def test_exploration_is_rarer_where_it_costs_more_to_resume() -> None:
     """The head must then be shown what it missed. Drafts lose a little here, so speculation stays paused."""
 
     def explorations(resume: float) -> int:
-        depth, row, begun, last = Depth(), Drafter(1), 0, 0
+        depth, row, begun, last = DepthController(), Drafter(1), 0, 0
         depth.step_time.calibrate({(1, 0): [1.0], (1, 1): [1.82]})
         for round in range(1500):
             k = depth.choose([row])
@@ -129,7 +129,7 @@ def curve(times: StepTime, n: int, most: int) -> list[float]:
     return [times.seconds(n, k) for k in range(most + 1)]
 
 
-def play(depth: Depth, rows: list[Drafter], rounds: int, accepted: bool, timed: bool = True) -> list[int]:
+def play(depth: DepthController, rows: list[Drafter], rounds: int, accepted: bool, timed: bool = True) -> list[int]:
     """Run rounds in which every draft is accepted or none is, on a machine where a draft costs .8 of a step."""
     depths = []
     for _ in range(rounds):
@@ -140,9 +140,9 @@ def play(depth: Depth, rows: list[Drafter], rounds: int, accepted: bool, timed: 
     return depths
 
 
-def paused() -> Depth:
+def paused() -> DepthController:
     """Return a controller that knows the machine and has paused speculation after long rejections."""
-    depth = Depth()
+    depth = DepthController()
     depth.step_time.calibrate({(1, k): [1 + 0.8 * k] * 2 for k in (0, 1, 3, 7)})
     assert play(depth, [Drafter(8)], 300, accepted=False)[-8:].count(0) >= 6
     return depth
@@ -188,21 +188,21 @@ def test_a_cancelled_round_is_not_learned_from(k: object) -> None:
     model = random_model("dense")
     prompt = random_prompt(model, 9)
     expected = generate(model, prompt, max_tokens=8, k=0).tokens
-    engine = Engine(model, depth=Depth())
+    engine = Engine(model, depth=DepthController())
     for _ in range(6):
         gone = submit(engine, prompt, max_tokens=40, k=k)
         for _ in range(4):
             engine.turn()
         gone.cancel()
         assert collect(submit(engine, prompt, max_tokens=8, k=k)).tokens == expected
-    Depth().observe([], 0, [], None)
+    DepthController().observe([], 0, [], None)
 
 
 def test_depth_stays_within_the_ceilings() -> None:
-    depth = Depth()
+    depth = DepthController()
     assert all(depth.choose([Drafter(0), Drafter(0)]) == 0 for _ in range(30))
     assert all(depth.choose([Drafter(2), Drafter(0)]) <= 2 for _ in range(30))
-    depth = Depth(most=3)
+    depth = DepthController(most=3)
     assert max(depth.choose([Drafter(8)]) for _ in range(30)) <= 3
     assert len(depth.gains) == 4
 
@@ -258,7 +258,7 @@ def test_sequences_at_automatic_depth_generate_what_they_would_alone(family: str
     prompts = [random_prompt(model, 5 + 4 * i, i) for i in range(5)]
     how = [{"temperature": 1.0, "seed": i} if i % 2 else {} for i in range(5)]
     for depth in (None, Scripted([3, 0, 5, 1, 8, 2, 0, 0] * 40)):
-        engine = Engine(model, max_rows=4, depth=depth)
+        engine = Engine(model, max_sequences=4, depth=depth)
         handles = [submit(engine, prompts[i], max_tokens=30 + 3 * i, **how[i]) for i in range(5)]
         answers = [collect(handle) for handle in handles]
         for i, answer in enumerate(answers):
@@ -285,7 +285,7 @@ def test_the_pause_reason_gives_the_best_estimate() -> None:
 def test_an_answer_without_drafts_says_that_they_did_not_pay() -> None:
     """No draft of random weights is accepted, and a draft costs more than any machine takes for it."""
 
-    class Unpaid(Depth):
+    class Unpaid(DepthController):
         def observe(
             self, drafters: Sequence[Drafter], k: int, outcomes: Sequence[tuple[int, int]], seconds: float | None
         ) -> None:
@@ -309,9 +309,9 @@ def test_steps_are_timed_once_before_the_first_answer_that_needs_it(
 ) -> None:
     timed: list[int] = []
 
-    def counted(model: Model, most: int, max_rows: int, budget: float) -> dict[tuple[int, int], list[float]]:
+    def counted(model: Model, most: int, max_sequences: int, budget: float) -> dict[tuple[int, int], list[float]]:
         timed.append(most)
-        return step_times(model, most, max_rows, budget)
+        return step_times(model, most, max_sequences, budget)
 
     monkeypatch.setattr(headstart.engine.engine, "step_times", counted)
     model = random_model("dense", seed=77)

@@ -41,7 +41,7 @@ def resident() -> int:
 @pytest.mark.slow
 def test_memory_is_flat_over_a_million_tokens() -> None:
     model, rng = random_model("dense", **VERY_SMALL), random.Random(0)
-    engine = Engine(model, max_rows=ROWS)
+    engine = Engine(model, max_sequences=ROWS)
     running: list[Handle] = []
     said = requests = rounds = proposed = accepted = 0
     marks: list[tuple[int, int, int]] = []  # tokens, active, resident

@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-import headstart.engine.intake
+import headstart.engine.prefill
 from fixtures import (
     FAMILIES,
     batch_of,
@@ -132,7 +132,7 @@ def test_greedy_output_is_the_same_however_the_prompt_is_cut(
     family: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prefix hit resumes at a multiple of the chunk, so every cut at multiples must give the same."""
-    monkeypatch.setattr(headstart.engine.intake, "CHUNK", chunk)
+    monkeypatch.setattr(headstart.engine.prefill, "CHUNK", chunk)
     model = random_model(family)
     lengths = (15, 16, 17, 33, 65, 100) if family == "dense" else (17, 33)
     prompts = [random_prompt(model, length, length) for length in (lengths if chunk < 512 else (513, 530))]
@@ -147,15 +147,15 @@ def test_a_long_prompt_is_taken_in_at_fixed_multiples_whatever_runs_beside_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One chunk a turn, and never a chunk that crosses a multiple: that is where prefix entries end."""
-    monkeypatch.setattr(headstart.engine.intake, "CHUNK", 16)
+    monkeypatch.setattr(headstart.engine.prefill, "CHUNK", 16)
     cuts: list[int] = []
-    prefill = headstart.engine.intake.prefill
+    prefill = headstart.engine.prefill.prefill
 
     def noted(model, batch, tokens, following):  # type: ignore[no-untyped-def]
         cuts.append(tokens.shape[1])
         prefill(model, batch, tokens, following)
 
-    monkeypatch.setattr(headstart.engine.intake, "prefill", noted)
+    monkeypatch.setattr(headstart.engine.prefill, "prefill", noted)
     model = random_model("dense")
     engine = Engine(model)
     short = submit(engine, random_prompt(model, 5), max_tokens=20, k=2)

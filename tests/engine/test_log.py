@@ -5,11 +5,11 @@ from itertools import count
 import mlx.core as mx
 import pytest
 
-import headstart.engine.flight
-import headstart.engine.intake
 import headstart.engine.log as log
+import headstart.engine.pending_step
+import headstart.engine.prefill
 from fixtures import collect, random_model, random_prompt, submit
-from headstart.engine import Engine, Request, Room
+from headstart.engine import Engine, EngineThread, Request
 from headstart.sampling import SamplingParams
 
 model = random_model("dense")
@@ -54,7 +54,7 @@ def test_a_step_that_is_retried_is_logged_and_counted(
 ) -> None:
     engine = Engine(model)
     handles = start(engine, 3)
-    failing(monkeypatch, headstart.engine.flight, "step", ValueError(SECRET))
+    failing(monkeypatch, headstart.engine.pending_step, "step", ValueError(SECRET))
     assert [collect(handle).finish_reason for handle in handles] == ["length"] * 3  # type: ignore[arg-type]
     assert "ValueError" in logged(caplog, "a step failed; 3 sequences will be recomputed")
     assert engine.retries == 1
@@ -63,7 +63,7 @@ def test_a_step_that_is_retried_is_logged_and_counted(
 
 def test_a_prefill_that_fails_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(model)
-    failing(monkeypatch, headstart.engine.intake, "prefill", ValueError(SECRET))
+    failing(monkeypatch, headstart.engine.prefill, "prefill", ValueError(SECRET))
     assert collect(submit(engine, random_prompt(model, 9), max_tokens=4, k=2)).finish_reason == "error"
     assert "ValueError" in logged(caplog, "prefill failed")
     assert (engine.retries, engine.recomputed) == (0, {})
@@ -74,7 +74,7 @@ def test_the_words_of_the_device_are_logged(
 ) -> None:
     engine = Engine(model)
     handles = start(engine, 2)
-    failing(monkeypatch, headstart.engine.flight, "step", RuntimeError("[malloc] Unable to allocate 1 bytes."))
+    failing(monkeypatch, headstart.engine.pending_step, "step", RuntimeError("[malloc] Unable to allocate 1 bytes."))
     assert [collect(handle).finish_reason for handle in handles] == ["length", "error"]  # type: ignore[arg-type]
     assert "RuntimeError: [malloc] Unable to allocate 1 bytes." in logged(caplog, "a step failed; 1 sequences")
     assert engine.recomputed == {"memory": 1}
@@ -92,7 +92,7 @@ def test_a_sequence_that_fails_alone_is_logged(caplog: pytest.LogCaptureFixture)
 def test_a_thread_that_dies_is_logged_and_its_sequences_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    room = Room(model)
+    room = EngineThread(model)
     honest, died = room.engine.turn, []
 
     def turn() -> bool:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import pytest
 
-import headstart.engine.intake
+import headstart.engine.prefill
 from fixtures import FAMILIES, random_model, random_prompt
 from headstart.engine import Engine, Handle, Request, Stats
 from headstart.engine.batch import Batch
 from headstart.engine.step import prefill
 from headstart.models import Model
-from headstart.sampling import Asked, SamplingParams
+from headstart.sampling import SamplingParams, SequenceParams
 from headstart.state import Prefix
 from headstart.state.prefix import Node
 
@@ -27,7 +27,7 @@ SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
 
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headstart.engine.intake, "CHUNK", C)
+    monkeypatch.setattr(headstart.engine.prefill, "CHUNK", C)
 
 
 @dataclass
@@ -101,7 +101,7 @@ def assert_true(prefix: Prefix, model: Model) -> int:
 
 def read(model: Model, tokens: list[int]) -> Batch:
     """A row that has taken in just these, chunk by chunk, by the loop's own `prefill`."""
-    asked = Asked(SamplingParams(), key=0, choice=0, limit=1)
+    asked = SequenceParams(SamplingParams(), key=0, choice=0, limit=1)
     batch = Batch.of_one(model, tokens, asked, ceiling=1 if model.has_head else 0)
     for start in range(0, len(tokens), C):
         following = [*tokens, 0][start + C]  # of the last chunk nobody knows, and nothing may depend on it
@@ -162,7 +162,7 @@ def entered(engine: Engine, prompt: Sequence[int]) -> Batch:
     handle = submit(engine, prompt)
     engine._admit()
     while engine.entering:
-        engine._take_in_a_chunk()
+        engine._prefill_chunk()
     batch = engine._batch
     assert batch is not None
     mx.eval(batch.arrays())
@@ -314,7 +314,7 @@ def test_a_prompt_that_fails_midway_leaves_only_what_was_computed(monkeypatch: p
             raise ValueError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(headstart.engine.intake, "prefill", failing)
+        patch.setattr(headstart.engine.prefill, "prefill", failing)
         assert hear(submit(engine, prompt)).finish_reason == "error"
     assert assert_true(prefix, model) == 2
     assert ask(engine, prompt).same_as(ask(Engine(model), prompt))

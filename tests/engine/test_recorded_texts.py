@@ -13,7 +13,7 @@ import pytest
 from simulator import Clock, calibrated
 
 from headstart.cards import MAX_K
-from headstart.engine.depth import Depth, Drafter
+from headstart.engine.depth import DepthController, Drafter
 
 ROWS, FIXED, TURNS = (1, 2, 4), range(4), 4
 _lines = [line.split() for line in Path(__file__).with_name("recorded.txt").read_text().splitlines()]
@@ -31,7 +31,7 @@ def rate(texts: Sequence[Sequence[int]], k: int) -> float:
     return _decode(texts, lambda: k, lambda outcomes, k: costs(len(texts), k))
 
 
-def chosen_rate(depth: Depth, clock: Clock, texts: Sequence[Sequence[int]]) -> float:
+def chosen_rate(depth: DepthController, clock: Clock, texts: Sequence[Sequence[int]]) -> float:
     rows, before = [Drafter(MAX_K) for _ in texts], list[int]()
 
     def seconds(outcomes: Outcomes, k: int) -> float:

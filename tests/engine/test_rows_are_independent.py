@@ -40,9 +40,9 @@ def assert_as_alone(family: str, length: int, limit: int, cancelled: bool, answe
 def test_a_row_says_the_same_whoever_joins_leaves_or_is_cancelled_beside_it(
     family: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headstart.engine.intake.CHUNK", 64)
+    monkeypatch.setattr("headstart.engine.prefill.CHUNK", 64)
     model, rng = random_model(family), random.Random(f"{family} {rows}")
-    engine = Engine(model, max_rows=rows)
+    engine = Engine(model, max_sequences=rows)
     requests, widest, todo = [], 0, 2 * rows + 4
     busy = True
     while todo or busy:
@@ -70,7 +70,7 @@ def test_rows_say_the_same_when_they_cross_a_block_of_room_at_different_times() 
     """The host's bounds of the lengths stay bounds: what a landed round gives back, it had not used."""
     model = random_model("dense")
     prompts = [random_prompt(model, BLOCK - length, length) for length in (40, 20, 4, 1)]
-    engine = Engine(model, max_rows=3)
+    engine = Engine(model, max_sequences=3)
     handles = [submit(engine, prompt, max_tokens=44, k=k) for prompt, k in zip(prompts, (8, 0, 3, 5), strict=True)]
     largest = 0
     while engine.turn():
@@ -88,7 +88,7 @@ def test_a_request_can_be_cancelled_at_every_point_of_its_life() -> None:
     """Queued, halfway through its prompt, before its first token, in flight, and after its end."""
     model = random_model("dense")
     for turns in range(12):
-        engine = Engine(model, max_rows=2)
+        engine = Engine(model, max_sequences=2)
         neighbour = submit(engine, random_prompt(model, 17, 17), max_tokens=LONGEST, k=3)
         handle = submit(engine, random_prompt(model, 9, 9), max_tokens=4, k=2)
         for _ in range(turns):

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-import headstart.engine.intake
+import headstart.engine.prefill
 from fixtures import generate, random_model, random_prompt
 from headstart.engine import Engine, Event, Handle, Request
 from headstart.errors import RequestError
@@ -47,13 +47,13 @@ def test_seeded_answers_differ_and_do_not_depend_on_depth_or_number() -> None:
 @pytest.mark.parametrize("prefix", [None, 2**26])
 def test_the_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch, prefix: int | None) -> None:
     read: list[int] = []
-    prefill = headstart.engine.intake.prefill
+    prefill = headstart.engine.prefill.prefill
 
     def counted(model: object, batch: object, chunk: mx.array, following: object) -> None:
         read.append(chunk.shape[1])
         prefill(model, batch, chunk, following)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(headstart.engine.intake, "prefill", counted)
+    monkeypatch.setattr(headstart.engine.prefill, "prefill", counted)
     engine = Engine(MODEL, prefix=Prefix(prefix) if prefix else None)
     answers(engine, 4, max_tokens=3)
     assert read == [len(PROMPT) - 1]
@@ -84,7 +84,7 @@ def test_answers_are_cancelled_together_wherever_they_are() -> None:
 
 
 def test_answers_wait_until_there_is_a_place_for_all() -> None:
-    engine = Engine(MODEL, max_rows=3)
+    engine = Engine(MODEL, max_sequences=3)
     one = engine.submit(Request(PROMPT, SamplingParams(max_tokens=30, k=0)))
     engine.turn()
     three = engine.submit(Request(PROMPT, SamplingParams(max_tokens=5, k=0), n=3))
@@ -97,7 +97,7 @@ def test_answers_wait_until_there_is_a_place_for_all() -> None:
 def test_more_answers_than_places_are_refused() -> None:
     for n, problem in ((4, "n is 4, and at most 3"), (0, "n is 0; it must be")):
         with pytest.raises(RequestError, match=problem):
-            Engine(MODEL, max_rows=3).submit(Request(PROMPT, n=n))
+            Engine(MODEL, max_sequences=3).submit(Request(PROMPT, n=n))
 
 
 def test_what_was_thought_of_the_prompt_is_told_once_though_the_rows_begin_again() -> None:
@@ -105,7 +105,7 @@ def test_what_was_thought_of_the_prompt_is_told_once_though_the_rows_begin_again
     handle = engine.submit(Request(PROMPT, SamplingParams(max_tokens=3, logprobs=True), n=3, score="too"))
     while len(engine.rows) < 3:
         engine.turn()
-    engine.take_in_again()
+    engine.recompute_all()
     assert sum(len(event.prompt_logprobs or ()) for event in handle) == len(PROMPT) - 1
 
 
@@ -136,28 +136,32 @@ def test_answers_are_cancelled_together_whenever_that_happens() -> None:
 
 def test_progress_is_reported_once_though_the_sequences_are_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they have generated is prefilled too, beyond the end of the prompt."""
-    monkeypatch.setattr("headstart.engine.intake.CHUNK", 4)
+    monkeypatch.setattr("headstart.engine.prefill.CHUNK", 4)
     engine = Engine(MODEL)
     events: list[Event] = []
     engine.submit(Request(PROMPT, SamplingParams(max_tokens=8, k=0), n=2), listener=events.append)
     while len(engine.rows) < 2:
         engine.turn()
     engine.turn()
-    engine.take_in_again()
+    engine.recompute_all()
     while engine.turn():
         pass
-    assert [event.prompt_taken for event in events if event.prompt_taken] == list(range(4, len(PROMPT) - 1, 4))
+    assert [event.prompt_processed for event in events if event.prompt_processed] == list(
+        range(4, len(PROMPT) - 1, 4)
+    )
     assert [event.finish_reason for event in events if event.finish_reason] == ["length"] * 2
 
 
 def test_a_prompt_that_is_recomputed_halfway_reports_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.engine.intake.CHUNK", 4)
+    monkeypatch.setattr("headstart.engine.prefill.CHUNK", 4)
     engine = Engine(MODEL)
     events: list[Event] = []
     engine.submit(Request(PROMPT, SamplingParams(max_tokens=2, k=0)), listener=events.append)
     while not events:
         engine.turn()
-    engine.take_in_again()
+    engine.recompute_all()
     while engine.turn():
         pass
-    assert [event.prompt_taken for event in events if event.prompt_taken] == list(range(4, len(PROMPT) - 1, 4))
+    assert [event.prompt_processed for event in events if event.prompt_processed] == list(
+        range(4, len(PROMPT) - 1, 4)
+    )

@@ -6,11 +6,11 @@ from itertools import pairwise
 import pytest
 
 import headstart.engine.engine
-import headstart.engine.flight
+import headstart.engine.pending_step
 from fixtures import Answer, collect, generate, mlx_lm_greedy, random_model, random_prompt, submit
 from headstart.engine import Engine, Event, Request
 from headstart.engine.batch import Batch
-from headstart.engine.flight import Flight
+from headstart.engine.pending_step import PendingStep
 from headstart.models import Model
 from headstart.sampling import SamplingParams
 
@@ -94,13 +94,13 @@ def test_a_row_is_counted_by_its_own_depth_in_a_mixed_batch() -> None:
 
 def test_no_window_is_wider_than_an_answer_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer of one token, as a classifier asks for, pays for no draft."""
-    step, widths = headstart.engine.flight.step, list[int]()
+    step, widths = headstart.engine.pending_step.step, list[int]()
 
     def noted(model: Model, batch: Batch, k: int, guide: object) -> object:
         widths.append(k)
         return step(model, batch, k, guide)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(headstart.engine.flight, "step", noted)
+    monkeypatch.setattr(headstart.engine.pending_step, "step", noted)
     model = random_model("dense")
     for how in ({"k": 8}, {"k": "auto"}):
         widths.clear()
@@ -159,13 +159,13 @@ def test_a_stop_id_inside_a_burst_cuts_it_there() -> None:
 def test_a_surplus_round_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host learns of an end one step late: the step in flight has the ended row in it."""
     launched: list[int] = []
-    step = headstart.engine.flight.step
+    step = headstart.engine.pending_step.step
 
     def counted(model, batch, k, *rest):  # type: ignore[no-untyped-def]
         launched.append(batch.size)
         return step(model, batch, k, *rest)
 
-    monkeypatch.setattr(headstart.engine.flight, "step", counted)
+    monkeypatch.setattr(headstart.engine.pending_step, "step", counted)
     model = random_model("dense")
     prompt = random_prompt(model, 9)
     expected = mlx_lm_greedy(model, prompt, 40)
@@ -190,13 +190,13 @@ def test_on_a_cpu_a_step_is_described_but_not_started_until_the_last_is_told(mon
         order.append("described")
         return describe(*arguments, **options)
 
-    def started(flight: Flight) -> Flight:
+    def started(flight: PendingStep) -> PendingStep:
         order.append("started")
         return start(flight)
 
-    start = Flight.start
+    start = PendingStep.start
     monkeypatch.setattr(headstart.engine.engine, "describe", described)
-    monkeypatch.setattr(Flight, "start", started)
+    monkeypatch.setattr(PendingStep, "start", started)
     monkeypatch.setattr(headstart.engine.engine, "launches_ahead", lambda: False)
     engine, heard = Engine(model), [list[int]() for _ in prompts]
     for prompt, tokens in zip(prompts, heard, strict=True):
@@ -220,9 +220,9 @@ def test_on_a_cpu_what_was_described_for_a_row_that_ended_is_dropped(monkeypatch
     model, prompt, started = random_model("dense"), list[int](range(3, 12)), list[int]()
     expected = mlx_lm_greedy(model, prompt, 40)
     end = next(i for i in range(6, 40) if expected[i] not in expected[:i])
-    start = Flight.start
+    start = PendingStep.start
     monkeypatch.setattr(headstart.engine.engine, "launches_ahead", lambda: False)
-    monkeypatch.setattr(Flight, "start", lambda flight: started.append(1) or start(flight))
+    monkeypatch.setattr(PendingStep, "start", lambda flight: started.append(1) or start(flight))
     answer = generate(model, prompt, max_tokens=40, k=0, stop_ids={expected[end]})
     assert answer.tokens == expected[: end + 1]
     assert sum(started) == answer.stats.rounds == end + 1
@@ -230,7 +230,7 @@ def test_on_a_cpu_what_was_described_for_a_row_that_ended_is_dropped(monkeypatch
 
 def test_the_engine_can_be_used_again_after_everything_ended() -> None:
     model, rng = random_model("dense"), random.Random(0)
-    engine = Engine(model, max_rows=3)
+    engine = Engine(model, max_sequences=3)
     prompt = random_prompt(model, 9)
     expected = mlx_lm_greedy(model, prompt, 12)
     for _ in range(4):

@@ -5,7 +5,7 @@ import pytest
 
 from fixtures import FAMILIES, random_model
 from headstart.models.attention import attention
-from headstart.state import KV, Rows
+from headstart.state import KV, BatchState
 
 LENGTHS = [5, 70]  # what two ragged rows have read
 
@@ -19,7 +19,7 @@ def test_attention_is_mlx_lms_to_the_last_bit(family: str, width: int) -> None:
 
     def memory() -> tuple[KV, mx.array]:
         kv = KV.empty(2, layer.num_key_value_heads, layer.head_dim, mx.float32)
-        rows = Rows([kv], mx.array(LENGTHS, mx.int32), mx.zeros((2,), mx.int32), LENGTHS)
+        rows = BatchState([kv], mx.array(LENGTHS, mx.int32), mx.zeros((2,), mx.int32), LENGTHS)
         mask = rows.reserve(width)
         kv.keys = mx.random.normal(kv.keys.shape, key=mx.random.key(2))
         kv.values = mx.random.normal(kv.values.shape, key=mx.random.key(3))

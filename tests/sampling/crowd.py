@@ -21,9 +21,9 @@ from headstart.engine import Engine, Request
 from headstart.engine.batch import Batch
 from headstart.engine.step import step
 from headstart.models import Model
-from headstart.sampling import Asked, SamplingParams, controls
+from headstart.sampling import SamplingParams, SequenceParams, controls
 from headstart.sampling.distribution import adjust, distribution
-from headstart.state import Rows
+from headstart.state import BatchState
 
 LENGTH = 3  # tokens of an answer that are looked at
 
@@ -58,7 +58,7 @@ def exact_law(model: Model, prompt: Sequence[int], params: SamplingParams, lengt
     every = np.array(list(itertools.product(range(V), repeat=length - 1)), np.int32).reshape(-1, length - 1)
     texts = np.concatenate([np.tile(np.array(prompt, np.int32), (len(every), 1)), every], axis=1)
     logits = model.lm(mx.array(texts))[:, -length:]  # [N, length, V]: after each prefix
-    ruled = controls([Asked(params, 0, 0, 100)], V)
+    ruled = controls([SequenceParams(params, 0, 0, 100)], V)
     size = max(params.context_size, 1)
     law = np.ones(())
     for n in range(length):
@@ -75,12 +75,12 @@ def exact_law(model: Model, prompt: Sequence[int], params: SamplingParams, lengt
 
 def first_tokens(model: Model, prompt: Sequence[int], cases: Sequence[Case], rows: int = 3000) -> list[np.ndarray]:
     """[samples, LENGTH] for each case. A batch holds samples of every case, one after the other."""
-    engine = Engine(model, max_rows=len(cases))
+    engine = Engine(model, max_sequences=len(cases))
     for case in cases:
         engine.submit(Request(prompt, replace(case.params, k=case.ceiling, max_tokens=40)))
     engine._admit()
     while engine.entering:
-        engine._take_in_a_chunk()
+        engine._prefill_chunk()
     taken = engine._batch
     assert taken is not None
 
@@ -114,7 +114,7 @@ def said(model: Model, batch: Batch, k: int) -> np.ndarray:
 
 
 def copied(batch: Batch) -> Batch:
-    def rows(memory: Rows) -> Rows:
+    def rows(memory: BatchState) -> BatchState:
         return replace(memory, layers=[copy.copy(layer) for layer in memory.layers], bounds=list(memory.bounds))
 
     head = rows(batch.head) if batch.head is not None else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from headstart.sampling import Asked, SamplingParams, controls
+from headstart.sampling import SamplingParams, SequenceParams, controls
 from headstart.sampling.accept import block, coupled, residual
 from headstart.sampling.distribution import adjust, distribution
 
@@ -79,7 +79,7 @@ def make_pair(
 
 def probabilities(logits: Array, params: SamplingParams, length: int, vocabulary: int, coin: float) -> Array:
     """[V^L, V] of the request's distribution: every prefix is a position of one window of one row."""
-    ruled = controls([Asked(params, 0, 0, params.max_tokens)], vocabulary)
+    ruled = controls([SequenceParams(params, 0, 0, params.max_tokens)], vocabulary)
     size = max(params.context_size, 1)
     prefixes = np.array(list(itertools.product(range(vocabulary), repeat=length)), np.int32).reshape(
         vocabulary**length, length

@@ -18,10 +18,10 @@ from chisquare import p_value
 
 from fixtures import builtin_model, collect, submit
 from headstart.engine import Engine
-from headstart.sampling import Asked, SamplingParams, controls
+from headstart.sampling import SamplingParams, SequenceParams, controls
 from headstart.sampling.distribution import Distribution, adjust, distribution
 
-judging = import_module("headstart.sampling.judge")
+judging = import_module("headstart.sampling.verify")
 PROMPTS = [[5, 900, 31, 7], [1200, 4], [77, 78, 79, 80, 81, 82], [3000, 2, 2], [44, 1, 90], [15, 2600, 8]]
 SETTINGS: dict[str, dict[str, Any]] = {
     "temperature 1": {"temperature": 1.0},
@@ -46,7 +46,7 @@ def numbers(
     logits = model.lm(mx.array([text]))[:, len(prompt) - 1 : -1]
     padded = [-1] * size + text
     seen = [padded[n : n + size] for n in range(len(prompt), len(text))]
-    ruled = controls([Asked(params, 0, 0, 10**6)], model.vocabulary)
+    ruled = controls([SequenceParams(params, 0, 0, 10**6)], model.vocabulary)
     adjusted = adjust(logits, ruled, mx.array([seen]), mx.full((1, len(tokens)), 10**6))
     law = np.array(distribution(adjusted, ruled, None).dense(model.vocabulary)[0], np.float64)
     law /= law.sum(axis=-1, keepdims=True)
@@ -58,7 +58,7 @@ def numbers(
 
 def sample(name: str, k: int, requests: int, length: int) -> tuple[np.ndarray, float]:
     """Numbers of all tokens, and tokens per round."""
-    engine, rng, asked = Engine(builtin_model(), max_rows=24), np.random.default_rng(0), []
+    engine, rng, asked = Engine(builtin_model(), max_sequences=24), np.random.default_rng(0), []
     for n in range(requests):
         settings = dict(SETTINGS[name])
         if settings.pop("seeded", False):

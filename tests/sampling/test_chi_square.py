@@ -17,7 +17,7 @@ from headstart.sampling import SamplingParams
 from headstart.sampling.distribution import Distribution
 
 P = SamplingParams
-judging = import_module("headstart.sampling.judge")  # the package has a function of that name
+judging = import_module("headstart.sampling.verify")  # the package has a function of that name
 PROMPT = [3, 4, 3]
 SIGNIFICANT = 0.001
 SAMPLES = 400
@@ -121,7 +121,7 @@ def test_resampling_from_the_target_instead_of_the_residual_is_detected(monkeypa
 def test_greedy_rows_stay_greedy_among_sampled_ones() -> None:
     """Sixteen rows through the engine's own turns, with everything that SAMPLED asks for around four greedy ones."""
     model = small_model()
-    engine, greedy = Engine(model, max_rows=16), []
+    engine, greedy = Engine(model, max_sequences=16), []
     for n, (params, ceiling) in enumerate([*SAMPLED.values()][:12]):
         if n % 3 == 0:
             greedy.append(submit(engine, [n, 7], k=n % 6, max_tokens=24))

@@ -40,7 +40,7 @@ def test_a_sequence_that_lost_its_memory_goes_on_with_its_counts() -> None:
         engine.turn()
     engine.settle()
     assert 0 < engine.rows[0].said < 24
-    engine.take_in_again()
+    engine.recompute_all()
     assert collect(handle).tokens == alone
 
 

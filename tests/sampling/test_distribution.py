@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc, make_logits_processors
 
-from headstart.sampling import Asked, SamplingParams, controls
+from headstart.sampling import SamplingParams, SequenceParams, controls
 from headstart.sampling.distribution import Distribution, adjust, distribution, draw
 from headstart.sampling.noise import gumbel
 
@@ -70,7 +70,7 @@ def random_text(rows: int, width: int, seed: int = 0) -> mx.array:
 
 
 def ruled(*params: SamplingParams):
-    return controls([Asked(p, 11, 0, p.max_tokens) for p in params], VOCABULARY)
+    return controls([SequenceParams(p, 11, 0, p.max_tokens) for p in params], VOCABULARY)
 
 
 def probabilities(logits: mx.array, *params: SamplingParams, coin: float = 0.5) -> Distribution:
@@ -238,7 +238,7 @@ def test_chance_and_alignment_look_up_the_right_tokens() -> None:
 
 def test_no_stop_before_min_tokens() -> None:
     params = [P(min_tokens=3, max_tokens=10, stop_ids=[5, 9]), P(stop_ids=[5]), P(), P(min_tokens=1, stop_ids=[0])]
-    rows = controls([Asked(p, 0, 0, 10) for p in params], VOCABULARY)
+    rows = controls([SequenceParams(p, 0, 0, 10) for p in params], VOCABULARY)
     logits = random_logits(4, 3, VOCABULARY)
     for said in range(6):
         remaining = mx.broadcast_to(10 - said - mx.arange(3), (4, 3))  # the window's positions come one by one

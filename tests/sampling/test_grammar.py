@@ -19,13 +19,13 @@ from headstart.engine import Engine, Event, Handle, Request
 from headstart.errors import HeadstartError, RequestError
 from headstart.models import Model
 from headstart.sampling import (
-    Asked,
+    BatchContext,
+    GrammarMasks,
     GrammarSpec,
-    Guide,
     Matcher,
     Proposal,
     SamplingParams,
-    Scene,
+    SequenceParams,
     compile_grammar,
     controls,
     propose,
@@ -180,8 +180,8 @@ def test_forced_tokens_are_accepted_drafts(way: dict[str, Any]) -> None:
 
 
 def test_a_forced_draft_is_proposed_with_certainty_and_others_as_the_head_drew_them() -> None:
-    scene = Scene(
-        controls([Asked(SamplingParams(temperature=1.0), key, 0, 9) for key in (1, 2)], 8),
+    scene = BatchContext(
+        controls([SequenceParams(SamplingParams(temperature=1.0), key, 0, 9) for key in (1, 2)], 8),
         position=mx.array([3, 3]),
         rounds=mx.array([0, 0]),
         recent=mx.zeros((2, 0), mx.int32),
@@ -267,7 +267,7 @@ def test_rows_share_one_mask_and_ids_beyond_the_tokenizer_are_forbidden() -> Non
         matcher_of(GrammarSpec("regex", "[ab]+"), vocabulary=vocabulary),
         mx.array([[5, 5], [*ids("ab"), 5]]),
     )
-    mask = Guide([None, guided], vocabulary).permitted(drafts)
+    mask = GrammarMasks([None, guided], vocabulary).permitted(drafts)
     assert mask.shape == (2, 3, vocabulary)
     assert mask[0].all().item()
     again = matcher_of(GrammarSpec("regex", "[ab]+"), vocabulary=vocabulary)

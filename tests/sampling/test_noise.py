@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 from chisquare import p_value
 
-from headstart.sampling import Asked, Proposal, SamplingParams, Scene, controls, judge, propose
+from headstart.sampling import (
+    BatchContext,
+    Proposal,
+    SamplingParams,
+    SequenceParams,
+    accept_window,
+    controls,
+    propose,
+)
 from headstart.sampling.distribution import draw
 from headstart.sampling.noise import Keys, Purpose, bits, fold, gumbel, split, uniform
 
@@ -31,7 +39,7 @@ def words(keys: Keys) -> tuple[int, int]:
 
 def ruled(accept: str = "ratio", keys: tuple[int, ...] = (5,), choices: tuple[int, ...] = (0,)):
     params = SamplingParams(temperature=1.0, accept=accept)  # type: ignore[arg-type]
-    return controls([Asked(params, key, choice, 100) for key in keys for choice in choices], 16)
+    return controls([SequenceParams(params, key, choice, 100) for key in keys for choice in choices], 16)
 
 
 def keyed(rows, purpose: Purpose, round: int, positions: list[int]) -> list[list[tuple[int, int]]]:
@@ -185,15 +193,15 @@ def test_no_number_serves_twice_in_a_window(monkeypatch: pytest.MonkeyPatch) -> 
 
         return call
 
-    monkeypatch.setattr(import_module("headstart.sampling.judge"), "uniform", recorded(uniform))
+    monkeypatch.setattr(import_module("headstart.sampling.verify"), "uniform", recorded(uniform))
     monkeypatch.setattr(import_module("headstart.sampling.distribution"), "gumbel", recorded(gumbel))
     B, k, V = 3, 4, 16
     rows = ruled(keys=(1, 2, 3))
     for round in (0, 1):
         counts = mx.full((B,), 9), mx.full((B,), round), mx.zeros((B, 0), mx.int32), mx.full((B,), 100)
-        scene, proposal = Scene(rows, *counts), Proposal(mx.zeros((B, 0), mx.int32), [])
+        scene, proposal = BatchContext(rows, *counts), Proposal(mx.zeros((B, 0), mx.int32), [])
         for _ in range(k):
             proposal = propose(mx.zeros((B, 1, V)), proposal, scene)
-        mx.eval(judge(mx.zeros((B, k + 1, V)), proposal, mx.full((B,), k), scene))
+        mx.eval(accept_window(mx.zeros((B, k + 1, V)), proposal, mx.full((B,), k), scene))
     assert len(used) == 2 * B * (k + k + 1)  # k drafts, k trials and one token that follows
     assert len(set(used)) == len(used)

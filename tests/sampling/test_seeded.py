@@ -30,7 +30,7 @@ def text(prompt: Sequence[int], **params: Any) -> list[int]:
 
 def crowd(wanted: list[dict[str, Any]], rng: random.Random) -> list[list[int]]:
     """All of them in one engine, at different depths, among greedy, seeded and unseeded strangers, as they come."""
-    engine = Engine(builtin_model(), max_rows=rng.choice([3, 6, 16]))
+    engine = Engine(builtin_model(), max_sequences=rng.choice([3, 6, 16]))
     handles = []
     for params in wanted:
         for _ in range(rng.randrange(3)):

@@ -9,14 +9,14 @@ from huggingface_hub import constants
 from openai import OpenAI
 from running import CONTEXT, HUB_ID, Running, folder, running
 
-import headstart.engine.intake
+import headstart.engine.prefill
 from checkpoints import write
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Running]:
     """One server for all tests that leave it as it was."""
-    with running(max_rows=4) as here:
+    with running(max_sequences=4) as here:
         yield here
 
 
@@ -54,12 +54,12 @@ def _repo(root: Path, name: str) -> Path:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Prompts are taken in no further until it is set."""
-    opened, prefill = threading.Event(), headstart.engine.intake.prefill
+    opened, prefill = threading.Event(), headstart.engine.prefill.prefill
 
     def waiting(*arguments: Any) -> None:
         opened.wait(60)
         prefill(*arguments)
 
-    monkeypatch.setattr(headstart.engine.intake, "prefill", waiting)
+    monkeypatch.setattr(headstart.engine.prefill, "prefill", waiting)
     yield opened
     opened.set()

@@ -18,7 +18,7 @@ from running import CONTEXT, folder, tiny, tokenizer
 from headstart.checkpoint import read_layout
 from headstart.errors import HeadstartError
 from headstart.sampling.bounds import on_deep_stack
-from headstart.server import Limits, Served
+from headstart.server import Limits, ServedModel
 from headstart.server.anthropic import CountRequest, MessagesRequest
 from headstart.server.deadline import Deadline
 from headstart.server.errors import Refusal
@@ -40,7 +40,7 @@ class Client:
         return {}
 
 
-async def case(path: str, body: dict[str, Any], served: Served, preparer: Preparer) -> str:
+async def case(path: str, body: dict[str, Any], served: ServedModel, preparer: Preparer) -> str:
     try:
         asked = SHAPES[path].model_validate(body)
         asked.check()
@@ -60,7 +60,7 @@ async def case(path: str, body: dict[str, Any], served: Served, preparer: Prepar
     return "followed" if prompt.compiled else "no grammar"
 
 
-def follow(prompt: Prompt, served: Served, steps: int = 8) -> None:
+def follow(prompt: Prompt, served: ServedModel, steps: int = 8) -> None:
     """As the engine does: masks before and after drafts, and some of what is permitted."""
     if prompt.compiled is None:
         return
@@ -76,7 +76,7 @@ def follow(prompt: Prompt, served: Served, steps: int = 8) -> None:
 
 
 async def main(seed: str, first: int, last: int) -> None:
-    served = Served.of(read_layout(folder(True, CONTEXT)), tiny(True, CONTEXT), tokenizer(), id="tiny")
+    served = ServedModel.of(read_layout(folder(True, CONTEXT)), tiny(True, CONTEXT), tokenizer(), id="tiny")
     preparer = Preparer(tokenizer(), Limits(grammar_seconds=1, prepare_seconds=120), context=10**6, most=None)
     outcomes: Counter[str] = Counter()
     for i in range(first, last):

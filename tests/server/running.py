@@ -21,14 +21,14 @@ from openai import AsyncOpenAI, OpenAI
 from checkpoints import write
 from fixtures import Answer, collect
 from headstart.checkpoint import load, load_tokenizer, read_layout, resolve
-from headstart.engine import Engine, Request, Room
+from headstart.engine import Engine, EngineThread, Request
 from headstart.models import Model
 from headstart.sampling import SamplingParams
-from headstart.server import Keys, Limits, Served, Server, bind, create_app
+from headstart.server import Keys, Limits, ServedModel, Server, bind, create_app
 from headstart.server.deadline import Deadline
-from headstart.server.desk import Prompting
 from headstart.server.prepare import Preparer
 from headstart.server.prompt import Prompt
+from headstart.server.request_handler import Prompting
 
 HUB_ID = "someone/tiny-random"
 CONTEXT = 4096
@@ -57,8 +57,8 @@ def tiny(head: bool, context: int) -> Model:
 @dataclass
 class Running:
     url: str
-    room: Room
-    served: Served
+    room: EngineThread
+    served: ServedModel
     server: Server
     key: str | None = None
 
@@ -104,11 +104,11 @@ def running(
     deadline: float = 5.0,
     send_buffer: int | None = None,
     settings_file: Path | None = None,
-    room_type: type[Room] = Room,
+    room_type: type[EngineThread] = EngineThread,
     **engine: Any,
 ) -> Iterator[Running]:
     model = tiny(head, context)
-    served = Served.of(read_layout(folder(head, context)), model, tokenizer(), id="tiny")
+    served = ServedModel.of(read_layout(folder(head, context)), model, tokenizer(), id="tiny")
     room = room_type(served.model, tokenizer(), **engine)
     app = create_app(
         room,
@@ -140,7 +140,7 @@ class Reader:
         return await asyncio.get_running_loop().create_future()
 
 
-def read(asked: Prompting, served: Served, limits: Limits | None = None) -> Prompt:
+def read(asked: Prompting, served: ServedModel, limits: Limits | None = None) -> Prompt:
     """Prepare a prompt as a server does."""
 
     async def main() -> Prompt:

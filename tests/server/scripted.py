@@ -13,11 +13,11 @@ from typing import Any
 
 from running import Running, running, tokenizer
 
-from headstart.engine import Request, Room
-from headstart.engine.row import Row, Said
+from headstart.engine import EngineThread, Request
+from headstart.engine.sequence import SequenceState, StepOutput
 
 
-class ScriptedRoom(Room):
+class ScriptedRoom(EngineThread):
     """Says one text after another, one for each answer, in bursts of up to so many tokens."""
 
     def __init__(self, *model: Any, burst: int = 1, **engine: Any):
@@ -33,7 +33,7 @@ class ScriptedRoom(Room):
             for each in row.fork():
                 self._say(each, self.scripts.popleft())
 
-    def _say(self, row: Row, script: str) -> None:
+    def _say(self, row: SequenceState, script: str) -> None:
         end = min(tokenizer().eos_token_ids)
         tokens = [*tokenizer().encode(script, add_special_tokens=False), end]
         row.started = time.perf_counter()
@@ -43,7 +43,7 @@ class ScriptedRoom(Room):
                 return
             count = self._rng.randint(1, self._burst)
             accepted = len(tokens[:count]) - 1
-            row.say(Said(tokens[:count], accepted, accepted))
+            row.say(StepOutput(tokens[:count], accepted, accepted))
             tokens = tokens[count:]
 
 

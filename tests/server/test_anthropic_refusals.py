@@ -145,7 +145,7 @@ def test_a_body_that_is_too_large_is_refused() -> None:
 
 
 def test_a_full_queue_is_a_rate_limit() -> None:
-    with running(max_rows=1, max_queue=1) as server:
+    with running(max_sequences=1, max_queue=1) as server:
         long = {"max_tokens": 2000, "min_tokens": 2000, "stream": True}
 
         def stream() -> Any:

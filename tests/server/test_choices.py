@@ -7,7 +7,7 @@ import openai
 import pytest
 from running import Running, alone, chat_tokens, running
 
-import headstart.engine.intake
+import headstart.engine.prefill
 from headstart.cards import Card
 
 HI = [{"role": "user", "content": "hi"}]
@@ -47,8 +47,8 @@ def test_a_stream_of_several_is_the_same_by_index(server: Running) -> None:
 
 def test_the_prompt_is_read_and_counted_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
-    prefill = headstart.engine.intake.prefill
-    monkeypatch.setattr(headstart.engine.intake, "prefill", lambda *a: (read.append(a[2].size), prefill(*a))[1])
+    prefill = headstart.engine.prefill.prefill
+    monkeypatch.setattr(headstart.engine.prefill, "prefill", lambda *a: (read.append(a[2].size), prefill(*a))[1])
     usage = ask(server, n=4, **SEEDED).usage
     assert sum(read) == len(chat_tokens("hi")) - 1
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(chat_tokens("hi")), 48)

@@ -7,14 +7,14 @@ import pytest
 from running import CONTEXT, tiny, tokenizer, wait_until
 from scripted import ScriptedRoom
 
-from headstart.engine import Request, Room
+from headstart.engine import EngineThread, Request
 from headstart.server.answer import Answer
 from headstart.server.deadline import Deadline
 from headstart.server.errors import Refusal
 from headstart.server.metrics import Meter, Metrics
 
 
-def answer(room: Room, metrics: Metrics, seconds: float) -> Answer:
+def answer(room: EngineThread, metrics: Metrics, seconds: float) -> Answer:
     meter = Meter(metrics, "/v1/completions", time.perf_counter())
     return Answer(room, Request([5]), client="", deadline=Deadline.after(seconds), meter=meter)
 
@@ -39,7 +39,7 @@ def test_what_was_said_in_time_and_read_too_late_is_too_late() -> None:
 
 
 def test_a_row_that_nobody_listens_to_is_freed_at_the_deadline() -> None:
-    room = Room(tiny(True, CONTEXT), tokenizer())
+    room = EngineThread(tiny(True, CONTEXT), tokenizer())
 
     async def never_read() -> None:
         metrics = Metrics(room)

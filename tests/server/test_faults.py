@@ -11,12 +11,12 @@ import openai
 import pytest
 from running import Running, alone, chat_tokens, running, wait_until
 
-import headstart.engine.flight
-import headstart.engine.intake
+import headstart.engine.pending_step
+import headstart.engine.prefill
 import headstart.engine.step
 from headstart.engine import Engine, Request
 from headstart.engine.batch import Batch
-from headstart.server import Served
+from headstart.server import ServedModel
 from headstart.server.transcript import Transcript
 
 TOPICS = ("sorting", "primes", "files", "dates")
@@ -87,14 +87,14 @@ class Once:
 @pytest.mark.parametrize(
     ("module", "part", "error"),
     [
-        (headstart.engine.intake, "prefill", MemoryError("no room for the prompt")),
-        (headstart.engine.flight, "step", RuntimeError("this row is broken")),
+        (headstart.engine.prefill, "prefill", MemoryError("no room for the prompt")),
+        (headstart.engine.pending_step, "step", RuntimeError("this row is broken")),
     ],
 )
 def test_a_request_that_fails_ends_alone(
     monkeypatch: pytest.MonkeyPatch, module: ModuleType, part: str, error: Exception
 ) -> None:
-    with running(max_rows=4) as server:
+    with running(max_sequences=4) as server:
         work = getattr(module, part)
         monkeypatch.setattr(module, part, fail_where_marked(work, error))
         answers = all_at_once(server, bad="primes")
@@ -108,7 +108,7 @@ def test_a_request_that_fails_ends_alone(
 
 def test_inside_a_stream_a_failure_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
     with running() as server:
-        Once(monkeypatch, headstart.engine.flight, "step", RuntimeError("it broke"), n=4)
+        Once(monkeypatch, headstart.engine.pending_step, "step", RuntimeError("it broke"), n=4)
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": LENGTH, "stream": True}
         with server.http() as http:
             response = http.post("/v1/chat/completions", json=body)
@@ -116,7 +116,7 @@ def test_inside_a_stream_a_failure_is_an_event(monkeypatch: pytest.MonkeyPatch) 
             *_, error, done, end = response.text.split("\n\n")
             assert error.startswith('data: {"error": {"message": "RuntimeError: it broke"')
             assert (done, end) == ("data: [DONE]", "")
-        Once(monkeypatch, headstart.engine.flight, "step", RuntimeError("again"), n=4)
+        Once(monkeypatch, headstart.engine.pending_step, "step", RuntimeError("again"), n=4)
         stream: Any = server.openai().chat.completions.create(model="tiny", **body)  # type: ignore[call-overload]
         with pytest.raises(openai.APIError, match="again"):
             list(stream)
@@ -124,16 +124,16 @@ def test_inside_a_stream_a_failure_is_an_event(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_sampler_that_fails_once_costs_nobody_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(max_rows=4) as server:
-        judge, failed = headstart.engine.step.judge, threading.Event()
+    with running(max_sequences=4) as server:
+        accept_window, failed = headstart.engine.step.accept_window, threading.Event()
 
         def failing(logits: Any, *rest: Any) -> Any:
             if logits.shape[0] > 1 and not failed.is_set():  # a row that is alone would be the one to blame
                 failed.set()
                 raise ValueError("bad luck")
-            return judge(logits, *rest)
+            return accept_window(logits, *rest)
 
-        monkeypatch.setattr(headstart.engine.step, "judge", failing)
+        monkeypatch.setattr(headstart.engine.step, "accept_window", failing)
         answers = all_at_once(server)
         assert failed.is_set()
         assert answers == {topic: expected(topic) for topic in TOPICS}
@@ -143,8 +143,8 @@ def test_a_sampler_that_fails_once_costs_nobody_a_token(monkeypatch: pytest.Monk
 
 
 def test_out_of_memory_in_a_step_ends_the_youngest_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(max_rows=4) as server:
-        work, failed = headstart.engine.flight.step, threading.Event()
+    with running(max_sequences=4) as server:
+        work, failed = headstart.engine.pending_step.step, threading.Event()
 
         def failing(model: Any, batch: Batch, *rest: Any) -> Any:
             if batch.size == len(TOPICS) and not failed.is_set():
@@ -152,7 +152,7 @@ def test_out_of_memory_in_a_step_ends_the_youngest_and_nobody_else(monkeypatch: 
                 raise MemoryError("the device is full")
             return work(model, batch, *rest)
 
-        monkeypatch.setattr(headstart.engine.flight, "step", failing)
+        monkeypatch.setattr(headstart.engine.pending_step, "step", failing)
         answers = all_at_once(server)
         assert failed.is_set()
         shed = [topic for topic, answer in answers.items() if isinstance(answer, openai.APIStatusError)]
@@ -165,7 +165,7 @@ def test_out_of_memory_in_a_step_ends_the_youngest_and_nobody_else(monkeypatch: 
 
 
 def test_a_dead_engine_thread_is_started_again_and_every_answer_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(max_rows=4) as server:
+    with running(max_sequences=4) as server:
         Once(monkeypatch, Engine, "turn", SystemExit("killed"), n=9)
         answers = all_at_once(server)
         assert answers == {topic: expected(topic) for topic in TOPICS}
@@ -199,13 +199,13 @@ def test_an_engine_thread_that_dies_again_stays_dead_and_the_server_says_so(monk
 
 
 def while_reading(patch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
-    read = Served.read_chat
+    read = ServedModel.read_chat
 
-    async def reading(self: Served, make: Any, work: Any) -> Any:
+    async def reading(self: ServedModel, make: Any, work: Any) -> Any:
         await work.run(happens)
         return await read(self, make, work)
 
-    patch.setattr(Served, "read_chat", reading)
+    patch.setattr(ServedModel, "read_chat", reading)
 
 
 def test_a_server_that_begins_to_stop_while_a_prompt_is_read_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ def test_a_web_page_can_read_an_unexpected_error(monkeypatch: pytest.MonkeyPatch
     def failing(*_: Any, **__: Any) -> Any:
         raise ValueError
 
-    monkeypatch.setattr(Served, "read_text", failing)
+    monkeypatch.setattr(ServedModel, "read_text", failing)
     origin = "https://page.example"
     with running(cors_origins=(origin,)) as server, server.http() as http:
         response = http.post("/v1/completions", json={"prompt": "a"}, headers={"Origin": origin})
@@ -258,7 +258,7 @@ def test_an_error_that_nobody_foresaw_is_counted_and_logged_without_what_was_ask
         except KeyError as error:
             raise ValueError("the secret prompt, told again") from error
 
-    part = (Transcript, "read") if stream else (Served, "read_text")  # before and after the status is sent
+    part = (Transcript, "read") if stream else (ServedModel, "read_text")  # before and after the status is sent
     monkeypatch.setattr(*part, failing)
     with running(key="sesame") as server, server.http() as http:
         body = {"prompt": "the secret prompt", "max_tokens": 3, "stream": stream}

@@ -89,7 +89,7 @@ def test_a_clock_that_is_set_back_stops_nothing(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_rows_and_queue_are_seen_while_they_last() -> None:
-    with running(max_rows=1) as server, server.http() as http:
+    with running(max_sequences=1) as server, server.http() as http:
         create: Any = server.openai().completions.create
         fields: dict[str, Any] = {"model": "tiny", "prompt": "go on", "max_tokens": 3000, "stream": True}
         with create(**fields, extra_body={"min_tokens": 3000}), create(**fields):

@@ -22,8 +22,8 @@ from running import running, wait_until
 
 from headstart.errors import RequestError
 from headstart.server import Limits, most_connections
-from headstart.server.desk import Desk
 from headstart.server.pool import Pool
+from headstart.server.request_handler import RequestHandler
 
 FILES = 512  # descriptors of the server process: more than 384 connections cannot be open
 LONG = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4000, "min_tokens": 4000}
@@ -228,7 +228,7 @@ def test_beyond_the_limit_only_health_checks_are_answered(monkeypatch: pytest.Mo
             await asyncio.sleep(0.01)
         return Response()
 
-    monkeypatch.setattr(Desk, "reply", reply)
+    monkeypatch.setattr(RequestHandler, "reply", reply)
     with running(limits=Limits(connections=4)) as server, server.http() as http, ExitStack() as opened:
         for _ in range(2):  # at work, so that they cannot give way
             opened.enter_context(connect(server.url)).sendall(post(CHAT, LONG))

@@ -15,7 +15,7 @@ from running import CONTEXT, Running, folder, read, tiny, tokenizer
 from tokenizers import Tokenizer
 
 from headstart.checkpoint import read_layout
-from headstart.server import Served
+from headstart.server import ServedModel
 from headstart.server.anthropic import CountRequest, MessagesRequest
 from headstart.server.encode import Encoder
 from headstart.server.openai import ChatRequest, CompletionRequest
@@ -31,8 +31,8 @@ USER = {"role": "user", "content": "Hello"}
 
 
 @cache
-def served() -> Served:
-    return Served.of(read_layout(folder(True, CONTEXT)), tiny(True, CONTEXT), tokenizer(), id="tiny")
+def served() -> ServedModel:
+    return ServedModel.of(read_layout(folder(True, CONTEXT)), tiny(True, CONTEXT), tokenizer(), id="tiny")
 
 
 @cache

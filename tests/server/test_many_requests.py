@@ -62,7 +62,7 @@ def check(server: Running, outcomes: Outcomes, count: int) -> None:
 
 def test_every_answer_of_a_mixed_load_is_what_it_would_be_alone() -> None:
     known = kinds(1, 5, 9, 14, 22, 30, prefixed=True)
-    with running(max_rows=8, prefix=Prefix(10**8)) as server:
+    with running(max_sequences=8, prefix=Prefix(10**8)) as server:
         check(server, load(server.url, known, 80, seed=1, bad=0.0), 80)
         assert server.metric("headstart_prefix_cache_hits_total") > 10
 
@@ -85,7 +85,7 @@ def endure(count: int) -> tuple[int, int]:
         mx.clear_cache()
         return mx.get_active_memory(), resident()
 
-    with running(max_rows=8, prefix=prefix) as server:
+    with running(max_sequences=8, prefix=prefix) as server:
         check(server, load(server.url, known, 100, seed=2), 100)
         before = held()
         outcomes = load(server.url, known, count, seed=3)

@@ -64,10 +64,10 @@ def clueless() -> Model:
     return random_model("dense", vocab_size=8192)
 
 
-Row = tuple[GrammarSpec | None, dict[str, Any]]
+SequenceState = tuple[GrammarSpec | None, dict[str, Any]]
 
 
-def answers(*rows: Row, model: Model | None = None) -> list[tuple[list[int], str]]:
+def answers(*rows: SequenceState, model: Model | None = None) -> list[tuple[list[int], str]]:
     """Of rows that decode together: the tokens, and the text without the one that ends it."""
     engine, ends = Engine(model or clueless(), tokenizer()), tokenizer().eos_token_ids
     prompt, common = ids("def read_config(path):\n"), {"max_tokens": 60, "k": 3}

@@ -246,7 +246,7 @@ def test_a_client_that_leaves_without_streaming_frees_its_row(server: Running) -
 
 def test_a_client_that_reads_nothing_holds_nobody_up_and_is_cut_off() -> None:
     with (
-        running(limits=Limits(stall_seconds=0.5), max_rows=2, send_buffer=4096) as server,
+        running(limits=Limits(stall_seconds=0.5), max_sequences=2, send_buffer=4096) as server,
         connected(server, {"stream": True, "include_origins": True}) as client,
     ):
         port = client.getsockname()[1]

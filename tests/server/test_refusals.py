@@ -13,7 +13,7 @@ from running import Running, read, running, wait_until
 
 from checkpoints import write
 from headstart.checkpoint import load, load_tokenizer, read_layout
-from headstart.server import Limits, Served
+from headstart.server import Limits, ServedModel
 from headstart.server.anthropic import MessagesRequest
 from headstart.server.errors import Refusal
 from headstart.server.openai import ChatRequest, CompletionRequest
@@ -228,7 +228,7 @@ def test_limits_are_kept() -> None:
 
 
 def test_a_full_queue_is_a_429_that_says_when_to_come_back() -> None:
-    with running(max_rows=1, max_queue=1) as server:
+    with running(max_sequences=1, max_queue=1) as server:
         client = server.openai()
         fields: dict[str, Any] = {"model": "tiny", "messages": HI, "max_tokens": 2000, "stream": True}
 
@@ -283,7 +283,7 @@ def test_what_the_chat_template_refuses_is_refused(tmp_path: Path, template: str
     config["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").unlink()
-    served = Served.of(read_layout(folder), load(folder), load_tokenizer(folder))
+    served = ServedModel.of(read_layout(folder), load(folder), load_tokenizer(folder))
     with pytest.raises(Refusal) as refusal:
         read(ChatRequest.model_validate({"messages": HI}), served)
     assert (refusal.value.status_code, refusal.value.param, refusal.value.code) == (400, "messages", code)

@@ -33,7 +33,7 @@ def say(model: Model, batch: Batch, depths: list[int]) -> tuple[list[list[int]],
 
 
 def test_a_write_past_the_capacity_would_land_in_the_next_head() -> None:
-    """Why `Rows.reserve` exists: MLX raises nothing."""
+    """Why `BatchState.reserve` exists: MLX raises nothing."""
     into = mx.zeros((2, 2, 4, 1))
     out = _write(into, mx.ones((2, 2, 2, 1)), mx.array([3, 0]))
     assert out[0, 1, 0].item() == 1.0  # row 0 has overrun its head 0

@@ -10,7 +10,7 @@ from mlx_lm.models.gated_delta import gated_delta_ops
 
 import headstart.engine.step as loop
 from fixtures import FAMILIES, batch_of, mlx_lm_greedy, random_model, random_prompt
-from headstart.engine.batch import LATEST, Batch, Waiting
+from headstart.engine.batch import LATEST, Batch, UnseenPairs
 from headstart.models import Model
 from headstart.sampling import Proposal
 from headstart.state import KV, Recurrent
@@ -214,7 +214,7 @@ def test_a_parked_head_is_shown_the_latest_of_what_it_missed(rounds: int) -> Non
 
 def test_rows_that_wait_with_different_counts_keep_their_own_latest_pairs() -> None:
     hidden = mx.arange(2 * 6, dtype=mx.float32).reshape(2, 6, 1)
-    waiting = Waiting(hidden, mx.arange(12).reshape(2, 6), mx.array([6, 3]))
+    waiting = UnseenPairs(hidden, mx.arange(12).reshape(2, 6), mx.array([6, 3]))
     latest = waiting.latest(4)
     assert latest.counts.tolist() == [4, 3]
     assert latest.tokens[0].tolist() == [2, 3, 4, 5]

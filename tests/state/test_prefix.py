@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from headstart.errors import RequestError
-from headstart.state import BLOCK, CHUNK, KV, Prefix, Recurrent, Rows
+from headstart.state import BLOCK, CHUNK, KV, BatchState, Prefix, Recurrent
 from headstart.state.prefix import TAIL, Node, Worth
 
 C = 32  # tokens a chunk
@@ -31,28 +31,30 @@ def keys_and_values(prompt: Sequence[int], length: int, heads: int) -> KV:
     return KV(keys, -keys, mx.zeros((1,), mx.int32))
 
 
-def memory(prompt: Sequence[int], *, head: bool = True, hybrid: bool = True) -> tuple[Rows, Rows | None, mx.array]:
+def memory(
+    prompt: Sequence[int], *, head: bool = True, hybrid: bool = True
+) -> tuple[BatchState, BatchState | None, mx.array]:
     """Of a row that has taken in `prompt`: the trunk's, the head's and the last hidden."""
     last = numbers(prompt)[:, :, -1:]
     layers: list[KV | Recurrent] = [keys_and_values(prompt, len(prompt), 2)]
     if hybrid:
         layers.insert(0, Recurrent(last * mx.ones((1, 4, 8, 8)), last.reshape(1, 1, 1) * mx.ones((1, 3, 16))))
     length = mx.array([len(prompt)], mx.int32)
-    rows = Rows(layers, length, mx.zeros((1,), mx.int32), [len(prompt)])
+    rows = BatchState(layers, length, mx.zeros((1,), mx.int32), [len(prompt)])
     pairs = [a + 10 * b for a, b in pairwise(prompt)]
     memory = keys_and_values(pairs, len(prompt), 1)
-    behind = Rows([memory], length - 1, mx.zeros((1,), mx.int32), [len(prompt)]) if head else None
+    behind = BatchState([memory], length - 1, mx.zeros((1,), mx.int32), [len(prompt)]) if head else None
     return rows, behind, last.reshape(1, 1, 1) * mx.ones((1, 1, 16))
 
 
-def blank(*, head: bool = True, hybrid: bool = True) -> tuple[Rows, Rows | None]:
+def blank(*, head: bool = True, hybrid: bool = True) -> tuple[BatchState, BatchState | None]:
     layers: list[KV | Recurrent] = [KV.empty(1, 2, 32, mx.float32)]
     if hybrid:
         layers.insert(0, Recurrent.empty(1, 4, 8, 8, 4, 16, mx.float32))
-    return Rows.empty(layers, 1), Rows.empty([KV.empty(1, 1, 32, mx.float32)], 1) if head else None
+    return BatchState.empty(layers, 1), BatchState.empty([KV.empty(1, 1, 32, mx.float32)], 1) if head else None
 
 
-def take_in(prefix: Prefix, prompt: Sequence[int], until: int | None = None, **kind: bool) -> int:
+def prefill_prompts(prefix: Prefix, prompt: Sequence[int], until: int | None = None, **kind: bool) -> int:
     """Do as the engine does → the tokens that did not have to be read."""
     taken = resumed(prefix, prompt, **kind)
     for end in range(taken + C, len(prompt) if until is None else until + 1, C):
@@ -105,7 +107,7 @@ def prompt_of(chunks: int, seed: int = 0, more: int = C - 1) -> list[int]:
 def test_a_prompt_resumes_with_exactly_what_a_row_holds_there(kind: dict[str, bool]) -> None:
     prefix = Prefix(LOTS, chunk=C)
     prompt = prompt_of(5)
-    assert take_in(prefix, prompt, **kind) == 0
+    assert prefill_prompts(prefix, prompt, **kind) == 0
     for length in (1, C - 1, C, C + 1, 2 * C, 2 * C + 1, 4 * C, 4 * C + 5, len(prompt)):
         taken = resumed(prefix, prompt[:length], **kind)
         assert taken % C == 0
@@ -116,7 +118,7 @@ def test_a_prompt_resumes_with_exactly_what_a_row_holds_there(kind: dict[str, bo
 def test_the_last_token_of_a_prompt_is_never_taken_from_the_cache() -> None:
     """It opens the first window. A prompt of whole chunks and a token is known up to it, one of whole chunks not."""
     prefix = Prefix(LOTS, chunk=C)
-    take_in(prefix, prompt_of(2))
+    prefill_prompts(prefix, prompt_of(2))
     assert resumed(prefix, prompt_of(2)[: 2 * C + 1]) == 2 * C
     assert resumed(prefix, prompt_of(2)[: 2 * C]) == C
 
@@ -125,7 +127,7 @@ def test_the_last_token_of_a_prompt_is_never_taken_from_the_cache() -> None:
 def test_one_other_token_is_another_prompt_from_its_chunk_on(at: int) -> None:
     prefix = Prefix(LOTS, chunk=C)
     prompt = prompt_of(4)
-    take_in(prefix, prompt, hybrid=False)
+    prefill_prompts(prefix, prompt, hybrid=False)
     other = [*prompt[:at], prompt[at] + 1, *prompt[at + 1 :]]
     assert resumed(prefix, other, hybrid=False) == at // C * C
 
@@ -133,7 +135,7 @@ def test_one_other_token_is_another_prompt_from_its_chunk_on(at: int) -> None:
 def test_the_same_tokens_in_another_order_are_another_prompt() -> None:
     prefix = Prefix(LOTS, chunk=C)
     prompt = prompt_of(2)
-    take_in(prefix, prompt)
+    prefill_prompts(prefix, prompt)
     assert resumed(prefix, prompt[:C][::-1] + prompt[C:]) == 0
     assert resumed(prefix, prompt[C : 2 * C] + prompt[:C] + prompt[2 * C :]) == 0
 
@@ -141,26 +143,26 @@ def test_the_same_tokens_in_another_order_are_another_prompt() -> None:
 def test_chunks_that_prompts_have_in_common_are_kept_once() -> None:
     prefix = Prefix(LOTS, chunk=C)
     prompt = prompt_of(6)
-    take_in(prefix, prompt)
+    prefill_prompts(prefix, prompt)
     before = prefix.stats()
-    take_in(prefix, prompt)
+    prefill_prompts(prefix, prompt)
     assert prefix.stats().bytes == before.bytes
-    take_in(prefix, prompt[: 4 * C] + prompt_of(2, seed=1))
+    prefill_prompts(prefix, prompt[: 4 * C] + prompt_of(2, seed=1))
     assert (before.entries, prefix.stats().entries) == (6, 8)
 
 
 def test_states_are_kept_at_powers_of_two_and_where_the_prompt_ends() -> None:
     prefix = Prefix(LOTS, chunk=C)
     prompt = prompt_of(13)
-    take_in(prefix, prompt, until=11 * C)
+    prefill_prompts(prefix, prompt, until=11 * C)
     assert depths_with_states(prefix, prompt) == [1, 2, 4, 8, 11]  # cancelled here: the way so far is not lost
-    take_in(prefix, prompt + [1] * TAIL)
+    prefill_prompts(prefix, prompt + [1] * TAIL)
     assert depths_with_states(prefix, prompt) == [1, 2, 4, 8, 13]
 
 
 def test_a_model_without_recurrent_states_can_go_on_from_every_chunk() -> None:
     prefix = Prefix(LOTS, chunk=C)
-    take_in(prefix, prompt_of(13), hybrid=False)
+    prefill_prompts(prefix, prompt_of(13), hybrid=False)
     for depth in range(1, 14):
         assert resumed(prefix, prompt_of(13)[: depth * C + 1], hybrid=False) == depth * C
 
@@ -170,7 +172,7 @@ def test_the_next_turn_of_a_chat_reads_only_the_last_chunk_of_the_one_before_aga
     """Even where the template then writes the end of the last turn otherwise."""
     prefix, turn = Prefix(LOTS, chunk=C), prompt_of(11, more=more)
     for seed in range(5):
-        take_in(prefix, turn)
+        prefill_prompts(prefix, turn)
         following = turn + prompt_of(3, seed, more=seed)
         rewritten = turn[:-TAIL] + [8] * 5 + following
         assert resumed(prefix, following) >= len(turn) - 1 - C
@@ -183,32 +185,32 @@ def test_the_second_prompt_that_parts_somewhere_leaves_states_there_for_the_thir
     prefix = Prefix(LOTS, chunk=C)
     system = prompt_of(13, more=3)
     tasks = [system + prompt_of(9, seed=seed) for seed in (1, 2, 3)]
-    assert [take_in(prefix, task) for task in tasks] == [0, 8 * C, 13 * C]
+    assert [prefill_prompts(prefix, task) for task in tasks] == [0, 8 * C, 13 * C]
 
 
 def test_a_prompt_that_ends_within_a_longer_one_leaves_states_there() -> None:
     prefix = Prefix(LOTS, chunk=C)
     prompt = prompt_of(30)
-    take_in(prefix, prompt)
+    prefill_prompts(prefix, prompt)
     short = prompt[: 13 * C + 2]
-    assert [take_in(prefix, short), take_in(prefix, short)] == [8 * C, 13 * C]
+    assert [prefill_prompts(prefix, short), prefill_prompts(prefix, short)] == [8 * C, 13 * C]
     assert next(node for node in nodes(prefix) if node.worth is Worth.FORK).states is not None
 
 
 def size_of(*prompts: Sequence[int]) -> int:
     prefix = Prefix(LOTS, chunk=C)
     for prompt in prompts:
-        take_in(prefix, prompt)
+        prefill_prompts(prefix, prompt)
     return prefix.stats().bytes
 
 
 def test_what_was_least_recently_used_goes_first() -> None:
     a, b, c = (prompt_of(1, seed) for seed in range(3))
     prefix = Prefix(size_of(a, b), chunk=C)
-    take_in(prefix, a)
-    take_in(prefix, b)
+    prefill_prompts(prefix, a)
+    prefill_prompts(prefix, b)
     assert resumed(prefix, a) == C
-    take_in(prefix, c)
+    prefill_prompts(prefix, c)
     assert (resumed(prefix, a), resumed(prefix, b), resumed(prefix, c)) == (C, 0, C)
     assert prefix.stats().evictions == 1
 
@@ -217,8 +219,8 @@ def test_states_within_prompts_go_before_any_prompt_does() -> None:
     a, b = (prompt_of(9, seed) for seed in range(2))
     room = size_of(a, b)
     prefix = Prefix(room - 1, chunk=C)
-    take_in(prefix, a)
-    take_in(prefix, b)
+    prefill_prompts(prefix, a)
+    prefill_prompts(prefix, b)
     assert (resumed(prefix, a), resumed(prefix, b)) == (9 * C, 9 * C)
     assert prefix.stats().entries == 18
     assert depths_with_states(prefix, a) == [2, 4, 8, 9]  # one of those that were not used for longest
@@ -230,11 +232,11 @@ def test_a_fork_outlives_the_states_that_only_save_room() -> None:
     tasks = [system + prompt_of(6, seed=seed) for seed in (1, 2)]
     prefix = Prefix(size_of(*tasks), chunk=C)
     for task in tasks:
-        take_in(prefix, task)
-    take_in(prefix, prompt_of(3, seed=9))
+        prefill_prompts(prefix, task)
+    prefill_prompts(prefix, prompt_of(3, seed=9))
     assert prefix.stats().evictions
     assert depths_with_states(prefix, tasks[1])[0] == 3
-    assert take_in(prefix, system + prompt_of(1, seed=3)) == 3 * C
+    assert prefill_prompts(prefix, system + prompt_of(1, seed=3)) == 3 * C
 
 
 def test_children_go_before_their_parents() -> None:
@@ -243,8 +245,8 @@ def test_children_go_before_their_parents() -> None:
     tasks = [system + prompt_of(6, seed=seed) for seed in (1, 2)]
     prefix = Prefix(size_of(*tasks), chunk=C)
     for task in tasks:
-        take_in(prefix, task)
-    take_in(prefix, prompt_of(12, seed=3))
+        prefill_prompts(prefix, task)
+    prefill_prompts(prefix, prompt_of(12, seed=3))
     assert [resumed(prefix, task) for task in tasks] == [3 * C, 3 * C]
 
 
@@ -252,8 +254,8 @@ def test_a_prompt_that_goes_takes_all_along_that_only_it_could_use() -> None:
     """What is left can be resumed from: no chunk is kept that leads nowhere."""
     a, b = prompt_of(7, seed=1), prompt_of(7, seed=2)
     prefix = Prefix(size_of(a), chunk=C)
-    take_in(prefix, a)
-    take_in(prefix, b)
+    prefill_prompts(prefix, a)
+    prefill_prompts(prefix, b)
     assert resumed(prefix, a) == 0
     assert resumed(prefix, b) == 7 * C
     assert all(node.states is not None for node in nodes(prefix) if not node.children)
@@ -263,7 +265,7 @@ def test_a_prompt_too_large_for_the_cache_leaves_its_beginning() -> None:
     """And drives out nothing for the sake of what does not fit in any case."""
     large = prompt_of(12)
     prefix = Prefix(size_of(prompt_of(5)), chunk=C)
-    take_in(prefix, large, until=6 * C)
+    prefill_prompts(prefix, large, until=6 * C)
     before, taken = prefix.stats(), resumed(prefix, large)
     assert 4 * C <= taken <= 6 * C
     prefix.store(large, 12 * C, *memory(large[: 12 * C]))
@@ -273,7 +275,7 @@ def test_a_prompt_too_large_for_the_cache_leaves_its_beginning() -> None:
 
 def test_a_cache_of_no_bytes_keeps_nothing() -> None:
     prefix = Prefix(0, chunk=C)
-    assert [take_in(prefix, prompt_of(2)) for _ in range(2)] == [0, 0]
+    assert [prefill_prompts(prefix, prompt_of(2)) for _ in range(2)] == [0, 0]
     assert prefix.stats().entries == 0
 
 
@@ -285,7 +287,7 @@ def test_bytes_stay_within_their_bound_whatever_comes(share: float) -> None:
     prefix = Prefix(int(share * size_of(*prompts)), chunk=C)
     served = 0
     for prompt in prompts:
-        served += take_in(prefix, prompt, until=rng.choice([None, None, 2 * C]))
+        served += prefill_prompts(prefix, prompt, until=rng.choice([None, None, 2 * C]))
         kept = list(nodes(prefix))
         stats = prefix.stats()
         arrays = [part for node in kept for pack in node.packs for part in pack]
@@ -314,7 +316,7 @@ def test_what_is_not_finite_is_not_kept() -> None:
 def test_a_row_that_was_resumed_may_overwrite_its_memory() -> None:
     prefix = Prefix(LOTS, chunk=C)
     prompt = prompt_of(1)
-    take_in(prefix, prompt)
+    prefill_prompts(prefix, prompt)
     rows, head = blank()
     found = prefix.resume(prompt, rows, head)
     assert found is not None
@@ -348,7 +350,7 @@ def test_an_entry_keeps_no_more_memory_alive_than_it_counts() -> None:
         Recurrent(mx.zeros((1, 4, 64, 64)), conv),
     ]
     hidden = mx.zeros((1, CHUNK, 512))[:, -1:]
-    rows = Rows.empty(layers, 1)
+    rows = BatchState.empty(layers, 1)
     mx.eval(rows.arrays(), hidden)
     prefix.store(prompt, CHUNK, rows, None, hidden)
     held = mx.get_active_memory() - before
@@ -363,7 +365,7 @@ def test_eight_bits_keep_keys_and_values_nearly_and_the_rest_exactly() -> None:
     prompt = prompt_of(4)
     whole, small = Prefix(LOTS, chunk=C), Prefix(LOTS, chunk=C, eight_bits=True)
     for prefix in (whole, small):
-        take_in(prefix, prompt, until=C)
+        prefill_prompts(prefix, prompt, until=C)
     assert small.stats().bytes < 0.6 * whole.stats().bytes
     rows, head = blank()
     found = small.resume(prompt, rows, head)
@@ -381,9 +383,9 @@ def test_eight_bits_keep_keys_and_values_nearly_and_the_rest_exactly() -> None:
 
 def test_stats_count_hits_misses_and_tokens_served() -> None:
     prefix = Prefix(LOTS, chunk=C)
-    take_in(prefix, prompt_of(2))
-    take_in(prefix, prompt_of(2))
-    take_in(prefix, prompt_of(0))  # less than a chunk: neither
+    prefill_prompts(prefix, prompt_of(2))
+    prefill_prompts(prefix, prompt_of(2))
+    prefill_prompts(prefix, prompt_of(0))  # less than a chunk: neither
     stats = prefix.stats()
     assert (stats.hits, stats.misses, stats.tokens, stats.entries, stats.max_bytes) == (1, 1, 2 * C, 2, LOTS)
 
@@ -391,7 +393,7 @@ def test_stats_count_hits_misses_and_tokens_served() -> None:
 def test_clearing_forgets_everything_and_a_row_under_way_stores_all_of_its_prompt_again() -> None:
     prefix = Prefix(LOTS, chunk=C)
     prompt = prompt_of(6)
-    take_in(prefix, prompt, until=3 * C)
+    prefill_prompts(prefix, prompt, until=3 * C)
     prefix.clear()
     assert (prefix.stats().entries, prefix.stats().bytes) == (0, 0)
     for end in range(4 * C, 6 * C + 1, C):
@@ -401,7 +403,7 @@ def test_clearing_forgets_everything_and_a_row_under_way_stores_all_of_its_promp
 
 def test_clearing_frees_the_memory_at_once() -> None:
     prefix = Prefix(LOTS, chunk=C)
-    take_in(prefix, prompt_of(3))
+    prefill_prompts(prefix, prompt_of(3))
     gone = [weakref.ref(node) for node in nodes(prefix)]
     gc.disable()  # who clears because memory is short cannot wait for it
     try:
@@ -428,7 +430,7 @@ def test_stats_and_clear_may_come_from_other_threads_at_any_time() -> None:
     thread.start()
     try:
         for seed in range(40):
-            take_in(prefix, prompt_of(6, seed=seed % 2))
+            prefill_prompts(prefix, prompt_of(6, seed=seed % 2))
     finally:
         over.set()
         thread.join()

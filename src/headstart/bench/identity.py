@@ -7,7 +7,7 @@ from itertools import zip_longest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..engine import Engine, Request, Stats
-from ..engine.depth import Depth
+from ..engine.depth import DepthController
 from ..engine.request import TokenLogprobs
 from ..models import Model
 from ..sampling import SamplingParams
@@ -67,7 +67,7 @@ def decode_prompts(
     model: Model, tokenizer: TokenizerWrapper | None, prompts: Sequence[Sequence[int]], k: K, tokens: int
 ) -> GreedyRun:
     """Decode up to `tokens` tokens per prompt. "auto" starts without any knowledge, and so tries several depths."""
-    engine = Engine(model, tokenizer, max_rows=len(prompts), depth=Depth())
+    engine = Engine(model, tokenizer, max_sequences=len(prompts), depth=DepthController())
     params = SamplingParams(k=k, max_tokens=tokens, logprobs=True, top_logprobs=TOP_LOGPROBS)
     answers = []
     for handle in [engine.submit(Request(prompt, params)) for prompt in prompts]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
 from typing import Literal
 
-from ..engine import Depth, Engine, Event, Request, Stats
+from ..engine import DepthController, Engine, Event, Request, Stats
 from ..errors import RequestError
 from ..models import Model
 from ..sampling import SamplingParams
@@ -33,11 +33,11 @@ def decode_batch(model: Model, prompts: Sequence[Sequence[int]], k: K, tokens: i
     """
     # "auto" keeps what it learned about this model in earlier runs, as in a server. A fixed depth gets a controller
     # of its own, or it would teach the one that is judged.
-    engine = Engine(model, max_rows=len(prompts), depth=None if k == "auto" else Depth())
+    engine = Engine(model, max_sequences=len(prompts), depth=None if k == "auto" else DepthController())
     received: list[list[Event]] = [[] for _ in prompts]
     for prompt, events in zip(prompts, received, strict=True):
         engine.submit(Request(prompt, SamplingParams(max_tokens=tokens, k=k)), listener=events.append)
-    engine.take_in_all()
+    engine.prefill_all()
     _raise_errors(received)
     if len(engine.rows) < len(prompts):
         raise RequestError(f"--batch-size {len(prompts)}: memory is left for {len(engine.rows)} sequences only")

@@ -9,7 +9,7 @@ from statistics import median
 import mlx.core as mx
 
 from ..engine.batch import Batch
-from ..engine.step import Round, step, take_in
+from ..engine.step import StepResult, prefill_prompts, step
 from ..models import Model
 
 STEPS = 8  # timed per depth and repeat; their median counts
@@ -42,10 +42,10 @@ def step_seconds(
     model: Model,
     prompts: Sequence[Sequence[int]],
     k: int,
-    advance: Callable[[Model, Batch, int], Round] = step,
+    advance: Callable[[Model, Batch, int], StepResult] = step,
 ) -> float:
     """Return the median seconds of a step, with the next step described while one is computed, as in the engine."""
-    batch = take_in(model, prompts, ceiling=k)
+    batch = prefill_prompts(model, prompts, ceiling=k)
     finished: list[float] = []
     in_flight: mx.array | None = None
     for _ in range(STEPS + 2):

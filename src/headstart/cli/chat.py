@@ -30,7 +30,7 @@ def chat(
     from rich.console import Console
 
     from ..engine import Engine
-    from ..engine.memory import left_for_prefixes
+    from ..engine.memory import memory_for_prefixes
     from ..library import load
     from ..state import Prefix
 
@@ -51,7 +51,7 @@ def chat(
             messages.append({"role": "user", "content": line})
             try:
                 if engine is None:
-                    engine = Engine(loaded, tokenizer, max_rows=1, prefix=Prefix(left_for_prefixes()))
+                    engine = Engine(loaded, tokenizer, max_sequences=1, prefix=Prefix(memory_for_prefixes()))
                 said, stopped = _answer(engine, tokenizer, messages, sampling, console, aside, show_drafts)
                 messages.append({"role": "assistant", "content": said})
                 if stopped:  # in the middle of whatever it was doing: it is not to be trusted any more

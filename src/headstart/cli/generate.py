@@ -44,7 +44,7 @@ def generate(
             return
         text = read_text(prompt, prompt_file)
         loaded, tokenizer = machines.load(model, cluster, split, mtp=mtp)
-        engine = Leader(cluster, loaded, tokenizer, max_rows=1) if cluster is not None else None
+        engine = Leader(cluster, loaded, tokenizer, max_sequences=1) if cluster is not None else None
         tokens = text if raw else chat_tokens(tokenizer, [{"role": "user", "content": text}])
         aside = Console(stderr=True, highlight=False)
         progress = show.prompt_progress(aside)

@@ -44,7 +44,7 @@ def serve(
         list[str] | None,
         typer.Option(help="A host name that clients may use in URLs; * is any.", show_default="this machine's own"),
     ] = None,
-    max_rows: Annotated[int, typer.Option(min=1, help="Answers at a time.", rich_help_panel=PANEL)] = 16,
+    max_sequences: Annotated[int, typer.Option(min=1, help="Answers at a time.", rich_help_panel=PANEL)] = 16,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait.", rich_help_panel=PANEL)] = 256,
     max_prompt_tokens: Annotated[
         int | None,
@@ -90,13 +90,13 @@ def serve(
     _reopen_closed_streams()
     from ..checkpoint import read_layout, resolve
     from ..cluster import Follower, Leader, SharedPrefix
-    from ..engine import Room
-    from ..engine.memory import left_for_prefixes
+    from ..engine import EngineThread
+    from ..engine.memory import memory_for_prefixes
     from ..open_files import raise_limit
     from ..server import (
         Keys,
         Limits,
-        Served,
+        ServedModel,
         Server,
         bind,
         check_reach,
@@ -118,18 +118,22 @@ def serve(
     with machines.joined() as cluster, nullcontext() if cluster and cluster.rank else bind(host, port) as place:
         folder = resolve(model)
         loaded, tokenizer = machines.load(folder, cluster, split, mtp=mtp)
-        served = Served.of(read_layout(folder), loaded, tokenizer, id=model_id)
-        bytes_ = left_for_prefixes() if prefix_cache_gb is None else int(prefix_cache_gb * 1e9)
+        served = ServedModel.of(read_layout(folder), loaded, tokenizer, id=model_id)
+        bytes_ = memory_for_prefixes() if prefix_cache_gb is None else int(prefix_cache_gb * 1e9)
         if cluster is None:
             prefix = Prefix(bytes_, eight_bits=prefix_cache_8bit) if bytes_ else None
-            room = Room(served.model, tokenizer, max_rows=max_rows, max_queue=max_queue, prefix=prefix)
+            room = EngineThread(
+                served.model, tokenizer, max_sequences=max_sequences, max_queue=max_queue, prefix=prefix
+            )
         else:
             shared = SharedPrefix(bytes_, eight_bits=prefix_cache_8bit) if bytes_ else None
             if place is None:
                 Follower(cluster, loaded, tokenizer, prefix=shared).run(warm_up=True)
                 return
             leader = partial(Leader, cluster, prefix=shared)
-            room = Room(served.model, tokenizer, max_rows=max_rows, max_queue=max_queue, make=leader)
+            room = EngineThread(
+                served.model, tokenizer, max_sequences=max_sequences, max_queue=max_queue, make=leader
+            )
         assert place is not None, "only those that follow have none"
         room.engine.warm_up()
         limits = Limits(prompt_tokens=max_prompt_tokens, request_seconds=timeout, connections=connections)

@@ -17,11 +17,11 @@ from zlib import crc32
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..engine import Depth, Engine, Event, Handle, Request
+from ..engine import DepthController, Engine, Event, Handle, Request
 from ..engine.depth import Controller, Drafter
-from ..engine.flight import Flight
 from ..engine.memory import Footprint
-from ..engine.row import Row
+from ..engine.pending_step import PendingStep
+from ..engine.sequence import SequenceState
 from ..errors import ClusterError, Down
 from ..models import Model
 from ..state.prefix import Sizes
@@ -70,7 +70,7 @@ class Member(Engine):
         """`engine`: other arguments of Engine's."""
         assert isinstance(model.share, (Tensor, Pipeline)), "load it with cluster.load"
         self.link, self.share, self.wire = machines.link, model.share, machines.wire
-        depth = Told(machines) if machines.rank else Chosen(Depth(model.max_k, model.default_k), machines)
+        depth = Told(machines) if machines.rank else Chosen(DepthController(model.max_k, model.default_k), machines)
         super().__init__(model, tokenizer, depth=depth, prefix=prefix, **engine)
         self._compare(prefix)  # and wait for whoever takes longest to read the model
         with self.link.turn():
@@ -94,7 +94,7 @@ class Member(Engine):
         with self.link.turn():
             super().warm_up()
 
-    def take_in_all(self) -> None:
+    def prefill_all(self) -> None:
         raise ClusterError("several machines take prompts in turn by turn: use one to take in all of them at once")
 
     def _compare(self, prefix: SharedPrefix | None) -> None:
@@ -134,7 +134,7 @@ class Member(Engine):
         """How the rows stand. A turn that begins alike ends alike."""
         return [(len(row.tokens), row.taken) for row in (*self.entering, *self.rows)]
 
-    def _learn(self, flight: Flight, report: list[list[int]]) -> None:
+    def _learn(self, flight: PendingStep, report: list[list[int]]) -> None:
         positions = len(flight.rows) * (flight.k + 1)
         hidden = int(self.model.config["hidden_size"]) * self.model.dtype.size
         seconds = self.share.operations * self.speed.seconds(positions * hidden)
@@ -153,7 +153,7 @@ class Member(Engine):
     def _recover(self, error: Exception) -> None:
         raise error
 
-    def _end_or_retry(self, row: Row, error: Exception) -> None:
+    def _end_or_retry(self, row: SequenceState, error: Exception) -> None:
         raise error
 
     def _take_leave(self, reason: str) -> None:
@@ -179,14 +179,14 @@ class Leader(Member):
         self._gone = super()._cancelled()
         return self._gone
 
-    def _admit(self) -> list[Row]:
+    def _admit(self) -> list[SequenceState]:
         known = {handle: number for number, handle in self.handles.items()}
         cancelled = sorted(known[handle] for handle in self._gone if handle in known)
         rows = super()._admit()
         self.link.decide(Begin(cancelled, [self._order(row, known) for row in rows], self._inside()))
         return rows
 
-    def _order(self, row: Row, known: dict[Handle, int]) -> Order | None:
+    def _order(self, row: SequenceState, known: dict[Handle, int]) -> Order | None:
         if row.handle in known:
             return None
         self._numbers += 1
@@ -213,21 +213,21 @@ class Follower(Member):
     def _cancelled(self) -> set[Handle]:
         return {self.handles[number] for number in self._told.cancelled}
 
-    def _admit(self) -> list[Row]:
+    def _admit(self) -> list[SequenceState]:
         rows = [self._again() if order is None else self._row(order) for order in self._told.admitted]
         self.entering += rows
         if self._inside() != self._told.rows:
             self.link.end(self.link.rank, "holds other rows than rank 0: one of them ended alone, or began alone")
         return rows
 
-    def _again(self) -> Row:
+    def _again(self) -> SequenceState:
         while (row := self.queue.take()).over:
             pass
         return row
 
-    def _row(self, order: Order) -> Row:
+    def _row(self, order: Order) -> SequenceState:
         handle = self.handles[order.number] = Handle(order.request, None, _nobody)
-        return Row.of(handle, self.model, self.tokenizer, order.max_k, key=order.key)
+        return SequenceState.of(handle, self.model, self.tokenizer, order.max_k, key=order.key)
 
 
 class Chosen:

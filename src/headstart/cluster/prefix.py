@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..errors import ClusterError
-from ..state import Prefix, Rows
+from ..state import BatchState, Prefix
 from ..state.prefix import Sizes
 from .wire import Wire
 
@@ -22,7 +22,9 @@ class SharedPrefix(Prefix):
     def agree(self, wire: Wire, max_bytes: int, sizes: Sizes) -> None:
         self._wire, self.max_bytes, self.sizes = wire, max_bytes, sizes
 
-    def store(self, prompt: Sequence[int], end: int, rows: Rows, head: Rows | None, hidden: mx.array) -> None:
+    def store(
+        self, prompt: Sequence[int], end: int, rows: BatchState, head: BatchState | None, hidden: mx.array
+    ) -> None:
         try:
             super().store(prompt, end, rows, head, hidden)
         except Exception as error:  # of memory: the others have stored it

@@ -9,8 +9,8 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..models import Model
+from .engine_thread import EngineThread
 from .request import Event, Request
-from .room import Room
 
 
 class AsyncEngine:
@@ -21,7 +21,7 @@ class AsyncEngine:
 
     def __init__(self, model: Model, tokenizer: TokenizerWrapper | None = None, **engine: Any):
         """Take the arguments of `Engine`."""
-        self._thread = Room(model, tokenizer, **engine)
+        self._thread = EngineThread(model, tokenizer, **engine)
 
     async def __aenter__(self) -> "AsyncEngine":
         self._thread.start()

@@ -7,13 +7,13 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..models import Model
-from ..sampling import Asked, Controls, Scene, Verdict, controls
-from ..state import Rows
+from ..sampling import AcceptResult, BatchContext, Controls, SequenceParams, controls
+from ..state import BatchState
 
 LATEST = 16  # pairs that the head is shown when drafts begin again: of those before them it stays ignorant
 
 
-class Waiting(NamedTuple):
+class UnseenPairs(NamedTuple):
     """Committed pairs (hidden of position t, token t+1) that the head has not seen: in row b, `counts[b]` of them."""
 
     hidden: mx.array  # [B, T, H]
@@ -21,69 +21,69 @@ class Waiting(NamedTuple):
     counts: mx.array  # [B]
 
     @classmethod
-    def none(cls, rows: int, hidden: int, dtype: mx.Dtype) -> "Waiting":
+    def none(cls, rows: int, hidden: int, dtype: mx.Dtype) -> "UnseenPairs":
         return cls(mx.zeros((rows, 0, hidden), dtype), mx.zeros((rows, 0), mx.int32), mx.zeros((rows,), mx.int32))
 
     @property
     def width(self) -> int:
         return int(self.tokens.shape[1])
 
-    def extend(self, hidden: mx.array, tokens: mx.array, counts: mx.array) -> "Waiting":
+    def extend(self, hidden: mx.array, tokens: mx.array, counts: mx.array) -> "UnseenPairs":
         """Append the first `counts[b]` pairs of row b behind those that wait."""
         if self.width == 0:
-            return Waiting(hidden, tokens, counts)
+            return UnseenPairs(hidden, tokens, counts)
         both = self.pad(self.width + tokens.shape[1])
         at = self.counts[:, None] + mx.arange(tokens.shape[1])  # [B, W]
-        return Waiting(
+        return UnseenPairs(
             mx.put_along_axis(both.hidden, at[..., None], hidden, axis=1),
             mx.put_along_axis(both.tokens, at, tokens, axis=1),
             self.counts + counts,
         )
 
-    def latest(self, most: int) -> "Waiting":
+    def latest(self, most: int) -> "UnseenPairs":
         """The last pairs of every row, at most so many."""
         if self.width <= most:
             return self
         at = mx.maximum(self.counts - most, 0)[:, None] + mx.arange(most)  # [B, most]
-        return Waiting(
+        return UnseenPairs(
             mx.take_along_axis(self.hidden, at[..., None], axis=1),
             mx.take_along_axis(self.tokens, at, axis=1),
             mx.minimum(self.counts, most),
         )
 
-    def pad(self, width: int) -> "Waiting":
+    def pad(self, width: int) -> "UnseenPairs":
         more = width - self.width
-        return Waiting(
+        return UnseenPairs(
             mx.pad(self.hidden, [(0, 0), (0, more), (0, 0)]),
             mx.pad(self.tokens, [(0, 0), (0, more)]),
             self.counts,
         )
 
-    def join(self, other: "Waiting") -> "Waiting":
+    def join(self, other: "UnseenPairs") -> "UnseenPairs":
         width = max(self.width, other.width)
         pairs = zip(self.pad(width), other.pad(width), strict=True)
-        return Waiting(*[mx.concatenate([mine, theirs]) for mine, theirs in pairs])
+        return UnseenPairs(*[mx.concatenate([mine, theirs]) for mine, theirs in pairs])
 
 
 @dataclass
 class Batch:
-    rows: Rows  # the trunk's memory
-    head: Rows | None  # the head's; None where no row drafts
-    waiting: Waiting
+    rows: BatchState  # the trunk's memory
+    head: BatchState | None  # the head's; None where no row drafts
+    waiting: UnseenPairs
     last: mx.array  # [B], each row's last token, which the trunk has not seen
     ceiling: mx.array  # [B], most drafts a round that the row's request allows
     remaining: mx.array  # [B], tokens the row may still say
     rounds: mx.array  # [B], steps the row has been through
     recent: mx.array  # [B, L], the last tokens, as many as penalties look at, -1 where there is none
     counts: mx.array | None  # [B, V], how often each token was generated, where a row's penalties count them
-    asked: list[Asked]
+    asked: list[SequenceParams]
     controls: Controls
     plain: list[tuple[mx.array, mx.array]] = field(default_factory=list)
     """Hidden [B, 1, H] and tokens [B, 1] of the latest rounds without drafts, which the head has not seen either."""
 
     @classmethod
     def of_one(
-        cls, model: Model, tokens: Sequence[int], asked: Asked, ceiling: int, said: int = 0, rounds: int = 0
+        cls, model: Model, tokens: Sequence[int], asked: SequenceParams, ceiling: int, said: int = 0, rounds: int = 0
     ) -> "Batch":
         """A row that has yet to take in all of its tokens but the last one, which opens its next window. Where it is
         begun again, `said` of them are its own, said in so many `rounds`."""
@@ -107,11 +107,13 @@ class Batch:
     def size(self) -> int:
         return int(self.last.shape[0])
 
-    def scene(self) -> Scene:
+    def scene(self) -> BatchContext:
         """The trunk has seen every token but the last one, so the next has that index plus one."""
-        return Scene(self.controls, self.rows.lengths + 1, self.rounds, self.recent, self.remaining, self.counts)
+        return BatchContext(
+            self.controls, self.rows.lengths + 1, self.rounds, self.recent, self.remaining, self.counts
+        )
 
-    def commit(self, hidden: mx.array, verdict: Verdict) -> None:
+    def commit(self, hidden: mx.array, verdict: AcceptResult) -> None:
         """What was accepted is now certain, in every row by its own count. The rest is simply never counted."""
         said = verdict.accepted + 1
         self.rows.accepted = verdict.accepted
@@ -149,7 +151,7 @@ class Batch:
             self.head.keep(rows)
         self.rows.keep(rows)
         index = mx.array(rows, mx.int32)
-        self.waiting = Waiting(*[a[index] for a in self.waiting])
+        self.waiting = UnseenPairs(*[a[index] for a in self.waiting])
         self.last, self.ceiling, self.remaining = self.last[index], self.ceiling[index], self.remaining[index]
         self.rounds, self.recent = self.rounds[index], self.recent[index]
         self.asked = [self.asked[row] for row in rows]
@@ -157,7 +159,7 @@ class Batch:
             self.counts = self.counts[index] if any(each.params.counts_generated for each in self.asked) else None
         self.controls = controls(self.asked, model.vocabulary)
 
-    def fork(self, asked: list[Asked], model: Model) -> None:
+    def fork(self, asked: list[SequenceParams], model: Model) -> None:
         """The one row becomes as many as there are `asked`, alike in all else."""
         self.keep([0] * len(asked), model)
         self.asked, self.controls = asked, controls(asked, model.vocabulary)
@@ -207,5 +209,5 @@ def _counts(generated: Sequence[int], model: Model) -> mx.array:
     return counts.at[0, mx.array(list(generated), mx.int32)].add(1.0) if generated else counts
 
 
-def _nothing_waits(model: Model, rows: int) -> Waiting:
-    return Waiting.none(rows, int(model.config["hidden_size"]), model.dtype)
+def _nothing_waits(model: Model, rows: int) -> UnseenPairs:
+    return UnseenPairs.none(rows, int(model.config["hidden_size"]), model.dtype)

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..models import Model
 from .batch import Batch
-from .step import step, take_in
+from .step import prefill_prompts, step
 
 PROMPT = [3, 5, 7, 11, 13, 17, 19, 23]
 DEEPER = (3, 7)  # depths timed besides 0 and 1
@@ -19,7 +19,9 @@ BUDGET = 0.5  # seconds after which no further depth is timed, other than k = 0 
 WARM_UP_BUDGET = 4.0  # the same for a server that has no request yet: enough to time everything twice
 
 
-def step_times(model: Model, most: int, max_rows: int, budget: float = BUDGET) -> dict[tuple[int, int], list[float]]:
+def step_times(
+    model: Model, most: int, max_sequences: int, budget: float = BUDGET
+) -> dict[tuple[int, int], list[float]]:
     """Return seconds per step by (n, k), one entry for each time it was measured, within about `budget` seconds."""
     begun, times = time.perf_counter(), dict[tuple[int, int], list[float]]()
     batches: dict[int, Batch] = {}
@@ -30,11 +32,11 @@ def step_times(model: Model, most: int, max_rows: int, budget: float = BUDGET) -
 
     def measure(n: int, k: int) -> None:
         if n not in batches:
-            batches[n] = take_in(model, prompts[:n], most, model.context_length)
+            batches[n] = prefill_prompts(model, prompts[:n], most, model.context_length)
         times.setdefault((n, k), []).append(_seconds_per_step(model, batches[n], k))
 
     first = [(1, k) for k in (0, 1) if k <= most]
-    batched = [(min(CALIBRATION_BATCH, max_rows), k) for _, k in first] if max_rows > 1 else []
+    batched = [(min(CALIBRATION_BATCH, max_sequences), k) for _, k in first] if max_sequences > 1 else []
     deeper = [(1, k) for k in DEEPER if k <= most]
     for pair in first:
         measure(*pair)

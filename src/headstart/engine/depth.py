@@ -66,7 +66,7 @@ class Exploration:
 
 
 class Controller(Protocol):
-    """What the engine needs of a depth controller. On several machines rank 0 has a `Depth`; the others follow it."""
+    """What the engine needs of a depth controller. In a cluster rank 0 has a `DepthController`; others follow it."""
 
     @property
     def gains(self) -> Sequence[float]: ...
@@ -78,7 +78,7 @@ class Controller(Protocol):
     ) -> None: ...
 
 
-class Depth:
+class DepthController:
     """Depth controller of one model. All sequences of a batch share a depth, so it maximises their total."""
 
     def __init__(self, most: int = MAX_K, start: int = DEFAULT_K):

@@ -26,16 +26,16 @@ from ..models import Model
 from ..state import Prefix
 from .batch import Batch
 from .calibrate import BUDGET, CALIBRATION_BATCH, WARM_UP_BUDGET, step_times
-from .depth import Controller, Depth, pause_reason
+from .depth import Controller, DepthController, pause_reason
 from .exact import rows_are_independent, widest
-from .flight import Flight, describe, launches_ahead
-from .intake import take_in
 from .log import LOG, report
 from .memory import is_shortage
-from .row import Row
+from .pending_step import PendingStep, describe, launches_ahead
+from .prefill import prefill_chunk
 from .scheduler import Scheduler
+from .sequence import SequenceState
 
-_depths: WeakKeyDictionary[Model, Depth] = WeakKeyDictionary()
+_depths: WeakKeyDictionary[Model, DepthController] = WeakKeyDictionary()
 
 
 class Engine(Scheduler):
@@ -44,7 +44,7 @@ class Engine(Scheduler):
         model: Model,
         tokenizer: TokenizerWrapper | None = None,
         *,
-        max_rows: int = 16,
+        max_sequences: int = 16,
         max_queue: int | None = None,
         memory_limit: int | None = None,
         threaded: bool = False,
@@ -58,16 +58,16 @@ class Engine(Scheduler):
         that leave it open; by default what was learned of this model so far goes on to be used, and before the first
         of them a few steps are timed. `prefix`: where beginnings of prompts are kept for others.
         """
-        super().__init__(model, tokenizer, max_rows, max_queue, memory_limit, threaded, prefix)
+        super().__init__(model, tokenizer, max_sequences, max_queue, memory_limit, threaded, prefix)
         maybe_set_recommended_wired_limit()  # Metal: keep the weights resident
-        self.depth: Controller = depth or _depths.setdefault(model, Depth(model.max_k, model.default_k))
+        self.depth: Controller = depth or _depths.setdefault(model, DepthController(model.max_k, model.default_k))
         self.communication_seconds = 0.0  # between machines, in all rounds
         self.retries = 0  # decode steps and prefill chunks that failed and were run again
         self.recomputed: Counter[str] = Counter()  # sequences that lost their KV cache, by reason
         self._ahead = launches_ahead()
         self._turning = Lock()
         self._batch: Batch | None = None
-        self._flight: Flight | None = None
+        self._flight: PendingStep | None = None
         self._landed = 0.0  # when the last round was known
         self._steady = False
 
@@ -83,7 +83,7 @@ class Engine(Scheduler):
             self._admit()
             if self.entering and not self._ahead:  # what is said does not wait for another's prompt
                 self._attempt(self._land)
-            self._take_in_a_chunk()
+            self._prefill_chunk()
             self._attempt(self._step)
         return self.busy
 
@@ -93,12 +93,12 @@ class Engine(Scheduler):
         if self.model.has_head:
             self._calibrate(WARM_UP_BUDGET)
 
-    def take_in_all(self) -> None:
+    def prefill_all(self) -> None:
         """Take in the prompts of all that find a place before any of them goes on, so that they decode together."""
         with self._turning:
             self._admit()
             while self.entering:
-                self._take_in_a_chunk()
+                self._prefill_chunk()
 
     def settle(self) -> None:
         """Wait for the step in flight, and tell what it said."""
@@ -117,13 +117,13 @@ class Engine(Scheduler):
         self.entering.clear()
         self._forget_batch()
 
-    def take_in_again(self) -> None:
+    def recompute_all(self) -> None:
         """Whatever the device holds of the rows is not to be trusted: begin them again from their tokens."""
         for row in self.entering:
             self._recompute(row, "restart")
         self._enter_again([row for row in self.rows if not row.over], "restart")
 
-    def _take_in_a_chunk(self) -> None:
+    def _prefill_chunk(self) -> None:
         """At most one chunk of one prompt, so that running rows do not stall. All but its last token is taken in:
         that one opens the first window."""
         if not self.entering:
@@ -133,7 +133,7 @@ class Engine(Scheduler):
             if row.batch is None and row.auto:
                 self._calibrate()
             self._steady = False
-            if not take_in(self.model, row, self.prefix):
+            if not prefill_chunk(self.model, row, self.prefix):
                 return
             if row.handle.request.score == "only":
                 row.finish("length")
@@ -146,7 +146,7 @@ class Engine(Scheduler):
             self._end_or_retry(row, error)
         self.entering = deque(row for row in self.entering if not row.over)
 
-    def _end_or_retry(self, row: Row, error: Exception) -> None:
+    def _end_or_retry(self, row: SequenceState, error: Exception) -> None:
         """A row that fails while it is taken in ends alone. Where memory ran out it is begun again: the first time
         with the prefix cache emptied, and then each time the youngest of those that hold memory has ended."""
         if not is_shortage(error):
@@ -177,9 +177,11 @@ class Engine(Scheduler):
         depth = _depths.get(self.model)
         if depth is not None and depth is self.depth and not depth.step_time.timings:
             several = self.footprint.bytes([1] * CALIBRATION_BATCH) <= self.memory
-            depth.step_time.calibrate(step_times(self.model, depth.most, self.max_rows if several else 1, budget))
+            depth.step_time.calibrate(
+                step_times(self.model, depth.most, self.max_sequences if several else 1, budget)
+            )
 
-    def _join(self, row: Row) -> None:
+    def _join(self, row: SequenceState) -> None:
         assert row.batch is not None
         rows = row.fork()
         if len(rows) > 1:
@@ -191,7 +193,7 @@ class Engine(Scheduler):
         row.batch, self._steady = None, False
         self.rows += rows
 
-    def _try_alone(self, row: Row) -> None:
+    def _try_alone(self, row: SequenceState) -> None:
         """A batch with this row in it failed. A round by itself shows whether it was this one."""
         assert row.batch is not None
         self._tell(describe(self.model, row.batch, [row], row.drafter.ceiling).start())
@@ -242,7 +244,7 @@ class Engine(Scheduler):
         """Whether the round in flight is known to end a row, which need not be in another then."""
         return self._flight is not None and any(row.said + 1 >= row.limit for row in self._flight.rows)
 
-    def _describe(self) -> Flight | None:
+    def _describe(self) -> PendingStep | None:
         """The next step, before the last one is known. Rows that the round in flight must end are surplus; where all
         are, there is none."""
         flying = self._flight.rows if self._flight is not None else []
@@ -266,7 +268,7 @@ class Engine(Scheduler):
         if flight is not None:
             self._tell(flight)
 
-    def _tell(self, flight: Flight) -> None:
+    def _tell(self, flight: PendingStep) -> None:
         report: list[list[int]] = flight.report.tolist()  # type: ignore[assignment]  # the one synchronisation
         self._learn(flight, report)
         for index, (row, numbers) in enumerate(zip(flight.rows, report, strict=True)):
@@ -287,7 +289,7 @@ class Engine(Scheduler):
                 row.fail(error)
         self._drop_finished()
 
-    def _learn(self, flight: Flight, report: list[list[int]]) -> None:
+    def _learn(self, flight: PendingStep, report: list[list[int]]) -> None:
         """Tell the choice of depth what came of this one. A round's time runs from the landing before it."""
         now = time.perf_counter()
         seconds, self._landed = now - (self._landed if flight.steady else flight.begun), now
@@ -323,16 +325,16 @@ class Engine(Scheduler):
             self._empty_prefix()
         self._enter_again(rows, "memory" if shortage else "failure")
 
-    def _enter_again(self, rows: list[Row], reason: str) -> None:
+    def _enter_again(self, rows: list[SequenceState], reason: str) -> None:
         self._forget_batch()
         for row in rows:
             self._recompute(row, reason)
         self.entering.extendleft(reversed(rows))
 
-    def _recompute(self, row: Row, reason: str) -> None:
+    def _recompute(self, row: SequenceState, reason: str) -> None:
         """Drop what the device holds of a sequence: its tokens so far will be prefilled again."""
         self.recomputed[reason] += 1
-        row.take_in_again()
+        row.reset_prefill()
 
     def _forget_batch(self) -> None:
         self.rows, self._batch, self._flight, self._steady = [], None, None, False

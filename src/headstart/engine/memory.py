@@ -34,21 +34,21 @@ class Footprint:
         return len(lengths) * (self.fixed + self.position * capacity)
 
 
-def left_for_rows() -> int:
+def memory_for_sequences() -> int:
     """Bytes that rows may take beside what is in memory now, the weights above all."""
     return int(SHARE * unused())
 
 
-def left_for_prefixes() -> int:
+def memory_for_prefixes() -> int:
     """Bytes that the prefix cache may take of them, where the user does not say."""
-    return min(PREFIXES, left_for_rows() // 4)
+    return min(PREFIXES, memory_for_sequences() // 4)
 
 
 def shortage(error: BaseException) -> OutOfMemory:
     """What is said to the request that had to end for it."""
     return OutOfMemory(
         "memory ran out, and this request, the youngest, was ended so that others could go on: ask again, or serve "
-        f"with fewer --max-rows or a smaller --prefix-cache-gb ({type(error).__name__}: {error})"
+        f"with fewer --max-sequences or a smaller --prefix-cache-gb ({type(error).__name__}: {error})"
     )
 
 

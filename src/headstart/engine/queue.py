@@ -6,7 +6,7 @@ from threading import Lock
 
 from ..errors import Busy
 from .request import Handle
-from .row import Row
+from .sequence import SequenceState
 
 
 class Queue:
@@ -15,14 +15,14 @@ class Queue:
     def __init__(self, most: int | None = None):
         self.most = most
         self._lock = Lock()
-        self._waiting: OrderedDict[str, deque[Row]] = OrderedDict()  # by client, next one first
-        self._again: deque[Row] = deque()  # had a place and lost it: before all others
+        self._waiting: OrderedDict[str, deque[SequenceState]] = OrderedDict()  # by client, next one first
+        self._again: deque[SequenceState] = deque()  # had a place and lost it: before all others
 
     def __len__(self) -> int:
         with self._lock:
             return len(self._again) + sum(map(len, self._waiting.values()))
 
-    def put(self, row: Row, client: str) -> None:
+    def put(self, row: SequenceState, client: str) -> None:
         with self._lock:
             waiting = sum(map(len, self._waiting.values()))
             # The last eighth is for clients that have none waiting: nobody fills it all.
@@ -31,17 +31,17 @@ class Queue:
                 raise Busy(f"{waiting} requests are waiting already: try again in a moment", retry_after=1)
             self._waiting.setdefault(client, deque()).append(row)
 
-    def put_back(self, row: Row) -> None:
+    def put_back(self, row: SequenceState) -> None:
         with self._lock:
             self._again.appendleft(row)
 
-    def first(self) -> Row | None:
+    def first(self) -> SequenceState | None:
         with self._lock:
             if self._again:
                 return self._again[0]
             return next((rows[0] for rows in self._waiting.values()), None)
 
-    def take(self) -> Row:
+    def take(self) -> SequenceState:
         """The first one. Its client's turn comes again after all others'."""
         with self._lock:
             if self._again:
@@ -53,11 +53,11 @@ class Queue:
                 del self._waiting[client]
             return row
 
-    def all(self) -> list[Row]:
+    def all(self) -> list[SequenceState]:
         with self._lock:
             return self._everyone()
 
-    def drop(self, handles: Collection[Handle]) -> list[Row]:
+    def drop(self, handles: Collection[Handle]) -> list[SequenceState]:
         """The rows of these requests, which wait no longer."""
         with self._lock:
             gone = [row for row in self._everyone() if row.handle in handles]
@@ -67,12 +67,12 @@ class Queue:
                 self._waiting = OrderedDict((client, rows) for client, rows in left.items() if rows)
             return gone
 
-    def clear(self) -> list[Row]:
+    def clear(self) -> list[SequenceState]:
         with self._lock:
             everyone = self._everyone()
             self._again.clear()
             self._waiting.clear()
             return everyone
 
-    def _everyone(self) -> list[Row]:
+    def _everyone(self) -> list[SequenceState]:
         return [*self._again, *(row for rows in self._waiting.values() for row in rows)]

@@ -73,7 +73,7 @@ class TokenLogprobs:
 class Event:
     """What a round said to one request, or how it ended. The last event has a `finish_reason`, of each of its
     answers where there are several. While a long prompt
-    is taken in, events say only how far (`prompt_taken`)."""
+    is taken in, events say only how far (`prompt_processed`)."""
 
     tokens: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Event:
     stop: str | None = None  # the stop string that ended it
     stats: Stats | None = None  # of the whole answer so far
     error: HeadstartError | None = None
-    prompt_taken: int = 0  # tokens of the prompt that are in
+    prompt_processed: int = 0  # tokens of the prompt that are in
     choice: int = 0  # which of the request's answers it belongs to
 
 

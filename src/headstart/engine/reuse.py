@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from ..models import Model
 from ..state import Prefix
-from .batch import Batch, Waiting
+from .batch import Batch, UnseenPairs
 from .memory import is_shortage
 
 
@@ -21,7 +21,7 @@ def resume(model: Model, batch: Batch, tokens: Sequence[int], prefix: Prefix) ->
         return 0
     taken, hidden = found
     if batch.head is not None:  # the last hidden's pair is made with this row's own next token
-        batch.waiting = Waiting(hidden, mx.array([tokens[taken : taken + 1]], mx.int32), mx.ones((1,), mx.int32))
+        batch.waiting = UnseenPairs(hidden, mx.array([tokens[taken : taken + 1]], mx.int32), mx.ones((1,), mx.int32))
     return taken
 
 

@@ -9,10 +9,10 @@ from ..cards import MAX_K
 from ..errors import RequestError
 from ..models import Model
 from ..state import Prefix
-from .memory import ANSWER, Footprint, left_for_rows
+from .memory import ANSWER, Footprint, memory_for_sequences
 from .queue import Queue
 from .request import Event, Handle, Request
-from .row import Row
+from .sequence import SequenceState
 
 
 class Scheduler:
@@ -22,19 +22,19 @@ class Scheduler:
         self,
         model: Model,
         tokenizer: TokenizerWrapper | None,
-        max_rows: int,
+        max_sequences: int,
         max_queue: int | None,
         memory_limit: int | None,
         threaded: bool,
         prefix: Prefix | None,
     ):
-        if max_rows < 1:
-            raise RequestError(f"max_rows is {max_rows}; it must be at least 1")
+        if max_sequences < 1:
+            raise RequestError(f"max_sequences is {max_sequences}; it must be at least 1")
         self.model = model
         self.tokenizer = tokenizer
-        self.max_rows = max_rows
+        self.max_sequences = max_sequences
         self.footprint = Footprint.of(model)
-        set_aside, left = prefix.max_bytes if prefix is not None else 0, left_for_rows()
+        set_aside, left = prefix.max_bytes if prefix is not None else 0, memory_for_sequences()
         if memory_limit is None and left - set_aside < self.footprint.bytes([1]) <= left:
             raise RequestError(
                 f"a prefix cache of {set_aside / 1e9:.2f} GB leaves no room for requests: {left / 1e9:.2f} GB are "
@@ -43,8 +43,8 @@ class Scheduler:
         self.memory = max(0, left - set_aside) if memory_limit is None else memory_limit
         self.prefix = prefix
         self.queue = Queue(max_queue)
-        self.entering: deque[Row] = deque()  # taking in their prompts
-        self.rows: list[Row] = []  # decoding, in the order of the batch
+        self.entering: deque[SequenceState] = deque()  # taking in their prompts
+        self.rows: list[SequenceState] = []  # decoding, in the order of the batch
         self._threaded = threaded
         self._cancel_all = False
 
@@ -66,10 +66,10 @@ class Scheduler:
         handle. `max_k`: most drafts a round, besides what the model and the request allow.
         """
         request.check(self.model)
-        if request.n > self.max_rows:
-            raise RequestError(f"n is {request.n}, and at most {self.max_rows} answers can be given at a time")
+        if request.n > self.max_sequences:
+            raise RequestError(f"n is {request.n}, and at most {self.max_sequences} answers can be given at a time")
         handle = Handle(request, None if self._threaded else self.turn, listener)
-        row = Row.of(handle, self.model, self.tokenizer, max_k)
+        row = SequenceState.of(handle, self.model, self.tokenizer, max_k)
         if (needed := self._bytes([row])) > self.memory:
             with_, or_n = ("its answer", "") if request.n == 1 else (f"{request.n} answers", " or n")
             raise RequestError(
@@ -88,7 +88,7 @@ class Scheduler:
         """Stop everything at the next turn, and what comes after it, from any thread."""
         self._cancel_all = True
 
-    def _bytes(self, rows: list[Row]) -> int:
+    def _bytes(self, rows: list[SequenceState]) -> int:
         """What these rows will need, as far as their answers are counted ahead."""
         each = [len(r.tokens) + min(r.limit - r.said, ANSWER) + MAX_K + 1 for r in rows for _ in (r, *r.siblings)]
         return self.footprint.bytes(each)
@@ -106,15 +106,15 @@ class Scheduler:
         handles = {row.handle for row in (*self.queue.all(), *self.entering, *self.rows)}
         return {handle for handle in handles if self._cancel_all or handle.cancelled}
 
-    def _admit(self) -> list[Row]:
+    def _admit(self) -> list[SequenceState]:
         """As many as there are places and memory for. The first in the queue waits for its share, not for luck."""
-        admitted: list[Row] = []
+        admitted: list[SequenceState] = []
         while (row := self.queue.first()) is not None:
             if row.over:  # it gave up its place, and then the round in flight ended it
                 self.queue.take()
                 continue
             inside = [*self.rows, *self.entering]
-            if sum(1 + len(each.siblings) for each in (*inside, row)) > self.max_rows:
+            if sum(1 + len(each.siblings) for each in (*inside, row)) > self.max_sequences:
                 break
             if inside and self._bytes([*inside, row]) > self.memory:
                 break

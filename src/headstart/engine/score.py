@@ -7,7 +7,7 @@ import mlx.core as mx
 from ..models import Model
 from ..sampling import Logprobs, logprobs
 from .request import TokenLogprobs
-from .row import read_logprobs
+from .sequence import read_logprobs
 
 AT_A_TIME = 64  # tokens, since logits are large
 

@@ -25,7 +25,7 @@ class Stats:
     generation_tokens: int = 0
     rounds: int = 0
     depths: dict[int, int] = field(default_factory=dict)  # rounds by k
-    parked_seconds: float = 0.0  # time in rounds of no drafts that the request would have allowed
+    paused_seconds: float = 0.0  # time in rounds of no drafts that the request would have allowed
     last_pause_reason: str | None = None  # why the last round without drafts had none, where the depth was left open
     estimated_gain_by_k: list[float] = field(default_factory=list)  # over k = 0, where the depth was left open
     proposed_by_position: list[int] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Stats:
             generation_tokens=sum(each.generation_tokens for each in answers),
             rounds=sum(each.rounds for each in answers),
             depths=dict(depths),
-            parked_seconds=sum(each.parked_seconds for each in answers),
+            paused_seconds=sum(each.paused_seconds for each in answers),
             proposed_by_position=_sums([each.proposed_by_position for each in answers]),
             accepted_by_position=_sums([each.accepted_by_position for each in answers]),
             generation_seconds=max(each.generation_seconds for each in answers),
@@ -83,7 +83,7 @@ class Stats:
     def count_depth(self, k: int, seconds: float) -> None:
         self.depths[k] = self.depths.get(k, 0) + 1
         if k == 0 and self.drafter_kind is not None:
-            self.parked_seconds += seconds
+            self.paused_seconds += seconds
 
     @property
     def paused_reason(self) -> str | None:
@@ -129,7 +129,7 @@ class Stats:
             "acceptance_by_position": self.acceptance_by_position,
             "rounds": self.rounds,
             "rounds_by_depth": {str(k): rounds for k, rounds in sorted(self.depths.items())},
-            "parked_seconds": self.parked_seconds,
+            "paused_seconds": self.paused_seconds,
             "estimated_gain_by_k": self.estimated_gain_by_k,
             "tokens_per_round": self.tokens_per_round,
             "ranks": self.ranks,

@@ -2,7 +2,7 @@
 
 Plain decoding is speculation with zero drafts, so this is the only generator there is: k = 0 or 8, one row or
 many, the same lines. Nothing here waits for the device, unless a row has a grammar: the host must then look at the
-drafts. It learns what was said by reading the `Round`.
+drafts. It learns what was said by reading the `StepResult`.
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,21 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..models import Model
-from ..sampling import Asked, Guide, Logprobs, Proposal, SamplingParams, judge, logprobs, propose
+from ..sampling import (
+    GrammarMasks,
+    Logprobs,
+    Proposal,
+    SamplingParams,
+    SequenceParams,
+    accept_window,
+    logprobs,
+    propose,
+)
 from ..state import CHUNK
-from .batch import Batch, Waiting
+from .batch import Batch, UnseenPairs
 
 
-class Round(NamedTuple):
+class StepResult(NamedTuple):
     """What one step said, still on the device. Row b says `tokens[b, : accepted[b] + 1]`."""
 
     tokens: mx.array  # [B, k+1]
@@ -27,13 +36,13 @@ class Round(NamedTuple):
     logprobs: Logprobs | None  # where a row wants them
 
 
-def step(model: Model, batch: Batch, k: int, guide: Guide | None = None) -> Round:
+def step(model: Model, batch: Batch, k: int, guide: GrammarMasks | None = None) -> StepResult:
     """One round of every row, with k drafts: each row says between 1 and k+1 tokens."""
     proposal = draft(model, batch, k, guide.forced(k) if guide is not None else None)  # [B, k] tokens
     return verify(model, batch, proposal, guide)
 
 
-def verify(model: Model, batch: Batch, proposal: Proposal, guide: Guide | None = None) -> Round:
+def verify(model: Model, batch: Batch, proposal: Proposal, guide: GrammarMasks | None = None) -> StepResult:
     """Let the trunk judge the drafts, wherever they come from, and commit what stands."""
     k = proposal.tokens.shape[1]
     window = mx.concatenate([batch.last[:, None], proposal.tokens], axis=1)  # [B, k+1]
@@ -46,14 +55,14 @@ def verify(model: Model, batch: Batch, proposal: Proposal, guide: Guide | None =
         mx.async_eval(proposal.tokens)
         mx.async_eval(logits)
         permitted = guide.permitted(proposal.tokens)  # [B, k+1, V]
-    verdict = judge(logits, proposal, allowed, batch.scene(), permitted)
+    verdict = accept_window(logits, proposal, allowed, batch.scene(), permitted)
     batch.commit(hidden, verdict)
 
     # A NaN has no argmax and would come out as token 0; max() lets it through. Up to the last token said:
     sound = mx.isfinite(logits.max(axis=-1)) | (mx.arange(k + 1) > verdict.accepted[:, None])
     wanted = batch.controls.top_logprobs
     told = None if wanted is None else logprobs(logits, verdict.tokens, wanted)
-    return Round(verdict.tokens, verdict.accepted, allowed, sound.all(axis=1), logits, told)
+    return StepResult(verdict.tokens, verdict.accepted, allowed, sound.all(axis=1), logits, told)
 
 
 def draft(model: Model, batch: Batch, k: int, forced: mx.array | None = None) -> Proposal:
@@ -87,7 +96,7 @@ def catch_up(model: Model, batch: Batch) -> mx.array:
     output = show(model, batch, hidden, tokens, last=mx.maximum(counts - 1, 0))[0]
     assert batch.head is not None
     batch.head.commit(counts, most=0)
-    batch.waiting = Waiting(hidden[:, :0], tokens[:, :0], mx.zeros_like(counts))
+    batch.waiting = UnseenPairs(hidden[:, :0], tokens[:, :0], mx.zeros_like(counts))
     return output
 
 
@@ -116,18 +125,18 @@ def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array) -
         tokens = mx.concatenate([batch.waiting.tokens, tokens[:, 1:], following[:, None]], axis=1)
         one, rest = mx.ones((batch.size,), mx.int32), tokens.shape[1] - 1
         if rest:
-            batch.waiting = Waiting(hidden[:, :-1], tokens[:, :-1], rest * one)
+            batch.waiting = UnseenPairs(hidden[:, :-1], tokens[:, :-1], rest * one)
             catch_up(model, batch)
-        batch.waiting = Waiting(hidden[:, -1:], tokens[:, -1:], one)
+        batch.waiting = UnseenPairs(hidden[:, -1:], tokens[:, -1:], one)
     return output
 
 
-def take_in(model: Model, prompts: Sequence[Sequence[int]], ceiling: int, limit: int = 10**6) -> Batch:
+def prefill_prompts(model: Model, prompts: Sequence[Sequence[int]], ceiling: int, limit: int = 10**6) -> Batch:
     """A row for each prompt, greedy, all of it but its last token taken in, with no engine around them: for what must
     be measured or imposed step by step. With a ceiling of 0 there is no head."""
     running: Batch | None = None
     for prompt in prompts:
-        row = Batch.of_one(model, prompt, Asked(SamplingParams(), key=0, choice=0, limit=limit), ceiling)
+        row = Batch.of_one(model, prompt, SequenceParams(SamplingParams(), key=0, choice=0, limit=limit), ceiling)
         for start in range(0, len(prompt) - 1, CHUNK):
             end = min(start + CHUNK, len(prompt) - 1)
             prefill(model, row, mx.array([prompt[start:end]], mx.int32), mx.array([prompt[end]], mx.int32))

@@ -16,7 +16,7 @@ from mlx.utils import tree_map
 from ..cards import DEFAULT_K, MAX_K
 from ..kernels.norm import add_and_norm, norm
 from ..kernels.products import product, tied
-from ..state import KV, Recurrent, Rows
+from ..state import KV, BatchState, Recurrent
 from .attention import at_last, attention
 from .feed_forward import feed_forward
 from .gated_delta_net import Projections, gated_delta_net
@@ -136,7 +136,7 @@ class Model:
         """The type of activations: that of the embedding's output, known without computing it."""
         return self.weights.embed_tokens(mx.zeros((1,), mx.int32)).dtype
 
-    def trunk(self, tokens: mx.array, rows: Rows, certain: int) -> mx.array:
+    def trunk(self, tokens: mx.array, rows: BatchState, certain: int) -> mx.array:
         """[B, W] tokens after what `rows` holds → [B, W, H], what the head is fed.
 
         The first `certain` tokens enter the recurrent states at once, the rest stay pending. Nothing counts until
@@ -147,7 +147,7 @@ class Model:
             return self._trunk_graph(rows, tokens)
         return self._trunk(rows, tokens, certain)
 
-    def _trunk(self, rows: Rows, tokens: mx.array, certain: int = 1) -> mx.array:
+    def _trunk(self, rows: BatchState, tokens: mx.array, certain: int = 1) -> mx.array:
         mask, share = rows.reserve(tokens.shape[1]), self.share
         # What a layer makes is added where the next norm is taken.
         x, made = share.take(self.weights.embed_tokens(tokens)), None
@@ -184,7 +184,7 @@ class Model:
         self,
         hidden: mx.array,
         tokens: mx.array,
-        rows: Rows,
+        rows: BatchState,
         ahead: int = 0,
         module: int = 0,
         last: mx.array | None = None,
@@ -199,7 +199,7 @@ class Model:
         return self._head(rows, hidden, tokens, ahead, module, last)
 
     def _head(
-        self, rows: Rows, hidden: mx.array, tokens: mx.array, ahead: int, module: int, last: mx.array | None
+        self, rows: BatchState, hidden: mx.array, tokens: mx.array, ahead: int, module: int, last: mx.array | None
     ) -> mx.array:
         mtp, spec = self.weights.mtp, self.family.head
         parts = [mtp.pre_fc_norm_embedding(self.weights.embed_tokens(tokens)), mtp.pre_fc_norm_hidden(hidden)]
@@ -219,11 +219,11 @@ class Model:
             hidden = mtp.norm(hidden)
         return product(hidden, mtp.lm_head) if spec.own_lm_head else self._lm_head(hidden)
 
-    def make_state(self, rows: int) -> Rows:
-        return Rows.empty([self._memory(layer, rows) for layer in self.weights.layers], rows)
+    def make_state(self, rows: int) -> BatchState:
+        return BatchState.empty([self._memory(layer, rows) for layer in self.weights.layers], rows)
 
-    def make_head_state(self, rows: int) -> Rows:
-        return Rows.empty([self._memory(layer, rows) for layer in self.weights.mtp.layers], rows)
+    def make_head_state(self, rows: int) -> BatchState:
+        return BatchState.empty([self._memory(layer, rows) for layer in self.weights.mtp.layers], rows)
 
     def _lm_head(self, hidden: mx.array) -> mx.array:
         weights = self.weights

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..kernels.cuda import on_cuda
-from ..state import BLOCK, KV, Recurrent, Rows
+from ..state import BLOCK, KV, BatchState, Recurrent
 
 WIDEST = 9  # windows; the widths of a prompt's chunks are too many to remember
 OFTEN = 8  # times that a shape is described before it is remembered
@@ -32,7 +32,7 @@ class Graph:
         self.seen: Counter[Any] = Counter()
         self.traced = mx.compile(self._from_arrays)
 
-    def __call__(self, rows: Rows, *inputs: Any) -> mx.array:
+    def __call__(self, rows: BatchState, *inputs: Any) -> mx.array:
         """`rows` must have room for the window already: a graph cannot grow what it is given."""
         given = [each.shape if isinstance(each, mx.array) else each for each in inputs]
         shape = (rows.capacity, *given, *(array.shape for array in rows.layers[0].arrays()))
@@ -53,7 +53,7 @@ class Graph:
         self, lengths: mx.array, accepted: mx.array, held: list[list[mx.array]], *inputs: Any
     ) -> tuple[mx.array, list[list[mx.array]]]:
         layers = [kind.of(arrays) for kind, arrays in zip(self.kinds, held, strict=True)]
-        rows = Rows(layers, lengths, accepted)
+        rows = BatchState(layers, lengths, accepted)
         # Where the rows end changes from step to step; that all of the capacity is in reach does not.
         rows.bounds = [rows.capacity - BLOCK // 8] * lengths.shape[0]
         output = self.run(rows, *inputs)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 
-class Verdict(NamedTuple):
+class AcceptResult(NamedTuple):
     accepted: mx.array  # [B] int32, n
     tokens: mx.array  # [B, k+1] int32: n accepted drafts, the token after them, then nothing of meaning
 
@@ -19,7 +19,7 @@ class Verdict(NamedTuple):
         return mx.take_along_axis(self.tokens, self.accepted[:, None], axis=1).squeeze(1)
 
 
-def coupled(choices: mx.array, drafts: mx.array, allowed: mx.array) -> Verdict:
+def coupled(choices: mx.array, drafts: mx.array, allowed: mx.array) -> AcceptResult:
     """Accept drafts [B, k] while they are the target's own choices [B, k+1], at most `allowed` [B] of them.
 
     The choice at a position is argmax(log p + noise) with the noise of that position, the same whoever looks. So
@@ -27,7 +27,7 @@ def coupled(choices: mx.array, drafts: mx.array, allowed: mx.array) -> Verdict:
     """
     k = drafts.shape[1]
     agree = (drafts == choices[:, :k]) & (mx.arange(k) < allowed[:, None])
-    return Verdict(mx.cumprod(agree.astype(mx.int32), axis=1).sum(axis=1), choices)
+    return AcceptResult(mx.cumprod(agree.astype(mx.int32), axis=1).sum(axis=1), choices)
 
 
 class Block(NamedTuple):
@@ -83,8 +83,8 @@ def longest(chance: mx.array, uniform: mx.array) -> mx.array:
     return mx.where(uniform < chance, mx.arange(1, k + 1), 0).max(axis=1)
 
 
-def placed(drafts: mx.array, accepted: mx.array, following: mx.array) -> Verdict:
+def placed(drafts: mx.array, accepted: mx.array, following: mx.array) -> AcceptResult:
     """The verdict that `accepted` [B] drafts stand and `following` [B] comes after them."""
     k = drafts.shape[1]
     padded = mx.concatenate([drafts, following[:, None]], axis=1)
-    return Verdict(accepted, mx.where(mx.arange(k + 1) < accepted[:, None], padded, following[:, None]))
+    return AcceptResult(accepted, mx.where(mx.arange(k + 1) < accepted[:, None], padded, following[:, None]))

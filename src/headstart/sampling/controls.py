@@ -41,7 +41,7 @@ class Xtc(NamedTuple):
     special: mx.array  # [B, 1, 1, S]
 
 
-class Asked(NamedTuple):
+class SequenceParams(NamedTuple):
     """What one row asked for, and the words that key its noise."""
 
     params: SamplingParams
@@ -89,7 +89,7 @@ class Controls:
         return None if self.xtc is None else uniform(self.keyed(Purpose.XTC, rounds, positions))
 
 
-def controls(rows: Sequence[Asked], vocabulary: int) -> Controls:
+def controls(rows: Sequence[SequenceParams], vocabulary: int) -> Controls:
     params = [row.params for row in rows]
     sampled = [p for p in params if p.sampled]
     words = [split(row.key) for row in rows]
@@ -172,7 +172,7 @@ def _count_penalty(params: list[SamplingParams]) -> CountPenalty | None:
     return CountPenalty(_column(presence), _column(frequency))
 
 
-def _early(rows: Sequence[Asked]) -> Early | None:
+def _early(rows: Sequence[SequenceParams]) -> Early | None:
     if not any(row.params.min_tokens and row.params.stop_ids for row in rows):
         return None
     lists = [list(row.params.stop_ids) or [0] for row in rows]

@@ -223,7 +223,7 @@ def _compiler(tokenizer: TokenizerWrapper) -> Compiler:
 
 
 @dataclass(frozen=True)
-class Guide:
+class GrammarMasks:
     """The grammars of a batch in one step."""
 
     matchers: Sequence[Matcher | None]  # of each row, None for one that may say anything

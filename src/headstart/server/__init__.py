@@ -7,13 +7,13 @@ from .limits import Limits
 from .listen import Server, bind, listen
 from .log import configure as configure_log
 from .pool import most_connections
-from .served import Served
+from .served_model import ServedModel
 from .settings import settings_of_the_user
 
 __all__ = [
     "Keys",
     "Limits",
-    "Served",
+    "ServedModel",
     "Server",
     "bind",
     "check_reach",

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 
-from ..engine import Event, Request, Room
+from ..engine import EngineThread, Event, Request
 from .deadline import Deadline
 from .errors import Refusal
 from .metrics import Meter
@@ -13,7 +13,7 @@ from .metrics import Meter
 class Answer:
     """The events of a request, as the engine's thread tells them. The engine never waits for who reads them."""
 
-    def __init__(self, room: Room, request: Request, *, client: str, deadline: Deadline, meter: Meter):
+    def __init__(self, room: EngineThread, request: Request, *, client: str, deadline: Deadline, meter: Meter):
         loop = asyncio.get_running_loop()
         self.client = client  # who may cancel it
         self._events: asyncio.Queue[tuple[Event, float] | None] = asyncio.Queue()  # None: look at the clock

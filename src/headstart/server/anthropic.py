@@ -20,7 +20,7 @@ from .errors import refuse
 from .openai import EFFORTS, OPENAI_PENALTIES
 from .prepare import Preparation
 from .prompt import Prompt
-from .served import Served
+from .served_model import ServedModel
 from .shape import Json, Listed, Shape, Text, Tools
 
 # Claude Code begins its system prompt with a line for Anthropic's accounts that is never the same twice, and so no
@@ -93,10 +93,10 @@ class CountRequest(Cached):
         if self.tool_choice is not None and (self.tool_choice.type == "tool") == (self.tool_choice.name is None):
             refuse("tool_choice.name", "goes with the type 'tool', and only with that")
 
-    async def read(self, served: Served, work: Preparation) -> Prompt:
+    async def read(self, served: ServedModel, work: Preparation) -> Prompt:
         return await served.read_chat(partial(self._chat, served), work)
 
-    def _chat(self, served: Served) -> Chat:
+    def _chat(self, served: ServedModel) -> Chat:
         choice, output = self.tool_choice or ToolChoice(type="auto"), self.output_config or OutputConfig()
         return Chat(
             self._for_template(),
@@ -133,7 +133,7 @@ class CountRequest(Cached):
         first = [{"role": "system", "content": system}] if system else []
         return [*first, *(each for message in self.messages for each in message.for_template())]
 
-    def _thinks(self, served: Served) -> bool | None:
+    def _thinks(self, served: ServedModel) -> bool | None:
         match self.thinking:
             case ThinkingConfig(type="enabled"):
                 return True

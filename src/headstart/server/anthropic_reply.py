@@ -14,14 +14,14 @@ from .drafts import clamped_to
 from .errors import refusal
 from .markup import Delta
 from .prompt import Prompt
-from .served import Served
+from .served_model import ServedModel
 from .transcript import Piece, Transcript
 
 PING_SECONDS = 5.0  # without anything to say, after which clients are told that all is well
 
 
 class MessagesReply:
-    def __init__(self, asked: MessagesRequest, prompt: Prompt, served: Served):
+    def __init__(self, asked: MessagesRequest, prompt: Prompt, served: ServedModel):
         self.id = f"msg_{uuid.uuid4().hex}"
         self._asked, self._prompt, self._served = asked, prompt, served
         self._transcript = Transcript(prompt.reader())

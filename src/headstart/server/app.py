@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from .. import __version__
-from ..engine import Room
+from ..engine import EngineThread
 from .anthropic import CountRequest, MessagesRequest
 from .anthropic_errors import MessagesFailure
 from .anthropic_message import MessagesAnswer, TokenCount
@@ -22,24 +22,24 @@ from .auth import KeyRequired, Keys
 from .body import bounded_route
 from .completion import Completion
 from .dashboard import add_dashboard
-from .desk import Desk
 from .errors import Failure, Unforeseen, answer_errors
 from .history import History
 from .hosts import HostRequired
 from .limits import BodyLimit, Limits
 from .log import AccessLog
 from .metrics import CountStatus, Metrics
+from .model_list import model_list
 from .openai import ChatRequest, CompletionRequest
 from .pool import Pool
 from .reply import Reply
-from .served import Served
+from .request_handler import RequestHandler
+from .served_model import ServedModel
 from .settings import Change, Preferences
-from .shelf import shelf
 
 
 def create_app(
-    room: Room,
-    served: Served,
+    room: EngineThread,
+    served: ServedModel,
     *,
     keys: Keys | None = None,
     limits: Limits | None = None,
@@ -51,7 +51,7 @@ def create_app(
     change are kept in `settings_file`, if there is one."""
     keys, limits, metrics = keys or Keys(), limits or Limits(), Metrics(room)
     preferences, history = Preferences(room, settings_file), History(room, metrics.tally)
-    desk = Desk(room, served, keys, limits, metrics)
+    desk = RequestHandler(room, served, keys, limits, metrics)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
@@ -86,7 +86,7 @@ def create_app(
     return app
 
 
-def add_routes(app: FastAPI, desk: Desk, preferences: Preferences, history: History) -> None:
+def add_routes(app: FastAPI, desk: RequestHandler, preferences: Preferences, history: History) -> None:
     room, served, metrics, prefix = desk.room, desk.served, desk.metrics, desk.room.engine.prefix
 
     @app.post("/v1/chat/completions", response_model=Completion)
@@ -131,7 +131,7 @@ def add_routes(app: FastAPI, desk: Desk, preferences: Preferences, history: Hist
 
     @app.get("/v1/cards")
     def cards() -> dict[str, Any]:
-        return shelf(served.path)
+        return model_list(served.path)
 
     @app.get("/v1/settings")
     async def settings() -> dict[str, Any]:

@@ -13,10 +13,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..engine import Room
+from ..engine import EngineThread
 from ..engine.log import report
+from .counters import Counters
 from .fault import LOG
-from .tally import Tally
 
 INTERVAL = 2.0  # seconds
 KEPT = 1800  # samples
@@ -43,7 +43,7 @@ class Sample:
 
 
 class History:
-    def __init__(self, room: Room, tally: Tally):
+    def __init__(self, room: EngineThread, tally: Counters):
         self._room, self._tally = room, tally
         self._samples: deque[Sample] = deque(maxlen=KEPT)
 
@@ -74,7 +74,7 @@ class History:
             },
         }
 
-    def _sample(self, before: Tally, now: Tally, seconds: float, prefix_bytes: int) -> Sample:
+    def _sample(self, before: Counters, now: Counters, seconds: float, prefix_bytes: int) -> Sample:
         # A clock that is set back would leave pages waiting for what is newer than they have.
         least = self._samples[-1].time + seconds if self._samples else 0.0
         return Sample(

@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from ..engine import Room
+from ..engine import EngineThread
 from ..errors import HeadstartError
 from .connection import Connection
 
@@ -50,7 +50,7 @@ class Server(uvicorn.Server):
     """uvicorn, with the room closed when it stops: running answers have `deadline` seconds to end by themselves, the
     rest end with an error, and then the connections do. A second Ctrl-C is the deadline."""
 
-    def __init__(self, app: FastAPI, room: Room, *, deadline: float = 30.0):
+    def __init__(self, app: FastAPI, room: EngineThread, *, deadline: float = 30.0):
         super().__init__(
             uvicorn.Config(
                 app,

@@ -9,17 +9,17 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..engine import Event, Room, Stats
+from ..engine import EngineThread, Event, Stats
+from .counters import Counters
 from .log import exchange
-from .tally import Tally
 
 FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 NEXT_TOKEN = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 1)
 
 
 class Metrics:
-    def __init__(self, room: Room):
-        self.tally = Tally()
+    def __init__(self, room: EngineThread):
+        self.tally = Counters()
         self._registry = CollectorRegistry()
         self._registry.register(Reading(room, self.tally))
         self.first_token = Histogram(
@@ -89,7 +89,7 @@ class Meter:
 class CountStatus:
     """Counts what is sent back by its status, whoever sends it."""
 
-    def __init__(self, app: ASGIApp, tally: Tally):
+    def __init__(self, app: ASGIApp, tally: Counters):
         self.app, self.tally = app, tally
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,7 +104,7 @@ class CountStatus:
 class Reading(Collector):
     """The tally and the room as they are when Prometheus asks: nothing is counted twice."""
 
-    def __init__(self, room: Room, tally: Tally):
+    def __init__(self, room: EngineThread, tally: Counters):
         self._room, self._tally = room, tally
 
     def collect(self) -> Iterator[Metric]:
@@ -144,7 +144,7 @@ class Reading(Collector):
                 drafts.add_metric((str(position),), count)
             yield drafts
         yield CounterMetricFamily(
-            "headstart_parked_seconds", "Rows' time in rounds of no drafts that allowed some.", tally.parked_seconds
+            "headstart_paused_seconds", "Rows' time in rounds of no drafts that allowed some.", tally.paused_seconds
         )
         bypasses = CounterMetricFamily("headstart_bypasses", "Answers without drafts.", labels=("reason",))
         for reason, count in list(tally.bypasses.items()):
@@ -172,7 +172,7 @@ class Reading(Collector):
         yield GaugeMetricFamily("headstart_ranks", "Machines that share the model.", ranks)
         yield CounterMetricFamily("headstart_communication_seconds", "Between them, in all steps.", seconds)
         yield GaugeMetricFamily("headstart_queued_requests", "Requests that wait for a place.", room.queued)
-        rows = GaugeMetricFamily("headstart_rows", "Rows of the batch.", labels=("state",))
+        rows = GaugeMetricFamily("headstart_rows", "BatchState of the batch.", labels=("state",))
         rows.add_metric(("running",), room.running)
         rows.add_metric(("entering",), room.entering)
         yield rows

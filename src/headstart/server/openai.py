@@ -17,7 +17,7 @@ from .errors import refuse
 from .openai_chat import Message, NamedTool, Tool
 from .prepare import Preparation
 from .prompt import Prompt
-from .served import Served
+from .served_model import ServedModel
 from .shape import Json, Listed, Shape, Text, Tools
 
 # Known, and harmless only at these values.
@@ -154,7 +154,7 @@ class Asked(Shape):
             refuse(field, f"{' and '.join(found)} cannot both hold: leave out one of them")
         return next(((spec, field) for field, spec in found.items()), (None, "response_format"))
 
-    async def read(self, served: Served, work: Preparation) -> Prompt:
+    async def read(self, served: ServedModel, work: Preparation) -> Prompt:
         raise NotImplementedError
 
     def most_tokens(self, left: int) -> int:
@@ -220,7 +220,7 @@ class ChatRequest(Asked):
             refuse("top_logprobs", "only with logprobs: true")
         return self.top_logprobs or 0 if self.logprobs else None
 
-    async def read(self, served: Served, work: Preparation) -> Prompt:
+    async def read(self, served: ServedModel, work: Preparation) -> Prompt:
         return await served.read_chat(self._chat, work)
 
     def _chat(self) -> Chat:
@@ -292,7 +292,7 @@ class CompletionRequest(Asked):
             refuse("logprobs", f"is {self.logprobs}; it must be a whole number from 0 to {MAX_TOP_LOGPROBS}")
         return self.logprobs
 
-    async def read(self, served: Served, work: Preparation) -> Prompt:
+    async def read(self, served: ServedModel, work: Preparation) -> Prompt:
         parse_special = self.parse_special is not False
         return await served.read_text(self.prompt, *self.constraint(), work, parse_special=parse_special)
 

@@ -17,7 +17,7 @@ from .markup import Content, Delta, Message, Reasoning, ToolArguments
 from .markup import ToolCall as Call
 from .openai import Asked, ChatRequest, CompletionRequest
 from .prompt import Prompt
-from .served import Served
+from .served_model import ServedModel
 from .transcript import Piece, Transcript
 
 
@@ -35,7 +35,7 @@ class Telling:
 class Reply:
     """One reply in the shape that its request asked for."""
 
-    def __init__(self, asked: Asked, prompt: Prompt, served: Served):
+    def __init__(self, asked: Asked, prompt: Prompt, served: ServedModel):
         self._asked, self._served = asked, served
         self._created, self._chat = int(time.time()), isinstance(asked, ChatRequest)
         self._echo = prompt.text if isinstance(asked, CompletionRequest) and asked.echo else None

@@ -15,7 +15,7 @@ from typing import Any
 import typer
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ..engine import Room, Settings
+from ..engine import EngineThread, Settings
 from ..errors import RequestError
 from .errors import Refusal
 from .fault import LOG
@@ -42,7 +42,7 @@ class Change(BaseModel):
 class Preferences:
     """The room's settings as the user wants them. Without a file they last as long as the server."""
 
-    def __init__(self, room: Room, file: Path | None = None):
+    def __init__(self, room: EngineThread, file: Path | None = None):
         self._room, self._file = room, file
         self._lock = Lock()
         self._problem: str | None = None

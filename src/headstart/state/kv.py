@@ -68,7 +68,7 @@ class KV:
 
 def _write(into: mx.array, new: mx.array, offset: mx.array) -> mx.array:
     """`into[b, :, offset[b] + w] = new[b, :, w]`. Past the capacity this would run into the next head without
-    an error, so `Rows.reserve` checks on the host before every pass."""
+    an error, so `BatchState.reserve` checks on the host before every pass."""
     if into.shape[0] == 1:
         return mx.slice_update(into, new, offset, axes=(2,))
     positions = offset[:, None] + mx.arange(new.shape[2])  # [B, W]

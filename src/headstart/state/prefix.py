@@ -20,8 +20,8 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..errors import RequestError
-from .piece import Pack, States, cut, join, pack, states
-from .rows import Rows
+from .batch_state import BatchState
+from .snapshot import Pack, States, cut, join, pack, states
 
 CHUNK = 512  # tokens; prompts are taken in at fixed multiples, and can be resumed there
 TAIL = 32  # last tokens of a prompt that a chat's template may write otherwise in the next turn
@@ -95,7 +95,7 @@ class Prefix:
         self._clock = 0
         self._hits = self._misses = self._tokens = self._evictions = 0
 
-    def resume(self, prompt: Sequence[int], rows: Rows, head: Rows | None) -> tuple[int, mx.array] | None:
+    def resume(self, prompt: Sequence[int], rows: BatchState, head: BatchState | None) -> tuple[int, mx.array] | None:
         """Fill the memory of a new row with the longest known beginning of its prompt.
 
         Returns how many tokens that is, at least one less than the prompt has, and the hidden [1, 1, H] of the last
@@ -118,7 +118,9 @@ class Prefix:
             join([node.packs for node in path], after, rows, head, taken)
             return taken, mx.contiguous(after.hidden)
 
-    def store(self, prompt: Sequence[int], end: int, rows: Rows, head: Rows | None, hidden: mx.array) -> None:
+    def store(
+        self, prompt: Sequence[int], end: int, rows: BatchState, head: BatchState | None, hidden: mx.array
+    ) -> None:
         """Keep what a row holds that has taken in `prompt[:end]`, a multiple of the chunk, and not a token more.
 
         It must have been computed: a failure that is still to come would be kept too, and handed to others.

@@ -5,7 +5,7 @@ from typing import Any
 
 from scripted import ScriptedRoom
 
-from headstart.engine.row import Row
+from headstart.engine.sequence import SequenceState
 
 
 class PacedRoom(ScriptedRoom):
@@ -13,7 +13,7 @@ class PacedRoom(ScriptedRoom):
 
     turns: Semaphore | None = None
 
-    def _say(self, row: Row, script: str) -> None:
+    def _say(self, row: SequenceState, script: str) -> None:
         say = row.say
 
         def paced(said: Any) -> None:

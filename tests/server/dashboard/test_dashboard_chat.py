@@ -37,7 +37,7 @@ def script() -> Iterator[tuple[Running, PacedRoom]]:
 @pytest.fixture(scope="module")
 def model() -> Iterator[Running]:
     """A real one, with drafts that stand and drafts that fall."""
-    with running(max_rows=4) as here:
+    with running(max_sequences=4) as here:
         yield here
 
 

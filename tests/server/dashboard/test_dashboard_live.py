@@ -20,7 +20,7 @@ CHARTS = ("speed", "yield", "acceptance", "depth-chart", "gains", "rows", "first
 def server() -> Iterator[Running]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(headstart.server.history, "INTERVAL", 0.25)
-        with running(max_rows=2, prefix=Prefix(10**8)) as here:
+        with running(max_sequences=2, prefix=Prefix(10**8)) as here:
             yield here
 
 
@@ -104,14 +104,14 @@ def test_a_longer_range_shows_more_of_the_past(server: Running, visit: Visit) ->
 
 def test_a_model_without_a_head_is_shown_too(visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(headstart.server.history, "INTERVAL", 0.25)
-    with running(head=False, max_rows=2) as server:
+    with running(head=False, max_sequences=2) as server:
         page = visit(server)
         load(server, 2)
         wait_until(lambda: tile(page, "Tokens/round").split()[0] == "1.00")
         assert tile(page, "Accepted").split()[0] == "–"
-        assert tile(page, "Depth").split()[0] == "0.0"
+        assert tile(page, "DepthController").split()[0] == "0.0"
         assert words(page, "acceptance") == "Acceptance by position: nothing yet"
-        assert words(page, "depth-chart") == "Depth: depth 0.00, at most 0.00"
+        assert words(page, "depth-chart") == "DepthController: depth 0.00, at most 0.00"
         assert not words(page, "speed").endswith("at most 0.0")
 
 

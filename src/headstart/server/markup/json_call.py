@@ -8,7 +8,7 @@ import regex
 
 from .delta import Delta, ToolArguments, ToolCall
 from .schema import Tools
-from .tape import Tape, Waiting
+from .stream_buffer import StreamBuffer, UnseenPairs
 from .value import dumps, loads
 
 _NAME = r'\{\s*+"name"\s*+:\s*+'
@@ -17,7 +17,7 @@ _CLOSE = regex.compile(r"\s*+\}")
 _BARE = frozenset(" \t\r\n,:+-.0123456789eEtrufalsn")  # what JSON has outside of strings, besides brackets
 
 
-def read_json(tape: Tape, tools: Tools, index: int, say: Callable[[Delta], None]) -> Waiting[bool]:
+def read_json(tape: StreamBuffer, tools: Tools, index: int, say: Callable[[Delta], None]) -> UnseenPairs[bool]:
     """A call from its `{` → whether it is whole. No call at all says nothing."""
     names = "|".join(regex.escape(dumps(name)) for name in tools)
     known = regex.compile(rf'{_NAME}(?P<name>{names})\s*+,\s*+"arguments"\s*+:\s*+(?=\{{)')
@@ -38,7 +38,7 @@ def read_json(tape: Tape, tools: Tools, index: int, say: Callable[[Delta], None]
     return True
 
 
-def _read_at_its_end(tape: Tape, tools: Tools, index: int, say: Callable[[Delta], None]) -> Waiting[bool]:
+def _read_at_its_end(tape: StreamBuffer, tools: Tools, index: int, say: Callable[[Delta], None]) -> UnseenPairs[bool]:
     """A call that does not begin with its name and arguments."""
     named = yield from tape.match(_ANY_NAME)
     if named is not None and named["name"] not in tools:
@@ -62,7 +62,7 @@ def _parsed(pieces: list[str]) -> object:
         return None
 
 
-def _take_object(tape: Tape, say: Callable[[str], None]) -> Waiting[bool]:
+def _take_object(tape: StreamBuffer, say: Callable[[str], None]) -> UnseenPairs[bool]:
     """From a bracket to the one that closes it. False where it is not closed, or something else comes up."""
     brackets = Brackets()
     while True:

@@ -13,7 +13,7 @@ import regex
 from .delta import Content, Delta, Reasoning, ToolBroken, ToolCall, merged
 from .json_call import read_json
 from .schema import Tools
-from .tape import BLANKS, Tape, Waiting
+from .stream_buffer import BLANKS, StreamBuffer, UnseenPairs
 from .xml_call import FUNCTION, read_xml
 
 THINK, THINK_END = "<think>", "</think>"
@@ -34,7 +34,7 @@ class Reader:
         self._broken = 0
         self._said = False  # something, in this voice
         self._gap = ""  # between what was said before a call and what may be said after
-        self._tape = Tape()
+        self._tape = StreamBuffer()
         self._deltas: list[Delta] = []
         self._course = self._answer()
 
@@ -60,7 +60,7 @@ class Reader:
         self._tape.ended = True
         return self.feed("")
 
-    def _answer(self) -> Waiting[None]:
+    def _answer(self) -> UnseenPairs[None]:
         tape = self._tape
         if not self.thinking and (yield from tape.match(_THOUGHT)):
             self._voice = Reasoning
@@ -79,7 +79,7 @@ class Reader:
         marks += [CALL, FUNCTION] if self._tools and (self._calls_in_thoughts or not self.thinking) else []
         return regex.compile(rf"(?<![ \t\r\n]){_BLANKS}(?:{'|'.join(marks)})" if marks else "(?!)")
 
-    def _call(self, opening: str) -> Waiting[None]:
+    def _call(self, opening: str) -> UnseenPairs[None]:
         tape, index = self._tape, self._calls
         tape.mark()
         xml = opening.endswith(FUNCTION)

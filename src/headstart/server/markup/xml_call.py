@@ -11,7 +11,7 @@ import regex
 
 from .delta import Delta, ToolArguments, ToolCall
 from .schema import Tools, parameter, permitted
-from .tape import Tape, Waiting
+from .stream_buffer import StreamBuffer, UnseenPairs
 from .value import TEXT, dumps, json_of
 
 FUNCTION = "<function="
@@ -19,7 +19,7 @@ _PART = regex.compile(r"[ \t\r\n]*+(?:<parameter=(?P<key>[^<>\r\n]{1,256}+)>(?:\
 _VALUE_END = regex.compile(r"\n?</parameter>")
 
 
-def read_xml(tape: Tape, tools: Tools, index: int, say: Callable[[Delta], None]) -> Waiting[bool]:
+def read_xml(tape: StreamBuffer, tools: Tools, index: int, say: Callable[[Delta], None]) -> UnseenPairs[bool]:
     """A call from behind its `<function=` → whether it is whole. No call at all says nothing."""
     names = "|".join(map(regex.escape, tools))
     head = yield from tape.match(regex.compile(rf"(?P<name>{names})>[ \t\r\n]*+(?=<parameter=|</function>)"))

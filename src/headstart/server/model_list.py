@@ -7,7 +7,7 @@ from ..cards import Card, known
 from ..checkpoint.inventory import Found, on_disk
 
 
-def shelf(loaded: Path) -> dict[str, Any]:
+def model_list(loaded: Path) -> dict[str, Any]:
     """Reads the headers of all of them, which takes a while. `loaded`: the folder of the one that is served."""
     found = on_disk()
     cards = {card.name for each in found if each.layout is not None and (card := each.layout.card) is not None}

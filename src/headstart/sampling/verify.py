@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .accept import Verdict, block, coupled, longest, placed, residual
+from .accept import AcceptResult, block, coupled, longest, placed, residual
 from .controls import Controls
 from .distribution import Distribution, adjust, distribution, draw
 from .noise import Purpose, uniform
 
 
-class Scene(NamedTuple):
+class BatchContext(NamedTuple):
     """Where the rows of a batch stand, as far as sampling must know."""
 
     controls: Controls
@@ -26,7 +26,7 @@ class Proposal(NamedTuple):
     q: list[mx.array]  # k × [B, 1, V]: what each was drawn from, where a row is judged by ratio
 
 
-def propose(logits: mx.array, so_far: Proposal, scene: Scene, forced: mx.array | None = None) -> Proposal:
+def propose(logits: mx.array, so_far: Proposal, scene: BatchContext, forced: mx.array | None = None) -> Proposal:
     """One more draft from the head's logits [B, 1, V], drawn as the target would be. `forced` [B, 1]: what a grammar
     leaves no choice but to say, -1 where it does."""
     controls, j = scene.controls, so_far.tokens.shape[1]
@@ -47,9 +47,9 @@ def propose(logits: mx.array, so_far: Proposal, scene: Scene, forced: mx.array |
     return Proposal(mx.concatenate([so_far.tokens, token], axis=1), so_far.q if q is None else [*so_far.q, q])
 
 
-def judge(
-    logits: mx.array, proposal: Proposal, allowed: mx.array, scene: Scene, grammar: mx.array | None = None
-) -> Verdict:
+def accept_window(
+    logits: mx.array, proposal: Proposal, allowed: mx.array, scene: BatchContext, grammar: mx.array | None = None
+) -> AcceptResult:
     """The target's logits [B, k+1, V] → how many drafts stand and what follows. `grammar`: what it permits."""
     controls, drafts = scene.controls, proposal.tokens
     if controls.plain:
@@ -74,8 +74,8 @@ def judge(
 
 
 def _by_ratio(
-    target: Distribution, proposal: Proposal, allowed: mx.array, scene: Scene, positions: mx.array
-) -> Verdict:
+    target: Distribution, proposal: Proposal, allowed: mx.array, scene: BatchContext, positions: mx.array
+) -> AcceptResult:
     controls, drafts, k = scene.controls, proposal.tokens, proposal.tokens.shape[1]
     after = controls.keyed(Purpose.RESIDUAL, scene.rounds, positions)
     if k == 0:
@@ -97,7 +97,7 @@ def _by_ratio(
 
 
 def _distribution(
-    logits: mx.array, scene: Scene, drafts: mx.array, first: int, grammar: mx.array | None = None
+    logits: mx.array, scene: BatchContext, drafts: mx.array, first: int, grammar: mx.array | None = None
 ) -> Distribution:
     """What to draw from at window positions `first`, `first` + 1, …, given the drafts before each."""
     controls, width = scene.controls, logits.shape[1]
@@ -132,6 +132,6 @@ def _lawful(drafts: mx.array, grammar: mx.array) -> mx.array:
     return mx.cumprod(permitted.astype(mx.int32), axis=1).sum(axis=1)
 
 
-def _either(first: mx.array, a: Verdict, b: Verdict) -> Verdict:
+def _either(first: mx.array, a: AcceptResult, b: AcceptResult) -> AcceptResult:
     """Row by row: `a` where `first` [B] is true."""
-    return Verdict(mx.where(first, a.accepted, b.accepted), mx.where(first[:, None], a.tokens, b.tokens))
+    return AcceptResult(mx.where(first, a.accepted, b.accepted), mx.where(first[:, None], a.tokens, b.tokens))

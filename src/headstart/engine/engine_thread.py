@@ -37,7 +37,7 @@ class Settings:
             raise RequestError(f"max_k is {self.max_k!r}; it must be a whole number from 0 to {MAX_K}")
 
 
-class Room:
+class EngineThread:
     def __init__(
         self,
         model: Model,
@@ -129,7 +129,7 @@ class Room:
             return False
         self.restarts += 1
         try:
-            self.engine.take_in_again()
+            self.engine.recompute_all()
             self.start()
         except Exception as error:  # of the device, which is beyond help then, or of a system without threads
             report(LOG, "the engine's thread could not be started again", error=error)

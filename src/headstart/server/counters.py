@@ -8,7 +8,7 @@ from ..engine import Stats
 
 
 @dataclass
-class Tally:
+class Counters:
     requests: Counter[tuple[str, str]] = field(default_factory=Counter)  # by endpoint and how they ended
     responses: Counter[int] = field(default_factory=Counter)  # by HTTP status
     bypasses: Counter[str] = field(default_factory=Counter)  # answers without drafts, by reason
@@ -20,7 +20,7 @@ class Tally:
     rounds: Counter[int] = field(default_factory=Counter)  # by depth
     proposed: Counter[int] = field(default_factory=Counter)  # by position, from 1
     accepted: Counter[int] = field(default_factory=Counter)
-    parked_seconds: float = 0.0
+    paused_seconds: float = 0.0
     depth: int | None = None  # of the last round
 
     def add(self, before: Stats, now: Stats, *, first: bool = True, scored: bool = False) -> None:
@@ -32,7 +32,7 @@ class Tally:
             if now.rounds and now.bypass_reason:
                 self.bypasses[now.bypass_reason] += 1
         self.generation_tokens += now.generation_tokens - before.generation_tokens
-        self.parked_seconds += now.parked_seconds - before.parked_seconds
+        self.paused_seconds += now.paused_seconds - before.paused_seconds
         new = Counter(now.depths) - Counter(before.depths)
         self.rounds += new
         self.depth = max(new, default=self.depth)
@@ -52,7 +52,7 @@ class Tally:
             "accepted_draft_tokens": accepted,
             "acceptance_rate": accepted / proposed if proposed else 0.0,
             "acceptance_by_position": [self.accepted[j] / self.proposed[j] for j in sorted(self.proposed)],
-            "parked_seconds": self.parked_seconds,
+            "paused_seconds": self.paused_seconds,
             "bypasses": dict(self.bypasses),
         }
 

@@ -10,12 +10,12 @@ from typing import TypeVar
 import regex  # can tell what might still match from what cannot
 
 T = TypeVar("T")
-Waiting = Generator[None, None, T]
+UnseenPairs = Generator[None, None, T]
 
 BLANKS = " \t\r\n"
 
 
-class Tape:
+class StreamBuffer:
     def __init__(self) -> None:
         self.text = ""  # not taken yet
         self.ended = False  # nothing follows it
@@ -32,7 +32,7 @@ class Tape:
         self._taken.append(taken)
         return taken
 
-    def match(self, pattern: regex.Pattern[str]) -> Waiting["regex.Match[str] | None"]:
+    def match(self, pattern: regex.Pattern[str]) -> UnseenPairs["regex.Match[str] | None"]:
         """Take what the text begins with, if that is the pattern. The pattern must end in something definite."""
         while True:
             found = pattern.match(self.text, partial=not self.ended)
@@ -43,7 +43,7 @@ class Tape:
                 return found
             yield
 
-    def until(self, pattern: regex.Pattern[str], say: Callable[[str], None]) -> Waiting[str | None]:
+    def until(self, pattern: regex.Pattern[str], say: Callable[[str], None]) -> UnseenPairs[str | None]:
         """Take the text before the pattern, saying it as soon as it cannot be part of it, and then the pattern.
         None where the text ends without it."""
         while True:
@@ -56,7 +56,7 @@ class Tape:
                 return None
             yield
 
-    def skip_blanks(self) -> Waiting[None]:
+    def skip_blanks(self) -> UnseenPairs[None]:
         while True:
             self.take(len(self.text) - len(self.text.lstrip(BLANKS)))
             if self.text or self.ended:

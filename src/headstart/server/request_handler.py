@@ -12,7 +12,7 @@ from fastapi import Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ..engine import Request, Room
+from ..engine import EngineThread, Request
 from ..errors import HeadstartError
 from .answer import Answer
 from .auth import Keys, client_of
@@ -22,7 +22,7 @@ from .limits import Limits
 from .metrics import Meter, Metrics
 from .prepare import Preparation, Preparer, disconnected
 from .prompt import Prompt
-from .served import Served
+from .served_model import ServedModel
 
 OUTCOMES = {408: "timeout", 499: "cancelled"}  # of requests that were not read
 
@@ -35,7 +35,7 @@ class Prompting(Protocol):
     def check(self) -> None:
         """Refuse what cannot be honoured as a whole."""
 
-    async def read(self, served: Served, work: Preparation) -> Prompt: ...
+    async def read(self, served: ServedModel, work: Preparation) -> Prompt: ...
 
 
 class Question(Prompting, Protocol):
@@ -62,9 +62,9 @@ Asked = TypeVar("Asked", bound=Question)
 
 
 @dataclass
-class Desk:
-    room: Room
-    served: Served
+class RequestHandler:
+    room: EngineThread
+    served: ServedModel
     keys: Keys
     limits: Limits
     metrics: Metrics
@@ -76,7 +76,7 @@ class Desk:
         self.preparer = Preparer(self.served.tokenizer, self.limits, context=context, most=most)
 
     async def reply(
-        self, asked: Asked, http: HTTPRequest, shape: Callable[[Asked, Prompt, Served], Replying]
+        self, asked: Asked, http: HTTPRequest, shape: Callable[[Asked, Prompt, ServedModel], Replying]
     ) -> Response:
         asked.check()
         self.served.check_name(asked.model)

@@ -7,9 +7,9 @@ from threading import Thread
 import pytest
 
 from fixtures import Answer, collect, generate, random_model, random_prompt
-from headstart.engine import Engine, Event, Handle, Request, Room
-from headstart.engine.depth import Depth
-from headstart.engine.row import Row, Said
+from headstart.engine import Engine, EngineThread, Event, Handle, Request
+from headstart.engine.depth import DepthController
+from headstart.engine.sequence import SequenceState, StepOutput
 from headstart.errors import Busy, Down, HeadstartError, RequestError
 from headstart.sampling import SamplingParams
 
@@ -18,8 +18,8 @@ PROMPTS = [random_prompt(model, 7 + 3 * i, i) for i in range(6)]
 
 
 @pytest.fixture
-def room() -> Iterator[Room]:
-    room = Room(random_model("dense"), max_rows=4)
+def room() -> Iterator[EngineThread]:
+    room = EngineThread(random_model("dense"), max_sequences=4)
     room.start()
     yield room
     room.close(0)
@@ -35,7 +35,7 @@ def expected(i: int, max_tokens: int = 30) -> list[int]:
     return generate(model, PROMPTS[i], max_tokens=max_tokens, **how).tokens
 
 
-def test_requests_from_many_threads_get_their_own_answers(room: Room) -> None:
+def test_requests_from_many_threads_get_their_own_answers(room: EngineThread) -> None:
     answers: dict[int, Answer] = {}
     threads = [Thread(target=lambda i=i: answers.update({i: collect(room.submit(request(i)))})) for i in range(6)]
     for thread in threads:
@@ -45,7 +45,7 @@ def test_requests_from_many_threads_get_their_own_answers(room: Room) -> None:
     assert {i: answer.tokens for i, answer in answers.items()} == {i: expected(i) for i in range(6)}
 
 
-def test_a_listener_that_fails_ends_its_own_request_only(room: Room) -> None:
+def test_a_listener_that_fails_ends_its_own_request_only(room: EngineThread) -> None:
     def deaf(event: object) -> None:
         raise RuntimeError("the loop is closed")
 
@@ -58,15 +58,15 @@ def test_a_listener_that_fails_ends_its_own_request_only(room: Room) -> None:
 
 def test_an_answer_that_two_threads_end_at_once_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's thread has its last token in hand while another ends everything."""
-    engine, events, honest = Engine(model, threaded=True), list[Event](), Row.say
+    engine, events, honest = Engine(model, threaded=True), list[Event](), SequenceState.say
 
-    def say(row: Row, round: Said) -> None:
+    def say(row: SequenceState, round: StepOutput) -> None:
         other = Thread(target=engine.end_all, args=(Down("over"),))
         other.start()
         other.join(60)
         honest(row, round)
 
-    monkeypatch.setattr(Row, "say", say)
+    monkeypatch.setattr(SequenceState, "say", say)
     engine.submit(request(0, max_tokens=1), listener=events.append)
     while engine.turn():
         pass
@@ -93,7 +93,7 @@ def wait(condition: object, seconds: float = 30) -> None:
 
 
 def test_a_thread_that_dies_is_started_once_more_and_nobody_loses_a_token(
-    room: Room, monkeypatch: pytest.MonkeyPatch
+    room: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dying(room.engine, monkeypatch, times=1)
     handles = [room.submit(request(i)) for i in range(6)]
@@ -102,7 +102,9 @@ def test_a_thread_that_dies_is_started_once_more_and_nobody_loses_a_token(
     assert room.problem == "SystemExit: killed"
 
 
-def test_a_thread_that_dies_again_ends_everything_and_says_so(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_dies_again_ends_everything_and_says_so(
+    room: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dying(room.engine, monkeypatch, times=2)
     answers = [collect(handle) for handle in [room.submit(request(i)) for i in range(6)]]
     assert {answer.finish_reason for answer in answers} == {"error"}
@@ -112,7 +114,9 @@ def test_a_thread_that_dies_again_ends_everything_and_says_so(room: Room, monkey
         room.submit(request(0))
 
 
-def test_a_thread_that_cannot_be_started_again_ends_everything(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_be_started_again_ends_everything(
+    room: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full() -> None:
         raise RuntimeError("can't start new thread")
 
@@ -122,7 +126,7 @@ def test_a_thread_that_cannot_be_started_again_ends_everything(room: Room, monke
     assert all("killed; then RuntimeError: can't start" in str(answer.error) for answer in answers)
 
 
-def test_closing_finishes_what_runs_and_takes_nothing_new(room: Room) -> None:
+def test_closing_finishes_what_runs_and_takes_nothing_new(room: EngineThread) -> None:
     handles = [room.submit(request(i)) for i in range(6)]
     closing = Thread(target=room.close, args=(60,))
     closing.start()
@@ -135,7 +139,7 @@ def test_closing_finishes_what_runs_and_takes_nothing_new(room: Room) -> None:
 
 
 def test_closing_cancels_what_is_left_at_the_deadline() -> None:
-    room = Room(random_model("dense", max_position_embeddings=100_000), max_rows=2)
+    room = EngineThread(random_model("dense", max_position_embeddings=100_000), max_sequences=2)
     room.start()
     handles: list[Handle] = [room.submit(request(i, 90_000)) for i in range(3)]
     wait(lambda: room.running == 2)
@@ -144,7 +148,7 @@ def test_closing_cancels_what_is_left_at_the_deadline() -> None:
     assert not room.engine.busy
 
 
-def test_settings_bound_the_depth_of_what_comes_after(room: Room) -> None:
+def test_settings_bound_the_depth_of_what_comes_after(room: EngineThread) -> None:
     room.configure(speculation=False)
     plain = collect(room.submit(request(0)))
     room.configure(speculation=True, max_k=1)
@@ -159,7 +163,9 @@ def test_settings_bound_the_depth_of_what_comes_after(room: Room) -> None:
             room.configure(**wrong)
 
 
-def test_a_request_that_comes_as_the_thread_ends_is_answered(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_comes_as_the_thread_ends_is_answered(
+    room: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It was let in, and then nobody was left to turn the engine."""
     honest = room.engine.submit
 
@@ -176,7 +182,7 @@ def test_a_request_that_comes_as_the_thread_ends_is_answered(room: Room, monkeyp
 def test_an_engine_that_is_warm_has_timed_its_steps_and_answers_the_same() -> None:
     fresh = random_model("dense", seed=78)
     engine = Engine(fresh)
-    assert isinstance(engine.depth, Depth)
+    assert isinstance(engine.depth, DepthController)
     assert not engine.depth.step_time.timings
     engine.warm_up()
     assert engine.depth.step_time.timings

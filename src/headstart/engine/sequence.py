@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import HeadstartError, RequestError
 from ..models import Model
-from ..sampling import Asked, Logprobs, Matcher, compile_grammar
+from ..sampling import Logprobs, Matcher, SequenceParams, compile_grammar
 from .batch import Batch
 from .depth import Drafter
 from .log import LOG, report
@@ -21,7 +21,7 @@ from .text import TextStream
 
 
 @dataclass(frozen=True)
-class Said:
+class StepOutput:
     """What a round says to one row, on the host; its logits and log-probabilities still on the device."""
 
     tokens: list[int]  # accepted + 1 of them
@@ -32,15 +32,15 @@ class Said:
 
 
 @dataclass(eq=False)
-class Row:
+class SequenceState:
     handle: Handle
-    asked: Asked
+    asked: SequenceParams
     drafter: Drafter  # what is known of its drafts
     stats: Stats
     text: TextStream | None
     matcher: Matcher | None  # of its grammar
     tokens: list[int] = field(default_factory=list)  # the prompt and all that was said
-    siblings: list["Row"] = field(default_factory=list)  # other answers to its prompt, until that is in
+    siblings: list["SequenceState"] = field(default_factory=list)  # other answers to its prompt, until that is in
     batch: Batch | None = None  # its own while its tokens are taken in
     taken: int = 0  # tokens that are in
     scored: int = 0  # tokens of the prompt that were told of
@@ -54,7 +54,7 @@ class Row:
     @classmethod
     def of(
         cls, handle: Handle, model: Model, tokenizer: TokenizerWrapper | None, max_k: int, key: int | None = None
-    ) -> "Row":
+    ) -> "SequenceState":
         """As its request asks, with the other answers to the prompt as siblings. RequestError where that needs a
         tokenizer and there is none. `key`: of its noise, where another machine has drawn it."""
         request = handle.request
@@ -81,7 +81,7 @@ class Row:
         row, *others = [
             cls(
                 handle,
-                Asked(params, key, choice, limit),
+                SequenceParams(params, key, choice, limit),
                 Drafter(ceiling),
                 stats,
                 TextStream(tokenizer, params.stop) if tokenizer is not None else None,
@@ -111,7 +111,7 @@ class Row:
     def limit(self) -> int:
         return self.asked.limit
 
-    def say(self, round: Said) -> None:
+    def say(self, round: StepOutput) -> None:
         """Hand a round's tokens to the request, up to where the answer ends."""
         tokens, matcher = round.tokens[: self.limit - self.said], self.matcher
         if matcher is not None:
@@ -163,7 +163,7 @@ class Row:
         for sibling in self.siblings:
             sibling.finish(reason, error)
 
-    def fork(self) -> list["Row"]:
+    def fork(self) -> list["SequenceState"]:
         """The prompt is in: from here on each answer to it is a row like any other."""
         rows, self.siblings = [self, *self.siblings], []
         for sibling in rows[1:]:
@@ -171,7 +171,7 @@ class Row:
             sibling.scored, sibling.reported = self.scored, self.reported
         return rows
 
-    def take_in_again(self) -> None:
+    def reset_prefill(self) -> None:
         """Its memory is lost or was given up: all it has said becomes part of what it takes in."""
         self.batch, self.taken = None, 0
 

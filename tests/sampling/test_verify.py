@@ -2,10 +2,10 @@
 
 import mlx.core as mx
 
-from headstart.sampling.accept import Verdict, block, coupled, longest, placed, residual
+from headstart.sampling.accept import AcceptResult, block, coupled, longest, placed, residual
 
 
-def said(verdict: Verdict) -> list[list[int]]:
+def said(verdict: AcceptResult) -> list[list[int]]:
     """What each row says, the token that follows last."""
     assert verdict.accepted.dtype == mx.int32
     pairs = zip(verdict.tokens.tolist(), verdict.accepted.tolist(), strict=True)

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from .batch_state import BatchState
 from .kv import BLOCK, KV
 from .recurrent import Recurrent
-from .rows import Rows
 
 GROUP = 32  # numbers that share a scale in eight bits
 
@@ -31,11 +31,11 @@ class States(NamedTuple):
         return sum(a.nbytes for a in self.arrays())
 
 
-def states(rows: Rows, hidden: mx.array) -> States:
+def states(rows: BatchState, hidden: mx.array) -> States:
     return States(mx.contiguous(hidden), [(mx.contiguous(m.state), mx.contiguous(m.conv)) for m in _recurrent(rows)])
 
 
-def cut(rows: Rows, head: Rows | None, start: int, end: int) -> list[mx.array]:
+def cut(rows: BatchState, head: BatchState | None, start: int, end: int) -> list[mx.array]:
     """Keys and values [1, H, T, D] of the tokens from `start` to `end`, of the trunk's layers and then of the head's.
 
     The head is one behind: its entry t is made of hidden t and token t+1, and a prefix knows no token after its last.
@@ -46,7 +46,7 @@ def cut(rows: Rows, head: Rows | None, start: int, end: int) -> list[mx.array]:
     return [mx.contiguous(piece) for piece in pieces]
 
 
-def join(chunks: list[list[Pack]], after: States, rows: Rows, head: Rows | None, length: int) -> None:
+def join(chunks: list[list[Pack]], after: States, rows: BatchState, head: BatchState | None, length: int) -> None:
     """Fill the memory of a new row with `length` tokens, so that it stands as if it had taken them in itself."""
     layers = [memory for part in (rows, head) if part is not None for memory in _kv(part)]
     for n, memory in enumerate(layers):
@@ -65,11 +65,11 @@ def pack(piece: mx.array, eight_bits: bool) -> Pack:
     return tuple(mx.quantize(piece, group_size=GROUP, bits=8))
 
 
-def _kv(rows: Rows) -> list[KV]:
+def _kv(rows: BatchState) -> list[KV]:
     return [memory for memory in rows.layers if isinstance(memory, KV)]
 
 
-def _recurrent(rows: Rows) -> list[Recurrent]:
+def _recurrent(rows: BatchState) -> list[Recurrent]:
     return [memory for memory in rows.layers if isinstance(memory, Recurrent)]
 
 

@@ -13,14 +13,14 @@ from .recurrent import Recurrent
 
 
 @dataclass
-class Rows:
+class BatchState:
     layers: list[KV | Recurrent]
     lengths: mx.array  # [B] int32, committed tokens
     accepted: mx.array  # [B] int32, how many of the pending drafts were accepted
     bounds: list[int] = field(default_factory=list)  # the host's upper bound of `lengths`
 
     @classmethod
-    def empty(cls, layers: list[KV | Recurrent], rows: int) -> "Rows":
+    def empty(cls, layers: list[KV | Recurrent], rows: int) -> "BatchState":
         return cls(layers, mx.zeros((rows,), mx.int32), mx.zeros((rows,), mx.int32), [0] * rows)
 
     @property
@@ -65,7 +65,7 @@ class Rows:
                 layer.keep(index)
         self.lengths, self.accepted = self.lengths[index], self.accepted[index]
 
-    def join(self, other: "Rows") -> None:
+    def join(self, other: "BatchState") -> None:
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             mine.join(theirs)  # type: ignore[arg-type]  # the same layer of the same model
         self.lengths = mx.concatenate([self.lengths, other.lengths])

@@ -11,12 +11,12 @@ from .batch import Batch
 from .exact import rows_are_independent
 from .request import Event
 from .reuse import leave, resume
-from .row import Row
 from .score import score
+from .sequence import SequenceState
 from .step import prefill
 
 
-def take_in(model: Model, row: Row, prefix: Prefix | None) -> bool:
+def prefill_chunk(model: Model, row: SequenceState, prefix: Prefix | None) -> bool:
     """One more chunk of a row's tokens. True once all but the last are in: that one opens the first window."""
     tokens = row.tokens
     if row.handle.request.score != "no":  # a prompt that is told of must be read from its beginning
@@ -31,7 +31,7 @@ def take_in(model: Model, row: Row, prefix: Prefix | None) -> bool:
             leave(row.batch, tokens, row.taken, prefix)
         if not row.said and row.taken > row.reported:  # a sequence that is recomputed reports nothing twice
             row.reported = row.taken
-            row.handle.put(Event(stats=row.stats.copy(), prompt_taken=row.taken, choice=row.asked.choice))
+            row.handle.put(Event(stats=row.stats.copy(), prompt_processed=row.taken, choice=row.asked.choice))
     if end > row.taken:
         chunk = mx.array([tokens[row.taken : end]], mx.int32)
         hidden = prefill(model, row.batch, chunk, mx.array([tokens[end]], mx.int32))
@@ -48,7 +48,7 @@ def take_in(model: Model, row: Row, prefix: Prefix | None) -> bool:
     return True
 
 
-def _begin(model: Model, row: Row, prefix: Prefix | None) -> None:
+def _begin(model: Model, row: SequenceState, prefix: Prefix | None) -> None:
     """At the first token, or after those of its beginning that are known."""
     row.batch = Batch.of_one(
         model, row.tokens, row.asked, row.drafter.ceiling, said=row.said, rounds=row.stats.rounds
@@ -64,11 +64,13 @@ def _begin(model: Model, row: Row, prefix: Prefix | None) -> None:
     row.stats.exact = row.stats.exact and exact
 
 
-def _score(model: Model, row: Row, hidden: mx.array, end: int) -> None:
+def _score(model: Model, row: SequenceState, hidden: mx.array, end: int) -> None:
     """Tell what the model thought of the prompt up to `end`, unless it was told before."""
     begin, end = max(row.taken, row.scored), min(end, len(row.handle.request.prompt) - 1)
     following, top = row.tokens[begin + 1 : end + 1], row.asked.params.top_logprobs
     if following:
         told = score(model, hidden[:, begin - row.taken :], following, top)
-        row.handle.put(Event(prompt_logprobs=told, stats=row.stats.copy(), prompt_taken=end, choice=row.asked.choice))
+        row.handle.put(
+            Event(prompt_logprobs=told, stats=row.stats.copy(), prompt_processed=end, choice=row.asked.choice)
+        )
         row.scored = end

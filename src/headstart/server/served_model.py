@@ -29,7 +29,7 @@ PromptText = str | list[int] | list[str] | list[list[int]]  # as such or in toke
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     id: str
     model: Model
     tokenizer: TokenizerWrapper
@@ -40,7 +40,7 @@ class Served:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
-    def of(cls, layout: Layout, model: Model, tokenizer: TokenizerWrapper, *, id: str | None = None) -> "Served":
+    def of(cls, layout: Layout, model: Model, tokenizer: TokenizerWrapper, *, id: str | None = None) -> "ServedModel":
         path = layout.path.absolute()
         name = id or hub_id(path) or path.name
         if model.head_unavailable and layout.path.is_absolute():  # clients may be anywhere: not the folder for them

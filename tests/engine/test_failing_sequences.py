@@ -5,8 +5,8 @@ from collections.abc import Callable
 import mlx.core as mx
 import pytest
 
-import headstart.engine.flight
-import headstart.engine.intake
+import headstart.engine.pending_step
+import headstart.engine.prefill
 import headstart.engine.step as loop
 from fixtures import batch_of, collect, generate, mlx_lm_greedy, random_model, random_prompt, submit
 from headstart.engine import Engine, Handle
@@ -54,7 +54,7 @@ def test_a_row_whose_logits_are_not_finite_ends_alone(how: Callable[[KV | Recurr
     model = random_model("dense")
     prompts = [random_prompt(model, length, length) for length in (9, 12, 15)]
     expected = [mlx_lm_greedy(model, prompt, 30) for prompt in prompts]
-    engine = Engine(model, max_rows=3)
+    engine = Engine(model, max_sequences=3)
     handles = [submit(engine, prompt, max_tokens=30, k=k) for prompt in prompts]
     while len(engine.rows) < 3:
         engine.turn()
@@ -105,14 +105,14 @@ def test_only_what_is_said_must_be_finite(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_row_whose_prompt_cannot_be_taken_in_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model("dense")
     prompts = [random_prompt(model, length, length) for length in (9, 13, 15)]
-    prefill = headstart.engine.intake.prefill
+    prefill = headstart.engine.prefill.prefill
 
     def failing(model, batch, tokens, following):  # type: ignore[no-untyped-def]
         if tokens.shape[1] == 12:
             raise ValueError("no room")
         prefill(model, batch, tokens, following)
 
-    monkeypatch.setattr(headstart.engine.intake, "prefill", failing)
+    monkeypatch.setattr(headstart.engine.prefill, "prefill", failing)
     engine = Engine(model)
     good, bad, also_good = [collect(h) for h in [submit(engine, p, max_tokens=12, k=3) for p in prompts]]
     assert (bad.finish_reason, bad.tokens) == ("error", [])
@@ -142,14 +142,14 @@ def test_a_row_that_cannot_join_ends_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
 def failing_prefills(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """The next `times` chunks find no memory."""
-    honest, left = headstart.engine.intake.prefill, iter(range(times))
+    honest, left = headstart.engine.prefill.prefill, iter(range(times))
 
     def prefill(*args: object) -> object:
         if next(left, None) is not None:
             raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
         return honest(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(headstart.engine.intake, "prefill", prefill)
+    monkeypatch.setattr(headstart.engine.prefill, "prefill", prefill)
 
 
 def test_where_a_prompt_finds_no_memory_the_prefix_cache_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,14 +169,14 @@ def test_a_prompt_that_never_finds_memory_ends_though_it_fills_the_prefix_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, prefix = random_model("dense"), Prefix(10**8)
-    honest = headstart.engine.intake.prefill
+    honest = headstart.engine.prefill.prefill
 
     def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array) -> mx.array:
         if batch.rows.bounds[0] >= 1024:
             raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
         return honest(model, batch, tokens, following)
 
-    monkeypatch.setattr(headstart.engine.intake, "prefill", prefill)
+    monkeypatch.setattr(headstart.engine.prefill, "prefill", prefill)
     engine = Engine(model, prefix=prefix, memory_limit=10**9)
     handle = submit(engine, random_prompt(model, 1200), max_tokens=4)
     for _ in range(20):
@@ -210,7 +210,7 @@ def test_where_a_prompt_finds_no_memory_the_youngest_ends(monkeypatch: pytest.Mo
     young = submit(engine, random_prompt(model, 10), max_tokens=40, k=2)
     while len(engine.rows) < 2:
         engine.turn()
-    engine.take_in_again()
+    engine.recompute_all()
     engine.entering.rotate(-1)  # the young one first
     engine.turn()
     assert [row.handle for row in engine.rows] == [young]
@@ -263,7 +263,7 @@ def failing_where(monkeypatch: pytest.MonkeyPatch, error: Exception, bad: Callab
             raise error
         return honest(model, batch, k, guide)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(headstart.engine.flight, "step", step)
+    monkeypatch.setattr(headstart.engine.pending_step, "step", step)
     return failed
 
 
@@ -344,11 +344,11 @@ def test_an_engine_whose_steps_all_fail_ends_them_and_can_be_used_again(
 def test_a_row_that_is_read_again_is_exact_where_prompts_have_the_same_kernels(
     cuda: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headstart.engine.intake.on_cuda", lambda: cuda)
+    monkeypatch.setattr("headstart.engine.prefill.on_cuda", lambda: cuda)
     model = random_model("dense")
     engine = Engine(model)
     handle = submit(engine, random_prompt(model, 5), max_tokens=8, k=2)
     while not engine.rows or not engine.rows[0].said:
         engine.turn()
-    engine.take_in_again()
+    engine.recompute_all()
     assert collect(handle).stats.exact is not cuda
