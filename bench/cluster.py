@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from headstart.checkpoint import load as load_whole
-from headstart.cluster import Follower, Leader, join, load
-from headstart.cluster.wire import Speed
+from headstart.cluster import Follower, Leader, join_machines, load_part
+from headstart.cluster.communicator import MessageCost
 from headstart.engine import Engine, Request
 from headstart.sampling import SamplingParams
 
@@ -26,10 +26,10 @@ DEPTHS = (0, 1, 2, 3, 4)
 PROMPT = "Write a Python function that merges two sorted lists."
 
 LINKS = {
-    "RDMA over Thunderbolt 5": Speed(latency=50e-6, bandwidth=6e9),
-    "TCP over Thunderbolt": Speed(latency=300e-6, bandwidth=5e9),
-    "10 Gb Ethernet": Speed(latency=200e-6, bandwidth=1.1e9),
-    "Wi-Fi": Speed(latency=8e-3, bandwidth=50e6),
+    "RDMA over Thunderbolt 5": MessageCost(latency=50e-6, bandwidth=6e9),
+    "TCP over Thunderbolt": MessageCost(latency=300e-6, bandwidth=5e9),
+    "10 Gb Ethernet": MessageCost(latency=200e-6, bandwidth=1.1e9),
+    "Wi-Fi": MessageCost(latency=8e-3, bandwidth=50e6),
 }
 
 
@@ -52,7 +52,7 @@ SHAPES = (
 )
 
 
-def round_seconds(shape: Shape, k: int, ranks: int, split: str, link: Speed) -> float:
+def round_seconds(shape: Shape, k: int, ranks: int, split: str, link: MessageCost) -> float:
     """Of one row with k drafts. A gather among n machines in a ring takes n - 1 hops."""
     computing, message = shape.seconds * shape.step[k], 2 * shape.hidden * (k + 1)
     if split == "tensor":
@@ -64,7 +64,7 @@ def predict() -> None:
     print("| model | machines | link | ms a token, k = 0 | at the best k | k | gain |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for shape in SHAPES:
-        cases = [(1, "tensor", "", Speed(0, 1e12))]
+        cases = [(1, "tensor", "", MessageCost(0, 1e12))]
         cases += [(n, split, *link) for split in ("tensor", "pipeline") for n in (2, 4) for link in LINKS.items()]
         for ranks, split, name, link in cases:
             times = [1e3 * round_seconds(shape, k, ranks, split, link) / shape.tokens[k] for k in range(4)]
@@ -77,14 +77,14 @@ def predict() -> None:
 
 
 def measure(path: str | None, split: str, tokens: int) -> None:
-    with join() as machines:
-        model, tokenizer = load(path, machines.wire, split)  # type: ignore[arg-type]
+    with join_machines() as machines:
+        model, tokenizer = load_part(path, machines.comm, split)  # type: ignore[arg-type]
         if machines.rank:
             Follower(machines, model, tokenizer).run()
             return
-        engine, wire = Leader(machines, model, tokenizer, max_sequences=1), machines.wire
+        engine, comm = Leader(machines, model, tokenizer, max_sequences=1), machines.comm
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": PROMPT}], add_generation_prompt=True)
-        speed = engine.speed
+        speed = engine.message_cost
         print(f"a message: {speed.latency * 1e6:.0f} µs, {speed.bandwidth / 1e6:.0f} MB/s more\n")
         print("| k | rounds | tokens per round | messages a token | ms a token |\n| --- | --- | --- | --- | --- |")
         for k in (0, *DEPTHS):  # the first warms up
@@ -92,10 +92,10 @@ def measure(path: str | None, split: str, tokens: int) -> None:
             before, begun, said = 0, 0.0, 0
             for event in engine.submit(request):
                 if not said:  # the prompt is in, and the first round with it
-                    before, begun = wire.operations, time.perf_counter()
+                    before, begun = comm.operations, time.perf_counter()
                 said += len(event.tokens)
             seconds, stats = (time.perf_counter() - begun) / said, event.stats
-            messages = (wire.operations - before) / said
+            messages = (comm.operations - before) / said
             print(
                 f"| {k} | {stats.rounds} | {stats.tokens_per_round:.2f} | {messages:.1f} | {1e3 * seconds:.1f} |",
                 flush=True,
@@ -103,8 +103,8 @@ def measure(path: str | None, split: str, tokens: int) -> None:
 
 
 def compare(path: str | None, split: str, tokens: int, dtype: mx.Dtype | None) -> None:
-    with join() as machines:
-        model, tokenizer = load(path, machines.wire, split, dtype=dtype)  # type: ignore[arg-type]
+    with join_machines() as machines:
+        model, tokenizer = load_part(path, machines.comm, split, dtype=dtype)  # type: ignore[arg-type]
         if machines.rank:
             Follower(machines, model, tokenizer).run()
             return

@@ -47,7 +47,7 @@ def decode_imposed(model: Model, recording: Recording, k: int, pattern: Sequence
     """Decode the recording again with k drafts per step, accepted by the pattern. Timed as in `decode_batch`."""
     check_pattern(pattern, k)
     limit = len(recording.texts[0])
-    batch = prefill_prompts(model, recording.prompts, ceiling=k, limit=limit)
+    batch = prefill_prompts(model, recording.prompts, max_k=k, limit=limit)
     script = _script(recording, k)
     sequences: list[list[int]] = [[] for _ in recording.prompts]
     outcomes: list[tuple[int, int]] = []  # of each round: drafts accepted, drafts proposed
@@ -57,7 +57,7 @@ def decode_imposed(model: Model, recording: Recording, k: int, pattern: Sequence
         following = _launch(model, batch, k, pattern, script)  # the host is one step ahead, as in the engine
         report: list[list[int]] = in_flight.tolist()  # type: ignore[assignment]
         for row, (*tokens, accepted, proposed) in enumerate(report):
-            batch.rows.bounds[row] -= k - accepted
+            batch.trunk_state.bounds[row] -= k - accepted
             sequences[row] += tokens[: accepted + 1]
             outcomes.append((accepted, proposed))
         now = time.perf_counter()
@@ -96,7 +96,7 @@ def impose(drafted: Proposal, batch: Batch, pattern: Sequence[float], script: mx
     turns = (batch.rounds + 1) * GOLDEN + mx.arange(batch.size) * GOLDEN**2
     chance = turns - mx.floor(turns)  # [B], evenly over 0..1
     accept = chance[:, None] < mx.array(list(pattern[:k]))  # [B, k]
-    at = batch.scene().position[:, None] + mx.arange(k)
+    at = batch.context().position[:, None] + mx.arange(k)
     right = mx.take_along_axis(script, mx.minimum(at, script.shape[1] - 1), axis=1)
     tokens = mx.where(accept, right, (right + 1) % vocabulary)
     # No draft is negative, so none is kept; but the device cannot know that, and must wait for the head as usual.

@@ -29,7 +29,7 @@ STEPS = 12  # between two looks at the clock; fewer interleave more finely
 
 def batch(model: Model, rows: int, k: int) -> Batch:
     def one() -> Batch:
-        row = Batch.of_one(model, PROMPT, SequenceParams(SamplingParams(), key=0, choice=0, limit=10**6), ceiling=k)
+        row = Batch.of_one(model, PROMPT, SequenceParams(SamplingParams(), key=0, choice=0, limit=10**6), max_k=k)
         prefill(model, row, mx.array([PROMPT[:-1]]), mx.array(PROMPT[-1:]))
         return row
 

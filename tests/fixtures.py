@@ -98,7 +98,7 @@ def batch_of(model: Model, *prompts: Sequence[int], k: int = 8, chunk: int = CHU
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(headstart.engine.prefill, "CHUNK", chunk)
         engine._admit()
-        while engine.entering:
+        while engine.prefilling:
             engine._prefill_chunk()
     assert engine._batch is not None
     assert engine._batch.size == len(prompts)

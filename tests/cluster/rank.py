@@ -19,12 +19,11 @@ import mlx.core as mx
 
 import headstart.engine.scheduler
 from headstart.cards import MAX_K
-from headstart.cluster import Follower, Leader, SharedPrefix, join, load
-from headstart.cluster.engine import Chosen
-from headstart.cluster.wire import Wire
+from headstart.cluster import Follower, Leader, SharedPrefix, join_machines, load_part
+from headstart.cluster.communicator import Communicator
 from headstart.engine import DepthController, Engine, Event, Handle, Request
-from headstart.engine.depth import Drafter
-from headstart.engine.sequence import Output, SequenceState
+from headstart.engine.depth import DraftHistory
+from headstart.engine.sequence import SequenceState
 from headstart.sampling import GrammarSpec, SamplingParams
 
 ANSWER = 16  # tokens that are counted ahead: so long answers are let in together
@@ -58,7 +57,7 @@ def noted() -> Iterator[dict[int, dict[str, Any]]]:
 class Restless(DepthController):
     """Another depth every time, as a clock might have it."""
 
-    def choose(self, rows: Sequence[Drafter]) -> int:
+    def choose(self, rows: Sequence[DraftHistory]) -> int:
         super().choose(rows)
         return self._round % 5
 
@@ -70,7 +69,7 @@ def request(each: dict[str, Any]) -> Request:
     return Request(each["prompt"], SamplingParams(**params), each.get("n", 1), each.get("score", "no"))
 
 
-def lead(engine: Engine, tasks: list[list[dict[str, Any]]], wire: Wire | None = None) -> list[dict[str, Any]]:
+def lead(engine: Engine, tasks: list[list[dict[str, Any]]], comm: Communicator | None = None) -> list[dict[str, Any]]:
     told, gave_up, put_back = [], [], engine.queue.put_back
 
     def note(row: SequenceState) -> None:
@@ -81,48 +80,48 @@ def lead(engine: Engine, tasks: list[list[dict[str, Any]]], wire: Wire | None = 
     for task in tasks:
         if task[0].get("after_clearing"):
             engine.clear_prefix()
-        before = wire.operations if wire is not None else 0
+        before = comm.operations if comm is not None else 0
         handles = [engine.submit(request(each), max_k=each.get("max_k", MAX_K)) for each in task]
         for handle, each in zip(handles, task, strict=True):
             for events, event in enumerate(handle, 1):
                 if events == each.get("cancelled_after"):
                     handle.cancel()
                 stats = event.stats
-        while engine.turn():  # what is still in flight
+        while engine.run_once():  # what is still in flight
             pass
         assert stats is not None
-        operations = wire.operations - before if wire is not None else 0
+        operations = comm.operations - before if comm is not None else 0
         told.append({"operations": operations, "gave_up": len(gave_up), "stats": stats.as_dict()})
         gave_up.clear()
     return told
 
 
-def say_two_rounds() -> None:
-    say, said = SequenceState.say, []
+def emit_two_rounds() -> None:
+    emit, rounds = SequenceState.emit, []
 
-    def mute(row: SequenceState, round: Output) -> None:
-        said.append(round)
-        if len(said) > 2:
+    def mute(sequence: SequenceState, *generated: Any) -> None:
+        rounds.append(generated)
+        if len(rounds) > 2:
             raise ValueError("mute")
-        say(row, round)
+        emit(sequence, *generated)
 
-    SequenceState.say = mute  # type: ignore[method-assign]
+    SequenceState.emit = mute  # type: ignore[method-assign]
 
 
 def main(job: dict[str, Any]) -> None:
     headstart.engine.scheduler.ANSWER = ANSWER
-    with join() as machines:
+    with join_machines() as machines:
         if "unanswered" in job:
             if machines.rank:
                 os.kill(os.getpid(), signal.SIGSTOP)
-            mx.async_eval(machines.wire.gather(mx.zeros((1 << 20,))))
+            mx.async_eval(machines.comm.gather(mx.zeros((1 << 20,))))
             raise ValueError("of the first rank")
         if job.get("mute") == machines.rank:
-            say_two_rounds()
+            emit_two_rounds()
         results = []
         for each in job["models"]:
             folder = each["folder"].format(rank=machines.rank)
-            model, tokenizer = load(folder, machines.wire, job["split"], dtype=mx.float32)
+            model, tokenizer = load_part(folder, machines.comm, job["split"], dtype=mx.float32)
             cache = SharedPrefix(each.get("cache", 10**8), eight_bits="cache" in each)
             room: dict[str, Any] = {"prefix": cache}
             if "memory" in each:
@@ -133,13 +132,13 @@ def main(job: dict[str, Any]) -> None:
                     tasks = []
                 else:
                     leader = Leader(machines, model, tokenizer, max_sequences=3, **room)
-                    leader.depth = Chosen(Restless(), machines)
+                    leader.depth = Restless()
                     if "stream" in each:
                         params = SamplingParams(max_tokens=4000, k=3, logprobs=True)
                         for event in leader.submit(Request(each["stream"], params)):
                             print(event.tokens, flush=True)
-                    tasks = lead(leader, each["tasks"], machines.wire)
-                    machines.link.decide(None)
+                    tasks = lead(leader, each["tasks"], machines.comm)
+                    machines.link.broadcast(None)
             results.append({"said": list(said.values()), "cache": asdict(cache.stats()), "tasks": tasks})
     print(json.dumps(results))
 

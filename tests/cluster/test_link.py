@@ -24,14 +24,14 @@ class Noted(Link):
         self.ended: list[tuple[int, str]] = []
         super().__init__(*arguments)  # type: ignore[arg-type]
 
-    def end(self, rank: int, reason: str) -> None:
+    def abort(self, rank: int, reason: str) -> None:
         self.ended.append((rank, reason))
 
 
 @pytest.fixture
 def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Noted]]:
     """Three ranks in one process."""
-    monkeypatch.setattr(headstart.cluster.link, "BEAT", 0.05)
+    monkeypatch.setattr(headstart.cluster.link, "HEARTBEAT", 0.05)
     monkeypatch.setattr(headstart.cluster.link, "SILENCE", 1.0)
     pairs = {rank: connected() for rank in (1, 2)}
     first = Noted(0, 3, {rank: pair[0] for rank, pair in pairs.items()})
@@ -55,10 +55,10 @@ def wait(condition: Callable[[], object]) -> None:
 
 
 def test_decisions_reach_everybody_in_order(links: list[Noted]) -> None:
-    for decision in ("a turn", 3, ["the", "next"], None):
-        links[0].decide(decision)
+    for decision in ("an iteration", 3, ["the", "next"], None):
+        links[0].broadcast(decision)
     for link in links[1:]:
-        assert [link.decided() for _ in range(4)] == ["a turn", 3, ["the", "next"], None]
+        assert [link.receive() for _ in range(4)] == ["an iteration", 3, ["the", "next"], None]
 
 
 def test_a_rank_whose_process_ends_is_named(links: list[Noted]) -> None:
@@ -75,15 +75,15 @@ def test_a_rank_that_falls_silent_is_named(links: list[Noted]) -> None:
 
 
 def test_a_rank_that_says_what_nobody_understands_is_named(links: list[Noted]) -> None:
-    links[2]._send(0, headstart.cluster.link.SAID, b"?")
+    links[2]._send(0, headstart.cluster.link.CHECKSUM, b"?")
     wait(lambda: links[0].ended)
     rank, reason = links[0].ended[0]
     assert rank == 2
-    assert "cannot be understood" in reason
+    assert "sent an invalid message" in reason
 
 
 def test_who_is_gone_is_told_to_the_others(links: list[Noted]) -> None:
-    links[0]._send(2, b"l", b'[1, "is gone"]')
+    links[0]._send(2, headstart.cluster.link.ABORT, b'[1, "is gone"]')
     wait(lambda: links[2].ended)
     assert links[2].ended == [(1, "is gone")]
 
@@ -92,7 +92,7 @@ def test_ranks_that_say_the_same_go_on(links: list[Noted]) -> None:
     for round in range(5):
         for link in reversed(links):
             link.check(round, 1000 + round)
-    wait(lambda: not links[0]._checks)
+    wait(lambda: not links[0]._checksums)
     assert links[0].ended == []
 
 
@@ -102,7 +102,7 @@ def test_a_rank_that_says_something_else_is_named(links: list[Noted], first: boo
         link.check(7, 1000 + (link.rank == 2))
     wait(lambda: links[0].ended)
     assert {rank for rank, _ in links[0].ended} == {2}
-    assert "something else than rank 0 in round 7" in links[0].ended[0][1]
+    assert "generated other tokens than rank 0 in step 7" in links[0].ended[0][1]
 
 
 @pytest.mark.parametrize(
@@ -119,14 +119,14 @@ def test_a_turn_that_does_not_end_names_whoever_is_behind(
     """The first rank waits for the others, so it is the last to be named."""
     for link, many in zip(links, turns, strict=True):
         for _ in range(many):
-            with link.turn():
+            with link.iteration():
                 pass
-    wait(lambda: links[0].turns == dict(enumerate(turns)))
+    wait(lambda: links[0].iterations == dict(enumerate(turns)))
     monkeypatch.setattr(headstart.cluster.link, "STUCK", 0.1)
-    with links[0].turn():
+    with links[0].iteration():
         wait(lambda: links[0].ended)
     rank, others = named
-    assert links[0].ended[0] == (rank, f"has not finished a turn for 0 s{others}")
+    assert links[0].ended[0] == (rank, f"has not finished an iteration for 0 s{others}")
 
 
 def test_a_rank_that_takes_nothing_in_does_not_silence_the_first_one_for_the_others(links: list[Noted]) -> None:
@@ -136,7 +136,7 @@ def test_a_rank_that_takes_nothing_in_does_not_silence_the_first_one_for_the_oth
 
 
 def test_the_cause_of_a_failure_is_told(links: list[Noted], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headstart.cluster.link, "LAST_WORDS", 0.0)
+    monkeypatch.setattr(headstart.cluster.link, "GRACE", 0.0)
     error = ClusterError("it cannot keep a prompt")
     error.__cause__ = MemoryError("none left")
     links[1].fail(error)
@@ -148,7 +148,7 @@ def test_the_cause_of_a_failure_is_told(links: list[Noted], monkeypatch: pytest.
 def test_whoever_leaves_in_peace_is_not_missed(links: list[Noted]) -> None:
     for link in reversed(links):
         link.close()
-    assert [link.decided() for link in links[1:]] == [None, None]
+    assert [link.receive() for link in links[1:]] == [None, None]
     time.sleep(0.1)
     assert [link.ended for link in links] == [[], [], []]
 
@@ -168,33 +168,33 @@ def test_an_error_of_one_is_told_to_all(links: list[Noted]) -> None:
 
 
 @dataclass
-class Wire:
+class Communicator:
     """On which everybody hears what the first says, in one process."""
 
     rank: int
     ranks: int = 2
-    said: list[mx.array] = field(default_factory=list)
+    sent: list[mx.array] = field(default_factory=list)
 
     def gather(self, x: mx.array) -> list[mx.array]:
         if self.rank == 0:
-            self.said.append(x)
-        wait(lambda: self.said)
-        return self.said
+            self.sent.append(x)
+        wait(lambda: self.sent)
+        return self.sent
 
 
 def met(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What two ranks come to whose hostfile has the first one at `address`: a link or an error each."""
     (tmp_path / "hosts.json").write_text(json.dumps([[f"{address}:5000"], ["127.0.0.1:5001"]]))
     monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts.json"))
-    first, found = Wire(0), {}
+    first, found = Communicator(0), {}
 
-    def meet(wire: Any) -> None:
+    def meet(comm: Any) -> None:
         try:
-            found[wire.rank] = connect(wire)
+            found[comm.rank] = connect(comm)
         except ClusterError as error:
-            found[wire.rank] = error
+            found[comm.rank] = error
 
-    threads = [Thread(target=meet, args=(wire,)) for wire in (first, Wire(1, said=first.said))]
+    threads = [Thread(target=meet, args=(comm,)) for comm in (first, Communicator(1, sent=first.sent))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -225,7 +225,7 @@ def test_ranks_meet_at_an_address_of_either_kind(
         pytest.skip("there is no IPv6 here")
     links = met(address, tmp_path, monkeypatch)
     assert [link.rank for link in links] == [0, 1]
-    links[0].decide("a turn")
-    assert links[1].decided() == "a turn"
+    links[0].broadcast("an iteration")
+    assert links[1].receive() == "an iteration"
     for link in links:
         link.close()

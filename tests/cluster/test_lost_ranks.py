@@ -82,14 +82,14 @@ def test_a_rank_that_says_something_else_is_named(tmp_path: Path) -> None:
     with started(2, {"split": "tensor", "models": models}, tmp_path) as processes:
         told = [process.communicate(timeout=60)[1] for process in processes]
     assert [process.returncode for process in processes] == [1, 1]
-    assert all("error: rank 1 of 2 said something else than rank 0 in round" in errors for errors in told), told
+    assert all("error: rank 1 of 2 generated other tokens than rank 0 in step" in errors for errors in told), told
 
 
 def test_a_rank_whose_row_ends_alone_is_named_before_anybody_waits_for_it(tmp_path: Path) -> None:
     with started(2, job(tmp_path, "tensor") | {"mute": 1}, tmp_path) as processes:
         told = [process.communicate(timeout=60)[1] for process in processes]
     assert [process.returncode for process in processes] == [1, 1]
-    assert all("error: rank 1 of 2 holds other rows than rank 0" in errors for errors in told), told
+    assert all("error: rank 1 of 2 has other sequences than rank 0" in errors for errors in told), told
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ import pytest
 import headstart.cluster.link
 from checkpoints import write
 from fixtures import collect, random_prompt, submit
-from headstart.cluster import Leader, Machines, load
+from headstart.cluster import Leader, Machines, load_part
+from headstart.cluster.communicator import Communicator
 from headstart.cluster.link import Link
-from headstart.cluster.wire import Wire
 from headstart.errors import ClusterError
 
 
@@ -23,7 +23,7 @@ class Ended(Exception):
 class Noted(Link):
     """Does not end the process."""
 
-    def end(self, rank: int, reason: str) -> NoReturn:
+    def abort(self, rank: int, reason: str) -> NoReturn:
         raise Ended(rank, reason)
 
 
@@ -35,16 +35,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def leader(folder: Path) -> Iterator[Leader]:
     mx.disable_compile()  # nothing here is worth a compiler run
-    yield leads(folder, Wire(mx.distributed.init()))
+    yield leads(folder, Communicator(mx.distributed.init()))
     mx.enable_compile()
 
 
-def leads(folder: Path, wire: Wire) -> Leader:
-    model, tokenizer = load(folder, wire, dtype=mx.float32)
-    return Leader(Machines(wire, Noted(0, 1, {})), model, tokenizer)
+def leads(folder: Path, comm: Communicator) -> Leader:
+    model, tokenizer = load_part(folder, comm, dtype=mx.float32)
+    return Leader(Machines(comm, Noted(0, 1, {})), model, tokenizer)
 
 
-class Another(Wire):
+class Another(Communicator):
     """There is a second rank, and of what is gathered it has one thing otherwise."""
 
     place = 0
@@ -58,26 +58,28 @@ class Another(Wire):
     [(0, "version of headstart"), (1, "version of mlx"), (3, "split"), (4, "config.json"), (6, "multi-token.* head")],
 )
 def test_a_rank_that_has_loaded_something_else_is_named(place: int, thing: str, folder: Path) -> None:
-    wire = Another(mx.distributed.init())
-    wire.place = place
+    comm = Another(mx.distributed.init())
+    comm.place = place
     with pytest.raises(ClusterError, match=f"rank 1 has another {thing} than rank 0"):
-        leads(folder, wire)
+        leads(folder, comm)
 
 
 def test_prompts_are_not_taken_in_without_the_others(leader: Leader) -> None:
     submit(leader, random_prompt(leader.model, 9))
-    with pytest.raises(ClusterError, match="several machines take prompts in turn by turn"):
+    with pytest.raises(ClusterError, match="prefill_all is not available on several machines"):
         leader.prefill_all()
 
 
-@pytest.mark.parametrize("broken", ["Engine._drop_finished", "prefill_chunk", "describe"])
-def test_a_turn_that_fails_ends_with_its_cause(broken: str, leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever in the turn: nobody starts again alone."""
+@pytest.mark.parametrize("broken", ["Engine._drop_finished", "prefill_chunk", "build_step"])
+def test_an_iteration_that_fails_ends_with_its_cause(
+    broken: str, leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever in the iteration: no rank recovers alone."""
 
     def fail(*_: object, **__: object) -> NoReturn:
         raise ValueError("out of memory")
 
-    monkeypatch.setattr(headstart.cluster.link, "LAST_WORDS", 0.0)
+    monkeypatch.setattr(headstart.cluster.link, "GRACE", 0.0)
     monkeypatch.setattr(f"headstart.engine.engine.{broken}", fail)
     with pytest.raises(Ended, match="failed: ValueError: out of memory"):
         collect(submit(leader, random_prompt(leader.model, 9), max_tokens=4))

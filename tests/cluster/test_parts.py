@@ -6,8 +6,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from headstart.cluster.pipeline import Pipeline
-from headstart.cluster.tensor import Tensor
+from headstart.cluster.parallel import PipelineParallel, TensorParallel
 from headstart.errors import CheckpointError
 
 CONFIG: dict[str, Any] = {
@@ -18,7 +17,7 @@ CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Seat:
-    """A wire's place in its group, without a group."""
+    """A communicator's place in its group, without a group."""
 
     rank: int
     ranks: int
@@ -26,7 +25,7 @@ class Seat:
 
 def parts(name: str, array: mx.array, ranks: int) -> list[mx.array]:
     seats: Any = [Seat(rank, ranks) for rank in range(ranks)]
-    return [Tensor.of(CONFIG, seat).cut(name, array) for seat in seats]
+    return [TensorParallel.of(CONFIG, seat).cut(name, array) for seat in seats]
 
 
 def numbered(*shape: int) -> mx.array:
@@ -95,7 +94,7 @@ def test_a_bias_behind_a_sum_is_added_once() -> None:
 def test_heads_that_cannot_be_divided_are_refused_by_name(ranks: int, named: str) -> None:
     seat: Any = Seat(0, ranks)
     with pytest.raises(CheckpointError, match=f"{named}.*--split pipeline"):
-        Tensor.of(CONFIG, seat)
+        TensorParallel.of(CONFIG, seat)
 
 
 def test_groups_of_packed_weights_that_cannot_be_divided_are_refused_by_name() -> None:
@@ -107,7 +106,7 @@ def test_groups_of_packed_weights_that_cannot_be_divided_are_refused_by_name() -
 @pytest.mark.parametrize(("ranks", "counts"), [(2, [5, 5]), (3, [4, 3, 3]), (10, [1] * 10)])
 def test_every_layer_is_on_one_machine_of_a_pipeline(ranks: int, counts: list[int]) -> None:
     seats: Any = [Seat(rank, ranks) for rank in range(ranks)]
-    stages = [Pipeline.of(CONFIG, seat) for seat in seats]
+    stages = [PipelineParallel.of(CONFIG, seat) for seat in seats]
     held = [[n for n in range(10) if stage.holds(f"layers.{n}.mlp.gate.weight")] for stage in stages]
     assert [len(layers) for layers in held] == counts
     assert [n for layers in held for n in layers] == list(range(10))
@@ -118,4 +117,4 @@ def test_every_layer_is_on_one_machine_of_a_pipeline(ranks: int, counts: list[in
 def test_more_machines_than_layers_are_refused() -> None:
     seat: Any = Seat(0, 11)
     with pytest.raises(CheckpointError, match="num_hidden_layers is 10, too few for 11 machines"):
-        Pipeline.of(CONFIG, seat)
+        PipelineParallel.of(CONFIG, seat)

@@ -12,7 +12,7 @@ from headstart.state.prefix import Sizes
 
 
 @dataclass
-class Wire:
+class Communicator:
     """What the others have found."""
 
     others: bool
@@ -26,12 +26,12 @@ class Wire:
 @pytest.mark.parametrize("here", [True, False])
 @pytest.mark.parametrize("others", [True, False])
 def test_what_is_not_finite_on_one_machine_is_kept_by_none(here: bool, others: bool) -> None:
-    wire: Any = Wire(others)
+    comm: Any = Communicator(others)
     prefix = SharedPrefix(10**9)
-    prefix.agree(wire, 10**9, Sizes(1000, 100))
+    prefix.agree(comm, 10**9, Sizes(1000, 100))
     keys = mx.full((1, 1, CHUNK, 32), 1.0 if here else mx.nan)
     length = mx.array([CHUNK], mx.int32)
     rows = BatchState([KV(keys, keys, mx.zeros((1,), mx.int32))], length, mx.zeros((1,), mx.int32), [CHUNK])
     prefix.store(list(range(CHUNK + 1)), CHUNK, rows, None, mx.zeros((1, 1, 16)))
-    assert wire.asked == [here]
+    assert comm.asked == [here]
     assert prefix.stats().entries == (here and others)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headstart.cards import MAX_K
-from headstart.engine.depth import Controller, DepthController, Drafter
+from headstart.engine.depth import DepthController, DraftHistory
 
 Costs = Callable[[int, int, int], float]  # rows, k, round → seconds a step
 Text = Callable[[int, int], float]  # round, position → chance that the draft there is accepted, given those before it
@@ -84,13 +84,13 @@ def simulate(
     rows: BatchState = lambda round: 1,
     seed: int = 0,
     busy: bool = False,
-    controller: Controller | None = None,
+    controller: DepthController | None = None,
 ) -> Result:
     rng = random.Random(seed)
     clock = Clock(rng, busy)
-    depth, drafters = controller or calibrated(costs, clock), [Drafter(MAX_K) for _ in range(64)]
+    depth, drafters = controller or calibrated(costs, clock), [DraftHistory(MAX_K) for _ in range(64)]
     result = Result()
-    landed: tuple[list[Drafter], int, list[tuple[int, int]], float] | None = None
+    landed: tuple[list[DraftHistory], int, list[tuple[int, int]], float] | None = None
     for round in range(rounds):
         count = rows(round)
         running = drafters[:count]
@@ -122,13 +122,13 @@ class Informed:
     def __init__(self, costs: Costs, chances: tuple[float, float], turn: int):
         self.costs, self.chances, self.turn, self.belief = costs, chances, turn, 0.5  # in the second
 
-    def choose(self, rows: Sequence[Drafter]) -> int:
+    def choose(self, rows: Sequence[DraftHistory]) -> int:
         tokens = [expected(lambda round, j, chance=chance: chance, 0) for chance in self.chances]
         likely = [(1 - self.belief) * a + self.belief * b for a, b in zip(*tokens, strict=True)]
         return max(range(MAX_K + 1), key=lambda k: likely[k] / self.costs(len(rows), k, 0))
 
     def observe(
-        self, rows: Sequence[Drafter], k: int, outcomes: Sequence[tuple[int, int]], seconds: float | None
+        self, rows: Sequence[DraftHistory], k: int, outcomes: Sequence[tuple[int, int]], seconds: float | None
     ) -> None:
         first, second = 1 - self.belief, self.belief
         for accepted, proposed in outcomes:

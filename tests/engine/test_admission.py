@@ -22,7 +22,7 @@ def test_clients_take_turns() -> None:
     order: list[str] = []
     for client in ("many", "many", "many", "few", "one", "few"):
         engine.submit(greedy, client=client, listener=lambda event, client=client: order.append(client))
-    while engine.turn():
+    while engine.run_once():
         pass
     assert order == ["many", "few", "one", "many", "few", "many"]
 
@@ -44,11 +44,12 @@ def test_the_footprint_is_what_rows_really_take(name: str) -> None:
     engine = Engine(model)
     for length in (300, 20):
         submit(engine, random_prompt(model, length), max_tokens=4, k=0)
-    while len(engine.rows) < 2:
-        engine.turn()
+    while len(engine.running) < 2:
+        engine.run_once()
     batch = engine._batch
     assert batch is not None
-    taken = sum(a.nbytes for a in batch.rows.arrays()) - batch.rows.lengths.nbytes - batch.rows.accepted.nbytes
+    state = batch.trunk_state
+    taken = sum(a.nbytes for a in state.arrays()) - state.lengths.nbytes - state.accepted.nbytes
     one, none = Footprint.of(model), model.make_head_state(1)
     head = sum(2 * layer.keys.shape[1] * layer.keys.shape[3] * layer.keys.itemsize for layer in none.layers)
     assert taken == one.bytes([300 + 4, 20 + 4]) - 2 * head * 512
@@ -64,8 +65,8 @@ def test_a_row_waits_until_there_is_memory_for_it() -> None:
     engine = Engine(model, memory_limit=needed(model, 200, 200))
     handles = [submit(engine, prompt, max_tokens=40, k=3) for prompt in prompts]
     most = 0
-    while engine.turn():
-        most = max(most, len(engine.rows) + len(engine.entering))
+    while engine.run_once():
+        most = max(most, len(engine.running) + len(engine.prefilling))
     assert most == 2
     assert [collect(h).tokens for h in handles] == [generate(model, p, max_tokens=40, k=3).tokens for p in prompts]
 
@@ -88,12 +89,12 @@ def test_answers_that_outgrow_the_memory_wait_and_go_on_unchanged(
     engine = Engine(model, memory_limit=limit)
     handles = [submit(engine, p, max_tokens=300, **h) for p, h in zip(prompts, how, strict=True)]
     together, fewest = 0, 3
-    while engine.turn():
-        together = max(together, len(engine.rows))
+    while engine.run_once():
+        together = max(together, len(engine.running))
         if engine._batch is not None and together == 3:
-            fewest = min(fewest, len(engine.rows))
-            kv = engine._batch.rows.capacity
-            assert len(engine.rows) == 1 or needed(model, *[kv] * len(engine.rows)) <= limit
+            fewest = min(fewest, len(engine.running))
+            kv = engine._batch.trunk_state.capacity
+            assert len(engine.running) == 1 or needed(model, *[kv] * len(engine.running)) <= limit
     assert (together, fewest) == (3, 1)
     for handle, prompt, h in zip(handles, prompts, how, strict=True):
         answer = collect(handle)
@@ -130,10 +131,10 @@ def test_room_that_only_the_longest_needed_goes_with_it(k: int) -> None:
     handles = [submit(engine, prompts[0], max_tokens=4, k=k)]
     handles += [submit(engine, prompt, max_tokens=40, k=k) for prompt in prompts[1:]]
     room = []
-    while engine.turn():
+    while engine.run_once():
         if engine._batch is not None:
-            head = engine._batch.head
-            room.append((engine._batch.rows.capacity, head.capacity if head is not None else 0))
+            head = engine._batch.head_state
+            room.append((engine._batch.trunk_state.capacity, head.capacity if head is not None else 0))
     assert max(room)[0] == 768
     assert room[-1] == (256, 256 if k else 0)
     for handle, prompt, limit in zip(handles, prompts, (4, 40, 40), strict=True):

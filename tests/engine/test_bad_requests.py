@@ -12,7 +12,7 @@ def refused(prompt: list[int], **params: object) -> str:
     engine = Engine(random_model("dense"))
     with pytest.raises(RequestError) as raised:
         submit(engine, prompt, **params)
-    assert not engine.turn()  # nothing was queued
+    assert not engine.run_once()  # nothing was queued
     return str(raised.value)
 
 
@@ -81,7 +81,7 @@ def test_a_refused_request_disturbs_nobody() -> None:
     engine = Engine(model)
     prompt = random_prompt(model, 9)
     handle = submit(engine, prompt, max_tokens=12, k=3)
-    engine.turn()
+    engine.run_once()
     for bad in ([], [999]):
         with pytest.raises(RequestError):
             engine.submit(Request(bad, SamplingParams()))

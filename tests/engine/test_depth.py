@@ -11,9 +11,8 @@ import headstart.engine.engine
 from fixtures import FAMILIES, builtin_model, collect, generate, random_model, random_prompt, submit
 from headstart.cli.show import summary
 from headstart.engine import DepthController, Engine
-from headstart.engine.calibrate import step_times
-from headstart.engine.depth import Drafter, pause_reason
-from headstart.engine.step_time import StepTime
+from headstart.engine.depth import DraftHistory, pause_reason
+from headstart.engine.step_time import StepTime, time_steps
 from headstart.models import Model
 
 EVERY = [(machine, text) for machine, text in product(MACHINES, TEXTS) if machine != "drifting"]
@@ -112,7 +111,7 @@ def test_exploration_is_rarer_where_it_costs_more_to_resume() -> None:
     """The head must then be shown what it missed. Drafts lose a little here, so speculation stays paused."""
 
     def explorations(resume: float) -> int:
-        depth, row, begun, last = DepthController(), Drafter(1), 0, 0
+        depth, row, begun, last = DepthController(), DraftHistory(1), 0, 0
         depth.step_time.calibrate({(1, 0): [1.0], (1, 1): [1.82]})
         for round in range(1500):
             k = depth.choose([row])
@@ -129,7 +128,9 @@ def curve(times: StepTime, n: int, most: int) -> list[float]:
     return [times.seconds(n, k) for k in range(most + 1)]
 
 
-def play(depth: DepthController, rows: list[Drafter], rounds: int, accepted: bool, timed: bool = True) -> list[int]:
+def play(
+    depth: DepthController, rows: list[DraftHistory], rounds: int, accepted: bool, timed: bool = True
+) -> list[int]:
     """Run rounds in which every draft is accepted or none is, on a machine where a draft costs .8 of a step."""
     depths = []
     for _ in range(rounds):
@@ -144,31 +145,32 @@ def paused() -> DepthController:
     """Return a controller that knows the machine and has paused speculation after long rejections."""
     depth = DepthController()
     depth.step_time.calibrate({(1, k): [1 + 0.8 * k] * 2 for k in (0, 1, 3, 7)})
-    assert play(depth, [Drafter(8)], 300, accepted=False)[-8:].count(0) >= 6
+    assert play(depth, [DraftHistory(8)], 300, accepted=False)[-8:].count(0) >= 6
     return depth
 
 
 def test_a_new_text_is_tried_at_once_and_drafts_that_pay_go_on() -> None:
     """Other sequences' texts say little of it. Where the first drafts are accepted it does not go back to zero."""
-    depths = play(paused(), [Drafter(8)], 30, accepted=True)
+    depths = play(paused(), [DraftHistory(8)], 30, accepted=True)
     first = depths.index(max(depths[:6], key=bool))
     assert first < 6
     assert 0 not in depths[first:]
-    assert play(paused(), [Drafter(8)], 30, accepted=False).count(0) >= 24
+    assert play(paused(), [DraftHistory(8)], 30, accepted=False).count(0) >= 24
 
 
 def test_nothing_is_explored_while_steps_cannot_be_timed() -> None:
     """Sequences are being prefilled then, and wait for the steps of those that run."""
     depth = paused()
-    play(depth, [Drafter(8)], 8, accepted=False)
-    assert not any(play(depth, [Drafter(8)], 200, accepted=False, timed=False)[5:])
-    assert any(play(depth, [Drafter(8)], 200, accepted=False))
+    play(depth, [DraftHistory(8)], 8, accepted=False)
+    assert not any(play(depth, [DraftHistory(8)], 200, accepted=False, timed=False)[5:])
+    assert any(play(depth, [DraftHistory(8)], 200, accepted=False))
 
 
 def test_a_batch_size_that_is_only_passed_through_is_not_explored() -> None:
     depth = paused()
     for rows in range(2, 17):
-        assert not any(play(depth, [Drafter(8) for _ in range(rows)], 2, accepted=False, timed=rows % 2 == 0)[:1])
+        histories = [DraftHistory(8) for _ in range(rows)]
+        assert not any(play(depth, histories, 2, accepted=False, timed=rows % 2 == 0)[:1])
 
 
 def test_one_exploration_does_not_outweigh_many() -> None:
@@ -192,7 +194,7 @@ def test_a_cancelled_round_is_not_learned_from(k: object) -> None:
     for _ in range(6):
         gone = submit(engine, prompt, max_tokens=40, k=k)
         for _ in range(4):
-            engine.turn()
+            engine.run_once()
         gone.cancel()
         assert collect(submit(engine, prompt, max_tokens=8, k=k)).tokens == expected
     DepthController().observe([], 0, [], None)
@@ -200,10 +202,10 @@ def test_a_cancelled_round_is_not_learned_from(k: object) -> None:
 
 def test_depth_stays_within_the_ceilings() -> None:
     depth = DepthController()
-    assert all(depth.choose([Drafter(0), Drafter(0)]) == 0 for _ in range(30))
-    assert all(depth.choose([Drafter(2), Drafter(0)]) <= 2 for _ in range(30))
-    depth = DepthController(most=3)
-    assert max(depth.choose([Drafter(8)]) for _ in range(30)) <= 3
+    assert all(depth.choose([DraftHistory(0), DraftHistory(0)]) == 0 for _ in range(30))
+    assert all(depth.choose([DraftHistory(2), DraftHistory(0)]) <= 2 for _ in range(30))
+    depth = DepthController(max_k=3)
+    assert max(depth.choose([DraftHistory(8)]) for _ in range(30)) <= 3
     assert len(depth.gains) == 4
 
 
@@ -232,11 +234,11 @@ class Scripted:
     def __init__(self, choices: Sequence[int]):
         self.choices, self.observed = iter(choices), list[int]()
 
-    def choose(self, rows: Sequence[Drafter]) -> int:
+    def choose(self, rows: Sequence[DraftHistory]) -> int:
         return next(self.choices)
 
     def observe(
-        self, rows: Sequence[Drafter], k: int, outcomes: Sequence[tuple[int, int]], seconds: float | None
+        self, rows: Sequence[DraftHistory], k: int, outcomes: Sequence[tuple[int, int]], seconds: float | None
     ) -> None:
         self.observed.append(k)
 
@@ -287,7 +289,7 @@ def test_an_answer_without_drafts_says_that_they_did_not_pay() -> None:
 
     class Unpaid(DepthController):
         def observe(
-            self, drafters: Sequence[Drafter], k: int, outcomes: Sequence[tuple[int, int]], seconds: float | None
+            self, drafters: Sequence[DraftHistory], k: int, outcomes: Sequence[tuple[int, int]], seconds: float | None
         ) -> None:
             super().observe(drafters, k, [(0, proposed) for _, proposed in outcomes], 1.0 + k)
 
@@ -311,9 +313,9 @@ def test_steps_are_timed_once_before_the_first_answer_that_needs_it(
 
     def counted(model: Model, most: int, max_sequences: int, budget: float) -> dict[tuple[int, int], list[float]]:
         timed.append(most)
-        return step_times(model, most, max_sequences, budget)
+        return time_steps(model, most, max_sequences, budget)
 
-    monkeypatch.setattr(headstart.engine.engine, "step_times", counted)
+    monkeypatch.setattr(headstart.engine.engine, "time_steps", counted)
     model = random_model("dense", seed=77)
     generate(model, random_prompt(model, 9), max_tokens=4, k=2)
     assert timed == []

@@ -52,7 +52,7 @@ def test_memory_is_flat_over_a_million_tokens() -> None:
             prompt = random_prompt(model, rng.randint(2, 60), rng.randrange(10**6))
             running.append(submit(engine, prompt, max_tokens=rng.randint(1, 400), k=3))
             requests += 1
-        engine.turn()
+        engine.run_once()
         if rng.random() < 0.01:
             rng.choice(running).cancel()
         still = []

@@ -3,13 +3,14 @@
 import time
 from collections.abc import Iterator
 from threading import Thread
+from typing import Any
 
 import pytest
 
 from fixtures import Answer, collect, generate, random_model, random_prompt
 from headstart.engine import Engine, EngineThread, Event, Handle, Request
 from headstart.engine.depth import DepthController
-from headstart.engine.sequence import SequenceState, StepOutput
+from headstart.engine.sequence import SequenceState
 from headstart.errors import Busy, Down, HeadstartError, RequestError
 from headstart.sampling import SamplingParams
 
@@ -58,31 +59,31 @@ def test_a_listener_that_fails_ends_its_own_request_only(room: EngineThread) -> 
 
 def test_an_answer_that_two_threads_end_at_once_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's thread has its last token in hand while another ends everything."""
-    engine, events, honest = Engine(model, threaded=True), list[Event](), SequenceState.say
+    engine, events, honest = Engine(model, threaded=True), list[Event](), SequenceState.emit
 
-    def say(row: SequenceState, round: StepOutput) -> None:
+    def emit(sequence: SequenceState, *generated: Any) -> None:
         other = Thread(target=engine.end_all, args=(Down("over"),))
         other.start()
         other.join(60)
-        honest(row, round)
+        honest(sequence, *generated)
 
-    monkeypatch.setattr(SequenceState, "say", say)
+    monkeypatch.setattr(SequenceState, "emit", emit)
     engine.submit(request(0, max_tokens=1), listener=events.append)
-    while engine.turn():
+    while engine.run_once():
         pass
     assert [event.finish_reason for event in events] == ["error"]
 
 
 def dying(engine: Engine, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """The next turns that have rows kill the thread that makes them."""
-    honest, deaths = engine.turn, iter(range(times))
+    honest, deaths = engine.run_once, iter(range(times))
 
-    def turn() -> bool:
-        if engine.rows and next(deaths, None) is not None:
+    def run_once() -> bool:
+        if engine.running and next(deaths, None) is not None:
             raise SystemExit("killed")
         return honest()
 
-    monkeypatch.setattr(engine, "turn", turn)
+    monkeypatch.setattr(engine, "run_once", run_once)
 
 
 def wait(condition: object, seconds: float = 30) -> None:

@@ -42,9 +42,9 @@ def poison_convolution(memory: KV | Recurrent, row: int) -> None:
 
 
 def poison(engine: Engine, handle: Handle, how: Callable[[KV | Recurrent, int], None]) -> None:
-    index = next(i for i, row in enumerate(engine.rows) if row.handle is handle)
+    index = next(i for i, row in enumerate(engine.running) if row.handle is handle)
     assert engine._batch is not None
-    for memory in engine._batch.rows.layers:
+    for memory in engine._batch.trunk_state.layers:
         how(memory, index)
 
 
@@ -56,8 +56,8 @@ def test_a_row_whose_logits_are_not_finite_ends_alone(how: Callable[[KV | Recurr
     expected = [mlx_lm_greedy(model, prompt, 30) for prompt in prompts]
     engine = Engine(model, max_sequences=3)
     handles = [submit(engine, prompt, max_tokens=30, k=k) for prompt in prompts]
-    while len(engine.rows) < 3:
-        engine.turn()
+    while len(engine.running) < 3:
+        engine.run_once()
     poison(engine, handles[1], how)
     late = submit(engine, prompts[1], max_tokens=30, k=k)  # takes its place in the batch
     good, bad, also_good, late_answer = [collect(handle) for handle in (*handles, late)]
@@ -172,7 +172,7 @@ def test_a_prompt_that_never_finds_memory_ends_though_it_fills_the_prefix_cache(
     honest = headstart.engine.prefill.prefill
 
     def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array) -> mx.array:
-        if batch.rows.bounds[0] >= 1024:
+        if batch.trunk_state.bounds[0] >= 1024:
             raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
         return honest(model, batch, tokens, following)
 
@@ -180,7 +180,7 @@ def test_a_prompt_that_never_finds_memory_ends_though_it_fills_the_prefix_cache(
     engine = Engine(model, prefix=prefix, memory_limit=10**9)
     handle = submit(engine, random_prompt(model, 1200), max_tokens=4)
     for _ in range(20):
-        engine.turn()
+        engine.run_once()
     assert not engine.busy
     assert collect(handle).finish_reason == "error"
 
@@ -195,7 +195,7 @@ def test_where_there_is_no_memory_to_time_steps_the_request_ends_and_the_engine_
 
     engine = Engine(model)
     with monkeypatch.context() as patch:
-        patch.setattr("headstart.engine.engine.step_times", no_room)
+        patch.setattr("headstart.engine.engine.time_steps", no_room)
         assert collect(submit(engine, random_prompt(model, 9), max_tokens=4)).finish_reason == "error"
     again = collect(submit(engine, random_prompt(model, 9), max_tokens=4))
     assert again.tokens == mlx_lm_greedy(model, random_prompt(model, 9), 4)
@@ -206,14 +206,14 @@ def test_where_a_prompt_finds_no_memory_the_youngest_ends(monkeypatch: pytest.Mo
     model = random_model("dense")
     engine = Engine(model)
     old = submit(engine, random_prompt(model, 9), max_tokens=40, k=2)
-    engine.turn()
+    engine.run_once()
     young = submit(engine, random_prompt(model, 10), max_tokens=40, k=2)
-    while len(engine.rows) < 2:
-        engine.turn()
+    while len(engine.running) < 2:
+        engine.run_once()
     engine.recompute_all()
-    engine.entering.rotate(-1)  # the young one first
-    engine.turn()
-    assert [row.handle for row in engine.rows] == [young]
+    engine.prefilling.rotate(-1)  # the young one first
+    engine.run_once()
+    assert [row.handle for row in engine.running] == [young]
     failing_prefills(monkeypatch, 1)
     good, bad = collect(old), collect(young)
     assert (good.finish_reason, good.tokens) == ("length", mlx_lm_greedy(model, random_prompt(model, 9), 40))
@@ -244,8 +244,8 @@ def start(model: Model, engine: Engine) -> list[Handle]:
     """Requests of all kinds, and the engine in the middle of their answers."""
     prompts = [random_prompt(model, 9 + 4 * i, i) for i in range(len(REQUESTS))]
     handles = [submit(engine, prompt, max_tokens=24, **how) for prompt, how in zip(prompts, REQUESTS, strict=True)]
-    while len(engine.rows) < len(handles):
-        engine.turn()
+    while len(engine.running) < len(handles):
+        engine.run_once()
     return handles
 
 
@@ -285,8 +285,8 @@ def test_a_row_that_makes_every_step_fail_ends_alone(monkeypatch: pytest.MonkeyP
     model = random_model("dense")
     engine = Engine(model)
     handles = start(model, engine)
-    bad = engine.rows[1].asked
-    failed = failing_where(monkeypatch, RuntimeError("its sampling is broken"), lambda batch: bad in batch.asked)
+    bad = engine.running[1].params
+    failed = failing_where(monkeypatch, RuntimeError("its sampling is broken"), lambda batch: bad in batch.params)
     answers = [collect(handle) for handle in handles]
     assert failed == [4, 1]
     for i, (handle, answer) in enumerate(zip(handles, answers, strict=True)):
@@ -348,7 +348,7 @@ def test_a_row_that_is_read_again_is_exact_where_prompts_have_the_same_kernels(
     model = random_model("dense")
     engine = Engine(model)
     handle = submit(engine, random_prompt(model, 5), max_tokens=8, k=2)
-    while not engine.rows or not engine.rows[0].said:
-        engine.turn()
+    while not engine.running or not engine.running[0].num_generated:
+        engine.run_once()
     engine.recompute_all()
     assert collect(handle).stats.exact is not cuda

@@ -22,7 +22,7 @@ from fixtures import (
 )  # fmt: skip
 from headstart.checkpoint import load_tokenizer
 from headstart.engine import Engine
-from headstart.engine.batch import LATEST
+from headstart.engine.batch import RESUME_PAIRS
 from headstart.engine.step import step
 
 DEPTHS = range(9)
@@ -109,7 +109,7 @@ def test_greedy_output_is_the_same_when_the_depth_changes_every_step(family: str
     model, rng = random_model(family), random.Random(family)
     prompts = [random_prompt(model, length, length) for length in (3, 11, 26)]
     batch = batch_of(model, *prompts)
-    depths = [rng.randint(0, 8) for _ in range(10)] + [0] * (LATEST + 3) + [rng.randint(0, 8) for _ in range(6)]
+    depths = [rng.randint(0, 8) for _ in range(10)] + [0] * (RESUME_PAIRS + 3) + [rng.randint(0, 8) for _ in range(6)]
     said: list[list[int]] = [[] for _ in prompts]
     for k in depths:
         round = step(model, batch, k)
@@ -161,7 +161,7 @@ def test_a_long_prompt_is_taken_in_at_fixed_multiples_whatever_runs_beside_it(
     short = submit(engine, random_prompt(model, 5), max_tokens=20, k=2)
     long = submit(engine, random_prompt(model, 50), max_tokens=4, k=2)
     turns = 0
-    while engine.turn():
+    while engine.run_once():
         turns += 1
         assert len(cuts) <= turns
     assert cuts == [4, 16, 16, 16, 1]
@@ -175,11 +175,11 @@ def test_a_broken_head_changes_no_token() -> None:
     prompt = random_prompt(model, 20)
     engine = Engine(model)
     handle = submit(engine, prompt, max_tokens=24, k=3)
-    while not engine.rows:
-        engine.turn()
+    while not engine.running:
+        engine.run_once()
     assert engine._batch is not None
-    assert engine._batch.head is not None
-    memory = engine._batch.head.layers[0]
+    assert engine._batch.head_state is not None
+    memory = engine._batch.head_state.layers[0]
     memory.values = mx.full(memory.values.shape, mx.nan)
     answer = collect(handle)
     assert answer.tokens == mlx_lm_greedy(model, prompt, 24)

@@ -35,8 +35,8 @@ def failing(monkeypatch: pytest.MonkeyPatch, module: object, name: str, error: E
 
 def start(engine: Engine, rows: int) -> list[object]:
     handles = [submit(engine, random_prompt(model, 9 + i, i), max_tokens=12, k=2) for i in range(rows)]
-    while len(engine.rows) < rows:
-        engine.turn()
+    while len(engine.running) < rows:
+        engine.run_once()
     return handles  # type: ignore[return-value]
 
 
@@ -84,7 +84,7 @@ def test_a_sequence_that_fails_alone_is_logged(caplog: pytest.LogCaptureFixture)
     engine = Engine(model)
     (handle,) = start(engine, 1)
     assert engine._batch is not None
-    engine._batch.rows.layers[0].state[0] = mx.array(mx.nan)  # type: ignore[union-attr]
+    engine._batch.trunk_state.layers[0].state[0] = mx.array(mx.nan)  # type: ignore[union-attr]
     assert collect(handle).finish_reason == "error"  # type: ignore[arg-type]
     assert "a sequence failed; its request ends with an error" in caplog.text
 
@@ -93,20 +93,20 @@ def test_a_thread_that_dies_is_logged_and_its_sequences_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     room = EngineThread(model)
-    honest, died = room.engine.turn, []
+    honest, died = room.engine.run_once, []
 
-    def turn() -> bool:
-        if room.engine.rows and not died:
+    def run_once() -> bool:
+        if room.engine.running and not died:
             died.append(True)
             raise SystemExit(SECRET)
         return honest()
 
-    monkeypatch.setattr(room.engine, "turn", turn)
+    monkeypatch.setattr(room.engine, "run_once", run_once)
     room.start()
     assert collect(room.submit(Request(random_prompt(model, 9), SamplingParams(max_tokens=9)))).error is None
     room.close(10)
     assert "SystemExit" in logged(caplog, "the engine's thread died")
-    assert "started again" in caplog.text
+    assert "was restarted" in caplog.text
     assert (room.restarts, room.engine.recomputed) == (1, {"restart": 1})
 
 
@@ -119,7 +119,7 @@ def test_a_listener_that_fails_is_logged_once(caplog: pytest.LogCaptureFixture) 
 
     engine = Engine(model)
     handle = engine.submit(Request(random_prompt(model, 9), SamplingParams(max_tokens=90)), listener=deaf)
-    while engine.turn():
+    while engine.run_once():
         pass
     assert "KeyError" in logged(caplog, "a listener failed; its request is cancelled")
     assert handle.cancelled
@@ -138,7 +138,7 @@ def test_a_failure_that_repeats_does_not_fill_the_log(
             try:
                 raise ValueError(SECRET)
             except ValueError as error:
-                log.report(log.LOG, "it failed", error=error)
+                log.log_error(log.LOG, "it failed", error=error)
         return [record.getMessage().splitlines()[0] for record in caplog.records]
 
     last = f"it failed (more like it in the next {log.WINDOW:g} s will not be logged)"
@@ -156,7 +156,7 @@ def test_causes_and_groups_are_told_by_type_and_place() -> None:
 
     with pytest.raises(ExceptionGroup) as caught:
         nested()
-    told = log.describe(caught.value)
+    told = log.format_error(caught.value)
     for kind in ("KeyError", "which led to", "ExceptionGroup", "ValueError", "TypeError", "in nested"):
         assert kind in told
     assert SECRET not in told

@@ -84,16 +84,16 @@ def assert_true(prefix: Prefix, model: Model) -> int:
         before, node = waiting.pop()
         tokens = before + list(array("i", node.chunk))
         batch, start, end = read(model, tokens), len(before), len(tokens)
-        expected = [a[:, :, start:end] for m in batch.rows.layers if hasattr(m, "keys") for a in m.arrays()]
-        if batch.head is not None:
-            expected += [a[:, :, max(0, start - 1) : end - 1] for m in batch.head.layers for a in m.arrays()]
+        expected = [a[:, :, start:end] for m in batch.trunk_state.layers if hasattr(m, "keys") for a in m.arrays()]
+        if batch.head_state is not None:
+            expected += [a[:, :, max(0, start - 1) : end - 1] for m in batch.head_state.layers for a in m.arrays()]
         assert len(expected) == len(node.packs)
         assert all(mx.array_equal(kept, true) for (kept,), true in zip(node.packs, expected, strict=True))
         if node.states is not None:
-            true = [a for m in batch.rows.layers if hasattr(m, "state") for a in m.arrays()]
+            true = [a for m in batch.trunk_state.layers if hasattr(m, "state") for a in m.arrays()]
             kept = node.states.arrays()[1:]
             assert all(mx.array_equal(a, b) for a, b in zip(kept, true, strict=True))
-            assert mx.array_equal(node.states.hidden, batch.waiting.hidden)
+            assert mx.array_equal(node.states.hidden, batch.unseen.hidden)
         seen += 1
         waiting += [(tokens, child) for child in node.children.values()]
     return seen
@@ -102,7 +102,7 @@ def assert_true(prefix: Prefix, model: Model) -> int:
 def read(model: Model, tokens: list[int]) -> Batch:
     """A row that has taken in just these, chunk by chunk, by the loop's own `prefill`."""
     asked = SequenceParams(SamplingParams(), key=0, choice=0, limit=1)
-    batch = Batch.of_one(model, tokens, asked, ceiling=1 if model.has_head else 0)
+    batch = Batch.of_one(model, tokens, asked, max_k=1 if model.has_head else 0)
     for start in range(0, len(tokens), C):
         following = [*tokens, 0][start + C]  # of the last chunk nobody knows, and nothing may depend on it
         prefill(model, batch, mx.array([tokens[start : start + C]]), mx.array([following]))
@@ -151,7 +151,7 @@ def test_a_row_that_was_resumed_holds_what_one_holds_that_read_its_prompt(family
     ask(engine, base, k=0)
     for prompt in (base, base[: 4 * C + 1], base[: 2 * C + 5] + random_prompt(model, C + 3, 1)):
         resumed, read = entered(engine, prompt), entered(Engine(model), prompt)
-        assert resumed.rows.bounds == read.rows.bounds
+        assert resumed.trunk_state.bounds == read.trunk_state.bounds
         pairs = zip(resumed.arrays(), read.arrays(), strict=True)
         assert all(mx.array_equal(mine, true) for mine, true in pairs)
     assert prefix.stats().hits == 3
@@ -161,13 +161,13 @@ def entered(engine: Engine, prompt: Sequence[int]) -> Batch:
     """The row as it is when its prompt is in and nothing was said."""
     handle = submit(engine, prompt)
     engine._admit()
-    while engine.entering:
+    while engine.prefilling:
         engine._prefill_chunk()
     batch = engine._batch
     assert batch is not None
     mx.eval(batch.arrays())
     handle.cancel()
-    engine.turn()
+    engine.run_once()
     return batch
 
 
@@ -220,13 +220,13 @@ def test_hit_poison_probe_again(family: str) -> None:
     ask(engine, prompt, **params)
     for turns in range(3):
         poisoned = submit(engine, prompt, **params)
-        while not engine.rows:
-            engine.turn()
+        while not engine.running:
+            engine.run_once()
         for _ in range(turns):
-            engine.turn()
+            engine.run_once()
         assert engine._batch is not None
-        assert engine._batch.head is not None
-        for memory in (*engine._batch.rows.layers, *engine._batch.head.layers):
+        assert engine._batch.head_state is not None
+        for memory in (*engine._batch.trunk_state.layers, *engine._batch.head_state.layers):
             for held in memory.arrays():
                 held[:] = mx.array(mx.nan)
         assert hear(poisoned).finish_reason == "error"
@@ -251,7 +251,7 @@ def test_a_mixed_load_says_the_same_and_leaves_only_what_reading_leaves(family: 
     asked = [{"k": rng.choice([0, 1, 3, "auto"])} | rng.choice([{}, SEEDED]) for _ in prompts]
     handles = [submit(engine, prompt, **params) for prompt, params in zip(prompts, asked, strict=True)]
     cancelled = handles[3::5]
-    while engine.turn():
+    while engine.run_once():
         assert prefix.stats().bytes <= prefix.max_bytes
         for handle in cancelled:
             if rng.random() < 0.05:
@@ -290,7 +290,7 @@ def test_a_prompt_cancelled_midway_leaves_whole_entries_from_which_the_next_goes
         engine, prefix = cached(model)
         handle = submit(engine, prompt)
         for _ in range(turns):
-            engine.turn()
+            engine.run_once()
         handle.cancel()
         assert hear(handle).finish_reason == "cancelled"
         assert assert_true(prefix, model) == turns - 1
@@ -326,10 +326,10 @@ def test_a_row_that_breaks_down_over_its_prompt_leaves_nothing_that_is_not_finit
     engine, prefix = cached(model)
     handle = submit(engine, prompt)
     for _ in range(3):
-        engine.turn()
-    batch = engine.entering[0].batch
+        engine.run_once()
+    batch = engine.prefilling[0].batch
     assert batch is not None
-    batch.rows.layers[0].state[:] = mx.array(mx.nan)
+    batch.trunk_state.layers[0].state[:] = mx.array(mx.nan)
     assert hear(handle).finish_reason == "error"
     assert assert_true(prefix, model) == 2
     assert ask(engine, prompt).same_as(ask(Engine(model), prompt))

@@ -9,7 +9,7 @@ import pytest
 
 from fixtures import FAMILIES, Answer, collect, generate, mlx_lm_greedy, random_model, random_prompt, submit
 from headstart.engine import Engine
-from headstart.engine.exact import ON_A_CPU, SHAPES, rows_are_independent, widest
+from headstart.engine.invariance import CPU_SHAPES, SHAPES, is_batch_invariant, max_invariant_k
 from headstart.models import Model
 from headstart.models.share import Alone
 from headstart.state import BLOCK
@@ -59,8 +59,8 @@ def test_a_row_says_the_same_whoever_joins_leaves_or_is_cancelled_beside_it(
                 request[2] -= 1
                 if request[2] < 0:
                     request[3].cancel()
-        busy = engine.turn()
-        widest = max(widest, len(engine.rows))
+        busy = engine.run_once()
+        widest = max(widest, len(engine.running))
     assert widest == rows
     for length, limit, cancel_after, handle in requests:
         assert_as_alone(family, length, limit, cancel_after is not None, collect(handle))
@@ -73,10 +73,10 @@ def test_rows_say_the_same_when_they_cross_a_block_of_room_at_different_times() 
     engine = Engine(model, max_sequences=3)
     handles = [submit(engine, prompt, max_tokens=44, k=k) for prompt, k in zip(prompts, (8, 0, 3, 5), strict=True)]
     largest = 0
-    while engine.turn():
+    while engine.run_once():
         if engine._batch is not None:
-            lengths = engine._batch.rows.lengths.tolist()
-            slack = [bound - length for bound, length in zip(engine._batch.rows.bounds, lengths, strict=True)]
+            lengths = engine._batch.trunk_state.lengths.tolist()
+            slack = [bound - length for bound, length in zip(engine._batch.trunk_state.bounds, lengths, strict=True)]
             assert all(0 <= spare <= 9 for spare in slack)  # no more than the round in flight may yet turn down
             largest = max(largest, *lengths)
     assert largest > BLOCK
@@ -92,11 +92,11 @@ def test_a_request_can_be_cancelled_at_every_point_of_its_life() -> None:
         neighbour = submit(engine, random_prompt(model, 17, 17), max_tokens=LONGEST, k=3)
         handle = submit(engine, random_prompt(model, 9, 9), max_tokens=4, k=2)
         for _ in range(turns):
-            engine.turn()
+            engine.run_once()
         handle.cancel()
         assert_as_alone("dense", 9, 4, True, collect(handle))
         assert_as_alone("dense", 17, LONGEST, False, collect(neighbour))
-        assert not engine.turn()
+        assert not engine.run_once()
 
 
 def test_a_cancelled_handle_ends_with_one_last_event() -> None:
@@ -115,10 +115,10 @@ def test_a_handle_that_has_ended_has_nothing_more_to_say() -> None:
     handle = submit(Engine(model), random_prompt(model, 9), max_tokens=2)
     assert list(handle)
 
-    def turn() -> None:
-        pytest.fail("an ended handle turned the engine")
+    def run_once() -> None:
+        pytest.fail("an ended handle ran the engine")
 
-    handle._turn = turn
+    handle._run_once = run_once
     assert list(handle) == []
 
 
@@ -130,29 +130,29 @@ class Differs(Alone):
 
 
 def test_rows_are_independent_where_they_are_on_every_machine() -> None:
-    assert rows_are_independent(random_model("dense"))
-    assert not rows_are_independent(replace(random_model("dense"), share=Differs()))
+    assert is_batch_invariant(random_model("dense"))
+    assert not is_batch_invariant(replace(random_model("dense"), share=Differs()))
 
 
 def test_every_pass_is_made_whatever_the_first_ones_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other machines take part in them, and may have seen something else."""
     passes: list[int] = []
 
-    def logits(model: Model, window: int, rows: int) -> mx.array:
+    def logits(model: Model, window: int, sequences: int) -> mx.array:
         passes.append(window)
-        return mx.full((rows, window, 1), len(passes))
+        return mx.full((sequences, window, 1), len(passes))
 
-    monkeypatch.setattr("headstart.engine.exact._logits", logits)
-    assert not rows_are_independent(replace(random_model("dense")))
-    assert len(passes) == 3 + len(ON_A_CPU if mx.default_device() == mx.cpu else SHAPES)
+    monkeypatch.setattr("headstart.engine.invariance._logits", logits)
+    assert not is_batch_invariant(replace(random_model("dense")))
+    assert len(passes) == 3 + len(CPU_SHAPES if mx.default_device() == mx.cpu else SHAPES)
 
 
 def test_many_rows_draft_no_more_than_our_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA the product of more positions is mlx's, which adds up in another order."""
-    assert widest(100) == 8
-    monkeypatch.setattr("headstart.engine.exact.on_cuda", lambda: True)
-    assert [widest(rows) for rows in (1, 16, 17, 20, 72, 144, 300)] == [143, 8, 7, 6, 1, 0, 0]
-    monkeypatch.setattr("headstart.engine.exact.MOST_ROWS", 9)
+    assert max_invariant_k(100) == 8
+    monkeypatch.setattr("headstart.engine.invariance.on_cuda", lambda: True)
+    assert [max_invariant_k(rows) for rows in (1, 16, 17, 20, 72, 144, 300)] == [143, 8, 7, 6, 1, 0, 0]
+    monkeypatch.setattr("headstart.engine.invariance.MOST_ROWS", 9)
     model = random_model("dense")
     engine = Engine(model)
     handles = [submit(engine, random_prompt(model, n + 3, n), max_tokens=12, k=8) for n in range(3)]

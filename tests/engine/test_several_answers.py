@@ -76,7 +76,7 @@ def test_answers_are_cancelled_together_wherever_they_are() -> None:
         engine = Engine(MODEL)
         handle = engine.submit(Request(PROMPT, SamplingParams(max_tokens=500), n=3))
         for _ in range(turns):
-            engine.turn()
+            engine.run_once()
         handle.cancel()
         ends = [event.choice for event in handle if event.finish_reason == "cancelled"]
         assert sorted(ends) == [0, 1, 2]
@@ -86,10 +86,10 @@ def test_answers_are_cancelled_together_wherever_they_are() -> None:
 def test_answers_wait_until_there_is_a_place_for_all() -> None:
     engine = Engine(MODEL, max_sequences=3)
     one = engine.submit(Request(PROMPT, SamplingParams(max_tokens=30, k=0)))
-    engine.turn()
+    engine.run_once()
     three = engine.submit(Request(PROMPT, SamplingParams(max_tokens=5, k=0), n=3))
-    engine.turn()
-    assert (len(engine.rows), len(engine.entering), len(engine.queue)) == (1, 0, 1)
+    engine.run_once()
+    assert (len(engine.running), len(engine.prefilling), len(engine.queue)) == (1, 0, 1)
     assert sum(event.finish_reason == "length" for event in three) == 3
     assert [event.finish_reason for event in one][-1] == "length"
 
@@ -103,8 +103,8 @@ def test_more_answers_than_places_are_refused() -> None:
 def test_what_was_thought_of_the_prompt_is_told_once_though_the_rows_begin_again() -> None:
     engine = Engine(MODEL)
     handle = engine.submit(Request(PROMPT, SamplingParams(max_tokens=3, logprobs=True), n=3, score="too"))
-    while len(engine.rows) < 3:
-        engine.turn()
+    while len(engine.running) < 3:
+        engine.run_once()
     engine.recompute_all()
     assert sum(len(event.prompt_logprobs or ()) for event in handle) == len(PROMPT) - 1
 
@@ -124,13 +124,13 @@ def test_answers_are_cancelled_together_whenever_that_happens() -> None:
     """Or several machines, of which one decides, would go on with different rows."""
     engine = Engine(MODEL)
     handle = engine.submit(Request(PROMPT, SamplingParams(max_tokens=20, k=0), n=2))
-    while len(engine.rows) < 2:
-        engine.turn()
+    while len(engine.running) < 2:
+        engine.run_once()
     handle.__class__ = CancelledWhileAsked
-    engine.turn()
-    assert len(engine.rows) == 2
-    engine.turn()
-    assert engine.rows == []
+    engine.run_once()
+    assert len(engine.running) == 2
+    engine.run_once()
+    assert engine.running == []
     assert [event.finish_reason for event in handle if event.finish_reason] == ["cancelled"] * 2
 
 
@@ -140,11 +140,11 @@ def test_progress_is_reported_once_though_the_sequences_are_recomputed(monkeypat
     engine = Engine(MODEL)
     events: list[Event] = []
     engine.submit(Request(PROMPT, SamplingParams(max_tokens=8, k=0), n=2), listener=events.append)
-    while len(engine.rows) < 2:
-        engine.turn()
-    engine.turn()
+    while len(engine.running) < 2:
+        engine.run_once()
+    engine.run_once()
     engine.recompute_all()
-    while engine.turn():
+    while engine.run_once():
         pass
     assert [event.prompt_processed for event in events if event.prompt_processed] == list(
         range(4, len(PROMPT) - 1, 4)
@@ -158,9 +158,9 @@ def test_a_prompt_that_is_recomputed_halfway_reports_only_what_is_new(monkeypatc
     events: list[Event] = []
     engine.submit(Request(PROMPT, SamplingParams(max_tokens=2, k=0)), listener=events.append)
     while not events:
-        engine.turn()
+        engine.run_once()
     engine.recompute_all()
-    while engine.turn():
+    while engine.run_once():
         pass
     assert [event.prompt_processed for event in events if event.prompt_processed] == list(
         range(4, len(PROMPT) - 1, 4)

@@ -207,7 +207,7 @@ def test_on_a_cpu_a_step_is_described_but_not_started_until_the_last_is_told(mon
                 order.append("told")
 
         engine.submit(Request(prompt, SamplingParams(max_tokens=12, k=2)), listener=listen)
-    while engine.turn():
+    while engine.run_once():
         pass
     assert heard == alone
     line = " ".join(order)
@@ -238,8 +238,8 @@ def test_the_engine_can_be_used_again_after_everything_ended() -> None:
         handles[rng.randrange(4)].cancel()
         answers = [collect(handle) for handle in handles]
         assert sum(answer.tokens == expected for answer in answers) == 3
-        while engine.turn():
+        while engine.run_once():
             pass
         assert engine._batch is None
-        assert engine._flight is None
-        assert not engine.rows
+        assert engine._pending is None
+        assert not engine.running

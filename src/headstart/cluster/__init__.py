@@ -1,8 +1,6 @@
 """One model on several machines, launched together by `mlx.launch`. See docs/cluster.md."""
 
-from .engine import Follower, Leader
-from .load import Split, load
-from .machines import Machines, join
-from .prefix import SharedPrefix
+from .engine import Follower, Leader, SharedPrefix
+from .machines import Machines, Split, join_machines, load_part
 
-__all__ = ["Follower", "Leader", "Machines", "SharedPrefix", "Split", "join", "load"]
+__all__ = ["Follower", "Leader", "Machines", "SharedPrefix", "Split", "join_machines", "load_part"]

@@ -1,15 +1,14 @@
-"""The same engine on every machine: the first decides what only one can, and the others do as it did.
+"""The same engine on every rank. Rank 0 leads: what it decides, the others repeat.
 
-A turn is the same everywhere as long as it begins with the same rows: then every machine drafts, judges and commits
-alike, and the messages between the devices pair up. What would differ is who comes and goes, which clients decide,
-the depth, which a clock decides, and how much memory there is. The first two go over the link at their place in the
-turn, and the memory is agreed on once.
+If all ranks begin an iteration with the same sequences, they draft, verify and commit alike, and the messages between
+their devices match. Three things could differ: which requests come and go, which clients decide; the depth, which
+depends on timings; and the memory. The leader sends the first two over the link at their place in the iteration. The
+memory is agreed on once.
 """
 
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -17,46 +16,68 @@ from zlib import crc32
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..engine import DepthController, Engine, Event, Handle, Request
-from ..engine.depth import Controller, Drafter
+from ..engine import DepthController, Engine, Handle, Request
 from ..engine.memory import Footprint
 from ..engine.pending_step import PendingStep
+from ..engine.request import ignore_event
 from ..engine.sequence import SequenceState
 from ..errors import ClusterError, Down
 from ..models import Model
+from ..state import BatchState, Prefix
 from ..state.prefix import Sizes
+from .communicator import Communicator
 from .machines import Machines
-from .pipeline import Pipeline
-from .prefix import SharedPrefix
-from .tensor import Tensor
+from .parallel import ParallelTrunk
 
-FAREWELL = 0.5  # seconds for clients to be told that it is over
-WIDE = 64  # positions of the larger message that is timed
+NOTICE = 0.5  # seconds to deliver errors to clients before the process ends
+LARGE = 64  # positions of the larger message that is timed
+CLEAR_PREFIX = "clear prefix"  # broadcast between two iterations
 
 
-@dataclass(frozen=True)
-class Order:
-    """A request that is let in, with all that was decided of it."""
+class AdmittedRequest(NamedTuple):
+    """A new request, with what only the leader can decide."""
 
     number: int
     request: Request
-    key: int  # of its noise
+    key: int  # of its random numbers
     max_k: int
 
 
-class Begin(NamedTuple):
-    """How a turn begins."""
+class IterationStart(NamedTuple):
+    """What all ranks must do alike at the beginning of an iteration."""
 
     cancelled: list[int]  # numbers of requests
-    admitted: list[Order | None]  # None: the first of those who gave up their place
-    rows: list[tuple[int, int]]  # of each that is inside by then: its tokens, and those that are taken in
+    admitted: list[AdmittedRequest | None]  # None: the first requeued sequence
+    progress: list[tuple[int, int]]  # tokens, and prefilled tokens, of each admitted sequence: to compare
 
 
-FORGET = "forget"  # instead of a turn: what is kept of prompts
+class SharedPrefix(Prefix):
+    """The prefix cache of a cluster. Each rank stores its own part, and all store and evict the same prefixes.
+
+    What is stored follows from the prompts, which are the same everywhere. Sizes are those of the largest part.
+    `Leader.clear_prefix` clears it on all ranks.
+    """
+
+    _comm: Communicator
+
+    def agree(self, comm: Communicator, max_bytes: int, sizes: Sizes) -> None:
+        self._comm, self.max_bytes, self.sizes = comm, max_bytes, sizes
+
+    def store(
+        self, prompt: Sequence[int], end: int, rows: BatchState, head: BatchState | None, hidden: mx.array
+    ) -> None:
+        try:
+            super().store(prompt, end, rows, head, hidden)
+        except Exception as error:  # the other ranks have stored it
+            raise ClusterError("this machine cannot store a prefix that the others have stored") from error
+
+    def _are_finite(self, arrays: list[mx.array]) -> bool:
+        """Return whether they are on every rank: what breaks down in one rank's layers may spare another's."""
+        return self._comm.everywhere(super()._are_finite(arrays))
 
 
-class Member(Engine):
-    """What all ranks have in common. Nothing is mended here: where one fails, the others are inside a collective."""
+class ClusterEngine(Engine):
+    """What all ranks have in common. No failure is recovered from: the other ranks would wait in a collective."""
 
     def __init__(
         self,
@@ -67,209 +88,178 @@ class Member(Engine):
         prefix: SharedPrefix | None = None,
         **engine: Any,
     ):
-        """`engine`: other arguments of Engine's."""
-        assert isinstance(model.share, (Tensor, Pipeline)), "load it with cluster.load"
-        self.link, self.share, self.wire = machines.link, model.share, machines.wire
-        depth = Told(machines) if machines.rank else Chosen(DepthController(model.max_k, model.default_k), machines)
+        """Take the machines, and the arguments of `Engine`."""
+        assert isinstance(model.share, ParallelTrunk), "load it with cluster.load_part"
+        self.link, self.comm, self.share = machines.link, machines.comm, model.share
+        depth = DepthController(model.max_k, model.default_k)
         super().__init__(model, tokenizer, depth=depth, prefix=prefix, **engine)
-        self._compare(prefix)  # and wait for whoever takes longest to read the model
-        with self.link.turn():
-            self._agree(prefix)
-            self.speed = self.wire.measure(mx.zeros((WIDE, int(model.config["hidden_size"])), model.dtype))
-        self.handles: dict[int, Handle] = {}  # by number
-        self._landings = 0
-        self.link.on_end = self._take_leave
+        self._check_same_setup(prefix)  # also waits for the rank that takes longest to load the model
+        self._position_bytes = int(model.config["hidden_size"]) * model.dtype.size
+        with self.link.iteration():
+            self._agree_on_memory(prefix)
+            positions = mx.zeros((LARGE, int(model.config["hidden_size"])), model.dtype)
+            self.message_cost = self.comm.measure(positions)
+        self.handles: dict[int, Handle] = {}  # by the request's number
+        self._steps = 0
+        self.link.on_abort = self._end_requests
 
-    def turn(self) -> bool:
-        with self.link.turn():
+    def run_once(self) -> bool:
+        with self.link.iteration():
             try:
-                busy = super().turn()
+                busy = super().run_once()
             except Exception as error:
                 self.link.fail(error)
-        waiting = {row.handle for row in (*self.queue.all(), *self.entering, *self.rows)}
+        waiting = {sequence.handle for sequence in self._unfinished()}
         self.handles = {number: handle for number, handle in self.handles.items() if handle in waiting}
         return busy
 
     def warm_up(self) -> None:
-        with self.link.turn():
+        with self.link.iteration():
             super().warm_up()
 
     def prefill_all(self) -> None:
-        raise ClusterError("several machines take prompts in turn by turn: use one to take in all of them at once")
+        raise ClusterError("prefill_all is not available on several machines: use one")
 
-    def _compare(self, prefix: SharedPrefix | None) -> None:
-        """What everybody has loaded: the same, or collectives would not pair up."""
-        mine = {
+    def _check_same_setup(self, prefix: SharedPrefix | None) -> None:
+        setup = {
             **{f"version of {name}": version(name) for name in ("headstart", "mlx", "mlx-lm")},
             "split": type(self.share).__name__,
             "config.json": json.dumps(self.model.config, sort_keys=True, default=str),
-            "type of numbers": self.model.dtype,
+            "dtype": self.model.dtype,
             "multi-token-prediction head": (self.model.has_head, self.model.max_k),
             "prefix cache": prefix is not None and (prefix.eight_bits, prefix.chunk),
         }
-        sums = mx.array([crc32(repr(each).encode()) for each in mine.values()], mx.int64)
-        everybody: Any = self.wire.gather(sums).tolist()
-        first = everybody[0]
-        for rank, theirs in enumerate(everybody):
-            if theirs != first:
-                names = [name for name, a, b in zip(mine, first, theirs, strict=True) if a != b]
+        sums = mx.array([crc32(repr(each).encode()) for each in setup.values()], mx.int64)
+        first, *others = self._gather(sums)
+        for rank, theirs in enumerate(others, 1):
+            different = [name for name, a, b in zip(setup, first, theirs, strict=True) if a != b]
+            if different:
                 raise ClusterError(
-                    f"rank {rank} has another {' and another '.join(names)} than rank 0: give all machines the same "
-                    "versions, model and options"
+                    f"rank {rank} has another {' and another '.join(different)} than rank 0: use the same versions, "
+                    "model and options on all machines"
                 )
 
-    def _agree(self, prefix: SharedPrefix | None) -> None:
-        """On what everybody has room for, and when rounds are told. Machines and their parts differ, and must let the
-        same rows in and out."""
-        kept = prefix.max_bytes if prefix is not None else 0
-        mine = [self.footprint.fixed, self.footprint.position, self.memory, kept, self._ahead]
-        everybody: Any = self.wire.gather(mx.array(mine, mx.int64)).tolist()
-        fixed, position, memory, kept_by, ahead = zip(*everybody, strict=True)
-        self.footprint, self.memory = Footprint(max(fixed), max(position)), min(memory)
+    def _agree_on_memory(self, prefix: SharedPrefix | None) -> None:
+        """Use the largest footprint and the least memory of all ranks: all must admit and evict the same.
+
+        Also launch steps ahead only if all ranks do.
+        """
+        max_bytes = prefix.max_bytes if prefix is not None else 0
+        mine = [self.footprint.fixed, self.footprint.position, self.memory, max_bytes, self._ahead]
+        fixed, position, memory, cache, ahead = zip(*self._gather(mx.array(mine, mx.int64)), strict=True)
+        self.footprint = Footprint(max(fixed), max(position))
+        self.memory = min(memory)
         self._ahead = all(ahead)
         if prefix is not None:
-            prefix.agree(self.wire, min(kept_by), Sizes(prefix.chunk * max(position), max(fixed)))
+            prefix.agree(self.comm, min(cache), Sizes(prefix.chunk * max(position), max(fixed)))
 
-    def _inside(self) -> list[tuple[int, int]]:
-        """How the rows stand. A turn that begins alike ends alike."""
-        return [(len(row.tokens), row.taken) for row in (*self.entering, *self.rows)]
+    def _gather(self, numbers: mx.array) -> list[list[int]]:
+        return self.comm.gather(numbers).tolist()  # type: ignore[return-value]
 
-    def _learn(self, flight: PendingStep, report: list[list[int]]) -> None:
-        positions = len(flight.rows) * (flight.k + 1)
-        hidden = int(self.model.config["hidden_size"]) * self.model.dtype.size
-        seconds = self.share.operations * self.speed.seconds(positions * hidden)
+    def _progress(self) -> list[tuple[int, int]]:
+        return [(len(sequence.tokens), sequence.num_prefilled) for sequence in self._admitted()]
+
+    def _observe(self, pending: PendingStep, report: list[list[int]]) -> None:
+        nbytes = len(pending.sequences) * (pending.k + 1) * self._position_bytes
+        seconds = self.share.operations * self.message_cost.seconds(nbytes)
         self.communication_seconds += seconds
-        for row in flight.rows:
-            if not row.over:
-                row.stats.communication_seconds += seconds
-        super()._learn(flight, report)
-        self._landings += 1
-        self.link.check(self._landings, crc32(repr(report).encode()))
+        for sequence in pending.sequences:
+            if not sequence.finished:
+                sequence.stats.communication_seconds += seconds
+        super()._observe(pending, report)
+        self._steps += 1
+        self.link.check(self._steps, crc32(repr(report).encode()))
 
-    def _waits(self) -> bool:
-        """Where a step is not started before the last one is told, it must be told by everybody, and compared."""
-        return super()._waits() or not self._ahead
+    def _is_synchronous(self) -> bool:
+        """Also where steps are not launched ahead: then all ranks compare a step before any starts the next."""
+        return super()._is_synchronous() or not self._ahead
 
     def _recover(self, error: Exception) -> None:
         raise error
 
-    def _end_or_retry(self, row: SequenceState, error: Exception) -> None:
+    def _prefill_failed(self, sequence: SequenceState, error: Exception) -> None:
         raise error
 
-    def _take_leave(self, reason: str) -> None:
-        """Tell the clients. Nothing here may wait for the device, which waits for those who are gone."""
-        for row in (*self.queue.clear(), *self.entering, *self.rows):
-            if not row.over:
-                row.finish("error", Down(f"the machines have stopped: {reason}"))
-        time.sleep(FAREWELL)
+    def _end_requests(self, reason: str) -> None:
+        """End all requests before the process exits. Must not wait for the device, which waits for lost ranks."""
+        for sequence in self._unfinished():
+            sequence.finish("error", Down(f"the cluster has stopped: {reason}"))
+        time.sleep(NOTICE)
 
 
-class Leader(Member):
-    """Rank 0, which clients know as the engine."""
+class Leader(ClusterEngine):
+    """Rank 0: the engine that clients use."""
 
-    _gone: set[Handle]  # cancelled, as this turn sees it
-    _numbers = 0  # of requests that were let in
+    _cancelled_now: set[Handle]
+    _requests = 0  # admitted so far
 
     def clear_prefix(self) -> None:
-        with self._turning:
-            self.link.decide(FORGET)
+        with self._lock:
+            self.link.broadcast(CLEAR_PREFIX)
             super().clear_prefix()
 
     def _cancelled(self) -> set[Handle]:
-        self._gone = super()._cancelled()
-        return self._gone
+        self._cancelled_now = super()._cancelled()
+        return self._cancelled_now
 
     def _admit(self) -> list[SequenceState]:
-        known = {handle: number for number, handle in self.handles.items()}
-        cancelled = sorted(known[handle] for handle in self._gone if handle in known)
-        rows = super()._admit()
-        self.link.decide(Begin(cancelled, [self._order(row, known) for row in rows], self._inside()))
-        return rows
-
-    def _order(self, row: SequenceState, known: dict[Handle, int]) -> Order | None:
-        if row.handle in known:
-            return None
-        self._numbers += 1
-        self.handles[self._numbers] = row.handle
-        return Order(self._numbers, row.handle.request, row.asked.key, row.drafter.ceiling)
-
-
-class Follower(Member):
-    """Any other rank. It tells nobody what its rows say: rank 0 says the same."""
-
-    _told: Begin
-
-    def run(self, *, warm_up: bool = False) -> None:
-        """Until the first rank says that it is over. Whether it warms up first, all must do alike."""
-        if warm_up:
-            self.warm_up()
-        while (begin := self.link.decided()) is not None:
-            if begin == FORGET:
-                self.clear_prefix()
+        numbers = {handle: number for number, handle in self.handles.items()}
+        cancelled = sorted(numbers[handle] for handle in self._cancelled_now if handle in numbers)
+        sequences = super()._admit()
+        admitted: list[AdmittedRequest | None] = []
+        for sequence in sequences:
+            if sequence.handle in numbers:
+                admitted.append(None)
                 continue
-            self._told = begin
-            self.turn()
+            self._requests += 1
+            self.handles[self._requests] = sequence.handle
+            request, params = sequence.handle.request, sequence.params
+            admitted.append(AdmittedRequest(self._requests, request, params.key, sequence.history.max_k))
+        self.link.broadcast(IterationStart(cancelled, admitted, self._progress()))
+        return sequences
 
-    def _cancelled(self) -> set[Handle]:
-        return {self.handles[number] for number in self._told.cancelled}
-
-    def _admit(self) -> list[SequenceState]:
-        rows = [self._again() if order is None else self._row(order) for order in self._told.admitted]
-        self.entering += rows
-        if self._inside() != self._told.rows:
-            self.link.end(self.link.rank, "holds other rows than rank 0: one of them ended alone, or began alone")
-        return rows
-
-    def _again(self) -> SequenceState:
-        while (row := self.queue.take()).over:
-            pass
-        return row
-
-    def _row(self, order: Order) -> SequenceState:
-        handle = self.handles[order.number] = Handle(order.request, None, _nobody)
-        return SequenceState.of(handle, self.model, self.tokenizer, order.max_k, key=order.key)
-
-
-class Chosen:
-    """The depth as a controller chooses it, told to all."""
-
-    def __init__(self, controller: Controller, machines: Machines):
-        self._controller, self._link = controller, machines.link
-
-    @property
-    def gains(self) -> Sequence[float]:
-        return self._controller.gains
-
-    def choose(self, rows: Sequence[Drafter]) -> int:
-        k = self._controller.choose(rows)
-        self._link.decide(k)
+    def _choose_k(self) -> int:
+        k = super()._choose_k()
+        self.link.broadcast(k)
         return k
 
-    def observe(
-        self, rows: Sequence[Drafter], k: int, outcomes: Sequence[tuple[int, int]], seconds: float | None
-    ) -> None:
-        self._controller.observe(rows, k, outcomes, seconds)
 
+class Follower(ClusterEngine):
+    """Any other rank. Its events go nowhere: rank 0 generates the same."""
 
-class Told:
-    """The depth as the first rank says it."""
+    _start: IterationStart
 
-    gains: Sequence[float] = ()
+    def run(self, *, warm_up: bool = False) -> None:
+        """Repeat what the leader does until it closes. All ranks must warm up, or none."""
+        if warm_up:
+            self.warm_up()
+        while (message := self.link.receive()) is not None:
+            if message == CLEAR_PREFIX:
+                self.clear_prefix()
+                continue
+            self._start = message
+            self.run_once()
 
-    def __init__(self, machines: Machines):
-        self._link = machines.link
+    def _cancelled(self) -> set[Handle]:
+        return {self.handles[number] for number in self._start.cancelled}
 
-    def choose(self, rows: Sequence[Drafter]) -> int:
-        k = self._link.decided()
+    def _admit(self) -> list[SequenceState]:
+        sequences = [self._sequence(admitted) for admitted in self._start.admitted]
+        self.prefilling += sequences
+        if self._progress() != self._start.progress:
+            self.link.abort(self.link.rank, "has other sequences than rank 0: one of them ended or started alone")
+        return sequences
+
+    def _sequence(self, admitted: AdmittedRequest | None) -> SequenceState:
+        if admitted is None:
+            sequence = self.queue.all()[0]
+            self.queue.remove(sequence)
+            return sequence
+        handle = self.handles[admitted.number] = Handle(admitted.request, None, ignore_event)
+        return SequenceState.of(handle, self.model, self.tokenizer, admitted.max_k, key=admitted.key)
+
+    def _choose_k(self) -> int:
+        k = self.link.receive()
         if k is None:
-            raise ClusterError("rank 0 has left in the middle of a turn")
+            raise ClusterError("rank 0 has left in the middle of a step")
         return int(k)
-
-    def observe(
-        self, rows: Sequence[Drafter], k: int, outcomes: Sequence[tuple[int, int]], seconds: float | None
-    ) -> None:
-        pass
-
-
-def _nobody(event: Event) -> None:
-    """Hears it."""

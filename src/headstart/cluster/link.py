@@ -1,10 +1,9 @@
-"""A socket from the first rank to each of the others: for what it decides, and to tell who is gone.
+"""Sockets between rank 0 and the other ranks: for the leader's decisions, and to notice ranks that are gone.
 
-Not through `mx.distributed`: a collective that waits for a machine which died waits for ever on some backends, and on
-none says which one it was. A socket tells at once, and where a machine only falls silent, so does its heartbeat.
+`mx.distributed` cannot do the latter: on some backends a collective waits for ever for a machine that died, and none
+tells which one it was. A socket tells at once, and a missing heartbeat tells of a machine that hangs.
 
-Frames from the first rank to the others are its decisions, pickled; what comes back is numbers and text, and is never
-unpickled.
+Only rank 0's messages are pickled. What the others send is JSON.
 """
 
 import hmac
@@ -26,227 +25,219 @@ from typing import Any, NoReturn
 import mlx.core as mx
 
 from ..errors import ClusterError
-from .wire import Wire
+from .communicator import Communicator
 
-BEAT = 1.0  # seconds between two beats of a heart
-SILENCE = 8.0  # seconds after which somebody who is not heard of is gone
-STUCK = 120.0  # seconds that a turn may take
-ARRIVAL = 60.0  # seconds for all to find each other
-LAST_WORDS = 2.0  # seconds for another thread to find out who is gone, and for clients to be told
-PLACE = 1024  # bytes for where to meet, or why not
+HEARTBEAT = 1.0  # seconds between two heartbeats
+SILENCE = 8.0  # seconds without a message after which a rank is lost
+STUCK = 120.0  # seconds that an iteration may take
+CONNECT = 60.0  # seconds for all ranks to connect
+GRACE = 2.0  # seconds before a failed rank reports itself: the cause may be the loss of another
+ADDRESS_BYTES = 1024
 
-HEADER = struct.Struct("!cI")
-ALIVE, DECIDED, SAID, LOST, OVER = b"a", b"d", b"s", b"l", b"o"
-COUNT = struct.Struct("!Q")
-CHECK = struct.Struct("!QI")
-HELLO = struct.Struct("!16sI")
+HEADER = struct.Struct("!cI")  # kind of message, bytes that follow
+HEARTBEAT_KIND, DECISION, CHECKSUM, ABORT, CLOSE = b"h", b"d", b"s", b"a", b"c"
+HELLO = struct.Struct("!16sI")  # shared secret, rank
 
 
 class Link:
-    """One rank's end. `on_end` is told the reason when the service is over, before the process is."""
+    """One rank's end of the sockets. `on_abort` is called with the reason before the process ends."""
 
     def __init__(self, rank: int, ranks: int, sockets: dict[int, socket.socket]):
         self.rank, self.ranks = rank, ranks
-        self.on_end: Callable[[str], None] = lambda reason: None
-        self.turns = dict.fromkeys(range(ranks), 0)  # that each has finished
-        self._since: float | None = None  # when the running turn began
+        self.on_abort: Callable[[str], None] = lambda reason: None
+        self.iterations = dict.fromkeys(range(ranks), 0)  # finished, by rank
+        self._started: float | None = None  # when the current iteration began
         self._sockets = sockets
         self._sending = {peer: Lock() for peer in sockets}
-        self._decided: SimpleQueue[Any] = SimpleQueue()
-        self._checks: dict[tuple[int, int], int] = {}  # rank and round: a sum over what was said
+        self._decisions: SimpleQueue[Any] = SimpleQueue()
+        self._checksums: dict[int, dict[int, int]] = {}  # by step, then rank
         self._checking = Lock()
         self._ending = Lock()
         self._closing = False
-        for peer, place in sockets.items():
-            place.settimeout(SILENCE)
-            place.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for peer, connection in sockets.items():
+            connection.settimeout(SILENCE)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # A thread each: a rank that reads nothing must not delay the heartbeats of others.
             Thread(target=self._listen, args=(peer,), name=f"rank {peer}", daemon=True).start()
-            Thread(target=self._beat, args=(peer,), name=f"heartbeat for rank {peer}", daemon=True).start()
+            Thread(target=self._send_heartbeats, args=(peer,), name=f"heartbeat {peer}", daemon=True).start()
 
-    def decide(self, decision: object) -> None:
-        """By the first rank, whose word the others wait for."""
+    def broadcast(self, decision: object) -> None:
+        """Send a decision of rank 0 to all others."""
         body = pickle.dumps(decision)
         for peer in self._sockets:
-            self._send(peer, DECIDED, body)
+            self._send(peer, DECISION, body)
 
-    def decided(self) -> Any:
-        """What the first rank decides next; None when there is nothing more to do."""
-        return self._decided.get()
+    def receive(self) -> Any:
+        """Return rank 0's next decision; None when it has closed."""
+        return self._decisions.get()
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """What everybody does at the same time, and none for longer than STUCK."""
-        self._since = time.monotonic()
+    def iteration(self) -> Iterator[None]:
+        """Mark work that all ranks do at the same time. The cluster ends if it takes longer than STUCK."""
+        self._started = time.monotonic()
         yield
-        self.turns[self.rank] += 1
-        self._since = None
+        self.iterations[self.rank] += 1
+        self._started = None
 
-    def check(self, round: int, total: int) -> None:
-        """Every rank's `total` over what a round has said must be the first one's."""
+    def check(self, step: int, checksum: int) -> None:
+        """Compare a step's output with that of the other ranks. The cluster ends if they differ."""
         if self.rank:
-            self._send(0, SAID, CHECK.pack(round, total))
+            self._send(0, CHECKSUM, json.dumps([step, checksum]).encode())
         else:
-            self._compare(0, round, total)
+            self._compare(0, step, checksum)
 
-    def end(self, rank: int, reason: str) -> NoReturn:
-        """The service is over on every machine, because of `rank`. Does not return: the thread that turns the engine
-        may be inside a collective that never ends."""
-        told = f"rank {rank} of {self.ranks} {reason}"
+    def abort(self, rank: int, reason: str) -> NoReturn:
+        """End the cluster because of `rank`, and this process: its engine may be in a collective that never ends."""
+        message = f"rank {rank} of {self.ranks} {reason}"
         with self._ending:
             try:
-                for peer in sorted(self._sockets, key=lambda peer: peer == rank):  # it may take nothing in
-                    self._send(peer, LOST, json.dumps([rank, reason]).encode())
-                with suppress(OSError, ValueError):  # nobody may be left to read it
-                    os.write(sys.stderr.fileno(), f"error: {told}\n".encode())
-                self.on_end(told)
+                for peer in sorted(self._sockets, key=lambda peer: peer == rank):  # last the one that may not read
+                    self._send(peer, ABORT, json.dumps([rank, reason]).encode())
+                with suppress(OSError, ValueError):  # standard error may be closed
+                    os.write(sys.stderr.fileno(), f"error: {message}\n".encode())
+                self.on_abort(message)
             finally:
                 os._exit(1)
 
     def fail(self, error: Exception) -> NoReturn:
-        """This rank cannot go on. If that is because another has gone, its thread knows, and has the word first."""
-        time.sleep(LAST_WORDS)
-        because = f", because of {error.__cause__!r}" if error.__cause__ is not None else ""
-        self.end(self.rank, f"failed: {type(error).__name__}: {error}{because}")
+        """End the cluster because this rank failed, unless a listener finds within GRACE that another is lost."""
+        time.sleep(GRACE)
+        cause = f", because of {error.__cause__!r}" if error.__cause__ is not None else ""
+        self.abort(self.rank, f"failed: {type(error).__name__}: {error}{cause}")
 
     def close(self, error: BaseException | None = None) -> None:
-        """Part in peace, or tell the others why not."""
-        with self._ending:  # where another thread is at it, this one must not exit before it
+        """Leave the cluster, or end it if there was an error."""
+        with self._ending:  # if another thread is ending the process, do not exit before it
             self._closing = True
+        kind, body = CLOSE, b""
         if error is not None:
             reason = f"failed: {error}" if isinstance(error, Exception) else "was stopped"
-            farewell = LOST, json.dumps([self.rank, reason]).encode()
-        else:
-            farewell = OVER, b""
-        for peer, place in self._sockets.items():
-            self._send(peer, *farewell)
+            kind, body = ABORT, json.dumps([self.rank, reason]).encode()
+        for peer, connection in self._sockets.items():
+            self._send(peer, kind, body)
             with suppress(OSError):
-                place.shutdown(socket.SHUT_WR)
+                connection.shutdown(socket.SHUT_WR)
 
-    def _send(self, peer: int, kind: bytes, body: bytes = b"") -> None:
-        # An error means that it is gone; whoever listens to that one says so.
+    def _send(self, peer: int, kind: bytes, body: bytes) -> None:
+        # An error means that the peer is gone: the thread that listens to it reports that.
         with suppress(OSError), self._sending[peer]:
             self._sockets[peer].sendall(HEADER.pack(kind, len(body)) + body)
 
-    def _beat(self, peer: int) -> None:
-        """In a thread for each: one that takes nothing in must not keep the others waiting."""
+    def _send_heartbeats(self, peer: int) -> None:
         while not self._closing:
-            self._send(peer, ALIVE, COUNT.pack(self.turns[self.rank]))
-            since = self._since
-            if self.rank == 0 and since is not None and time.monotonic() - since > STUCK:
-                # The first is nearly always among those behind, for it waits for the others: it says the least.
-                fewest = min(self.turns.values())
-                behind = [rank for rank, turns in self.turns.items() if turns == fewest]
+            self._send(peer, HEARTBEAT_KIND, json.dumps(self.iterations[self.rank]).encode())
+            started = self._started
+            if self.rank == 0 and started is not None and time.monotonic() - started > STUCK:
+                # Rank 0 is nearly always among those behind, since it waits for the others, so it is named last.
+                fewest = min(self.iterations.values())
+                behind = [rank for rank, count in self.iterations.items() if count == fewest]
                 first, *others = sorted(behind, key=lambda rank: rank == 0)
                 also = "".join(f", nor has rank {rank}" for rank in others)
-                self.end(first, f"has not finished a turn for {STUCK:.0f} s{also}")
-            time.sleep(BEAT)
+                self.abort(first, f"has not finished an iteration for {STUCK:.0f} s{also}")
+            time.sleep(HEARTBEAT)
 
     def _listen(self, peer: int) -> None:
         try:
             while True:
-                kind, size = HEADER.unpack(_exactly(self._sockets[peer], HEADER.size))
-                body = _exactly(self._sockets[peer], size)
-                if kind == ALIVE:
-                    (self.turns[peer],) = COUNT.unpack(body)
-                elif kind == SAID:
-                    self._compare(peer, *CHECK.unpack(body))
-                elif kind == LOST and not self._closing:  # or it has its own word to say
-                    self.end(*json.loads(body))
-                elif kind == DECIDED and peer == 0:
-                    self._decided.put(pickle.loads(body))
-                elif kind == OVER:
-                    self._decided.put(None)
+                kind, size = HEADER.unpack(_read(self._sockets[peer], HEADER.size))
+                body = _read(self._sockets[peer], size)
+                if kind == HEARTBEAT_KIND:
+                    self.iterations[peer] = int(json.loads(body))
+                elif kind == CHECKSUM:
+                    self._compare(peer, *json.loads(body))
+                elif kind == ABORT and not self._closing:  # a closing rank reports its own reason
+                    self.abort(*json.loads(body))
+                elif kind == DECISION and peer == 0:
+                    self._decisions.put(pickle.loads(body))
+                elif kind == CLOSE:
+                    self._decisions.put(None)
                     return
         except TimeoutError:
             reason = f"has been silent for {SILENCE:.0f} s"
         except (OSError, EOFError):
             reason = "is gone: its process ended, or its machine or the connection to it"
-        except Exception as error:  # of another version, or broken: nobody else listens to it
-            reason = f"cannot be understood ({type(error).__name__}: {error}): use the same version everywhere"
+        except Exception as error:  # a message of another version
+            reason = f"sent an invalid message ({type(error).__name__}: {error}): use the same version everywhere"
         if not self._closing:
-            self.end(peer, reason)
+            self.abort(peer, reason)
 
-    def _compare(self, rank: int, round: int, total: int) -> None:
+    def _compare(self, rank: int, step: int, checksum: int) -> None:
         with self._checking:
-            self._checks[rank, round] = total
-            known = {each: self._checks[each, round] for each in range(self.ranks) if (each, round) in self._checks}
+            known = self._checksums.setdefault(step, {})
+            known[rank] = checksum
+            different = [other for other in known if 0 in known and known[other] != known[0]]
             if len(known) == self.ranks:
-                for each in known:
-                    del self._checks[each, round]
-        if 0 in known and (other := next((each for each in known if known[each] != known[0]), None)) is not None:
-            self.end(
-                other, f"said something else than rank 0 in round {round}: use machines and versions of one kind"
-            )
+                del self._checksums[step]
+        if different:
+            self.abort(different[0], f"generated other tokens than rank 0 in step {step}: use machines of one kind")
 
 
-def connect(wire: Wire) -> Link:
-    """Everybody at the same time. Where to, and a word that only members know, goes through `wire`."""
-    if wire.rank == 0:
-        return _await_all(wire)
-    place = _share(wire, {})
-    if "problem" in place:
-        raise ClusterError(place["problem"])
-    host, port = place["host"], place["port"]
+def connect(comm: Communicator) -> Link:
+    """Connect all ranks to rank 0. Its address and a shared secret are sent through `comm`."""
+    if comm.rank == 0:
+        return _accept_all(comm)
+    address = _broadcast_json(comm, {})
+    if "problem" in address:
+        raise ClusterError(address["problem"])
+    host, port = address["host"], address["port"]
     try:
-        first = socket.create_connection((host, port), timeout=ARRIVAL)
-        first.sendall(HELLO.pack(bytes.fromhex(place["word"]), wire.rank))
+        leader = socket.create_connection((host, port), timeout=CONNECT)
+        leader.sendall(HELLO.pack(bytes.fromhex(address["secret"]), comm.rank))
     except OSError as error:
         raise ClusterError(
-            f"rank {wire.rank} cannot reach rank 0 at {host}, port {port} ({error}): the hostfile must name an "
+            f"rank {comm.rank} cannot reach rank 0 at {host}, port {port} ({error}): the hostfile must name an "
             "address of the first machine that the others can reach"
         ) from error
-    return Link(wire.rank, wire.ranks, {0: first})
+    return Link(comm.rank, comm.ranks, {0: leader})
 
 
-def _await_all(wire: Wire) -> Link:
-    host, word = _own_host(), secrets.token_bytes(16)
+def _accept_all(comm: Communicator) -> Link:
+    host, secret = _own_host(), secrets.token_bytes(16)
     sockets: dict[int, socket.socket] = {}
     try:
-        door = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        server = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         problem = f"rank 0 cannot listen at {host} ({error}): the hostfile must name an address of its own"
-        _share(wire, {"problem": problem})
+        _broadcast_json(comm, {"problem": problem})
         raise ClusterError(problem) from error
-    with door:
-        door.settimeout(ARRIVAL)
-        _share(wire, {"host": host, "port": door.getsockname()[1], "word": word.hex()})
-        while missing := [rank for rank in range(1, wire.ranks) if rank not in sockets]:
+    with server:
+        server.settimeout(CONNECT)
+        _broadcast_json(comm, {"host": host, "port": server.getsockname()[1], "secret": secret.hex()})
+        while missing := [rank for rank in range(1, comm.ranks) if rank not in sockets]:
             try:
-                place, _ = door.accept()
+                connection, _ = server.accept()
             except TimeoutError as error:
-                raise ClusterError(
-                    f"rank {missing[0]} has not reached rank 0 at {host} in {ARRIVAL:.0f} s"
-                ) from error
-            with suppress(OSError, EOFError):  # a stranger may say anything, or nothing
-                place.settimeout(SILENCE)
-                said, rank = HELLO.unpack(_exactly(place, HELLO.size))
-                if hmac.compare_digest(said, word):
-                    sockets[rank] = place
-    return Link(0, wire.ranks, sockets)
+                raise ClusterError(f"rank {missing[0]} did not connect to {host} within {CONNECT:.0f} s") from error
+            with suppress(OSError, EOFError):  # a stranger may send anything, or nothing
+                connection.settimeout(SILENCE)
+                received, rank = HELLO.unpack(_read(connection, HELLO.size))
+                if hmac.compare_digest(received, secret):
+                    sockets[rank] = connection
+    return Link(0, comm.ranks, sockets)
 
 
-def _exactly(place: socket.socket, size: int) -> bytes:
-    got = b""
-    while len(got) < size:
-        more = place.recv(size - len(got))
+def _read(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = connection.recv(size - len(data))
         if not more:
             raise EOFError
-        got += more
-    return got
+        data += more
+    return data
 
 
-def _share(wire: Wire, place: dict[str, Any]) -> dict[str, Any]:
-    """What the first rank says, on every rank."""
-    said = mx.array(list(json.dumps(place).encode().ljust(PLACE)), mx.uint8)
-    told: Any = wire.gather(said)[0].tolist()
-    return dict(json.loads(bytes(told)))
+def _broadcast_json(comm: Communicator, value: dict[str, Any]) -> dict[str, Any]:
+    """Return rank 0's value on every rank."""
+    padded = mx.array(list(json.dumps(value).encode().ljust(ADDRESS_BYTES)), mx.uint8)
+    received: Any = comm.gather(padded)[0].tolist()
+    return dict(json.loads(bytes(received)))
 
 
 def _own_host() -> str:
-    """The first machine's address, as `mlx.launch` has told the others. One of IPv6 may stand in brackets."""
+    """Return rank 0's address as `mlx.launch` has given it to the others. IPv6 may be in brackets."""
     if hostfile := os.environ.get("MLX_HOSTFILE"):
         address = str(json.loads(Path(hostfile).read_text())[0][0])
     else:
         address = os.environ.get("MLX_JACCL_COORDINATOR", "")
-    host = address.rpartition(":")[0].strip("[]")  # the rest is the port
+    host = address.rpartition(":")[0].strip("[]")  # without the port
     return host or os.environ.get("NCCL_HOST_IP") or socket.gethostname()

@@ -12,7 +12,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ..cards import DEFAULT_K, MAX_K
 from .step_time import StepTime
@@ -27,10 +26,11 @@ EXPLORE_SHARE = 0.006  # share of the tokens that exploring a depth may cost
 EXPLORE_AFTER = 8  # least rounds between two explorations of a depth
 
 
-@dataclass
-class Acceptance:
-    """How often the draft at each position is accepted once those before it are. Recent rounds weigh most."""
+@dataclass(eq=False)
+class DraftHistory:
+    """How often drafts were accepted at each position, given that all before them were. Recent rounds weigh most."""
 
+    max_k: int = MAX_K  # most drafts per round
     memory: float = MEMORY
     tried: list[float] = field(default_factory=lambda: [0.0] * MAX_K)
     accepted: list[float] = field(default_factory=lambda: [0.0] * MAX_K)
@@ -46,14 +46,6 @@ class Acceptance:
         return (self.accepted[j] + PRIOR_WEIGHT * prior) / (self.tried[j] + PRIOR_WEIGHT)
 
 
-@dataclass(eq=False)
-class Drafter:
-    """What the controller knows of one sequence."""
-
-    ceiling: int  # most drafts a round
-    acceptance: Acceptance = field(default_factory=Acceptance)
-
-
 @dataclass
 class Exploration:
     """A few rounds at depth `k` instead of `current`, with n sequences."""
@@ -65,27 +57,14 @@ class Exploration:
     pays: bool = True  # every round so far made more tokens than `current` would have in the same time
 
 
-class Controller(Protocol):
-    """What the engine needs of a depth controller. In a cluster rank 0 has a `DepthController`; others follow it."""
-
-    @property
-    def gains(self) -> Sequence[float]: ...
-
-    def choose(self, drafters: Sequence[Drafter], /) -> int: ...
-
-    def observe(
-        self, drafters: Sequence[Drafter], k: int, outcomes: Sequence[tuple[int, int]], seconds: float | None, /
-    ) -> None: ...
-
-
 class DepthController:
     """Depth controller of one model. All sequences of a batch share a depth, so it maximises their total."""
 
-    def __init__(self, most: int = MAX_K, start: int = DEFAULT_K):
-        self.most = most
+    def __init__(self, max_k: int = MAX_K, start: int = DEFAULT_K):
+        self.max_k = max_k
         self.step_time = StepTime()
         self.gains: list[float] = []  # tokens per second relative to k = 0, by k, as of the last choice
-        self._pool = Acceptance(POOL_MEMORY)  # of all sequences
+        self._pool = DraftHistory(memory=POOL_MEMORY)  # of all sequences
         self._current = start
         self._value = 0.0  # expected tokens per second at `_current`
         self._exploration: Exploration | None = None
@@ -94,36 +73,37 @@ class DepthController:
         self._ran: dict[tuple[int, int], int] = {}  # the last of these rounds that ran (n, k)
         self._timed = True  # whether the last step was
 
-    def choose(self, drafters: Sequence[Drafter]) -> int:
+    def choose(self, histories: Sequence[DraftHistory]) -> int:
         """Return the depth of the next step."""
-        n, most = len(drafters), min(self.most, max((each.ceiling for each in drafters), default=0))
+        n = len(histories)
+        most = min(self.max_k, max((each.max_k for each in histories), default=0))
         if most == 0:
             return 0
         self._round += 1
         self._rounds[n] += 1
         seconds = [self.step_time.seconds(n, k) for k in range(most + 1)]
-        values = [tokens / time for tokens, time in zip(self._expected(drafters, most), seconds, strict=True)]
+        values = [tokens / time for tokens, time in zip(self._expected(histories, most), seconds, strict=True)]
         self.gains = [value / values[0] for value in values]
         best = max(range(most + 1), key=values.__getitem__)
         least = 1 + HYSTERESIS if best > self._current else 1.0
         if self._current > most or values[best] > least * values[self._current]:
             self._current = best
         self._value = values[self._current]
-        new = n == 1 and not drafters[0].acceptance.tried[0]
+        new = n == 1 and not histories[0].tried[0]
         k = self._explore(n, values, seconds, new)
         self._ran[n, k] = self._rounds[n]
         return k
 
     def observe(
-        self, drafters: Sequence[Drafter], k: int, outcomes: Sequence[tuple[int, int]], seconds: float | None
+        self, histories: Sequence[DraftHistory], k: int, outcomes: Sequence[tuple[int, int]], seconds: float | None
     ) -> None:
         """Learn from a finished step: (accepted, proposed) of each sequence, and its time if that is known."""
-        if not drafters:
+        if not histories:
             return
-        for drafter, (accepted, proposed) in zip(drafters, outcomes, strict=True):
-            drafter.acceptance.observe(accepted, proposed)
+        for history, (accepted, proposed) in zip(histories, outcomes, strict=True):
+            history.observe(accepted, proposed)
             self._pool.observe(accepted, proposed)
-        n = len(drafters)
+        n = len(histories)
         self.step_time.observe(n, k, seconds)
         self._timed = seconds is not None
         exploration = self._exploration
@@ -133,17 +113,17 @@ class DepthController:
             if exploration.pays:
                 exploration.left = max(exploration.left, 1)
 
-    def _expected(self, drafters: Sequence[Drafter], most: int) -> list[float]:
+    def _expected(self, histories: Sequence[DraftHistory], most: int) -> list[float]:
         """Return the expected tokens of a step by k = 0..most, all sequences together."""
         priors, prior = [], PRIOR_RATE
         for j in range(most):
             prior = self._pool.rate(j, prior)
             priors.append(prior)
-        tokens = [float(len(drafters))] + [0.0] * most
-        for drafter in drafters:
+        tokens = [float(len(histories))] + [0.0] * most
+        for history in histories:
             survival = 1.0
-            for j in range(min(most, drafter.ceiling)):
-                survival *= drafter.acceptance.rate(j, priors[j])
+            for j in range(min(most, history.max_k)):
+                survival *= history.rate(j, priors[j])
                 tokens[j + 1] += survival
         for k in range(most):
             tokens[k + 1] += tokens[k]

@@ -1,18 +1,17 @@
-"""Rows come, decode together, and go. One thread owns the device and calls `turn` again and again.
+"""The engine: sequences join a batch, decode together, and leave. One thread calls `run_once` again and again.
 
-A turn admits requests, takes in at most one chunk of a prompt, describes a step for all running rows, starts it, and,
-while the device works on it, hands out what the step before said. So the host waits once a step, and learns of an end
-one step late: the surplus round of a finished row counts nowhere. A CPU is handed a step only when what the one
-before said is out. Where a row has a grammar, a step is not even described before that.
+An iteration admits requests, prefills at most one chunk of a prompt, builds a step for all running sequences,
+launches it, and hands out the tokens of the step before while the device works. So the host waits once per step and
+notices the end of a sequence one step late; the surplus round is discarded. On a CPU a step is launched only after
+the tokens of the one before were handed out. If a sequence has a grammar, a step is not even built before that.
 
-A row can always be begun again from its tokens, and goes on bit for bit as it would have (on CUDA, where prompts have
-other kernels, up to rounding, and the stats say so). So where memory runs short the youngest gives up its place for a
-while, and a step that fails costs its rows time and not their answers.
+A sequence can always be recomputed from its tokens, and continues bit for bit as it would have (on CUDA, where
+prompts use other kernels, up to rounding, and its stats say so). So when memory runs short the youngest sequence is
+requeued, and a step that fails costs its sequences time, not their answers.
 """
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
 from threading import Lock
 from weakref import WeakKeyDictionary
 
@@ -25,17 +24,17 @@ from ..errors import HeadstartError
 from ..models import Model
 from ..state import Prefix
 from .batch import Batch
-from .calibrate import BUDGET, CALIBRATION_BATCH, WARM_UP_BUDGET, step_times
-from .depth import Controller, DepthController, pause_reason
-from .exact import rows_are_independent, widest
-from .log import LOG, report
-from .memory import is_shortage
-from .pending_step import PendingStep, describe, launches_ahead
+from .depth import DepthController, pause_reason
+from .invariance import is_batch_invariant, max_invariant_k
+from .log import LOG, log_error
+from .memory import is_out_of_memory
+from .pending_step import PendingStep, build_step, launches_ahead
 from .prefill import prefill_chunk
 from .scheduler import Scheduler
 from .sequence import SequenceState
+from .step_time import BUDGET, CALIBRATION_BATCH, WARM_UP_BUDGET, time_steps
 
-_depths: WeakKeyDictionary[Model, DepthController] = WeakKeyDictionary()
+_controllers: WeakKeyDictionary[Model, DepthController] = WeakKeyDictionary()
 
 
 class Engine(Scheduler):
@@ -48,307 +47,310 @@ class Engine(Scheduler):
         max_queue: int | None = None,
         memory_limit: int | None = None,
         threaded: bool = False,
-        depth: Controller | None = None,
+        depth: DepthController | None = None,
         prefix: Prefix | None = None,
     ):
-        """With a tokenizer, events carry text, its end tokens end an answer, and stop strings and grammars work.
+        """Make an engine for a model.
 
-        `memory_limit`: bytes that the rows' memory may take; by default what this device has left. `threaded`:
-        another thread turns the engine; otherwise whoever waits for an event does. `depth` chooses k for requests
-        that leave it open; by default what was learned of this model so far goes on to be used, and before the first
-        of them a few steps are timed. `prefix`: where beginnings of prompts are kept for others.
+        Args:
+            tokenizer: For text in events, end tokens, stop strings and grammars.
+            max_sequences: Most sequences that run at a time.
+            max_queue: Most requests that wait; no limit if None.
+            memory_limit: Bytes of all sequences' states; by default what the device has left.
+            threaded: Another thread calls `run_once`. Otherwise iterating a handle does.
+            depth: Chooses k for requests with k = "auto". By default all engines of a model share one, and a few
+                steps are timed before its first use.
+            prefix: The prefix cache, if any.
         """
         super().__init__(model, tokenizer, max_sequences, max_queue, memory_limit, threaded, prefix)
         maybe_set_recommended_wired_limit()  # Metal: keep the weights resident
-        self.depth: Controller = depth or _depths.setdefault(model, DepthController(model.max_k, model.default_k))
+        self.depth = depth or _controllers.setdefault(model, DepthController(model.max_k, model.default_k))
         self.communication_seconds = 0.0  # between machines, in all rounds
         self.retries = 0  # decode steps and prefill chunks that failed and were run again
         self.recomputed: Counter[str] = Counter()  # sequences that lost their KV cache, by reason
         self._ahead = launches_ahead()
-        self._turning = Lock()
+        self._lock = Lock()  # held during an iteration
         self._batch: Batch | None = None
-        self._flight: PendingStep | None = None
-        self._landed = 0.0  # when the last round was known
-        self._steady = False
+        self._pending: PendingStep | None = None
+        self._last_finish = 0.0  # when the tokens of the last step were read
+        self._steady = False  # the next step will follow the last without other device work
 
     @property
     def busy(self) -> bool:
-        return bool(self.entering or self.rows or self._flight or len(self.queue))
+        return bool(self.prefilling or self.running or self._pending or len(self.queue))
 
-    def turn(self) -> bool:
-        """One turn. False when nothing is left to do."""
-        with self._turning:
+    def run_once(self) -> bool:
+        """Do one iteration. Return False when nothing is left to do."""
+        with self._lock:
             self._end_cancelled()
             self._drop_finished()
             self._admit()
-            if self.entering and not self._ahead:  # what is said does not wait for another's prompt
-                self._attempt(self._land)
-            self._prefill_chunk()
-            self._attempt(self._step)
+            try:
+                if self.prefilling and not self._ahead:  # generated tokens do not wait for another's prefill
+                    self._finish_pending()
+                self._prefill_chunk()
+                self._step()
+            except Exception as error:
+                self._recover(error)
         return self.busy
 
     def warm_up(self) -> None:
-        """Do what the first request would otherwise wait for. Before the engine is turned."""
-        rows_are_independent(self.model)
+        """Do the measurements that the first request would otherwise wait for. Call it before `run_once`."""
+        is_batch_invariant(self.model)
         if self.model.has_head:
             self._calibrate(WARM_UP_BUDGET)
 
     def prefill_all(self) -> None:
-        """Take in the prompts of all that find a place before any of them goes on, so that they decode together."""
-        with self._turning:
+        """Prefill all requests that can be admitted, so that they start to decode together."""
+        with self._lock:
             self._admit()
-            while self.entering:
+            while self.prefilling:
                 self._prefill_chunk()
 
-    def settle(self) -> None:
-        """Wait for the step in flight, and tell what it said."""
-        with self._turning:
-            self._attempt(self._land)
-
-    def skip(self, seconds: float) -> None:
-        """So long the device worked for others: the next step did not take that."""
-        self._landed += seconds
-
     def end_all(self, error: HeadstartError) -> None:
-        """Nothing can go on. By the thread that turned the engine."""
-        for row in (*self.queue.clear(), *self.entering, *self.rows):
-            if not row.over:
-                row.finish("error", error)
-        self.entering.clear()
-        self._forget_batch()
+        """End all requests with an error, when `run_once` will not be called again."""
+        for sequence in self._unfinished():
+            sequence.finish("error", error)
+        self.queue.remove_finished()
+        self.prefilling.clear()
+        self._drop_batch()
 
     def recompute_all(self) -> None:
-        """Whatever the device holds of the rows is not to be trusted: begin them again from their tokens."""
-        for row in self.entering:
-            self._recompute(row, "restart")
-        self._enter_again([row for row in self.rows if not row.over], "restart")
+        """Drop the state of all sequences and prefill their tokens again, after the engine's thread died."""
+        for sequence in self.prefilling:
+            self._recompute(sequence, "restart")
+        self._recompute_batch([sequence for sequence in self.running if not sequence.finished], "restart")
+
+    def _calibrate(self, budget: float = BUDGET) -> None:
+        """Time a few steps, if the model's shared controller knows nothing yet."""
+        if self.depth is _controllers.get(self.model) and not self.depth.step_time.timings:
+            fits = self.footprint.bytes([1] * CALIBRATION_BATCH) <= self.memory
+            times = time_steps(self.model, self.depth.max_k, self.max_sequences if fits else 1, budget)
+            self.depth.step_time.calibrate(times)
 
     def _prefill_chunk(self) -> None:
-        """At most one chunk of one prompt, so that running rows do not stall. All but its last token is taken in:
-        that one opens the first window."""
-        if not self.entering:
+        """Prefill one chunk of one sequence. Not more, so that running sequences do not stall."""
+        if not self.prefilling:
             return
-        row = self.entering[0]
+        sequence = self.prefilling[0]
         try:
-            if row.batch is None and row.auto:
+            if sequence.batch is None and sequence.auto_depth:
                 self._calibrate()
             self._steady = False
-            if not prefill_chunk(self.model, row, self.prefix):
+            if not prefill_chunk(self.model, sequence, self.prefix):
                 return
-            if row.handle.request.score == "only":
-                row.finish("length")
-            elif row.suspect:
-                self._try_alone(row)
+            if sequence.handle.request.score == "only":
+                sequence.finish("length")
+            elif sequence.suspect:
+                self._try_alone(sequence)
             else:
-                self._join(row)
-                self.entering.popleft()
+                self._join(sequence)
+                self.prefilling.popleft()
         except Exception as error:
-            self._end_or_retry(row, error)
-        self.entering = deque(row for row in self.entering if not row.over)
+            self._prefill_failed(sequence, error)
+        self.prefilling = deque(sequence for sequence in self.prefilling if not sequence.finished)
 
-    def _end_or_retry(self, row: SequenceState, error: Exception) -> None:
-        """A row that fails while it is taken in ends alone. Where memory ran out it is begun again: the first time
-        with the prefix cache emptied, and then each time the youngest of those that hold memory has ended."""
-        if not is_shortage(error):
-            report(LOG, "prefill failed; its request ends with an error", error=error)
-            row.finish("error", error)
+    def _join(self, sequence: SequenceState) -> None:
+        """Add a prefilled sequence and its siblings to the running batch."""
+        assert sequence.batch is not None
+        sequences = sequence.fork()
+        if len(sequences) > 1:
+            sequence.batch.fork([each.params for each in sequences], self.model)
+        if self._batch is None:
+            self._batch = sequence.batch
+        else:
+            self._batch.join(sequence.batch, self.model)
+        sequence.batch = None
+        self._steady = False
+        self.running += sequences
+
+    def _try_alone(self, sequence: SequenceState) -> None:
+        """Run a step of this sequence alone, after a batch with it failed, to find out whether it is the cause."""
+        assert sequence.batch is not None
+        pending = build_step(self.model, sequence.batch, [sequence], sequence.history.max_k)
+        pending.start()
+        self._emit(pending)
+        sequence.suspect, sequence.cleared = False, True
+        self._recompute(sequence, "failure")
+
+    def _prefill_failed(self, sequence: SequenceState, error: Exception) -> None:
+        """End the sequence, or, if memory ran out, free some and start its prefill over.
+
+        The first time the prefix cache is emptied, after that the youngest sequence that holds memory is ended.
+        """
+        if not is_out_of_memory(error):
+            log_error(LOG, "prefill failed; its request ends with an error", error=error)
+            sequence.finish("error", error)
             return
-        report(LOG, "prefill ran out of memory", error=error)
-        if row.retried or not self._empty_prefix():  # what the row itself has left there since does not count
-            holding = (*self.rows, *(r for r in self.entering if r.batch))
-            youngest = max(holding, key=lambda row: row.started, default=row)
-            youngest.finish("error", error)
+        log_error(LOG, "prefill ran out of memory", error=error)
+        if sequence.retried or not self._empty_prefix():  # a retried sequence has itself filled the cache again
+            holding = [*self.running, *(each for each in self.prefilling if each.batch)]
+            _youngest(holding or [sequence]).finish("error", error)
             self._drop_finished()
-        row.retried = True
-        if not row.over:
+        sequence.retried = True
+        if not sequence.finished:
             self.retries += 1
-            self._recompute(row, "memory")
+            self._recompute(sequence, "memory")
+
+    def _step(self) -> None:
+        """Launch the next step, and hand out the tokens of the pending one."""
+        synchronous = self._is_synchronous()
+        if synchronous or (not self._ahead and self._pending_ends_a_sequence()):
+            self._finish_pending()
+        self._requeue_for_memory()
+        following = self._next_step()
+        if following is not None and self._ahead:
+            following.start()
+        self._finish_pending()
+        if following is not None and self._batch is not None:  # else all sequences have ended
+            if not self._ahead:
+                following.start()
+            self._pending = following
+        if synchronous:
+            self._finish_pending()
+
+    def _is_synchronous(self) -> bool:
+        """Return whether the tokens of a step must be known before the next one is built."""
+        return any(sequence.matcher for sequence in self.running)
+
+    def _pending_ends_a_sequence(self) -> bool:
+        return self._pending is not None and any(s.limit <= s.num_generated + 1 for s in self._pending.sequences)
+
+    def _requeue_for_memory(self) -> None:
+        """Requeue the youngest sequences while the next step of the batch would not fit into memory."""
+        while len(self.running) > 1 and self._batch is not None:
+            if self.footprint.bytes([bound + MAX_K + 1 for bound in self._batch.trunk_state.bounds]) <= self.memory:
+                return
+            youngest = _youngest(self.running)
+            self._batch.keep([i for i, each in enumerate(self.running) if each is not youngest], self.model)
+            self.running.remove(youngest)
+            self._recompute(youngest, "memory")
+            self.queue.put_back(youngest)
+            self._steady = False
+
+    def _next_step(self) -> PendingStep | None:
+        """Build the next step, without the tokens of the pending one. None if no sequence can need it."""
+        if self._batch is None:
+            return None
+        pending = self._pending.sequences if self._pending is not None else []
+        # The pending step generates at least one token per sequence. More drafts than any can still use are a waste.
+        remaining = max(each.limit - each.num_generated - (each in pending) for each in self.running)
+        if remaining <= 0:
+            return None
+        # A fixed k is a limit for its own sequence only: if any sequence leaves k open, the controller chooses.
+        if any(sequence.auto_depth for sequence in self.running):
+            k = self._choose_k()
+        else:
+            k = max(sequence.history.max_k for sequence in self.running)
+        k = min(k, remaining - 1, max_invariant_k(len(self.running)))
+        following = build_step(self.model, self._batch, self.running, k, steady=self._steady)
+        self._steady = True
+        return following
+
+    def _choose_k(self) -> int:
+        return self.depth.choose([sequence.history for sequence in self.running])
+
+    def _finish_pending(self) -> None:
+        """Wait for the pending step, if there is one, and hand out its tokens."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._emit(pending)
+
+    def _emit(self, pending: PendingStep) -> None:
+        report: list[list[int]] = pending.report.tolist()  # type: ignore[assignment]  # the one synchronisation
+        self._observe(pending, report)
+        for index, (sequence, (*tokens, accepted, proposed, finite)) in enumerate(
+            zip(pending.sequences, report, strict=True)
+        ):
+            if sequence.finished:
+                continue
+            try:
+                if not finite:
+                    raise HeadstartError("the model's logits are not finite: this sequence cannot go on")
+                if sequence.matcher is not None and sequence.matcher.failed is not None:
+                    raise sequence.matcher.failed
+                if self._batch is not None and sequence in self.running:
+                    self._batch.trunk_state.bounds[self.running.index(sequence)] -= pending.k - accepted
+                pending.emit(index, tokens[: accepted + 1], proposed)
+            except Exception as error:
+                sequence.fail(error)
+        self._drop_finished()
+
+    def _observe(self, pending: PendingStep, report: list[list[int]]) -> None:
+        """Count the step, and tell the depth controller its outcome. Steady steps are timed from end to end."""
+        now = time.perf_counter()
+        seconds = now - (self._last_finish if pending.steady else pending.started)
+        self._last_finish = now
+        running, outcomes = [], []
+        for sequence, (*_, accepted, proposed, _finite) in zip(pending.sequences, report, strict=True):
+            if not sequence.finished:
+                running.append(sequence)
+                outcomes.append((accepted, proposed))
+        timed = seconds if pending.steady and len(running) == len(pending.sequences) else None
+        self.depth.observe([sequence.history for sequence in running], pending.k, outcomes, timed)
+        for sequence in running:
+            sequence.stats.count_depth(min(pending.k, sequence.history.max_k), seconds)
+            if sequence.auto_depth:
+                sequence.stats.estimated_gain_by_k = list(self.depth.gains)
+                if pending.k == 0:
+                    sequence.stats.last_pause_reason = pause_reason(self.depth.gains)
+
+    def _recover(self, error: Exception) -> None:
+        """Recompute all sequences after a step failed: their state on the device is lost.
+
+        If memory ran out, the youngest ends. Otherwise each is run alone to find out which one is the cause; if none
+        fails alone, the youngest ends.
+        """
+        sequences = [sequence for sequence in self.running if not sequence.finished]
+        memory = is_out_of_memory(error)
+        if sequences and (len(sequences) == 1 or memory or all(each.cleared for each in sequences)):
+            youngest = _youngest(sequences)
+            youngest.finish("error", error)
+            sequences.remove(youngest)
+        log_error(LOG, "a step failed; %d sequences will be recomputed", len(sequences), error=error)
+        self.retries += bool(sequences)
+        for sequence in sequences:
+            sequence.suspect = not memory and not sequence.cleared
+        if memory:
+            self._empty_prefix()
+        self._recompute_batch(sequences, "memory" if memory else "failure")
 
     def _empty_prefix(self) -> bool:
-        """True if there was something to let go of."""
+        """Empty the prefix cache. Return False if it was empty."""
         if self.prefix is None or not self.prefix.stats().bytes:
             return False
         self.prefix.clear()
         mx.clear_cache()
         return True
 
-    def _calibrate(self, budget: float = BUDGET) -> None:
-        """Time a few steps of a model that nothing is known of."""
-        depth = _depths.get(self.model)
-        if depth is not None and depth is self.depth and not depth.step_time.timings:
-            several = self.footprint.bytes([1] * CALIBRATION_BATCH) <= self.memory
-            depth.step_time.calibrate(
-                step_times(self.model, depth.most, self.max_sequences if several else 1, budget)
-            )
+    def _recompute_batch(self, sequences: list[SequenceState], reason: str) -> None:
+        self._drop_batch()
+        for sequence in sequences:
+            self._recompute(sequence, reason)
+        self.prefilling.extendleft(reversed(sequences))
 
-    def _join(self, row: SequenceState) -> None:
-        assert row.batch is not None
-        rows = row.fork()
-        if len(rows) > 1:
-            row.batch.fork([each.asked for each in rows], self.model)
-        if self._batch is None:
-            self._batch = row.batch
-        else:
-            self._batch.join(row.batch, self.model)
-        row.batch, self._steady = None, False
-        self.rows += rows
-
-    def _try_alone(self, row: SequenceState) -> None:
-        """A batch with this row in it failed. A round by itself shows whether it was this one."""
-        assert row.batch is not None
-        self._tell(describe(self.model, row.batch, [row], row.drafter.ceiling).start())
-        row.suspect, row.cleared = False, True
-        self._recompute(row, "failure")
-
-    def _make_room(self) -> None:
-        """Answers grow. Where they outgrow the memory, the youngest waits until there is some again."""
-        while len(self.rows) > 1 and self._batch is not None:
-            if self.footprint.bytes([bound + MAX_K + 1 for bound in self._batch.rows.bounds]) <= self.memory:
-                return
-            youngest = max(self.rows, key=lambda row: row.started)
-            self._batch.keep([i for i, row in enumerate(self.rows) if row is not youngest], self.model)
-            self.rows.remove(youngest)
-            self._recompute(youngest, "memory")
-            self.queue.put_back(youngest)
-            self._steady = False
-
-    def _attempt(self, part: Callable[[], None]) -> None:
-        try:
-            part()
-        except Exception as error:
-            self._recover(error)
-
-    def _step(self) -> None:
-        """Start the next step, and tell what the one in flight said."""
-        waits = self._waits()
-        if waits or (not self._ahead and self._ends()):
-            self._land()
-        self._make_room()
-        following = self._describe()
-        if following is not None and self._ahead:
-            following.start()
-        self._land()
-        if self._batch is None:  # all have ended
-            following = None
-        elif following is not None and not self._ahead:
-            following.start()
-        self._flight = following
-        if waits:
-            self._land()
-
-    def _waits(self) -> bool:
-        """Whether a round must be known before another is described."""
-        return any(row.matcher for row in self.rows)
-
-    def _ends(self) -> bool:
-        """Whether the round in flight is known to end a row, which need not be in another then."""
-        return self._flight is not None and any(row.said + 1 >= row.limit for row in self._flight.rows)
-
-    def _describe(self) -> PendingStep | None:
-        """The next step, before the last one is known. Rows that the round in flight must end are surplus; where all
-        are, there is none."""
-        flying = self._flight.rows if self._flight is not None else []
-        if self._batch is None or all(row in flying and row.said + 1 >= row.limit for row in self.rows):
-            return None
-        # Drafts that no row has room for would cost time and stand nowhere. A depth that a request insists on is a
-        # ceiling for itself and nothing to others: where one leaves it open, the choice is made for all.
-        room = max(row.limit - row.said - (row in flying) - 1 for row in self.rows)
-        if any(row.auto for row in self.rows):
-            k = self.depth.choose([row.drafter for row in self.rows])
-        else:
-            k = max(row.fixed for row in self.rows)
-        k = min(k, room, widest(len(self.rows)))
-        flight = describe(self.model, self._batch, self.rows, k, steady=self._steady)
-        self._steady = True
-        return flight
-
-    def _land(self) -> None:
-        """Wait for the round in flight, if there is one, and tell every row what it said."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            self._tell(flight)
-
-    def _tell(self, flight: PendingStep) -> None:
-        report: list[list[int]] = flight.report.tolist()  # type: ignore[assignment]  # the one synchronisation
-        self._learn(flight, report)
-        for index, (row, numbers) in enumerate(zip(flight.rows, report, strict=True)):
-            if row.over:
-                continue
-            if not numbers[-1]:
-                row.fail(HeadstartError("the model's logits are not finite: this row cannot go on"))
-                continue
-            if row.matcher is not None and row.matcher.failed is not None:
-                row.fail(row.matcher.failed)
-                continue
-            said = flight.said(index, numbers)
-            if self._batch is not None and row in self.rows:
-                self._batch.rows.bounds[self.rows.index(row)] -= flight.k - said.accepted
-            try:
-                row.say(said)
-            except Exception as error:  # of its text or its grammar
-                row.fail(error)
-        self._drop_finished()
-
-    def _learn(self, flight: PendingStep, report: list[list[int]]) -> None:
-        """Tell the choice of depth what came of this one. A round's time runs from the landing before it."""
-        now = time.perf_counter()
-        seconds, self._landed = now - (self._landed if flight.steady else flight.begun), now
-        running = [
-            (row, (numbers[-3], numbers[-2]))
-            for row, numbers in zip(flight.rows, report, strict=True)
-            if not row.over
-        ]
-        outcomes = [outcome for _, outcome in running]
-        timed = seconds if flight.steady and len(running) == len(flight.rows) else None
-        self.depth.observe([row.drafter for row, _ in running], flight.k, outcomes, timed)
-        for row, _ in running:
-            row.stats.count_depth(min(flight.k, row.drafter.ceiling), seconds)
-            if row.auto:
-                row.stats.estimated_gain_by_k = list(self.depth.gains)
-                if flight.k == 0:
-                    row.stats.last_pause_reason = pause_reason(self.depth.gains)
-
-    def _recover(self, error: Exception) -> None:
-        """A step failed, and took the rows' memory with it. Where memory ran out, the youngest ends. Otherwise
-        nobody can tell whose fault it is until each has run a round alone; if none fails there, the youngest ends."""
-        rows = [row for row in self.rows if not row.over]
-        shortage = is_shortage(error)
-        if rows and (len(rows) == 1 or shortage or all(row.cleared for row in rows)):
-            youngest = max(rows, key=lambda row: row.started)
-            youngest.finish("error", error)
-            rows.remove(youngest)
-        report(LOG, "a step failed; %d sequences will be recomputed", len(rows), error=error)
-        self.retries += bool(rows)
-        for row in rows:
-            row.suspect = not shortage and not row.cleared
-        if shortage:
-            self._empty_prefix()
-        self._enter_again(rows, "memory" if shortage else "failure")
-
-    def _enter_again(self, rows: list[SequenceState], reason: str) -> None:
-        self._forget_batch()
-        for row in rows:
-            self._recompute(row, reason)
-        self.entering.extendleft(reversed(rows))
-
-    def _recompute(self, row: SequenceState, reason: str) -> None:
-        """Drop what the device holds of a sequence: its tokens so far will be prefilled again."""
+    def _recompute(self, sequence: SequenceState, reason: str) -> None:
         self.recomputed[reason] += 1
-        row.reset_prefill()
+        sequence.reset_prefill()
 
-    def _forget_batch(self) -> None:
-        self.rows, self._batch, self._flight, self._steady = [], None, None, False
+    def _drop_batch(self) -> None:
+        self.running = []
+        self._batch = self._pending = None
+        self._steady = False
         mx.clear_cache()
 
     def _drop_finished(self) -> None:
-        staying = [i for i, row in enumerate(self.rows) if not row.over]
-        if self._batch is None or len(staying) == len(self.rows):
+        """Remove finished sequences from the batch."""
+        staying = [i for i, sequence in enumerate(self.running) if not sequence.finished]
+        if self._batch is None or len(staying) == len(self.running):
             return
-        self.rows = [self.rows[i] for i in staying]
-        if not self.rows:
+        self.running = [self.running[i] for i in staying]
+        if not self.running:
             self._batch = None
             return
         self._steady = False
         self._batch.keep(staying, self.model)
-        if self._batch.head is not None and not any(row.drafter.ceiling for row in self.rows):
-            self._batch.forget_head(self.model)
+
+
+def _youngest(sequences: list[SequenceState]) -> SequenceState:
+    return max(sequences, key=lambda sequence: sequence.started)

@@ -1,13 +1,14 @@
-"""The engine room: one thread that owns the device, and stays up.
+"""A thread that owns the device and runs an engine, and the engine for asyncio on top of it.
 
-An engine that fails in a turn mends itself. Should its thread die all the same, it is started once more, and every
-request goes on where it was; if that one dies too, all requests end with the error and the room says so.
+The engine recovers from failed steps by itself. If the thread dies all the same, it is restarted once and every
+request continues; if it dies again, all requests end with the error.
 """
 
-import time
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
-from threading import Condition, Thread
+from threading import TIMEOUT_MAX, Condition, Thread
+from types import TracebackType
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -17,7 +18,7 @@ from ..errors import Busy, Down, RequestError
 from ..models import Model
 from ..sampling.bounds import start_deep
 from .engine import Engine
-from .log import LOG, report
+from .log import LOG, log_error
 from .request import Event, Handle, Request
 
 RESTARTS = 1
@@ -25,7 +26,7 @@ RESTARTS = 1
 
 @dataclass(frozen=True)
 class Settings:
-    """What may be changed while the room is open. It applies to requests that come after."""
+    """Settings that can be changed at run time. They apply to new requests."""
 
     speculation: bool = True
     max_k: int = MAX_K
@@ -47,14 +48,14 @@ class EngineThread:
         make: Callable[..., Engine] = Engine,
         **engine: Any,
     ):
-        """The arguments are those of Engine, or of what else can `make` one."""
+        """Make an engine with these arguments: those of `Engine`, or of what `make` calls."""
         self.engine = make(model, tokenizer, max_queue=max_queue, threaded=True, **engine)
         self.settings = Settings(max_k=self.engine.model.max_k)
         self.restarts = 0
         self.problem: str | None = None  # why the thread died
-        self.closing = False  # no new work is taken
-        self._over = False  # nobody turns the engine any more
-        self._awake = Condition()
+        self.closing = False  # new requests are refused
+        self._stopped = False  # the engine is not run any more
+        self._wake = Condition()
         self._thread: Thread | None = None
 
     @property
@@ -63,11 +64,11 @@ class EngineThread:
 
     @property
     def running(self) -> int:
-        return len(self.engine.rows)
+        return len(self.engine.running)
 
     @property
-    def entering(self) -> int:
-        return len(self.engine.entering)
+    def prefilling(self) -> int:
+        return len(self.engine.prefilling)
 
     @property
     def queued(self) -> int:
@@ -75,14 +76,18 @@ class EngineThread:
 
     def start(self) -> None:
         self._thread = Thread(target=self._run, name="engine", daemon=True)
-        start_deep(self._thread)  # grammars are followed in it
+        start_deep(self._thread)  # grammars recurse
 
     def submit(
         self, request: Request, *, client: str = "", listener: Callable[[Event], None] | None = None
     ) -> Handle:
-        """From any thread. `listener` is told every event in the engine's thread; without one, iterate the handle.
+        """Queue a request, from any thread. `listener` is called in the engine's thread; without one, iterate the
+        handle.
 
-        RequestError where it cannot be honoured, Busy where it cannot be now, Down where nothing can.
+        Raises:
+            RequestError: It can never be answered.
+            Busy: The queue is full, or the engine is closing.
+            Down: The engine is not running.
         """
         if self.closing:
             raise Busy("the server is shutting down", retry_after=5)
@@ -90,24 +95,23 @@ class EngineThread:
             raise Down(f"the engine is down ({self.problem or 'it was not started'}): start it again")
         max_k = self.settings.max_k if self.settings.speculation else 0
         handle = self.engine.submit(request, client=client, listener=listener, max_k=max_k)
-        with self._awake:
-            if self._over:  # since it was seen to be healthy
+        with self._wake:
+            if self._stopped:  # since the checks above
                 self.engine.end_all(Down(f"the engine is down ({self.problem or 'it was closed'})"))
-            self._awake.notify()
+            self._wake.notify()
         return handle
 
     def configure(self, **changes: Any) -> None:
         self.settings = replace(self.settings, **changes)
 
     def close(self, deadline: float) -> None:
-        """Take no new work, let what runs finish, and cancel what is left after `deadline` seconds."""
+        """Refuse new requests, wait up to `deadline` seconds for the running ones, and cancel the rest."""
         self.closing = True
-        until = time.monotonic() + deadline
-        with self._awake:
-            self._awake.notify()
+        with self._wake:
+            self._wake.notify()
         if self._thread is None:
             return
-        self._thread.join(max(0.0, until - time.monotonic()))
+        self._thread.join(deadline)
         if self._thread.is_alive():
             self.engine.cancel_all()
             self._thread.join(10)
@@ -115,35 +119,83 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                self.engine.turn()
+                self.engine.run_once()
         except BaseException as error:
             self.problem = f"{type(error).__name__}: {error}"
-            report(LOG, "the engine's thread died", error=error)
-            if not self._start_again():
-                with self._awake:  # a request that comes now ends all as well
-                    self._over = True
+            log_error(LOG, "the engine's thread died", error=error)
+            if not self._restart():
+                with self._wake:  # `submit` ends requests that come after this
+                    self._stopped = True
                     self.engine.end_all(Down(f"the engine died: {self.problem}"))
 
-    def _start_again(self) -> bool:
+    def _restart(self) -> bool:
         if self.restarts >= RESTARTS or self.closing:
             return False
         self.restarts += 1
         try:
             self.engine.recompute_all()
             self.start()
-        except Exception as error:  # of the device, which is beyond help then, or of a system without threads
-            report(LOG, "the engine's thread could not be started again", error=error)
+        except Exception as error:  # the device is lost, or no thread can be started
+            log_error(LOG, "the engine's thread could not be restarted", error=error)
             self.problem = f"{self.problem}; then {type(error).__name__}: {error}"
             return False
-        LOG.warning("the engine's thread was started again: every request goes on")
+        LOG.warning("the engine's thread was restarted: all requests continue")
         return True
 
     def _wait_for_work(self) -> bool:
-        """Sleep until there is something to do. False when there is nothing, and nothing will come."""
-        with self._awake:
+        """Sleep until there is something to do. Return False if the engine is closing and nothing is left."""
+        with self._wake:
             while not self.engine.busy:
                 if self.closing:
-                    self._over = True
+                    self._stopped = True
                     return False
-                self._awake.wait()
+                self._wake.wait()
         return True
+
+
+class AsyncEngine:
+    """The engine for asyncio. Use it as `async with AsyncEngine(model, tokenizer) as engine`.
+
+    Concurrent requests are decoded in one batch. Leaving the block waits for running requests.
+    """
+
+    def __init__(self, model: Model, tokenizer: TokenizerWrapper | None = None, **engine: Any):
+        """Take the arguments of `Engine`."""
+        self._thread = EngineThread(model, tokenizer, **engine)
+
+    async def __aenter__(self) -> "AsyncEngine":
+        self._thread.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self._thread.close, 0.0 if error is not None else TIMEOUT_MAX)
+
+    async def stream(self, request: Request) -> AsyncIterator[Event]:
+        """Yield the events of a request; the last of each answer has a `finish_reason`.
+
+        Leaving the iterator early cancels the request. A request that fails raises its error.
+        """
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Event] = asyncio.Queue()
+
+        def listener(event: Event) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+        handle = self._thread.submit(request, listener=listener)
+        unfinished = request.n
+        try:
+            while unfinished:
+                event = await events.get()
+                if event.error is not None:
+                    raise event.error
+                unfinished -= event.finish_reason is not None
+                yield event
+        finally:
+            handle.cancel()
+
+    async def generate(self, request: Request) -> str:
+        """Return the text of a request's first answer."""
+        texts = [text async for event in self.stream(request) if event.choice == 0 for text in event.texts]
+        return "".join(texts)

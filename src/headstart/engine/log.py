@@ -7,7 +7,7 @@ import traceback
 from threading import Lock
 
 LOG = logging.getLogger("headstart.engine")
-MOST = 10  # reports of one failure in a WINDOW; a failure that repeats in a loop must not fill the disk
+MOST = 10  # records of one failure per WINDOW: a failure that repeats in a loop must not fill the disk
 WINDOW = 60.0  # seconds
 
 # "[malloc] Unable to allocate …", "[METAL] Command buffer execution failed …", "cudaMalloc failed: out of memory"
@@ -15,10 +15,10 @@ MLX = re.compile(r"\[[\w:. ]+\] |cu[A-Z]\w*|CUDA ")
 
 Place = tuple[str, type[BaseException], str, int]
 _lock = Lock()
-_seen: dict[Place, tuple[float, int]] = {}  # when the window began, and reports since
+_seen: dict[Place, tuple[float, int]] = {}  # start of the window, and failures since
 
 
-def report(log: logging.Logger, message: str, *arguments: object, error: BaseException) -> None:
+def log_error(log: logging.Logger, message: str, *arguments: object, error: BaseException) -> None:
     """Log `message` and the traceback of `error`, at most MOST times in a WINDOW for the same place in the code."""
     frames = traceback.extract_tb(error.__traceback__, limit=-1)
     file, line = (frames[0].filename, frames[0].lineno or 0) if frames else ("", 0)
@@ -35,10 +35,10 @@ def report(log: logging.Logger, message: str, *arguments: object, error: BaseExc
         message += f" ({missed} more like it were not logged)"
     elif count == MOST - 1:
         message += f" (more like it in the next {WINDOW:g} s will not be logged)"
-    log.error(f"{message}\n%s", *arguments, describe(error))
+    log.error(f"{message}\n%s", *arguments, format_error(error))
 
 
-def describe(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Return the traceback of an error and of its causes: types, files, lines and functions.
 
     The message is left out unless it is MLX's: libraries quote their input in theirs, and that may be a prompt or a

@@ -1,4 +1,4 @@
-"""What rows will need of the device's memory, counted before they are let in."""
+"""Estimate the device memory that sequences need, and recognise when it runs out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,14 +8,15 @@ from ..models import Model
 from ..models.memory import unused
 from ..state import BLOCK, KV
 
-SHARE = 0.9  # of what weights leave: steps need some room of their own
-PREFIXES = 2_000_000_000  # bytes for beginnings of prompts, at most a quarter of what there is
-ANSWER = 4096  # tokens of an answer that are counted ahead; longer ones find room as they grow, or wait
+SHARE = 0.9  # of the memory beside the weights that sequences may take: steps need some of it
+MAX_PREFIX_CACHE = 2_000_000_000  # bytes of the prefix cache by default, at most a quarter of what is available
+ANSWER = 4096  # tokens of an answer counted at admission; longer ones find memory as they grow, or are requeued
+MESSAGES = ("out of memory", "unable to allocate", "bad_alloc", "insufficient memory")
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a row of a model takes: a fixed part, and one for each position up to the longest row's."""
+    """The bytes that a sequence takes: a fixed part, and one per position of KV cache."""
 
     fixed: int
     position: int
@@ -29,32 +30,30 @@ class Footprint:
         return cls(fixed, sum(2 * layer.keys.shape[1] * layer.keys.shape[3] * layer.keys.itemsize for layer in kv))
 
     def bytes(self, lengths: Sequence[int]) -> int:
-        """Of rows that are to hold so many tokens each: all have the capacity of the longest."""
+        """Return the memory of sequences of these lengths. All get the capacity of the longest."""
         capacity = -(-max(lengths, default=0) // BLOCK) * BLOCK
         return len(lengths) * (self.fixed + self.position * capacity)
 
 
 def memory_for_sequences() -> int:
-    """Bytes that rows may take beside what is in memory now, the weights above all."""
+    """Return the bytes that sequences may take beside what is in memory now."""
     return int(SHARE * unused())
 
 
 def memory_for_prefixes() -> int:
-    """Bytes that the prefix cache may take of them, where the user does not say."""
-    return min(PREFIXES, memory_for_sequences() // 4)
+    """Return the default size of the prefix cache."""
+    return min(MAX_PREFIX_CACHE, memory_for_sequences() // 4)
 
 
-def shortage(error: BaseException) -> OutOfMemory:
-    """What is said to the request that had to end for it."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory ran out. MLX raises a RuntimeError for that, so its message has to tell."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or any(message in text for message in MESSAGES)
+
+
+def out_of_memory(error: BaseException) -> OutOfMemory:
+    """Return the error of the request that was ended to free memory."""
     return OutOfMemory(
-        "memory ran out, and this request, the youngest, was ended so that others could go on: ask again, or serve "
+        "memory ran out, and this request, the youngest, was ended so that others could go on: try again, or serve "
         f"with fewer --max-sequences or a smaller --prefix-cache-gb ({type(error).__name__}: {error})"
-    )
-
-
-def is_shortage(error: BaseException) -> bool:
-    """Does this failure mean that memory ran out? mlx says so in words only."""
-    words = str(error).lower()
-    return isinstance(error, MemoryError) or any(
-        said in words for said in ("out of memory", "unable to allocate", "bad_alloc", "insufficient memory")
     )

@@ -1,76 +1,114 @@
-"""Reading a prompt: chunk by chunk, from where a known beginning ends."""
+"""Prefill a prompt in chunks, starting after the longest prefix that the prefix cache holds."""
 
 import time
+from collections.abc import Sequence
 
 import mlx.core as mx
 
 from ..kernels.cuda import on_cuda
 from ..models import Model
+from ..sampling import Logprobs, logprobs
 from ..state import CHUNK, Prefix
-from .batch import Batch
-from .exact import rows_are_independent
+from .batch import Batch, UnseenPairs
+from .invariance import is_batch_invariant
+from .memory import is_out_of_memory
 from .request import Event
-from .reuse import leave, resume
-from .score import score
-from .sequence import SequenceState
+from .sequence import SequenceState, read_logprobs
 from .step import prefill
 
+SCORED_AT_ONCE = 64  # tokens of a prompt whose logits are computed together: logits are large
 
-def prefill_chunk(model: Model, row: SequenceState, prefix: Prefix | None) -> bool:
-    """One more chunk of a row's tokens. True once all but the last are in: that one opens the first window."""
-    tokens = row.tokens
-    if row.handle.request.score != "no":  # a prompt that is told of must be read from its beginning
+
+def prefill_chunk(model: Model, sequence: SequenceState, prefix: Prefix | None) -> bool:
+    """Prefill one more chunk. Return True once all tokens but the last are in: that one opens the first window."""
+    tokens = sequence.tokens
+    scored = sequence.handle.request.score != "no"
+    if scored:  # every token of the prompt must run through the trunk
         prefix = None
-    if row.batch is None:
-        _begin(model, row, prefix)
-    assert row.batch is not None
-    end = min((row.taken // CHUNK + 1) * CHUNK, len(tokens) - 1)
-    if row.taken:  # one chunk at a time: progress is real, memory bounded, and a cancel soon heeded
-        mx.eval(row.batch.arrays())
+    if sequence.batch is None:
+        _start(model, sequence, prefix)
+    assert sequence.batch is not None
+    done = sequence.num_prefilled
+    end = min((done // CHUNK + 1) * CHUNK, len(tokens) - 1)
+    if done:  # wait for the chunk before: progress is real, memory bounded, and a cancelled request stops soon
+        mx.eval(sequence.batch.arrays())
         if prefix is not None:
-            leave(row.batch, tokens, row.taken, prefix)
-        if not row.said and row.taken > row.reported:  # a sequence that is recomputed reports nothing twice
-            row.reported = row.taken
-            row.handle.put(Event(stats=row.stats.copy(), prompt_processed=row.taken, choice=row.asked.choice))
-    if end > row.taken:
-        chunk = mx.array([tokens[row.taken : end]], mx.int32)
-        hidden = prefill(model, row.batch, chunk, mx.array([tokens[end]], mx.int32))
-        mx.async_eval(row.batch.arrays())
-        if row.handle.request.score != "no":
-            _score(model, row, hidden, end)
-        row.taken = end
+            _store(sequence.batch, tokens, done, prefix)
+        if not sequence.num_generated and done > sequence.num_reported:  # not again if it is recomputed
+            sequence.num_reported = done
+            sequence.put(Event(prompt_processed=done))
+    if end > done:
+        chunk = mx.array([tokens[done:end]], mx.int32)
+        hidden = prefill(model, sequence.batch, chunk, mx.array([tokens[end]], mx.int32))
+        mx.async_eval(sequence.batch.arrays())
+        if scored:
+            _score(model, sequence, hidden, end)
+        sequence.num_prefilled = end
     if end < len(tokens) - 1:
         return False
     if prefix is not None:
-        leave(row.batch, tokens, end, prefix)
-        if not row.drafter.ceiling:
-            row.batch.forget_head(model)
+        _store(sequence.batch, tokens, end, prefix)
     return True
 
 
-def _begin(model: Model, row: SequenceState, prefix: Prefix | None) -> None:
-    """At the first token, or after those of its beginning that are known."""
-    row.batch = Batch.of_one(
-        model, row.tokens, row.asked, row.drafter.ceiling, said=row.said, rounds=row.stats.rounds
-    )
-    row.started = row.started or time.perf_counter()
-    exact = rows_are_independent(model) and row.asked.params.rule != "optimistic"
-    exact = exact and not (row.said and on_cuda())  # what it said is read as a prompt now, by other kernels
+def _start(model: Model, sequence: SequenceState, prefix: Prefix | None) -> None:
+    """Make the sequence's own batch, with what the prefix cache holds of its tokens."""
+    generated, stats = sequence.num_generated, sequence.stats
+    batch = Batch.of_one(model, sequence.tokens, sequence.params, sequence.history.max_k, generated, stats.rounds)
+    sequence.batch = batch
+    sequence.started = sequence.started or time.perf_counter()
+    exact = is_batch_invariant(model) and sequence.params.params.rule != "optimistic"
+    if generated and on_cuda():  # generated tokens are recomputed as a prompt, by other kernels
+        exact = False
     if prefix is not None:
-        row.taken = resume(model, row.batch, row.tokens, prefix)
-        exact = exact and not (row.taken and prefix.eight_bits)
-    if not row.said:
-        row.stats.prefix_cache_hit, row.stats.exact = row.taken, exact
-    row.stats.exact = row.stats.exact and exact
+        sequence.num_prefilled = _resume(model, batch, sequence.tokens, prefix)
+        exact = exact and not (sequence.num_prefilled and prefix.eight_bits)
+    if not generated:
+        stats.prefix_cache_hit = sequence.num_prefilled
+        stats.exact = exact
+    stats.exact = stats.exact and exact
 
 
-def _score(model: Model, row: SequenceState, hidden: mx.array, end: int) -> None:
-    """Tell what the model thought of the prompt up to `end`, unless it was told before."""
-    begin, end = max(row.taken, row.scored), min(end, len(row.handle.request.prompt) - 1)
-    following, top = row.tokens[begin + 1 : end + 1], row.asked.params.top_logprobs
-    if following:
-        told = score(model, hidden[:, begin - row.taken :], following, top)
-        row.handle.put(
-            Event(prompt_logprobs=told, stats=row.stats.copy(), prompt_processed=end, choice=row.asked.choice)
-        )
-        row.scored = end
+def _resume(model: Model, batch: Batch, tokens: Sequence[int], prefix: Prefix) -> int:
+    """Load the longest cached prefix of `tokens` into the batch, and return its length.
+
+    A sequence that does not draft has a head during prefill all the same: then every entry serves every sequence.
+    """
+    if model.has_head and batch.head_state is None:
+        batch.head_state = model.make_head_state(1)
+    if (found := prefix.resume(tokens, batch.trunk_state, batch.head_state)) is None:
+        return 0
+    length, hidden = found
+    if batch.head_state is not None:  # the last hidden state pairs with this sequence's own next token
+        following = mx.array([tokens[length : length + 1]], mx.int32)
+        batch.unseen = UnseenPairs(hidden, following, mx.ones((1,), mx.int32))
+    return length
+
+
+def _store(batch: Batch, tokens: Sequence[int], length: int, prefix: Prefix) -> None:
+    """Add the first `length` tokens to the prefix cache, if that is a multiple of its chunk."""
+    if length and length % prefix.chunk == 0:
+        mx.eval(batch.arrays())
+        try:
+            prefix.store(tokens, length, batch.trunk_state, batch.head_state, batch.unseen.hidden)
+        except Exception as error:  # the sequence does not depend on it
+            if not is_out_of_memory(error):
+                raise
+            prefix.clear()
+
+
+def _score(model: Model, sequence: SequenceState, hidden: mx.array, end: int) -> None:
+    """Emit log-probabilities of the prompt's tokens up to `end`, given the trunk's output [1, T, H] for the chunk."""
+    begin = max(sequence.num_prefilled, sequence.num_scored)
+    end = min(end, len(sequence.handle.request.prompt) - 1)
+    if begin >= end:  # recomputed, or past the prompt
+        return
+    top = sequence.params.params.top_logprobs
+    scores = []
+    for start in range(begin, end, SCORED_AT_ONCE):
+        tokens = mx.array([sequence.tokens[start + 1 : min(start + SCORED_AT_ONCE, end) + 1]], mx.int32)  # [1, W]
+        first = start - sequence.num_prefilled
+        logits = model.logits(hidden[:, first : first + tokens.shape[1]])
+        scores += read_logprobs(Logprobs(*[a[0] for a in logprobs(logits, tokens, top)]), top)
+    sequence.put(Event(prompt_logprobs=scores, prompt_processed=end))
+    sequence.num_scored = end

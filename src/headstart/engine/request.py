@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it."""
+"""What callers give to the engine and get from it: requests, events and handles."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..errors import HeadstartError, RequestError
 from ..models import Model
 from ..sampling import SamplingParams
-from .log import LOG, report
+from .log import LOG, log_error
 from .stats import Origin, Stats
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -40,7 +40,7 @@ class Request:
             raise RequestError("prompt is text; it must be token ids: encode it with the tokenizer")
 
     def check(self, model: Model) -> None:
-        """Refuse what cannot be honoured before any work is done."""
+        """Raise RequestError if this model cannot answer the request."""
         length, context, vocabulary = len(self.prompt), model.context_length, model.vocabulary
         if not length:
             raise RequestError("prompt is empty: give at least one token")
@@ -50,20 +50,20 @@ class Request:
                 f"shorten it to {context - 1} tokens or fewer"
             )
         if (wrong := next((t for t in self.prompt if not 0 <= t < vocabulary), None)) is not None:
-            raise RequestError(f"prompt holds the token id {wrong}: ids go from 0 to {vocabulary - 1}")
+            raise RequestError(f"prompt has the token id {wrong}: ids go from 0 to {vocabulary - 1}")
         if not 1 <= self.n:
             raise RequestError(f"n is {self.n}; it must be at least 1")
         self.params.check_tokens(vocabulary)
         if self.params.k not in ("auto", 0) and not model.has_head:
             raise RequestError(
                 f"k is {self.params.k}, but this model cannot draft: {model.head_unavailable or 'it has no head'}. "
-                "Ask for 'auto' or 0"
+                "Use 'auto' or 0"
             )
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """What the model thought of a token it said, and what it would rather have said, best first."""
+    """The log-probability of a token, and of the most probable tokens in its place, best first."""
 
     logprob: float
     top: list[tuple[int, float]]
@@ -71,74 +71,72 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Event:
-    """What a round said to one request, or how it ended. The last event has a `finish_reason`, of each of its
-    answers where there are several. While a long prompt
-    is taken in, events say only how far (`prompt_processed`)."""
+    """The tokens of one round, the progress of prefill (`prompt_processed`), or the end of an answer.
+
+    The last event of each answer has a `finish_reason`.
+    """
 
     tokens: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)  # what each token adds, if the engine has a tokenizer
-    logprobs: list[TokenLogprobs] | None = None  # if the request asked
-    prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's next tokens, from its second on, if asked
-    logits: mx.array | None = None  # [len(tokens), V], if the request asked
+    texts: list[str] = field(default_factory=list)  # what each token adds; empty if the engine has no tokenizer
+    logprobs: list[TokenLogprobs] | None = None  # if requested
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt, from its second token on
+    logits: mx.array | None = None  # [len(tokens), V], if requested
     finish_reason: FinishReason | None = None
     stop: str | None = None  # the stop string that ended it
     stats: Stats | None = None  # of the whole answer so far
     error: HeadstartError | None = None
-    prompt_processed: int = 0  # tokens of the prompt that are in
+    prompt_processed: int = 0  # tokens of the prompt that are prefilled
     choice: int = 0  # which of the request's answers it belongs to
 
 
 class Handle:
-    """A request under way. Iterating gives its events; where no thread turns the engine, it turns it."""
+    """A submitted request. Iterate it for its events; if the engine has no thread of its own, that also runs it."""
 
     def __init__(
         self,
         request: Request,
-        turn: Callable[[], object] | None,
+        run_once: Callable[[], object] | None,
         listener: Callable[[Event], None] | None = None,
     ):
         self.request = request
         self.cancelled = False
-        self._left = request.n  # answers whose end was not read yet
+        self._unread = request.n  # answers whose last event was not read yet
         self._ended: set[int] = set()  # answers whose last event was put
-        self._ending = Lock()
+        self._lock = Lock()
         self._events: SimpleQueue[Event] = SimpleQueue()
-        self._turn = turn
-        self._listener = listener
+        self._run_once = run_once
+        self._listener = listener or self._events.put
 
     def cancel(self) -> None:
-        """Stop at the next turn. What has been said stays said."""
+        """Stop before the next step. Events that were sent remain readable."""
         self.cancelled = True
 
     def put(self, event: Event) -> None:
-        """Deliver an event. The first end of an answer counts: two threads may end it at once."""
-        with self._ending:
+        """Deliver an event. Two threads may end an answer at once: the first one counts."""
+        with self._lock:
             if event.choice in self._ended:
                 return
             if event.finish_reason is not None:
                 self._ended.add(event.choice)
-        if self._listener is None:
-            self._events.put(event)
-            return
         try:
             self._listener(event)
-        except Exception as error:  # what it missed cannot be made up for: nothing more is delivered
-            report(LOG, "a listener failed; its request is cancelled", error=error)
-            self._listener = _nobody
+        except Exception as error:  # it has missed an event, so it gets no more
+            log_error(LOG, "a listener failed; its request is cancelled", error=error)
+            self._listener = ignore_event
             self.cancelled = True
 
     def __iter__(self) -> Iterator[Event]:
-        while self._left:
+        while self._unread:
             try:
-                event = self._events.get(block=self._turn is None)
+                event = self._events.get(block=self._run_once is None)
             except Empty:
-                assert self._turn is not None
-                self._turn()
+                assert self._run_once is not None
+                self._run_once()
                 continue
-            self._left -= event.finish_reason is not None
+            self._unread -= event.finish_reason is not None
             yield event
 
 
-def _nobody(event: Event) -> None:
-    """Listen to nothing."""
+def ignore_event(event: Event) -> None:
+    """Receive an event that nobody waits for."""

@@ -1,22 +1,79 @@
-"""Which requests run: they queue, and are admitted as places and memory allow. Nothing here touches the device."""
+"""Queue requests and admit them as sequences, within the limits of batch size and memory. No device work here."""
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
+from threading import Lock
+from typing import NamedTuple
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..cards import MAX_K
-from ..errors import RequestError
+from ..errors import Busy, RequestError
 from ..models import Model
 from ..state import Prefix
 from .memory import ANSWER, Footprint, memory_for_sequences
-from .queue import Queue
 from .request import Event, Handle, Request
 from .sequence import SequenceState
 
 
+class QueueEntry(NamedTuple):
+    turn: int  # 0: was running before, and goes first
+    client: str
+    sequence: SequenceState
+
+
+class Queue:
+    """Waiting requests, ordered so that clients take turns. Any thread may add; only the engine's removes.
+
+    The nth waiting request of a client gets the nth turn from now. Within a turn the first to arrive goes first.
+    """
+
+    def __init__(self, max_size: int | None = None):
+        self.max_size = max_size
+        self._lock = Lock()
+        self._entries: list[QueueEntry] = []  # next one first
+        self._turn = 0  # of the request taken last
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, sequence: SequenceState, client: str) -> None:
+        with self._lock:
+            waiting = [entry for entry in self._entries if entry.turn]
+            turns = [entry.turn for entry in waiting if entry.client == client]
+            if self.max_size is not None:
+                # The last eighth is for clients with nothing in the queue, so that no client can fill it.
+                reserved = self.max_size // 8 if turns else 0
+                if len(waiting) >= self.max_size - reserved:
+                    raise Busy(f"{len(waiting)} requests are waiting already: try again in a moment", retry_after=1)
+            turn = max(turns, default=self._turn) + 1
+            insort(self._entries, QueueEntry(turn, client, sequence), key=lambda entry: entry.turn)
+
+    def put_back(self, sequence: SequenceState) -> None:
+        """Requeue a sequence that had to stop, ahead of all others."""
+        with self._lock:
+            self._entries.insert(0, QueueEntry(0, "", sequence))
+
+    def all(self) -> list[SequenceState]:
+        """Return the sequences, next one first."""
+        with self._lock:
+            return [entry.sequence for entry in self._entries]
+
+    def remove(self, sequence: SequenceState) -> None:
+        """Remove a sequence that is admitted."""
+        with self._lock:
+            entry = next(entry for entry in self._entries if entry.sequence is sequence)
+            self._entries.remove(entry)
+            self._turn = max(self._turn, entry.turn)
+
+    def remove_finished(self) -> None:
+        with self._lock:
+            self._entries = [entry for entry in self._entries if not entry.sequence.finished]
+
+
 class Scheduler:
-    """The part of an engine that other threads call, and that decides what the next turn works on."""
+    """The part of an engine that other threads call, and that decides which sequences run."""
 
     def __init__(
         self,
@@ -34,22 +91,23 @@ class Scheduler:
         self.tokenizer = tokenizer
         self.max_sequences = max_sequences
         self.footprint = Footprint.of(model)
-        set_aside, left = prefix.max_bytes if prefix is not None else 0, memory_for_sequences()
-        if memory_limit is None and left - set_aside < self.footprint.bytes([1]) <= left:
+        reserved = prefix.max_bytes if prefix is not None else 0
+        available = memory_for_sequences()
+        if memory_limit is None and available - reserved < self.footprint.bytes([1]) <= available:
             raise RequestError(
-                f"a prefix cache of {set_aside / 1e9:.2f} GB leaves no room for requests: {left / 1e9:.2f} GB are "
-                "left beside the model. Make it smaller"
+                f"a prefix cache of {reserved / 1e9:.2f} GB leaves no room for requests: {available / 1e9:.2f} GB "
+                "are left beside the model. Make it smaller"
             )
-        self.memory = max(0, left - set_aside) if memory_limit is None else memory_limit
+        self.memory = max(0, available - reserved) if memory_limit is None else memory_limit
         self.prefix = prefix
         self.queue = Queue(max_queue)
-        self.entering: deque[SequenceState] = deque()  # taking in their prompts
-        self.rows: list[SequenceState] = []  # decoding, in the order of the batch
+        self.prefilling: deque[SequenceState] = deque()
+        self.running: list[SequenceState] = []  # decoding, in the order of the batch
         self._threaded = threaded
         self._cancel_all = False
 
-    def turn(self) -> bool:
-        """Do one turn of the work. Return False when nothing is left to do."""
+    def run_once(self) -> bool:
+        """Do one iteration of the work. Return False when nothing is left to do."""
         raise NotImplementedError
 
     def submit(
@@ -60,64 +118,78 @@ class Scheduler:
         listener: Callable[[Event], None] | None = None,
         max_k: int = MAX_K,
     ) -> Handle:
-        """Queue a request, from any thread. RequestError where it cannot be honoured, Busy where too many wait.
+        """Queue a request, from any thread.
 
-        Clients take turns. `listener` is told every event by the thread that turns the engine, instead of the
-        handle. `max_k`: most drafts a round, besides what the model and the request allow.
+        Args:
+            client: Whose request it is. Clients take turns.
+            listener: Receives every event in the thread that runs the engine, instead of the handle.
+            max_k: Most drafts per round, besides what the model and the request allow.
+
+        Raises:
+            RequestError: It can never be answered.
+            Busy: The queue is full.
         """
         request.check(self.model)
         if request.n > self.max_sequences:
-            raise RequestError(f"n is {request.n}, and at most {self.max_sequences} answers can be given at a time")
-        handle = Handle(request, None if self._threaded else self.turn, listener)
-        row = SequenceState.of(handle, self.model, self.tokenizer, max_k)
-        if (needed := self._bytes([row])) > self.memory:
-            with_, or_n = ("its answer", "") if request.n == 1 else (f"{request.n} answers", " or n")
+            raise RequestError(f"n is {request.n}, and at most {self.max_sequences} answers can run at a time")
+        handle = Handle(request, None if self._threaded else self.run_once, listener)
+        sequence = SequenceState.of(handle, self.model, self.tokenizer, max_k)
+        if (needed := self._bytes([sequence])) > self.memory:
+            answers, or_n = ("its answer", "") if request.n == 1 else (f"{request.n} answers", " or n")
             raise RequestError(
-                f"prompt has {len(request.prompt)} tokens and needs {needed / 1e9:.2f} GB with {with_}, and "
+                f"prompt has {len(request.prompt)} tokens and needs {needed / 1e9:.2f} GB with {answers}, and "
                 f"{self.memory / 1e9:.2f} GB are left for requests: shorten it or lower max_tokens{or_n}"
             )
-        self.queue.put(row, client)
+        self.queue.put(sequence, client)
         return handle
 
     def clear_prefix(self) -> None:
-        """Forget the beginnings of prompts, from any thread."""
+        """Empty the prefix cache, from any thread."""
         if self.prefix is not None:
             self.prefix.clear()
 
     def cancel_all(self) -> None:
-        """Stop everything at the next turn, and what comes after it, from any thread."""
+        """Cancel all requests, also those submitted later, from any thread."""
         self._cancel_all = True
 
-    def _bytes(self, rows: list[SequenceState]) -> int:
-        """What these rows will need, as far as their answers are counted ahead."""
-        each = [len(r.tokens) + min(r.limit - r.said, ANSWER) + MAX_K + 1 for r in rows for _ in (r, *r.siblings)]
-        return self.footprint.bytes(each)
+    def _admitted(self) -> list[SequenceState]:
+        return [*self.prefilling, *self.running]
+
+    def _bytes(self, sequences: list[SequenceState]) -> int:
+        """Return the memory that these sequences and their siblings will need, with answers up to ANSWER tokens."""
+        lengths = []
+        for sequence in sequences:
+            answer = min(sequence.limit - sequence.num_generated, ANSWER)
+            lengths += [len(sequence.tokens) + answer + MAX_K + 1] * (1 + len(sequence.siblings))
+        return self.footprint.bytes(lengths)
+
+    def _unfinished(self) -> list[SequenceState]:
+        """Return the sequences of all requests: queued, prefilling and running."""
+        return [each for each in (*self.queue.all(), *self._admitted()) if not each.finished]
 
     def _end_cancelled(self) -> None:
-        gone = self._cancelled()
-        for row in (*self.queue.drop(gone), *self.entering, *self.rows):
-            if row.handle in gone and not row.over:
-                row.finish("cancelled")
-        self.entering = deque(row for row in self.entering if not row.over)
+        cancelled = self._cancelled()
+        for sequence in self._unfinished():
+            if sequence.handle in cancelled:
+                sequence.finish("cancelled")
+        self.queue.remove_finished()  # also what the pending step ended after it was requeued
+        self.prefilling = deque(sequence for sequence in self.prefilling if not sequence.finished)
 
     def _cancelled(self) -> set[Handle]:
-        """Those that nobody waits for any more. Each is asked once, for its answers end together, and another thread
-        may cancel it in between."""
-        handles = {row.handle for row in (*self.queue.all(), *self.entering, *self.rows)}
+        """Return the requests to cancel. Each flag is read once: all answers to a request must end together."""
+        handles = {sequence.handle for sequence in self._unfinished()}
         return {handle for handle in handles if self._cancel_all or handle.cancelled}
 
     def _admit(self) -> list[SequenceState]:
-        """As many as there are places and memory for. The first in the queue waits for its share, not for luck."""
+        """Move sequences from the queue to `prefilling`, as many as fit. None overtakes the first in the queue."""
         admitted: list[SequenceState] = []
-        while (row := self.queue.first()) is not None:
-            if row.over:  # it gave up its place, and then the round in flight ended it
-                self.queue.take()
-                continue
-            inside = [*self.rows, *self.entering]
-            if sum(1 + len(each.siblings) for each in (*inside, row)) > self.max_sequences:
+        for sequence in self.queue.all():
+            inside = self._admitted()
+            if sum(1 + len(each.siblings) for each in (*inside, sequence)) > self.max_sequences:
                 break
-            if inside and self._bytes([*inside, row]) > self.memory:
+            if inside and self._bytes([*inside, sequence]) > self.memory:
                 break
-            admitted.append(self.queue.take())
-            self.entering.append(row)
+            self.queue.remove(sequence)
+            self.prefilling.append(sequence)
+            admitted.append(sequence)
         return admitted

@@ -1,63 +1,59 @@
-"""What speculation did for one request. The field names are the server's `generation_stats`."""
+"""Statistics of one answer. `as_dict` has the field names of the server's `generation_stats`."""
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Literal
+from typing import Any, Literal
 
 Origin = Literal["draft", "correction", "bonus", "plain"]
+SUMMED = ("generation_tokens", "rounds", "paused_seconds", "first_round_tokens", "communication_seconds")
 
 
-def origins(said: int, accepted: int, proposed: int) -> list[Origin]:
-    """Where each token of a round came from: accepted drafts, then the model's own."""
+def origins(count: int, accepted: int, proposed: int) -> list[Origin]:
+    """Return the origin of a round's first `count` tokens: accepted drafts, then one of the trunk's own."""
     own: Origin = "plain" if proposed == 0 else "bonus" if accepted == proposed else "correction"
-    return [*["draft"] * min(said, accepted), *[own] * (said - accepted)]  # type: ignore[list-item]
+    all_origins: list[Origin] = [*["draft"] * accepted, own]  # type: ignore[list-item]
+    return all_origins[:count]
 
 
 @dataclass
 class Stats:
     drafter_kind: Literal["native_mtp"] | None
     bypass_reason: str | None  # why nothing was drafted
-    clamped_to: int | None = None  # the depth that ran at most, where the request asked for more
+    clamped_to: int | None = None  # the highest depth used, if the request asked for more
     exact: bool = False  # the output is that of plain decoding, bit for bit
     prompt_tokens: int = 0
-    prefix_cache_hit: int = 0  # tokens of the prompt that did not have to be read
+    prefix_cache_hit: int = 0  # tokens of the prompt that were not prefilled
     generation_tokens: int = 0
     rounds: int = 0
-    depths: dict[int, int] = field(default_factory=dict)  # rounds by k
-    paused_seconds: float = 0.0  # time in rounds of no drafts that the request would have allowed
-    last_pause_reason: str | None = None  # why the last round without drafts had none, where the depth was left open
-    estimated_gain_by_k: list[float] = field(default_factory=list)  # over k = 0, where the depth was left open
+    depths: Counter[int] = field(default_factory=Counter)  # rounds by k
+    paused_seconds: float = 0.0  # in rounds without drafts, though the request allowed them
+    last_pause_reason: str | None = None  # of the last round without drafts at automatic depth
+    estimated_gain_by_k: list[float] = field(default_factory=list)  # speed relative to k = 0, at automatic depth
     proposed_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
-    prompt_seconds: float = 0.0  # until the first round was known
+    prompt_seconds: float = 0.0  # from admission to the end of the first round
     generation_seconds: float = 0.0  # since then
     first_round_tokens: int = 0
-    ranks: int = 1  # machines that it ran on
-    communication_seconds: float = 0.0  # between them, as far as rounds and the speed of messages tell
+    ranks: int = 1  # machines of the cluster
+    communication_seconds: float = 0.0  # between them, estimated from the speed of messages
 
     @classmethod
     def of(cls, answers: "list[Stats]") -> "Stats":
-        """All answers to one prompt, which ran side by side."""
-        first, depths = answers[0], Counter[int]()
-        for each in answers:
-            depths += Counter(each.depths)
+        """Combine the stats of several answers that ran side by side."""
+        totals: dict[str, Any] = {name: sum(getattr(each, name) for each in answers) for name in SUMMED}
         return replace(
-            first,
+            answers[0],
+            **totals,
             exact=all(each.exact for each in answers),
-            generation_tokens=sum(each.generation_tokens for each in answers),
-            rounds=sum(each.rounds for each in answers),
-            depths=dict(depths),
-            paused_seconds=sum(each.paused_seconds for each in answers),
+            depths=sum((each.depths for each in answers), Counter()),
             proposed_by_position=_sums([each.proposed_by_position for each in answers]),
             accepted_by_position=_sums([each.accepted_by_position for each in answers]),
             generation_seconds=max(each.generation_seconds for each in answers),
-            first_round_tokens=sum(each.first_round_tokens for each in answers),
-            communication_seconds=sum(each.communication_seconds for each in answers),
         )
 
     def copy(self) -> "Stats":
-        """As of now, to hand out. Once a row and round, so nothing slower than this."""
+        """Return a snapshot. Called once per sequence and round, so it must be fast."""
         return replace(
             self,
             depths=self.depths.copy(),
@@ -65,30 +61,33 @@ class Stats:
             accepted_by_position=self.accepted_by_position.copy(),
         )
 
-    def count(self, said: int, accepted: int, proposed: int, seconds: float) -> None:
-        """A round that said `said` tokens to the user, `seconds` after the request was let in. An end in the middle
-        of the round may have cut the rest off."""
+    def count(self, tokens: int, accepted: int, proposed: int, seconds: float) -> None:
+        """Count a round that ended `seconds` after admission.
+
+        `tokens` were sent to the client: fewer than `accepted` + 1 if the answer ended within the round.
+        """
         if self.rounds == 0:
-            self.prompt_seconds, self.first_round_tokens = seconds, said
+            self.prompt_seconds = seconds
+            self.first_round_tokens = tokens
         self.generation_seconds = seconds - self.prompt_seconds
         self.rounds += 1
-        self.generation_tokens += said
+        self.generation_tokens += tokens
         missing = proposed - len(self.proposed_by_position)
         self.proposed_by_position += [0] * missing
         self.accepted_by_position += [0] * missing
         for j in range(proposed):
             self.proposed_by_position[j] += 1
-            self.accepted_by_position[j] += j < min(said, accepted)
+            self.accepted_by_position[j] += j < min(tokens, accepted)
 
     def count_depth(self, k: int, seconds: float) -> None:
-        self.depths[k] = self.depths.get(k, 0) + 1
+        self.depths[k] += 1
         if k == 0 and self.drafter_kind is not None:
             self.paused_seconds += seconds
 
     @property
     def paused_reason(self) -> str | None:
-        """Why speculation was paused for most of the answer."""
-        return self.last_pause_reason if 2 * self.depths.get(0, 0) > sum(self.depths.values()) else None
+        """The reason if speculation was paused for most of the answer."""
+        return self.last_pause_reason if 2 * self.depths[0] > sum(self.depths.values()) else None
 
     @property
     def proposed_draft_tokens(self) -> int:
@@ -100,7 +99,7 @@ class Stats:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Cumulative: of the rounds that drafted at least j tokens, the share that accepted at least j."""
+        """By position j, the share of rounds with at least j drafts in which at least j were accepted."""
         pairs = zip(self.accepted_by_position, self.proposed_by_position, strict=True)
         return [accepted / proposed for accepted, proposed in pairs]
 
@@ -110,12 +109,12 @@ class Stats:
 
     @property
     def generation_tps(self) -> float:
-        """Of the tokens after the first round, whose time is the prompt's."""
+        """Tokens per second after the first round, whose time counts as the prompt's."""
         return _ratio(self.generation_tokens - self.first_round_tokens, self.generation_seconds)
 
     @property
     def prompt_tps(self) -> float:
-        """Of the tokens that had to be read."""
+        """Prefilled tokens per second, without those from the prefix cache."""
         return _ratio(self.prompt_tokens - self.prefix_cache_hit, self.prompt_seconds)
 
     def as_dict(self) -> dict[str, object]:

@@ -1,8 +1,13 @@
-"""The loop's body: draft, verify, accept, commit.
+"""One decoding step of every sequence in a batch: draft, verify, accept, commit.
 
-Plain decoding is speculation with zero drafts, so this is the only generator there is: k = 0 or 8, one row or
-many, the same lines. Nothing here waits for the device, unless a row has a grammar: the host must then look at the
-drafts. It learns what was said by reading the `StepResult`.
+The head, a small multi-token-prediction module, drafts k tokens. The trunk, which is the model itself, reads the last
+token and the k drafts as one window and computes in a single pass what it would generate after each of them. Drafts
+are accepted from the left, up to the first that the trunk would not have generated. One token of the trunk's own
+follows: a correction in place of the rejected draft, or a bonus token where every draft was accepted. So a step
+generates 1 to k+1 tokens per sequence, and they are the tokens the trunk would have generated alone.
+
+Plain decoding is k = 0 and runs the same lines. MLX is lazy: these functions build the step's graph and do not wait
+for the device, unless a sequence has a grammar, which must see the drafts on the host.
 """
 
 from collections.abc import Sequence
@@ -26,125 +31,138 @@ from .batch import Batch, UnseenPairs
 
 
 class StepResult(NamedTuple):
-    """What one step said, still on the device. Row b says `tokens[b, : accepted[b] + 1]`."""
+    """The tokens of one step, still on the device. Sequence b generated `tokens[b, : accepted[b] + 1]`."""
 
     tokens: mx.array  # [B, k+1]
-    accepted: mx.array  # [B]
-    proposed: mx.array  # [B], how many of the k drafts the row was allowed to accept
-    finite: mx.array  # [B], false where the model broke down
-    logits: mx.array  # [B, k+1, V], the target's
-    logprobs: Logprobs | None  # where a row wants them
+    accepted: mx.array  # [B], drafts accepted
+    proposed: mx.array  # [B], drafts that could have been accepted: a request may allow fewer than k
+    finite: mx.array  # [B], false if the trunk's logits have a NaN or infinity
+    logits: mx.array  # [B, k+1, V], the trunk's
+    logprobs: Logprobs | None  # if a sequence wants them
 
 
-def step(model: Model, batch: Batch, k: int, guide: GrammarMasks | None = None) -> StepResult:
-    """One round of every row, with k drafts: each row says between 1 and k+1 tokens."""
-    proposal = draft(model, batch, k, guide.forced(k) if guide is not None else None)  # [B, k] tokens
-    return verify(model, batch, proposal, guide)
-
-
-def verify(model: Model, batch: Batch, proposal: Proposal, guide: GrammarMasks | None = None) -> StepResult:
-    """Let the trunk judge the drafts, wherever they come from, and commit what stands."""
-    k = proposal.tokens.shape[1]
-    window = mx.concatenate([batch.last[:, None], proposal.tokens], axis=1)  # [B, k+1]
-    hidden = model.trunk(window, batch.rows, certain=1)  # [B, k+1, H], one pass over all positions
-    logits = model.logits(hidden)  # [B, k+1, V], what the model itself would say after each
-
-    allowed = mx.clip(mx.minimum(batch.ceiling, batch.remaining - 1), 0, k)  # [B]
-    permitted = None
-    if guide is not None:  # the host looks at the drafts while the device works on the trunk
-        mx.async_eval(proposal.tokens)
-        mx.async_eval(logits)
-        permitted = guide.permitted(proposal.tokens)  # [B, k+1, V]
-    verdict = accept_window(logits, proposal, allowed, batch.scene(), permitted)
-    batch.commit(hidden, verdict)
-
-    # A NaN has no argmax and would come out as token 0; max() lets it through. Up to the last token said:
-    sound = mx.isfinite(logits.max(axis=-1)) | (mx.arange(k + 1) > verdict.accepted[:, None])
-    wanted = batch.controls.top_logprobs
-    told = None if wanted is None else logprobs(logits, verdict.tokens, wanted)
-    return StepResult(verdict.tokens, verdict.accepted, allowed, sound.all(axis=1), logits, told)
+def step(model: Model, batch: Batch, k: int, grammar: GrammarMasks | None = None) -> StepResult:
+    """Generate 1 to k+1 tokens for every sequence."""
+    forced = grammar.forced(k) if grammar is not None else None
+    proposal = draft(model, batch, k, forced)
+    return verify(model, batch, proposal, grammar)
 
 
 def draft(model: Model, batch: Batch, k: int, forced: mx.array | None = None) -> Proposal:
-    """k tokens that the head expects after `batch.last`.
+    """Return k tokens [B, k] that the head expects after `batch.last`.
 
-    At k = 0 the head falls behind, and where it is needed again it sees the latest of what it missed. All of it would
-    cost what the head costs when it drafts, in text that was not worth drafting; with the latest 16 pairs 2% fewer
-    drafts stand. What it missed was never said, as far as it knows: its positions go on without a gap.
+    The head predicts a token from a pair: the hidden state of one position and the token of the next. For the first
+    draft, hidden states come from the trunk. After it each draft is fed back with the head's own output.
 
-    `forced` [B, k]: the first tokens that grammars leave no choice about, then -1. The chain goes on from them."""
+    At k = 0 the head does not run. When drafting resumes it sees only the last 16 pairs that it missed, and its
+    positions go on without a gap. To replay all of them would cost as much as drafting; this way about 2% fewer
+    drafts are accepted.
+
+    Args:
+        forced: Tokens [B, k] that a grammar leaves no choice about, from the left, then -1.
+    """
     proposal = Proposal(mx.zeros((batch.size, 0), mx.int32), [])
     if k == 0:
         return proposal
-    batch.gather()
-    hidden, scene = catch_up(model, batch), batch.scene()  # hidden: [B, 1, H]
+    batch.collect_unseen()
+    hidden = catch_up(model, batch)  # [B, 1, H]
+    context = batch.context()
     for j in range(k):
-        must = forced[:, j : j + 1] if forced is not None else None
-        proposal = propose(model.draft_logits(hidden), proposal, scene, must)
+        forced_token = forced[:, j : j + 1] if forced is not None else None
+        proposal = propose(model.draft_logits(hidden), proposal, context, forced_token)
         if j < k - 1:
-            # Written past the head's committed pairs: the chain sees it, the next catching up overwrites it.
-            outputs = show(model, batch, hidden, proposal.tokens[:, -1:], ahead=j)
-            hidden = outputs[(j + 1) % len(outputs)]
+            # This pair is written past the head's committed ones: later drafts see it, the next step overwrites it.
+            outputs = run_head(model, batch, hidden, proposal.tokens[:, -1:], ahead=j)
+            hidden = outputs[(j + 1) % len(outputs)]  # a head with several modules uses them in turn
     return proposal
 
 
+def verify(model: Model, batch: Batch, proposal: Proposal, grammar: GrammarMasks | None = None) -> StepResult:
+    """Run the trunk over the drafts, accept what it agrees with, and commit that to the batch."""
+    k = proposal.tokens.shape[1]
+    window = mx.concatenate([batch.last[:, None], proposal.tokens], axis=1)  # [B, k+1]
+    hidden = model.trunk(window, batch.trunk_state, certain=1)  # [B, k+1, H], one pass over all positions
+    logits = model.logits(hidden)  # [B, k+1, V], for the token after each position
+
+    allowed = mx.clip(mx.minimum(batch.max_k, batch.remaining - 1), 0, k)  # [B]
+    permitted = None
+    if grammar is not None:
+        mx.async_eval(proposal.tokens)
+        mx.async_eval(logits)  # the device runs the trunk while the host follows the drafts through the grammar
+        permitted = grammar.permitted(proposal.tokens)  # [B, k+1, V]
+    result = accept_window(logits, proposal, allowed, batch.context(), permitted)
+    batch.commit(hidden, result)
+
+    # argmax turns a NaN into token 0, but max() passes it on. Positions after the last generated token do not count.
+    finite = mx.isfinite(logits.max(axis=-1)) | (mx.arange(k + 1) > result.accepted[:, None])
+    top = batch.controls.top_logprobs
+    scores = logprobs(logits, result.tokens, top) if top is not None else None
+    return StepResult(result.tokens, result.accepted, allowed, finite.all(axis=1), logits, scores)
+
+
 def catch_up(model: Model, batch: Batch) -> mx.array:
-    """Show the head the committed pairs that wait for it → its output at each row's last one, [B, 1, H]."""
-    hidden, tokens, counts = batch.waiting
-    if not batch.waiting.width:  # after a prompt of one token there is nothing to go by: any draft is as good
+    """Run the head over the committed pairs it has not seen, and return its output at the last one, [B, 1, H]."""
+    hidden, tokens, counts = batch.unseen
+    if not batch.unseen.width:  # after a prompt of one token the head has nothing to draft from: any draft will do
         return mx.zeros((batch.size, 1, hidden.shape[-1]), hidden.dtype)
-    output = show(model, batch, hidden, tokens, last=mx.maximum(counts - 1, 0))[0]
-    assert batch.head is not None
-    batch.head.commit(counts, most=0)
-    batch.waiting = UnseenPairs(hidden[:, :0], tokens[:, :0], mx.zeros_like(counts))
+    output = run_head(model, batch, hidden, tokens, last=mx.maximum(counts - 1, 0))[0]
+    assert batch.head_state is not None
+    batch.head_state.commit(counts, most=0)
+    batch.unseen = UnseenPairs(hidden[:, :0], tokens[:, :0], mx.zeros_like(counts))
     return output
 
 
-def show(
+def run_head(
     model: Model, batch: Batch, hidden: mx.array, tokens: mx.array, ahead: int = 0, last: mx.array | None = None
 ) -> list[mx.array]:
-    """Every module of the head sees every pair → their outputs [B, W, H], or [B, 1, H] at `last` [B]. Draft j is
-    module j's, in turn."""
-    assert batch.head is not None, "a batch without a head has no drafts"
-    batch.head.bounds = batch.rows.bounds  # a head holds no more pairs than the trunk holds tokens
-    return [model.head(hidden, tokens, batch.head, ahead, module, last) for module in range(len(batch.head.layers))]
+    """Return each head module's output for these pairs: [B, W, H], or [B, 1, H] at position `last` [B].
+
+    The pairs are written `ahead` positions past the committed ones.
+    """
+    state = batch.head_state
+    assert state is not None, "a batch without a head has no drafts"
+    state.bounds = batch.trunk_state.bounds  # the head holds at most as many pairs as the trunk holds tokens
+    return [model.head(hidden, tokens, state, ahead, module, last) for module in range(len(state.layers))]
 
 
 def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array) -> mx.array:
-    """Take in a chunk of the prompt [B, T], all of it certain, and prime the head in the same pass → the trunk's
-    output [B, T, H].
+    """Run the trunk and the head over a chunk of the prompt [B, T], and return the trunk's output [B, T, H].
 
-    `following` [B] is the prompt's next token. The pair it makes with the chunk's last hidden waits for the next
-    chunk: a prefix that ends here must not depend on what comes after it.
+    `following` [B] is the prompt's next token. The head sees the pair it makes with the chunk's last hidden state in
+    the next chunk only: a cached prefix that ends here must not depend on what comes after it.
     """
     width = tokens.shape[1]
-    output = hidden = model.trunk(tokens, batch.rows, certain=width)
-    batch.rows.commit(mx.full((batch.size,), width, mx.int32), most=width)
-    if batch.head is not None:
-        hidden = mx.concatenate([batch.waiting.hidden, hidden], axis=1)
-        tokens = mx.concatenate([batch.waiting.tokens, tokens[:, 1:], following[:, None]], axis=1)
-        one, rest = mx.ones((batch.size,), mx.int32), tokens.shape[1] - 1
-        if rest:
-            batch.waiting = UnseenPairs(hidden[:, :-1], tokens[:, :-1], rest * one)
+    output = hidden = model.trunk(tokens, batch.trunk_state, certain=width)
+    batch.trunk_state.commit(mx.full((batch.size,), width, mx.int32), most=width)
+    if batch.head_state is not None:
+        hidden = mx.concatenate([batch.unseen.hidden, hidden], axis=1)
+        tokens = mx.concatenate([batch.unseen.tokens, tokens[:, 1:], following[:, None]], axis=1)
+        one = mx.ones((batch.size,), mx.int32)
+        complete = tokens.shape[1] - 1
+        if complete:
+            batch.unseen = UnseenPairs(hidden[:, :-1], tokens[:, :-1], complete * one)
             catch_up(model, batch)
-        batch.waiting = UnseenPairs(hidden[:, -1:], tokens[:, -1:], one)
+        batch.unseen = UnseenPairs(hidden[:, -1:], tokens[:, -1:], one)
     return output
 
 
-def prefill_prompts(model: Model, prompts: Sequence[Sequence[int]], ceiling: int, limit: int = 10**6) -> Batch:
-    """A row for each prompt, greedy, all of it but its last token taken in, with no engine around them: for what must
-    be measured or imposed step by step. With a ceiling of 0 there is no head."""
-    running: Batch | None = None
+def prefill_prompts(model: Model, prompts: Sequence[Sequence[int]], max_k: int, limit: int = 10**6) -> Batch:
+    """Return a batch of greedy sequences, one per prompt, prefilled up to the last token.
+
+    For measurements that call `step` without an engine. With `max_k` = 0 the batch has no head.
+    """
+    batch: Batch | None = None
     for prompt in prompts:
-        row = Batch.of_one(model, prompt, SequenceParams(SamplingParams(), key=0, choice=0, limit=limit), ceiling)
+        params = SequenceParams(SamplingParams(), key=0, choice=0, limit=limit)
+        sequence = Batch.of_one(model, prompt, params, max_k)
         for start in range(0, len(prompt) - 1, CHUNK):
             end = min(start + CHUNK, len(prompt) - 1)
-            prefill(model, row, mx.array([prompt[start:end]], mx.int32), mx.array([prompt[end]], mx.int32))
-            mx.eval(row.arrays())
-        if running is None:
-            running = row
+            prefill(model, sequence, mx.array([prompt[start:end]], mx.int32), mx.array([prompt[end]], mx.int32))
+            mx.eval(sequence.arrays())
+        if batch is None:
+            batch = sequence
         else:
-            running.join(row, model)
-    assert running is not None
-    mx.eval(running.arrays())
-    return running
+            batch.join(sequence, model)
+    assert batch is not None
+    mx.eval(batch.arrays())
+    return batch

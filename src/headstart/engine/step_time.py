@@ -10,14 +10,28 @@ compare two depths at one pace, so only those change the levels.
 """
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ..models import Model
+from .batch import Batch
+from .step import prefill_prompts, step
 
 SMOOTHING = 0.25  # share of a surprise that the pace takes up, and the resume cost
 CLIP = 0.35  # largest surprise that counts, as a logarithm: one outlier must not rule a depth out
 COMPARED = 4  # steps after a change of depth, the first not timed, that compare it with the depth before
 FADING = 0.992  # weight that earlier timings of a pair keep per step: what drafts cost may drift
-START = (0.6, 0.15, 0.06, 0.1)  # the model before anything was timed: fixed, sequence, draft, position
+INITIAL_MODEL = (0.6, 0.15, 0.06, 0.1)  # before anything was timed: fixed, sequence, draft, position
+
+PROMPT = [3, 5, 7, 11, 13, 17, 19, 23]
+DEEPER = (3, 7)  # depths timed besides 0 and 1
+CALIBRATION_BATCH = 4  # sequences timed besides 1; the linear model gives any other number
+STEPS = 3  # timed together
+BUDGET = 0.5  # seconds after which no further depth is timed, other than k = 0 and 1 of one sequence
+WARM_UP_BUDGET = 4.0  # the same for a server that has no request yet: enough to time everything twice
 
 
 @dataclass
@@ -30,13 +44,13 @@ class Timing:
 
 
 class StepTime:
-    """Running estimates of step times. Reads no clock: `observe` is given the seconds."""
+    """Running estimates of step times. It reads no clock: `observe` is given the seconds."""
 
     def __init__(self) -> None:
         self.timings: dict[int, dict[int, Timing]] = {}  # by n, then k
         self.resume = 0.0  # log of how much longer the first step with drafts after a pause takes
         self._pace = 0.0
-        self._model = list(START)
+        self._model = list(INITIAL_MODEL)
         self._last: tuple[int, int] | None = None  # (n, k) of the step before, if it was timed
         self._repeats = 0  # steps for which that has been the same
         self._steps = 0
@@ -57,11 +71,13 @@ class StepTime:
         return math.exp(self._pace + self._level(n, k))
 
     def observe(self, n: int, k: int, seconds: float | None) -> None:
-        """Learn from a step that took `seconds`; None if that is not known.
+        """Learn from a step that took `seconds`; None if its time is not known.
 
-        The first step at another depth also pays for what the depth before left to do (drafts to drop, tokens the
-        head has not seen). It tells only what resuming costs."""
-        before, self._last = self._last, (n, k) if seconds is not None else None
+        The first step at another depth also pays for what the depth before left over (drafts to drop, tokens the
+        head has not seen), so it only updates the cost of resuming.
+        """
+        before = self._last
+        self._last = (n, k) if seconds is not None else None
         self._steps += 1
         self._repeats = self._repeats + 1 if before == (n, k) else 1
         if seconds is None:
@@ -103,3 +119,47 @@ class StepTime:
 
 def _clipped(surprise: float) -> float:
     return min(max(surprise, -CLIP), CLIP)
+
+
+def time_steps(
+    model: Model, max_k: int, max_sequences: int, budget: float = BUDGET
+) -> dict[tuple[int, int], list[float]]:
+    """Measure steps before a model's first answer, and return seconds per step by (n, k), once per measurement.
+
+    Takes about `budget` seconds. To learn this while a user waits would cost a short answer more than drafts save.
+    """
+    started = time.perf_counter()
+    times: dict[tuple[int, int], list[float]] = {}
+    batches: dict[int, Batch] = {}
+    tokens = [token % model.vocabulary for token in PROMPT]
+    prompts = [tokens[i:] + tokens[:i] for i in range(CALIBRATION_BATCH)]  # different ones use more MoE experts
+
+    def measure(n: int, k: int) -> None:
+        if n not in batches:
+            batches[n] = prefill_prompts(model, prompts[:n], max_k, model.context_length)
+        times.setdefault((n, k), []).append(_seconds_per_step(model, batches[n], k))
+
+    first = [(1, k) for k in (0, 1) if k <= max_k]
+    batched = [(min(CALIBRATION_BATCH, max_sequences), k) for _, k in first] if max_sequences > 1 else []
+    deeper = [(1, k) for k in DEEPER if k <= max_k]
+    for pair in first:
+        measure(*pair)
+    for pair in [*batched, *deeper, *first, *batched, *deeper]:  # twice: the machine may be busy for a while
+        if time.perf_counter() - started < budget:
+            measure(*pair)
+    return times
+
+
+def _seconds_per_step(model: Model, batch: Batch, k: int) -> float:
+    """Run steps as the engine does on a GPU: the next graph is built while the device works on a step."""
+    for _ in range(2):  # the first also finishes what the depth before left over; both may compile kernels
+        mx.eval(step(model, batch, k).tokens, *batch.arrays())
+    started, pending = time.perf_counter(), None
+    for _ in range(STEPS):  # timed together: single timings shift where the host notices the end of a step late
+        tokens = step(model, batch, k).tokens
+        mx.async_eval(tokens, *batch.arrays())
+        if pending is not None:
+            pending.tolist()
+        pending = tokens
+    mx.eval(tokens, *batch.arrays())
+    return (time.perf_counter() - started) / STEPS

@@ -1,47 +1,50 @@
-"""Tokens to text as they come, with an end where a stop string begins."""
+"""Turn tokens into text as they come, and find stop strings."""
 
 from collections.abc import Collection
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-KEPT = 4  # tokens: a character has up to four bytes, and each may be a token
-MOST = 16  # tokens that wait for the rest of a character. By then there is none
+CONTEXT = 4  # tokens decoded again with the next one: a character has up to four bytes, and each may be a token
+MAX_INCOMPLETE = 16  # tokens held back for the rest of a character; after that there is none
 
 
 class TextStream:
-    """The text of one answer: what the tokenizer makes of all of its tokens, from the first character on. mlx-lm's
-    own would drop a space there. What might be the beginning of a stop string is held back until it is not."""
+    """The text of one answer: what the tokenizer decodes all of its tokens to, from the first character on.
 
-    def __init__(self, tokenizer: TokenizerWrapper, stop: Collection[str]):
+    mlx-lm's own detokenizer would drop a leading space. Text that may be the start of a stop string is held back
+    until it is not. Without a tokenizer every token's text is empty.
+    """
+
+    def __init__(self, tokenizer: TokenizerWrapper | None, stop: Collection[str]):
         self._tokenizer = tokenizer
-        self._window: list[int] = []  # the last tokens: some that were shown, as tokens may depend on those before
+        self._window: list[int] = []  # the last tokens, some of them shown: a token's text may depend on those before
         self._shown = 0  # characters of the window's text
         self._stop = tuple(stop)
         self._held = ""
-        self.stop: str | None = None  # the one that has come up
+        self.stop: str | None = None  # the stop string that was found
 
     @property
     def stopped(self) -> bool:
         return self.stop is not None
 
     def add(self, token: int) -> str:
-        """The text that can be shown now that `token` is known; it may belong to earlier tokens."""
+        """Return the text that `token` completes; some may belong to tokens before it."""
         self._window.append(token)
         text = self._text()
-        part = text.endswith("\ufffd")  # of a character, perhaps
-        if part and len(self._window) < MOST:
+        incomplete = text.endswith("\ufffd")  # perhaps the first bytes of a character
+        if incomplete and len(self._window) < MAX_INCOMPLETE:
             return ""
-        segment = text[self._shown : len(text) - part]  # of many parts only the last can still become one
-        self._window = self._window[-KEPT:]
-        self._shown = len(self._text()) - part
+        segment = text[self._shown : len(text) - incomplete]  # only the last character can still be completed
+        self._window = self._window[-CONTEXT:]
+        self._shown = len(self._text()) - incomplete
         return self._release(segment, last=False)
 
     def finish(self) -> str:
-        """What is left when no token follows."""
+        """Return the text that was held back, when no token follows."""
         return self._release(self._text()[self._shown :], last=True)
 
     def _text(self) -> str:
-        return str(self._tokenizer.decode(self._window))
+        return str(self._tokenizer.decode(self._window)) if self._tokenizer is not None else ""
 
     def _release(self, segment: str, last: bool) -> str:
         if self.stopped:
@@ -58,6 +61,6 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How much of the end of `text` is the beginning of `stop`."""
+    """Return how many characters at the end of `text` are the beginning of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
