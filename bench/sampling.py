@@ -71,7 +71,7 @@ def window(params: SamplingParams, rows: int, k: int, target: mx.array, head: mx
 def rest_of_a_step(model: Model, rows: int, k: int) -> Run:
     """A greedy step of the built-in model, whose sampling is an argmax."""
     asked = SequenceParams(P(), 0, 0, 10**6)
-    running = Batch.of_one(model, PROMPT, asked, ceiling=k)
+    running = Batch.of_one(model, PROMPT, asked, max_k=k)
     prefill(model, running, mx.array([PROMPT[:-1]]), mx.array(PROMPT[-1:]))
     running.keep([0] * rows, model)
 

@@ -159,7 +159,7 @@ def test_a_generator_that_never_started_leaves_nothing_on_a_shared_engine(
     if way == "close":
         responses.close()
     del responses
-    assert not engine.turn()
+    assert not engine.run_once()
 
 
 def test_no_limit_means_the_end_of_the_context(loaded: Any, prompt: list[int]) -> None:

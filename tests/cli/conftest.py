@@ -3,11 +3,11 @@
 import pytest
 
 import headstart.engine.engine
-from headstart.engine.calibrate import step_times
+from headstart.engine.step_time import time_steps
 
 
 @pytest.fixture(autouse=True)
 def at_a_glance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        headstart.engine.engine, "step_times", lambda model, most, rows, enough: step_times(model, most, rows, 0.01)
+        headstart.engine.engine, "time_steps", lambda model, most, rows, enough: time_steps(model, most, rows, 0.01)
     )

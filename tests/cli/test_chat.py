@@ -67,7 +67,7 @@ def test_an_answer_is_right_after_one_that_was_stopped_in_the_middle_of_a_turn(
     def stopped(engine: Engine, row: Any) -> None:
         monkeypatch.setattr(Engine, "_join", join)
         join(engine, row)
-        engine.rows.clear()  # as before its last line
+        engine.running.clear()  # as before its last line
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Engine, "_join", stopped)

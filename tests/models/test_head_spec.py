@@ -87,8 +87,8 @@ def test_drafts_of_ragged_rows_are_the_plain_computation_after_every_round() -> 
         accepted |= {tuple(round.accepted.tolist())}
         if k:
             again = copy(batch)  # drafting moves the head on, which the next round shall not see
-            again.head = copy(batch.head)
-            again.head.layers = [copy(memory) for memory in batch.head.layers]
+            again.head_state = copy(batch.head_state)
+            again.head_state.layers = [copy(memory) for memory in batch.head_state.layers]
             drafts = draft(model, again, 4).tokens.tolist()
             assert drafts == [plain_chain(model, sequence, 4) for sequence in sequences]
     assert any(len(set(counts)) > 1 for counts in accepted)

@@ -79,7 +79,7 @@ def first_tokens(model: Model, prompt: Sequence[int], cases: Sequence[Case], row
     for case in cases:
         engine.submit(Request(prompt, replace(case.params, k=case.ceiling, max_tokens=40)))
     engine._admit()
-    while engine.entering:
+    while engine.prefilling:
         engine._prefill_chunk()
     taken = engine._batch
     assert taken is not None
@@ -91,8 +91,8 @@ def first_tokens(model: Model, prompt: Sequence[int], cases: Sequence[Case], row
         here = order[start : start + rows]
         batch = copied(taken)
         batch.keep([n for n, _ in here], model)
-        batch.asked = [asked._replace(key=key) for asked, (_, key) in zip(batch.asked, here, strict=True)]
-        batch.controls = controls(batch.asked, model.vocabulary)
+        batch.params = [asked._replace(key=key) for asked, (_, key) in zip(batch.params, here, strict=True)]
+        batch.controls = controls(batch.params, model.vocabulary)
         for (n, _), tokens in zip(here, said(model, batch, max(c.ceiling for c in cases)), strict=True):
             found[n].append(tokens)
     return [np.stack(samples) for samples in found]
@@ -117,5 +117,5 @@ def copied(batch: Batch) -> Batch:
     def rows(memory: BatchState) -> BatchState:
         return replace(memory, layers=[copy.copy(layer) for layer in memory.layers], bounds=list(memory.bounds))
 
-    head = rows(batch.head) if batch.head is not None else None
-    return replace(batch, rows=rows(batch.rows), head=head, asked=list(batch.asked))
+    head = rows(batch.head_state) if batch.head_state is not None else None
+    return replace(batch, trunk_state=rows(batch.trunk_state), head_state=head, params=list(batch.params))

@@ -125,7 +125,7 @@ def test_a_token_that_does_not_exist_is_refused_by_the_engine(field: str, token:
     value = {token: 1.0} if field == "logit_bias" else [0, token]
     with pytest.raises(RequestError, match=rf"{field}.*{token}"):
         submit(engine, [1, 2, 3], **{field: value})
-    assert not engine.turn()  # nothing was queued
+    assert not engine.run_once()  # nothing was queued
 
 
 def test_the_rule_follows_from_what_is_asked() -> None:

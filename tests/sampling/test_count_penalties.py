@@ -37,9 +37,9 @@ def test_a_sequence_that_lost_its_memory_goes_on_with_its_counts() -> None:
     engine = Engine(builtin_model())
     handle = submit(engine, PROMPT, **params)
     for _ in range(12):
-        engine.turn()
-    engine.settle()
-    assert 0 < engine.rows[0].said < 24
+        engine.run_once()
+    engine._finish_pending()
+    assert 0 < engine.running[0].num_generated < 24
     engine.recompute_all()
     assert collect(handle).tokens == alone
 
@@ -52,7 +52,7 @@ def test_neighbours_without_counts_join_and_leave() -> None:
     engine = Engine(builtin_model())
     before, handle = submit(engine, [77, 78], max_tokens=6), submit(engine, PROMPT, **params)
     for _ in range(4):
-        engine.turn()
+        engine.run_once()
     after = submit(engine, [77, 78], max_tokens=6)
     assert collect(handle).tokens == alone
     assert collect(before).tokens == collect(after).tokens == plain

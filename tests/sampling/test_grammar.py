@@ -300,7 +300,7 @@ def test_an_invalid_grammar_is_refused_before_any_work(spec: GrammarSpec, reason
     engine = Engine(builtin_model(), tokenizer())
     with pytest.raises(RequestError, match=f"^grammar .*{spec.kind}(.|\n)*{reason}"):
         submit(engine, spec)
-    assert not engine.turn()
+    assert not engine.run_once()
 
 
 def test_what_is_no_grammar_is_refused_by_name() -> None:
@@ -352,7 +352,7 @@ def test_a_matcher_that_breaks_ends_its_row_alone(monkeypatch: pytest.MonkeyPatc
     assert "grammar: no such state" in str(answer.error)
     assert re.fullmatch(REGEX.source, Answer(list(sound)).text)
     assert Answer(list(cancelled)).reason == "cancelled"
-    assert not engine.turn()
+    assert not engine.run_once()
 
 
 def test_compiled_grammars_are_remembered_by_what_they_say() -> None:

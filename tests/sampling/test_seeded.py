@@ -38,7 +38,7 @@ def crowd(wanted: list[dict[str, Any]], rng: random.Random) -> list[list[int]]:
             submit(engine, rng.choice(PROMPTS), k=rng.randrange(4), max_tokens=rng.randrange(1, 12), **strange)
         handles.append(submit(engine, **params, k=rng.randrange(5)))
         for _ in range(rng.randrange(4)):
-            engine.turn()
+            engine.run_once()
     return [collect(handle).tokens for handle in handles]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from running import Running, running, tokenizer
 
 from headstart.engine import EngineThread, Request
-from headstart.engine.sequence import SequenceState, StepOutput
+from headstart.engine.sequence import SequenceState
 
 
 class ScriptedRoom(EngineThread):
@@ -28,7 +28,8 @@ class ScriptedRoom(EngineThread):
 
     def _run(self) -> None:
         while self._wait_for_work():
-            row = self.engine.queue.take()
+            row = self.engine.queue.all()[0]
+            self.engine.queue.remove(row)
             self.requests.append(row.handle.request)
             for each in row.fork():
                 self._say(each, self.scripts.popleft())
@@ -37,13 +38,13 @@ class ScriptedRoom(EngineThread):
         end = min(tokenizer().eos_token_ids)
         tokens = [*tokenizer().encode(script, add_special_tokens=False), end]
         row.started = time.perf_counter()
-        while not row.over:
+        while not row.finished:
             if row.handle.cancelled:
                 row.finish("cancelled")
                 return
             count = self._rng.randint(1, self._burst)
             accepted = len(tokens[:count]) - 1
-            row.say(StepOutput(tokens[:count], accepted, accepted))
+            row.emit(tokens[:count], accepted)
             tokens = tokens[count:]
 
 

@@ -31,7 +31,7 @@ def create(server: Running, **fields: Any) -> Any:
 
 
 def idle(server: Running) -> bool:
-    return server.room.running + server.room.entering + server.room.queued == 0
+    return server.room.running + server.room.prefilling + server.room.queued == 0
 
 
 def cancelled(server: Running) -> float:
@@ -182,7 +182,7 @@ def test_who_goes_away_is_cancelled(server: Running, gate: threading.Event, read
     before = cancelled(server)
     fields = {"model": "tiny", "max_tokens": 3000, "messages": HI, "extra_body": LONG}
     with server.anthropic().messages.stream(**fields) as stream:
-        wait_until(lambda: server.room.entering)
+        wait_until(lambda: server.room.prefilling)
         if read:
             gate.set()
             next(stream.text_stream)

@@ -55,7 +55,7 @@ def healthy(server: Running) -> bool:
 
 
 def is_marked(batch: Batch) -> bool:
-    return any(asked.params.min_tokens == BAD for asked in batch.asked)
+    return any(asked.params.min_tokens == BAD for asked in batch.params)
 
 
 def fail_where_marked(work: Callable[..., Any], error: Exception) -> Callable[..., Any]:
@@ -159,14 +159,14 @@ def test_out_of_memory_in_a_step_ends_the_youngest_and_nobody_else(monkeypatch: 
         assert len(shed) == 1
         error = answers.pop(shed[0])
         assert (error.status_code, error.code) == (503, "out_of_memory")  # type: ignore[union-attr]
-        assert re.search("memory ran out.* ask again.*the device is full", str(error))
+        assert re.search("memory ran out.* try again.*the device is full", str(error))
         assert answers == {topic: expected(topic) for topic in answers}
         assert healthy(server)
 
 
 def test_a_dead_engine_thread_is_started_again_and_every_answer_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(max_sequences=4) as server:
-        Once(monkeypatch, Engine, "turn", SystemExit("killed"), n=9)
+        Once(monkeypatch, Engine, "run_once", SystemExit("killed"), n=9)
         answers = all_at_once(server)
         assert answers == {topic: expected(topic) for topic in TOPICS}
         assert healthy(server)
@@ -186,7 +186,7 @@ def test_an_engine_thread_that_dies_again_stays_dead_and_the_server_says_so(monk
 
     with running() as server:
         assert healthy(server)
-        monkeypatch.setattr(Engine, "turn", dying)
+        monkeypatch.setattr(Engine, "run_once", dying)
         for _ in range(2):  # who was there, and who comes later
             with pytest.raises(openai.APIStatusError, match="killed") as error:
                 ask(server, "sorting")
@@ -223,7 +223,7 @@ def test_an_engine_that_dies_while_a_prompt_is_read_is_down(monkeypatch: pytest.
     with running() as server:
 
         def die() -> None:
-            monkeypatch.setattr(Engine, "turn", dying)
+            monkeypatch.setattr(Engine, "run_once", dying)
             server.room.submit(Request([5]))
             wait_until(lambda: not server.room.healthy)
 

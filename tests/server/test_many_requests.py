@@ -46,7 +46,7 @@ def test_what_the_load_calls_malformed_is_refused(server: Running, body: bytes) 
 
 
 def idle(server: Running) -> bool:
-    return server.room.running + server.room.entering + server.room.queued == 0
+    return server.room.running + server.room.prefilling + server.room.queued == 0
 
 
 def check(server: Running, outcomes: Outcomes, count: int) -> None:

@@ -30,7 +30,7 @@ LONG: dict[str, Any] = {"model": "tiny", "messages": HI, "max_tokens": 3000, "ex
 
 
 def idle(server: Running) -> bool:
-    return server.room.running + server.room.entering + server.room.queued == 0
+    return server.room.running + server.room.prefilling + server.room.queued == 0
 
 
 def cancelled(server: Running) -> float:
@@ -230,8 +230,8 @@ def test_a_client_that_leaves_while_its_prompt_is_read_frees_its_row(
     before, said = cancelled(server), server.metric("headstart_generation_tokens_total")
     long = [{"role": "user", "content": "word " * 2000}]
     with connected(server, {"messages": long, "stream": stream, "max_tokens": 9, "min_tokens": 9}):
-        wait_until(lambda: server.room.entering)
-    wait_until(lambda: server.room.engine.entering[0].handle.cancelled)
+        wait_until(lambda: server.room.prefilling)
+    wait_until(lambda: server.room.engine.prefilling[0].handle.cancelled)
     gate.set()
     wait_until(lambda: idle(server) and cancelled(server) == before + 1)
     assert server.metric("headstart_generation_tokens_total") == said

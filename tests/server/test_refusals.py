@@ -263,7 +263,7 @@ def test_a_model_without_a_head_refuses_drafts_and_says_why_elsewhere() -> None:
         error = refused(post(server, {"messages": HI, "num_draft_tokens": 3}))
         assert error["param"] == "num_draft_tokens"
         assert error["message"].startswith("num_draft_tokens is 3, but this model cannot draft")
-        assert error["message"].endswith("Ask for 'auto' or 0")
+        assert error["message"].endswith("Use 'auto' or 0")
         answer = post(server, {"messages": HI, "max_tokens": 4}).json()
         assert answer["generation_stats"]["drafter_kind"] is None
         assert answer["generation_stats"]["bypass_reason"]

@@ -14,7 +14,7 @@ from headstart.state.kv import _write
 
 
 def kv_layers(batch: Batch) -> list[KV]:
-    memories = [*batch.rows.layers, *(batch.head.layers if batch.head else [])]
+    memories = [*batch.trunk_state.layers, *(batch.head_state.layers if batch.head_state else [])]
     return [memory for memory in memories if isinstance(memory, KV)]
 
 
@@ -28,7 +28,7 @@ def say(model: Model, batch: Batch, depths: list[int]) -> tuple[list[list[int]],
         for row, n in enumerate(accepted):
             said[row] += round.tokens[row, : n + 1].tolist()
             logits.append(round.logits[row, : n + 1])
-        assert all(b >= n for b, n in zip(batch.rows.bounds, batch.rows.lengths.tolist(), strict=True))
+        assert all(b >= n for b, n in zip(batch.trunk_state.bounds, batch.trunk_state.lengths.tolist(), strict=True))
     return said, logits
 
 
@@ -58,14 +58,14 @@ def test_growing_at_a_block_border_changes_nothing(lengths: tuple[int, ...]) -> 
     prompts = [random_prompt(model, length, seed) for seed, length in enumerate(lengths)]
     depths = [rng.choice([0, 1, 3, 8]) for _ in range(10)]
     small, large = batch_of(model, *prompts), batch_of(model, *prompts)
-    start = small.rows.capacity
+    start = small.trunk_state.capacity
     for memory in kv_layers(large):
         memory.grow(4 * BLOCK)
     said, logits = say(model, small, depths)
     expected, expected_logits = say(model, large, depths)
     assert said == expected
     assert all(mx.array_equal(a, b) for a, b in zip(logits, expected_logits, strict=True))
-    assert start == BLOCK < small.rows.capacity < large.rows.capacity == 4 * BLOCK
+    assert start == BLOCK < small.trunk_state.capacity < large.trunk_state.capacity == 4 * BLOCK
     for prompt, tokens in zip(prompts, said, strict=True):
         assert tokens == mlx_lm_greedy(model, prompt, len(tokens))
 

@@ -10,7 +10,7 @@ from mlx_lm.models.gated_delta import gated_delta_ops
 
 import headstart.engine.step as loop
 from fixtures import FAMILIES, batch_of, mlx_lm_greedy, random_model, random_prompt
-from headstart.engine.batch import LATEST, Batch, UnseenPairs
+from headstart.engine.batch import RESUME_PAIRS, Batch, UnseenPairs
 from headstart.models import Model
 from headstart.sampling import Proposal
 from headstart.state import KV, Recurrent
@@ -61,26 +61,26 @@ def plain(model: Model, tokens: list[int]) -> tuple[list[list[mx.array]], mx.arr
 def assert_equals_plain(model: Model, batch: Batch, row: int, sequence: list[int]) -> None:
     """`sequence` is all that the row has read and said; its last token is not in the trunk yet."""
     length = len(sequence) - 1
-    assert batch.rows.lengths[row].item() == length
-    assert batch.rows.bounds[row] >= length
+    assert batch.trunk_state.lengths[row].item() == length
+    assert batch.trunk_state.bounds[row] >= length
     assert batch.last[row].item() == sequence[-1]
     layers, hidden = plain(model, sequence[:-1])
-    for memory, expected in zip(batch.rows.layers, layers, strict=True):
-        found = committed(memory, row, length, int(batch.rows.accepted[row].item()))
+    for memory, expected in zip(batch.trunk_state.layers, layers, strict=True):
+        found = committed(memory, row, length, int(batch.trunk_state.accepted[row].item()))
         for ours, theirs in zip(found, expected, strict=True):
             assert mx.array_equal(ours, theirs)
 
     # The head: the pairs it has seen, and behind them those that wait.
-    assert batch.head is not None
-    batch.gather()
-    seen, waiting = int(batch.head.lengths[row].item()), int(batch.waiting.counts[row].item())
+    assert batch.head_state is not None
+    batch.collect_unseen()
+    seen, waiting = int(batch.head_state.lengths[row].item()), int(batch.unseen.counts[row].item())
     assert seen + waiting == length
-    assert mx.array_equal(batch.waiting.hidden[row, :waiting], hidden[seen:])
-    assert batch.waiting.tokens[row, :waiting].tolist() == sequence[seen + 1 :]
+    assert mx.array_equal(batch.unseen.hidden[row, :waiting], hidden[seen:])
+    assert batch.unseen.tokens[row, :waiting].tolist() == sequence[seen + 1 :]
     if seen:
         fresh = model.make_head_state(1)
         model.head(hidden[None, :seen], mx.array([sequence[1 : seen + 1]]), fresh)
-        for memory, expected in zip(batch.head.layers, fresh.layers, strict=True):
+        for memory, expected in zip(batch.head_state.layers, fresh.layers, strict=True):
             assert mx.array_equal(memory.keys[row, :, :seen], expected.keys[0, :, :seen])
             assert mx.array_equal(memory.values[row, :, :seen], expected.values[0, :, :seen])
 
@@ -108,7 +108,7 @@ class Rigged:
     def step(self, model: Model, batch: Batch, k: int, pattern: list[int]) -> None:
         self.pattern = pattern
         mx.eval(loop.step(model, batch, k), batch.arrays())
-        assert batch.rows.accepted.tolist() == [min(n, k) for n in pattern]
+        assert batch.trunk_state.accepted.tolist() == [min(n, k) for n in pattern]
         self.said = [said + min(n, k) + 1 for said, n in zip(self.said, pattern, strict=True)]
 
 
@@ -158,11 +158,11 @@ def test_the_last_draft_of_a_full_accept_enters_the_heads_cache(monkeypatch: pyt
     model = random_model("dense")
     batch = batch_of(model, *[s[:n] for s, n in zip(sequences("dense"), LENGTHS, strict=True)])
     rigged = Rigged(monkeypatch, sequences("dense"), model.vocabulary)
-    before = batch.rows.lengths.tolist()
+    before = batch.trunk_state.lengths.tolist()
     rigged.step(model, batch, 4, [4, 4, 4])
-    assert batch.rows.lengths.tolist() == [length + 5 for length in before]
+    assert batch.trunk_state.lengths.tolist() == [length + 5 for length in before]
     loop.catch_up(model, batch)
-    assert batch.head.lengths.tolist() == batch.rows.lengths.tolist()
+    assert batch.head_state.lengths.tolist() == batch.trunk_state.lengths.tolist()
     for row, (sequence, said) in enumerate(zip(rigged.sequences, rigged.said, strict=True)):
         assert_equals_plain(model, batch, row, sequence[:said])
 
@@ -174,40 +174,40 @@ def test_after_a_prompt_of_2000_tokens_the_heads_cache_is_that_of_a_run_token_by
     batch = batch_of(model, prompt)
     slow = batch_of(model, prompt[:1])
     for token, following in pairwise(prompt):
-        hidden = model.trunk(mx.array([[token]]), slow.rows, certain=1)
-        slow.rows.commit(mx.array([1]), most=1)
-        slow.head.bounds = slow.rows.bounds
-        model.head(hidden, mx.array([[following]]), slow.head)
-        slow.head.commit(mx.array([1]), most=0)
+        hidden = model.trunk(mx.array([[token]]), slow.trunk_state, certain=1)
+        slow.trunk_state.commit(mx.array([1]), most=1)
+        slow.head_state.bounds = slow.trunk_state.bounds
+        model.head(hidden, mx.array([[following]]), slow.head_state)
+        slow.head_state.commit(mx.array([1]), most=0)
         mx.async_eval(slow.arrays())
     loop.catch_up(model, batch)
-    assert batch.head.lengths.tolist() == slow.head.lengths.tolist() == [1999]
-    for fast_memory, slow_memory in zip(batch.head.layers, slow.head.layers, strict=True):
+    assert batch.head_state.lengths.tolist() == slow.head_state.lengths.tolist() == [1999]
+    for fast_memory, slow_memory in zip(batch.head_state.layers, slow.head_state.layers, strict=True):
         assert mx.array_equal(fast_memory.keys[:, :, :1999], slow_memory.keys[:, :, :1999])
         assert mx.array_equal(fast_memory.values[:, :, :1999], slow_memory.values[:, :, :1999])
 
 
-@pytest.mark.parametrize("rounds", [9, LATEST, 40])
+@pytest.mark.parametrize("rounds", [9, RESUME_PAIRS, 40])
 def test_a_parked_head_is_shown_the_latest_of_what_it_missed(rounds: int) -> None:
     """After few rounds at k = 0 that is all of it: the state it would have had. Later pairs follow those it saw."""
     model = random_model("dense")
     sequence, start = sequences("dense")[0], LENGTHS[0]
     batch = batch_of(model, sequence[:start])
     loop.catch_up(model, batch)
-    seen = int(batch.head.lengths.item())
+    seen = int(batch.head_state.lengths.item())
     for _ in range(rounds):
         mx.eval(loop.step(model, batch, 0), batch.arrays())
-        assert len(batch.plain) <= LATEST
-        assert batch.waiting.width <= 1  # nothing is computed for it meanwhile
+        assert len(batch.plain) <= RESUME_PAIRS
+        assert batch.unseen.width <= 1  # nothing is computed for it meanwhile
     said = start + rounds
-    missed = max(rounds - LATEST, 0)
+    missed = max(rounds - RESUME_PAIRS, 0)
     loop.draft(model, batch, 1)
-    assert batch.head.lengths.tolist() == [seen + rounds - missed]
+    assert batch.head_state.lengths.tolist() == [seen + rounds - missed]
     _, hidden = plain(model, sequence[: said - 1])
     kept = [*range(seen), *range(seen + missed, said - 1)]
     fresh = model.make_head_state(1)
     model.head(hidden[None, mx.array(kept)], mx.array([[sequence[at + 1] for at in kept]]), fresh)
-    for memory, expected in zip(batch.head.layers, fresh.layers, strict=True):
+    for memory, expected in zip(batch.head_state.layers, fresh.layers, strict=True):
         assert mx.array_equal(memory.keys[:, :, : len(kept)], expected.keys[:, :, : len(kept)])
         assert mx.array_equal(memory.values[:, :, : len(kept)], expected.values[:, :, : len(kept)])
 

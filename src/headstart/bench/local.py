@@ -39,18 +39,18 @@ def decode_batch(model: Model, prompts: Sequence[Sequence[int]], k: K, tokens: i
         engine.submit(Request(prompt, SamplingParams(max_tokens=tokens, k=k)), listener=events.append)
     engine.prefill_all()
     _raise_errors(received)
-    if len(engine.rows) < len(prompts):
-        raise RequestError(f"--batch-size {len(prompts)}: memory is left for {len(engine.rows)} sequences only")
+    if len(engine.running) < len(prompts):
+        raise RequestError(f"--batch-size {len(prompts)}: memory is left for {len(engine.running)} sequences only")
     started: float | None = None
     before = 0
     while not any(events and events[-1].finish_reason for events in received):
-        engine.turn()
+        engine.run_once()
         now = time.perf_counter()
         if started is None and all(events and events[-1].tokens for events in received):
             started, before = now, _count(received)
     generated = _count(received) - before
     engine.cancel_all()
-    while engine.turn():
+    while engine.run_once():
         pass
     _raise_errors(received)
     if started is None or not generated:

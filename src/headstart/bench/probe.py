@@ -6,7 +6,7 @@ from functools import cached_property
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..engine.exact import rows_are_independent
+from ..engine.invariance import is_batch_invariant
 from ..errors import RequestError
 from ..models import Model
 from .faults import DraftCount, Fault, find_faults
@@ -86,7 +86,7 @@ def probe_model(
     asked = shortest_prompts(tokenizer)
     prompts = [prompt.tokens(tokenizer) for prompt in asked]
     progress("comparing kernels on single tokens and windows")
-    exact = rows_are_independent(model)
+    exact = is_batch_invariant(model)
     depths: list[K] = [*range(k + 1), "auto"]
     runs = []
     for depth in depths:

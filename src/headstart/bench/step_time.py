@@ -45,7 +45,7 @@ def step_seconds(
     advance: Callable[[Model, Batch, int], StepResult] = step,
 ) -> float:
     """Return the median seconds of a step, with the next step described while one is computed, as in the engine."""
-    batch = prefill_prompts(model, prompts, ceiling=k)
+    batch = prefill_prompts(model, prompts, max_k=k)
     finished: list[float] = []
     in_flight: mx.array | None = None
     for _ in range(STEPS + 2):

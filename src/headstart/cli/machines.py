@@ -46,9 +46,9 @@ def joined() -> Iterator["Machines | None"]:
     if not launched():
         yield None
         return
-    from ..cluster import join
+    from ..cluster import join_machines
 
-    with join() as machines:
+    with join_machines() as machines:
         # Ctrl-C and whoever ends a service reach all of them: the first stops in peace, and then tells the others.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN if machines.rank else signal.default_int_handler)
@@ -63,4 +63,4 @@ def load(
 
     if machines is None:
         return library.load(path, mtp=mtp)
-    return cluster.load(path, machines.wire, split, mtp=mtp)
+    return cluster.load_part(path, machines.comm, split, mtp=mtp)

@@ -159,7 +159,7 @@ def add_routes(app: FastAPI, desk: RequestHandler, preferences: Preferences, his
             "problem": room.problem,
             "restarts": room.restarts,
             "running": room.running,
-            "entering": room.entering,
+            "entering": room.prefilling,
             "queued": room.queued,
         }
         return JSONResponse(state, 200 if room.healthy else 503)

@@ -2,11 +2,11 @@
 
 import logging
 
-from ..engine.log import report as log_failure
+from ..engine.log import log_error
 
 LOG = logging.getLogger("headstart.server")
 
 
 def report(error: BaseException) -> None:
     """Log an unexpected error of a request, without its message, which may quote the prompt."""
-    log_failure(LOG, "a request failed", error=error)
+    log_error(LOG, "a request failed", error=error)

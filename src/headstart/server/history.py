@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..engine import EngineThread
-from ..engine.log import report
+from ..engine.log import log_error
 from .counters import Counters
 from .fault import LOG
 
@@ -58,7 +58,7 @@ class History:
                 tally, now = deepcopy(self._tally), time.perf_counter()
                 self._samples.append(self._sample(before, tally, now - then, held))
             except Exception as error:
-                report(LOG, "a sample of the history failed; the next one covers its time too", error=error)
+                log_error(LOG, "a sample of the history failed; the next one covers its time too", error=error)
             else:
                 before, then = tally, now
 
@@ -89,7 +89,7 @@ class History:
             first_tokens=now.first_tokens - before.first_tokens,
             first_token_seconds=round(now.first_token_seconds - before.first_token_seconds, 4),
             running=self._room.running,
-            entering=self._room.entering,
+            entering=self._room.prefilling,
             queued=self._room.queued,
             active_bytes=mx.get_active_memory(),
             cache_bytes=mx.get_cache_memory(),

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..engine.log import describe
+from ..engine.log import format_error
 
 ACCESS = logging.getLogger("headstart.access")
 PIECE = 512  # bytes that a pipe which is ready takes without blocking, on every system (POSIX's least PIPE_BUF)
@@ -32,7 +32,7 @@ def configure(level: str, *, access: bool) -> None:
 
 class Formatter(logging.Formatter):
     def formatException(self, ei: Any) -> str:  # logging's name
-        return describe(ei[1])
+        return format_error(ei[1])
 
 
 class Log(logging.Handler):

@@ -174,7 +174,7 @@ class Reading(Collector):
         yield GaugeMetricFamily("headstart_queued_requests", "Requests that wait for a place.", room.queued)
         rows = GaugeMetricFamily("headstart_rows", "BatchState of the batch.", labels=("state",))
         rows.add_metric(("running",), room.running)
-        rows.add_metric(("entering",), room.entering)
+        rows.add_metric(("entering",), room.prefilling)
         yield rows
         memory = GaugeMetricFamily("headstart_memory_bytes", "Memory as mlx counts it.", labels=("kind",))
         memory.add_metric(("active",), mx.get_active_memory())

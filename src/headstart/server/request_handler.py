@@ -72,7 +72,8 @@ class RequestHandler:
     preparer: Preparer = field(init=False)
 
     def __post_init__(self) -> None:
-        context, most = self.served.model.context_length, self.room.engine.queue.most  # that may wait for the engine
+        context = self.served.model.context_length
+        most = self.room.engine.queue.max_size  # that may wait for the engine
         self.preparer = Preparer(self.served.tokenizer, self.limits, context=context, most=most)
 
     async def reply(

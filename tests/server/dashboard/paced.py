@@ -14,12 +14,12 @@ class PacedRoom(ScriptedRoom):
     turns: Semaphore | None = None
 
     def _say(self, row: SequenceState, script: str) -> None:
-        say = row.say
+        emit = row.emit
 
-        def paced(said: Any) -> None:
+        def paced(*generated: Any) -> None:
             if (turns := self.turns) is not None:
                 turns.acquire(timeout=60)
-            say(said)
+            emit(*generated)
 
-        row.say = paced  # type: ignore[method-assign]
+        row.emit = paced  # type: ignore[method-assign]
         super()._say(row, script)
