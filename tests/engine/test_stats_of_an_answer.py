@@ -179,23 +179,23 @@ def test_a_surplus_round_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None
     assert answer.stats.rounds == sum(launched) == 10  # an end by length is foreseen
 
 
-def test_on_a_cpu_a_step_is_described_but_not_started_until_the_last_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It works off a step before it takes another on, so whoever started one ahead would hear of each when the next
-    is over, and credit its depth with that one's time."""
+def test_on_a_cpu_a_step_is_built_but_not_started_until_the_last_is_emitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU finishes a step before it accepts another: a step started ahead would be noticed only when the next one
+    is over, and the next one's time credited to its depth."""
     model, order = random_model("dense"), list[str]()
-    describe, prompts = headstart.engine.engine.describe, [random_prompt(model, 5 + i, i) for i in range(3)]
+    build, prompts = headstart.engine.engine.build_step, [random_prompt(model, 5 + i, i) for i in range(3)]
     alone = [generate(model, prompt, max_tokens=12, k=2).tokens for prompt in prompts]  # started ahead
 
-    def described(*arguments, **options):  # type: ignore[no-untyped-def]
-        order.append("described")
-        return describe(*arguments, **options)
+    def built(*arguments, **options):  # type: ignore[no-untyped-def]
+        order.append("built")
+        return build(*arguments, **options)
 
-    def started(flight: PendingStep) -> PendingStep:
+    def started(pending: PendingStep) -> None:
         order.append("started")
-        return start(flight)
+        start(pending)
 
     start = PendingStep.start
-    monkeypatch.setattr(headstart.engine.engine, "describe", described)
+    monkeypatch.setattr(headstart.engine.engine, "build_step", built)
     monkeypatch.setattr(PendingStep, "start", started)
     monkeypatch.setattr(headstart.engine.engine, "launches_ahead", lambda: False)
     engine, heard = Engine(model), [list[int]() for _ in prompts]
@@ -203,26 +203,26 @@ def test_on_a_cpu_a_step_is_described_but_not_started_until_the_last_is_told(mon
 
         def listen(event: Event, tokens: list[int] = tokens) -> None:
             tokens += event.tokens
-            if order[-1] != "told":
-                order.append("told")
+            if order[-1] != "emitted":
+                order.append("emitted")
 
         engine.submit(Request(prompt, SamplingParams(max_tokens=12, k=2)), listener=listen)
     while engine.run_once():
         pass
     assert heard == alone
     line = " ".join(order)
-    assert "started started" not in line.replace("described ", "")
-    assert "started described told started" in line  # nobody comes or goes: described while the last is worked on
-    assert "started told described started" in line  # a row comes, or is known to end
+    assert "started started" not in line.replace("built ", "")
+    assert "started built emitted started" in line  # the same sequences: built while the last one runs
+    assert "started emitted built started" in line  # a sequence comes, or is known to end
 
 
-def test_on_a_cpu_what_was_described_for_a_row_that_ended_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_what_was_built_for_a_sequence_that_ended_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompt, started = random_model("dense"), list[int](range(3, 12)), list[int]()
     expected = mlx_lm_greedy(model, prompt, 40)
     end = next(i for i in range(6, 40) if expected[i] not in expected[:i])
     start = PendingStep.start
     monkeypatch.setattr(headstart.engine.engine, "launches_ahead", lambda: False)
-    monkeypatch.setattr(PendingStep, "start", lambda flight: started.append(1) or start(flight))
+    monkeypatch.setattr(PendingStep, "start", lambda pending: started.append(1) or start(pending))
     answer = generate(model, prompt, max_tokens=40, k=0, stop_ids={expected[end]})
     assert answer.tokens == expected[: end + 1]
     assert sum(started) == answer.stats.rounds == end + 1
