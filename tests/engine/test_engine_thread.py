@@ -20,7 +20,7 @@ PROMPTS = [random_prompt(model, 7 + 3 * i, i) for i in range(6)]
 
 @pytest.fixture
 def room() -> Iterator[EngineThread]:
-    room = EngineThread(random_model("dense"), max_sequences=4)
+    room = EngineThread(Engine(random_model("dense"), max_sequences=4))
     room.start()
     yield room
     room.close(0)
@@ -59,7 +59,7 @@ def test_a_listener_that_fails_ends_its_own_request_only(room: EngineThread) -> 
 
 def test_an_answer_that_two_threads_end_at_once_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's thread has its last token in hand while another ends everything."""
-    engine, events, honest = Engine(model, threaded=True), list[Event](), SequenceState.emit
+    engine, events, honest = Engine(model), list[Event](), SequenceState.emit
 
     def emit(sequence: SequenceState, *generated: Any) -> None:
         other = Thread(target=engine.end_all, args=(Down("over"),))
@@ -140,7 +140,7 @@ def test_closing_finishes_what_runs_and_takes_nothing_new(room: EngineThread) ->
 
 
 def test_closing_cancels_what_is_left_at_the_deadline() -> None:
-    room = EngineThread(random_model("dense", max_position_embeddings=100_000), max_sequences=2)
+    room = EngineThread(Engine(random_model("dense", max_position_embeddings=100_000), max_sequences=2))
     room.start()
     handles: list[Handle] = [room.submit(request(i, 90_000)) for i in range(3)]
     wait(lambda: room.running == 2)

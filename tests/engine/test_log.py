@@ -92,7 +92,7 @@ def test_a_sequence_that_fails_alone_is_logged(caplog: pytest.LogCaptureFixture)
 def test_a_thread_that_dies_is_logged_and_its_sequences_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    room = EngineThread(model)
+    room = EngineThread(Engine(model))
     honest, died = room.engine.run_once, []
 
     def run_once() -> bool:

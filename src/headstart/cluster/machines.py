@@ -3,9 +3,10 @@
 import atexit
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 import mlx.core as mx
@@ -23,7 +24,7 @@ Split = Literal["tensor", "pipeline"]
 
 @dataclass(frozen=True, eq=False)
 class Machines:
-    """A cluster, as one of its ranks sees it. Use it in a `with` block: leaving it ends the other ranks too."""
+    """A cluster, as one of its ranks sees it."""
 
     comm: Communicator
     link: Link
@@ -32,27 +33,23 @@ class Machines:
     def rank(self) -> int:
         return self.comm.rank
 
-    def __enter__(self) -> "Machines":
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            mx.synchronize()  # other ranks may wait for this one in a step
-        else:
-            atexit.register(_exit_now)
-        self.link.close(error)
-
-
-def join_machines() -> Machines:
-    """Connect to the other ranks, through the backend that `mlx.launch` was given."""
+@contextmanager
+def join_machines() -> Iterator[Machines]:
+    """Connect to the other ranks, through the backend that `mlx.launch` was given. An error ends all ranks."""
     try:
-        group = mx.distributed.init(strict=True)
+        comm = Communicator(mx.distributed.init(strict=True))
     except (RuntimeError, ValueError) as error:
         raise ClusterError(f"the machines cannot reach each other: {error}. See docs/cluster.md") from error
-    comm = Communicator(group)
-    return Machines(comm, connect(comm))
+    link = connect(comm)
+    try:
+        yield Machines(comm, link)
+        mx.synchronize()  # other ranks may wait for this one in a step
+    except BaseException as error:
+        atexit.register(_exit_now)
+        link.close(error)
+        raise
+    link.close()
 
 
 def load_part(

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from ..errors import CheckpointError
 from ..models import Model
+from ..models.share import Alone
 from .communicator import Communicator
 
 SPLIT_OUTPUTS = {
@@ -30,22 +31,18 @@ DIVIDED = (
 
 
 @dataclass(frozen=True, eq=False)
-class ParallelTrunk:
-    """One rank's part of the trunk. Implements `models.share.Share`."""
+class ParallelTrunk(Alone):
+    """One rank's part of the trunk."""
 
     comm: Communicator
-    layers: int
-
-    ends = True  # the last layer is on this rank
+    operations: int  # messages per pass that wait for one another
 
     @property
-    def ranks(self) -> int:
+    def ranks(self) -> int:  # type: ignore[override]
         return self.comm.ranks
 
-    @property
-    def operations(self) -> int:
-        """Messages per pass that wait for one another."""
-        raise NotImplementedError
+    def everywhere(self, here: bool) -> bool:
+        return self.comm.everywhere(here)
 
     def holds(self, name: str) -> bool:
         """Return whether this rank loads the parameter `name`."""
@@ -54,22 +51,6 @@ class ParallelTrunk:
     def cut(self, name: str, array: mx.array) -> mx.array:
         """Return this rank's part of the parameter `name`."""
         return array
-
-    def fit(self, model: Model) -> Model:
-        """Return the model adjusted to the parameters of this rank."""
-        raise NotImplementedError
-
-    def take(self, x: mx.array) -> mx.array:
-        return x
-
-    def whole(self, part: mx.array) -> mx.array:
-        return part
-
-    def give(self, x: mx.array) -> mx.array:
-        return x
-
-    def everywhere(self, here: bool) -> bool:
-        return self.comm.everywhere(here)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,11 +77,7 @@ class TensorParallel(ParallelTrunk):
             raise _indivisible(f"config.json: {wrong[0]} is {config[wrong[0]]}", ranks)
         keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
         values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
-        return cls(comm, config["num_hidden_layers"], (keys, keys, values), kv_heads)
-
-    @property
-    def operations(self) -> int:
-        return 2 * self.layers
+        return cls(comm, 2 * config["num_hidden_layers"], (keys, keys, values), kv_heads)
 
     def cut(self, name: str, array: mx.array) -> mx.array:
         """Return this rank's part. Quantised weights, their scales and biases are cut alike."""
@@ -124,6 +101,7 @@ class TensorParallel(ParallelTrunk):
         return self._part(name, array, axis, self.channels if module == "in_proj_qkv" else ())
 
     def fit(self, model: Model) -> Model:
+        """Return the model with its modules' sizes divided, like their weights."""
         for layer in model.weights.layers:
             if layer.is_linear:
                 net = layer.linear_attn
@@ -156,6 +134,7 @@ class PipelineParallel(ParallelTrunk):
 
     begin: int  # first layer on this rank
     end: int
+    layers: int  # of all ranks
 
     @classmethod
     def of(cls, config: dict[str, Any], comm: Communicator) -> "PipelineParallel":
@@ -167,21 +146,19 @@ class PipelineParallel(ParallelTrunk):
             )
         each, more = divmod(layers, comm.ranks)
         begin = comm.rank * each + min(comm.rank, more)
-        return cls(comm, layers, begin, begin + each + (comm.rank < more))
+        end = begin + each + (comm.rank < more)
+        return cls(comm, comm.ranks, begin, end, layers)  # a message from each rank to the next, then one to all
 
     @property
     def ends(self) -> bool:  # type: ignore[override]
         return self.end == self.layers
-
-    @property
-    def operations(self) -> int:
-        return self.ranks  # from each rank to the next, then to all
 
     def holds(self, name: str) -> bool:
         stack, layer, *_ = name.split(".")
         return stack != "layers" or self.begin <= int(layer) < self.end
 
     def fit(self, model: Model) -> Model:
+        """Return the model with the layers of this rank."""
         model.weights.layers = model.weights.layers[self.begin : self.end]
         return replace(model, share=self)
 

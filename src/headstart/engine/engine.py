@@ -31,7 +31,7 @@ from .memory import is_out_of_memory
 from .pending_step import PendingStep, build_step, launches_ahead
 from .prefill import prefill_chunk
 from .scheduler import Scheduler
-from .sequence import SequenceState
+from .sequence import SequenceState, youngest
 from .step_time import BUDGET, CALIBRATION_BATCH, WARM_UP_BUDGET, time_steps
 
 _controllers: WeakKeyDictionary[Model, DepthController] = WeakKeyDictionary()
@@ -46,7 +46,6 @@ class Engine(Scheduler):
         max_sequences: int = 16,
         max_queue: int | None = None,
         memory_limit: int | None = None,
-        threaded: bool = False,
         depth: DepthController | None = None,
         prefix: Prefix | None = None,
     ):
@@ -56,13 +55,11 @@ class Engine(Scheduler):
             tokenizer: For text in events, end tokens, stop strings and grammars.
             max_sequences: Most sequences that run at a time.
             max_queue: Most requests that wait; no limit if None.
-            memory_limit: Bytes of all sequences' states; by default what the device has left.
-            threaded: Another thread calls `run_once`. Otherwise iterating a handle does.
-            depth: Chooses k for requests with k = "auto". By default all engines of a model share one, and a few
-                steps are timed before its first use.
+            memory_limit: Bytes for the states of all sequences; by default what the device has left.
+            depth: Chooses k for requests with k = "auto". By default the model's, which first times a few steps.
             prefix: The prefix cache, if any.
         """
-        super().__init__(model, tokenizer, max_sequences, max_queue, memory_limit, threaded, prefix)
+        super().__init__(model, tokenizer, max_sequences, max_queue, memory_limit, prefix)
         maybe_set_recommended_wired_limit()  # Metal: keep the weights resident
         self.depth = depth or _controllers.setdefault(model, DepthController(model.max_k, model.default_k))
         self.communication_seconds = 0.0  # between machines, in all rounds
@@ -129,7 +126,7 @@ class Engine(Scheduler):
             self.depth.step_time.calibrate(times)
 
     def _prefill_chunk(self) -> None:
-        """Prefill one chunk of one sequence. Not more, so that running sequences do not stall."""
+        """Prefill one chunk of one sequence: with more, running sequences would stall."""
         if not self.prefilling:
             return
         sequence = self.prefilling[0]
@@ -185,7 +182,7 @@ class Engine(Scheduler):
         log_error(LOG, "prefill ran out of memory", error=error)
         if sequence.retried or not self._empty_prefix():  # a retried sequence has itself filled the cache again
             holding = [*self.running, *(each for each in self.prefilling if each.batch)]
-            _youngest(holding or [sequence]).finish("error", error)
+            youngest(holding or [sequence]).finish("error", error)
             self._drop_finished()
         sequence.retried = True
         if not sequence.finished:
@@ -202,7 +199,7 @@ class Engine(Scheduler):
         if following is not None and self._ahead:
             following.start()
         self._finish_pending()
-        if following is not None and self._batch is not None:  # else all sequences have ended
+        if following is not None and self._batch is not None:  # some sequences have not ended
             if not self._ahead:
                 following.start()
             self._pending = following
@@ -221,11 +218,11 @@ class Engine(Scheduler):
         while len(self.running) > 1 and self._batch is not None:
             if self.footprint.bytes([bound + MAX_K + 1 for bound in self._batch.trunk_state.bounds]) <= self.memory:
                 return
-            youngest = _youngest(self.running)
-            self._batch.keep([i for i, each in enumerate(self.running) if each is not youngest], self.model)
-            self.running.remove(youngest)
-            self._recompute(youngest, "memory")
-            self.queue.put_back(youngest)
+            last = youngest(self.running)
+            self._batch.keep([i for i, each in enumerate(self.running) if each is not last], self.model)
+            self.running.remove(last)
+            self._recompute(last, "memory")
+            self.queue.put_back(last)
             self._steady = False
 
     def _next_step(self) -> PendingStep | None:
@@ -259,9 +256,8 @@ class Engine(Scheduler):
     def _emit(self, pending: PendingStep) -> None:
         report: list[list[int]] = pending.report.tolist()  # type: ignore[assignment]  # the one synchronisation
         self._observe(pending, report)
-        for index, (sequence, (*tokens, accepted, proposed, finite)) in enumerate(
-            zip(pending.sequences, report, strict=True)
-        ):
+        for index, sequence in enumerate(pending.sequences):
+            *tokens, accepted, proposed, finite = report[index]
             if sequence.finished:
                 continue
             try:
@@ -298,15 +294,15 @@ class Engine(Scheduler):
     def _recover(self, error: Exception) -> None:
         """Recompute all sequences after a step failed: their state on the device is lost.
 
-        If memory ran out, the youngest ends. Otherwise each is run alone to find out which one is the cause; if none
-        fails alone, the youngest ends.
+        If memory ran out, the youngest ends. Otherwise each is run alone to find the cause; if none fails alone, the
+        youngest ends.
         """
         sequences = [sequence for sequence in self.running if not sequence.finished]
         memory = is_out_of_memory(error)
         if sequences and (len(sequences) == 1 or memory or all(each.cleared for each in sequences)):
-            youngest = _youngest(sequences)
-            youngest.finish("error", error)
-            sequences.remove(youngest)
+            last = youngest(sequences)
+            last.finish("error", error)
+            sequences.remove(last)
         log_error(LOG, "a step failed; %d sequences will be recomputed", len(sequences), error=error)
         self.retries += bool(sequences)
         for sequence in sequences:
@@ -350,7 +346,3 @@ class Engine(Scheduler):
             return
         self._steady = False
         self._batch.keep(staying, self.model)
-
-
-def _youngest(sequences: list[SequenceState]) -> SequenceState:
-    return max(sequences, key=lambda sequence: sequence.started)

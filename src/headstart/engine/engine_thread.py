@@ -39,18 +39,12 @@ class Settings:
 
 
 class EngineThread:
-    def __init__(
-        self,
-        model: Model,
-        tokenizer: TokenizerWrapper | None = None,
-        *,
-        max_queue: int = 256,
-        make: Callable[..., Engine] = Engine,
-        **engine: Any,
-    ):
-        """Make an engine with these arguments: those of `Engine`, or of what `make` calls."""
-        self.engine = make(model, tokenizer, max_queue=max_queue, threaded=True, **engine)
-        self.settings = Settings(max_k=self.engine.model.max_k)
+    """An engine that runs in a thread of its own from `start` to `close`."""
+
+    def __init__(self, engine: Engine):
+        engine.threaded = True
+        self.engine = engine
+        self.settings = Settings(max_k=engine.model.max_k)
         self.restarts = 0
         self.problem: str | None = None  # why the thread died
         self.closing = False  # new requests are refused
@@ -161,7 +155,7 @@ class AsyncEngine:
 
     def __init__(self, model: Model, tokenizer: TokenizerWrapper | None = None, **engine: Any):
         """Take the arguments of `Engine`."""
-        self._thread = EngineThread(model, tokenizer, **engine)
+        self._thread = EngineThread(Engine(model, tokenizer, **engine))
 
     async def __aenter__(self) -> "AsyncEngine":
         self._thread.start()

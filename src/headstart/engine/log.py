@@ -1,4 +1,4 @@
-"""Log failures with their traceback, but without words that could be a client's."""
+"""Log failures with their traceback, but without text that may come from a client."""
 
 import logging
 import re
@@ -13,22 +13,18 @@ WINDOW = 60.0  # seconds
 # "[malloc] Unable to allocate …", "[METAL] Command buffer execution failed …", "cudaMalloc failed: out of memory"
 MLX = re.compile(r"\[[\w:. ]+\] |cu[A-Z]\w*|CUDA ")
 
-Place = tuple[str, type[BaseException], str, int]
 _lock = Lock()
-_seen: dict[Place, tuple[float, int]] = {}  # start of the window, and failures since
+_seen: dict[tuple[str, type[BaseException]], tuple[float, int]] = {}  # start of the window, and failures since
 
 
 def log_error(log: logging.Logger, message: str, *arguments: object, error: BaseException) -> None:
-    """Log `message` and the traceback of `error`, at most MOST times in a WINDOW for the same place in the code."""
-    frames = traceback.extract_tb(error.__traceback__, limit=-1)
-    file, line = (frames[0].filename, frames[0].lineno or 0) if frames else ("", 0)
-    place, now = (message, type(error), file, line), time.monotonic()
+    """Log `message` and the traceback of `error`, at most MOST times per WINDOW for one message and error type."""
+    now, missed = time.monotonic(), 0
     with _lock:
-        began, count = _seen.get(place, (now, 0))
-        missed = 0
+        began, count = _seen.get((message, type(error)), (now, 0))
         if now - began >= WINDOW:
             missed, began, count = max(0, count - MOST), now, 0
-        _seen[place] = began, count + 1
+        _seen[message, type(error)] = began, count + 1
     if count >= MOST:
         return
     if missed:

@@ -82,7 +82,6 @@ class Scheduler:
         max_sequences: int,
         max_queue: int | None,
         memory_limit: int | None,
-        threaded: bool,
         prefix: Prefix | None,
     ):
         if max_sequences < 1:
@@ -103,7 +102,7 @@ class Scheduler:
         self.queue = Queue(max_queue)
         self.prefilling: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []  # decoding, in the order of the batch
-        self._threaded = threaded
+        self.threaded = False  # if True, another thread calls `run_once`; else iterating a handle does
         self._cancel_all = False
 
     def run_once(self) -> bool:
@@ -132,7 +131,7 @@ class Scheduler:
         request.check(self.model)
         if request.n > self.max_sequences:
             raise RequestError(f"n is {request.n}, and at most {self.max_sequences} answers can run at a time")
-        handle = Handle(request, None if self._threaded else self.run_once, listener)
+        handle = Handle(request, None if self.threaded else self.run_once, listener)
         sequence = SequenceState.of(handle, self.model, self.tokenizer, max_k)
         if (needed := self._bytes([sequence])) > self.memory:
             answers, or_n = ("its answer", "") if request.n == 1 else (f"{request.n} answers", " or n")

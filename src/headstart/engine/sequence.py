@@ -192,6 +192,11 @@ def _max_k(k: int | Literal["auto"], model: Model, max_k: int) -> tuple[int, str
     return (most if k == "auto" else min(k, most)), None
 
 
+def youngest(sequences: list[SequenceState]) -> SequenceState:
+    """Return the sequence that was admitted last."""
+    return max(sequences, key=lambda sequence: sequence.started)
+
+
 def read_logprobs(scores: Logprobs, top: int) -> list[TokenLogprobs]:
     """Return the log-probabilities of one sequence's tokens on the host, each with the `top` best tokens."""
     chosen: list[float] = scores.chosen.tolist()  # type: ignore[assignment]
