@@ -109,7 +109,8 @@ def running(
 ) -> Iterator[Running]:
     model = tiny(head, context)
     served = ServedModel.of(read_layout(folder(head, context)), model, tokenizer(), id="tiny")
-    room = room_type(served.model, tokenizer(), **engine)
+    burst = {"burst": engine.pop("burst")} if "burst" in engine else {}
+    room = room_type(Engine(served.model, tokenizer(), **{"max_queue": 256} | engine), **burst)
     app = create_app(
         room,
         served,

@@ -13,15 +13,15 @@ from typing import Any
 
 from running import Running, running, tokenizer
 
-from headstart.engine import EngineThread, Request
+from headstart.engine import Engine, EngineThread, Request
 from headstart.engine.sequence import SequenceState
 
 
 class ScriptedRoom(EngineThread):
     """Says one text after another, one for each answer, in bursts of up to so many tokens."""
 
-    def __init__(self, *model: Any, burst: int = 1, **engine: Any):
-        super().__init__(*model, **engine)
+    def __init__(self, engine: Engine, burst: int = 1):
+        super().__init__(engine)
         self.scripts: deque[str] = deque()
         self.requests: list[Request] = []  # what was asked
         self._burst, self._rng = burst, Random(0)

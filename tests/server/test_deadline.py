@@ -7,7 +7,7 @@ import pytest
 from running import CONTEXT, tiny, tokenizer, wait_until
 from scripted import ScriptedRoom
 
-from headstart.engine import EngineThread, Request
+from headstart.engine import Engine, EngineThread, Request
 from headstart.server.answer import Answer
 from headstart.server.deadline import Deadline
 from headstart.server.errors import Refusal
@@ -20,7 +20,7 @@ def answer(room: EngineThread, metrics: Metrics, seconds: float) -> Answer:
 
 
 def test_what_was_said_in_time_and_read_too_late_is_too_late() -> None:
-    room = ScriptedRoom(tiny(True, CONTEXT), tokenizer())
+    room = ScriptedRoom(Engine(tiny(True, CONTEXT), tokenizer()))
     room.scripts.append("All of this was said at once.")
     room.start()
 
@@ -39,7 +39,7 @@ def test_what_was_said_in_time_and_read_too_late_is_too_late() -> None:
 
 
 def test_a_row_that_nobody_listens_to_is_freed_at_the_deadline() -> None:
-    room = EngineThread(tiny(True, CONTEXT), tokenizer())
+    room = EngineThread(Engine(tiny(True, CONTEXT), tokenizer()))
 
     async def never_read() -> None:
         metrics = Metrics(room)

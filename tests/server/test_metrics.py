@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from running import CONTEXT, Running, running, tiny, tokenizer, wait_until
 
-from headstart.engine import EngineThread, Event, FinishReason, Stats
+from headstart.engine import Engine, EngineThread, Event, FinishReason, Stats
 from headstart.server.metrics import Meter, Metrics
 from headstart.state import Prefix
 
@@ -65,7 +65,7 @@ def test_counts_are_the_sums_of_what_every_answer_says() -> None:
 
 def test_latency_is_counted_by_tokens_and_not_by_chunks() -> None:
     """Otherwise drafts that are accepted together would look slow, or fast."""
-    metrics = Metrics(EngineThread(tiny(True, CONTEXT), tokenizer()))
+    metrics = Metrics(EngineThread(Engine(tiny(True, CONTEXT), tokenizer())))
     meter = Meter(metrics, COMPLETIONS, arrived=10.0)
     for rounds, tokens, said, when in ((1, 2, 2, 11.0), (2, 4, 6, 11.4), (3, 1, 7, 11.5)):
         stats = Stats("native_mtp", None, rounds=rounds, generation_tokens=said)
@@ -79,7 +79,7 @@ def test_latency_is_counted_by_tokens_and_not_by_chunks() -> None:
 
 def test_a_request_for_several_answers_ends_with_the_last_and_is_cut_off_if_one_is() -> None:
     def outcome(*ends: tuple[int, FinishReason], answers: int) -> dict[str, int]:
-        metrics = Metrics(EngineThread(tiny(True, CONTEXT), tokenizer()))
+        metrics = Metrics(EngineThread(Engine(tiny(True, CONTEXT), tokenizer())))
         meter = Meter(metrics, COMPLETIONS, arrived=0.0)
         for choice, reason in ends:
             meter.count(Event(finish_reason=reason, choice=choice), 1.0, answers)

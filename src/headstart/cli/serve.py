@@ -3,7 +3,6 @@
 import os
 import shlex
 from contextlib import nullcontext, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -90,7 +89,7 @@ def serve(
     _reopen_closed_streams()
     from ..checkpoint import read_layout, resolve
     from ..cluster import Follower, Leader, SharedPrefix
-    from ..engine import EngineThread
+    from ..engine import Engine, EngineThread
     from ..engine.memory import memory_for_prefixes
     from ..open_files import raise_limit
     from ..server import (
@@ -122,20 +121,18 @@ def serve(
         bytes_ = memory_for_prefixes() if prefix_cache_gb is None else int(prefix_cache_gb * 1e9)
         if cluster is None:
             prefix = Prefix(bytes_, eight_bits=prefix_cache_8bit) if bytes_ else None
-            room = EngineThread(
-                served.model, tokenizer, max_sequences=max_sequences, max_queue=max_queue, prefix=prefix
-            )
+            engine = Engine(loaded, tokenizer, max_sequences=max_sequences, max_queue=max_queue, prefix=prefix)
         else:
             shared = SharedPrefix(bytes_, eight_bits=prefix_cache_8bit) if bytes_ else None
             if place is None:
                 Follower(cluster, loaded, tokenizer, prefix=shared).run(warm_up=True)
                 return
-            leader = partial(Leader, cluster, prefix=shared)
-            room = EngineThread(
-                served.model, tokenizer, max_sequences=max_sequences, max_queue=max_queue, make=leader
+            engine = Leader(
+                cluster, loaded, tokenizer, max_sequences=max_sequences, max_queue=max_queue, prefix=shared
             )
         assert place is not None, "only those that follow have none"
-        room.engine.warm_up()
+        engine.warm_up()
+        room = EngineThread(engine)
         limits = Limits(prompt_tokens=max_prompt_tokens, request_seconds=timeout, connections=connections)
         app = create_app(
             room,
