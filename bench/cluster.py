@@ -1,13 +1,13 @@
-"""What speculation saves between machines: measured here, and predicted for what cannot be run here.
+"""Measure what speculation saves between machines, and predict it for clusters that cannot be run here.
 
     mlx.launch -n 2 bench/cluster.py measure [MODEL] [--split pipeline] [--tokens 64]
     mlx.launch -n 2 bench/cluster.py compare [MODEL] [--split pipeline] [--tokens 64] [--float32]
     python bench/cluster.py predict
 
-`measure`: a message's latency and bandwidth, and rounds, messages and time of an answer by depth. `compare`: greedy
-answers beside those of one process, and where they part how far apart the two tokens' logits were. `predict`: a round
-is what the machines compute, shared by all of them where every layer is, and one message after another. More drafts
-make it longer by their share of computing and by bytes, and not by messages.
+`measure`: latency and bandwidth of a message, and rounds, messages and time of an answer by depth. `compare`: greedy
+answers beside those of one process, and where they differ, by how much the two tokens' logits differ. `predict`: the
+time of a round is its computation, divided by the machines if they split every layer, plus its messages one after
+another. More drafts add computation and bytes, but no messages.
 """
 
 import argparse
@@ -38,7 +38,7 @@ class Shape:
     name: str
     layers: int
     hidden: int
-    seconds: float  # a step of one row without drafts on one machine, were there room
+    seconds: float  # a step of one sequence without drafts on one machine, were there room
     tokens: tuple[float, ...]  # a round, by k
     step: tuple[float, ...]  # its time to that of k = 0, by k
 
@@ -53,7 +53,7 @@ SHAPES = (
 
 
 def round_seconds(shape: Shape, k: int, ranks: int, split: str, link: MessageCost) -> float:
-    """Of one row with k drafts. A gather among n machines in a ring takes n - 1 hops."""
+    """Return the time of one sequence's round with k drafts. A gather in a ring of n machines takes n - 1 hops."""
     computing, message = shape.seconds * shape.step[k], 2 * shape.hidden * (k + 1)
     if split == "tensor":
         return computing / ranks + 2 * shape.layers * (ranks - 1) * link.seconds(message)
@@ -61,7 +61,7 @@ def round_seconds(shape: Shape, k: int, ranks: int, split: str, link: MessageCos
 
 
 def predict() -> None:
-    print("| model | machines | link | ms a token, k = 0 | at the best k | k | gain |")
+    print("| model | machines | link | ms per token, k = 0 | at the best k | k | gain |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for shape in SHAPES:
         cases = [(1, "tensor", "", MessageCost(0, 1e12))]
@@ -86,16 +86,18 @@ def measure(path: str | None, split: str, tokens: int) -> None:
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": PROMPT}], add_generation_prompt=True)
         speed = engine.message_cost
         print(f"a message: {speed.latency * 1e6:.0f} µs, {speed.bandwidth / 1e6:.0f} MB/s more\n")
-        print("| k | rounds | tokens per round | messages a token | ms a token |\n| --- | --- | --- | --- | --- |")
+        print(
+            "| k | rounds | tokens per round | messages per token | ms per token |\n| --- | --- | --- | --- | --- |"
+        )
         for k in (0, *DEPTHS):  # the first warms up
             request = Request(prompt, SamplingParams(max_tokens=tokens, k=k))
-            before, begun, said = 0, 0.0, 0
+            before, started, generated = 0, 0.0, 0
             for event in engine.submit(request):
-                if not said:  # the prompt is in, and the first round with it
-                    before, begun = comm.operations, time.perf_counter()
-                said += len(event.tokens)
-            seconds, stats = (time.perf_counter() - begun) / said, event.stats
-            messages = (comm.operations - before) / said
+                if not generated:  # the prompt is in, and the first round with it
+                    before, started = comm.operations, time.perf_counter()
+                generated += len(event.tokens)
+            seconds, stats = (time.perf_counter() - started) / generated, event.stats
+            messages = (comm.operations - before) / generated
             print(
                 f"| {k} | {stats.rounds} | {stats.tokens_per_round:.2f} | {messages:.1f} | {1e3 * seconds:.1f} |",
                 flush=True,
@@ -117,15 +119,15 @@ def compare(path: str | None, split: str, tokens: int, dtype: mx.Dtype | None) -
             chat = [{"role": "user", "content": f"Write a Python function that {what}."}]
             prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
             request = Request(prompt, SamplingParams(max_tokens=tokens, k=2), keep_logits=True)
-            said = [token for event in several.submit(request) for token in event.tokens]
+            generated = [token for event in several.submit(request) for token in event.tokens]
             events = list(alone.submit(request))
             expected = [token for event in events for token in event.tokens]
-            at = next((i for i, (a, b) in enumerate(zip(said, expected, strict=False)) if a != b), None)
+            at = next((i for i, (a, b) in enumerate(zip(generated, expected, strict=False)) if a != b), None)
             if at is None:
                 same += 1
                 continue
             logits = mx.concatenate([event.logits for event in events if event.logits is not None])[at]
-            gaps.append((at, float(logits[expected[at]] - logits[said[at]]), float(abs(logits).max())))
+            gaps.append((at, float(logits[expected[at]] - logits[generated[at]]), float(abs(logits).max())))
         print(f"{same} of {same + len(gaps)} answers of {tokens} tokens are the same")
         for at, gap, largest in gaps:
             print(f"token {at} differs: their logits by {gap:.4g}, the largest being {largest:.1f}")

@@ -1,4 +1,4 @@
-"""Measure the host time of the depth controller, relative to a step of the built-in model at k = 0.
+"""Time the depth controller on the host, relative to a step of the built-in model at k = 0.
 
     python bench/depth.py [MODEL] [--rows 1 4 16]
 
@@ -16,7 +16,7 @@ from step import ours
 from headstart import load
 from headstart.cards import MAX_K
 from headstart.engine import DepthController
-from headstart.engine.depth import Drafter
+from headstart.engine.depth import DraftHistory
 
 ROUNDS, TURNS, MOST_ROWS = 1000, 5, 16
 VISITS = 20  # rounds with each batch size before
@@ -25,19 +25,19 @@ VISITS = 20  # rounds with each batch size before
 def controller(rows: int) -> tuple[float, float]:
     """Return the mean and median seconds of a round with `rows` sequences."""
     rng, depth, times = random.Random(0), DepthController(), []
-    drafters = [Drafter(MAX_K) for _ in range(max(rows, MOST_ROWS))]
+    histories = [DraftHistory(MAX_K) for _ in range(max(rows, MOST_ROWS))]
     visits = [count for count in range(1, MOST_ROWS + 1) for _ in range(VISITS)]
     for round, count in enumerate(visits + [rows] * ROUNDS):
-        running = drafters[:count]
-        begun = time.perf_counter()
+        running = histories[:count]
+        started = time.perf_counter()
         k = depth.choose(running)
-        spent = time.perf_counter() - begun
+        spent = time.perf_counter() - started
         outcomes = [(rng.randint(0, k), k) for _ in running]
         seconds = (1 + 0.2 * k + 0.1 * len(running)) * rng.lognormvariate(0, 0.1)
-        begun = time.perf_counter()
+        started = time.perf_counter()
         depth.observe(running, k, outcomes, seconds)
         if round >= len(visits):
-            times.append(spent + time.perf_counter() - begun)
+            times.append(spent + time.perf_counter() - started)
     return statistics.mean(times), statistics.median(times)
 
 
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
     arguments = parser.parse_args()
     model, _ = load(arguments.model)
-    print("| rows | µs a round, mean | median | share of a step, mean |\n| --- | --- | --- | --- |")
+    print("| sequences | µs per round, mean | median | share of a step, mean |\n| --- | --- | --- | --- |")
     for rows in arguments.rows:
         turns = [(*controller(rows), ours(model, rows, 0)[0] / 1e3) for _ in range(TURNS)]
         mean, middle = (statistics.median(turn[i] for turn in turns) for i in (0, 1))

@@ -52,22 +52,22 @@ def decode_imposed(model: Model, recording: Recording, k: int, pattern: Sequence
     sequences: list[list[int]] = [[] for _ in recording.prompts]
     outcomes: list[tuple[int, int]] = []  # of each round: drafts accepted, drafts proposed
     started, first = 0.0, 0
-    in_flight = _launch(model, batch, k, pattern, script)
+    pending = _launch(model, batch, k, pattern, script)
     while not any(len(sequence) >= limit for sequence in sequences):
         following = _launch(model, batch, k, pattern, script)  # the host is one step ahead, as in the engine
-        report: list[list[int]] = in_flight.tolist()  # type: ignore[assignment]
-        for row, (*tokens, accepted, proposed) in enumerate(report):
-            batch.trunk_state.bounds[row] -= k - accepted
-            sequences[row] += tokens[: accepted + 1]
+        report: list[list[int]] = pending.tolist()  # type: ignore[assignment]
+        for index, (*tokens, accepted, proposed) in enumerate(report):
+            batch.trunk_state.bounds[index] -= k - accepted
+            sequences[index] += tokens[: accepted + 1]
             outcomes.append((accepted, proposed))
         now = time.perf_counter()
         if not started:
             started, first = now, sum(map(len, sequences))
             outcomes.clear()
-        in_flight = following
-    mx.eval(in_flight)
-    for row, (text, expected) in enumerate(zip(sequences, recording.texts, strict=True)):
-        _check_same(text, expected[: len(text)], row, k)
+        pending = following
+    mx.eval(pending)
+    for index, (text, expected) in enumerate(zip(sequences, recording.texts, strict=True)):
+        _check_same(text, expected[: len(text)], index, k)
     generated = sum(map(len, sequences)) - first
     return Trial(
         tokens=generated,
@@ -80,10 +80,10 @@ def decode_imposed(model: Model, recording: Recording, k: int, pattern: Sequence
 
 
 def _launch(model: Model, batch: Batch, k: int, pattern: Sequence[float], script: mx.array) -> mx.array:
-    """Launch a step → [B, k+3]: tokens, accepted, proposed."""
+    """Launch a step and return its report [B, k+3]: tokens, accepted, proposed."""
     drafted = draft(model, batch, k)
-    round = verify(model, batch, impose(drafted, batch, pattern, script, model.vocabulary))
-    report = mx.concatenate([round.tokens, mx.stack([round.accepted, round.proposed], axis=1)], axis=1)
+    result = verify(model, batch, impose(drafted, batch, pattern, script, model.vocabulary))
+    report = mx.concatenate([result.tokens, mx.stack([result.accepted, result.proposed], axis=1)], axis=1)
     mx.async_eval(report, *batch.arrays())
     return report
 
@@ -109,10 +109,10 @@ def _script(recording: Recording, k: int) -> mx.array:
     return mx.array([line + [0] * (longest - len(line)) for line in lines], mx.int32)
 
 
-def _check_same(text: list[int], expected: list[int], row: int, k: int) -> None:
+def _check_same(text: list[int], expected: list[int], index: int, k: int) -> None:
     if text != expected:
         at = next(i for i, (a, b) in enumerate(zip(text, expected, strict=True)) if a != b)
         raise HeadstartError(
-            f"at k = {k}, sequence {row} has token {text[at]} at position {at} where {expected[at]} was recorded: "
+            f"at k = {k}, sequence {index} has token {text[at]} at position {at} where {expected[at]} was recorded: "
             "this device computes a window otherwise than a single token, so no acceptance can be imposed"
         )

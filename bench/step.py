@@ -1,10 +1,10 @@
-"""What a step costs, by rows and drafts, beside mlx-lm's own step over the same weights in the same run.
+"""Time a step by batch size and depth, beside mlx-lm's own step over the same weights in the same run.
 
     python bench/step.py [MODEL] [--rows 1 4] [--k 0 1 2 3] [--repeats 7]
 
 Runs are interleaved and medians taken, so that a noisy machine shifts all columns alike; the ratios are what counts.
-`host` is the time that Python needs to describe a step to MLX, most of it while the device works on the one before.
-mlx-lm's column is its `generate_step` for one row, its forward and an argmax for more.
+`host` is the time that Python needs to build a step's graph, most of it while the device works on the step before.
+mlx-lm's column is its `generate_step` for one sequence, its forward and an argmax for more.
 """
 
 import argparse
@@ -18,48 +18,33 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from headstart.checkpoint import load
-from headstart.engine.batch import Batch
-from headstart.engine.step import prefill, step
+from headstart.engine.step import prefill_prompts, step
 from headstart.models import Model
-from headstart.sampling import SamplingParams, SequenceParams
 
 PROMPT = [(7 * i) % 97 + 1 for i in range(64)]
 STEPS = 12  # between two looks at the clock; fewer interleave more finely
 
 
-def batch(model: Model, rows: int, k: int) -> Batch:
-    def one() -> Batch:
-        row = Batch.of_one(model, PROMPT, SequenceParams(SamplingParams(), key=0, choice=0, limit=10**6), max_k=k)
-        prefill(model, row, mx.array([PROMPT[:-1]]), mx.array(PROMPT[-1:]))
-        return row
-
-    running = one()
-    for _ in range(rows - 1):
-        running.join(one(), model)
-    mx.eval(running.arrays())
-    return running
-
-
 def ours(model: Model, rows: int, k: int) -> tuple[float, float]:
-    """(ms a step, ms of it in Python), with the engine's one step of overlap."""
-    running = batch(model, rows, k)
-    mx.eval(step(model, running, k).tokens, *running.arrays())
+    """Return ms per step and ms of it in Python, with the engine's one step of overlap."""
+    batch = prefill_prompts(model, [PROMPT] * rows, k)
+    mx.eval(step(model, batch, k).tokens, *batch.arrays())
     host, start, last = 0.0, time.perf_counter(), None
     for _ in range(STEPS):
-        begun = time.perf_counter()
-        said = step(model, running, k)
-        host += time.perf_counter() - begun
-        mx.async_eval(said.tokens, said.accepted, said.finite, *running.arrays())
+        started = time.perf_counter()
+        result = step(model, batch, k)
+        host += time.perf_counter() - started
+        mx.async_eval(result.tokens, result.accepted, result.finite, *batch.arrays())
         if last is not None:
             last.tolist()
-        last = said.tokens
+        last = result.tokens
     assert last is not None
     last.tolist()
     return (time.perf_counter() - start) / STEPS * 1e3, host / STEPS * 1e3
 
 
 def mlx_lm(model: Model, rows: int) -> float:
-    """ms a step of mlx-lm's."""
+    """Return ms per step of mlx-lm."""
     if rows == 1:
         tokens = generate_step(mx.array(PROMPT), model.lm, max_tokens=STEPS + 1)
         next(tokens)
@@ -103,7 +88,7 @@ def main() -> None:
                 times[name].append(measured)
         print(f"run {repeat} of {arguments.repeats}", end="\r", flush=True)
 
-    print("| rows | k | ms a step | to mlx-lm's | to k = 0 | host ms |\n| --- | --- | --- | --- | --- | --- |")
+    print("| sequences | k | ms per step | to mlx-lm's | to k = 0 | host ms |\n| --- | --- | --- | --- | --- | --- |")
     for (rows, k), measured in times.items():
         # Ratios are taken within a repeat, where the machine was the same, and then their median.
         def ratio(to: int | str, rows: int = rows, measured: list[tuple[float, float]] = measured) -> str:
