@@ -91,7 +91,7 @@ def assert_greedy(model: Model, prompt: Sequence[int], tokens: Sequence[int]) ->
 
 
 def batch_of(model: Model, *prompts: Sequence[int], k: int = 8, chunk: int = CHUNK) -> Batch:
-    """Rows that have taken in their prompts, by the engine's own hand, and have said nothing yet."""
+    """Sequences that have prefilled their prompts, by the engine's own hand, and have said nothing yet."""
     engine = Engine(model, max_sequences=len(prompts))
     for prompt in prompts:
         submit(engine, prompt, k=k, max_tokens=2000)

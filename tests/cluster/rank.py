@@ -1,9 +1,9 @@
 """What every rank of a test runs. The job is JSON; the last line of its output is JSON too.
 
 A job has a `split` and `models`, each a folder with `tasks`: requests that are made together, one task after the
-other. It may say how many bytes the prefix `cache` has, and the rows on each rank (`memory`). `stream` instead of
-tasks: a line for every event, for tests that interfere. `mute`: a rank that cannot say its third round. `unanswered`:
-the first rank begins a collective with one that stands still, and fails.
+other. It may give the bytes of the prefix `cache`, and of the sequences on each rank (`memory`). `stream` instead of
+tasks: a line for every event, for tests that interfere. `mute`: a rank that fails to emit its third round.
+`unanswered`: the first rank begins a collective with one that stands still, and fails.
 """
 
 import json
@@ -32,7 +32,7 @@ ANSWER = 16  # tokens that are counted ahead: so long answers are let in togethe
 @contextmanager
 def noted() -> Iterator[dict[int, dict[str, Any]]]:
     """What every request is told, in the order in which they came in: its answers' tokens and log-probabilities, how
-    they ended, and what was thought of the prompt. Nobody asks a follower's rows."""
+    they ended, and what was thought of the prompt. Nobody asks a follower's sequences."""
     said: dict[int, dict[str, Any]] = {}
     kept: list[Handle] = []  # an id is only good for as long as its owner lives
     put = Handle.put

@@ -71,7 +71,7 @@ def counted() -> list[Task]:
 
 
 def crowd(folder: str) -> list[Task]:
-    """Depths that a clock chooses, a row without a seed, one that is cancelled, and one that waits for a place."""
+    """Depths chosen by timings, a sequence without a seed, one that is cancelled, and one that waits in the queue."""
     greedy, seeded = questions(folder)
     rows = [asked(greedy), asked(seeded, seed=None), asked(greedy, max_tokens=200), asked(seeded)]
     rows[2]["cancelled_after"] = 1
@@ -90,7 +90,7 @@ def everything(folder: str) -> list[Task]:
 
 
 def cramped(folder: str) -> dict[str, Any]:
-    """A cache for one prompt, in eight bits, and on one of two ranks no room for two rows that grow beyond 512
+    """A cache for one prompt, in eight bits, and on one of two ranks no room for two sequences that grow beyond 512
     positions: neither whole nor as two ranks share it."""
 
     def question(length: int, seed: int, tokens: int) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def test_a_rank_that_says_what_nobody_understands_is_named(links: list[Noted]) -
     assert "sent an invalid message" in reason
 
 
-def test_who_is_gone_is_told_to_the_others(links: list[Noted]) -> None:
+def test_who_is_gone_is_reported_to_the_others(links: list[Noted]) -> None:
     links[0]._send(2, headstart.cluster.link.ABORT, b'[1, "is gone"]')
     wait(lambda: links[2].ended)
     assert links[2].ended == [(1, "is gone")]
@@ -135,7 +135,7 @@ def test_a_rank_that_takes_nothing_in_does_not_silence_the_first_one_for_the_oth
         assert links[2].ended == []
 
 
-def test_the_cause_of_a_failure_is_told(links: list[Noted], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cause_of_a_failure_is_reported(links: list[Noted], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(headstart.cluster.link, "GRACE", 0.0)
     error = ClusterError("it cannot keep a prompt")
     error.__cause__ = MemoryError("none left")
@@ -161,7 +161,7 @@ def test_nobody_exits_in_peace_while_another_thread_ends_it_all(links: list[Note
         assert closing.is_alive()
 
 
-def test_an_error_of_one_is_told_to_all(links: list[Noted]) -> None:
+def test_an_error_of_one_is_reported_to_all(links: list[Noted]) -> None:
     links[1].close(ValueError("config.json is missing"))
     wait(lambda: links[0].ended)
     assert links[0].ended[0] == (1, "failed: config.json is missing")

@@ -85,7 +85,7 @@ def test_a_rank_that_says_something_else_is_named(tmp_path: Path) -> None:
     assert all("error: rank 1 of 2 generated other tokens than rank 0 in step" in errors for errors in told), told
 
 
-def test_a_rank_whose_row_ends_alone_is_named_before_anybody_waits_for_it(tmp_path: Path) -> None:
+def test_a_rank_whose_sequence_ends_alone_is_named_before_anybody_waits_for_it(tmp_path: Path) -> None:
     with started(2, job(tmp_path, "tensor") | {"mute": 1}, tmp_path) as processes:
         told = [process.communicate(timeout=60)[1] for process in processes]
     assert [process.returncode for process in processes] == [1, 1]
@@ -101,7 +101,7 @@ def test_a_rank_that_fails_does_not_wait_for_its_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_told_to_stop_does_so_in_peace_on_every_rank(tmp_path: Path) -> None:
+def test_a_server_that_is_stopped_does_so_in_peace_on_every_rank(tmp_path: Path) -> None:
     """By whoever ends a service, and that may tell all of them."""
     folder = str(write(tmp_path / "model", "dense", **SIZES, vocab_size=8192))
     command = [f"{sysconfig.get_path('scripts')}/headstart", "serve", folder, "--port", "0"]

@@ -64,7 +64,7 @@ def test_a_rank_that_has_loaded_something_else_is_named(place: int, thing: str, 
         leads(folder, comm)
 
 
-def test_prompts_are_not_taken_in_without_the_others(leader: Leader) -> None:
+def test_prompts_are_not_prefilled_without_the_others(leader: Leader) -> None:
     submit(leader, random_prompt(leader.model, 9))
     with pytest.raises(ClusterError, match="prefill_all is not available on several machines"):
         leader.prefill_all()

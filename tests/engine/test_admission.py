@@ -39,7 +39,7 @@ def test_a_full_queue_says_when_to_try_again() -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3.5", "tiny-qwen3.5-moe"])
-def test_the_footprint_is_what_rows_really_take(name: str) -> None:
+def test_the_footprint_is_what_sequences_really_take(name: str) -> None:
     model = builtin_model(name)
     engine = Engine(model)
     for length in (300, 20):
@@ -59,7 +59,7 @@ def needed(model: Model, *lengths: int) -> int:
     return Footprint.of(model).bytes(lengths)
 
 
-def test_a_row_waits_until_there_is_memory_for_it() -> None:
+def test_a_sequence_waits_until_there_is_memory_for_it() -> None:
     model = random_model("dense")
     prompts = [random_prompt(model, 100, i) for i in range(4)]
     engine = Engine(model, memory_limit=needed(model, 200, 200))
@@ -124,7 +124,7 @@ def test_a_prefix_cache_that_leaves_no_room_is_refused_at_once(monkeypatch: pyte
 
 @pytest.mark.parametrize("k", [0, 3])
 def test_room_that_only_the_longest_needed_goes_with_it(k: int) -> None:
-    """Or rows that join later would each take as much, and nobody would count it."""
+    """Or sequences that join later would each take as much, and nobody would count it."""
     model = random_model("dense")
     lengths, engine = (600, 20, 30), Engine(model)
     prompts = [random_prompt(model, length, length) for length in lengths]
@@ -195,7 +195,7 @@ def test_where_there_is_no_proc_all_that_is_installed_counts(tmp_path: Path) -> 
         ({}, 4 * GIB),  # a CPU
     ],
 )
-def test_rows_may_take_what_the_device_has_free(
+def test_sequences_may_take_what_the_device_has_free(
     monkeypatch: pytest.MonkeyPatch, info: dict[str, int], left: int
 ) -> None:
     """This process has 5 GiB of arrays, and 3 more that MLX keeps for the next."""

@@ -75,7 +75,7 @@ def test_an_answer_that_two_threads_end_at_once_ends_once(monkeypatch: pytest.Mo
 
 
 def dying(engine: Engine, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    """The next turns that have rows kill the thread that makes them."""
+    """The next turns that have sequences kill the thread that makes them."""
     honest, deaths = engine.run_once, iter(range(times))
 
     def run_once() -> bool:
@@ -167,7 +167,7 @@ def test_settings_bound_the_depth_of_what_comes_after(room: EngineThread) -> Non
 def test_a_request_that_comes_as_the_thread_ends_is_answered(
     room: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was let in, and then nobody was left to turn the engine."""
+    """It was let in, and then nobody was left to run the engine."""
     honest = room.engine.submit
 
     def slow(*args: object, **how: object) -> Handle:

@@ -1,4 +1,4 @@
-"""A row that fails ends alone, and says so; its neighbours say what they would have said."""
+"""A sequence that fails ends alone, and says so; its neighbours say what they would have said."""
 
 from collections.abc import Callable
 
@@ -50,7 +50,9 @@ def poison(engine: Engine, handle: Handle, how: Callable[[KV | Recurrent, int], 
 
 @pytest.mark.parametrize("how", [poison_keys, poison_stale_values, poison_recurrence, poison_convolution])
 @pytest.mark.parametrize("k", [0, 3])
-def test_a_row_whose_logits_are_not_finite_ends_alone(how: Callable[[KV | Recurrent, int], None], k: int) -> None:
+def test_a_sequence_whose_logits_are_not_finite_ends_alone(
+    how: Callable[[KV | Recurrent, int], None], k: int
+) -> None:
     model = random_model("dense")
     prompts = [random_prompt(model, length, length) for length in (9, 12, 15)]
     expected = [mlx_lm_greedy(model, prompt, 30) for prompt in prompts]
@@ -102,7 +104,7 @@ def test_only_what_is_said_must_be_finite(monkeypatch: pytest.MonkeyPatch) -> No
     assert round.finite.tolist() == [False, True]
 
 
-def test_a_row_whose_prompt_cannot_be_taken_in_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_whose_prompt_cannot_be_prefilled_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model("dense")
     prompts = [random_prompt(model, length, length) for length in (9, 13, 15)]
     prefill = headstart.engine.prefill.prefill
@@ -122,7 +124,7 @@ def test_a_row_whose_prompt_cannot_be_taken_in_ends_alone(monkeypatch: pytest.Mo
     assert also_good.tokens == mlx_lm_greedy(model, prompts[2], 12)
 
 
-def test_a_row_that_cannot_join_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_that_cannot_join_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model("dense")
     prompts = [random_prompt(model, length, length) for length in (9, 13)]
     engine = Engine(model)
@@ -280,7 +282,7 @@ def test_a_step_that_fails_once_costs_nobody_a_token(family: str, monkeypatch: p
         assert answer.tokens == alone(handle, model)
 
 
-def test_a_row_that_makes_every_step_fail_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_that_makes_every_step_fail_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody can tell from the batch whose fault it was."""
     model = random_model("dense")
     engine = Engine(model)
@@ -313,7 +315,9 @@ def test_where_memory_runs_out_the_youngest_ends_and_the_others_complete(
         assert answer.tokens == alone(handle, model)
 
 
-def test_where_rows_fail_only_together_the_youngest_go_until_the_rest_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_sequences_fail_only_together_the_youngest_go_until_the_rest_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = random_model("dense")
     engine = Engine(model)
     handles = start(model, engine)
@@ -341,7 +345,7 @@ def test_an_engine_whose_steps_all_fail_ends_them_and_can_be_used_again(
 
 
 @pytest.mark.parametrize("cuda", [False, True])
-def test_a_row_that_is_read_again_is_exact_where_prompts_have_the_same_kernels(
+def test_a_sequence_that_is_read_again_is_exact_where_prompts_have_the_same_kernels(
     cuda: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headstart.engine.prefill.on_cuda", lambda: cuda)

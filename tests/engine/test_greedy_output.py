@@ -143,7 +143,7 @@ def test_greedy_output_is_the_same_however_the_prompt_is_cut(
     assert answers == expected
 
 
-def test_a_long_prompt_is_taken_in_at_fixed_multiples_whatever_runs_beside_it(
+def test_a_long_prompt_is_prefilled_at_fixed_multiples_whatever_runs_beside_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One chunk a turn, and never a chunk that crosses a multiple: that is where prefix entries end."""

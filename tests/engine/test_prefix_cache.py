@@ -77,7 +77,7 @@ def cached(model: Model, max_bytes: int = LOTS, **options: bool) -> tuple[Engine
 
 
 def assert_true(prefix: Prefix, model: Model) -> int:
-    """Every entry holds what a row holds that has just read the same tokens, and nothing else → how many."""
+    """Every entry holds what a sequence holds that has just read the same tokens, and nothing else → how many."""
     waiting: list[tuple[list[int], Node]] = [([], node) for node in prefix._root.children.values()]
     seen = 0
     while waiting:
@@ -100,7 +100,7 @@ def assert_true(prefix: Prefix, model: Model) -> int:
 
 
 def read(model: Model, tokens: list[int]) -> Batch:
-    """A row that has taken in just these, chunk by chunk, by the loop's own `prefill`."""
+    """A sequence that has taken in just these, chunk by chunk, by the loop's own `prefill`."""
     asked = SequenceParams(SamplingParams(), key=0, choice=0, limit=1)
     batch = Batch.of_one(model, tokens, asked, max_k=1 if model.has_head else 0)
     for start in range(0, len(tokens), C):
@@ -143,7 +143,7 @@ def test_a_hit_a_partial_hit_and_a_miss_say_the_same_as_an_engine_without_a_cach
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_that_was_resumed_holds_what_one_holds_that_read_its_prompt(family: str) -> None:
+def test_a_sequence_that_was_resumed_holds_what_one_holds_that_read_its_prompt(family: str) -> None:
     """All of it, the head's part and the pair that waits for the head included: tokens would not tell."""
     model = random_model(family)
     base = random_prompt(model, 4 * C + 6)
@@ -158,7 +158,7 @@ def test_a_row_that_was_resumed_holds_what_one_holds_that_read_its_prompt(family
 
 
 def entered(engine: Engine, prompt: Sequence[int]) -> Batch:
-    """The row as it is when its prompt is in and nothing was said."""
+    """The sequence as it is when its prompt is in and nothing was said."""
     handle = submit(engine, prompt)
     engine._admit()
     while engine.prefilling:
@@ -210,7 +210,7 @@ def test_the_cache_of_a_model_without_recurrent_layers_works_as_well() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hit_poison_probe_again(family: str) -> None:
-    """Rows write into their memory, drafts that fall among it, and may break down. The entry they came from stays."""
+    """Sequences write into their state, also rejected drafts, and may break down. The entry they came from stays."""
     model = random_model(family)
     prompt = random_prompt(model, 3 * C + 5)
     params = {"max_tokens": 20, "temperature": 1.3, "seed": 5}
@@ -320,7 +320,7 @@ def test_a_prompt_that_fails_midway_leaves_only_what_was_computed(monkeypatch: p
     assert ask(engine, prompt).same_as(ask(Engine(model), prompt))
 
 
-def test_a_row_that_breaks_down_over_its_prompt_leaves_nothing_that_is_not_finite() -> None:
+def test_a_sequence_that_breaks_down_over_its_prompt_leaves_nothing_that_is_not_finite() -> None:
     model = random_model("dense")
     prompt = random_prompt(model, 5 * C + 3)
     engine, prefix = cached(model)

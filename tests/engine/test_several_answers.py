@@ -1,4 +1,4 @@
-"""Several answers to one prompt: it is read once, and then each answer is a row like any other."""
+"""Several answers to one prompt: it is read once, and then each answer is a sequence like any other."""
 
 import mlx.core as mx
 import pytest
@@ -100,7 +100,7 @@ def test_more_answers_than_places_are_refused() -> None:
             Engine(MODEL, max_sequences=3).submit(Request(PROMPT, n=n))
 
 
-def test_what_was_thought_of_the_prompt_is_told_once_though_the_rows_begin_again() -> None:
+def test_what_was_thought_of_the_prompt_is_reported_once_though_the_sequences_begin_again() -> None:
     engine = Engine(MODEL)
     handle = engine.submit(Request(PROMPT, SamplingParams(max_tokens=3, logprobs=True), n=3, score="too"))
     while len(engine.running) < 3:
@@ -121,7 +121,7 @@ class CancelledWhileAsked(Handle):
 
 
 def test_answers_are_cancelled_together_whenever_that_happens() -> None:
-    """Or several machines, of which one decides, would go on with different rows."""
+    """Or several machines, of which one decides, would go on with different sequences."""
     engine = Engine(MODEL)
     handle = engine.submit(Request(PROMPT, SamplingParams(max_tokens=20, k=0), n=2))
     while len(engine.running) < 2:

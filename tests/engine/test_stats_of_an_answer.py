@@ -84,7 +84,7 @@ def test_nothing_is_proposed_that_the_limit_would_cut_off() -> None:
     assert generate(model, random_prompt(model, 9), max_tokens=1, k=8).origins == ["plain"]
 
 
-def test_a_row_is_counted_by_its_own_depth_in_a_mixed_batch() -> None:
+def test_a_sequence_is_counted_by_its_own_depth_in_a_mixed_batch() -> None:
     model = random_model("dense")
     engine = Engine(model)
     handles = [submit(engine, random_prompt(model, 9, k), max_tokens=30, k=k) for k in range(9)]
@@ -157,7 +157,7 @@ def test_a_stop_id_inside_a_burst_cuts_it_there() -> None:
 
 
 def test_a_surplus_round_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host learns of an end one step late: the step in flight has the ended row in it."""
+    """The host learns of an end one step late: the step in flight has the ended sequence in it."""
     launched: list[int] = []
     step = headstart.engine.pending_step.step
 

@@ -128,7 +128,7 @@ def test_stop_strings_need_a_tokenizer() -> None:
         Engine(model).submit(Request([1, 2], SamplingParams(stop=["x"])))
 
 
-def test_text_that_cannot_be_made_ends_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_cannot_be_made_ends_its_sequence_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model("dense", vocab_size=builtin_model().vocabulary)
     engine = Engine(model, TOKENIZER)
     handles = [engine.submit(Request([7, n], SamplingParams(max_tokens=6, k=2))) for n in (8, 9)]

@@ -8,7 +8,6 @@ memory is agreed on once.
 
 import json
 import time
-from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -23,7 +22,7 @@ from ..engine.request import ignore_event
 from ..engine.sequence import SequenceState
 from ..errors import ClusterError, Down
 from ..models import Model
-from ..state import BatchState, Prefix
+from ..state import Prefix
 from ..state.prefix import Sizes
 from .communicator import Communicator
 from .machines import Machines
@@ -63,11 +62,9 @@ class SharedPrefix(Prefix):
     def agree(self, comm: Communicator, max_bytes: int, sizes: Sizes) -> None:
         self._comm, self.max_bytes, self.sizes = comm, max_bytes, sizes
 
-    def store(
-        self, prompt: Sequence[int], end: int, rows: BatchState, head: BatchState | None, hidden: mx.array
-    ) -> None:
+    def store(self, *args: Any) -> None:
         try:
-            super().store(prompt, end, rows, head, hidden)
+            super().store(*args)
         except Exception as error:  # the other ranks have stored it
             raise ClusterError("this machine cannot store a prefix that the others have stored") from error
 

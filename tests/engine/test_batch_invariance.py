@@ -1,4 +1,4 @@
-"""A row never depends on its neighbours: they join, leave, end and are cancelled, and it says the same."""
+"""A sequence never depends on its neighbours: they join, leave, end and are cancelled, and it says the same."""
 
 import random
 from dataclasses import replace
@@ -37,7 +37,7 @@ def assert_as_alone(family: str, length: int, limit: int, cancelled: bool, answe
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 2, 5, 16])
-def test_a_row_says_the_same_whoever_joins_leaves_or_is_cancelled_beside_it(
+def test_a_sequence_says_the_same_whoever_joins_leaves_or_is_cancelled_beside_it(
     family: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headstart.engine.prefill.CHUNK", 64)
@@ -66,7 +66,7 @@ def test_a_row_says_the_same_whoever_joins_leaves_or_is_cancelled_beside_it(
         assert_as_alone(family, length, limit, cancel_after is not None, collect(handle))
 
 
-def test_rows_say_the_same_when_they_cross_a_block_of_room_at_different_times() -> None:
+def test_sequences_say_the_same_when_they_cross_a_block_of_room_at_different_times() -> None:
     """The host's bounds of the lengths stay bounds: what a landed round gives back, it had not used."""
     model = random_model("dense")
     prompts = [random_prompt(model, BLOCK - length, length) for length in (40, 20, 4, 1)]
@@ -123,13 +123,13 @@ def test_a_handle_that_has_ended_has_nothing_more_to_say() -> None:
 
 
 class Differs(Alone):
-    """Another machine that shares the model has found that its kernels do not compute rows independently."""
+    """Another machine that shares the model has found that its kernels do not compute sequences independently."""
 
     def everywhere(self, here: bool) -> bool:
         return False
 
 
-def test_rows_are_independent_where_they_are_on_every_machine() -> None:
+def test_sequences_are_independent_where_they_are_on_every_machine() -> None:
     assert is_batch_invariant(random_model("dense"))
     assert not is_batch_invariant(replace(random_model("dense"), share=Differs()))
 
@@ -147,7 +147,7 @@ def test_every_pass_is_made_whatever_the_first_ones_show(monkeypatch: pytest.Mon
     assert len(passes) == 3 + len(CPU_SHAPES if mx.default_device() == mx.cpu else SHAPES)
 
 
-def test_many_rows_draft_no_more_than_our_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_sequences_draft_no_more_than_our_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA the product of more positions is mlx's, which adds up in another order."""
     assert max_invariant_k(100) == 8
     monkeypatch.setattr("headstart.engine.invariance.on_cuda", lambda: True)
