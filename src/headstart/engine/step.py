@@ -81,6 +81,7 @@ def verify(model: Model, batch: Batch, proposal: Proposal, grammar: GrammarMasks
     """Run the trunk over the drafts, accept what it agrees with, and commit that to the batch."""
     k = proposal.tokens.shape[1]
     window = mx.concatenate([batch.last[:, None], proposal.tokens], axis=1)  # [B, k+1]
+    # Only the first token of the window is certain: recurrent layers hold the others back until they are accepted.
     hidden = model.trunk(window, batch.trunk_state, certain=1)  # [B, k+1, H], one pass over all positions
     logits = model.logits(hidden)  # [B, k+1, V], for the token after each position
 
@@ -91,7 +92,7 @@ def verify(model: Model, batch: Batch, proposal: Proposal, grammar: GrammarMasks
         mx.async_eval(logits)  # the device runs the trunk while the host follows the drafts through the grammar
         permitted = grammar.permitted(proposal.tokens)  # [B, k+1, V]
     result = accept_window(logits, proposal, allowed, batch.context(), permitted)
-    batch.commit(hidden, result)
+    batch.commit(hidden, result)  # the head sees what is committed here at the beginning of the next step
 
     # argmax turns a NaN into token 0, but max() passes it on. Positions after the last generated token do not count.
     finite = mx.isfinite(logits.max(axis=-1)) | (mx.arange(k + 1) > result.accepted[:, None])
