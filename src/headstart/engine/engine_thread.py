@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from threading import TIMEOUT_MAX, Condition, Thread
-from types import TracebackType
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -20,8 +19,6 @@ from ..sampling.bounds import start_deep
 from .engine import Engine
 from .log import LOG, log_error
 from .request import Event, Handle, Request
-
-RESTARTS = 1
 
 
 @dataclass(frozen=True)
@@ -123,7 +120,7 @@ class EngineThread:
                     self.engine.end_all(Down(f"the engine died: {self.problem}"))
 
     def _restart(self) -> bool:
-        if self.restarts >= RESTARTS or self.closing:
+        if self.restarts or self.closing:
             return False
         self.restarts += 1
         try:
@@ -161,9 +158,7 @@ class AsyncEngine:
         self._thread.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         await asyncio.to_thread(self._thread.close, 0.0 if error is not None else TIMEOUT_MAX)
 
     async def stream(self, request: Request) -> AsyncIterator[Event]:

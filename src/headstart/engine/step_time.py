@@ -30,7 +30,7 @@ PROMPT = [3, 5, 7, 11, 13, 17, 19, 23]
 DEEPER = (3, 7)  # depths timed besides 0 and 1
 CALIBRATION_BATCH = 4  # sequences timed besides 1; the linear model gives any other number
 STEPS = 3  # timed together
-BUDGET = 0.5  # seconds after which no further depth is timed, other than k = 0 and 1 of one sequence
+BUDGET = 0.5  # seconds after which nothing more is timed, once k = 0 and 1 of one sequence are
 WARM_UP_BUDGET = 4.0  # the same for a server that has no request yet: enough to time everything twice
 
 
@@ -129,24 +129,18 @@ def time_steps(
     Takes about `budget` seconds. To learn this while a user waits would cost a short answer more than drafts save.
     """
     started = time.perf_counter()
-    times: dict[tuple[int, int], list[float]] = {}
-    batches: dict[int, Batch] = {}
     tokens = [token % model.vocabulary for token in PROMPT]
     prompts = [tokens[i:] + tokens[:i] for i in range(CALIBRATION_BATCH)]  # different ones use more MoE experts
-
-    def measure(n: int, k: int) -> None:
+    batched = min(CALIBRATION_BATCH, max_sequences)
+    plan = dict.fromkeys([(1, 0), (1, 1), (batched, 0), (batched, 1), *((1, k) for k in DEEPER)])
+    times: dict[tuple[int, int], list[float]] = {}
+    batches: dict[int, Batch] = {}
+    for n, k in 2 * [pair for pair in plan if pair[1] <= max_k]:  # twice: the machine may be busy for a while
+        if (1, min(1, max_k)) in times and time.perf_counter() - started > budget:
+            break
         if n not in batches:
             batches[n] = prefill_prompts(model, prompts[:n], max_k, model.context_length)
         times.setdefault((n, k), []).append(_seconds_per_step(model, batches[n], k))
-
-    first = [(1, k) for k in (0, 1) if k <= max_k]
-    batched = [(min(CALIBRATION_BATCH, max_sequences), k) for _, k in first] if max_sequences > 1 else []
-    deeper = [(1, k) for k in DEEPER if k <= max_k]
-    for pair in first:
-        measure(*pair)
-    for pair in [*batched, *deeper, *first, *batched, *deeper]:  # twice: the machine may be busy for a while
-        if time.perf_counter() - started < budget:
-            measure(*pair)
     return times
 
 
