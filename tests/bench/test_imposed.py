@@ -48,7 +48,7 @@ def test_zero_drafts_is_plain_decoding(recording: Recording) -> None:
 def test_the_trunk_waits_for_the_drafts_that_are_exchanged(recording: Recording) -> None:
     """Otherwise the device would leave out the head's last logits, and drafts would seem cheaper than they are."""
     model = random_model()
-    running = prefill_prompts(model, recording.prompts, ceiling=2)
+    running = prefill_prompts(model, recording.prompts, max_k=2)
     drafted = draft(model, running, 2)
     given = drafted._replace(tokens=mx.full((3, 2), -1, mx.int32))
     script = mx.zeros((3, 80), mx.int32)
