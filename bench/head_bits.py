@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from headstart.checkpoint import load, load_tokenizer, read_layout, resolve
 from headstart.checkpoint.convert import convert, plan_conversion
-from headstart.checkpoint.recipe import Recipe
+from headstart.checkpoint.quantize import Recipe
 from headstart.engine import Engine, Request
 from headstart.sampling import SamplingParams
 

@@ -14,7 +14,7 @@ from headstart.bench.prompts import builtin_prompts
 from headstart.bench.replay import Replay, first_drafts, replay, rewire
 from headstart.checkpoint import load, load_tokenizer, read_layout, resolve
 from headstart.checkpoint.convert import SIDECAR, convert, plan_conversion
-from headstart.checkpoint.recipe import Recipe
+from headstart.checkpoint.quantize import Recipe
 from headstart.engine import Engine, Request
 from headstart.models import Model
 from headstart.sampling import SamplingParams

@@ -11,7 +11,7 @@ from fixtures import generate
 from headstart import cards, models
 from headstart.checkpoint import load, read_layout, resolve
 from headstart.checkpoint.hub import BUILTIN
-from headstart.checkpoint.identity import original
+from headstart.checkpoint.layout import original_id
 from headstart.errors import CheckpointError
 
 NAMES = [
@@ -81,7 +81,7 @@ def test_a_folder_is_known_by_its_readme_or_its_name(tmp_path: Path) -> None:
     path = write(tmp_path / "Qwen3.5-9B-4bit", "dense", "stripped")
     layout = read_layout(path)
     assert layout.report()["card"] == "Qwen3.5-9B"
-    assert original(path, layout.family) == "Qwen/Qwen3.5-9B"
+    assert original_id(path, layout.family) == "Qwen/Qwen3.5-9B"
     assert layout.mtp.reason
     assert "--from Qwen/Qwen3.5-9B" in layout.mtp.reason
     (path / "README.md").write_text("---\nbase_model: Qwen/Qwen3.6-27B\n---\n")

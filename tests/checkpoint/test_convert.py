@@ -23,11 +23,11 @@ from test_load import arrays_of, assert_same
 
 from checkpoints import make_config, save, write, write_empty
 from disks import read_only_folder
-from headstart.checkpoint import load, pack, read_layout, resolve, rows
+from headstart.checkpoint import load, quantize, read_layout, resolve
+from headstart.checkpoint.atomic import staging_folder
 from headstart.checkpoint.convert import SIDECAR, Conversion, convert, plan_conversion
 from headstart.checkpoint.layout import INDEX, NORMS
-from headstart.checkpoint.recipe import Recipe
-from headstart.checkpoint.write import staged
+from headstart.checkpoint.quantize import Recipe
 from headstart.errors import CheckpointError, HeadError
 
 FAMILIES = ("dense", "moe", "next")
@@ -105,8 +105,8 @@ def test_slices_give_the_bytes_of_whole_tensors(
 ) -> None:
     raw = write(tmp_path / "raw", family, layout, moe_intermediate_size=320)
     whole = converted(raw, tmp_path / "whole", bits=4)
-    monkeypatch.setattr(pack, "SLICE", 3000)  # 23 rows; in float8 one block of 128
-    taken = [len(part) for part in rows.slices(read_layout(raw).stored["embed_tokens.weight"], limit=3000)]
+    monkeypatch.setattr(quantize, "SLICE", 3000)  # 23 rows; in float8 one block of 128
+    taken = [len(part) for part in quantize.row_slices(read_layout(raw).stored["embed_tokens.weight"], limit=3000)]
     assert len(taken) == 12
     sliced = converted(raw, tmp_path / "sliced", bits=4)
     for name, content in contents(whole).items():
@@ -257,7 +257,7 @@ def test_values_that_float16_cannot_hold_are_named(tmp_path: Path) -> None:
     ("how", "message"),
     [
         ({"bits": 7}, "7 bits: mlx quantises to 2, 3, 4, 5, 6, 8"),
-        ({"mtp_bits": 1}, "1 bits"),
+        ({"mtp_bits": 1}, "--mtp-bits 1: say keep, or one of 2, 3"),
         ({"bits": 4, "group_size": 48}, "groups of 48"),
         ({"mixed": "mixed_9_9"}, "mixed_9_9: mlx-lm has the recipes mixed_2_6"),
         ({"mixed": "mixed_2_6", "bits": 4}, "leave --bits out"),
@@ -350,7 +350,7 @@ def test_progress_adds_up_to_what_is_read(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_use_is_not_taken_for_abandoned(tmp_path: Path) -> None:
-    with staged(tmp_path / "out") as first, staged(tmp_path / "out") as second:
+    with staging_folder(tmp_path / "out") as first, staging_folder(tmp_path / "out") as second:
         assert first != second
         assert first.is_dir()
         assert second.is_dir()

@@ -22,8 +22,8 @@ from headstart import models
 from headstart.checkpoint import load, read_layout
 from headstart.checkpoint.convert import SIDECAR
 from headstart.checkpoint.graft import graft, plan_graft
-from headstart.checkpoint.headers import read_header
 from headstart.checkpoint.layout import INDEX
+from headstart.checkpoint.safetensors import read_header
 from headstart.cli.main import app
 from headstart.errors import CheckpointError, HeadError
 from loopback_hub import Hub, running_hub
@@ -311,7 +311,7 @@ def test_a_full_disk_leaves_the_model_as_it_was(tmp_path: Path, monkeypatch: pyt
         (disk / "ballast").write_bytes(b"x" * (shutil.disk_usage(disk).free - 50_000))
         with pytest.raises(CheckpointError, match=r"bytes will be written and the disk has"):
             grafted(lost, raw)
-        monkeypatch.setattr("headstart.checkpoint.graft.require_room", lambda *_: None)
+        monkeypatch.setattr("headstart.checkpoint.graft.require_space", lambda *_: None)
         with pytest.raises(CheckpointError, match=r"the disk is full\. Nothing was left behind"):
             grafted(lost, raw)
         assert contents(lost) == before
@@ -336,8 +336,8 @@ def test_between_any_two_moves_the_folder_is_a_model(
         done.append(destination)
         move(file, destination)
 
-    move = headstart.checkpoint.graft.replace
-    monkeypatch.setattr("headstart.checkpoint.graft.replace", stops)
+    move = headstart.checkpoint.graft.replace_file
+    monkeypatch.setattr("headstart.checkpoint.graft.replace_file", stops)
     if not merge and moves == 2:
         grafted(lost, raw)
     else:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from checkpoints import write
 from fixtures import generate
 from headstart.checkpoint import load, load_tokenizer, read_layout
-from headstart.checkpoint.untrusted import MAX_DEPTH, parse_object
+from headstart.checkpoint.config import MAX_DEPTH, parse_object
 from headstart.cli.main import app
 from headstart.errors import CheckpointError, HeadstartError
 

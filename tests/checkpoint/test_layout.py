@@ -26,8 +26,8 @@ from headstart import models
 from headstart.checkpoint import load, read_layout
 from headstart.checkpoint.convert import convert as write_conversion
 from headstart.checkpoint.convert import plan_conversion
-from headstart.checkpoint.identity import base_model
-from headstart.checkpoint.recipe import Recipe
+from headstart.checkpoint.layout import base_model_id
+from headstart.checkpoint.quantize import Recipe
 from headstart.errors import CheckpointError, HeadError
 
 SHARD = "model-00002-of-00002.safetensors"
@@ -225,7 +225,7 @@ def test_what_a_model_was_made_from_is_read_from_the_front_of_its_readme(
     tmp_path: Path, readme: str, base: str | None
 ) -> None:
     (tmp_path / "README.md").write_bytes(readme.encode())
-    assert base_model(tmp_path) == base
+    assert base_model_id(tmp_path) == base
 
 
 def test_a_model_without_a_head_upstream_is_not_called_broken(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def probe(
     from ..cards import MAX_K
     from ..checkpoint import load, load_tokenizer, read_layout, resolve
     from ..checkpoint.convert import head_field
-    from ..checkpoint.identity import hub_id
+    from ..checkpoint.layout import hub_id
 
     # Refuse what is wrong with the options before anything is downloaded or loaded.
     check_folders({"--output": output})
@@ -79,10 +79,9 @@ def _about(layout: "Layout") -> dict[str, Any]:
 
 def _remedy(layout: "Layout") -> str:
     """Say how to get a sound head where this one is not."""
-    from ..checkpoint.identity import original
-    from ..checkpoint.layout import find_sidecar
+    from ..checkpoint.layout import find_sidecar, original_id
 
-    source = original(layout.path, layout.family) or "ORIGINAL"
+    source = original_id(layout.path, layout.family) or "ORIGINAL"
     if layout.layout == "raw":
         again = "Download the model again."
     elif find_sidecar(layout.path, layout.config):
