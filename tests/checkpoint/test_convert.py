@@ -106,7 +106,7 @@ def test_slices_give_the_bytes_of_whole_tensors(
     raw = write(tmp_path / "raw", family, layout, moe_intermediate_size=320)
     whole = converted(raw, tmp_path / "whole", bits=4)
     monkeypatch.setattr(quantize, "SLICE", 3000)  # 23 rows; in float8 one block of 128
-    taken = [len(part) for part in quantize.row_slices(read_layout(raw).stored["embed_tokens.weight"], limit=3000)]
+    taken = [len(part) for part in quantize.row_ranges(read_layout(raw).stored["embed_tokens.weight"], limit=3000)]
     assert len(taken) == 12
     sliced = converted(raw, tmp_path / "sliced", bits=4)
     for name, content in contents(whole).items():
@@ -349,12 +349,18 @@ def test_progress_adds_up_to_what_is_read(tmp_path: Path) -> None:
         assert 0 <= written - job.write_bytes < 20_000 * len(job.files)  # the headers
 
 
-def test_a_folder_in_use_is_not_taken_for_abandoned(tmp_path: Path) -> None:
-    with staging_folder(tmp_path / "out") as first, staging_folder(tmp_path / "out") as second:
-        assert first != second
-        assert first.is_dir()
-        assert second.is_dir()
+def test_two_processes_do_not_write_to_the_same_folder(tmp_path: Path) -> None:
+    with staging_folder(tmp_path / "out") as folder:
+        (folder / "file").touch()
+        with (
+            pytest.raises(CheckpointError, match="out: another process is writing to it"),
+            staging_folder(tmp_path / "out"),
+        ):
+            pass
+        assert (folder / "file").exists()
     assert not list(tmp_path.iterdir())
+    with staging_folder(tmp_path / "out") as folder:
+        assert not list(folder.iterdir())
 
 
 def convert_in_a_child(source: Path, destination: Path) -> None:

@@ -217,7 +217,7 @@ def refused(model: Path, source: Path, message: str, **how: Any) -> None:
 def test_a_head_of_another_number_of_experts_is_refused(tmp_path: Path) -> None:
     pruned = write(tmp_path / "pruned", "moe", num_experts=6)
     lost = stripped(write(tmp_path / "raw", "moe"), tmp_path / "lost")
-    refused(lost, pruned, r"pruned: its head has 6 experts and .*lost has 8\. .*merged or pruned")
+    refused(lost, pruned, r"pruned: another model, its num_experts is 6 and that of .*lost is 8\. .*merged or pruned")
     # config.json may hide it
     config = json.loads((pruned / "config.json").read_text())
     config["text_config"]["num_experts"] = 8

@@ -8,6 +8,8 @@ import json
 import stat
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from reprlib import repr as shortened
 from typing import Any
@@ -40,22 +42,29 @@ MULTIPLES = (
 ROPE_NUMBERS = ("rope_theta", "partial_rotary_factor")
 
 
-class Malformed(ValueError):
-    """Content that a file must not have. The message says where; who catches it adds the file and the remedy."""
+class Malformed(Exception):
+    """Content that a file must not have."""
 
 
-def read_object(file: Path, remedy: str = "Download it again.") -> dict[str, Any]:
-    """Return the JSON object in `file`, or raise a CheckpointError. A missing file is a FileNotFoundError."""
+@contextmanager
+def file_errors(file: Path, remedy: str = "Download it again.", what: str = "") -> Iterator[None]:
+    """Turn what is wrong with `file`, described by `what`, into a CheckpointError that names it and the remedy."""
     try:
-        require_regular(file)
-        with file.open("rb") as opened:
-            return parse_object(opened.read(MAX_JSON + 1))
+        yield
     except FileNotFoundError:
-        raise
+        raise CheckpointError(f"{file}: the file is missing. Download the model again.") from None
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror or error}).") from error
     except Malformed as error:
-        raise CheckpointError(f"{file}: {error}. {remedy}") from error
+        raise CheckpointError(f"{file}: {what}{error}. {remedy}") from error
+
+
+def read_object(file: Path, remedy: str = "Download it again.") -> dict[str, Any]:
+    """Return the JSON object in `file`, or raise a CheckpointError."""
+    with file_errors(file, remedy):
+        require_regular(file)
+        with file.open("rb") as opened:
+            return parse_object(opened.read(MAX_JSON + 1))
 
 
 def require_regular(file: Path) -> int:
@@ -72,13 +81,9 @@ def parse_object(text: bytes) -> dict[str, Any]:
         raise Malformed(f"more than {MAX_JSON:,} bytes of JSON")
     try:
         found = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
-    except UnicodeDecodeError as error:
-        raise Malformed(f"not UTF-8 (byte {error.start})") from error
     except RecursionError as error:
         raise Malformed("JSON nested too deeply") from error
-    except Malformed:
-        raise
-    except ValueError as error:
+    except ValueError as error:  # also for text that is not UTF-8
         raise Malformed(f"not JSON ({error})") from error
     if not isinstance(found, dict):
         raise Malformed(f"not a JSON object but {_kind(found)}")
@@ -119,19 +124,16 @@ def printable_error(error: BaseException) -> str:
 def read_config(path: Path) -> dict[str, Any]:
     """Return the checked config.json of the folder `path`, with its RoPE fields under the names mlx-lm reads."""
     file = path / "config.json"
-    try:
-        config = read_object(file)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no config.json, so this is not a model folder.") from None
+    if not file.exists():
+        raise CheckpointError(f"{path}: no config.json, so this is not a model folder.")
+    config = read_object(file)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in models.FAMILIES:
         raise CheckpointError(
             f"{file}: model_type {shortened(model_type)} is unknown. Headstart runs {', '.join(models.FAMILIES)}."
         )
-    try:
+    with file_errors(file, REMEDY):
         _check(config)
-    except Malformed as error:
-        raise CheckpointError(f"{file}: {error}. {REMEDY}") from error
     _add_rope_names(models.text_config(config), models.FAMILIES[model_type].name)
     return config
 

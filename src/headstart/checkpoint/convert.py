@@ -8,6 +8,7 @@ Sizes are known from the headers, so the whole plan is made before a weight is r
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -24,11 +25,11 @@ from mlx_lm.utils import make_shards
 from .. import models
 from ..errors import CheckpointError, HeadError
 from ..models.base import Norm
-from .atomic import copy_file, publish, require_space, staging_folder, write_text
+from .atomic import publish, require_space, staging_folder
 from .hub import COMPANION_FILES
 from .layout import NORMS, Layout
-from .parameters import Source, StoredParameter, canonical, is_head, is_vision, parameter_shapes
-from .quantize import Progress, Quantization, Recipe, TensorPlan, write_file
+from .parameters import Source, Stored, StoredParameter, canonical, is_head, is_vision, parameter_shapes
+from .quantize import Choose, Progress, Recipe, TensorPlan, choose_quantization, write_file
 from .safetensors import INDEX, read_header, shard_files
 
 SIDECAR = "mtp/weights.safetensors"
@@ -89,10 +90,10 @@ def convert(plan: Conversion, progress: Progress = lambda read: None) -> None:
         for name, plans in plan.files.items():
             write_file(folder / name, plans, progress)
         for path in companions:
-            copy_file(path, folder / path.name)
-        write_text(folder / INDEX, json.dumps(_new_index(plan.files), indent=4))
-        write_text(folder / "README.md", _new_readme(plan))
-        write_text(folder / "config.json", json.dumps(plan.config, indent=4))
+            shutil.copyfile(path, folder / path.name)
+        (folder / INDEX).write_text(json.dumps(_new_index(plan.files), indent=4))
+        (folder / "README.md").write_text(_new_readme(plan), encoding="utf-8")
+        (folder / "config.json").write_text(json.dumps(plan.config, indent=4))
         publish(folder, destination)
 
 
@@ -116,23 +117,37 @@ def _companion_files(source: Path) -> list[Path]:
     return kept
 
 
-def plan_head(stored: dict[str, StoredParameter], weights: nn.Module, recipe: Recipe) -> list[TensorPlan]:
-    """Plan the head that `convert` keeps and `graft` brings back: norms in float32, the rest as the recipe says.
+def plan_head(stored: Stored, weights: nn.Module, recipe: Recipe) -> list[TensorPlan]:
+    """Plan the head that `convert` keeps and `graft` brings back, its norms in float32."""
+    names = {name: name for name in parameter_shapes(weights) if is_head(name)}
+    return list(_plan_tensors(names, stored, weights, recipe.for_head, recipe.dtype, norm_dtype=mx.float32))
 
-    What is quantised already stays as it is.
-    """
+
+def _plan_trunk(source: Layout, model: models.Model, recipe: Recipe) -> Iterator[TensorPlan]:
+    mlx_lm_names = {canonical(name): name for name in parameter_shapes(model.lm)}
+    names = {name: mlx_lm_names[name] for name in parameter_shapes(model.weights) if not is_head(name)}
+    choose = recipe.for_trunk(model.lm)
+    return _plan_tensors(names, source.stored, model.weights, choose, recipe.dtype, norm_dtype=recipe.dtype)
+
+
+def _plan_tensors(
+    names: dict[str, str], stored: Stored, weights: nn.Module, choose: Choose, dtype: mx.Dtype, norm_dtype: mx.Dtype
+) -> Iterator[TensorPlan]:
+    """Plan the parameters `names`, given with the names to write them under. What is quantised stays as it is."""
     modules = dict(weights.named_modules())
-    plans = []
-    for name in filter(is_head, parameter_shapes(weights)):
+    for name, written in names.items():
         path, _, leaf = name.rpartition(".")
         if f"{path}.scales" in stored:
-            names = [each for each in (name, f"{path}.scales", f"{path}.biases") if each in stored]
-            plans += [TensorPlan(each, stored[each], stored[each].dtype) for each in names]
+            parts = [part for part in (name, f"{path}.scales", f"{path}.biases") if part in stored]
+            yield from (TensorPlan(part, stored[part], stored[part].dtype) for part in parts)
             continue
-        quantization = recipe.for_head(path, modules[path]) if leaf == "weight" else None
-        dtype = mx.float32 if isinstance(modules[path], Norm) else recipe.dtype
-        plans.append(_plan_tensor(name, name, stored, dtype, quantization, modules[path]))
-    return plans
+        quantization = None
+        if leaf == "weight":
+            quantization = choose_quantization(written.removesuffix(".weight"), modules[path], choose)
+        is_norm = isinstance(modules[path], Norm)
+        exact = mx.float32 if leaf == "A_log" else norm_dtype if is_norm else dtype
+        scales = stored.get(f"{name}_scale_inv")
+        yield TensorPlan(written, stored[name], exact, quantization, scales, shift=is_norm and stored[name].raw)
 
 
 def declare_head(config: dict[str, Any], family: str, file: str) -> None:
@@ -146,34 +161,6 @@ def declare_head(config: dict[str, Any], family: str, file: str) -> None:
 def head_field(family: str) -> str:
     """Return the field of config.json that promises a head."""
     return "num_nextn_predict_layers" if family == "qwen3_next" else "mtp_num_hidden_layers"
-
-
-def _plan_trunk(source: Layout, model: models.Model, recipe: Recipe) -> Iterator[TensorPlan]:
-    """Plan the trunk's tensors under mlx-lm's names."""
-    mlx_lm_names = {canonical(name): name for name in parameter_shapes(model.lm)}
-    modules = dict(model.weights.named_modules())
-    choose = recipe.for_trunk(model.lm)
-    for name in parameter_shapes(model.weights):
-        if is_head(name):
-            continue
-        path, _, leaf = name.rpartition(".")
-        written = mlx_lm_names[name]
-        quantization = choose(written.removesuffix(".weight"), modules[path]) if leaf == "weight" else None
-        yield _plan_tensor(name, written, source.stored, recipe.dtype, quantization, modules[path])
-
-
-def _plan_tensor(
-    name: str,
-    written: str,
-    stored: dict[str, StoredParameter],
-    dtype: mx.Dtype,
-    quantization: Quantization | None,
-    module: nn.Module,
-) -> TensorPlan:
-    if name.endswith(".A_log"):
-        dtype = mx.float32
-    shift = isinstance(module, Norm) and stored[name].raw
-    return TensorPlan(written, stored[name], dtype, quantization, stored.get(f"{name}_scale_inv"), shift)
 
 
 def _plan_vision(path: Path, dtype: mx.Dtype) -> Iterator[TensorPlan]:

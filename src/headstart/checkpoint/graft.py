@@ -16,11 +16,11 @@ import mlx.nn as nn
 from .. import cards, models
 from ..errors import CheckpointError, HeadError
 from ..models.base import Norm
-from .atomic import replace_file, require_space, staging_folder, write_text
+from .atomic import replace_file, require_space, staging_folder
 from .config import read_config
 from .convert import SIDECAR, declare_head, plan_head
 from .layout import Layout, base_model_id, expected_weights, find_sidecar, hub_id
-from .parameters import StoredParameter, find_misfit, find_parameters, is_head
+from .parameters import Stored, find_misfit, find_parameters, is_head
 from .quantize import Progress, Recipe, TensorPlan, read_whole, write_file
 from .safetensors import INDEX, read_header, read_index, shard_files
 
@@ -31,8 +31,6 @@ SIZES = (
     "head_dim", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size",
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
 )  # fmt: skip
-
-Stored = dict[str, StoredParameter]
 
 
 @dataclass(frozen=True)
@@ -62,17 +60,12 @@ def check_sizes(model: Layout, source: str, config: dict[str, Any]) -> None:
     if family != model.family:
         raise HeadError(f"{source}: another model, {family} where {model.path} is {model.family}.")
     for field in SIZES:
-        if theirs.get(field) == ours.get(field):
-            continue
-        if field == "num_experts":
-            raise HeadError(
-                f"{source}: its head has {theirs.get(field)} experts and {model.path} has {ours.get(field)}. A model "
-                "whose experts were merged or pruned has no head that fits: run it without one."
-            )
-        raise HeadError(
-            f"{source}: another model, its {field} is {theirs.get(field)} and that of {model.path} is "
-            f"{ours.get(field)}. Name the original that {model.path.name} was converted from."
-        )
+        if theirs.get(field) != ours.get(field):
+            remedy = f"Name the original that {model.path.name} was converted from."
+            if field == "num_experts":
+                remedy = "A model whose experts were merged or pruned has no head that fits: run it without one."
+            sizes = f"its {field} is {theirs.get(field)} and that of {model.path} is {ours.get(field)}"
+            raise HeadError(f"{source}: another model, {sizes}. {remedy}")
 
 
 def check_name(model: Layout, source: Path | str, original: str | None) -> None:
@@ -200,9 +193,9 @@ def graft(plan: Graft, progress: Progress = lambda read: None) -> None:
     declare_head(config, plan.model.family, plan.file)
     with staging_folder(folder / plan.file) as temporary:
         write_file(temporary / "head", plan.plans, progress)
-        write_text(temporary / "config", json.dumps(config, indent=4))
+        (temporary / "config").write_text(json.dumps(config, indent=4))
         if plan.merge:
-            write_text(temporary / "index", json.dumps(_new_index(plan), indent=4))
+            (temporary / "index").write_text(json.dumps(_new_index(plan), indent=4))
         replace_file(temporary / "config", folder / "config.json")
         replace_file(temporary / "head", folder / plan.file)
         if plan.merge:

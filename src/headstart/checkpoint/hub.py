@@ -17,17 +17,7 @@ from .. import cards, models
 from ..errors import CheckpointError, HubError
 from .atomic import DISK_FULL, NOT_WRITABLE, free_space
 from .config import read_config
-from .layout import (
-    HEAD_DOWNLOAD_ERRORS,
-    HUB_ID,
-    NO_WEIGHTS,
-    NORMS,
-    Layout,
-    find_sidecar,
-    hub_id,
-    read_layout,
-    sidecar_names,
-)
+from .layout import HEAD_DOWNLOAD_ERRORS, HUB_ID, NO_WEIGHTS, NORMS, Layout, find_sidecar, read_layout, sidecar_names
 from .parameters import is_head, is_text, is_vision
 from .safetensors import read_header, shard_names
 
@@ -79,13 +69,9 @@ def locate(name: str | Path | None = None) -> Path | str:
 
 def download(repo: str, *, vision: bool = False) -> Path:
     """Download the text model and the head of a hub model, and its `vision` part. Return the cached folder."""
-    cached = _cached_snapshot(repo, vision)
-    if cached and not _lacks_head(cached):
-        return cached
+    cached = _cached_snapshot(repo, vision=vision)
     try:
-        with _hub_errors(repo):
-            # A cached model may lack only its head: mlx-lm does not download sidecars. Stay at its revision.
-            folder, files = _weight_files(repo, cached.name if cached else None, vision)
+        folder, files = missing_files(repo, vision=vision)
         download_files(repo, folder, files)
         return folder
     except HubError as error:
@@ -97,32 +83,36 @@ def download(repo: str, *, vision: bool = False) -> Path:
         return cached
 
 
-def missing_files(repo: str, *, vision: bool = False) -> dict[str, int]:
-    """Return the files of weights that `download` would download, with their sizes in bytes."""
-    cached = _cached_snapshot(repo, vision)
-    if cached and not _lacks_head(cached):
-        return {}
-    with _hub_errors(repo):
-        folder, files = _weight_files(repo, cached.name if cached else None, vision)
-        return {file: size for file, size in files.items() if not (folder / file).exists()}
+def missing_files(repo: str, *, text: bool = True, vision: bool = False) -> tuple[Path, dict[str, int]]:
+    """Return the cached folder of a hub model, and the files of its weights that are not in it, with their sizes.
 
-
-def download_config(repo: str) -> tuple[Path, dict[str, int]]:
-    """Download the small files of a hub model. Return their folder, and the missing files of its head with sizes."""
-    cached = _cached_snapshot(repo, vision=False, text=False)
+    All other files are downloaded. The head's weights are always wanted, those of `text` and `vision` by choice.
+    """
+    cached = _cached_snapshot(repo, text=text, vision=vision)
     if cached and not _lacks_head(cached):
         return cached, {}
+    # A cached model may lack only its head: mlx-lm does not download sidecars. Stay at its revision.
+    revision = cached.name if cached else None
     with _hub_errors(repo):
-        folder, files = _small_files(repo, cached.name if cached else None)
-        sidecars = sorted({*files} & {*sidecar_names(read_config(folder))})
-        head = sidecars[:1] or sorted({*files} & {*shard_names(folder, is_head)})
-        return folder, {file: files[file] for file in head}
+        siblings = HfApi().model_info(repo, revision=revision, timeout=10, files_metadata=True).siblings or []
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=SMALL_FILES))
+    sizes = {file.rfilename: file.size or 0 for file in siblings}
+    # An unknown family is refused here, before its weights are downloaded.
+    sidecars = [name for name in sidecar_names(read_config(folder)) if name in sizes]
+    wanted = {*(sidecars[:1] or shard_names(folder, is_head))}
+    if text:
+        wanted |= {NORMS, *shard_names(folder, is_text)}
+    if vision:
+        wanted |= {*shard_names(folder, is_vision)}
+    if text and not wanted & sizes.keys():
+        raise CheckpointError(f"{repo}: {NO_WEIGHTS}")
+    missing = [file for file in sorted(wanted & sizes.keys()) if not (folder / file).exists()]
+    return folder, {file: sizes[file] for file in missing}
 
 
 def download_files(repo: str, folder: Path, files: dict[str, int]) -> None:
     """Download files of the given sizes into the cached folder of a hub model, if the disk has space for them."""
-    needed = sum(size for file, size in files.items() if not (folder / file).exists())
-    needed -= sum(file.stat().st_size for file in folder.parents[1].glob("blobs/*.incomplete"))
+    needed = sum(files.values()) - sum(file.stat().st_size for file in folder.parents[1].glob("blobs/*.incomplete"))
     if needed > free_space(folder):
         raise _disk_full(repo, needed)
     if files:
@@ -134,22 +124,22 @@ def download_files(repo: str, folder: Path, files: dict[str, int]) -> None:
 def header_folder(name: str | Path | None = None) -> Iterator[tuple[Path, str]]:
     """Yield a folder to read a model's headers from, and the model's name.
 
-    A model on the hub is not downloaded: a temporary folder has its small files, and safetensors files with a header
-    and holes for the weights. Its name is its id.
+    A model on the hub is not downloaded: a temporary folder links to the files in the cache, and has sparse files of
+    nothing but a header for the weights that are not there. The model's name is its id.
     """
     repo = locate(name)
-    if isinstance(repo, Path) or _cached_snapshot(repo, vision=False):
+    if isinstance(repo, Path) or _cached_snapshot(repo):
         folder = resolve(name)
         yield folder, str(folder)
         return
+    folder, files = missing_files(repo)
     with TemporaryDirectory() as temporary:
         place = Path(temporary, repo)
-        place.mkdir(parents=True)
+        for file in [path for path in folder.rglob("*") if path.is_file()]:
+            link = place / file.relative_to(folder)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(file.resolve())
         with _hub_errors(repo), ThreadPoolExecutor(8) as pool:
-            folder, files = _weight_files(repo, None, vision=False)
-            for file in folder.iterdir():
-                if file.is_file() and file.suffix != ".safetensors":  # a linked folder would be written through
-                    (place / file.name).symlink_to(file.resolve())
             list(pool.map(lambda file: _copy_header(repo, folder.name, file, place / file), files))
         try:
             yield place, repo
@@ -166,25 +156,6 @@ def _copy_header(repo: str, revision: str, file: str, target: Path) -> None:
         os.truncate(target, remote.size)
 
 
-def _weight_files(repo: str, revision: str | None, vision: bool) -> tuple[Path, dict[str, int]]:
-    """Download the small files. Return their folder, and the files of the needed weights with their sizes."""
-    folder, files = _small_files(repo, revision)
-    # An unknown family is refused here, before its weights are downloaded.
-    needed = {*sidecar_names(read_config(folder)), NORMS}
-    for holds in (is_text, is_head, is_vision) if vision else (is_text, is_head):
-        needed |= {*shard_names(folder, holds)}
-    if not needed & {*files}:
-        raise CheckpointError(f"{repo}: {NO_WEIGHTS}")
-    return folder, {file: files[file] for file in sorted(needed & {*files})}
-
-
-def _small_files(repo: str, revision: str | None) -> tuple[Path, dict[str, int]]:
-    """Download all but the weights. Return the folder, and all files of the model with their sizes."""
-    siblings = HfApi().model_info(repo, revision=revision, timeout=10, files_metadata=True).siblings or []
-    folder = Path(snapshot_download(repo, revision=revision, allow_patterns=SMALL_FILES))
-    return folder, {file.rfilename: file.size or 0 for file in siblings}
-
-
 @contextmanager
 def _hub_errors(repo: str, needed: int = 0) -> Iterator[None]:
     """Turn the errors of huggingface_hub into a HubError with a remedy."""
@@ -195,11 +166,8 @@ def _hub_errors(repo: str, needed: int = 0) -> Iterator[None]:
         if code in DISK_FULL or "No space left on device" in str(error):  # hf_xet reports it as a RuntimeError
             raise _disk_full(repo, needed) from error
         if code in NOT_WRITABLE:
-            raise HubError(
-                f"{repo}: {constants.HF_HUB_CACHE} cannot be written to ({os.strerror(code)}). Set HF_HUB_CACHE to a "
-                "folder that can, or name a folder on this machine."
-            ) from error
-        if isinstance(error, GatedRepoError):
+            remedy = "Set HF_HUB_CACHE to a folder that can be written to."
+        elif isinstance(error, GatedRepoError):
             remedy = "Accept its terms on the hub, then `hf auth login`."
         elif isinstance(error, RepositoryNotFoundError):
             remedy = "Check the spelling; if it is private, `hf auth login`."
@@ -221,16 +189,18 @@ def _disk_full(repo: str, needed: int) -> HubError:
 
 def _cached_repo(name: str) -> str | None:
     """Return org/name of the model `name` in the cache."""
-    if "/" in name:
-        return None
-    folders = sorted(Path(constants.HF_HUB_CACHE).glob(f"models--*--{name}"))
-    repos = [repo for folder in folders if (repo := hub_id(folder / "snapshots" / "any"))]
+    repos = [repo for repo in _cached_repos() if repo.partition("/")[2] == name]
     if len(repos) > 1:
         raise CheckpointError(f"{name}: several models of that name are cached. Say {' or '.join(repos)}.")
     return repos[0] if repos else None
 
 
-def _cached_snapshot(repo: str, vision: bool, text: bool = True) -> Path | None:
+def _cached_repos() -> list[str]:
+    folders = sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*"))
+    return [folder.name.removeprefix("models--").replace("--", "/", 1) for folder in folders]
+
+
+def _cached_snapshot(repo: str, *, text: bool = True, vision: bool = False) -> Path | None:
     """Return the cached folder, if all of the model except perhaps its head is in it."""
     config = try_to_load_from_cache(repo, "config.json")
     if not isinstance(config, str):
@@ -246,9 +216,8 @@ def _lacks_head(folder: Path) -> bool:
     if not models.head_modules(config) or find_sidecar(folder, config):
         return False
     files = [folder / file for file in shard_names(folder, is_head)]
-    return not all(file.exists() for file in files) or not any(
-        any(map(is_head, read_header(f).tensors)) for f in files
-    )
+    names = [name for file in files if file.exists() for name in read_header(file).tensors]
+    return not all(file.exists() for file in files) or not any(map(is_head, names))
 
 
 # -- All models on this machine
@@ -290,12 +259,11 @@ def local_models(folders: Sequence[Path] = ()) -> list[LocalModel]:
     A folder is a model, or holds models: what `convert` wrote may be anywhere.
     """
     found = [_local_model(path.name, path) for path in _builtin_models()]
-    for repo in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*")):
-        name = repo.name.removeprefix("models--").replace("--", "/", 1)
+    for repo in _cached_repos():
         try:
-            config = try_to_load_from_cache(name, "config.json")
+            config = try_to_load_from_cache(repo, "config.json")
             if isinstance(config, str) and read_config(Path(config).parent):
-                found.append(_local_model(name, Path(config).parent))
+                found.append(_local_model(repo, Path(config).parent))
         except (HFValidationError, CheckpointError):  # not a model's folder, or a model that is not of our families
             continue
     for folder in folders:

@@ -19,17 +19,7 @@ from huggingface_hub import metadata_load
 from .. import cards, models
 from ..errors import CheckpointError
 from .config import REMEDY, printable_error, read_config
-from .parameters import (
-    Provenance,
-    StoredParameter,
-    find_misfit,
-    find_parameters,
-    first_few,
-    is_head,
-    is_vision,
-    parameter_shapes,
-    quantization_of,
-)
+from .parameters import Stored, find_misfit, find_parameters, is_head, is_vision, parameter_shapes, quantization_of
 from .safetensors import INDEX, Header, read_header, read_index
 
 SIDECARS = ("mtp.safetensors", "model-mtp.safetensors", "mtp/weights.safetensors")
@@ -56,14 +46,14 @@ class Mtp:
 class Layout:
     path: Path
     family: str
-    layout: Provenance  # of the trunk
+    layout: str  # of the trunk: "raw" or "converted"
     dtype: str
     quantization: dict[str, Any] | None
     parameters: int
     bytes: int
     mtp: Mtp
     config: dict[str, Any] = field(repr=False)
-    stored: dict[str, StoredParameter] = field(repr=False)  # by the model's names; the head's only if available
+    stored: Stored = field(repr=False)  # by the model's names; the head's only if available
     quantized: dict[str, dict[str, Any]] = field(repr=False)  # module → bits, group_size, mode
 
     @cached_property
@@ -152,7 +142,7 @@ def _read_shards(path: Path) -> tuple[list[Header], dict[str, str]]:
     for file, names in sorted(names_of.items()):
         header = read_header(path / file) if (path / file).exists() else None
         if lacking := [name for name in names if not header or name not in header.tensors]:
-            problem = f"lacks {first_few(lacking)}" if header else "is missing"
+            problem = f"lacks {lacking[0]}" if header else "is missing"
             if not all(is_head(name) for name in lacking):
                 raise CheckpointError(f"{path / file}: {problem}, though {INDEX} names it. Download the file again.")
             absent[file] = problem
@@ -203,7 +193,7 @@ def _describe_missing_head(path: Path, family: str, absent: dict[str, str], prom
     return Mtp(False, f"{reason} If the original has one, {graft} brings it over.")
 
 
-def _describe_head(path: Path, family: str, head: dict[str, StoredParameter], weights: nn.Module) -> Mtp:
+def _describe_head(path: Path, family: str, head: Stored, weights: nn.Module) -> Mtp:
     files = {source.tensor.file: source.provenance for part in head.values() for source in part.sources}
     location = ", ".join(str(file.relative_to(path)) for file in sorted(files))
     count = len({name.split(".")[2] for name in head if name.startswith("mtp.layers.")})
@@ -220,7 +210,7 @@ def _describe_head(path: Path, family: str, head: dict[str, StoredParameter], we
     return Mtp(unusable is None, unusable, location, count, quantization)
 
 
-def _main_quantization(stored: dict[str, StoredParameter], modules: dict[str, nn.Module]) -> dict[str, Any] | None:
+def _main_quantization(stored: Stored, modules: dict[str, nn.Module]) -> dict[str, Any] | None:
     """Return the quantisation of most parameters among those that have one."""
     sizes: Counter[tuple[tuple[str, Any], ...]] = Counter()
     for name in stored:
@@ -231,7 +221,7 @@ def _main_quantization(stored: dict[str, StoredParameter], modules: dict[str, nn
     return dict(sizes.most_common(1)[0][0]) if sizes else None
 
 
-def _dtype(trunk: dict[str, StoredParameter]) -> str:
+def _dtype(trunk: Stored) -> str:
     """Return the type that the model was saved in, whatever its matrices are quantised to."""
     for name in ("embed_tokens.weight", "embed_tokens.scales", "norm.weight"):
         if name in trunk and mx.issubdtype(trunk[name].dtype, mx.floating):

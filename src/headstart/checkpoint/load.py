@@ -6,7 +6,6 @@ made from is dropped before the next. So loading needs little more memory than t
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as shortened
@@ -26,7 +25,7 @@ from ..models.compiler import ensure_compiles
 from .config import printable_error, read_object
 from .hub import resolve
 from .layout import read_layout
-from .parameters import Source, StoredParameter, canonical, dequantize_fp8, is_head, parameter_shapes
+from .parameters import Source, Stored, canonical, dequantize_fp8, is_head, parameter_shapes
 
 
 class Part(Protocol):
@@ -108,13 +107,10 @@ def _check_memory(path: Path, needed: int) -> None:
 
 def load_tokenizer(path: Path) -> TokenizerWrapper:
     """Load mlx-lm's tokenizer for the folder `path`, which stops at every end token that the configs name."""
+    files = [path / name for name in ("config.json", "generation_config.json", "tokenizer_config.json")]
     remedy = "Copy it from the original model."
-    found: dict[str, Any] = {}
-    for file in ("config.json", "generation_config.json", "tokenizer_config.json"):
-        with suppress(FileNotFoundError):
-            found[file] = read_object(path / file, remedy)
-    config = found.get("config.json", {})
-    end = found.get("generation_config.json", {}).get("eos_token_id")
+    config, generation, _ = (read_object(file, remedy) if file.exists() else {} for file in files)
+    end = generation.get("eos_token_id")
     end = end or config.get("eos_token_id") or models.text_config(config).get("eos_token_id")
     if not all(type(token) is int for token in (end if isinstance(end, list) else [end or 0])):
         raise CheckpointError(f"{path}: eos_token_id is {shortened(end)}, not a token's number or a list of them.")
@@ -145,7 +141,7 @@ def compute_dtype(stored: str, *, experts: bool, packed: bool) -> mx.Dtype:
 class LazyTensors:
     """The tensors of the files, not read yet. Each is dropped when the last parameter made from it takes it."""
 
-    def __init__(self, stored: dict[str, StoredParameter]):
+    def __init__(self, stored: Stored):
         self.uses = Counter(source.tensor for part in stored.values() for source in part.sources)
         self.files: dict[Path, dict[str, mx.array]] = {}
 
@@ -163,9 +159,7 @@ class LazyTensors:
         return self.files[file][name] if self.uses[source.tensor] else self.files[file].pop(name)
 
 
-def _read(
-    name: str, stored: dict[str, StoredParameter], files: LazyTensors, dtype: mx.Dtype, *, is_norm: bool
-) -> mx.array:
+def _read(name: str, stored: Stored, files: LazyTensors, dtype: mx.Dtype, *, is_norm: bool) -> mx.array:
     """Return the parameter `name` in the model's shape and type, not computed yet."""
     part = stored[name]
     arrays = [files.take(source) for source in part.sources]

@@ -31,6 +31,7 @@ VISION = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
 EXPERT = re.compile(r"^(.+\.mlp)\.experts\.(\d{1,6})\.(gate_proj|up_proj|down_proj)\.(\w+)$")
 FUSED = re.compile(r"^(.+\.mlp)\.experts\.(gate_up_proj|down_proj)(?:\.(weight|scales|biases))?$")
 BITS = (2, 3, 4, 5, 6, 8)
+GROUP_SIZES = (32, 64, 128)
 FP8_BLOCK = 128
 
 
@@ -64,6 +65,9 @@ class StoredParameter:
         return self.sources[0].provenance == "raw"
 
 
+Stored = dict[str, StoredParameter]  # by the model's names
+
+
 def canonical(name: str) -> str:
     return PREFIX.sub("", name)
 
@@ -85,7 +89,7 @@ def parameter_shapes(weights: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: array.shape for name, array in flat}
 
 
-def find_parameters(headers: list[Header], *, head: bool, sidecar: bool = False) -> dict[str, StoredParameter]:
+def find_parameters(headers: list[Header], *, head: bool, sidecar: bool = False) -> Stored:
     """Return the parameters of the trunk, or of the head, in these files.
 
     A `sidecar` is a file beside the shards. If none of its names has the prefix `mtp.`, all are the head's.
@@ -136,11 +140,8 @@ def _stored_parameter(name: str, sources: list[Source]) -> StoredParameter:
 
 def _manifest_says_converted(header: Header) -> bool:
     """Return whether the manifest that vllm-mlx writes beside a head says that its norms are 1 + w."""
-    try:
-        manifest = read_object(header.path.with_name("manifest.json"))
-    except FileNotFoundError:
-        return False
-    return manifest.get("rmsnorm_weight_format") == "mlx_gamma"
+    manifest = header.path.with_name("manifest.json")
+    return manifest.exists() and read_object(manifest).get("rmsnorm_weight_format") == "mlx_gamma"
 
 
 def _provenance_of_conv1d(header: Header) -> Provenance | None:
@@ -166,7 +167,7 @@ def _provenance_of_names(header: Header) -> Provenance | None:
     return found.pop() if len(found) == 1 else None
 
 
-def quantization_of(name: str, module: nn.Module, stored: dict[str, StoredParameter]) -> dict[str, Any] | None:
+def quantization_of(name: str, module: nn.Module, stored: Stored) -> dict[str, Any] | None:
     """Return how the module's weight is quantised, by its shapes: config.json can be wrong about single modules."""
     if f"{name}.scales" in stored:
         return infer_quant_config(name, module, stored)
@@ -182,27 +183,34 @@ def dequantize_fp8(codes: mx.array, scales: mx.array) -> mx.array:
     return mx.from_fp8(codes, dtype=mx.float32) * scales[:rows, :columns]
 
 
-def find_misfit(stored: dict[str, StoredParameter], weights: nn.Module, *, head: bool = False) -> str | None:
+def find_misfit(stored: Stored, weights: nn.Module, *, head: bool = False) -> str | None:
     """Return why these parameters are not those of the model's trunk, or of its head; None if they are."""
-    shapes = {name: shape for name, shape in parameter_shapes(weights).items() if is_head(name) == head}
-    modules = dict(weights.named_modules())
-    if missing := [name for name in shapes if name not in stored]:
-        return f"{_count(missing, 'tensor')} missing ({first_few(missing)})"
+    expected = {name: shape for name, shape in parameter_shapes(weights).items() if is_head(name) == head}
+    for path, module in weights.named_modules():
+        weight = f"{path}.weight"
+        if weight in expected and weight in stored:
+            try:
+                expected |= _quantised_shapes(path, module, stored)
+            except (ValueError, ZeroDivisionError, IndexError) as error:
+                return f"the scales of {weight} do not fit it ({error})"
+    if missing := [name for name in expected if name not in stored]:
+        return f"{_count(missing, 'tensor')} missing ({_first_few(missing)})"
     for name, part in stored.items():
         if problem := _misfit_of_sources(name, part):
             return problem
-    unknown = []
-    for name, part in sorted(stored.items(), key=lambda item: ".switch_mlp." not in item[0]):  # experts first
-        module, _, leaf = name.rpartition(".")
-        if name in shapes:
-            if problem := _misfit_of_shape(name, part, shapes[name], modules[module], stored):
-                return problem
-        elif leaf not in ("scales", "biases", "weight_scale_inv") or f"{module}.weight" not in shapes:
-            # A model that ties its embedding may hold a copy of it; rotary frequencies are computed.
-            tied = name.startswith("lm_head.") and "lm_head.weight" not in shapes
-            if not tied and not name.endswith("rotary_emb.inv_freq"):
-                unknown.append(name)
-    return f"{_count(unknown, 'tensor')} unknown ({first_few(unknown)})" if unknown else None
+    for name in sorted(expected, key=lambda name: (".switch_mlp." not in name, name)):  # experts first
+        found, wanted = stored[name].shape, expected[name]
+        if found != wanted and ".switch_mlp." in name and found[1:] == wanted[1:]:
+            return f"{name} has {found[0]} experts, config.json says {wanted[0]}"
+        if found != wanted:
+            return f"{name} has shape {list(found)} where config.json makes it {list(wanted)}"
+        quantised = f"{name.rpartition('.')[0]}.scales" in expected or f"{name}_scale_inv" in expected
+        if not quantised and not mx.issubdtype(stored[name].dtype, mx.floating):
+            return f"{name} is of type {stored[name].dtype} and has no scales"
+    unknown = [name for name in stored if name not in expected and not name.endswith("rotary_emb.inv_freq")]
+    if "lm_head.weight" not in expected:  # a model that ties its embedding may hold a copy of it
+        unknown = [name for name in unknown if not name.startswith("lm_head.")]
+    return f"{_count(unknown, 'tensor')} unknown ({_first_few(unknown)})" if unknown else None
 
 
 def _misfit_of_sources(name: str, part: StoredParameter) -> str | None:
@@ -214,7 +222,7 @@ def _misfit_of_sources(name: str, part: StoredParameter) -> str | None:
     experts = [source.expert for source in part.sources]
     gaps = sorted(set(range(max(e or 0 for e in experts) + 1)) - set(experts))  # a name holds at most six digits
     if gaps:
-        return f"{_count(gaps, 'expert')} of {name} missing ({first_few(gaps)})"
+        return f"{_count(gaps, 'expert')} of {name} missing ({_first_few(gaps)})"
     if len(set(experts)) != len(experts):
         return f"an expert of {name} is stored twice"
     if len({(source.tensor.shape, source.tensor.dtype) for source in part.sources}) > 1:
@@ -222,40 +230,28 @@ def _misfit_of_sources(name: str, part: StoredParameter) -> str | None:
     return None
 
 
-def _misfit_of_shape(
-    name: str, part: StoredParameter, wanted: tuple[int, ...], module: nn.Module, stored: dict[str, StoredParameter]
-) -> str | None:
-    path, _, leaf = name.rpartition(".")
-    try:
-        packed = quantization_of(path, module, stored) if leaf == "weight" else None
-    except (ValueError, ZeroDivisionError, IndexError) as error:
-        return f"the scales of {name} do not fit it ({error})"
-    if packed and not hasattr(module, "to_quantized"):
-        return f"{name} has scales and cannot be quantised"
-    found = part.shape
-    if packed and packed["mode"] != "fp8" and packed["bits"] in BITS:
-        found = (*found[:-1], found[-1] * 32 // packed["bits"])
-    if found != wanted:
-        if ".switch_mlp." in name and found[1:] == wanted[1:]:
-            return f"{name} has {found[0]} experts, config.json says {wanted[0]}"
-        return f"{name} has shape {list(found)} where config.json makes it {list(wanted)}"
-    if packed is None and not mx.issubdtype(part.dtype, mx.floating):
-        return f"{name} is of type {part.dtype} and has no scales"
-    if packed and packed["mode"] == "fp8":
-        blocks = (*wanted[:-2], -(-wanted[-2] // FP8_BLOCK), -(-wanted[-1] // FP8_BLOCK))
-        expected: dict[str, tuple[int, ...] | None] = {"weight_scale_inv": blocks}
-    elif packed:
-        groups = (*wanted[:-1], wanted[-1] // packed["group_size"])
-        expected = {"scales": groups, "biases": groups if packed["mode"] == "affine" else None}
-    else:
-        return None
-    shapes = {leaf: stored[f"{path}.{leaf}"].shape if f"{path}.{leaf}" in stored else None for leaf in expected}
-    return f"the scales of {name} do not fit it" if shapes != expected else None
+def _quantised_shapes(path: str, module: nn.Module, stored: Stored) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that a module's parameters have once its weight is quantised as in the files."""
+    how = quantization_of(path, module, stored)
+    if how is None:
+        return {}
+    if not hasattr(module, "to_quantized") or how["bits"] not in BITS:
+        raise ValueError("it cannot be quantised so")
+    *rows, columns = module.weight.shape
+    if how["mode"] == "fp8":
+        return {f"{path}.weight_scale_inv": (*rows[:-1], -(-rows[-1] // FP8_BLOCK), -(-columns // FP8_BLOCK))}
+    groups = (*rows, columns // how["group_size"])
+    shapes = {f"{path}.weight": (*rows, columns * how["bits"] // 32), f"{path}.scales": groups}
+    if how["mode"] == "affine":
+        if how["group_size"] not in GROUP_SIZES:
+            raise ValueError(f"groups of {how['group_size']}")
+        shapes[f"{path}.biases"] = groups
+    return shapes
 
 
 def _count(items: list[Any], noun: str) -> str:
     return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
 
 
-def first_few(items: list[Any]) -> str:
+def _first_few(items: list[Any]) -> str:
     return ", ".join(map(str, items[:3])) + (", …" if len(items) > 3 else "")

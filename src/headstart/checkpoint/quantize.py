@@ -17,16 +17,16 @@ import mlx.nn as nn
 from mlx_lm.convert import QUANT_RECIPES, mixed_quant_predicate_builder
 
 from ..errors import CheckpointError
-from .parameters import BITS, FP8_BLOCK, StoredParameter, dequantize_fp8
+from .parameters import BITS, FP8_BLOCK, GROUP_SIZES, StoredParameter, dequantize_fp8
 from .safetensors import TensorInfo, read_rows, safetensors_writer
 
 ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
 ROUTER = {"group_size": 64, "bits": 8}
-GROUP_SIZES = (32, 64, 128)
 SLICE = 64 << 20  # bytes read at a time
 STREAMS = min(8, os.cpu_count() or 1)
 
 Quantization = dict[str, Any]  # group_size, bits
+Choose = Callable[[str, nn.Module], Quantization | None]  # by the path of a module and the module
 Progress = Callable[[int], None]  # called with the bytes read since the last call
 
 
@@ -48,15 +48,13 @@ class Recipe:
     mtp_bits: str | int | None = None
 
     def __post_init__(self) -> None:
-        bits = ", ".join(map(str, BITS))
+        bits, sizes = (", ".join(map(str, known)) for known in (BITS, GROUP_SIZES))
         if self.bits not in (None, *BITS):
             raise CheckpointError(f"{self.bits} bits: mlx quantises to {bits} bits.")
         if str(self.mtp_bits) not in ("None", "keep", *map(str, BITS)):
             raise CheckpointError(f"--mtp-bits {self.mtp_bits}: say keep, or one of {bits}.")
         if self.group_size not in GROUP_SIZES:
-            raise CheckpointError(
-                f"groups of {self.group_size}: mlx quantises in groups of {', '.join(map(str, GROUP_SIZES))}."
-            )
+            raise CheckpointError(f"groups of {self.group_size}: mlx quantises in groups of {sizes}.")
         if self.mixed not in (None, *QUANT_RECIPES):
             raise CheckpointError(f"{self.mixed}: mlx-lm has the recipes {', '.join(QUANT_RECIPES)}.")
         if self.mixed is not None and self.bits is not None:
@@ -73,28 +71,24 @@ class Recipe:
             return 8 if self.quantises else None
         return None if self.mtp_bits == "keep" else int(self.mtp_bits)
 
-    def for_trunk(self, lm: nn.Module) -> Callable[[str, nn.Module], Quantization | None]:
-        """Return the choice for each module of the trunk, by its path in mlx-lm."""
-        if not self.quantises:
-            return lambda path, module: None
+    def for_trunk(self, lm: nn.Module) -> Choose:
         if self.mixed is not None:
             choose: Any = mixed_quant_predicate_builder(self.mixed, lm, self.group_size)
-            return lambda path, module: _fitting(path, module, choose(path, module))
-        return lambda path, module: _fitting(path, module, {"group_size": self.group_size, "bits": self.bits})
+            return choose
+        return lambda path, module: {"group_size": self.group_size, "bits": self.bits} if self.bits else None
 
     def for_head(self, path: str, module: nn.Module) -> Quantization | None:
         if self.head_bits is None or path == "mtp.fc":
             return None
-        return _fitting(path, module, {"group_size": self.group_size, "bits": self.head_bits})
+        return {"group_size": self.group_size, "bits": self.head_bits}
 
 
-def _fitting(path: str, module: nn.Module, wanted: Quantization) -> Quantization | None:
-    """Return None where the module cannot be quantised, as in mlx-lm: groups must fill a row."""
-    if not hasattr(module, "to_quantized"):
-        return None
-    if path.endswith(ROUTERS):
-        wanted = ROUTER
-    return None if module.weight.shape[-1] % wanted["group_size"] else wanted
+def choose_quantization(path: str, module: nn.Module, choose: Choose) -> Quantization | None:
+    """Return what `choose` says of a module, 8 bits for a router, None where mlx-lm could not quantise it either."""
+    found = choose(path, module) if hasattr(module, "to_quantized") else None
+    if found and path.endswith(ROUTERS):
+        found = ROUTER
+    return found if found and module.weight.shape[-1] % found["group_size"] == 0 else None
 
 
 @dataclass(frozen=True)
@@ -132,23 +126,19 @@ class TensorPlan:
     def arrays(self) -> Iterator[tuple[list[mx.array], int]]:
         """Yield, for each slice, the next values of every output and the bytes that were read for them."""
         limit = self.stored.nbytes if self.channels_last else SLICE
-        for ranges in row_slices(self.stored, self.scales, limit):
-            rows = mx.concatenate([self._read(*each) for each in ranges])
+        for source, start, count in row_ranges(self.stored, limit, FP8_BLOCK if self.scales else 1):
+            tensor = self.stored.sources[source].tensor
+            rows = read_rows(tensor, start, count)
+            if self.scales:
+                blocks = read_rows(self.scales.sources[source].tensor, start // FP8_BLOCK, -(-count // FP8_BLOCK))
+                rows = dequantize_fp8(rows, blocks).astype(self.dtype)
             if self.channels_last:
                 rows = rows.reshape(self.stored.shape).moveaxis(1, -1)
             if self.shift:
                 rows = rows.astype(mx.float32) + 1.0
             if mx.issubdtype(rows.dtype, mx.floating):
                 rows = self._cast(rows)
-            read = sum(count for _, _, count in ranges) * self.stored.sources[0].tensor.row_bytes
-            yield _quantized(rows, self.quantization) if self.quantization else [rows], read
-
-    def _read(self, source: int, start: int, count: int) -> mx.array:
-        rows = read_rows(self.stored.sources[source].tensor, start, count)
-        if self.scales is None:
-            return rows
-        scales = read_rows(self.scales.sources[source].tensor, start // FP8_BLOCK, -(-count // FP8_BLOCK))
-        return dequantize_fp8(rows, scales).astype(self.dtype)
+            yield _quantized(rows, self.quantization) if self.quantization else [rows], count * tensor.row_bytes
 
     def _cast(self, rows: mx.array) -> mx.array:
         cast = rows.astype(self.dtype)
@@ -157,44 +147,27 @@ class TensorPlan:
         return cast
 
 
-def row_ranges(stored: StoredParameter) -> Iterator[tuple[int, int, int]]:
-    """Yield source, first row and count for the rows of a parameter in its order: each expert's, or the half's."""
+def row_ranges(stored: StoredParameter, limit: int, multiple: int = 1) -> Iterator[tuple[int, int, int]]:
+    """Yield the rows of a parameter in its order, as number of the source, first row and count.
+
+    A range has about `limit` bytes, and a `multiple` of rows unless it is the last of its source.
+    """
     for number, source in enumerate(stored.sources):
         shape = source.tensor.shape
         rows = prod(shape[:-1]) if prod(shape) else 0
-        if source.half is None:
-            yield number, 0, rows
-        else:  # [E, 2I, H]
-            block = shape[-2]
-            for start in range(0, rows, block):
-                yield number, start + source.half * block // 2, block // 2
-
-
-def row_slices(
-    stored: StoredParameter, scales: StoredParameter | None = None, limit: int = SLICE
-) -> Iterator[list[tuple[int, int, int]]]:
-    """Yield the row ranges of a parameter, cut and gathered into slices of about `limit` bytes."""
-    row_bytes = stored.sources[0].tensor.row_bytes
-    multiple = FP8_BLOCK if scales else 1  # the rows of a block share their scales
-    gathered: list[tuple[int, int, int]] = []
-    left = limit
-    for source, start, count in row_ranges(stored):
-        end = start + count
-        while start < end:
-            count = min(max(1, left // row_bytes // multiple) * multiple, end - start)
-            gathered.append((source, start, count))
-            start += count
-            left -= count * row_bytes
-            if left < row_bytes:
-                yield gathered
-                gathered, left = [], limit
-    if gathered:
-        yield gathered
+        starts, length = range(1), rows
+        if source.half is not None:  # [E, 2I, H]: of each expert the first or the second I rows
+            length = shape[-2] // 2
+            starts = range(source.half * length, rows, shape[-2])
+        step = max(1, limit // source.tensor.row_bytes // multiple) * multiple if rows else 1
+        for start in starts:
+            for first in range(start, start + length, step):
+                yield number, first, min(step, start + length - first)
 
 
 def read_whole(stored: StoredParameter) -> mx.array:
     """Read a small parameter, flat."""
-    parts = [read_rows(stored.sources[n].tensor, start, count) for n, start, count in row_ranges(stored)]
+    parts = [read_rows(stored.sources[n].tensor, start, count) for n, start, count in row_ranges(stored, SLICE)]
     return mx.concatenate(parts).reshape(-1)
 
 

@@ -14,9 +14,19 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import CheckpointError
-from .config import MAX_JSON, Malformed, checked_file, checked_name, parse_object, read_object, require_regular
+from .config import (
+    MAX_JSON,
+    Malformed,
+    checked_file,
+    checked_name,
+    file_errors,
+    parse_object,
+    read_object,
+    require_regular,
+)
 
 INDEX = "model.safetensors.index.json"
+HEADER_REMEDY = "Download it again; if it is a Git LFS pointer, `git lfs pull` replaces it."
 INDEX_REMEDY = "Download it again; in a cache, delete it first."
 # The types that mx.load returns; it has none for float8 and gives its codes.
 DTYPES: dict[str, mx.Dtype] = {
@@ -57,7 +67,7 @@ class Header:
 
 def read_header(path: Path) -> Header:
     """Return what is in the safetensors file `path`, or raise a CheckpointError if it is damaged or truncated."""
-    try:
+    with file_errors(path, HEADER_REMEDY, "not a safetensors file: "):
         size = require_regular(path)
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -69,15 +79,6 @@ def read_header(path: Path) -> Header:
             raise Malformed("__metadata__ is not a JSON object of strings")
         tensors = {name: _tensor_info(path, name, entry, 8 + length) for name, entry in header.items()}
         end = _end_of_data(tensors, 8 + length)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: the file is missing. Download the model again.") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}).") from error
-    except Malformed as error:
-        raise CheckpointError(
-            f"{path}: not a safetensors file ({error}). Download it again; if it is a Git LFS pointer, "
-            "`git lfs pull` replaces it."
-        ) from error
     if size < end:
         raise CheckpointError(f"{path}: truncated, {size} of {end} bytes. Download the file again.")
     return Header(path, tensors, (metadata or {}).get("format"), metadata is None)
@@ -122,8 +123,10 @@ def _end_of_data(tensors: dict[str, TensorInfo], end: int) -> int:
 def read_index(folder: Path) -> dict[str, Any] | None:
     """Return the index with its names checked: every file is in the folder or below it. None without an index."""
     file = folder / INDEX
-    try:
-        index = read_object(file, INDEX_REMEDY)
+    if not file.exists():
+        return None
+    index = read_object(file, INDEX_REMEDY)
+    with file_errors(file, INDEX_REMEDY):
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict):
             raise Malformed("not an index of tensors: weight_map is not a JSON object")
@@ -133,10 +136,6 @@ def read_index(folder: Path) -> dict[str, Any] | None:
             raise Malformed("metadata is not a JSON object with a number as its total_size")
         for name, shard in weight_map.items():
             weight_map[name] = checked_file(shard, f"weight_map.{checked_name(name, 'a tensor')}")
-    except FileNotFoundError:
-        return None
-    except Malformed as error:
-        raise CheckpointError(f"{file}: {error}. {INDEX_REMEDY}") from error
     return index
 
 
@@ -161,12 +160,10 @@ def read_rows(tensor: TensorInfo, start: int, count: int) -> mx.array:
     `mx.load` reads a tensor whole however little of it is used: 2.5 GB for the embedding of a 27B model.
     """
     size = count * tensor.row_bytes
-    try:
+    with file_errors(tensor.file):
         data = np.fromfile(tensor.file, np.uint8, size, offset=tensor.offset + start * tensor.row_bytes)
-    except OSError as error:
-        raise CheckpointError(f"{tensor.file}: cannot be read ({error.strerror or error}).") from error
-    if len(data) < size:
-        raise CheckpointError(f"{tensor.file}: truncated while it was read. Download the file again.")
+        if len(data) < size:
+            raise Malformed("truncated while it was read")
     return mx.array(data).view(tensor.dtype).reshape(count, tensor.row_bytes // tensor.dtype.size)
 
 
@@ -201,4 +198,3 @@ def safetensors_writer(path: Path, tensors: list[TensorInfo]) -> Iterator[Callab
 
         write(0, len(text).to_bytes(8, "little") + text)
         yield append
-        os.fsync(file.fileno())

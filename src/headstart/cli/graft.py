@@ -63,7 +63,7 @@ def graft(
     if isinstance(found, Path):
         folder = found
     else:
-        folder, files = hub.download_config(found)
+        folder, files = hub.missing_files(found, text=False)
     name = str(found)
     check_sizes(layout, name, read_config(folder))
     if not force:

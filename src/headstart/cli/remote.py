@@ -12,7 +12,7 @@ def fetched(name: str, *, dry_run: bool, vision: bool) -> Path | None:
     found = locate(name)
     if isinstance(found, Path):
         return found
-    if dry_run and (files := missing_files(found, vision=vision)):
+    if dry_run and (files := missing_files(found, vision=vision)[1]):
         typer.echo(f"{found}: {len(files)} files, {sum(files.values()):,} bytes would be downloaded first.")
         return None
     return download(found, vision=vision)
