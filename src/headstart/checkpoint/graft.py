@@ -138,11 +138,7 @@ def plan_graft(
     head, trunk = read_head(source)
     weights = expected_weights(model.path, model.config)
     if problem := find_misfit(head, weights, head=True):
-        raise HeadError(f"{source}: its MTP head does not fit {model.path}: {problem}.")
-    if any(part.sources[0].provenance is None for part in head.values()):
-        raise HeadError(
-            f"{source}: nothing says whether the norms of its head are stored as w or as 1 + w. Name the original."
-        )
+        raise HeadError(f"{source}: its MTP head does not fit {model.path}: {problem}. Name the original.")
     compared = 0 if force else _compare_trunks(model, source, trunk, weights)
     quantised = any(name.endswith(".scales") for name in head)
     if quantised and (mtp_bits is not None or group_size is not None):

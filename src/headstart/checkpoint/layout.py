@@ -194,18 +194,13 @@ def _describe_missing_head(path: Path, family: str, absent: dict[str, str], prom
 
 
 def _describe_head(path: Path, family: str, head: Stored, weights: nn.Module) -> Mtp:
-    files = {source.tensor.file: source.provenance for part in head.values() for source in part.sources}
+    files = {source.tensor.file for part in head.values() for source in part.sources}
     location = ", ".join(str(file.relative_to(path)) for file in sorted(files))
     count = len({name.split(".")[2] for name in head if name.startswith("mtp.layers.")})
-    remedy = f"{_graft_command(path, family)} writes a new one, or load without the head"
-    unusable: str | None = None
+    unusable = None
     if misfit := find_misfit(head, weights, head=True):
-        unusable = f"{location}: the MTP head does not fit: {misfit}. {remedy}."
-    elif None in files.values():
-        unusable = (
-            f"{location}: nothing in the file says whether it is as released or converted, and so whether "
-            f"the norms of its MTP head are stored as w or as 1 + w. {remedy}."
-        )
+        graft = _graft_command(path, family)
+        unusable = f"{location}: {misfit}. {graft} writes a new MTP head, or load without the head."
     quantization = _main_quantization(head, dict(weights.named_modules()))
     return Mtp(unusable is None, unusable, location, count, quantization)
 

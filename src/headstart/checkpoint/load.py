@@ -69,9 +69,7 @@ def load(
     stored = {name: part for name, part in layout.stored.items() if decision.drafts or not is_head(name)}
     if split is None:
         _check_memory(layout.path, sum(part.nbytes for part in stored.values()))
-    packed = {
-        name: how for name, how in layout.quantized.items() if how["mode"] != "fp8" and f"{name}.scales" in stored
-    }
+    packed = {name: how for name, how in layout.quantized.items() if f"{name}.scales" in stored}  # not float8
     model = _quantized(models.build(layout.config, head=decision.drafts), packed)
     norms = {f"{name}.weight" for name, module in model.weights.named_modules() if isinstance(module, Norm)}
     if dtype is None:

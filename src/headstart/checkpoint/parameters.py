@@ -210,7 +210,11 @@ def find_misfit(stored: Stored, weights: nn.Module, *, head: bool = False) -> st
     unknown = [name for name in stored if name not in expected and not name.endswith("rotary_emb.inv_freq")]
     if "lm_head.weight" not in expected:  # a model that ties its embedding may hold a copy of it
         unknown = [name for name in unknown if not name.startswith("lm_head.")]
-    return f"{_count(unknown, 'tensor')} unknown ({_first_few(unknown)})" if unknown else None
+    if unknown:
+        return f"{_count(unknown, 'tensor')} unknown ({_first_few(unknown)})"
+    if head and any(source.provenance is None for part in stored.values() for source in part.sources):
+        return "nothing in the file says whether it is as released, with norms stored as w, or converted, as 1 + w"
+    return None
 
 
 def _misfit_of_sources(name: str, part: StoredParameter) -> str | None:

@@ -136,15 +136,10 @@ class TensorPlan:
                 rows = rows.reshape(self.stored.shape).moveaxis(1, -1)
             if self.shift:
                 rows = rows.astype(mx.float32) + 1.0
-            if mx.issubdtype(rows.dtype, mx.floating):
-                rows = self._cast(rows)
-            yield _quantized(rows, self.quantization) if self.quantization else [rows], count * tensor.row_bytes
-
-    def _cast(self, rows: mx.array) -> mx.array:
-        cast = rows.astype(self.dtype)
-        if self.dtype == mx.float16 and not bool(mx.isfinite(cast).all()) and bool(mx.isfinite(rows).all()):
-            raise CheckpointError(f"{self.name} has values that float16 cannot hold. Take --dtype bfloat16.")
-        return cast
+            values = rows.astype(self.dtype) if mx.issubdtype(rows.dtype, mx.floating) else rows
+            if self.dtype == mx.float16 and mx.isfinite(rows).all() and not mx.isfinite(values).all():
+                raise CheckpointError(f"{self.name} has values that float16 cannot hold. Take --dtype bfloat16.")
+            yield _quantized(values, self.quantization) if self.quantization else [values], count * tensor.row_bytes
 
 
 def row_ranges(stored: StoredParameter, limit: int, multiple: int = 1) -> Iterator[tuple[int, int, int]]:
