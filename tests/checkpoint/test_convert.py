@@ -106,8 +106,8 @@ def test_slices_give_the_bytes_of_whole_tensors(
     raw = write(tmp_path / "raw", family, layout, moe_intermediate_size=320)
     whole = converted(raw, tmp_path / "whole", bits=4)
     monkeypatch.setattr(quantize, "SLICE", 3000)  # 23 rows; in float8 one block of 128
-    taken = [len(part) for part in quantize.row_ranges(read_layout(raw).stored["embed_tokens.weight"], limit=3000)]
-    assert len(taken) == 12
+    slices = list(quantize.row_ranges(read_layout(raw).stored["embed_tokens.weight"], limit=3000))
+    assert len(slices) == 12
     sliced = converted(raw, tmp_path / "sliced", bits=4)
     for name, content in contents(whole).items():
         assert name == "README.md" or (sliced / name).read_bytes() == content, name
@@ -227,7 +227,7 @@ def test_what_is_quantised(
     assert load(out).has_head
 
 
-def test_float16_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_float16_is_written_on_request(tmp_path: Path) -> None:
     raw = write(tmp_path / "raw", "dense")
     out = converted(raw, tmp_path / "out", mx.float16, bits=4)
     assert read_layout(out).dtype == "float16"
@@ -367,21 +367,23 @@ def convert_in_a_child(source: Path, destination: Path) -> None:
     convert(plan(source, destination, bits=4))
 
 
-def say_and_do(pipe: Any, job: Callable[..., None], arguments: tuple[Path, ...]) -> None:
+def report_start_and_run(pipe: Any, job: Callable[..., None], arguments: tuple[Path, ...]) -> None:
     pipe.send("begun")
     job(*arguments)
 
 
 def killed_at_random(job: Callable[..., None], *arguments: Path, times: int = 20) -> Iterator[bool]:
-    """Do `job` in a process of its own and kill it at any moment; says whether it was done before. The first is let
-    live, to see how long it takes."""
+    """Run `job` in a process that is killed at a random moment; yield whether it was finished by then.
+
+    The first is not killed, to see how long it takes.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["headstart.checkpoint.graft", "huggingface_hub.repocard", "pytest"])
     rng = random.Random(0)
     took: float | None = None
     for _ in range(times + 1):
         ours, theirs = context.Pipe()
-        child = context.Process(target=say_and_do, args=(theirs, job, arguments))
+        child = context.Process(target=report_start_and_run, args=(theirs, job, arguments))
         child.start()
         theirs.close()  # so that a child that cannot even begin is noticed
         ours.recv()

@@ -186,7 +186,7 @@ def test_of_a_folder_only_the_files_with_the_head_are_opened(tmp_path: Path) -> 
     wanted = {file for name, file in weight_map.items() if name.startswith("mtp.")}
     for file in raw.glob("*.safetensors"):
         if file.name not in wanted:
-            file.write_bytes(b"")  # whoever opens it fails
+            file.write_bytes(b"")  # opening it fails
     assert grafted(lost, raw)
     assert read_layout(lost).mtp.available
 

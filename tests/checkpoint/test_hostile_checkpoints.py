@@ -361,7 +361,7 @@ def fuzz(folder: Path, tmp_path: Path, seed: int, cases: int) -> dict[str, int]:
             put_header(path, raw)
         else:
             path.write_bytes(raw)
-        said = ""
+        message = ""
         try:
             model = load(folder, mtp=None if case % 2 else False)
             if case % 8 == 0:  # takes longer than all the rest, and reads little of what was changed
@@ -372,11 +372,11 @@ def fuzz(folder: Path, tmp_path: Path, seed: int, cases: int) -> dict[str, int]:
             outcomes["loaded"] += 1
         except HeadstartError as error:
             outcomes["refused"] += 1
-            said = str(error)
+            message = str(error)
         except BaseException as error:
             error.add_note(f"seed {seed}, case {case}, {file}: {raw[:4000]!r}")
             raise
-        assert said.isprintable(), (seed, case, file)
+        assert message.isprintable(), (seed, case, file)
         path.write_bytes(originals[file])
     print(f"\n{cases} mutated checkpoints: {outcomes}, 0 crashes")
     return outcomes

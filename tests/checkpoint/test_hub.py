@@ -55,20 +55,20 @@ def test_only_what_is_needed_is_downloaded(tmp_path: Path, hub: Hub) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sidecar", "stripped"])
-def test_what_it_is_is_told_without_its_weights(
+def test_a_hub_model_is_inspected_without_its_weights(
     tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(headstart.checkpoint.hub, "BLOCK", 4096)
     hub.models["org/model"] = folder = write(tmp_path / "model", "dense", kind, bits=4)
     before = Path.cwd()
     with header_folder("org/model") as (found, name):
-        told = json.loads(json.dumps(read_layout(found).report()).replace(str(found), name))
+        report = json.loads(json.dumps(read_layout(found).report()).replace(str(found), name))
         assert Path.cwd() == before, "other threads may use it"
     here = json.loads(json.dumps(read_layout(folder).report()).replace(str(folder), "org/model"))
-    assert told == here
-    assert told["path"] == "org/model"
+    assert report == here
+    assert report["path"] == "org/model"
     if kind == "stripped":
-        assert "`headstart graft org/model --from" in told["mtp"]["reason"]
+        assert "`headstart graft org/model --from" in report["mtp"]["reason"]
     assert not [file for file in hub.downloaded if file.endswith(".safetensors")]
     for file in {file for file, _, _ in hub.read}:
         header = read_header(folder / file)
@@ -78,7 +78,7 @@ def test_what_it_is_is_told_without_its_weights(
     assert len({file for file, _, _ in hub.read}) == len(list(folder.rglob("*.safetensors")))
 
 
-def test_to_tell_what_it_is_leaves_the_cache_alone(tmp_path: Path, hub: Hub) -> None:
+def test_inspecting_a_hub_model_leaves_the_cache_alone(tmp_path: Path, hub: Hub) -> None:
     """A graft has downloaded the head, and nothing else of the model."""
     hub.models["org/model"] = write(tmp_path / "model", "dense", "sidecar", sidecar="mtp/weights.safetensors")
     folder, files = missing_files("org/model", text=False)
@@ -89,7 +89,7 @@ def test_to_tell_what_it_is_leaves_the_cache_alone(tmp_path: Path, hub: Hub) -> 
     assert (folder / "mtp/weights.safetensors").read_bytes() == head
 
 
-def test_of_a_cached_model_nothing_is_asked(tmp_path: Path, hub: Hub) -> None:
+def test_a_cached_model_is_inspected_without_requests(tmp_path: Path, hub: Hub) -> None:
     hub.models["org/model"] = write(tmp_path / "model")
     folder = resolve("org/model")
     requests = hub.requests
@@ -117,7 +117,7 @@ def test_a_cached_model_needs_no_network_by_id_or_by_name(tmp_path: Path, hub: H
     assert read_layout(folder).mtp.available
 
 
-def test_an_interrupted_download_is_taken_up_again(tmp_path: Path, hub: Hub) -> None:
+def test_an_interrupted_download_is_resumed(tmp_path: Path, hub: Hub) -> None:
     hub.models["org/model"] = write(tmp_path / "model")
     folder = resolve("org/model")
     (folder / "model-00002-of-00002.safetensors").unlink()
@@ -163,7 +163,7 @@ def test_an_unreachable_hub_is_named_and_a_cached_model_still_runs(
 ) -> None:
     hub.models["org/stripped"] = write(tmp_path / "stripped", "dense", "stripped")
     folder = resolve("org/stripped")
-    point_at(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache")  # nobody listens on discard
+    point_at(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache")  # the discard port, where nothing listens
     with pytest.raises(
         HubError, match=r"org/other: could not be downloaded from http://127.0.0.1:9 \(Connect.*network"
     ):

@@ -1,4 +1,4 @@
-"""Every layout in the wild is told from its headers, and what is wrong with a folder is said by name."""
+"""Every layout in the wild is recognised by its headers, and errors name what is wrong with a folder."""
 
 import json
 import struct
@@ -76,7 +76,7 @@ def test_every_layout_is_recognised(tmp_path: Path, family: str, layout: str) ->
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-def test_quantisation_of_trunk_and_head_is_told_apart(tmp_path: Path, bits: int) -> None:
+def test_quantisation_of_trunk_and_head_is_distinguished(tmp_path: Path, bits: int) -> None:
     plain = read_layout(write(tmp_path / "plain", "moe", "converted"))
     found = read_layout(write(tmp_path / "packed", "moe", "converted", bits=bits, group_size=32))
     assert found.quantization == {"bits": bits, "group_size": 32, "mode": "affine"}
@@ -196,7 +196,7 @@ def test_a_manifest_beside_the_head_decides(tmp_path: Path) -> None:
     assert provenance_of_head(folder) == {"converted"}
 
 
-def test_a_stripped_model_names_the_command_that_mends_it(tmp_path: Path) -> None:
+def test_a_stripped_model_names_the_command_that_fixes_it(tmp_path: Path) -> None:
     folder = write(tmp_path / "my model", "moe", "stripped", bits=4)
     assert f"headstart graft '{folder}' --from ORIGINAL" in str(read_layout(folder).mtp.reason)
     for base in ("base_model: Qwen/Qwen3.5-35B-A3B", "base_model:\n- Qwen/Qwen3.5-35B-A3B"):

@@ -70,10 +70,10 @@ def plan_conversion(source: Layout, destination: Path, recipe: Recipe, original:
     model = models.build(deepcopy(source.config))
     trunk = [*_plan_trunk(source, model, recipe), *_plan_vision(source.path, recipe.dtype)]
     shards = make_shards({plan.name: plan for plan in trunk})  # of about 5 GB, as mlx-lm cuts them
-    files = {
-        f"model-{n:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors": [*shard.values()]
-        for n, shard in enumerate(shards, start=1)
-    }
+    names = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    files = {name: list(shard.values()) for name, shard in zip(names, shards, strict=True)}
     if source.mtp.available:
         files[SIDECAR] = plan_head(source.stored, model.weights, recipe)
     if recipe.dtype != mx.float32:

@@ -70,20 +70,18 @@ def check_sizes(model: Layout, source: str, config: dict[str, Any]) -> None:
 
 def check_name(model: Layout, source: Path | str, original: str | None) -> None:
     """Refuse the head of a model that has the same sizes but another name. `source` is a folder or a hub id."""
-    if original and not _may_be(original, source, model.family):
+    if original is None:
+        return
+    name = source if isinstance(source, str) else _name(source, model.family)
+    card = cards.named(original)
+    names = {original.lower(), *(card.names if card else ())}  # of the model in any precision
+    folder = original.rpartition("/")[2].lower()
+    named_alike = isinstance(source, Path) and source.absolute().name.lower() == folder
+    if name is not None and name.lower() not in names and not named_alike:
         raise HeadError(
             f"{source}: another model, {model.path} was converted from {original}. Name that one, or say --force if "
             "it was fine-tuned from this one."
         )
-
-
-def _may_be(original: str, source: Path | str, family: str) -> bool:
-    """Return whether the source is that model in any precision, or of unknown name."""
-    if isinstance(source, Path) and source.absolute().name.lower() == original.rpartition("/")[2].lower():
-        return True
-    name = source if isinstance(source, str) else _name(source, family)
-    card = cards.named(original)
-    return name is None or name.lower() == original.lower() or (card is not None and name.lower() in card.names)
 
 
 def _name(source: Path, family: str) -> str | None:

@@ -133,13 +133,13 @@ def header_folder(name: str | Path | None = None) -> Iterator[tuple[Path, str]]:
         yield folder, str(folder)
         return
     folder, files = missing_files(repo)
-    with TemporaryDirectory() as temporary:
+    with _hub_errors(repo), TemporaryDirectory() as temporary:
         place = Path(temporary, repo)
         for file in [path for path in folder.rglob("*") if path.is_file()]:
             link = place / file.relative_to(folder)
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(file.resolve())
-        with _hub_errors(repo), ThreadPoolExecutor(8) as pool:
+        with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda file: _copy_header(repo, folder.name, file, place / file), files))
         try:
             yield place, repo
@@ -149,7 +149,7 @@ def header_folder(name: str | Path | None = None) -> Iterator[tuple[Path, str]]:
 
 def _copy_header(repo: str, revision: str, file: str, target: Path) -> None:
     """Create a sparse file as long as the hub's that has only its header."""
-    target.parent.mkdir(exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
     with HfFileSystem(endpoint=constants.ENDPOINT).open(f"{repo}@{revision}/{file}", block_size=BLOCK) as remote:
         length = remote.read(8)
         target.write_bytes(length + remote.read(min(int.from_bytes(length, "little"), MAX_HEADER)))

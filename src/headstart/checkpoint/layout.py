@@ -23,7 +23,7 @@ from .parameters import Stored, find_misfit, find_parameters, is_head, is_vision
 from .safetensors import INDEX, Header, read_header, read_index
 
 SIDECARS = ("mtp.safetensors", "model-mtp.safetensors", "mtp/weights.safetensors")
-NORMS = "norms/weights.safetensors"  # the trunk's in float32, beside shards that round them: see docs/convert.md
+NORMS = "norms/weights.safetensors"  # the trunk's in float32: 1 + w loses bits in the half precision of the shards
 NO_WEIGHTS = "no safetensors file. Headstart reads Hugging Face releases and MLX conversions."
 # Why the head of a cached model could not be downloaded in this process, by the model's folder.
 HEAD_DOWNLOAD_ERRORS: dict[Path, str] = {}

@@ -4,7 +4,6 @@
 made from is dropped before the next. So loading needs little more memory than the weights that stay.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from .layout import read_layout
 from .parameters import Source, Stored, canonical, dequantize_fp8, is_head, parameter_shapes
 
 
-class Part(Protocol):
+class ModelPart(Protocol):
     """What one machine holds of a model that several hold together. Parameters go by the model's names."""
 
     def holds(self, name: str) -> bool: ...
@@ -40,7 +39,8 @@ class Part(Protocol):
         ...
 
 
-Split = Callable[[dict[str, Any]], Part]  # config.json's text part → this machine's part
+MakePart = Callable[[dict[str, Any]], ModelPart]  # config.json's text part → this machine's part
+LazyFiles = dict[Path, dict[str, mx.array]]
 
 
 def load(
@@ -48,7 +48,7 @@ def load(
     *,
     mtp: bool | None = None,
     dtype: mx.Dtype | None = None,
-    split: Split | None = None,
+    split: MakePart | None = None,
 ) -> models.Model:
     """Load a model with its head, if it has one.
 
@@ -76,7 +76,7 @@ def load(
         experts = any(".switch_mlp." in name for name in stored)
         dtype = compute_dtype(layout.dtype, experts=experts, packed=bool(packed))
 
-    files = LazyTensors(stored)
+    files: LazyFiles = {}
     part = split(models.text_config(layout.config)) if split is not None else None
     for name in parameter_shapes(model.weights):
         if part is not None and not part.holds(name):
@@ -136,33 +136,25 @@ def compute_dtype(stored: str, *, experts: bool, packed: bool) -> mx.Dtype:
     return dtype
 
 
-class LazyTensors:
-    """The tensors of the files, not read yet. Each is dropped when the last parameter made from it takes it."""
-
-    def __init__(self, stored: Stored):
-        self.uses = Counter(source.tensor for part in stored.values() for source in part.sources)
-        self.files: dict[Path, dict[str, mx.array]] = {}
-
-    def take(self, source: Source) -> mx.array:
-        file, name = source.tensor.file, source.tensor.name
-        if file not in self.files:
-            try:
-                everything: Any = mx.load(str(file))
-            except (RuntimeError, ValueError) as error:
-                raise CheckpointError(
-                    f"{file}: cannot be read ({printable_error(error)}). Download it again."
-                ) from error
-            self.files[file] = everything
-        self.uses[source.tensor] -= 1
-        return self.files[file][name] if self.uses[source.tensor] else self.files[file].pop(name)
+def _take(source: Source, files: LazyFiles) -> mx.array:
+    """Return a tensor that is not read yet, and drop it from `files` so that its memory is freed after use."""
+    file, name = source.tensor.file, source.tensor.name
+    if file not in files:
+        try:
+            arrays: Any = mx.load(str(file))
+        except (RuntimeError, ValueError) as error:
+            raise CheckpointError(f"{file}: cannot be read ({printable_error(error)}). Download it again.") from error
+        files[file] = arrays
+    # The first half of a fused tensor, `gate_proj`, is read before the second, `up_proj`.
+    return files[file][name] if source.half == 0 else files[file].pop(name)
 
 
-def _read(name: str, stored: Stored, files: LazyTensors, dtype: mx.Dtype, *, is_norm: bool) -> mx.array:
+def _read(name: str, stored: Stored, files: LazyFiles, dtype: mx.Dtype, *, is_norm: bool) -> mx.array:
     """Return the parameter `name` in the model's shape and type, not computed yet."""
     part = stored[name]
-    arrays = [files.take(source) for source in part.sources]
+    arrays = [_take(source, files) for source in part.sources]
     if scales := stored.get(f"{name}_scale_inv"):
-        blocks = [files.take(source) for source in scales.sources]
+        blocks = [_take(source, files) for source in scales.sources]
         arrays = [dequantize_fp8(codes, scale).astype(dtype) for codes, scale in zip(arrays, blocks, strict=True)]
     array = arrays[0] if part.sources[0].expert is None else mx.stack(arrays)
     if (half := part.sources[0].half) is not None:
