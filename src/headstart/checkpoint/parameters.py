@@ -218,17 +218,15 @@ def find_misfit(stored: Stored, weights: nn.Module, *, head: bool = False) -> st
 
 
 def _misfit_of_sources(name: str, part: StoredParameter) -> str | None:
-    if part.sources[0].expert is None:
-        if len(part.sources) > 1:
-            files = ", ".join(sorted({source.tensor.file.name for source in part.sources}))
-            return f"{name} is stored twice ({files})"
+    experts = {source.expert for source in part.sources}
+    if len(experts) < len(part.sources) or (None in experts and len(experts) > 1):
+        files = ", ".join(sorted({source.tensor.file.name for source in part.sources}))
+        return f"{name} is stored twice ({files})"
+    if None in experts:
         return None
-    experts = [source.expert for source in part.sources]
-    gaps = sorted(set(range(max(e or 0 for e in experts) + 1)) - set(experts))  # a name holds at most six digits
+    gaps = sorted(set(range(max(e or 0 for e in experts) + 1)) - experts)  # a name holds at most six digits
     if gaps:
         return f"{_count(gaps, 'expert')} of {name} missing ({_first_few(gaps)})"
-    if len(set(experts)) != len(experts):
-        return f"an expert of {name} is stored twice"
     if len({(source.tensor.shape, source.tensor.dtype) for source in part.sources}) > 1:
         return f"the experts of {name} have different shapes or types"
     return None
