@@ -292,7 +292,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     (folder / SHARD).unlink()
     refused(folder, SHARD, "is missing", "Download")
     (folder / INDEX).unlink()
-    refused(folder, SHARD, "missing", "Download")
+    refused(folder, str(folder), "tensors missing", "Download")
 
 
 def test_a_truncated_shard_is_named(tmp_path: Path) -> None:

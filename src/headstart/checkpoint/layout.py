@@ -27,7 +27,6 @@ NORMS = "norms/weights.safetensors"  # the trunk's in float32: 1 + w loses bits 
 NO_WEIGHTS = "no safetensors file. Headstart reads Hugging Face releases and MLX conversions."
 # Why the head of a cached model could not be downloaded in this process, by the model's folder.
 HEAD_DOWNLOAD_ERRORS: dict[Path, str] = {}
-NUMBERED = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.safetensors$")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
@@ -133,7 +132,10 @@ def _read_shards(path: Path) -> tuple[list[Header], dict[str, str]]:
     """Return the headers of the shards, checked against the index, and what is wrong with files of the head."""
     index = read_index(path)
     if index is None:
-        return [read_header(file) for file in _numbered_shards(path)], {}
+        files = sorted(file for file in path.glob("*.safetensors") if file.name not in SIDECARS)
+        if not files:
+            raise CheckpointError(f"{path}: {NO_WEIGHTS}")
+        return [read_header(file) for file in files], {}
     names_of: dict[str, list[str]] = {}
     for name, file in index["weight_map"].items():
         if not is_vision(name):
@@ -149,20 +151,6 @@ def _read_shards(path: Path) -> tuple[list[Header], dict[str, str]]:
         if header:
             headers.append(header)
     return headers, absent
-
-
-def _numbered_shards(path: Path) -> list[Path]:
-    """Return all files of a folder without an index, none missing between `-00001-of-N` and N."""
-    files = {file.name for file in path.glob("*.safetensors")} - set(SIDECARS)
-    for name in sorted(files):
-        if match := NUMBERED.match(name):
-            stem, _, count = match.groups()
-            wanted = {f"{stem}-{n:05}-of-{count}.safetensors" for n in range(1, int(count) + 1)}
-            if lacking := sorted(wanted - files):
-                raise CheckpointError(f"{path / lacking[0]}: the file is missing. Download the model again.")
-    if not files:
-        raise CheckpointError(f"{path}: {NO_WEIGHTS}")
-    return [path / name for name in sorted(files)]
 
 
 def sidecar_names(config: dict[str, Any]) -> list[str]:
@@ -218,10 +206,9 @@ def _main_quantization(stored: Stored, modules: dict[str, nn.Module]) -> dict[st
 
 def _dtype(trunk: Stored) -> str:
     """Return the type that the model was saved in, whatever its matrices are quantised to."""
-    for name in ("embed_tokens.weight", "embed_tokens.scales", "norm.weight"):
-        if name in trunk and mx.issubdtype(trunk[name].dtype, mx.floating):
-            return str(trunk[name].dtype).removeprefix("mlx.core.")
-    raise AssertionError("find_misfit() refuses a norm that is not floating")
+    names = [name for name in ("embed_tokens.weight", "embed_tokens.scales", "norm.weight") if name in trunk]
+    dtype = next(trunk[name].dtype for name in names if mx.issubdtype(trunk[name].dtype, mx.floating))
+    return str(dtype).removeprefix("mlx.core.")
 
 
 def _remedy(config: dict[str, Any]) -> str:
