@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from headstart.checkpoint import load as load_whole
+from headstart.checkpoint import load_model as load_whole
 from headstart.cluster import Follower, Leader, join, load
 from headstart.cluster.wire import Speed
 from headstart.engine import Engine, Request

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from headstart.checkpoint import load, load_tokenizer, read_layout, resolve
+from headstart.checkpoint import load_model, load_tokenizer, read_layout, resolve
 from headstart.checkpoint.convert import convert, plan_conversion
 from headstart.checkpoint.quantize import Recipe
 from headstart.engine import Engine, Request
@@ -44,7 +44,7 @@ Validate an e-mail address with a regular expression.
 
 def measure(folder: Path, prompts: list[list[int]]) -> tuple[list[list[int]], list[float], float]:
     """Return the outputs, the acceptance by position, and the tokens per round."""
-    engine = Engine(load(folder), load_tokenizer(folder), max_sequences=len(prompts))
+    engine = Engine(load_model(folder), load_tokenizer(folder), max_sequences=len(prompts))
     handles = [engine.submit(Request(p, SamplingParams(k=K, max_tokens=TOKENS))) for p in prompts]
     texts, stats = [], []
     for handle in handles:

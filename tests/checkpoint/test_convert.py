@@ -18,12 +18,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm import convert as mlx_lm_convert
-from mlx_lm.utils import load_model
+from mlx_lm.utils import load_model as load_in_mlx_lm
 from test_load import arrays_of, assert_same
 
 from checkpoints import make_config, save, write, write_empty
 from disks import read_only_folder
-from headstart.checkpoint import load, quantize, read_layout, resolve
+from headstart.checkpoint import load_model, quantize, read_layout, resolve
 from headstart.checkpoint.atomic import staging_folder
 from headstart.checkpoint.convert import SIDECAR, Conversion, convert, plan_conversion
 from headstart.checkpoint.layout import INDEX, NORMS
@@ -76,7 +76,7 @@ def test_a_conversion_loads_as_the_original_does(
     raw = write(tmp_path / "raw", family, layout, **options)
     before = contents(raw)
     out = converted(raw, tmp_path / "out")
-    assert_same(load(raw), load(out))
+    assert_same(load_model(raw), load_model(out))
     assert read_layout(out).mtp.location == SIDECAR
     assert contents(raw) == before
 
@@ -84,18 +84,18 @@ def test_a_conversion_loads_as_the_original_does(
 def test_norms_that_half_precision_cannot_hold_are_kept_exactly(tmp_path: Path) -> None:
     """The norms of a trained model, unlike those of the tiny random ones, lose bits as 1 + w in bfloat16."""
     out = converted(resolve(), tmp_path / "out")
-    assert_same(load(), load(out))
+    assert_same(load_model(), load_model(out))
     shutil.rmtree(out / "norms")
-    rounded = load(out).weights.layers[0].input_layernorm.weight
-    assert not mx.array_equal(rounded, load().weights.layers[0].input_layernorm.weight)
+    rounded = load_model(out).weights.layers[0].input_layernorm.weight
+    assert not mx.array_equal(rounded, load_model().weights.layers[0].input_layernorm.weight)
 
 
 def test_float8_is_rounded_to_the_chosen_type(tmp_path: Path) -> None:
     raw = write(tmp_path / "raw", "moe", "fp8", moe_intermediate_size=160, hidden_size=192)
     out = converted(raw, tmp_path / "out")
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
-    expected = arrays_of(load(raw, dtype=mx.bfloat16))
-    for name, array in arrays_of(load(out, dtype=mx.bfloat16)).items():
+    expected = arrays_of(load_model(raw, dtype=mx.bfloat16))
+    for name, array in arrays_of(load_model(out, dtype=mx.bfloat16)).items():
         assert mx.array_equal(array, expected[name]), name
 
 
@@ -126,8 +126,8 @@ def test_vision_tensors_are_carried_along_as_mlx_vlm_has_them(tmp_path: Path) ->
     found = tensors(out)
     assert mx.array_equal(found["vision_tower.patch_embed.proj.weight"], patch.transpose(0, 2, 3, 4, 1))
     assert mx.array_equal(found["vision_tower.patch_embed.proj.bias"], bias)
-    load_model(out)
-    assert load(out).has_head
+    load_in_mlx_lm(out)
+    assert load_model(out).has_head
 
     (raw / "model-vision.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model-vision.safetensors: the file is missing"):
@@ -138,8 +138,8 @@ def test_a_model_without_a_head_is_converted_without_one(tmp_path: Path) -> None
     raw = write(tmp_path / "raw", "next", head=False, num_nextn_predict_layers=0)
     out = converted(raw, tmp_path / "out", bits=4)
     assert not (out / "mtp").exists()
-    assert not load(out).has_head
-    load_model(out)
+    assert not load_model(out).has_head
+    load_in_mlx_lm(out)
 
 
 # -- mlx-lm
@@ -174,7 +174,7 @@ def test_the_shards_are_those_that_mlx_lm_writes(tmp_path: Path, family: str, ho
 @pytest.mark.parametrize("bits", [None, 4])
 def test_mlx_lm_runs_a_conversion_in_the_type_of_its_files(tmp_path: Path, family: str, bits: int | None) -> None:
     out = converted(write(tmp_path / "raw", family), tmp_path / "out", bits=bits)
-    model, _ = load_model(out)
+    model, _ = load_in_mlx_lm(out)
     flat = dict(arrays_of_mlx_lm(model))
     assert {str(array.dtype) for name, array in flat.items() if "norm" in name} == {"mlx.core.bfloat16"}
     assert not [name for name in flat if "mtp" in name]
@@ -224,7 +224,7 @@ def test_what_is_quantised(
         if name.endswith("A_log") or ("norm" in name and not name.endswith("linear_attn.norm.weight")):
             assert part.dtype == mx.float32, name
     assert layout.stored["mtp.fc.weight"].dtype == mx.bfloat16
-    assert load(out).has_head
+    assert load_model(out).has_head
 
 
 def test_float16_is_written_on_request(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from checkpoints import write
 from fixtures import generate
-from headstart.checkpoint import load, load_tokenizer, read_layout
+from headstart.checkpoint import load_model, load_tokenizer, read_layout
 from headstart.checkpoint.config import MAX_DEPTH, Malformed, parse_object
 from headstart.cli.main import app
 from headstart.errors import CheckpointError, HeadstartError
@@ -363,7 +363,7 @@ def fuzz(folder: Path, tmp_path: Path, seed: int, cases: int) -> dict[str, int]:
             path.write_bytes(raw)
         message = ""
         try:
-            model = load(folder, mtp=None if case % 2 else False)
+            model = load_model(folder, mtp=None if case % 2 else False)
             if case % 8 == 0:  # takes longer than all the rest, and reads little of what was changed
                 load_tokenizer(folder)
             answer = generate(model, [5, 17, 130], max_tokens=2)

@@ -13,7 +13,7 @@ from huggingface_hub import constants
 import headstart.checkpoint.hub
 from checkpoints import save, write
 from disks import read_only_folder, small_disk
-from headstart.checkpoint import load, read_layout, resolve
+from headstart.checkpoint import load_model, read_layout, resolve
 from headstart.checkpoint.hub import download, download_files, header_folder, missing_files
 from headstart.checkpoint.safetensors import read_header
 from headstart.errors import CheckpointError, HubError
@@ -260,7 +260,7 @@ def test_a_head_that_cannot_be_downloaded_is_reported(
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
     else:
         point_at(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache")
-    model = load("org/model")
+    model = load_model("org/model")
     assert not model.has_head
     expected = "the disk is full" if trouble == "disk" else "could not be downloaded from http://127.0.0.1:9"
     assert expected in str(model.head_unavailable)

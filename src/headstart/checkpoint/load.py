@@ -43,7 +43,7 @@ MakePart = Callable[[dict[str, Any]], ModelPart]  # config.json's text part → 
 LazyFiles = dict[Path, dict[str, mx.array]]
 
 
-def load(
+def load_model(
     name: str | Path | None = None,
     *,
     mtp: bool | None = None,

@@ -37,7 +37,7 @@ def probe(
     from ..bench.probe_report import ProbeReport
     from ..bench.system import system_info
     from ..cards import MAX_K
-    from ..checkpoint import load, load_tokenizer, read_layout, resolve
+    from ..checkpoint import load_model, load_tokenizer, read_layout, resolve
     from ..checkpoint.convert import head_field
     from ..checkpoint.layout import hub_id
 
@@ -64,7 +64,9 @@ def probe(
     )
     tokenizer = load_tokenizer(layout.path)
     with run_progress(probe_steps(deepest)) as progress:
-        result = probe_model(load(layout.path, mtp=True), tokenizer, k=deepest, tokens=tokens, progress=progress)
+        result = probe_model(
+            load_model(layout.path, mtp=True), tokenizer, k=deepest, tokens=tokens, progress=progress
+        )
     report = ProbeReport(name, _about(layout), system_info(), result, tokenizer, _remedy(layout))
     print_report(report, as_json, output)
     if not result.passed:

@@ -7,8 +7,7 @@ from typing import Any, Literal
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..checkpoint import load as load_model
-from ..checkpoint import load_tokenizer, resolve
+from ..checkpoint import load_model, load_tokenizer, resolve
 from ..models import Model
 from .pipeline import Pipeline
 from .tensor import Tensor
