@@ -1,4 +1,4 @@
-"""What quantising the head costs: `.venv/bin/python bench/head_bits.py [MODEL] [--markdown]`.
+"""Measure what quantising the head costs: `.venv/bin/python bench/head_bits.py [MODEL] [--markdown]`.
 
 MODEL (raw; the built-in one by default) is converted with trunks and heads of several precisions, and each conversion
 decodes the same prompts greedily with four drafts a round. Acceptance is cumulative: the share of rounds that

@@ -1,4 +1,4 @@
-"""How much memory loading takes beside the weights that stay: `.venv/bin/python bench/load_memory.py`.
+"""Measure the memory that loading takes besides the weights: `.venv/bin/python bench/load_memory.py`.
 
 Checkpoints of about 1 GB whose tensors are holes on disk, each loaded in a process of its own. `peak` is the most
 that the process held over what it held before loading; the aim is at most 1.2 times the weights that stay.

@@ -35,10 +35,7 @@ COUNTS = (
     "decoder_sparse_step", "mtp_num_hidden_layers", "num_nextn_predict_layers",
 )  # fmt: skip
 OBJECTS = ("text_config", "quantization", "quantization_config", "mlx_lm_extra_tensors", "rope_parameters")
-MULTIPLES = (
-    ("num_attention_heads", "num_key_value_heads"),
-    ("linear_num_value_heads", "linear_num_key_heads"),
-)
+MULTIPLES = (("num_attention_heads", "num_key_value_heads"), ("linear_num_value_heads", "linear_num_key_heads"))
 ROPE_NUMBERS = ("rope_theta", "partial_rotary_factor")
 
 
