@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from headstart.checkpoint import load as load_whole
+from headstart.checkpoint import load_model as load_whole
 from headstart.cluster import Follower, Leader, join_machines, load_part
 from headstart.cluster.communicator import MessageCost
 from headstart.engine import Engine, Request

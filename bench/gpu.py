@@ -28,7 +28,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from headstart import models
 from headstart.bench.local import K, decode_batch
 from headstart.bench.step_time import step_seconds
-from headstart.checkpoint import load, load_tokenizer, resolve
+from headstart.checkpoint import load_model, load_tokenizer, resolve
 from headstart.engine.batch import Batch
 from headstart.engine.step import StepResult, verify
 from headstart.models import Model
@@ -223,7 +223,7 @@ def shape(name: str, parts: list[str]) -> None:
 
 def rows(name: str | None) -> None:
     folder = resolve(name)
-    model, tokenizer = load(folder), load_tokenizer(folder)
+    model, tokenizer = load_model(folder), load_tokenizer(folder)
     asked = []
     for task in TASKS[:16]:
         chat = [{"role": "user", "content": task}]

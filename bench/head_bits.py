@@ -1,9 +1,9 @@
-"""What quantising the head costs: `.venv/bin/python bench/head_bits.py [MODEL] [--markdown]`.
+"""Measure what quantising the head costs: `.venv/bin/python bench/head_bits.py [MODEL] [--markdown]`.
 
 MODEL (raw; the built-in one by default) is converted with trunks and heads of several precisions, and each conversion
 decodes the same prompts greedily with four drafts a round. Acceptance is cumulative: the share of rounds that
-accepted at least so many drafts. What a trunk says depends on its own bits and not on the head's, so within a row
-of trunks the numbers compare heads on the same text; across rows the texts differ.
+accepted at least so many drafts. The output depends on the trunk's bits and not on the head's, so the figures for one
+trunk compare heads on the same text; the texts of different trunks differ.
 """
 
 import sys
@@ -13,9 +13,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from headstart.checkpoint import load, load_tokenizer, read_layout, resolve
+from headstart.checkpoint import load_model, load_tokenizer, read_layout, resolve
 from headstart.checkpoint.convert import convert, plan_conversion
-from headstart.checkpoint.recipe import Recipe
+from headstart.checkpoint.quantize import Recipe
 from headstart.engine import Engine, Request
 from headstart.sampling import SamplingParams
 
@@ -43,18 +43,23 @@ Validate an e-mail address with a regular expression.
 
 
 def measure(folder: Path, prompts: list[list[int]]) -> tuple[list[list[int]], list[float], float]:
-    """The texts, acceptance by position, tokens per round."""
-    engine = Engine(load(folder), load_tokenizer(folder), max_sequences=len(prompts))
+    """Return the outputs, the acceptance by position, and the tokens per round."""
+    engine = Engine(load_model(folder), load_tokenizer(folder), max_sequences=len(prompts))
     handles = [engine.submit(Request(p, SamplingParams(k=K, max_tokens=TOKENS))) for p in prompts]
     texts, stats = [], []
     for handle in handles:
         events = list(handle)
         texts.append([token for event in events for token in event.tokens])
         stats.append(events[-1].stats)
-    total = [sum(s.proposed_by_position[j] for s in stats if s and j < len(s.proposed_by_position)) for j in range(K)]
-    taken = [sum(s.accepted_by_position[j] for s in stats if s and j < len(s.accepted_by_position)) for j in range(K)]
-    rounds, said = (sum(getattr(s, name) for s in stats) for name in ("rounds", "generation_tokens"))
-    return texts, [a / b for a, b in zip(taken, total, strict=True)], said / rounds
+    drafted = [
+        sum(s.proposed_by_position[j] for s in stats if s and j < len(s.proposed_by_position)) for j in range(K)
+    ]
+    accepted = [
+        sum(s.accepted_by_position[j] for s in stats if s and j < len(s.accepted_by_position)) for j in range(K)
+    ]
+    rounds = sum(s.rounds for s in stats)
+    tokens = sum(s.generation_tokens for s in stats)
+    return texts, [a / b for a, b in zip(accepted, drafted, strict=True)], tokens / rounds
 
 
 def main() -> None:
@@ -69,7 +74,7 @@ def main() -> None:
     print("| trunk | head | 1 | 2 | 3 | 4 | tokens per round | head bytes |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for trunk in TRUNKS:
-        said: list[list[int]] | None = None
+        expected: list[list[int]] | None = None
         for head in HEADS:
             with tempfile.TemporaryDirectory() as folder:
                 out = Path(folder) / "out"
@@ -77,8 +82,8 @@ def main() -> None:
                 texts, acceptance, per_round = measure(out, prompts)
                 size = (out / "mtp/weights.safetensors").stat().st_size
             # Unquantised trunks of dense models compute in another type beside a quantised head, on CPU.
-            assert said in (None, texts) or trunk is None, "the head changed what the trunk says"
-            said = texts
+            assert expected in (None, texts) or trunk is None, "the head changed the output"
+            expected = texts
             columns = " | ".join(f"{share:.1%}" for share in acceptance)
             label = f"{trunk} bits" if trunk else "bfloat16"
             print(f"| {label} | {head} | {columns} | {per_round:.2f} | {size:,} |", flush=True)

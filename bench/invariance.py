@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from headstart.checkpoint import load, load_tokenizer, resolve
+from headstart.checkpoint import load_model, load_tokenizer, resolve
 from headstart.engine import Engine, Request
 from headstart.sampling import SamplingParams
 
@@ -35,7 +35,7 @@ def run(
     mx.set_default_device(mx.gpu if device == "gpu" else mx.cpu)
     folder = resolve(model)
     tokenizer = load_tokenizer(folder)
-    engine = Engine(load(folder, dtype=getattr(mx, dtype) if dtype else None), max_sequences=rows)
+    engine = Engine(load_model(folder, dtype=getattr(mx, dtype) if dtype else None), max_sequences=rows)
     params = SamplingParams(max_tokens=tokens, k=k, seed=seed, temperature=0.0 if seed is None else 0.8)
     handles = []
     for task in (TASKS * count)[:count]:

@@ -1,4 +1,4 @@
-"""How much memory loading takes beside the weights that stay: `.venv/bin/python bench/load_memory.py`.
+"""Measure the memory that loading takes besides the weights: `.venv/bin/python bench/load_memory.py`.
 
 Checkpoints of about 1 GB whose tensors are holes on disk, each loaded in a process of its own. `peak` is the most
 that the process held over what it held before loading; the aim is at most 1.2 times the weights that stay.
@@ -54,18 +54,18 @@ def write_case(folder: Path, family: str, fused: bool, sizes: dict[str, int]) ->
 
 
 def measure(folder: str) -> None:
-    """In the child: load, and print what it took in bytes and seconds."""
+    """Load in the child process, and print what it took in bytes and seconds."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
-    from headstart.checkpoint import load
+    from headstart.checkpoint import load_model
 
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     mx.reset_peak_memory()
     started = time.perf_counter()
     # In the type of the file: cast to float32, as for experts on CPU, the source is only half of what stays.
-    model = load(folder, dtype=mx.bfloat16)
+    model = load_model(folder, dtype=mx.bfloat16)
     seconds = time.perf_counter() - started
     flat: Any = tree_flatten(model.weights.parameters())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - before

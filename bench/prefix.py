@@ -16,7 +16,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from headstart.checkpoint import load
+from headstart.checkpoint import load_model
 from headstart.engine import Engine, Request
 from headstart.models import Model
 from headstart.sampling import SamplingParams
@@ -35,7 +35,7 @@ def random_model(hidden: int, layers: int, context: int) -> Model:
     }
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), "dense", **sizes)
-        return load(folder, dtype=mx.float32)
+        return load_model(folder, dtype=mx.float32)
 
 
 def first_token(engine: Engine, prompt: list[int]) -> tuple[float, list[int], int]:
@@ -59,7 +59,9 @@ def main() -> None:
     parser.add_argument("--eight-bits", action="store_true")
     arguments = parser.parse_args()
     context = 2 * max(arguments.tokens)
-    model = load(arguments.model) if arguments.model else random_model(arguments.hidden, arguments.layers, context)
+    model = (
+        load_model(arguments.model) if arguments.model else random_model(arguments.hidden, arguments.layers, context)
+    )
 
     print("| tokens | remembered | without ms | first ms | repeated ms | store | faster | MB kept |")
     print("| --- " * 8 + "|")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import numpy as np
 
-from headstart.checkpoint import load
+from headstart.checkpoint import load_model
 from headstart.engine.batch import Batch
 from headstart.engine.step import prefill, step
 from headstart.models import Model
@@ -99,7 +99,7 @@ def main() -> None:
     )
     args = parser.parse_args()
 
-    model = load("tiny-qwen3.5")
+    model = load_model("tiny-qwen3.5")
     most, deep = max(args.rows), max(args.k)
     rng = np.random.default_rng(0)
     target = mx.array((rng.standard_normal((most, deep + 1, args.vocabulary)) * 2.5).astype(np.float32))

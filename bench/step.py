@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from headstart.checkpoint import load
+from headstart.checkpoint import load_model
 from headstart.engine.step import prefill_prompts, step
 from headstart.models import Model
 
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args()
     globals()["STEPS"] = arguments.steps
-    model = load(arguments.model)
+    model = load_model(arguments.model)
 
     runs: dict[tuple[int, int | str], Callable[[], tuple[float, float]]] = {}
     for rows in arguments.rows:

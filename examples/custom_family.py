@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx_lm.models import qwen3_5
 
 from headstart import generate
-from headstart.checkpoint import load, load_tokenizer, resolve
+from headstart.checkpoint import load_model, load_tokenizer, resolve
 from headstart.models import FAMILIES, Family, HeadSpec
 from headstart.models.qwen3_5 import project
 
@@ -44,7 +44,7 @@ def main() -> list[str]:
             (folder / file.name).symlink_to(file)
         config = json.loads((source / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"model_type": "my_family"}))
-        model = load(folder)
+        model = load_model(folder)
     messages = [{"role": "user", "content": "Write a Python function that adds two numbers."}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, enable_thinking=False)
     return [generate(model, tokenizer, prompt, max_tokens=40, k=k, verbose=True) for k in (0, 3)]

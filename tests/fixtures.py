@@ -18,7 +18,7 @@ from mlx_lm.generate import generate_step
 
 import headstart.engine.prefill
 from checkpoints import write
-from headstart.checkpoint import load
+from headstart.checkpoint import load_model
 from headstart.engine import Engine, Handle, Request, Stats
 from headstart.engine.batch import Batch
 from headstart.models import Model
@@ -35,12 +35,12 @@ def random_model(
     """A tiny random checkpoint, loaded in float32."""
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), family, seed=seed, head=head, tie=tie, **sizes)
-        return load(folder, dtype=mx.float32)
+        return load_model(folder, dtype=mx.float32)
 
 
 @lru_cache
 def builtin_model(name: str = "tiny-qwen3.5", dtype: mx.Dtype | None = None) -> Model:
-    return load(name, dtype=dtype)
+    return load_model(name, dtype=dtype)
 
 
 def random_prompt(model: Model, length: int, seed: int = 0) -> list[int]:

@@ -17,7 +17,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub:
-    """Serves folders as models, and remembers which of their files were asked for."""
+    """Serves folders as models, and records which of their files were requested."""
 
     def __init__(self) -> None:
         self.models: dict[str, Path] = {}
@@ -51,8 +51,8 @@ class Hub:
         if folder is None:
             return self.send(request, 404, b"{}", {"X-Error-Code": "RepoNotFound"})
         if parts[0] == "api" and "paths-info" in parts:
-            asked = parse_qs(request.rfile.read(int(request.headers["Content-Length"])).decode())["paths"]
-            return self.send(request, 200, json.dumps([self.entry(folder, file) for file in asked]).encode())
+            paths = parse_qs(request.rfile.read(int(request.headers["Content-Length"])).decode())["paths"]
+            return self.send(request, 200, json.dumps([self.entry(folder, file) for file in paths]).encode())
         if parts[0] == "api" and "tree" in parts:
             return self.send(request, 200, json.dumps([self.entry(folder, file) for file in files(folder)]).encode())
         if parts[0] == "api":

@@ -30,7 +30,7 @@ QUESTION = "Write a Python function that reads a JSON file and returns its conte
 def loaded() -> tuple[Model, Any]:
     """In float32, where mlx-lm's way through the layers and ours round alike."""
     folder = checkpoint.resolve()
-    return checkpoint.load(folder, dtype=mx.float32), checkpoint.load_tokenizer(folder)
+    return checkpoint.load_model(folder, dtype=mx.float32), checkpoint.load_tokenizer(folder)
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .checkpoint import load as load_model
-from .checkpoint import load_tokenizer, resolve
+from .checkpoint import load_model, load_tokenizer, resolve
 from .engine import Engine, FinishReason, Handle, Origin, Request, Stats
 from .errors import HeadstartError, RequestError
 from .models import Model

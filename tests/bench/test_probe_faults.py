@@ -12,9 +12,9 @@ from headstart.bench.identity import decode_prompts
 from headstart.bench.probe import shortest_prompts
 from headstart.bench.prompts import builtin_prompts
 from headstart.bench.replay import Replay, first_drafts, replay, rewire
-from headstart.checkpoint import load, load_tokenizer, read_layout, resolve
+from headstart.checkpoint import load_model, load_tokenizer, read_layout, resolve
 from headstart.checkpoint.convert import SIDECAR, convert, plan_conversion
-from headstart.checkpoint.recipe import Recipe
+from headstart.checkpoint.quantize import Recipe
 from headstart.engine import Engine, Request
 from headstart.models import Model
 from headstart.sampling import SamplingParams
@@ -48,7 +48,7 @@ def readings_of(model: Model, prompts: list[list[int]]) -> list[Replay]:
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    return load(resolve(None))
+    return load_model(resolve(None))
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_repairing_a_copy_leaves_the_head_as_it_is(model: Model) -> None:
 
 @pytest.mark.slow
 def test_a_head_of_experts_that_is_right_is_not_blamed(prompts: list[list[int]]) -> None:
-    model = load(resolve("tiny-qwen3.5-moe"))
+    model = load_model(resolve("tiny-qwen3.5-moe"))
     found, faults = find_faults(model, readings_of(model, prompts))
     assert faults == []
     assert found.share > 0.5
@@ -161,7 +161,7 @@ def rewrite_head(folder: Path, change: Callable[[str, mx.array], mx.array]) -> N
 def test_norms_shifted_twice_on_disk_are_found(tmp_path: Path, texts: list[Replay], healthy: float) -> None:
     folder = converted(tmp_path / "model")
     rewrite_head(folder, lambda name, array: array + 1 if "norm" in name else array)
-    _, faults = find_faults(load(folder), texts)
+    _, faults = find_faults(load_model(folder), texts)
     assert [(fault.name, fault.where, fault.repaired) for fault in faults] == [("norms_shifted_twice", ALL, healthy)]
 
 
@@ -173,7 +173,7 @@ def test_halves_of_fc_exchanged_on_disk_are_found(tmp_path: Path, texts: list[Re
         return mx.concatenate(mx.split(array, 2, axis=1)[::-1], axis=1) if name.endswith("fc.weight") else array
 
     rewrite_head(folder, exchange)
-    _, faults = find_faults(load(folder), texts)
+    _, faults = find_faults(load_model(folder), texts)
     assert [(fault.name, fault.repaired) for fault in faults] == [("concat_swapped", healthy)]
 
 
@@ -183,7 +183,7 @@ def test_zeros_in_a_quantised_head_are_found(parts: tuple[str, ...], tmp_path: P
     folder = converted(tmp_path / "model", bits=4)
     zero = "layers.0.mlp.gate_proj"
     rewrite_head(folder, lambda name, array: mx.zeros_like(array) if zero in name and name.endswith(parts) else array)
-    _, faults = find_faults(load(folder), texts[:1])
+    _, faults = find_faults(load_model(folder), texts[:1])
     assert [(fault.name, fault.where) for fault in faults] == [("zeroed", f"mtp.{zero}")]
 
 

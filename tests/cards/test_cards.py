@@ -9,9 +9,9 @@ import pytest
 from checkpoints import write
 from fixtures import generate
 from headstart import cards, models
-from headstart.checkpoint import load, read_layout, resolve
+from headstart.checkpoint import load_model, read_layout, resolve
 from headstart.checkpoint.hub import BUILTIN
-from headstart.checkpoint.identity import original
+from headstart.checkpoint.layout import original_id
 from headstart.errors import CheckpointError
 
 NAMES = [
@@ -81,7 +81,7 @@ def test_a_folder_is_known_by_its_readme_or_its_name(tmp_path: Path) -> None:
     path = write(tmp_path / "Qwen3.5-9B-4bit", "dense", "stripped")
     layout = read_layout(path)
     assert layout.report()["card"] == "Qwen3.5-9B"
-    assert original(path, layout.family) == "Qwen/Qwen3.5-9B"
+    assert original_id(path, layout.family) == "Qwen/Qwen3.5-9B"
     assert layout.mtp.reason
     assert "--from Qwen/Qwen3.5-9B" in layout.mtp.reason
     (path / "README.md").write_text("---\nbase_model: Qwen/Qwen3.6-27B\n---\n")
@@ -176,7 +176,7 @@ def test_the_card_s_depths_reach_the_engine(folder: Path, tmp_path: Path) -> Non
     (folder / "mine.toml").write_text(
         'name = "mine"\nfamily = "qwen3_5"\n[native_mtp]\nnum_layers = 1\ndefault_k = 1\nmax_k = 3\n'
     )
-    model = load(path, dtype=mx.float32)
+    model = load_model(path, dtype=mx.float32)
     assert (model.default_k, model.max_k) == (1, 3)
     deep = generate(model, [1, 2, 3], k=8, max_tokens=12)
     assert deep.stats is not None
@@ -191,5 +191,5 @@ def test_the_card_s_depths_reach_the_engine(folder: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("how", [{"mtp": False}, {}])
 def test_a_head_that_nobody_wants_is_not_loaded(how: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADSTART_MTP", "0")
-    assert not load("tiny-qwen3.5", **how).has_head
-    assert load("tiny-qwen3.5", mtp=True).has_head
+    assert not load_model("tiny-qwen3.5", **how).has_head
+    assert load_model("tiny-qwen3.5", mtp=True).has_head

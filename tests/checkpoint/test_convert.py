@@ -18,16 +18,16 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm import convert as mlx_lm_convert
-from mlx_lm.utils import load_model
+from mlx_lm.utils import load_model as load_in_mlx_lm
 from test_load import arrays_of, assert_same
 
 from checkpoints import make_config, save, write, write_empty
 from disks import read_only_folder
-from headstart.checkpoint import load, pack, read_layout, resolve, rows
+from headstart.checkpoint import load_model, quantize, read_layout, resolve
+from headstart.checkpoint.atomic import staging_folder
 from headstart.checkpoint.convert import SIDECAR, Conversion, convert, plan_conversion
 from headstart.checkpoint.layout import INDEX, NORMS
-from headstart.checkpoint.recipe import Recipe
-from headstart.checkpoint.write import staged
+from headstart.checkpoint.quantize import Recipe
 from headstart.errors import CheckpointError, HeadError
 
 FAMILIES = ("dense", "moe", "next")
@@ -76,7 +76,7 @@ def test_a_conversion_loads_as_the_original_does(
     raw = write(tmp_path / "raw", family, layout, **options)
     before = contents(raw)
     out = converted(raw, tmp_path / "out")
-    assert_same(load(raw), load(out))
+    assert_same(load_model(raw), load_model(out))
     assert read_layout(out).mtp.location == SIDECAR
     assert contents(raw) == before
 
@@ -84,18 +84,18 @@ def test_a_conversion_loads_as_the_original_does(
 def test_norms_that_half_precision_cannot_hold_are_kept_exactly(tmp_path: Path) -> None:
     """The norms of a trained model, unlike those of the tiny random ones, lose bits as 1 + w in bfloat16."""
     out = converted(resolve(), tmp_path / "out")
-    assert_same(load(), load(out))
+    assert_same(load_model(), load_model(out))
     shutil.rmtree(out / "norms")
-    rounded = load(out).weights.layers[0].input_layernorm.weight
-    assert not mx.array_equal(rounded, load().weights.layers[0].input_layernorm.weight)
+    rounded = load_model(out).weights.layers[0].input_layernorm.weight
+    assert not mx.array_equal(rounded, load_model().weights.layers[0].input_layernorm.weight)
 
 
 def test_float8_is_rounded_to_the_chosen_type(tmp_path: Path) -> None:
     raw = write(tmp_path / "raw", "moe", "fp8", moe_intermediate_size=160, hidden_size=192)
     out = converted(raw, tmp_path / "out")
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
-    expected = arrays_of(load(raw, dtype=mx.bfloat16))
-    for name, array in arrays_of(load(out, dtype=mx.bfloat16)).items():
+    expected = arrays_of(load_model(raw, dtype=mx.bfloat16))
+    for name, array in arrays_of(load_model(out, dtype=mx.bfloat16)).items():
         assert mx.array_equal(array, expected[name]), name
 
 
@@ -105,9 +105,9 @@ def test_slices_give_the_bytes_of_whole_tensors(
 ) -> None:
     raw = write(tmp_path / "raw", family, layout, moe_intermediate_size=320)
     whole = converted(raw, tmp_path / "whole", bits=4)
-    monkeypatch.setattr(pack, "SLICE", 3000)  # 23 rows; in float8 one block of 128
-    taken = [len(part) for part in rows.slices(read_layout(raw).stored["embed_tokens.weight"], limit=3000)]
-    assert len(taken) == 12
+    monkeypatch.setattr(quantize, "SLICE", 3000)  # 23 rows; in float8 one block of 128
+    slices = list(quantize.row_ranges(read_layout(raw).stored["embed_tokens.weight"], limit=3000))
+    assert len(slices) == 12
     sliced = converted(raw, tmp_path / "sliced", bits=4)
     for name, content in contents(whole).items():
         assert name == "README.md" or (sliced / name).read_bytes() == content, name
@@ -126,8 +126,8 @@ def test_vision_tensors_are_carried_along_as_mlx_vlm_has_them(tmp_path: Path) ->
     found = tensors(out)
     assert mx.array_equal(found["vision_tower.patch_embed.proj.weight"], patch.transpose(0, 2, 3, 4, 1))
     assert mx.array_equal(found["vision_tower.patch_embed.proj.bias"], bias)
-    load_model(out)
-    assert load(out).has_head
+    load_in_mlx_lm(out)
+    assert load_model(out).has_head
 
     (raw / "model-vision.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model-vision.safetensors: the file is missing"):
@@ -138,8 +138,8 @@ def test_a_model_without_a_head_is_converted_without_one(tmp_path: Path) -> None
     raw = write(tmp_path / "raw", "next", head=False, num_nextn_predict_layers=0)
     out = converted(raw, tmp_path / "out", bits=4)
     assert not (out / "mtp").exists()
-    assert not load(out).has_head
-    load_model(out)
+    assert not load_model(out).has_head
+    load_in_mlx_lm(out)
 
 
 # -- mlx-lm
@@ -174,7 +174,7 @@ def test_the_shards_are_those_that_mlx_lm_writes(tmp_path: Path, family: str, ho
 @pytest.mark.parametrize("bits", [None, 4])
 def test_mlx_lm_runs_a_conversion_in_the_type_of_its_files(tmp_path: Path, family: str, bits: int | None) -> None:
     out = converted(write(tmp_path / "raw", family), tmp_path / "out", bits=bits)
-    model, _ = load_model(out)
+    model, _ = load_in_mlx_lm(out)
     flat = dict(arrays_of_mlx_lm(model))
     assert {str(array.dtype) for name, array in flat.items() if "norm" in name} == {"mlx.core.bfloat16"}
     assert not [name for name in flat if "mtp" in name]
@@ -224,10 +224,10 @@ def test_what_is_quantised(
         if name.endswith("A_log") or ("norm" in name and not name.endswith("linear_attn.norm.weight")):
             assert part.dtype == mx.float32, name
     assert layout.stored["mtp.fc.weight"].dtype == mx.bfloat16
-    assert load(out).has_head
+    assert load_model(out).has_head
 
 
-def test_float16_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_float16_is_written_on_request(tmp_path: Path) -> None:
     raw = write(tmp_path / "raw", "dense")
     out = converted(raw, tmp_path / "out", mx.float16, bits=4)
     assert read_layout(out).dtype == "float16"
@@ -257,7 +257,7 @@ def test_values_that_float16_cannot_hold_are_named(tmp_path: Path) -> None:
     ("how", "message"),
     [
         ({"bits": 7}, "7 bits: mlx quantises to 2, 3, 4, 5, 6, 8"),
-        ({"mtp_bits": 1}, "1 bits"),
+        ({"mtp_bits": 1}, "--mtp-bits 1: say keep, or one of 2, 3"),
         ({"bits": 4, "group_size": 48}, "groups of 48"),
         ({"mixed": "mixed_9_9"}, "mixed_9_9: mlx-lm has the recipes mixed_2_6"),
         ({"mixed": "mixed_2_6", "bits": 4}, "leave --bits out"),
@@ -349,33 +349,41 @@ def test_progress_adds_up_to_what_is_read(tmp_path: Path) -> None:
         assert 0 <= written - job.write_bytes < 20_000 * len(job.files)  # the headers
 
 
-def test_a_folder_in_use_is_not_taken_for_abandoned(tmp_path: Path) -> None:
-    with staged(tmp_path / "out") as first, staged(tmp_path / "out") as second:
-        assert first != second
-        assert first.is_dir()
-        assert second.is_dir()
+def test_two_processes_do_not_write_to_the_same_folder(tmp_path: Path) -> None:
+    with staging_folder(tmp_path / "out") as folder:
+        (folder / "file").touch()
+        with (
+            pytest.raises(CheckpointError, match="out: another process is writing to it"),
+            staging_folder(tmp_path / "out"),
+        ):
+            pass
+        assert (folder / "file").exists()
     assert not list(tmp_path.iterdir())
+    with staging_folder(tmp_path / "out") as folder:
+        assert not list(folder.iterdir())
 
 
 def convert_in_a_child(source: Path, destination: Path) -> None:
     convert(plan(source, destination, bits=4))
 
 
-def say_and_do(pipe: Any, job: Callable[..., None], arguments: tuple[Path, ...]) -> None:
+def report_start_and_run(pipe: Any, job: Callable[..., None], arguments: tuple[Path, ...]) -> None:
     pipe.send("begun")
     job(*arguments)
 
 
 def killed_at_random(job: Callable[..., None], *arguments: Path, times: int = 20) -> Iterator[bool]:
-    """Do `job` in a process of its own and kill it at any moment; says whether it was done before. The first is let
-    live, to see how long it takes."""
+    """Run `job` in a process that is killed at a random moment; yield whether it was finished by then.
+
+    The first is not killed, to see how long it takes.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["headstart.checkpoint.graft", "huggingface_hub.repocard", "pytest"])
     rng = random.Random(0)
     took: float | None = None
     for _ in range(times + 1):
         ours, theirs = context.Pipe()
-        child = context.Process(target=say_and_do, args=(theirs, job, arguments))
+        child = context.Process(target=report_start_and_run, args=(theirs, job, arguments))
         child.start()
         theirs.close()  # so that a child that cannot even begin is noticed
         ours.recv()

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from checkpoints import save, write
 from disks import read_only_folder
 from fixtures import collect, submit
-from headstart.checkpoint import load, read_layout
+from headstart.checkpoint import load_model, read_layout
 from headstart.cli.main import app
 from headstart.engine import Engine
 from headstart.models import compiler
@@ -107,7 +107,7 @@ def test_a_model_of_nans_ends_its_request_with_an_error(tmp_path: Path, sampling
 
 def test_a_model_of_nans_leaves_the_engine_alive(tmp_path: Path) -> None:
     name = "model.language_model.norm.weight"
-    engine = Engine(load(with_weights(tmp_path, lambda a: a.update({name: a[name] * float("nan")}))))
+    engine = Engine(load_model(with_weights(tmp_path, lambda a: a.update({name: a[name] * float("nan")}))))
     engine.warm_up()
     for _ in range(2):
         answer = collect(submit(engine, [5, 17, 130], max_tokens=8))

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm import convert as mlx_lm_convert
-from mlx_lm.utils import load_model
+from mlx_lm.utils import load_model as load_in_mlx_lm
 from test_convert import contents, converted, killed_at_random
 from test_load import assert_same
 from typer.testing import CliRunner
@@ -19,11 +19,11 @@ import headstart.checkpoint.graft
 from checkpoints import save, write
 from disks import read_only_folder, small_disk
 from headstart import models
-from headstart.checkpoint import load, read_layout
+from headstart.checkpoint import load_model, read_layout
 from headstart.checkpoint.convert import SIDECAR
 from headstart.checkpoint.graft import graft, plan_graft
-from headstart.checkpoint.headers import read_header
 from headstart.checkpoint.layout import INDEX
+from headstart.checkpoint.safetensors import read_header
 from headstart.cli.main import app
 from headstart.errors import CheckpointError, HeadError
 from loopback_hub import Hub, running_hub
@@ -77,8 +77,8 @@ def test_a_graft_is_the_head_that_a_conversion_keeps(
         after = contents(lost)
         assert after.keys() - before.keys() == {SIDECAR}
         assert {name for name in before if after[name] != before[name]} <= {"config.json"}
-        load_model(lost)
-    assert_same(load(kept), load(lost))
+        load_in_mlx_lm(lost)
+    assert_same(load_model(kept), load_model(lost))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_head_can_come_from_a_checkpoint_of_any_layout(
 ) -> None:
     source = write(tmp_path / "source", "moe", layout, **options)
     lost = write(tmp_path / "lost", "moe", "stripped", bits=4)
-    assert load(grafted(lost, source)).has_head
+    assert load_model(grafted(lost, source)).has_head
 
 
 def test_a_head_that_is_quantised_already_stays_as_it_is(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_head_that_is_quantised_already_stays_as_it_is(tmp_path: Path) -> None
         plan_graft(read_layout(lost), source, mtp_bits=8)
     with pytest.raises(HeadError, match="quantised already"):
         plan_graft(read_layout(lost), source, group_size=32)
-    assert_same(load(source), load(grafted(lost, source)))
+    assert_same(load_model(source), load_model(grafted(lost, source)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -111,7 +111,7 @@ def test_merged_the_head_is_one_of_the_shards(tmp_path: Path, family: str, index
     if not index:
         (merged / INDEX).unlink()
     grafted(merged, raw, merge=True)
-    assert_same(load(beside), load(merged))
+    assert_same(load_model(beside), load_model(merged))
     weight_map = json.loads((merged / INDEX).read_text())
     heads = [name for name in weight_map["weight_map"] if "mtp." in name]
     assert heads
@@ -122,9 +122,9 @@ def test_merged_the_head_is_one_of_the_shards(tmp_path: Path, family: str, index
     assert weight_map["metadata"]["total_size"] == stored
     if family == "next":
         with pytest.raises(ValueError, match="not in model"):  # as the command warns
-            load_model(merged)
+            load_in_mlx_lm(merged)
     else:
-        load_model(merged)
+        load_in_mlx_lm(merged)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -147,8 +147,8 @@ def test_a_head_that_cannot_be_used_is_passed_over(tmp_path: Path, place: str) -
     arrays: Any = mx.load(str(broken / place))
     save(broken / place, arrays, None)  # nothing says what its norms are
     assert not read_layout(broken).mtp.available
-    assert_same(load(raw), load(grafted(Path(shutil.copytree(broken, tmp_path / "beside")), raw)))
-    assert_same(load(raw), load(grafted(broken, raw, merge=True)))
+    assert_same(load_model(raw), load_model(grafted(Path(shutil.copytree(broken, tmp_path / "beside")), raw)))
+    assert_same(load_model(raw), load_model(grafted(broken, raw, merge=True)))
 
 
 # -- what is read
@@ -186,7 +186,7 @@ def test_of_a_folder_only_the_files_with_the_head_are_opened(tmp_path: Path) -> 
     wanted = {file for name, file in weight_map.items() if name.startswith("mtp.")}
     for file in raw.glob("*.safetensors"):
         if file.name not in wanted:
-            file.write_bytes(b"")  # whoever opens it fails
+            file.write_bytes(b"")  # opening it fails
     assert grafted(lost, raw)
     assert read_layout(lost).mtp.available
 
@@ -217,7 +217,7 @@ def refused(model: Path, source: Path, message: str, **how: Any) -> None:
 def test_a_head_of_another_number_of_experts_is_refused(tmp_path: Path) -> None:
     pruned = write(tmp_path / "pruned", "moe", num_experts=6)
     lost = stripped(write(tmp_path / "raw", "moe"), tmp_path / "lost")
-    refused(lost, pruned, r"pruned: its head has 6 experts and .*lost has 8\. .*merged or pruned")
+    refused(lost, pruned, r"pruned: another model, its num_experts is 6 and that of .*lost is 8\. .*merged or pruned")
     # config.json may hide it
     config = json.loads((pruned / "config.json").read_text())
     config["text_config"]["num_experts"] = 8
@@ -311,7 +311,7 @@ def test_a_full_disk_leaves_the_model_as_it_was(tmp_path: Path, monkeypatch: pyt
         (disk / "ballast").write_bytes(b"x" * (shutil.disk_usage(disk).free - 50_000))
         with pytest.raises(CheckpointError, match=r"bytes will be written and the disk has"):
             grafted(lost, raw)
-        monkeypatch.setattr("headstart.checkpoint.graft.require_room", lambda *_: None)
+        monkeypatch.setattr("headstart.checkpoint.graft.require_space", lambda *_: None)
         with pytest.raises(CheckpointError, match=r"the disk is full\. Nothing was left behind"):
             grafted(lost, raw)
         assert contents(lost) == before
@@ -336,8 +336,8 @@ def test_between_any_two_moves_the_folder_is_a_model(
         done.append(destination)
         move(file, destination)
 
-    move = headstart.checkpoint.graft.replace
-    monkeypatch.setattr("headstart.checkpoint.graft.replace", stops)
+    move = headstart.checkpoint.graft.replace_file
+    monkeypatch.setattr("headstart.checkpoint.graft.replace_file", stops)
     if not merge and moves == 2:
         grafted(lost, raw)
     else:
@@ -345,7 +345,7 @@ def test_between_any_two_moves_the_folder_is_a_model(
             grafted(lost, raw, merge=merge)
     assert len(done) == moves
     assert read_layout(lost).mtp.available == (moves == 2)
-    load_model(lost)
+    load_in_mlx_lm(lost)
     assert not [path for path in lost.rglob("*") if ".headstart-" in path.name]
 
 
@@ -363,7 +363,7 @@ def test_killed_at_any_moment_the_model_has_its_head_or_not(tmp_path: Path, merg
     interrupted = 0
     for finished in killed_at_random(graft_in_a_child, lost, raw, merge, times=10):  # type: ignore[arg-type]
         layout = read_layout(lost)
-        load_model(lost)
+        load_in_mlx_lm(lost)
         interrupted += not finished
         found = {name: content for name, content in contents(lost).items() if ".headstart-" not in name}
         if layout.mtp.available:

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from checkpoints import write
 from fixtures import generate
-from headstart.checkpoint import load, load_tokenizer, read_layout
-from headstart.checkpoint.untrusted import MAX_DEPTH, parse_object
+from headstart.checkpoint import load_model, load_tokenizer, read_layout
+from headstart.checkpoint.config import MAX_DEPTH, Malformed, parse_object
 from headstart.cli.main import app
 from headstart.errors import CheckpointError, HeadstartError
 
@@ -121,8 +121,8 @@ CASES: dict[str, tuple[Damage, str, str]] = {  # damage, file, words
     "config: nested": (text("config.json", DEEP), "config.json", "nested too deeply"),
     "config: nested a little": (config(extra=json.loads("[" * 40 + "]" * 40)), "config.json", "levels deep"),
     "config: list": (text("config.json", "[]"), "config.json", "not a JSON object but a list"),
-    "config: not UTF-8": (text("config.json", b'{"model_type": "\xff"}'), "config.json", "not UTF-8"),
-    "config: UTF-16": (text("config.json", '{"a": 1}'.encode("utf-16")), "config.json", "not UTF-8"),
+    "config: not UTF-8": (text("config.json", b'{"model_type": "\xff"}'), "config.json", "not JSON ('utf-8'"),
+    "config: UTF-16": (text("config.json", '{"a": 1}'.encode("utf-16")), "config.json", "not JSON ('utf-8'"),
     "config: key twice": (text("config.json", '{"a": 1, "a": 2}'), "config.json", "'a' comes twice"),
     "config: digits": (text("config.json", '{"a": ' + "9" * 5000 + "}"), "config.json", "not JSON"),
     "config: pipe": (pipe("config.json"), "config.json", "not a regular file"),
@@ -163,7 +163,7 @@ CASES: dict[str, tuple[Damage, str, str]] = {  # damage, file, words
     "index: folder": (mapped("."), "", "not a regular file"),
     "header: nested": (raw_header(b'{"a":' + DEEP.encode() + b"}"), SHARD, "nested too deeply"),
     "header: list": (raw_header(b"[]      "), SHARD, "not a JSON object but a list"),
-    "header: not UTF-8": (raw_header(b'{"\xff": 1}'), SHARD, "not UTF-8"),
+    "header: not UTF-8": (raw_header(b'{"\xff": 1}'), SHARD, "not JSON ('utf-8'"),
     "header: tensor twice": (raw_header(b'{"a": 1, "a": 2}'), SHARD, "'a' comes twice"),
     "header: long": (length(2**63), SHARD, "its header would be"),
     "header: longer than memory": (sparse(2**40), SHARD, "its header would be"),
@@ -311,7 +311,7 @@ def test_a_broken_readme_stops_nothing(readme: str, folder: Path, tmp_path: Path
 def test_depth_is_bounded_where_real_configs_are_far_from() -> None:
     at = "[" * (MAX_DEPTH - 2) + "1" + "]" * (MAX_DEPTH - 2)
     assert parse_object(f'{{"a": {at}}}'.encode())
-    with pytest.raises(ValueError, match="levels deep"):
+    with pytest.raises(Malformed, match="levels deep"):
         parse_object(f'{{"a": [[{at}]]}}'.encode())
 
 
@@ -361,9 +361,9 @@ def fuzz(folder: Path, tmp_path: Path, seed: int, cases: int) -> dict[str, int]:
             put_header(path, raw)
         else:
             path.write_bytes(raw)
-        said = ""
+        message = ""
         try:
-            model = load(folder, mtp=None if case % 2 else False)
+            model = load_model(folder, mtp=None if case % 2 else False)
             if case % 8 == 0:  # takes longer than all the rest, and reads little of what was changed
                 load_tokenizer(folder)
             answer = generate(model, [5, 17, 130], max_tokens=2)
@@ -372,11 +372,11 @@ def fuzz(folder: Path, tmp_path: Path, seed: int, cases: int) -> dict[str, int]:
             outcomes["loaded"] += 1
         except HeadstartError as error:
             outcomes["refused"] += 1
-            said = str(error)
+            message = str(error)
         except BaseException as error:
             error.add_note(f"seed {seed}, case {case}, {file}: {raw[:4000]!r}")
             raise
-        assert said.isprintable(), (seed, case, file)
+        assert message.isprintable(), (seed, case, file)
         path.write_bytes(originals[file])
     print(f"\n{cases} mutated checkpoints: {outcomes}, 0 crashes")
     return outcomes

@@ -1,6 +1,7 @@
 """Names become folders; a hub model is downloaded once, and no more of it than its text model and head need."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +13,9 @@ from huggingface_hub import constants
 import headstart.checkpoint.hub
 from checkpoints import save, write
 from disks import read_only_folder, small_disk
-from headstart.checkpoint import load, read_layout, resolve
-from headstart.checkpoint.headers import read_header
-from headstart.checkpoint.hub import download, download_config, download_files, outline
+from headstart.checkpoint import load_model, read_layout, resolve
+from headstart.checkpoint.hub import download, download_files, header_folder, missing_files
+from headstart.checkpoint.safetensors import read_header
 from headstart.errors import CheckpointError, HubError
 from loopback_hub import Hub, point_at, running_hub
 
@@ -54,20 +55,20 @@ def test_only_what_is_needed_is_downloaded(tmp_path: Path, hub: Hub) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sidecar", "stripped"])
-def test_what_it_is_is_told_without_its_weights(
+def test_a_hub_model_is_inspected_without_its_weights(
     tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(headstart.checkpoint.hub, "BLOCK", 4096)
     hub.models["org/model"] = folder = write(tmp_path / "model", "dense", kind, bits=4)
     before = Path.cwd()
-    with outline("org/model") as (found, name):
-        told = json.loads(json.dumps(read_layout(found).report()).replace(str(found), name))
+    with header_folder("org/model") as (found, name):
+        report = json.loads(json.dumps(read_layout(found).report()).replace(str(found), name))
         assert Path.cwd() == before, "other threads may use it"
     here = json.loads(json.dumps(read_layout(folder).report()).replace(str(folder), "org/model"))
-    assert told == here
-    assert told["path"] == "org/model"
+    assert report == here
+    assert report["path"] == "org/model"
     if kind == "stripped":
-        assert "`headstart graft org/model --from" in told["mtp"]["reason"]
+        assert "`headstart graft org/model --from" in report["mtp"]["reason"]
     assert not [file for file in hub.downloaded if file.endswith(".safetensors")]
     for file in {file for file, _, _ in hub.read}:
         header = read_header(folder / file)
@@ -77,22 +78,22 @@ def test_what_it_is_is_told_without_its_weights(
     assert len({file for file, _, _ in hub.read}) == len(list(folder.rglob("*.safetensors")))
 
 
-def test_to_tell_what_it_is_leaves_the_cache_alone(tmp_path: Path, hub: Hub) -> None:
+def test_inspecting_a_hub_model_leaves_the_cache_alone(tmp_path: Path, hub: Hub) -> None:
     """A graft has downloaded the head, and nothing else of the model."""
     hub.models["org/model"] = write(tmp_path / "model", "dense", "sidecar", sidecar="mtp/weights.safetensors")
-    folder, files = download_config("org/model")
+    folder, files = missing_files("org/model", text=False)
     download_files("org/model", folder, files)
     head = (folder / "mtp/weights.safetensors").read_bytes()
-    with outline("org/model") as (found, _):
+    with header_folder("org/model") as (found, _):
         assert read_layout(found).mtp.location == "mtp/weights.safetensors"
     assert (folder / "mtp/weights.safetensors").read_bytes() == head
 
 
-def test_of_a_cached_model_nothing_is_asked(tmp_path: Path, hub: Hub) -> None:
+def test_a_cached_model_is_inspected_without_requests(tmp_path: Path, hub: Hub) -> None:
     hub.models["org/model"] = write(tmp_path / "model")
     folder = resolve("org/model")
     requests = hub.requests
-    with outline("org/model") as (found, _):
+    with header_folder("org/model") as (found, _):
         assert found == folder
     assert hub.requests == requests
 
@@ -102,7 +103,7 @@ def test_a_file_on_the_hub_that_is_no_safetensors_file_is_named(tmp_path: Path, 
     file = next(folder.glob("*.safetensors"))
     file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     wrong = pytest.raises(CheckpointError, match=f"org/model/{file.name}: not a safetensors file")
-    with wrong, outline("org/model") as (found, _):
+    with wrong, header_folder("org/model") as (found, _):
         read_layout(found)
 
 
@@ -116,7 +117,7 @@ def test_a_cached_model_needs_no_network_by_id_or_by_name(tmp_path: Path, hub: H
     assert read_layout(folder).mtp.available
 
 
-def test_an_interrupted_download_is_taken_up_again(tmp_path: Path, hub: Hub) -> None:
+def test_an_interrupted_download_is_resumed(tmp_path: Path, hub: Hub) -> None:
     hub.models["org/model"] = write(tmp_path / "model")
     folder = resolve("org/model")
     (folder / "model-00002-of-00002.safetensors").unlink()
@@ -143,7 +144,9 @@ def test_a_model_of_an_unknown_family_is_refused_before_its_weights(tmp_path: Pa
 
 
 def test_a_model_that_the_hub_does_not_have_is_named(hub: Hub) -> None:
-    with pytest.raises(HubError, match=r"no/such-model: cannot be had from http://127.0.0.1.*Check the spelling"):
+    with pytest.raises(
+        HubError, match=r"no/such-model: could not be downloaded from http://127.0.0.1.*Check the spelling"
+    ):
         resolve("no/such-model")
 
 
@@ -160,8 +163,10 @@ def test_an_unreachable_hub_is_named_and_a_cached_model_still_runs(
 ) -> None:
     hub.models["org/stripped"] = write(tmp_path / "stripped", "dense", "stripped")
     folder = resolve("org/stripped")
-    point_at(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache")  # nobody listens on discard
-    with pytest.raises(HubError, match=r"org/other: cannot be had from http://127.0.0.1:9 \(Connect.*network"):
+    point_at(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache")  # the discard port, where nothing listens
+    with pytest.raises(
+        HubError, match=r"org/other: could not be downloaded from http://127.0.0.1:9 \(Connect.*network"
+    ):
         resolve("org/other")
     assert resolve("org/stripped") == folder  # it lacks a head that could only be looked for
 
@@ -216,7 +221,9 @@ def test_a_disk_without_room_is_refused_before_the_download(
     hub.models["org/model"] = write(tmp_path / "model", vocab_size=20_000)
     with small_disk(tmp_path / "small", "2m") as disk:
         point_at(monkeypatch, hub.url, disk)
-        with pytest.raises(HubError, match=rf"the disk is full: .* bytes .*{disk} has .* free.*HF_HUB_CACHE"):
+        with pytest.raises(
+            HubError, match=rf"the disk is full: .* bytes to download, .* bytes free in {disk}.*HF_HUB_CACHE"
+        ):
             resolve("org/model")
         assert not [file for file in hub.downloaded if file.endswith(".safetensors")]
 
@@ -228,18 +235,18 @@ def test_a_disk_that_fills_up_during_a_download_is_named(
     with small_disk(tmp_path / "small", "2m") as disk:
         point_at(monkeypatch, hub.url, disk)
         room = SimpleNamespace(free=2**40)  # another process takes it after it was looked for
-        monkeypatch.setattr(headstart.checkpoint.hub.shutil, "disk_usage", lambda path: room)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: room)
         with pytest.raises(HubError, match="the disk is full") as caught:
             resolve("org/model")
     assert "network" not in str(caught.value)
-    assert "bytes were to be downloaded" in str(caught.value)
+    assert "bytes to download" in str(caught.value)
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.models["org/model"] = write(tmp_path / "model")
     with read_only_folder(tmp_path / "sealed") as sealed:
         point_at(monkeypatch, hub.url, sealed / "hub")
-        with pytest.raises(HubError, match=r"sealed/hub cannot be written to \(Read-only|Permission"):
+        with pytest.raises(HubError, match=r"(Read-only|Permission).*sealed/hub.*Set HF_HUB_CACHE"):
             resolve("org/model")
 
 
@@ -250,12 +257,12 @@ def test_a_head_that_cannot_be_downloaded_is_reported(
     hub.models["org/model"] = write(tmp_path / "model", "dense", "sidecar")
     (resolve("org/model") / "mtp.safetensors").unlink()
     if trouble == "disk":
-        monkeypatch.setattr(headstart.checkpoint.hub.shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
     else:
         point_at(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache")
-    model = load("org/model")
+    model = load_model("org/model")
     assert not model.has_head
-    expected = "the disk is full" if trouble == "disk" else "cannot be had from http://127.0.0.1:9"
+    expected = "the disk is full" if trouble == "disk" else "could not be downloaded from http://127.0.0.1:9"
     assert expected in str(model.head_unavailable)
     assert "org/model: runs without its MTP head" in caplog.text
     assert expected in caplog.text

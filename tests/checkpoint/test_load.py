@@ -9,7 +9,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from checkpoints import FAMILIES, write
-from headstart.checkpoint import load, load_tokenizer, read_layout, resolve
+from headstart.checkpoint import load_model, load_tokenizer, read_layout, resolve
 from headstart.checkpoint.load import compute_dtype
 from headstart.errors import CheckpointError
 from headstart.models import Model
@@ -54,31 +54,31 @@ def assert_same(one: Model, other: Model) -> None:
 
 @pytest.mark.parametrize(("family", "layout", "options"), SAME_MODEL)
 def test_every_layout_holds_the_same_model(tmp_path: Path, family: str, layout: str, options: dict[str, Any]) -> None:
-    raw = load(write(tmp_path / "raw", family))
-    assert_same(raw, load(write(tmp_path / "other", family, layout, **options)))
+    raw = load_model(write(tmp_path / "raw", family))
+    assert_same(raw, load_model(write(tmp_path / "other", family, layout, **options)))
     assert len({token for token, _ in greedy(raw)}) > 3
 
 
 def test_experts_are_stacked_by_number_not_by_name(tmp_path: Path) -> None:
-    per_expert = load(write(tmp_path / "raw", "moe", "raw-per-expert", num_experts=12))  # 10 sorts before 2
-    assert_same(per_expert, load(write(tmp_path / "converted", "moe", "converted", num_experts=12)))
+    per_expert = load_model(write(tmp_path / "raw", "moe", "raw-per-expert", num_experts=12))  # 10 sorts before 2
+    assert_same(per_expert, load_model(write(tmp_path / "converted", "moe", "converted", num_experts=12)))
 
 
 @pytest.mark.parametrize(
     ("family", "bits"), [*(("dense", bits) for bits in (2, 3, 4, 5, 6, 8)), ("moe", 4), ("next", 4)]
 )
 def test_quantised_layouts_hold_the_same_model(tmp_path: Path, family: str, bits: int) -> None:
-    kept = load(write(tmp_path / "kept", family, "converted", bits=bits))
-    assert_same(kept, load(write(tmp_path / "sidecar", family, "sidecar", bits=bits)))
-    assert_same(kept, load(write(tmp_path / "raw", family, "raw-sidecar", bits=bits)))
+    kept = load_model(write(tmp_path / "kept", family, "converted", bits=bits))
+    assert_same(kept, load_model(write(tmp_path / "sidecar", family, "sidecar", bits=bits)))
+    assert_same(kept, load_model(write(tmp_path / "raw", family, "raw-sidecar", bits=bits)))
     assert "scales" in kept.weights.layers[3].self_attn.q_proj
     assert "scales" not in kept.weights.mtp.layers[0].self_attn.q_proj
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_quantised_model_holds_the_codes_of_the_file_and_close_weights(tmp_path: Path, family: str) -> None:
-    plain = load(write(tmp_path / "plain", family, "converted"))
-    packed = load(write(tmp_path / "packed", family, "converted", bits=8, head_bits=8))
+    plain = load_model(write(tmp_path / "plain", family, "converted"))
+    packed = load_model(write(tmp_path / "packed", family, "converted", bits=8, head_bits=8))
     for name, module in packed.weights.named_modules():
         if "scales" not in module:
             continue
@@ -101,7 +101,7 @@ def test_norms_are_shifted_once_and_kept_in_float32(tmp_path: Path) -> None:
     shards: Any = [mx.load(str(path)) for path in raw.glob("*.safetensors")]
     stored = {name: array for shard in shards for name, array in shard.items()}
     for layout in ("raw", "converted"):
-        found = arrays_of(load(write(tmp_path / layout, "dense", layout)))
+        found = arrays_of(load_model(write(tmp_path / layout, "dense", layout)))
         for name in ("layers.0.input_layernorm", "layers.3.self_attn.q_norm", "norm"):
             expected = stored[f"model.language_model.{name}.weight"].astype(mx.float32) + 1
             assert found[f"{name}.weight"].dtype == mx.float32
@@ -116,7 +116,7 @@ def test_norms_are_shifted_once_and_kept_in_float32(tmp_path: Path) -> None:
 def test_float8_blocks_are_scaled_each_by_its_own(tmp_path: Path) -> None:
     """Blocks of 128, the last of them partial."""
     folder = write(tmp_path, "moe", "fp8", moe_intermediate_size=160, hidden_size=192)
-    found = arrays_of(load(folder, dtype=mx.float32))
+    found = arrays_of(load_model(folder, dtype=mx.float32))
     shards: Any = [mx.load(str(path)) for path in folder.glob("*.safetensors")]
     stored = {name: array for shard in shards for name, array in shard.items()}
     for layer in ("model.language_model.layers.1", "mtp.layers.0"):
@@ -131,9 +131,9 @@ def test_float8_blocks_are_scaled_each_by_its_own(tmp_path: Path) -> None:
 
 
 def test_tied_embeddings_are_one_array(tmp_path: Path) -> None:
-    model = load(write(tmp_path, "moe", tie=True))
+    model = load_model(write(tmp_path, "moe", tie=True))
     assert "lm_head" not in model.weights
-    assert_same(model, load(write(tmp_path / "converted", "moe", "converted", tie=True)))
+    assert_same(model, load_model(write(tmp_path / "converted", "moe", "converted", tie=True)))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_on_cpu_only_dense_unquantised_models_keep_their_type(
 
 def test_the_type_can_be_chosen(tmp_path: Path) -> None:
     folder = write(tmp_path, "dense", "converted", bits=4)
-    model = load(folder, dtype=mx.float16)
+    model = load_model(folder, dtype=mx.float16)
     assert {str(a.dtype) for n, a in arrays_of(model).items() if n.endswith((".scales", "fc.weight"))} == {
         "mlx.core.float16"
     }
@@ -172,21 +172,21 @@ def test_a_model_that_memory_does_not_hold_is_refused_before_it_is_read(
     size = read_layout(folder).bytes
     monkeypatch.setattr("headstart.models.memory.unused", lambda: size - 1)
     with pytest.raises(CheckpointError, match=r"large: its weights take 0\.\d+ GB, and 0\.\d+ GB .* are left"):
-        load(folder)
-    assert not load(folder, mtp=False).has_head  # which is smaller
+        load_model(folder)
+    assert not load_model(folder, mtp=False).has_head  # which is smaller
     monkeypatch.setattr("headstart.models.memory.unused", lambda: size)
-    assert load(folder).has_head
+    assert load_model(folder).has_head
 
 
 def test_a_model_can_be_loaded_without_its_head(tmp_path: Path) -> None:
-    model = load(write(tmp_path, "moe"), mtp=False)
+    model = load_model(write(tmp_path, "moe"), mtp=False)
     assert not model.has_head
     assert model.head_unavailable == "loaded without the head"
-    assert load(tmp_path).head_unavailable is None
+    assert load_model(tmp_path).head_unavailable is None
 
 
 def test_the_builtin_model_is_the_default_and_writes_python() -> None:
-    model, tokenizer = load(), load_tokenizer(resolve())
+    model, tokenizer = load_model(), load_tokenizer(resolve())
     tokens = tokenizer.encode("def add(a, b):\n    return a")
     for _ in range(3):
         hidden = model.trunk(mx.array([tokens]), model.make_state(1), certain=len(tokens))

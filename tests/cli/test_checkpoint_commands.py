@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from checkpoints import write
 from headstart.checkpoint import read_layout
-from headstart.checkpoint.identity import base_model
+from headstart.checkpoint.layout import base_model_id
 from headstart.cli.main import app
 from loopback_hub import Hub, running_hub
 
@@ -99,7 +99,7 @@ def test_a_conversion_claims_no_other_original_than_it_has(
     if readme:
         (raw / "README.md").write_text(f"---\nbase_model: {readme}\n---\n")
     run("convert", str(raw), str(out))
-    assert base_model(out) == base
+    assert base_model_id(out) == base
     name = base if folder == "Qwen3.5-0.8B" else folder
     assert f"{name}, converted to MLX by headstart" in (out / "README.md").read_text()
 

@@ -12,7 +12,7 @@ from checkpoints import write
 from headstart.bench import step_time
 from headstart.checkpoint import read_layout, resolve
 from headstart.checkpoint.convert import SIDECAR, convert, plan_conversion
-from headstart.checkpoint.recipe import Recipe
+from headstart.checkpoint.quantize import Recipe
 from headstart.cli.main import app
 
 PROMISED = [

@@ -13,7 +13,7 @@ from ranks import run
 
 from checkpoints import write
 from fixtures import random_prompt
-from headstart.checkpoint import load, load_tokenizer
+from headstart.checkpoint import load_model, load_tokenizer
 from headstart.engine import Engine
 from headstart.engine.memory import Footprint
 from headstart.models import Model
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 @cache
 def alone(folder: str) -> Model:
-    return load(folder, dtype=mx.float32)
+    return load_model(folder, dtype=mx.float32)
 
 
 def questions(folder: str) -> Task:

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from checkpoints import write
-from headstart.checkpoint import load
+from headstart.checkpoint import load_model
 from headstart.engine import Engine, Request
 from headstart.engine.batch import Batch
 from headstart.engine.step import step
@@ -46,7 +46,7 @@ def small_model(vocabulary: int = 12, seed: int = 3) -> Model:
     }  # fmt: skip
     with TemporaryDirectory() as folder:
         write(Path(folder), "dense", seed=seed, **sizes)
-        model = load(folder, dtype=mx.float32)
+        model = load_model(folder, dtype=mx.float32)
     lm_head = model.lm.language_model.lm_head
     lm_head.weight = lm_head.weight * 0.16
     return model

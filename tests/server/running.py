@@ -20,7 +20,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from checkpoints import write
 from fixtures import Answer, collect
-from headstart.checkpoint import load, load_tokenizer, read_layout, resolve
+from headstart.checkpoint import load_model, load_tokenizer, read_layout, resolve
 from headstart.engine import Engine, EngineThread, Request
 from headstart.models import Model
 from headstart.sampling import SamplingParams
@@ -51,7 +51,7 @@ def folder(head: bool, context: int) -> Path:
 @cache
 def tiny(head: bool, context: int) -> Model:
     """It says all kinds of tokens, whole characters and parts of them, and accepts some drafts."""
-    return load(folder(head, context), dtype=mx.float32)
+    return load_model(folder(head, context), dtype=mx.float32)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from running import Running, read, running, wait_until
 
 from checkpoints import write
-from headstart.checkpoint import load, load_tokenizer, read_layout
+from headstart.checkpoint import load_model, load_tokenizer, read_layout
 from headstart.server import Limits, ServedModel
 from headstart.server.anthropic import MessagesRequest
 from headstart.server.errors import Refusal
@@ -283,7 +283,7 @@ def test_what_the_chat_template_refuses_is_refused(tmp_path: Path, template: str
     config["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").unlink()
-    served = ServedModel.of(read_layout(folder), load(folder), load_tokenizer(folder))
+    served = ServedModel.of(read_layout(folder), load_model(folder), load_tokenizer(folder))
     with pytest.raises(Refusal) as refusal:
         read(ChatRequest.model_validate({"messages": HI}), served)
     assert (refusal.value.status_code, refusal.value.param, refusal.value.code) == (400, "messages", code)

@@ -114,7 +114,7 @@ def test_from_wheels_to_a_checkpoint_whose_head_drafts_better_than_chance(family
     assert further.log[0]["losses"][0] < losses[0][0] - 1.0
 
     # And PyTorch says the same of the exported files.
-    exact, net, ids = checkpoint.load(out, dtype=mx.float32), export.load(out, shape), texts[0]
+    exact, net, ids = checkpoint.load_model(out, dtype=mx.float32), export.load(out, shape), texts[0]
     ours = exact.logits(exact.trunk(mx.array([ids]), exact.make_state(1), certain=len(ids)))
     with torch.no_grad():
         theirs = net.logits(net.model(net.embed(torch.tensor([ids])), []))

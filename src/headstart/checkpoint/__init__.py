@@ -1,7 +1,8 @@
-"""What is on disk: `layout` recognises a model folder, `load` reads it, `hub` finds or downloads it."""
+"""Models on disk: `hub` finds or downloads a model, `layout` recognises it, `load` reads it, `convert` and `graft`
+write it."""
 
 from .hub import resolve
 from .layout import Layout, read_layout
-from .load import load, load_layout, load_tokenizer
+from .load import load_model, load_tokenizer
 
-__all__ = ["Layout", "load", "load_layout", "load_tokenizer", "read_layout", "resolve"]
+__all__ = ["Layout", "load_model", "load_tokenizer", "read_layout", "resolve"]

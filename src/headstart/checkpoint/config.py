@@ -1,95 +1,186 @@
-"""config.json: the fields that Headstart and mlx-lm use, checked before any of them sizes an array or a loop."""
+"""Read config.json and the other JSON files of a checkpoint, and check them before anything else uses them.
 
-import math
-from pathlib import Path
+Anybody may have written a downloaded file. A damaged or malicious one is a CheckpointError that names the file, never
+a traceback, and never leads out of the model's folder.
+"""
+
+import json
+import stat
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
 from reprlib import repr as shortened
 from typing import Any
 
 from .. import models
 from ..errors import CheckpointError
-from .untrusted import Malformed, checked_file, read_object
+
+MAX_JSON = 100_000_000  # bytes; the safetensors library refuses longer headers too
+MAX_DEPTH = 32  # real configs nest four levels deep
+MAX_NAME = 1024  # characters of a tensor's or file's name
 
 REMEDY = "Download it again, or take it from the original model."
-LARGEST = 2**31 - 1  # mlx's longest axis
-LARGEST_VALUES = {  # what is built once for each, and not as one array
-    "num_hidden_layers": 4096,
-    "mtp_num_hidden_layers": 64,
-    "num_nextn_predict_layers": 64,
-}
+MAX_SIZE = 2**31 - 1  # mlx's longest axis
+MAX_LAYERS = {"num_hidden_layers": 4096, "mtp_num_hidden_layers": 64, "num_nextn_predict_layers": 64}
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings", "full_attention_interval", "linear_conv_kernel_dim",
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
 )  # fmt: skip
-# Zero or null where a model has none of it.
+# Zero or null in a model without experts, or without a head.
 COUNTS = (
     "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
     "decoder_sparse_step", "mtp_num_hidden_layers", "num_nextn_predict_layers",
 )  # fmt: skip
 OBJECTS = ("text_config", "quantization", "quantization_config", "mlx_lm_extra_tensors", "rope_parameters")
-MULTIPLES = (
-    ("num_attention_heads", "num_key_value_heads"),
-    ("linear_num_value_heads", "linear_num_key_heads"),
-)
+MULTIPLES = (("num_attention_heads", "num_key_value_heads"), ("linear_num_value_heads", "linear_num_key_heads"))
+ROPE_NUMBERS = ("rope_theta", "partial_rotary_factor")
+
+
+class Malformed(Exception):
+    """Content that a file must not have."""
+
+
+@contextmanager
+def file_errors(file: Path, remedy: str = "Download it again.", what: str = "") -> Iterator[None]:
+    """Turn what is wrong with `file`, described by `what`, into a CheckpointError that names it and the remedy."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: the file is missing. Download the model again.") from None
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror or error}).") from error
+    except Malformed as error:
+        raise CheckpointError(f"{file}: {what}{error}. {remedy}") from error
+
+
+def read_object(file: Path, remedy: str = "Download it again.") -> dict[str, Any]:
+    """Return the JSON object in `file`, or raise a CheckpointError."""
+    with file_errors(file, remedy):
+        require_regular(file)
+        with file.open("rb") as opened:
+            return parse_object(opened.read(MAX_JSON + 1))
+
+
+def require_regular(file: Path) -> int:
+    """Return the size of a regular file, or of the file a link leads to. Opening a pipe would block forever."""
+    status = file.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise Malformed("not a regular file")
+    return status.st_size
+
+
+def parse_object(text: bytes) -> dict[str, Any]:
+    """Parse a JSON object in which no key is repeated and nothing is nested too deeply to copy or print."""
+    if len(text) > MAX_JSON:
+        raise Malformed(f"more than {MAX_JSON:,} bytes of JSON")
+    try:
+        found = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
+    except RecursionError as error:
+        raise Malformed("JSON nested too deeply") from error
+    except ValueError as error:  # also for text that is not UTF-8
+        raise Malformed(f"not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise Malformed(f"not a JSON object but {_kind(found)}")
+    level: list[Any] = [found]
+    for _ in range(MAX_DEPTH):
+        level = [child for value in level for child in _children(value)]
+        if not level:
+            return found
+    raise Malformed(f"JSON nested more than {MAX_DEPTH} levels deep")
+
+
+def checked_name(name: object, what: str) -> str:
+    """Return `name` if it is safe to print: control characters could rewrite a terminal."""
+    if not isinstance(name, str):
+        raise Malformed(f"{what} is {_kind(name)}, not a name")
+    if not name or len(name) > MAX_NAME or not name.isprintable():
+        raise Malformed(f"{what} {shortened(name)} is empty, too long or not printable")
+    return name
+
+
+def checked_file(name: object, what: str) -> str:
+    """Return the path of a file in the model's folder or below it, as a downloaded file gives it.
+
+    Links are followed: the Hugging Face cache is made of them, and no downloaded JSON can create one.
+    """
+    path = PurePosixPath(checked_name(name, what))
+    if path.is_absolute() or ".." in path.parts or "\\" in str(path):
+        raise Malformed(f"{what} names {shortened(str(name))}, which is outside the model's folder")
+    return str(path)
+
+
+def printable_error(error: BaseException) -> str:
+    """Return a library's error about an untrusted file as one short line that is safe to print."""
+    text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the config.json of the folder `path` with its fields checked and its RoPE fields under both names."""
+    """Return the checked config.json of the folder `path`, with its RoPE fields under the names mlx-lm reads."""
     file = path / "config.json"
-    try:
-        config = read_object(file)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no config.json, so this is not a model folder.") from None
+    if not file.exists():
+        raise CheckpointError(f"{path}: no config.json, so this is not a model folder.")
+    config = read_object(file)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in models.FAMILIES:
         raise CheckpointError(
             f"{file}: model_type {shortened(model_type)} is unknown. Headstart runs {', '.join(models.FAMILIES)}."
         )
-    try:
+    with file_errors(file, REMEDY):
         _check(config)
-    except Malformed as error:
-        raise CheckpointError(f"{file}: {error}. {REMEDY}") from error
+    _add_rope_names(models.text_config(config), models.FAMILIES[model_type].name)
     return config
 
 
 def _check(config: dict[str, Any]) -> None:
     for field in OBJECTS:
-        if config.get(field) is not None or field == "text_config":
-            _require(isinstance(config.get(field, {}), dict), field, config.get(field), "a JSON object")
+        _require_object(field, config.get(field, {}), nullable=field != "text_config")
     if named := (config.get("mlx_lm_extra_tensors") or {}).get("mtp_file"):
         checked_file(named, "mlx_lm_extra_tensors.mtp_file")
     text = models.text_config(config)
-    for field in SIZES:
-        if field in text and (field != "head_dim" or text[field] is not None):
-            _integer(text, field, 1)
-    for field in COUNTS:
-        if text.get(field) is not None:
-            _integer(text, field, 0)
-    for field in ("rms_norm_eps", "rope_theta", "partial_rotary_factor"):
-        if text.get(field) is not None:
-            _positive(text, field, field)
+    for field in (*SIZES, *COUNTS):
+        nullable = field in COUNTS or field == "head_dim"
+        if field not in text or (nullable and text[field] is None):
+            continue
+        least = 0 if field in COUNTS else 1
+        most = MAX_LAYERS.get(field, MAX_SIZE)
+        if type(text[field]) is not int or not least <= text[field] <= most:
+            raise _wrong(field, text[field], f"a whole number from {least} to {most:,}")
     for many, few in MULTIPLES:
         if many in text and few in text and text[many] % text[few]:
             raise Malformed(f"{many} is {text[many]}, not a multiple of {few}, which is {text[few]}")
     if (text.get("num_experts_per_tok") or 0) > (text.get("num_experts") or 0):
         raise Malformed(f"num_experts_per_tok is {text['num_experts_per_tok']}, more than there are experts")
+    numbers = {field: text[field] for field in ("rms_norm_eps", *ROPE_NUMBERS) if text.get(field) is not None}
     for field in ("rope_parameters", "rope_scaling"):
-        if text.get(field) is not None:
-            _require(isinstance(text[field], dict), field, text[field], "a JSON object")
-            for name in ("rope_theta", "partial_rotary_factor"):
-                if name in text[field]:
-                    _positive(text[field], name, f"{field}.{name}")
-    _name_rope_both_ways(text, config["model_type"])
+        _require_object(field, text.get(field), nullable=True)
+        rope = text.get(field) or {}
+        numbers |= {f"{field}.{name}": rope[name] for name in ROPE_NUMBERS if name in rope}
+    for field, value in numbers.items():
+        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
+            raise _wrong(field, value, "a number above 0")
 
 
-def _name_rope_both_ways(text: dict[str, Any], model_type: str) -> None:
+def _require_object(field: str, value: object, *, nullable: bool) -> None:
+    if not isinstance(value, dict) and not (nullable and value is None):
+        raise _wrong(field, value, "a JSON object")
+
+
+def _wrong(field: str, value: object, wanted: str) -> Malformed:
+    return Malformed(f"{field} is {shortened(value)}; it must be {wanted}")
+
+
+def _add_rope_names(text: dict[str, Any], family: str) -> None:
     """Add what mlx-lm reads: `rope_theta` for Qwen3-Next, `rope_parameters` for Qwen3.5.
 
     transformers 5 writes `rope_parameters` for every family, transformers 4 `rope_theta` and `rope_scaling`. Without
     its own name mlx-lm refuses a Qwen3-Next and runs a Qwen3.5 with a default that may not be the model's.
     """
     scaling = text.get("rope_parameters")
-    if models.FAMILIES[model_type].name == "qwen3_next":
+    if family == "qwen3_next":
         if scaling and "rope_theta" not in text:
             kind = scaling.get("rope_type", scaling.get("type", "default"))
             text["rope_theta"] = scaling.get("rope_theta", 10000.0)
@@ -102,18 +193,18 @@ def _name_rope_both_ways(text: dict[str, Any], model_type: str) -> None:
         text["rope_parameters"] = parameters
 
 
-def _integer(config: dict[str, Any], field: str, least: int) -> None:
-    value, most = config[field], LARGEST_VALUES.get(field, LARGEST)
-    wanted = f"a whole number from {least} to {most:,}"
-    _require(type(value) is int and least <= value <= most, field, value, wanted)
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        repeated, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise Malformed(f"{shortened(repeated)} comes twice in one JSON object")
+    return found
 
 
-def _positive(config: dict[str, Any], name: str, field: str) -> None:
-    value = config[name]
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    _require(number and value > 0, field, value, "a number above 0")
+def _children(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
-def _require(holds: bool, field: str, value: object, wanted: str) -> None:
-    if not holds:
-        raise Malformed(f"{field} is {shortened(value)}; it must be {wanted}")
+def _kind(value: object) -> str:
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return kinds.get(type(value), "a number")

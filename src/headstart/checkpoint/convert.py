@@ -8,6 +8,7 @@ Sizes are known from the headers, so the whole plan is made before a weight is r
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -19,22 +20,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import yaml  # type: ignore[import-untyped]
 from huggingface_hub import ModelCard, ModelCardData, constants
-from mlx.utils import tree_flatten
 from mlx_lm.utils import make_shards
 
 from .. import models
 from ..errors import CheckpointError, HeadError
 from ..models.base import Norm
-from .headers import Header, read_header
-from .hub import BESIDE
-from .index import INDEX, shards
-from .layout import NORMS, Layout, read_shards
-from .names import canonical, is_head, is_vision
-from .pack import Progress, Step, write_file
-from .parameters import Source, Stored
-from .recipe import Packing, Recipe
-from .rows import Reader
-from .write import copy, publish, require_room, staged, write_text
+from .atomic import publish, require_space, staging_folder
+from .hub import COMPANION_FILES
+from .layout import NORMS, Layout
+from .parameters import Source, Stored, StoredParameter, canonical, is_head, is_vision, parameter_shapes
+from .quantize import Choose, Progress, Recipe, TensorPlan, choose_quantization, write_file
+from .safetensors import INDEX, read_header, shard_files
 
 SIDECAR = "mtp/weights.safetensors"
 VISUAL = ("model.visual.", "visual.")
@@ -47,21 +43,21 @@ class Conversion:
     source: Layout
     destination: Path
     recipe: Recipe
-    files: dict[str, list[Step]]  # by their paths in the new folder
+    files: dict[str, list[TensorPlan]]  # by their paths in the new folder
     config: dict[str, Any]
     original: str | None  # the hub id of the source, where it is known
 
     @property
     def read_bytes(self) -> int:
-        return sum(step.read_bytes for steps in self.files.values() for step in steps)
+        return sum(plan.stored.nbytes for plans in self.files.values() for plan in plans)
 
     @property
     def write_bytes(self) -> int:
-        return sum(step.nbytes for steps in self.files.values() for step in steps)
+        return sum(plan.nbytes for plans in self.files.values() for plan in plans)
 
 
 def plan_conversion(source: Layout, destination: Path, recipe: Recipe, original: str | None = None) -> Conversion:
-    """Decide what every tensor becomes, or say why the source cannot be converted."""
+    """Decide what every tensor becomes, or raise an error if the source cannot be converted."""
     if source.layout != "raw":
         raise CheckpointError(
             f"{source.path}: already converted to MLX. Name the original; "
@@ -72,42 +68,42 @@ def plan_conversion(source: Layout, destination: Path, recipe: Recipe, original:
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         raise CheckpointError(f"{destination}: exists already. Name a new folder, or remove it first.")
     model = models.build(deepcopy(source.config))
-    packings: dict[str, Packing] = {}
-    trunk = list(_trunk_steps(source, model, recipe, packings))
-    trunk += _vision_steps(source.path, recipe.dtype)
-    files = _shards(trunk)
+    trunk = [*_plan_trunk(source, model, recipe), *_plan_vision(source.path, recipe.dtype)]
+    shards = make_shards({plan.name: plan for plan in trunk})  # of about 5 GB, as mlx-lm cuts them
+    names = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    files = {name: list(shard.values()) for name, shard in zip(names, shards, strict=True)}
     if source.mtp.available:
-        files[SIDECAR] = head_steps(source.stored, model.weights, recipe)
+        files[SIDECAR] = plan_head(source.stored, model.weights, recipe)
     if recipe.dtype != mx.float32:
-        files[NORMS] = [replace(step, dtype=mx.float32) for step in trunk if step.shift]
-    config = _config(source, recipe, packings)
-    return Conversion(source, destination, recipe, files, config, original)
+        files[NORMS] = [replace(plan, dtype=mx.float32) for plan in trunk if plan.shift]
+    return Conversion(source, destination, recipe, files, _new_config(source, recipe, trunk), original)
 
 
 def convert(plan: Conversion, progress: Progress = lambda read: None) -> None:
     """Write the plan's folder. It appears whole or not at all."""
-    source, destination = plan.source.path, plan.destination.absolute()
-    require_room(destination, plan.write_bytes)
-    _beside(source)
-    with staged(destination) as folder:
-        with Reader() as reader:
-            for name, steps in plan.files.items():
-                write_file(folder / name, steps, reader, progress)
-        for path in _beside(source):
-            copy(path, folder / path.name)
-        write_text(folder / INDEX, json.dumps(_index(plan.files), indent=4))
-        write_text(folder / "README.md", _readme(plan))
-        write_text(folder / "config.json", json.dumps(plan.config, indent=4))
+    destination = plan.destination.absolute()
+    require_space(destination, plan.write_bytes)
+    companions = _companion_files(plan.source.path)
+    with staging_folder(destination) as folder:
+        for name, plans in plan.files.items():
+            write_file(folder / name, plans, progress)
+        for path in companions:
+            shutil.copyfile(path, folder / path.name)
+        (folder / INDEX).write_text(json.dumps(_new_index(plan.files), indent=4))
+        (folder / "README.md").write_text(_new_readme(plan), encoding="utf-8")
+        (folder / "config.json").write_text(json.dumps(plan.config, indent=4))
         publish(folder, destination)
 
 
-def _beside(source: Path) -> list[Path]:
+def _companion_files(source: Path) -> list[Path]:
     """Return the small files that a conversion keeps.
 
     A cloned repository may hold links to anything on this machine, and conversions are made to be published: only
-    those that stay in the model's folder or in the Hugging Face cache are followed.
+    links that stay in the model's folder or in the Hugging Face cache are followed.
     """
-    found = {path for pattern in BESIDE for path in source.glob(pattern) if path.is_file()}
+    found = {path for pattern in COMPANION_FILES for path in source.glob(pattern) if path.is_file()}
     kept = [path for path in found if path.name != "config.json" and not path.name.endswith(".index.json")]
     roots = [source.resolve(), Path(constants.HF_HUB_CACHE).resolve()]
     if source.absolute().parent.name == "snapshots":  # a cache in another place
@@ -121,140 +117,109 @@ def _beside(source: Path) -> list[Path]:
     return kept
 
 
-def head_steps(stored: dict[str, Stored], weights: nn.Module, recipe: Recipe) -> list[Step]:
-    """The head as `convert` keeps it and `graft` brings it back: norms in float32, the rest as the recipe says.
+def plan_head(stored: Stored, weights: nn.Module, recipe: Recipe) -> list[TensorPlan]:
+    """Plan the head that `convert` keeps and `graft` brings back, its norms in float32."""
+    names = {name: name for name in parameter_shapes(weights) if is_head(name)}
+    return list(_plan_tensors(names, stored, weights, recipe.for_head, recipe.dtype, norm_dtype=mx.float32))
 
-    What is packed already stays as it is.
-    """
+
+def _plan_trunk(source: Layout, model: models.Model, recipe: Recipe) -> Iterator[TensorPlan]:
+    mlx_lm_names = {canonical(name): name for name in parameter_shapes(model.lm)}
+    names = {name: mlx_lm_names[name] for name in parameter_shapes(model.weights) if not is_head(name)}
+    choose = recipe.for_trunk(model.lm)
+    return _plan_tensors(names, source.stored, model.weights, choose, recipe.dtype, norm_dtype=recipe.dtype)
+
+
+def _plan_tensors(
+    names: dict[str, str], stored: Stored, weights: nn.Module, choose: Choose, dtype: mx.Dtype, norm_dtype: mx.Dtype
+) -> Iterator[TensorPlan]:
+    """Plan the parameters `names`, given with the names to write them under. What is quantised stays as it is."""
     modules = dict(weights.named_modules())
-    steps = []
-    for name in _parameters(weights):
-        module, _, leaf = name.rpartition(".")
-        if not is_head(name):
+    for name, written in names.items():
+        path, _, leaf = name.rpartition(".")
+        if f"{path}.scales" in stored:
+            parts = [part for part in (name, f"{path}.scales", f"{path}.biases") if part in stored]
+            yield from (TensorPlan(part, stored[part], stored[part].dtype) for part in parts)
             continue
-        if f"{module}.scales" in stored:
-            parts = {n: stored[n] for n in (name, f"{module}.scales", f"{module}.biases") if n in stored}
-            steps += [Step(n, part, part.dtype) for n, part in parts.items()]
-            continue
-        packing = recipe.of_head(module, modules[module]) if leaf == "weight" else None
-        norm = isinstance(modules[module], Norm)
-        steps.append(_step(name, name, stored, mx.float32 if norm else recipe.dtype, packing, norm))
-    return steps
+        quantization = None
+        if leaf == "weight":
+            quantization = choose_quantization(written.removesuffix(".weight"), modules[path], choose)
+        is_norm = isinstance(modules[path], Norm)
+        exact = mx.float32 if leaf == "A_log" else norm_dtype if is_norm else dtype
+        scales = stored.get(f"{name}_scale_inv")
+        yield TensorPlan(written, stored[name], exact, quantization, scales, shift=is_norm and stored[name].raw)
 
 
 def declare_head(config: dict[str, Any], family: str, file: str) -> None:
-    """Let config.json say that there is a head, and where: without it nobody drafts."""
-    # Where we, MTPLX, OptiQ and oMLX look first: an unusable head in another place is passed over.
+    """Add to config.json that there is a head, and where: without it no program drafts."""
+    # Where Headstart, MTPLX, OptiQ and oMLX look first: an unusable head in another place is ignored.
     config["mlx_lm_extra_tensors"] = {"mtp_file": file}
     if not models.head_modules(config):
         models.text_config(config)[head_field(family)] = 1
 
 
 def head_field(family: str) -> str:
-    """The field of config.json that promises a head."""
+    """Return the field of config.json that promises a head."""
     return "num_nextn_predict_layers" if family == "qwen3_next" else "mtp_num_hidden_layers"
 
 
-def _trunk_steps(source: Layout, model: models.Model, recipe: Recipe, packings: dict[str, Packing]) -> Iterator[Step]:
-    """Under mlx-lm's names. `packings` takes what config.json must say of single modules."""
-    theirs = {canonical(path): path for path in _parameters(model.lm)}
-    modules = dict(model.weights.named_modules())
-    choose = recipe.of_trunk(model.lm)
-    for name in _parameters(model.weights):
-        if is_head(name):
-            continue
-        module, _, leaf = name.rpartition(".")
-        path = theirs[name].removesuffix(f".{leaf}")
-        packing = choose(path, modules[module]) if leaf == "weight" else None
-        if packing and (packing["bits"], packing["group_size"]) != (recipe.bits, recipe.group_size):
-            packings[path] = packing
-        yield _step(name, theirs[name], source.stored, recipe.dtype, packing, isinstance(modules[module], Norm))
-
-
-def _step(
-    name: str, written: str, stored: dict[str, Stored], dtype: mx.Dtype, packing: Packing | None, norm: bool
-) -> Step:
-    part = stored[name]
-    raw = part.sources[0].provenance == "raw"
-    exact = name.endswith(".A_log")
-    scales = stored.get(f"{name}_scale_inv")
-    return Step(written, part, mx.float32 if exact else dtype, packing, scales, shift=norm and raw)
-
-
-def _vision_steps(path: Path, dtype: mx.Dtype) -> list[Step]:
-    """The vision tensors as they are, named and laid out as mlx-vlm has them; mlx-lm skips them by that name."""
-    steps = []
-    for header in _vision_headers(path):
+def _plan_vision(path: Path, dtype: mx.Dtype) -> Iterator[TensorPlan]:
+    """Plan the vision tensors, unquantised, named and laid out as in mlx-vlm; mlx-lm skips them by that name."""
+    for header in map(read_header, shard_files(path, is_vision)):
         for name, tensor in header.tensors.items():
             if not is_vision(name) or name.endswith("position_ids"):
                 continue
-            source = Source(header.path, name, "raw", None, None, tensor.shape, tensor.dtype, tensor.offset)
-            part = Stored((source,), tensor.dtype, tensor.shape, tensor.nbytes)
+            stored = StoredParameter((Source(tensor, "raw"),), tensor.shape)
             written = next((f"vision_tower.{name.removeprefix(p)}" for p in VISUAL if name.startswith(p)), name)
             kept = dtype if mx.issubdtype(tensor.dtype, mx.floating) else tensor.dtype
-            steps.append(Step(written, part, kept, channels_last=len(tensor.shape) == 5))
-    return steps
+            yield TensorPlan(written, stored, kept, channels_last=len(tensor.shape) == 5)
 
 
-def _vision_headers(path: Path) -> list[Header]:
-    if not (path / INDEX).exists():
-        return read_shards(path)[0]
-    return [read_header(path / file) for file in shards(path, is_vision)]
-
-
-def _shards(steps: list[Step]) -> dict[str, list[Step]]:
-    """Files of about 5 GB, cut and named as mlx-lm does."""
-    shards = make_shards({step.name: step for step in steps})
-    names = [f"model-{n + 1:05}-of-{len(shards):05}.safetensors" for n in range(len(shards))]
-    if len(shards) == 1:
-        names = ["model.safetensors"]
-    return {name: list(shard.values()) for name, shard in zip(names, shards, strict=True)}
-
-
-def _config(source: Layout, recipe: Recipe, packings: dict[str, Packing]) -> dict[str, Any]:
+def _new_config(source: Layout, recipe: Recipe, trunk: list[TensorPlan]) -> dict[str, Any]:
     config = deepcopy(source.config)
-    config.pop("quantization_config", None)  # float8's, which is no more
+    config.pop("quantization_config", None)  # of float8, which is gone
     dtype = str(recipe.dtype).removeprefix("mlx.core.")
     for part in (config, models.text_config(config)):
         for field in ("dtype", "torch_dtype"):
             if field in part:
                 part[field] = dtype
     if recipe.quantises:
-        bits = recipe.bits or min(how["bits"] for how in packings.values())
-        quantization = {"group_size": recipe.group_size, "bits": bits, "mode": "affine", **packings}
+        common = {"group_size": recipe.group_size, "bits": recipe.bits}
+        differing = {
+            plan.name.removesuffix(".weight"): plan.quantization
+            for plan in trunk
+            if plan.quantization and plan.quantization != common
+        }
+        bits = recipe.bits or min(each["bits"] for each in differing.values())
+        quantization = {"group_size": recipe.group_size, "bits": bits, "mode": "affine", **differing}
         config["quantization"] = config["quantization_config"] = quantization
     if source.mtp.available:
         declare_head(config, source.family, SIDECAR)
     return config
 
 
-def _index(files: dict[str, list[Step]]) -> dict[str, Any]:
-    """Of the shards alone: who reads all that it names must find the model that mlx-lm knows."""
-    shards = {name: steps for name, steps in files.items() if "/" not in name}
-    outputs = {output.name: (file, output) for file, steps in shards.items() for s in steps for output in s.outputs}
+def _new_index(files: dict[str, list[TensorPlan]]) -> dict[str, Any]:
+    """Return an index of the shards alone: a program that reads all of it must find the model that mlx-lm knows."""
+    shards = {name: plans for name, plans in files.items() if "/" not in name}
+    outputs = [(output, file) for file, plans in shards.items() for plan in plans for output in plan.outputs]
     return {
-        "metadata": {"total_size": sum(output.nbytes for _, output in outputs.values())},
-        "weight_map": {name: outputs[name][0] for name in sorted(outputs)},
+        "metadata": {"total_size": sum(output.nbytes for output, _ in outputs)},
+        "weight_map": dict(sorted((output.name, file) for output, file in outputs)),
     }
 
 
-def _readme(plan: Conversion) -> str:
+def _new_readme(plan: Conversion) -> str:
     try:
         card = ModelCard.load(plan.source.path / "README.md")
-    except (OSError, ValueError, TypeError, yaml.YAMLError, RecursionError):  # the README need not be in order
+    except (OSError, ValueError, TypeError, yaml.YAMLError, RecursionError):  # missing or broken
         card = ModelCard.from_template(ModelCardData(), template_str="---\n{{ card_data }}\n---\n")
     card.data.library_name = "mlx"
     tags = card.data.tags if isinstance(card.data.tags, list) else []
     card.data.tags = sorted({*(tag for tag in tags if isinstance(tag, str)), "mlx"})
-    if plan.original:  # else what the source says that it was made from stays
+    if plan.original:  # else the source's own base_model stays
         card.data.base_model = plan.original
     head = f"Its MTP head is in `{SIDECAR}`." if plan.source.mtp.available else "The original has no MTP head."
     return (
         f"---\n{card.data.to_yaml()}\n---\n\n# {plan.destination.name}\n\n"
         f"{plan.original or plan.source.path.name}, converted to MLX by headstart {version('headstart')}. {head}\n"
     )
-
-
-def _parameters(module: nn.Module) -> list[str]:
-    flat: Any = tree_flatten(module.parameters())
-    return [name for name, _ in flat]

@@ -1,9 +1,10 @@
-"""What a model folder is, told from its config and the headers of its files alone."""
+"""Recognise the model in a folder from its config and the headers of its files alone."""
 
 import copy
 import re
 import shlex
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import prod
@@ -12,24 +13,21 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+import yaml  # type: ignore[import-untyped]
+from huggingface_hub import metadata_load
 
-from .. import models
-from ..cards import Card, Dispatch, dispatch
+from .. import cards, models
 from ..errors import CheckpointError
-from . import identity, provenance
-from .config import REMEDY, read_config
-from .headers import Header, read_header
-from .index import INDEX, read_index
-from .names import is_head, is_vision
-from .parameters import Stored, gather, misfit, quantization_of, some
-from .untrusted import describe
+from .config import REMEDY, printable_error, read_config
+from .parameters import Stored, find_misfit, find_parameters, is_head, is_vision, parameter_shapes, quantization_of
+from .safetensors import INDEX, Header, read_header, read_index
 
 SIDECARS = ("mtp.safetensors", "model-mtp.safetensors", "mtp/weights.safetensors")
-NORMS = "norms/weights.safetensors"  # of the trunk in float32, beside shards that round them: see docs/convert.md
+NORMS = "norms/weights.safetensors"  # the trunk's in float32: 1 + w loses bits in the half precision of the shards
+NO_WEIGHTS = "no safetensors file. Headstart reads Hugging Face releases and MLX conversions."
 # Why the head of a cached model could not be downloaded in this process, by the model's folder.
-UNFETCHED: dict[Path, str] = {}
-NUMBERED = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.safetensors$")
+HEAD_DOWNLOAD_ERRORS: dict[Path, str] = {}
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -47,27 +45,27 @@ class Mtp:
 class Layout:
     path: Path
     family: str
-    layout: provenance.Provenance  # of the trunk
+    layout: str  # of the trunk: "raw" or "converted"
     dtype: str
     quantization: dict[str, Any] | None
     parameters: int
     bytes: int
     mtp: Mtp
     config: dict[str, Any] = field(repr=False)
-    stored: dict[str, Stored] = field(repr=False)  # by the model's names; the head's only if it is available
+    stored: Stored = field(repr=False)  # by the model's names; the head's only if available
     quantized: dict[str, dict[str, Any]] = field(repr=False)  # module → bits, group_size, mode
 
     @cached_property
-    def card(self) -> Card | None:
-        return identity.card(self.path, self.family)
+    def card(self) -> cards.Card | None:
+        return _card(self.path, self.family)
 
-    def dispatch(self, mtp: bool | None = None) -> Dispatch:
-        """Whether its head drafts, and how far; `mtp` is the user's word, None the environment's."""
+    def dispatch(self, mtp: bool | None = None) -> cards.Dispatch:
+        """Decide whether the head drafts, and how far. `mtp`: the user's choice; None leaves it to HEADSTART_MTP."""
         unusable = None if self.mtp.available else self.mtp.reason
-        return dispatch(self.card, promised=models.head_modules(self.config), unusable=unusable, mtp=mtp)
+        return cards.dispatch(self.card, promised=models.head_modules(self.config), unusable=unusable, mtp=mtp)
 
     def report(self) -> dict[str, Any]:
-        """The JSON of `headstart inspect`."""
+        """Return the JSON of `headstart inspect`."""
         public = ("family", "layout", "dtype", "quantization", "parameters", "bytes")
         return {
             "path": str(self.path),
@@ -80,74 +78,73 @@ class Layout:
 def read_layout(path: Path) -> Layout:
     """Recognise the model in the folder `path`, or raise a CheckpointError when its trunk is unusable."""
     config = read_config(path)
+    family = models.FAMILIES[config["model_type"]].name
     weights = expected_weights(path, config)
-    flat: Any = tree_flatten(weights.parameters())
-    shapes = {name: array.shape for name, array in flat}
     modules = dict(weights.named_modules())
+    headers, absent = _read_shards(path)
 
-    headers, absent = read_shards(path)
-    kinds = provenance.of_shards(headers)
-
-    trunk = gather(headers, kinds, head=False)
+    trunk = find_parameters(headers, head=False)
     if (path / NORMS).is_file():
-        exact = read_header(path / NORMS)
-        norms = gather([exact], [provenance.of_sidecar(exact)], head=False)
+        norms = find_parameters([read_header(path / NORMS)], head=False, sidecar=True)
         trunk |= {name: part for name, part in norms.items() if name in trunk}
-    if problem := misfit(trunk, {k: v for k, v in shapes.items() if not is_head(k)}, modules):
-        raise CheckpointError(f"{path}: {problem}. {_way_out(config)}")
-    kind = trunk["embed_tokens.weight"].sources[0].provenance
-    if kind is None:
+    if problem := find_misfit(trunk, weights):
+        raise CheckpointError(f"{path}: {problem}. {_remedy(config)}")
+    provenance = trunk["embed_tokens.weight"].sources[0].provenance
+    if provenance is None:
         raise CheckpointError(f"{path}: nothing says whether its files are as released or converted.")
 
     if sidecar := find_sidecar(path, config):
-        header = read_header(sidecar)
-        head = gather([header], [provenance.of_sidecar(header)], head=True, bare=True)
+        head = find_parameters([read_header(sidecar)], head=True, sidecar=True)
     else:
-        head = gather(headers, kinds, head=True)
-    mtp = _describe_head(path, config, head, absent, {k: v for k, v in shapes.items() if is_head(k)}, modules)
+        head = find_parameters(headers, head=True)
+    if head:
+        mtp = _describe_head(path, family, head, weights)
+    else:
+        mtp = _describe_missing_head(path, family, absent, bool(models.head_modules(config)))
 
     stored = {**trunk, **head} if mtp.available else trunk
-    quantized = {name: q for name in modules if (q := quantization_of(name, modules[name], stored))}
     return Layout(
         path=path,
-        family=models.FAMILIES[config["model_type"]].name,
-        layout=kind,
+        family=family,
+        layout=provenance,
         dtype=_dtype(trunk),
-        quantization=_prevailing(trunk, modules),
-        parameters=sum(prod(shape) for name, shape in shapes.items() if name in stored),
+        quantization=_main_quantization(trunk, modules),
+        parameters=sum(prod(shape) for name, shape in parameter_shapes(weights).items() if name in stored),
         bytes=sum(part.nbytes for part in {**trunk, **head}.values()),
         mtp=mtp,
         config=config,
         stored=stored,
-        quantized=quantized,
+        quantized={name: found for name in modules if (found := quantization_of(name, modules[name], stored))},
     )
 
 
 def expected_weights(path: Path, config: dict[str, Any]) -> nn.Module:
-    """The model's modules with their head, not computed: the names and shapes that the files must have."""
+    """Return the model's modules with their head, not computed: the names and shapes that the files must have."""
     try:
         return models.build(copy.deepcopy(config)).weights
-    except Exception as error:  # whatever mlx-lm trips over, nothing but the config can be its cause
+    except Exception as error:  # whatever mlx-lm raises, only the config can be its cause
         raise CheckpointError(
-            f"{path / 'config.json'}: a field is missing or wrong ({describe(error)}). {REMEDY}"
+            f"{path / 'config.json'}: a field is missing or wrong ({printable_error(error)}). {REMEDY}"
         ) from error
 
 
-def read_shards(path: Path) -> tuple[list[Header], dict[str, str]]:
-    """The headers of the shards, checked against the index; and files of the head that are not as it says."""
+def _read_shards(path: Path) -> tuple[list[Header], dict[str, str]]:
+    """Return the headers of the shards, checked against the index, and what is wrong with files of the head."""
     index = read_index(path)
     if index is None:
-        return [read_header(file) for file in _numbered_shards(path)], {}
+        files = sorted(file for file in path.glob("*.safetensors") if file.name not in SIDECARS)
+        if not files:
+            raise CheckpointError(f"{path}: {NO_WEIGHTS}")
+        return [read_header(file) for file in files], {}
     names_of: dict[str, list[str]] = {}
     for name, file in index["weight_map"].items():
-        names_of.setdefault(file, []).append(name)
-
+        if not is_vision(name):
+            names_of.setdefault(file, []).append(name)
     headers, absent = [], {}
     for file, names in sorted(names_of.items()):
-        text = [name for name in names if not is_vision(name)]
-        header = read_header(path / file) if text and (path / file).exists() else None
-        if lacking := [name for name in text if not header or name not in header.tensors]:
-            problem = f"lacks {some(lacking)}" if header else "is missing"
+        header = read_header(path / file) if (path / file).exists() else None
+        if lacking := [name for name in names if not header or name not in header.tensors]:
+            problem = f"lacks {lacking[0]}" if header else "is missing"
             if not all(is_head(name) for name in lacking):
                 raise CheckpointError(f"{path / file}: {problem}, though {INDEX} names it. Download the file again.")
             absent[file] = problem
@@ -156,93 +153,109 @@ def read_shards(path: Path) -> tuple[list[Header], dict[str, str]]:
     return headers, absent
 
 
-def _numbered_shards(path: Path) -> list[Path]:
-    """Without an index: all files, and none missing between `-00001-of-N` and N."""
-    files = {file.name for file in path.glob("*.safetensors")} - set(SIDECARS)
-    for name in sorted(files):
-        if match := NUMBERED.match(name):
-            stem, _, count = match.groups()
-            wanted = {f"{stem}-{n:05}-of-{count}.safetensors" for n in range(1, int(count) + 1)}
-            if lacking := sorted(wanted - files):
-                raise CheckpointError(f"{path / lacking[0]}: the file is missing. Download the model again.")
-    if not files:
-        raise CheckpointError(
-            f"{path}: no safetensors file. Headstart reads Hugging Face releases and MLX conversions."
-        )
-    return [path / name for name in sorted(files)]
-
-
 def sidecar_names(config: dict[str, Any]) -> list[str]:
-    """Where a head may stand beside the shards. MTPLX and OptiQ name the place in config.json."""
+    """Return where a head may be beside the shards. MTPLX and OptiQ name the file in config.json."""
     named = (config.get("mlx_lm_extra_tensors") or {}).get("mtp_file")
     return [str(named), *SIDECARS] if named else [*SIDECARS]
 
 
 def find_sidecar(path: Path, config: dict[str, Any]) -> Path | None:
-    """A head beside the shards; it goes before a head inside them."""
+    """Return the file of a head beside the shards, which takes precedence over a head inside them."""
     return next((path / name for name in sidecar_names(config) if (path / name).is_file()), None)
 
 
-def _describe_head(
-    path: Path,
-    config: dict[str, Any],
-    head: dict[str, Stored],
-    absent: dict[str, str],
-    shapes: dict[str, tuple[int, ...]],
-    modules: dict[str, nn.Module],
-) -> Mtp:
-    family = models.FAMILIES[config["model_type"]].name
-    graft = f"`headstart graft {shlex.quote(str(path))} --from {identity.original(path, family) or 'ORIGINAL'}`"
-    unfetched = f" It was not downloaded: {UNFETCHED[path]}" if path in UNFETCHED else ""
-    if not head and absent:
-        file, problem = next(iter(absent.items()))
-        reason = f"{file}: {problem}, though {INDEX} places the MTP head in it.{unfetched} "
-        return Mtp(False, f"{reason}Download the file, or {graft} writes a head.", location=", ".join(absent))
-    if not head and models.head_modules(config):
-        reason = f"config.json promises an MTP head but no file holds it.{unfetched}"
-        return Mtp(False, f"{reason} {graft} brings it back.")
-    if not head:
-        return Mtp(
-            False,
-            "config.json promises no MTP head and no file holds one. "
-            f"If the original has one, {graft} brings it over.",
-        )
+def _graft_command(path: Path, family: str) -> str:
+    return f"`headstart graft {shlex.quote(str(path))} --from {original_id(path, family) or 'ORIGINAL'}`"
 
-    files = {source.file: source.provenance for part in head.values() for source in part.sources}
+
+def _describe_missing_head(path: Path, family: str, absent: dict[str, str], promised: bool) -> Mtp:
+    graft = _graft_command(path, family)
+    error = f" It was not downloaded: {HEAD_DOWNLOAD_ERRORS[path]}" if path in HEAD_DOWNLOAD_ERRORS else ""
+    if absent:
+        file, problem = next(iter(absent.items()))
+        reason = f"{file}: {problem}, though {INDEX} places the MTP head in it.{error} "
+        return Mtp(False, f"{reason}Download the file, or {graft} writes a head.", location=", ".join(absent))
+    if promised:
+        return Mtp(False, f"config.json promises an MTP head but no file holds it.{error} {graft} brings it back.")
+    reason = "config.json promises no MTP head and no file holds one."
+    return Mtp(False, f"{reason} If the original has one, {graft} brings it over.")
+
+
+def _describe_head(path: Path, family: str, head: Stored, weights: nn.Module) -> Mtp:
+    files = {source.tensor.file for part in head.values() for source in part.sources}
     location = ", ".join(str(file.relative_to(path)) for file in sorted(files))
     count = len({name.split(".")[2] for name in head if name.startswith("mtp.layers.")})
-    way_out = f"{graft} writes a new one, or load without the head"
-    unusable: str | None = None
-    if wrong := misfit(head, shapes, modules):
-        unusable = f"{location}: the MTP head does not fit: {wrong}. {way_out}."
-    elif None in files.values():
-        unusable = (
-            f"{location}: nothing in the file says whether it is as released or converted, and so whether "
-            f"the norms of its MTP head are stored as w or as 1 + w. {way_out}."
-        )
-    return Mtp(unusable is None, unusable, location, count, _prevailing(head, modules))
+    unusable = None
+    if misfit := find_misfit(head, weights, head=True):
+        graft = _graft_command(path, family)
+        unusable = f"{location}: {misfit}. {graft} writes a new MTP head, or load without the head."
+    quantization = _main_quantization(head, dict(weights.named_modules()))
+    return Mtp(unusable is None, unusable, location, count, quantization)
 
 
-def _prevailing(stored: dict[str, Stored], modules: dict[str, nn.Module]) -> dict[str, Any] | None:
-    """The quantisation of most parameters among those that have one."""
+def _main_quantization(stored: Stored, modules: dict[str, nn.Module]) -> dict[str, Any] | None:
+    """Return the quantisation of most parameters among those that have one."""
     sizes: Counter[tuple[tuple[str, Any], ...]] = Counter()
     for name in stored:
         module = name.removesuffix(".weight")
-        if module in modules and (found := quantization_of(module, modules[module], stored)):
-            sizes[tuple(found.items())] += prod(modules[module].weight.shape)
+        with suppress(ValueError, ZeroDivisionError, IndexError):  # scales of an unusable head
+            if module in modules and (found := quantization_of(module, modules[module], stored)):
+                sizes[tuple(found.items())] += prod(modules[module].weight.shape)
     return dict(sizes.most_common(1)[0][0]) if sizes else None
 
 
-def _dtype(trunk: dict[str, Stored]) -> str:
-    """The type that the model was saved in, whatever its matrices are packed to."""
-    for name in ("embed_tokens.weight", "embed_tokens.scales", "norm.weight"):
-        if name in trunk and mx.issubdtype(trunk[name].dtype, mx.floating):
-            return str(trunk[name].dtype).removeprefix("mlx.core.")
-    raise AssertionError("misfit() lets no norm pass that is not floating")
+def _dtype(trunk: Stored) -> str:
+    """Return the type that the model was saved in, whatever its matrices are quantised to."""
+    names = [name for name in ("embed_tokens.weight", "embed_tokens.scales", "norm.weight") if name in trunk]
+    dtype = next(trunk[name].dtype for name in names if mx.issubdtype(trunk[name].dtype, mx.floating))
+    return str(dtype).removeprefix("mlx.core.")
 
 
-def _way_out(config: dict[str, Any]) -> str:
+def _remedy(config: dict[str, Any]) -> str:
     method = (config.get("quantization_config") or {}).get("quant_method")
     if method not in (None, "fp8"):
         return f"Headstart does not read {method!r} quantisation: take the original or an MLX conversion."
     return "Download the model again: config.json and the weights must come from one place."
+
+
+# -- Which model it is: the files do not say, but their place, their README and the cards may.
+
+
+def hub_id(path: Path) -> str | None:
+    """Return org/name of a model in the Hugging Face cache."""
+    snapshots = path.absolute().parent
+    repo = snapshots.parent.name
+    if snapshots.name != "snapshots" or not repo.startswith("models--"):
+        return None
+    return repo.removeprefix("models--").replace("--", "/", 1)
+
+
+def base_model_id(path: Path) -> str | None:
+    """Return the id of the model that this one was made from, as its README says."""
+    try:
+        found = (metadata_load(path / "README.md") or {}).get("base_model")
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):  # a broken README is no error of ours
+        return None
+    first = found[0] if isinstance(found, list) and found else found
+    # It is shown as part of a command: nothing that a shell or a terminal would act on.
+    return first if isinstance(first, str) and HUB_ID.fullmatch(first) else None
+
+
+def release_id(path: Path, family: str) -> str | None:
+    """Return the id of a release: from the cache, or from the card with exactly the folder's name.
+
+    A longer name may be a fine-tune's.
+    """
+    card = cards.named(path.absolute().name)
+    return hub_id(path) or (card.hub_id if card and card.family == family else None)
+
+
+def original_id(path: Path, family: str) -> str | None:
+    """Return the id of the release that a conversion was made from."""
+    if found := base_model_id(path):
+        return found
+    return card.original if (card := _card(path, family)) else None
+
+
+def _card(path: Path, family: str) -> cards.Card | None:
+    return cards.matching((hub_id(path), base_model_id(path)), path.absolute().name, family)

@@ -1,170 +1,259 @@
-"""Which tensors of which files make up each parameter of the model, and whether they fit it."""
+"""Find which tensors of which files make up each parameter of the model, and whether they fit it.
 
+The model's names are upstream's without prefixes:
+
+- raw, expert 7 of it: `model.language_model.layers.0.mlp.experts.7.up_proj.weight`
+- converted: `language_model.model.layers.0.mlp.switch_mlp.up_proj.weight`
+- the model's: `layers.0.mlp.switch_mlp.up_proj.weight`
+
+A file is raw (as released) or converted to MLX, which decides whether its norms are stored as w or as 1 + w. The
+values cannot tell: the mean of a converted `pre_fc_norm_embedding` is 0.27 and looks raw (omlx#3742). Where the
+file's origin is unknown nothing is guessed.
+"""
+
+import re
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from math import prod
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
-from .headers import Header
-from .names import is_head, is_vision, pieces
-from .provenance import Provenance
+from .config import read_object
+from .safetensors import Header, TensorInfo
 
+Provenance = Literal["raw", "converted"]
+
+PREFIX = re.compile(r"^(?:(?:model|language_model)\.)+")
+VISION = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
+EXPERT = re.compile(r"^(.+\.mlp)\.experts\.(\d{1,6})\.(gate_proj|up_proj|down_proj)\.(\w+)$")
+FUSED = re.compile(r"^(.+\.mlp)\.experts\.(gate_up_proj|down_proj)(?:\.(weight|scales|biases))?$")
 BITS = (2, 3, 4, 5, 6, 8)
+GROUP_SIZES = (32, 64, 128)
+FP8_BLOCK = 128
 
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor in a file, and which part of a parameter it is."""
+    """A tensor in a file, and which part of a parameter it is: all of it, one expert, or half of a fused tensor."""
 
-    file: Path
-    name: str
+    tensor: TensorInfo
     provenance: Provenance | None
-    expert: int | None
-    half: int | None
-    shape: tuple[int, ...]
-    dtype: mx.Dtype
-    offset: int  # of its first byte in the file
+    expert: int | None = None
+    half: int | None = None  # of axis -2
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredParameter:
     """A parameter as the files hold it, with the shape it has once its experts are stacked."""
 
     sources: tuple[Source, ...]
-    dtype: mx.Dtype
     shape: tuple[int, ...]
-    nbytes: int
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.sources[0].tensor.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.size
+
+    @property
+    def raw(self) -> bool:
+        return self.sources[0].provenance == "raw"
 
 
-def gather(
-    headers: list[Header], kinds: list[Provenance | None], *, head: bool, bare: bool = False
-) -> dict[str, Stored]:
-    """The parameters of the trunk, or of the head, in these files. In a `bare` file all is the head's."""
+Stored = dict[str, StoredParameter]  # by the model's names
+
+
+def canonical(name: str) -> str:
+    return PREFIX.sub("", name)
+
+
+def is_vision(name: str) -> bool:
+    return canonical(name).startswith(VISION)
+
+
+def is_head(name: str) -> bool:
+    return canonical(name).startswith("mtp.")
+
+
+def is_text(name: str) -> bool:
+    return not is_head(name) and not is_vision(name)
+
+
+def parameter_shapes(weights: nn.Module) -> dict[str, tuple[int, ...]]:
+    flat: Any = tree_flatten(weights.parameters())
+    return {name: array.shape for name, array in flat}
+
+
+def find_parameters(headers: list[Header], *, head: bool, sidecar: bool = False) -> Stored:
+    """Return the parameters of the trunk, or of the head, in these files.
+
+    A `sidecar` is a file beside the shards. If none of its names has the prefix `mtp.`, all are the head's.
+    """
     sources: dict[str, list[Source]] = {}
-    dtypes: dict[str, mx.Dtype] = {}
-    for header, kind in zip(headers, kinds, strict=True):
-        without_prefix = bare and not any(is_head(name) for name in header.tensors)
+    # A file's conv1d tells its provenance, or the conv1d of another file that was saved in the same format.
+    by_format = {header.format: found for header in headers if (found := _provenance_of_conv1d(header))}
+    for header in headers:
+        provenance = _provenance_of_conv1d(header) or by_format.get(header.format) or _provenance_of_names(header)
+        if sidecar and _manifest_says_converted(header):
+            provenance = "converted"
+        unprefixed = head and sidecar and not any(is_head(name) for name in header.tensors)
         for name, tensor in header.tensors.items():
-            if is_vision(name) or head != (without_prefix or is_head(name)):
+            if is_vision(name) or head != (unprefixed or is_head(name)):
                 continue
-            for piece in pieces(name):
-                parameter = f"mtp.{piece.parameter}" if without_prefix else piece.parameter
-                source = Source(
-                    header.path, name, kind, piece.expert, piece.half, tensor.shape, tensor.dtype, tensor.offset
-                )
-                dtypes[parameter] = tensor.dtype
-                sources.setdefault(parameter, []).append(source)
-    return {name: _stored(name, parts, dtypes[name]) for name, parts in sources.items()}
+            for parameter, expert, half in _parameters_in(name):
+                parameter = f"mtp.{parameter}" if unprefixed else parameter
+                sources.setdefault(parameter, []).append(Source(tensor, provenance, expert, half))
+    return {name: _stored_parameter(name, parts) for name, parts in sources.items()}
 
 
-def _stored(name: str, parts: list[Source], dtype: mx.Dtype) -> Stored:
-    parts.sort(key=lambda part: part.expert or 0)
-    shape = parts[0].shape
-    if parts[0].half is not None and len(shape) > 1 and shape[-2] % 2 == 0:  # else it is left not to fit
+def _parameters_in(name: str) -> list[tuple[str, int | None, int | None]]:
+    """Return parameter, expert and half for what the tensor `name` holds; `gate_up_proj` holds two, gate first."""
+    name = canonical(name)
+    if match := EXPERT.match(name):
+        mlp, expert, projection, leaf = match.groups()
+        return [(f"{mlp}.switch_mlp.{projection}.{leaf}", int(expert), None)]
+    if match := FUSED.match(name):
+        mlp, projection, leaf = match.groups(default="weight")
+        if projection == "gate_up_proj":
+            return [(f"{mlp}.switch_mlp.{half}_proj.{leaf}", None, i) for i, half in enumerate(("gate", "up"))]
+        return [(f"{mlp}.switch_mlp.down_proj.{leaf}", None, None)]
+    return [(name, None, None)]
+
+
+def _stored_parameter(name: str, sources: list[Source]) -> StoredParameter:
+    sources.sort(key=lambda source: source.expert or 0)
+    first = sources[0]
+    shape = first.tensor.shape
+    if first.half is not None and len(shape) > 1 and shape[-2] % 2 == 0:  # an odd one will not fit the model
         shape = (*shape[:-2], shape[-2] // 2, shape[-1])
-    if parts[0].expert is not None:
-        shape = (len(parts), *shape)
-    if parts[0].provenance == "raw" and name.endswith("conv1d.weight") and len(shape) == 3:
+    if first.expert is not None:
+        shape = (len(sources), *shape)
+    if first.provenance == "raw" and name.endswith("conv1d.weight") and len(shape) == 3:
         shape = (shape[0], shape[2], shape[1])  # [C, 1, K] → [C, K, 1]
-    nbytes = dtype.size
-    for n in shape:
-        nbytes *= n
-    return Stored(tuple(parts), dtype, shape, nbytes)
+    return StoredParameter(tuple(sources), shape)
 
 
-def quantization_of(name: str, module: nn.Module, stored: dict[str, Stored]) -> dict[str, Any] | None:
-    """How the module's weight is packed, from its shapes: config.json can be wrong about single modules."""
+def _manifest_says_converted(header: Header) -> bool:
+    """Return whether the manifest that vllm-mlx writes beside a head says that its norms are 1 + w."""
+    manifest = header.path.with_name("manifest.json")
+    return manifest.exists() and read_object(manifest).get("rmsnorm_weight_format") == "mlx_gamma"
+
+
+def _provenance_of_conv1d(header: Header) -> Provenance | None:
+    """Tell by the shape: [C, 1, K] as released, [C, K, 1] converted."""
+    for name, tensor in header.tensors.items():
+        if name.endswith("conv1d.weight"):
+            return "converted" if tensor.shape[-1:] == (1,) else "raw"
+    return None
+
+
+def _provenance_of_names(header: Header) -> Provenance | None:
+    """Tell by the metadata and the tensors' names, where they agree."""
+    names = "\n".join(header.tensors)
+    packed = ".scales\n" in names + "\n"
+    found: set[Provenance] = set()
+    if header.format == "mlx" or packed or ".switch_mlp." in names or "language_model.mtp." in names:
+        found.add("converted")
+    if header.format == "pt" or re.search(r"\.mlp\.experts\.\d+\.", names) or "_scale_inv" in names:
+        found.add("raw")
+    # vllm-mlx shifts the norms of Qwen3.6 heads and leaves the experts fused.
+    if re.search(r"\.mlp\.experts\.(gate_up|down)_proj", names) and not packed and not header.written_by_mlx:
+        found.add("raw")
+    return found.pop() if len(found) == 1 else None
+
+
+def quantization_of(name: str, module: nn.Module, stored: Stored) -> dict[str, Any] | None:
+    """Return how the module's weight is quantised, by its shapes: config.json can be wrong about single modules."""
     if f"{name}.scales" in stored:
         return infer_quant_config(name, module, stored)
     if f"{name}.weight_scale_inv" in stored:
-        return {"group_size": 128, "bits": 8, "mode": "fp8"}
+        return {"group_size": FP8_BLOCK, "bits": 8, "mode": "fp8"}
     return None
 
 
-def misfit(
-    stored: dict[str, Stored], shapes: dict[str, tuple[int, ...]], modules: dict[str, nn.Module]
-) -> str | None:
-    """Why these parameters are not the ones the model has, or None."""
-    if missing := [name for name in shapes if name not in stored]:
-        return f"{_count(missing, 'tensor')} missing ({some(missing)})"
+def dequantize_fp8(codes: mx.array, scales: mx.array) -> mx.array:
+    """Return float32 values [R, C] for codes [R, C] with one scale for each block of 128 x 128."""
+    rows, columns = codes.shape
+    scales = mx.repeat(mx.repeat(scales.astype(mx.float32), FP8_BLOCK, axis=0), FP8_BLOCK, axis=1)
+    return mx.from_fp8(codes, dtype=mx.float32) * scales[:rows, :columns]
+
+
+def find_misfit(stored: Stored, weights: nn.Module, *, head: bool = False) -> str | None:
+    """Return why these parameters are not those of the model's trunk, or of its head; None if they are."""
+    expected = {name: shape for name, shape in parameter_shapes(weights).items() if is_head(name) == head}
+    for path, module in weights.named_modules():
+        weight = f"{path}.weight"
+        if weight in expected and weight in stored:
+            try:
+                expected |= _quantised_shapes(path, module, stored)
+            except (ValueError, ZeroDivisionError, IndexError) as error:
+                return f"the scales of {weight} do not fit it ({error})"
+    if missing := [name for name in expected if name not in stored]:
+        return f"{_count(missing, 'tensor')} missing ({_first_few(missing)})"
     for name, part in stored.items():
-        if problem := _torn(name, part):
+        if problem := _misfit_of_sources(name, part):
             return problem
-    unknown = []
-    experts_first = sorted(stored.items(), key=lambda item: ".switch_mlp." not in item[0])
-    for name, part in experts_first:
-        module, _, leaf = name.rpartition(".")
-        if name not in shapes:
-            if not (leaf in ("scales", "biases", "weight_scale_inv") and f"{module}.weight" in shapes):
-                unknown.append(name)
-            continue
-        wanted = shapes[name]
-        try:
-            packed = quantization_of(module, modules[module], stored) if leaf == "weight" else None
-        except (ValueError, ZeroDivisionError, IndexError) as error:
-            return f"the scales of {name} do not fit it ({error})"
-        if packed and not hasattr(modules[module], "to_quantized"):
-            return f"{name} has scales and cannot be quantised"
-        found = _logical_shape(part, packed)
+    for name in sorted(expected, key=lambda name: (".switch_mlp." not in name, name)):  # experts first
+        found, wanted = stored[name].shape, expected[name]
+        if found != wanted and ".switch_mlp." in name and found[1:] == wanted[1:]:
+            return f"{name} has {found[0]} experts, config.json says {wanted[0]}"
         if found != wanted:
-            if ".switch_mlp." in name and found[1:] == wanted[1:]:
-                return f"{name} has {found[0]} experts, config.json says {wanted[0]}"
             return f"{name} has shape {list(found)} where config.json makes it {list(wanted)}"
-        if packed is None and not mx.issubdtype(part.dtype, mx.floating):
-            return f"{name} is of type {part.dtype} and has no scales"
-        if packed and not _scales_fit(module, wanted, packed, stored):
-            return f"the scales of {name} do not fit it"
-    unknown = [name for name in unknown if not _harmless(name, shapes)]
-    return f"{_count(unknown, 'tensor')} unknown ({some(unknown)})" if unknown else None
-
-
-def _torn(name: str, part: Stored) -> str | None:
-    """Two tensors for one parameter, or experts with a gap."""
-    if part.sources[0].expert is None:
-        if len(part.sources) > 1:
-            files = ", ".join(sorted({source.file.name for source in part.sources}))
-            return f"{name} is stored twice ({files})"
-        return None
-    experts = [source.expert for source in part.sources]
-    gaps = sorted(set(range(max(e or 0 for e in experts) + 1)) - set(experts))  # a name holds at most six digits
-    if gaps:
-        return f"{_count(gaps, 'expert')} of {name} missing ({some(gaps)})"
-    if len(set(experts)) != len(experts):
-        return f"an expert of {name} is stored twice"
-    if len({source.shape for source in part.sources}) > 1:
-        return f"the experts of {name} have different shapes"
+        quantised = f"{name.rpartition('.')[0]}.scales" in expected or f"{name}_scale_inv" in expected
+        if not quantised and not mx.issubdtype(stored[name].dtype, mx.floating):
+            return f"{name} is of type {stored[name].dtype} and has no scales"
+    unknown = [name for name in stored if name not in expected and not name.endswith("rotary_emb.inv_freq")]
+    if "lm_head.weight" not in expected:  # a model that ties its embedding may hold a copy of it
+        unknown = [name for name in unknown if not name.startswith("lm_head.")]
+    if unknown:
+        return f"{_count(unknown, 'tensor')} unknown ({_first_few(unknown)})"
+    if head and any(source.provenance is None for part in stored.values() for source in part.sources):
+        return "nothing in the file says whether it is as released, with norms stored as w, or converted, as 1 + w"
     return None
 
 
-def _logical_shape(part: Stored, packed: dict[str, Any] | None) -> tuple[int, ...]:
-    if packed is None or packed["mode"] == "fp8" or packed["bits"] not in BITS:
-        return part.shape
-    return (*part.shape[:-1], part.shape[-1] * 32 // packed["bits"])
+def _misfit_of_sources(name: str, part: StoredParameter) -> str | None:
+    experts = {source.expert for source in part.sources}
+    if len(experts) < len(part.sources) or (None in experts and len(experts) > 1):
+        files = ", ".join(sorted({source.tensor.file.name for source in part.sources}))
+        return f"{name} is stored twice ({files})"
+    if None in experts:
+        return None
+    gaps = sorted(set(range(max(e or 0 for e in experts) + 1)) - experts)  # a name holds at most six digits
+    if gaps:
+        return f"{_count(gaps, 'expert')} of {name} missing ({_first_few(gaps)})"
+    if len({(source.tensor.shape, source.tensor.dtype) for source in part.sources}) > 1:
+        return f"the experts of {name} have different shapes or types"
+    return None
 
 
-def _scales_fit(module: str, shape: tuple[int, ...], packed: dict[str, Any], stored: dict[str, Stored]) -> bool:
-    if packed["mode"] == "fp8":
-        blocks = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
-        return stored[f"{module}.weight_scale_inv"].shape == blocks
-    groups = (*shape[:-1], shape[-1] // packed["group_size"])
-    biases = stored.get(f"{module}.biases")
-    return stored[f"{module}.scales"].shape == groups and (
-        biases is not None and biases.shape == groups if packed["mode"] == "affine" else biases is None
-    )
-
-
-def _harmless(name: str, shapes: dict[str, tuple[int, ...]]) -> bool:
-    """A copy of the embedding in a model that ties it; rotary frequencies, which are computed."""
-    tied = name.startswith("lm_head.") and "lm_head.weight" not in shapes
-    return tied or name.endswith("rotary_emb.inv_freq")
+def _quantised_shapes(path: str, module: nn.Module, stored: Stored) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that a module's parameters have once its weight is quantised as in the files."""
+    how = quantization_of(path, module, stored)
+    if how is None:
+        return {}
+    if not hasattr(module, "to_quantized") or how["bits"] not in BITS:
+        raise ValueError("it cannot be quantised so")
+    *rows, columns = module.weight.shape
+    if how["mode"] == "fp8":
+        return {f"{path}.weight_scale_inv": (*rows[:-1], -(-rows[-1] // FP8_BLOCK), -(-columns // FP8_BLOCK))}
+    groups = (*rows, columns // how["group_size"])
+    shapes = {f"{path}.weight": (*rows, columns * how["bits"] // 32), f"{path}.scales": groups}
+    if how["mode"] == "affine":
+        if how["group_size"] not in GROUP_SIZES:
+            raise ValueError(f"groups of {how['group_size']}")
+        shapes[f"{path}.biases"] = groups
+    return shapes
 
 
 def _count(items: list[Any], noun: str) -> str:
     return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
 
 
-def some(items: list[Any]) -> str:
+def _first_few(items: list[Any]) -> str:
     return ", ".join(map(str, items[:3])) + (", …" if len(items) > 3 else "")

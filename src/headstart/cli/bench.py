@@ -138,7 +138,7 @@ def _bench_here(name: str | None, source: "PromptSource", plan: "BenchPlan") -> 
     from ..bench.local import measure_locally
     from ..bench.report import bench_report
     from ..checkpoint import resolve
-    from ..checkpoint.identity import hub_id
+    from ..checkpoint.layout import hub_id
     from ..library import load
 
     if name is None:

@@ -41,22 +41,22 @@ def convert(
     """Convert a released model to MLX and keep its MTP head. mlx-lm runs the result too, without the head."""
     import mlx.core as mx
 
-    from ..checkpoint import identity, read_layout
+    from ..checkpoint import read_layout
     from ..checkpoint.convert import convert as write
     from ..checkpoint.convert import plan_conversion
-    from ..checkpoint.recipe import Recipe, mtp_bits_from
+    from ..checkpoint.layout import release_id
+    from ..checkpoint.quantize import Recipe
     from .progress import bytes_bar
     from .remote import fetched
 
-    chosen = mtp_bits_from(mtp_bits)
     # What is wrong with the options is said before anything is downloaded.
-    Recipe(mx.bfloat16, bits, group_size, recipe, chosen)
+    Recipe(mx.bfloat16, bits, group_size, recipe, mtp_bits)
     folder = fetched(source, dry_run=dry_run, vision=True)
     if folder is None:
         return
     layout = read_layout(folder)
-    original = identity.release(folder, layout.family)
-    settings = Recipe(getattr(mx, dtype or layout.dtype), bits, group_size, recipe, chosen)
+    original = release_id(folder, layout.family)
+    settings = Recipe(getattr(mx, dtype or layout.dtype), bits, group_size, recipe, mtp_bits)
     plan = plan_conversion(layout, destination, settings, original)
     _show(plan)
     if dry_run:

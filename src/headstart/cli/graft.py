@@ -40,40 +40,40 @@ def graft(
 
     import mlx.core as mx
 
-    from ..checkpoint import hub, identity, read_layout
+    from ..checkpoint import hub, read_layout
     from ..checkpoint.config import read_config
-    from ..checkpoint.graft import check_fits, check_name, plan_graft
+    from ..checkpoint.graft import check_name, check_sizes, plan_graft
     from ..checkpoint.graft import graft as write
-    from ..checkpoint.recipe import Recipe, mtp_bits_from
+    from ..checkpoint.layout import original_id
+    from ..checkpoint.quantize import Recipe
     from ..errors import CheckpointError
     from .progress import bytes_bar
     from .remote import fetched
 
-    chosen = mtp_bits_from(mtp_bits)
     # What is wrong with the options is said before anything is downloaded.
-    Recipe(mx.bfloat16, group_size=64 if group_size is None else group_size, mtp_bits=chosen)
+    Recipe(mx.bfloat16, group_size=64 if group_size is None else group_size, mtp_bits=mtp_bits)
     converted = fetched(model, dry_run=dry_run, vision=False)
     if converted is None:
         return
     layout = read_layout(converted)
-    original = identity.original(layout.path, layout.family)
+    original = original_id(layout.path, layout.family)
     if source is None and original is None:
         raise CheckpointError(f"{layout.path}: nothing says what it was made from. Name the original with --from.")
     found = hub.locate(source or original)
     if isinstance(found, Path):
         folder = found
     else:
-        folder, files = hub.download_config(found)
+        folder, files = hub.missing_files(found, text=False)
     name = str(found)
-    check_fits(layout, name, read_config(folder))
+    check_sizes(layout, name, read_config(folder))
     if not force:
         check_name(layout, found, original)
     if isinstance(found, str) and files:
         if dry_run:
-            typer.echo(f"{found}: {len(files)} files, {hub.sizes(found, files):,} bytes would be downloaded first.")
+            typer.echo(f"{found}: {len(files)} files, {sum(files.values()):,} bytes would be downloaded first.")
             return
         hub.download_files(found, folder, files)
-    plan = plan_graft(layout, folder, mtp_bits=chosen, group_size=group_size, merge=merge, force=force)
+    plan = plan_graft(layout, folder, mtp_bits=mtp_bits, group_size=group_size, merge=merge, force=force)
     typer.echo(f"{layout.path / plan.file}: {plan.write_bytes:,} bytes, from {plan.read_bytes:,} of {name}.")
     if not plan.compared and not force:
         typer.echo("Its files hold nothing of the trunk to compare: that it is this model's, sizes and names say.")

@@ -16,9 +16,9 @@ def inspect(
     """Say what a checkpoint is: family, layout, quantisation, and where its MTP head is. It reads headers only: a hub
     id that is not in the cache is not downloaded."""
     from ..checkpoint import read_layout
-    from ..checkpoint.hub import outline
+    from ..checkpoint.hub import header_folder
 
-    with outline(model) as (folder, name):
+    with header_folder(model) as (folder, name):
         report = read_layout(folder).report()
     report["path"] = name
     if reason := report["mtp"]["reason"]:

@@ -16,9 +16,9 @@ def models(
 ) -> None:
     """List the models on this machine, whether their heads can draft and how far, and the others with a card."""
     from ..cards import known
-    from ..checkpoint.inventory import on_disk
+    from ..checkpoint.hub import local_models
 
-    found = [model.report() for model in on_disk(folders or ())]
+    found = [model.report() for model in local_models(folders or ())]
     here = {model["card"] for model in found}
     others = [card for card in known() if card.name not in here]
     if as_json:

@@ -37,9 +37,9 @@ def probe(
     from ..bench.probe_report import ProbeReport
     from ..bench.system import system_info
     from ..cards import MAX_K
-    from ..checkpoint import load, load_tokenizer, read_layout, resolve
+    from ..checkpoint import load_model, load_tokenizer, read_layout, resolve
     from ..checkpoint.convert import head_field
-    from ..checkpoint.identity import hub_id
+    from ..checkpoint.layout import hub_id
 
     # Refuse what is wrong with the options before anything is downloaded or loaded.
     check_folders({"--output": output})
@@ -64,7 +64,9 @@ def probe(
     )
     tokenizer = load_tokenizer(layout.path)
     with run_progress(probe_steps(deepest)) as progress:
-        result = probe_model(load(layout.path, mtp=True), tokenizer, k=deepest, tokens=tokens, progress=progress)
+        result = probe_model(
+            load_model(layout.path, mtp=True), tokenizer, k=deepest, tokens=tokens, progress=progress
+        )
     report = ProbeReport(name, _about(layout), system_info(), result, tokenizer, _remedy(layout))
     print_report(report, as_json, output)
     if not result.passed:
@@ -79,10 +81,9 @@ def _about(layout: "Layout") -> dict[str, Any]:
 
 def _remedy(layout: "Layout") -> str:
     """Say how to get a sound head where this one is not."""
-    from ..checkpoint.identity import original
-    from ..checkpoint.layout import find_sidecar
+    from ..checkpoint.layout import find_sidecar, original_id
 
-    source = original(layout.path, layout.family) or "ORIGINAL"
+    source = original_id(layout.path, layout.family) or "ORIGINAL"
     if layout.layout == "raw":
         again = "Download the model again."
     elif find_sidecar(layout.path, layout.config):

@@ -7,12 +7,12 @@ import typer
 
 def fetched(name: str, *, dry_run: bool, vision: bool) -> Path | None:
     """The model's folder. None where a dry run would have to download it."""
-    from ..checkpoint.hub import download, locate, missing_files, sizes
+    from ..checkpoint.hub import download, locate, missing_files
 
     found = locate(name)
     if isinstance(found, Path):
         return found
-    if dry_run and (files := missing_files(found, vision=vision)):
-        typer.echo(f"{found}: {len(files)} files, {sizes(found, files):,} bytes would be downloaded first.")
+    if dry_run and (files := missing_files(found, vision=vision)[1]):
+        typer.echo(f"{found}: {len(files)} files, {sum(files.values()):,} bytes would be downloaded first.")
         return None
     return download(found, vision=vision)

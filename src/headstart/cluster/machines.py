@@ -12,7 +12,7 @@ from typing import Literal
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..checkpoint import load, load_tokenizer, resolve
+from ..checkpoint import load_model, load_tokenizer, resolve
 from ..errors import ClusterError
 from ..models import Model
 from .communicator import Communicator
@@ -63,7 +63,7 @@ def load_part(
     """Load this rank's part of a model, and its tokenizer. The checkpoint must be on every machine."""
     folder = resolve(path)
     parallel = TensorParallel if split == "tensor" else PipelineParallel
-    model = load(folder, mtp=mtp, dtype=dtype, split=lambda config: parallel.of(config, comm))
+    model = load_model(folder, mtp=mtp, dtype=dtype, split=lambda config: parallel.of(config, comm))
     return model, load_tokenizer(folder)
 
 

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from ..cards import Card, known
-from ..checkpoint.inventory import Found, on_disk
+from ..checkpoint.hub import LocalModel, local_models
 
 
 def model_list(loaded: Path) -> dict[str, Any]:
     """Reads the headers of all of them, which takes a while. `loaded`: the folder of the one that is served."""
-    found = on_disk()
+    found = local_models()
     cards = {card.name for each in found if each.layout is not None and (card := each.layout.card) is not None}
     return {
         "on_disk": [_found(each, loaded) for each in found],
@@ -17,7 +17,7 @@ def model_list(loaded: Path) -> dict[str, Any]:
     }
 
 
-def _found(found: Found, loaded: Path) -> dict[str, Any]:
+def _found(found: LocalModel, loaded: Path) -> dict[str, Any]:
     """With the fields of /v1/models."""
     layout, decision = found.layout, found.dispatch
     card = layout.card if layout is not None else None
@@ -39,7 +39,7 @@ def _found(found: Found, loaded: Path) -> dict[str, Any]:
     }
 
 
-def _discreet(told: str | None, found: Found) -> str | None:
+def _discreet(told: str | None, found: LocalModel) -> str | None:
     """With the model's name for its folder: clients may be anywhere."""
     return told.replace(str(found.folder), found.name) if told is not None else None
 

@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..cards import Card
 from ..checkpoint import Layout
-from ..checkpoint.identity import hub_id
+from ..checkpoint.layout import hub_id
 from ..kernels import selected
 from ..models import Model
 from ..sampling import GrammarSpec, spell
