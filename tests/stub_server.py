@@ -56,7 +56,6 @@ class Schedule:
     usage: dict[str, Any] | None = field(default_factory=dict)  # beside the tokens; None: not told
     stats: dict[str, Any] | None = None
     odd: str | None = None  # an event of its own, before the others
-    running_usage: bool = False
     chat: bool = True
     end: str = "stop"  # or error, break, stall
     finish_reason: str | None = "length"
@@ -148,8 +147,6 @@ async def _stream(writer: asyncio.StreamWriter, schedule: Schedule) -> None:
         await asyncio.sleep(seconds)
         said += tokens
         chunk: dict[str, Any] = {"choices": [choice("word" * tokens)]}
-        if schedule.running_usage:
-            chunk["usage"] = {"completion_tokens": said}
         send(json.dumps(chunk))
     if schedule.end == "error":
         send(json.dumps({"error": {"message": "it failed here"}}))

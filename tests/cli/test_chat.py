@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 import headstart
 from headstart.cli import show
 from headstart.cli.main import app
-from headstart.cli.prompt import chat_tokens
+from headstart.cli.show import chat_tokens
 from headstart.engine import Engine, Stats
 
 FIRST, SECOND = "Write a function that adds two numbers.", "Now write one that subtracts them."

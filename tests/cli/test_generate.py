@@ -15,8 +15,7 @@ import headstart
 from headstart import library
 from headstart.cli.main import app
 from headstart.cli.options import SAMPLING
-from headstart.cli.prompt import chat_tokens
-from headstart.cli.show import LOOKS
+from headstart.cli.show import LOOKS, chat_tokens
 from headstart.engine import Stats
 from headstart.errors import RequestError
 

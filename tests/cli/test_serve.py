@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import headstart
 from headstart.cli.main import app
-from headstart.cli.prompt import chat_tokens
+from headstart.cli.show import chat_tokens
 from headstart.server import Server, settings_of_the_user
 
 KEY, PROMPT = "sk-never-to-be-seen", "Write a function that adds two secret-looking numbers."
