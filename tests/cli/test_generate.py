@@ -141,7 +141,7 @@ def test_sampling_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_every_sampling_flag_is_a_parameter_and_help_tells_its_true_default() -> None:
     defaults = headstart.SamplingParams().as_dict()
     for name, flag in SAMPLING.items():
-        (option,) = flag.__metadata__
+        _, option = flag
         default = defaults[name]
         told = default if isinstance(default, str) else "none" if default is None else f"{default:g}"
         assert option.show_default == told, name

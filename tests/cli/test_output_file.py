@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 
 from disks import read_only_folder
-from headstart.cli.outputs import check_folders
+from headstart.cli.show import check_output
 from headstart.errors import RequestError
 
 
 def test_what_cannot_be_written_is_named_before_the_work(tmp_path: Path) -> None:
-    check_folders({"--output": tmp_path / "new.md", "--plot": None})
+    check_output(tmp_path / "new.md")
+    check_output(None)
     with pytest.raises(RequestError, match=rf"--output {tmp_path}: a folder\. Name a file in it"):
-        check_folders({"--output": tmp_path})
+        check_output(tmp_path)
     with read_only_folder(tmp_path / "sealed") as sealed, pytest.raises(RequestError, match="cannot be written to"):
-        check_folders({"--output": sealed / "report.json"})
+        check_output(sealed / "report.json")

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from checkpoints import write
-from headstart.bench import step_time
+from headstart.bench import probe as probe_module
 from headstart.checkpoint import read_layout, resolve
 from headstart.checkpoint.convert import SIDECAR, convert, plan_conversion
 from headstart.checkpoint.recipe import Recipe
@@ -23,7 +23,7 @@ PROMISED = [
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_time, "STEPS", 1)
+    monkeypatch.setattr(probe_module, "TIMED_TOKENS", 12)
 
 
 def probe(*arguments: object) -> Result:
@@ -39,13 +39,15 @@ def test_the_builtin_model_passes_and_the_page_can_be_shown_to_anybody(tmp_path:
         assert "Every answer is that of plain decoding, at k = 1 to 1 and auto." in text
         assert text.rstrip().endswith("- Passed.")
     assert result.stdout == page.read_text()
-    first, plan, *_ = result.stderr.splitlines()
+    first, plan, *steps = result.stderr.splitlines()
     assert first == "No model given: probing the small built-in one. Name a model to probe yours."
+    assert steps[0] == "0 of 6 steps: comparing kernels on single tokens and windows"
     assert plan.startswith("Probing tiny-qwen3.5: decoding 4 prompts of 16 tokens at k=0 to 1 and auto, checking")
     written = page.read_text()
     assert written.startswith("# Probe of tiny-qwen3.5: passed\n")
     assert "| k " in written
-    assert "- Kernels: products " in written
+    assert "kernels: " in written
+    assert "- k: the number of tokens drafted per step." in written
     assert "mlx-lm " in written
     for private in (str(tmp_path), str(resolve(None)), str(Path.home()), socket.gethostname()):
         assert private not in written

@@ -59,7 +59,7 @@ def test_it_says_where_it_is_and_answers_like_the_library() -> None:
     expected = headstart.generate(loaded, tokenizer, tokens, max_tokens=24)
     with serving(HEADSTART_API_KEY=f"{KEY} another") as (process, told):
         assert told["Model"] == "tiny-qwen3.5"
-        assert re.fullmatch(r"on, up to \d drafts a round", told["Speculation"])
+        assert re.fullmatch(r"on, up to \d drafts per step", told["Speculation"])
         address = told["Address"]
         with httpx.Client() as http:
             assert http.get(f"{address}/models").status_code == 401
@@ -115,7 +115,7 @@ def test_settings_are_kept_in_the_users_folder(tmp_path: Path, monkeypatch: pyte
     file.parent.mkdir(parents=True)
     file.write_text('{"max_k": 2}')
     with serving() as (_, told), httpx.Client() as http:
-        assert told["Speculation"] == "on, up to 2 drafts a round"
+        assert told["Speculation"] == "on, up to 2 drafts per step"
         assert http.patch(f"{told['Address']}/settings", json={"speculation": False}).json()["problem"] is None
     assert json.loads(file.read_text()) == {"max_k": 2, "speculation": False}
     with serving() as (_, told), httpx.Client() as http:
