@@ -230,7 +230,7 @@ def test_a_server_or_model_that_is_not_there_is_one_line() -> None:
         (["--batch-size", "1,two"], "--batch-size 1,two: give whole numbers"),
         (["--concurrency", "4"], "--concurrency is for a server: give its --url"),
         (["--completions"], "--completions is for a server"),
-        (["--output", "nowhere/report.md"], "--output nowhere/report.md: there is no such folder"),
+        (["--output", "nowhere/report.md"], "--output nowhere/report.md: cannot be written"),
         (["--url", "http://a", "--k", "0"], "--k is for a model on this machine: leave out --url"),
         (["--url", "http://a", "--batch-size", "2"], "--batch-size is for a model on this machine"),
         (["--url", "http://a", "--concurrency", "few"], "--concurrency few: give whole numbers"),

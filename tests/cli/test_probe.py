@@ -94,7 +94,7 @@ def test_a_model_without_a_head_is_told_how_to_get_one(tmp_path: Path) -> None:
     [
         (["--k", "9"], "--k is 9; this probe can draft 1 to 8"),
         (["--tokens", "2"], "--tokens is 2"),
-        (["--output", "nowhere/page.md"], "--output nowhere/page.md: there is no such folder"),
+        (["--output", "nowhere/page.md"], "--output nowhere/page.md: cannot be written"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_before_a_model_is_looked_for(arguments: list[str], message: str) -> None:

@@ -19,5 +19,5 @@ def test_without_enough_drafts_there_is_no_percentage() -> None:
 
 
 def test_a_reason_that_ends_in_a_period_does_not_end_in_two() -> None:
-    shown = summary(Stats(None, "no file holds its head. `headstart graft` brings it back."), None)
-    assert shown.endswith("no drafts: no file holds its head. `headstart graft` brings it back")
+    shown = summary(Stats(None, "no file holds it. `headstart graft` brings it back.", exact=True), None)
+    assert shown.endswith("no drafts: no file holds it. `headstart graft` brings it back")

@@ -51,7 +51,7 @@ def bench_command(
     api_key: list[str] | None = Option(
         None,
         metavar="KEY",
-        help="With --url. Repeat for more servers, in their order.",
+        help="With --url, in the servers' order.",
         show_default="HEADSTART_API_KEY, for the first",
     ),
     concurrency: str = Option("1,4,16", metavar="LIST", help="With --url: clients that each wait for an answer."),

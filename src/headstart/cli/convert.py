@@ -67,20 +67,15 @@ def _print_plan(plan: "Conversion") -> None:
 def graft_command(
     model: str = Argument(help="The converted model: a folder, a name in the cache, or a hub id."),
     source: str | None = Option(
-        None,
-        "--from",
-        help="The original: a folder or a hub id. Of a hub model only the files with the head are downloaded.",
-        show_default="as its README or model card says",
+        None, "--from", help="The original: a folder or a hub id.", show_default="as its README or model card says"
     ),
     merge: bool = Option(False, "--merge", help="Write into the shards and their index, not into a file of its own."),
     mtp_bits: str | None = options.MTP_BITS,
     group_size: int | None = Option(
-        None,
-        help="Weights of the head that share a scale: 32, 64 or 128.",
-        show_default="the trunk's, or 64 where it is not quantised",
+        None, help="Weights that share a scale: 32, 64 or 128.", show_default="the trunk's, or 64"
     ),
     force: bool = Option(
-        False, "--force", help="Take the head of another model of the same sizes, such as a fine-tune's base."
+        False, "--force", help="Take the head of another model of the same sizes, such as its base."
     ),
     dry_run: bool = options.DRY_RUN,
 ) -> None:

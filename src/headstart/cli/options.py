@@ -13,28 +13,17 @@ Command = Callable[..., None]
 Split = Literal["tensor", "pipeline"]
 Rule = Literal["auto", "ratio", "coupled", "optimistic"]
 
-MTP = Option(
-    None,
-    "--mtp/--no-mtp",
-    help="Load the model with its MTP head, or without.",
-    show_default="with it, unless HEADSTART_MTP is 0",
-)
+MTP = Option(None, "--mtp/--no-mtp", help="Load the MTP head or not.", show_default="yes, unless HEADSTART_MTP is 0")
 SPLIT = Option("tensor", help="Under mlx.launch: machines share every layer, or have some layers each.")
 SHOW_DRAFTS = Option(False, "--show-drafts", help="Show where tokens came from: draft, correction, bonus or plain.")
 DRY_RUN = Option(False, "--dry-run", help="Show the plan and its sizes, and write nothing.")
 MTP_BITS = Option(
-    None,
-    metavar="keep|2..8",
-    help="Bits of the head's matrices, `mtp.fc` excepted.",
-    show_default="8 where the trunk is quantised, else keep",
+    None, metavar="keep|2..8", help="Bits of the head, but of `mtp.fc`.", show_default="8 if the rest is quantised"
 )
 JSON = Option(False, "--json", help="Print JSON.")
 OUTPUT = Option(None, metavar="FILE", help="Also write the report: JSON to a .json, else Markdown.")
 MODEL = Argument(
-    None,
-    metavar="MODEL",
-    help="A folder, a built-in model, a name in the Hugging Face cache, or a hub id.",
-    show_default="the built-in model",
+    None, metavar="MODEL", help="A folder, a built-in model, a cached one or a hub id.", show_default="built-in"
 )
 # The sampling flags by their names in SamplingParams, which has their defaults: what is not given is None.
 SAMPLING: dict[str, tuple[Any, Any]] = {
@@ -49,12 +38,7 @@ SAMPLING: dict[str, tuple[Any, Any]] = {
     "frequency_penalty": (float, Option(None, show_default="0", help="The same, by how often each occurs.")),
     "accept": (
         Rule,
-        Option(
-            None,
-            metavar="RULE",
-            show_default="auto",
-            help="coupled (auto with a seed), ratio (auto without) or optimistic (accepts all drafts: not exact).",
-        ),
+        Option(None, metavar="RULE", show_default="auto", help="ratio, coupled, optimistic (not exact)."),
     ),
     "seed": (int, Option(None, show_default="none", help="The same text again, at any depth.")),
 }

@@ -25,35 +25,28 @@ def serve_command(
     host: str = Option("127.0.0.1", help="Where to listen. Beyond this machine a key is needed."),
     port: int = Option(8000, min=0, max=65535, help="0 takes a free one."),
     model_id: str | None = Option(
-        None, help="What clients call the model.", show_default="its hub id, or its folder's name"
+        None, help="What clients call it.", show_default="its hub id, or its folder's name"
     ),
     mtp: bool | None = options.MTP,
     api_key: list[str] | None = Option(
         None, metavar="KEY", envvar="HEADSTART_API_KEY", help="A key that clients must send. Repeat for more."
     ),
     no_key: bool = Option(False, "--no-key", help="Listen beyond this machine without a key."),
-    cors_origin: list[str] | None = Option(
-        None, metavar="ORIGIN", help="A web page's origin that may call; * is any. Repeat for more."
-    ),
-    allowed_host: list[str] | None = Option(
-        None, metavar="HOST", help="A host name in URLs besides this machine's own; * is any. Repeat for more."
-    ),
+    cors_origin: list[str] | None = Option(None, metavar="ORIGIN", help="A web page that may call; * is any."),
+    allowed_host: list[str] | None = Option(None, metavar="HOST", help="A further host name in URLs; * is any."),
     max_sequences: int = Option(16, min=1, help="Requests decoded together."),
     max_queue: int = Option(256, min=1, help="Requests that may wait."),
     max_prompt_tokens: int | None = Option(None, min=1, help="Longest prompt.", show_default="the model's context"),
     max_connections: int | None = Option(
         None,
         min=2,
-        help="Open connections; one client gets at most half of them.",
+        help="Open connections, half of them per client.",
         show_default="2048, or what `ulimit -n` allows",
     ),
     timeout: float = Option(600.0, min=1, help="Seconds that one request may take."),
     shutdown_timeout: float = Option(30.0, min=0, help="Seconds to finish running requests when it stops."),
     prefix_cache_gb: float | None = Option(
-        None,
-        min=0,
-        help="Memory for the prefix cache; 0 turns it off.",
-        show_default="2, or a quarter of what the model leaves",
+        None, min=0, help="Memory for the prefix cache; 0 is off.", show_default="2, or a quarter of what is left"
     ),
     prefix_cache_8bit: bool = Option(False, "--prefix-cache-8bit", help="Cache prefixes in 8 bits: not exact."),
     log_level: Literal["debug", "info", "warning", "error"] = Option("warning", help="Log to standard error."),

@@ -117,15 +117,12 @@ def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> N
 
 def check_output(output: Path | None) -> None:
     """Refuse an --output that cannot be written: minutes of measuring must not be lost."""
-    if output is None:
-        return
-    path = output.absolute()
-    if not path.parent.is_dir():
-        raise RequestError(f"--output {output}: there is no such folder")
-    if path.is_dir():
-        raise RequestError(f"--output {output}: a folder. Name a file in it")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise RequestError(f"--output {output}: cannot be written to. Name a file in another folder")
+    if output is not None:
+        target = output if output.exists() else output.absolute().parent
+        if output.is_dir() or not target.exists() or not os.access(target, os.W_OK):
+            raise RequestError(
+                f"--output {output}: cannot be written. Name a file in a folder that can be written to"
+            )
 
 
 def print_report(report: Reportable, as_json: bool, output: Path | None) -> None:
