@@ -223,13 +223,13 @@ def test_a_server_that_does_not_count_tokens_is_named() -> None:
     assert "server 0 does not count its tokens: chunks were counted" in report.markdown()
 
 
-def test_the_folder_of_a_model_is_nobodys_business() -> None:
+def test_the_folder_of_a_model_is_not_reported() -> None:
     stub = Stub(lambda body, busy: DRAFTING, models=["/home/somebody/model"])
     plan, trials = measured(stubs=[stub], repeats=1)
     assert bench_report(plan, trials).models == {"server 0": "model"}
 
 
-def test_servers_that_cannot_be_told_apart_are_refused() -> None:
+def test_two_servers_of_one_name_are_refused() -> None:
     server = BenchServer.parse("http://a")
     with (
         asyncio.Runner() as runner,

@@ -44,7 +44,7 @@ def test_tokens_that_come_together_share_the_time_since_those_before(chat: bool)
     assert response.e2e == pytest.approx(1.1)
 
 
-def test_without_any_count_a_chunk_is_a_token_and_said_to_be() -> None:
+def test_without_a_count_chunks_are_counted_and_reported_as_such() -> None:
     response = answered(Schedule(PIECES, usage=None))
     assert response.counted == "chunks"
     assert response.tokens == 4
@@ -160,7 +160,7 @@ def test_one_of_several_models_must_be_named() -> None:
         run(_found(stub))
 
 
-def test_a_key_is_sent_and_its_lack_is_said() -> None:
+def test_a_key_is_sent_and_a_wrong_one_is_reported() -> None:
     assert run(_found(Stub(lambda body, busy: Schedule(PIECES), key="secret"), key="secret")).model == "stub"
     with pytest.raises(HeadstartError, match="answered 401: no valid key: give its --api-key"):
         run(_found(Stub(lambda body, busy: Schedule(PIECES), key="secret"), key="wrong"))

@@ -118,7 +118,7 @@ def test_a_head_of_experts_that_is_right_is_not_blamed(prompts: list[list[int]])
 @pytest.mark.slow
 @pytest.mark.parametrize("by", [1.0, -1.0])
 @pytest.mark.parametrize("group", [LAYER, OWN])
-def test_norms_that_are_wrong_in_part_are_told_from_the_rest(
+def test_norms_that_are_wrong_in_part_are_distinguished_from_the_rest(
     group: str, by: float, model: Model, more_texts: list[TextPass]
 ) -> None:
     _, faults = find_faults(shift_norms(model, by, group), more_texts)
@@ -147,7 +147,7 @@ def test_a_weight_that_is_no_number_is_named(model: Model, texts: list[TextPass]
 
 
 @pytest.mark.slow
-def test_a_head_that_no_repair_helps_is_said_to_be_unexplained(model: Model, texts: list[TextPass]) -> None:
+def test_a_head_that_no_repair_helps_is_unexplained(model: Model, texts: list[TextPass]) -> None:
     head = copy_module(model.weights.mtp)
     head.fc.weight = mx.random.normal(head.fc.weight.shape, head.fc.weight.dtype, key=mx.random.key(0)) * 0.02
     found, faults = find_faults(with_head(model, head), texts)

@@ -36,7 +36,7 @@ def chat(*lines: str) -> Result:
     return CliRunner().invoke(app, ["chat", "-n", "8"], input="".join(line + "\n" for line in lines))
 
 
-def test_what_was_said_before_counts(loaded: Any) -> None:
+def test_earlier_messages_count(loaded: Any) -> None:
     first = answer(loaded, FIRST)
     second = answer(loaded, FIRST, first, SECOND)
     assert second != answer(loaded, SECOND), "the history makes no difference: choose other questions"
@@ -47,7 +47,7 @@ def test_what_was_said_before_counts(loaded: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_was_said_before_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_earlier_messages_are_not_prefilled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     hits: list[int] = []
 
     def summary(stats: Stats, finish_reason: str | None) -> str:
@@ -76,7 +76,7 @@ def test_an_answer_is_right_after_one_that_was_stopped_in_the_middle_of_a_turn(
     assert result.stdout == f"› \n› › {answer(loaded, SECOND)}\n› "
 
 
-def test_clear_forgets_what_was_said(loaded: Any) -> None:
+def test_clear_forgets_the_conversation(loaded: Any) -> None:
     result = chat(FIRST, "/clear", SECOND)  # and the end of the input leaves
     assert result.exit_code == 0
     assert result.stdout == f"› {answer(loaded, FIRST)}\n› › {answer(loaded, SECOND)}\n› "

@@ -133,9 +133,9 @@ def test_a_head_that_config_did_not_promise_drafts_once_it_is_converted(tmp_path
         config.get("text_config", config).pop(field, None)
     (raw / "config.json").write_text(json.dumps(config))
     field = "num_nextn_predict_layers" if family == "next" else "mtp_num_hidden_layers"
-    said = error("probe", str(raw))
-    assert "neither the model card nor config.json declares an MTP head" in said
-    assert f"Declare it in config.json, `{field}`: 1." in said
+    message = error("probe", str(raw))
+    assert "neither the model card nor config.json declares an MTP head" in message
+    assert f"Declare it in config.json, `{field}`: 1." in message
     assert "MTP head: kept as it is." in run("convert", str(raw), str(out))
     assert read_layout(out).dispatch(mtp=True).drafts
 

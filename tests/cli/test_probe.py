@@ -30,7 +30,7 @@ def probe(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["probe", *map(str, arguments)], env={"COLUMNS": "200"})
 
 
-def test_the_builtin_model_passes_and_the_page_can_be_shown_to_anybody(tmp_path: Path) -> None:
+def test_the_builtin_model_passes_and_the_page_has_no_private_names(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     result = probe("--k", 1, "--tokens", 16, "--output", page)
     assert result.exit_code == 0, result.output
@@ -79,7 +79,7 @@ def test_a_stored_fault_fails_and_is_named_with_the_way_out(tmp_path: Path) -> N
     assert page.read_text().rstrip().endswith("- Failed.")
 
 
-def test_a_model_without_a_head_is_told_how_to_get_one(tmp_path: Path) -> None:
+def test_the_error_for_a_model_without_a_head_says_how_to_get_one(tmp_path: Path) -> None:
     write(tmp_path, "dense", "stripped")
     result = probe(tmp_path)
     assert result.exit_code == 1
