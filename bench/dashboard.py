@@ -1,10 +1,10 @@
 """What an open dashboard costs the server: `python bench/dashboard.py [CHROMIUM]`
 
-The history is full, as it is after an hour. Looks with the page closed and open take turns, and who is first changes
-every time, so that what drifts falls on both. *Idle*: the processor time that the server takes when nothing is asked
-of it, as a share of one core. *Round*: processor time and time on the clock for a round of the built-in model at a
-fixed depth, all included. *Visit*: what opening the page takes, the hour included. The processor time is the server's
-own; what the browser takes to draw is not in it, but slows the clock down where the two must share cores.
+The history is full, as it is after an hour. Measurements with the page closed and open take turns, and the order
+changes every time, so that drift affects both. *Idle*: the server's CPU time without requests, as a share of one
+core. *Round*: CPU time and wall time for a round of the built-in model at a fixed depth. *Visit*: the cost of opening
+the page, the hour of history included. The CPU time is the server's own; the browser's is not included, but it adds
+to the wall time where the two share cores.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import httpx
 from playwright.sync_api import Browser, expect, sync_playwright
 
 from headstart.checkpoint import read_layout, resolve
-from headstart.engine import Engine, EngineThread
+from headstart.engine import EngineThread
 from headstart.library import load
 from headstart.server import ServedModel, Server, bind, create_app, history
 
@@ -34,30 +34,31 @@ BODY = {
 
 @contextmanager
 def serving() -> Iterator[str]:
-    """In this process, whose other threads sleep meanwhile."""
+    """Run a server in this process, whose other threads sleep meanwhile."""
     folder = resolve(None)
     model, tokenizer = load(folder)
-    room = EngineThread(Engine(model, tokenizer))
-    room.engine.warm_up()
-    with bind("127.0.0.1", 0) as place:
-        server = Server(create_app(room, ServedModel.of(read_layout(folder), model, tokenizer)), room)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
+    engine_thread = EngineThread(model, tokenizer)
+    engine_thread.engine.warm_up()
+    served = ServedModel.of(read_layout(folder), model, tokenizer)
+    with bind("127.0.0.1", 0) as bound:
+        server = Server(create_app(engine_thread, served), engine_thread)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         while not server.started:
             time.sleep(0.05)
-        yield f"http://127.0.0.1:{place.getsockname()[1]}"
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
         server.should_exit = True
         thread.join()
 
 
 def fill_history(address: str) -> None:
-    """An hour's samples, in a few seconds."""
+    """Record an hour's samples in a few seconds."""
     usual, history.INTERVAL = history.INTERVAL, 0.001
     kept = 0
     while kept < history.KEPT:
         time.sleep(0.5)
-        (told,) = httpx.get(f"{address}/v1/history").json()["models"].values()
-        kept = len(told["samples"]["time"])
+        (model,) = httpx.get(f"{address}/v1/history").json()["models"].values()
+        kept = len(model["samples"]["time"])
     history.INTERVAL = usual
 
 
@@ -80,40 +81,40 @@ def idle(seconds: float) -> float:
 
 
 def round_seconds(address: str, seconds: float) -> tuple[float, float]:
-    """Of the processor and on the clock, over answers for so long: the page asks every two seconds."""
-    took, began, rounds = time.process_time(), time.perf_counter(), 0
+    """Return CPU and wall seconds per round, over requests for `seconds`: the page polls every two seconds."""
+    cpu, began, rounds = time.process_time(), time.perf_counter(), 0
     while time.perf_counter() < began + seconds:
         stats = httpx.post(f"{address}/v1/chat/completions", json=BODY, timeout=600).json()["generation_stats"]
         rounds += stats["rounds"]
-    return (time.process_time() - took) / rounds, (time.perf_counter() - began) / rounds
+    return (time.process_time() - cpu) / rounds, (time.perf_counter() - began) / rounds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("chromium", nargs="?", default=shutil.which("chromium"))
-    parser.add_argument("--seconds", type=float, default=10.0, help="of one look, idle and again under load")
+    parser.add_argument("--seconds", type=float, default=10.0, help="per measurement, idle and again under load")
     parser.add_argument("--repeats", type=int, default=8)
-    asked = parser.parse_args()
-    looks: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}  # idle, processor, clock
+    args = parser.parse_args()
+    measured: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}  # idle, CPU, wall
     visits: list[float] = []
     with serving() as address, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=asked.chromium, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=args.chromium, args=["--no-sandbox"])
         fill_history(address)
-        round_seconds(address, 2)  # what the first ones compile is nobody's cost
-        for n in range(asked.repeats):
+        round_seconds(address, 2)  # the first ones compile kernels
+        for n in range(args.repeats):
             for opened in (True, False) if n % 2 else (False, True):
                 with page(browser, address, visits) if opened else nullcontext():
-                    looks[opened].append((idle(asked.seconds), *round_seconds(address, asked.seconds)))
+                    measured[opened].append((idle(args.seconds), *round_seconds(address, args.seconds)))
     for name, opened in (("closed", False), ("open", True)):
-        shares, processor, clock = zip(*looks[opened], strict=True)
+        shares, processor, clock = zip(*measured[opened], strict=True)
         print(
             f"{name:6}  idle {median(shares):.3%} of a core ({min(shares):.3%} to {max(shares):.3%})  "
             f"round {median(processor) * 1e3:.3f} ms of processor, {median(clock) * 1e3:.3f} ms on the clock"
         )
-    idle_added = [one[0] - other[0] for one, other in zip(looks[True], looks[False], strict=True)]
+    idle_added = [one[0] - other[0] for one, other in zip(measured[True], measured[False], strict=True)]
     print(f"the page adds {median(idle_added):.3%} of a core; a visit takes {median(visits) * 1e3:.0f} ms")
     for name, i in (("processor", 1), ("clock", 2)):
-        ratios = sorted(one[i] / other[i] for one, other in zip(looks[True], looks[False], strict=True))
+        ratios = sorted(one[i] / other[i] for one, other in zip(measured[True], measured[False], strict=True))
         print(f"round, open to closed, {name}: {median(ratios):.4f}, {ratios[0]:.4f} to {ratios[-1]:.4f}")
 
 

@@ -1,7 +1,7 @@
 """How long does a small request take beside an attack? `python bench/hostile.py [--count N] [--against SRC]`
 
-A server process gets a small completion of one token, alone and beside each attack, which is sent again and again
-for as long as the small requests last. Prints a Markdown table of medians; the attacks are those of the tests.
+A server process gets a completion request of one token, alone and during each attack, which is repeated for as long
+as the small requests last. Prints a Markdown table of medians; the attacks are those of the tests.
 
 `--against SRC` instead compares ordinary requests with another version of the sources: small chats, with and without
 a schema, to both servers in turn, up to the first token.
@@ -31,24 +31,24 @@ Attack = Callable[[Target, threading.Event], None]  # until the event is set
 
 
 def sending(case: Case) -> Attack:
-    """Return an attack that sends a case again and again."""
+    """Return an attack that sends a case repeatedly."""
 
-    def attack(server: Target, over: threading.Event) -> None:
+    def attack(server: Target, finished: threading.Event) -> None:
         with server.http(timeout=600) as http:
-            while not over.is_set():
+            while not finished.is_set():
                 case.send(http)
 
     return attack
 
 
 def holding(count: int, data: bytes) -> Attack:
-    """Return an attack of so many connections that send something and then neither send nor read any more."""
+    """Return an attack of `count` connections that send `data` and then neither send nor read."""
 
-    def attack(server: Target, over: threading.Event) -> None:
+    def attack(server: Target, finished: threading.Event) -> None:
         with ExitStack() as stack:
             for _ in range(count):
                 stack.enter_context(connect(server.url, receive_buffer=4096)).sendall(data)
-            over.wait()
+            finished.wait()
 
     return attack
 
@@ -60,20 +60,20 @@ ATTACKS: dict[str, Attack] = {
     "1,000 idle connections": holding(1_000, b""),
     "200 requests without the end of their headers": holding(200, b"GET /health HTTP/1.1\r\n"),
     "200 requests without the end of their body": holding(200, POST + b"100000\r\n\r\n{"),
-    "8 streams that nobody reads": holding(8, POST + b"%d\r\n\r\n" % len(BODY) + BODY),
+    "8 streams that are not read": holding(8, POST + b"%d\r\n\r\n" % len(BODY) + BODY),
 }
 
 
 @contextmanager
 def under(attack: Attack, server: Target) -> Iterator[None]:
-    over = threading.Event()
-    thread = threading.Thread(target=attack, args=(server, over))
+    finished = threading.Event()
+    thread = threading.Thread(target=attack, args=(server, finished))
     thread.start()
     time.sleep(0.2)  # it has begun
     try:
         yield
     finally:
-        over.set()
+        finished.set()
         thread.join()
 
 
@@ -98,7 +98,7 @@ def beside_attacks(count: int, only: list[str]) -> None:
 
 
 def first_token(server: Target, body: dict[str, Any]) -> float:
-    """Return the seconds to the first chunk that says something."""
+    """Return the seconds to the first chunk with content."""
     with server.http() as http:
         begun = time.perf_counter()
         with http.stream("POST", CHAT, json=body | {"stream": True}) as response:

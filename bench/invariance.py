@@ -1,8 +1,8 @@
 """Are the tokens the same for every depth, batch and rule? `python bench/invariance.py [MODEL] [--device gpu]`
 
-Every prompt is answered at every k, greedily and with a seed, alone in batches of --rows, and compared with k = 0.
-`--workers` runs depths in processes of their own (CPU only). The answer to the last column is what the engine's own
-short check says of this device.
+Every prompt is answered at every k, greedily and with each of --seeds, in batches of --batch-size, and compared with
+the first run. `--workers` runs depths in processes of their own (CPU only). The last column is the result of the
+engine's own short check of this device.
 """
 
 import argparse
@@ -22,7 +22,7 @@ TASKS = [f"Write a Python function `{v}_{n}`: {v.title()} the {n} that is given.
 
 
 class Run(NamedTuple):
-    said: list[list[int]]
+    answers: list[list[int]]
     rounds: int
     accepted: list[int]
     proposed: list[int]
@@ -30,12 +30,12 @@ class Run(NamedTuple):
 
 
 def run(
-    model: str | None, device: str, dtype: str | None, k: int, rows: int, count: int, tokens: int, seed: int | None
+    model: str | None, device: str, dtype: str | None, k: int, batch: int, count: int, tokens: int, seed: int | None
 ) -> Run:
     mx.set_default_device(mx.gpu if device == "gpu" else mx.cpu)
     folder = resolve(model)
     tokenizer = load_tokenizer(folder)
-    engine = Engine(load_model(folder, dtype=getattr(mx, dtype) if dtype else None), max_sequences=rows)
+    engine = Engine(load_model(folder, dtype=getattr(mx, dtype) if dtype else None), max_sequences=batch)
     params = SamplingParams(max_tokens=tokens, k=k, seed=seed, temperature=0.0 if seed is None else 0.8)
     handles = []
     for task in (TASKS * count)[:count]:
@@ -50,8 +50,8 @@ def run(
         for j in range(len(each.proposed_by_position)):
             accepted[j] += each.accepted_by_position[j]
             proposed[j] += each.proposed_by_position[j]
-    said = [[token for event in events for token in event.tokens] for events in ends]
-    return Run(said, sum(s.rounds for s in stats if s), accepted, proposed, all(s.exact for s in stats if s))
+    answers = [[token for event in events for token in event.tokens] for events in ends]
+    return Run(answers, sum(s.rounds for s in stats if s), accepted, proposed, all(s.exact for s in stats if s))
 
 
 def main() -> None:
@@ -61,16 +61,16 @@ def main() -> None:
     parser.add_argument("--dtype")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--rows", type=int, nargs="+", default=[8])
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[8])
     parser.add_argument("--k", type=int, nargs="+", default=list(range(9)))
     parser.add_argument("--seeds", type=int, nargs="*", default=[])
     parser.add_argument("--workers", type=int, default=1)
     given = parser.parse_args()
 
-    cases = [(seed, rows, k) for seed in [None, *given.seeds] for rows in given.rows for k in given.k]
+    cases = [(seed, batch, k) for seed in [None, *given.seeds] for batch in given.batch_size for k in given.k]
     arguments = [
-        (given.model, given.device, given.dtype, k, rows, given.prompts, given.tokens, seed)
-        for seed, rows, k in cases
+        (given.model, given.device, given.dtype, k, batch, given.prompts, given.tokens, seed)
+        for seed, batch, k in cases
     ]
     if given.workers > 1:
         with ProcessPoolExecutor(given.workers, mp_context=get_context("spawn")) as pool:
@@ -78,17 +78,17 @@ def main() -> None:
     else:
         runs = [run(*each) for each in arguments]
 
-    print("| | rows | k | identical to the first | tokens per round | acceptance by position | exact |")
+    print("| | batch size | k | identical to the first | tokens per round | acceptance by position | exact |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     first: dict[int | None, Run] = {}
-    for (seed, rows, k), done in zip(cases, runs, strict=True):
+    for (seed, batch, k), done in zip(cases, runs, strict=True):
         plain = first.setdefault(seed, done)
-        same = sum(a == b for a, b in zip(done.said, plain.said, strict=True))
+        same = sum(a == b for a, b in zip(done.answers, plain.answers, strict=True))
         shares = " ".join(f"{a / p:.0%}" for a, p in zip(done.accepted, done.proposed, strict=True) if p)
-        tokens = sum(map(len, done.said))
+        tokens = sum(map(len, done.answers))
         kind = "greedy" if seed is None else f"seed {seed}"
         print(
-            f"| {kind} | {rows} | {k} | {same} of {len(done.said)} | {tokens / done.rounds:.2f} | {shares} "
+            f"| {kind} | {batch} | {k} | {same} of {len(done.answers)} | {tokens / done.rounds:.2f} | {shares} "
             f"| {'yes' if done.exact else 'no'} |"
         )
 

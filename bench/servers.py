@@ -1,12 +1,11 @@
 """headstart's server beside mlx-lm's own, on the same checkpoint and machine, in one interleaved run.
 
-    python bench/servers.py [--model NAME] [--ways auto 0 2] [any option of headstart bench --url]
+    python bench/servers.py [--model NAME] [--drafts auto 0 2] [any option of headstart bench --url]
 
-The model is converted, since mlx-lm does not read what Hugging Face has of it. Both servers then stay up, each in a
-process of its own, and `headstart bench --url` measures them by turns: mlx-lm first, and against it headstart with
-drafts as it chooses, and in every other of the `--ways` (a number of drafts). Texts are completed, not chats
-answered: the two do not read a chat template alike. Without options it takes
-`--concurrency 1,2,4,8 --prompts short,medium`.
+The model is converted first, since mlx-lm does not load the original. Both servers then stay up, each in a process of
+its own, and `headstart bench --url` measures them by turns: mlx-lm first, and against it headstart once for each
+number of `--drafts`. Texts are completed, not chats answered: the two servers apply the chat template differently.
+Without further options it uses `--concurrency 1,2,4,8 --prompts short,medium`.
 """
 
 import argparse
@@ -44,7 +43,7 @@ def mlx_lm_server(folder: Path) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as place:
         port = place.getsockname()[1]
     command = [sys.executable, "-m", "mlx_lm", "server", "--model", folder, "--port", str(port)]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # which has a line for every request
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # it logs a line for every request
     try:
         wait_for(f"http://127.0.0.1:{port}/health", process)
         yield f"http://127.0.0.1:{port}/v1"
@@ -61,13 +60,13 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
         except httpx.HTTPError:
             pass
         time.sleep(0.2)
-    raise SystemExit("mlx-lm's server did not start: try `python -m mlx_lm server` by hand")
+    raise SystemExit("mlx-lm's server did not start; run `python -m mlx_lm server` to see why")
 
 
-def compare(folder: Path, ways: Sequence[str], options: Sequence[str]) -> int:
+def compare(folder: Path, drafts: Sequence[str], options: Sequence[str]) -> int:
     with headstart_server(folder) as ours, mlx_lm_server(folder) as theirs:
-        urls = [f"mlx-lm={theirs}#model={folder}"]  # which calls a model by its folder
-        urls += [f"headstart {way}={ours}#num_draft_tokens={way}" for way in ways]
+        urls = [f"mlx-lm={theirs}#model={folder}"]  # mlx-lm calls a model by its folder
+        urls += [f"headstart {count}={ours}#num_draft_tokens={count}" for count in drafts]
         command = [HEADSTART, "bench", folder.name, "--completions"]
         return subprocess.run([*command, *[part for url in urls for part in ("--url", url)], *options]).returncode
 
@@ -75,13 +74,13 @@ def compare(folder: Path, ways: Sequence[str], options: Sequence[str]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny-qwen3.5")
-    parser.add_argument("--ways", nargs="+", default=["auto", "0", "2"])
+    parser.add_argument("--drafts", nargs="+", default=["auto", "0", "2"])
     args, options = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch).resolve() / args.model.rsplit("/", 1)[-1]
         subprocess.run([HEADSTART, "convert", args.model, folder], check=True)
         raise SystemExit(
-            compare(folder, args.ways, options or ["--concurrency", "1,2,4,8", "--prompts", "short,medium"])
+            compare(folder, args.drafts, options or ["--concurrency", "1,2,4,8", "--prompts", "short,medium"])
         )
 
 

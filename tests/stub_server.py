@@ -1,7 +1,7 @@
-"""A server of OpenAI's API whose every delay is known, and a loop on which time passes only while all wait.
+"""A server of OpenAI's API with known delays, and an event loop on which time passes only while all wait.
 
-Client and server speak real HTTP over a real socket, in one loop. Nothing that a busy machine does can be seen on
-its clock, so figures can be held to the schedule and not to what the machine made of it.
+Client and server speak real HTTP over a real socket, in one loop. A busy machine does not
+change its clock, so figures can be compared with the schedule itself.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ QUIET = 0.004  # seconds in which nothing has come through any socket: all are w
 
 
 class Waits(selectors.DefaultSelector):
-    """Sleeps by moving the clock."""
+    """Sleep by moving the clock."""
 
     now = 0.0
 
@@ -53,10 +53,9 @@ class Schedule:
     """A stream: after so many seconds so many tokens, each a word of four letters."""
 
     pieces: Sequence[tuple[float, int]]
-    usage: dict[str, Any] | None = field(default_factory=dict)  # beside the tokens; None: not told
+    usage: dict[str, Any] | None = field(default_factory=dict)  # beside the tokens; None: not reported
     stats: dict[str, Any] | None = None
     odd: str | None = None  # an event of its own, before the others
-    running_usage: bool = False
     chat: bool = True
     end: str = "stop"  # or error, break, stall
     finish_reason: str | None = "length"
@@ -72,7 +71,7 @@ Answer = Schedule | tuple[int, Any]  # or a status and what comes with it
 
 @dataclass
 class Stub:
-    """Answers request after request as `answer` says: it is given the body, and how many are under way."""
+    """Answer each request with what `answer` returns for its body and the number of requests under way."""
 
     answer: Callable[[dict[str, Any], int], Answer]
     models: Sequence[str] = ("stub",)
@@ -136,20 +135,18 @@ async def _stream(writer: asyncio.StreamWriter, schedule: Schedule) -> None:
         writer.write(f"{len(event):x}\r\n".encode() + event + b"\r\n")
 
     def choice(text: str, finish_reason: str | None = None) -> dict[str, Any]:
-        said = {"delta": {"content": text}} if schedule.chat else {"text": text}
-        return {"index": 0, **said, "finish_reason": finish_reason}
+        content = {"delta": {"content": text}} if schedule.chat else {"text": text}
+        return {"index": 0, **content, "finish_reason": finish_reason}
 
     writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
     send(json.dumps({"choices": [choice("")]}))  # the role, which is no token
     if schedule.odd is not None:
         send(schedule.odd)
-    said = 0
+    sent = 0
     for seconds, tokens in schedule.pieces:
         await asyncio.sleep(seconds)
-        said += tokens
+        sent += tokens
         chunk: dict[str, Any] = {"choices": [choice("word" * tokens)]}
-        if schedule.running_usage:
-            chunk["usage"] = {"completion_tokens": said}
         send(json.dumps(chunk))
     if schedule.end == "error":
         send(json.dumps({"error": {"message": "it failed here"}}))
@@ -162,7 +159,7 @@ async def _stream(writer: asyncio.StreamWriter, schedule: Schedule) -> None:
         await asyncio.sleep(schedule.after)
         send(json.dumps({"choices": [choice("", schedule.finish_reason)]}))
         if schedule.usage is not None:
-            send(json.dumps({"choices": [], "usage": {"completion_tokens": said, **schedule.usage}}))
+            send(json.dumps({"choices": [], "usage": {"completion_tokens": sent, **schedule.usage}}))
         if schedule.stats is not None:
             send(json.dumps({"choices": [], "generation_stats": schedule.stats}))
         send("[DONE]")

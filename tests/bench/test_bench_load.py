@@ -10,21 +10,19 @@ from typing import Any
 
 import pytest
 
-from headstart.bench.load import LoadTest, Workload, drive
+from headstart.bench.client import BenchServer
+from headstart.bench.load import LoadTest, drive
 from headstart.bench.measurement import Latency, Measurement, summarise
-from headstart.bench.plan import BenchPlan, Load, Trials, run_plan
+from headstart.bench.plan import BenchPlan, Condition, LoadKind, Trials, run_plan
 from headstart.bench.prompts import LENGTHS, BenchPrompt, PromptSource, prompt_source
 from headstart.bench.report import bench_report
-from headstart.bench.server import BenchServer
 from headstart.errors import HeadstartError, RequestError
 from stub_server import Answer, Schedule, Stub, Timeless, run
 
 WITHIN = 0.02  # of the truth
-ONE = Load("concurrency", 1)
 DRAFTING = Schedule(  # several tokens at once: 40, 40, 40, 40, 30, 30 and 20 ms between them
     [(0.5, 1), (0.04, 1), (0.12, 3), (0.06, 2), (0.02, 1)],
     after=0.01,
-    usage={"prompt_tokens": 77, "prompt_tokens_details": {"cached_tokens": 7}},
     stats={"proposed_draft_tokens": 6, "accepted_draft_tokens": 3, "rounds": 5},
 )
 
@@ -37,7 +35,8 @@ def measured(
     *answers: Callable[[dict[str, Any], int], Answer] | Schedule,
     stubs: list[Stub] | None = None,
     urls: Callable[[list[str]], Sequence[str]] = lambda urls: [f"server {i}={url}" for i, url in enumerate(urls)],
-    loads: Sequence[Load] = (ONE,),
+    load: LoadKind = "concurrency",
+    value: float = 1,
     repeats: int = 2,
     prompts: PromptSource | None = None,
     trials: Trials | None = None,
@@ -49,9 +48,9 @@ def measured(
     with asyncio.Runner(loop_factory=Timeless) as runner:
         started = [runner.run(stub.__aenter__()) for stub in stubs]
         servers = [BenchServer.parse(url) for url in urls(started)]
-        workload = Workload(prompts or prompt_source(["short"]), **{"requests": 4} | settings)
-        plan = BenchPlan([server.name for server in servers], workload.prompts.names, loads, repeats=repeats)
-        with LoadTest(runner, servers, workload) as test:
+        prompts = prompts or prompt_source(["short"])
+        plan = BenchPlan([server.name for server in servers], prompts.names, load, [value], repeats=repeats)
+        with LoadTest(runner, servers, prompts, **{"requests": 4} | settings) as test:
             run_plan(plan, test.measure, trials, lambda doing: None)
     return plan, trials
 
@@ -68,16 +67,16 @@ def sent(stub: Stub) -> list[str]:
 
 @pytest.mark.parametrize("clients", [1, 3])
 def test_every_figure_of_clients_that_wait_is_true(clients: int) -> None:
-    found, latency = only(*measured(DRAFTING, loads=[Load("concurrency", clients)], requests=6))
+    found, latency = only(*measured(DRAFTING, value=clients, requests=6))
     assert (latency.requests, latency.errors, latency.counted) == (12, {}, {"usage": 12})
-    assert (latency.prompt_tokens, latency.cached_tokens, latency.completion_tokens) == (77, 7, 8)
+    assert latency.completion_tokens == 8
     assert (latency.ttft.p50, latency.ttft.p99) == near_to((0.5, 0.5))
     assert latency.itl is not None
     assert (latency.itl.p50, latency.itl.p99) == near_to((0.04, 0.04))
     assert (latency.e2e.p50, latency.e2e.p99) == near_to((0.75, 0.75))
     assert latency.requests_per_second == near_to(clients / 0.75)
     assert (found.tokens_per_second.low, found.tokens_per_second.high) == near_to((clients * 8 / 0.75,) * 2)
-    assert (found.acceptance, found.tokens_per_round) == (0.5, 8 / 5)
+    assert (found.acceptance_rate, found.tokens_per_round) == (0.5, 8 / 5)
     assert (found.identical, found.acceptance_by_position, found.step_ms) == (None, [], None)
 
 
@@ -100,7 +99,7 @@ def test_percentiles_are_those_of_all_responses() -> None:
 
 def test_poisson_arrivals_do_not_wait_for_answers() -> None:
     stub = Stub(lambda body, busy: Schedule([(0.5, 1), (1.0, 1), (1.0, 2)]))
-    found, latency = only(*measured(stubs=[stub], loads=[Load("rate", 4.0)], requests=60, repeats=1))
+    found, latency = only(*measured(stubs=[stub], load="rate", value=4.0, requests=60, repeats=1))
     asked = [when for when, _, _ in stub.asked[-60:]]
     seconds = asked[-1] + 2.5 - asked[0]
     assert latency.ttft.p99 == near_to(0.5)
@@ -114,17 +113,17 @@ def test_arrivals_are_poisson_and_the_same_for_everyone() -> None:
     async def due(number: int, when: float) -> float:
         return when
 
-    times = run(drive(Load("rate", 4.0), due, 400, Random(1)))
+    times = run(drive(Condition("short", "rate", 4.0), due, 400, Random(1)))
     gaps = [b - a for a, b in pairwise(times)]
     assert fmean(gaps) == pytest.approx(1 / 4, rel=0.1)
     assert fmean(gap**2 for gap in gaps) == pytest.approx(2 / 4**2, rel=0.2)  # an exponential's
-    again = run(drive(Load("rate", 4.0), due, 400, Random(1)))
+    again = run(drive(Condition("short", "rate", 4.0), due, 400, Random(1)))
     assert [b - a for a, b in pairwise(again)] == gaps
 
 
 def test_clients_that_wait_are_never_more_than_they_are() -> None:
     stub = Stub(lambda body, busy: Schedule([(0.1 * busy, 1), (0.1, 8)]))
-    measured(stubs=[stub], loads=[Load("concurrency", 3)], requests=7)
+    measured(stubs=[stub], value=3, requests=7)
     assert stub.most == 3
 
 
@@ -173,15 +172,6 @@ def test_one_server_in_two_ways_does_not_get_the_same_prompt_twice() -> None:
     assert len({text.split()[0] for text in sent(stub)}) == 10
 
 
-def test_cached_prompts_share_a_prefix_that_was_sent_before() -> None:
-    stub = Stub(lambda body, busy: DRAFTING)
-    measured(stubs=[stub], prompts=prompt_source(["medium"]), cached=0.75, requests=8, repeats=1)
-    ahead, *texts = sent(stub)[-9:]
-    prefix = ahead.rsplit("\n\n", 1)[0]
-    assert len([text for text in texts if text[:1000] == prefix[:1000]]) == 6
-    assert len(set(texts)) == 8
-
-
 @pytest.mark.parametrize("name", LENGTHS)
 def test_prompts_have_their_number_of_words(name: str) -> None:
     stub = Stub(lambda body, busy: DRAFTING)
@@ -192,7 +182,7 @@ def test_prompts_have_their_number_of_words(name: str) -> None:
 def test_given_prompts_are_sent_as_they_are() -> None:
     stub = Stub(lambda body, busy: DRAFTING)
     chat = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"})
-    given = PromptSource({"own": [BenchPrompt("own", text="Go on from here"), BenchPrompt("own", messages=chat)]})
+    given = PromptSource({"own": [BenchPrompt(text="Go on from here"), BenchPrompt(messages=chat)]})
     measured(stubs=[stub], prompts=given, requests=2, repeats=1)
     assert [body["messages"] for _, _, body in stub.asked[-2:]] == [
         [{"role": "user", "content": "Go on from here"}],
@@ -233,21 +223,16 @@ def test_a_server_that_does_not_count_tokens_is_named() -> None:
     assert "server 0 does not count its tokens: chunks were counted" in report.markdown()
 
 
-def test_the_folder_of_a_model_is_nobodys_business() -> None:
+def test_the_folder_of_a_model_is_not_reported() -> None:
     stub = Stub(lambda body, busy: DRAFTING, models=["/home/somebody/model"])
     plan, trials = measured(stubs=[stub], repeats=1)
     assert bench_report(plan, trials).models == {"server 0": "model"}
 
 
-def test_servers_that_cannot_be_told_apart_are_refused() -> None:
+def test_two_servers_of_one_name_are_refused() -> None:
     server = BenchServer.parse("http://a")
     with (
         asyncio.Runner() as runner,
         pytest.raises(RequestError, match="two servers are called a: give --url NAME=URL"),
     ):
-        LoadTest(runner, [server, replace(server, model="b")], Workload(prompt_source(["short"])))
-
-
-def test_only_made_up_prompts_have_a_cached_share() -> None:
-    with pytest.raises(RequestError, match="--cached needs made-up prompts"):
-        Workload(prompt_source(["code"]), cached=0.5)
+        LoadTest(runner, [server, replace(server, model="b")], prompt_source(["short"]))

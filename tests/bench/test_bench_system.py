@@ -24,6 +24,6 @@ def test_it_names_device_processor_and_versions() -> None:
 
 
 def test_it_does_not_name_the_host_the_user_or_a_folder() -> None:
-    said = json.dumps(asdict(system_info())) + str(system_info())
+    reported = json.dumps(asdict(system_info())) + str(system_info())
     for secret in (platform.node(), getpass.getuser(), str(Path.home()), platform.release()):
-        assert secret not in said or len(secret) < 3
+        assert secret not in reported or len(secret) < 3

@@ -4,7 +4,7 @@ import pytest
 
 from fixtures import mlx_lm_greedy, random_model, random_prompt
 from headstart.bench.local import K, decode_batch, measure_locally
-from headstart.bench.plan import Condition, Load
+from headstart.bench.plan import Condition
 from headstart.engine import DepthController, Engine
 from headstart.errors import HeadstartError, RequestError
 
@@ -50,7 +50,7 @@ def test_a_fixed_depth_teaches_the_judged_controller_nothing_and_auto_goes_on_wi
 
 def test_a_batch_larger_than_the_prompts_repeats_them() -> None:
     measure = measure_locally(random_model(), {"a": PROMPTS[:2]}, tokens=20)
-    trial = measure("k=1", Condition("a", Load("batch_size", 3)), 0)
+    trial = measure("k=1", Condition("a", "batch_size", 3), 0)
     assert len(trial.sequences) == 3
     shorter = min(len(trial.sequences[0]), len(trial.sequences[2]))
     assert trial.sequences[0][:shorter] == trial.sequences[2][:shorter]

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 
-from headstart.bench.estimate import accepted_shares, estimate, percentiles
-from headstart.bench.measurement import Measurement, share_past_end, summarise
-from headstart.bench.plan import BenchPlan, Condition, Load, Trial, Trials
+from headstart.bench.measurement import Measurement, accepted_shares, estimate, percentiles, summarise
+from headstart.bench.plan import BenchPlan, Condition, Trial
 
-CODE = Condition("code", Load("batch_size", 1))
+CODE = Condition("code", "batch_size", 1)
 
 
 def trial(rate: float, **more: Any) -> Trial:
@@ -17,7 +16,7 @@ def trial(rate: float, **more: Any) -> Trial:
 
 def measured(**trials: list[Trial]) -> dict[str, Measurement]:
     by_variant = {name.replace("k", "k="): dict(enumerate(each)) for name, each in trials.items()}
-    plan = BenchPlan(list(by_variant), ["code"], [CODE.load])
+    plan = BenchPlan(list(by_variant), ["code"], "batch_size", [1])
     return {each.variant: each for each in summarise(plan, {CODE: by_variant})}
 
 
@@ -60,7 +59,7 @@ def test_acceptance_is_summed_over_repeats_whatever_their_depth() -> None:
     drafted = [trial(1.0, proposed=[20, 4], accepted=[15, 2]), trial(1.0, proposed=[20], accepted=[5])]
     found = measured(k0=[trial(1.0)] * 2, k2=drafted)["k=2"]
     assert found.acceptance_by_position == [0.5]  # the second was tried four times
-    assert found.acceptance == pytest.approx(22 / 44)
+    assert found.acceptance_rate == pytest.approx(22 / 44)
 
 
 def test_a_step_takes_what_its_tokens_take() -> None:
@@ -96,8 +95,3 @@ def test_the_best_fixed_depth_is_chosen_by_ratios_within_a_repeat() -> None:
 
 def test_one_repeat_is_not_enough_to_choose_by() -> None:
     assert "best_fixed" not in rates(k0=[1.0], k1=[1.0], kauto=[1.0])["k=auto"].relative
-
-
-def test_tokens_past_the_end_are_counted() -> None:
-    trials: Trials = {CODE: {"k=0": {0: trial(1, sequences=[[5, 9, 5, 5], [5, 5, 5, 5]])}}}
-    assert share_past_end(trials, {9}) == 0.25

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 
-from headstart.bench.plan import BenchPlan, Condition, Load, Trial, Trials, run_plan
+from headstart.bench.plan import BenchPlan, Condition, Trial, Trials, run_plan
 from headstart.errors import RequestError
 
-ONE, FOUR = Load("batch_size", 1), Load("batch_size", 4)
-PLAN = BenchPlan(["k=0", "k=1", "k=2"], ["code", "chat"], [ONE, FOUR], repeats=3)
+PLAN = BenchPlan(["k=0", "k=1", "k=2"], ["code", "chat"], "batch_size", [1, 4], repeats=3)
 
 
 def test_every_variant_is_measured_under_every_condition_in_a_new_order_each_time() -> None:
@@ -51,7 +50,8 @@ def test_a_plan_says_what_it_will_do() -> None:
         "k=0, k=1, k=2 on code, chat prompts, batch of 1, batch of 4: 48 runs of 64 tokens per sequence (3 repeats "
         "and one to warm up)"
     )
-    assert [str(Load("concurrency", 4)), str(Load("rate", 0.5))] == ["4 at a time", "0.5 per second"]
+    conditions = [Condition("short", "concurrency", 4), Condition("short", "rate", 0.5)]
+    assert [str(each) for each in conditions] == ["short, 4 at a time", "short, 0.5 per second"]
 
 
 @pytest.mark.parametrize(
@@ -59,11 +59,11 @@ def test_a_plan_says_what_it_will_do() -> None:
     [
         ({"repeats": 0}, "--repeats must be 1 or more"),
         ({"tokens": 19}, "--tokens is 19, too few to time: give 20 or more"),
-        ({"loads": [Load("batch_size", 0)]}, "--batch-size must be above 0"),
-        ({"loads": [Load("concurrency", 0)]}, "--concurrency must be above 0"),
-        ({"loads": [Load("rate", 0.0)]}, "--rate must be above 0"),
+        ({"values": [1, 0]}, "--batch-size must be above 0"),
+        ({"load": "concurrency", "values": [0]}, "--concurrency must be above 0"),
+        ({"load": "rate", "values": [0.0]}, "--rate must be above 0"),
     ],
 )
 def test_a_plan_that_cannot_be_measured_is_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        BenchPlan(**{"variants": ["k=0"], "prompts": ["code"], "loads": [ONE]} | wrong)
+        BenchPlan(**{"variants": ["k=0"], "prompts": ["code"], "load": "batch_size", "values": [1]} | wrong)

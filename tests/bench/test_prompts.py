@@ -65,9 +65,9 @@ def test_a_file_of_lines_and_a_file_of_objects_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2: not JSON"),
+        ("{", "line 2: Invalid JSON"),
         *[
-            (line, 'line 2: must be {"text": "…"} or {"messages": ')
+            (line, 'Write {"text": "…"} or {"messages": ')
             for line in (
                 "[1]",
                 '{"text": "a", "messages": [{"role": "user", "content": "b"}]}',

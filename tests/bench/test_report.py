@@ -1,23 +1,15 @@
 """A report says the same as Markdown, as JSON and as a picture."""
 
-import builtins
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-import pytest
-
-from headstart.bench.estimate import Estimate, Percentiles
-from headstart.bench.measurement import Latency, Measurement
-from headstart.bench.plan import BenchPlan, Condition, Load
-from headstart.bench.plot import check_plot, plot_report
+from headstart.bench.measurement import Estimate, Latency, Measurement, Percentiles
+from headstart.bench.plan import BenchPlan, Condition
 from headstart.bench.report import BenchReport, table
 from headstart.bench.system import SystemInfo
-from headstart.errors import HeadstartError, RequestError
 
-CODE, CHAT = (Condition(name, Load("batch_size", 1)) for name in ("code", "chat"))
-SYSTEM = SystemInfo("Linux 6.1", "A processor", 2, 16.0, "cpu", {"mlx": "0.32"})
+CODE, CHAT = (Condition(name, "batch_size", 1) for name in ("code", "chat"))
+SYSTEM = SystemInfo("Linux 6.1", "A processor", 2, 16.0, "cpu", "stock", {"mlx": "0.32"})
 
 
 def gains(speed: float, **more: Estimate) -> dict[str, Estimate]:
@@ -26,8 +18,8 @@ def gains(speed: float, **more: Estimate) -> dict[str, Estimate]:
 
 LOCAL = BenchReport(
     models={"local": "some-model"},
-    system=SYSTEM,
-    plan=BenchPlan(["k=0", "k=2", "k=auto"], ["code", "chat"], [CODE.load]),
+    machine=SYSTEM,
+    plan=BenchPlan(["k=0", "k=2", "k=auto"], ["code", "chat"], "batch_size", [1]),
     measurements=[
         Measurement("k=0", CODE, 3, Estimate(100, 99, 101), {}, 1.0, 10.0, identical=True),
         Measurement("k=2", CODE, 3, Estimate(130, 120, 140), gains(1.3), 2.1, 16.0, 0.7, [0.8, 0.6], True),
@@ -35,7 +27,6 @@ LOCAL = BenchReport(
         Measurement("k=0", CHAT, 3, Estimate(100, 99, 101), {}, 1.0, 10.0, identical=True),
         Measurement("k=2", CHAT, 3, Estimate(70, 60, 80), gains(0.7), 1.5, 20.0, 0.2, [0.2], True),
     ],
-    past_end=0.25,
 )
 LATENCY = Latency(
     requests=6,
@@ -44,18 +35,16 @@ LATENCY = Latency(
     ttft=Percentiles(0.5, 0.6, 0.7),
     itl=Percentiles(0.04, 0.05, 0.06),
     e2e=Percentiles(1.0, 2.0, 3.0),
-    prompt_tokens=77,
-    cached_tokens=7,
     completion_tokens=8.0,
     counted={"usage": 3, "chunks": 1},
 )
-SHORT = Condition("short", Load("concurrency", 4))
+SHORT = Condition("short", "concurrency", 4)
 SERVERS = BenchReport(
     models={"one": "a-model", "other": "a-model"},
-    system=SYSTEM,
-    plan=BenchPlan(["one", "other"], ["short"], [SHORT.load]),
+    machine=SYSTEM,
+    plan=BenchPlan(["one", "other"], ["short"], "concurrency", [4]),
     measurements=[
-        Measurement("one", SHORT, 3, Estimate(10, 9, 11), acceptance=0.5, latency=LATENCY),
+        Measurement("one", SHORT, 3, Estimate(10, 9, 11), acceptance_rate=0.5, latency=LATENCY),
         Measurement(
             "other", SHORT, 3, Estimate(20, 19, 21), gains(2.0, ttft=Estimate(0.5, 0.4, 0.6)), latency=LATENCY
         ),
@@ -70,7 +59,9 @@ def cells(markdown: str, *start: str) -> list[str]:
 
 def test_markdown_of_depths_has_every_figure_and_what_it_means() -> None:
     text = LOCAL.markdown()
-    assert text.startswith("# Benchmark: some-model\n\nMeasured on cpu · A processor, 2 cores, 16 GB · Linux 6.1")
+    assert text.startswith(
+        "# Benchmark: some-model\n\nMeasured on cpu, kernels: stock · A processor, 2 cores, 16 GB · "
+    )
     assert "64 tokens per sequence. Medians of 3 interleaved repeats (lowest–highest)." in text
     assert "- code, batch of 1: k=2 is fastest, 1.30 (1.20–1.40) times the speed without drafts." in text
     assert "- chat, batch of 1: k=2 comes closest: speculation does not pay here, 0.70 (0.60–0.80) times" in text
@@ -79,7 +70,7 @@ def test_markdown_of_depths_has_every_figure_and_what_it_means() -> None:
         "code", "batch of 1", "k=2", "130.0 (120.0–140.0)", "1.30 (1.20–1.40)", "", "2.10", "16.0", "80% 60%",
     ]  # fmt: skip
     assert "Positions drafted fewer than 10 times are left out." in text
-    assert "25% of the tokens came after the model's own end." in text
+    assert "- k: the number of tokens drafted per step. k=0 is decoding without drafts.\n" in text
     for word in ("Latency", "Not complete", "Not the tokens", "β", "δ", "to k = 0"):
         assert word not in text
 
@@ -105,54 +96,16 @@ def test_markdown_of_servers_has_latencies_and_failures() -> None:
 def test_json_has_all_of_it() -> None:
     report = json.loads(json.dumps(LOCAL.as_dict()))
     assert report["models"] == {"local": "some-model"}
-    assert (report["baseline"], report["repeats"], report["stopped"]) == ("k=0", 3, None)
+    assert (report["plan"]["variants"], report["plan"]["repeats"]) == (["k=0", "k=2", "k=auto"], 3)
+    assert report["stopped"] is None
     assert report["machine"]["versions"] == {"mlx": "0.32"}
     drafted = report["measurements"][1]
-    assert (drafted["variant"], drafted["prompts"], drafted["batch_size"]) == ("k=2", "code", 1)
+    assert drafted["variant"] == "k=2"
+    assert drafted["condition"] == {"prompts": "code", "load": "batch_size", "value": 1}
     assert drafted["relative"]["tokens_per_second"]["median"] == 1.3
     servers = json.loads(json.dumps(SERVERS.as_dict()))["measurements"]
-    assert [(each["variant"], each["concurrency"]) for each in servers] == [("one", 4), ("other", 4)]
+    assert [(each["variant"], each["condition"]["value"]) for each in servers] == [("one", 4), ("other", 4)]
     assert servers[0]["latency"]["ttft"] == {"p50": 0.5, "p95": 0.6, "p99": 0.7}
-
-
-def test_a_picture_has_a_panel_for_each_kind_of_prompts(tmp_path: Path) -> None:
-    plot_report(LOCAL, tmp_path / "local.svg")
-    drawn = (tmp_path / "local.svg").read_text()
-    for text in (
-        "code: tokens/s",
-        "chat: tokens/s",
-        "k=auto",
-        "batch of 1",
-    ):  # letters are shapes; comments name them
-        assert f"<!-- {text} -->" in drawn
-    assert "first token" not in drawn
-    plot_report(SERVERS, tmp_path / "servers.svg")
-    drawn = (tmp_path / "servers.svg").read_text()
-    for text in (
-        "short: tokens/s",
-        "short: ms to the first token",
-        "short: ms between tokens",
-        "other",
-        "4 at a time",
-    ):
-        assert f"<!-- {text} -->" in drawn
-    plot_report(LOCAL, tmp_path / "local.png")
-    assert (tmp_path / "local.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_picture_that_cannot_be_drawn_is_refused_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RequestError, match=r"--plot a\.gif: the name must end in one of \.png"):
-        check_plot(Path("a.gif"))
-    honest = builtins.__import__
-
-    def without(name: str, *more: Any) -> Any:
-        if name == "matplotlib":
-            raise ImportError(name)
-        return honest(name, *more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(HeadstartError, match=r"--plot needs matplotlib: pip install matplotlib"):
-        check_plot(Path("a.png"))
 
 
 def test_a_table_is_readable_as_it_is_and_has_no_empty_columns() -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 import headstart
 from headstart.cli import show
 from headstart.cli.main import app
-from headstart.cli.prompt import chat_tokens
+from headstart.cli.show import chat_tokens
 from headstart.engine import Engine, Stats
 
 FIRST, SECOND = "Write a function that adds two numbers.", "Now write one that subtracts them."
@@ -25,10 +25,10 @@ def loaded() -> Any:
     return headstart.load()
 
 
-def answer(loaded: Any, *said: str) -> str:
-    """What comes after a conversation, by the library."""
-    roles = ["user", "assistant"] * len(said)
-    messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+def answer(loaded: Any, *texts: str) -> str:
+    """Return what the library answers to a conversation."""
+    roles = ["user", "assistant"] * len(texts)
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
     return headstart.generate(*loaded, chat_tokens(loaded[1], messages), max_tokens=8)
 
 
@@ -36,7 +36,7 @@ def chat(*lines: str) -> Result:
     return CliRunner().invoke(app, ["chat", "-n", "8"], input="".join(line + "\n" for line in lines))
 
 
-def test_what_was_said_before_counts(loaded: Any) -> None:
+def test_earlier_messages_count(loaded: Any) -> None:
     first = answer(loaded, FIRST)
     second = answer(loaded, FIRST, first, SECOND)
     assert second != answer(loaded, SECOND), "the history makes no difference: choose other questions"
@@ -47,7 +47,7 @@ def test_what_was_said_before_counts(loaded: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_was_said_before_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_earlier_messages_are_not_prefilled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     hits: list[int] = []
 
     def summary(stats: Stats, finish_reason: str | None) -> str:
@@ -76,7 +76,7 @@ def test_an_answer_is_right_after_one_that_was_stopped_in_the_middle_of_a_turn(
     assert result.stdout == f"› \n› › {answer(loaded, SECOND)}\n› "
 
 
-def test_clear_forgets_what_was_said(loaded: Any) -> None:
+def test_clear_forgets_the_conversation(loaded: Any) -> None:
     result = chat(FIRST, "/clear", SECOND)  # and the end of the input leaves
     assert result.exit_code == 0
     assert result.stdout == f"› {answer(loaded, FIRST)}\n› › {answer(loaded, SECOND)}\n› "
@@ -91,7 +91,7 @@ def test_a_message_that_is_too_long_is_refused_and_the_conversation_goes_on(load
 
 
 def test_bad_options_are_one_line_and_exit_code_1() -> None:
-    result = CliRunner().invoke(app, ["chat", "--k", "9"])
+    result = CliRunner().invoke(app, ["chat", "tiny-qwen3.5", "--k", "9"])
     assert result.exit_code == 1
     assert result.stderr == "error: k is 9; it must be 'auto' or a whole number from 0 to 8\n"
 
@@ -130,3 +130,9 @@ def test_an_answer_that_fails_does_not_end_the_conversation(loaded: Any, monkeyp
     assert result.exit_code == 0
     assert "error: memory ran out" in result.stderr
     assert result.stdout == f"› › {answer(loaded, SECOND)}\n› "
+
+
+def test_help_lists_the_commands_and_does_not_go_to_the_model(loaded: Any) -> None:
+    result = chat("/help", FIRST)
+    assert result.stdout == f"› › {answer(loaded, FIRST)}\n› "
+    assert result.stderr.count("/clear forgets the conversation, /exit or Ctrl-D leaves") == 2  # and at the start

@@ -11,6 +11,7 @@ from checkpoints import write
 from headstart.checkpoint import read_layout
 from headstart.checkpoint.layout import base_model_id
 from headstart.cli.main import app
+from headstart.errors import HubError
 from loopback_hub import Hub, running_hub
 
 
@@ -76,10 +77,30 @@ def test_of_a_hub_model_a_dry_run_downloads_no_weights(tmp_path: Path, hub: Hub)
     assert f"{size:,} bytes would be downloaded first." in shown
     assert "not available" in run("inspect", "org/lost")
     assert not [file for file in hub.downloaded if file.endswith(".safetensors")]
-    run("convert", "org/model", str(tmp_path / "out"))
+    shown = run("convert", "org/model", str(tmp_path / "out"))
+    assert "Downloading org/model: 3 files, " in shown
     assert read_layout(tmp_path / "out").mtp.available
     assert "base_model: org/model" in (tmp_path / "out" / "README.md").read_text()
     assert (tmp_path / "out" / "LICENSE").read_text() == "Do as you like.\n"
+
+
+@pytest.mark.parametrize("command", ["generate", "bench", "probe", "serve"])
+def test_the_size_of_a_download_is_shown_before_it_begins(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    hub.models["org/model"] = raw = write(tmp_path / "raw", "dense", shards=3)
+    size = sum(file.stat().st_size for file in raw.glob("*.safetensors"))
+
+    def stop(repo: str, *, vision: bool = False) -> Path:
+        raise HubError("far enough")
+
+    monkeypatch.setattr("headstart.checkpoint.hub.download", stop)
+    more = {"generate": ["-p", "Hello"], "serve": ["--port", "0"]}.get(command, [])
+    result = CliRunner().invoke(app, [command, "org/model", *more])
+    assert result.stderr.splitlines()[-2:] == [
+        f"Downloading org/model: 3 files, {size:,} bytes.",
+        "error: far enough",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -112,9 +133,9 @@ def test_a_head_that_config_did_not_promise_drafts_once_it_is_converted(tmp_path
         config.get("text_config", config).pop(field, None)
     (raw / "config.json").write_text(json.dumps(config))
     field = "num_nextn_predict_layers" if family == "next" else "mtp_num_hidden_layers"
-    said = error("probe", str(raw))
-    assert "neither the model card nor config.json declares an MTP head" in said
-    assert f"Declare it in config.json, `{field}`: 1." in said
+    message = error("probe", str(raw))
+    assert "neither the model card nor config.json declares an MTP head" in message
+    assert f"Declare it in config.json, `{field}`: 1." in message
     assert "MTP head: kept as it is." in run("convert", str(raw), str(out))
     assert read_layout(out).dispatch(mtp=True).drafts
 
@@ -159,14 +180,14 @@ def test_models_lists_what_is_here_and_what_is_known(tmp_path: Path, hub: Hub) -
     for name in hub.models:
         resolve(name)
     listed = json.loads(run("models", "--json"))
-    here = {model["name"]: model for model in listed["on_disk"]}
+    here = {model["id"]: model for model in listed["on_disk"]}
     assert here.keys() == {"tiny-qwen3.5", "tiny-qwen3.5-moe", *hub.models}
-    assert here["tiny-qwen3.5"]["head"]
-    assert (here["tiny-qwen3.5"]["default_k"], here["tiny-qwen3.5"]["max_k"]) == (2, 8)
-    assert (here["org/model"]["head"], here["org/model"]["card"]) == (True, None)
+    assert here["tiny-qwen3.5"]["native_mtp"] == {"available": True, "reason": None, "default_k": 2, "max_k": 8}
+    assert (here["org/model"]["native_mtp"]["available"], here["org/model"]["card"]) == (True, None)
     lost = here["mlx-community/Qwen3.5-0.8B-4bit"]
-    assert (lost["head"], lost["card"], lost["default_k"]) == (False, "Qwen3.5-0.8B", 0)
-    assert "--from Qwen/Qwen3.5-0.8B" in lost["head_unavailable"]
+    head = lost["native_mtp"]
+    assert (head["available"], lost["card"], head["default_k"]) == (False, "Qwen3.5-0.8B", 0)
+    assert "--from Qwen/Qwen3.5-0.8B" in head["reason"]
     known = {card["name"]: card for card in listed["known"]}
     assert "Qwen3.5-0.8B" not in known
     assert known["Qwen3.6-27B"]["native_mtp"] == {"num_layers": 1, "default_k": 2, "max_k": 5}
@@ -181,9 +202,9 @@ def test_models_lists_what_is_here_and_what_is_known(tmp_path: Path, hub: Hub) -
 def test_models_in_folders_are_listed_where_they_are_named(tmp_path: Path, hub: Hub) -> None:
     one, two = write(tmp_path / "mine" / "one", "dense"), write(tmp_path / "mine" / "two", "dense", "stripped")
     (tmp_path / "mine" / "notes").mkdir()
-    here = {model["name"]: model for model in json.loads(run("models", str(tmp_path / "mine"), "--json"))["on_disk"]}
+    here = {model["id"]: model for model in json.loads(run("models", str(tmp_path / "mine"), "--json"))["on_disk"]}
     assert here.keys() == {"tiny-qwen3.5", "tiny-qwen3.5-moe", str(one), str(two)}
-    assert (here[str(one)]["head"], here[str(two)]["head"]) == (True, False)
-    assert str(one) in [model["name"] for model in json.loads(run("models", str(one), "--json"))["on_disk"]]
+    assert [here[str(path)]["native_mtp"]["available"] for path in (one, two)] == [True, False]
+    assert str(one) in [model["id"] for model in json.loads(run("models", str(one), "--json"))["on_disk"]]
     assert "no model, and no folder of a model in it" in error("models", str(tmp_path / "mine" / "notes"))
     assert "no such folder" in error("models", str(tmp_path / "nowhere"))

@@ -15,8 +15,7 @@ import headstart
 from headstart import library
 from headstart.cli.main import app
 from headstart.cli.options import SAMPLING
-from headstart.cli.prompt import chat_tokens
-from headstart.cli.show import LOOKS
+from headstart.cli.show import LOOKS, chat_tokens
 from headstart.engine import Stats
 from headstart.errors import RequestError
 
@@ -139,19 +138,19 @@ def test_sampling_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> Non
     assert reached == dict.fromkeys(SAMPLING, 1) | {"accept": "coupled"}
 
 
-def test_every_sampling_flag_is_a_parameter_and_help_tells_its_true_default() -> None:
+def test_every_sampling_flag_is_a_parameter_and_help_shows_its_true_default() -> None:
     defaults = headstart.SamplingParams().as_dict()
     for name, flag in SAMPLING.items():
-        (option,) = flag.__metadata__
+        _, option = flag
         default = defaults[name]
-        told = default if isinstance(default, str) else "none" if default is None else f"{default:g}"
-        assert option.show_default == told, name
+        shown = default if isinstance(default, str) else "none" if default is None else f"{default:g}"
+        assert option.show_default == shown, name
 
 
 @pytest.mark.parametrize(("command", "most"), [("generate", "256"), ("chat", "1024")])
-def test_help_tells_the_command_s_own_limit_and_no_other_s(command: str, most: str) -> None:
-    told = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).stdout
-    assert [limit for limit in ("256", "1024") if limit in told] == [most]
+def test_help_shows_the_default_limit_of_the_command(command: str, most: str) -> None:
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).stdout
+    assert [limit for limit in ("256", "1024") if limit in shown] == [most]
 
 
 def test_an_acceptance_rule_that_there_is_not_is_no_command_line() -> None:

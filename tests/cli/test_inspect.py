@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from checkpoints import write
 from headstart.cli.main import app
 
-KEYS = ["path", "family", "layout", "dtype", "quantization", "parameters", "bytes", "mtp", "card"]
+KEYS = ["path", "family", "layout", "dtype", "quantization", "parameters", "bytes", "native_mtp", "card"]
 MTP_KEYS = ["available", "reason", "location", "num_layers", "quantization"]
 
 
@@ -21,11 +21,11 @@ def test_json_is_one_object_with_the_promised_fields(tmp_path: Path) -> None:
     write(tmp_path, "moe", "converted", bits=4)
     report = json.loads(inspect(str(tmp_path), "--json"))
     assert list(report) == KEYS
-    assert list(report["mtp"]) == MTP_KEYS
+    assert list(report["native_mtp"]) == MTP_KEYS
     assert report["path"] == str(tmp_path)
     assert (report["family"], report["layout"], report["dtype"]) == ("qwen3_5_moe", "converted", "bfloat16")
     assert report["quantization"] == {"bits": 4, "group_size": 64, "mode": "affine"}
-    assert report["mtp"]["available"] is True
+    assert report["native_mtp"]["available"] is True
     assert report["card"] is None
 
 
@@ -33,7 +33,7 @@ def test_the_builtin_model_is_the_default() -> None:
     report = json.loads(inspect("--json"))
     assert report["path"].endswith("tiny-qwen3.5")
     assert report["parameters"] == 20_468_832
-    assert report["mtp"] == dict(
+    assert report["native_mtp"] == dict(
         zip(MTP_KEYS, [True, None, "model-00003-of-00003.safetensors", 1, None], strict=True)
     )
 
@@ -45,7 +45,7 @@ def test_the_table_shows_the_same(tmp_path: Path) -> None:
         assert word in table
 
 
-def test_the_command_that_mends_a_stripped_model_is_printed(tmp_path: Path) -> None:
+def test_the_command_that_fixes_a_stripped_model_is_printed(tmp_path: Path) -> None:
     write(tmp_path, "dense", "stripped")
     printed = "".join(line.split("reason", 1)[-1].strip() + " " for line in inspect(str(tmp_path)).splitlines())
     assert "not available" in printed

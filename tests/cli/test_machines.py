@@ -115,10 +115,10 @@ def test_two_machines_serve_and_stop_when_one_is_lost(folder: str) -> None:
             assert re.search(r"headstart_communication_seconds_total \d", metrics)
             question |= {"max_tokens": 2000, "stream": True}
             with http.stream("POST", "/v1/completions", json=question) as stream:
-                told = stream.iter_lines()
-                next(told)
+                lines = stream.iter_lines()
+                next(lines)
                 os.kill(rank_1(process.pid), signal.SIGKILL)
-                assert any("rank 1 of 2 is gone" in line for line in told)
+                assert any("rank 1 of 2 is gone" in line for line in lines)
         _, errors = process.communicate(timeout=20)
     assert "error: rank 1 of 2 is gone" in errors
 

@@ -5,6 +5,11 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
+from headstart.cli.main import app
+
 
 def test_an_mlx_without_its_backend_is_one_line_with_the_way_out(tmp_path: Path) -> None:
     """As on Linux, where mlx alone lacks libmlx.so."""
@@ -17,3 +22,32 @@ def test_an_mlx_without_its_backend_is_one_line_with_the_way_out(tmp_path: Path)
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: mlx cannot be loaded (")
     assert "pip install 'mlx[cpu]'" in line
+
+
+COMMANDS = ["demo", "generate", "chat", "serve", "models", "inspect", "convert", "graft", "probe", "bench"]
+WITH_MODEL = ["demo", "generate", "chat", "serve", "inspect", "probe", "bench"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_no_type_on_switches_and_no_broken_words(command: str) -> None:
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"}).stdout
+    assert "<bool>" not in shown
+    assert "╭" not in shown
+    assert "--help" in shown
+    assert command in CliRunner().invoke(app, ["--help"]).stdout
+
+
+@pytest.mark.parametrize("command", WITH_MODEL)
+@pytest.mark.parametrize("flag", [[], ["-m"], ["--model"]])
+def test_every_command_takes_the_model_as_an_argument_and_as_an_option(command: str, flag: list[str]) -> None:
+    prompt = ["-p", "Hello"] if command == "generate" else []
+    port = ["--port", "0"] if command == "serve" else []
+    result = CliRunner().invoke(app, [command, *flag, "no-such-model", *prompt, *port])
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith("error: no-such-model: no such folder, no model of that name")
+
+
+@pytest.mark.parametrize("command", WITH_MODEL)
+def test_a_model_is_named_once(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "one", "-m", "two"])
+    assert (result.exit_code, result.stderr) == (1, "error: MODEL is one, and --model is two: name it once\n")

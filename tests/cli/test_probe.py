@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from checkpoints import write
-from headstart.bench import step_time
+from headstart.bench import probe as probe_module
 from headstart.checkpoint import read_layout, resolve
 from headstart.checkpoint.convert import SIDECAR, convert, plan_conversion
 from headstart.checkpoint.quantize import Recipe
@@ -23,14 +23,14 @@ PROMISED = [
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_time, "STEPS", 1)
+    monkeypatch.setattr(probe_module, "TIMED_TOKENS", 12)
 
 
 def probe(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["probe", *map(str, arguments)], env={"COLUMNS": "200"})
 
 
-def test_the_builtin_model_passes_and_the_page_can_be_shown_to_anybody(tmp_path: Path) -> None:
+def test_the_builtin_model_passes_and_the_page_has_no_private_names(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     result = probe("--k", 1, "--tokens", 16, "--output", page)
     assert result.exit_code == 0, result.output
@@ -39,13 +39,15 @@ def test_the_builtin_model_passes_and_the_page_can_be_shown_to_anybody(tmp_path:
         assert "Every answer is that of plain decoding, at k = 1 to 1 and auto." in text
         assert text.rstrip().endswith("- Passed.")
     assert result.stdout == page.read_text()
-    first, plan, *_ = result.stderr.splitlines()
+    first, plan, *steps = result.stderr.splitlines()
     assert first == "No model given: probing the small built-in one. Name a model to probe yours."
+    assert steps[0] == "0 of 6 steps: comparing kernels on single tokens and windows"
     assert plan.startswith("Probing tiny-qwen3.5: decoding 4 prompts of 16 tokens at k=0 to 1 and auto, checking")
     written = page.read_text()
     assert written.startswith("# Probe of tiny-qwen3.5: passed\n")
     assert "| k " in written
-    assert "- Kernels: products " in written
+    assert "kernels: " in written
+    assert "- k: the number of tokens drafted per step." in written
     assert "mlx-lm " in written
     for private in (str(tmp_path), str(resolve(None)), str(Path.home()), socket.gethostname()):
         assert private not in written
@@ -77,7 +79,7 @@ def test_a_stored_fault_fails_and_is_named_with_the_way_out(tmp_path: Path) -> N
     assert page.read_text().rstrip().endswith("- Failed.")
 
 
-def test_a_model_without_a_head_is_told_how_to_get_one(tmp_path: Path) -> None:
+def test_the_error_for_a_model_without_a_head_says_how_to_get_one(tmp_path: Path) -> None:
     write(tmp_path, "dense", "stripped")
     result = probe(tmp_path)
     assert result.exit_code == 1
@@ -92,7 +94,7 @@ def test_a_model_without_a_head_is_told_how_to_get_one(tmp_path: Path) -> None:
     [
         (["--k", "9"], "--k is 9; this probe can draft 1 to 8"),
         (["--tokens", "2"], "--tokens is 2"),
-        (["--output", "nowhere/page.md"], "--output nowhere/page.md: there is no such folder"),
+        (["--output", "nowhere/page.md"], "--output nowhere/page.md: cannot be written"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_before_a_model_is_looked_for(arguments: list[str], message: str) -> None:

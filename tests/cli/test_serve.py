@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import headstart
 from headstart.cli.main import app
-from headstart.cli.prompt import chat_tokens
+from headstart.cli.show import chat_tokens
 from headstart.server import Server, settings_of_the_user
 
 KEY, PROMPT = "sk-never-to-be-seen", "Write a function that adds two secret-looking numbers."
@@ -27,7 +27,7 @@ KEY, PROMPT = "sk-never-to-be-seen", "Write a function that adds two secret-look
 
 @contextmanager
 def serving(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
-    """A server on a free port, and what it said of itself."""
+    """Start a server on a free port. Yield it and the lines that it printed, by name."""
     command = [Path(sysconfig.get_path("scripts")) / "headstart", "serve", "--port", "0", *arguments]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment
@@ -57,10 +57,10 @@ def test_it_says_where_it_is_and_answers_like_the_library() -> None:
     loaded, tokenizer = headstart.load()
     tokens = chat_tokens(tokenizer, [{"role": "user", "content": PROMPT}])
     expected = headstart.generate(loaded, tokenizer, tokens, max_tokens=24)
-    with serving(HEADSTART_API_KEY=f"{KEY} another") as (process, told):
-        assert told["Model"] == "tiny-qwen3.5"
-        assert re.fullmatch(r"on, up to \d drafts a round", told["Speculation"])
-        address = told["Address"]
+    with serving(HEADSTART_API_KEY=f"{KEY} another") as (process, printed):
+        assert printed["Model"] == "tiny-qwen3.5"
+        assert re.fullmatch(r"on, up to \d drafts per step", printed["Speculation"])
+        address = printed["Address"]
         with httpx.Client() as http:
             assert http.get(f"{address}/models").status_code == 401
             assert http.post(f"{address}/chat/completions", json={"messages": 5}).status_code == 401
@@ -73,7 +73,7 @@ def test_it_says_where_it_is_and_answers_like_the_library() -> None:
         assert answer.choices[0].message.content == expected
 
         curl = subprocess.run(
-            ["bash", "-c", told["Try"].replace("-d ", "-s -d ", 1)],
+            ["bash", "-c", printed["Try"].replace("-d ", "-s -d ", 1)],
             capture_output=True, text=True, check=True, env=os.environ | {"HEADSTART_API_KEY": f"{KEY} another"},
         )  # fmt: skip
         assert '"finish_reason"' in curl.stdout
@@ -81,17 +81,17 @@ def test_it_says_where_it_is_and_answers_like_the_library() -> None:
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=300)
     assert process.returncode == 0
-    seen = "".join(told.values()) + output + errors
+    seen = "".join(printed.values()) + output + errors
     assert KEY not in seen
     assert "secret-looking" not in seen
     assert "Traceback" not in seen
 
 
 def test_a_stop_in_mid_stream_lets_the_answer_end() -> None:
-    with serving("--model-id", "mine", "--no-mtp", "--shutdown-timeout", "600") as (process, told):
-        assert told["Model"] == "mine"
-        assert told["Speculation"] == "off: loaded without the head"
-        client = OpenAI(base_url=told["Address"], api_key="none")
+    with serving("--model-id", "mine", "--no-mtp", "--shutdown-timeout", "600") as (process, printed):
+        assert printed["Model"] == "mine"
+        assert printed["Speculation"] == "off: loaded without the head"
+        client = OpenAI(base_url=printed["Address"], api_key="none")
         create: Any = client.chat.completions.create
         stream = create(
             model="mine", messages=[{"role": "user", "content": PROMPT}], max_tokens=150, stream=True,
@@ -114,16 +114,16 @@ def test_settings_are_kept_in_the_users_folder(tmp_path: Path, monkeypatch: pyte
     assert file.is_relative_to(tmp_path)
     file.parent.mkdir(parents=True)
     file.write_text('{"max_k": 2}')
-    with serving() as (_, told), httpx.Client() as http:
-        assert told["Speculation"] == "on, up to 2 drafts a round"
-        assert http.patch(f"{told['Address']}/settings", json={"speculation": False}).json()["problem"] is None
+    with serving() as (_, printed), httpx.Client() as http:
+        assert printed["Speculation"] == "on, up to 2 drafts per step"
+        assert http.patch(f"{printed['Address']}/settings", json={"speculation": False}).json()["problem"] is None
     assert json.loads(file.read_text()) == {"max_k": 2, "speculation": False}
-    with serving() as (_, told), httpx.Client() as http:
-        assert told["Speculation"] == "off: switched off in the settings"
-        assert http.get(f"{told['Address']}/settings").json()["max_k"] == 2
+    with serving() as (_, printed), httpx.Client() as http:
+        assert printed["Speculation"] == "off: switched off in the settings"
+        assert http.get(f"{printed['Address']}/settings").json()["max_k"] == 2
 
 
-def test_who_calls_when_the_address_is_told_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_calls_once_the_address_is_printed_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def call(self: Server, sockets: list[socket.socket]) -> None:
         socket.create_connection(sockets[0].getsockname()).close()
 

@@ -16,3 +16,8 @@ def test_shares_of_positions_that_were_hardly_tried_are_left_out() -> None:
 def test_without_enough_drafts_there_is_no_percentage() -> None:
     assert "%" not in line([9, 2], [8, 0])
     assert "acceptance" not in line([], [])
+
+
+def test_a_reason_that_ends_in_a_period_does_not_end_in_two() -> None:
+    shown = summary(Stats(None, "no file holds it. `headstart graft` brings it back.", exact=True), None)
+    assert shown.endswith("no drafts: no file holds it. `headstart graft` brings it back")

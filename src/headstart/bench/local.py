@@ -19,7 +19,7 @@ def measure_locally(model: Model, prompts: Mapping[str, Sequence[Sequence[int]]]
 
     def measure(variant: str, condition: Condition, repeat: int) -> Trial:
         k = variant.removeprefix("k=")
-        batch = list(islice(cycle(prompts[condition.prompts]), int(condition.load.value)))
+        batch = list(islice(cycle(prompts[condition.prompts]), int(condition.value)))
         return decode_batch(model, batch, "auto" if k == "auto" else int(k), tokens)
 
     return measure
@@ -32,7 +32,7 @@ def decode_batch(model: Model, prompts: Sequence[Sequence[int]], k: K, tokens: i
     that the batch has the same size throughout.
     """
     # "auto" keeps what it learned about this model in earlier runs, as in a server. A fixed depth gets a controller
-    # of its own, or it would teach the one that is judged.
+    # of its own: its runs must not train the controller that "auto" is measured with.
     engine = Engine(model, max_sequences=len(prompts), depth=None if k == "auto" else DepthController())
     received: list[list[Event]] = [[] for _ in prompts]
     for prompt, events in zip(prompts, received, strict=True):

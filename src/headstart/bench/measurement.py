@@ -1,14 +1,30 @@
 """From trials to measurements: one record for each variant under each condition."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from statistics import fmean, median
+from statistics import fmean, median, quantiles
 
-from .estimate import Estimate, Percentiles, accepted_shares, estimate, percentiles
 from .plan import BenchPlan, Condition, Trial, Trials
-from .stream import TimedResponse
+
+MIN_TRIES = 10  # drafts at a position before the share of accepted ones is shown: fewer say nothing
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The median of all repeats, the lowest and the highest."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    p50: float
+    p95: float
+    p99: float
 
 
 @dataclass(frozen=True)
@@ -18,12 +34,10 @@ class Latency:
     requests: int
     errors: dict[str, int]  # how often each
     requests_per_second: float
-    ttft: Percentiles
-    itl: Percentiles | None  # between tokens; None where every response came in one chunk
-    e2e: Percentiles
-    prompt_tokens: float | None  # mean per request
-    cached_tokens: float | None
-    completion_tokens: float
+    ttft: Percentiles  # time to first token
+    itl: Percentiles | None  # inter-token latency; None where every response came in one chunk
+    e2e: Percentiles  # whole response
+    completion_tokens: float  # mean per request
     counted: dict[str, int]  # responses by who counted their tokens
 
 
@@ -38,10 +52,25 @@ class Measurement:
     relative: dict[str, Estimate] = field(default_factory=dict)
     tokens_per_round: float | None = None
     step_ms: float | None = None
-    acceptance: float | None = None  # of all drafts
+    acceptance_rate: float | None = None  # of all drafts
     acceptance_by_position: list[float] = field(default_factory=list)  # cumulative; positions tried often enough
     identical: bool | None = None  # the tokens of all repeats are the baseline's; None where they are not known
     latency: Latency | None = None
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    return Estimate(median(values), min(values), max(values))
+
+
+def percentiles(values: Sequence[float]) -> Percentiles:
+    """Return percentiles with linear interpolation between neighbours, as numpy does by default."""
+    cuts = quantiles(values, n=100, method="inclusive") if len(values) > 1 else [*values] * 99
+    return Percentiles(cuts[49], cuts[94], cuts[98])
+
+
+def accepted_shares(accepted: Sequence[int], proposed: Sequence[int]) -> list[float]:
+    """Return the share of drafts accepted by position, for the positions that were tried often enough."""
+    return [a / p for a, p in zip(accepted, proposed, strict=True) if p >= MIN_TRIES]
 
 
 def summarise(plan: BenchPlan, trials: Trials) -> list[Measurement]:
@@ -54,37 +83,22 @@ def summarise(plan: BenchPlan, trials: Trials) -> list[Measurement]:
     ]
 
 
-def share_past_end(trials: Trials, end_tokens: set[int]) -> float:
-    """Return the share of local tokens that came after the model would have ended its answer."""
-    late = total = 0
-    for by_variant in trials.values():
-        for trial in (trial for by_repeat in by_variant.values() for trial in by_repeat.values()):
-            for sequence in trial.sequences:
-                end = next((i + 1 for i, token in enumerate(sequence) if token in end_tokens), len(sequence))
-                late += len(sequence) - end
-                total += len(sequence)
-    return late / total if total else 0.0
-
-
 def _measurement(
     variant: str, condition: Condition, by_variant: Mapping[str, Mapping[int, Trial]], baseline: str
 ) -> Measurement:
     trials = list(by_variant[variant].values())
     plain = by_variant.get(baseline, {})
     speed = estimate([trial.rate for trial in trials])
-    known = [trial.tokens_per_round for trial in trials if trial.tokens_per_round is not None]
-    tokens_per_round = fmean(known) if known else None
+    tokens_per_round = _mean(trial.tokens_per_round for trial in trials)
     proposed = _sums(trial.proposed for trial in trials)
     accepted = _sums(trial.accepted for trial in trials)
-    local = condition.load.kind == "batch_size"
+    local = condition.load == "batch_size"
     expected = next((trial.sequences for trial in plain.values()), None)
     relative = {}
     if variant != baseline:
-        metrics = RATIOS if not local else {"tokens_per_second": RATIOS["tokens_per_second"]}
-        pairs = [(trial, plain[repeat]) for repeat, trial in by_variant[variant].items() if repeat in plain]
-        for name, metric in metrics.items():
-            values = [(metric(trial), metric(other)) for trial, other in pairs]
-            if ratios := [value / other for value, other in values if value is not None and other]:
+        pairs = [(_means(trial), _means(plain[i])) for i, trial in by_variant[variant].items() if i in plain]
+        for name in _means(trials[0]):
+            if ratios := [own[name] / other[name] for own, other in pairs if name in own and other.get(name)]:
                 relative[name] = estimate(ratios)
     if variant == "k=auto" and (ratios := _to_best_fixed(by_variant)):
         relative["best_fixed"] = estimate(ratios)
@@ -95,8 +109,8 @@ def _measurement(
         tokens_per_second=speed,
         relative=relative,
         tokens_per_round=tokens_per_round,
-        step_ms=1e3 * condition.load.value * tokens_per_round / speed.median if local and tokens_per_round else None,
-        acceptance=sum(accepted) / sum(proposed) if sum(proposed) else None,
+        step_ms=1e3 * condition.value * tokens_per_round / speed.median if local and tokens_per_round else None,
+        acceptance_rate=sum(accepted) / sum(proposed) if sum(proposed) else None,
         acceptance_by_position=accepted_shares(accepted, proposed) if local else [],
         identical=all(_same(trial.sequences, expected) for trial in trials) if local and expected else None,
         latency=None if local else _latency(trials),
@@ -126,27 +140,24 @@ def _latency(trials: Sequence[Trial]) -> Latency:
     return Latency(
         requests=len(responses),
         errors=dict(Counter(response.error for response in responses if response.error is not None)),
-        requests_per_second=median(len(_good(trial)) / trial.seconds for trial in trials),
+        requests_per_second=median(sum(r.error is None for r in trial.responses) / trial.seconds for trial in trials),
         ttft=percentiles([response.ttft for response in good]),
         itl=percentiles(gaps) if gaps else None,
         e2e=percentiles([response.e2e for response in good]),
-        prompt_tokens=_mean(response.prompt_tokens for response in good),
-        cached_tokens=_mean(response.cached_tokens for response in good),
         completion_tokens=fmean(response.tokens for response in good),
         counted=dict(Counter(response.counted for response in good)),
     )
 
 
-def _good(trial: Trial) -> list[TimedResponse]:
-    return [response for response in trial.responses if response.error is None]
-
-
-RATIOS: dict[str, Callable[[Trial], float | None]] = {
-    "tokens_per_second": lambda trial: trial.rate,
-    "ttft": lambda trial: _mean(response.ttft for response in _good(trial)),
-    "itl": lambda trial: _mean(gap for response in _good(trial) for gap in response.gaps),
-    "e2e": lambda trial: _mean(response.e2e for response in _good(trial)),
-}
+def _means(trial: Trial) -> dict[str, float]:
+    """Return what is compared with the baseline: the speed, and the mean latencies of a server."""
+    good = [response for response in trial.responses if response.error is None]
+    latencies = {
+        "ttft": _mean(response.ttft for response in good),
+        "itl": _mean(gap for response in good for gap in response.gaps),
+        "e2e": _mean(response.e2e for response in good),
+    }
+    return {"tokens_per_second": trial.rate} | {name: mean for name, mean in latencies.items() if mean is not None}
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -10,7 +10,7 @@ from random import Random
 from typing import Literal
 
 from ..errors import RequestError
-from .stream import TimedResponse
+from .client import TimedResponse
 
 FEWEST_TOKENS = 20  # per sequence: a step may produce nine, and the first step is not timed
 LoadKind = Literal["batch_size", "concurrency", "rate"]
@@ -18,23 +18,20 @@ LOAD_WORDS = {"batch_size": "batch of {:g}", "concurrency": "{:g} at a time", "r
 
 
 @dataclass(frozen=True)
-class Load:
-    """Sequences decoded together, clients that each wait for their answer, or Poisson arrivals per second."""
+class Condition:
+    """Prompts, and the load that they make: sequences decoded together, clients that each wait for their answer, or
+    Poisson arrivals per second."""
 
-    kind: LoadKind
+    prompts: str  # kind of text, or length
+    load: LoadKind
     value: float
 
-    def __str__(self) -> str:
-        return LOAD_WORDS[self.kind].format(self.value)
-
-
-@dataclass(frozen=True)
-class Condition:
-    prompts: str  # kind of text, or length
-    load: Load
+    @property
+    def load_words(self) -> str:
+        return LOAD_WORDS[self.load].format(self.value)
 
     def __str__(self) -> str:
-        return f"{self.prompts}, {self.load}"
+        return f"{self.prompts}, {self.load_words}"
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,8 @@ class BenchPlan:
 
     variants: Sequence[str]
     prompts: Sequence[str]
-    loads: Sequence[Load]
+    load: LoadKind
+    values: Sequence[float]  # of the load
     tokens: int = 64  # per sequence; servers may end an answer earlier
     repeats: int = 3
 
@@ -52,13 +50,12 @@ class BenchPlan:
             raise RequestError(f"--tokens is {self.tokens}, too few to time: give {FEWEST_TOKENS} or more")
         if self.repeats < 1:
             raise RequestError("--repeats must be 1 or more")
-        for load in self.loads:
-            if load.value <= 0:
-                raise RequestError(f"--{load.kind.replace('_', '-')} must be above 0")
+        if min(self.values) <= 0:
+            raise RequestError(f"--{self.load.replace('_', '-')} must be above 0")
 
     @property
     def conditions(self) -> list[Condition]:
-        return [Condition(prompts, load) for prompts in self.prompts for load in self.loads]
+        return [Condition(prompts, self.load, value) for prompts in self.prompts for value in self.values]
 
     @property
     def runs(self) -> int:
@@ -66,7 +63,7 @@ class BenchPlan:
         return (self.repeats + 1) * len(self.conditions) * len(self.variants)
 
     def __str__(self) -> str:
-        loads = ", ".join(map(str, self.loads))
+        loads = ", ".join(LOAD_WORDS[self.load].format(value) for value in self.values)
         return (
             f"{', '.join(self.variants)} on {', '.join(self.prompts)} prompts, {loads}: {self.runs} runs of "
             f"{self.tokens} tokens per sequence ({self.repeats} repeats and one to warm up)"

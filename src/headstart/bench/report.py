@@ -7,8 +7,7 @@ from pathlib import PurePath
 from statistics import geometric_mean
 from typing import Any
 
-from .estimate import MIN_TRIES, Estimate, Percentiles
-from .measurement import Measurement, share_past_end, summarise
+from .measurement import MIN_TRIES, Estimate, Measurement, Percentiles, summarise
 from .plan import BenchPlan, Trials
 from .system import SystemInfo, system_info
 
@@ -16,11 +15,10 @@ from .system import SystemInfo, system_info
 @dataclass(frozen=True)
 class BenchReport:
     models: dict[str, str]  # by server; of a local benchmark one, under "local"
-    system: SystemInfo  # of the clients, where servers are measured
+    machine: SystemInfo  # of the clients, where servers are measured
     plan: BenchPlan
     measurements: list[Measurement]
     exact: bool = True  # the tokens of every depth are promised to be the same
-    past_end: float = 0.0  # share of tokens after the model's own end
     stopped: str | None = None  # why the benchmark is not complete
 
     @property
@@ -33,20 +31,10 @@ class BenchReport:
         return [each for each in self.measurements if each.identical is False]
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "models": self.models,
-            "machine": asdict(self.system),
-            "tokens": self.plan.tokens,
-            "repeats": self.plan.repeats,
-            "baseline": self.plan.variants[0],
-            "stopped": self.stopped,
-            "exact": self.exact,
-            "past_end": self.past_end,
-            "measurements": [_as_dict(each) for each in self.measurements],
-        }
+        return asdict(self)
 
     def markdown(self) -> str:
-        parts = [f"# Benchmark: {self.title}", f"Measured on {self.system}"]
+        parts = [f"# Benchmark: {self.title}", f"Measured on {self.machine}"]
         if "local" not in self.models:
             parts.append(f"Model: {', '.join(dict.fromkeys(self.models.values()))}.")
         parts.append(
@@ -60,9 +48,9 @@ class BenchReport:
             parts.append(f"**Not the tokens of {self.plan.variants[0]}:** {named}.")
         if conclusions := [f"- {line}" for line in self._conclusions()]:
             parts += ["## Result", "\n".join(conclusions)]
-        parts += ["## Speed", _speed_table(self.measurements, self.plan.variants[0])]
+        parts += ["## Speed", self._speed_table()]
         if any(each.latency for each in self.measurements):
-            parts += ["## Latency", "Milliseconds: p50 / p95 / p99.", _latency_table(self.measurements)]
+            parts += ["## Latency", "Milliseconds: p50 / p95 / p99.", self._latency_table()]
         if notes := [f"- {note}" for note in self._notes()]:
             parts.append("\n".join(notes))
         return "\n\n".join(parts) + "\n"
@@ -81,13 +69,13 @@ class BenchReport:
 
     def _notes(self) -> Iterator[str]:
         if "local" in self.models:
+            yield "k: the number of tokens drafted per step. k=0 is decoding without drafts."
             yield "tokens per round: what one sequence gains in a step, accepted drafts and the model's own token."
             yield (
                 "accepted by position: how often a draft and all before it were accepted. Positions drafted fewer "
                 f"than {MIN_TRIES} times are left out."
             )
-        if self.past_end >= 0.005:
-            yield f"{self.past_end:.0%} of the tokens came after the model's own end."
+            yield "Sequences continue past the model's own end, where repetitive text may flatter drafts."
         for name in self.models:
             here = [each.latency for each in self.measurements if each.variant == name and each.latency]
             if any("chunks" in latency.counted for latency in here):
@@ -96,25 +84,51 @@ class BenchReport:
             total = sum(latency.requests for latency in here)
             yield from (f"{name}, {count} of {total} requests failed: {error}" for error, count in errors.items())
 
+    def _speed_table(self) -> str:
+        baseline = self.plan.variants[0]
+        heads = [*self._heads, "tokens/s", f"× {baseline}", "× best fixed k", "tokens per round", "ms per step"]
+        heads += ["accepted by position", "accepted", "requests/s", "answer tokens"]
+        rows = []
+        for each in self.measurements:
+            row = [*_names(each), _estimate(each.tokens_per_second, 1)]
+            row += [_estimate(each.relative.get(name), 2) for name in ("tokens_per_second", "best_fixed")]
+            row += [_number(each.tokens_per_round, 2), _number(each.step_ms, 1)]
+            row += [" ".join(f"{share:.0%}" for share in each.acceptance_by_position), "", "", ""]
+            if (latency := each.latency) is not None:
+                accepted = "" if each.acceptance_rate is None else f"{each.acceptance_rate:.0%}"
+                row[-3:] = [accepted, f"{latency.requests_per_second:.2f}", f"{latency.completion_tokens:.1f}"]
+            rows.append(row)
+        return table(heads, rows)
+
+    def _latency_table(self) -> str:
+        heads = [*self._heads, "first token", "between tokens", "whole answer"]
+        heads += ["× first token", "× between tokens", "× whole answer", "failed"]
+        rows = []
+        for each in self.measurements:
+            if (latency := each.latency) is not None:
+                row = [*_names(each), *map(_milliseconds, (latency.ttft, latency.itl, latency.e2e))]
+                row += [_estimate(each.relative.get(name), 2) for name in ("ttft", "itl", "e2e")]
+                rows.append([*row, str(sum(latency.errors.values()) or "")])
+        return table(heads, rows)
+
+    @property
+    def _heads(self) -> list[str]:
+        return ["prompts", "load", "depth" if "local" in self.models else "server"]
+
 
 def bench_report(
-    plan: BenchPlan,
-    trials: Trials,
-    *,
-    model: str | None = None,
-    end_tokens: set[int] | None = None,
-    stopped: str | None = None,
+    plan: BenchPlan, trials: Trials, *, model: str | None = None, stopped: str | None = None
 ) -> BenchReport:
     """Summarise trials. `model`: the name of the local model; of servers the trials know."""
     done = [(k, trial) for by_variant in trials.values() for k, each in by_variant.items() for trial in each.values()]
-    served = {k: _without_folder(trial.model) for k, trial in done}
+    # Some servers call a model by its folder, which is private.
+    served = {k: PurePath(each.model).name if PurePath(each.model).is_absolute() else each.model for k, each in done}
     return BenchReport(
         models={k: served[k] for k in plan.variants if k in served} if model is None else {"local": model},
-        system=system_info(),
+        machine=system_info(),
         plan=plan,
         measurements=summarise(plan, trials),
         exact=all(trial.exact for _, trial in done),
-        past_end=share_past_end(trials, end_tokens or set()),
         stopped=stopped,
     )
 
@@ -130,48 +144,8 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _speed_table(measurements: Sequence[Measurement], baseline: str) -> str:
-    heads = ["prompts", "load", "depth" if baseline == "k=0" else "server", "tokens/s", f"× {baseline}"]
-    heads += ["× best fixed k", "tokens per round", "ms per step", "accepted by position"]
-    heads += ["accepted", "requests/s", "prompt tokens", "cached", "answer tokens"]
-    rows = []
-    for each in measurements:
-        row = [each.condition.prompts, str(each.condition.load), each.variant, _estimate(each.tokens_per_second, 1)]
-        row += [_estimate(each.relative.get(name), 2) for name in ("tokens_per_second", "best_fixed")]
-        row += [_number(each.tokens_per_round, 2), _number(each.step_ms, 1)]
-        row += [" ".join(f"{share:.0%}" for share in each.acceptance_by_position)]
-        if (latency := each.latency) is not None:
-            row += ["" if each.acceptance is None else f"{each.acceptance:.0%}"]
-            row += [f"{latency.requests_per_second:.2f}", _number(latency.prompt_tokens, 0)]
-            row += [_number(latency.cached_tokens, 0), f"{latency.completion_tokens:.1f}"]
-        rows.append(row + [""] * (len(heads) - len(row)))
-    return table(heads, rows)
-
-
-def _latency_table(measurements: Sequence[Measurement]) -> str:
-    heads = ["prompts", "load", "server", "first token", "between tokens", "whole answer"]
-    heads += ["× first token", "× between tokens", "× whole answer", "failed"]
-    rows = []
-    for each in measurements:
-        if (latency := each.latency) is not None:
-            row = [each.condition.prompts, str(each.condition.load), each.variant]
-            row += [_milliseconds(latency.ttft), _milliseconds(latency.itl), _milliseconds(latency.e2e)]
-            row += [_estimate(each.relative.get(name), 2) for name in ("ttft", "itl", "e2e")]
-            rows.append([*row, str(sum(latency.errors.values()) or "")])
-    return table(heads, rows)
-
-
-def _as_dict(measurement: Measurement) -> dict[str, Any]:
-    condition = measurement.condition
-    where = {"prompts": condition.prompts, condition.load.kind: condition.load.value}
-    fields = asdict(measurement)
-    del fields["condition"]
-    return {"variant": fields.pop("variant"), **where, **fields}
-
-
-def _without_folder(model: str) -> str:
-    """Some servers call a model by its folder, which is the user's own affair."""
-    return PurePath(model).name if PurePath(model).is_absolute() else model
+def _names(measurement: Measurement) -> list[str]:
+    return [measurement.condition.prompts, measurement.condition.load_words, measurement.variant]
 
 
 def _estimate(value: Estimate | None, digits: int) -> str:

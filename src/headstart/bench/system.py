@@ -8,7 +8,9 @@ from importlib.metadata import version
 
 import mlx.core as mx
 
+from ..kernels import cpu
 from ..kernels.cores import available
+from ..kernels.cuda import on_cuda
 
 PACKAGES = ("headstart", "mlx", "mlx-lm")
 
@@ -20,33 +22,30 @@ class SystemInfo:
     cores: int
     memory_gb: float
     device: str  # what the arrays are computed on
+    kernels: str
     versions: dict[str, str]
 
     def __str__(self) -> str:
         used = ", ".join(f"{name} {number}" for name, number in self.versions.items())
         hardware = f"{self.processor}, {self.cores} cores, {self.memory_gb:.0f} GB"
-        return f"{self.device} · {hardware} · {self.system} · {used}"
+        return f"{self.device}, kernels: {self.kernels} · {hardware} · {self.system} · {used}"
 
 
 def system_info() -> SystemInfo:
-    on_gpu = mx.default_device().type == mx.DeviceType.gpu
-    processor = _device_name(mx.cpu)
+    on_gpu = mx.default_device() == mx.Device(mx.gpu)
+    mac = platform.mac_ver()[0]
+    # The rest of a Linux kernel's release may be anything that its builder wrote there.
+    release = re.match(r"\d+(\.\d+)?|", platform.release())
+    system = f"macOS {mac}" if mac else f"{platform.system()} {release[0] if release else ''}"
     return SystemInfo(
-        system=_system(),
-        processor=processor,
+        system=f"{system} {platform.machine()}",
+        processor=_device_name(mx.cpu),
         cores=available(),
         memory_gb=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         device=f"gpu: {_device_name(mx.gpu)}" if on_gpu else "cpu",
+        kernels=str(cpu.loaded()) if not on_gpu else "Headstart's for CUDA" if on_cuda() else "mlx's for Metal",
         versions={**{name: version(name) for name in PACKAGES}, "python": platform.python_version()},
     )
-
-
-def _system() -> str:
-    if mac := platform.mac_ver()[0]:
-        return f"macOS {mac} {platform.machine()}"
-    # The rest of a kernel's release may be whatever its builder wrote there.
-    release = re.match(r"\d+(\.\d+)?", platform.release())
-    return " ".join([platform.system(), *([release[0]] if release else []), platform.machine()])
 
 
 def _device_name(device: mx.DeviceType) -> str:

@@ -241,15 +241,17 @@ class LocalModel:
         """Return the JSON of `headstart models`."""
         decision = self.dispatch
         return {
-            "name": self.name,
+            "id": self.name,
             "card": card.name if self.layout and (card := self.layout.card) else None,
             "path": str(self.layout.path) if self.layout else None,
             "bytes": self.layout.bytes if self.layout else None,
             "problem": self.problem,
-            "head": bool(decision and decision.drafts),
-            "head_unavailable": decision.reason if decision else None,
-            "default_k": decision.k if decision else 0,
-            "max_k": decision.max_k if decision else 0,
+            "native_mtp": {
+                "available": bool(decision and decision.drafts),
+                "reason": decision.reason if decision else None,
+                "default_k": decision.k if decision else 0,
+                "max_k": decision.max_k if decision else 0,
+            },
         }
 
 

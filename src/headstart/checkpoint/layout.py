@@ -70,7 +70,7 @@ class Layout:
         return {
             "path": str(self.path),
             **{name: getattr(self, name) for name in public},
-            "mtp": asdict(self.mtp),
+            "native_mtp": asdict(self.mtp),
             "card": card.name if (card := self.card) else None,
         }
 

@@ -4,37 +4,38 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 import typer
+from typer import Option
 
 from ..errors import HeadstartError, RequestError
 from . import options, show
-from .prompt import chat_tokens
+from .download import find_model
 
 if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
     from rich.console import Console
 
-    from ..engine import Engine
 
-HELP = "/exit or Ctrl-D leaves, /clear forgets the conversation, Ctrl-C stops an answer."
+HELP = "/help shows this, /clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 
 
-@options.with_sampling(max_tokens=1024)
-def chat(
-    model: options.Model = None,
-    mtp: options.Mtp = None,
-    show_drafts: options.ShowDrafts = False,
+@options.with_model
+@options.with_sampling
+def chat_command(
+    model: str | None,
+    mtp: bool | None = options.MTP,
+    show_drafts: bool = options.SHOW_DRAFTS,
+    max_tokens: int = Option(1024, "--max-tokens", "-n", min=1, help="Most tokens of an answer."),
     *,
     sampling: dict[str, Any],
 ) -> None:
-    """Talk with a model. /exit leaves, /clear forgets the conversation, Ctrl-C stops an answer."""
+    """Talk with a model. /help lists the commands, Ctrl-C stops an answer."""
     from rich.console import Console
 
     from ..engine import Engine
     from ..engine.memory import memory_for_prefixes
-    from ..library import load
+    from ..library import load, stream_generate
     from ..state import Prefix
 
-    loaded, tokenizer = load(model, mtp=mtp)
+    loaded, tokenizer = load(find_model(model), mtp=mtp)
     console, aside = Console(highlight=False), Console(stderr=True, highlight=False)
     aside.print(HELP, style="dim")
     if show_drafts:
@@ -42,19 +43,39 @@ def chat(
     with suppress(ImportError):
         import readline  # noqa: F401  # arrow keys and history for input()
 
+    def answer(engine: Engine) -> tuple[str, bool]:
+        """Print the answer as it is generated. Return it, and whether Ctrl-C ended it early."""
+        text, last, stopped = "", None, False
+        tokens = show.chat_tokens(tokenizer, messages)
+        shared = {"prompt_progress_callback": show.prompt_progress(aside), "engine": engine, **sampling}
+        with closing(stream_generate(loaded, tokenizer, tokens, max_tokens, **shared)) as responses:
+            try:
+                for last in responses:
+                    show.print_token(console, last, origins=show_drafts)
+                    text += last.text
+            except KeyboardInterrupt:
+                stopped = True
+        console.out()
+        if last is not None:
+            line = show.summary(last.stats, last.finish_reason)
+            aside.print(f"{line} · stopped" if stopped else line, style="dim", soft_wrap=True)
+        return text, stopped
+
     messages: list[dict[str, str]] = []
-    engine: Engine | None = None  # one for all answers, so that what was said before need not be read again
-    while (line := _ask(aside)) is not None:
-        if line == "/clear":
+    engine: Engine | None = None  # kept between answers, so that earlier messages are not prefilled again
+    while (line := _read_line(aside)) is not None:
+        if line == "/help":
+            aside.print(HELP, style="dim")
+        elif line == "/clear":
             messages.clear()
         elif line:
             messages.append({"role": "user", "content": line})
             try:
                 if engine is None:
                     engine = Engine(loaded, tokenizer, max_sequences=1, prefix=Prefix(memory_for_prefixes()))
-                said, stopped = _answer(engine, tokenizer, messages, sampling, console, aside, show_drafts)
-                messages.append({"role": "assistant", "content": said})
-                if stopped:  # in the middle of whatever it was doing: it is not to be trusted any more
+                text, stopped = answer(engine)
+                messages.append({"role": "assistant", "content": text})
+                if stopped:  # perhaps in the middle of a step: its state cannot be relied on
                     engine = None
             except HeadstartError as error:  # of this message alone, such as a conversation that is too long
                 messages.pop()
@@ -62,8 +83,8 @@ def chat(
                 typer.echo(f"error: {error} (/clear forgets the conversation)", err=True)
 
 
-def _ask(aside: "Console") -> str | None:
-    """The next line; None where there is none."""
+def _read_line(aside: "Console") -> str | None:
+    """Return the next line, or None where the user leaves."""
     while True:
         try:
             line = input("› ").strip()
@@ -74,33 +95,3 @@ def _ask(aside: "Console") -> str | None:
             aside.print(f"\n{HELP}", style="dim")
             continue
         return None if line == "/exit" else line
-
-
-def _answer(
-    engine: "Engine",
-    tokenizer: "TokenizerWrapper",
-    messages: list[dict[str, str]],
-    sampling: dict[str, Any],
-    console: "Console",
-    aside: "Console",
-    show_drafts: bool,
-) -> tuple[str, bool]:
-    """Write the answer as it comes, and say whether Ctrl-C ended it early; what was said stays said."""
-    from ..library import stream_generate
-
-    said, last, stopped = "", None, False
-    tokens, progress = chat_tokens(tokenizer, messages), show.prompt_progress(aside)
-    with closing(
-        stream_generate(engine.model, tokenizer, tokens, prompt_progress_callback=progress, engine=engine, **sampling)
-    ) as responses:
-        try:
-            for last in responses:
-                show.token(console, last, origins=show_drafts)
-                said += last.text
-        except KeyboardInterrupt:
-            stopped = True
-    console.out()
-    if last is not None:
-        end = " · stopped" if stopped else ""
-        aside.print(show.summary(last.stats, last.finish_reason) + end, style="dim", soft_wrap=True)
-    return said, stopped

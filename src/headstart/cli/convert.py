@@ -1,87 +1,116 @@
-"""`headstart convert`: a released model to MLX, with its MTP head."""
+"""`headstart convert`: a released model to MLX, with its MTP head. `headstart graft`: a lost head back."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
+from typer import Argument, Option
+
+from ..errors import CheckpointError
+from . import options
+from .download import announce_download, find_model
+from .progress import Progress
+from .show import print_table
 
 if TYPE_CHECKING:
     from ..checkpoint.convert import Conversion
 
-MtpBits = Annotated[
-    str | None,
-    typer.Option(
-        "--mtp-bits",
-        metavar="keep|2..8",
-        help="Bits of the head's matrices, `mtp.fc` excepted.",
-        show_default="8 where the trunk is quantised, else keep",
+
+def convert_command(
+    source: str = Argument(help="The original: a folder, a name in the cache, or a hub id."),
+    destination: Path = Argument(help="The folder to write. It must not exist."),
+    bits: int | None = Option(None, help="Quantise to this many bits.", show_default="no quantisation"),
+    group_size: int = Option(64, help="Weights that share a scale: 32, 64 or 128."),
+    recipe: str | None = Option(None, help="mlx-lm's mixed precision instead of --bits: mixed_2_6, mixed_3_4, …"),
+    mtp_bits: str | None = options.MTP_BITS,
+    dtype: Literal["bfloat16", "float16", "float32"] | None = Option(
+        None, help="float16 is for M1 and M2.", show_default="the source's"
     ),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and its sizes, and write nothing.")]
-
-
-def convert(
-    source: Annotated[str, typer.Argument(help="The original: a folder, a name in the cache, or a hub id.")],
-    destination: Annotated[Path, typer.Argument(help="The folder to write. It must not exist.")],
-    bits: Annotated[
-        int | None, typer.Option("--bits", help="Quantise to so many bits.", show_default="no quantisation")
-    ] = None,
-    group_size: Annotated[int, typer.Option("--group-size", help="Weights that share a scale: 32, 64, 128.")] = 64,
-    recipe: Annotated[
-        str | None,
-        typer.Option("--recipe", help="mlx-lm's mixed precision instead of --bits: mixed_2_6, mixed_3_4, …"),
-    ] = None,
-    mtp_bits: MtpBits = None,
-    dtype: Annotated[
-        Literal["bfloat16", "float16", "float32"] | None,
-        typer.Option("--dtype", help="float16 is for M1 and M2.", show_default="the source's"),
-    ] = None,
-    dry_run: DryRun = False,
+    dry_run: bool = options.DRY_RUN,
 ) -> None:
     """Convert a released model to MLX and keep its MTP head. mlx-lm runs the result too, without the head."""
     import mlx.core as mx
 
     from ..checkpoint import read_layout
-    from ..checkpoint.convert import convert as write
-    from ..checkpoint.convert import plan_conversion
+    from ..checkpoint.convert import convert, plan_conversion
     from ..checkpoint.layout import release_id
     from ..checkpoint.quantize import Recipe
-    from .progress import bytes_bar
-    from .remote import fetched
 
-    # What is wrong with the options is said before anything is downloaded.
-    Recipe(mx.bfloat16, bits, group_size, recipe, mtp_bits)
-    folder = fetched(source, dry_run=dry_run, vision=True)
-    if folder is None:
-        return
+    Recipe(mx.bfloat16, bits, group_size, recipe, mtp_bits)  # refuse wrong options before anything is downloaded
+    folder = find_model(source, vision=True, dry_run=dry_run)
     layout = read_layout(folder)
     original = release_id(folder, layout.family)
     settings = Recipe(getattr(mx, dtype or layout.dtype), bits, group_size, recipe, mtp_bits)
     plan = plan_conversion(layout, destination, settings, original)
-    _show(plan)
+    _print_plan(plan)
     if dry_run:
         return
-    with bytes_bar(f"Converting to {destination}", plan.read_bytes) as progress:
-        write(plan, progress)
-    typer.echo(f"Written to {destination}. `headstart inspect {destination}` says what it is.")
+    with Progress(plan.read_bytes, "bytes") as progress:
+        convert(plan, progress.add)
+    typer.echo(f"Written to {destination}. See it with `headstart inspect {destination}`.")
 
 
-def _show(plan: "Conversion") -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for column in ("file", "tensors", "bytes"):
-        table.add_column(column, justify="left" if column == "file" else "right", overflow="fold")
+def _print_plan(plan: "Conversion") -> None:
+    rows = [["file", "tensors", "bytes"]]
     for file, steps in plan.files.items():
-        size = sum(step.nbytes for step in steps)
-        table.add_row(file, str(sum(len(step.outputs) for step in steps)), f"{size:,}")
-    table.add_row("reads", "", f"{plan.read_bytes:,}")
-    table.add_row("writes", "", f"{plan.write_bytes:,}")
-    console = Console(markup=False, highlight=False)
-    console.print(table)
+        tensors = sum(len(step.outputs) for step in steps)
+        rows.append([file, f"{tensors:,}", f"{sum(step.nbytes for step in steps):,}"])
+    rows += [["read in all", "", f"{plan.read_bytes:,}"], ["written in all", "", f"{plan.write_bytes:,}"]]
+    print_table(rows, right=(1, 2))
     head = plan.recipe.head_bits
     if not plan.source.mtp.available:
-        console.print("The original has no MTP head, so neither has the result.")
+        typer.echo("The original has no MTP head, so neither has the result.")
     else:
-        console.print(f"MTP head: {'kept as it is' if head is None else f'{head} bits, mtp.fc and norms kept'}.")
+        typer.echo(f"MTP head: {'kept as it is' if head is None else f'{head} bits, mtp.fc and norms kept'}.")
+
+
+def graft_command(
+    model: str = Argument(help="The converted model: a folder, a name in the cache, or a hub id."),
+    source: str | None = Option(
+        None, "--from", help="The original: a folder or a hub id.", show_default="as its README or model card says"
+    ),
+    merge: bool = Option(False, "--merge", help="Write into the shards and their index, not into a file of its own."),
+    mtp_bits: str | None = options.MTP_BITS,
+    group_size: int | None = Option(
+        None, help="Weights that share a scale: 32, 64 or 128.", show_default="the trunk's, or 64"
+    ),
+    force: bool = Option(
+        False, "--force", help="Take the head of another model of the same sizes, such as its base."
+    ),
+    dry_run: bool = options.DRY_RUN,
+) -> None:
+    """Bring a lost MTP head back to a converted model. It is the head that `headstart convert` would have kept."""
+    import mlx.core as mx
+
+    from ..checkpoint import hub, read_layout
+    from ..checkpoint.config import read_config
+    from ..checkpoint.graft import check_name, check_sizes, graft, plan_graft
+    from ..checkpoint.layout import original_id
+    from ..checkpoint.quantize import Recipe
+
+    # Refuse wrong options before anything is downloaded.
+    Recipe(mx.bfloat16, group_size=64 if group_size is None else group_size, mtp_bits=mtp_bits)
+    layout = read_layout(find_model(model, dry_run=dry_run))
+    original = original_id(layout.path, layout.family)
+    if source is None and original is None:
+        raise CheckpointError(f"{layout.path}: nothing says what it was made from. Name the original with --from.")
+    found = hub.locate(source or original)
+    folder, files = (found, {}) if isinstance(found, Path) else hub.missing_files(found, text=False)
+    name = str(found)
+    check_sizes(layout, name, read_config(folder))
+    if not force:
+        check_name(layout, found, original)
+    if files:
+        announce_download(name, files, dry_run=dry_run)
+        hub.download_files(name, folder, files)
+    plan = plan_graft(layout, folder, mtp_bits=mtp_bits, group_size=group_size, merge=merge, force=force)
+    typer.echo(f"{layout.path / plan.file}: {plan.write_bytes:,} bytes, from {plan.read_bytes:,} of {name}.")
+    if not plan.compared and not force:
+        typer.echo("Its files hold no weights of the trunk to compare: only sizes and names say that it fits.")
+    if merge and layout.family == "qwen3_next":
+        typer.echo("Note: mlx-lm refuses a Qwen3-Next model with a head in its shards. Without --merge it runs it.")
+    if dry_run:
+        return
+    with Progress(plan.read_bytes, "bytes") as progress:
+        graft(plan, progress.add)
+    typer.echo(f"Written. See the model with `headstart inspect {layout.path}`.")

@@ -1,13 +1,17 @@
 """`headstart generate`: one prompt, one answer."""
 
 import json
+import sys
 from contextlib import closing
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
+from typer import Option
 
+from ..errors import RequestError
 from . import machines, options, show
-from .prompt import chat_tokens, read_text
+from .download import find_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,20 +19,17 @@ if TYPE_CHECKING:
     from ..library import GenerationResponse
 
 
-@options.with_sampling()
-def generate(
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="What to answer.")] = None,
-    prompt_file: Annotated[str | None, typer.Option(help="Read the prompt from a file; - is standard input.")] = None,
-    model: options.Model = None,
-    mtp: options.Mtp = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Go on from the prompt as it is, without a chat template.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one object: text, tokens, finish_reason, stats.")
-    ] = False,
-    show_drafts: options.ShowDrafts = False,
-    split: options.Split = "tensor",
+@options.with_model
+@options.with_sampling
+def generate_command(
+    model: str | None,
+    prompt: str | None = Option(None, "--prompt", "-p", help="What to answer."),
+    prompt_file: str | None = Option(None, help="Read the prompt from a file; - is standard input."),
+    mtp: bool | None = options.MTP,
+    raw: bool = Option(False, "--raw", help="Continue the prompt as it is, without a chat template."),
+    as_json: bool = Option(False, "--json", help="Print a JSON object: text, tokens, finish_reason, stats."),
+    show_drafts: bool = options.SHOW_DRAFTS,
+    split: options.Split = options.SPLIT,
     *,
     sampling: dict[str, Any],
 ) -> None:
@@ -38,14 +39,14 @@ def generate(
     from ..cluster import Follower, Leader
     from ..library import stream_generate
 
-    with machines.joined() as cluster:
+    with machines.join_machines() as cluster:
         if cluster is not None and cluster.rank:
-            Follower(cluster, *machines.load(model, cluster, split, mtp=mtp)).run()
+            Follower(cluster, *machines.load_share(find_model(model), cluster, split, mtp=mtp)).run()
             return
-        text = read_text(prompt, prompt_file)
-        loaded, tokenizer = machines.load(model, cluster, split, mtp=mtp)
+        text = _read_prompt(prompt, prompt_file)
+        loaded, tokenizer = machines.load_share(find_model(model), cluster, split, mtp=mtp)
         engine = Leader(cluster, loaded, tokenizer, max_sequences=1) if cluster is not None else None
-        tokens = text if raw else chat_tokens(tokenizer, [{"role": "user", "content": text}])
+        tokens = text if raw else show.chat_tokens(tokenizer, [{"role": "user", "content": text}])
         aside = Console(stderr=True, highlight=False)
         progress = show.prompt_progress(aside)
         with closing(
@@ -58,9 +59,26 @@ def generate(
             if show_drafts:
                 console.print(show.legend(console), end="\n\n")
             for response in responses:
-                show.token(console, response, origins=show_drafts)
+                show.print_token(console, response, origins=show_drafts)
         console.out()
         aside.print(show.summary(response.stats, response.finish_reason), style="dim", soft_wrap=True)
+
+
+def _read_prompt(prompt: str | None, file: str | None) -> str:
+    """Return the prompt itself, or the contents of a file; `-` is standard input."""
+    if (prompt is None) == (file is None):
+        raise RequestError("give the prompt with either --prompt or --prompt-file (- for standard input)")
+    option = "--prompt" if file is None else f"--prompt-file {file}"
+    try:
+        if file is not None:
+            prompt = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        assert prompt is not None
+        prompt.encode()
+    except (OSError, UnicodeError) as error:
+        raise RequestError(f"{option}: cannot be read as text: {error}") from error
+    if not prompt:
+        raise RequestError(f"{option} is empty: write a prompt")
+    return prompt
 
 
 def _as_json(responses: "Iterator[GenerationResponse]") -> str:

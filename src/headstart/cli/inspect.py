@@ -1,59 +1,75 @@
-"""`headstart inspect`: what a checkpoint is, and whether its head can be used."""
+"""`headstart inspect`: what one checkpoint is. `headstart models`: which ones are on this machine, or known."""
 
 import json
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 
 import typer
 
+from . import options
+from .show import print_table
 
-def inspect(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="A folder, a built-in model, a name in the Hugging Face cache, or a hub id."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Say what a checkpoint is: family, layout, quantisation, and where its MTP head is. It reads headers only: a hub
-    id that is not in the cache is not downloaded."""
+
+@options.with_model
+def inspect_command(model: str | None, as_json: bool = options.JSON) -> None:
+    """Show what a checkpoint is. Family, layout, quantisation, and where its MTP head is. Only headers are read: a
+    hub id that is not in the cache is not downloaded."""
     from ..checkpoint import read_layout
     from ..checkpoint.hub import header_folder
 
     with header_folder(model) as (folder, name):
         report = read_layout(folder).report()
     report["path"] = name
-    if reason := report["mtp"]["reason"]:
-        report["mtp"]["reason"] = reason.replace(str(folder), name)
+    mtp = report["native_mtp"]
+    mtp["reason"] = mtp["reason"] and mtp["reason"].replace(str(folder), name)
     if as_json:
         typer.echo(json.dumps(report))
-    else:
-        _print_table(report)
-
-
-def _print_table(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    mtp = report["mtp"]
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name in ("path", "family", "layout", "dtype"):
-        table.add_row(name, report[name])
-    table.add_row("quantization", _describe(report["quantization"]))
-    for name in ("parameters", "bytes"):
-        table.add_row(name, f"{report[name]:,}")
-    table.add_row("mtp", "available" if mtp["available"] else "not available")
+        return
+    rows = {name: report[name] for name in ("path", "family", "layout", "dtype")}
+    rows["quantization"] = _describe(report["quantization"])
+    rows |= {name: f"{report[name]:,}" for name in ("parameters", "bytes")}
+    rows["MTP head"] = "available" if mtp["available"] else "not available"
     if mtp["reason"]:
-        table.add_row("  reason", mtp["reason"])
+        rows["  reason"] = mtp["reason"]
     if mtp["location"]:
-        table.add_row("  location", mtp["location"])
-        table.add_row("  num_layers", str(mtp["num_layers"]))
-        table.add_row("  quantization", _describe(mtp["quantization"]))
-    table.add_row("card", report["card"] or "none")
-    Console(markup=False, highlight=False).print(table)
+        rows |= {"  location": mtp["location"], "  layers": str(mtp["num_layers"])}
+        rows["  quantization"] = _describe(mtp["quantization"])
+    rows["card"] = report["card"] or "none"
+    print_table([[name, value] for name, value in rows.items()])
 
 
 def _describe(quantization: dict[str, Any] | None) -> str:
     if quantization is None:
         return "none"
     return f"{quantization['bits']} bits, groups of {quantization['group_size']}, {quantization['mode']}"
+
+
+def models_command(
+    folders: list[Path] | None = typer.Argument(None, help="Also these: models, or folders with models in them."),
+    as_json: bool = options.JSON,
+) -> None:
+    """List the models on this machine. Says whether their heads can draft and how far, and which others are known."""
+    from ..cards import known
+    from ..checkpoint.hub import local_models
+
+    found = [model.report() for model in local_models(folders or ())]
+    here = {model["card"] for model in found}
+    others = [card for card in known() if card.name not in here]
+    if as_json:
+        typer.echo(json.dumps({"on_disk": found, "known": [card.model_dump(exclude_none=True) for card in others]}))
+        return
+    rows = [["on disk", "GB", "MTP head", "default k", "max k", ""]]
+    for model in found:
+        mtp = model["native_mtp"]
+        size = f"{model['bytes'] / 1e9:.2f}" if model["bytes"] else ""
+        head = ["usable", str(mtp["default_k"]), str(mtp["max_k"])] if mtp["available"] else ["none", "", ""]
+        rows.append([model["id"], size, *head, model["problem"] or mtp["reason"] or ""])
+    print_table(rows, right=(1, 3, 4))
+    if others:
+        rows = [["known, not here", "parameters", "default k", "max k"]]
+        for card in others:
+            size = f"{card.parameters or ''}{f', {card.active_parameters} active' if card.active_parameters else ''}"
+            depth = [str(card.native_mtp.default_k), str(card.native_mtp.max_k)] if card.native_mtp else ["", ""]
+            rows.append([card.hub_id or card.name, size, *depth])
+        typer.echo()
+        print_table(rows, right=(2, 3))

@@ -1,6 +1,6 @@
-"""The commands that run a model, when `mlx.launch` has started them on several machines.
+"""Find this process's place when `mlx.launch` has started a command on several machines.
 
-The first of them goes on as if it were alone, with an engine that leads the others'. The others follow it.
+The first machine goes on as if it were alone, with an engine that leads the others. The others follow it.
 """
 
 import os
@@ -18,49 +18,49 @@ if TYPE_CHECKING:
     from ..cluster import Machines, Split
     from ..models import Model
 
-# A process's own number and how many there are, as mlx.launch sets them, and those of MPI.
+# The variables for a process's rank and the number of ranks: those of mlx.launch, and those of MPI.
 RANKS = {"MLX_RANK": "MLX_WORLD_SIZE", "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE", "PMI_RANK": "PMI_SIZE"}
-TOGETHER = ("generate", "serve")
+DISTRIBUTED = ("generate", "serve")  # commands that run on several machines
 
 
 def launched() -> bool:
-    """Was this process started as one of several? For a single one `mlx.launch` leaves the hostfile empty."""
+    """Return whether this process is one of several. For a single one `mlx.launch` leaves the hostfile empty."""
     hostfile = Path(os.environ.get("MLX_HOSTFILE", os.devnull))
     if hostfile.is_file() and not hostfile.read_text().strip():
         return False
     return any(rank in os.environ and os.environ.get(size) != "1" for rank, size in RANKS.items())
 
 
-def check(command: str | None) -> None:
-    """Others would do the same work on every machine, and write it to the same files."""
-    if command not in TOGETHER and launched():
+def require_one_machine(command: str | None) -> None:
+    """Refuse a command that would do the same work on every machine, and write it to the same files."""
+    if command not in DISTRIBUTED and launched():
         raise ClusterError(
             f"{command} is for one machine, and mlx.launch has started it on several: start it by itself, or use "
-            f"{' or '.join(TOGETHER)}"
+            f"{' or '.join(DISTRIBUTED)}"
         )
 
 
 @contextmanager
-def joined() -> Iterator["Machines | None"]:
-    """Those that were launched together; None where there is but one."""
+def join_machines() -> Iterator["Machines | None"]:
+    """Connect to the machines that were launched together. Yield None where there is only one."""
     if not launched():
         yield None
         return
-    from ..cluster import join_machines
+    from .. import cluster
 
-    with join_machines() as machines:
-        # Ctrl-C and whoever ends a service reach all of them: the first stops in peace, and then tells the others.
+    with cluster.join_machines() as machines:
+        # Ctrl-C and SIGTERM reach all of them: the first stops properly, and then stops the others.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN if machines.rank else signal.default_int_handler)
         yield machines
 
 
-def load(
-    path: str | Path | None, machines: "Machines | None", split: "Split", *, mtp: bool | None
+def load_share(
+    folder: Path, machines: "Machines | None", split: "Split", *, mtp: bool | None
 ) -> "tuple[Model, TokenizerWrapper]":
-    """The model, or this machine's part of it."""
+    """Load the model, or this machine's share of it."""
     from .. import cluster, library
 
     if machines is None:
-        return library.load(path, mtp=mtp)
-    return cluster.load_part(path, machines.comm, split, mtp=mtp)
+        return library.load(folder, mtp=mtp)
+    return cluster.load_part(folder, machines.comm, split, mtp=mtp)

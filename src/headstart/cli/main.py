@@ -5,34 +5,23 @@ take seconds, and `headstart --help` must not. Commands import them when they ru
 """
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
 from ..errors import HeadstartError
-from . import machines
-from .bench import bench
-from .chat import chat
-from .convert import convert
-from .demo import demo
-from .generate import generate
-from .graft import graft
-from .inspect import inspect
-from .models import models
-from .probe import probe
-from .serve import serve
+from . import bench, chat, convert, demo, generate, inspect, machines, probe, serve
 
-# Only its tokenizers are used: spare users the advice to install PyTorch.
+# Only the tokenizers of transformers are used: suppress its advice to install PyTorch.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
-CHOICE = "`pip install 'mlx[cpu]'`, or `'mlx[cuda13]'` for NVIDIA's GPUs."
+BACKENDS = "`pip install 'mlx[cpu]'`, or `'mlx[cuda13]'` for NVIDIA GPUs."
 
 
 class Commands(TyperGroup):
-    """All commands. What a user can put right is one line on standard error, never a traceback."""
+    """All commands. An error that the user can fix is one line on standard error, never a traceback."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         try:
@@ -41,14 +30,15 @@ class Commands(TyperGroup):
             typer.echo(f"error: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(1) from error
         except ImportError as error:
-            # A module that is not there is known by its name, a library that cannot be loaded by its place.
+            # A missing module is known by its name, a library that cannot be loaded by its path.
             if "mlx" not in ((error.name or "").partition(".")[0], Path(error.path or "").parent.name):
                 raise
-            typer.echo(f"error: mlx cannot be loaded ({error}). On Linux its backend is a choice: {CHOICE}", err=True)
+            typer.echo(f"error: mlx cannot be loaded ({error}). On Linux, install a backend: {BACKENDS}", err=True)
             raise typer.Exit(1) from error
 
 
-app = typer.Typer(name="headstart", cls=Commands, no_args_is_help=True)
+# Help without rich: its tables call switches <bool> and break long words.
+app = typer.Typer(name="headstart", cls=Commands, no_args_is_help=True, rich_markup_mode=None)
 
 
 def _print_version(wanted: bool) -> None:
@@ -60,25 +50,27 @@ def _print_version(wanted: bool) -> None:
 
 
 @app.callback()
-def main(
+def headstart_command(
     context: typer.Context,
-    version: Annotated[
-        bool,
-        typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version),
-    ] = False,
+    version: bool = typer.Option(
+        False, "--version", help="Print the version and exit.", is_eager=True, callback=_print_version
+    ),
 ) -> None:
     """Run language models faster with their own multi-token-prediction head, without changing a token.
 
-    Without a model's name a small built-in one runs: try `headstart demo`, then `headstart serve` and a browser.
+    Commands that take a MODEL use a small built-in one if you give none. Try `headstart demo` first, then
+    `headstart serve` and a browser.
     """
-    machines.check(context.invoked_subcommand)
+    machines.require_one_machine(context.invoked_subcommand)
 
 
-PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Run a model": (demo, generate, chat, serve),
-    "Find and make models": (models, inspect, convert, graft),
-    "Measure and check": (probe, bench),
-}
-for panel, commands in PANELS.items():
-    for command in commands:
-        app.command(rich_help_panel=panel)(command)
+app.command("demo")(demo.demo_command)
+app.command("generate")(generate.generate_command)
+app.command("chat")(chat.chat_command)
+app.command("serve")(serve.serve_command)
+app.command("models")(inspect.models_command)
+app.command("inspect")(inspect.inspect_command)
+app.command("convert")(convert.convert_command)
+app.command("graft")(convert.graft_command)
+app.command("probe")(probe.probe_command)
+app.command("bench")(bench.bench_command)

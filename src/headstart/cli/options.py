@@ -3,99 +3,96 @@
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import typer
+from typer import Argument, Option
 
-Model = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        "-m",
-        help="A folder, a built-in model, a name in the Hugging Face cache, or a hub id.",
-        show_default="the built-in model",
+from ..errors import RequestError
+
+Command = Callable[..., None]
+Split = Literal["tensor", "pipeline"]
+Rule = Literal["auto", "ratio", "coupled", "optimistic"]
+
+MTP = Option(None, "--mtp/--no-mtp", help="Load the MTP head or not.", show_default="yes, unless HEADSTART_MTP is 0")
+SPLIT = Option("tensor", help="Under mlx.launch: machines share every layer, or have some layers each.")
+SHOW_DRAFTS = Option(False, "--show-drafts", help="Show where tokens came from: draft, correction, bonus or plain.")
+DRY_RUN = Option(False, "--dry-run", help="Show the plan and its sizes, and write nothing.")
+MTP_BITS = Option(
+    None, metavar="keep|2..8", help="Bits of the head, but of `mtp.fc`.", show_default="8 if the rest is quantised"
+)
+JSON = Option(False, "--json", help="Print JSON.")
+OUTPUT = Option(None, metavar="FILE", help="Also write the report: JSON to a .json, else Markdown.")
+MODEL = Argument(
+    None, metavar="MODEL", help="A folder, a built-in model, a cached one or a hub id.", show_default="built-in"
+)
+# The sampling flags by their names in SamplingParams, which has their defaults: what is not given is None.
+SAMPLING: dict[str, tuple[Any, Any]] = {
+    "max_tokens": (int, Option(None, "--max-tokens", "-n", show_default="256", help="Most tokens to generate.")),
+    "k": (str, Option(None, metavar="auto|N", show_default="auto", help="Drafts per step; 0 drafts nothing.")),
+    "temperature": (float, Option(None, "--temperature", "-t", show_default="0", help="0 is greedy.")),
+    "top_p": (float, Option(None, show_default="1", help="Keep the likeliest tokens that make up this much.")),
+    "top_k": (int, Option(None, show_default="0", help="Keep this many tokens; 0 keeps all.")),
+    "min_p": (float, Option(None, show_default="0", help="Keep tokens this likely, relative to the likeliest.")),
+    "repetition_penalty": (float, Option(None, show_default="1", help="Above 1: less of the last 20 tokens.")),
+    "presence_penalty": (float, Option(None, show_default="0", help="Above 0: less of the last 20 tokens.")),
+    "frequency_penalty": (float, Option(None, show_default="0", help="The same, by how often each occurs.")),
+    "accept": (
+        Rule,
+        Option(None, metavar="RULE", show_default="auto", help="ratio, coupled, optimistic (not exact)."),
     ),
-]
-Mtp = Annotated[
-    bool | None,
-    typer.Option(
-        "--mtp/--no-mtp",
-        help="Load the model with its MTP head, or without.",
-        show_default="with it, unless HEADSTART_MTP is 0",
-    ),
-]
-Split = Annotated[
-    Literal["tensor", "pipeline"],
-    typer.Option(help="Under mlx.launch: machines share every layer, or have some layers each."),
-]
-ShowDrafts = Annotated[
-    bool, typer.Option("--show-drafts", help="Show where every token came from: draft, correction, bonus or plain.")
-]
-
-
-def _flag(type_: Any, *names: str, default: str, panel: str | None = "Sampling", **how: Any) -> Any:
-    """A flag that is None where it is not given: SamplingParams has the defaults."""
-    return Annotated[type_ | None, typer.Option(*names, show_default=default, rich_help_panel=panel, **how)]
-
-
-def _max_tokens(default: int) -> Any:
-    return _flag(int, "--max-tokens", "-n", default=str(default), panel=None, help="Most tokens to write.")
-
-
-# By their names in SamplingParams.
-SAMPLING = {
-    "max_tokens": _max_tokens(256),
-    "k": _flag(str, "--k", default="auto", panel=None, metavar="auto|N", help="Drafts a round; 0 drafts nothing."),
-    "temperature": _flag(float, "--temperature", "-t", default="0", help="0 is greedy."),
-    "top_p": _flag(float, "--top-p", default="1", help="Keep the likeliest tokens that make up this much."),
-    "top_k": _flag(int, "--top-k", default="0", help="Keep so many tokens; 0 keeps all."),
-    "min_p": _flag(float, "--min-p", default="0", help="Keep tokens this likely, relative to the likeliest."),
-    "repetition_penalty": _flag(
-        float, "--repetition-penalty", default="1", help="Above 1: less of the last 20 tokens."
-    ),
-    "presence_penalty": _flag(float, "--presence-penalty", default="0", help="Above 0: less of the last 20 tokens."),
-    "frequency_penalty": _flag(float, "--frequency-penalty", default="0", help="The same, by how often each occurs."),
-    "accept": _flag(
-        Literal["auto", "ratio", "coupled", "optimistic"],
-        "--accept",
-        default="auto",
-        help="How drafts are judged: coupled where there is a seed, else ratio; optimistic is not exact.",
-    ),
-    "seed": _flag(int, "--seed", default="none", help="The same text again, whatever the depth."),
+    "seed": (int, Option(None, show_default="none", help="The same text again, at any depth.")),
 }
 
 
-def with_sampling(max_tokens: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the flags above. It takes those given as `sampling`, keyword arguments for SamplingParams.
-    `max_tokens`: where it has a default of its own."""
-    known, defaults = SAMPLING, dict[str, Any]()
-    if max_tokens is not None:
-        known, defaults = SAMPLING | {"max_tokens": _max_tokens(max_tokens)}, {"max_tokens": max_tokens}
+def with_model(command: Command) -> Command:
+    """Give a command MODEL as an argument and as --model. It gets whichever the user wrote, as `model`."""
 
-    def give(command: Callable[..., None]) -> Callable[..., None]:
-        @wraps(command)
-        def with_flags(**arguments: Any) -> None:
-            flags = {name: arguments.pop(name) for name in known}
-            given = {name: flag for name, flag in flags.items() if flag is not None}
-            command(**arguments, sampling=_checked(defaults | given))
+    def model(given: dict[str, Any]) -> str | None:
+        if None not in given.values():
+            raise RequestError(f"MODEL is {given['model']}, and --model is {given['model_option']}: name it once")
+        return given["model"] or given["model_option"]
 
-        signature = inspect.signature(command)
-        own = [parameter for parameter in signature.parameters.values() if parameter.name != "sampling"]
-        flags = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=flag)
-            for name, flag in known.items()
-        ]
-        with_flags.__signature__ = signature.replace(parameters=[*own, *flags])  # type: ignore[attr-defined]
-        return with_flags
-
-    return give
+    option = Option(None, "--model", "-m", metavar="MODEL", help="The same as MODEL.")
+    return _replace_parameter(command, "model", {"model": (str, MODEL), "model_option": (str, option)}, model)
 
 
-def _checked(given: dict[str, Any]) -> dict[str, Any]:
-    """Refuse what cannot be honoured before a model is loaded for nothing."""
-    from ..sampling import SamplingParams
+def with_sampling(command: Command) -> Command:
+    """Give a command the flags in SAMPLING, except those that it has itself. It gets those that the user gave as
+    `sampling`, keyword arguments for SamplingParams."""
 
-    if str(given.get("k", "")).isdecimal():
-        given["k"] = int(given["k"])
-    SamplingParams(**given)
-    return given
+    def sampling(given: dict[str, Any]) -> dict[str, Any]:
+        """Refuse what cannot be honoured before a model is loaded."""
+        from ..sampling import SamplingParams
+
+        params = {name: value for name, value in given.items() if value is not None}
+        if str(params.get("k", "")).isdecimal():
+            params["k"] = int(params["k"])
+        SamplingParams(**params)
+        return params
+
+    own = inspect.signature(command).parameters
+    flags = {name: flag for name, flag in SAMPLING.items() if name not in own}
+    return _replace_parameter(command, "sampling", flags, sampling)
+
+
+def _replace_parameter(
+    command: Command, name: str, parameters: dict[str, tuple[Any, Any]], combine: Callable[[dict[str, Any]], Any]
+) -> Command:
+    """Return a command with `parameters` in place of the one called `name`, which `combine` makes of their values.
+
+    `parameters`: type and default by name. All are optional.
+    """
+
+    @wraps(command)
+    def replaced(**arguments: Any) -> None:
+        given = {each: arguments.pop(each) for each in parameters}
+        command(**arguments, **{name: combine(given)})
+
+    signature = inspect.signature(command)
+    kept = [parameter for parameter in signature.parameters.values() if parameter.name != name]
+    added = [
+        inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=type_ | None)
+        for each, (type_, default) in parameters.items()
+    ]
+    replaced.__signature__ = signature.replace(parameters=[*kept, *added])  # type: ignore[attr-defined]
+    return replaced

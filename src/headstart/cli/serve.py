@@ -3,152 +3,108 @@
 import os
 import shlex
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
+from typer import Option
 
 from . import machines, options
+from .download import find_model
 
 if TYPE_CHECKING:
     from ..engine import Settings
     from ..models import Model
 
-PANEL = "Limits"
 OPEN_FILES = 65_536
 
 
-def serve(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A folder, a built-in model, a name in the Hugging Face cache, or a hub id.",
-            show_default="the built-in model",
-        ),
-    ] = None,
-    host: Annotated[str, typer.Option(help="Where to listen. Beyond this machine a key is wanted.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
-    model_id: Annotated[
-        str | None, typer.Option(help="What clients call the model.", show_default="its hub id, or its folder's name")
-    ] = None,
-    mtp: options.Mtp = None,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(envvar="HEADSTART_API_KEY", help="A key that clients must bring; may be given several times."),
-    ] = None,
-    no_key: Annotated[bool, typer.Option("--no-key", help="Listen beyond this machine without a key.")] = False,
-    cors_origin: Annotated[
-        list[str] | None, typer.Option(help="A web page's origin that may call; * is any.", show_default="none")
-    ] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(help="A host name that clients may use in URLs; * is any.", show_default="this machine's own"),
-    ] = None,
-    max_sequences: Annotated[int, typer.Option(min=1, help="Answers at a time.", rich_help_panel=PANEL)] = 16,
-    max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait.", rich_help_panel=PANEL)] = 256,
-    max_prompt_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Longest prompt.", show_default="the model's context", rich_help_panel=PANEL),
-    ] = None,
-    max_connections: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            help="Open connections, half of them of one client.",
-            show_default="2048, or what `ulimit -n` allows",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds that one request may take.", rich_help_panel=PANEL)
-    ] = 600.0,
-    shutdown_timeout: Annotated[
-        float,
-        typer.Option(min=0, help="Seconds that answers have left when it stops.", rich_help_panel=PANEL),
-    ] = 30.0,
-    prefix_cache_gb: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="Memory for beginnings of prompts; 0 keeps none.",
-            show_default="2, or a quarter of what the model leaves",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
-    prefix_cache_8bit: Annotated[
-        bool, typer.Option("--prefix-cache-8bit", help="Keep them in 8 bits: not exact.", rich_help_panel=PANEL)
-    ] = False,
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], typer.Option(help="What is logged on standard error.")
-    ] = "warning",
-    access_log: Annotated[
-        bool, typer.Option("--access-log", help="Log one line for every request: no prompts, answers or keys.")
-    ] = False,
-    split: options.Split = "tensor",
+@options.with_model
+def serve_command(
+    model: str | None,
+    host: str = Option("127.0.0.1", help="Where to listen. Beyond this machine a key is needed."),
+    port: int = Option(8000, min=0, max=65535, help="0 takes a free one."),
+    model_id: str | None = Option(
+        None, help="What clients call it.", show_default="its hub id, or its folder's name"
+    ),
+    mtp: bool | None = options.MTP,
+    api_key: list[str] | None = Option(
+        None, metavar="KEY", envvar="HEADSTART_API_KEY", help="A key that clients must send. Repeat for more."
+    ),
+    no_key: bool = Option(False, "--no-key", help="Listen beyond this machine without a key."),
+    cors_origin: list[str] | None = Option(None, metavar="ORIGIN", help="A web page that may call; * is any."),
+    allowed_host: list[str] | None = Option(None, metavar="HOST", help="A further host name in URLs; * is any."),
+    max_sequences: int = Option(16, min=1, help="Requests decoded together."),
+    max_queue: int = Option(256, min=1, help="Requests that may wait."),
+    max_prompt_tokens: int | None = Option(None, min=1, help="Longest prompt.", show_default="the model's context"),
+    max_connections: int | None = Option(
+        None,
+        min=2,
+        help="Open connections, half of them per client.",
+        show_default="2048, or what `ulimit -n` allows",
+    ),
+    timeout: float = Option(600.0, min=1, help="Seconds that one request may take."),
+    shutdown_timeout: float = Option(30.0, min=0, help="Seconds to finish running requests when it stops."),
+    prefix_cache_gb: float | None = Option(
+        None, min=0, help="Memory for the prefix cache; 0 is off.", show_default="2, or a quarter of what is left"
+    ),
+    prefix_cache_8bit: bool = Option(False, "--prefix-cache-8bit", help="Cache prefixes in 8 bits: not exact."),
+    log_level: Literal["debug", "info", "warning", "error"] = Option("warning", help="Log to standard error."),
+    access_log: bool = Option(False, "--access-log", help="Log a line per request: no prompts, answers or keys."),
+    split: options.Split = options.SPLIT,
 ) -> None:
-    """Serve a model to OpenAI's and Anthropic's clients. Ctrl-C stops it once the running answers have ended."""
+    """Serve a model to OpenAI and Anthropic clients. Ctrl-C stops it once the running requests have finished."""
     _reopen_closed_streams()
-    from ..checkpoint import read_layout, resolve
+    from .. import server
+    from ..checkpoint import read_layout
     from ..cluster import Follower, Leader, SharedPrefix
     from ..engine import Engine, EngineThread
     from ..engine.memory import memory_for_prefixes
     from ..open_files import raise_limit
-    from ..server import (
-        Keys,
-        Limits,
-        ServedModel,
-        Server,
-        bind,
-        check_reach,
-        configure_log,
-        create_app,
-        hosts_for,
-        listen,
-        most_connections,
-        settings_of_the_user,
-    )
     from ..state import Prefix
 
-    configure_log(log_level, access=access_log)
-    keys = Keys(api_key or ())
-    check_reach(host, keys, no_key=no_key)
+    server.configure_log(log_level, access=access_log)
+    keys = server.Keys(api_key or ())
+    server.check_reach(host, keys, no_key=no_key)
     raise_limit(OPEN_FILES)
-    connections = most_connections(max_connections)
-    # The place to listen at comes before a model is loaded for nothing.
-    with machines.joined() as cluster, nullcontext() if cluster and cluster.rank else bind(host, port) as place:
-        folder = resolve(model)
-        loaded, tokenizer = machines.load(folder, cluster, split, mtp=mtp)
-        served = ServedModel.of(read_layout(folder), loaded, tokenizer, id=model_id)
-        bytes_ = memory_for_prefixes() if prefix_cache_gb is None else int(prefix_cache_gb * 1e9)
+    connections = server.most_connections(max_connections)
+    # Bind first: a port that is taken is known before a model is loaded.
+    with (
+        machines.join_machines() as cluster,
+        nullcontext() if cluster and cluster.rank else server.bind(host, port) as bound,
+    ):
+        folder = find_model(model)
+        loaded, tokenizer = machines.load_share(folder, cluster, split, mtp=mtp)
+        served = server.ServedModel.of(read_layout(folder), loaded, tokenizer, id=model_id)
+        cache_bytes = memory_for_prefixes() if prefix_cache_gb is None else int(prefix_cache_gb * 1e9)
         if cluster is None:
-            prefix = Prefix(bytes_, eight_bits=prefix_cache_8bit) if bytes_ else None
+            prefix = Prefix(cache_bytes, eight_bits=prefix_cache_8bit) if cache_bytes else None
             engine = Engine(loaded, tokenizer, max_sequences=max_sequences, max_queue=max_queue, prefix=prefix)
         else:
-            shared = SharedPrefix(bytes_, eight_bits=prefix_cache_8bit) if bytes_ else None
-            if place is None:
+            shared = SharedPrefix(cache_bytes, eight_bits=prefix_cache_8bit) if cache_bytes else None
+            if bound is None:
                 Follower(cluster, loaded, tokenizer, prefix=shared).run(warm_up=True)
                 return
             engine = Leader(
                 cluster, loaded, tokenizer, max_sequences=max_sequences, max_queue=max_queue, prefix=shared
             )
-        assert place is not None, "only those that follow have none"
+        assert bound is not None, "only followers do not listen"
         engine.warm_up()
-        room = EngineThread(engine)
-        limits = Limits(prompt_tokens=max_prompt_tokens, request_seconds=timeout, connections=connections)
-        app = create_app(
-            room,
+        engine_thread = EngineThread(engine)
+        app = server.create_app(
+            engine_thread,
             served,
             keys=keys,
-            limits=limits,
-            allowed_hosts=hosts_for(host, allowed_host or (), key=bool(keys)),
+            limits=server.Limits(prompt_tokens=max_prompt_tokens, request_seconds=timeout, connections=connections),
+            allowed_hosts=server.hosts_for(host, allowed_host or (), key=bool(keys)),
             cors_origins=cors_origin or (),
-            settings_file=settings_of_the_user(),
+            settings_file=server.settings_of_the_user(),
         )
-        drafts = _drafts(loaded, room.settings)
-        listen(place)
-        with suppress(OSError):  # a reader of standard output who has gone must not stop the server
-            typer.echo(_greeting(served.id, drafts, host, place.getsockname()[1], key=bool(keys)))
-        with suppress(KeyboardInterrupt):  # uvicorn has stopped by then, and says it again
-            Server(app, room, deadline=shutdown_timeout).run(sockets=[place])
+        drafts = _drafts(loaded, engine_thread.settings)
+        server.listen(bound)
+        with suppress(OSError):  # a closed standard output must not stop the server
+            typer.echo(_greeting(served.id, drafts, host, bound.getsockname()[1], key=bool(keys)))
+        with suppress(KeyboardInterrupt):  # uvicorn has stopped by then, and raises it again
+            server.Server(app, engine_thread, deadline=shutdown_timeout).run(sockets=[bound])
 
 
 def _reopen_closed_streams() -> None:
@@ -165,7 +121,7 @@ def _drafts(model: "Model", settings: "Settings") -> str:
         return f"off: {model.head_unavailable}"
     if not settings.speculation or settings.max_k == 0:
         return "off: switched off in the settings"
-    return f"on, up to {settings.max_k} drafts a round"
+    return f"on, up to {settings.max_k} drafts per step"
 
 
 def _greeting(name: str, drafts: str, host: str, port: int, *, key: bool) -> str:

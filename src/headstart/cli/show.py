@@ -1,9 +1,17 @@
-"""How an answer looks in a terminal: its tokens by origin, and the line that closes it."""
+"""What commands print: tokens by origin, the line that closes an answer, tables, and reports with their files."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+import json
+import os
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import typer
+
+from ..errors import CheckpointError, HeadstartError, RequestError
 
 if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
     from rich.console import Console
     from rich.text import Text
 
@@ -25,19 +33,33 @@ LOOKS: dict["Origin", Look] = {
 }
 
 
-def token(console: "Console", response: "GenerationResponse", *, origins: bool) -> None:
-    """Write what a token adds, at once."""
+class Reportable(Protocol):
+    def as_dict(self) -> dict[str, Any]: ...
+
+    def markdown(self) -> str: ...
+
+
+def chat_tokens(tokenizer: "TokenizerWrapper", messages: list[dict[str, str]]) -> list[int]:
+    """Return a conversation as the model was trained to read it, up to where its answer begins."""
+    if not tokenizer.has_chat_template:
+        raise CheckpointError("the model's tokenizer has no chat template: use `headstart generate --raw`")
+    # None keeps the template's own default, where mlx-lm's default would turn thinking on.
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, enable_thinking=None))
+
+
+def print_token(console: "Console", response: "GenerationResponse", *, origins: bool) -> None:
+    """Write the text that a token adds, at once."""
     look = LOOKS[response.origin]
     mark = look.mark if origins and not in_colour(console) and response.text else ""
     console.out(mark + response.text, style=look.style if origins else None, highlight=False, end="")
 
 
 def prompt_progress(aside: "Console") -> Callable[[int, int], None]:
-    """For a person who waits for a long prompt: how much of it has been read."""
+    """Return a callback that shows on a terminal how much of a long prompt has been prefilled."""
 
     def show(done: int, total: int) -> None:
         if aside.is_terminal and 0 < done:
-            line = f"reading the prompt: {done} of {total} tokens" if done < total else ""
+            line = f"prefill: {done} of {total} tokens" if done < total else ""
             aside.out(line.ljust(60), end="\r", style="dim", highlight=False)
 
     return show
@@ -57,7 +79,7 @@ def in_colour(console: "Console") -> bool:
 
 
 def summary(stats: "Stats", finish_reason: str | None) -> str:
-    """What ran, in one line."""
+    """Return what ran, in one line."""
     parts = [f"{stats.generation_tokens} tokens", f"{stats.generation_tps:.1f} tokens/s"]
     if stats.drafter_kind:
         depth = stats.proposed_draft_tokens / stats.rounds if stats.rounds else 0.0
@@ -68,7 +90,7 @@ def summary(stats: "Stats", finish_reason: str | None) -> str:
         if stats.paused_reason:
             parts.append(stats.paused_reason)
     else:
-        parts.append(f"no drafts: {stats.bypass_reason}")
+        parts.append(f"no drafts: {(stats.bypass_reason or '').rstrip('.')}")
     if not stats.exact:
         parts.append("not exact")
     if finish_reason == "length":
@@ -78,8 +100,37 @@ def summary(stats: "Stats", finish_reason: str | None) -> str:
 
 def acceptance(stats: "Stats") -> str:
     """Return by position how many rounds accepted a draft and all before it, where enough rounds drafted so far."""
-    from ..bench.estimate import accepted_shares
+    from ..bench.measurement import accepted_shares
 
-    return " ".join(
-        f"{share:.0%}" for share in accepted_shares(stats.accepted_by_position, stats.proposed_by_position)
-    )
+    shares = accepted_shares(stats.accepted_by_position, stats.proposed_by_position)
+    return " ".join(f"{share:.0%}" for share in shares)
+
+
+def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> None:
+    """Print aligned columns, those in `right` aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        aligned = [cell.rjust(width) if n in right else cell.ljust(width) for n, (cell, width) in enumerate(cells)]
+        typer.echo("  ".join(aligned).rstrip())
+
+
+def check_output(output: Path | None) -> None:
+    """Refuse an --output that cannot be written: minutes of measuring must not be lost."""
+    if output is not None:
+        target = output if output.exists() else output.absolute().parent
+        if output.is_dir() or not target.exists() or not os.access(target, os.W_OK):
+            raise RequestError(
+                f"--output {output}: cannot be written. Name a file in a folder that can be written to"
+            )
+
+
+def print_report(report: Reportable, as_json: bool, output: Path | None) -> None:
+    """Print Markdown or JSON, and write the file of `--output`: JSON where its name ends in .json, else Markdown."""
+    typer.echo(json.dumps(report.as_dict()) if as_json else report.markdown(), nl=as_json)
+    if output is not None:
+        text = json.dumps(report.as_dict()) if output.suffix == ".json" else report.markdown()
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise HeadstartError(f"--output {output}: cannot be written: {error}") from error

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
+from headstart.bench.client import BenchServer, TimedResponse, apportion, send_request
 from headstart.bench.prompts import BenchPrompt
-from headstart.bench.server import BenchServer
-from headstart.bench.stream import StreamReader, TimedResponse, apportion, send_request
 from headstart.errors import HeadstartError, RequestError
 from stub_server import Answer as Scheduled
 from stub_server import Schedule, Stub, run
 
-HELLO = BenchPrompt("own", text="Hello")
+HELLO = BenchPrompt(text="Hello")
 PIECES = [(0.5, 1), (0.1, 1), (0.3, 3), (0.2, 2)]
 
 
@@ -35,9 +34,8 @@ def failure(schedule: Scheduled) -> str:
 
 
 @pytest.mark.parametrize("chat", [True, False])
-@pytest.mark.parametrize("running_usage", [True, False])
-def test_tokens_that_come_together_share_the_time_since_those_before(chat: bool, running_usage: bool) -> None:
-    response = answered(Schedule(PIECES, chat=chat, running_usage=running_usage), chat=chat)
+def test_tokens_that_come_together_share_the_time_since_those_before(chat: bool) -> None:
+    response = answered(Schedule(PIECES, chat=chat), chat=chat)
     assert response.error is None
     assert response.counted == "usage"
     assert [tokens for _, tokens in response.arrivals] == [1, 1, 3, 2]
@@ -46,7 +44,7 @@ def test_tokens_that_come_together_share_the_time_since_those_before(chat: bool,
     assert response.e2e == pytest.approx(1.1)
 
 
-def test_without_any_count_a_chunk_is_a_token_and_said_to_be() -> None:
+def test_without_a_count_chunks_are_counted_and_reported_as_such() -> None:
     response = answered(Schedule(PIECES, usage=None))
     assert response.counted == "chunks"
     assert response.tokens == 4
@@ -73,28 +71,29 @@ def test_time_runs_from_when_it_was_due() -> None:
 
 
 def test_chunks_of_one_moment_are_one_arrival() -> None:
-    reader = StreamReader()
+    response = TimedResponse(0.0)
     for when, text in ((1.0, "a"), (2.0, "b"), (2.0001, "c"), (3.0, "d")):
-        reader.add({"choices": [{"delta": {"content": text}}]}, when)
-    reader.add({"choices": [{"delta": {}, "finish_reason": "stop"}], "usage": {"completion_tokens": 4}}, 3.5)
-    response = reader.response(0.0)
-    assert response.arrivals == ((1.0, 1), (2.0, 2), (3.0, 1))
+        response.add({"choices": [{"delta": {"content": text}}]}, when)
+    response.add({"choices": [{"delta": {}, "finish_reason": "stop"}], "usage": {"completion_tokens": 4}}, 3.5)
+    response.count_tokens()
+    assert response.arrivals == [(1.0, 1), (2.0, 2), (3.0, 1)]
     assert response.ended == 3.5
 
 
 def test_thoughts_and_calls_of_tools_are_tokens_too() -> None:
-    reader = StreamReader()
+    response = TimedResponse(0.0)
     call = {"index": 0, "function": {"name": "look", "arguments": '{"at'}}
     for when, delta in ((1.0, {"reasoning_content": "Hm"}), (2.0, {"tool_calls": [call]}), (3.0, {"content": None})):
-        reader.add({"choices": [{"delta": delta, "finish_reason": "stop" if when == 3.0 else None}]}, when)
-    assert [when for when, _ in reader.response(0.0).arrivals] == [1.0, 2.0]
+        response.add({"choices": [{"delta": delta, "finish_reason": "stop" if when == 3.0 else None}]}, when)
+    response.count_tokens()
+    assert [when for when, _ in response.arrivals] == [1.0, 2.0]
 
 
 def test_drafts_are_read_from_the_usage_where_there_are_no_stats() -> None:
     details = {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 2}
     response = answered(Schedule(PIECES, usage={"completion_tokens_details": details}))
-    assert (response.proposed, response.accepted, response.rounds) == (8, 6, 0)
-    assert answered(Schedule(PIECES)).proposed == 0
+    assert response.drafts == (8, 6, 0)
+    assert answered(Schedule(PIECES)).drafts == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +101,7 @@ def test_drafts_are_read_from_the_usage_where_there_are_no_stats() -> None:
     [
         (3, [9, 1, 4], [1, 1, 1]),  # a chunk for each token, whatever its length
         (6, [4, 12, 8], [1, 3, 2]),
-        (8, [5, 5, 5], [3, 3, 2]),
+        (8, [5, 5, 5], [3, 2, 3]),
         (5, [1, 100], [1, 4]),
         (2, [1, 1, 1, 1], [0, 1, 0, 1]),  # tokens in two chunks each
         (7, [3], [7]),
@@ -161,7 +160,7 @@ def test_one_of_several_models_must_be_named() -> None:
         run(_found(stub))
 
 
-def test_a_key_is_sent_and_its_lack_is_said() -> None:
+def test_a_key_is_sent_and_a_wrong_one_is_reported() -> None:
     assert run(_found(Stub(lambda body, busy: Schedule(PIECES), key="secret"), key="secret")).model == "stub"
     with pytest.raises(HeadstartError, match="answered 401: no valid key: give its --api-key"):
         run(_found(Stub(lambda body, busy: Schedule(PIECES), key="secret"), key="wrong"))

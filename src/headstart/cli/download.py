@@ -1,0 +1,38 @@
+"""Find the model that a command names, and say how much has to be downloaded before that begins."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import typer
+
+from ..errors import HubError
+
+
+def find_model(name: str | None, *, vision: bool = False, dry_run: bool = False) -> Path:
+    """Return the model's folder, downloaded where needed. A dry run exits instead of downloading.
+
+    `vision`: with the tensors of its vision part.
+    """
+    from ..checkpoint.hub import download, locate, missing_files
+
+    found = locate(name)
+    if isinstance(found, Path):
+        return found
+    try:
+        announce_download(found, missing_files(found, vision=vision)[1], dry_run=dry_run)
+    except HubError:
+        if dry_run:
+            raise
+        # Otherwise `download` decides: a cached model that lacks only its head runs without the network.
+    return download(found, vision=vision)
+
+
+def announce_download(repo: str, files: Mapping[str, int], *, dry_run: bool) -> None:
+    """Say how much will be downloaded, if anything: files and their sizes. A dry run ends here."""
+    if not files:
+        return
+    size = f"{repo}: {len(files)} files, {sum(files.values()):,} bytes"
+    if dry_run:
+        typer.echo(f"{size} would be downloaded first.")
+        raise typer.Exit
+    typer.echo(f"Downloading {size}.", err=True)
