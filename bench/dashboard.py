@@ -19,7 +19,7 @@ import httpx
 from playwright.sync_api import Browser, expect, sync_playwright
 
 from headstart.checkpoint import read_layout, resolve
-from headstart.engine import EngineThread
+from headstart.engine import Engine, EngineThread
 from headstart.library import load
 from headstart.server import ServedModel, Server, bind, create_app, history
 
@@ -37,7 +37,7 @@ def serving() -> Iterator[str]:
     """Run a server in this process, whose other threads sleep meanwhile."""
     folder = resolve(None)
     model, tokenizer = load(folder)
-    engine_thread = EngineThread(model, tokenizer)
+    engine_thread = EngineThread(Engine(model, tokenizer))
     engine_thread.engine.warm_up()
     served = ServedModel.of(read_layout(folder), model, tokenizer)
     with bind("127.0.0.1", 0) as bound:

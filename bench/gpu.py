@@ -11,7 +11,8 @@ others the median counts. With $OUT set, everything is also written to $OUT/gpu.
 import subprocess
 import sys
 import time
-from itertools import islice
+from collections.abc import Callable, Sequence
+from itertools import islice, pairwise
 from statistics import median
 from typing import Any
 
@@ -27,10 +28,9 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from headstart import models
 from headstart.bench.local import K, decode_batch
-from headstart.bench.step_time import step_seconds
 from headstart.checkpoint import load_model, load_tokenizer, resolve
 from headstart.engine.batch import Batch
-from headstart.engine.step import StepResult, verify
+from headstart.engine.step import StepResult, prefill_prompts, step, verify
 from headstart.models import Model
 from headstart.sampling import Proposal
 
@@ -77,6 +77,27 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 KS: tuple[K, K] = (0, "auto")
 ACCEPTANCE = {"27b": [0.88, 0.75, 0.62, 0.51, 0.42], "35b": [0.81, 0.58, 0.41, 0.29, 0.2]}
+
+
+def step_seconds(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    k: int,
+    advance: Callable[[Model, Batch, int], StepResult] = step,
+) -> float:
+    """Return the median seconds of 8 steps, with the next step queued while one is computed, as in the engine."""
+    batch = prefill_prompts(model, prompts, max_k=k)
+    finished: list[float] = []
+    running: mx.array | None = None
+    for _ in range(10):
+        result = advance(model, batch, k)
+        mx.async_eval(result.tokens, result.accepted, result.finite, *batch.arrays())
+        if running is not None:
+            mx.eval(running)
+            finished.append(time.perf_counter())
+        running = result.tokens
+    mx.eval(running)
+    return median(after - before for before, after in pairwise(finished))
 
 
 def random_model(shape: dict[str, Any]) -> tuple[Model, nn.Module]:

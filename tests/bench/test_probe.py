@@ -27,7 +27,7 @@ from headstart.bench.probe import (
 from headstart.bench.probe_report import ProbeReport
 from headstart.bench.system import system_info
 from headstart.checkpoint import load_tokenizer, resolve
-from headstart.engine.exact import rows_are_independent
+from headstart.engine.invariance import is_batch_invariant
 from headstart.engine.stats import Stats
 from headstart.errors import RequestError
 from headstart.models import Model
@@ -155,7 +155,7 @@ def test_unless_given_depths_to_three_are_tried(monkeypatch: pytest.MonkeyPatch)
 
 def test_kernels_that_round_by_the_number_of_rows_are_recognised_and_their_near_ties_excused() -> None:
     model = rounding_model()
-    assert not rows_are_independent(model)
+    assert not is_batch_invariant(model)
     prompts = [random_prompt(model, 6 + n, n) for n in range(8)]
     runs = [decode_prompts(model, None, prompts, k, TOKENS) for k in (0, 2, 5)]
     texts = [run_trunk(model, prompt, answer) for prompt, answer in zip(prompts, runs[0].answers, strict=True)]

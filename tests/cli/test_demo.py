@@ -62,7 +62,7 @@ def test_tokens_that_differ_are_an_error() -> None:
 def test_tokens_that_differ_are_no_error_on_a_device_that_promises_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("headstart.engine.prefill.rows_are_independent", lambda model: False)
+    monkeypatch.setattr("headstart.engine.prefill.is_batch_invariant", lambda model: False)
     result = CliRunner().invoke(app, ["demo"], env={"COLUMNS": "100"})
     assert result.exit_code == 0, result.stderr
     assert "The tokens differ in 3 of the runs: this device rounds" in result.stdout

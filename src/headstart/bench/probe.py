@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..engine import DepthController, Engine, Request, Stats
-from ..engine.exact import rows_are_independent
+from ..engine.invariance import is_batch_invariant
 from ..errors import RequestError
 from ..models import Model
 from ..sampling import SamplingParams
@@ -116,7 +116,7 @@ def probe_model(
     chosen = shortest_prompts(tokenizer)
     prompts = [prompt.tokens(tokenizer) for prompt in chosen]
     progress("comparing kernels on single tokens and windows")
-    exact = rows_are_independent(model)
+    exact = is_batch_invariant(model)
     depths: list[K] = [*range(k + 1), "auto"]
     runs = []
     for depth in depths:
