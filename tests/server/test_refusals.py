@@ -14,10 +14,10 @@ from running import Running, read, running, wait_until
 from checkpoints import write
 from headstart.checkpoint import load, load_tokenizer, read_layout
 from headstart.server import Limits, ServedModel
-from headstart.server.anthropic import MessagesRequest
+from headstart.server.anthropic_request import MessagesRequest
 from headstart.server.errors import Refusal
-from headstart.server.openai import ChatRequest, CompletionRequest
-from headstart.server.shape import Shape
+from headstart.server.openai_request import ChatCompletionRequest, CompletionRequest
+from headstart.server.request_fields import RequestModel
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -88,15 +88,15 @@ def test_a_wrong_value_is_a_400_that_names_the_field(server: Running, fields: di
     assert param.split("[")[0].split(".")[0] in error["message"]
 
 
-WRONG_ELEMENTS: list[tuple[type[Shape], dict[str, Any]]] = [
+WRONG_ELEMENTS: list[tuple[type[RequestModel], dict[str, Any]]] = [
     (CompletionRequest, {"prompt": [None] * 1000}),
     (CompletionRequest, {"prompt": [[None] * 1000]}),
     (CompletionRequest, {"prompt": "a", "stop": [5] * 1000}),
     (CompletionRequest, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(2000)), "x")}),
-    (ChatRequest, {"messages": [5] * 1000}),
-    (ChatRequest, {"messages": [{"role": "user", "content": [5] * 1000}]}),
-    (ChatRequest, {"messages": [{"role": "assistant", "tool_calls": [5] * 1000}]}),
-    (ChatRequest, {"messages": HI, "tools": [5] * 1000}),
+    (ChatCompletionRequest, {"messages": [5] * 1000}),
+    (ChatCompletionRequest, {"messages": [{"role": "user", "content": [5] * 1000}]}),
+    (ChatCompletionRequest, {"messages": [{"role": "assistant", "tool_calls": [5] * 1000}]}),
+    (ChatCompletionRequest, {"messages": HI, "tools": [5] * 1000}),
     (MessagesRequest, {"max_tokens": 1, "messages": [5] * 1000}),
     (MessagesRequest, {"max_tokens": 1, "messages": [{"role": "user", "content": [5] * 1000}]}),
     (MessagesRequest, {"max_tokens": 1, "messages": HI, "system": [5] * 1000}),
@@ -106,7 +106,7 @@ WRONG_ELEMENTS: list[tuple[type[Shape], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("shape", "body"), WRONG_ELEMENTS, ids=lambda value: str(value)[:60])
-def test_of_many_wrong_elements_the_first_is_told_of(shape: type[Shape], body: dict[str, Any]) -> None:
+def test_of_many_wrong_elements_the_first_is_told_of(shape: type[RequestModel], body: dict[str, Any]) -> None:
     """To tell of each takes seconds, in which nobody else is heard."""
     with pytest.raises(ValidationError) as error:
         shape.model_validate(body)
@@ -151,7 +151,7 @@ def test_every_field_may_be_null(server: Running) -> None:
     with server.http() as http:
         shapes = http.get("/openapi.json").json()["components"]["schemas"]
     for shape, path, needed in (
-        ("ChatRequest", "/v1/chat/completions", {"messages": HI}),
+        ("ChatCompletionRequest", "/v1/chat/completions", {"messages": HI}),
         ("CompletionRequest", "/v1/completions", {"prompt": "hi"}),
     ):
         nulls = dict.fromkeys(shapes[shape]["properties"])
@@ -285,6 +285,6 @@ def test_what_the_chat_template_refuses_is_refused(tmp_path: Path, template: str
     (folder / "chat_template.jinja").unlink()
     served = ServedModel.of(read_layout(folder), load(folder), load_tokenizer(folder))
     with pytest.raises(Refusal) as refusal:
-        read(ChatRequest.model_validate({"messages": HI}), served)
+        read(ChatCompletionRequest.model_validate({"messages": HI}), served)
     assert (refusal.value.status_code, refusal.value.param, refusal.value.code) == (400, "messages", code)
     assert template is None or "roles must alternate" in refusal.value.detail

@@ -1,4 +1,4 @@
-"""A conversation in the words of chat templates, whichever API it came by, and what must come of it."""
+"""A conversation in the form that chat templates take, whichever API it came by, and what the answer must be."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,27 +9,27 @@ from ..errors import RequestError
 from ..sampling import GrammarSpec
 from ..sampling.bounds import MOST_NODES, count_nodes
 from .errors import refuse
-from .markup import Dialect, Tools, call_grammar, either, flaw
+from .markup import CallFormat, Tools, any_of, call_grammar, schema_problem
 
 
 @dataclass(frozen=True)
 class Chat:
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()  # {"type": "function", "function": {"name", "description", "parameters"}}
-    schema_field: str = "function.parameters"  # where a tool had its schema
+    schema_field: str = "function.parameters"  # of a tool
     tool_choice: str = "auto"  # or none, required
     tool: str | None = None  # the one that must be called
-    several: bool = True  # calls in one answer
-    thinking: bool | None = None  # None: as the template has it
-    thinking_field: str = "enable_thinking"  # that says so
-    budget: int | None = None  # most tokens of a thought
-    template: Mapping[str, Any] = field(default_factory=dict)  # further words for the template
-    grammar: GrammarSpec | None = None  # of what is said once all is thought
-    grammar_field: str = "response_format"  # that asked for it
+    parallel_calls: bool = True
+    thinking: bool | None = None  # None: the template's default
+    thinking_field: str = "enable_thinking"  # the field that asked for it
+    budget: int | None = None  # most tokens of reasoning
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    grammar: GrammarSpec | None = None  # of the answer after the reasoning
+    grammar_field: str = "response_format"  # the field that asked for it
 
     @property
-    def callable(self) -> Tools:
-        """The tools that this answer may call: the schemas of their arguments by name."""
+    def callable_tools(self) -> Tools:
+        """The tools that the answer may call."""
         if self.tool_choice == "none":
             return {}
         functions = [tool["function"] for tool in self.tools]
@@ -40,51 +40,51 @@ class Chat:
     def must_call(self) -> bool:
         return self.tool is not None or self.tool_choice == "required"
 
-    def check(self, dialect: Dialect) -> None:
-        """Refuse what this model, or any, cannot do."""
-        names = [tool["function"]["name"] for tool in self.tools]
-        if self.tools and dialect.format is None:
-            refuse("tools", "the model's chat template has none: leave them out", "unsupported")
+    def check(self, form: CallFormat) -> None:
+        """Reject what this model, or any, cannot do."""
+        functions = [tool["function"] for tool in self.tools]
+        names = [function["name"] for function in functions]
+        if self.tools and form.style is None:
+            refuse("tools", "the model's chat template does not support tools: leave them out", "unsupported")
         if twice := next((name for name, count in Counter(names).items() if count > 1), None):
-            refuse("tools", f"{twice!r} is there twice: give every tool a name of its own")
-        if sum(count_nodes(tool["function"].get("parameters")) for tool in self.tools) > MOST_NODES:
+            refuse("tools", f"{twice!r} is defined twice: give every tool its own name")
+        if sum(count_nodes(function.get("parameters")) for function in functions) > MOST_NODES:
             refuse("tools", f"their schemas have more than {MOST_NODES:,} values together: simplify them")
-        for i, tool in enumerate(self.tools):
-            if problem := flaw(tool["function"].get("parameters") or {}):
+        for i, function in enumerate(functions):
+            if problem := schema_problem(function.get("parameters") or {}):
                 refuse(self._schema_field(i), f"{problem}: send a JSON Schema")
         if self.must_call and not self.tools:
-            refuse("tool_choice", "asks for a call, and there are no tools: send some")
+            refuse("tool_choice", "requires a tool call, but there are no tools: send some")
         if self.tool is not None and self.tool not in names:
-            refuse("tool_choice", f"{self.tool!r} is none of the tools: name one of them")
+            refuse("tool_choice", f"{self.tool!r} is not one of the tools: name one of them")
         if self.must_call and self.grammar is not None:
-            refuse(self.grammar_field, "the answer must be a call, as tool_choice says: leave out one of the two")
-        if self.thinking and not dialect.thinks:
+            refuse(self.grammar_field, "cannot be combined with a tool_choice that requires a call: leave out one")
+        if self.thinking and not form.thinks:
             refuse(self.thinking_field, "this model does not think: leave it out", "unsupported")
         if self.budget is not None and self.budget < 0:
             refuse("thinking_budget", f"is {self.budget}; it must be 0 or more tokens")
 
-    def answer_grammar(self, dialect: Dialect) -> GrammarSpec | None:
-        """What may be said once all is thought. A call is always an answer where there are tools."""
-        tools, several = self.callable, self.several and self.tool is None
-        if self.must_call:
-            return call_grammar(tools, dialect, several=several)
-        if self.grammar is not None and tools:
-            return either(self.grammar, call_grammar(tools, dialect, several=several))
-        return self.grammar
+    def answer_grammar(self, form: CallFormat) -> GrammarSpec | None:
+        """Return the grammar of what follows the reasoning. If there are tools, a call is always an answer."""
+        tools = self.callable_tools
+        if not tools or not (self.must_call or self.grammar):
+            return self.grammar
+        calls = call_grammar(tools, form, parallel=self.parallel_calls and self.tool is None)
+        return calls if self.grammar is None else any_of(self.grammar, calls)
 
-    def call_grammars(self, dialect: Dialect) -> Iterator[tuple[GrammarSpec, str]]:
-        """Of each tool alone, and the field that its schema came in."""
-        tools = self.callable
+    def grammars_by_tool(self, form: CallFormat) -> Iterator[tuple[GrammarSpec, str]]:
+        """Yield the grammar of a call of each tool, and the field of its schema."""
+        tools = self.callable_tools
         for i, tool in enumerate(self.tools):
             if (name := tool["function"]["name"]) in tools:
-                yield call_grammar({name: tools[name]}, dialect), self._schema_field(i)
+                yield call_grammar({name: tools[name]}, form), self._schema_field(i)
 
     def _schema_field(self, index: int) -> str:
         return f"tools[{index}].{self.schema_field}"
 
 
-def shape_of(schema: Any, field: str) -> GrammarSpec:
-    """The grammar of a JSON Schema that came in `field`."""
+def schema_grammar(schema: Any, field: str) -> GrammarSpec:
+    """Return the grammar of a JSON Schema that came in `field`."""
     try:
         return GrammarSpec.json_schema(schema)
     except RequestError as error:

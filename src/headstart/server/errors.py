@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import Busy, Down, HeadstartError, OutOfMemory, RequestError
-from .anthropic_errors import ROUTE, failure
+from .anthropic_errors import ROUTE, anthropic_error
 from .fault import report
 
 TYPES = {
@@ -70,7 +70,7 @@ class Refusal(HTTPException):
     def response(self, path: str) -> JSONResponse:
         """Clients of different makers call different paths, and each knows one shape."""
         theirs = path == ROUTE or path.startswith(ROUTE + "/")
-        body = failure(self.status_code, self.detail).model_dump() if theirs else self.body
+        body = anthropic_error(self.status_code, self.detail) if theirs else self.body
         return JSONResponse(body, self.status_code, self.headers)
 
     @property
