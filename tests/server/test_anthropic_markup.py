@@ -9,8 +9,7 @@ from pydantic import BaseModel
 from running import Running, tokenizer
 from scripted import ScriptedRoom, scripted
 
-from headstart.server.chat import Chat
-from headstart.server.chat_template import ChatTemplate
+from headstart.server.chat import Chat, ChatTemplate
 
 HI = [{"role": "user", "content": "hi"}]
 ADD = {

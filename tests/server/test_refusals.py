@@ -137,6 +137,15 @@ def test_a_completion_does_nothing_that_only_chats_can(server: Running, name: st
     assert (error["param"], error["code"]) == (name, "unsupported")
 
 
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_input_other_than_text_is_said_to_be_unsupported(server: Running, kind: str) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Look:"}, {"type": kind, kind: {}}]}]
+    error = refused(post(server, {"messages": messages}))
+    assert error["param"] == "messages[0].content[1].type"
+    name = {"image_url": "image", "input_audio": "audio"}.get(kind, kind)
+    assert f"{name} input is not supported by this server" in error["message"]
+
+
 def test_such_fields_may_say_what_goes_without_saying(server: Running) -> None:
     harmless = {
         "n": 1, "logprobs": False, "top_logprobs": None, "tools": [], "tool_choice": "auto",
@@ -206,6 +215,9 @@ def test_a_conversation_longer_than_the_context_is_refused(client: OpenAI) -> No
 def test_unknown_paths_and_methods_have_the_same_shape(server: Running) -> None:
     with server.http() as http:
         refused(http.get("/v1/nothing"), 404)
+        for path in ("/v1/responses", "/v1/embeddings"):
+            message = refused(http.post(path, json={}), 404)["message"]
+            assert message.startswith("no such endpoint: this server has /v1/chat/completions, /v1/completions")
         refused(http.get("/v1/chat/completions"), 405)
         refused(http.post("/v1/requests/nobody/cancel"), 404)
 

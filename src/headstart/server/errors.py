@@ -29,6 +29,8 @@ TYPES = {
     503: "unavailable_error",
 }
 
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/models")
+
 # What the engine calls otherwise than clients do.
 FIELDS = {"k": "num_draft_tokens", "accept": "acceptance"}
 
@@ -154,7 +156,10 @@ def answer_errors(app: FastAPI) -> None:
     """Every error of the app leaves it in our shape."""
 
     async def respond(http: Request, error: Exception) -> JSONResponse:
-        return refusal(error).response(http.scope["path"])
+        path = http.scope["path"]
+        if isinstance(error, StarletteHTTPException) and error.detail == "Not Found" and path.startswith("/v1/"):
+            error = Refusal(404, f"no such endpoint: this server has {', '.join(ENDPOINTS)}; /openapi.json lists all")
+        return refusal(error).response(path)
 
     for kind in (StarletteHTTPException, RequestValidationError, HeadstartError):
         app.add_exception_handler(kind, respond)

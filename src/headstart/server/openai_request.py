@@ -1,7 +1,7 @@
 """Bodies of /v1/chat/completions and /v1/completions, and how they become a request for the engine."""
 
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import from_json
@@ -27,35 +27,16 @@ from .request_fields import (
 )
 from .served_model import ServedModel
 
-# Known fields that are not supported, and the values that have no effect anyway.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "suffix": ("",),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "prompt_logprobs": (),
-}
-# Fields of chats that completions do not support.
-CHAT_ONLY: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "enable_thinking": (False,),
-    "reasoning_effort": ("none",),
-    "thinking_budget": (),
-    "chat_template_kwargs": ({},),
-    "top_logprobs": (0,),
-}
+# Known fields that are not supported, and the values with which they have no effect.
+UNSUPPORTED = ("best_of", "suffix", "functions", "function_call", "modalities", "prompt_logprobs")
+CHAT_ONLY = (
+    "tools", "tool_choice", "enable_thinking", "reasoning_effort", "thinking_budget", "chat_template_kwargs",
+    "top_logprobs",
+)  # fmt: skip
+NO_EFFECT: tuple[Any, ...] = (None, False, 0, "", "none", "auto", [], {}, ["text"])
 MAX_CHOICES = 16
 MAX_CLIENT_BIASES = MAX_BIASES - 1  # a chat that may not call tools adds one
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
-
-
-def _count_biases(biases: object) -> object:
-    """Check their number before any of them is validated."""
-    if isinstance(biases, dict) and len(biases) > MAX_CLIENT_BIASES:
-        raise ValueError(f"it has {len(biases)} entries; at most {MAX_CLIENT_BIASES} are allowed")
-    return biases
 
 
 def _parse_arguments(text: str) -> tuple[Any, bool]:
@@ -131,15 +112,6 @@ class OpenAITool(RequestModel):
         return {"type": "function", "function": self.function.model_dump(include=known, exclude_none=True)}
 
 
-class NamedFunction(RequestModel):
-    name: Text
-
-
-class NamedTool(RequestModel):
-    type: Literal["function"]
-    function: NamedFunction
-
-
 class StreamOptions(RequestModel):
     include_usage: bool | None = None
 
@@ -174,7 +146,7 @@ class OpenAIRequest(GenerationRequest):
     frequency_penalty: float | None = None
     n: int | None = Field(None, description="Choices for one prompt, which is prefilled once.")
     stop: Text | BoundedList[Text] | None = None
-    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_count_biases)] = Field(
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_CLIENT_BIASES, fail_fast=True)] | None = Field(
         None, description="From token ids to what is added to their logits."
     )
     response_format: ResponseFormat | None = None
@@ -183,22 +155,18 @@ class OpenAIRequest(GenerationRequest):
     stream_options: StreamOptions | None = None
     include_origins: bool | None = Field(None, description="Report how each token was generated.")
 
+    unsupported: ClassVar[tuple[str, ...]] = UNSUPPORTED
+
     @property
     def choices(self) -> int:
         return 1 if self.n is None else self.n
 
     def ignored_fields(self) -> list[str]:
-        return sorted(set(self.unknown_fields()) - self.unsupported().keys())
-
-    def unsupported(self) -> dict[str, tuple[Any, ...]]:
-        return UNSUPPORTED
+        return sorted(set(self.unknown_fields()).difference(self.unsupported))
 
     def check(self) -> None:
         for name, value in (self.model_extra or {}).items():
-            harmless = self.unsupported().get(name)
-            if harmless is None or value is None:
-                continue
-            if not any(value == each and type(value) is type(each) for each in harmless):
+            if name in self.unsupported and value not in NO_EFFECT and (name, value) != ("best_of", 1):
                 refuse(name, "not supported by this server: leave it out", "unsupported")
         if self.stream_options is not None and not self.stream:
             refuse("stream_options", "only with stream: true")
@@ -221,30 +189,23 @@ class OpenAIRequest(GenerationRequest):
             refuse(list(found)[1], f"{' and '.join(found)} cannot be combined: leave out one of them")
         return next(((spec, field) for field, spec in found.items()), (None, "response_format"))
 
-    def requested_logprobs(self) -> int | None:
-        """Return how many of the most probable tokens to report beside each token; None for no report."""
-        raise NotImplementedError
+    def _request(
+        self, prompt: Prompt, max_tokens: int, top_logprobs: int | None, score: Literal["no", "too", "only"] = "no"
+    ) -> Request:
+        """`top_logprobs`: how many of the most probable tokens to report beside each token; None: no report.
 
-    def engine_request(self, prompt: Prompt, context: int) -> Request:
-        top_logprobs = self.requested_logprobs()
+        `score`: whether to report log-probabilities of the prompt: not, beside the output, or alone.
+        """
         bias = {_token_id(token): bias for token, bias in (self.logit_bias or {}).items()}
         params = self.sampling_params(
             prompt,
-            max_tokens=self.token_limit(context - len(prompt.tokens)),
+            max_tokens=max_tokens,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             logit_bias={**bias, **prompt.bias},
             logprobs=top_logprobs is not None,
             top_logprobs=top_logprobs or 0,
         )
-        return Request(prompt.tokens, params, n=self.choices, score=self.score_prompt())
-
-    def token_limit(self, left: int) -> int:
-        """Return the most tokens to generate. `left`: what the context has room for."""
-        raise NotImplementedError
-
-    def score_prompt(self) -> Literal["no", "too", "only"]:
-        """Return whether to report log-probabilities of the prompt: not, beside the output, or alone."""
-        return "no"
+        return Request(prompt.tokens, params, n=self.choices, score=score)
 
 
 class ChatCompletionRequest(OpenAIRequest):
@@ -253,7 +214,7 @@ class ChatCompletionRequest(OpenAIRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: ToolList[OpenAITool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | OpenAITool | None = None
     parallel_tool_calls: bool | None = Field(None, description="False: one call, where one is required.")
     enable_thinking: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -270,16 +231,14 @@ class ChatCompletionRequest(OpenAIRequest):
             found.add("parallel_tool_calls")  # nothing prevents several calls
         return sorted(found)
 
-    def token_limit(self, left: int) -> int:
-        given = {most for most in (self.max_completion_tokens, self.max_tokens) if most is not None}
-        if len(given) > 1:
+    def engine_request(self, prompt: Prompt, context: int) -> Request:
+        limits = {limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None}
+        if len(limits) > 1:
             refuse("max_completion_tokens", "and max_tokens differ: give one of them")
-        return given.pop() if given else left
-
-    def requested_logprobs(self) -> int | None:
         if self.top_logprobs and not self.logprobs:
             refuse("top_logprobs", "only with logprobs: true")
-        return self.top_logprobs or 0 if self.logprobs else None
+        max_tokens = limits.pop() if limits else context - len(prompt.tokens)
+        return self._request(prompt, max_tokens, self.top_logprobs or 0 if self.logprobs else None)
 
     async def prepare(self, served: ServedModel, work: Preparation) -> Prompt:
         return await prepare_chat(self._chat, served, work)
@@ -294,7 +253,7 @@ class ChatCompletionRequest(OpenAIRequest):
             [message.for_template() for message in self.messages],
             [tool.for_template() for tool in self.tools or ()],
             tool_choice=choice if isinstance(choice, str) else "auto",
-            tool=choice.function.name if isinstance(choice, NamedTool) else None,
+            tool=choice.function.name if isinstance(choice, OpenAITool) else None,
             parallel_calls=self.parallel_tool_calls is not False,
             thinking=thinking,
             thinking_field=thinking_field,
@@ -329,23 +288,17 @@ class CompletionRequest(OpenAIRequest):
         None, description="False: the text of an added token, such as <|im_end|>, is plain text in `prompt`."
     )
 
-    def unsupported(self) -> dict[str, tuple[Any, ...]]:
-        return UNSUPPORTED | CHAT_ONLY
+    unsupported: ClassVar[tuple[str, ...]] = (*UNSUPPORTED, *CHAT_ONLY)
 
-    def token_limit(self, left: int) -> int:
-        if self.score_prompt() == "only":
-            return 1  # which is not sent
-        return 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default
-
-    def score_prompt(self) -> Literal["no", "too", "only"]:
-        if not self.echo:
-            return "no"
-        return "only" if self.max_tokens == 0 else "no" if self.logprobs is None else "too"
-
-    def requested_logprobs(self) -> int | None:
+    def engine_request(self, prompt: Prompt, context: int) -> Request:
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
             refuse("logprobs", f"is {self.logprobs}; it must be a whole number from 0 to {MAX_TOP_LOGPROBS}")
-        return self.logprobs
+        if self.echo and self.max_tokens == 0:
+            return self._request(prompt, 1, self.logprobs, "only")  # the one token is not sent
+        max_tokens = 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default
+        return self._request(
+            prompt, max_tokens, self.logprobs, "too" if self.echo and self.logprobs is not None else "no"
+        )
 
     async def prepare(self, served: ServedModel, work: Preparation) -> Prompt:
         parse_special = self.parse_special is not False

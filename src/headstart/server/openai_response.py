@@ -37,7 +37,7 @@ class OpenAIResponse(ResponseBuilder):
         self._created = int(time.time())
         self._usage_in_stream = bool(body.stream_options and body.stream_options.include_usage)
         self._include_origins = bool(body.include_origins)
-        self._logprobs = body.requested_logprobs() is not None
+        self._logprobs = body.logprobs is not None
         self._echo = prompt.text if isinstance(body, CompletionRequest) and body.echo else None
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._choices = [OpenAIChoice(prompt, i) for i in range(body.choices)]

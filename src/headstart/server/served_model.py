@@ -15,7 +15,7 @@ from ..checkpoint.inventory import Found, on_disk
 from ..kernels import selected
 from ..models import Model
 from ..sampling import spell
-from .chat_template import ChatTemplate
+from .chat import ChatTemplate
 from .errors import Refusal
 
 

@@ -1,8 +1,7 @@
 """Reasoning and tool calls in the output of models: `output_parser.py` parses them, `grammar.py` enforces them."""
 
-from .deltas import Delta, complete_message, merge
 from .grammar import CallFormat, ThinkingState, any_of, call_grammar, thinking_state, with_thinking
-from .output_parser import CALL, OutputParser
+from .output_parser import CALL, Delta, OutputParser, complete_message, merge
 from .schema import Tools, loads, nested_too_deeply, schema_problem
 
 __all__ = [

@@ -17,12 +17,13 @@ call is kept only if text continues after it.
 """
 
 import json
-from collections.abc import Callable, Generator
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal, TypeVar
 
 import regex  # unlike `re`, it can report that more text might complete a match
 
-from .deltas import Delta, merge
 from .schema import STRING, Tools, dumps, loads, parameter_schema, permitted, to_json
 
 T = TypeVar("T")
@@ -43,6 +44,37 @@ _JSON_NAME = r'\{\s*+"name"\s*+:\s*+'
 _ANY_JSON_NAME = regex.compile(rf'(?={_JSON_NAME}"(?P<name>[^"\\]{{0,256}}+)")')
 _JSON_CLOSE = regex.compile(r"\s*+\}")
 _OUTSIDE_STRINGS = frozenset(" \t\r\n,:+-.0123456789eEtrufalsn")  # of JSON, besides brackets
+
+
+@dataclass(frozen=True)
+class Delta:
+    """One addition to a message.
+
+    A "tool_call" has the function's name as its text; "arguments" are the next fragment of the call's JSON.
+    "failed_call" takes a call back that was cut off or is not valid JSON: all its text follows as content or
+    reasoning. A stream that has already sent the call cannot unsend it.
+    """
+
+    kind: Literal["content", "reasoning", "tool_call", "arguments", "failed_call"]
+    text: str = ""
+    index: int = 0  # of the tool call
+
+
+def merge(deltas: Iterable[Delta]) -> list[Delta]:
+    """Return the same additions in as few deltas as possible."""
+    groups = groupby(deltas, key=lambda delta: (delta.kind, delta.index))
+    return [Delta(kind, "".join(delta.text for delta in group), index) for (kind, index), group in groups]
+
+
+def complete_message(deltas: Iterable[Delta]) -> list[Delta]:
+    """Return the parts of a whole message, in order and without failed calls.
+
+    Every "tool_call" is followed by its one "arguments".
+    """
+    parts = list(deltas)
+    failed = {part.index for part in parts if part.kind == "failed_call"}
+    calls = ("tool_call", "arguments", "failed_call")
+    return merge(part for part in parts if part.kind not in calls or part.index not in failed)
 
 
 class StreamBuffer:
