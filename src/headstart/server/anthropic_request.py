@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from ..engine import Request
+from ..sampling import GrammarSpec
 from ..sampling.params import MAX_STOP_CHARACTERS, MAX_STOPS
-from .chat import Chat, schema_grammar
+from .chat import Chat
 from .errors import refuse
 from .prepare import Preparation
 from .prompt import Prompt, prepare_chat
@@ -209,7 +210,7 @@ class CountTokensRequest(Cacheable):
             thinking=thinks[thinking.type] if self.thinking is not None else None,
             thinking_field="thinking",
             budget=effort_budget if thinking.budget_tokens is None else thinking.budget_tokens,
-            grammar=schema_grammar(output.format.schema_, "output_config.format") if output.format else None,
+            grammar=GrammarSpec.json_schema(output.format.schema_) if output.format else None,
             grammar_field="output_config.format",
         )
 

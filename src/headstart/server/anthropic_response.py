@@ -24,7 +24,7 @@ class AnthropicResponse(ResponseBuilder):
     def __init__(self, body: MessagesRequest, prompt: Prompt, served: ServedModel):
         super().__init__(body, prompt, served, "msg_")
         self._max_tokens = body.max_tokens
-        self._output = ChoiceOutput(prompt.output_parser())
+        self._output = ChoiceOutput(prompt)
         self._stop: str | None = None  # the stop sequence that ended it
 
     async def complete(self, events: Events) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..errors import RequestError
 from ..sampling import GrammarSpec
 from ..sampling.bounds import MOST_NODES, count_nodes
 from .encode import Encoder, MarkedText, splits_thoughts
@@ -90,14 +89,6 @@ class Chat:
 
     def _schema_field(self, index: int) -> str:
         return f"tools[{index}].{self.schema_field}"
-
-
-def schema_grammar(schema: Any, field: str) -> GrammarSpec:
-    """Return the grammar of a JSON Schema that came in `field`."""
-    try:
-        return GrammarSpec.json_schema(schema)
-    except RequestError as error:
-        refuse(field, str(error))
 
 
 class ChatTemplate:

@@ -9,7 +9,7 @@ from pydantic_core import from_json
 from ..engine import Request
 from ..sampling import GrammarSpec
 from ..sampling.params import MAX_BIASES, MAX_TOP_LOGPROBS
-from .chat import Chat, schema_grammar
+from .chat import Chat
 from .errors import refuse
 from .markup import loads, nested_too_deeply
 from .prepare import Preparation
@@ -132,7 +132,7 @@ class ResponseFormat(RequestModel):
             return GrammarSpec("json_object") if self.type == "json_object" else None
         if self.json_schema is None or self.json_schema.schema_ is None:
             refuse("response_format", "has no json_schema.schema: send one")
-        return schema_grammar(self.json_schema.schema_, "response_format")
+        return GrammarSpec.json_schema(self.json_schema.schema_)
 
 
 class OpenAIRequest(GenerationRequest):
@@ -157,10 +157,6 @@ class OpenAIRequest(GenerationRequest):
 
     unsupported: ClassVar[tuple[str, ...]] = UNSUPPORTED
 
-    @property
-    def choices(self) -> int:
-        return 1 if self.n is None else self.n
-
     def ignored_fields(self) -> list[str]:
         return sorted(set(self.unknown_fields()).difference(self.unsupported))
 
@@ -173,7 +169,7 @@ class OpenAIRequest(GenerationRequest):
         for name in ("presence_penalty", "frequency_penalty"):
             if (value := getattr(self, name)) is not None and not -2 <= value <= 2:
                 refuse(name, f"is {value:g}; it must be a number from -2 to 2")
-        if not 1 <= self.choices <= MAX_CHOICES:
+        if self.n is not None and not 1 <= self.n <= MAX_CHOICES:
             refuse("n", f"is {self.n}; it must be a whole number from 1 to {MAX_CHOICES}")
 
     def answer_grammar(self) -> tuple[GrammarSpec | None, str]:
@@ -205,7 +201,7 @@ class OpenAIRequest(GenerationRequest):
             logprobs=top_logprobs is not None,
             top_logprobs=top_logprobs or 0,
         )
-        return Request(prompt.tokens, params, n=self.choices, score=score)
+        return Request(prompt.tokens, params, n=self.n or 1, score=score)
 
 
 class ChatCompletionRequest(OpenAIRequest):

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Any
 
 from ..engine import Event, Stats, TokenLogprobs
@@ -11,23 +11,13 @@ from .errors import refusal
 from .markup import Delta, complete_message
 from .openai_request import ChatCompletionRequest, CompletionRequest
 from .prompt import Prompt
-from .response import ChoiceOutput, Events, ResponseBuilder, TokenSpan, encode_json, new_id
+from .response import ChoiceOutput, Events, OutputToken, ResponseBuilder, TokenSpan, encode_json, new_id
 from .served_model import ServedModel
 
 MIN_LOGPROB = -9999.0  # as OpenAI has it: JSON has no infinity
 
 Json = dict[str, Any]
 TokenBytes = Callable[[int], bytes]
-
-
-class OpenAIChoice(ChoiceOutput):
-    """One choice of a response, and what of it has been sent."""
-
-    def __init__(self, prompt: Prompt, index: int):
-        super().__init__(prompt.output_parser(), index)
-        self.unsent: list[TokenSpan] = []
-        self.characters = 0  # sent
-        self.echoed = False
 
 
 class OpenAIResponse(ResponseBuilder):
@@ -37,10 +27,10 @@ class OpenAIResponse(ResponseBuilder):
         self._created = int(time.time())
         self._usage_in_stream = bool(body.stream_options and body.stream_options.include_usage)
         self._include_origins = bool(body.include_origins)
-        self._logprobs = body.logprobs is not None
+        self._logprobs = body.logprobs is not None and body.logprobs is not False
         self._echo = prompt.text if isinstance(body, CompletionRequest) and body.echo else None
         self._prompt_logprobs: list[TokenLogprobs] = []
-        self._choices = [OpenAIChoice(prompt, i) for i in range(body.choices)]
+        self._choices = [ChoiceOutput(prompt, i) for i in range(body.n or 1)]
 
     async def complete(self, events: Events) -> str:
         async for event in events:
@@ -86,7 +76,7 @@ class OpenAIResponse(ResponseBuilder):
         if self._usage_in_stream:
             yield self._envelope([], usage=self._usage(), **self._stats())
 
-    def _read(self, event: Event) -> tuple[OpenAIChoice, list[TokenSpan]]:
+    def _read(self, event: Event) -> tuple[ChoiceOutput, list[TokenSpan]]:
         """Return the choice of an event and what the event adds to it, after the prompt if that is echoed."""
         choice = self._choices[event.choice]
         self._prompt_logprobs += event.prompt_logprobs or ()
@@ -99,35 +89,37 @@ class OpenAIResponse(ResponseBuilder):
     def _echoed(self, text: str) -> TokenSpan:
         if not self._logprobs:
             return TokenSpan([Delta("content", text)])
-        stream, tokens = TextStream(self.served.tokenizer, ()), self.prompt.tokens
-        texts = [stream.add(token) for token in tokens]
+        stream = TextStream(self.served.tokenizer, ())
+        texts = [stream.add(token) for token in self.prompt.tokens]
         texts[-1] += stream.finish()
-        return TokenSpan([Delta("content", text)], tokens, texts, [], [None, *self._prompt_logprobs])
+        logprobs = [None, *self._prompt_logprobs]
+        tokens = map(OutputToken, self.prompt.tokens, texts, repeat(None), logprobs)
+        return TokenSpan([Delta("content", text)], list(tokens))
 
-    def _parts(self, choice: OpenAIChoice, span: TokenSpan) -> Iterator[Json]:
+    def _parts(self, choice: ChoiceOutput, span: TokenSpan) -> Iterator[Json]:
         """Yield a chunk's choice for every delta.
 
         The first has the origins and log-probabilities of the tokens. If there is no delta they wait for the next.
         """
         choice.unsent.append(span)
-        has_delta = any(delta.kind != "failed_call" for delta in span.deltas)
-        if not has_delta and not (self._include_origins and span.tokens):
+        additions = [_delta(delta) for delta in span.deltas if delta.kind != "failed_call"]
+        if not additions and not (self._include_origins and span.tokens):
             return
         span, choice.unsent = TokenSpan.join(choice.unsent), []
-        additions = [_delta(delta) for delta in span.deltas if delta.kind != "failed_call"]
         for addition in additions or [{"content": ""}]:
             text = {"delta": addition} if self._is_chat else {"text": addition["content"]}
             yield self._choice(choice, text, span, None)
             span = TokenSpan()
 
-    def _choice(self, choice: OpenAIChoice, text: Json, span: TokenSpan, finish_reason: str | None) -> Json:
+    def _choice(self, choice: ChoiceOutput, text: Json, span: TokenSpan, finish_reason: str | None) -> Json:
         logprobs = None
-        if span.logprobs and self._is_chat:
-            logprobs = _chat_logprobs(span, self.served.token_bytes)
-        elif span.logprobs:
-            logprobs = _completion_logprobs(span, choice.characters, self.served.token_bytes)
-            choice.characters += sum(map(len, span.texts))
-        origins = {"origins": span.origins} if self._include_origins else {}
+        if self._logprobs and span.tokens and self._is_chat:
+            logprobs = _chat_logprobs(span.tokens, self.served.token_bytes)
+        elif self._logprobs and span.tokens:
+            logprobs = _completion_logprobs(span.tokens, choice.sent_characters, self.served.token_bytes)
+            choice.sent_characters += sum(len(token.text) for token in span.tokens)
+        generated = [token.origin for token in span.tokens if token.origin is not None]
+        origins = {"origins": generated} if self._include_origins else {}
         return {"index": choice.index, **text, "logprobs": logprobs, "finish_reason": finish_reason, **origins}
 
     def _envelope(self, choices: list[Json], suffix: str = ".chunk", **end: Any) -> Json:
@@ -184,35 +176,35 @@ def _delta(delta: Delta) -> Json:
     return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
 
 
-def _chat_logprobs(span: TokenSpan, token_bytes: TokenBytes) -> Json:
-    def entry(token: int, logprob: float) -> Json:
-        spelling = token_bytes(token)
+def _chat_logprobs(tokens: list[OutputToken], token_bytes: TokenBytes) -> Json:
+    def entry(id: int, logprob: float) -> Json:
+        spelling = token_bytes(id)
         text = spelling.decode(errors="replace")
         return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(spelling)}
 
     content = [
-        {**entry(token, found.logprob), "top_logprobs": [entry(*best) for best in found.top]}
-        for token, found in zip(span.tokens, span.logprobs, strict=True)
-        if found is not None
+        {**entry(token.id, found.logprob), "top_logprobs": [entry(*best) for best in found.top]}
+        for token in tokens
+        if (found := token.logprobs) is not None
     ]
     return {"content": content, "refusal": None}
 
 
-def _completion_logprobs(span: TokenSpan, offset: int, token_bytes: TokenBytes) -> Json:
-    """`offset`: where in the text the span begins."""
+def _completion_logprobs(tokens: list[OutputToken], offset: int, token_bytes: TokenBytes) -> Json:
+    """`offset`: where in the text the first token begins."""
 
-    def name(token: int) -> str:
+    def name(id: int) -> str:
         """Return the text of a token. Parts of characters have none, and two of them must not look the same."""
-        spelling = token_bytes(token)
+        spelling = token_bytes(id)
         try:
             return spelling.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
 
-    best = [each and {name(token): max(value, MIN_LOGPROB) for token, value in each.top} for each in span.logprobs]
+    found = [token.logprobs for token in tokens]
     return {
-        "tokens": [name(token) for token in span.tokens],
-        "token_logprobs": [each and max(each.logprob, MIN_LOGPROB) for each in span.logprobs],
-        "top_logprobs": best,
-        "text_offset": list(accumulate(map(len, span.texts[:-1]), initial=offset)),
+        "tokens": [name(token.id) for token in tokens],
+        "token_logprobs": [each and max(each.logprob, MIN_LOGPROB) for each in found],
+        "top_logprobs": [each and {name(id): max(value, MIN_LOGPROB) for id, value in each.top} for each in found],
+        "text_offset": list(accumulate((len(token.text) for token in tokens[:-1]), initial=offset)),
     }

@@ -70,7 +70,7 @@ def _bounded(value: dict[str, Any]) -> dict[str, Any]:
     """Templates and grammars must be able to write it."""
     if nested_too_deeply(value):
         raise ValueError("Object should not be nested so deeply")
-    _encodable(json.dumps(value, ensure_ascii=False))
+    _encodable(json.dumps(value, ensure_ascii=False, allow_nan=False))
     return value
 
 
@@ -128,14 +128,14 @@ class GenerationRequest(RequestModel):
         })  # fmt: skip
 
     def _depth(self) -> int | Literal["auto"]:
-        asked = self.num_draft_tokens
-        if asked is None or asked == "auto":
+        depth = self.num_draft_tokens
+        if depth is None or depth == "auto":
             return "auto"
-        if asked < 0:
-            refuse("num_draft_tokens", f"is {asked}; it must be 'auto', 0 or more")
-        return min(asked, MAX_K)
+        if depth < 0:
+            refuse("num_draft_tokens", f"is {depth}; it must be 'auto', 0 or more")
+        return min(depth, MAX_K)
 
     def clamped_to(self, engine: int | None) -> int | None:
         """Return the greatest depth used, if more was requested. `engine`: what the engine reports."""
-        asked = self.num_draft_tokens
-        return MAX_K if engine is None and isinstance(asked, int) and asked > MAX_K else engine
+        depth = self.num_draft_tokens
+        return MAX_K if engine is None and isinstance(depth, int) and depth > MAX_K else engine

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from fastapi import Request as HTTPRequest
@@ -93,14 +94,9 @@ class RequestHandler:
     async def count_tokens(self, body: CountTokensRequest, http: HTTPRequest) -> int:
         body.check()
         self.served.check_name(body.model)
-        deadline = Deadline.after(self.limits.request_seconds)
-        client = client_of(http.scope, self.keys)
-
-        async def prepare(work: Preparation) -> Prompt:
-            return await body.prepare(self.served, work)
-
-        prompt = await self.preparer.prepare(prepare, http, client, deadline, counting=True)
-        return len(prompt.tokens)
+        client, deadline = client_of(http.scope, self.keys), Deadline.after(self.limits.request_seconds)
+        prepare = partial(body.prepare, self.served)
+        return len((await self.preparer.prepare(prepare, http, client, deadline, counting=True)).tokens)
 
     def cancel(self, id: str, http: HTTPRequest) -> None:
         """Cancel a request of the same client. Another client's is not found, so that ids cannot be probed."""

@@ -4,12 +4,13 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import repeat
+from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
 from ..engine import Event, Origin, Stats, TokenLogprobs
-from .markup import Delta, OutputParser, merge
+from .markup import Delta, merge
 from .prompt import Prompt
 from .request_fields import GenerationRequest
 from .served_model import ServedModel
@@ -17,45 +18,44 @@ from .served_model import ServedModel
 Events = AsyncIterator[Event]
 
 
+class OutputToken(NamedTuple):
+    id: int
+    text: str  # as generated
+    origin: Origin | None  # None: of the prompt, echoed
+    logprobs: TokenLogprobs | None  # None: not requested, or the first token of the prompt
+
+
 @dataclass(frozen=True)
 class TokenSpan:
     """Consecutive tokens and what they add to the message: nothing yet, or text of tokens before them too."""
 
     deltas: list[Delta] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)  # as generated
-    origins: list[Origin] = field(default_factory=list)
-    logprobs: list[TokenLogprobs | None] = field(
-        default_factory=list
-    )  # if requested; a prompt's first token has none
+    tokens: list[OutputToken] = field(default_factory=list)
 
     @classmethod
     def join(cls, spans: "list[TokenSpan]") -> "TokenSpan":
-        return cls(
-            merge(delta for span in spans for delta in span.deltas),
-            [token for span in spans for token in span.tokens],
-            [text for span in spans for text in span.texts],
-            [origin for span in spans for origin in span.origins],
-            [logprobs for span in spans for logprobs in span.logprobs],
-        )
+        deltas = merge(delta for span in spans for delta in span.deltas)
+        return cls(deltas, [token for span in spans for token in span.tokens])
 
 
 class ChoiceOutput:
-    """The output of one choice so far."""
+    """The output of one choice so far, and what of it waits to be sent."""
 
-    def __init__(self, parser: OutputParser | None, index: int = 0):
-        self._parser = parser  # None: all output is content
+    def __init__(self, prompt: Prompt, index: int = 0):
+        self._parser = prompt.output_parser()  # None: all output is content
         self.index = index
+        self.unsent: list[TokenSpan] = []
+        self.sent_characters = 0
+        self.echoed = False  # the prompt
         self.reasoning_tokens = 0
         self.finish_reason: str | None = None  # the engine's, or tool_calls
         self.stats = Stats(None, None)
 
     def read(self, event: Event) -> list[TokenSpan]:
         """Return a span for each token of an event. The last one has what the parser held back."""
-        spans = []
-        for i, (token, text) in enumerate(zip(event.tokens, event.texts, strict=True)):
-            logprobs = [event.logprobs[i]] if event.logprobs is not None else []
-            spans.append(TokenSpan(self._parse(text), [token], [text], [event.origins[i]], [*logprobs]))
+        logprobs = event.logprobs or repeat(None)
+        tokens = map(OutputToken, event.tokens, event.texts, event.origins, logprobs)
+        spans = [TokenSpan(self._parse(token.text), [token]) for token in tokens]
         self.stats = event.stats or self.stats
         if event.finish_reason is not None:
             self.finish_reason = event.finish_reason

@@ -27,6 +27,7 @@ import regex  # unlike `re`, it can report that more text might complete a match
 from .schema import STRING, Tools, dumps, loads, parameter_schema, permitted, to_json
 
 T = TypeVar("T")
+DeltaKind = Literal["content", "reasoning", "tool_call", "arguments", "failed_call"]
 Parsing = Generator[None, None, T]  # yields where it needs more text
 
 THINK, THINK_END = "<think>", "</think>"
@@ -55,7 +56,7 @@ class Delta:
     reasoning. A stream that has already sent the call cannot unsend it.
     """
 
-    kind: Literal["content", "reasoning", "tool_call", "arguments", "failed_call"]
+    kind: DeltaKind
     text: str = ""
     index: int = 0  # of the tool call
 
@@ -229,8 +230,7 @@ class OutputParser:
             yield from buffer.skip_spaces()
             return
         if self._started > index:
-            self._failed += 1
-            self._deltas.append(Delta("failed_call", index=index))
+            self._emit("failed_call", index)
         self._emit_text(opening + "".join(buffer.consumed))
 
     def _parse_json(self, index: int) -> Parsing[bool]:
@@ -238,8 +238,8 @@ class OutputParser:
         names = "|".join(regex.escape(dumps(name)) for name in self._tools)
         head = regex.compile(rf'{_JSON_NAME}(?P<name>{names})\s*+,\s*+"arguments"\s*+:\s*+(?=\{{)')
         if found := (yield from self._buffer.match(head)):
-            self._emit_call(index, json.loads(found["name"]))
-            arguments = yield from self._buffer.json_value(lambda text: self._emit_arguments(index, text))
+            self._emit("tool_call", index, json.loads(found["name"]))
+            arguments = yield from self._buffer.json_value(lambda text: self._emit("arguments", index, text))
             if not isinstance(arguments, dict):
                 return False
             yield from self._buffer.match(_JSON_CLOSE)  # models forget it
@@ -254,8 +254,8 @@ class OutputParser:
         arguments = call.get("arguments", {})
         if not isinstance(arguments, dict):
             return False
-        self._emit_call(index, call["name"])
-        self._emit_arguments(index, dumps(arguments))
+        self._emit("tool_call", index, call["name"])
+        self._emit("arguments", index, dumps(arguments))
         return True
 
     def _parse_xml(self, index: int) -> Parsing[bool]:
@@ -270,19 +270,19 @@ class OutputParser:
         if found is None:
             return False
         schema = self._tools[found["name"]]
-        self._emit_call(index, found["name"])
+        self._emit("tool_call", index, found["name"])
         opening = "{"
         while part := (yield from buffer.match(_PARAMETER)):
             if part["key"] is None:
-                self._emit_arguments(index, "{}" if opening == "{" else "}")
+                self._emit("arguments", index, "{}" if opening == "{" else "}")
                 return True
-            self._emit_arguments(index, f"{opening}{dumps(part['key'])}: ")
+            self._emit("arguments", index, f"{opening}{dumps(part['key'])}: ")
             opening = ", "
             types = permitted(parameter_schema(schema, part["key"]), schema).types
             if types == STRING:  # so it can be streamed before it is complete
-                self._emit_arguments(index, '"')
+                self._emit("arguments", index, '"')
                 end = yield from buffer.until(
-                    _PARAMETER_END, lambda text: self._emit_arguments(index, dumps(text)[1:-1])
+                    _PARAMETER_END, lambda text: self._emit("arguments", index, dumps(text)[1:-1])
                 )
                 value = '"'
             else:
@@ -291,7 +291,7 @@ class OutputParser:
                 value = to_json("".join(pieces), types)
             if end is None:
                 return False
-            self._emit_arguments(index, value)
+            self._emit("arguments", index, value)
         return False
 
     def _emit_text(self, text: str) -> None:
@@ -300,13 +300,11 @@ class OutputParser:
             self._deltas.append(Delta("reasoning" if self.thinking else "content", gap + text))
             self._has_text, self._gap = True, ""
 
-    def _emit_call(self, index: int, name: str) -> None:
-        self._started += 1
-        self._deltas.append(Delta("tool_call", name, index))
-
-    def _emit_arguments(self, index: int, fragment: str) -> None:
-        if fragment:
-            self._deltas.append(Delta("arguments", fragment, index))
+    def _emit(self, kind: DeltaKind, index: int, text: str = "") -> None:
+        self._started += kind == "tool_call"
+        self._failed += kind == "failed_call"
+        if text or kind == "failed_call":
+            self._deltas.append(Delta(kind, text, index))
 
 
 def _parse(text: str) -> Any:

@@ -4,10 +4,10 @@ import ast
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from types import NoneType
-from typing import Any, NoReturn
+from typing import Any
 
 from ...sampling.bounds import referred
 
@@ -114,7 +114,8 @@ def to_json(text: str, types: frozenset[str]) -> str:
     If nothing is known of the types, only what looks like an object or an array is read as one.
     """
     wanted = {"object", "array"} if types == ANY else types - STRING
-    for read in (_read_json, ast.literal_eval):  # models also write True, None and {'a': 1}
+    # An unescaped line break does no harm, and models also write True, None and {'a': 1}.
+    for read in (partial(json.loads, strict=False), ast.literal_eval):
         try:
             value = read(text.strip()) if wanted else ""
             if isinstance(value, float) and value.is_integer():
@@ -163,11 +164,3 @@ def _type(value: Any) -> str:
 
 def _is_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
-def _read_json(text: str) -> Any:
-    return json.loads(text, strict=False, parse_constant=_refuse)  # an unescaped line break does no harm
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
