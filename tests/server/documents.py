@@ -1,4 +1,4 @@
-"""Random answers with thoughts and calls in them, each with the message that it should be read as."""
+"""Random output with reasoning and tool calls, each with the message that it should be parsed into."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Thoughts, calls and conversations through the real anthropic client, of a model that says what it is told to."""
+"""Reasoning, tool calls and conversations through the real anthropic client, with scripted output."""
 
 from collections.abc import Iterator
 from typing import Any

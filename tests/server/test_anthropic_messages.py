@@ -1,4 +1,4 @@
-"""Messages of the real engine through the real anthropic client: exact, counted, cached, kept alive and cancelled."""
+"""/v1/messages of the real engine through the real anthropic client: exact, counted, cached, pinged, cancelled."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""What is refused on Anthropic's routes comes in the shape that its client turns into typed exceptions."""
+"""Errors on Anthropic's routes, in the format that its client turns into typed exceptions."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Thoughts and calls, read from what a model writes."""
+"""Parsing reasoning and tool calls in the output of a model."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Answers that must be calls, and answers that are thought about first, by grammar and through the real engine."""
+"""Grammars that force tool calls and limit reasoning, alone and through the real engine."""
 
 import json
 from dataclasses import replace

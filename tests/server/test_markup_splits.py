@@ -1,4 +1,4 @@
-"""However an answer is cut into tokens and bursts, the same is read from it."""
+"""The parsed output does not depend on how it is split into tokens and steps."""
 
 import json
 from functools import lru_cache

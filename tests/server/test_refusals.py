@@ -1,4 +1,4 @@
-"""What cannot be honoured is refused in the shape that the openai client turns into its typed exceptions."""
+"""Requests that cannot be honoured, rejected in the format that the openai client turns into typed exceptions."""
 
 import json
 from pathlib import Path

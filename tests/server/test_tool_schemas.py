@@ -1,4 +1,4 @@
-"""Schemas of tools that are none, or hard to read: refused by name, or read in no time, and never a crash."""
+"""Schemas of tools that are invalid or hard to process: rejected by name or handled quickly, never a crash."""
 
 import json
 from collections.abc import Iterator

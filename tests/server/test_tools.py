@@ -1,4 +1,4 @@
-"""Tools through the real openai client: what a model writes becomes calls, and their results become its prompt."""
+"""Tool calls through the real openai client: output becomes calls, and results become the next prompt."""
 
 import json
 from collections.abc import Iterator

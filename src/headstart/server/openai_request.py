@@ -1,5 +1,6 @@
 """Bodies of /v1/chat/completions and /v1/completions, and how they become a request for the engine."""
 
+import json
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -39,17 +40,17 @@ MAX_CLIENT_BIASES = MAX_BIASES - 1  # a chat that may not call tools adds one
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
-def _parse_arguments(text: str) -> tuple[Any, bool]:
-    """Return the arguments of a call, and whether they are cut off: clients send back what a limit cut off."""
+def _parse_arguments(text: str) -> Any:
+    """Return the arguments of a call, as far as they go: clients send back calls that a token limit cut off."""
     try:
-        return loads(text or "{}"), False
+        return loads(text or "{}")
     except ValueError:
-        return from_json(text, allow_partial="trailing-strings"), True
+        return from_json(text, allow_partial="trailing-strings")
 
 
 def _check_arguments(text: str) -> str:
     with suppress(ValueError):
-        arguments, _ = _parse_arguments(text)
+        arguments = _parse_arguments(text)
         if isinstance(arguments, dict) and not nested_too_deeply(arguments):
             return text
     raise ValueError("Arguments should be the text of a JSON object, or the beginning of one")
@@ -64,6 +65,13 @@ class FunctionCall(RequestModel):
     name: Text
     arguments: Annotated[Text, AfterValidator(_check_arguments)] = "{}"
 
+    @property
+    def is_cut_off(self) -> bool:
+        with suppress(ValueError):
+            json.loads(self.arguments or "{}")
+            return False
+        return True
+
 
 class OpenAIToolCall(RequestModel):
     id: Text | None = None
@@ -71,7 +79,7 @@ class OpenAIToolCall(RequestModel):
     function: FunctionCall
 
     def for_template(self) -> dict[str, Any]:
-        arguments, _ = _parse_arguments(self.function.arguments)
+        arguments = _parse_arguments(self.function.arguments)
         return {"type": "function", "id": self.id, "function": {"name": self.function.name, "arguments": arguments}}
 
 
@@ -220,7 +228,7 @@ class ChatCompletionRequest(OpenAIRequest):
     def ignored_fields(self) -> list[str]:
         found = set(super().ignored_fields())
         calls = [call for message in self.messages for call in message.tool_calls or ()]
-        if any(_parse_arguments(call.function.arguments)[1] for call in calls):
+        if any(call.function.is_cut_off for call in calls):
             found.add("messages[].tool_calls[].function.arguments: cut off")
         unconstrained = (self.tool_choice or "auto") == "auto" and self.answer_grammar()[0] is None
         if self.tools and self.parallel_tool_calls is False and unconstrained:
