@@ -1,4 +1,4 @@
-"""Random answers with thoughts and calls in them, each with the message that it should be read as."""
+"""Random output with reasoning and tool calls, each with the message that it should be parsed into."""
 
 import json
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from headstart.server.markup import Tools
+from headstart.server.markup import Delta, Tools, complete_message
 
 TOOLS: Tools = {
     "write_file": {
@@ -57,6 +57,30 @@ CUT_OFF = (
     '<tool_call>{"name": "write", "arguments": {"text": "a</tool_call>',
     '<tool_call>\n{"name": "write", "argum',
 )
+
+
+@dataclass(frozen=True)
+class Call:
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Message:
+    """A whole message, made of what was parsed."""
+
+    content: str
+    reasoning: str
+    calls: tuple[Call, ...]
+
+    @classmethod
+    def of(cls, deltas: list[Delta]) -> "Message":
+        parts = complete_message(deltas)
+        content, reasoning = ("".join(p.text for p in parts if p.kind == kind) for kind in ("content", "reasoning"))
+        calls = [p for p in parts if p.kind in ("tool_call", "arguments")]
+        assert [p.kind for p in calls] == ["tool_call", "arguments"] * (len(calls) // 2)
+        pairs = zip(calls[::2], calls[1::2], strict=True)
+        return cls(content, reasoning, tuple(Call(name.text, arguments.text) for name, arguments in pairs))
 
 
 @dataclass

@@ -19,18 +19,18 @@ from headstart.checkpoint import read_layout
 from headstart.errors import HeadstartError
 from headstart.sampling.bounds import on_deep_stack
 from headstart.server import Limits, ServedModel
-from headstart.server.anthropic import CountRequest, MessagesRequest
+from headstart.server.anthropic_request import CountTokensRequest, MessagesRequest
 from headstart.server.deadline import Deadline
 from headstart.server.errors import Refusal
-from headstart.server.openai import ChatRequest, CompletionRequest
+from headstart.server.openai_request import ChatCompletionRequest, CompletionRequest
 from headstart.server.prepare import Preparer
 from headstart.server.prompt import Prompt
 
 SHAPES: dict[str, Any] = {
-    "/v1/chat/completions": ChatRequest,
+    "/v1/chat/completions": ChatCompletionRequest,
     "/v1/completions": CompletionRequest,
     "/v1/messages": MessagesRequest,
-    "/v1/messages/count_tokens": CountRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
 }
 
 
@@ -45,7 +45,7 @@ async def case(path: str, body: dict[str, Any], served: ServedModel, preparer: P
         asked = SHAPES[path].model_validate(body)
         asked.check()
         prompt = await preparer.prepare(
-            lambda work: asked.read(served, work),
+            lambda work: asked.prepare(served, work),
             Client(),
             "",
             Deadline.after(600),  # type: ignore[arg-type]

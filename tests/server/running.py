@@ -25,10 +25,11 @@ from headstart.engine import Engine, EngineThread, Request
 from headstart.models import Model
 from headstart.sampling import SamplingParams
 from headstart.server import Keys, Limits, ServedModel, Server, bind, create_app
+from headstart.server.anthropic_request import CountTokensRequest
 from headstart.server.deadline import Deadline
 from headstart.server.prepare import Preparer
 from headstart.server.prompt import Prompt
-from headstart.server.request_handler import Prompting
+from headstart.server.request_fields import GenerationRequest
 
 HUB_ID = "someone/tiny-random"
 CONTEXT = 4096
@@ -141,14 +142,14 @@ class Reader:
         return await asyncio.get_running_loop().create_future()
 
 
-def read(asked: Prompting, served: ServedModel, limits: Limits | None = None) -> Prompt:
+def read(asked: CountTokensRequest | GenerationRequest, served: ServedModel, limits: Limits | None = None) -> Prompt:
     """Prepare a prompt as a server does."""
 
     async def main() -> Prompt:
         context = served.model.context_length
         preparer = Preparer(served.tokenizer, limits or Limits(), context=context, most=None)
         try:
-            work = partial(asked.read, served)
+            work = partial(asked.prepare, served)
             return await preparer.prepare(work, Reader(), "", Deadline.after(600))  # type: ignore[arg-type]
         finally:
             await preparer.close()

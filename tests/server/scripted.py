@@ -1,7 +1,7 @@
-"""A server whose model says what it is told to, so that every way of writing an answer can be tried on real clients.
+"""A server whose model generates scripted text, so that every form of output can be tried on real clients.
 
-Only the device is missing: prompts are read, and tokens, stop strings, limits, grammars, events and stats go through
-the engine's own rows. A script that the request's grammar does not permit ends in the error that a model's would.
+Only the device is missing: prompts are prepared, and tokens, stop strings, limits, grammars, events and stats go
+through the engine's own sequences. A script that the grammar does not permit fails as a model's output would.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Thoughts, calls and conversations through the real anthropic client, of a model that says what it is told to."""
+"""Reasoning, tool calls and conversations through the real anthropic client, with scripted output."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,8 +9,7 @@ from pydantic import BaseModel
 from running import Running, tokenizer
 from scripted import ScriptedRoom, scripted
 
-from headstart.server import ServedModel
-from headstart.server.chat import Chat
+from headstart.server.chat import Chat, ChatTemplate
 
 HI = [{"role": "user", "content": "hi"}]
 ADD = {
@@ -194,8 +193,8 @@ def test_a_late_system_message_is_read_where_it_is_whatever_the_template_thinks(
 def test_the_model_thinks_when_it_is_told_to(
     here: Here, monkeypatch: pytest.MonkeyPatch, thinking: Any, expected: bool | None
 ) -> None:
-    render, chats = ServedModel._through_template, list[Chat]()
-    monkeypatch.setattr(ServedModel, "_through_template", lambda *these: (chats.append(these[2]), render(*these))[1])
+    render, chats = ChatTemplate.render, list[Chat]()
+    monkeypatch.setattr(ChatTemplate, "render", lambda *these: (chats.append(these[1]), render(*these))[1])
     create(here, "hello", extra_body={"thinking": thinking})
     assert prompt(here) == templated(HI, enable_thinking=expected)
     assert [chat.thinking for chat in chats] == [expected], "this template takes no for an answer where none is given"

@@ -1,4 +1,4 @@
-"""What is refused on Anthropic's routes comes in the shape that its client turns into typed exceptions."""
+"""Errors on Anthropic's routes, in the format that its client turns into typed exceptions."""
 
 import json
 from typing import Any
@@ -54,14 +54,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (block(type="text"), "messages[0].content[0].text"),
     (block(type="text", text=5), "messages[0].content[0].text"),
     (block(type="audio"), "messages[0].content[0]"),
-    (block(type="image", source={"type": "url", "url": "x"}), "messages[0].content[0]: image"),
-    (block(type="document", source={}), "messages[0].content[0]: document"),
+    (block(type="image", source={"type": "url", "url": "x"}), "messages[0].content[0].type: image input is not"),
+    (block(type="document", source={}), "messages[0].content[0].type: document input is not"),
     (block(type="tool_use", id="1", name="add", input={}), "messages[0].content[0]: tool_use"),
     (block(type="tool_result", tool_use_id="1", content=[{"type": "image", "source": {}}]),
-     "messages[0].content[0]: image"),
+     "messages[0].content[0].content[0].type: image input is not"),
     (block(type="tool_result", content="5"), "messages[0].content[0].tool_use_id"),
     ({"system": 5}, "system"),
-    ({"system": [{"type": "image", "source": {}}]}, "system[0].type"),
+    ({"system": [{"type": "image", "source": {}}]}, "system[0].type: image input is not supported"),
     ({"tools": [{"name": "add"}]}, "tools[0].input_schema"),
     ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name"),
     ({"tools": [TOOL, TOOL]}, "tools"),

@@ -1,4 +1,4 @@
-"""Several answers to one request, and what is recommended where a request says nothing."""
+"""Several choices for one request, and the recommended sampling parameters where a request gives none."""
 
 from collections import Counter
 from typing import Any

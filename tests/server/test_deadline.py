@@ -8,15 +8,15 @@ from running import CONTEXT, tiny, tokenizer, wait_until
 from scripted import ScriptedRoom
 
 from headstart.engine import Engine, EngineThread, Request
-from headstart.server.answer import Answer
 from headstart.server.deadline import Deadline
 from headstart.server.errors import Refusal
 from headstart.server.metrics import Meter, Metrics
+from headstart.server.request_handler import RunningRequest
 
 
-def answer(room: EngineThread, metrics: Metrics, seconds: float) -> Answer:
+def answer(room: EngineThread, metrics: Metrics, seconds: float) -> RunningRequest:
     meter = Meter(metrics, "/v1/completions", time.perf_counter())
-    return Answer(room, Request([5]), client="", deadline=Deadline.after(seconds), meter=meter)
+    return RunningRequest(room, Request([5]), client="", deadline=Deadline.after(seconds), meter=meter)
 
 
 def test_what_was_said_in_time_and_read_too_late_is_too_late() -> None:

@@ -16,8 +16,8 @@ import headstart.engine.prefill
 import headstart.engine.step
 from headstart.engine import Engine, Request
 from headstart.engine.batch import Batch
-from headstart.server import ServedModel
-from headstart.server.transcript import Transcript
+from headstart.server import openai_request
+from headstart.server.response import ChoiceOutput
 
 TOPICS = ("sorting", "primes", "files", "dates")
 LENGTH = 40
@@ -199,13 +199,13 @@ def test_an_engine_thread_that_dies_again_stays_dead_and_the_server_says_so(monk
 
 
 def while_reading(patch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
-    read = ServedModel.read_chat
+    prepare = openai_request.prepare_chat
 
-    async def reading(self: ServedModel, make: Any, work: Any) -> Any:
+    async def preparing(make: Any, served: Any, work: Any) -> Any:
         await work.run(happens)
-        return await read(self, make, work)
+        return await prepare(make, served, work)
 
-    patch.setattr(ServedModel, "read_chat", reading)
+    patch.setattr(openai_request, "prepare_chat", preparing)
 
 
 def test_a_server_that_begins_to_stop_while_a_prompt_is_read_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ def test_a_web_page_can_read_an_unexpected_error(monkeypatch: pytest.MonkeyPatch
     def failing(*_: Any, **__: Any) -> Any:
         raise ValueError
 
-    monkeypatch.setattr(ServedModel, "read_text", failing)
+    monkeypatch.setattr(openai_request, "prepare_text", failing)
     origin = "https://page.example"
     with running(cors_origins=(origin,)) as server, server.http() as http:
         response = http.post("/v1/completions", json={"prompt": "a"}, headers={"Origin": origin})
@@ -258,7 +258,9 @@ def test_an_error_that_nobody_foresaw_is_counted_and_logged_without_what_was_ask
         except KeyError as error:
             raise ValueError("the secret prompt, told again") from error
 
-    part = (Transcript, "read") if stream else (ServedModel, "read_text")  # before and after the status is sent
+    part = (
+        (ChoiceOutput, "read") if stream else (headstart.server.openai_request, "prepare_text")
+    )  # before and after the status is sent
     monkeypatch.setattr(*part, failing)
     with running(key="sesame") as server, server.http() as http:
         body = {"prompt": "the secret prompt", "max_tokens": 3, "stream": stream}

@@ -16,9 +16,9 @@ from tokenizers import Tokenizer
 
 from headstart.checkpoint import read_layout
 from headstart.server import ServedModel
-from headstart.server.anthropic import CountRequest, MessagesRequest
+from headstart.server.anthropic_request import CountTokensRequest, MessagesRequest
 from headstart.server.encode import Encoder
-from headstart.server.openai import ChatRequest, CompletionRequest
+from headstart.server.openai_request import ChatCompletionRequest, CompletionRequest
 
 BACKEND: Tokenizer = tokenizer()._tokenizer.backend_tokenizer
 ADDED = {id: token.content for id, token in BACKEND.get_added_tokens_decoder().items()}
@@ -49,7 +49,7 @@ def controls(tokens: list[int]) -> list[int]:
 
 
 def openai(*messages: Body, **more: Any) -> tuple[type[Any], Body]:
-    return ChatRequest, {"messages": [*messages], **more}
+    return ChatCompletionRequest, {"messages": [*messages], **more}
 
 
 def anthropic(*messages: Body, **more: Any) -> tuple[type[Any], Body]:
@@ -109,7 +109,7 @@ PLAIN: dict[str, Place] = {
         USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": f"It is {t}."}]}, USER
     ),
     "messages tool result": lambda t: anthropic(USER, used({}), result([{"type": "text", "text": t}])),
-    "count_tokens user": lambda t: (CountRequest, {"messages": [{"role": "user", "content": t}]}),
+    "count_tokens user": lambda t: (CountTokensRequest, {"messages": [{"role": "user", "content": t}]}),
 }  # fmt: skip
 IN_JSON: dict[str, Place] = {
     "chat tool description": lambda t: openai(USER, tools=function(description=t)),
@@ -121,7 +121,10 @@ IN_JSON: dict[str, Place] = {
     "messages tool description": lambda t: anthropic(USER, tools=tool(description=t)),
     "messages schema key": lambda t: anthropic(USER, tools=tool(input_schema=properties(t))),
     "messages call argument": lambda t: anthropic(USER, used({"a": {"b": t}}), result("x")),
-    "count_tokens tool description": lambda t: (CountRequest, {"messages": [USER], "tools": tool(description=t)}),
+    "count_tokens tool description": lambda t: (
+        CountTokensRequest,
+        {"messages": [USER], "tools": tool(description=t)},
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities through the real openai client: the target's own, of every token, whoever drafted it."""
+"""Log-probabilities through the real openai client: the target's own, of every token, drafted or not."""
 
 from typing import Any
 

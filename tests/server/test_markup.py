@@ -1,24 +1,14 @@
-"""Thoughts and calls, read from what a model writes."""
+"""Parsing reasoning and tool calls in the output of a model."""
 
 import json
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from documents import Call, Message
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
-from headstart.server.markup import (
-    Call,
-    Content,
-    Delta,
-    Message,
-    Reader,
-    Reasoning,
-    ToolArguments,
-    ToolBroken,
-    ToolCall,
-    Tools,
-)
+from headstart.server.markup import Delta, OutputParser, Tools
 
 WEATHER = {
     "type": "object",
@@ -43,8 +33,8 @@ LINES = '\n  two\n\tlines "quoted" \\ </b> < </para <tool_call>\n'
 
 
 def read(*pieces: str, tools: Tools = TOOLS, **how: bool) -> list[Delta]:
-    reader = Reader(tools, **how)
-    return [delta for piece in pieces for delta in reader.feed(piece)] + reader.finish()
+    parser = OutputParser(tools, **how)
+    return [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
 
 
 def message(text: str, **how: Any) -> Message:
@@ -83,11 +73,11 @@ def test_a_thought_can_only_begin_an_answer() -> None:
 
 
 def test_the_reader_knows_while_a_thought_lasts() -> None:
-    reader = Reader()
+    parser = OutputParser()
     seen = []
     for piece in ("<think>", "a", "</think>", "b"):
-        reader.feed(piece)
-        seen.append(reader.thinking)
+        parser.feed(piece)
+        seen.append(parser.thinking)
     assert seen == [True, True, False, False]
 
 
@@ -234,13 +224,13 @@ def test_several_calls_come_in_their_order_with_what_is_said_before() -> None:
     )
     deltas = read(text)
     assert deltas == [
-        Content("I look."),
-        ToolCall(0, "get"),
-        ToolArguments(0, "{}"),
-        ToolCall(1, "get_weather"),
-        ToolArguments(1, '{"days": 1}'),
-        ToolCall(2, "get"),
-        ToolArguments(2, "{}"),
+        Delta("content", "I look."),
+        Delta("tool_call", "get", 0),
+        Delta("arguments", "{}", 0),
+        Delta("tool_call", "get_weather", 1),
+        Delta("arguments", '{"days": 1}', 1),
+        Delta("tool_call", "get", 2),
+        Delta("arguments", "{}", 2),
     ]  # fmt: skip
 
 
@@ -339,25 +329,25 @@ BROKEN = [
 @pytest.mark.parametrize("text", BROKEN)
 def test_a_broken_call_is_taken_back_and_its_text_stays(text: str) -> None:
     said = read(f"Look:\n\n{text}")
-    assert said[1] == ToolCall(0, "get_weather")
-    assert said[-2:] == [ToolBroken(0), Content(f"\n\n{text}")]
+    assert said[1] == Delta("tool_call", "get_weather", 0)
+    assert said[-2:] == [Delta("failed_call", index=0), Delta("content", f"\n\n{text}")]
     assert Message.of(said) == Message(f"Look:\n\n{text}", "", ())
     assert message(text, thinking=True) == Message("", text, ())
 
 
 def test_a_call_behind_a_broken_one_is_a_call() -> None:
-    reader = Reader(TOOLS)
-    deltas = reader.feed(BROKEN[2] + xml("get")) + reader.finish()
+    parser = OutputParser(TOOLS)
+    deltas = parser.feed(BROKEN[2] + xml("get")) + parser.finish()
     assert Message.of(deltas) == Message(BROKEN[2], "", (Call("get", "{}"),))
-    assert reader.called
+    assert parser.called
 
 
 def test_without_a_whole_call_no_tool_was_called() -> None:
     for text in ("Hello", *BROKEN):
-        reader = Reader(TOOLS)
-        reader.feed(text)
-        reader.finish()
-        assert not reader.called
+        parser = OutputParser(TOOLS)
+        parser.feed(text)
+        parser.finish()
+        assert not parser.called
 
 
 def test_without_tools_calls_are_content() -> None:
@@ -369,8 +359,8 @@ def test_without_tools_calls_are_content() -> None:
 
 def shown(*pieces: str, tools: Tools = TOOLS) -> list[str]:
     """What each piece adds to the content at once."""
-    reader = Reader(tools)
-    return ["".join(d.text for d in reader.feed(piece) if isinstance(d, Content)) for piece in pieces]
+    parser = OutputParser(tools)
+    return ["".join(d.text for d in parser.feed(piece) if d.kind == "content") for piece in pieces]
 
 
 def test_text_is_held_back_no_longer_than_needed() -> None:
@@ -383,16 +373,16 @@ def test_text_is_held_back_no_longer_than_needed() -> None:
 
 def test_a_call_is_announced_once_its_function_is_known() -> None:
     text = xml("get_weather", city="Zürich")
-    reader = Reader(TOOLS)
+    parser = OutputParser(TOOLS)
     head, rest = text.split("<parameter=", 1)
-    assert reader.feed(head) == []
-    assert reader.feed("<parameter=") == [ToolCall(0, "get_weather")]
-    assert reader.feed(rest)[0] == ToolArguments(0, '{"city": "Zürich"}')
+    assert parser.feed(head) == []
+    assert parser.feed("<parameter=") == [Delta("tool_call", "get_weather", 0)]
+    assert parser.feed(rest)[0] == Delta("arguments", '{"city": "Zürich"}', 0)
 
 
 def fragments(*pieces: str) -> list[str]:
-    reader = Reader(TOOLS)
-    return ["".join(d.fragment for d in reader.feed(piece) if isinstance(d, ToolArguments)) for piece in pieces]
+    parser = OutputParser(TOOLS)
+    return ["".join(d.text for d in parser.feed(piece) if d.kind == "arguments") for piece in pieces]
 
 
 def test_arguments_come_in_fragments() -> None:
@@ -409,8 +399,15 @@ def test_a_value_that_needs_its_end_waits_for_it() -> None:
 
 
 def test_reasoning_and_content_are_said_as_they_come() -> None:
-    reader = Reader(TOOLS)
+    parser = OutputParser(TOOLS)
     told: Sequence[list[Delta]] = [
-        reader.feed(piece) for piece in ("<think>\n", "a", " b", "\n</think>\n", "\nc", "d")
+        parser.feed(piece) for piece in ("<think>\n", "a", " b", "\n</think>\n", "\nc", "d")
     ]
-    assert told == [[], [Reasoning("a")], [Reasoning(" b")], [], [Content("c")], [Content("d")]]
+    assert told == [
+        [],
+        [Delta("reasoning", "a")],
+        [Delta("reasoning", " b")],
+        [],
+        [Delta("content", "c")],
+        [Delta("content", "d")],
+    ]

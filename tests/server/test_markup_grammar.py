@@ -1,4 +1,4 @@
-"""Answers that must be calls, and answers that are thought about first, by grammar and through the real engine."""
+"""Grammars that force tool calls and limit reasoning, alone and through the real engine."""
 
 import json
 from dataclasses import replace
@@ -6,6 +6,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from documents import Message
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from running import tokenizer
 
@@ -15,11 +16,11 @@ from headstart.engine import Engine, Request
 from headstart.errors import RequestError
 from headstart.models import Model
 from headstart.sampling import GrammarSpec, SamplingParams, compile_grammar
-from headstart.server.markup import Dialect, Message, Reader, Tools, call_grammar, think_first, thought_in
+from headstart.server.markup import CallFormat, OutputParser, Tools, call_grammar, thinking_state, with_thinking
 
-JSON = Dialect.of(load_tokenizer(resolve("tiny-qwen3.5")))
-XML = replace(JSON, format="xml")
-DIALECTS = pytest.mark.parametrize("dialect", [JSON, XML], ids=["json", "xml"])
+JSON = CallFormat.of(load_tokenizer(resolve("tiny-qwen3.5")))
+XML = replace(JSON, style="xml")
+FORMATS = pytest.mark.parametrize("form", [JSON, XML], ids=["json", "xml"])
 SHORT: Tools = {  # even a model that knows nothing comes to its end
     "set_light": {
         "type": "object",
@@ -82,8 +83,8 @@ def said(spec: GrammarSpec | None, **params: Any) -> list[int]:
 
 
 def message(text: str, tools: Tools = SHORT, *, thinking: bool = False) -> Message:
-    reader = Reader(tools, thinking=thinking)
-    return Message.of(reader.feed(text) + reader.finish())
+    parser = OutputParser(tools, thinking=thinking)
+    return Message.of(parser.feed(text) + parser.finish())
 
 
 # What is known of a model
@@ -96,20 +97,23 @@ def with_template(template: str | None) -> TokenizerWrapper:
 
 
 def test_the_template_tells_how_calls_are_written() -> None:
-    assert Dialect.of(tokenizer()).format == "json"
-    assert Dialect.of(with_template("… '<tool_call>\\n<function=' + name + '>' …")).format == "xml"
-    assert Dialect.of(with_template('… <tool_call>\\n{"name": <name>, "arguments": <object>} …')).format == "json"
-    assert Dialect.of(with_template("<|im_start|>")).format is None
-    assert Dialect.of(with_template(None)).format is None
+    assert CallFormat.of(tokenizer()).style == "json"
+    assert CallFormat.of(with_template("… '<tool_call>\\n<function=' + name + '>' …")).style == "xml"
+    assert CallFormat.of(with_template('… <tool_call>\\n{"name": <name>, "arguments": <object>} …')).style == "json"
+    assert CallFormat.of(with_template("<|im_start|>")).style is None
+    assert CallFormat.of(with_template(None)).style is None
 
 
 def test_the_prompt_tells_whether_a_thought_has_begun() -> None:
     messages = [{"role": "user", "content": "What is <think>?"}]
     asked = {"add_generation_prompt": True}
-    assert thought_in(tokenizer().apply_chat_template(messages, **asked, enable_thinking=None), tokenizer()) == "over"
+    assert (
+        thinking_state(tokenizer().apply_chat_template(messages, **asked, enable_thinking=None), tokenizer())
+        == "finished"
+    )
     open_prompt = tokenizer().apply_chat_template(messages, **asked, enable_thinking=True)
-    assert thought_in(open_prompt, tokenizer()) == "open"
-    assert thought_in([*open_prompt, *ids("<think>\n")], tokenizer()) == "begun"
+    assert thinking_state(open_prompt, tokenizer()) == "undecided"
+    assert thinking_state([*open_prompt, *ids("<think>\n")], tokenizer()) == "started"
 
 
 # Calls that must come
@@ -138,24 +142,24 @@ NEITHER = [
 
 
 @pytest.mark.parametrize(
-    ("dialect", "calls", "others"), [(JSON, JSON_CALLS, XML_CALLS), (XML, XML_CALLS, JSON_CALLS)], ids=["json", "xml"]
+    ("form", "calls", "others"), [(JSON, JSON_CALLS, XML_CALLS), (XML, XML_CALLS, JSON_CALLS)], ids=["json", "xml"]
 )
-def test_the_grammar_permits_calls_and_nothing_else(dialect: Dialect, calls: list[str], others: list[str]) -> None:
-    grammar = call_grammar(LONG, dialect)
+def test_the_grammar_permits_calls_and_nothing_else(form: CallFormat, calls: list[str], others: list[str]) -> None:
+    grammar = call_grammar(LONG, form)
     for call in calls:
         assert permits(grammar, call), call
         assert len(message(call, LONG).calls) == 1
     for text in (*others, *NEITHER, calls[0] + " and so on", calls[0][:-13]):
         assert not permits(grammar, text), text
     assert permits(grammar, "\n".join(calls))
-    assert not permits(call_grammar(LONG, dialect, several=False), "\n".join(calls))
-    assert not permits(call_grammar({"log": {}}, dialect), calls[0])
+    assert not permits(call_grammar(LONG, form, parallel=False), "\n".join(calls))
+    assert not permits(call_grammar({"log": {}}, form), calls[0])
 
 
 @pytest.mark.slow
 def test_a_model_that_knows_no_tools_must_call_one() -> None:
     tool: Tools = {"set_light": SHORT["set_light"]}
-    grammars = [call_grammar(tool, dialect, several=False) for dialect in (JSON, XML)]
+    grammars = [call_grammar(tool, form, parallel=False) for form in (JSON, XML)]
     greedy = answers(*[(grammar, {}) for grammar in grammars], model=builtin_model())
     drawn = answers(*[(grammar, {"temperature": 1.0, "seed": seed}) for grammar in grammars for seed in range(4)])
     for _, text in (*greedy, *drawn):
@@ -164,29 +168,24 @@ def test_a_model_that_knows_no_tools_must_call_one() -> None:
         jsonschema.validate(json.loads(read.calls[0].arguments), tool["set_light"])
 
 
-@DIALECTS
-def test_a_forced_call_is_the_same_with_and_without_drafts(dialect: Dialect) -> None:
-    grammar = call_grammar(SHORT, dialect, several=False)
+@FORMATS
+def test_a_forced_call_is_the_same_with_and_without_drafts(form: CallFormat) -> None:
+    grammar = call_grammar(SHORT, form, parallel=False)
     for params in ({}, {"temperature": 1.0, "seed": 5}):
         assert said(grammar, **params) == said(grammar, **params, k=0)
 
 
-@DIALECTS
-def test_any_of_the_tools_may_be_called(dialect: Dialect) -> None:
-    grammar = call_grammar(SHORT, dialect, several=False)
+@FORMATS
+def test_any_of_the_tools_may_be_called(form: CallFormat) -> None:
+    grammar = call_grammar(SHORT, form, parallel=False)
     liked = [dict.fromkeys(ids(f'<function={name}> "{name}"'), 50.0) for name in SHORT]
     told = answers(*[(grammar, {"logit_bias": bias}) for bias in liked])
     assert [message(text).calls[0].name for _, text in told] == list(SHORT)
 
 
-def test_a_model_without_calls_cannot_be_made_to_call() -> None:
-    with pytest.raises(RequestError, match=r"tool_choice.*template has none"):
-        call_grammar(SHORT, replace(JSON, format=None))
-
-
-@DIALECTS
-def test_a_tool_with_a_schema_that_is_none_is_refused(dialect: Dialect) -> None:
-    grammar = call_grammar({"f": {"properties": {"a": {"type": "integer", "minimum": "x"}}}}, dialect)
+@FORMATS
+def test_a_tool_with_a_schema_that_is_none_is_refused(form: CallFormat) -> None:
+    grammar = call_grammar({"f": {"properties": {"a": {"type": "integer", "minimum": "x"}}}}, form)
     with pytest.raises(RequestError, match="grammar"):
         compile_grammar(grammar, tokenizer())
 
@@ -233,8 +232,8 @@ def test_a_choice_of_texts_holds_wherever_the_schema_states_it(key: str, good: l
         assert not permits(grammar, written.format(key, value)), value
 
 
-@DIALECTS
-def test_a_schema_with_any_number_of_ways_through_it_makes_a_grammar(dialect: Dialect) -> None:
+@FORMATS
+def test_a_schema_with_any_number_of_ways_through_it_makes_a_grammar(form: CallFormat) -> None:
     ways = {f"D{i}": {"anyOf": [{"$ref": f"#/$defs/D{i + 1}"}] * 2} for i in range(30)}
     schema = {
         "type": "object",
@@ -242,10 +241,10 @@ def test_a_schema_with_any_number_of_ways_through_it_makes_a_grammar(dialect: Di
         "required": ["a"],
         "$defs": {**ways, "D30": {"enum": ["x", "y"]}},
     }
-    grammar = call_grammar({"f": schema}, dialect)
+    grammar = call_grammar({"f": schema}, form)
     xml = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
     as_json = '<tool_call>\n{{"name": "f", "arguments": {{"a": "{}"}}}}\n</tool_call>'
-    written = xml if dialect is XML else as_json
+    written = xml if form is XML else as_json
     assert permits(grammar, written.format("x"))
     assert not permits(grammar, written.format("z"))
 
@@ -254,24 +253,24 @@ def test_a_schema_with_any_number_of_ways_through_it_makes_a_grammar(dialect: Di
 
 
 def test_an_answer_may_be_thought_about_before_it_follows_its_grammar() -> None:
-    begun = think_first(ANSWER, JSON, "begun")
+    begun = with_thinking(ANSWER, JSON, "started")
     assert permits(begun, 'Hm, <tool_call> or {"n": 3}?\n</think>\n\n{"n": 1}')
     assert not permits(begun, '{"n": 1}')
     assert not permits(begun, 'Hm.\n</think>\n\n{"n": 3}')
     assert not permits(begun, "Hm.")
-    open_ = think_first(ANSWER, JSON, "open")
+    open_ = with_thinking(ANSWER, JSON, "undecided")
     assert permits(open_, '{"n": 1}')
     assert permits(open_, '<think>\nHm.\n</think>\n\n{"n": 1}')
     assert not permits(open_, 'Hm.\n</think>\n\n{"n": 1}')
-    assert think_first(ANSWER, JSON, "over") == ANSWER
-    assert think_first(ANSWER, replace(JSON, ids={}), "begun") == ANSWER
+    assert with_thinking(ANSWER, JSON, "finished") == ANSWER
+    assert with_thinking(ANSWER, replace(JSON, ids={}), "started") == ANSWER
 
 
 def test_a_call_that_must_come_does_not_come_in_the_thought() -> None:
     call = call_grammar(LONG, JSON)
     for budget in (None, 200):
-        for thought, opening in (("begun", ""), ("open", "<think>\n")):
-            grammar = think_first(call, JSON, thought, budget=budget, calls=False)
+        for thought, opening in (("started", ""), ("undecided", "<think>\n")):
+            grammar = with_thinking(call, JSON, thought, budget=budget, calls=False)
             assert permits(grammar, f"{opening}Hm.\n</think>\n\n{JSON_CALLS[0]}")
             assert not permits(grammar, f"{opening}Hm.\n{JSON_CALLS[0]}\n</think>\n\n{JSON_CALLS[0]}")
 
@@ -289,7 +288,7 @@ def test_a_call_that_must_come_does_not_come_in_the_thought() -> None:
     ],
 )
 def test_every_kind_of_grammar_can_be_thought_about_first(spec: GrammarSpec, good: str, bad: str) -> None:
-    first = think_first(spec, JSON, "begun")
+    first = with_thinking(spec, JSON, "started")
     assert permits(spec, good)
     assert permits(first, f"Hm.\n</think>\n\n{good}")
     assert not permits(first, f"Hm.\n</think>\n\n{bad}")
@@ -300,43 +299,43 @@ def test_a_thought_ends_when_its_budget_is_spent() -> None:
     free = said(None, max_tokens=20)
     assert end not in free  # it would think on
     for budget in (0, 1, 6):
-        grammar = think_first(None, JSON, "begun", budget=budget)
+        grammar = with_thinking(None, JSON, "started", budget=budget)
         tokens = said(grammar, max_tokens=20)
         assert tokens[: budget + 1] == [*free[:budget], end]
         assert len(tokens) > budget + 5  # and goes on to answer
         assert said(grammar, max_tokens=20, k=0) == tokens
     seeded = {"max_tokens": 20, "temperature": 0.9, "seed": 3}
-    grammar = think_first(None, JSON, "begun", budget=6)
+    grammar = with_thinking(None, JSON, "started", budget=6)
     assert said(grammar, **seeded) == said(grammar, **seeded, k=0)
 
 
 def test_a_budget_that_is_not_spent_changes_nothing() -> None:
-    for thought in ("begun", "open"):
-        grammar = think_first(None, JSON, thought, budget=500)
+    for thought in ("started", "undecided"):
+        grammar = with_thinking(None, JSON, thought, budget=500)
         assert said(grammar, max_tokens=30) == said(None, max_tokens=30)
 
 
 def test_the_budget_counts_from_where_the_model_begins_to_think() -> None:
     begin, end = JSON.ids["<think>"], JSON.ids["</think>"]
     eager = {begin: 50.0}
-    tokens = said(think_first(None, JSON, "open", budget=4), logit_bias=eager, max_tokens=12)
+    tokens = said(with_thinking(None, JSON, "undecided", budget=4), logit_bias=eager, max_tokens=12)
     assert tokens[:6] == [begin] * 5 + [end]
 
 
 def test_a_budget_leaves_calls_and_ends_as_they_are() -> None:
-    begun, open_ = (think_first(None, JSON, thought, budget=50) for thought in ("begun", "open"))
+    begun, open_ = (with_thinking(None, JSON, thought, budget=50) for thought in ("started", "undecided"))
     for text in ("Hm.\n</think>\n\nFour.", f"Hm.\n</think>\n\n{JSON_CALLS[0]}", f"Hm. {JSON_CALLS[0]}"):
         assert permits(begun, text)
         assert permits(open_, f"<think>{text}")
     assert permits(open_, "Four.")
-    spent = think_first(None, JSON, "begun", budget=len(ids("Hm.")))
+    spent = with_thinking(None, JSON, "started", budget=len(ids("Hm.")))
     assert permits(spent, "Hm.</think>")
     assert not permits(spent, "Hm.")  # it ends in the answer now
 
 
 def test_a_thought_with_a_budget_is_followed_by_what_the_grammar_says() -> None:
-    for spec in (ANSWER, call_grammar({"now": SHORT["now"]}, XML, several=False)):
-        grammar = think_first(spec, JSON, "begun", budget=5)
+    for spec in (ANSWER, call_grammar({"now": SHORT["now"]}, XML, parallel=False)):
+        grammar = with_thinking(spec, JSON, "started", budget=5)
         ((tokens, text),) = answers((grammar, {"temperature": 1.0, "seed": 1}))
         assert tokens.index(JSON.ids["</think>"]) <= 5
         read = message(text, thinking=True)
@@ -346,8 +345,3 @@ def test_a_thought_with_a_budget_is_followed_by_what_the_grammar_says() -> None:
         else:
             assert [call.name for call in read.calls] == ["now"]
         assert said(grammar, temperature=1.0, seed=1, k=0) == tokens
-
-
-def test_a_budget_below_nothing_is_refused() -> None:
-    with pytest.raises(RequestError, match="thinking budget is -1"):
-        think_first(None, JSON, "begun", budget=-1)

@@ -1,22 +1,22 @@
-"""However an answer is cut into tokens and bursts, the same is read from it."""
+"""The parsed output does not depend on how it is split into tokens and steps."""
 
 import json
 from functools import lru_cache
 from itertools import pairwise
 from random import Random
 
-from documents import TOOLS, Document, document
+from documents import TOOLS, Document, Message, document
 from running import tokenizer
 
 from headstart.engine.text import TextStream
-from headstart.server.markup import Content, Delta, Message, Reader, merged
+from headstart.server.markup import Delta, OutputParser, merge
 
 SPLITS = 2000
 
 
 def read(written: Document, pieces: list[str]) -> list[Delta]:
-    reader = Reader(TOOLS, thinking=written.thinking)
-    return merged([delta for piece in pieces for delta in reader.feed(piece)] + reader.finish())
+    parser = OutputParser(TOOLS, thinking=written.thinking)
+    return merge([delta for piece in pieces for delta in parser.feed(piece)] + parser.finish())
 
 
 @lru_cache(100_000)
@@ -67,7 +67,7 @@ def test_no_markup_of_well_formed_calls_is_ever_shown() -> None:
         if not written.calls or not written.well_formed:
             continue
         checked += 1
-        shown = [delta.text for delta in read(written, bursts(written.text, rng)) if isinstance(delta, Content)]
+        shown = [delta.text for delta in read(written, bursts(written.text, rng)) if delta.kind == "content"]
         for mark in ("<tool_call>", "</tool_call>", "<function=", "<parameter=", "</think>"):
             assert mark not in "".join(shown), (seed, written.text)
     assert checked > SPLITS // 10

@@ -1,4 +1,4 @@
-"""/v1/cards: what is on this machine and what is known, with the reasons, and without the machine's folders."""
+"""/v1/cards: models on this machine and known ones, with reasons and without local folders."""
 
 from collections.abc import Iterator
 from pathlib import Path

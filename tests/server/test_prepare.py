@@ -19,9 +19,9 @@ from headstart.server import Limits
 from headstart.server.deadline import Deadline
 from headstart.server.encode import Encoder
 from headstart.server.errors import Refusal
-from headstart.server.markup import Dialect, call_grammar
+from headstart.server.markup import CallFormat, call_grammar
 from headstart.server.prepare import Preparation, Preparer
-from headstart.server.shape import MOST_TOOLS
+from headstart.server.request_fields import MAX_TOOLS
 from headstart.server.worker import LENGTH, receive, send
 from headstart.server.workers import Worker, _settings
 
@@ -224,7 +224,7 @@ def test_spaces_of_which_the_tokenizer_panics() -> None:
 
 def test_calls_of_as_many_tools_as_are_allowed_can_be_compiled() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}}}
-    calls = call_grammar({f"f{i}": schema for i in range(MOST_TOOLS)}, Dialect.of(tokenizer()))
+    calls = call_grammar({f"f{i}": schema for i in range(MAX_TOOLS)}, CallFormat.of(tokenizer()))
 
     async def test(preparer: Preparer) -> None:
         assert await prepare(lambda work: work.grammar(calls, "tools"), preparer)

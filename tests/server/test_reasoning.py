@@ -1,4 +1,4 @@
-"""Thoughts through the real openai client: apart from what is said, there and back, and no longer than allowed."""
+"""Reasoning through the real openai client: separate from content, accepted back, within its budget."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""What cannot be honoured is refused in the shape that the openai client turns into its typed exceptions."""
+"""Requests that cannot be honoured, rejected in the format that the openai client turns into typed exceptions."""
 
 import json
 from pathlib import Path
@@ -14,10 +14,10 @@ from running import Running, read, running, wait_until
 from checkpoints import write
 from headstart.checkpoint import load_model, load_tokenizer, read_layout
 from headstart.server import Limits, ServedModel
-from headstart.server.anthropic import MessagesRequest
+from headstart.server.anthropic_request import MessagesRequest
 from headstart.server.errors import Refusal
-from headstart.server.openai import ChatRequest, CompletionRequest
-from headstart.server.shape import Shape
+from headstart.server.openai_request import ChatCompletionRequest, CompletionRequest
+from headstart.server.request_fields import RequestModel
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -88,15 +88,15 @@ def test_a_wrong_value_is_a_400_that_names_the_field(server: Running, fields: di
     assert param.split("[")[0].split(".")[0] in error["message"]
 
 
-WRONG_ELEMENTS: list[tuple[type[Shape], dict[str, Any]]] = [
+WRONG_ELEMENTS: list[tuple[type[RequestModel], dict[str, Any]]] = [
     (CompletionRequest, {"prompt": [None] * 1000}),
     (CompletionRequest, {"prompt": [[None] * 1000]}),
     (CompletionRequest, {"prompt": "a", "stop": [5] * 1000}),
     (CompletionRequest, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(2000)), "x")}),
-    (ChatRequest, {"messages": [5] * 1000}),
-    (ChatRequest, {"messages": [{"role": "user", "content": [5] * 1000}]}),
-    (ChatRequest, {"messages": [{"role": "assistant", "tool_calls": [5] * 1000}]}),
-    (ChatRequest, {"messages": HI, "tools": [5] * 1000}),
+    (ChatCompletionRequest, {"messages": [5] * 1000}),
+    (ChatCompletionRequest, {"messages": [{"role": "user", "content": [5] * 1000}]}),
+    (ChatCompletionRequest, {"messages": [{"role": "assistant", "tool_calls": [5] * 1000}]}),
+    (ChatCompletionRequest, {"messages": HI, "tools": [5] * 1000}),
     (MessagesRequest, {"max_tokens": 1, "messages": [5] * 1000}),
     (MessagesRequest, {"max_tokens": 1, "messages": [{"role": "user", "content": [5] * 1000}]}),
     (MessagesRequest, {"max_tokens": 1, "messages": HI, "system": [5] * 1000}),
@@ -106,7 +106,7 @@ WRONG_ELEMENTS: list[tuple[type[Shape], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("shape", "body"), WRONG_ELEMENTS, ids=lambda value: str(value)[:60])
-def test_of_many_wrong_elements_the_first_is_told_of(shape: type[Shape], body: dict[str, Any]) -> None:
+def test_of_many_wrong_elements_the_first_is_told_of(shape: type[RequestModel], body: dict[str, Any]) -> None:
     """To tell of each takes seconds, in which nobody else is heard."""
     with pytest.raises(ValidationError) as error:
         shape.model_validate(body)
@@ -137,6 +137,15 @@ def test_a_completion_does_nothing_that_only_chats_can(server: Running, name: st
     assert (error["param"], error["code"]) == (name, "unsupported")
 
 
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_input_other_than_text_is_said_to_be_unsupported(server: Running, kind: str) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Look:"}, {"type": kind, kind: {}}]}]
+    error = refused(post(server, {"messages": messages}))
+    assert error["param"] == "messages[0].content[1].type"
+    name = {"image_url": "image", "input_audio": "audio"}.get(kind, kind)
+    assert f"{name} input is not supported by this server" in error["message"]
+
+
 def test_such_fields_may_say_what_goes_without_saying(server: Running) -> None:
     harmless = {
         "n": 1, "logprobs": False, "top_logprobs": None, "tools": [], "tool_choice": "auto",
@@ -151,7 +160,7 @@ def test_every_field_may_be_null(server: Running) -> None:
     with server.http() as http:
         shapes = http.get("/openapi.json").json()["components"]["schemas"]
     for shape, path, needed in (
-        ("ChatRequest", "/v1/chat/completions", {"messages": HI}),
+        ("ChatCompletionRequest", "/v1/chat/completions", {"messages": HI}),
         ("CompletionRequest", "/v1/completions", {"prompt": "hi"}),
     ):
         nulls = dict.fromkeys(shapes[shape]["properties"])
@@ -206,6 +215,9 @@ def test_a_conversation_longer_than_the_context_is_refused(client: OpenAI) -> No
 def test_unknown_paths_and_methods_have_the_same_shape(server: Running) -> None:
     with server.http() as http:
         refused(http.get("/v1/nothing"), 404)
+        for path in ("/v1/responses", "/v1/embeddings"):
+            message = refused(http.post(path, json={}), 404)["message"]
+            assert message.startswith("no such endpoint: this server has /v1/chat/completions, /v1/completions")
         refused(http.get("/v1/chat/completions"), 405)
         refused(http.post("/v1/requests/nobody/cancel"), 404)
 
@@ -285,6 +297,6 @@ def test_what_the_chat_template_refuses_is_refused(tmp_path: Path, template: str
     (folder / "chat_template.jinja").unlink()
     served = ServedModel.of(read_layout(folder), load_model(folder), load_tokenizer(folder))
     with pytest.raises(Refusal) as refusal:
-        read(ChatRequest.model_validate({"messages": HI}), served)
+        read(ChatCompletionRequest.model_validate({"messages": HI}), served)
     assert (refusal.value.status_code, refusal.value.param, refusal.value.code) == (400, "messages", code)
     assert template is None or "roles must alternate" in refusal.value.detail

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from running import Running, alone, chat_tokens
 from scripted import ScriptedRoom, scripted
 
-from headstart.server.transcript import Piece
+from headstart.server.response import TokenSpan
 
 HI = [{"role": "user", "content": "hi"}]
 Here = tuple[Running, ScriptedRoom]
@@ -124,14 +124,14 @@ def test_the_asynchronous_client_says_the_same(here: Here) -> None:
 
 def test_what_waits_to_be_told_is_put_together_once(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """A value that needs its end, of as many tokens as it likes: not all of them again with every round."""
-    touched, of = 0, Piece.of
+    touched, join = 0, TokenSpan.join
 
-    def counted(pieces: list[Piece]) -> Piece:
+    def counted(spans: list[TokenSpan]) -> TokenSpan:
         nonlocal touched
-        touched += sum(len(piece.tokens) for piece in pieces)
-        return of(pieces)
+        touched += sum(len(span.tokens) for span in spans)
+        return join(spans)
 
-    monkeypatch.setattr(Piece, "of", counted)
+    monkeypatch.setattr(TokenSpan, "join", counted)
     numbers = ", ".join(map(str, range(200)))
     here[1].scripts.append(f"<function=sum>\n<parameter=numbers>\n[{numbers}]\n</parameter>\n</function>")
     schema = {"type": "object", "properties": {"numbers": {"type": "array"}}}

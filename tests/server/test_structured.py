@@ -1,4 +1,4 @@
-"""Answers that must have a shape, through the real engine: whatever a random model would rather say, with drafts."""
+"""Structured output through the real engine with a random model and drafts."""
 
 import json
 from collections.abc import Iterator

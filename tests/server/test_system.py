@@ -1,4 +1,4 @@
-"""System and developer messages, wherever a client of OpenAI's puts them and whatever the template thinks of that."""
+"""System and developer messages anywhere in a chat, whatever the template supports."""
 
 from typing import Any
 

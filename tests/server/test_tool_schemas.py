@@ -1,4 +1,4 @@
-"""Schemas of tools that are none, or hard to read: refused by name, or read in no time, and never a crash."""
+"""Schemas of tools that are invalid or hard to process: rejected by name or handled quickly, never a crash."""
 
 import json
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ FLAWS: list[tuple[Any, str]] = [
     ({"anyOf": 5}, "anyOf should be a list"),
     ({"oneOf": {"type": "object"}}, "oneOf should be a list"),
     ({"enum": 5}, "enum should be a list"),
-    ({"$ref": 5}, "$ref should be a text"),
+    ({"$ref": 5}, "$ref should be a string"),
     ({"properties": ["a"]}, "properties should be an object"),
     ({"properties": {"a": 5}}, "properties.a should be a schema"),
     ({"properties": {"a": {"anyOf": [{"type": {}}]}}}, "properties.a.anyOf[0].type should be a name"),
@@ -38,7 +38,8 @@ FLAWLESS: list[Any] = [
 def here(request: pytest.FixtureRequest) -> Iterator[Here]:
     """With a model that writes calls in this way."""
     with scripted() as server:
-        vars(server[0].served)["dialect"] = replace(server[0].served.dialect, format=request.param)
+        template = server[0].served.template
+        vars(template)["call_format"] = replace(template.call_format, style=request.param)
         yield server
 
 
@@ -102,6 +103,6 @@ def test_a_schema_with_2_to_the_30_ways_through_it_is_read_at_once(here: Here, c
     }
     xml = "<tool_call>\n<function=f1>\n<parameter=a>\n5\n</parameter>\n</function>\n</tool_call>"
     as_json = '<tool_call>\n{"name": "f1", "arguments": {"a": 5}}\n</tool_call>'
-    here[1].scripts.append(xml if here[0].served.dialect.format == "xml" else as_json)
+    here[1].scripts.append(xml if here[0].served.template.call_format.style == "xml" else as_json)
     (answer,) = ask(here, schema, tool_choice=choice).choices
     assert json.loads(answer.message.tool_calls[0].function.arguments) == {"a": 5}

@@ -1,4 +1,4 @@
-"""Tools through the real openai client: what a model writes becomes calls, and their results become its prompt."""
+"""Tool calls through the real openai client: output becomes calls, and results become the next prompt."""
 
 import json
 from collections.abc import Iterator
@@ -8,6 +8,8 @@ import openai
 import pytest
 from running import Running, running, tokenizer
 from scripted import ScriptedRoom, scripted
+
+from headstart.server.markup import CallFormat
 
 WEATHER = {
     "type": "function",
@@ -286,7 +288,7 @@ def test_a_model_may_think_before_a_call_that_must_come(server: Running) -> None
 
 def test_tools_of_a_model_without_any_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with running() as server:
-        monkeypatch.setitem(vars(server.served), "dialect", type(server.served.dialect)(None, {}))
+        monkeypatch.setitem(vars(server.served.template), "call_format", CallFormat(None, {}))
         with pytest.raises(openai.BadRequestError) as error:
             forced(server)
     assert (error.value.param, error.value.code) == ("tools", "unsupported")

@@ -1,4 +1,18 @@
-"""HTTP in front of the engine room: `app.py` puts the routes together, `openai.py` reads and `reply.py` answers."""
+"""The HTTP server: OpenAI's and Anthropic's APIs in front of the engine.
+
+A chat request from HTTP to tokens and back, file by file:
+
+1. `app.py` has the routes. Middleware checks the host, the key and the size of the body (`hosts`, `auth`, `limits`).
+2. `openai_request.py` or `anthropic_request.py` validates the body: ChatCompletionRequest, MessagesRequest.
+3. `request_handler.py` takes it from there: `RequestHandler.reply` prepares the prompt, submits it, and responds.
+4. `chat.py`: both APIs' messages and tools become a `Chat`, which the model's ChatTemplate renders to text.
+5. `prompt.py`: the text becomes tokens and the answer gets its grammar (a `Prompt`), in the threads and worker
+   processes of `prepare.py`. `markup/grammar.py` has the grammars of tool calls and of reasoning.
+6. `engine_request()` of the body adds the sampling parameters: an engine `Request`, submitted as a RunningRequest.
+7. The engine's events come back through RunningRequest. `response.py`: ChoiceOutput passes their text through
+   `markup/output_parser.py`, which turns it into deltas of content, reasoning and tool calls.
+8. `openai_response.py` or `anthropic_response.py` writes them as JSON, whole or as server-sent events.
+"""
 
 from .app import create_app
 from .auth import Keys, check_reach

@@ -1,11 +1,8 @@
-"""Errors in Anthropic's shape, on the routes that its clients call."""
+"""Errors in Anthropic's format, on the routes that its clients call."""
 
-from typing import Literal
-
-from pydantic import BaseModel
+from typing import Any
 
 ROUTE = "/v1/messages"  # and what is below it
-
 TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -16,16 +13,7 @@ TYPES = {
 }
 
 
-class MessagesDetails(BaseModel):
-    type: str
-    message: str
-
-
-class MessagesFailure(BaseModel):
-    type: Literal["error"]
-    error: MessagesDetails
-
-
-def failure(status: int, message: str) -> MessagesFailure:
+def anthropic_error(status: int, message: str) -> dict[str, Any]:
+    """Return the body of an error response, which is also an event of a stream."""
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return MessagesFailure(type="error", error=MessagesDetails(type=kind, message=message))
+    return {"type": "error", "error": {"type": kind, "message": message}}

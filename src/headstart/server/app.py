@@ -14,13 +14,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from .. import __version__
 from ..engine import EngineThread
-from .anthropic import CountRequest, MessagesRequest
-from .anthropic_errors import MessagesFailure
-from .anthropic_message import MessagesAnswer, TokenCount
-from .anthropic_reply import MessagesReply
+from .anthropic_request import CountTokensRequest, MessagesRequest
+from .anthropic_response import AnthropicResponse
 from .auth import KeyRequired, Keys
 from .body import bounded_route
-from .completion import Completion
 from .dashboard import add_dashboard
 from .errors import Failure, Unforeseen, answer_errors
 from .history import History
@@ -28,12 +25,11 @@ from .hosts import HostRequired
 from .limits import BodyLimit, Limits
 from .log import AccessLog
 from .metrics import CountStatus, Metrics
-from .model_list import model_list
-from .openai import ChatRequest, CompletionRequest
+from .openai_request import ChatCompletionRequest, CompletionRequest
+from .openai_response import OpenAIResponse
 from .pool import Pool
-from .reply import Reply
 from .request_handler import RequestHandler
-from .served_model import ServedModel
+from .served_model import ServedModel, model_list
 from .settings import Change, Preferences
 
 
@@ -87,25 +83,23 @@ def create_app(
 
 
 def add_routes(app: FastAPI, desk: RequestHandler, preferences: Preferences, history: History) -> None:
-    room, served, metrics, prefix = desk.room, desk.served, desk.metrics, desk.room.engine.prefix
+    room, served, metrics, prefix = desk.engine_thread, desk.served, desk.metrics, desk.engine_thread.engine.prefix
 
-    @app.post("/v1/chat/completions", response_model=Completion)
-    async def chat_completions(asked: ChatRequest, http: Request) -> Response:
-        return await desk.reply(asked, http, Reply)
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatCompletionRequest, http: Request) -> Response:
+        return await desk.reply(body, http, OpenAIResponse)
 
-    @app.post("/v1/completions", response_model=Completion)
-    async def completions(asked: CompletionRequest, http: Request) -> Response:
-        return await desk.reply(asked, http, Reply)
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, http: Request) -> Response:
+        return await desk.reply(body, http, OpenAIResponse)
 
-    theirs: dict[int | str, dict[str, Any]] = {"4XX": {"model": MessagesFailure}, "5XX": {"model": MessagesFailure}}
+    @app.post("/v1/messages")
+    async def messages(body: MessagesRequest, http: Request) -> Response:
+        return await desk.reply(body, http, AnthropicResponse)
 
-    @app.post("/v1/messages", response_model=MessagesAnswer, responses=theirs)
-    async def messages(asked: MessagesRequest, http: Request) -> Response:
-        return await desk.reply(asked, http, MessagesReply)
-
-    @app.post("/v1/messages/count_tokens", responses=theirs)
-    async def count_tokens(asked: CountRequest, http: Request) -> TokenCount:
-        return TokenCount(input_tokens=await desk.count(asked, http))
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(body: CountTokensRequest, http: Request) -> dict[str, int]:
+        return {"input_tokens": await desk.count_tokens(body, http)}
 
     @app.post("/v1/requests/{id}/cancel")
     async def cancel(id: str, http: Request) -> dict[str, Any]:

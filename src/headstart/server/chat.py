@@ -1,35 +1,43 @@
-"""A conversation in the words of chat templates, whichever API it came by, and what must come of it."""
+"""A conversation in the form that chat templates take, whichever API it came by, and the template that renders it."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from inspect import signature
+from itertools import takewhile
 from typing import Any
 
-from ..errors import RequestError
+from jinja2 import TemplateError
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
 from ..sampling import GrammarSpec
 from ..sampling.bounds import MOST_NODES, count_nodes
+from .encode import Encoder, MarkedText, splits_thoughts
 from .errors import refuse
-from .markup import Dialect, Tools, call_grammar, either, flaw
+from .markup import CallFormat, Tools, any_of, call_grammar, schema_problem
+
+Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Chat:
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] = ()  # {"type": "function", "function": {"name", "description", "parameters"}}
-    schema_field: str = "function.parameters"  # where a tool had its schema
+    messages: Messages
+    tools: Messages = ()  # {"type": "function", "function": {"name", "description", "parameters"}}
+    schema_field: str = "function.parameters"  # of a tool
     tool_choice: str = "auto"  # or none, required
     tool: str | None = None  # the one that must be called
-    several: bool = True  # calls in one answer
-    thinking: bool | None = None  # None: as the template has it
-    thinking_field: str = "enable_thinking"  # that says so
-    budget: int | None = None  # most tokens of a thought
-    template: Mapping[str, Any] = field(default_factory=dict)  # further words for the template
-    grammar: GrammarSpec | None = None  # of what is said once all is thought
-    grammar_field: str = "response_format"  # that asked for it
+    parallel_calls: bool = True
+    thinking: bool | None = None  # None: the template's default
+    thinking_field: str = "enable_thinking"  # the field that asked for it
+    budget: int | None = None  # most tokens of reasoning
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    grammar: GrammarSpec | None = None  # of the answer after the reasoning
+    grammar_field: str = "response_format"  # the field that asked for it
 
     @property
-    def callable(self) -> Tools:
-        """The tools that this answer may call: the schemas of their arguments by name."""
+    def callable_tools(self) -> Tools:
+        """The tools that the answer may call."""
         if self.tool_choice == "none":
             return {}
         functions = [tool["function"] for tool in self.tools]
@@ -40,52 +48,114 @@ class Chat:
     def must_call(self) -> bool:
         return self.tool is not None or self.tool_choice == "required"
 
-    def check(self, dialect: Dialect) -> None:
-        """Refuse what this model, or any, cannot do."""
-        names = [tool["function"]["name"] for tool in self.tools]
-        if self.tools and dialect.format is None:
-            refuse("tools", "the model's chat template has none: leave them out", "unsupported")
+    def check(self, form: CallFormat) -> None:
+        """Reject what this model, or any, cannot do."""
+        functions = [tool["function"] for tool in self.tools]
+        names = [function["name"] for function in functions]
+        if self.tools and form.style is None:
+            refuse("tools", "the model's chat template does not support tools: leave them out", "unsupported")
         if twice := next((name for name, count in Counter(names).items() if count > 1), None):
-            refuse("tools", f"{twice!r} is there twice: give every tool a name of its own")
-        if sum(count_nodes(tool["function"].get("parameters")) for tool in self.tools) > MOST_NODES:
+            refuse("tools", f"{twice!r} is defined twice: give every tool its own name")
+        if sum(count_nodes(function.get("parameters")) for function in functions) > MOST_NODES:
             refuse("tools", f"their schemas have more than {MOST_NODES:,} values together: simplify them")
-        for i, tool in enumerate(self.tools):
-            if problem := flaw(tool["function"].get("parameters") or {}):
+        for i, function in enumerate(functions):
+            if problem := schema_problem(function.get("parameters") or {}):
                 refuse(self._schema_field(i), f"{problem}: send a JSON Schema")
         if self.must_call and not self.tools:
-            refuse("tool_choice", "asks for a call, and there are no tools: send some")
+            refuse("tool_choice", "requires a tool call, but there are no tools: send some")
         if self.tool is not None and self.tool not in names:
-            refuse("tool_choice", f"{self.tool!r} is none of the tools: name one of them")
+            refuse("tool_choice", f"{self.tool!r} is not one of the tools: name one of them")
         if self.must_call and self.grammar is not None:
-            refuse(self.grammar_field, "the answer must be a call, as tool_choice says: leave out one of the two")
-        if self.thinking and not dialect.thinks:
+            refuse(self.grammar_field, "cannot be combined with a tool_choice that requires a call: leave out one")
+        if self.thinking and not form.thinks:
             refuse(self.thinking_field, "this model does not think: leave it out", "unsupported")
         if self.budget is not None and self.budget < 0:
             refuse("thinking_budget", f"is {self.budget}; it must be 0 or more tokens")
 
-    def answer_grammar(self, dialect: Dialect) -> GrammarSpec | None:
-        """What may be said once all is thought. A call is always an answer where there are tools."""
-        tools, several = self.callable, self.several and self.tool is None
-        if self.must_call:
-            return call_grammar(tools, dialect, several=several)
-        if self.grammar is not None and tools:
-            return either(self.grammar, call_grammar(tools, dialect, several=several))
-        return self.grammar
+    def answer_grammar(self, form: CallFormat) -> GrammarSpec | None:
+        """Return the grammar of what follows the reasoning. If there are tools, a call is always an answer."""
+        tools = self.callable_tools
+        if not tools or not (self.must_call or self.grammar):
+            return self.grammar
+        calls = call_grammar(tools, form, parallel=self.parallel_calls and self.tool is None)
+        return calls if self.grammar is None else any_of(self.grammar, calls)
 
-    def call_grammars(self, dialect: Dialect) -> Iterator[tuple[GrammarSpec, str]]:
-        """Of each tool alone, and the field that its schema came in."""
-        tools = self.callable
+    def grammars_by_tool(self, form: CallFormat) -> Iterator[tuple[GrammarSpec, str]]:
+        """Yield the grammar of a call of each tool, and the field of its schema."""
+        tools = self.callable_tools
         for i, tool in enumerate(self.tools):
             if (name := tool["function"]["name"]) in tools:
-                yield call_grammar({name: tools[name]}, dialect), self._schema_field(i)
+                yield call_grammar({name: tools[name]}, form), self._schema_field(i)
 
     def _schema_field(self, index: int) -> str:
         return f"tools[{index}].{self.schema_field}"
 
 
-def shape_of(schema: Any, field: str) -> GrammarSpec:
-    """The grammar of a JSON Schema that came in `field`."""
-    try:
-        return GrammarSpec.json_schema(schema)
-    except RequestError as error:
-        refuse(field, str(error))
+class ChatTemplate:
+    def __init__(self, tokenizer: TokenizerWrapper):
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def call_format(self) -> CallFormat:
+        return CallFormat.of(self._tokenizer)
+
+    def render(self, chat: Chat, encoder: Encoder) -> tuple[MarkedText, bool]:
+        """Return the text of a prompt, and whether a system message had to become a user message."""
+        self._check(chat)
+        messages, reworded = chat.messages, False
+        if any(map(_is_system, messages[1:])) and not self._takes_system_messages_anywhere:
+            messages, reworded = _with_one_system_message(messages)
+        # None lets the template's own default hold, where mlx-lm would set True.
+        options = {"enable_thinking": chat.thinking, **chat.template_options}
+        conversation = (messages, chat.tools if chat.callable_tools else None, options)
+        try:
+            text = encoder.render(self._apply, conversation, splits_thoughts=self._splits_thoughts)
+        except (TemplateError, TypeError, ValueError) as error:  # whatever a template does with its input
+            refuse("messages", f"the model's chat template rejects them: {error}")
+        return text, reworded
+
+    def _check(self, chat: Chat) -> None:
+        if not self._tokenizer.has_chat_template:
+            refuse("messages", "the model has no chat template: use /v1/completions", "unsupported")
+        arguments = signature(self._tokenizer._tokenizer.apply_chat_template).parameters
+        if reserved := sorted(arguments.keys() & chat.template_options.keys()):
+            refuse("chat_template_kwargs", f"{', '.join(reserved)} cannot be set by clients: leave it out")
+
+    def _apply(self, messages: Messages, tools: Messages | None, options: Mapping[str, Any]) -> str:
+        tools = list(tools) if tools is not None else None
+        apply = self._tokenizer.apply_chat_template
+        return str(apply(list(messages), tools=tools, add_generation_prompt=True, tokenize=False, **options))
+
+    @cached_property
+    def _splits_thoughts(self) -> bool:
+        try:
+            return splits_thoughts(self._apply)
+        except TemplateError:
+            return False
+
+    @cached_property
+    def _takes_system_messages_anywhere(self) -> bool:
+        """Whether the template writes system messages where they are. Some reject or drop late ones."""
+        word, roles = "perhaps", ("system", "user", "assistant", "system", "user")
+        messages = [{"role": role, "content": word} for role in roles]
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False)).count(word) == len(roles)
+        except TemplateError:
+            return False
+
+
+def _with_one_system_message(messages: Messages) -> tuple[Messages, bool]:
+    """Join the system messages at the start and make late ones, which agents send, user messages.
+
+    Late ones stay in place. Moved to the front they would change the prefix, and no prompt would be found in the
+    prefix cache. Returns the messages, and whether there were late ones.
+    """
+    first = list(takewhile(_is_system, messages))
+    joined = [{**first[0], "content": "\n\n".join(each["content"] for each in first)}] if first else []
+    others = messages[len(first) :]
+    reworded = [{**each, "role": "user"} if _is_system(each) else each for each in others]
+    return [*joined, *reworded], any(map(_is_system, others))
+
+
+def _is_system(message: Mapping[str, Any]) -> bool:
+    return bool(message["role"] == "system")

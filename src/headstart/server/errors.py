@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import Busy, Down, HeadstartError, OutOfMemory, RequestError
-from .anthropic_errors import ROUTE, failure
+from .anthropic_errors import ROUTE, anthropic_error
 from .fault import report
 
 TYPES = {
@@ -28,6 +28,8 @@ TYPES = {
     431: "invalid_request_error",
     503: "unavailable_error",
 }
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/models")
 
 # What the engine calls otherwise than clients do.
 FIELDS = {"k": "num_draft_tokens", "accept": "acceptance"}
@@ -70,7 +72,7 @@ class Refusal(HTTPException):
     def response(self, path: str) -> JSONResponse:
         """Clients of different makers call different paths, and each knows one shape."""
         theirs = path == ROUTE or path.startswith(ROUTE + "/")
-        body = failure(self.status_code, self.detail).model_dump() if theirs else self.body
+        body = anthropic_error(self.status_code, self.detail) if theirs else self.body
         return JSONResponse(body, self.status_code, self.headers)
 
     @property
@@ -154,7 +156,10 @@ def answer_errors(app: FastAPI) -> None:
     """Every error of the app leaves it in our shape."""
 
     async def respond(http: Request, error: Exception) -> JSONResponse:
-        return refusal(error).response(http.scope["path"])
+        path = http.scope["path"]
+        if isinstance(error, StarletteHTTPException) and error.detail == "Not Found" and path.startswith("/v1/"):
+            error = Refusal(404, f"no such endpoint: this server has {', '.join(ENDPOINTS)}; /openapi.json lists all")
+        return refusal(error).response(path)
 
     for kind in (StarletteHTTPException, RequestValidationError, HeadstartError):
         app.add_exception_handler(kind, respond)

@@ -1,30 +1,113 @@
-"""What the engine is to read, and how its answer is to be read."""
+"""From a conversation or a text to the tokens and the grammar that the engine gets."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..sampling import GrammarSpec
 from ..sampling.grammar import Grammar
-from .markup import Reader, Tools
+from .chat import Chat
+from .encode import MarkedText
+from .errors import Refusal, refuse
+from .markup import CALL, OutputParser, Tools, thinking_state, with_thinking
+from .prepare import Preparation, TooHard
+from .served_model import ServedModel
+
+TextPrompt = str | list[int] | list[str] | list[list[int]]  # text or token ids, alone or in a list
 
 
 @dataclass(frozen=True)
 class Prompt:
     tokens: list[int]
     param: str  # the field that it came in
-    text: str | None = None  # as it was sent, where it is no chat: whatever the model writes is then text
-    thinking: bool = False  # it ends in an open thought
+    text: str | None = None  # as sent, if it is not a chat: then all output is text
+    thinking: bool = False  # it ends in an open `<think>`
     tools: Tools = field(default_factory=dict)  # that may be called
     calls_in_thoughts: bool = True
     grammar: GrammarSpec | None = None
-    compiled: Grammar | None = None  # held, so that the engine finds it
-    bias: Mapping[int, float] = field(default_factory=dict)  # against calls where none may come
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # what the makers recommend where nothing was asked
-    ignored: tuple[str, ...] = ()  # what was read otherwise than it was sent
+    compiled: Grammar | None = None  # held so that the engine finds it in the cache of compiled grammars
+    bias: Mapping[int, float] = field(default_factory=dict)  # against tool calls where none may come
+    recommended: Mapping[str, Any] = field(default_factory=dict)  # sampling parameters, used where none are given
+    ignored: tuple[str, ...] = ()  # what was not used as sent
 
-    def reader(self) -> Reader | None:
-        """A new one for every answer."""
+    def output_parser(self) -> OutputParser | None:
+        """Return a parser for one output; None if all of it is text."""
         if self.text is not None:
             return None
-        return Reader(self.tools, thinking=self.thinking, calls_in_thoughts=self.calls_in_thoughts)
+        return OutputParser(self.tools, thinking=self.thinking, calls_in_thoughts=self.calls_in_thoughts)
+
+
+async def prepare_chat(make_chat: Callable[[], Chat], served: ServedModel, work: Preparation) -> Prompt:
+    """Render, tokenise and check a conversation."""
+    form = served.template.call_format
+    chat, (text, mark), reworded, small = await work.run(_render, make_chat, served, work)
+    tokens = small if small is not None else await work.encode(text, "messages", kind="chat", mark=mark)
+    state = thinking_state(tokens, served.tokenizer)
+    await work.grammar(chat.grammar, chat.grammar_field)
+    answer = await work.run(chat.answer_grammar, form) if chat.tools else chat.grammar
+    await _check_call_grammar(answer, chat, served, work)
+    # If a grammar requires the call after the reasoning, one inside it would be one too many.
+    calls_in_thoughts = answer is None or not chat.callable_tools
+    grammar = with_thinking(answer, form, state, budget=chat.budget, calls=calls_in_thoughts)
+    return Prompt(
+        tokens,
+        "messages",
+        thinking=state == "started",
+        tools=chat.callable_tools,
+        calls_in_thoughts=calls_in_thoughts,
+        grammar=grammar,
+        compiled=await work.grammar(grammar, "thinking_budget"),
+        bias={form.ids[CALL]: -100.0} if chat.tool_choice == "none" and CALL in form.ids else {},
+        recommended=served.recommended_sampling(thinking=form.thinks and state != "finished"),
+        ignored=("messages[].role: system",) if reworded else (),
+    )
+
+
+def _render(
+    make_chat: Callable[[], Chat], served: ServedModel, work: Preparation
+) -> tuple[Chat, MarkedText, bool, list[int] | None]:
+    """Return a chat, its text, whether a message was reworded, and its tokens if they can be had quickly."""
+    chat = make_chat()
+    work.check_characters(sum(len(message["content"]) for message in chat.messages), "messages")
+    chat.check(served.template.call_format)
+    (text, mark), reworded = served.template.render(chat, work.preparer.encoder)
+    tokens = work.encode_here(text, "messages", "chat", mark) if work.is_small(text) else None
+    return chat, (text, mark), reworded, tokens
+
+
+async def _check_call_grammar(answer: GrammarSpec | None, chat: Chat, served: ServedModel, work: Preparation) -> None:
+    """Compile the grammar of calls; if it cannot be compiled, find the tool whose schema is the reason."""
+    try:
+        await work.grammar(answer, "tools")
+    except Refusal as refused:
+        if not isinstance(refused.__cause__, TooHard):  # else it is all of them together
+            for grammar, field in chat.grammars_by_tool(served.template.call_format):
+                await work.grammar(grammar, field)
+        raise
+
+
+async def prepare_text(
+    prompt: TextPrompt,
+    grammar: GrammarSpec | None,
+    grammar_field: str,
+    served: ServedModel,
+    work: Preparation,
+    *,
+    parse_special: bool,
+) -> Prompt:
+    """Tokenise a text that is to be continued as `grammar` says."""
+    match prompt:
+        case str(text) | [str(text)]:
+            tokens = await work.encode(text, "prompt", kind="text" if parse_special else "literal")
+        case [[*ids]] | ([int(), *_] as ids):
+            tokens = [token for token in ids if isinstance(token, int)]
+            work.check_tokens(tokens, "prompt")
+            known = [token for token in tokens if token in range(served.model.vocabulary)]
+            text = str(await work.run(served.tokenizer.decode, known))
+        case [_, *_]:
+            refuse("prompt", "only one prompt per request is supported: send the others separately", "unsupported")
+        case _:
+            refuse("prompt", "no tokens: give at least one")
+    compiled = await work.grammar(grammar, grammar_field)
+    recommended = served.recommended_sampling(thinking=False)
+    return Prompt(tokens, "prompt", text=text, grammar=grammar, compiled=compiled, recommended=recommended)

@@ -1,20 +1,20 @@
-"""Where requests are taken in: read, handed to the room, and their answers sent on their way."""
+"""Handle requests for output: prepare the prompt, submit it to the engine, send the response."""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from fastapi import Request as HTTPRequest
 from fastapi import Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ..engine import EngineThread, Request
+from ..engine import EngineThread, Event, Request
 from ..errors import HeadstartError
-from .answer import Answer
+from .anthropic_request import CountTokensRequest
 from .auth import Keys, client_of
 from .deadline import Deadline
 from .errors import Refusal, refusal
@@ -22,148 +22,154 @@ from .limits import Limits
 from .metrics import Meter, Metrics
 from .prepare import Preparation, Preparer, disconnected
 from .prompt import Prompt
+from .request_fields import GenerationRequest
+from .response import ResponseBuilder
 from .served_model import ServedModel
 
-OUTCOMES = {408: "timeout", 499: "cancelled"}  # of requests that were not read
+OUTCOMES = {408: "timeout", 499: "cancelled"}  # of requests whose prompt was not prepared
 
-
-class Prompting(Protocol):
-    """A prompt of any API."""
-
-    @property
-    def model(self) -> str | None: ...
-    def check(self) -> None:
-        """Refuse what cannot be honoured as a whole."""
-
-    async def read(self, served: ServedModel, work: Preparation) -> Prompt: ...
-
-
-class Question(Prompting, Protocol):
-    """A prompt to be answered."""
-
-    @property
-    def stream(self) -> bool | None: ...
-    def request(self, prompt: Prompt, context: int) -> Request: ...
-
-
-class Replying(Protocol):
-    """Its answer, in that API's shape."""
-
-    id: str
-
-    async def whole(self, answer: Answer) -> str:
-        """JSON."""
-
-    def stream(self, answer: Answer) -> AsyncIterator[str]:
-        """Server-sent events."""
-
-
-Asked = TypeVar("Asked", bound=Question)
+Body = TypeVar("Body", bound=GenerationRequest)
 
 
 @dataclass
 class RequestHandler:
-    room: EngineThread
+    engine_thread: EngineThread
     served: ServedModel
     keys: Keys
     limits: Limits
     metrics: Metrics
-    answers: dict[str, Answer] = field(default_factory=dict)  # under way, by id
+    running: "dict[str, RunningRequest]" = field(default_factory=dict)  # by id
     preparer: Preparer = field(init=False)
 
     def __post_init__(self) -> None:
+        most = self.engine_thread.engine.queue.max_size  # requests that may wait for the engine
         context = self.served.model.context_length
-        most = self.room.engine.queue.max_size  # that may wait for the engine
         self.preparer = Preparer(self.served.tokenizer, self.limits, context=context, most=most)
 
     async def reply(
-        self, asked: Asked, http: HTTPRequest, shape: Callable[[Asked, Prompt, ServedModel], Replying]
+        self, body: Body, http: HTTPRequest, builder: Callable[[Body, Prompt, ServedModel], ResponseBuilder]
     ) -> Response:
-        asked.check()
-        self.served.check_name(asked.model)
+        """Return the response to a request, in the format that `builder` writes."""
+        body.check()
+        self.served.check_name(body.model)
         self._check_open()
         meter = Meter(self.metrics, http.url.path, time.perf_counter())
         deadline = Deadline.after(self.limits.request_seconds)
         client = client_of(http.scope, self.keys)
 
-        async def read(work: Preparation) -> tuple[Prompt, Request]:
-            return await self._read(asked, work)
+        async def prepare(work: Preparation) -> tuple[Prompt, Request]:
+            prompt = await body.prepare(self.served, work)
+            request = body.engine_request(prompt, self.served.model.context_length)
+            if request.params.logprobs:
+                await work.run(self.served.token_bytes, 0)  # slow once, and must not block the event loop
+            return prompt, request
 
         try:
-            prompt, request = await self.preparer.prepare(read, http, client, deadline)
+            prompt, request = await self.preparer.prepare(prepare, http, client, deadline)
         except Refusal as refused:
             if refused.status_code in OUTCOMES:
                 meter.end(OUTCOMES[refused.status_code])
             raise
-        reply = shape(asked, prompt, self.served)
+        response = builder(body, prompt, self.served)
         try:
-            answer = Answer(self.room, request, client=client, deadline=deadline, meter=meter)
+            running = RunningRequest(self.engine_thread, request, client=client, deadline=deadline, meter=meter)
         except HeadstartError as error:
             self._check_open()  # it may have closed meanwhile
             raise refusal(error, prompt=prompt.param) from error
-        self.answers[reply.id] = answer
+        self.running[response.id] = running
 
         def close() -> None:
-            answer.close()
-            del self.answers[reply.id]
+            running.close()
+            del self.running[response.id]
 
-        if asked.stream:
-            return EventStream(reply.stream(answer), close=close)
+        if body.stream:
+            return EventStream(response.stream(running.events()), close=close)
+        watcher = asyncio.create_task(running.cancel_on_disconnect(http))
         try:
-            async with cancelled_on_disconnect(answer, http):
-                whole = await reply.whole(answer)
+            return Response(await response.complete(running.events()), media_type="application/json")
         finally:
+            watcher.cancel()
             close()
-        return Response(whole, media_type="application/json")
 
-    async def count(self, asked: Prompting, http: HTTPRequest) -> int:
-        """The tokens of a prompt."""
-        asked.check()
-        self.served.check_name(asked.model)
-        deadline = Deadline.after(self.limits.request_seconds)
-        client = client_of(http.scope, self.keys)
-
-        async def read(work: Preparation) -> Prompt:
-            return await asked.read(self.served, work)
-
-        prompt = await self.preparer.prepare(read, http, client, deadline, counting=True)
-        return len(prompt.tokens)
+    async def count_tokens(self, body: CountTokensRequest, http: HTTPRequest) -> int:
+        body.check()
+        self.served.check_name(body.model)
+        client, deadline = client_of(http.scope, self.keys), Deadline.after(self.limits.request_seconds)
+        prepare = partial(body.prepare, self.served)
+        return len((await self.preparer.prepare(prepare, http, client, deadline, counting=True)).tokens)
 
     def cancel(self, id: str, http: HTTPRequest) -> None:
-        """Cancel a request of the same client. Another's is not found, so that ids cannot be probed."""
-        answer = self.answers.get(id)
-        if answer is None or answer.client != client_of(http.scope, self.keys):
-            raise Refusal(404, f"no request {id[:100]!r} is under way", param="id", code="not_found")
-        answer.cancel()
+        """Cancel a request of the same client. Another client's is not found, so that ids cannot be probed."""
+        running = self.running.get(id)
+        if running is None or running.client != client_of(http.scope, self.keys):
+            raise Refusal(404, f"no request {id[:100]!r} is running", param="id", code="not_found")
+        running.cancel()
 
     def _check_open(self) -> None:
-        if not self.room.healthy:
-            why = "it is shutting down" if self.room.closing else self.room.problem or "its engine does not run"
-            raise Refusal(503, f"this server takes no more requests: {why}", code="unavailable")
-
-    async def _read(self, asked: Question, work: Preparation) -> tuple[Prompt, Request]:
-        prompt = await asked.read(self.served, work)
-        request = asked.request(prompt, self.served.model.context_length)
-        if request.params.logprobs:
-            await work.run(self.served.spell, 0)  # takes a while once, and here nobody waits
-        return prompt, request
+        thread = self.engine_thread
+        if not thread.healthy:
+            why = "it is shutting down" if thread.closing else thread.problem or "its engine is not running"
+            raise Refusal(503, f"this server accepts no more requests: {why}", code="unavailable")
 
 
-@asynccontextmanager
-async def cancelled_on_disconnect(answer: Answer, http: HTTPRequest) -> AsyncIterator[None]:
-    async def watch() -> None:
+class RunningRequest:
+    """A request submitted to the engine, seen from the event loop. The engine never waits for its reader."""
+
+    def __init__(self, thread: EngineThread, request: Request, *, client: str, deadline: Deadline, meter: Meter):
+        loop = asyncio.get_running_loop()
+        self.client = client  # who may cancel it
+        self._events: asyncio.Queue[tuple[Event, float] | None] = asyncio.Queue()  # None: the deadline has passed
+        self._deadline, self._meter = deadline, meter
+        self._cancelled = False  # by the client, not by the engine
+        self._late = False
+
+        def listen(event: Event) -> None:  # in the engine's thread
+            loop.call_soon_threadsafe(self._events.put_nowait, (event, time.perf_counter()))
+
+        self._handle = thread.submit(request, client=client, listener=listen)
+        self._alarm = loop.call_at(deadline.at, self._time_out)
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._handle.cancel()
+
+    def close(self) -> None:
+        """Cancel what is left, since nobody reads it any more."""
+        self._alarm.cancel()
+        self._meter.end("cancelled")
+        self.cancel()
+
+    async def cancel_on_disconnect(self, http: HTTPRequest) -> None:
         await disconnected(http)
-        answer.cancel()
+        self.cancel()
 
-    watcher = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        watcher.cancel()
+    async def events(self) -> AsyncIterator[Event]:
+        """Yield events until all choices are finished. Raises if the request fails or takes too long."""
+        choices = unfinished = self._handle.request.n
+        while unfinished:
+            timed = None if self._late else await self._events.get()
+            if timed is None:  # events still in the queue are too late
+                raise self._deadline.missed()
+            event, when = timed
+            self._meter.count(event, when, choices)
+            if event.error is not None:
+                raise event.error
+            if event.finish_reason == "cancelled" and not self._cancelled:
+                message = "the server is shutting down: this response is incomplete"
+                raise Refusal(503, message, code="shutting_down")
+            unfinished -= event.finish_reason is not None
+            yield event
+
+    def _time_out(self) -> None:
+        """Free the engine's resources at once, whether or not the events are being read."""
+        self._late = True
+        self._meter.end("timeout")
+        self._handle.cancel()
+        self._events.put_nowait(None)
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, until the last, or the client goes, or is dropped."""
+    """Server-sent events."""
 
     media_type = "text/event-stream"
 
@@ -174,5 +180,5 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
-        finally:  # also where nothing was ever sent
+        finally:  # also if nothing was ever sent
             self._close()

@@ -1,31 +1,22 @@
-"""The one model that a server has: its names, what its card says, and how it reads a prompt."""
+"""The model of this server, and the other models on this machine, as clients see them."""
 
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..cards import Card
+from ..cards import Card, known
 from ..checkpoint import Layout
+from ..checkpoint.hub import LocalModel, local_models
 from ..checkpoint.layout import hub_id
 from ..kernels import selected
 from ..models import Model
-from ..sampling import GrammarSpec, spell
-from .chat import Chat
-from .encode import Encoder, MarkedText, splits_thoughts
+from ..sampling import spell
+from .chat import ChatTemplate
 from .errors import Refusal
-from .markup import CALL, Dialect, think_first, thought_in
-from .prepare import Preparation, TooHard
-from .prompt import Prompt
-from .system import Messages, has_several, takes_several, with_one
-
-PromptText = str | list[int] | list[str] | list[list[int]]  # as such or in tokens, in a list or not
 
 
 @dataclass(frozen=True)
@@ -43,49 +34,44 @@ class ServedModel:
     def of(cls, layout: Layout, model: Model, tokenizer: TokenizerWrapper, *, id: str | None = None) -> "ServedModel":
         path = layout.path.absolute()
         name = id or hub_id(path) or path.name
-        if model.head_unavailable and layout.path.is_absolute():  # clients may be anywhere: not the folder for them
+        if model.head_unavailable and layout.path.is_absolute():  # do not tell remote clients the folder
             model = replace(model, head_unavailable=model.head_unavailable.replace(str(layout.path), name))
         return cls(name, model, tokenizer, path, layout.family, layout.quantization, layout.card)
 
-    def answers_to(self, name: str) -> bool:
-        card = self.card.hub_id if self.card else None
-        return name in (self.id, self.path.name, hub_id(self.path), card) or Path(name) == self.path
-
     def check_name(self, name: str | None) -> None:
-        if name is not None and not self.answers_to(name):
-            message = f"model {name[:100]!r} is not served here: this server has {self.id!r}"
-            raise Refusal(404, message, param="model", code="model_not_found")
+        """Reject a request for another model. This one is known by its id, folder and hub id."""
+        card = self.card.hub_id if self.card else None
+        if name in (None, self.id, self.path.name, hub_id(self.path), card) or Path(str(name)) == self.path:
+            return
+        message = f"model {str(name)[:100]!r} is not served here: this server has {self.id!r}"
+        raise Refusal(404, message, param="model", code="model_not_found")
 
     def describe(self) -> dict[str, Any]:
-        """An entry of /v1/models."""
+        """Return the entry of /v1/models."""
+        model = self.model
         return {
             "id": self.id,
             "object": "model",
             "created": self.created,
             "owned_by": "headstart",
-            "context_length": self.model.context_length,
+            "context_length": model.context_length,
             "family": self.family,
             "quantization": self.quantization,
             "kernels": selected(),
             "capabilities": list(self.card.capabilities) if self.card else ["text"],
-            "native_mtp": {
-                "available": self.model.has_head,
-                "default_k": self.model.default_k,
-                "max_k": self.model.max_k,
-                "reason": self.model.head_unavailable,
-            },
+            "native_mtp": _native_mtp(model.has_head, model.default_k, model.max_k, model.head_unavailable),
             "sampling_defaults": {
-                "thinking": self.sampling(thinking=True),
-                "not_thinking": self.sampling(thinking=False),
+                "thinking": self.recommended_sampling(thinking=True),
+                "not_thinking": self.recommended_sampling(thinking=False),
             },
         }
 
     @cached_property
-    def dialect(self) -> Dialect:
-        return Dialect.of(self.tokenizer)
+    def template(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer)
 
-    def sampling(self, *, thinking: bool) -> dict[str, Any]:
-        """What the makers recommend, as fields of SamplingParams; nothing where they say nothing."""
+    def recommended_sampling(self, *, thinking: bool) -> dict[str, Any]:
+        """Return the makers' recommendation, as fields of SamplingParams."""
         if self.card is None:
             return {}
         defaults = self.card.sampling_defaults
@@ -93,117 +79,60 @@ class ServedModel:
         chosen = (first or second) if thinking else (second or first)
         return chosen.model_dump(exclude_none=True) if chosen else {}
 
-    async def read_chat(self, make: Callable[[], Chat], work: Preparation) -> Prompt:
-        """The tokens of a conversation, and what may be said to it."""
-        dialect = self.dialect
-        chat, (text, mark), reworded, tokens = await work.run(self._render, make, work)
-        if tokens is None:
-            tokens = await work.encode(text, "messages", kind="chat", mark=mark)
-        thought = thought_in(tokens, self.tokenizer)
-        await work.grammar(chat.grammar, chat.grammar_field)
-        answer = await work.run(chat.answer_grammar, dialect) if chat.tools else chat.grammar
-        await self._check_calls(answer, chat, work)
-        # Where a grammar has calls come after the thought, one inside it would be one too many.
-        calls_in_thoughts = answer is None or not chat.callable
-        grammar = think_first(answer, dialect, thought, budget=chat.budget, calls=calls_in_thoughts)
-        compiled = await work.grammar(grammar, "thinking_budget")
-        no_calls = chat.tool_choice == "none" and CALL in dialect.ids
-        return Prompt(
-            tokens,
-            "messages",
-            thinking=thought == "begun",
-            tools=chat.callable,
-            calls_in_thoughts=calls_in_thoughts,
-            grammar=grammar,
-            compiled=compiled,
-            bias={dialect.ids[CALL]: -100.0} if no_calls else {},
-            sampling=self.sampling(thinking=dialect.thinks and thought != "over"),
-            ignored=("messages[].role: system",) if reworded else (),
-        )
-
-    async def read_text(
-        self, prompt: PromptText, grammar: GrammarSpec | None, field: str, work: Preparation, *, parse_special: bool
-    ) -> Prompt:
-        """The tokens of a text that is to go on, as `grammar` says, which came in `field`."""
-        tokens, text = await self._tokens(prompt, work, parse_special=parse_special)
-        compiled = await work.grammar(grammar, field)
-        sampling = self.sampling(thinking=False)
-        return Prompt(tokens, "prompt", text=text, grammar=grammar, compiled=compiled, sampling=sampling)
-
-    def spell(self, token: int) -> bytes:
+    def token_bytes(self, token: int) -> bytes:
         return spell(token, self.tokenizer)
 
-    async def _check_calls(self, answer: GrammarSpec | None, chat: Chat, work: Preparation) -> None:
-        """Compile the grammar of calls, and find the tool whose schema cannot be kept to."""
-        try:
-            await work.grammar(answer, "tools")
-        except Refusal as refused:
-            if isinstance(refused.__cause__, TooHard):  # all together: no one of them is to blame
-                raise
-            for grammar, field in chat.call_grammars(self.dialect):
-                await work.grammar(grammar, field)
-            raise
 
-    def _render(self, make: Callable[[], Chat], work: Preparation) -> tuple[Chat, MarkedText, bool, list[int] | None]:
-        """Return a conversation, its text, whether a message had to be reworded, and its tokens if they are few."""
-        chat = make()
-        work.check_characters(sum(len(message["content"]) for message in chat.messages), "messages")
-        chat.check(self.dialect)
-        self._check_template(chat)
-        messages, reworded = chat.messages, False
-        if has_several(messages) and not self._takes_several_systems:
-            messages, reworded = with_one(messages)
-        text, mark = self._through_template(messages, chat, work.preparer.encoder)
-        tokens = work.encode_here(text, "messages", "chat", mark) if work.is_small(text) else None
-        return chat, (text, mark), reworded, tokens
+def model_list(loaded: Path) -> dict[str, Any]:
+    """Return the models on disk, and known ones that are not. Slow: it reads the headers of their files.
 
-    @cached_property
-    def _takes_several_systems(self) -> bool:
-        return takes_several(self.tokenizer)
+    `loaded`: the folder of the served model.
+    """
+    found = local_models()
+    cards = {card.name for each in found if each.layout is not None and (card := each.layout.card) is not None}
+    return {
+        "on_disk": [_describe_found(each, loaded) for each in found],
+        "known": [_describe_card(card) for card in known() if card.name not in cards],
+    }
 
-    def _check_template(self, chat: Chat) -> None:
-        if not self.tokenizer.has_chat_template:
-            message = "messages: the model has no chat template: use /v1/completions"
-            raise Refusal(400, message, param="messages", code="unsupported")
-        arguments = signature(self.tokenizer._tokenizer.apply_chat_template).parameters
-        if taken := sorted(arguments.keys() & chat.template.keys()):
-            message = f"chat_template_kwargs: {', '.join(taken)}: not for clients to set: leave it out"
-            raise Refusal(400, message, param="chat_template_kwargs", code="invalid_value")
 
-    def _through_template(self, messages: Messages, chat: Chat, encoder: Encoder) -> MarkedText:
-        # None is neither yes nor no, so that the template's own default holds. mlx-lm would say yes.
-        options = {"enable_thinking": chat.thinking, **chat.template}
-        conversation = (messages, chat.tools if chat.callable else None, options)
-        try:
-            return encoder.render(self._apply_template, conversation, splits_thoughts=self._splits_thoughts)
-        except (TemplateError, TypeError, ValueError) as error:  # whatever a template makes of what it gets
-            message = f"messages: the model's chat template refuses them: {error}"
-            raise Refusal(400, message, param="messages", code="invalid_value") from error
+def _describe_found(found: LocalModel, loaded: Path) -> dict[str, Any]:
+    layout, decision = found.layout, found.dispatch
+    card = layout.card if layout is not None else None
+    mtp = _native_mtp(False, 0, 0, None)
+    if decision is not None:
+        mtp = _native_mtp(decision.drafts, decision.k, decision.max_k, _without_folder(decision.reason, found))
+    return {
+        "id": found.name,
+        "loaded": found.folder.resolve() == loaded.resolve(),  # perhaps under another name
+        "problem": _without_folder(found.problem, found),
+        "bytes": layout.bytes if layout is not None else None,
+        "family": layout.family if layout is not None else None,
+        "quantization": layout.quantization if layout is not None else None,
+        "context_length": card.context_length if card is not None else None,
+        "capabilities": list(card.capabilities) if card is not None else [],
+        "native_mtp": mtp,
+    }
 
-    def _apply_template(self, messages: Messages, tools: Messages | None, options: Mapping[str, Any]) -> str:
-        tools = list(tools) if tools is not None else None
-        template = self.tokenizer.apply_chat_template
-        return str(template(list(messages), tools=tools, add_generation_prompt=True, tokenize=False, **options))
 
-    @cached_property
-    def _splits_thoughts(self) -> bool:
-        try:
-            return splits_thoughts(self._apply_template)
-        except TemplateError:
-            return False
+def _describe_card(card: Card) -> dict[str, Any]:
+    head = card.native_mtp
+    mtp = _native_mtp(False, 0, 0, "the model was released without a head")
+    return {
+        "id": card.hub_id or card.name,
+        "parameters": card.parameters,
+        "active_parameters": card.active_parameters,
+        "family": card.family,
+        "context_length": card.context_length,
+        "capabilities": list(card.capabilities),
+        "native_mtp": _native_mtp(True, head.default_k, head.max_k, None) if head is not None else mtp,
+    }
 
-    async def _tokens(self, prompt: PromptText, work: Preparation, *, parse_special: bool) -> tuple[list[int], str]:
-        """And the text."""
-        match prompt:
-            case str(text) | [str(text)]:
-                return await work.encode(text, "prompt", kind="text" if parse_special else "literal"), text
-            case [[*ids]] | ([int(), *_] as ids):
-                tokens = [token for token in ids if isinstance(token, int)]
-                work.check_tokens(tokens, "prompt")
-                known = range(self.model.vocabulary)
-                return tokens, str(
-                    await work.run(self.tokenizer.decode, [token for token in tokens if token in known])
-                )
-            case [_, *_]:
-                raise Refusal(400, "prompt: one at a time: send the others alone", param="prompt", code="unsupported")
-        raise Refusal(400, "prompt is empty: give at least one token", param="prompt", code="invalid_value")
+
+def _native_mtp(available: bool, default_k: int, max_k: int, reason: str | None) -> dict[str, Any]:
+    return {"available": available, "default_k": default_k, "max_k": max_k, "reason": reason}
+
+
+def _without_folder(text: str | None, found: LocalModel) -> str | None:
+    """Return a message with the model's name in place of its folder, which remote clients need not know."""
+    return text.replace(str(found.folder), found.name) if text is not None else None

@@ -1,14 +1,10 @@
-"""Thoughts and calls in what a model writes: `reader.py` reads them as they come, `grammar.py` asks for them."""
+"""Reasoning and tool calls in the output of models: `output_parser.py` parses them, `grammar.py` enforces them."""
 
-from .delta import Call, Content, Delta, Message, Reasoning, ToolArguments, ToolBroken, ToolCall, merged
-from .dialect import Dialect, thought_in
-from .grammar import call_grammar, either, think_first
-from .reader import CALL, Reader
-from .schema import Tools, flaw
-from .value import loads, too_deep
+from .grammar import CallFormat, ThinkingState, any_of, call_grammar, thinking_state, with_thinking
+from .output_parser import CALL, Delta, OutputParser, complete_message, merge
+from .schema import Tools, loads, nested_too_deeply, schema_problem
 
 __all__ = [
-    "CALL", "Call", "Content", "Delta", "Dialect", "Message", "Reader", "Reasoning", "ToolArguments",
-    "ToolBroken", "ToolCall", "Tools", "call_grammar", "either", "flaw", "loads", "merged",
-    "think_first", "thought_in", "too_deep",
+    "CALL", "CallFormat", "Delta", "OutputParser", "ThinkingState", "Tools", "any_of", "call_grammar",
+    "complete_message", "loads", "merge", "nested_too_deeply", "schema_problem", "thinking_state", "with_thinking",
 ]  # fmt: skip

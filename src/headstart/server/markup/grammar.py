@@ -1,99 +1,127 @@
-"""Grammars for answers that must be a call, and for answers that may be thought about first.
+"""Grammars that force a tool call, and that limit the reasoning before an answer.
 
-Marks are given as tokens where the tokenizer has them as such, since a grammar's text never matches those. A thought
-is counted in tokens too: any but the one that ends it, at most so many. llguidance's own max_tokens would do the
-same, but cannot look ahead through drafts and come back.
+Markers are token ids if the tokenizer has them as single tokens, since text in a grammar never matches those. The
+reasoning budget is a number of tokens, none of which ends the reasoning. llguidance's own `max_tokens` cannot look
+ahead through draft tokens and roll back.
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import regex
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ...errors import RequestError
 from ...sampling import GrammarSpec
 from ...sampling.grammar import JSON_OPTIONS
-from .dialect import Dialect, Thought
-from .reader import CALL, CALL_END, THINK, THINK_END
-from .schema import Permitted, Schema, Tools, permitted
-from .value import TEXT
-from .xml_call import FUNCTION
+from .output_parser import CALL, CALL_END, FUNCTION, THINK, THINK_END
+from .schema import STRING, Permitted, Schema, Tools, permitted
 
-_TERSE = {"whitespace_pattern": " "}  # as templates write the arguments of calls
+ThinkingState = Literal["started", "finished", "undecided"]  # at the end of a prompt
+
+_COMPACT = {"whitespace_pattern": " "}  # as templates write the arguments of calls
 
 
-def call_grammar(tools: Tools, dialect: Dialect, *, several: bool = True) -> GrammarSpec:
-    """One call of one of these tools, or `several` in a row, and nothing else."""
-    if dialect.format is None:
-        raise RequestError("tool_choice asks for a call, and the model's template has none: use 'none' or 'auto'")
-    write = _xml_functions if dialect.format == "xml" else _json_functions
+@dataclass(frozen=True)
+class CallFormat:
+    """How a model writes tool calls, and the ids of its markers."""
+
+    style: Literal["xml", "json"] | None  # None: the template has no calls that can be parsed here
+    ids: Mapping[str, int]  # of the markers that are one token
+
+    @classmethod
+    def of(cls, tokenizer: TokenizerWrapper) -> "CallFormat":
+        """Infer it from the chat template. mlx-lm does too, but misses templates with other variable names."""
+        vocabulary, template = tokenizer.get_vocab(), tokenizer.chat_template or ""
+        text = template if isinstance(template, str) else "\n".join(template.values())
+        style: Literal["xml", "json"] | None = None
+        if CALL in text:
+            style = "xml" if FUNCTION in text else "json" if '"arguments"' in text else None
+        markers = (THINK, THINK_END, CALL, CALL_END)
+        return cls(style, {marker: vocabulary[marker] for marker in markers if marker in vocabulary})
+
+    @property
+    def thinks(self) -> bool:
+        return THINK in self.ids and THINK_END in self.ids
+
+    def marker(self, marker: str) -> str:
+        """Return a marker as a grammar has it."""
+        return f"<[{self.ids[marker]}]>" if marker in self.ids else _literal(marker)
+
+
+def thinking_state(prompt: Sequence[int], tokenizer: TokenizerWrapper) -> ThinkingState:
+    """Return whether the template has opened the reasoning, left an empty one, or left it to the model."""
+    end = str(tokenizer.decode(list(prompt[-8:]))).rstrip()
+    return "started" if end.endswith(THINK) else "finished" if end.endswith(THINK_END) else "undecided"
+
+
+def call_grammar(tools: Tools, form: CallFormat, *, parallel: bool = True) -> GrammarSpec:
+    """Return a grammar of one call of one of these tools, or of several in a row, and nothing else."""
     functions = " | ".join(f"f{i}" for i in range(len(tools)))
-    start = r'start: call ("\n" call)*' if several else "start: call"
-    call = rf'call: {_mark(CALL, dialect)} "\n" ({functions}) "\n" {_mark(CALL_END, dialect)}'
-    return GrammarSpec("lark", "\n".join([start, call, *write(tools)]))
+    start = r'start: call ("\n" call)*' if parallel else "start: call"
+    call = rf'call: {form.marker(CALL)} "\n" ({functions}) "\n" {form.marker(CALL_END)}'
+    rules = _xml_functions(tools) if form.style == "xml" else _json_functions(tools)
+    return GrammarSpec("lark", "\n".join([start, call, *rules]))
 
 
-def think_first(
-    spec: GrammarSpec | None,
-    dialect: Dialect,
-    thought: Thought,
+def with_thinking(
+    answer: GrammarSpec | None,
+    form: CallFormat,
+    state: ThinkingState,
     *,
     budget: int | None = None,
     calls: bool = True,
 ) -> GrammarSpec | None:
-    """A thought of at most `budget` tokens, in which `calls` may be opened or not, then what `spec` says. Where that
-    is None anything may follow, and until the budget is spent the answer may end in the thought, as it may without a
-    grammar."""
-    if budget is not None and budget < 0:
-        raise RequestError(f"the thinking budget is {budget}; it must be 0 or more tokens")
-    if not dialect.thinks or thought == "over" or (spec is None and budget is None):
-        return spec
-    marks = (THINK_END,) if calls else (THINK_END, CALL)
-    barred = [dialect.ids[mark] for mark in marks if mark in dialect.ids]
-    thinking = _tokens_but(barred, budget)
-    opening, end = _mark(THINK, dialect), _mark(THINK_END, dialect)
-    if spec is None:
-        start = f"{thinking} {end} <[*]>*"
+    """Return a grammar of reasoning of at most `budget` tokens, followed by `answer`.
+
+    Without an `answer` anything may follow, and until the budget is spent the output may end while reasoning, as it
+    may without a grammar. `calls`: whether a tool call may be opened while reasoning.
+    """
+    if not form.thinks or state == "finished" or (answer is None and budget is None):
+        return answer
+    markers = (THINK_END,) if calls else (THINK_END, CALL)
+    excluded = [form.ids[marker] for marker in markers if marker in form.ids]
+    opening = form.marker(THINK)
+    reasoning = f"{_tokens_except(excluded, budget)} {form.marker(THINK_END)}"
+    if answer is None:
+        start = f"{reasoning} <[*]>*"
         if budget:
-            start = f"({start} | {_tokens_but(barred, budget - 1)})"
-        if thought == "open":
-            start = f"{opening} {start} | (<[^{dialect.ids[THINK]}]> <[*]>*)?"
+            start = f"({start} | {_tokens_except(excluded, budget - 1)})"
+        if state == "undecided":
+            start = f"{opening} {start} | (<[^{form.ids[THINK]}]> <[*]>*)?"
         return GrammarSpec("lark", f"start: {start}")
-    start = rf'{thinking} {end} "\n\n"'
-    if thought == "open":
+    start = rf'{reasoning} "\n\n"'
+    if state == "undecided":
         start = f"({opening} {start})?"
-    return GrammarSpec("lark", f"start: {start} answer\nanswer: {_within_lark(spec)}")
+    return GrammarSpec("lark", f"start: {start} answer\nanswer: {_as_rule(answer)}")
 
 
-def either(one: GrammarSpec, other: GrammarSpec) -> GrammarSpec:
-    """What the one permits, or what the other does."""
-    return GrammarSpec("lark", f"start: one | other\none: {_within_lark(one)}\nother: {_within_lark(other)}")
+def any_of(one: GrammarSpec, other: GrammarSpec) -> GrammarSpec:
+    """Return a grammar of what either of two permits."""
+    return GrammarSpec("lark", f"start: one | other\none: {_as_rule(one)}\nother: {_as_rule(other)}")
 
 
-def _tokens_but(barred: list[int], most: int | None) -> str:
-    any_other = f"<[^{','.join(map(str, barred))}]>"
-    return "" if most == 0 else any_other + ("*" if most is None else f"{{0,{most}}}")
+def _tokens_except(excluded: list[int], most: int | None) -> str:
+    token = f"<[^{','.join(map(str, excluded))}]>"
+    return "" if most == 0 else token + ("*" if most is None else f"{{0,{most}}}")
 
 
-def _within_lark(spec: GrammarSpec) -> str:
+def _as_rule(spec: GrammarSpec) -> str:
+    """Return the body of a Lark rule for a grammar of any kind."""
     match spec.kind:
         case "lark":
             return f"%lark {{\n{spec.source}\n}}"
         case "regex":
-            slashes = regex.sub(r"\\.|/", lambda found: r"\/" if found.group() == "/" else found.group(), spec.source)
-            return "/" + slashes.replace("\n", r"\n") + "/"
+            escaped = regex.sub(r"\\.|/", lambda found: r"\/" if found.group() == "/" else found.group(), spec.source)
+            return "/" + escaped.replace("\n", r"\n") + "/"
     return _json(json.loads(spec.source) if spec.kind == "json_schema" else {"type": "object"}, JSON_OPTIONS)
 
 
-def _json(schema: Any, options: Any = _TERSE) -> str:
+def _json(schema: Any, options: Any = _COMPACT) -> str:
     if isinstance(schema, Mapping):
         schema = {**schema, "x-guidance": options}
     return f"%json {json.dumps(schema, ensure_ascii=False)}"
-
-
-def _mark(mark: str, dialect: Dialect) -> str:
-    return f"<[{dialect.ids[mark]}]>" if mark in dialect.ids else _literal(mark)
 
 
 def _literal(text: str) -> str:
@@ -108,7 +136,7 @@ def _json_functions(tools: Tools) -> Iterator[str]:
 
 
 def _xml_functions(tools: Tools) -> Iterator[str]:
-    """Parameters in the order of the schema, only those that it names, and all that it requires."""
+    """Write rules with the schema's parameters only, in its order, and all that it requires."""
     yield r"text[lazy]: /(?s:.*)<\/parameter>/"
     yield r'any: "<parameter=" /[^\s<>]{1,64}/ ">\n" text "\n"'
     for i, (name, schema) in enumerate(tools.items()):
@@ -124,15 +152,15 @@ def _xml_functions(tools: Tools) -> Iterator[str]:
 
 
 def _xml_value(schema: Any, root: Schema, known: dict[str, Permitted]) -> str:
-    """With what ends it. Text goes on to the first end; of its constraints only a choice of texts is kept."""
+    """Return the rule of a value and its end tag. Of a string's constraints only a choice of strings is kept."""
     found = permitted(schema, root, known)
-    ways: list[str] = []
-    if found.types >= TEXT:
-        if found.texts is None:
+    choices: list[str] = []
+    if found.types >= STRING:
+        if found.strings is None:
             return "text"
-        ways += map(_literal, sorted(found.texts))
-        schema = {"allOf": [schema, {"type": sorted(found.types - TEXT)}]}  # the rest of it
-    if found.types - TEXT:
-        named = {word: root[word] for word in ("$defs", "definitions") if word in root}
-        ways.append(_json({**named, **schema}))
-    return f"({' | '.join(ways)})" + r' "\n</parameter>"'
+        choices += map(_literal, sorted(found.strings))
+        schema = {"allOf": [schema, {"type": sorted(found.types - STRING)}]}  # the rest of it
+    if found.types - STRING:
+        definitions = {word: root[word] for word in ("$defs", "definitions") if word in root}
+        choices.append(_json({**definitions, **schema}))
+    return f"({' | '.join(choices)})" + r' "\n</parameter>"'

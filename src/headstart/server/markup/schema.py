@@ -1,58 +1,72 @@
-"""What a tool's JSON Schema says of its parameters, for calls whose values are written as bare text."""
+"""JSON Schemas of tools, and the JSON values of XML calls, which write them as bare text."""
 
-from collections.abc import Mapping
+import ast
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
+from types import NoneType
 from typing import Any
 
 from ...sampling.bounds import referred
-from .value import ANY, DEEPEST, TEXT, type_of
 
 Schema = Mapping[str, Any]
-Tools = Mapping[str, Schema]  # by a function's name: the schema of its arguments
+Tools = Mapping[str, Schema]  # by function name: the schema of its arguments
+
+STRING = frozenset({"string"})
+ANY = frozenset({"string", "integer", "number", "boolean", "object", "array", "null"})
+MAX_DEPTH = 100  # of nesting: every JSON library has a limit somewhere, and some crash there
+_NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", NoneType: "null", list: "array"}
+_KEYWORDS: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(("properties", "$defs", "definitions"), (Mapping, "an object")),
+    **dict.fromkeys(("anyOf", "oneOf", "allOf", "enum"), (list, "a list")),
+    "$ref": (str, "a string"),
+}
 
 
 @dataclass(frozen=True)
 class Permitted:
-    """The values that a schema permits: their types, and of texts which ones; None for any."""
+    """The values that a schema permits: their types, and which strings (None: any)."""
 
     types: frozenset[str] = ANY
-    texts: frozenset[str] | None = None
+    strings: frozenset[str] | None = None
 
     def __and__(self, other: "Permitted") -> "Permitted":
-        choices = [each.texts for each in (self, other) if each.texts is not None]
+        choices = [each.strings for each in (self, other) if each.strings is not None]
         return Permitted(self.types & other.types, frozenset.intersection(*choices) if choices else None)
 
     def __or__(self, other: "Permitted") -> "Permitted":
-        choices = [each.texts for each in (self, other) if each.types >= TEXT]
+        choices = [each.strings for each in (self, other) if each.types >= STRING]
         known = [each for each in choices if each is not None]
-        texts = frozenset[str]().union(*known) if len(known) == len(choices) else None
-        return Permitted(self.types | other.types, texts)
+        strings = frozenset[str]().union(*known) if len(known) == len(choices) else None
+        return Permitted(self.types | other.types, strings)
 
 
-def parameter(schema: Schema, key: str) -> Any:
-    """The schema of one parameter."""
+def parameter_schema(schema: Schema, key: str) -> Any:
+    """Return the schema of one parameter of a tool."""
     properties = schema.get("properties")
     if isinstance(properties, Mapping) and key in properties:
         return properties[key]
     return schema.get("additionalProperties")
 
 
-def permitted(schema: Any, root: Schema, known: dict[str, Permitted] | None = None, deep: int = 0) -> Permitted:
-    """By a schema within `root`. What says nothing of types permits all of them. `known`: what references stand for,
-    each looked up once, since there may be 2^30 ways to it."""
-    if not isinstance(schema, Mapping) or deep == DEEPEST:
+def permitted(schema: Any, root: Schema, known: dict[str, Permitted] | None = None, depth: int = 0) -> Permitted:
+    """Return the values that a schema within `root` permits; all of them if it does not state types.
+
+    `known` holds the result for each `$ref`, since a small schema can have 2^30 paths to one.
+    """
+    if not isinstance(schema, Mapping) or depth == MAX_DEPTH:
         return Permitted()
     references = {} if known is None else known
 
     def within(part: Any) -> Permitted:
-        return permitted(part, root, references, deep + 1)
+        return permitted(part, root, references, depth + 1)
 
     found = Permitted()
     if isinstance(place := schema.get("$ref"), str):
         if place not in references:
-            references[place] = Permitted()  # while it is looked up: what refers to itself says no more by that
+            references[place] = Permitted()  # meanwhile: a schema that refers to itself adds nothing by that
             references[place] = within(referred(place, root))
         found &= references[place]
     names = schema.get("type")
@@ -65,33 +79,87 @@ def permitted(schema: Any, root: Schema, known: dict[str, Permitted] | None = No
         found &= within(each)
     if "const" in schema or schema.get("enum"):
         values = schema.get("enum") or [schema["const"]]
-        found &= Permitted(frozenset(map(type_of, values)), frozenset(v for v in values if isinstance(v, str)))
+        found &= Permitted(frozenset(map(_type, values)), frozenset(v for v in values if isinstance(v, str)))
     return found
 
 
-def flaw(schema: Any, place: str = "") -> str | None:
-    """Why something is no schema, as far as it is read here. Null is the same as nothing."""
+def schema_problem(schema: Any, place: str = "") -> str | None:
+    """Return why something is not a JSON Schema, as far as schemas are read here. Null values are ignored."""
     if isinstance(schema, bool):
         return None
     if not isinstance(schema, Mapping):
         return f"{place.removesuffix('.')} should be a schema"
-    said = {word: value for word, value in schema.items() if value is not None}
-    if not isinstance(names := said.get("type", []), str) and not _is_names(names):
-        return f"{place}type should be a name or a list of names"
-    if not place and not _is_names(said.get("required", [])):
-        return "required should be a list of names"
-    if not isinstance(said.get("$ref", ""), str):
-        return f"{place}$ref should be a text"
     inner: dict[str, Any] = {}
-    for word in ("properties", "$defs", "definitions"):
-        if not isinstance(schemas := said.get(word, {}), Mapping):
-            return f"{place}{word} should be an object"
-        inner |= {f"{place}{word}.{name}.": each for name, each in schemas.items()}
-    for word in ("anyOf", "oneOf", "allOf", "enum"):
-        if not isinstance(choices := said.get(word, []), list):
-            return f"{place}{word} should be a list"
-        inner |= {f"{place}{word}[{i}].": each for i, each in enumerate(choices) if word != "enum"}
-    return next((found for at, each in inner.items() if (found := flaw(each, at)) is not None), None)
+    for word, value in schema.items():
+        at = place + word
+        kind, expected = _KEYWORDS.get(word, (object, ""))
+        if value is None:
+            continue
+        if not isinstance(value, kind):
+            return f"{at} should be {expected}"
+        if word == "type" and not isinstance(value, str) and not _is_names(value):
+            return f"{at} should be a name or a list of names"
+        if word == "required" and not place and not _is_names(value):
+            return f"{at} should be a list of names"
+        if kind is Mapping:
+            inner |= {f"{at}.{name}.": each for name, each in value.items()}
+        elif kind is list and word != "enum":
+            inner |= {f"{at}[{i}].": each for i, each in enumerate(value)}
+    return next((problem for at, each in inner.items() if (problem := schema_problem(each, at))), None)
+
+
+def to_json(text: str, types: frozenset[str]) -> str:
+    """Return a bare-text value as JSON of one of these types, or else as a string, which the tool can reject.
+
+    If nothing is known of the types, only what looks like an object or an array is read as one.
+    """
+    wanted = {"object", "array"} if types == ANY else types - STRING
+    # An unescaped line break does no harm, and models also write True, None and {'a': 1}.
+    for read in (partial(json.loads, strict=False), ast.literal_eval):
+        try:
+            value = read(text.strip()) if wanted else ""
+            if isinstance(value, float) and value.is_integer():
+                value = int(value)  # as in mlx-lm: 5.0 is an integer too
+            if not nested_too_deeply(value) and _type(json.loads(written := dumps(value))) in wanted:
+                return written
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            continue
+    return dumps(text)
+
+
+def dumps(value: Any) -> str:
+    """Return JSON that can be encoded: half a surrogate pair becomes U+FFFD."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def loads(text: str) -> Any:
+    """Parse JSON that can be written again. Raises ValueError."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if nested_too_deeply(value):
+        raise ValueError("it is nested too deeply")
+    return json.loads(dumps(value))
+
+
+def nested_too_deeply(value: Any) -> bool:
+    """Return whether a JSON value has more than MAX_DEPTH levels."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for each in level for inner in _children(each)]
+        if not level:
+            return False
+    return True
+
+
+def _children(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+
+
+def _type(value: Any) -> str:
+    return _NAMES.get(type(value), "object")
 
 
 def _is_names(value: Any) -> bool:

@@ -1,0 +1,171 @@
+"""Responses of /v1/messages, whole or as a stream of events."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from hashlib import sha256
+from typing import Any
+
+from ..engine import Event
+from .anthropic_errors import anthropic_error
+from .anthropic_request import MessagesRequest
+from .errors import refusal
+from .markup import Delta, complete_message, loads
+from .prompt import Prompt
+from .response import ChoiceOutput, Events, ResponseBuilder, TokenSpan, encode_json, new_id
+from .served_model import ServedModel
+
+PING_SECONDS = 5.0  # without an event
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+Json = dict[str, Any]
+
+
+class AnthropicResponse(ResponseBuilder):
+    def __init__(self, body: MessagesRequest, prompt: Prompt, served: ServedModel):
+        super().__init__(body, prompt, served, "msg_")
+        self._max_tokens = body.max_tokens
+        self._output = ChoiceOutput(prompt)
+        self._stop: str | None = None  # the stop sequence that ended it
+
+    async def complete(self, events: Events) -> str:
+        deltas: list[Delta] = []
+        async for event in events:
+            deltas += self._read(event)
+        message = self._message(_content_blocks(deltas), **self._end(), usage=self._usage())
+        return encode_json(message | {"generation_stats": self.generation_stats(self._output.stats)})
+
+    async def stream(self, events: Events) -> AsyncIterator[str]:
+        async for event in _with_pings(self._stream(events)):
+            yield event
+
+    async def _stream(self, events: Events) -> AsyncIterator[str]:
+        try:
+            usage = {**self._usage(), "input_tokens": len(self.prompt.tokens)}  # how much was cached is not known yet
+            message = self._message([], stop_reason=None, stop_sequence=None, usage=usage)
+            yield _event("message_start", message=message)
+            blocks = BlockStream()
+            async for event in events:
+                for delta in self._read(event):
+                    for part in blocks.add(delta):
+                        yield part
+            for part in blocks.close():
+                yield part
+            stats = self.generation_stats(self._output.stats)
+            yield _event("message_delta", delta=self._end(), usage=self._usage(), generation_stats=stats)
+            yield _event("message_stop")
+        except Exception as error:  # the status has been sent
+            refused = refusal(error)
+            yield _event(**anthropic_error(refused.status_code, refused.detail))
+
+    def _message(self, content: list[Json], **fields: Any) -> Json:
+        message = {"id": self.id, "type": "message", "role": "assistant", "model": self.served.id}
+        return {**message, "content": content, **fields}
+
+    def _read(self, event: Event) -> list[Delta]:
+        self._stop = event.stop
+        return TokenSpan.join(self._output.read(event)).deltas
+
+    def _end(self) -> Json:
+        reason = self._output.finish_reason
+        stop_reason = STOP_REASONS.get(reason or "", reason)
+        if self._stop is not None:
+            stop_reason = "stop_sequence"
+        elif reason == "length" and self._output.stats.generation_tokens < self._max_tokens:
+            stop_reason = "model_context_window_exceeded"
+        return {"stop_reason": stop_reason, "stop_sequence": self._stop}
+
+    def _usage(self) -> Json:
+        """Return the tokens so far. Those of the prompt are input_tokens and cache_read_input_tokens together."""
+        stats = self._output.stats
+        return {
+            "input_tokens": stats.prompt_tokens - stats.prefix_cache_hit,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": stats.prefix_cache_hit,
+            "output_tokens": stats.generation_tokens,
+            "output_tokens_details": {"thinking_tokens": self._output.reasoning_tokens},
+        }
+
+
+def _content_blocks(deltas: list[Delta]) -> list[Json]:
+    """Return the content of a whole message."""
+    blocks: list[Json] = []
+    for part in complete_message(deltas):
+        if part.kind == "arguments":
+            blocks[-1]["input"] = loads(part.text)
+        else:
+            blocks.append(_block(part, part.text))
+    return blocks
+
+
+def _block(delta: Delta, text: str) -> Json:
+    match delta.kind:
+        case "content":
+            return {"type": "text", "text": text}
+        case "reasoning":
+            return {"type": "thinking", "thinking": text, "signature": _signature(text) if text else ""}
+    return {"type": "tool_use", "id": new_id("toolu_"), "name": delta.text, "input": {}}
+
+
+def _signature(thought: str) -> str:
+    """Return a signature that nobody checks: clients keep only reasoning that has one."""
+    return sha256(thought.encode()).hexdigest()
+
+
+class BlockStream:
+    """The events of the content blocks of a message, one block after another."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._open: str | None = None  # the type of the open block
+        self._thought = ""
+
+    def add(self, delta: Delta) -> Iterator[str]:
+        match delta.kind:
+            case "failed_call":  # it cannot be unsent; its text follows
+                yield from self.close()
+            case "arguments":
+                yield self._delta("input_json_delta", partial_json=delta.text)
+            case kind:
+                block = _block(delta, "")
+                if self._open != block["type"] or kind == "tool_call":
+                    yield from self.close()
+                    self._open = block["type"]
+                    self._index += 1
+                    yield _event("content_block_start", index=self._index, content_block=block)
+                if kind == "content":
+                    yield self._delta("text_delta", text=delta.text)
+                elif kind == "reasoning":
+                    self._thought += delta.text
+                    yield self._delta("thinking_delta", thinking=delta.text)
+
+    def close(self) -> Iterator[str]:
+        """End the open block."""
+        if self._open == "thinking":
+            yield self._delta("signature_delta", signature=_signature(self._thought))
+        if self._open is not None:
+            yield _event("content_block_stop", index=self._index)
+        self._open, self._thought = None, ""
+
+    def _delta(self, kind: str, **fields: str) -> str:
+        return _event("content_block_delta", index=self._index, delta={"type": kind, **fields})
+
+
+def _event(type: str, **fields: Any) -> str:
+    return f"event: {type}\ndata: {encode_json({'type': type, **fields})}\n\n"
+
+
+async def _with_pings(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """Yield the events, and a ping whenever none has come for a while: in the queue, and while prefilling."""
+    coming = asyncio.ensure_future(anext(events, None))
+    try:
+        while True:
+            await asyncio.wait([coming], timeout=PING_SECONDS)
+            if not coming.done():
+                yield _event("ping")
+                continue
+            if (event := coming.result()) is None:
+                return
+            yield event
+            coming = asyncio.ensure_future(anext(events, None))
+    finally:
+        coming.cancel()

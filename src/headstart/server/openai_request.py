@@ -1,0 +1,315 @@
+"""Bodies of /v1/chat/completions and /v1/completions, and how they become a request for the engine."""
+
+import json
+from contextlib import suppress
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import from_json
+
+from ..engine import Request
+from ..sampling import GrammarSpec
+from ..sampling.params import MAX_BIASES, MAX_TOP_LOGPROBS
+from .chat import Chat
+from .errors import refuse
+from .markup import loads, nested_too_deeply
+from .prepare import Preparation
+from .prompt import Prompt, prepare_chat, prepare_text
+from .request_fields import (
+    REASONING_BUDGETS,
+    BoundedList,
+    GenerationRequest,
+    JsonObject,
+    RequestModel,
+    Text,
+    ToolList,
+    ToolName,
+    reject_media,
+)
+from .served_model import ServedModel
+
+# Known fields that are not supported, and the values with which they have no effect.
+UNSUPPORTED = ("best_of", "suffix", "functions", "function_call", "modalities", "prompt_logprobs")
+CHAT_ONLY = (
+    "tools", "tool_choice", "enable_thinking", "reasoning_effort", "thinking_budget", "chat_template_kwargs",
+    "top_logprobs",
+)  # fmt: skip
+NO_EFFECT: tuple[Any, ...] = (None, False, 0, "", "none", "auto", [], {}, ["text"])
+MAX_CHOICES = 16
+MAX_CLIENT_BIASES = MAX_BIASES - 1  # a chat that may not call tools adds one
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+
+
+def _parse_arguments(text: str) -> Any:
+    """Return the arguments of a call, as far as they go: clients send back calls that a token limit cut off."""
+    try:
+        return loads(text or "{}")
+    except ValueError:
+        return from_json(text, allow_partial="trailing-strings")
+
+
+def _check_arguments(text: str) -> str:
+    with suppress(ValueError):
+        arguments = _parse_arguments(text)
+        if isinstance(arguments, dict) and not nested_too_deeply(arguments):
+            return text
+    raise ValueError("Arguments should be the text of a JSON object, or the beginning of one")
+
+
+class TextPart(RequestModel):
+    type: Annotated[Literal["text"], BeforeValidator(reject_media)]
+    text: Text
+
+
+class FunctionCall(RequestModel):
+    name: Text
+    arguments: Annotated[Text, AfterValidator(_check_arguments)] = "{}"
+
+    @property
+    def is_cut_off(self) -> bool:
+        with suppress(ValueError):
+            json.loads(self.arguments or "{}")
+            return False
+        return True
+
+
+class OpenAIToolCall(RequestModel):
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+    def for_template(self) -> dict[str, Any]:
+        arguments = _parse_arguments(self.function.arguments)
+        return {"type": "function", "id": self.id, "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class ChatMessage(RequestModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | BoundedList[TextPart] | None = None
+    reasoning_content: Text | None = Field(None, description="The assistant's reasoning; also as `reasoning`.")
+    reasoning: Text | None = None
+    tool_calls: BoundedList[OpenAIToolCall] | None = None
+    tool_call_id: Text | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        if reasoning is not None:
+            message["reasoning_content"] = reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+
+class OpenAIFunction(RequestModel):
+    name: ToolName
+    description: Text | None = None
+    parameters: JsonObject | None = None
+
+
+class OpenAITool(RequestModel):
+    type: Literal["function"]
+    function: OpenAIFunction
+
+    def for_template(self) -> dict[str, Any]:
+        known = set(OpenAIFunction.model_fields)
+        return {"type": "function", "function": self.function.model_dump(include=known, exclude_none=True)}
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool | None = None
+
+
+class JsonSchemaFormat(RequestModel):
+    name: Text | None = None
+    description: Text | None = None
+    schema_: JsonObject | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(RequestModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    def grammar(self) -> GrammarSpec | None:
+        if self.type != "json_schema":
+            return GrammarSpec("json_object") if self.type == "json_object" else None
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            refuse("response_format", "has no json_schema.schema: send one")
+        return GrammarSpec.json_schema(self.json_schema.schema_)
+
+
+class OpenAIRequest(GenerationRequest):
+    """The fields that chats and completions share."""
+
+    max_tokens: int | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    n: int | None = Field(None, description="Choices for one prompt, which is prefilled once.")
+    stop: Text | BoundedList[Text] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_CLIENT_BIASES, fail_fast=True)] | None = Field(
+        None, description="From token ids to what is added to their logits."
+    )
+    response_format: ResponseFormat | None = None
+    guided_regex: Text | None = Field(None, description="A regular expression that the answer must match.")
+    grammar: Text | None = Field(None, description="A Lark grammar that the answer must match.")
+    stream_options: StreamOptions | None = None
+    include_origins: bool | None = Field(None, description="Report how each token was generated.")
+
+    unsupported: ClassVar[tuple[str, ...]] = UNSUPPORTED
+
+    def ignored_fields(self) -> list[str]:
+        return sorted(set(self.unknown_fields()).difference(self.unsupported))
+
+    def check(self) -> None:
+        for name, value in (self.model_extra or {}).items():
+            if name in self.unsupported and value not in NO_EFFECT and (name, value) != ("best_of", 1):
+                refuse(name, "not supported by this server: leave it out", "unsupported")
+        if self.stream_options is not None and not self.stream:
+            refuse("stream_options", "only with stream: true")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if (value := getattr(self, name)) is not None and not -2 <= value <= 2:
+                refuse(name, f"is {value:g}; it must be a number from -2 to 2")
+        if self.n is not None and not 1 <= self.n <= MAX_CHOICES:
+            refuse("n", f"is {self.n}; it must be a whole number from 1 to {MAX_CHOICES}")
+
+    def answer_grammar(self) -> tuple[GrammarSpec | None, str]:
+        """Return what the answer must match, and the field that says so."""
+        found: dict[str, GrammarSpec] = {}
+        if self.response_format is not None and (spec := self.response_format.grammar()) is not None:
+            found["response_format"] = spec
+        if self.guided_regex is not None:
+            found["guided_regex"] = GrammarSpec("regex", self.guided_regex)
+        if self.grammar is not None:
+            found["grammar"] = GrammarSpec("lark", self.grammar)
+        if len(found) > 1:
+            refuse(list(found)[1], f"{' and '.join(found)} cannot be combined: leave out one of them")
+        return next(((spec, field) for field, spec in found.items()), (None, "response_format"))
+
+    def _request(
+        self, prompt: Prompt, max_tokens: int, top_logprobs: int | None, score: Literal["no", "too", "only"] = "no"
+    ) -> Request:
+        """`top_logprobs`: how many of the most probable tokens to report beside each token; None: no report.
+
+        `score`: whether to report log-probabilities of the prompt: not, beside the output, or alone.
+        """
+        bias = {_token_id(token): bias for token, bias in (self.logit_bias or {}).items()}
+        params = self.sampling_params(
+            prompt,
+            max_tokens=max_tokens,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            logit_bias={**bias, **prompt.bias},
+            logprobs=top_logprobs is not None,
+            top_logprobs=top_logprobs or 0,
+        )
+        return Request(prompt.tokens, params, n=self.n or 1, score=score)
+
+
+class ChatCompletionRequest(OpenAIRequest):
+    messages: BoundedList[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, description="The same as max_tokens.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: ToolList[OpenAITool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | OpenAITool | None = None
+    parallel_tool_calls: bool | None = Field(None, description="False: one call, where one is required.")
+    enable_thinking: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    thinking_budget: int | None = Field(None, description="Most tokens of reasoning.")
+    chat_template_kwargs: JsonObject | None = None
+
+    def ignored_fields(self) -> list[str]:
+        found = set(super().ignored_fields())
+        calls = [call for message in self.messages for call in message.tool_calls or ()]
+        if any(call.function.is_cut_off for call in calls):
+            found.add("messages[].tool_calls[].function.arguments: cut off")
+        unconstrained = (self.tool_choice or "auto") == "auto" and self.answer_grammar()[0] is None
+        if self.tools and self.parallel_tool_calls is False and unconstrained:
+            found.add("parallel_tool_calls")  # nothing prevents several calls
+        return sorted(found)
+
+    def engine_request(self, prompt: Prompt, context: int) -> Request:
+        limits = {limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None}
+        if len(limits) > 1:
+            refuse("max_completion_tokens", "and max_tokens differ: give one of them")
+        if self.top_logprobs and not self.logprobs:
+            refuse("top_logprobs", "only with logprobs: true")
+        max_tokens = limits.pop() if limits else context - len(prompt.tokens)
+        return self._request(prompt, max_tokens, self.top_logprobs or 0 if self.logprobs else None)
+
+    async def prepare(self, served: ServedModel, work: Preparation) -> Prompt:
+        return await prepare_chat(self._chat, served, work)
+
+    def _chat(self) -> Chat:
+        grammar, grammar_field = self.answer_grammar()
+        thinking, thinking_field = self._thinking()
+        choice = self.tool_choice or "auto"
+        effort = self.reasoning_effort
+        budget = REASONING_BUDGETS.get(effort or "high") if self.thinking_budget is None else self.thinking_budget
+        return Chat(
+            [message.for_template() for message in self.messages],
+            [tool.for_template() for tool in self.tools or ()],
+            tool_choice=choice if isinstance(choice, str) else "auto",
+            tool=choice.function.name if isinstance(choice, OpenAITool) else None,
+            parallel_calls=self.parallel_tool_calls is not False,
+            thinking=thinking,
+            thinking_field=thinking_field,
+            budget=budget,
+            template_options=({"reasoning_effort": effort} if effort else {}) | (self.chat_template_kwargs or {}),
+            grammar=grammar,
+            grammar_field=grammar_field,
+        )
+
+    def _thinking(self) -> tuple[bool | None, str]:
+        """Return whether to think, and the field that says so. There are three, which must agree."""
+        options = self.chat_template_kwargs or {}
+        given: dict[str, bool] = {}
+        if self.enable_thinking is not None:
+            given["enable_thinking"] = self.enable_thinking
+        if "enable_thinking" in options:
+            given["chat_template_kwargs"] = bool(options["enable_thinking"])
+        if self.reasoning_effort is not None:
+            given["reasoning_effort"] = self.reasoning_effort != "none"
+        if len(set(given.values())) > 1:
+            refuse(list(given)[-1], f"{' and '.join(given)} disagree on whether to think: give one of them")
+        return next(((value, field) for field, value in reversed(given.items())), (None, "enable_thinking"))
+
+
+class CompletionRequest(OpenAIRequest):
+    prompt: Text | TokenIds | BoundedList[Text] | BoundedList[TokenIds] = Field(
+        description="Text or token ids; also as a list of one."
+    )
+    logprobs: int | None = Field(None, description="How many of the most probable tokens to report; 0: only its own.")
+    echo: bool | None = Field(None, description="Start with the prompt; max_tokens may then be 0.")
+    parse_special: bool | None = Field(
+        None, description="False: the text of an added token, such as <|im_end|>, is plain text in `prompt`."
+    )
+
+    unsupported: ClassVar[tuple[str, ...]] = (*UNSUPPORTED, *CHAT_ONLY)
+
+    def engine_request(self, prompt: Prompt, context: int) -> Request:
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
+            refuse("logprobs", f"is {self.logprobs}; it must be a whole number from 0 to {MAX_TOP_LOGPROBS}")
+        if self.echo and self.max_tokens == 0:
+            return self._request(prompt, 1, self.logprobs, "only")  # the one token is not sent
+        max_tokens = 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default
+        return self._request(
+            prompt, max_tokens, self.logprobs, "too" if self.echo and self.logprobs is not None else "no"
+        )
+
+    async def prepare(self, served: ServedModel, work: Preparation) -> Prompt:
+        parse_special = self.parse_special is not False
+        return await prepare_text(self.prompt, *self.answer_grammar(), served, work, parse_special=parse_special)
+
+
+def _token_id(token: str) -> int:
+    if not (token.isascii() and token.isdecimal() and len(token) < 20):
+        refuse("logit_bias", f"{token[:20]!r} is not a token id: ids are whole numbers")
+    return int(token)

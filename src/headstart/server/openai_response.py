@@ -1,0 +1,210 @@
+"""Responses of /v1/chat/completions and /v1/completions, whole or as a stream of chunks."""
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from itertools import accumulate, repeat
+from typing import Any
+
+from ..engine import Event, Stats, TokenLogprobs
+from ..engine.text import TextStream
+from .errors import refusal
+from .markup import Delta, complete_message
+from .openai_request import ChatCompletionRequest, CompletionRequest
+from .prompt import Prompt
+from .response import ChoiceOutput, Events, OutputToken, ResponseBuilder, TokenSpan, encode_json, new_id
+from .served_model import ServedModel
+
+MIN_LOGPROB = -9999.0  # as OpenAI has it: JSON has no infinity
+
+Json = dict[str, Any]
+TokenBytes = Callable[[int], bytes]
+
+
+class OpenAIResponse(ResponseBuilder):
+    def __init__(self, body: ChatCompletionRequest | CompletionRequest, prompt: Prompt, served: ServedModel):
+        self._is_chat = isinstance(body, ChatCompletionRequest)
+        super().__init__(body, prompt, served, "chatcmpl-" if self._is_chat else "cmpl-")
+        self._created = int(time.time())
+        self._usage_in_stream = bool(body.stream_options and body.stream_options.include_usage)
+        self._include_origins = bool(body.include_origins)
+        self._logprobs = body.logprobs is not None and body.logprobs is not False
+        self._echo = prompt.text if isinstance(body, CompletionRequest) and body.echo else None
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._choices = [ChoiceOutput(prompt, i) for i in range(body.n or 1)]
+
+    async def complete(self, events: Events) -> str:
+        async for event in events:
+            choice, spans = self._read(event)
+            choice.unsent += spans
+        choices = []
+        for choice in self._choices:
+            span = TokenSpan.join(choice.unsent)
+            if self._is_chat:
+                output: Json = {"message": _message(span.deltas)}
+            else:
+                output = {"text": "".join(delta.text for delta in span.deltas)}
+            choices.append(self._choice(choice, output, span, choice.finish_reason))
+        return encode_json(self._envelope(choices, "", usage=self._usage(), **self._stats()))
+
+    async def stream(self, events: Events) -> AsyncIterator[str]:
+        try:
+            async for chunk in self._chunks(events):
+                yield f"data: {encode_json(chunk)}\n\n"
+        except Exception as error:  # the status has been sent
+            yield refusal(error).event
+        yield "data: [DONE]\n\n"
+
+    async def _chunks(self, events: Events) -> AsyncIterator[Json]:
+        if self._is_chat:
+            for choice in self._choices:
+                delta = {"role": "assistant", "content": ""}
+                yield self._envelope([{"index": choice.index, "delta": delta, "finish_reason": None}])
+        unfinished = len(self._choices)
+        async for event in events:
+            choice, spans = self._read(event)
+            # A chunk per step, or with origins one per token, so that each text is beside its origin.
+            for span in spans if self._include_origins else [TokenSpan.join(spans)]:
+                for part in self._parts(choice, span):
+                    yield self._envelope([part])
+            if event.finish_reason is None:
+                continue
+            unfinished -= 1
+            is_last = not unfinished and not self._usage_in_stream
+            text: Json = {"delta": {}} if self._is_chat else {"text": ""}
+            last = self._choice(choice, text, TokenSpan.join(choice.unsent), choice.finish_reason)
+            yield self._envelope([last], **(self._stats() if is_last else {}))
+        if self._usage_in_stream:
+            yield self._envelope([], usage=self._usage(), **self._stats())
+
+    def _read(self, event: Event) -> tuple[ChoiceOutput, list[TokenSpan]]:
+        """Return the choice of an event and what the event adds to it, after the prompt if that is echoed."""
+        choice = self._choices[event.choice]
+        self._prompt_logprobs += event.prompt_logprobs or ()
+        spans = choice.read(event)
+        if self._echo is not None and not choice.echoed and (event.tokens or event.finish_reason):
+            choice.echoed = True
+            spans.insert(0, self._echoed(self._echo))
+        return choice, spans
+
+    def _echoed(self, text: str) -> TokenSpan:
+        if not self._logprobs:
+            return TokenSpan([Delta("content", text)])
+        stream = TextStream(self.served.tokenizer, ())
+        texts = [stream.add(token) for token in self.prompt.tokens]
+        texts[-1] += stream.finish()
+        logprobs = [None, *self._prompt_logprobs]
+        tokens = map(OutputToken, self.prompt.tokens, texts, repeat(None), logprobs)
+        return TokenSpan([Delta("content", text)], list(tokens))
+
+    def _parts(self, choice: ChoiceOutput, span: TokenSpan) -> Iterator[Json]:
+        """Yield a chunk's choice for every delta.
+
+        The first has the origins and log-probabilities of the tokens. If there is no delta they wait for the next.
+        """
+        choice.unsent.append(span)
+        additions = [_delta(delta) for delta in span.deltas if delta.kind != "failed_call"]
+        if not additions and not (self._include_origins and span.tokens):
+            return
+        span, choice.unsent = TokenSpan.join(choice.unsent), []
+        for addition in additions or [{"content": ""}]:
+            text = {"delta": addition} if self._is_chat else {"text": addition["content"]}
+            yield self._choice(choice, text, span, None)
+            span = TokenSpan()
+
+    def _choice(self, choice: ChoiceOutput, text: Json, span: TokenSpan, finish_reason: str | None) -> Json:
+        logprobs = None
+        if self._logprobs and span.tokens and self._is_chat:
+            logprobs = _chat_logprobs(span.tokens, self.served.token_bytes)
+        elif self._logprobs and span.tokens:
+            logprobs = _completion_logprobs(span.tokens, choice.sent_characters, self.served.token_bytes)
+            choice.sent_characters += sum(len(token.text) for token in span.tokens)
+        generated = [token.origin for token in span.tokens if token.origin is not None]
+        origins = {"origins": generated} if self._include_origins else {}
+        return {"index": choice.index, **text, "logprobs": logprobs, "finish_reason": finish_reason, **origins}
+
+    def _envelope(self, choices: list[Json], suffix: str = ".chunk", **end: Any) -> Json:
+        kind = f"chat.completion{suffix}" if self._is_chat else "text_completion"
+        envelope = {"id": self.id, "object": kind, "created": self._created, "model": self.served.id}
+        return {**envelope, "choices": choices, **end}
+
+    def _stats(self) -> Json:
+        return {"generation_stats": self.generation_stats(Stats.of([choice.stats for choice in self._choices]))}
+
+    def _usage(self) -> Json:
+        """Return the tokens of all choices and of the prompt, which was prefilled once."""
+        stats = [choice.stats for choice in self._choices]
+        generated = sum(each.generation_tokens for each in stats)
+        accepted = sum(each.accepted_draft_tokens for each in stats)
+        return {
+            "prompt_tokens": stats[0].prompt_tokens,
+            "completion_tokens": generated,
+            "total_tokens": stats[0].prompt_tokens + generated,
+            "prompt_tokens_details": {"cached_tokens": stats[0].prefix_cache_hit},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(choice.reasoning_tokens for choice in self._choices),
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": sum(each.proposed_draft_tokens for each in stats) - accepted,
+            },
+        }
+
+
+def _message(deltas: list[Delta]) -> Json:
+    parts = complete_message(deltas)
+    message: Json = {"role": "assistant", "content": "".join(each.text for each in parts if each.kind == "content")}
+    if reasoning := "".join(each.text for each in parts if each.kind == "reasoning"):
+        message["reasoning_content"] = reasoning
+    arguments = {each.index: each.text for each in parts if each.kind == "arguments"}
+    if calls := [each for each in parts if each.kind == "tool_call"]:
+        functions = [{"name": call.text, "arguments": arguments[call.index]} for call in calls]
+        message["content"] = message["content"] or None
+        message["tool_calls"] = [
+            {"id": new_id("call_"), "type": "function", "function": function} for function in functions
+        ]
+    return message
+
+
+def _delta(delta: Delta) -> Json:
+    match delta.kind:
+        case "content":
+            return {"content": delta.text}
+        case "reasoning":
+            return {"reasoning_content": delta.text}
+        case "tool_call":
+            function = {"name": delta.text, "arguments": ""}
+            call = {"index": delta.index, "id": new_id("call_"), "type": "function", "function": function}
+            return {"tool_calls": [call]}
+    return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
+
+
+def _chat_logprobs(tokens: list[OutputToken], token_bytes: TokenBytes) -> Json:
+    def entry(id: int, logprob: float) -> Json:
+        spelling = token_bytes(id)
+        text = spelling.decode(errors="replace")
+        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(spelling)}
+
+    content = [
+        {**entry(token.id, found.logprob), "top_logprobs": [entry(*best) for best in found.top]}
+        for token in tokens
+        if (found := token.logprobs) is not None
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _completion_logprobs(tokens: list[OutputToken], offset: int, token_bytes: TokenBytes) -> Json:
+    """`offset`: where in the text the first token begins."""
+
+    def name(id: int) -> str:
+        """Return the text of a token. Parts of characters have none, and two of them must not look the same."""
+        spelling = token_bytes(id)
+        try:
+            return spelling.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
+
+    found = [token.logprobs for token in tokens]
+    return {
+        "tokens": [name(token.id) for token in tokens],
+        "token_logprobs": [each and max(each.logprob, MIN_LOGPROB) for each in found],
+        "top_logprobs": [each and {name(id): max(value, MIN_LOGPROB) for id, value in each.top} for each in found],
+        "text_offset": list(accumulate((len(token.text) for token in tokens[:-1]), initial=offset)),
+    }

@@ -1,0 +1,141 @@
+"""The types of fields in request bodies, and what the requests of both APIs have in common.
+
+Every field may be null, which is the same as leaving it out. A field that is not known is ignored and listed in
+`generation_stats.ignored_fields`; one that is known but cannot be honoured is rejected by name.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from ..cards import MAX_K
+from ..engine import Request
+from ..sampling import SamplingParams
+from .errors import refuse
+from .markup import nested_too_deeply
+from .prepare import Preparation
+from .prompt import Prompt
+from .served_model import ServedModel
+
+MAX_ITEMS = 2**14  # messages, and parts of a message
+MAX_TOOLS = 512  # compiling the grammar of a call of any of them takes a second
+# Tokens of reasoning by effort; unlimited above these.
+REASONING_BUDGETS = {"none": 0, "minimal": 256, "low": 1024, "medium": 8192}
+
+Element = TypeVar("Element")
+# Bodies can hold millions of elements. Only the first error is reported: collecting all blocks the event loop.
+BoundedList = Annotated[list[Element], Field(max_length=MAX_ITEMS, fail_fast=True)]
+ToolList = Annotated[list[Element], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class RequestModel(BaseModel):
+    """A part of a request body. Unknown fields are kept, so that they can be listed."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    def unknown_fields(self, prefix: str = "") -> Iterator[str]:
+        """Yield the paths of fields that are not known, such as `messages[].name`."""
+        yield from (prefix + name for name, value in (self.model_extra or {}).items() if value is not None)
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, RequestModel):
+                yield from value.unknown_fields(f"{prefix}{name}.")
+            for each in value if isinstance(value, list) else ():
+                if isinstance(each, RequestModel):
+                    yield from each.unknown_fields(f"{prefix}{name}[].")
+
+
+def reject_media(kind: object) -> object:
+    """Validate the type of a content part: say clearly that only text is supported."""
+    media = {"image_url": "image", "image": "image", "document": "document", "file": "file", "input_audio": "audio"}
+    if isinstance(kind, str) and kind in media:
+        raise PydanticCustomError(
+            "unsupported", f"{media[kind]} input is not supported by this server: send text only"
+        )
+    return kind
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("Text should not hold half a surrogate pair") from None
+    return text
+
+
+def _bounded(value: dict[str, Any]) -> dict[str, Any]:
+    """Templates and grammars must be able to write it."""
+    if nested_too_deeply(value):
+        raise ValueError("Object should not be nested so deeply")
+    _encodable(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    return value
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(_bounded)]
+ToolName = Annotated[Text, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+ModelName = Annotated[Text | None, Field(description="Its id, folder or hub id; default: the served model.")]
+
+
+class GenerationRequest(RequestModel):
+    """A request for output. Sampling fields have the names of SamplingParams."""
+
+    model: ModelName = None
+    stream: bool | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    num_draft_tokens: int | Literal["auto"] | None = Field(None, description="Drafts per step; 0 disables drafting.")
+    acceptance: Literal["auto", "ratio", "coupled", "optimistic"] | None = None
+
+    def check(self) -> None:
+        """Reject what cannot be honoured, whatever the model."""
+        raise NotImplementedError
+
+    async def prepare(self, served: ServedModel, work: Preparation) -> Prompt:
+        """Return the tokens of the prompt, and what else the model makes of the request."""
+        raise NotImplementedError
+
+    def engine_request(self, prompt: Prompt, context: int) -> Request:
+        """Return the request for the engine. A RequestError names the field that is out of range."""
+        raise NotImplementedError
+
+    def ignored_fields(self) -> list[str]:
+        """Return the fields that have no effect."""
+        raise NotImplementedError
+
+    def sampling_params(self, prompt: Prompt, **params: Any) -> SamplingParams:
+        """Return `params`, the body's sampling fields, and where it has none the recommended ones."""
+        names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys() - {"grammar"}
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return SamplingParams(**{
+            **prompt.recommended,
+            **given,
+            "logit_bias": prompt.bias,
+            "grammar": prompt.grammar,
+            "accept": self.acceptance or "auto",
+            "k": self._depth(),
+            # As OpenAI has it, penalties count all generated tokens; so do the makers' recommendations.
+            "presence_context_size": None,
+            "frequency_context_size": None,
+            **params,
+        })  # fmt: skip
+
+    def _depth(self) -> int | Literal["auto"]:
+        depth = self.num_draft_tokens
+        if depth is None or depth == "auto":
+            return "auto"
+        if depth < 0:
+            refuse("num_draft_tokens", f"is {depth}; it must be 'auto', 0 or more")
+        return min(depth, MAX_K)
+
+    def clamped_to(self, engine: int | None) -> int | None:
+        """Return the greatest depth used, if more was requested. `engine`: what the engine reports."""
+        depth = self.num_draft_tokens
+        return MAX_K if engine is None and isinstance(depth, int) and depth > MAX_K else engine

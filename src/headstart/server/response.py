@@ -1,0 +1,105 @@
+"""From the events of the engine to the output of each choice, and what the responses of both APIs share."""
+
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any, NamedTuple
+
+from pydantic_core import to_json
+
+from ..engine import Event, Origin, Stats, TokenLogprobs
+from .markup import Delta, merge
+from .prompt import Prompt
+from .request_fields import GenerationRequest
+from .served_model import ServedModel
+
+Events = AsyncIterator[Event]
+
+
+class OutputToken(NamedTuple):
+    id: int
+    text: str  # as generated
+    origin: Origin | None  # None: of the prompt, echoed
+    logprobs: TokenLogprobs | None  # None: not requested, or the first token of the prompt
+
+
+@dataclass(frozen=True)
+class TokenSpan:
+    """Consecutive tokens and what they add to the message: nothing yet, or text of tokens before them too."""
+
+    deltas: list[Delta] = field(default_factory=list)
+    tokens: list[OutputToken] = field(default_factory=list)
+
+    @classmethod
+    def join(cls, spans: "list[TokenSpan]") -> "TokenSpan":
+        deltas = merge(delta for span in spans for delta in span.deltas)
+        return cls(deltas, [token for span in spans for token in span.tokens])
+
+
+class ChoiceOutput:
+    """The output of one choice so far, and what of it waits to be sent."""
+
+    def __init__(self, prompt: Prompt, index: int = 0):
+        self._parser = prompt.output_parser()  # None: all output is content
+        self.index = index
+        self.unsent: list[TokenSpan] = []
+        self.sent_characters = 0
+        self.echoed = False  # the prompt
+        self.reasoning_tokens = 0
+        self.finish_reason: str | None = None  # the engine's, or tool_calls
+        self.stats = Stats(None, None)
+
+    def read(self, event: Event) -> list[TokenSpan]:
+        """Return a span for each token of an event. The last one has what the parser held back."""
+        logprobs = event.logprobs or repeat(None)
+        tokens = map(OutputToken, event.tokens, event.texts, event.origins, logprobs)
+        spans = [TokenSpan(self._parse(token.text), [token]) for token in tokens]
+        self.stats = event.stats or self.stats
+        if event.finish_reason is not None:
+            self.finish_reason = event.finish_reason
+            if self._parser is not None:
+                spans.append(TokenSpan(self._parser.finish()))
+                if self._parser.called and self.finish_reason == "stop":
+                    self.finish_reason = "tool_calls"
+        return spans
+
+    def _parse(self, text: str) -> list[Delta]:
+        if self._parser is None:
+            return [Delta("content", text)] if text else []
+        before = self._parser.thinking
+        deltas = self._parser.feed(text)
+        self.reasoning_tokens += before or self._parser.thinking  # markers count too
+        return deltas
+
+
+class ResponseBuilder(ABC):
+    """Builds the response to one request in the format of one API."""
+
+    def __init__(self, body: GenerationRequest, prompt: Prompt, served: ServedModel, id_prefix: str):
+        self.id = f"{id_prefix}{uuid.uuid4().hex}"
+        self.prompt, self.served = prompt, served
+        self._ignored = sorted([*body.ignored_fields(), *prompt.ignored])
+        self._clamped_to = body.clamped_to
+
+    @abstractmethod
+    async def complete(self, events: Events) -> str:
+        """Return the whole response as JSON."""
+
+    @abstractmethod
+    def stream(self, events: Events) -> AsyncIterator[str]:
+        """Yield it as server-sent events."""
+
+    def generation_stats(self, stats: Stats) -> dict[str, Any]:
+        clamped = self._clamped_to(stats.clamped_to)
+        return stats.as_dict() | {"ignored_fields": self._ignored, "num_draft_tokens_clamped_to": clamped}
+
+
+def encode_json(value: Any) -> str:
+    return to_json(value, inf_nan_mode="null").decode()
+
+
+def new_id(prefix: str) -> str:
+    """Return an id for a tool call."""
+    return f"{prefix}{uuid.uuid4().hex[:24]}"
