@@ -67,7 +67,7 @@ def test_what_it_is_is_told_without_its_weights(
     assert told == here
     assert told["path"] == "org/model"
     if kind == "stripped":
-        assert "`headstart graft org/model --from" in told["mtp"]["reason"]
+        assert "`headstart graft org/model --from" in told["native_mtp"]["reason"]
     assert not [file for file in hub.downloaded if file.endswith(".safetensors")]
     for file in {file for file, _, _ in hub.read}:
         header = read_header(folder / file)
