@@ -68,7 +68,7 @@ def test_a_hub_model_is_inspected_without_its_weights(
     assert report == here
     assert report["path"] == "org/model"
     if kind == "stripped":
-        assert "`headstart graft org/model --from" in report["mtp"]["reason"]
+        assert "`headstart graft org/model --from" in report["native_mtp"]["reason"]
     assert not [file for file in hub.downloaded if file.endswith(".safetensors")]
     for file in {file for file, _, _ in hub.read}:
         header = read_header(folder / file)

@@ -69,7 +69,7 @@ def test_a_stored_fault_fails_and_is_named_with_the_way_out(tmp_path: Path) -> N
     assert (report["passed"], report["identical"], report["first_divergence"]) == (False, True, None)
     (fault,) = report["faults"]
     assert (fault["name"], fault["where"]) == ("norms_shifted_twice", "all norms")
-    assert fault["acceptance"] < fault["repaired"]
+    assert fault["acceptance_rate"] < fault["repaired_acceptance_rate"]
     assert f"Delete {SIDECAR}" in report["remedy"]
     assert "headstart graft MODEL --from" in report["remedy"]
     assert list(report["cost_by_k"]) == ["0", "1"]
