@@ -18,13 +18,13 @@ from typing import Any
 import mlx.core as mx
 
 import headstart.engine.scheduler
-from headstart.cards import MAX_K
 from headstart.cluster import Follower, Leader, SharedPrefix, join, load
 from headstart.cluster.engine import Chosen
 from headstart.cluster.wire import Wire
 from headstart.engine import DepthController, Engine, Event, Handle, Request
 from headstart.engine.depth import Drafter
 from headstart.engine.sequence import Output, SequenceState
+from headstart.limits import MAX_K
 from headstart.sampling import GrammarSpec, SamplingParams
 
 ANSWER = 16  # tokens that are counted ahead: so long answers are let in together

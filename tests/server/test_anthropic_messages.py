@@ -10,7 +10,7 @@ import pytest
 from running import CONTEXT, Running, alone, chat_tokens, running, wait_until
 
 import headstart.server.anthropic_reply
-from headstart.cards import MAX_K
+from headstart.limits import MAX_K
 from headstart.server import Limits
 from headstart.state import Prefix
 

@@ -10,10 +10,10 @@ import typer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..errors import CheckpointError
+from ..limits import MAX_K
 
 OURS = Path(__file__).parent
 Capability = Literal["text", "vision", "thinking", "tools"]
-MAX_K = 8  # drafts a round, for any model
 Positive = Annotated[int, Field(ge=1)]
 
 

@@ -9,9 +9,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .card import MAX_K, Card
+from ..limits import DEFAULT_K, MAX_K
+from .card import Card
 
-DEFAULT_K = 2  # where no card says better
 OFF = ("0", "false", "no", "off")
 
 

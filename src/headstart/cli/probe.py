@@ -36,10 +36,10 @@ def probe(
     from ..bench.probe import check_probe, depth_of, probe_model, probe_steps
     from ..bench.probe_report import ProbeReport
     from ..bench.system import system_info
-    from ..cards import MAX_K
     from ..checkpoint import load, load_tokenizer, read_layout, resolve
     from ..checkpoint.convert import head_field
     from ..checkpoint.identity import hub_id
+    from ..limits import MAX_K
 
     # Refuse what is wrong with the options before anything is downloaded or loaded.
     check_folders({"--output": output})

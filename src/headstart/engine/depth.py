@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..cards import DEFAULT_K, MAX_K
+from ..limits import DEFAULT_K, MAX_K
 from .step_time import StepTime
 
 MEMORY = 0.9  # weight that earlier rounds of a sequence keep per round: some 10 rounds count

@@ -20,8 +20,8 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from ..cards import MAX_K
 from ..errors import HeadstartError
+from ..limits import MAX_K
 from ..models import Model
 from ..state import Prefix
 from .batch import Batch

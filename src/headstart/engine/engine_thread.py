@@ -12,8 +12,8 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..cards import MAX_K
 from ..errors import Busy, Down, RequestError
+from ..limits import MAX_K
 from ..models import Model
 from ..sampling.bounds import start_deep
 from .engine import Engine

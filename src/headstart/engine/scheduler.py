@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..cards import MAX_K
 from ..errors import RequestError
+from ..limits import MAX_K
 from ..models import Model
 from ..state import Prefix
 from .memory import ANSWER, Footprint, memory_for_sequences

@@ -4,8 +4,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict
 
-from ..cards import MAX_K
 from ..errors import RequestError
+from ..limits import MAX_K
 from .grammar import GrammarSpec
 
 MAX_STOPS = 64

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..cards import MAX_K
+from ..limits import MAX_K
 from .errors import refuse
 
 Drafts = Annotated[int | Literal["auto"] | None, Field(description="Drafts a round; 0 drafts nothing.")]
