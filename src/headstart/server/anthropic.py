@@ -12,7 +12,7 @@ from pydantic import Field
 
 from ..engine import Request
 from ..sampling import SamplingParams
-from ..sampling.params import MAX_STOP_CHARACTERS, MAX_STOPS
+from ..sampling_params import MAX_STOP_CHARACTERS, MAX_STOPS
 from .anthropic_blocks import Cached, Message, TextBlock
 from .chat import Chat, shape_of
 from .drafts import Drafts, depth

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import RequestError
 from ..sampling import GrammarSpec
-from ..sampling.bounds import MOST_NODES, count_nodes
+from ..sampling.bounds import MAX_NODES, count_nodes
 from .errors import refuse
 from .markup import Dialect, Tools, call_grammar, either, flaw
 
@@ -47,8 +47,8 @@ class Chat:
             refuse("tools", "the model's chat template has none: leave them out", "unsupported")
         if twice := next((name for name, count in Counter(names).items() if count > 1), None):
             refuse("tools", f"{twice!r} is there twice: give every tool a name of its own")
-        if sum(count_nodes(tool["function"].get("parameters")) for tool in self.tools) > MOST_NODES:
-            refuse("tools", f"their schemas have more than {MOST_NODES:,} values together: simplify them")
+        if sum(count_nodes(tool["function"].get("parameters")) for tool in self.tools) > MAX_NODES:
+            refuse("tools", f"their schemas have more than {MAX_NODES:,} values together: simplify them")
         for i, tool in enumerate(self.tools):
             if problem := flaw(tool["function"].get("parameters") or {}):
                 refuse(self._schema_field(i), f"{problem}: send a JSON Schema")

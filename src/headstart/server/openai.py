@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from ..engine import Request
 from ..sampling import GrammarSpec, SamplingParams
-from ..sampling.params import MAX_BIASES, MAX_TOP_LOGPROBS
+from ..sampling_params import MAX_BIASES, MAX_TOP_LOGPROBS
 from .chat import Chat, shape_of
 from .drafts import Drafts, depth
 from .errors import refuse

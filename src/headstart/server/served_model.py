@@ -16,7 +16,7 @@ from ..checkpoint import Layout
 from ..checkpoint.identity import hub_id
 from ..kernels import selected
 from ..models import Model
-from ..sampling import GrammarSpec, spell
+from ..sampling import GrammarSpec, token_bytes
 from .chat import Chat
 from .encode import Encoder, MarkedText, splits_thoughts
 from .errors import Refusal
@@ -131,7 +131,7 @@ class ServedModel:
         return Prompt(tokens, "prompt", text=text, grammar=grammar, compiled=compiled, sampling=sampling)
 
     def spell(self, token: int) -> bytes:
-        return spell(token, self.tokenizer)
+        return token_bytes(token, self.tokenizer)
 
     async def _check_calls(self, answer: GrammarSpec | None, chat: Chat, work: Preparation) -> None:
         """Compile the grammar of calls, and find the tool whose schema cannot be kept to."""

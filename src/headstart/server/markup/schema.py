@@ -6,7 +6,7 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from ...sampling.bounds import referred
+from ...sampling.bounds import resolve_reference
 from .value import ANY, DEEPEST, TEXT, type_of
 
 Schema = Mapping[str, Any]
@@ -53,7 +53,7 @@ def permitted(schema: Any, root: Schema, known: dict[str, Permitted] | None = No
     if isinstance(place := schema.get("$ref"), str):
         if place not in references:
             references[place] = Permitted()  # while it is looked up: what refers to itself says no more by that
-            references[place] = within(referred(place, root))
+            references[place] = within(resolve_reference(place, root))
         found &= references[place]
     names = schema.get("type")
     if named := ANY.intersection([names] if isinstance(names, str) else names or ()):
