@@ -58,7 +58,8 @@ def test_a_listener_that_fails_ends_its_own_request_only(room: EngineThread) -> 
 
 def test_an_answer_that_two_threads_end_at_once_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's thread has its last token in hand while another ends everything."""
-    engine, events, honest = Engine(model, threaded=True), list[Event](), SequenceState.say
+    engine, events, honest = Engine(model), list[Event](), SequenceState.say
+    engine.threaded = True
 
     def say(row: SequenceState, round: StepOutput) -> None:
         other = Thread(target=engine.end_all, args=(Down("over"),))

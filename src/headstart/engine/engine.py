@@ -47,18 +47,16 @@ class Engine(Scheduler):
         max_sequences: int = 16,
         max_queue: int | None = None,
         memory_limit: int | None = None,
-        threaded: bool = False,
         depth: Controller | None = None,
         prefix: Prefix | None = None,
     ):
         """With a tokenizer, events carry text, its end tokens end an answer, and stop strings and grammars work.
 
-        `memory_limit`: bytes that the rows' memory may take; by default what this device has left. `threaded`:
-        another thread turns the engine; otherwise whoever waits for an event does. `depth` chooses k for requests
-        that leave it open; by default what was learned of this model so far goes on to be used, and before the first
-        of them a few steps are timed. `prefix`: where beginnings of prompts are kept for others.
+        `memory_limit`: bytes that the rows' memory may take; by default what this device has left. `depth` chooses k
+        for requests that leave it open; by default what was learned of this model so far goes on to be used, and
+        before the first of them a few steps are timed. `prefix`: where beginnings of prompts are kept for others.
         """
-        super().__init__(model, tokenizer, max_sequences, max_queue, memory_limit, threaded, prefix)
+        super().__init__(model, tokenizer, max_sequences, max_queue, memory_limit, prefix)
         maybe_set_recommended_wired_limit()  # Metal: keep the weights resident
         self.depth: Controller = depth or _depths.setdefault(model, DepthController(model.max_k, model.default_k))
         self.communication_seconds = 0.0  # between machines, in all rounds

@@ -7,7 +7,8 @@ request goes on where it was; if that one dies too, all requests end with the er
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from threading import Condition, Thread
+from threading import TIMEOUT_MAX, Condition, Thread
+from types import TracebackType
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -38,6 +39,13 @@ class Settings:
 
 
 class EngineThread:
+    """An engine that runs in a thread of its own, for programs with threads.
+
+    Use it as `with EngineThread(model, tokenizer) as engine`. Any thread may call `submit`, or `generate` and
+    `stream_generate` with `engine=engine`; their requests are decoded in one batch. Leaving the block waits for
+    running requests.
+    """
+
     def __init__(
         self,
         model: Model,
@@ -48,7 +56,8 @@ class EngineThread:
         **engine: Any,
     ):
         """The arguments are those of Engine, or of what else can `make` one."""
-        self.engine = make(model, tokenizer, max_queue=max_queue, threaded=True, **engine)
+        self.engine = make(model, tokenizer, max_queue=max_queue, **engine)
+        self.engine.threaded = True
         self.settings = Settings(max_k=self.engine.model.max_k)
         self.restarts = 0
         self.problem: str | None = None  # why the thread died
@@ -76,6 +85,15 @@ class EngineThread:
     def start(self) -> None:
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         start_deep(self._thread)  # grammars are followed in it
+
+    def __enter__(self) -> "EngineThread":
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(0.0 if error is not None else TIMEOUT_MAX)
 
     def submit(
         self, request: Request, *, client: str = "", listener: Callable[[Event], None] | None = None

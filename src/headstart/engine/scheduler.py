@@ -25,7 +25,6 @@ class Scheduler:
         max_sequences: int,
         max_queue: int | None,
         memory_limit: int | None,
-        threaded: bool,
         prefix: Prefix | None,
     ):
         if max_sequences < 1:
@@ -45,7 +44,7 @@ class Scheduler:
         self.queue = Queue(max_queue)
         self.entering: deque[SequenceState] = deque()  # taking in their prompts
         self.rows: list[SequenceState] = []  # decoding, in the order of the batch
-        self._threaded = threaded
+        self.threaded = False  # set by EngineThread: its thread runs the engine, and handles only wait
         self._cancel_all = False
 
     def turn(self) -> bool:
@@ -68,7 +67,7 @@ class Scheduler:
         request.check(self.model)
         if request.n > self.max_sequences:
             raise RequestError(f"n is {request.n}, and at most {self.max_sequences} answers can be given at a time")
-        handle = Handle(request, None if self._threaded else self.turn, listener)
+        handle = Handle(request, None if self.threaded else self.turn, listener)
         row = SequenceState.of(handle, self.model, self.tokenizer, max_k)
         if (needed := self._bytes([row])) > self.memory:
             with_, or_n = ("its answer", "") if request.n == 1 else (f"{request.n} answers", " or n")
