@@ -13,7 +13,7 @@ import pytest
 
 from headstart.errors import RequestError
 from headstart.state import BLOCK, CHUNK, KV, BatchState, Prefix, Recurrent
-from headstart.state.prefix import TAIL, Node, Worth
+from headstart.state.prefix import TAIL, Node, Retention
 
 C = 32  # tokens a chunk
 LOTS = 1 << 30
@@ -194,7 +194,7 @@ def test_a_prompt_that_ends_within_a_longer_one_leaves_states_there() -> None:
     prefill_prompts(prefix, prompt)
     short = prompt[: 13 * C + 2]
     assert [prefill_prompts(prefix, short), prefill_prompts(prefix, short)] == [8 * C, 13 * C]
-    assert next(node for node in nodes(prefix) if node.worth is Worth.FORK).states is not None
+    assert next(node for node in nodes(prefix) if node.retention is Retention.FORK).states is not None
 
 
 def size_of(*prompts: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""What a sequence remembers: keys and values, recurrent states, which of it is certain, and what outlives it."""
+"""State of sequences: KV caches, recurrent states, what of them is committed, and the prefix cache."""
 
 from .batch_state import BatchState
 from .kv import BLOCK, KV
