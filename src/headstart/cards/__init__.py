@@ -1,6 +1,5 @@
-"""Model cards: what is known of a model beyond its files. One TOML for each, and the user's own go before ours."""
+"""Model cards: what is known of a model beyond its files. One TOML each; the user's own replace the built-in ones."""
 
-from .card import Card, NativeMtp, known, matching, named
-from .dispatch import Dispatch, dispatch
+from .card import Card, Dispatch, NativeMtp, dispatch, known, matching, named
 
 __all__ = ["Card", "Dispatch", "NativeMtp", "dispatch", "known", "matching", "named"]
