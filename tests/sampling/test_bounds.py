@@ -51,7 +51,7 @@ def test_nodes_and_depth(schema: Any, nodes: int, depth: int) -> None:
     [
         ("json_schema", json.dumps(chain(MAX_LEVELS)), "levels"),
         ("json_schema", json.dumps({"enum": list(range(MAX_NODES))}), "values"),
-        ("json_schema", "{", "no json_schema"),
+        ("json_schema", "{", "not a usable json_schema"),
         ("lark", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(MAX_RULES)), "rules"),
         ("lark", "start: " + "a" * MAX_BYTES, "bytes"),
         ("regex", "é" * (MAX_BYTES // 2 + 1), "bytes"),
