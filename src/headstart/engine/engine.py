@@ -24,6 +24,7 @@ from ..errors import HeadstartError
 from ..limits import MAX_K
 from ..models import Model
 from ..state import Prefix
+from ..thread_exit import wait_at_exit
 from .batch import Batch
 from .calibrate import BUDGET, CALIBRATION_BATCH, WARM_UP_BUDGET, step_times
 from .depth import Controller, DepthController, pause_reason
@@ -75,6 +76,7 @@ class Engine(Scheduler):
 
     def turn(self) -> bool:
         """One turn. False when nothing is left to do."""
+        wait_at_exit()
         with self._turning:
             self._end_cancelled()
             self._drop_finished()
