@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cached_property, partial
 from operator import index
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -161,17 +161,8 @@ def generate(
 
     The other arguments are those of `stream_generate`.
     """
-    responses = stream_generate(
-        model,
-        tokenizer,
-        prompt,
-        max_tokens,
-        sampler=sampler,
-        k=k,
-        prompt_progress_callback=prompt_progress_callback,
-        engine=engine,
-        **params,
-    )
+    start = partial(stream_generate, sampler=sampler, k=k, engine=engine, **params)
+    responses = start(model, tokenizer, prompt, max_tokens, prompt_progress_callback=prompt_progress_callback)
     if verbose:
         print("=" * 10)
     text = ""
