@@ -1,9 +1,9 @@
-"""Time to the first token of a prompt that is read, and of the same prompt when it is remembered, in one run.
+"""Measure the time to the first token of a prompt that is computed, and of the same prompt from the prefix cache.
 
     python bench/prefix.py [--model FOLDER] [--tokens 4096 4160] [--repeats 3] [--hidden 64] [--layers 4]
 
 By default a random checkpoint with a long context. Cold and warm runs alternate, so that a noisy machine shifts both;
-medians are taken, and the ratio within each repeat. `store` is what a first reading costs more with the cache than
+medians are taken, and the ratio within each repeat. `store` is what a first prefill costs more with the cache than
 without one. Every answer is checked: the tokens must be those of an engine without a cache.
 """
 
@@ -39,7 +39,7 @@ def random_model(hidden: int, layers: int, context: int) -> Model:
 
 
 def first_token(engine: Engine, prompt: list[int]) -> tuple[float, list[int], int]:
-    """(seconds, tokens, tokens of the prompt that were remembered) of a short answer."""
+    """Return (seconds, tokens, prompt tokens from the cache) of a short answer."""
     start, seconds, tokens, hit = time.perf_counter(), 0.0, [], 0
     for event in engine.submit(Request(prompt, SamplingParams(max_tokens=4, k=2))):
         if event.tokens and not tokens:
