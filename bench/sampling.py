@@ -4,8 +4,8 @@
 
 `window` is k calls of `propose` and one of `accept_window` on random logits, as a step makes them. `step` is the rest
 of a step of the built-in model (trunk, head, logits, commit) with as many sequences: a model of a few million
-parameters, so the shares are an upper bound. `lm_head` is what the last product alone of a 27B model (hidden 5120, bfloat16)
-costs here. Settings are measured one after the other in every repeat, and medians taken.
+parameters, so the shares are an upper bound. `lm_head` is what the last product alone of a 27B model (hidden 5120,
+bfloat16) costs here. Settings are measured one after the other in every repeat, and medians taken.
 """
 
 import argparse
