@@ -20,7 +20,7 @@ from headstart.checkpoint import load
 from headstart.engine import Engine, Request
 from headstart.models import Model
 from headstart.sampling import SamplingParams
-from headstart.state import CHUNK, Prefix
+from headstart.state import CHUNK, PrefixCache
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from checkpoints import write
@@ -65,7 +65,7 @@ def main() -> None:
     print("| --- " * 8 + "|")
     for length in arguments.tokens:
         prompt = [(7 * i * i + 3 * i) % (model.vocabulary - 1) for i in range(length)]
-        prefix = Prefix(1 << 30, eight_bits=arguments.eight_bits)
+        prefix = PrefixCache(1 << 30, eight_bits=arguments.eight_bits)
         engine, plain = Engine(model, prefix=prefix), Engine(model)
         runs: list[tuple[float, float, float]] = []
         hit = 0

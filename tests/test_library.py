@@ -53,7 +53,7 @@ def test_the_public_names_are_there() -> None:
     for name in headstart.__all__:
         assert getattr(headstart, name) is not None
         assert name in dir(headstart)
-    assert headstart.Prefix(10**6).max_bytes == 10**6  # for Engine(prefix=…)
+    assert headstart.PrefixCache(10**6).max_bytes == 10**6  # for Engine(prefix=…)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         headstart.nonsense  # noqa: B018
 
@@ -338,7 +338,7 @@ def test_threads_share_one_batch_through_an_engine_thread(loaded: tuple[Model, A
 def test_an_engine_without_a_thread_cannot_be_made_to_wait_for_one(loaded: tuple[Model, Any]) -> None:
     with pytest.raises(TypeError, match="threaded"):
         headstart.Engine(*loaded, threaded=True)
-    with pytest.raises(headstart.errors.Down, match="not started"):
+    with pytest.raises(headstart.errors.EngineDown, match="not started"):
         headstart.EngineThread(*loaded).submit(headstart.Request([1, 2]))
 
 

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
         stream_generate,
     )
     from .sampling_params import GrammarSpec, SamplingParams
-    from .state import Prefix
+    from .state import PrefixCache
 
     __version__: str
 
 open_files.protect()
 
 __all__ = [
-    "AsyncEngine", "BatchResponse", "Engine", "EngineThread", "Event", "GenerationResponse", "GrammarSpec", "Prefix",
-    "Request", "SamplingParams", "Stats", "__version__", "batch_generate", "errors", "generate", "load",
+    "AsyncEngine", "BatchResponse", "Engine", "EngineThread", "Event", "GenerationResponse", "GrammarSpec",
+    "PrefixCache", "Request", "SamplingParams", "Stats", "__version__", "batch_generate", "errors", "generate", "load",
     "make_sampler", "stream_generate",
 ]  # fmt: skip
 
@@ -37,7 +37,7 @@ _MODULES = {
         "stream_generate",
     ),
     "sampling_params": ("GrammarSpec", "SamplingParams"),
-    "state": ("Prefix",),
+    "state": ("PrefixCache",),
 }  # fmt: skip
 
 

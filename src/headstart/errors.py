@@ -25,7 +25,7 @@ class ClusterError(HeadstartError):
     """The machines of a cluster cannot work together."""
 
 
-class Down(HeadstartError):
+class EngineDown(HeadstartError):
     """The engine has stopped, and all its requests have ended."""
 
 

@@ -72,7 +72,7 @@ class Card(StrictModel):
         return {name.lower() for name in (self.name, self.hub_id, *self.also) if name}
 
 
-def known() -> list[Card]:
+def all_cards() -> list[Card]:
     """Return all cards. A card in the user's folder (~/.config/headstart/cards, or where the platform keeps
     configuration) replaces the built-in one of the same name."""
     user_cards = Path(typer.get_app_dir("headstart")) / "cards"
@@ -80,14 +80,14 @@ def known() -> list[Card]:
     return list({card.name.lower(): card for card in map(_read, paths)}.values())
 
 
-def named(name: str) -> Card | None:
+def find_card(name: str) -> Card | None:
     """Return the card of that name or hub id."""
-    return next((card for card in known() if name.lower() in card.names), None)
+    return next((card for card in all_cards() if name.lower() in card.names), None)
 
 
-def matching(ids: Iterable[str | None], folder: str, family: str) -> Card | None:
+def match_card(ids: Iterable[str | None], folder: str, family: str) -> Card | None:
     """Return the card of a model on disk: by the hub ids known of it, else by the name of its folder."""
-    cards = [card for card in known() if card.family == family]
+    cards = [card for card in all_cards() if card.family == family]
     for name in ids:
         if found := next((card for card in cards if name and name.lower() in card.names), None):
             return found

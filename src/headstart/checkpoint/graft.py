@@ -174,7 +174,7 @@ def _may_be(original: str, source: Path | str, family: str) -> bool:
     if isinstance(source, Path) and source.absolute().name.lower() == original.rpartition("/")[2].lower():
         return True
     name = source if isinstance(source, str) else _name(source, family)
-    card = cards.named(original)
+    card = cards.find_card(original)
     return name is None or name.lower() == original.lower() or (card is not None and name.lower() in card.names)
 
 
@@ -183,7 +183,7 @@ def _name(source: Path, family: str) -> str | None:
     of a conversion. A release's README names the model that it was trained from, which is another one."""
     if found := identity.hub_id(source):
         return found
-    if card := cards.matching((), source.absolute().name, family):
+    if card := cards.match_card((), source.absolute().name, family):
         return card.hub_id or card.name
     converted = any(part.sources[0].provenance == "converted" for part in read_head(source).head.values())
     return identity.base_model(source) if converted else None

@@ -32,13 +32,13 @@ def base_model(path: Path) -> str | None:
 
 
 def card(path: Path, family: str) -> cards.Card | None:
-    return cards.matching((hub_id(path), base_model(path)), path.absolute().name, family)
+    return cards.match_card((hub_id(path), base_model(path)), path.absolute().name, family)
 
 
 def release(path: Path, family: str) -> str | None:
     """The id of a model as released: the cache's, or that of the card with exactly its folder's name. A longer name
     may be a fine-tune's."""
-    named = cards.named(path.absolute().name)
+    named = cards.find_card(path.absolute().name)
     return hub_id(path) or (named.hub_id if named and named.family == family else None)
 
 

@@ -32,7 +32,7 @@ def chat(
     from ..engine import Engine
     from ..engine.memory import memory_for_prefixes
     from ..library import load
-    from ..state import Prefix
+    from ..state import PrefixCache
 
     loaded, tokenizer = load(model, mtp=mtp)
     console, aside = Console(highlight=False), Console(stderr=True, highlight=False)
@@ -51,7 +51,7 @@ def chat(
             messages.append({"role": "user", "content": line})
             try:
                 if engine is None:
-                    engine = Engine(loaded, tokenizer, max_sequences=1, prefix=Prefix(memory_for_prefixes()))
+                    engine = Engine(loaded, tokenizer, max_sequences=1, prefix=PrefixCache(memory_for_prefixes()))
                 said, stopped = _answer(engine, tokenizer, messages, sampling, console, aside, show_drafts)
                 messages.append({"role": "assistant", "content": said})
                 if stopped:  # in the middle of whatever it was doing: it is not to be trusted any more

@@ -15,12 +15,12 @@ def models(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List the models on this machine, whether their heads can draft and how far, and the others with a card."""
-    from ..cards import known
+    from ..cards import all_cards
     from ..checkpoint.inventory import on_disk
 
     found = [model.report() for model in on_disk(folders or ())]
     here = {model["card"] for model in found}
-    others = [card for card in known() if card.name not in here]
+    others = [card for card in all_cards() if card.name not in here]
     if as_json:
         typer.echo(json.dumps({"on_disk": found, "known": [card.model_dump(exclude_none=True) for card in others]}))
         return

@@ -107,7 +107,7 @@ def serve(
         most_connections,
         settings_of_the_user,
     )
-    from ..state import Prefix
+    from ..state import PrefixCache
 
     configure_log(log_level, access=access_log)
     keys = Keys(api_key or ())
@@ -121,7 +121,7 @@ def serve(
         served = ServedModel.of(read_layout(folder), loaded, tokenizer, id=model_id)
         bytes_ = memory_for_prefixes() if prefix_cache_gb is None else int(prefix_cache_gb * 1e9)
         if cluster is None:
-            prefix = Prefix(bytes_, eight_bits=prefix_cache_8bit) if bytes_ else None
+            prefix = PrefixCache(bytes_, eight_bits=prefix_cache_8bit) if bytes_ else None
             room = EngineThread(
                 served.model, tokenizer, max_sequences=max_sequences, max_queue=max_queue, prefix=prefix
             )

@@ -22,7 +22,7 @@ from ..engine.depth import Controller, Drafter
 from ..engine.memory import Footprint
 from ..engine.pending_step import PendingStep
 from ..engine.sequence import SequenceState
-from ..errors import ClusterError, Down
+from ..errors import ClusterError, EngineDown
 from ..models import Model
 from ..state.prefix import Sizes
 from .machines import Machines
@@ -160,7 +160,7 @@ class Member(Engine):
         """Tell the clients. Nothing here may wait for the device, which waits for those who are gone."""
         for row in (*self.queue.clear(), *self.entering, *self.rows):
             if not row.over:
-                row.finish("error", Down(f"the machines have stopped: {reason}"))
+                row.finish("error", EngineDown(f"the machines have stopped: {reason}"))
         time.sleep(FAREWELL)
 
 

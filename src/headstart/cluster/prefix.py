@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..errors import ClusterError
-from ..state import BatchState, Prefix
+from ..state import BatchState, PrefixCache
 from ..state.prefix import Sizes
 from .wire import Wire
 
 
-class SharedPrefix(Prefix):
+class SharedPrefix(PrefixCache):
     """Every machine has the layers' memory that it has made itself, and counts it as the one with the most does.
 
     What is kept follows from the prompts, which are the same everywhere. Only the wish to forget it comes from

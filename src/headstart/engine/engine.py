@@ -23,7 +23,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from ..errors import HeadstartError
 from ..limits import MAX_K
 from ..models import Model
-from ..state import Prefix
+from ..state import PrefixCache
 from ..thread_exit import wait_at_exit
 from .batch import Batch
 from .calibrate import BUDGET, CALIBRATION_BATCH, WARM_UP_BUDGET, step_times
@@ -49,7 +49,7 @@ class Engine(Scheduler):
         max_queue: int | None = None,
         memory_limit: int | None = None,
         depth: Controller | None = None,
-        prefix: Prefix | None = None,
+        prefix: PrefixCache | None = None,
     ):
         """With a tokenizer, events carry text, its end tokens end an answer, and stop strings and grammars work.
 

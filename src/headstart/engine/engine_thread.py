@@ -13,7 +13,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..errors import Busy, Down, RequestError
+from ..errors import Busy, EngineDown, RequestError
 from ..limits import MAX_K
 from ..models import Model
 from ..sampling.bounds import start_deep
@@ -100,17 +100,17 @@ class EngineThread:
     ) -> Handle:
         """From any thread. `listener` is told every event in the engine's thread; without one, iterate the handle.
 
-        RequestError where it cannot be honoured, Busy where it cannot be now, Down where nothing can.
+        RequestError where it cannot be honoured, Busy where it cannot be now, EngineDown where nothing can.
         """
         if self.closing:
             raise Busy("the server is shutting down", retry_after=5)
         if not self.healthy:
-            raise Down(f"the engine is down ({self.problem or 'it was not started'}): start it again")
+            raise EngineDown(f"the engine is down ({self.problem or 'it was not started'}): start it again")
         max_k = self.settings.max_k if self.settings.speculation else 0
         handle = self.engine.submit(request, client=client, listener=listener, max_k=max_k)
         with self._awake:
             if self._over:  # since it was seen to be healthy
-                self.engine.end_all(Down(f"the engine is down ({self.problem or 'it was closed'})"))
+                self.engine.end_all(EngineDown(f"the engine is down ({self.problem or 'it was closed'})"))
             self._awake.notify()
         return handle
 
@@ -140,7 +140,7 @@ class EngineThread:
             if not self._start_again():
                 with self._awake:  # a request that comes now ends all as well
                     self._over = True
-                    self.engine.end_all(Down(f"the engine died: {self.problem}"))
+                    self.engine.end_all(EngineDown(f"the engine died: {self.problem}"))
 
     def _start_again(self) -> bool:
         if self.restarts >= RESTARTS or self.closing:

@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from ..kernels.cuda import on_cuda
 from ..models import Model
-from ..state import CHUNK, Prefix
+from ..state import CHUNK, PrefixCache
 from .batch import Batch
 from .exact import rows_are_independent
 from .request import Event
@@ -16,7 +16,7 @@ from .sequence import SequenceState
 from .step import prefill
 
 
-def prefill_chunk(model: Model, row: SequenceState, prefix: Prefix | None) -> bool:
+def prefill_chunk(model: Model, row: SequenceState, prefix: PrefixCache | None) -> bool:
     """One more chunk of a row's tokens. True once all but the last are in: that one opens the first window."""
     tokens = row.tokens
     if row.handle.request.score != "no":  # a prompt that is told of must be read from its beginning
@@ -48,7 +48,7 @@ def prefill_chunk(model: Model, row: SequenceState, prefix: Prefix | None) -> bo
     return True
 
 
-def _begin(model: Model, row: SequenceState, prefix: Prefix | None) -> None:
+def _begin(model: Model, row: SequenceState, prefix: PrefixCache | None) -> None:
     """At the first token, or after those of its beginning that are known."""
     row.batch = Batch.of_one(
         model, row.tokens, row.asked, row.drafter.ceiling, said=row.said, rounds=row.stats.rounds

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..models import Model
-from ..state import Prefix
+from ..state import PrefixCache
 from .batch import Batch, UnseenPairs
 from .memory import is_shortage
 
 
-def resume(model: Model, batch: Batch, tokens: Sequence[int], prefix: Prefix) -> int:
+def resume(model: Model, batch: Batch, tokens: Sequence[int], prefix: PrefixCache) -> int:
     """Let a new row begin after what is known of its tokens → how many of them that is.
 
     A row that will not draft takes the head along while it takes in its prompt: then every entry serves every row.
@@ -25,7 +25,7 @@ def resume(model: Model, batch: Batch, tokens: Sequence[int], prefix: Prefix) ->
     return taken
 
 
-def leave(batch: Batch, tokens: Sequence[int], taken: int, prefix: Prefix) -> None:
+def leave(batch: Batch, tokens: Sequence[int], taken: int, prefix: PrefixCache) -> None:
     """Keep what the row holds for those that begin like it, if it stands where it can be resumed."""
     if taken and taken % prefix.chunk == 0:
         mx.eval(batch.arrays())

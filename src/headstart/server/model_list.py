@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ..cards import Card, known
+from ..cards import Card, all_cards
 from ..checkpoint.inventory import Found, on_disk
 
 
@@ -13,7 +13,7 @@ def model_list(loaded: Path) -> dict[str, Any]:
     cards = {card.name for each in found if each.layout is not None and (card := each.layout.card) is not None}
     return {
         "on_disk": [_found(each, loaded) for each in found],
-        "known": [_known(card) for card in known() if card.name not in cards],
+        "known": [_known(card) for card in all_cards() if card.name not in cards],
     }
 
 

@@ -2,7 +2,7 @@
 
 from .batch_state import BatchState
 from .kv import BLOCK, KV
-from .prefix import CHUNK, Prefix, PrefixStats
+from .prefix import CHUNK, PrefixCache, PrefixStats
 from .recurrent import Pending, Recurrent
 
-__all__ = ["BLOCK", "CHUNK", "KV", "BatchState", "Pending", "Prefix", "PrefixStats", "Recurrent"]
+__all__ = ["BLOCK", "CHUNK", "KV", "BatchState", "Pending", "PrefixCache", "PrefixStats", "Recurrent"]

@@ -80,7 +80,7 @@ class Node:
         return self.packs_nbytes + self.states_nbytes
 
 
-class Prefix:
+class PrefixCache:
     """The prefix cache of one model. The engine's thread uses it; any thread may call `stats` and `clear`."""
 
     def __init__(self, max_bytes: int, *, eight_bits: bool = False, chunk: int = CHUNK):
