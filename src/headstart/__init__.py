@@ -25,8 +25,8 @@ open_files.protect()
 
 __all__ = [
     "AsyncEngine", "BatchResponse", "Engine", "EngineThread", "Event", "GenerationResponse", "GrammarSpec",
-    "PrefixCache", "Request", "SamplingParams", "Stats", "__version__", "batch_generate", "errors", "generate", "load",
-    "make_sampler", "stream_generate",
+    "PrefixCache", "Request", "SamplingParams", "Stats", "__version__", "batch_generate", "errors", "generate",
+    "load", "make_sampler", "stream_generate",
 ]  # fmt: skip
 
 # mlx and mlx-lm take seconds to import, so a module is imported when one of its names is first used.
