@@ -1,6 +1,5 @@
 """`headstart bench`: how fast a model decodes at each depth here, or how fast servers answer under load."""
 
-import asyncio
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -160,6 +159,8 @@ def _bench_here(name: str | None, source: "PromptSource", plan: "BenchPlan") -> 
 
 
 def _bench_servers(servers: "list[BenchServer]", workload: "Workload", plan: "BenchPlan") -> "BenchReport":
+    import asyncio
+
     from ..bench.load import LoadTest
     from ..bench.report import bench_report
 
