@@ -14,9 +14,9 @@ import time
 from step import ours
 
 from headstart import load
-from headstart.cards import MAX_K
 from headstart.engine import DepthController
 from headstart.engine.depth import DraftHistory
+from headstart.limits import MAX_K
 
 ROUNDS, TURNS, MOST_ROWS = 1000, 5, 16
 VISITS = 20  # rounds with each batch size before

@@ -1,9 +1,9 @@
-"""Time to the first token of a prompt that is read, and of the same prompt when it is remembered, in one run.
+"""Measure the time to the first token of a prompt that is computed, and of the same prompt from the prefix cache.
 
     python bench/prefix.py [--model FOLDER] [--tokens 4096 4160] [--repeats 3] [--hidden 64] [--layers 4]
 
 By default a random checkpoint with a long context. Cold and warm runs alternate, so that a noisy machine shifts both;
-medians are taken, and the ratio within each repeat. `store` is what a first reading costs more with the cache than
+medians are taken, and the ratio within each repeat. `store` is what a first prefill costs more with the cache than
 without one. Every answer is checked: the tokens must be those of an engine without a cache.
 """
 
@@ -20,7 +20,7 @@ from headstart.checkpoint import load_model
 from headstart.engine import Engine, Request
 from headstart.models import Model
 from headstart.sampling import SamplingParams
-from headstart.state import CHUNK, Prefix
+from headstart.state import CHUNK, PrefixCache
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from checkpoints import write
@@ -39,7 +39,7 @@ def random_model(hidden: int, layers: int, context: int) -> Model:
 
 
 def first_token(engine: Engine, prompt: list[int]) -> tuple[float, list[int], int]:
-    """(seconds, tokens, tokens of the prompt that were remembered) of a short answer."""
+    """Return (seconds, tokens, prompt tokens from the cache) of a short answer."""
     start, seconds, tokens, hit = time.perf_counter(), 0.0, [], 0
     for event in engine.submit(Request(prompt, SamplingParams(max_tokens=4, k=2))):
         if event.tokens and not tokens:
@@ -67,7 +67,7 @@ def main() -> None:
     print("| --- " * 8 + "|")
     for length in arguments.tokens:
         prompt = [(7 * i * i + 3 * i) % (model.vocabulary - 1) for i in range(length)]
-        prefix = Prefix(1 << 30, eight_bits=arguments.eight_bits)
+        prefix = PrefixCache(1 << 30, eight_bits=arguments.eight_bits)
         engine, plain = Engine(model, prefix=prefix), Engine(model)
         runs: list[tuple[float, float, float]] = []
         hit = 0

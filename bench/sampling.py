@@ -1,11 +1,11 @@
-"""What sampling costs: distributions, noise and verdict of one window, without the model.
+"""Measure what sampling costs: distributions, noise and acceptance of one window, without the model.
 
     python bench/sampling.py [--rows 1 8 32] [--k 0 3] [--vocabulary 248320] [--repeats 3] [--only TEXT] [--slow]
 
 `window` is k calls of `propose` and one of `accept_window` on random logits, as a step makes them. `step` is the rest
-of a step of the built-in model (trunk, head, logits, commit) with as many rows: a model of a few million parameters,
-so the shares are an upper bound. `lm_head` is what the last product alone of a 27B model (hidden 5120, bfloat16)
-costs here. Settings are measured one after the other in every repeat, and medians taken.
+of a step of the built-in model (trunk, head, logits, commit) with as many sequences: a model of a few million
+parameters, so the shares are an upper bound. `lm_head` is what the last product alone of a 27B model (hidden 5120,
+bfloat16) costs here. Settings are measured one after the other in every repeat, and medians taken.
 """
 
 import argparse
@@ -49,31 +49,32 @@ PROMPT = [5, 900, 31, 7]
 Run = Callable[[], list[mx.array]]
 
 
-def window(params: SamplingParams, rows: int, k: int, target: mx.array, head: mx.array) -> Run:
-    """One window of sampling, ready to run again and again."""
-    asked = [SequenceParams(params, key, 0, 10**6) for key in range(rows)]
-    ruled = controls(asked, target.shape[-1])
+def window(params: SamplingParams, sequences: int, k: int, target: mx.array, head: mx.array) -> Run:
+    """Return a function that samples one window."""
+    each = [SequenceParams(params, key, 0, 10**6) for key in range(sequences)]
+    batch_controls = controls(each, target.shape[-1])
     size = params.context_size
-    recent = mx.array(np.random.default_rng(0).integers(0, 1000, (rows, size)).astype(np.int32)).reshape(rows, size)
-    counts = mx.arange(rows, dtype=mx.int32)
-    scene = BatchContext(ruled, counts + 100, counts, recent, mx.full((rows,), 10**6))
-    allowed = mx.full((rows,), k, mx.int32)
+    tokens = np.random.default_rng(0).integers(0, 1000, (sequences, size)).astype(np.int32)
+    recent = mx.array(tokens).reshape(sequences, size)
+    counts = mx.arange(sequences, dtype=mx.int32)
+    context = BatchContext(batch_controls, counts + 100, counts, recent, mx.full((sequences,), 10**6))
+    allowed = mx.full((sequences,), k, mx.int32)
 
     def run() -> list[mx.array]:
-        proposal = Proposal(mx.zeros((rows, 0), mx.int32), [])
+        proposal = Proposal(mx.zeros((sequences, 0), mx.int32), [])
         for j in range(k):
-            proposal = propose(head[:rows, j : j + 1], proposal, scene)
-        return list(accept_window(target[:rows, : k + 1], proposal, allowed, scene))
+            proposal = propose(head[:sequences, j : j + 1], proposal, context)
+        return list(accept_window(target[:sequences, : k + 1], proposal, allowed, context))
 
     return run
 
 
-def rest_of_a_step(model: Model, rows: int, k: int) -> Run:
-    """A greedy step of the built-in model, whose sampling is an argmax."""
-    asked = SequenceParams(P(), 0, 0, 10**6)
-    running = Batch.of_one(model, PROMPT, asked, max_k=k)
+def rest_of_a_step(model: Model, sequences: int, k: int) -> Run:
+    """Return a function that runs a greedy step of the built-in model, whose sampling is an argmax."""
+    greedy = SequenceParams(P(), 0, 0, 10**6)
+    running = Batch.of_one(model, PROMPT, greedy, max_k=k)
     prefill(model, running, mx.array([PROMPT[:-1]]), mx.array(PROMPT[-1:]))
-    running.keep([0] * rows, model)
+    running.keep([0] * sequences, model)
 
     def run() -> list[mx.array]:
         return [step(model, running, k).tokens, *running.arrays()]
@@ -89,7 +90,7 @@ def milliseconds(run: Run) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--rows", dest="sequences", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--k", type=int, nargs="+", default=[0, 3])
     parser.add_argument("--vocabulary", type=int, default=248_320)
     parser.add_argument("--repeats", type=int, default=3)
@@ -100,47 +101,47 @@ def main() -> None:
     args = parser.parse_args()
 
     model = load_model("tiny-qwen3.5")
-    most, deep = max(args.rows), max(args.k)
+    most, deep = max(args.sequences), max(args.k)
     rng = np.random.default_rng(0)
     target = mx.array((rng.standard_normal((most, deep + 1, args.vocabulary)) * 2.5).astype(np.float32))
     near = 0.8 * target[:, :deep] + 0.5 * mx.random.normal((most, deep, args.vocabulary))
     mx.eval(target, near)
 
     print(f"Vocabulary {args.vocabulary:,}, {mx.default_device()}, medians of {args.repeats}, in ms.\n")
-    shapes = [(rows, k) for rows in args.rows for k in args.k]
-    print("| setting | " + " | ".join(f"{rows} rows, k = {k}" for rows, k in shapes) + " |")
+    shapes = [(sequences, k) for sequences in args.sequences for k in args.k]
+    print("| setting | " + " | ".join(f"{sequences} sequences, k = {k}" for sequences, k in shapes) + " |")
     print("| --- |" + " ---: |" * len(shapes))
     names = [name for name in SETTINGS if args.only in name]
     table: dict[tuple[str, int, int], float] = {}
-    for rows, k in shapes:
-        runs = {"step": rest_of_a_step(model, rows, k)}
+    for sequences, k in shapes:
+        runs = {"step": rest_of_a_step(model, sequences, k)}
         for name in names:
-            if args.slow or not (name.startswith(SLOW) and rows * (2 * k + 1) > 8):
-                runs[name] = window(SETTINGS[name], rows, k, target, near)
+            if args.slow or not (name.startswith(SLOW) and sequences * (2 * k + 1) > 8):
+                runs[name] = window(SETTINGS[name], sequences, k, target, near)
         times: dict[str, list[float]] = {name: [] for name in runs}
-        large = rows * (k + 1) > 31  # seconds a window on a CPU: once must do
+        large = sequences * (k + 1) > 31  # seconds a window on a CPU: run it once
         for run in runs.values():
             if not large:
                 milliseconds(run)
         for _ in range(1 if large else args.repeats):
             for name, run in runs.items():
                 times[name].append(milliseconds(run))
-        table |= {(name, rows, k): statistics.median(values) for name, values in times.items()}
+        table |= {(name, sequences, k): statistics.median(values) for name, values in times.items()}
     print(
         "| *rest of a step, built-in model* | " + " | ".join(f"{table['step', r, k]:.1f}" for r, k in shapes) + " |"
     )
     for name in names:
         cells = []
-        for rows, k in shapes:
-            cost, rest = table.get((name, rows, k)), table["step", rows, k]
+        for sequences, k in shapes:
+            cost, rest = table.get((name, sequences, k)), table["step", sequences, k]
             cells.append("–" if cost is None else f"{cost:.1f} ({cost / (cost + rest):.0%})")
         print(f"| {name} | " + " | ".join(cells) + " |")
 
     hidden, weights = mx.ones((4, 5120), mx.bfloat16), mx.ones((args.vocabulary, 5120), mx.bfloat16)
     mx.eval(hidden, weights)
-    for rows in (1, 4):
-        product = [milliseconds(lambda rows=rows: [hidden[:rows] @ weights.T]) for _ in range(args.repeats)]
-        print(f"\nlm_head of a 27B model (5120 × {args.vocabulary:,}, bfloat16), {rows} positions: ", end="")
+    for positions in (1, 4):
+        product = [milliseconds(lambda n=positions: [hidden[:n] @ weights.T]) for _ in range(args.repeats)]
+        print(f"\nlm_head of a 27B model (5120 × {args.vocabulary:,}, bfloat16), {positions} positions: ", end="")
         print(f"{statistics.median(product):.0f} ms")
 
 

@@ -1,9 +1,12 @@
 """Lines of source by package, for docs/architecture.md: `python docs/lines.py` prints the table, `--write` puts it
-into the page. Blank lines and comments count too, data files do not."""
+into the page. `code` counts Python without blank lines, comments and docstrings, `lines` counts all of them and the
+assets too; data files count nowhere."""
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -18,8 +21,9 @@ def table() -> str:
     alone = sorted(SOURCE.glob("*.py"))
     rows += [_row(f"`{path.name}`", path, [path]) for path in alone]
     everything = [file for path in packages for file in _files(path)] + alone
-    rows.append(f"| in all | | {len(everything)} | {sum(map(_lines, everything)):,} | |\n")
-    return "| | | files | lines | longest |\n| --- | --- | ---: | ---: | --- |\n" + "".join(rows)
+    code, lines = sum(map(_code_lines, everything)), sum(map(_lines, everything))
+    rows.append(f"| in all | | {len(everything)} | {code:,} | {lines:,} | |\n")
+    return "| | | files | code | lines | longest |\n| --- | --- | ---: | ---: | ---: | --- |\n" + "".join(rows)
 
 
 def problems() -> list[str]:
@@ -38,7 +42,28 @@ def _row(name: str, about: Path, files: list[Path]) -> str:
     longest = max(files, key=_lines)
     what = (ast.get_docstring(ast.parse(about.read_text(encoding="utf-8"))) or "").split("\n\n")[0].replace("\n", " ")
     longest_file = f"`{longest.name}`, {_lines(longest)}" if len(files) > 1 else ""
-    return f"| {name} | {what} | {len(files)} | {sum(map(_lines, files)):,} | {longest_file} |\n"
+    code, lines = sum(map(_code_lines, files)), sum(map(_lines, files))
+    return f"| {name} | {what} | {len(files)} | {code:,} | {lines:,} | {longest_file} |\n"
+
+
+def _code_lines(file: Path) -> int:
+    """Return the lines of a Python file without blank lines, comments and docstrings; 0 for other files."""
+    if file.suffix != ".py":
+        return 0
+    source = file.read_text(encoding="utf-8")
+    ignored = (
+        tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
+    )  # fmt: skip
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in ignored:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        is_scope = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        if is_scope and ast.get_docstring(node, clean=False) is not None:
+            docstring = node.body[0]
+            lines -= set(range(docstring.lineno, docstring.end_lineno + 1))
+    return len(lines)
 
 
 def _lines(file: Path) -> int:

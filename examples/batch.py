@@ -1,4 +1,4 @@
-"""Many prompts in one batch: every row has its own parameters, its own acceptance and its own end.
+"""Many prompts in one batch: every sequence has its own parameters, its own acceptance and its own end.
 
 python examples/batch.py
 """
@@ -21,7 +21,7 @@ HOW = (
 
 def main() -> list[str]:
     model, tokenizer = load()
-    engine = Engine(model, tokenizer, max_sequences=4)  # more requests than rows would wait their turn
+    engine = Engine(model, tokenizer, max_sequences=4)  # further requests would wait
     handles = []
     for task, params in zip(TASKS, HOW, strict=True):
         messages = [{"role": "user", "content": task}]
@@ -31,7 +31,7 @@ def main() -> list[str]:
     texts = []
     for task, handle in zip(TASKS, handles, strict=True):
         text = ""
-        for event in handle:  # whoever waits turns the engine, for all rows; others find their events waiting
+        for event in handle:  # iterating runs the engine for all sequences; events of the others are queued
             if event.error is not None:
                 raise event.error
             text += "".join(event.texts)

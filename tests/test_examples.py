@@ -1,6 +1,9 @@
 """The examples do what they say."""
 
+import socket
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -61,6 +64,32 @@ def test_a_batch_answers_every_prompt_by_its_own_parameters(capsys: pytest.Captu
     told = [line for line in capsys.readouterr().out.splitlines() if "tokens per round" in line]
     assert told[2].endswith(" 1.00 tokens per round")  # k = 0
     assert any(not line.endswith(" 1.00 tokens per round") for line in told)
+
+
+def test_a_fastapi_application_streams_answers_from_one_batch() -> None:
+    """A real uvicorn and real connections: three clients at once get what each gets alone."""
+    uvicorn, httpx = import_module("uvicorn"), import_module("httpx")
+    bound = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(import_module("fastapi_app").app, log_level="warning"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}/generate"
+        bodies = [{"question": f"Write a Python function that adds {n} numbers.", "max_tokens": 12} for n in range(3)]
+
+        def ask(body: dict[str, Any]) -> list[str]:
+            with httpx.stream("POST", url, json=body, timeout=120) as response:
+                assert response.status_code == 200
+                return list(response.iter_text())
+
+        alone = [ask(body) for body in bodies]
+        with ThreadPoolExecutor() as pool:
+            together = list(pool.map(ask, bodies))
+    finally:
+        server.should_exit = True
+        thread.join()
+    assert ["".join(pieces) for pieces in together] == ["".join(pieces) for pieces in alone]
+    assert all("def " in "".join(pieces) and len(pieces) > 1 for pieces in alone)
 
 
 @pytest.mark.slow

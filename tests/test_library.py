@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Any
 
@@ -52,7 +53,7 @@ def test_the_public_names_are_there() -> None:
     for name in headstart.__all__:
         assert getattr(headstart, name) is not None
         assert name in dir(headstart)
-    assert headstart.Prefix(10**6).max_bytes == 10**6  # for Engine(prefix=…)
+    assert headstart.PrefixCache(10**6).max_bytes == 10**6  # for Engine(prefix=…)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         headstart.nonsense  # noqa: B018
 
@@ -202,9 +203,9 @@ def test_a_greedy_sampler_is_taken(loaded: Any, prompt: list[int], sampler: Any)
 
 def test_make_sampler_says_what_mlx_lm_means_in_sampling_params() -> None:
     """mlx-lm's defaults are off; so is its top_p of 0."""
-    assert SamplingParams(**headstart.make_sampler().params) == SamplingParams()
+    assert headstart.make_sampler() == SamplingParams()
     sampler = headstart.make_sampler(0.7, 0.9, 0.05, 2, 20, 0.1, 0.2, [1, 2])
-    assert SamplingParams(**sampler.params) == SamplingParams(
+    assert sampler == SamplingParams(
         temperature=0.7,
         top_p=0.9,
         min_p=0.05,
@@ -242,7 +243,10 @@ def test_a_sampler_and_further_parameters_reach_the_engine(loaded: Any, prompt: 
         ({"kv_bits": 4}, "kv_bits "),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"k": 9}, "k is 9"),
-        ({"sampler": headstart.make_sampler(0.7), "temperature": 0.5, "seed": 1}, "^temperature: the sampler says"),
+        (
+            {"sampler": headstart.make_sampler(0.7), "temperature": 0.5, "seed": 1},
+            "^temperature: also set by",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(
@@ -319,3 +323,28 @@ def test_a_batch_gets_the_texts_that_each_prompt_gets_alone(loaded: tuple[Model,
     alone = [headstart.generate(*loaded, each, max_tokens=12, temperature=0.8, seed=4) for each in prompts]
     assert batch.texts == alone
     assert [stats.generation_tokens for stats in batch.stats] == [12, 12, 12]
+
+
+def test_threads_share_one_batch_through_an_engine_thread(loaded: tuple[Model, Any], prompt: list[int]) -> None:
+    prompts = [prompt, "def add(a, b):", prompt[:9]]
+    alone = [headstart.generate(*loaded, each, max_tokens=12) for each in prompts]
+    with headstart.EngineThread(headstart.Engine(*loaded)) as engine, ThreadPoolExecutor() as pool:
+        calls = [pool.submit(headstart.generate, *loaded, each, max_tokens=12, engine=engine) for each in prompts]
+        assert [call.result() for call in calls] == alone
+    with pytest.raises(headstart.errors.Busy):
+        headstart.generate(*loaded, prompt, engine=engine)
+
+
+def test_an_engine_without_a_thread_cannot_be_made_to_wait_for_one(loaded: tuple[Model, Any]) -> None:
+    with pytest.raises(TypeError, match="threaded"):
+        headstart.Engine(*loaded, threaded=True)
+    with pytest.raises(headstart.errors.EngineDown, match="not started"):
+        headstart.EngineThread(headstart.Engine(*loaded)).submit(headstart.Request([1, 2]))
+
+
+def test_sampling_params_import_nothing_heavy() -> None:
+    program = (
+        "import sys; from headstart import GrammarSpec, SamplingParams; SamplingParams(temperature=1); "
+        "print([m for m in ('mlx', 'mlx_lm', 'transformers', 'llguidance', 'pydantic', 'typer') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"

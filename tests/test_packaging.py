@@ -1,10 +1,12 @@
 """What an installed Headstart promises before any model runs."""
 
+import ast
 import json
 import subprocess
 import sys
 import sysconfig
 import zipfile
+from collections import defaultdict
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
@@ -79,6 +81,20 @@ def test_the_wheel_carries_every_file_of_the_package(tmp_path: Path) -> None:
     }
     assert packed == source
     assert {f"headstart/builtin/{name}/TRAINING.md" for name in BUILTIN} <= packed
+
+
+def test_a_public_name_is_defined_once() -> None:
+    """One name, one meaning: no module-level class or function of the package shares its name with another."""
+    homes: dict[str, list[str]] = defaultdict(list)
+    for path in sorted((ROOT / "src/headstart").rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.name[0] != "_":
+                homes[node.name].append(str(path.relative_to(ROOT)))
+    # A command is named as users type it, also where the library has a function of that name.
+    commands = {"bench", "chat", "convert", "demo", "generate", "graft", "inspect", "models", "probe", "serve"}
+    for name in commands:
+        homes[name] = [file for file in homes[name] if not file.startswith("src/headstart/cli/")]
+    assert not {name: files for name, files in homes.items() if len(files) > 1}
 
 
 def test_every_file_of_tests_has_a_name_of_its_own() -> None:

@@ -1,16 +1,16 @@
-"""What can go wrong for a user. Every message names the file or field, the cause and the way out."""
+"""Errors that Headstart raises on purpose. Every message names the file or field, the cause and the remedy."""
 
 
 class HeadstartError(Exception):
-    """The base of all errors that Headstart raises on purpose."""
+    """Base class of all errors that Headstart raises on purpose."""
 
 
 class CheckpointError(HeadstartError):
-    """A model folder, or a name that leads to none, that cannot be used."""
+    """A model folder cannot be used, or a name does not lead to one."""
 
 
 class HeadError(CheckpointError):
-    """A multi-token-prediction head that is there but cannot be used; the trunk can."""
+    """A multi-token-prediction head is present but cannot be used; the trunk can."""
 
 
 class HubError(HeadstartError):
@@ -18,23 +18,23 @@ class HubError(HeadstartError):
 
 
 class RequestError(HeadstartError):
-    """A request that cannot be honoured as it stands."""
+    """A request is invalid or cannot be honoured."""
 
 
 class ClusterError(HeadstartError):
-    """Several machines that cannot work together."""
+    """The machines of a cluster cannot work together."""
 
 
-class Down(HeadstartError):
-    """The engine is no more, and all requests with it."""
+class EngineDown(HeadstartError):
+    """The engine has stopped, and all its requests have ended."""
 
 
 class OutOfMemory(HeadstartError):
-    """The device's memory ran out, and this request was ended so that others could go on."""
+    """The device ran out of memory, and this request was ended so that others could continue."""
 
 
 class Busy(HeadstartError):
-    """Not now: try again after `retry_after` seconds."""
+    """Too many requests are waiting, or the engine is closing: try again after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float):
         super().__init__(message)

@@ -1,12 +1,12 @@
-"""mlx-lm's four functions with its names and its responses, so that a program moves over by changing an import.
+"""mlx-lm's functions with its names and responses: a program moves over by changing an import.
 
-What mlx-lm takes and we cannot honour is refused by name. Callables on logits are among it: the engine judges whole
-windows of drafts on the device, so it must know what a sampler does, not only call it.
+Arguments of mlx-lm that cannot be honoured are refused by name. Callables on logits are among them: the engine
+verifies whole windows of drafts on the device, so it must know what a sampler computes.
 """
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property, partial
 from operator import index
@@ -18,40 +18,48 @@ from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .checkpoint import load_model, load_tokenizer, resolve
-from .engine import Engine, FinishReason, Handle, Origin, Request, Stats
+from .engine import Engine, EngineThread, FinishReason, Handle, Origin, Request, Stats
 from .errors import HeadstartError, RequestError
 from .models import Model
-from .sampling import SamplingOptions, SamplingParams
+from .sampling_params import SamplingOptions, SamplingParams
 
 Progress = Callable[[int, int], None]
 
-# Arguments of mlx-lm's that would change the output or the memory, and what to do instead.
+# Arguments of mlx-lm that would change the output or the memory, and what to do instead.
 REFUSED = {
     "logits_processors": "use SamplingParams' repetition_penalty, presence_penalty, frequency_penalty or logit_bias",
-    "draft_model": "the model drafts with its own head, up to k tokens a round",
+    "draft_model": "the model drafts with its own head, up to k tokens per step",
     "num_draft_tokens": "use k",
     "prompt_cache": "give the whole prompt",
     "input_embeddings": "give the prompt as text or token ids",
     "max_kv_size": "the cache keeps every token; bound it with max_tokens",
     "kv_bits": "the cache is not quantised",
 }
-# Arguments of mlx-lm's that change nothing here: how prompts are cut into chunks is the engine's own affair.
+# Arguments of mlx-lm that have no effect here: the engine chooses how prompts are split into chunks.
 WITHOUT_EFFECT = {"prefill_step_size", "stream", "kv_group_size", "quantized_kv_start"}
-NAMES = [*SamplingOptions.__annotations__, "max_tokens", "sampler", "k", "engine"]
+ARGUMENTS = [*SamplingOptions.__annotations__, "max_tokens", "sampler", "k", "engine"]
+SAMPLER_FIELDS = {  # what make_sampler sets
+    "temperature", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold",
+    "xtc_special_tokens",
+}  # fmt: skip
 
 
 def load(path: str | Path | None = None, *, mtp: bool | None = None) -> tuple[Model, TokenizerWrapper]:
-    """A model with its head (`mtp=False`: without; left open: unless HEADSTART_MTP is 0) and its tokenizer. `path` is
-    a folder, a built-in model, a name in the Hugging Face cache or a hub id; without one it is the built-in model."""
+    """Load a model and its tokenizer.
+
+    Args:
+        path: A folder, a built-in model, a name in the Hugging Face cache or a hub id; by default the built-in model.
+        mtp: Load the multi-token-prediction head; by default if there is one and HEADSTART_MTP is not 0.
+    """
     folder = resolve(path)
     return load_model(folder, mtp=mtp), load_tokenizer(folder)
 
 
 @dataclass(frozen=True)
 class GenerationResponse:
-    """One token: mlx-lm's fields, then `origin` and `stats`."""
+    """One generated token: mlx-lm's fields, then `origin` and `stats`."""
 
-    text: str  # what the token adds to the text; may be empty
+    text: str  # text that the token adds; may be empty
     token: int
     from_draft: bool
     prompt_tokens: int
@@ -66,16 +74,9 @@ class GenerationResponse:
 
     @cached_property
     def logprobs(self) -> mx.array:
-        """[V], log-probabilities of the model itself in float32, computed when asked for."""
+        """Return the model's own log-probabilities [V], in float32, computed on first use."""
         logits = self._logits.astype(mx.float32)
         return logits - mx.logsumexp(logits)
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """What `make_sampler` was asked for, as fields of SamplingParams."""
-
-    params: dict[str, Any]
 
 
 def make_sampler(
@@ -87,20 +88,18 @@ def make_sampler(
     xtc_probability: float = 0.0,
     xtc_threshold: float = 0.1,
     xtc_special_tokens: Sequence[int] | None = None,
-) -> Sampler:
-    """mlx-lm's sampler by its parameters, for `stream_generate(sampler=…)`. At temp 0 the rest has no effect."""
-    params = {
-        "temperature": temp,
-        "top_p": top_p or 1.0,  # mlx-lm's 0 means all of them
-        "min_p": min_p,
-        "min_tokens_to_keep": min_tokens_to_keep,
-        "top_k": top_k,
-        "xtc_probability": xtc_probability,
-        "xtc_threshold": xtc_threshold,
-        "xtc_special_tokens": tuple(xtc_special_tokens or ()),
-    }
-    SamplingParams(**params)  # type: ignore[arg-type]  # refuse here what would be refused later
-    return Sampler(params)
+) -> SamplingParams:
+    """Return mlx-lm's sampler as sampling parameters, for `stream_generate(sampler=…)`."""
+    return SamplingParams(
+        temperature=temp,
+        top_p=top_p or 1.0,  # mlx-lm's 0 means all tokens
+        min_p=min_p,
+        min_tokens_to_keep=min_tokens_to_keep,
+        top_k=top_k,
+        xtc_probability=xtc_probability,
+        xtc_threshold=xtc_threshold,
+        xtc_special_tokens=tuple(xtc_special_tokens or ()),
+    )
 
 
 def stream_generate(
@@ -109,10 +108,10 @@ def stream_generate(
     prompt: str | Sequence[int] | mx.array,
     max_tokens: int = 256,
     *,
-    sampler: Sampler | None = None,
+    sampler: SamplingParams | None = None,
     k: int | Literal["auto"] = "auto",
     prompt_progress_callback: Progress | None = None,
-    engine: Engine | None = None,
+    engine: Engine | EngineThread | None = None,
     **params: Unpack[SamplingOptions],
 ) -> Generator[GenerationResponse, None, None]:
     """Yield a response per token, the last with a `finish_reason`. Closing the generator cancels the request.
@@ -123,23 +122,19 @@ def stream_generate(
         sampler: From `make_sampler`, instead of sampling parameters.
         k: Drafts per step, or "auto": as many as pay.
         prompt_progress_callback: Called with (tokens prefilled, tokens of the prompt).
-        engine: One that runs the model already; by default a new one.
+        engine: Engine to share with other requests; by default a new one. To call from several threads, share an
+            EngineThread.
         params: Other fields of SamplingParams, such as temperature and seed.
     """
     if not isinstance(model, Model):
         raise RequestError(f"model is a {type(model).__name__}: load it with headstart.load")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    by_sampler, more = _sampling(sampler), _honourable({**params})
-    if clash := sorted(by_sampler.keys() & more.keys()):
-        raise RequestError(f"{', '.join(clash)}: the sampler says that too. Give it to make_sampler alone")
-    most = model.context_length if max_tokens == -1 else max_tokens
-    request = Request(
-        _token_ids(tokenizer, prompt), SamplingParams(max_tokens=most, k=k, **by_sampler, **more), keep_logits=True
-    )
+    sampling = _sampling_params(sampler, {"max_tokens": max_tokens, "k": k, **params}, model)
+    request = Request(_token_ids(tokenizer, prompt), sampling, keep_logits=True)
     handle = (engine or Engine(model, tokenizer, max_sequences=1)).submit(request)
-    # What is refused is refused at the call and not at the first token: hence a generator of its own, advanced into
-    # its `try` here, since closing a generator that has not started would run none of it.
+    # Errors are raised by this call and not at the first token, hence a separate generator. It is advanced into its
+    # `try` here: closing a generator that has not started would not run its `finally`.
     responses = _responses(handle, prompt_progress_callback or (lambda done, total: None))
     next(responses)
     return responses
@@ -152,10 +147,10 @@ def generate(
     verbose: bool = False,
     max_tokens: int = 256,
     *,
-    sampler: Sampler | None = None,
+    sampler: SamplingParams | None = None,
     k: int | Literal["auto"] = "auto",
     prompt_progress_callback: Progress | None = None,
-    engine: Engine | None = None,
+    engine: Engine | EngineThread | None = None,
     **params: Unpack[SamplingOptions],
 ) -> str:
     """Return the whole answer as text.
@@ -165,13 +160,12 @@ def generate(
 
     The other arguments are those of `stream_generate`.
     """
-    responses_of = partial(stream_generate, sampler=sampler, k=k, engine=engine, **params)
+    start = partial(stream_generate, sampler=sampler, k=k, engine=engine, **params)
+    responses = start(model, tokenizer, prompt, max_tokens, prompt_progress_callback=prompt_progress_callback)
     if verbose:
         print("=" * 10)
     text = ""
-    with closing(
-        responses_of(model, tokenizer, prompt, max_tokens, prompt_progress_callback=prompt_progress_callback)
-    ) as responses:
+    with closing(responses):
         for response in responses:
             if verbose:
                 print(response.text, end="", flush=True)
@@ -187,7 +181,7 @@ def generate(
 
 @dataclass(frozen=True)
 class BatchResponse:
-    """The texts of a batch of prompts, in their order, and the stats of each."""
+    """The texts of a batch of prompts and their stats, in the order of the prompts."""
 
     texts: list[str]
     stats: list[Stats]
@@ -203,11 +197,14 @@ def batch_generate(
     k: int | Literal["auto"] = "auto",
     **params: Unpack[SamplingOptions],
 ) -> BatchResponse:
-    """Answer several prompts in one batch; more than `max_sequences` wait their turn.
+    """Answer several prompts in one batch.
+
+    Args:
+        max_sequences: Most prompts to decode together; the others wait.
 
     The other arguments are those of `stream_generate`.
     """
-    sampling = SamplingParams(max_tokens=max_tokens, k=k, **_honourable({**params}))
+    sampling = _sampling_params(None, {"max_tokens": max_tokens, "k": k, **params}, model)
     engine = Engine(model, tokenizer, max_sequences=max_sequences)
     handles = [engine.submit(Request(_token_ids(tokenizer, prompt), sampling)) for prompt in prompts]
     texts, stats = [], []
@@ -224,9 +221,9 @@ def batch_generate(
 
 
 def _responses(handle: Handle, progress: Progress) -> Generator[GenerationResponse, None, None]:
-    prompt_tokens, said = len(handle.request.prompt), 0
+    prompt_tokens, generated = len(handle.request.prompt), 0
     try:
-        yield  # type: ignore[misc]  # to stream_generate
+        yield  # type: ignore[misc]  # stream_generate advances to here
         progress(0, prompt_tokens)
         for event in handle:
             if event.error is not None:
@@ -236,18 +233,18 @@ def _responses(handle: Handle, progress: Progress) -> Generator[GenerationRespon
                 continue
             assert event.stats is not None
             if event.logits is None:
-                raise HeadstartError("the answer was cut off: whoever turns this engine ended all requests")
-            if not said:
+                raise HeadstartError("answer cut off: all requests of this engine were cancelled")
+            if not generated:
                 progress(prompt_tokens, prompt_tokens)
             for i, (token, text, origin) in enumerate(zip(event.tokens, event.texts, event.origins, strict=True)):
-                said += 1
+                generated += 1
                 yield GenerationResponse(
                     text=text,
                     token=token,
                     from_draft=origin == "draft",
                     prompt_tokens=prompt_tokens,
                     prompt_tps=event.stats.prompt_tps,
-                    generation_tokens=said,
+                    generation_tokens=generated,
                     generation_tps=event.stats.generation_tps,
                     peak_memory=mx.get_peak_memory() / 1e9,
                     finish_reason=event.finish_reason if i == len(event.tokens) - 1 else None,
@@ -261,9 +258,9 @@ def _responses(handle: Handle, progress: Progress) -> Generator[GenerationRespon
 
 def _token_ids(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array) -> list[int]:
     if isinstance(prompt, str):
-        # A chat template may have begun the text with the token that the tokenizer would add.
-        begun = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-        return list(tokenizer.encode(prompt, add_special_tokens=not begun))
+        # A chat template may have put the BOS token into the text already.
+        has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
+        return list(tokenizer.encode(prompt, add_special_tokens=not has_bos))
     tokens: Any = prompt.tolist() if isinstance(prompt, mx.array) else prompt
     try:
         return [index(token) for token in tokens]
@@ -271,28 +268,25 @@ def _token_ids(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.arr
         raise RequestError("prompt must be text or one flat sequence of token ids") from error
 
 
-def _sampling(sampler: object) -> dict[str, Any]:
-    if sampler is None or sampler is greedy_sampler:
-        return {}
-    if isinstance(sampler, Sampler):
-        return sampler.params
-    raise RequestError(
-        "sampler: a callable cannot be honoured. Use headstart.make_sampler, or SamplingParams' temperature, top_p, "
-        "min_p, top_k, xtc_probability and xtc_threshold"
-    )
-
-
-def _honourable(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return those of mlx-lm's further arguments that are fields of SamplingParams.
-
-    None and [] are mlx-lm's "not used".
-    """
+def _sampling_params(sampler: object, arguments: dict[str, Any], model: Model) -> SamplingParams:
+    """Return the sampling parameters of mlx-lm's arguments; None and [] are its "not used"."""
     for name, instead in REFUSED.items():
         value = arguments.get(name)
         if value is not None and not (isinstance(value, list) and not value):
-            raise RequestError(f"{name} cannot be honoured: {instead}")
-    left = {name: value for name, value in arguments.items() if name not in REFUSED and name not in WITHOUT_EFFECT}
-    for name in left.keys() - SamplingOptions.__annotations__.keys():
-        meant = "temperature" if name == "temp" else next(iter(get_close_matches(name, NAMES, n=1)), None)
+            raise RequestError(f"{name} is not supported: {instead}")
+    fields = {name: value for name, value in arguments.items() if name not in REFUSED and name not in WITHOUT_EFFECT}
+    for name in fields.keys() - {*SamplingOptions.__annotations__, "max_tokens", "k"}:
+        meant = "temperature" if name == "temp" else next(iter(get_close_matches(name, ARGUMENTS, n=1)), None)
         raise TypeError(f"unknown argument {name!r}" + (f": did you mean {meant!r}?" if meant else ""))
-    return left
+    if fields["max_tokens"] == -1:
+        fields["max_tokens"] = model.context_length
+    if sampler is None or sampler is greedy_sampler:
+        return SamplingParams(**fields)
+    if not isinstance(sampler, SamplingParams):
+        raise RequestError(
+            "sampler: a callable is not supported. Use headstart.make_sampler, or SamplingParams' temperature, "
+            "top_p, min_p, top_k, xtc_probability and xtc_threshold"
+        )
+    if twice := sorted(fields.keys() & SAMPLER_FIELDS):
+        raise RequestError(f"{', '.join(twice)}: also set by the sampler. Give it to make_sampler only")
+    return replace(sampler, **fields)

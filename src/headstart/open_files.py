@@ -1,19 +1,18 @@
-"""The limit on open files, which mlx-lm sets when it is imported.
+"""The limit on open files, which mlx-lm changes when it is imported.
 
 `mlx_lm.utils` calls `resource.setrlimit(RLIMIT_NOFILE, (2048, 4096))`: an error where the hard limit is lower, and
-otherwise a cap that cannot be lifted again. `protect` makes that one call do nothing. The package calls it before any
+otherwise a cap that cannot be raised again. `protect` makes that one call do nothing. The package calls it before any
 of its modules can import mlx-lm.
 """
 
 import resource
 import sys
 from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 
 MODULE = "mlx_lm.utils"
-FOR_MODELS = 2048  # what mlx-lm wants, for checkpoints of many files
+FOR_MODELS = 2048  # what mlx-lm sets, for checkpoints of many files
 
 
 def protect() -> None:
@@ -40,12 +39,7 @@ def raise_limit(wanted: int) -> int:
 class _Loader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         setrlimit = resource.setrlimit
-
-        def keep(which: int, limits: tuple[int, int]) -> None:
-            if which != resource.RLIMIT_NOFILE:
-                setrlimit(which, limits)
-
-        resource.setrlimit = keep
+        resource.setrlimit = lambda which, limits: None
         try:
             super().exec_module(module)
         finally:
@@ -53,7 +47,7 @@ class _Loader(SourceFileLoader):
         raise_limit(FOR_MODELS)
 
 
-class _Finder(MetaPathFinder):
+class _Finder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:

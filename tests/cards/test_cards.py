@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_promised_model_has_a_card() -> None:
-    known = {card.name: card for card in cards.known()}
+    known = {card.name: card for card in cards.all_cards()}
     assert sorted(known) == sorted([*NAMES, *(path.name for path in BUILTIN.iterdir())])
     for name in NAMES:
         card = known[name]
@@ -73,7 +73,7 @@ def test_the_cards_of_the_builtin_models_agree_with_their_files() -> None:
     ],
 )
 def test_a_model_finds_its_card(ids: list[str | None], folder_name: str, family: str, expected: str | None) -> None:
-    card = cards.matching(ids, folder_name, family)
+    card = cards.match_card(ids, folder_name, family)
     assert (card.name if card else None) == expected
 
 
@@ -92,11 +92,11 @@ def test_a_card_of_the_user_goes_before_ours(folder: Path) -> None:
     (folder / "mine.toml").write_text(
         'name = "qwen3.6-27b"\nfamily = "qwen3_5"\n[native_mtp]\nnum_layers = 1\ndefault_k = 3\nmax_k = 4\n'
     )
-    card = cards.named("Qwen3.6-27B")
+    card = cards.find_card("Qwen3.6-27B")
     assert card
     assert card.native_mtp
     assert (card.native_mtp.default_k, card.hub_id) == (3, None)
-    assert len(cards.known()) == len(NAMES) + 2
+    assert len(cards.all_cards()) == len(NAMES) + 2
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_card_of_the_user_goes_before_ours(folder: Path) -> None:
 def test_a_card_that_is_wrong_is_named(folder: Path, text: str, message: str) -> None:
     (folder / "mine.toml").write_text(text, errors="surrogateescape")
     with pytest.raises(CheckpointError, match=message):
-        cards.known()
+        cards.all_cards()
 
 
 def test_a_name_of_a_card_is_a_model_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,12 +18,12 @@ from typing import Any
 import mlx.core as mx
 
 import headstart.engine.scheduler
-from headstart.cards import MAX_K
 from headstart.cluster import Follower, Leader, SharedPrefix, join_machines, load_part
 from headstart.cluster.communicator import Communicator
 from headstart.engine import DepthController, Engine, Event, Handle, Request
 from headstart.engine.depth import DraftHistory
 from headstart.engine.sequence import SequenceState
+from headstart.limits import MAX_K
 from headstart.sampling import GrammarSpec, SamplingParams
 
 ANSWER = 16  # tokens that are counted ahead: so long answers are let in together

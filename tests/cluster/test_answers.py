@@ -17,7 +17,7 @@ from headstart.checkpoint import load_model, load_tokenizer
 from headstart.engine import Engine
 from headstart.engine.memory import Footprint
 from headstart.models import Model
-from headstart.state import CHUNK, Prefix
+from headstart.state import CHUNK, PrefixCache
 
 # A stage for each of three, with and without keys; heads for four, of which two share keys.
 SIZES = {"num_hidden_layers": 3, "full_attention_interval": 2, "linear_num_key_heads": 4}
@@ -117,7 +117,7 @@ def stop(folder: str) -> str:
 
 def said_alone(folder: str, tasks: list[Task]) -> list[Output]:
     """What one process says that has room for everything."""
-    engine = Engine(alone(folder), load_tokenizer(Path(folder)), max_sequences=3, prefix=Prefix(10**8))
+    engine = Engine(alone(folder), load_tokenizer(Path(folder)), max_sequences=3, prefix=PrefixCache(10**8))
     mx.disable_compile()  # as in the ranks
     with noted() as said:
         lead(engine, tasks)

@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from headstart.cards import MAX_K
 from headstart.engine.depth import DepthController, DraftHistory
+from headstart.limits import MAX_K
 
 Costs = Callable[[int, int, int], float]  # rows, k, round → seconds a step
 Text = Callable[[int, int], float]  # round, position → chance that the draft there is accepted, given those before it

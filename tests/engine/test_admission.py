@@ -12,7 +12,7 @@ from headstart.errors import Busy, RequestError
 from headstart.models import Model
 from headstart.models.memory import available_on_host, unused
 from headstart.sampling import SamplingParams
-from headstart.state import Prefix
+from headstart.state import PrefixCache
 
 
 def test_clients_take_turns() -> None:
@@ -118,8 +118,8 @@ def test_one_client_cannot_fill_the_queue() -> None:
 def test_a_prefix_cache_that_leaves_no_room_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.engine.scheduler.memory_for_sequences", lambda: 10**9)
     with pytest.raises(RequestError, match=r"a prefix cache of 2.00 GB leaves no room .* 1.00 GB are left"):
-        Engine(random_model("dense"), prefix=Prefix(2 * 10**9))
-    Engine(random_model("dense"), prefix=Prefix(10**8))
+        Engine(random_model("dense"), prefix=PrefixCache(2 * 10**9))
+    Engine(random_model("dense"), prefix=PrefixCache(10**8))
 
 
 @pytest.mark.parametrize("k", [0, 3])

@@ -11,7 +11,7 @@ from fixtures import Answer, collect, generate, random_model, random_prompt
 from headstart.engine import Engine, EngineThread, Event, Handle, Request
 from headstart.engine.depth import DepthController
 from headstart.engine.sequence import SequenceState
-from headstart.errors import Busy, Down, HeadstartError, RequestError
+from headstart.errors import Busy, EngineDown, HeadstartError, RequestError
 from headstart.sampling import SamplingParams
 
 model = random_model("dense")
@@ -62,7 +62,7 @@ def test_an_answer_that_two_threads_end_at_once_ends_once(monkeypatch: pytest.Mo
     engine, events, honest = Engine(model), list[Event](), SequenceState.emit
 
     def emit(sequence: SequenceState, *generated: Any) -> None:
-        other = Thread(target=engine.end_all, args=(Down("over"),))
+        other = Thread(target=engine.end_all, args=(EngineDown("over"),))
         other.start()
         other.join(60)
         honest(sequence, *generated)

@@ -14,7 +14,7 @@ from headstart.engine.batch import Batch
 from headstart.errors import HeadstartError
 from headstart.models import Model
 from headstart.sampling import Proposal
-from headstart.state import KV, Prefix, Recurrent
+from headstart.state import KV, PrefixCache, Recurrent
 
 
 def poison_keys(memory: KV | Recurrent, row: int) -> None:
@@ -155,7 +155,7 @@ def failing_prefills(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
 
 
 def test_where_a_prompt_finds_no_memory_the_prefix_cache_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, prefix = random_model("dense"), Prefix(10**8)
+    model, prefix = random_model("dense"), PrefixCache(10**8)
     engine = Engine(model, prefix=prefix, memory_limit=10**9)
     long = random_prompt(model, 600)
     first = collect(submit(engine, long, max_tokens=4))
@@ -170,7 +170,7 @@ def test_where_a_prompt_finds_no_memory_the_prefix_cache_goes_first(monkeypatch:
 def test_a_prompt_that_never_finds_memory_ends_though_it_fills_the_prefix_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, prefix = random_model("dense"), Prefix(10**8)
+    model, prefix = random_model("dense"), PrefixCache(10**8)
     honest = headstart.engine.prefill.prefill
 
     def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array) -> mx.array:
@@ -223,7 +223,7 @@ def test_where_a_prompt_finds_no_memory_the_youngest_ends(monkeypatch: pytest.Mo
 
 
 def test_a_prompt_that_cannot_be_remembered_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, prefix = random_model("dense"), Prefix(10**8)
+    model, prefix = random_model("dense"), PrefixCache(10**8)
     long = random_prompt(model, 600)
 
     def no_room(*args: object) -> None:

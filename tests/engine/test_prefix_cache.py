@@ -17,7 +17,7 @@ from headstart.engine.batch import Batch
 from headstart.engine.step import prefill
 from headstart.models import Model
 from headstart.sampling import SamplingParams, SequenceParams
-from headstart.state import Prefix
+from headstart.state import PrefixCache
 from headstart.state.prefix import Node
 
 C = 16  # tokens a chunk
@@ -71,12 +71,12 @@ def ask(engine: Engine, prompt: Sequence[int], **params: object) -> Heard:
     return hear(submit(engine, prompt, **params))
 
 
-def cached(model: Model, max_bytes: int = LOTS, **options: bool) -> tuple[Engine, Prefix]:
-    prefix = Prefix(max_bytes, chunk=C, **options)
+def cached(model: Model, max_bytes: int = LOTS, **options: bool) -> tuple[Engine, PrefixCache]:
+    prefix = PrefixCache(max_bytes, chunk=C, **options)
     return Engine(model, prefix=prefix), prefix
 
 
-def assert_true(prefix: Prefix, model: Model) -> int:
+def assert_true(prefix: PrefixCache, model: Model) -> int:
     """Every entry holds what a sequence holds that has just read the same tokens, and nothing else → how many."""
     waiting: list[tuple[list[int], Node]] = [([], node) for node in prefix._root.children.values()]
     seen = 0
@@ -243,7 +243,7 @@ def test_a_mixed_load_says_the_same_and_leaves_only_what_reading_leaves(family: 
     model, rng = random_model(family), random.Random(family)
     systems = [random_prompt(model, length, length) for length in (2 * C + 3, 4 * C, 5 * C + 9)]
     prompts = [rng.choice(systems) + random_prompt(model, rng.randint(1, 3 * C), n % 6) for n in range(12)]
-    sizes = Prefix(LOTS, chunk=C)
+    sizes = PrefixCache(LOTS, chunk=C)
     big = Engine(model, prefix=sizes)
     for prompt in prompts:
         ask(big, prompt, max_tokens=1)

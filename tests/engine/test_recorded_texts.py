@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from simulator import Clock, calibrated
 
-from headstart.cards import MAX_K
 from headstart.engine.depth import DepthController, DraftHistory
+from headstart.limits import MAX_K
 
 ROWS, FIXED, TURNS = (1, 2, 4), range(4), 4
 _lines = [line.split() for line in Path(__file__).with_name("recorded.txt").read_text().splitlines()]

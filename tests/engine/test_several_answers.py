@@ -8,7 +8,7 @@ from fixtures import generate, random_model, random_prompt
 from headstart.engine import Engine, Event, Handle, Request
 from headstart.errors import RequestError
 from headstart.sampling import SamplingParams
-from headstart.state import Prefix
+from headstart.state import PrefixCache
 
 MODEL = random_model()
 PROMPT = random_prompt(MODEL, 40)
@@ -54,7 +54,7 @@ def test_the_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch, prefix: int | 
         prefill(model, batch, chunk, following)  # type: ignore[arg-type]
 
     monkeypatch.setattr(headstart.engine.prefill, "prefill", counted)
-    engine = Engine(MODEL, prefix=Prefix(prefix) if prefix else None)
+    engine = Engine(MODEL, prefix=PrefixCache(prefix) if prefix else None)
     answers(engine, 4, max_tokens=3)
     assert read == [len(PROMPT) - 1]
 

@@ -22,7 +22,7 @@ from headstart.engine.batch import Batch
 from headstart.engine.step import step
 from headstart.models import Model
 from headstart.sampling import SamplingParams, SequenceParams, controls
-from headstart.sampling.distribution import adjust, distribution
+from headstart.sampling.distribution import process_logits, sampling_distribution
 from headstart.state import BatchState
 
 LENGTH = 3  # tokens of an answer that are looked at
@@ -67,8 +67,10 @@ def exact_law(model: Model, prompt: Sequence[int], params: SamplingParams, lengt
         seen = mx.array(padded[:, -size:].astype(np.int32))[None]
         counts = (every[lines][:, :n, None] == np.arange(V)).sum(axis=1)  # [N, V], of what was generated
         remaining = mx.full((1, len(lines)), 100 - n)
-        window = adjust(logits[mx.array(lines), n][None], ruled, seen, remaining, mx.array(counts[None], mx.float32))
-        p = np.array(distribution(window, ruled, None).dense(V)[0], np.float64)
+        window = process_logits(
+            logits[mx.array(lines), n][None], ruled, seen, remaining, mx.array(counts[None], mx.float32)
+        )
+        p = np.array(sampling_distribution(window, ruled, None).dense(V)[0], np.float64)
         law = law[..., None] * (p / p.sum(axis=-1, keepdims=True)).reshape(*law.shape, V)
     return law
 

@@ -13,8 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from headstart.sampling import SamplingParams, SequenceParams, controls
-from headstart.sampling.accept import block, coupled, residual
-from headstart.sampling.distribution import adjust, distribution
+from headstart.sampling.accept import accept_coupled, block_acceptance, residual_distribution
+from headstart.sampling.distribution import process_logits, sampling_distribution
 
 Array = np.ndarray
 # p [N, k+1, V], q [N, k, V], drafts [N, k], allowed [N] → [N, k+1, V]: so many stand, and this token follows.
@@ -86,14 +86,14 @@ def probabilities(logits: Array, params: SamplingParams, length: int, vocabulary
     )
     prompt = np.tile(np.array([[-1] * size + [0]], np.int32), (len(prefixes), 1))  # a prompt of one token
     seen = np.concatenate([prompt, prefixes], axis=1)[:, -size:]
-    window = adjust(
+    window = process_logits(
         mx.array(logits[None], mx.float32),
         ruled,
         mx.array(seen[None]),
         mx.full((1, len(prefixes)), params.max_tokens - length),
         mx.array((prefixes[..., None] == np.arange(vocabulary)).sum(axis=1)[None], mx.float32),  # not the prompt's
     )
-    dense = distribution(window, ruled, mx.full((1, len(prefixes)), coin)).dense(vocabulary)
+    dense = sampling_distribution(window, ruled, mx.full((1, len(prefixes)), coin)).dense(vocabulary)
     p = np.array(dense[0], np.float64)
     return p / p.sum(axis=-1, keepdims=True)
 
@@ -159,7 +159,7 @@ def by_coupling(p: Array, q: Array, drafts: Array, allowed: Array) -> Array:
     N, W, V = p.shape
     outcome = np.zeros((N, W, V))
     for choices in itertools.product(range(V), repeat=W):
-        verdict = coupled(mx.array(np.tile(choices, (N, 1))), mx.array(drafts), mx.array(allowed))
+        verdict = accept_coupled(mx.array(np.tile(choices, (N, 1))), mx.array(drafts), mx.array(allowed))
         n = np.array(verdict.accepted)
         weight = np.prod([p[:, i, c] for i, c in enumerate(choices)], axis=0)
         np.add.at(outcome, (np.arange(N), n, np.array(verdict.next)), weight)
@@ -176,8 +176,8 @@ def by_optimism(p: Array, q: Array, drafts: Array, allowed: Array) -> Array:
 def chances_of_block(p: Array, q: Array, drafts: Array, allowed: Array) -> tuple[Array, Array]:
     if not drafts.shape[1]:
         return np.zeros(drafts.shape), np.ones((len(p), 1))
-    found = block(float64(p), float64(q), *of_drafts(p, q, drafts), mx.array(allowed))
-    return np.array(found.chance), np.array(found.carry)
+    found = block_acceptance(float64(p), float64(q), *of_drafts(p, q, drafts), mx.array(allowed))
+    return np.array(found.probability), np.array(found.weight)
 
 
 def chances_of_tokens(p: Array, q: Array, drafts: Array, allowed: Array) -> Array:
@@ -199,7 +199,7 @@ def of_drafts(p: Array, q: Array, drafts: Array) -> tuple[mx.array, mx.array]:
 
 
 def longest_law(chance: Array) -> Array:
-    """[N, k+1]: what `accept.longest` comes to when every prefix is tried with a number of its own."""
+    """[N, k+1]: what `accept.longest_accepted` comes to when every prefix is tried with a number of its own."""
     k = chance.shape[1]
     none_after = np.cumprod(np.concatenate([np.ones((len(chance), 1)), 1 - chance[:, ::-1]], axis=1), axis=1)[:, ::-1]
     return np.concatenate([np.ones((len(chance), 1)), chance], axis=1) * none_after[:, : k + 1]
@@ -222,7 +222,7 @@ def following(p: Array, q: Array, carry: Array, n: int, allowed: Array) -> Array
     if not q.shape[1]:
         return p[:, 0]
     accepted = mx.full((len(p),), n, mx.int32)
-    left = np.array(residual(float64(p), float64(q), float64(carry), accepted, mx.array(allowed)))
+    left = np.array(residual_distribution(float64(p), float64(q), float64(carry), accepted, mx.array(allowed)))
     return left / left.sum(axis=-1, keepdims=True)
 
 

@@ -14,7 +14,7 @@ from enumerate import first_failure_law, longest_law, token_wise
 
 from fixtures import builtin_model, collect, submit
 from headstart.engine import Engine
-from headstart.sampling.accept import Block
+from headstart.sampling.accept import BlockAcceptance
 
 judging = import_module("headstart.sampling.verify")
 PROMPTS = [[5, 900, 31, 7], [1200, 4], [77, 78, 79, 80, 81, 82], [3000, 2, 2], [44, 1, 90], [15, 2600, 8]]
@@ -24,17 +24,19 @@ PROMPTS = [[5, 900, 31, 7], [1200, 4], [77, 78, 79, 80, 81, 82], [3000, 2, 2], [
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[np.ndarray, np.ndarray]]]:
     """The chances of every window that is judged by ratio: as a block, and token by token."""
     windows: list[tuple[np.ndarray, np.ndarray]] = []
-    original = judging.block
+    original = judging.block_acceptance
 
-    def block(p: mx.array, q: mx.array, p_drafts: mx.array, q_drafts: mx.array, allowed: mx.array) -> Block:
+    def recorded_block(
+        p: mx.array, q: mx.array, p_drafts: mx.array, q_drafts: mx.array, allowed: mx.array
+    ) -> BlockAcceptance:
         found = original(p, q, p_drafts, q_drafts, allowed)
         single = token_wise(p_drafts, q_drafts, allowed)
         full = np.array(allowed) == p_drafts.shape[1]
-        windows.append((np.array(found.chance)[full], np.array(single)[full]))
+        windows.append((np.array(found.probability)[full], np.array(single)[full]))
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(judging, "block", block)
+        patch.setattr(judging, "block_acceptance", recorded_block)
         patch.setattr(secrets, "randbits", random.Random(0).getrandbits)  # the same drafts every time
         yield windows
 

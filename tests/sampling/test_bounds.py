@@ -10,10 +10,10 @@ import pytest
 
 from headstart.errors import RequestError
 from headstart.sampling.bounds import (
-    MOST_BYTES,
-    MOST_LEVELS,
-    MOST_NODES,
-    MOST_RULES,
+    MAX_BYTES,
+    MAX_LEVELS,
+    MAX_NODES,
+    MAX_RULES,
     check_bounds,
     count_nodes,
     on_deep_stack,
@@ -49,12 +49,12 @@ def test_nodes_and_depth(schema: Any, nodes: int, depth: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "source", "problem"),
     [
-        ("json_schema", json.dumps(chain(MOST_LEVELS)), "levels"),
-        ("json_schema", json.dumps({"enum": list(range(MOST_NODES))}), "values"),
-        ("json_schema", "{", "no json_schema"),
-        ("lark", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(MOST_RULES)), "rules"),
-        ("lark", "start: " + "a" * MOST_BYTES, "bytes"),
-        ("regex", "é" * (MOST_BYTES // 2 + 1), "bytes"),
+        ("json_schema", json.dumps(chain(MAX_LEVELS)), "levels"),
+        ("json_schema", json.dumps({"enum": list(range(MAX_NODES))}), "values"),
+        ("json_schema", "{", "not a usable json_schema"),
+        ("lark", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(MAX_RULES)), "rules"),
+        ("lark", "start: " + "a" * MAX_BYTES, "bytes"),
+        ("regex", "é" * (MAX_BYTES // 2 + 1), "bytes"),
     ],
     ids=lambda value: value[:20],
 )
@@ -64,16 +64,16 @@ def test_what_is_too_large_is_refused(kind: str, source: str, problem: str) -> N
 
 
 def test_what_fits_is_not() -> None:
-    check_bounds("json_schema", json.dumps(chain(MOST_LEVELS // 2)))
-    check_bounds("regex", "a" * MOST_BYTES)
-    check_bounds("lark", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(MOST_RULES - 1)))
+    check_bounds("json_schema", json.dumps(chain(MAX_LEVELS // 2)))
+    check_bounds("regex", "a" * MAX_BYTES)
+    check_bounds("lark", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(MAX_RULES - 1)))
 
 
 LARGEST = f"""
 from headstart.checkpoint import load_tokenizer, resolve
 from headstart.sampling import GrammarSpec, compile_grammar
-rules = "".join(f'r{{i}}: "a" r{{i + 1}} | "b"\\n' for i in range({MOST_RULES - 2}))
-compile_grammar(GrammarSpec("lark", f'start: r0\\n{{rules}}r{MOST_RULES - 2}: "z"'), load_tokenizer(resolve(None)))
+rules = "".join(f'r{{i}}: "a" r{{i + 1}} | "b"\\n' for i in range({MAX_RULES - 2}))
+compile_grammar(GrammarSpec("lark", f'start: r0\\n{{rules}}r{MAX_RULES - 2}: "z"'), load_tokenizer(resolve(None)))
 """
 
 

@@ -19,7 +19,7 @@ from chisquare import p_value
 from fixtures import builtin_model, collect, submit
 from headstart.engine import Engine
 from headstart.sampling import SamplingParams, SequenceParams, controls
-from headstart.sampling.distribution import Distribution, adjust, distribution
+from headstart.sampling.distribution import Distribution, process_logits, sampling_distribution
 
 judging = import_module("headstart.sampling.verify")
 PROMPTS = [[5, 900, 31, 7], [1200, 4], [77, 78, 79, 80, 81, 82], [3000, 2, 2], [44, 1, 90], [15, 2600, 8]]
@@ -47,8 +47,8 @@ def numbers(
     padded = [-1] * size + text
     seen = [padded[n : n + size] for n in range(len(prompt), len(text))]
     ruled = controls([SequenceParams(params, 0, 0, 10**6)], model.vocabulary)
-    adjusted = adjust(logits, ruled, mx.array([seen]), mx.full((1, len(tokens)), 10**6))
-    law = np.array(distribution(adjusted, ruled, None).dense(model.vocabulary)[0], np.float64)
+    adjusted = process_logits(logits, ruled, mx.array([seen]), mx.full((1, len(tokens)), 10**6))
+    law = np.array(sampling_distribution(adjusted, ruled, None).dense(model.vocabulary)[0], np.float64)
     law /= law.sum(axis=-1, keepdims=True)
     own = law[np.arange(len(tokens)), tokens]
     assert (own > 0).all(), "a token that cannot be drawn"

@@ -91,15 +91,15 @@ def test_a_mixed_batch_follows_the_law_of_its_own_logits() -> None:
 def biased(original: Callable[..., Distribution], off: float) -> Callable[..., Distribution]:
     """The target's first token moved by a total variation of `off` to the least probable token that can be said."""
 
-    def distribution(logits, scene, drafts, first, grammar=None):
-        found = original(logits, scene, drafts, first, grammar)
+    def distribution(logits, context, drafts, first, permitted=None):
+        found = original(logits, context, drafts, first, permitted)
         if logits.shape[1] == 1:
             return found  # the drafter's
         p = mx.exp(found.logp)
         rarest = mx.argmin(mx.where(p > 0, p, 2), axis=-1, keepdims=True)
         one_hot = (mx.arange(p.shape[-1]) == rarest).astype(p.dtype)
         share = off / (1 - mx.take_along_axis(p, rarest, axis=-1))
-        here = (mx.arange(p.shape[1]) == 0)[:, None] & (scene.rounds == 0)[:, None, None]
+        here = (mx.arange(p.shape[1]) == 0)[:, None] & (context.rounds == 0)[:, None, None]
         return Distribution(found.ids, mx.log(mx.where(here, (1 - share) * p + share * one_hot, p)))
 
     return distribution
@@ -114,7 +114,7 @@ def test_resampling_from_the_target_instead_of_the_residual_is_detected(monkeypa
     def target(p, q, carry, accepted, allowed):
         return mx.take_along_axis(p, accepted[:, None, None], axis=1).squeeze(1)
 
-    monkeypatch.setattr(judging, "residual", target)
+    monkeypatch.setattr(judging, "residual_distribution", target)
     assert worst(against(measured(["temperature 1", "top_p"], SAMPLES))) < SIGNIFICANT
 
 

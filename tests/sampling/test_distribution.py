@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc, make_logits_processors
 
 from headstart.sampling import SamplingParams, SequenceParams, controls
-from headstart.sampling.distribution import Distribution, adjust, distribution, draw
+from headstart.sampling.distribution import Distribution, gumbel_argmax, process_logits, sampling_distribution
 from headstart.sampling.noise import gumbel
 
 VOCABULARY, CONTEXT = 97, 30
@@ -74,7 +74,7 @@ def ruled(*params: SamplingParams):
 
 
 def probabilities(logits: mx.array, *params: SamplingParams, coin: float = 0.5) -> Distribution:
-    return distribution(logits, ruled(*params), mx.full(logits.shape[:2], coin))
+    return sampling_distribution(logits, ruled(*params), mx.full(logits.shape[:2], coin))
 
 
 def in_mlx_lm(logits: mx.array, params: SamplingParams, coin: float = 0.5) -> np.ndarray:
@@ -119,7 +119,7 @@ def test_the_copy_of_xtc_above_is_mlx_lms() -> None:
 def test_xtc_leaves_a_position_alone_where_its_coin_says_so() -> None:
     params, logits = P(temperature=1.0, xtc_probability=0.3, xtc_threshold=0.05), random_logits(1, 3, VOCABULARY)
     coins = mx.array([[0.2, 0.31, 0.3]])
-    found = distribution(logits, ruled(params), coins).dense(VOCABULARY)
+    found = sampling_distribution(logits, ruled(params), coins).dense(VOCABULARY)
     for w, coin in enumerate([0.2, 0.31, 0.3]):
         assert np.allclose(np.array(found[0, w]), in_mlx_lm(logits[0, w], params, coin), atol=2e-6)
     assert found[0, 0].max() < found[0, 1].max()
@@ -133,7 +133,7 @@ def test_bias_and_penalties_are_those_of_mlx_lm(name: str) -> None:
         params.presence_context_size, params.frequency_penalty, params.frequency_context_size,
     )  # fmt: skip
     logits, text = random_logits(3, 4, VOCABULARY, seed=3), random_text(3, 4)
-    found = adjust(logits, ruled(*[params] * 3), text, mx.full((3, 4), 100))
+    found = process_logits(logits, ruled(*[params] * 3), text, mx.full((3, 4), 100))
     for b, w in itertools.product(range(3), range(4)):
         tokens = mx.array([t for t in text[b, w].tolist() if t >= 0])
         expected = logits[b, w][None] + 0
@@ -146,7 +146,7 @@ ALL = [*SAMPLERS.values(), *[replace(p, temperature=0.8) for p in PROCESSORS.val
 
 
 def through(logits: mx.array, text: mx.array, *params: SamplingParams) -> Distribution:
-    adjusted = adjust(logits, ruled(*params), text, mx.full(logits.shape[:2], 100))
+    adjusted = process_logits(logits, ruled(*params), text, mx.full(logits.shape[:2], 100))
     return probabilities(adjusted, *params)
 
 
@@ -196,7 +196,7 @@ def test_equal_scores_are_decided_alike_on_every_path() -> None:
         int(i) for i, v in zip(ids[0, 0].tolist(), values[0, 0].tolist(), strict=True) if v == values.max().item()
     ]
     assert len(tied) > 1
-    assert draw(level, ids, keys).item() == min(tied)
+    assert gumbel_argmax(level, ids, keys).item() == min(tied)
 
 
 BOUNDED = [name for name, p in SAMPLERS.items() if 0 < p.top_k < VOCABULARY]
@@ -221,7 +221,7 @@ def test_greedy_rows_are_greedy_beside_any_others_even_where_logits_tie() -> Non
     logits[0, :, [11, 40, 41]] = logits.max() + 1
     for other in SAMPLERS.values():
         found = probabilities(mx.array(logits), P(), other)
-        best = found.draw((mx.zeros((2, 3), mx.uint32), mx.ones((2, 3), mx.uint32)))[0]
+        best = found.sample((mx.zeros((2, 3), mx.uint32), mx.ones((2, 3), mx.uint32)))[0]
         assert best.tolist() == [11, 11, 11]
 
 
@@ -232,7 +232,9 @@ def test_chance_and_alignment_look_up_the_right_tokens() -> None:
         dense = found.dense(VOCABULARY)
         assert np.allclose(np.array(dense.sum(axis=-1)), 1, atol=1e-5)
         for token in range(0, VOCABULARY, 7):
-            assert np.allclose(np.array(found.chance(mx.full((2, 4), token))), np.array(dense[..., token]), atol=1e-7)
+            assert np.allclose(
+                np.array(found.probability(mx.full((2, 4), token))), np.array(dense[..., token]), atol=1e-7
+            )
         assert np.allclose(np.array(found.aligned(dense)), np.exp(np.array(found.logp)), atol=1e-7)
 
 
@@ -242,7 +244,7 @@ def test_no_stop_before_min_tokens() -> None:
     logits = random_logits(4, 3, VOCABULARY)
     for said in range(6):
         remaining = mx.broadcast_to(10 - said - mx.arange(3), (4, 3))  # the window's positions come one by one
-        found = np.array(adjust(logits, rows, mx.zeros((4, 3, 0), mx.int32), remaining))
+        found = np.array(process_logits(logits, rows, mx.zeros((4, 3, 0), mx.int32), remaining))
         expected = np.array(logits)
         for w in range(3):
             if said + w < 3:

@@ -23,7 +23,7 @@ from enumerate import (
 )
 
 from headstart.sampling import SamplingParams
-from headstart.sampling.accept import coupled, longest
+from headstart.sampling.accept import accept_coupled, longest_accepted
 
 PARAMS = {
     "temperature": SamplingParams(temperature=1.0),
@@ -41,7 +41,7 @@ PARAMS = {
         presence_penalty=0.5, repetition_penalty=1.3, logit_bias={1: 1.0},
     ),
 }  # fmt: skip
-EXACT = {"block": by_block, "token-wise": by_token, "coupled": by_coupling}
+EXACT = {"block_acceptance": by_block, "token-wise": by_token, "coupled": by_coupling}
 
 
 def full(k: int):
@@ -55,7 +55,7 @@ def ragged(k: int, shift: int = 0):
 
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize(("vocabulary", "k"), [(4, 1), (4, 2), (3, 3), (3, 4)])
-@pytest.mark.parametrize("rule", ["block", "token-wise"])
+@pytest.mark.parametrize("rule", ["block_acceptance", "token-wise"])
 def test_two_rounds_of_ratio_are_the_target(rule: str, vocabulary: int, k: int, name: str) -> None:
     pair = make_pair(PARAMS[name], vocabulary, 2 * (k + 1), seed=k)
     expected = pair.law()
@@ -80,7 +80,7 @@ def test_coupling_says_the_targets_own_sequence_for_every_draft_and_choice(k: in
     every = np.array(list(itertools.product(range(V), repeat=2 * k + 1)), np.int32)
     drafts, choices = every[:, :k], every[:, k:]
     for most in range(k + 1):
-        verdict = coupled(mx.array(choices), mx.array(drafts), mx.full((len(every),), most))
+        verdict = accept_coupled(mx.array(choices), mx.array(drafts), mx.full((len(every),), most))
         accepted, tokens = np.array(verdict.accepted), np.array(verdict.tokens)
         agree = np.cumprod((drafts == choices[:, :k]) & (np.arange(k) < most), axis=1).sum(axis=1)
         assert (accepted == agree).all()
@@ -95,7 +95,7 @@ def test_longest_is_what_independent_trials_come_to() -> None:
     tries = np.array(list(itertools.product(grid, repeat=3)))
     for chance in itertools.product([0, 0.25, 0.625, 1], repeat=3):
         chances = np.tile(chance, (len(tries), 1))
-        found = np.array(longest(mx.array(chances, mx.float32), mx.array(tries, mx.float32)))
+        found = np.array(longest_accepted(mx.array(chances, mx.float32), mx.array(tries, mx.float32)))
         share = np.bincount(found, minlength=4) / len(tries)
         assert np.allclose(share, longest_law(np.array([chance]))[0], atol=1e-12)
 
@@ -132,7 +132,7 @@ def test_the_optimistic_rule_is_not_the_target() -> None:
     assert total_variation(law(pair, 2, by_optimism, full(2)), pair.law()) > 0.05
 
 
-@pytest.mark.parametrize("rule", ["block", "token-wise"])
+@pytest.mark.parametrize("rule", ["block_acceptance", "token-wise"])
 def test_a_grammar_that_forbids_a_draft_rejects_it(rule: str) -> None:
     """The target's mask does it: the draft has no chance, and the window stays as long as it was."""
     pair = make_pair(PARAMS["temperature"], 3, 6, forbidden=lambda n: n % 3)
@@ -188,7 +188,9 @@ def test_shared_noise_says_the_targets_own_sequence() -> None:
                 drafts.append(drawn(pair.drafter[start, start + i][line], numbers[at, start + i]))
                 line = line * V + drafts[-1]
                 choices.append(drawn(pair.target[start + i + 1][line], numbers[at, start + i + 1]))
-            verdict = coupled(mx.array(np.stack(choices, 1)), mx.array(np.stack(drafts, 1)), mx.full((len(at),), k))
+            verdict = accept_coupled(
+                mx.array(np.stack(choices, 1)), mx.array(np.stack(drafts, 1)), mx.full((len(at),), k)
+            )
             count, tokens = np.array(verdict.accepted) + 1, np.array(verdict.tokens)
             own = alone[at][:, start : start + k + 1]
             assert (tokens == own)[np.arange(k + 1) < count[:, None]].all()

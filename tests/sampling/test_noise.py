@@ -18,7 +18,7 @@ from headstart.sampling import (
     controls,
     propose,
 )
-from headstart.sampling.distribution import draw
+from headstart.sampling.distribution import gumbel_argmax
 from headstart.sampling.noise import Keys, Purpose, bits, fold, gumbel, split, uniform
 
 SEEDS = (0, 1, 2, 2**31, 2**32, 2**63 - 1, 123456789)
@@ -29,7 +29,7 @@ def keys_of(seed: int, *words: int) -> Keys:
     low, high = split(seed)
     keys = (mx.array(low, mx.uint32), mx.array(high, mx.uint32))
     for word in words:
-        keys = fold(keys, word)
+        keys = fold(keys, mx.array(word))
     return keys
 
 
@@ -44,7 +44,7 @@ def ruled(accept: str = "ratio", keys: tuple[int, ...] = (5,), choices: tuple[in
 
 def keyed(rows, purpose: Purpose, round: int, positions: list[int]) -> list[list[tuple[int, int]]]:
     B = len(rows.ratio)
-    first, second = rows.keyed(
+    first, second = rows.noise_keys(
         purpose, mx.full((B,), round), mx.broadcast_to(mx.array(positions), (B, len(positions)))
     )
     return [list(zip(a, b, strict=True)) for a, b in zip(first.tolist(), second.tolist(), strict=True)]
@@ -52,9 +52,7 @@ def keyed(rows, purpose: Purpose, round: int, positions: list[int]) -> list[list
 
 def test_ratio_never_uses_a_key_twice() -> None:
     rows, seen = ruled(keys=tuple(range(20)), choices=(0, 1)), []
-    for purpose, round in itertools.product(
-        (Purpose.DRAFT, Purpose.ACCEPT, Purpose.RESIDUAL, Purpose.XTC), range(12)
-    ):
+    for purpose, round in itertools.product((Purpose.DRAFT, Purpose.ACCEPT, Purpose.NEXT, Purpose.XTC), range(12)):
         for row in keyed(rows, purpose, round, list(range(1, 13))):
             seen += row
     assert len(seen) == 40 * 4 * 12 * 12
@@ -65,9 +63,9 @@ def test_ratio_never_uses_a_key_twice() -> None:
 
 def test_coupled_drafts_and_chooses_with_the_same_noise_in_every_round() -> None:
     rows = ruled("coupled", keys=(5, 6), choices=(0, 1))
-    drafts, choices = (keyed(rows, p, 3, [7, 8, 9]) for p in (Purpose.DRAFT, Purpose.RESIDUAL))
+    drafts, choices = (keyed(rows, p, 3, [7, 8, 9]) for p in (Purpose.DRAFT, Purpose.NEXT))
     assert drafts == choices == keyed(rows, Purpose.DRAFT, 0, [7, 8, 9])
-    assert [row[1] for row in drafts] == [row[0] for row in keyed(rows, Purpose.RESIDUAL, 9, [8])]
+    assert [row[1] for row in drafts] == [row[0] for row in keyed(rows, Purpose.NEXT, 9, [8])]
     assert len({key for row in drafts for key in row}) == 12  # but not for another position, choice or seed
     assert keyed(rows, Purpose.XTC, 0, [7]) == keyed(rows, Purpose.XTC, 5, [7])
     assert keyed(rows, Purpose.XTC, 0, [7])[0] != drafts[0][:1]
@@ -102,7 +100,7 @@ def test_ids_get_uniform_numbers(seed: int) -> None:
 
 def test_acceptance_numbers_are_uniform_and_inside() -> None:
     rows = ruled(keys=tuple(range(500)))
-    first, second = rows.keyed(
+    first, second = rows.noise_keys(
         Purpose.ACCEPT, mx.zeros((500,), mx.int32), mx.broadcast_to(mx.arange(200), (500, 200))
     )
     found = np.array(uniform((first, second)))
@@ -141,9 +139,9 @@ def test_draft_acceptance_and_residual_of_a_position_are_independent() -> None:
     rows = ruled(keys=tuple(range(300)))
     positions = mx.broadcast_to(mx.arange(1, 201), (300, 200))
     found = {}
-    for purpose in (Purpose.DRAFT, Purpose.ACCEPT, Purpose.RESIDUAL):
+    for purpose in (Purpose.DRAFT, Purpose.ACCEPT, Purpose.NEXT):
         for round in (0, 1):
-            keys = rows.keyed(purpose, mx.full((300,), round), positions)
+            keys = rows.noise_keys(purpose, mx.full((300,), round), positions)
             found[purpose, round] = np.array(bits(keys, mx.zeros((300, 200), mx.int32))).reshape(-1)
     for a, b in itertools.combinations(found, 2):
         assert pairs_are_independent(found[a], found[b]) > FAIR, (a, b)
@@ -175,11 +173,11 @@ def test_draws_follow_the_distribution(bounded: bool) -> None:
     keys = fold(keys_of(9, 1), mx.arange(N))
     logp = mx.broadcast_to(mx.log(mx.array(p, mx.float32)), (N, 8))
     ids = mx.broadcast_to(mx.array([70, 3, 248_319, 0, 11, 12, 13, 4]), (N, 8)) if bounded else None
-    tokens = np.array(draw(logp, ids, keys))
+    tokens = np.array(gumbel_argmax(logp, ids, keys))
     names = np.array([70, 3, 248_319, 0, 11, 12, 13, 4]) if bounded else np.arange(8)
     assert p_value(np.array([(tokens == name).sum() for name in names]), p) > FAIR
     nothing = mx.where(mx.arange(8) == 2, -mx.inf, logp)
-    assert (np.array(draw(nothing, ids, keys)) != names[2]).all()
+    assert (np.array(gumbel_argmax(nothing, ids, keys)) != names[2]).all()
 
 
 def test_no_number_serves_twice_in_a_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ import pytest
 from running import CONTEXT, Running, alone, chat_tokens, running, wait_until
 
 import headstart.server.anthropic_response
-from headstart.cards import MAX_K
+from headstart.limits import MAX_K
 from headstart.server import Limits
-from headstart.state import Prefix
+from headstart.state import PrefixCache
 
 HI = [{"role": "user", "content": "hi"}]
 LONG = {"min_tokens": 3000}
@@ -137,7 +137,7 @@ def test_a_coding_agents_second_turn_is_found_in_the_cache() -> None:
 
     reminder = {"type": "text", "text": "<system-reminder>\nToday is Monday.\n</system-reminder>\n"}
     turn = {"role": "user", "content": [reminder, {"type": "text", "text": "Mend the test."}]}
-    with running(prefix=Prefix(10**8, chunk=512)) as server:
+    with running(prefix=PrefixCache(10**8, chunk=512)) as server:
         first = ask(server, turn)
         length = first.usage.input_tokens
         assert (first.usage.cache_read_input_tokens, length > 1024) == (0, True)

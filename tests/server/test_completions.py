@@ -7,7 +7,7 @@ import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 from running import CONTEXT, HUB_ID, Running, alone, chat_tokens, folder, tokenizer
 
-from headstart.cards import MAX_K
+from headstart.limits import MAX_K
 
 HI = [{"role": "user", "content": "hi"}]
 

@@ -7,7 +7,7 @@ import openai
 import pytest
 from running import CONTEXT, Running, alone, chat_tokens, running, tiny, tokenizer
 
-from headstart.state import Prefix
+from headstart.state import PrefixCache
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -152,7 +152,7 @@ def test_a_prompt_is_scored_from_its_first_character_on(server: Running) -> None
 
 
 def test_a_prompt_in_the_prefix_cache_is_scored_all_the_same() -> None:
-    with running(prefix=Prefix(2**26)) as server:
+    with running(prefix=PrefixCache(2**26)) as server:
         prompt = list(tokenizer().encode("def add(a, b):\n    return a + b\n" * 100))
         before = scored(server, prompt=prompt).choices[0].logprobs
         server.openai().completions.create(model="tiny", prompt=prompt, max_tokens=2)

@@ -11,7 +11,7 @@ import pytest
 from clients import MALFORMED, Kind, Outcomes, load, send_malformed
 from running import Running, alone, running, tokenizer, wait_until
 
-from headstart.state import Prefix
+from headstart.state import PrefixCache
 
 PREFIX = list(tokenizer().encode("All of this comes before every question that is asked here. " * 60))[:600]
 
@@ -62,7 +62,7 @@ def check(server: Running, outcomes: Outcomes, count: int) -> None:
 
 def test_every_answer_of_a_mixed_load_is_what_it_would_be_alone() -> None:
     known = kinds(1, 5, 9, 14, 22, 30, prefixed=True)
-    with running(max_sequences=8, prefix=Prefix(10**8)) as server:
+    with running(max_sequences=8, prefix=PrefixCache(10**8)) as server:
         check(server, load(server.url, known, 80, seed=1, bad=0.0), 80)
         assert server.metric("headstart_prefix_cache_hits_total") > 10
 
@@ -77,7 +77,7 @@ def resident() -> int:
 
 def endure(count: int) -> tuple[int, int]:
     """Growth of mlx's and the process's memory over `count` requests, after a hundred that warm up."""
-    known, prefix = kinds(1, 3, 6, 9, 12, prefixed=True), Prefix(10**8)
+    known, prefix = kinds(1, 3, 6, 9, 12, prefixed=True), PrefixCache(10**8)
 
     def held() -> tuple[int, int]:
         prefix.clear()  # what it keeps, it keeps on purpose

@@ -10,7 +10,7 @@ from running import CONTEXT, Running, running, tiny, tokenizer, wait_until
 
 from headstart.engine import Engine, EngineThread, Event, FinishReason, Stats
 from headstart.server.metrics import Meter, Metrics
-from headstart.state import Prefix
+from headstart.state import PrefixCache
 
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 COMPLETIONS = "/v1/completions"
@@ -104,7 +104,7 @@ def test_rows_and_queue_are_seen_while_they_last() -> None:
 
 
 def test_every_metric_is_in_the_documentation() -> None:
-    with running(prefix=Prefix(10**7)) as server, server.http() as http:
+    with running(prefix=PrefixCache(10**7)) as server, server.http() as http:
         http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 2, "min_tokens": 2, "num_draft_tokens": 0})
         names = re.findall(r"^# TYPE (\S+)", http.get("/metrics").text, re.MULTILINE)
     documented = set(re.findall(r"`(headstart_\w+)`", DOCS.read_text()))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from running import CONTEXT, HUB_ID, folder, running
 
-from headstart.cards import known
+from headstart.cards import all_cards
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_a_model_that_cannot_be_loaded_says_why(told: dict[str, Any]) -> None:
 def test_known_are_the_cards_of_what_is_not_here(told: dict[str, Any]) -> None:
     here = {"tiny-qwen3.5", "tiny-qwen3.5-moe", "Qwen3.5-0.8B"}
     assert {card["id"] for card in told["known"]} == {
-        card.hub_id or card.name for card in known() if card.name not in here
+        card.hub_id or card.name for card in all_cards() if card.name not in here
     }
     large = next(card for card in told["known"] if card["id"] == "Qwen/Qwen3.6-27B")
     assert large["native_mtp"] == {"available": True, "default_k": 2, "max_k": 5, "reason": None}

@@ -23,7 +23,7 @@ from headstart.server import Keys, Limits, check_reach
 from headstart.server.auth import client_of
 from headstart.server.connection import Connection
 from headstart.server.pool import Pool
-from headstart.state import Prefix
+from headstart.state import PrefixCache
 
 HI = [{"role": "user", "content": "hi"}]
 LONG: dict[str, Any] = {"model": "tiny", "messages": HI, "max_tokens": 3000, "extra_body": {"min_tokens": 3000}}
@@ -129,7 +129,7 @@ def test_settings_apply_to_what_comes_after() -> None:
 
 
 def test_the_prefix_cache_can_be_looked_at_and_cleared() -> None:
-    with running(prefix=Prefix(10**8, chunk=512)) as server, server.http() as http:
+    with running(prefix=PrefixCache(10**8, chunk=512)) as server, server.http() as http:
         prompt = tokenizer().encode("word " * 600)
         body = {"prompt": list(prompt), "max_tokens": 4}
         first = http.post("/v1/completions", json=body).json()

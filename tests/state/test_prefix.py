@@ -12,8 +12,8 @@ import mlx.core as mx
 import pytest
 
 from headstart.errors import RequestError
-from headstart.state import BLOCK, CHUNK, KV, BatchState, Prefix, Recurrent
-from headstart.state.prefix import TAIL, Node, Worth
+from headstart.state import BLOCK, CHUNK, KV, BatchState, PrefixCache, Recurrent
+from headstart.state.prefix import TAIL, Node, Retention
 
 C = 32  # tokens a chunk
 LOTS = 1 << 30
@@ -54,7 +54,7 @@ def blank(*, head: bool = True, hybrid: bool = True) -> tuple[BatchState, BatchS
     return BatchState.empty(layers, 1), BatchState.empty([KV.empty(1, 1, 32, mx.float32)], 1) if head else None
 
 
-def prefill_prompts(prefix: Prefix, prompt: Sequence[int], until: int | None = None, **kind: bool) -> int:
+def prefill_prompts(prefix: PrefixCache, prompt: Sequence[int], until: int | None = None, **kind: bool) -> int:
     """Do as the engine does → the tokens that did not have to be read."""
     taken = resumed(prefix, prompt, **kind)
     for end in range(taken + C, len(prompt) if until is None else until + 1, C):
@@ -62,7 +62,7 @@ def prefill_prompts(prefix: Prefix, prompt: Sequence[int], until: int | None = N
     return taken
 
 
-def resumed(prefix: Prefix, prompt: Sequence[int], **kind: bool) -> int:
+def resumed(prefix: PrefixCache, prompt: Sequence[int], **kind: bool) -> int:
     """Resume, and hold what comes back against what the row would have made itself."""
     rows, head = blank(**kind)
     found = prefix.resume(prompt, rows, head)
@@ -85,14 +85,14 @@ def resumed(prefix: Prefix, prompt: Sequence[int], **kind: bool) -> int:
     return taken
 
 
-def nodes(prefix: Prefix) -> Iterator[Node]:
+def nodes(prefix: PrefixCache) -> Iterator[Node]:
     waiting = list(prefix._root.children.values())
     while waiting:
         yield (node := waiting.pop())
         waiting += node.children.values()
 
 
-def depths_with_states(prefix: Prefix, prompt: Sequence[int]) -> list[int]:
+def depths_with_states(prefix: PrefixCache, prompt: Sequence[int]) -> list[int]:
     return [n + 1 for n, node in enumerate(prefix._walk(prompt, len(prompt))) if node.states is not None]
 
 
@@ -105,7 +105,7 @@ def prompt_of(chunks: int, seed: int = 0, more: int = C - 1) -> list[int]:
     "kind", [{}, {"head": False}, {"hybrid": False}], ids=["hybrid", "no head", "attention only"]
 )
 def test_a_prompt_resumes_with_exactly_what_a_row_holds_there(kind: dict[str, bool]) -> None:
-    prefix = Prefix(LOTS, chunk=C)
+    prefix = PrefixCache(LOTS, chunk=C)
     prompt = prompt_of(5)
     assert prefill_prompts(prefix, prompt, **kind) == 0
     for length in (1, C - 1, C, C + 1, 2 * C, 2 * C + 1, 4 * C, 4 * C + 5, len(prompt)):
@@ -117,7 +117,7 @@ def test_a_prompt_resumes_with_exactly_what_a_row_holds_there(kind: dict[str, bo
 
 def test_the_last_token_of_a_prompt_is_never_taken_from_the_cache() -> None:
     """It opens the first window. A prompt of whole chunks and a token is known up to it, one of whole chunks not."""
-    prefix = Prefix(LOTS, chunk=C)
+    prefix = PrefixCache(LOTS, chunk=C)
     prefill_prompts(prefix, prompt_of(2))
     assert resumed(prefix, prompt_of(2)[: 2 * C + 1]) == 2 * C
     assert resumed(prefix, prompt_of(2)[: 2 * C]) == C
@@ -125,7 +125,7 @@ def test_the_last_token_of_a_prompt_is_never_taken_from_the_cache() -> None:
 
 @pytest.mark.parametrize("at", range(0, 4 * C, 13))
 def test_one_other_token_is_another_prompt_from_its_chunk_on(at: int) -> None:
-    prefix = Prefix(LOTS, chunk=C)
+    prefix = PrefixCache(LOTS, chunk=C)
     prompt = prompt_of(4)
     prefill_prompts(prefix, prompt, hybrid=False)
     other = [*prompt[:at], prompt[at] + 1, *prompt[at + 1 :]]
@@ -133,7 +133,7 @@ def test_one_other_token_is_another_prompt_from_its_chunk_on(at: int) -> None:
 
 
 def test_the_same_tokens_in_another_order_are_another_prompt() -> None:
-    prefix = Prefix(LOTS, chunk=C)
+    prefix = PrefixCache(LOTS, chunk=C)
     prompt = prompt_of(2)
     prefill_prompts(prefix, prompt)
     assert resumed(prefix, prompt[:C][::-1] + prompt[C:]) == 0
@@ -141,7 +141,7 @@ def test_the_same_tokens_in_another_order_are_another_prompt() -> None:
 
 
 def test_chunks_that_prompts_have_in_common_are_kept_once() -> None:
-    prefix = Prefix(LOTS, chunk=C)
+    prefix = PrefixCache(LOTS, chunk=C)
     prompt = prompt_of(6)
     prefill_prompts(prefix, prompt)
     before = prefix.stats()
@@ -152,7 +152,7 @@ def test_chunks_that_prompts_have_in_common_are_kept_once() -> None:
 
 
 def test_states_are_kept_at_powers_of_two_and_where_the_prompt_ends() -> None:
-    prefix = Prefix(LOTS, chunk=C)
+    prefix = PrefixCache(LOTS, chunk=C)
     prompt = prompt_of(13)
     prefill_prompts(prefix, prompt, until=11 * C)
     assert depths_with_states(prefix, prompt) == [1, 2, 4, 8, 11]  # cancelled here: the way so far is not lost
@@ -161,7 +161,7 @@ def test_states_are_kept_at_powers_of_two_and_where_the_prompt_ends() -> None:
 
 
 def test_a_model_without_recurrent_states_can_go_on_from_every_chunk() -> None:
-    prefix = Prefix(LOTS, chunk=C)
+    prefix = PrefixCache(LOTS, chunk=C)
     prefill_prompts(prefix, prompt_of(13), hybrid=False)
     for depth in range(1, 14):
         assert resumed(prefix, prompt_of(13)[: depth * C + 1], hybrid=False) == depth * C
@@ -170,7 +170,7 @@ def test_a_model_without_recurrent_states_can_go_on_from_every_chunk() -> None:
 @pytest.mark.parametrize("more", range(0, C, 5))
 def test_the_next_turn_of_a_chat_reads_only_the_last_chunk_of_the_one_before_again(more: int) -> None:
     """Even where the template then writes the end of the last turn otherwise."""
-    prefix, turn = Prefix(LOTS, chunk=C), prompt_of(11, more=more)
+    prefix, turn = PrefixCache(LOTS, chunk=C), prompt_of(11, more=more)
     for seed in range(5):
         prefill_prompts(prefix, turn)
         following = turn + prompt_of(3, seed, more=seed)
@@ -182,23 +182,23 @@ def test_the_next_turn_of_a_chat_reads_only_the_last_chunk_of_the_one_before_aga
 
 def test_the_second_prompt_that_parts_somewhere_leaves_states_there_for_the_third() -> None:
     """Agents with one long system prompt and tasks of their own."""
-    prefix = Prefix(LOTS, chunk=C)
+    prefix = PrefixCache(LOTS, chunk=C)
     system = prompt_of(13, more=3)
     tasks = [system + prompt_of(9, seed=seed) for seed in (1, 2, 3)]
     assert [prefill_prompts(prefix, task) for task in tasks] == [0, 8 * C, 13 * C]
 
 
 def test_a_prompt_that_ends_within_a_longer_one_leaves_states_there() -> None:
-    prefix = Prefix(LOTS, chunk=C)
+    prefix = PrefixCache(LOTS, chunk=C)
     prompt = prompt_of(30)
     prefill_prompts(prefix, prompt)
     short = prompt[: 13 * C + 2]
     assert [prefill_prompts(prefix, short), prefill_prompts(prefix, short)] == [8 * C, 13 * C]
-    assert next(node for node in nodes(prefix) if node.worth is Worth.FORK).states is not None
+    assert next(node for node in nodes(prefix) if node.retention is Retention.FORK).states is not None
 
 
 def size_of(*prompts: Sequence[int]) -> int:
-    prefix = Prefix(LOTS, chunk=C)
+    prefix = PrefixCache(LOTS, chunk=C)
     for prompt in prompts:
         prefill_prompts(prefix, prompt)
     return prefix.stats().bytes
@@ -206,7 +206,7 @@ def size_of(*prompts: Sequence[int]) -> int:
 
 def test_what_was_least_recently_used_goes_first() -> None:
     a, b, c = (prompt_of(1, seed) for seed in range(3))
-    prefix = Prefix(size_of(a, b), chunk=C)
+    prefix = PrefixCache(size_of(a, b), chunk=C)
     prefill_prompts(prefix, a)
     prefill_prompts(prefix, b)
     assert resumed(prefix, a) == C
@@ -218,7 +218,7 @@ def test_what_was_least_recently_used_goes_first() -> None:
 def test_states_within_prompts_go_before_any_prompt_does() -> None:
     a, b = (prompt_of(9, seed) for seed in range(2))
     room = size_of(a, b)
-    prefix = Prefix(room - 1, chunk=C)
+    prefix = PrefixCache(room - 1, chunk=C)
     prefill_prompts(prefix, a)
     prefill_prompts(prefix, b)
     assert (resumed(prefix, a), resumed(prefix, b)) == (9 * C, 9 * C)
@@ -230,7 +230,7 @@ def test_states_within_prompts_go_before_any_prompt_does() -> None:
 def test_a_fork_outlives_the_states_that_only_save_room() -> None:
     system = prompt_of(3, more=3)
     tasks = [system + prompt_of(6, seed=seed) for seed in (1, 2)]
-    prefix = Prefix(size_of(*tasks), chunk=C)
+    prefix = PrefixCache(size_of(*tasks), chunk=C)
     for task in tasks:
         prefill_prompts(prefix, task)
     prefill_prompts(prefix, prompt_of(3, seed=9))
@@ -243,7 +243,7 @@ def test_children_go_before_their_parents() -> None:
     """Where prompts part one can go on, so that stays when all who went on from there have gone."""
     system = prompt_of(3, more=3)
     tasks = [system + prompt_of(6, seed=seed) for seed in (1, 2)]
-    prefix = Prefix(size_of(*tasks), chunk=C)
+    prefix = PrefixCache(size_of(*tasks), chunk=C)
     for task in tasks:
         prefill_prompts(prefix, task)
     prefill_prompts(prefix, prompt_of(12, seed=3))
@@ -253,7 +253,7 @@ def test_children_go_before_their_parents() -> None:
 def test_a_prompt_that_goes_takes_all_along_that_only_it_could_use() -> None:
     """What is left can be resumed from: no chunk is kept that leads nowhere."""
     a, b = prompt_of(7, seed=1), prompt_of(7, seed=2)
-    prefix = Prefix(size_of(a), chunk=C)
+    prefix = PrefixCache(size_of(a), chunk=C)
     prefill_prompts(prefix, a)
     prefill_prompts(prefix, b)
     assert resumed(prefix, a) == 0
@@ -264,7 +264,7 @@ def test_a_prompt_that_goes_takes_all_along_that_only_it_could_use() -> None:
 def test_a_prompt_too_large_for_the_cache_leaves_its_beginning() -> None:
     """And drives out nothing for the sake of what does not fit in any case."""
     large = prompt_of(12)
-    prefix = Prefix(size_of(prompt_of(5)), chunk=C)
+    prefix = PrefixCache(size_of(prompt_of(5)), chunk=C)
     prefill_prompts(prefix, large, until=6 * C)
     before, taken = prefix.stats(), resumed(prefix, large)
     assert 4 * C <= taken <= 6 * C
@@ -274,7 +274,7 @@ def test_a_prompt_too_large_for_the_cache_leaves_its_beginning() -> None:
 
 
 def test_a_cache_of_no_bytes_keeps_nothing() -> None:
-    prefix = Prefix(0, chunk=C)
+    prefix = PrefixCache(0, chunk=C)
     assert [prefill_prompts(prefix, prompt_of(2)) for _ in range(2)] == [0, 0]
     assert prefix.stats().entries == 0
 
@@ -284,7 +284,7 @@ def test_bytes_stay_within_their_bound_whatever_comes(share: float) -> None:
     rng = random.Random(share)
     systems = [prompt_of(rng.randrange(6), seed, more=rng.randrange(C)) for seed in range(4)]
     prompts = [rng.choice(systems) + prompt_of(rng.randrange(6), rng.randrange(30)) for _ in range(60)]
-    prefix = Prefix(int(share * size_of(*prompts)), chunk=C)
+    prefix = PrefixCache(int(share * size_of(*prompts)), chunk=C)
     served = 0
     for prompt in prompts:
         served += prefill_prompts(prefix, prompt, until=rng.choice([None, None, 2 * C]))
@@ -302,7 +302,7 @@ def test_bytes_stay_within_their_bound_whatever_comes(share: float) -> None:
 def test_what_is_not_finite_is_not_kept() -> None:
     prompt = prompt_of(2)
     for broken in range(3):
-        prefix = Prefix(LOTS, chunk=C)
+        prefix = PrefixCache(LOTS, chunk=C)
         rows, head, hidden = memory(prompt[:C])
         assert head is not None
         target = (rows.layers[0].state, rows.layers[1].values, head.layers[0].keys)[broken]  # type: ignore[union-attr]
@@ -314,7 +314,7 @@ def test_what_is_not_finite_is_not_kept() -> None:
 
 
 def test_a_row_that_was_resumed_may_overwrite_its_memory() -> None:
-    prefix = Prefix(LOTS, chunk=C)
+    prefix = PrefixCache(LOTS, chunk=C)
     prompt = prompt_of(1)
     prefill_prompts(prefix, prompt)
     rows, head = blank()
@@ -327,7 +327,7 @@ def test_a_row_that_was_resumed_may_overwrite_its_memory() -> None:
 
 
 def test_a_row_that_was_stored_may_overwrite_its_memory() -> None:
-    prefix = Prefix(LOTS, chunk=C)
+    prefix = PrefixCache(LOTS, chunk=C)
     prompt = prompt_of(1)
     rows, head, hidden = memory(prompt[:C])
     assert head is not None
@@ -339,7 +339,7 @@ def test_a_row_that_was_stored_may_overwrite_its_memory() -> None:
 
 def test_an_entry_keeps_no_more_memory_alive_than_it_counts() -> None:
     """Not the row's whole buffers, of which it holds a slice."""
-    prefix = Prefix(LOTS)
+    prefix = PrefixCache(LOTS)
     gc.collect()
     before = mx.get_active_memory()
     prompt = [1] * (CHUNK + 1)
@@ -363,7 +363,7 @@ def test_an_entry_keeps_no_more_memory_alive_than_it_counts() -> None:
 
 def test_eight_bits_keep_keys_and_values_nearly_and_the_rest_exactly() -> None:
     prompt = prompt_of(4)
-    whole, small = Prefix(LOTS, chunk=C), Prefix(LOTS, chunk=C, eight_bits=True)
+    whole, small = PrefixCache(LOTS, chunk=C), PrefixCache(LOTS, chunk=C, eight_bits=True)
     for prefix in (whole, small):
         prefill_prompts(prefix, prompt, until=C)
     assert small.stats().bytes < 0.6 * whole.stats().bytes
@@ -382,7 +382,7 @@ def test_eight_bits_keep_keys_and_values_nearly_and_the_rest_exactly() -> None:
 
 
 def test_stats_count_hits_misses_and_tokens_served() -> None:
-    prefix = Prefix(LOTS, chunk=C)
+    prefix = PrefixCache(LOTS, chunk=C)
     prefill_prompts(prefix, prompt_of(2))
     prefill_prompts(prefix, prompt_of(2))
     prefill_prompts(prefix, prompt_of(0))  # less than a chunk: neither
@@ -391,7 +391,7 @@ def test_stats_count_hits_misses_and_tokens_served() -> None:
 
 
 def test_clearing_forgets_everything_and_a_row_under_way_stores_all_of_its_prompt_again() -> None:
-    prefix = Prefix(LOTS, chunk=C)
+    prefix = PrefixCache(LOTS, chunk=C)
     prompt = prompt_of(6)
     prefill_prompts(prefix, prompt, until=3 * C)
     prefix.clear()
@@ -402,7 +402,7 @@ def test_clearing_forgets_everything_and_a_row_under_way_stores_all_of_its_promp
 
 
 def test_clearing_frees_the_memory_at_once() -> None:
-    prefix = Prefix(LOTS, chunk=C)
+    prefix = PrefixCache(LOTS, chunk=C)
     prefill_prompts(prefix, prompt_of(3))
     gone = [weakref.ref(node) for node in nodes(prefix)]
     gc.disable()  # who clears because memory is short cannot wait for it
@@ -415,7 +415,7 @@ def test_clearing_frees_the_memory_at_once() -> None:
 
 
 def test_stats_and_clear_may_come_from_other_threads_at_any_time() -> None:
-    prefix = Prefix(size_of(prompt_of(6)), chunk=C)
+    prefix = PrefixCache(size_of(prompt_of(6)), chunk=C)
     over, troubles = threading.Event(), []
 
     def disturb() -> None:
@@ -439,4 +439,4 @@ def test_stats_and_clear_may_come_from_other_threads_at_any_time() -> None:
 
 def test_a_negative_size_is_refused() -> None:
     with pytest.raises(RequestError, match="max_bytes"):
-        Prefix(-1)
+        PrefixCache(-1)

@@ -1,8 +1,5 @@
-"""Model cards: what is known of a model beyond its files. One TOML for each, and the user's own go before ours."""
+"""Model cards: what is known of a model beyond its files. One TOML each; the user's own replace the built-in ones."""
 
-from .card import MAX_K, Card, NativeMtp, known, matching, named
-from .dispatch import DEFAULT_K, Dispatch, dispatch
+from .card import Card, Dispatch, NativeMtp, all_cards, dispatch, find_card, match_card
 
-__all__ = [
-    "DEFAULT_K", "MAX_K", "Card", "Dispatch", "NativeMtp", "dispatch", "known", "matching", "named",
-]  # fmt: skip
+__all__ = ["Card", "Dispatch", "NativeMtp", "all_cards", "dispatch", "find_card", "match_card"]

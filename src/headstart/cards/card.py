@@ -1,8 +1,10 @@
-"""A card and where cards are found."""
+"""Read model cards, find the one of a model, and decide whether and how far its head drafts."""
 
+import os
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,18 +12,19 @@ import typer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..errors import CheckpointError
+from ..limits import DEFAULT_K, MAX_K
 
-OURS = Path(__file__).parent
+BUILTIN_CARDS = Path(__file__).parent
+OFF = ("0", "false", "no", "off")  # values of HEADSTART_MTP
 Capability = Literal["text", "vision", "thinking", "tools"]
-MAX_K = 8  # drafts a round, for any model
 Positive = Annotated[int, Field(ge=1)]
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class NativeMtp(Strict):
+class NativeMtp(StrictModel):
     """The model's own multi-token-prediction head."""
 
     num_layers: Positive
@@ -35,8 +38,8 @@ class NativeMtp(Strict):
         return self
 
 
-class Sampling(Strict):
-    """What the makers recommend, by the names of SamplingParams; what they do not name is left out."""
+class Sampling(StrictModel):
+    """Sampling parameters that the makers recommend, by the names of SamplingParams; None where they name none."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -46,16 +49,16 @@ class Sampling(Strict):
     repetition_penalty: float | None = None
 
 
-class SamplingDefaults(Strict):
+class SamplingDefaults(StrictModel):
     thinking: Sampling | None = None
     not_thinking: Sampling | None = None
 
 
-class Card(Strict):
+class Card(StrictModel):
     name: str
     hub_id: str | None = None
     also: tuple[str, ...] = ()  # other ids of the same model: other precisions, conversions
-    original: str | None = None  # the id of the release that still has the head
+    original: str | None = None  # id of the release that has the head
     family: Literal["qwen3_5", "qwen3_5_moe", "qwen3_next"]
     parameters: str | None = None  # as the makers round them, e.g. "35B"
     active_parameters: str | None = None
@@ -69,43 +72,76 @@ class Card(Strict):
         return {name.lower() for name in (self.name, self.hub_id, *self.also) if name}
 
 
-def folder_of_the_user() -> Path:
-    """~/.config/headstart/cards, or where the platform keeps such things."""
-    return Path(typer.get_app_dir("headstart")) / "cards"
+def all_cards() -> list[Card]:
+    """Return all cards. A card in the user's folder (~/.config/headstart/cards, or where the platform keeps
+    configuration) replaces the built-in one of the same name."""
+    user_cards = Path(typer.get_app_dir("headstart")) / "cards"
+    paths = [*sorted(BUILTIN_CARDS.glob("*.toml")), *sorted(user_cards.glob("*.toml"))]
+    return list({card.name.lower(): card for card in map(_read, paths)}.values())
 
 
-def known() -> list[Card]:
-    """All cards; one of the user's takes the place of ours with the same name."""
-    by_name = {card.name.lower(): card for card in _in_folder(OURS) + _in_folder(folder_of_the_user())}
-    return list(by_name.values())
+def find_card(name: str) -> Card | None:
+    """Return the card of that name or hub id."""
+    return next((card for card in all_cards() if name.lower() in card.names), None)
 
 
-def named(name: str) -> Card | None:
-    """The card of that name or hub id."""
-    return next((card for card in known() if name.lower() in card.names), None)
-
-
-def matching(ids: Iterable[str | None], folder: str, family: str) -> Card | None:
-    """The card of a model on disk: by the hub ids that are known of it, else by the name of its folder."""
-    cards = [card for card in known() if card.family == family]
+def match_card(ids: Iterable[str | None], folder: str, family: str) -> Card | None:
+    """Return the card of a model on disk: by the hub ids known of it, else by the name of its folder."""
+    cards = [card for card in all_cards() if card.family == family]
     for name in ids:
         if found := next((card for card in cards if name and name.lower() in card.names), None):
             return found
-    # Qwen3.6-27B-4bit is a Qwen3.6-27B, Qwen3.5-27B-4bit is no Qwen3.5-2B.
+    # Qwen3.6-27B-4bit is a Qwen3.6-27B, but Qwen3.5-27B-4bit is not a Qwen3.5-2B.
     begins = [card for card in cards if re.match(rf"{re.escape(card.name)}(?![^\W_])", folder, re.IGNORECASE)]
     return max(begins, key=lambda card: len(card.name), default=None)
 
 
-def _in_folder(folder: Path) -> list[Card]:
-    return [_read(path) for path in sorted(folder.glob("*.toml"))]
+@dataclass(frozen=True)
+class Dispatch:
+    """Drafts per step by default and at most; both are 0 if the head does not draft, and `reason` says why."""
+
+    k: int
+    max_k: int
+    reason: str | None = None
+
+    @property
+    def drafts(self) -> bool:
+        return self.reason is None
+
+
+def dispatch(
+    card: Card | None,
+    *,
+    promised: int,
+    unusable: str | None,
+    mtp: bool | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> Dispatch:
+    """Decide whether the head drafts, and how far. A request may ask for less: the engine honours that.
+
+    Args:
+        promised: Number of head modules that config.json declares.
+        unusable: Why the local weights have no usable head, or None.
+        mtp: What the user asked for; None leaves it to the environment (`HEADSTART_MTP=0`).
+    """
+    declared = card.native_mtp if card else None
+    if not declared and not promised:
+        return Dispatch(0, 0, "neither the model card nor config.json declares an MTP head")
+    if mtp is False:
+        return Dispatch(0, 0, "loaded without the head")
+    if mtp is None and environment.get("HEADSTART_MTP", "").strip().lower() in OFF:
+        return Dispatch(0, 0, "switched off by HEADSTART_MTP")
+    if unusable:
+        return Dispatch(0, 0, unusable)
+    return Dispatch(declared.default_k, declared.max_k) if declared else Dispatch(DEFAULT_K, MAX_K)
 
 
 def _read(path: Path) -> Card:
     try:
         return Card.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not a model card ({error}). Mend or delete it.") from error
+        raise CheckpointError(f"{path}: not a model card ({error}). Fix or delete it.") from error
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "the card"
-        raise CheckpointError(f"{path}: {field}: {first['msg']}. Mend or delete the card.") from error
+        raise CheckpointError(f"{path}: {field}: {first['msg']}. Fix or delete the card.") from error

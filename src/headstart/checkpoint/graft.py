@@ -73,7 +73,7 @@ def check_name(model: Layout, source: Path | str, original: str | None) -> None:
     if original is None:
         return
     name = source if isinstance(source, str) else _name(source, model.family)
-    card = cards.named(original)
+    card = cards.find_card(original)
     names = {original.lower(), *(card.names if card else ())}  # of the model in any precision
     folder = original.rpartition("/")[2].lower()
     named_alike = isinstance(source, Path) and source.absolute().name.lower() == folder
@@ -91,7 +91,7 @@ def _name(source: Path, family: str) -> str | None:
     """
     if found := hub_id(source):
         return found
-    if card := cards.matching((), source.absolute().name, family):
+    if card := cards.match_card((), source.absolute().name, family):
         return card.hub_id or card.name
     head, _ = read_head(source)
     converted = any(part.sources[0].provenance == "converted" for part in head.values())

@@ -58,7 +58,7 @@ def locate(name: str | Path | None = None) -> Path | str:
         return repo
     if HUB_ID.fullmatch(name):
         return name
-    if (card := cards.named(name)) and card.hub_id:
+    if (card := cards.find_card(name)) and card.hub_id:
         return card.hub_id
     builtin = ", ".join(folder.name for folder in _builtin_models())
     raise CheckpointError(

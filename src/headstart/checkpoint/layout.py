@@ -246,7 +246,7 @@ def release_id(path: Path, family: str) -> str | None:
 
     A longer name may be a fine-tune's.
     """
-    card = cards.named(path.absolute().name)
+    card = cards.find_card(path.absolute().name)
     return hub_id(path) or (card.hub_id if card and card.family == family else None)
 
 
@@ -258,4 +258,4 @@ def original_id(path: Path, family: str) -> str | None:
 
 
 def _card(path: Path, family: str) -> cards.Card | None:
-    return cards.matching((hub_id(path), base_model_id(path)), path.absolute().name, family)
+    return cards.match_card((hub_id(path), base_model_id(path)), path.absolute().name, family)

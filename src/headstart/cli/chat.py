@@ -33,7 +33,7 @@ def chat_command(
     from ..engine import Engine
     from ..engine.memory import memory_for_prefixes
     from ..library import load, stream_generate
-    from ..state import Prefix
+    from ..state import PrefixCache
 
     loaded, tokenizer = load(find_model(model), mtp=mtp)
     console, aside = Console(highlight=False), Console(stderr=True, highlight=False)
@@ -72,7 +72,7 @@ def chat_command(
             messages.append({"role": "user", "content": line})
             try:
                 if engine is None:
-                    engine = Engine(loaded, tokenizer, max_sequences=1, prefix=Prefix(memory_for_prefixes()))
+                    engine = Engine(loaded, tokenizer, max_sequences=1, prefix=PrefixCache(memory_for_prefixes()))
                 text, stopped = answer(engine)
                 messages.append({"role": "assistant", "content": text})
                 if stopped:  # perhaps in the middle of a step: its state cannot be relied on

@@ -49,12 +49,12 @@ def models_command(
     as_json: bool = options.JSON,
 ) -> None:
     """List the models on this machine. Says whether their heads can draft and how far, and which others are known."""
-    from ..cards import known
+    from ..cards import all_cards
     from ..checkpoint.hub import local_models
 
     found = [model.report() for model in local_models(folders or ())]
     here = {model["card"] for model in found}
-    others = [card for card in known() if card.name not in here]
+    others = [card for card in all_cards() if card.name not in here]
     if as_json:
         typer.echo(json.dumps({"on_disk": found, "known": [card.model_dump(exclude_none=True) for card in others]}))
         return

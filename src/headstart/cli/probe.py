@@ -29,10 +29,10 @@ def probe_command(
     from ..bench.probe import DEFAULT_K, check_probe, probe_model, probe_steps
     from ..bench.probe_report import ProbeReport
     from ..bench.system import system_info
-    from ..cards import MAX_K
     from ..checkpoint import load_model, load_tokenizer, read_layout
     from ..checkpoint.convert import head_field
     from ..checkpoint.layout import hub_id
+    from ..limits import MAX_K
 
     # Refuse wrong options before anything is downloaded or loaded.
     check_output(output)

@@ -60,7 +60,7 @@ def serve_command(
     from ..engine import Engine, EngineThread
     from ..engine.memory import memory_for_prefixes
     from ..open_files import raise_limit
-    from ..state import Prefix
+    from ..state import PrefixCache
 
     server.configure_log(log_level, access=access_log)
     keys = server.Keys(api_key or ())
@@ -77,7 +77,7 @@ def serve_command(
         served = server.ServedModel.of(read_layout(folder), loaded, tokenizer, id=model_id)
         cache_bytes = memory_for_prefixes() if prefix_cache_gb is None else int(prefix_cache_gb * 1e9)
         if cluster is None:
-            prefix = Prefix(cache_bytes, eight_bits=prefix_cache_8bit) if cache_bytes else None
+            prefix = PrefixCache(cache_bytes, eight_bits=prefix_cache_8bit) if cache_bytes else None
             engine = Engine(loaded, tokenizer, max_sequences=max_sequences, max_queue=max_queue, prefix=prefix)
         else:
             shared = SharedPrefix(cache_bytes, eight_bits=prefix_cache_8bit) if cache_bytes else None

@@ -20,9 +20,9 @@ from ..engine.memory import Footprint
 from ..engine.pending_step import PendingStep
 from ..engine.request import ignore_event
 from ..engine.sequence import SequenceState
-from ..errors import ClusterError, Down
+from ..errors import ClusterError, EngineDown
 from ..models import Model
-from ..state import Prefix
+from ..state import PrefixCache
 from ..state.prefix import Sizes
 from .communicator import Communicator
 from .machines import Machines
@@ -50,7 +50,7 @@ class IterationStart(NamedTuple):
     progress: list[tuple[int, int]]  # tokens, and prefilled tokens, of each admitted sequence: to compare
 
 
-class SharedPrefix(Prefix):
+class SharedPrefix(PrefixCache):
     """The prefix cache of a cluster. Each rank stores its own part, and all store and evict the same prefixes.
 
     What is stored follows from the prompts, which are the same everywhere. Sizes are those of the largest part.
@@ -180,7 +180,7 @@ class ClusterEngine(Engine):
     def _end_requests(self, reason: str) -> None:
         """End all requests before the process exits. Must not wait for the device, which waits for lost ranks."""
         for sequence in self._unfinished():
-            sequence.finish("error", Down(f"the cluster has stopped: {reason}"))
+            sequence.finish("error", EngineDown(f"the cluster has stopped: {reason}"))
         time.sleep(NOTICE)
 
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..cards import DEFAULT_K, MAX_K
+from ..limits import DEFAULT_K, MAX_K
 from .step_time import StepTime
 
 MEMORY = 0.9  # weight that earlier rounds of a sequence keep per round: some 10 rounds count

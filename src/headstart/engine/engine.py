@@ -19,10 +19,11 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from ..cards import MAX_K
 from ..errors import HeadstartError
+from ..limits import MAX_K
 from ..models import Model
-from ..state import Prefix
+from ..state import PrefixCache
+from ..thread_exit import wait_at_exit
 from .batch import Batch
 from .depth import DepthController, pause_reason
 from .invariance import is_batch_invariant, max_invariant_k
@@ -47,7 +48,7 @@ class Engine(Scheduler):
         max_queue: int | None = None,
         memory_limit: int | None = None,
         depth: DepthController | None = None,
-        prefix: Prefix | None = None,
+        prefix: PrefixCache | None = None,
     ):
         """Make an engine for a model.
 
@@ -78,6 +79,7 @@ class Engine(Scheduler):
 
     def run_once(self) -> bool:
         """Do one iteration. Return False when nothing is left to do."""
+        wait_at_exit()
         with self._lock:
             self._end_cancelled()
             self._drop_finished()

@@ -12,8 +12,8 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..cards import MAX_K
-from ..errors import Busy, Down, RequestError
+from ..errors import Busy, EngineDown, RequestError
+from ..limits import MAX_K
 from ..models import Model
 from ..sampling.bounds import start_deep
 from .engine import Engine
@@ -36,7 +36,11 @@ class Settings:
 
 
 class EngineThread:
-    """An engine that runs in a thread of its own from `start` to `close`."""
+    """An engine that runs in a thread of its own. Use it as `with EngineThread(Engine(model, tokenizer)) as engine`.
+
+    Any thread may call `submit`, or `generate` and `stream_generate` with `engine=engine`; their requests are decoded in
+    one batch. Leaving the block waits for running requests.
+    """
 
     def __init__(self, engine: Engine):
         engine.threaded = True
@@ -48,6 +52,13 @@ class EngineThread:
         self._stopped = False  # the engine is not run any more
         self._wake = Condition()
         self._thread: Thread | None = None
+
+    def __enter__(self) -> "EngineThread":
+        self.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(0.0 if error is not None else TIMEOUT_MAX)
 
     @property
     def healthy(self) -> bool:
@@ -78,17 +89,17 @@ class EngineThread:
         Raises:
             RequestError: It can never be answered.
             Busy: The queue is full, or the engine is closing.
-            Down: The engine is not running.
+            EngineDown: The engine is not running.
         """
         if self.closing:
             raise Busy("the server is shutting down", retry_after=5)
         if not self.healthy:
-            raise Down(f"the engine is down ({self.problem or 'it was not started'}): start it again")
+            raise EngineDown(f"the engine is down ({self.problem or 'it was not started'}): start it again")
         max_k = self.settings.max_k if self.settings.speculation else 0
         handle = self.engine.submit(request, client=client, listener=listener, max_k=max_k)
         with self._wake:
             if self._stopped:  # since the checks above
-                self.engine.end_all(Down(f"the engine is down ({self.problem or 'it was closed'})"))
+                self.engine.end_all(EngineDown(f"the engine is down ({self.problem or 'it was closed'})"))
             self._wake.notify()
         return handle
 
@@ -117,7 +128,7 @@ class EngineThread:
             if not self._restart():
                 with self._wake:  # `submit` ends requests that come after this
                     self._stopped = True
-                    self.engine.end_all(Down(f"the engine died: {self.problem}"))
+                    self.engine.end_all(EngineDown(f"the engine died: {self.problem}"))
 
     def _restart(self) -> bool:
         if self.restarts or self.closing:

@@ -7,9 +7,9 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
-from ..cards import MAX_K
 from ..kernels.cuda import on_cuda
 from ..kernels.products import MOST_ROWS
+from ..limits import MAX_K
 from ..models import Model
 
 TOKENS = [3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41]

@@ -8,7 +8,7 @@ import mlx.core as mx
 from ..kernels.cuda import on_cuda
 from ..models import Model
 from ..sampling import Logprobs, logprobs
-from ..state import CHUNK, Prefix
+from ..state import CHUNK, PrefixCache
 from .batch import Batch, UnseenPairs
 from .invariance import is_batch_invariant
 from .memory import is_out_of_memory
@@ -19,7 +19,7 @@ from .step import prefill
 SCORED_AT_ONCE = 64  # tokens of a prompt whose logits are computed together: logits are large
 
 
-def prefill_chunk(model: Model, sequence: SequenceState, prefix: Prefix | None) -> bool:
+def prefill_chunk(model: Model, sequence: SequenceState, prefix: PrefixCache | None) -> bool:
     """Prefill one more chunk. Return True once all tokens but the last are in: that one opens the first window."""
     tokens = sequence.tokens
     scored = sequence.handle.request.score != "no"
@@ -51,7 +51,7 @@ def prefill_chunk(model: Model, sequence: SequenceState, prefix: Prefix | None) 
     return True
 
 
-def _start(model: Model, sequence: SequenceState, prefix: Prefix | None) -> None:
+def _start(model: Model, sequence: SequenceState, prefix: PrefixCache | None) -> None:
     """Make the sequence's own batch, with what the prefix cache holds of its tokens."""
     generated, stats = sequence.num_generated, sequence.stats
     batch = Batch.of_one(model, sequence.tokens, sequence.params, sequence.history.max_k, generated, stats.rounds)
@@ -69,7 +69,7 @@ def _start(model: Model, sequence: SequenceState, prefix: Prefix | None) -> None
     stats.exact = stats.exact and exact
 
 
-def _resume(model: Model, batch: Batch, tokens: Sequence[int], prefix: Prefix) -> int:
+def _resume(model: Model, batch: Batch, tokens: Sequence[int], prefix: PrefixCache) -> int:
     """Load the longest cached prefix of `tokens` into the batch, and return its length.
 
     A sequence that does not draft has a head during prefill all the same: then every entry serves every sequence.
@@ -85,7 +85,7 @@ def _resume(model: Model, batch: Batch, tokens: Sequence[int], prefix: Prefix) -
     return length
 
 
-def _store(batch: Batch, tokens: Sequence[int], length: int, prefix: Prefix) -> None:
+def _store(batch: Batch, tokens: Sequence[int], length: int, prefix: PrefixCache) -> None:
     """Add the first `length` tokens to the prefix cache, if that is a multiple of its chunk."""
     if length and length % prefix.chunk == 0:
         mx.eval(batch.arrays())

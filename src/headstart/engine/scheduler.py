@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..cards import MAX_K
 from ..errors import Busy, RequestError
+from ..limits import MAX_K
 from ..models import Model
-from ..state import Prefix
+from ..state import PrefixCache
 from .memory import ANSWER, Footprint, memory_for_sequences
 from .request import Event, Handle, Request
 from .sequence import SequenceState
@@ -82,7 +82,7 @@ class Scheduler:
         max_sequences: int,
         max_queue: int | None,
         memory_limit: int | None,
-        prefix: Prefix | None,
+        prefix: PrefixCache | None,
     ):
         if max_sequences < 1:
             raise RequestError(f"max_sequences is {max_sequences}; it must be at least 1")

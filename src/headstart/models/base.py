@@ -13,9 +13,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
-from ..cards import DEFAULT_K, MAX_K
 from ..kernels.norm import add_and_norm, norm
 from ..kernels.products import product, tied
+from ..limits import DEFAULT_K, MAX_K
 from ..state import KV, BatchState, Recurrent
 from .attention import at_last, attention
 from .feed_forward import feed_forward

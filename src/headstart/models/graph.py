@@ -45,8 +45,7 @@ class Graph:
         self.kinds = [type(memory) for memory in rows.layers]
         held = [memory.arrays() for memory in rows.layers]
         output, held = self.traced(rows.lengths, rows.accepted, held, *inputs)
-        for memory, arrays in zip(rows.layers, held, strict=True):
-            memory.hold(arrays)
+        rows.layers = [kind.of(arrays) for kind, arrays in zip(self.kinds, held, strict=True)]
         return output
 
     def _from_arrays(

@@ -1,29 +1,14 @@
-"""What a request may ask of the next token, and how drafts are judged by it."""
+"""Sampling and speculative verification: which tokens are drawn, and which drafts are accepted."""
 
+from ..sampling_params import GrammarSpec, SamplingOptions, SamplingParams
 from .accept import AcceptResult
 from .controls import Controls, SequenceParams, controls
-from .grammar import GrammarMasks, GrammarSpec, Matcher, compile_grammar, find_grammar, spell
-from .logprobs import Logprobs, logprobs
-from .params import SamplingOptions, SamplingParams
+from .distribution import Logprobs, logprobs
+from .grammar import GrammarMasks, Matcher, compile_grammar, find_grammar, token_bytes
 from .verify import BatchContext, Proposal, accept_window, propose
 
 __all__ = [
-    "AcceptResult",
-    "BatchContext",
-    "Controls",
-    "GrammarMasks",
-    "GrammarSpec",
-    "Logprobs",
-    "Matcher",
-    "Proposal",
-    "SamplingOptions",
-    "SamplingParams",
-    "SequenceParams",
-    "accept_window",
-    "compile_grammar",
-    "controls",
-    "find_grammar",
-    "logprobs",
-    "propose",
-    "spell",
+    "AcceptResult", "BatchContext", "Controls", "GrammarMasks", "GrammarSpec", "Logprobs", "Matcher", "Proposal",
+    "SamplingOptions", "SamplingParams", "SequenceParams", "accept_window", "compile_grammar", "controls",
+    "find_grammar", "logprobs", "propose", "token_bytes",
 ]  # fmt: skip

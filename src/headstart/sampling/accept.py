@@ -1,7 +1,7 @@
-"""Which drafts stand, and what comes after them. Pure functions; the randomness is handed in.
+"""Acceptance rules: how many drafts to accept, and the token after them. Pure functions; noise is passed in.
 
-Every rule here but `optimistic` leaves the target's distribution as it is, whatever was drafted: a good drafter is
-faster, a bad one slower, and nobody can tell from the text.
+Every rule but the optimistic one preserves the target's distribution for any drafter: a good drafter is faster and a
+bad one slower, and the text is the same (coupled) or has the same distribution (ratio).
 """
 
 from typing import NamedTuple
@@ -10,81 +10,92 @@ import mlx.core as mx
 
 
 class AcceptResult(NamedTuple):
-    accepted: mx.array  # [B] int32, n
-    tokens: mx.array  # [B, k+1] int32: n accepted drafts, the token after them, then nothing of meaning
+    accepted: mx.array  # [B] int32, n accepted drafts
+    tokens: mx.array  # [B, k+1] int32: the n accepted drafts, the token after them, then undefined
 
     @property
     def next(self) -> mx.array:
-        """[B], the token at index n."""
+        """Return the token at index n, [B]."""
         return mx.take_along_axis(self.tokens, self.accepted[:, None], axis=1).squeeze(1)
 
 
-def coupled(choices: mx.array, drafts: mx.array, allowed: mx.array) -> AcceptResult:
-    """Accept drafts [B, k] while they are the target's own choices [B, k+1], at most `allowed` [B] of them.
+def accept_coupled(choices: mx.array, drafts: mx.array, allowed: mx.array) -> AcceptResult:
+    """Gumbel coupling: accept drafts [B, k] while they equal the target's choices [B, k+1], at most `allowed` [B].
 
-    The choice at a position is argmax(log p + noise) with the noise of that position, the same whoever looks. So
-    the emitted tokens are the target's, and do not depend on the drafts at all. Greedy is this without noise.
+    The target's choice at a position is argmax(log p + noise), with noise that depends on the seed and the position
+    only. The emitted tokens are those choices, whatever was drafted. Greedy decoding is the same without noise.
     """
     k = drafts.shape[1]
     agree = (drafts == choices[:, :k]) & (mx.arange(k) < allowed[:, None])
     return AcceptResult(mx.cumprod(agree.astype(mx.int32), axis=1).sum(axis=1), choices)
 
 
-class Block(NamedTuple):
-    """A block of drafts: the `chance[:, i]` that i+1 of them stand, and what i accepted ones carry on."""
-
-    chance: mx.array  # [B, k]
-    carry: mx.array  # [B, k+1]
+class BlockAcceptance(NamedTuple):
+    probability: mx.array  # [B, k], at i: that i+1 drafts are accepted
+    weight: mx.array  # [B, k+1], at i: likelihood ratio of target to drafter over the first i drafts, clipped to 1
 
 
-def block(p: mx.array, q: mx.array, p_drafts: mx.array, q_drafts: mx.array, allowed: mx.array) -> Block:
-    """Block verification (Sun et al. 2024, arXiv:2403.10444): judge the drafts together, not one by one.
+def block_acceptance(
+    p: mx.array, q: mx.array, p_drafts: mx.array, q_drafts: mx.array, allowed: mx.array
+) -> BlockAcceptance:
+    """Block verification (Sun et al. 2024, arXiv:2403.10444), a form of speculative sampling.
 
-    p [B, k+1, C] and q [B, k, C] are the target's and the drafter's probabilities over the same tokens at each
-    position, p_drafts and q_drafts [B, k] those of the drafts themselves. `carry` is how likely the target is to
-    have said the drafts so far, relative to the drafter and at most 1. i drafts stand with the share of what could
-    still be said after them: never less than rejecting token by token would accept.
+    It verifies the drafts together and accepts at least as many as speculative sampling token by token (Leviathan et
+    al. 2023) does.
+
+    Args:
+        p: [B, k+1, C], the target's probabilities at each position.
+        q: [B, k, C], the drafter's probabilities of the same tokens.
+        p_drafts: [B, k], the target's probabilities of the drafts.
+        q_drafts: [B, k], the drafter's probabilities of the drafts.
+        allowed: [B], most drafts to accept.
     """
     B, k = p_drafts.shape
     one = mx.ones((B,), p.dtype)
-    carry, chance = [one], []
+    weights, probabilities = [one], []
     for i in range(k):
-        carry.append(mx.minimum(carry[-1] * p_drafts[:, i] / q_drafts[:, i], one))
-        here, last = carry[-1], allowed == i + 1
-        if i + 1 < k:
-            excess = mx.maximum(here[:, None] * p[:, i + 1] - q[:, i + 1], 0).sum(axis=-1)
-            total = excess + (1 - here)
-            share = mx.where(total == 0, one, excess / total)  # NaN stays: it accepts nothing
-            chance.append(mx.where(last, here, share))
-        else:
-            chance.append(here)
-    stands = mx.arange(1, k + 1) <= allowed[:, None]
-    return Block(mx.where(stands, mx.stack(chance, axis=1), 0), mx.stack(carry, axis=1))
+        weight = mx.minimum(weights[-1] * p_drafts[:, i] / q_drafts[:, i], one)
+        weights.append(weight)
+        if i + 1 == k:
+            probabilities.append(weight)
+            continue
+        # The mass of the target that the drafter cannot produce after i+1 drafts, relative to what is left.
+        excess = mx.maximum(weight[:, None] * p[:, i + 1] - q[:, i + 1], 0).sum(axis=-1)
+        total = excess + (1 - weight)
+        share = mx.where(total == 0, one, excess / total)  # NaN stays: it accepts nothing
+        probabilities.append(mx.where(allowed == i + 1, weight, share))
+    permitted = mx.arange(1, k + 1) <= allowed[:, None]
+    return BlockAcceptance(mx.where(permitted, mx.stack(probabilities, axis=1), 0), mx.stack(weights, axis=1))
 
 
-def residual(p: mx.array, q: mx.array, carry: mx.array, accepted: mx.array, allowed: mx.array) -> mx.array:
-    """[B, C], up to a factor: what the token after the accepted drafts is drawn from.
+def longest_accepted(probability: mx.array, uniforms: mx.array) -> mx.array:
+    """Return how many drafts are accepted, [B]: the longest prefix whose own trial succeeds.
 
-    After a rejection, what the drafter could not already have said: max(carry·p − q, 0), with no floor under it, or
-    tokens that truncation removed would leak back. Where that has no mass, and after a full accept, the target.
+    In block verification a longer prefix that succeeds outweighs a shorter one that failed.
     """
-    row = accepted[:, None, None]
-    p = mx.take_along_axis(p, row, axis=1).squeeze(1)  # [B, C]
-    q = mx.take_along_axis(q, mx.minimum(row, q.shape[1] - 1), axis=1).squeeze(1)
-    left = mx.maximum(mx.take_along_axis(carry, accepted[:, None], axis=1) * p - q, 0)
-    rejected = (accepted < allowed) & (left.sum(axis=-1) > 0)
-    return mx.where(rejected[:, None], left, p)
+    k = probability.shape[1]
+    return mx.where(uniforms < probability, mx.arange(1, k + 1), 0).max(axis=1)
 
 
-def longest(chance: mx.array, uniform: mx.array) -> mx.array:
-    """[B]: the most drafts that stand, when each prefix is tried with its own number. A later success outweighs an
-    earlier failure: that is what judging them as a block means."""
-    k = chance.shape[1]
-    return mx.where(uniform < chance, mx.arange(1, k + 1), 0).max(axis=1)
+def residual_distribution(
+    p: mx.array, q: mx.array, weight: mx.array, accepted: mx.array, allowed: mx.array
+) -> mx.array:
+    """Return the unnormalised distribution [B, C] of the token after the accepted drafts.
+
+    After a rejection it is max(weight·p − q, 0): the mass of the target that the drafter cannot produce. Nothing is
+    added for stability, or tokens that truncation removed would return. If that mass is 0, or all allowed drafts were
+    accepted, it is the target's p (the bonus token).
+    """
+    at = accepted[:, None, None]
+    p = mx.take_along_axis(p, at, axis=1).squeeze(1)  # [B, C]
+    q = mx.take_along_axis(q, mx.minimum(at, q.shape[1] - 1), axis=1).squeeze(1)
+    residual = mx.maximum(mx.take_along_axis(weight, accepted[:, None], axis=1) * p - q, 0)
+    rejected = (accepted < allowed) & (residual.sum(axis=-1) > 0)
+    return mx.where(rejected[:, None], residual, p)
 
 
-def placed(drafts: mx.array, accepted: mx.array, following: mx.array) -> AcceptResult:
-    """The verdict that `accepted` [B] drafts stand and `following` [B] comes after them."""
+def accept_first(drafts: mx.array, accepted: mx.array, next_token: mx.array) -> AcceptResult:
+    """Return the result that accepts the first `accepted` [B] drafts and continues with `next_token` [B]."""
     k = drafts.shape[1]
-    padded = mx.concatenate([drafts, following[:, None]], axis=1)
-    return AcceptResult(accepted, mx.where(mx.arange(k + 1) < accepted[:, None], padded, following[:, None]))
+    padded = mx.concatenate([drafts, next_token[:, None]], axis=1)
+    return AcceptResult(accepted, mx.where(mx.arange(k + 1) < accepted[:, None], padded, next_token[:, None]))

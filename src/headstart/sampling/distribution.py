@@ -1,7 +1,7 @@
-"""From logits to the distribution that a request asked for, for rows that ask for different things.
+"""From logits to the distribution that each sequence samples from.
 
-The stages and their order are mlx-lm's. A stage that no row of the batch needs is not computed; a row that does
-not need one that others do comes out of it as it went in.
+The stages and their order are mlx-lm's. A stage that no sequence of the batch uses is not computed; a sequence that
+does not use a stage that others do comes out of it unchanged.
 """
 
 from typing import NamedTuple
@@ -13,51 +13,55 @@ from .noise import Keys, gumbel
 
 
 class Distribution(NamedTuple):
-    """Normalised log-probabilities of the tokens `ids`, most probable first, or of all tokens in their order."""
+    """Normalised log-probabilities of the tokens `ids`, most probable first, or of all tokens in order of id."""
 
     ids: mx.array | None  # [B, W, C] int32
     logp: mx.array  # [B, W, C] float32
-    # The same up to a constant, -inf where a token cannot be drawn. A sum over tokens depends in its last bit on
-    # how many there are and in which order, and that on the other rows: what a seeded row draws must not.
+    # Unnormalised `logp`, -inf where a token cannot be drawn. The last bit of a sum over tokens depends on their
+    # number and order, and so on the other sequences of the batch: what a seeded sequence draws must not.
     scores: mx.array | None = None  # [B, W, C] float32
 
     def dense(self, vocabulary: int) -> mx.array:
-        """Probabilities of all tokens, [B, W, V]."""
+        """Return the probabilities [B, W, V] of all tokens."""
         p = mx.exp(self.logp)
         if self.ids is None:
             return p
         return mx.put_along_axis(mx.zeros((*p.shape[:-1], vocabulary), p.dtype), self.ids, p, axis=-1)
 
-    def chance(self, tokens: mx.array) -> mx.array:
-        """Probabilities of the tokens [B, W]."""
+    def probability(self, tokens: mx.array) -> mx.array:
+        """Return the probabilities of the tokens [B, W]."""
         if self.ids is None:
             return mx.exp(mx.take_along_axis(self.logp, tokens[..., None], axis=-1)).squeeze(-1)
         return mx.where(self.ids == tokens[..., None], mx.exp(self.logp), 0).sum(axis=-1)
 
     def aligned(self, probabilities: mx.array) -> mx.array:
-        """Somebody else's probabilities [B, W, V], of the tokens that are listed here."""
+        """Return those of the probabilities [B, W, V] that belong to the tokens of this distribution, [B, W, C]."""
         return probabilities if self.ids is None else mx.take_along_axis(probabilities, self.ids, axis=-1)
 
-    def draw(self, keys: Keys) -> mx.array:
-        """A token for each key [B, W]."""
-        return draw(self.logp if self.scores is None else self.scores, self.ids, keys)
+    def sample(self, keys: Keys) -> mx.array:
+        """Draw a token for each key [B, W]."""
+        return gumbel_argmax(self.logp if self.scores is None else self.scores, self.ids, keys)
 
 
-def draw(logp: mx.array, ids: mx.array | None, keys: Keys) -> mx.array:
-    """[…] tokens from log-probabilities […, C], which need not be normalised: Gumbel's argmax."""
+def gumbel_argmax(logp: mx.array, ids: mx.array | None, keys: Keys) -> mx.array:
+    """Draw tokens […] from log-probabilities […, C], normalised or not: argmax(logp + Gumbel noise).
+
+    The noise belongs to the token id and not to its place in the list. So two distributions sampled with the same
+    keys tend to give the same token: that is the coupling of drafts and target.
+    """
     named = mx.arange(logp.shape[-1]) if ids is None else ids
     values = logp + gumbel((keys[0][..., None], keys[1][..., None]), named)
     if ids is None:
         return mx.argmax(values, axis=-1).astype(mx.int32)
-    # Of equals the lowest id, as argmax has it. Where values are NaN none equals the best: still one of the ids.
+    # Among equals take the lowest id, as argmax does. If values are NaN none equals the best: still return an id.
     best = mx.where(values == values.max(axis=-1, keepdims=True), ids, ids.max(axis=-1, keepdims=True))
     return best.min(axis=-1)
 
 
-def adjust(
+def process_logits(
     logits: mx.array, controls: Controls, seen: mx.array, remaining: mx.array, counts: mx.array | None = None
 ) -> mx.array:
-    """Apply bias, penalties and forbidden stops to logits [B, W, V], in float32.
+    """Apply biases, penalties and forbidden stop ids to logits [B, W, V], in float32.
 
     Args:
         seen: [B, W, L], the tokens before each position, the newest last, -1 where there is none.
@@ -73,7 +77,7 @@ def adjust(
         if penalty.kind == "frequency":
             logits = _add(logits, mx.maximum(seen, 0), mx.where(valid, -penalty.strength, 0.0))
             continue
-        # Tokens out of context give their place to the newest one, which is written twice with the same value.
+        # Tokens out of context are replaced by the newest one, which is written twice with the same value.
         ids = mx.maximum(mx.where(valid, seen, seen[..., -1:]), 0)
         was = mx.take_along_axis(logits, ids, axis=-1)
         if penalty.kind == "repetition":
@@ -83,56 +87,86 @@ def adjust(
         logits = mx.put_along_axis(logits, ids, now, axis=-1)
     if controls.count_penalty is not None and counts is not None:
         logits = logits - controls.count_penalty.presence * (counts > 0) - controls.count_penalty.frequency * counts
-    if controls.early is not None:
-        too_early = (remaining > controls.early.free_at)[..., None]  # [B, W, 1]
-        ids = mx.broadcast_to(controls.early.stop_ids, (*logits.shape[:2], controls.early.stop_ids.shape[-1]))
+    if controls.min_tokens is not None:
+        stop_ids, free_at = controls.min_tokens
+        ids = mx.broadcast_to(stop_ids, (*logits.shape[:2], stop_ids.shape[-1]))
         was = mx.take_along_axis(logits, ids, axis=-1)
+        too_early = (remaining > free_at)[..., None]  # [B, W, 1]
         logits = mx.put_along_axis(logits, ids, mx.where(too_early, -mx.inf, was), axis=-1)
     return logits
 
 
-def distribution(logits: mx.array, controls: Controls, coins: mx.array | None) -> Distribution:
-    """Adjusted logits [B, W, V] → what to draw from. `coins` [B, W] in (0, 1) decide on XTC where a row uses it."""
+def sampling_distribution(logits: mx.array, controls: Controls, xtc_uniforms: mx.array | None) -> Distribution:
+    """Truncate processed logits [B, W, V] (top-p, min-p, XTC, top-k) and apply the temperature.
+
+    Args:
+        xtc_uniforms: [B, W] in (0, 1), decide whether XTC applies at a position, if a sequence uses it.
+    """
+    V = logits.shape[-1]
     best = mx.argmax(logits, axis=-1, keepdims=True)  # [B, W, 1]
-    if controls.support == 1:  # everybody takes the best token: no noise over the vocabulary for that
+    if controls.support == 1:  # every sequence takes its best token: compute no noise over the vocabulary
         return Distribution(best.astype(mx.int32), mx.zeros(best.shape), mx.zeros(best.shape))
-    greedy, temperature = controls.temperature == 0, mx.where(controls.temperature == 0, 1, controls.temperature)
+    greedy = controls.temperature == 0
+    temperature = mx.where(greedy, 1, controls.temperature)
     if not controls.truncates:
         scores = logits / temperature
         if controls.any_greedy:
-            one_hot = mx.where(mx.arange(logits.shape[-1]) == best, 0, -mx.inf)
+            one_hot = mx.where(mx.arange(V) == best, 0, -mx.inf)
             scores = mx.where(greedy, one_hot, scores)
-        return Distribution(None, _normalised(scores), scores)
+        return Distribution(None, _log_softmax(scores), scores)
 
-    V = logits.shape[-1]
     C = min(controls.support or V, V)
     ids = best_ids(logits, C)
-    logits, total = mx.take_along_axis(logits, ids, axis=-1), mx.logsumexp(logits, axis=-1, keepdims=True)
+    total = mx.logsumexp(logits, axis=-1, keepdims=True)
+    logits = mx.take_along_axis(logits, ids, axis=-1)
     logp = logits - total  # [B, W, C]
+    p = mx.exp(logp)
     rank = mx.arange(C)
 
-    p = mx.exp(logp)
     keep = ((mx.cumsum(p, axis=-1) - p) < controls.top_p) | (rank == 0)
     keep = keep & ((logp >= logp[..., :1] + mx.log(controls.min_p)) | (rank < controls.min_keep))
-    if controls.xtc is not None and coins is not None:
+    if controls.xtc is not None and xtc_uniforms is not None:
         # Exclude top choices: of the tokens above the threshold, all but the least probable.
         p = mx.where(keep, p, 0)
         above = keep & (p / p.sum(axis=-1, keepdims=True) > controls.xtc.threshold)
         exclude = above & (rank < above.sum(axis=-1, keepdims=True) - 1)
-        exclude = exclude & (coins[..., None] <= controls.xtc.probability)
+        exclude = exclude & (xtc_uniforms[..., None] <= controls.xtc.probability)
         special = (ids[..., None] == controls.xtc.special).any(axis=-1)
         keep = keep & (~exclude | special)
     keep = keep & (mx.cumsum(keep.astype(mx.int32), axis=-1) <= controls.top_k)
     scores = mx.where(keep, logits / temperature, -mx.inf)
-    if controls.any_greedy:  # ties: the first of equals, as argmax has it
+    if controls.any_greedy:  # ties: take the lowest id, as argmax does
         ids = mx.where(greedy & (rank == 0), best, ids).astype(mx.int32)
         scores = mx.where(greedy, mx.where(rank == 0, 0, -mx.inf), scores)
-    return Distribution(ids, _normalised(scores), scores)
+    return Distribution(ids, _log_softmax(scores), scores)
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities under the model itself, before temperature and truncation, in float32."""
+
+    chosen: mx.array  # [B, W], of the generated tokens
+    top_ids: mx.array  # [B, W, N], the most probable tokens, best first
+    top: mx.array  # [B, W, N]
+
+
+def logprobs(logits: mx.array, tokens: mx.array, top: int) -> Logprobs:
+    """Return the log-probabilities of `tokens` [B, W] and of the `top` best tokens under logits [B, W, V]."""
+    logits = logits.astype(mx.float32)
+    total = mx.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = (mx.take_along_axis(logits, tokens[..., None], axis=-1) - total).squeeze(-1)
+    top = min(top, logits.shape[-1])
+    if top == 0:
+        empty = mx.zeros((*tokens.shape, 0))
+        return Logprobs(chosen, empty.astype(mx.int32), empty)
+    ids = best_ids(logits, top)
+    return Logprobs(chosen, ids, mx.take_along_axis(logits, ids, axis=-1) - total)
 
 
 def best_ids(logits: mx.array, count: int) -> mx.array:
-    """The `count` best tokens [..., count], best first. Among equals the lower id comes first, whatever count other
-    rows have led to: a list may be cut between them."""
+    """Return the ids [..., count] of the best tokens, best first, and among equals the lower id first.
+
+    The order of equals must not depend on `count`, which follows from other sequences of the batch.
+    """
     if count == logits.shape[-1]:
         return mx.argsort(-logits, axis=-1).astype(mx.int32)
     ids = mx.sort(mx.argpartition(-logits, kth=count - 1, axis=-1)[..., :count], axis=-1)
@@ -140,12 +174,12 @@ def best_ids(logits: mx.array, count: int) -> mx.array:
     return mx.take_along_axis(ids, order, axis=-1).astype(mx.int32)
 
 
-def _normalised(logits: mx.array) -> mx.array:
+def _log_softmax(logits: mx.array) -> mx.array:
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def _add(logits: mx.array, ids: mx.array, values: mx.array) -> mx.array:
-    """`logits[b, w, ids[b, w, l]] += values[b, w, l]`, repeated ids adding up."""
+    """Compute `logits[b, w, ids[b, w, l]] += values[b, w, l]`; repeated ids add up."""
     B, W, _ = logits.shape
     rows, columns = mx.arange(B)[:, None, None], mx.arange(W)[None, :, None]
     return logits.at[rows, columns, ids].add(mx.broadcast_to(values, (B, W, ids.shape[-1])))

@@ -1,120 +1,147 @@
-"""Draft a token, judge a window: where distributions, noise and the rules of acceptance come together."""
+"""Draft tokens and verify them: `propose` adds a draft to each sequence, `accept_window` verifies all of them.
+
+A sequence is verified by the rule of its request: Gumbel coupling (`accept_coupled`; greedy is its limit),
+speculative sampling with block verification (`_accept_by_ratio`), or the optimistic rule, which accepts every draft
+and is not exact.
+"""
 
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from .accept import AcceptResult, block, coupled, longest, placed, residual
+from .accept import (
+    AcceptResult,
+    accept_coupled,
+    accept_first,
+    block_acceptance,
+    longest_accepted,
+    residual_distribution,
+)
 from .controls import Controls
-from .distribution import Distribution, adjust, distribution, draw
+from .distribution import Distribution, gumbel_argmax, process_logits, sampling_distribution
 from .noise import Purpose, uniform
 
 
 class BatchContext(NamedTuple):
-    """Where the rows of a batch stand, as far as sampling must know."""
+    """Where the sequences of a batch are, as far as sampling depends on it."""
 
     controls: Controls
-    position: mx.array  # [B], the index in its sequence of the next token
-    rounds: mx.array  # [B]
-    recent: mx.array  # [B, L], the last tokens, -1 where there is none; L = 0 where no row has a penalty
-    remaining: mx.array  # [B], tokens the row may still say
-    counts: mx.array | None = None  # [B, V], how often each token was generated, where a penalty counts them
+    position: mx.array  # [B], index of the next token in its sequence
+    rounds: mx.array  # [B], steps that the sequence has been through
+    recent: mx.array  # [B, L], the last tokens, -1 where there is none; L = 0 without penalties
+    remaining: mx.array  # [B], tokens that may still be generated
+    counts: mx.array | None = None  # [B, V], how often each token was generated, if a penalty needs it
 
 
 class Proposal(NamedTuple):
     tokens: mx.array  # [B, k]
-    q: list[mx.array]  # k × [B, 1, V]: what each was drawn from, where a row is judged by ratio
+    q: list[mx.array]  # k × [B, 1, V], what each draft was drawn from, if a sequence uses the ratio rule
 
 
-def propose(logits: mx.array, so_far: Proposal, scene: BatchContext, forced: mx.array | None = None) -> Proposal:
-    """One more draft from the head's logits [B, 1, V], drawn as the target would be. `forced` [B, 1]: what a grammar
-    leaves no choice but to say, -1 where it does."""
-    controls, j = scene.controls, so_far.tokens.shape[1]
+def propose(logits: mx.array, proposal: Proposal, context: BatchContext, forced: mx.array | None = None) -> Proposal:
+    """Add one draft to each sequence, sampled from the head's logits [B, 1, V] as the target would be.
+
+    Args:
+        forced: [B, 1], the only token that a grammar permits, -1 where there are several.
+    """
+    controls = context.controls
+    j = proposal.tokens.shape[1]
+    q = None
     if controls.plain:
         token = mx.argmax(logits, axis=-1).astype(mx.int32)
-        if forced is not None:
-            token = mx.where(forced >= 0, forced, token)
-        return Proposal(mx.concatenate([so_far.tokens, token], axis=1), [])
-    positions = (scene.position + j)[:, None]
-    expected = _distribution(logits, scene, so_far.tokens, j)
-    token = expected.draw(controls.keyed(Purpose.DRAFT, scene.rounds, positions))
-    q = expected.dense(logits.shape[-1]) if "ratio" in controls.rules else None
-    if forced is not None:  # a draft with certainty: nothing else could have been drawn
+    else:
+        distribution = _distribution(logits, context, proposal.tokens, j)
+        positions = (context.position + j)[:, None]
+        token = distribution.sample(controls.noise_keys(Purpose.DRAFT, context.rounds, positions))
+        if "ratio" in controls.rules:
+            q = distribution.dense(logits.shape[-1])
+    if forced is not None:  # drafted with certainty, so q is one-hot
         token = mx.where(forced >= 0, forced, token)
         if q is not None:
-            certain = (mx.arange(q.shape[-1]) == token[..., None]).astype(q.dtype)
-            q = mx.where(forced[..., None] >= 0, certain, q)
-    return Proposal(mx.concatenate([so_far.tokens, token], axis=1), so_far.q if q is None else [*so_far.q, q])
+            one_hot = (mx.arange(q.shape[-1]) == token[..., None]).astype(q.dtype)
+            q = mx.where(forced[..., None] >= 0, one_hot, q)
+    tokens = mx.concatenate([proposal.tokens, token], axis=1)
+    return Proposal(tokens, proposal.q if q is None else [*proposal.q, q])
 
 
 def accept_window(
-    logits: mx.array, proposal: Proposal, allowed: mx.array, scene: BatchContext, grammar: mx.array | None = None
+    logits: mx.array, proposal: Proposal, allowed: mx.array, context: BatchContext, permitted: mx.array | None = None
 ) -> AcceptResult:
-    """The target's logits [B, k+1, V] → how many drafts stand and what follows. `grammar`: what it permits."""
-    controls, drafts = scene.controls, proposal.tokens
+    """Verify the drafts against the target's logits [B, k+1, V], each sequence by its own rule.
+
+    Args:
+        allowed: [B], most drafts to accept.
+        permitted: [B, k+1, V], the tokens that grammars permit at each position.
+    """
+    controls, drafts = context.controls, proposal.tokens
     if controls.plain:
-        if grammar is not None:
-            logits = mx.where(grammar, logits, -mx.inf)
-        return coupled(mx.argmax(logits, axis=-1).astype(mx.int32), drafts, allowed)
-    target = _distribution(logits, scene, drafts, 0, grammar)
-    positions = scene.position[:, None] + mx.arange(logits.shape[1])
-    verdict = None
-    if controls.rules != {"ratio"}:
-        choices = target.draw(controls.keyed(Purpose.RESIDUAL, scene.rounds, positions))
-        verdict = coupled(choices, drafts, allowed)
-        if "optimistic" in controls.rules:
-            stands = allowed if grammar is None else mx.minimum(allowed, _lawful(drafts, grammar))
-            following = mx.take_along_axis(choices, stands[:, None], axis=1).squeeze(1)
-            verdict = _either(controls.optimistic, placed(drafts, stands, following), verdict)
+        if permitted is not None:
+            logits = mx.where(permitted, logits, -mx.inf)
+        return accept_coupled(mx.argmax(logits, axis=-1).astype(mx.int32), drafts, allowed)
+    target = _distribution(logits, context, drafts, 0, permitted)
+    if controls.rules == {"ratio"}:
+        return _accept_by_ratio(target, proposal, allowed, context)
+    positions = context.position[:, None] + mx.arange(logits.shape[1])
+    choices = target.sample(controls.noise_keys(Purpose.NEXT, context.rounds, positions))
+    result = accept_coupled(choices, drafts, allowed)
+    if "optimistic" in controls.rules:
+        accepted = allowed if permitted is None else mx.minimum(allowed, _count_permitted(drafts, permitted))
+        next_token = mx.take_along_axis(choices, accepted[:, None], axis=1).squeeze(1)
+        result = _select(controls.optimistic, accept_first(drafts, accepted, next_token), result)
     if "ratio" in controls.rules:
-        by_ratio = _by_ratio(target, proposal, allowed, scene, positions)
-        verdict = by_ratio if verdict is None else _either(controls.ratio, by_ratio, verdict)
-    assert verdict is not None
-    return verdict
+        result = _select(controls.ratio, _accept_by_ratio(target, proposal, allowed, context), result)
+    return result
 
 
-def _by_ratio(
-    target: Distribution, proposal: Proposal, allowed: mx.array, scene: BatchContext, positions: mx.array
+def _accept_by_ratio(
+    target: Distribution, proposal: Proposal, allowed: mx.array, context: BatchContext
 ) -> AcceptResult:
-    controls, drafts, k = scene.controls, proposal.tokens, proposal.tokens.shape[1]
-    after = controls.keyed(Purpose.RESIDUAL, scene.rounds, positions)
+    """Speculative sampling with block verification: accept, then draw the correction or the bonus token."""
+    controls, drafts = context.controls, proposal.tokens
+    k = drafts.shape[1]
+    positions = context.position[:, None] + mx.arange(k + 1)
+    next_keys = controls.noise_keys(Purpose.NEXT, context.rounds, positions)
     if k == 0:
-        return placed(drafts, mx.zeros_like(allowed), target.draw(after).squeeze(1))
+        return accept_first(drafts, mx.zeros_like(allowed), target.sample(next_keys).squeeze(1))
+
+    window = Distribution(None if target.ids is None else target.ids[:, :k], target.logp[:, :k])
+    p = mx.exp(target.logp)  # [B, k+1, C]
     q = mx.concatenate(proposal.q, axis=1)  # [B, k, V]
-    window = Distribution(target.ids if target.ids is None else target.ids[:, :k], target.logp[:, :k])
-    p, q_there = mx.exp(target.logp), window.aligned(q)
     q_drafts = mx.take_along_axis(q, drafts[..., None], axis=-1).squeeze(-1)
-    chances = block(p, q_there, window.chance(drafts), q_drafts, allowed)
-    tried = uniform(controls.keyed(Purpose.ACCEPT, scene.rounds, positions[:, :k]))
-    accepted = longest(chances.chance, tried)
-    left = mx.log(residual(p, q_there, chances.carry, accepted, allowed))  # [B, C]
-    here = accepted[:, None]
+    q = window.aligned(q)  # [B, k, C]
+    block = block_acceptance(p, q, window.probability(drafts), q_drafts, allowed)
+    uniforms = uniform(controls.noise_keys(Purpose.ACCEPT, context.rounds, positions[:, :k]))
+    accepted = longest_accepted(block.probability, uniforms)
+
+    residual = residual_distribution(p, q, block.weight, accepted, allowed)  # [B, C]
+    at = accepted[:, None]
     ids = None
     if target.ids is not None:
-        ids = mx.take_along_axis(target.ids, here[..., None], axis=1).squeeze(1)
-    keys = tuple(mx.take_along_axis(word, here, axis=1).squeeze(1) for word in after)
-    return placed(drafts, accepted, draw(left, ids, (keys[0], keys[1])))
+        ids = mx.take_along_axis(target.ids, at[..., None], axis=1).squeeze(1)
+    first, second = (mx.take_along_axis(word, at, axis=1).squeeze(1) for word in next_keys)
+    return accept_first(drafts, accepted, gumbel_argmax(mx.log(residual), ids, (first, second)))
 
 
 def _distribution(
-    logits: mx.array, scene: BatchContext, drafts: mx.array, first: int, grammar: mx.array | None = None
+    logits: mx.array, context: BatchContext, drafts: mx.array, first: int, permitted: mx.array | None = None
 ) -> Distribution:
-    """What to draw from at window positions `first`, `first` + 1, …, given the drafts before each."""
-    controls, width = scene.controls, logits.shape[1]
-    here = mx.arange(first, first + width)
+    """Return what to sample from at window positions `first`, `first` + 1, …, given the drafts before each."""
+    controls = context.controls
+    here = mx.arange(first, first + logits.shape[1])  # [W]
     logits = logits.astype(mx.float32)
     if controls.adjusts:
-        length = scene.recent.shape[1]
-        text = mx.concatenate([scene.recent, drafts], axis=1)
+        length = context.recent.shape[1]
+        text = mx.concatenate([context.recent, drafts], axis=1)
         seen = text[:, here[:, None] + mx.arange(length)]  # [B, W, L]
-        counts = None if scene.counts is None else _counts_in_window(scene.counts, drafts, here)
-        logits = adjust(logits, controls, seen, scene.remaining[:, None] - here, counts)
-    if grammar is not None:
-        logits = mx.where(grammar, logits, -mx.inf)
-    return distribution(logits, controls, controls.coins(scene.rounds, scene.position[:, None] + here))
+        counts = None if context.counts is None else _window_counts(context.counts, drafts, here)
+        logits = process_logits(logits, controls, seen, context.remaining[:, None] - here, counts)
+    if permitted is not None:
+        logits = mx.where(permitted, logits, -mx.inf)
+    xtc_uniforms = controls.xtc_uniforms(context.rounds, context.position[:, None] + here)
+    return sampling_distribution(logits, controls, xtc_uniforms)
 
 
-def _counts_in_window(counts: mx.array, drafts: mx.array, here: mx.array) -> mx.array:
+def _window_counts(counts: mx.array, drafts: mx.array, here: mx.array) -> mx.array:
     """Return [B, W, V]: the counts [B, V] at window positions `here` [W], with the drafts [B, k] before each."""
     B, k = drafts.shape
     W = here.shape[0]
@@ -126,12 +153,13 @@ def _counts_in_window(counts: mx.array, drafts: mx.array, here: mx.array) -> mx.
     return window.at[rows, columns, drafts[:, None]].add(mx.broadcast_to(before, (B, W, k)))
 
 
-def _lawful(drafts: mx.array, grammar: mx.array) -> mx.array:
-    """[B]: how many drafts come before the first that the grammar forbids."""
-    permitted = mx.take_along_axis(grammar[:, : drafts.shape[1]], drafts[..., None], axis=-1).squeeze(-1)
-    return mx.cumprod(permitted.astype(mx.int32), axis=1).sum(axis=1)
+def _count_permitted(drafts: mx.array, permitted: mx.array) -> mx.array:
+    """Return how many drafts come before the first one that a grammar forbids, [B]."""
+    each = mx.take_along_axis(permitted[:, : drafts.shape[1]], drafts[..., None], axis=-1).squeeze(-1)
+    return mx.cumprod(each.astype(mx.int32), axis=1).sum(axis=1)
 
 
-def _either(first: mx.array, a: AcceptResult, b: AcceptResult) -> AcceptResult:
-    """Row by row: `a` where `first` [B] is true."""
-    return AcceptResult(mx.where(first, a.accepted, b.accepted), mx.where(first[:, None], a.tokens, b.tokens))
+def _select(condition: mx.array, a: AcceptResult, b: AcceptResult) -> AcceptResult:
+    """Return `a` for sequences where `condition` [B] holds, else `b`."""
+    tokens = mx.where(condition[:, None], a.tokens, b.tokens)
+    return AcceptResult(mx.where(condition, a.accepted, b.accepted), tokens)

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field
 
 from ..engine import Request
 from ..sampling import GrammarSpec
-from ..sampling.params import MAX_STOP_CHARACTERS, MAX_STOPS
+from ..sampling_params import MAX_STOP_CHARACTERS, MAX_STOPS
 from .chat import Chat
 from .errors import refuse
 from .prepare import Preparation

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..sampling import GrammarSpec
-from ..sampling.bounds import MOST_NODES, count_nodes
+from ..sampling.bounds import MAX_NODES, count_nodes
 from .encode import Encoder, MarkedText, splits_thoughts
 from .errors import refuse
 from .markup import CallFormat, Tools, any_of, call_grammar, schema_problem
@@ -56,8 +56,8 @@ class Chat:
             refuse("tools", "the model's chat template does not support tools: leave them out", "unsupported")
         if twice := next((name for name, count in Counter(names).items() if count > 1), None):
             refuse("tools", f"{twice!r} is defined twice: give every tool its own name")
-        if sum(count_nodes(function.get("parameters")) for function in functions) > MOST_NODES:
-            refuse("tools", f"their schemas have more than {MOST_NODES:,} values together: simplify them")
+        if sum(count_nodes(function.get("parameters")) for function in functions) > MAX_NODES:
+            refuse("tools", f"their schemas have more than {MAX_NODES:,} values together: simplify them")
         for i, function in enumerate(functions):
             if problem := schema_problem(function.get("parameters") or {}):
                 refuse(self._schema_field(i), f"{problem}: send a JSON Schema")

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..errors import Busy, Down, HeadstartError, OutOfMemory, RequestError
+from ..errors import Busy, EngineDown, HeadstartError, OutOfMemory, RequestError
 from .anthropic_errors import ROUTE, anthropic_error
 from .fault import report
 
@@ -105,7 +105,7 @@ def refusal(error: Exception, *, prompt: str = "prompt") -> Refusal:
             return Refusal(429, str(error), code="busy", headers=headers)
         case OutOfMemory():
             return Refusal(503, str(error), code="out_of_memory", headers={"Retry-After": "1"})
-        case Down():
+        case EngineDown():
             return Refusal(503, str(error), code="unavailable")
         case StarletteHTTPException(status_code=400):  # FastAPI's, of a body that could not be decoded
             way_out = "send UTF-8 JSON, uncompressed, of ordinary depth and with ordinary numbers"

@@ -9,7 +9,7 @@ from pydantic_core import from_json
 
 from ..engine import Request
 from ..sampling import GrammarSpec
-from ..sampling.params import MAX_BIASES, MAX_TOP_LOGPROBS
+from ..sampling_params import MAX_BIASES, MAX_TOP_LOGPROBS
 from .chat import Chat
 from .errors import refuse
 from .markup import loads, nested_too_deeply

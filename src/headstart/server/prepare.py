@@ -19,7 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import Busy, RequestError
 from ..sampling import GrammarSpec, compile_grammar, find_grammar
 from ..sampling.bounds import check_bounds
-from ..sampling.grammar import LIMITS, MASK_SECONDS, Grammar
+from ..sampling.grammar import LIMITS, MASK_SECONDS, Grammar, llguidance_grammar
 from .deadline import Deadline
 from .encode import Encoder, Kind
 from .errors import Refusal, refuse
@@ -225,7 +225,7 @@ def _checked(spec: GrammarSpec) -> str:
     """Return a grammar in llguidance's words, once it is known to be of a size that can be."""
     check_bounds(spec.kind, spec.source)
     try:
-        return spec.for_llguidance()
+        return llguidance_grammar(spec)
     except ValueError as error:
         raise RequestError(f"grammar is no {spec.kind} that can be used: {error}") from error
 

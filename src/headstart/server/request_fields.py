@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from ..cards import MAX_K
 from ..engine import Request
+from ..limits import MAX_K
 from ..sampling import SamplingParams
 from .errors import refuse
 from .markup import nested_too_deeply

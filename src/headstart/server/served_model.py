@@ -8,13 +8,13 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..cards import Card, known
+from ..cards import Card, all_cards
 from ..checkpoint import Layout
 from ..checkpoint.hub import LocalModel, local_models
 from ..checkpoint.layout import hub_id
 from ..kernels import selected
 from ..models import Model
-from ..sampling import spell
+from ..sampling import token_bytes
 from .chat import ChatTemplate
 from .errors import Refusal
 
@@ -80,7 +80,7 @@ class ServedModel:
         return chosen.model_dump(exclude_none=True) if chosen else {}
 
     def token_bytes(self, token: int) -> bytes:
-        return spell(token, self.tokenizer)
+        return token_bytes(token, self.tokenizer)
 
 
 def model_list(loaded: Path) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def model_list(loaded: Path) -> dict[str, Any]:
     cards = {card.name for each in found if each.layout is not None and (card := each.layout.card) is not None}
     return {
         "on_disk": [_describe_found(each, loaded) for each in found],
-        "known": [_describe_card(card) for card in known() if card.name not in cards],
+        "known": [_describe_card(card) for card in all_cards() if card.name not in cards],
     }
 
 

@@ -1,8 +1,8 @@
-"""What a sequence remembers: keys and values, recurrent states, which of it is certain, and what outlives it."""
+"""State of sequences: KV caches, recurrent states, what of them is committed, and the prefix cache."""
 
 from .batch_state import BatchState
 from .kv import BLOCK, KV
-from .prefix import CHUNK, Prefix, PrefixStats
+from .prefix import CHUNK, PrefixCache, PrefixStats
 from .recurrent import Pending, Recurrent
 
-__all__ = ["BLOCK", "CHUNK", "KV", "BatchState", "Pending", "Prefix", "PrefixStats", "Recurrent"]
+__all__ = ["BLOCK", "CHUNK", "KV", "BatchState", "Pending", "PrefixCache", "PrefixStats", "Recurrent"]

@@ -1,7 +1,7 @@
-"""The memory of a batch of rows in one stack of layers, and how much of it is committed.
+"""State of a batch of sequences in one stack of layers (the trunk's or the head's), and how much of it is committed.
 
-Lengths live on the device, where acceptance decides them; the host keeps an upper bound of each so that it can
-make room without asking.
+Lengths live on the device, where acceptance decides them. The host keeps an upper bound of each, so that it can
+reserve capacity without waiting.
 """
 
 from dataclasses import dataclass, field
@@ -17,47 +17,50 @@ class BatchState:
     layers: list[KV | Recurrent]
     lengths: mx.array  # [B] int32, committed tokens
     accepted: mx.array  # [B] int32, how many of the pending drafts were accepted
-    bounds: list[int] = field(default_factory=list)  # the host's upper bound of `lengths`
+    bounds: list[int] = field(default_factory=list)  # the host's upper bounds of `lengths`
 
     @classmethod
     def empty(cls, layers: list[KV | Recurrent], rows: int) -> "BatchState":
         return cls(layers, mx.zeros((rows,), mx.int32), mx.zeros((rows,), mx.int32), [0] * rows)
 
     @property
+    def kv_layers(self) -> list[KV]:
+        return [layer for layer in self.layers if isinstance(layer, KV)]
+
+    @property
+    def recurrent_layers(self) -> list[Recurrent]:
+        return [layer for layer in self.layers if isinstance(layer, Recurrent)]
+
+    @property
     def capacity(self) -> int:
-        return next((layer.capacity for layer in self.layers if isinstance(layer, KV)), 0)
+        return next((layer.capacity for layer in self.kv_layers), 0)
 
     def reserve(self, width: int, ahead: int = 0) -> mx.array:
-        """Make room for `width` positions, `ahead` past every row's length, and point the layers there.
+        """Reserve `width` positions, starting `ahead` past every sequence's length, and point the layers there.
 
         Returns the attention mask [B, 1, width, reach]: a position sees everything up to itself.
         """
         needed = max(self.bounds) + ahead + width
         if needed > self.capacity:
-            self.grow(-(-needed // BLOCK) * BLOCK)
+            for layer in self.kv_layers:
+                layer.grow(_round_up(needed, BLOCK))
         offset = self.lengths + ahead if ahead else self.lengths
-        reach = min(-(-needed // STRIDE) * STRIDE, self.capacity)
-        for layer in self.layers:
-            if isinstance(layer, KV):
-                layer.offset, layer.reach = offset, reach
+        reach = min(_round_up(needed, STRIDE), self.capacity)
+        for layer in self.kv_layers:
+            layer.offset, layer.reach = offset, reach
         positions = offset[:, None] + mx.arange(width)  # [B, W]
         return mx.arange(reach) <= positions[:, None, :, None]
 
-    def grow(self, capacity: int) -> None:
-        for layer in self.layers:
-            if isinstance(layer, KV):
-                layer.grow(capacity)
-
     def commit(self, count: mx.array, most: int) -> None:
-        """Advance every row by its `count` [B] tokens, of which the host only knows that it is `most` or less."""
+        """Advance every sequence by its `count` [B] tokens. The host knows only that it is `most` or less."""
         self.lengths = self.lengths + count
         self.bounds = [bound + most for bound in self.bounds]
 
     def keep(self, rows: list[int]) -> None:
-        """Only these go on, with the room that the longest of them may need."""
+        """Keep only these sequences, with the capacity that the longest of them may need."""
         index = mx.array(rows, mx.int32)
         self.bounds = [self.bounds[row] for row in rows]
-        capacity = -(-max(self.bounds, default=0) // BLOCK) * BLOCK
+        capacity = _round_up(max(self.bounds, default=0), BLOCK)
         for layer in self.layers:
             if isinstance(layer, KV):
                 layer.keep(index, capacity)
@@ -66,6 +69,7 @@ class BatchState:
         self.lengths, self.accepted = self.lengths[index], self.accepted[index]
 
     def join(self, other: "BatchState") -> None:
+        """Append the sequences of `other`."""
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             mine.join(theirs)  # type: ignore[arg-type]  # the same layer of the same model
         self.lengths = mx.concatenate([self.lengths, other.lengths])
@@ -74,3 +78,7 @@ class BatchState:
 
     def arrays(self) -> list[mx.array]:
         return [self.lengths, self.accepted, *(a for layer in self.layers for a in layer.arrays())]
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

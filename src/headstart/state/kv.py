@@ -1,7 +1,7 @@
-"""Keys and values of one attention layer, for rows of different lengths.
+"""KV cache of one attention layer, for sequences of different lengths.
 
-Every row writes at its own length, and lengths only advance by what was accepted: what a rejected draft
-wrote lies beyond the length, is masked, and is overwritten by the next window. Rollback costs nothing.
+Every sequence writes at its own length, and lengths advance only by accepted tokens. What a rejected draft wrote lies
+beyond the length: it is masked, and the next window overwrites it. Rollback costs nothing.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 BLOCK = 256  # positions; capacity grows by whole blocks
-STRIDE = 64  # positions; attention reads whole strides, as few as hold every row
+STRIDE = 64  # positions; attention reads whole strides, as few as hold every sequence
 
 
 @dataclass
@@ -21,32 +21,42 @@ class KV:
 
     @classmethod
     def empty(cls, rows: int, heads: int, dim: int, dtype: mx.Dtype) -> "KV":
-        nothing = mx.zeros((rows, heads, 0, dim), dtype)
-        return cls(nothing, nothing, mx.zeros((rows,), mx.int32))
+        empty = mx.zeros((rows, heads, 0, dim), dtype)
+        return cls.of([empty, empty])
+
+    @classmethod
+    def of(cls, arrays: list[mx.array]) -> "KV":
+        """Return the cache that holds `arrays`, as `arrays()` lists them."""
+        keys, values = arrays
+        return cls(keys, values, mx.zeros((keys.shape[0],), mx.int32))
+
+    def arrays(self) -> list[mx.array]:
+        return [self.keys, self.values]
 
     @property
     def capacity(self) -> int:
         return int(self.keys.shape[2])
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write `[B, H, W, D]` at each row's offset. The name is the one mlx-lm's attention calls."""
+        """Write `[B, H, W, D]` at each sequence's offset. mlx-lm's attention calls this method by this name."""
         self.keys = _write(self.keys, keys, self.offset)
         self.values = _write(self.values, values, self.offset)
         return self.keys[:, :, : self.reach], self.values[:, :, : self.reach]
 
     def grow(self, capacity: int) -> None:
-        """Room for `capacity` positions. New room is zero: masked positions still enter P·V as 0·x."""
+        """Grow to `capacity` positions. New ones are zero: masked positions still enter P·V as 0·x."""
         missing = capacity - self.capacity
         if missing > 0:
-            room = [(0, 0), (0, 0), (0, missing), (0, 0)]
-            self.keys, self.values = mx.pad(self.keys, room), mx.pad(self.values, room)
+            padding = [(0, 0), (0, 0), (0, missing), (0, 0)]
+            self.keys, self.values = mx.pad(self.keys, padding), mx.pad(self.values, padding)
 
     def keep(self, rows: mx.array, capacity: int) -> None:
-        """Only these rows, and no more room than `capacity`: the longest may have gone."""
+        """Keep only these sequences, and at most `capacity` positions."""
         self.keys, self.values = self.keys[:, :, :capacity][rows], self.values[:, :, :capacity][rows]
         self.offset = self.offset[rows]
 
     def join(self, other: "KV") -> None:
+        """Append the sequences of `other`."""
         capacity = max(self.capacity, other.capacity)
         self.grow(capacity)
         other.grow(capacity)
@@ -54,21 +64,13 @@ class KV:
         self.values = mx.concatenate([self.values, other.values])
         self.offset = mx.concatenate([self.offset, other.offset])
 
-    def arrays(self) -> list[mx.array]:
-        return [self.keys, self.values]
-
-    def hold(self, arrays: list[mx.array]) -> None:
-        self.keys, self.values = arrays
-
-    @classmethod
-    def of(cls, arrays: list[mx.array]) -> "KV":
-        keys, values = arrays
-        return cls(keys, values, mx.zeros((keys.shape[0],), mx.int32))
-
 
 def _write(into: mx.array, new: mx.array, offset: mx.array) -> mx.array:
-    """`into[b, :, offset[b] + w] = new[b, :, w]`. Past the capacity this would run into the next head without
-    an error, so `BatchState.reserve` checks on the host before every pass."""
+    """Compute `into[b, :, offset[b] + w] = new[b, :, w]`.
+
+    Past the capacity this would write into the next head without an error, so `BatchState.reserve` checks on the host
+    before every pass.
+    """
     if into.shape[0] == 1:
         return mx.slice_update(into, new, offset, axes=(2,))
     positions = offset[:, None] + mx.arange(new.shape[2])  # [B, W]

@@ -1,8 +1,8 @@
-"""The memory of one GatedDeltaNet layer, which cannot be rolled back, so is never rolled forward too far.
+"""State of one GatedDeltaNet layer. It cannot be rolled back, so it is never advanced past accepted tokens.
 
-The first token of a window is always committed; only the drafts are in doubt. `state` and `conv` stand after
-everything certain. What the last window's drafts would have done to them waits in `pending`: the inputs of the
-recurrence, a few kilobytes a token. The next pass folds in the prefix of them that was accepted.
+The first token of a window is always committed; only the drafts after it can be rejected. `state` and `conv` include
+everything up to that first token. For the drafts only the inputs of the recurrence are kept in `pending`, a few
+kilobytes per token. The next pass folds those of the accepted drafts into the state.
 """
 
 from dataclasses import dataclass, fields
@@ -12,7 +12,7 @@ import mlx.core as mx
 
 @dataclass
 class Pending:
-    """Inputs of the recurrence for the drafts of the last window, p of them."""
+    """Inputs of the recurrence for the p drafts of the last window."""
 
     qkv: mx.array  # [B, p, C], before the convolution
     k: mx.array  # [B, p, Hk, Dk]
@@ -40,8 +40,17 @@ class Recurrent:
     ) -> "Recurrent":
         return cls(mx.zeros((rows, heads, value, key), mx.float32), mx.zeros((rows, kernel - 1, channels), dtype))
 
+    @classmethod
+    def of(cls, arrays: list[mx.array]) -> "Recurrent":
+        """Return the state that holds `arrays`, as `arrays()` lists them."""
+        state, conv, *pending = arrays
+        return cls(state, conv, Pending(*pending) if pending else None)
+
+    def arrays(self) -> list[mx.array]:
+        return [self.state, self.conv, *(self.pending.arrays() if self.pending else [])]
+
     def conv_history(self, accepted: mx.array) -> mx.array:
-        """The convolution's inputs just before the new window: the last ones of what was accepted."""
+        """Return the convolution's inputs [B, kernel - 1, C] before the new window, after `accepted` [B] drafts."""
         if self.pending is None:
             return self.conv
         inputs = mx.concatenate([self.conv, self.pending.qkv], axis=1)
@@ -49,29 +58,18 @@ class Recurrent:
         return mx.take_along_axis(inputs, last[..., None], axis=1)
 
     def keep(self, rows: mx.array) -> None:
+        """Keep only these sequences."""
         self.state, self.conv = self.state[rows], self.conv[rows]
         if self.pending is not None:
             self.pending = Pending(*[a[rows] for a in self.pending.arrays()])
 
     def join(self, other: "Recurrent") -> None:
-        """`other` has just been prefilled, so nothing of it is in doubt; its pending drafts are blanks."""
+        """Append sequences that have just been prefilled: they have no drafts, so their pending inputs are zeros."""
         assert other.pending is None
         self.state = mx.concatenate([self.state, other.state])
         self.conv = mx.concatenate([self.conv, other.conv])
         if self.pending is not None:
-            rows = other.state.shape[0]
+            new = other.state.shape[0]
             self.pending = Pending(
-                *[mx.concatenate([a, mx.zeros((rows, *a.shape[1:]), a.dtype)]) for a in self.pending.arrays()]
+                *[mx.concatenate([a, mx.zeros((new, *a.shape[1:]), a.dtype)]) for a in self.pending.arrays()]
             )
-
-    def arrays(self) -> list[mx.array]:
-        return [self.state, self.conv, *(self.pending.arrays() if self.pending else [])]
-
-    def hold(self, arrays: list[mx.array]) -> None:
-        self.state, self.conv, *pending = arrays
-        self.pending = Pending(*pending) if pending else None
-
-    @classmethod
-    def of(cls, arrays: list[mx.array]) -> "Recurrent":
-        state, conv, *pending = arrays
-        return cls(state, conv, Pending(*pending) if pending else None)

@@ -1,7 +1,7 @@
-"""The memory of one row, cut into pieces that outlive it, and put together again.
+"""The state of one sequence, cut into pieces for the prefix cache, and put together again.
 
-A piece never shares a buffer with a larger array, which it would keep alive, and is never handed out itself: a row
-writes into its memory in place.
+A piece never shares a buffer with a larger array, which it would keep alive. It is never handed out itself: a
+sequence writes into its state in place.
 """
 
 from typing import NamedTuple
@@ -10,18 +10,17 @@ import mlx.core as mx
 
 from .batch_state import BatchState
 from .kv import BLOCK, KV
-from .recurrent import Recurrent
 
 GROUP = 32  # numbers that share a scale in eight bits
 
-Pack = tuple[mx.array, ...]  # an array as it is, or its eight-bit codes, scales and biases
+PackedArray = tuple[mx.array, ...]  # an array as it is, or its eight-bit codes, scales and biases
 
 
-class States(NamedTuple):
-    """What cannot be cut by position: how things stood after the last one."""
+class Snapshot(NamedTuple):
+    """The state after a token that cannot be cut by position."""
 
     hidden: mx.array  # [1, 1, H], of the last token
-    recurrent: list[tuple[mx.array, mx.array]]  # state and convolution of each layer that has them
+    recurrent: list[tuple[mx.array, mx.array]]  # state and convolution inputs of each recurrent layer
 
     def arrays(self) -> list[mx.array]:
         return [self.hidden, *(a for pair in self.recurrent for a in pair)]
@@ -31,58 +30,56 @@ class States(NamedTuple):
         return sum(a.nbytes for a in self.arrays())
 
 
-def states(rows: BatchState, hidden: mx.array) -> States:
-    return States(mx.contiguous(hidden), [(mx.contiguous(m.state), mx.contiguous(m.conv)) for m in _recurrent(rows)])
+def take_snapshot(trunk: BatchState, hidden: mx.array) -> Snapshot:
+    """Return the state of a sequence after its last token, whose hidden state is [1, 1, H]."""
+    recurrent = [(mx.contiguous(layer.state), mx.contiguous(layer.conv)) for layer in trunk.recurrent_layers]
+    return Snapshot(mx.contiguous(hidden), recurrent)
 
 
-def cut(rows: BatchState, head: BatchState | None, start: int, end: int) -> list[mx.array]:
-    """Keys and values [1, H, T, D] of the tokens from `start` to `end`, of the trunk's layers and then of the head's.
+def cut_kv(
+    trunk: BatchState, head: BatchState | None, start: int, end: int, eight_bits: bool = False
+) -> list[PackedArray]:
+    """Return keys and values [1, H, T, D] of the tokens from `start` to `end`, first the trunk's and then the head's.
 
-    The head is one behind: its entry t is made of hidden t and token t+1, and a prefix knows no token after its last.
+    The head is one behind: its entry t is made from hidden t and token t+1, and a prefix has no token after its end.
     """
-    pieces = [a[:, :, start:end] for memory in _kv(rows) for a in memory.arrays()]
+    pieces = [a[:, :, start:end] for layer in trunk.kv_layers for a in layer.arrays()]
     if head is not None:
-        pieces += [a[:, :, max(0, start - 1) : end - 1] for memory in _kv(head) for a in memory.arrays()]
-    return [mx.contiguous(piece) for piece in pieces]
+        pieces += [a[:, :, max(0, start - 1) : end - 1] for layer in head.kv_layers for a in layer.arrays()]
+    return [_pack(mx.contiguous(piece), eight_bits) for piece in pieces]
 
 
-def join(chunks: list[list[Pack]], after: States, rows: BatchState, head: BatchState | None, length: int) -> None:
-    """Fill the memory of a new row with `length` tokens, so that it stands as if it had taken them in itself."""
-    layers = [memory for part in (rows, head) if part is not None for memory in _kv(part)]
-    for n, memory in enumerate(layers):
-        memory.keys = _concatenate([chunk[2 * n] for chunk in chunks], length)
-        memory.values = _concatenate([chunk[2 * n + 1] for chunk in chunks], length)
-    for layer, (state, conv) in zip(_recurrent(rows), after.recurrent, strict=True):
-        layer.state, layer.conv = mx.contiguous(state), mx.contiguous(conv)
-    rows.lengths, rows.bounds = mx.array([length], mx.int32), [length]
+def restore(
+    chunks: list[list[PackedArray]], after: Snapshot, trunk: BatchState, head: BatchState | None, length: int
+) -> None:
+    """Fill the state of a new sequence as if it had prefilled the `length` tokens of the chunks itself."""
+    layers: list[KV] = trunk.kv_layers + (head.kv_layers if head is not None else [])
+    for n, layer in enumerate(layers):
+        layer.keys = _concatenate([chunk[2 * n] for chunk in chunks], length)
+        layer.values = _concatenate([chunk[2 * n + 1] for chunk in chunks], length)
+    for recurrent, (state, conv) in zip(trunk.recurrent_layers, after.recurrent, strict=True):
+        recurrent.state, recurrent.conv = mx.contiguous(state), mx.contiguous(conv)
+    trunk.lengths, trunk.bounds = mx.array([length], mx.int32), [length]
     if head is not None:
         head.lengths, head.bounds = mx.array([length - 1], mx.int32), [length]
 
 
-def pack(piece: mx.array, eight_bits: bool) -> Pack:
+def _pack(piece: mx.array, eight_bits: bool) -> PackedArray:
     if not eight_bits or piece.shape[-1] % GROUP:
         return (piece,)
     return tuple(mx.quantize(piece, group_size=GROUP, bits=8))
 
 
-def _kv(rows: BatchState) -> list[KV]:
-    return [memory for memory in rows.layers if isinstance(memory, KV)]
-
-
-def _recurrent(rows: BatchState) -> list[Recurrent]:
-    return [memory for memory in rows.layers if isinstance(memory, Recurrent)]
-
-
-def _unpack(packed: Pack) -> mx.array:
+def _unpack(packed: PackedArray) -> mx.array:
     if len(packed) == 1:
         return packed[0]
     codes, scales, biases = packed
     return mx.dequantize(codes, scales, biases, group_size=GROUP, bits=8)
 
 
-def _concatenate(packs: list[Pack], length: int) -> mx.array:
-    """With room up to a whole block, as a row has that grew by itself."""
-    pieces = [_unpack(packed) for packed in packs]
+def _concatenate(packed: list[PackedArray], length: int) -> mx.array:
+    """Return the pieces in one array, padded to whole blocks as those of a running sequence are."""
+    pieces = [_unpack(each) for each in packed]
     B, H, _, D = pieces[0].shape
-    room = -(-length // BLOCK) * BLOCK - sum(piece.shape[2] for piece in pieces)
-    return mx.concatenate([*pieces, mx.zeros((B, H, room, D), pieces[0].dtype)], axis=2)
+    padding = -(-length // BLOCK) * BLOCK - sum(piece.shape[2] for piece in pieces)
+    return mx.concatenate([*pieces, mx.zeros((B, H, padding, D), pieces[0].dtype)], axis=2)

@@ -9,7 +9,7 @@ from paced import PacedRoom
 from playwright.sync_api import Page, expect
 from running import Running, running
 
-from headstart.state import Prefix
+from headstart.state import PrefixCache
 
 PARTS = ("live", "chat", "models", "settings")
 WIDE = f"```\n{'x = 1; ' * 60}\n```\n\n| {' | '.join('column' for _ in range(12))} |\n|{' --- |' * 12}\n\n{'w' * 300}"
@@ -17,7 +17,7 @@ WIDE = f"```\n{'x = 1; ' * 60}\n```\n\n| {' | '.join('column' for _ in range(12)
 
 @pytest.fixture(scope="module")
 def here() -> Iterator[tuple[Running, PacedRoom]]:
-    with running(room_type=PacedRoom, burst=3, prefix=Prefix(10**8)) as server:
+    with running(room_type=PacedRoom, burst=3, prefix=PrefixCache(10**8)) as server:
         assert isinstance(server.room, PacedRoom)
         yield server, server.room
 

@@ -11,7 +11,7 @@ from playwright.sync_api import Page, expect
 from running import Running, running, tokenizer, wait_until
 
 import headstart.server.history
-from headstart.state import Prefix
+from headstart.state import PrefixCache
 
 CHARTS = ("speed", "yield", "acceptance", "depth-chart", "gains", "rows", "first", "prefix-chart", "memory")
 
@@ -20,7 +20,7 @@ CHARTS = ("speed", "yield", "acceptance", "depth-chart", "gains", "rows", "first
 def server() -> Iterator[Running]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(headstart.server.history, "INTERVAL", 0.25)
-        with running(max_sequences=2, prefix=Prefix(10**8)) as here:
+        with running(max_sequences=2, prefix=PrefixCache(10**8)) as here:
             yield here
 
 

@@ -7,7 +7,7 @@ from playwright.sync_api import Route, expect
 from running import Running, running, wait_until
 
 from headstart.engine import Settings
-from headstart.state import Prefix
+from headstart.state import PrefixCache
 
 
 def chat(server: Running) -> dict[str, object]:
@@ -106,7 +106,7 @@ def test_a_model_without_a_head_has_nothing_to_set(visit: Visit) -> None:
 
 
 def test_the_prefix_cache_can_be_emptied(visit: Visit) -> None:
-    with running(prefix=Prefix(10**8)) as server:
+    with running(prefix=PrefixCache(10**8)) as server:
         with server.http() as http:
             http.post("/v1/completions", json={"prompt": "word " * 600, "max_tokens": 2})
         page = visit(server, "settings")

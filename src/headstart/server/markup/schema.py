@@ -9,7 +9,7 @@ from operator import or_
 from types import NoneType
 from typing import Any
 
-from ...sampling.bounds import referred
+from ...sampling.bounds import resolve_reference
 
 Schema = Mapping[str, Any]
 Tools = Mapping[str, Schema]  # by function name: the schema of its arguments
@@ -67,7 +67,7 @@ def permitted(schema: Any, root: Schema, known: dict[str, Permitted] | None = No
     if isinstance(place := schema.get("$ref"), str):
         if place not in references:
             references[place] = Permitted()  # meanwhile: a schema that refers to itself adds nothing by that
-            references[place] = within(referred(place, root))
+            references[place] = within(resolve_reference(place, root))
         found &= references[place]
     names = schema.get("type")
     if named := ANY.intersection([names] if isinstance(names, str) else names or ()):

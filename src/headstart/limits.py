@@ -1,0 +1,4 @@
+"""Limits that every layer shares. This module imports nothing, so that an integer costs nothing."""
+
+MAX_K = 8  # most drafts per step, for any model
+DEFAULT_K = 2  # drafts per step where no model card says otherwise
