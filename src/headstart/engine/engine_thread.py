@@ -38,8 +38,8 @@ class Settings:
 class EngineThread:
     """An engine that runs in a thread of its own. Use it as `with EngineThread(Engine(model, tokenizer)) as engine`.
 
-    Any thread may call `submit`, or `generate` and `stream_generate` with `engine=engine`; their requests are decoded in
-    one batch. Leaving the block waits for running requests.
+    Any thread may call `submit`, or `generate` and `stream_generate` with `engine=engine`; their requests are decoded
+    in one batch. Leaving the block waits for running requests.
     """
 
     def __init__(self, engine: Engine):
