@@ -20,8 +20,8 @@ from headstart.errors import HeadstartError
 from headstart.sampling.bounds import on_deep_stack
 from headstart.server import Limits, ServedModel
 from headstart.server.anthropic import CountRequest, MessagesRequest
-from headstart.server.deadline import Deadline
 from headstart.server.errors import Refusal
+from headstart.server.limits import Deadline
 from headstart.server.openai import ChatRequest, CompletionRequest
 from headstart.server.prepare import Preparer
 from headstart.server.prompt import Prompt

@@ -25,7 +25,7 @@ from headstart.engine import Engine, EngineThread, Request
 from headstart.models import Model
 from headstart.sampling import SamplingParams
 from headstart.server import Keys, Limits, ServedModel, Server, bind, create_app
-from headstart.server.deadline import Deadline
+from headstart.server.limits import Deadline
 from headstart.server.prepare import Preparer
 from headstart.server.prompt import Prompt
 from headstart.server.request_handler import Prompting

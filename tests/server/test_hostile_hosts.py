@@ -8,7 +8,7 @@ import pytest
 from hostile import SMALL, Target, error_code, target
 
 from headstart.server import hosts_for
-from headstart.server.hosts import HostRequired
+from headstart.server.access import HostRequired
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import re
 import pytest
 from running import Running
 
-from headstart.server.log import ACCESS, Formatter, Log
+from headstart.server.log import ACCESS, StderrHandler, TracebackFormatter
 
 SECRET = "the words of a prompt"
 
@@ -47,7 +47,7 @@ def record(message: str, error: BaseException | None = None) -> logging.LogRecor
 
 def test_a_log_that_nobody_reads_drops_records_and_says_so_when_it_is_read_again() -> None:
     reading, writing = os.pipe()
-    log = Log(writing)
+    log = StderrHandler(writing)
     for i in range(2000):
         log.emit(record(f"{i} " + "x" * 100))
     assert 0 < log.dropped < 2000
@@ -65,7 +65,7 @@ def test_a_log_that_nobody_reads_drops_records_and_says_so_when_it_is_read_again
 def test_a_log_whose_reader_has_gone_is_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    log = Log(writing)
+    log = StderrHandler(writing)
     log.emit(record("to nobody"))
     os.close(writing)
     log.emit(record("to a file that is closed"))
@@ -76,7 +76,7 @@ def test_a_traceback_of_another_library_has_no_words() -> None:
     try:
         raise KeyError(SECRET)
     except KeyError as error:
-        told = Formatter("%(message)s").format(record("it failed", error))
+        told = TracebackFormatter("%(message)s").format(record("it failed", error))
     assert told.startswith("it failed\nKeyError\n")
     assert "test_server_log.py" in told
     assert told.count(SECRET) == told.count(f"raise KeyError({SECRET!r})") == 0

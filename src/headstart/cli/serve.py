@@ -101,10 +101,10 @@ def serve(
         bind,
         check_reach,
         configure_log,
+        connection_limit,
         create_app,
         hosts_for,
         listen,
-        most_connections,
         settings_of_the_user,
     )
     from ..state import Prefix
@@ -113,7 +113,7 @@ def serve(
     keys = Keys(api_key or ())
     check_reach(host, keys, no_key=no_key)
     raise_limit(OPEN_FILES)
-    connections = most_connections(max_connections)
+    connections = connection_limit(max_connections)
     # The place to listen at comes before a model is loaded for nothing.
     with machines.joined() as cluster, nullcontext() if cluster and cluster.rank else bind(host, port) as place:
         folder = resolve(model)

@@ -1,12 +1,11 @@
-"""HTTP in front of the engine room: `app.py` puts the routes together, `openai.py` reads and `reply.py` answers."""
+"""The HTTP server: `app.py` has the routes, `request_handler.py` follows a request from its body to its response."""
 
+from .access import Keys, check_reach, hosts_for
 from .app import create_app
-from .auth import Keys, check_reach
-from .hosts import hosts_for
+from .connection import connection_limit
 from .limits import Limits
 from .listen import Server, bind, listen
-from .log import configure as configure_log
-from .pool import most_connections
+from .log import configure_log
 from .served_model import ServedModel
 from .settings import settings_of_the_user
 
@@ -18,9 +17,9 @@ __all__ = [
     "bind",
     "check_reach",
     "configure_log",
+    "connection_limit",
     "create_app",
     "hosts_for",
     "listen",
-    "most_connections",
     "settings_of_the_user",
 ]

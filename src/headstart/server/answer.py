@@ -5,8 +5,8 @@ import time
 from collections.abc import AsyncIterator
 
 from ..engine import EngineThread, Event, Request
-from .deadline import Deadline
 from .errors import Refusal
+from .limits import Deadline
 from .metrics import Meter
 
 

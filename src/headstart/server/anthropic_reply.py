@@ -7,7 +7,6 @@ from typing import Any
 from ..engine import Event
 from .answer import Answer
 from .anthropic import MessagesRequest
-from .anthropic_errors import failure
 from .anthropic_message import MessagesAnswer, MessagesUsage, OutputDetails, said
 from .anthropic_stream import Blocks, event_of, with_pings
 from .drafts import clamped_to
@@ -60,8 +59,7 @@ class MessagesReply:
             yield event_of("message_delta", delta=delta_, usage=usage, generation_stats=self._stats())
             yield event_of("message_stop")
         except Exception as error:  # the status has been sent
-            refused = refusal(error)
-            yield event_of("error", **failure(refused.status_code, refused.detail).model_dump(exclude={"type"}))
+            yield event_of("error", error=refusal(error).messages_body["error"])
 
     def _opening(self) -> dict[str, Any]:
         """What of the prompt was in the cache is known, and told, at the end."""

@@ -14,11 +14,10 @@ from starlette.types import Receive, Scope, Send
 
 from ..engine import EngineThread, Request
 from ..errors import HeadstartError
+from .access import Keys, client_of
 from .answer import Answer
-from .auth import Keys, client_of
-from .deadline import Deadline
 from .errors import Refusal, refusal
-from .limits import Limits
+from .limits import Deadline, Limits
 from .metrics import Meter, Metrics
 from .prepare import Preparation, Preparer, disconnected
 from .prompt import Prompt
