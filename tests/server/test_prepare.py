@@ -114,14 +114,14 @@ def test_a_text_is_counted_no_further_than_to_the_limit(monkeypatch: pytest.Monk
         return tokens(encoder, text, *arguments)
 
     monkeypatch.setattr(Encoder, "tokens", counting)
-    encoder = Encoder.of(tokenizer()._tokenizer.backend_tokenizer)
+    encoder = Encoder(tokenizer()._tokenizer.backend_tokenizer)
     assert headstart.server.worker.encode(encoder, text, "chat", "", 1000) == {"more_than": 1000}
     assert sum(counted) < len(text)
     assert "tokens" in headstart.server.worker.encode(encoder, text, "chat", "", None)
 
 
 def test_prompts_of_a_fitting_length_are_not_refused_by_an_estimate() -> None:
-    encoder = Encoder.of(tokenizer()._tokenizer.backend_tokenizer)
+    encoder = Encoder(tokenizer()._tokenizer.backend_tokenizer)
     for text in ("word " * 50_000, " " * 300_000, "\n" * 100_000, "naïve 中文\n" * 10_000):
         length = len(encoder.tokens(text, "chat"))
         assert "tokens" in headstart.server.worker.encode(encoder, text, "chat", "", length)
@@ -216,7 +216,7 @@ def test_a_panic_of_the_tokenizer_is_a_refusal(monkeypatch: pytest.MonkeyPatch) 
             await prepare(encoding("small"), preparer)
         assert (refused.value.status_code, refused.value.code) == (400, "invalid_value")
 
-    encoder = Encoder.of(tokenizer()._tokenizer.backend_tokenizer)
+    encoder = Encoder(tokenizer()._tokenizer.backend_tokenizer)
     monkeypatch.setattr(Encoder, "tokens", panic)
     run(test)
     assert headstart.server.worker.encode(encoder, "small", "chat", "", None) == {"error": "it went wrong"}
@@ -224,7 +224,7 @@ def test_a_panic_of_the_tokenizer_is_a_refusal(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 def test_spaces_of_which_the_tokenizer_panics() -> None:
-    encoder = Encoder.of(tokenizer()._tokenizer.backend_tokenizer)
+    encoder = Encoder(tokenizer()._tokenizer.backend_tokenizer)
     answer = headstart.server.worker.encode(encoder, " " * 10_000_000, "chat", "", None)
     assert "retry-limit" in answer["error"]
 

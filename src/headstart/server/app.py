@@ -26,7 +26,7 @@ from .connection import Pool
 from .dashboard import add_dashboard
 from .errors import ErrorResponse, MessagesErrorResponse, respond_to_error
 from .history import History
-from .limits import BodyLimit, Limits, bounded_route
+from .limits import Limits, RequestLimits
 from .log import AccessLog
 from .metrics import Metrics
 from .model_list import model_list
@@ -73,14 +73,13 @@ def create_app(
         responses={"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}},
         exception_handlers={HTTPException: respond_to_error, RequestValidationError: respond_to_error},
     )
-    app.router.route_class = bounded_route(served.model.context_length)
     add_generation_routes(app, handler)
     add_status_routes(app, engine_thread, served, metrics, history)
     add_settings_routes(app, engine_thread, Preferences(engine_thread, settings_file))
     add_dashboard(app)
     # The last one added is the first to see a request.
+    app.add_middleware(RequestLimits, limits=limits, context_length=served.model.context_length)
     app.add_middleware(KeyRequired, keys=keys)
-    app.add_middleware(BodyLimit, limits=limits)
     app.add_middleware(HostRequired, names=allowed_hosts)
     # Starlette's own handler of unexpected errors is outside of CORS: web pages could not read its response.
     app.add_middleware(ExceptionMiddleware, handlers={Exception: respond_to_error, HTTPException: respond_to_error})

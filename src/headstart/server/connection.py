@@ -13,11 +13,9 @@ from contextlib import suppress
 from typing import Any
 
 import h11
-from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from ..errors import RequestError
-from .access import PROBE_PATHS
 from .errors import Refusal
 from .limits import Limits
 
@@ -62,7 +60,7 @@ class Connection(H11Protocol):
         self.timeout_keep_alive = self._limits.idle_seconds  # type: ignore[assignment]
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
         if not self._pool.add(self):
-            self.app = health_only(self.app)
+            self.app_state = {**self.app_state, "health_only": True}  # see RequestLimits
 
     def data_received(self, data: bytes) -> None:
         """Handle received data. The timer runs on until the headers of a request are complete."""
@@ -208,7 +206,7 @@ class Pool:
         self.limit_per_client = max(1, self.limit // 2)
         self._connections: set[Connection] = set()
         self._by_client: Counter[str] = Counter()
-        self._waiting: dict[str, dict[Connection, None]] = {}  # by client, the longest waiting first
+        self._waiting: dict[Connection, None] = {}  # the longest waiting first
 
     def add(self, new: Connection) -> bool:
         """Count a connection. Return False if there are too many: then it is for health checks only."""
@@ -216,9 +214,10 @@ class Pool:
         client_excess = self._by_client[new.address] - self.limit_per_client
         oldest = None
         if client_excess >= 0:
-            oldest = next(iter(self._waiting.get(new.address, ())), None)
-        elif excess >= 0:
-            oldest = next(iter(max(self._waiting.values(), key=len, default=())), None)
+            oldest = next((each for each in self._waiting if each.address == new.address), None)
+        elif excess >= 0 and self._waiting:
+            ((address, _),) = Counter(each.address for each in self._waiting).most_common(1)
+            oldest = next(each for each in self._waiting if each.address == address)
         if oldest is not None:
             self.remove(oldest)
             oldest.drop()
@@ -237,19 +236,16 @@ class Pool:
     def update(self, connection: Connection) -> None:
         """Record whether a connection waits for its client. One that waited already keeps its place."""
         if connection in self._connections and connection.waits:
-            self._waiting.setdefault(connection.address, {}).setdefault(connection)
-            return
-        waiting = self._waiting.get(connection.address, {})
-        waiting.pop(connection, None)
-        if not waiting:
-            self._waiting.pop(connection.address, None)
+            self._waiting.setdefault(connection)
+        else:
+            self._waiting.pop(connection, None)
 
     def remove(self, connection: Connection) -> None:
         if connection in self._connections:
             self._connections.remove(connection)
+            self._waiting.pop(connection, None)
             self._by_client[connection.address] -= 1
             self._by_client += Counter()  # drops clients that have none
-            self.update(connection)
 
 
 def connection_limit(wanted: int | None = None) -> int:
@@ -261,17 +257,3 @@ def connection_limit(wanted: int | None = None) -> int:
             f"max_connections is {wanted}; with at most {files} open files it can be {allowed}: raise `ulimit -n`"
         )
     return wanted or min(MAX_CONNECTIONS, allowed)
-
-
-def health_only(app: ASGIApp) -> ASGIApp:
-    """Return an app that answers health checks, and refuses all else because there are too many connections."""
-
-    async def serve_health(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in PROBE_PATHS:
-            await app(scope, receive, send)
-            return
-        headers = {"Retry-After": "1", "Connection": "close"}
-        refusal = Refusal(503, "too many connections: try again later", code="too_many_connections", headers=headers)
-        await refusal.response(scope["path"])(scope, receive, send)
-
-    return serve_health

@@ -2,16 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
 
-from fastapi import Request, Response
-from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .access import PROBE_PATHS
 from .errors import Refusal
 
 MAX_VALUES = 2**17  # JSON values in a body, beside the token ids of a prompt: parsing blocks the event loop 2 µs each
@@ -48,67 +44,66 @@ class Deadline:
         return Refusal(408, message, code="timeout", headers={"x-should-retry": "false"})  # it would fail again
 
 
-class BodyLimit:
-    """Refuse a body that is too long, whatever its headers say, or not received in time."""
+class RequestLimits:
+    """Read the body for the app. Refuse it if it is too long, whatever its headers say, not received in time, or of
+    too many JSON values; and refuse all but health checks on a connection above the limit."""
 
-    def __init__(self, app: ASGIApp, limits: Limits):
+    def __init__(self, app: ASGIApp, limits: Limits, context_length: int):
         self.app = app
-        self.max_bytes = limits.body_bytes
-        self.seconds = limits.body_seconds
+        self.limits = limits
+        self.max_values = MAX_VALUES + context_length
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
+        if scope["type"] == "http":
+            if scope["state"].get("health_only") and scope["path"] not in PROBE_PATHS:
+                headers = CLOSE | {"Retry-After": "1"}
+                message = "too many connections: try again later"
+                raise Refusal(503, message, code="too_many_connections", headers=headers)
+            self._check_headers(Headers(scope=scope))
+            if scope["method"] in ("POST", "PATCH"):
+                body = await self._read(receive)
+                check_values(body, self.max_values)
+                receive = _replay(body, receive)
+        await self.app(scope, receive, send)
+
+    def _check_headers(self, headers: Headers) -> None:
         declared = headers.get("content-length", "")
         if declared and "transfer-encoding" in headers:  # a proxy may trust the one, and we the other
             message = "the request has both Content-Length and Transfer-Encoding: send one of them"
             raise Refusal(400, message, code="invalid_http", headers=CLOSE)
         self._check_size(int(declared) if declared.isdecimal() else 0)
-        size = 0
-        deadline: float | None = asyncio.get_running_loop().time() + self.seconds
 
-        async def limited() -> Message:
-            nonlocal size, deadline
-            try:
-                async with asyncio.timeout_at(deadline):
+    async def _read(self, receive: Receive) -> bytes:
+        body = bytearray()
+        more = True
+        try:
+            async with asyncio.timeout(self.limits.body_seconds):
+                while more:
                     message = await receive()
-            except TimeoutError:
-                text = f"request body not received within {self.seconds:g} s"
-                raise Refusal(408, text, code="timeout", headers=CLOSE) from None
-            size += len(message.get("body", b""))
-            deadline = deadline if message.get("more_body", False) else None
-            self._check_size(size)
-            return message
-
-        await self.app(scope, limited, send)
+                    if message["type"] == "http.disconnect":
+                        raise Refusal(499, "client disconnected", code="gone")
+                    body += message.get("body", b"")
+                    self._check_size(len(body))
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            text = f"request body not received within {self.limits.body_seconds:g} s"
+            raise Refusal(408, text, code="timeout", headers=CLOSE) from None
+        return bytes(body)
 
     def _check_size(self, size: int) -> None:
-        if size > self.max_bytes:
-            message = f"the body is larger than {self.max_bytes:,} bytes: send less"
+        if size > self.limits.body_bytes:
+            message = f"the body is larger than {self.limits.body_bytes:,} bytes: send less"
             raise Refusal(413, message, code="request_too_large", headers=CLOSE)
 
 
-def bounded_route(context_length: int) -> type[APIRoute]:
-    """Return a class of routes that refuse bodies of more JSON values than a prompt of `context_length` needs."""
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that returns `body` first."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
 
-    class BoundedRoute(APIRoute):
-        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-            handle = super().get_route_handler()
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
 
-            async def bounded(http: Request) -> Response:
-                if http.method in ("POST", "PATCH"):
-                    try:
-                        body = await http.body()
-                    except ClientDisconnect:
-                        raise Refusal(499, "client disconnected", code="gone") from None
-                    check_values(body, MAX_VALUES + context_length)
-                return await handle(http)
-
-            return bounded
-
-    return BoundedRoute
+    return replay
 
 
 def check_values(body: bytes, limit: int) -> None:

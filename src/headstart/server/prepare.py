@@ -60,7 +60,7 @@ class Preparer:
 
     @cached_property
     def encoder(self) -> Encoder:
-        return Encoder.of(self.tokenizer._tokenizer.backend_tokenizer)
+        return Encoder(self.tokenizer._tokenizer.backend_tokenizer)
 
     @cached_property
     def max_characters(self) -> int:

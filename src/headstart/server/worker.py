@@ -5,17 +5,16 @@ little memory. Requests arrive on standard input and answers leave on standard o
 process ends when its input does, also in the middle of a request.
 """
 
-import importlib.util
 import json
 import os
 import queue
+import runpy
 import signal
 import sys
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any, BinaryIO
 
 MEMORY = 2 * 2**30  # bytes beyond what the tokenizer takes
@@ -51,7 +50,9 @@ def answer_requests(
         from llguidance import LLTokenizer
         from tokenizers import Tokenizer
 
-        encoder = load_encode().Encoder.of(Tokenizer.from_str(settings["tokenizer"]))
+        # encode.py lies beside this script, and imports nothing of Headstart either.
+        encode_module = runpy.run_path(str(Path(__file__).with_name("encode.py")))
+        encoder = encode_module["Encoder"](Tokenizer.from_str(settings["tokenizer"]))
         grammar_tokenizer = LLTokenizer(settings["tokenizer"], eos_token=settings["eos"])
         limit_memory()
         answer: dict[str, Any] = {}  # ready
@@ -63,16 +64,6 @@ def answer_requests(
             answer = encode(encoder, **request) if "text" in request else try_grammar(grammar_tokenizer, **request)
     finally:
         os._exit(1)
-
-
-def load_encode() -> ModuleType:
-    """Return encode.py, which lies beside this script and imports nothing of Headstart either."""
-    spec = importlib.util.spec_from_file_location("encode", Path(__file__).with_name("encode.py"))
-    assert spec is not None, "it is a file"
-    assert spec.loader is not None, "it is a module"
-    module = sys.modules["encode"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def encode(encoder: Any, text: str, kind: str, mark: str, limit: int | None) -> dict[str, Any]:
