@@ -127,6 +127,18 @@ def test_settings_apply_to_what_comes_after() -> None:
         assert http.get("/v1/settings").json() == told
 
 
+def test_messages_have_plain_numbers_and_one_period() -> None:
+    with running(head=False) as server, server.http() as http:
+
+        def message(**fields: Any) -> str:
+            return str(http.post("/v1/completions", json={"prompt": "a"} | fields).json()["error"]["message"])
+
+        assert message(top_k=-1) == "top_k is -1; it must be a number from 0 to 2147483647"
+        refused = message(num_draft_tokens=3)
+        assert "brings it back. Ask for" in refused
+        assert ".." not in refused
+
+
 def test_the_prefix_cache_can_be_looked_at_and_cleared() -> None:
     with running(prefix=Prefix(10**8, chunk=512)) as server, server.http() as http:
         prompt = tokenizer().encode("word " * 600)

@@ -5,9 +5,9 @@ import os
 import re
 
 import pytest
-from running import Running
+from running import Running, tokenizer
 
-from headstart.server.log import ACCESS, StderrHandler, TracebackFormatter
+from headstart.server.log import ACCESS, StderrHandler, TracebackFormatter, configure_log
 
 SECRET = "the words of a prompt"
 
@@ -38,6 +38,25 @@ def test_without_being_asked_for_there_is_no_access_log(server: Running, caplog:
     with server.http() as http:
         http.get("/health")
     assert caplog.records == []
+
+
+def test_a_long_prompt_makes_transformers_log_nothing(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would warn of "indexing errors", which the model does not have."""
+    hf = tokenizer()._tokenizer
+    monkeypatch.setattr(hf, "model_max_length", 3)
+    monkeypatch.setattr(hf, "deprecation_warnings", {})
+    loggers = [logging.getLogger(name) for name in ("transformers", "headstart", ACCESS.name)]
+    levels, handlers = [each.level for each in loggers], logging.getLogger().handlers[:]
+    try:
+        configure_log("warning", access=False)
+        hf.encode("one two three four five six seven eight nine ten")
+    finally:
+        logging.getLogger().handlers[:] = handlers
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)
+    assert "indexing" not in caplog.text + "".join(capfd.readouterr())
 
 
 def record(message: str, error: BaseException | None = None) -> logging.LogRecord:

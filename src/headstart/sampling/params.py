@@ -117,7 +117,7 @@ class SamplingParams:
             if value is None and name in _NULLABLE:
                 continue
             if not _is_number(value) or not low <= value <= high:
-                raise RequestError(f"{name} is {value!r}; it must be a number from {low:g} to {high:g}")
+                raise RequestError(f"{name} is {value!r}; it must be a number from {low} to {high}")
         for name in _WHOLE:
             if not isinstance(getattr(self, name), int) and not (name in _NULLABLE and getattr(self, name) is None):
                 raise RequestError(f"{name} is {getattr(self, name)!r}; it must be a whole number")

@@ -11,6 +11,7 @@ from .access import PROBE_PATHS
 from .errors import Refusal
 
 MAX_VALUES = 2**17  # JSON values in a body, beside the token ids of a prompt: parsing blocks the event loop 2 µs each
+API_PREFIX = "/v1/"  # of all routes that have a body; elsewhere a body is not read
 CLOSE = {"Connection": "close"}
 
 
@@ -60,7 +61,7 @@ class RequestLimits:
                 message = "too many connections: try again later"
                 raise Refusal(503, message, code="too_many_connections", headers=headers)
             self._check_headers(Headers(scope=scope))
-            if scope["method"] in ("POST", "PATCH"):
+            if scope["method"] in ("POST", "PATCH") and scope["path"].startswith(API_PREFIX):
                 body = await self._read(receive)
                 check_values(body, self.max_values)
                 receive = _replay(body, receive)
