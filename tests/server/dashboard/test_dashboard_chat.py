@@ -260,6 +260,16 @@ def test_speculation_can_be_switched_off(model: Running, visit: Visit) -> None:
     assert style not in ("wavy", "none"), "a wavy line looks like a spelling error"
 
 
+def test_shares_of_a_few_drafts_are_not_shown(model: Running, visit: Visit) -> None:
+    page = visit(model, "chat")
+    page.get_by_label("Max tokens").fill("6")
+    page.locator("#depth").select_option("3")
+    ask(page)
+    answered(page)
+    expect(page.locator(".stats")).to_contain_text(re.compile(r"accepted \d+ of \d+ drafts"))
+    expect(page.locator(".stats")).not_to_contain_text("%")
+
+
 def test_the_limits_in_the_form_are_those_of_the_api(model: Running, visit: Visit) -> None:
     page = visit(model, "chat")
     for name in ("temperature", "max_tokens"):

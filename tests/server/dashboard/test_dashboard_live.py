@@ -38,14 +38,15 @@ def words(page: Page, chart: str) -> str:
 
 
 def load(server: Running, requests: int) -> None:
-    """More at a time than there are rows for, with a beginning in common that the prefix cache can keep."""
+    """More at a time than there is room for, with a prefix in common. The first drafts for certain."""
     prompt = list(tokenizer().encode("word " * 600))
     create: Any = server.openai().completions.create
 
-    def ask() -> None:
-        create(model="tiny", prompt=prompt, max_tokens=60, extra_body={"min_tokens": 60})
+    def ask(depth: int | str) -> None:
+        create(model="tiny", prompt=prompt, max_tokens=60, extra_body={"min_tokens": 60, "num_draft_tokens": depth})
 
-    threads = [threading.Thread(target=ask) for _ in range(requests)]
+    first = 3 if server.served.model.has_head else "auto"
+    threads = [threading.Thread(target=ask, args=("auto" if i else first,)) for i in range(requests)]
     for thread in threads:
         thread.start()
     for thread in threads:

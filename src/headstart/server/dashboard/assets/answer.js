@@ -2,7 +2,7 @@
 
 import { call, events } from "./api.js";
 import { render } from "./markdown.js";
-import { count, find, make, number, percent, seconds } from "./page.js";
+import { count, find, make, MIN_TRIES, number, percent, seconds, sum } from "./page.js";
 
 const ORIGINS = {
   draft: "accepted draft",
@@ -130,13 +130,17 @@ class Passage {
 
 /** An answer's stats, in a few words each. */
 function statements({ stats, usage, asked, begun, finish }) {
-  const by = stats.acceptance_by_position.map(percent).join(" ");
+  const rounds = Object.entries(stats.rounds_by_depth);
+  const tried = (position) => sum(rounds.map(([depth, count]) => (Number(depth) >= position ? count : 0)));
+  const by = stats.acceptance_by_position.filter((_, j) => tried(j + 1) >= MIN_TRIES).map(percent).join(" ");
+  const shares = by && ` (${by})`;
   return [
     count(usage.completion_tokens, "token"),
     count(stats.rounds, "round"),
     `${number(stats.tokens_per_round, 2)} tokens per round`,
-    by && `accepted ${number(stats.accepted_draft_tokens)} of ${number(stats.proposed_draft_tokens)} drafts (${by})`,
-    stats.drafter_kind && !stats.proposed_draft_tokens && "no drafts: they would not have been faster here",
+    stats.proposed_draft_tokens > 0 &&
+      `accepted ${number(stats.accepted_draft_tokens)} of ${number(stats.proposed_draft_tokens)} drafts${shares}`,
+    stats.paused_reason,
     stats.bypass_reason && `no drafts: ${stats.bypass_reason}`,
     stats.num_draft_tokens_clamped_to && `depth limited to ${stats.num_draft_tokens_clamped_to}`,
     `${number(stats.generation_tps, 1)} tokens/s`,

@@ -1,7 +1,7 @@
 // Current numbers and charts of the last hour. The server keeps the samples; see history.py.
 
 import { bars, overTime } from "./chart.js";
-import { bytes, find, make, number, percent, seconds } from "./page.js";
+import { bytes, find, make, MIN_TRIES, number, percent, seconds, sum } from "./page.js";
 
 const HOUR = 3600;
 const NOW = 10; // seconds that count as now
@@ -100,7 +100,8 @@ function draw() {
 
   const proposed = byPosition(s.proposed_by_position);
   const accepted = byPosition(s.accepted_by_position);
-  charts.acceptance.draw(proposed.map((_, j) => j + 1), proposed.map((count, j) => (accepted[j] ?? 0) / count));
+  const tried = proposed.filter((count) => count >= MIN_TRIES); // there are never more at a later position
+  charts.acceptance.draw(tried.map((_, j) => j + 1), tried.map((count, j) => (accepted[j] ?? 0) / count));
   charts.gains.draw(controller.gains.map((_, k) => k), controller.gains, (k) => k === controller.depth);
   tiles(s, sum(proposed), sum(accepted));
 }
@@ -134,8 +135,6 @@ function moving(above, below, wide) {
     return part(below) ? part(above) / part(below) : null;
   });
 }
-
-const sum = (numbers) => numbers.reduce((a, b) => a + (b ?? 0), 0);
 
 /** The sums by position of rows of counts. */
 function byPosition(rows) {

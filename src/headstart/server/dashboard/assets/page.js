@@ -18,8 +18,12 @@ export function number(value, digits = 0) {
   return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 }
 
+export const MIN_TRIES = 10; // drafts at a position before the share of accepted ones is shown: fewer say nothing
+
 /** A count with its noun. */
 export const count = (many, noun) => `${number(many)} ${noun}${many === 1 ? "" : "s"}`;
+
+export const sum = (numbers) => numbers.reduce((a, b) => a + (b ?? 0), 0);
 
 export const percent = (share) => (Number.isFinite(share) && share !== null ? `${Math.round(share * 100)}%` : "–");
 
