@@ -77,7 +77,7 @@ def follow(prompt: Prompt, served: ServedModel, steps: int = 8) -> None:
 
 async def main(seed: str, first: int, last: int) -> None:
     served = ServedModel.of(read_layout(folder(True, CONTEXT)), tiny(True, CONTEXT), tokenizer(), id="tiny")
-    preparer = Preparer(tokenizer(), Limits(grammar_seconds=1, prepare_seconds=120), context=10**6, most=None)
+    preparer = Preparer(tokenizer(), Limits(grammar_seconds=1, prepare_seconds=120), context=10**6, max_waiting=None)
     outcomes: Counter[str] = Counter()
     for i in range(first, last):
         print(f"case {i}", flush=True)

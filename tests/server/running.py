@@ -145,7 +145,7 @@ def read(asked: Prompting, served: ServedModel, limits: Limits | None = None) ->
 
     async def main() -> Prompt:
         context = served.model.context_length
-        preparer = Preparer(served.tokenizer, limits or Limits(), context=context, most=None)
+        preparer = Preparer(served.tokenizer, limits or Limits(), context=context, max_waiting=None)
         try:
             work = partial(asked.read, served)
             return await preparer.prepare(work, Reader(), "", Deadline.after(600))  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ def prepare(work: Work, preparer: Preparer, client: Client | None = None, *, nam
 
 def run(test: Callable[[Preparer], Awaitable[Any]], limits: Limits | None = None, **options: Any) -> Any:
     async def main() -> Any:
-        preparer = Preparer(tokenizer(), limits or Limits(), **{"context": VAST, "most": 100} | options)
+        preparer = Preparer(tokenizer(), limits or Limits(), **{"context": VAST, "max_waiting": 100} | options)
         try:
             return await test(preparer)
         finally:
@@ -200,7 +200,7 @@ def test_no_more_prompts_wait_than_may() -> None:
         opened.set()
         await asyncio.gather(*waiting, return_exceptions=True)
 
-    run(test, most=16)
+    run(test, max_waiting=16)
 
 
 class PanicException(BaseException):

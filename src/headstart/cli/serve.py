@@ -105,7 +105,7 @@ def serve(
         create_app,
         hosts_for,
         listen,
-        settings_of_the_user,
+        user_settings_file,
     )
     from ..state import Prefix
 
@@ -144,7 +144,7 @@ def serve(
             limits=limits,
             allowed_hosts=hosts_for(host, allowed_host or (), key=bool(keys)),
             cors_origins=cors_origin or (),
-            settings_file=settings_of_the_user(),
+            settings_file=user_settings_file(),
         )
         drafts = _drafts(loaded, room.settings)
         listen(place)

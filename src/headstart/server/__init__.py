@@ -7,7 +7,7 @@ from .limits import Limits
 from .listen import Server, bind, listen
 from .log import configure_log
 from .served_model import ServedModel
-from .settings import settings_of_the_user
+from .settings import user_settings_file
 
 __all__ = [
     "Keys",
@@ -21,5 +21,5 @@ __all__ = [
     "create_app",
     "hosts_for",
     "listen",
-    "settings_of_the_user",
+    "user_settings_file",
 ]

@@ -10,7 +10,7 @@ from .anthropic import MessagesRequest
 from .anthropic_message import MessagesAnswer, MessagesUsage, OutputDetails, said
 from .anthropic_stream import Blocks, event_of, with_pings
 from .drafts import clamped_to
-from .errors import refusal
+from .errors import to_refusal
 from .markup import Delta
 from .prompt import Prompt
 from .served_model import ServedModel
@@ -59,7 +59,7 @@ class MessagesReply:
             yield event_of("message_delta", delta=delta_, usage=usage, generation_stats=self._stats())
             yield event_of("message_stop")
         except Exception as error:  # the status has been sent
-            yield event_of("error", error=refusal(error).messages_body["error"])
+            yield event_of("error", error=to_refusal(error).messages_body["error"])
 
     def _opening(self) -> dict[str, Any]:
         """What of the prompt was in the cache is known, and told, at the end."""

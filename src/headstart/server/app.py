@@ -91,12 +91,12 @@ def create_app(
 
 def add_generation_routes(app: FastAPI, handler: RequestHandler) -> None:
     @app.post("/v1/chat/completions", response_model=Completion)
-    async def chat_completions(asked: ChatRequest, http: Request) -> Response:
-        return await handler.reply(asked, http, Reply)
+    async def chat_completions(body: ChatRequest, http: Request) -> Response:
+        return await handler.reply(body, http, Reply)
 
     @app.post("/v1/completions", response_model=Completion)
-    async def completions(asked: CompletionRequest, http: Request) -> Response:
-        return await handler.reply(asked, http, Reply)
+    async def completions(body: CompletionRequest, http: Request) -> Response:
+        return await handler.reply(body, http, Reply)
 
     errors: dict[int | str, dict[str, Any]] = {
         "4XX": {"model": MessagesErrorResponse},
@@ -104,12 +104,12 @@ def add_generation_routes(app: FastAPI, handler: RequestHandler) -> None:
     }
 
     @app.post("/v1/messages", response_model=MessagesAnswer, responses=errors)
-    async def messages(asked: MessagesRequest, http: Request) -> Response:
-        return await handler.reply(asked, http, MessagesReply)
+    async def messages(body: MessagesRequest, http: Request) -> Response:
+        return await handler.reply(body, http, MessagesReply)
 
     @app.post("/v1/messages/count_tokens", responses=errors)
-    async def count_tokens(asked: CountRequest, http: Request) -> TokenCount:
-        return TokenCount(input_tokens=await handler.count(asked, http))
+    async def count_tokens(body: CountRequest, http: Request) -> TokenCount:
+        return TokenCount(input_tokens=await handler.count(body, http))
 
     @app.post("/v1/requests/{id}/cancel")
     async def cancel(id: str, http: Request) -> dict[str, Any]:

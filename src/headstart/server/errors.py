@@ -98,7 +98,7 @@ def refuse(param: str, problem: str, code: str = "invalid_value") -> NoReturn:
     raise Refusal(400, f"{param}: {problem}", param=param, code=code)
 
 
-def refusal(error: Exception, *, prompt: str = "prompt") -> Refusal:
+def to_refusal(error: Exception, *, prompt: str = "prompt") -> Refusal:
     """Return the refusal that answers an error; unexpected errors are logged.
 
     A RequestError begins with the name of the field it is about. `prompt`: the field that the prompt came in.
@@ -134,7 +134,7 @@ def refusal(error: Exception, *, prompt: str = "prompt") -> Refusal:
 
 async def respond_to_error(http: Request, error: Exception) -> JSONResponse:
     """Return the response to a request that raised an error."""
-    return refusal(error).response(http.scope["path"])
+    return to_refusal(error).response(http.scope["path"])
 
 
 def _invalid(error: RequestValidationError) -> Refusal:

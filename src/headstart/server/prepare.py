@@ -36,8 +36,8 @@ class TooHard(RequestError):
 
 
 class Preparer:
-    def __init__(self, tokenizer: TokenizerWrapper, limits: Limits, *, context: int, most: int | None):
-        """Create the threads and worker processes. At most `most` prompts may wait while others are prepared."""
+    def __init__(self, tokenizer: TokenizerWrapper, limits: Limits, *, context: int, max_waiting: int | None):
+        """Create threads and worker processes. At most `max_waiting` prompts may wait while others are prepared."""
         self.tokenizer = tokenizer
         self.limits = limits
         self.max_tokens = min(context - 1, limits.prompt_tokens or context)  # of a prompt
@@ -45,7 +45,7 @@ class Preparer:
         self.turns = Turns(THREADS, THREADS - 1)  # one thread is always left to others
         self.threads = ThreadPoolExecutor(THREADS, "prepare")
         self.compiling = ThreadPoolExecutor(2, "compile")
-        self._most = most
+        self._max_waiting = max_waiting
         self._in_progress: Counter[str] = Counter()  # prompts by client
 
     def start(self) -> None:
@@ -103,11 +103,11 @@ class Preparer:
             gone.cancel()
 
     def _check_busy(self, client: str) -> None:
-        if self._most is None:
+        if self._max_waiting is None:
             return
         # The last eighth is for clients that have no prompt in progress: one client cannot fill it all.
-        reserved = self._most // 8 if self._in_progress[client] else 0
-        if self._in_progress.total() > self._most - reserved:
+        reserved = self._max_waiting // 8 if self._in_progress[client] else 0
+        if self._in_progress.total() > self._max_waiting - reserved:
             message = f"{self._in_progress.total()} prompts are being prepared already: try again in a moment"
             raise Busy(message, retry_after=1)
 

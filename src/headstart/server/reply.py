@@ -12,7 +12,7 @@ from . import logprobs
 from .answer import Answer
 from .completion import Choice, Completion, FunctionCall, Kind, Said, ToolCall, Usage
 from .drafts import clamped_to
-from .errors import refusal
+from .errors import to_refusal
 from .markup import Content, Delta, Message, Reasoning, ToolArguments
 from .markup import ToolCall as Call
 from .openai import Asked, ChatRequest, CompletionRequest
@@ -57,7 +57,7 @@ class Reply:
             async for chunk in self._chunks(answer):
                 yield f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"
         except Exception as error:
-            yield refusal(error).event
+            yield to_refusal(error).event
         yield "data: [DONE]\n\n"
 
     async def _chunks(self, answer: Answer) -> AsyncIterator[Completion]:

@@ -16,7 +16,7 @@ from ..engine import EngineThread, Request
 from ..errors import HeadstartError
 from .access import Keys, client_of
 from .answer import Answer
-from .errors import Refusal, refusal
+from .errors import Refusal, to_refusal
 from .limits import Deadline, Limits
 from .metrics import Meter, Metrics
 from .prepare import Preparation, Preparer, disconnected
@@ -72,7 +72,7 @@ class RequestHandler:
 
     def __post_init__(self) -> None:
         context, most = self.served.model.context_length, self.room.engine.queue.most  # that may wait for the engine
-        self.preparer = Preparer(self.served.tokenizer, self.limits, context=context, most=most)
+        self.preparer = Preparer(self.served.tokenizer, self.limits, context=context, max_waiting=most)
 
     async def reply(
         self, asked: Asked, http: HTTPRequest, shape: Callable[[Asked, Prompt, ServedModel], Replying]
@@ -98,7 +98,7 @@ class RequestHandler:
             answer = Answer(self.room, request, client=client, deadline=deadline, meter=meter)
         except HeadstartError as error:
             self._check_open()  # it may have closed meanwhile
-            raise refusal(error, prompt=prompt.param) from error
+            raise to_refusal(error, prompt=prompt.param) from error
         self.answers[reply.id] = answer
 
         def close() -> None:

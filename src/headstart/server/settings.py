@@ -21,7 +21,7 @@ from .errors import Refusal, refuse
 from .log import LOG
 
 
-def settings_of_the_user() -> Path:
+def user_settings_file() -> Path:
     """Return ~/.config/headstart/settings.json, or its place on this platform."""
     return Path(typer.get_app_dir("headstart")) / "settings.json"
 
