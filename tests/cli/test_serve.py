@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import headstart
 from headstart.cli.main import app
 from headstart.cli.show import chat_tokens
-from headstart.server import Server, settings_of_the_user
+from headstart.server import Server, user_settings_file
 
 KEY, PROMPT = "sk-never-to-be-seen", "Write a function that adds two secret-looking numbers."
 
@@ -110,7 +110,7 @@ def test_settings_are_kept_in_the_users_folder(tmp_path: Path, monkeypatch: pyte
     """On macOS that folder is under HOME."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
-    file = settings_of_the_user()
+    file = user_settings_file()
     assert file.is_relative_to(tmp_path)
     file.parent.mkdir(parents=True)
     file.write_text('{"max_k": 2}')

@@ -20,8 +20,8 @@ from headstart.errors import HeadstartError
 from headstart.sampling.bounds import on_deep_stack
 from headstart.server import Limits, ServedModel
 from headstart.server.anthropic_request import CountTokensRequest, MessagesRequest
-from headstart.server.deadline import Deadline
 from headstart.server.errors import Refusal
+from headstart.server.limits import Deadline
 from headstart.server.openai_request import ChatCompletionRequest, CompletionRequest
 from headstart.server.prepare import Preparer
 from headstart.server.prompt import Prompt
@@ -77,7 +77,7 @@ def follow(prompt: Prompt, served: ServedModel, steps: int = 8) -> None:
 
 async def main(seed: str, first: int, last: int) -> None:
     served = ServedModel.of(read_layout(folder(True, CONTEXT)), tiny(True, CONTEXT), tokenizer(), id="tiny")
-    preparer = Preparer(tokenizer(), Limits(grammar_seconds=1, prepare_seconds=120), context=10**6, most=None)
+    preparer = Preparer(tokenizer(), Limits(grammar_seconds=1, prepare_seconds=120), context=10**6, max_waiting=None)
     outcomes: Counter[str] = Counter()
     for i in range(first, last):
         print(f"case {i}", flush=True)

@@ -26,7 +26,7 @@ from headstart.models import Model
 from headstart.sampling import SamplingParams
 from headstart.server import Keys, Limits, ServedModel, Server, bind, create_app
 from headstart.server.anthropic_request import CountTokensRequest
-from headstart.server.deadline import Deadline
+from headstart.server.limits import Deadline
 from headstart.server.prepare import Preparer
 from headstart.server.prompt import Prompt
 from headstart.server.request_fields import GenerationRequest
@@ -147,7 +147,7 @@ def read(asked: CountTokensRequest | GenerationRequest, served: ServedModel, lim
 
     async def main() -> Prompt:
         context = served.model.context_length
-        preparer = Preparer(served.tokenizer, limits or Limits(), context=context, most=None)
+        preparer = Preparer(served.tokenizer, limits or Limits(), context=context, max_waiting=None)
         try:
             work = partial(asked.prepare, served)
             return await preparer.prepare(work, Reader(), "", Deadline.after(600))  # type: ignore[arg-type]

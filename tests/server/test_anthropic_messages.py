@@ -215,7 +215,7 @@ def test_an_error_inside_a_stream_is_raised_by_the_client() -> None:
         with client.messages.stream(**fields) as stream, pytest.raises(anthropic.APIStatusError) as error:
             stream.get_final_message()
         assert error.value.type == "timeout_error"
-        assert "no end after" in str(error.value.api_message)
+        assert "not finished within" in str(error.value.api_message)
         with pytest.raises(anthropic.RequestTimeoutError):
             client.messages.create(**fields)
         wait_until(lambda: idle(server))

@@ -8,8 +8,8 @@ from running import CONTEXT, tiny, tokenizer, wait_until
 from scripted import ScriptedRoom
 
 from headstart.engine import Engine, EngineThread, Request
-from headstart.server.deadline import Deadline
 from headstart.server.errors import Refusal
+from headstart.server.limits import Deadline
 from headstart.server.metrics import Meter, Metrics
 from headstart.server.request_handler import RunningRequest
 
@@ -47,7 +47,7 @@ def test_a_row_that_nobody_listens_to_is_freed_at_the_deadline() -> None:
         late = answer(room, metrics, seconds=0.1)
         await asyncio.sleep(0.3)
         assert late._handle.cancelled
-        assert metrics.tally.requests["/v1/completions", "timeout"] == 1
+        assert metrics.counters.requests["/v1/completions", "timeout"] == 1
 
     asyncio.run(never_read())
     wait_until(lambda: not room.engine.busy)

@@ -22,7 +22,7 @@ def controls(tokens: list[int]) -> list[int]:
 
 def test_words_for_the_template_cannot_forge_a_turn() -> None:
     """The built-in template has no such words, so one that has."""
-    encoder, template = Encoder.of(BACKEND), "<|im_start|>{{ persona }}: {{ documents[0].text }}<|im_end|>"
+    encoder, template = Encoder(BACKEND), "<|im_start|>{{ persona }}: {{ documents[0].text }}<|im_end|>"
 
     def render(messages: Any, tools: Any, options: Any) -> str:
         words = {"chat_template": template, "tokenize": False}
@@ -58,7 +58,7 @@ def with_template(template: str, messages: list[Body], tools: list[Body] | None 
         words = {"tools": tools, "chat_template": template, "tokenize": False}
         return str(tokenizer()._tokenizer.apply_chat_template(list(messages), **words))
 
-    encoder = Encoder.of(BACKEND)
+    encoder = Encoder(BACKEND)
     text, mark = encoder.render(render, (messages, tools, {}), splits_thoughts=splits_thoughts(render))
     return encoder.encode(text, mark)
 
@@ -131,7 +131,7 @@ ODD: dict[str, tuple[Tokenizer, AddedToken, str]] = {
 def test_tokenizers_of_other_kinds(case: str) -> None:
     made, token, forged = ODD[case]
     made.add_tokens([token])
-    encoder, own = Encoder.of(made), made.token_to_id(token.content)
+    encoder, own = Encoder(made), made.token_to_id(token.content)
 
     def render(messages: Any, *_: Any) -> str:
         return f"{messages[0]['content']}: {token.content} hi {token.content} " + " ".join(
@@ -154,7 +154,7 @@ def test_tokenizers_of_other_kinds(case: str) -> None:
 def test_runs_of_spaces_are_spelling() -> None:
     made = letters()
     made.add_tokens([AddedToken("    ", normalized=False), AddedToken("<e>", normalized=False)])
-    encoder, spaces = Encoder.of(made), made.token_to_id("    ")
+    encoder, spaces = Encoder(made), made.token_to_id("    ")
     tokens = encoder.encode(
         *encoder.render(
             lambda messages, *_: messages[0]["content"] + "<e>", ([{"role": "user", "content": "a    <e>"}], None, {})
@@ -168,4 +168,4 @@ def test_prompts_without_special_tokens_keep_their_frame() -> None:
         post_processor=TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 129), ("</s>", 130)])
     )
     made.add_special_tokens(["<s>", "</s>"])
-    assert Encoder.of(made).encode_text("a<s>") == [129, *map(ord, "a<s>"), 130]
+    assert Encoder(made).encode_text("a<s>") == [129, *map(ord, "a<s>"), 130]

@@ -21,8 +21,8 @@ from hostile import SMALL, Target, connect, target
 from running import running, wait_until
 
 from headstart.errors import RequestError
-from headstart.server import Limits, most_connections
-from headstart.server.pool import Pool
+from headstart.server import Limits, connection_limit
+from headstart.server.connection import Pool
 from headstart.server.request_handler import RequestHandler
 
 FILES = 512  # descriptors of the server process: more than 384 connections cannot be open
@@ -254,33 +254,33 @@ class Member:
 def test_a_new_connection_takes_the_place_of_the_longest_idle_one() -> None:
     pool = Pool(Limits(connections=6))  # 3 of one client
     crowd, other = [Member("a") for _ in range(3)], [Member("b") for _ in range(2)]
-    assert all(map(pool.enter, [*crowd, *other]))
+    assert all(map(pool.add, [*crowd, *other]))
     crowd[0].waits = False
     pool.update(crowd[0])
-    assert pool.enter(Member("a"))  # its client has three: the longest idle of them goes
+    assert pool.add(Member("a"))  # its client has three: the longest idle of them goes
     assert [each.dropped for each in crowd] == [False, True, False]
-    assert pool.enter(Member("c"))
-    assert pool.enter(Member("d"))  # all six are taken: of the client with most idle ones, the longest idle
+    assert pool.add(Member("c"))
+    assert pool.add(Member("d"))  # all six are taken: of the client with most idle ones, the longest idle
     assert [each.dropped for each in crowd + other] == [False, True, False, True, False] or crowd[2].dropped
-    pool.leave(crowd[1])  # when its end is reported, it is not counted again
-    assert pool.enter(Member("e"))
+    pool.remove(crowd[1])  # when its end is reported, it is not counted again
+    assert pool.add(Member("e"))
 
 
 def test_where_all_are_at_work_new_connections_are_for_health_checks_and_few() -> None:
     pool = Pool(Limits(connections=6))
-    assert all(pool.enter(Member(str(i), waits=False)) for i in range(6))
+    assert all(pool.add(Member(str(i), waits=False)) for i in range(6))
     more = [Member(str(i), waits=False) for i in range(6, 30)]
-    assert not any(map(pool.enter, more))
+    assert not any(map(pool.add, more))
     assert [each.dropped for each in more] == [False] * 16 + [True] * 8
 
 
 def test_connections_are_bounded_by_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     for files, most in ((resource.RLIM_INFINITY, 2048), (65536, 2048), (1024, 896), (256, 128), (64, 16)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, files=files: (files, files))
-        assert most_connections() == most
-    assert most_connections(16) == 16
+        assert connection_limit() == most
+    assert connection_limit(16) == 16
     with pytest.raises(RequestError, match="ulimit -n"):
-        most_connections(17)
+        connection_limit(17)
 
 
 def readable(client: socket.socket) -> bool:
@@ -300,7 +300,7 @@ def gone(client: socket.socket) -> bool:
 def idle(server: Target) -> bool:
     with server.http() as http:
         state = http.get("/health").json()
-    return bool(state["running"] + state["entering"] + state["queued"] == 0)
+    return bool(state["running"] + state["prefilling"] + state["queued"] == 0)
 
 
 def cancelled(server: Target) -> float:

@@ -8,7 +8,8 @@ import pytest
 from hostile import SMALL, Target, error_code, target
 
 from headstart.server import hosts_for
-from headstart.server.hosts import HostRequired
+from headstart.server.access import HostRequired
+from headstart.server.errors import Refusal
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,10 @@ def status(host: str, arrived_at: str, names: tuple[str, ...]) -> int:
         async def send(message: dict[str, Any]) -> None:
             sent.append(message)
 
-        await HostRequired(app, names)(scope, None, send)  # type: ignore[arg-type]
+        try:
+            await HostRequired(app, names)(scope, None, send)  # type: ignore[arg-type]
+        except Refusal as refusal:
+            return refusal.status_code
         return int(sent[0]["status"])
 
     return asyncio.run(ask())

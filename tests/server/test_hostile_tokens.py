@@ -37,7 +37,7 @@ def served() -> ServedModel:
 
 @cache
 def encoder() -> Encoder:
-    return Encoder.of(tokenizer()._tokenizer.backend_tokenizer)
+    return Encoder(tokenizer()._tokenizer.backend_tokenizer)
 
 
 def ids(request: type[Any], body: Body) -> list[int]:

@@ -83,7 +83,7 @@ def test_a_request_for_several_answers_ends_with_the_last_and_is_cut_off_if_one_
         meter = Meter(metrics, COMPLETIONS, arrived=0.0)
         for choice, reason in ends:
             meter.count(Event(finish_reason=reason, choice=choice), 1.0, answers)
-        return {outcome: count for (_, outcome), count in metrics.tally.requests.items()}
+        return {outcome: count for (_, outcome), count in metrics.counters.requests.items()}
 
     assert outcome((0, "stop"), answers=1) == {"stop": 1}
     assert outcome((1, "stop"), answers=2) == {}
@@ -98,9 +98,9 @@ def test_rows_and_queue_are_seen_while_they_last() -> None:
         create: Any = server.openai().completions.create
         fields: dict[str, Any] = {"model": "tiny", "prompt": "go on", "max_tokens": 3000, "stream": True}
         with create(**fields, extra_body={"min_tokens": 3000}), create(**fields):
-            wait_until(lambda: server.metric("headstart_rows", state="running") == 1)
+            wait_until(lambda: server.metric("headstart_sequences", state="running") == 1)
             wait_until(lambda: server.metric("headstart_queued_requests") == 1)
-        wait_until(lambda: server.metric("headstart_rows", state="running") == 0)
+        wait_until(lambda: server.metric("headstart_sequences", state="running") == 0)
 
 
 def test_every_metric_is_in_the_documentation() -> None:

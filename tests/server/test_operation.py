@@ -20,9 +20,8 @@ from uvicorn.server import ServerState
 
 from headstart.errors import RequestError
 from headstart.server import Keys, Limits, check_reach
-from headstart.server.auth import client_of
-from headstart.server.connection import Connection
-from headstart.server.pool import Pool
+from headstart.server.access import client_of
+from headstart.server.connection import Connection, Pool
 from headstart.state import PrefixCache
 
 HI = [{"role": "user", "content": "hi"}]
@@ -67,13 +66,13 @@ def test_without_the_key_only_health_and_metrics_are_open() -> None:
 
 def test_any_of_several_keys_opens() -> None:
     keys = Keys(["one", "two"])
-    assert [keys.open_to(Headers({"x-api-key": key})) for key in ("one", "two", "three", "")] == [
+    assert [keys.allows(Headers({"x-api-key": key})) for key in ("one", "two", "three", "")] == [
         True,
         True,
         False,
         False,
     ]
-    assert Keys().open_to(Headers({}))
+    assert Keys().allows(Headers({}))
     for bad in ("", " x", "schlüssel", "a\nb"):
         with pytest.raises(RequestError):
             Keys([bad])
@@ -126,6 +125,18 @@ def test_settings_apply_to_what_comes_after() -> None:
             assert refusal.status_code == 400
             assert refusal.json()["error"]["param"] == next(iter(wrong))
         assert http.get("/v1/settings").json() == told
+
+
+def test_messages_have_plain_numbers_and_one_period() -> None:
+    with running(head=False) as server, server.http() as http:
+
+        def message(**fields: Any) -> str:
+            return str(http.post("/v1/completions", json={"prompt": "a"} | fields).json()["error"]["message"])
+
+        assert message(top_k=-1) == "top_k is -1; it must be a whole number from 0 to 2147483647"
+        refused = message(num_draft_tokens=3)
+        assert "brings it back. Use" in refused
+        assert ".." not in refused
 
 
 def test_the_prefix_cache_can_be_looked_at_and_cleared() -> None:
@@ -293,8 +304,8 @@ def test_a_client_that_reads_slowly_is_not_cut_off() -> None:
         connection.pause_writing()
         for unread in (70, 40):  # it takes several times as long as it may read nothing
             pipe.unread = unread
-            before = connection._watch
-            while connection._watch is before:
+            before = connection._stall_timer
+            while connection._stall_timer is before:
                 await asyncio.sleep(0.01)
             assert not pipe.aborted
         while not pipe.aborted:  # and now it reads no more
@@ -334,7 +345,7 @@ def test_a_request_that_takes_too_long_ends_with_an_error() -> None:
             client.with_options(max_retries=2).chat.completions.create(**LONG)
         assert (error.value.status_code, error.value.code) == (408, "timeout")
         assert server.metric("headstart_requests_total", endpoint="/v1/chat/completions", outcome="timeout") == 1
-        with pytest.raises(openai.APIError, match="no end after"):
+        with pytest.raises(openai.APIError, match="not finished within"):
             list(client.chat.completions.create(**LONG, stream=True))
         wait_until(lambda: idle(server))
 
@@ -366,10 +377,10 @@ def test_health_tells_who_is_inside(server: Running, gate: threading.Event) -> N
     with server.http() as http:
         told = http.get("/health").json()
         assert told == {
-            "status": "ok", "model": "tiny", "problem": None, "restarts": 0, "running": 0, "entering": 0, "queued": 0
+            "status": "ok", "model": "tiny", "problem": None, "restarts": 0, "running": 0, "prefilling": 0, "queued": 0
         }  # fmt: skip
         with server.openai().chat.completions.create(**LONG, stream=True):
-            wait_until(lambda: http.get("/health").json()["entering"] == 1)
+            wait_until(lambda: http.get("/health").json()["prefilling"] == 1)
             gate.set()
             wait_until(lambda: http.get("/health").json()["running"] == 1)
         wait_until(lambda: idle(server))

@@ -1,9 +1,11 @@
 """Prompts are prepared where none can end the server or keep others waiting: in threads, and in worker processes."""
 
 import asyncio
+import json
 import subprocess
 import sys
 import threading
+from asyncio.subprocess import Process
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,17 +15,17 @@ from running import tokenizer, wait_until
 
 import headstart.server.prepare
 import headstart.server.worker
+import headstart.server.workers
 from headstart.errors import Busy
 from headstart.sampling import GrammarSpec, find_grammar
 from headstart.server import Limits
-from headstart.server.deadline import Deadline
 from headstart.server.encode import Encoder
 from headstart.server.errors import Refusal
+from headstart.server.limits import Deadline
 from headstart.server.markup import CallFormat, call_grammar
 from headstart.server.prepare import Preparation, Preparer
 from headstart.server.request_fields import MAX_TOOLS
-from headstart.server.worker import LENGTH, receive, send
-from headstart.server.workers import Worker, _settings
+from headstart.server.workers import Worker, Workers, worker_settings
 
 LONG = "1" * 20_000_000  # takes a worker many seconds
 VAST = 10**9  # a context that any text fits in
@@ -56,7 +58,7 @@ def prepare(work: Work, preparer: Preparer, client: Client | None = None, *, nam
 
 def run(test: Callable[[Preparer], Awaitable[Any]], limits: Limits | None = None, **options: Any) -> Any:
     async def main() -> Any:
-        preparer = Preparer(tokenizer(), limits or Limits(), **{"context": VAST, "most": 100} | options)
+        preparer = Preparer(tokenizer(), limits or Limits(), **{"context": VAST, "max_waiting": 100} | options)
         try:
             return await test(preparer)
         finally:
@@ -69,6 +71,10 @@ async def until(true: Callable[[], Any]) -> None:
     async with asyncio.timeout(60):
         while not true():
             await asyncio.sleep(0.01)
+
+
+def busy(workers: Workers) -> list[Worker]:
+    return [each for each in workers._workers if each not in workers._idle and each._process is not None]
 
 
 def encoding(text: str, kind: Any = "chat", mark: str = "") -> Work:
@@ -93,7 +99,7 @@ def test_a_text_that_is_too_long_is_refused_before_it_is_tokenised() -> None:
             with pytest.raises(Refusal, match=r"too long: more than 99 tokens > 99 maximum") as refused:
                 await prepare(encoding(LONG), preparer, counting=counting)
             assert refused.value.code == "context_length_exceeded"
-        assert not preparer.workers._idle, "no worker was needed"
+        assert not any(each._starting for each in preparer.workers._workers), "no worker was needed"
 
     run(test, context=100)
 
@@ -108,14 +114,14 @@ def test_a_text_is_counted_no_further_than_to_the_limit(monkeypatch: pytest.Monk
         return tokens(encoder, text, *arguments)
 
     monkeypatch.setattr(Encoder, "tokens", counting)
-    encoder = Encoder.of(tokenizer()._tokenizer.backend_tokenizer)
+    encoder = Encoder(tokenizer()._tokenizer.backend_tokenizer)
     assert headstart.server.worker.encode(encoder, text, "chat", "", 1000) == {"more_than": 1000}
     assert sum(counted) < len(text)
     assert "tokens" in headstart.server.worker.encode(encoder, text, "chat", "", None)
 
 
 def test_prompts_of_a_fitting_length_are_not_refused_by_an_estimate() -> None:
-    encoder = Encoder.of(tokenizer()._tokenizer.backend_tokenizer)
+    encoder = Encoder(tokenizer()._tokenizer.backend_tokenizer)
     for text in ("word " * 50_000, " " * 300_000, "\n" * 100_000, "naïve 中文\n" * 10_000):
         length = len(encoder.tokens(text, "chat"))
         assert "tokens" in headstart.server.worker.encode(encoder, text, "chat", "", length)
@@ -125,13 +131,14 @@ def test_a_worker_is_killed_when_its_client_disconnects_and_another_takes_its_pl
     async def test(preparer: Preparer) -> None:
         client, workers = Client(), preparer.workers
         asking = asyncio.create_task(prepare(encoding(LONG), preparer, client))
-        await until(lambda: workers._busy)
-        (worker,) = workers._busy
+        await until(lambda: busy(workers))
+        process = busy(workers)[0]._process
+        assert process is not None
         client.gone.set()
         with pytest.raises(Refusal) as refused:
             await asking
         assert refused.value.status_code == 499
-        assert await worker._process.wait() < 0
+        assert await process.wait() < 0
         assert await prepare(encoding("1" * 100_000), preparer)
 
     run(test)
@@ -154,7 +161,7 @@ def test_one_client_leaves_threads_and_workers_to_others() -> None:
             asyncio.create_task(prepare(work, preparer, name="greedy"))
             for work in [encoding(LONG)] * 8 + [lambda work: work.run(opened.wait, 60)] * 8
         ]
-        await until(lambda: preparer.workers._busy and preparer._turns._taken["greedy"])
+        await until(lambda: busy(preparer.workers) and preparer.turns._taken["greedy"])
         assert await prepare(encoding("small"), preparer, name="other")
         assert await prepare(encoding("1" * 100_000), preparer, name="other")
         assert not any(each.done() for each in slow)
@@ -169,7 +176,7 @@ def test_one_client_leaves_threads_and_workers_to_others() -> None:
 def test_a_small_prompt_does_not_wait_for_the_long_ones_of_the_same_client() -> None:
     async def test(preparer: Preparer) -> None:
         slow = [asyncio.create_task(prepare(encoding(LONG), preparer)) for _ in range(8)]
-        await until(lambda: preparer.workers._busy)
+        await until(lambda: busy(preparer.workers))
         assert await prepare(encoding("small"), preparer)
         for each in slow:
             each.cancel()
@@ -193,7 +200,7 @@ def test_no_more_prompts_wait_than_may() -> None:
         opened.set()
         await asyncio.gather(*waiting, return_exceptions=True)
 
-    run(test, most=16)
+    run(test, max_waiting=16)
 
 
 class PanicException(BaseException):
@@ -209,7 +216,7 @@ def test_a_panic_of_the_tokenizer_is_a_refusal(monkeypatch: pytest.MonkeyPatch) 
             await prepare(encoding("small"), preparer)
         assert (refused.value.status_code, refused.value.code) == (400, "invalid_value")
 
-    encoder = Encoder.of(tokenizer()._tokenizer.backend_tokenizer)
+    encoder = Encoder(tokenizer()._tokenizer.backend_tokenizer)
     monkeypatch.setattr(Encoder, "tokens", panic)
     run(test)
     assert headstart.server.worker.encode(encoder, "small", "chat", "", None) == {"error": "it went wrong"}
@@ -217,7 +224,7 @@ def test_a_panic_of_the_tokenizer_is_a_refusal(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 def test_spaces_of_which_the_tokenizer_panics() -> None:
-    encoder = Encoder.of(tokenizer()._tokenizer.backend_tokenizer)
+    encoder = Encoder(tokenizer()._tokenizer.backend_tokenizer)
     answer = headstart.server.worker.encode(encoder, " " * 10_000_000, "chat", "", None)
     assert "retry-limit" in answer["error"]
 
@@ -246,18 +253,17 @@ def test_a_grammar_that_needs_too_much_is_refused_and_a_worker_dies_of_it(
     if name == "more memory":
         if not Path("/proc/self/statm").exists():
             pytest.skip("this system does not limit memory")
-        started = Worker.start
+        spawn = headstart.server.workers.spawn
 
-        async def start(settings: dict[str, Any]) -> Worker:
-            worker = await started(settings)
+        async def spawn_limited(settings: dict[str, Any]) -> Process:
+            process = await spawn(settings)
             import resource
 
-            pid = worker._process.pid
-            used = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.prlimit(pid, resource.RLIMIT_AS, (used, used))
-            return worker
+            used = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.prlimit(process.pid, resource.RLIMIT_AS, (used, used))
+            return process
 
-        monkeypatch.setattr(Worker, "start", start)
+        monkeypatch.setattr(headstart.server.workers, "spawn", spawn_limited)
 
     async def test(preparer: Preparer) -> None:
         spec = GrammarSpec.json_schema(schema)
@@ -285,11 +291,13 @@ def test_a_worker_ends_with_its_input_in_the_middle_of_work() -> None:
     process = subprocess.Popen([sys.executable, "-P", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
-    send(process.stdin, _settings(tokenizer()))  # type: ignore[arg-type]
-    assert receive(process.stdout) == {}  # type: ignore[arg-type]
-    send(process.stdin, {"text": LONG, "kind": "chat", "mark": "", "most": None})  # type: ignore[arg-type]
+    process.stdin.write(json.dumps(worker_settings(tokenizer())).encode() + b"\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == b"{}\n"
+    message = {"text": LONG, "kind": "chat", "mark": "", "limit": None}
+    process.stdin.write(json.dumps(message).encode() + b"\n")
     process.stdin.close()
     wait_until(lambda: process.poll() is not None)
     assert process.returncode == 0
-    assert not process.stdout.read(LENGTH.size), "it did not wait for the answer"
+    assert not process.stdout.read(1), "it did not wait for the answer"
     process.stdout.close()

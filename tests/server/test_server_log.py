@@ -5,9 +5,9 @@ import os
 import re
 
 import pytest
-from running import Running
+from running import Running, tokenizer
 
-from headstart.server.log import ACCESS, Formatter, Log
+from headstart.server.log import ACCESS, StderrHandler, TracebackFormatter, configure_log
 
 SECRET = "the words of a prompt"
 
@@ -40,6 +40,25 @@ def test_without_being_asked_for_there_is_no_access_log(server: Running, caplog:
     assert caplog.records == []
 
 
+def test_a_long_prompt_makes_transformers_log_nothing(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would warn of "indexing errors", which the model does not have."""
+    hf = tokenizer()._tokenizer
+    monkeypatch.setattr(hf, "model_max_length", 3)
+    monkeypatch.setattr(hf, "deprecation_warnings", {})
+    loggers = [logging.getLogger(name) for name in ("transformers", "headstart", ACCESS.name)]
+    levels, handlers = [each.level for each in loggers], logging.getLogger().handlers[:]
+    try:
+        configure_log("warning", access=False)
+        hf.encode("one two three four five six seven eight nine ten")
+    finally:
+        logging.getLogger().handlers[:] = handlers
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)
+    assert "indexing" not in caplog.text + "".join(capfd.readouterr())
+
+
 def record(message: str, error: BaseException | None = None) -> logging.LogRecord:
     info = (type(error), error, error.__traceback__) if error is not None else None
     return logging.LogRecord("headstart", logging.ERROR, __file__, 1, message, (), info)
@@ -47,7 +66,7 @@ def record(message: str, error: BaseException | None = None) -> logging.LogRecor
 
 def test_a_log_that_nobody_reads_drops_records_and_says_so_when_it_is_read_again() -> None:
     reading, writing = os.pipe()
-    log = Log(writing)
+    log = StderrHandler(writing)
     for i in range(2000):
         log.emit(record(f"{i} " + "x" * 100))
     assert 0 < log.dropped < 2000
@@ -65,7 +84,7 @@ def test_a_log_that_nobody_reads_drops_records_and_says_so_when_it_is_read_again
 def test_a_log_whose_reader_has_gone_is_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    log = Log(writing)
+    log = StderrHandler(writing)
     log.emit(record("to nobody"))
     os.close(writing)
     log.emit(record("to a file that is closed"))
@@ -76,7 +95,7 @@ def test_a_traceback_of_another_library_has_no_words() -> None:
     try:
         raise KeyError(SECRET)
     except KeyError as error:
-        told = Formatter("%(message)s").format(record("it failed", error))
+        told = TracebackFormatter("%(message)s").format(record("it failed", error))
     assert told.startswith("it failed\nKeyError\n")
     assert "test_server_log.py" in told
     assert told.count(SECRET) == told.count(f"raise KeyError({SECRET!r})") == 0

@@ -66,7 +66,7 @@ def serve_command(
     keys = server.Keys(api_key or ())
     server.check_reach(host, keys, no_key=no_key)
     raise_limit(OPEN_FILES)
-    connections = server.most_connections(max_connections)
+    connections = server.connection_limit(max_connections)
     # Bind first: a port that is taken is known before a model is loaded.
     with (
         machines.join_machines() as cluster,
@@ -97,7 +97,7 @@ def serve_command(
             limits=server.Limits(prompt_tokens=max_prompt_tokens, request_seconds=timeout, connections=connections),
             allowed_hosts=server.hosts_for(host, allowed_host or (), key=bool(keys)),
             cors_origins=cors_origin or (),
-            settings_file=server.settings_of_the_user(),
+            settings_file=server.user_settings_file(),
         )
         drafts = _drafts(loaded, engine_thread.settings)
         server.listen(bound)

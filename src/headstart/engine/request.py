@@ -55,10 +55,8 @@ class Request:
             raise RequestError(f"n is {self.n}; it must be at least 1")
         self.params.check_tokens(vocabulary)
         if self.params.k not in ("auto", 0) and not model.has_head:
-            raise RequestError(
-                f"k is {self.params.k}, but this model cannot draft: {model.head_unavailable or 'it has no head'}. "
-                "Use 'auto' or 0"
-            )
+            reason = (model.head_unavailable or "it has no head").removesuffix(".")
+            raise RequestError(f"k is {self.params.k}, but this model cannot draft: {reason}. Use 'auto' or 0")
 
 
 @dataclass(frozen=True)

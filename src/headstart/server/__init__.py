@@ -2,7 +2,7 @@
 
 A chat request from HTTP to tokens and back, file by file:
 
-1. `app.py` has the routes. Middleware checks the host, the key and the size of the body (`hosts`, `auth`, `limits`).
+1. `app.py` has the routes. Middleware checks the host, the key and the size of the body (`access.py`, `limits.py`).
 2. `openai_request.py` or `anthropic_request.py` validates the body: ChatCompletionRequest, MessagesRequest.
 3. `request_handler.py` takes it from there: `RequestHandler.reply` prepares the prompt, submits it, and responds.
 4. `chat.py`: both APIs' messages and tools become a `Chat`, which the model's ChatTemplate renders to text.
@@ -14,15 +14,14 @@ A chat request from HTTP to tokens and back, file by file:
 8. `openai_response.py` or `anthropic_response.py` writes them as JSON, whole or as server-sent events.
 """
 
+from .access import Keys, check_reach, hosts_for
 from .app import create_app
-from .auth import Keys, check_reach
-from .hosts import hosts_for
+from .connection import connection_limit
 from .limits import Limits
 from .listen import Server, bind, listen
-from .log import configure as configure_log
-from .pool import most_connections
+from .log import configure_log
 from .served_model import ServedModel
-from .settings import settings_of_the_user
+from .settings import user_settings_file
 
 __all__ = [
     "Keys",
@@ -32,9 +31,9 @@ __all__ = [
     "bind",
     "check_reach",
     "configure_log",
+    "connection_limit",
     "create_app",
     "hosts_for",
     "listen",
-    "most_connections",
-    "settings_of_the_user",
+    "user_settings_file",
 ]

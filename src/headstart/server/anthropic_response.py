@@ -6,9 +6,8 @@ from hashlib import sha256
 from typing import Any
 
 from ..engine import Event
-from .anthropic_errors import anthropic_error
 from .anthropic_request import MessagesRequest
-from .errors import refusal
+from .errors import to_refusal
 from .markup import Delta, complete_message, loads
 from .prompt import Prompt
 from .response import ChoiceOutput, Events, ResponseBuilder, TokenSpan, encode_json, new_id
@@ -54,8 +53,7 @@ class AnthropicResponse(ResponseBuilder):
             yield _event("message_delta", delta=self._end(), usage=self._usage(), generation_stats=stats)
             yield _event("message_stop")
         except Exception as error:  # the status has been sent
-            refused = refusal(error)
-            yield _event(**anthropic_error(refused.status_code, refused.detail))
+            yield _event(**to_refusal(error).messages_body)
 
     def _message(self, content: list[Json], **fields: Any) -> Json:
         message = {"id": self.id, "type": "message", "role": "assistant", "model": self.served.id}

@@ -1,4 +1,4 @@
-"""The routes, put together."""
+"""Put the server's routes and middleware together."""
 
 import asyncio
 from collections.abc import AsyncIterator, Collection
@@ -8,33 +8,34 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.middleware.exceptions import ExceptionMiddleware
 
 from .. import __version__
 from ..engine import EngineThread
+from .access import HostRequired, KeyRequired, Keys
 from .anthropic_request import CountTokensRequest, MessagesRequest
 from .anthropic_response import AnthropicResponse
-from .auth import KeyRequired, Keys
-from .body import bounded_route
+from .connection import Pool
 from .dashboard import add_dashboard
-from .errors import Failure, Unforeseen, answer_errors
+from .errors import ErrorResponse, MessagesErrorResponse, respond_to_error
 from .history import History
-from .hosts import HostRequired
-from .limits import BodyLimit, Limits
+from .limits import Limits, RequestLimits
 from .log import AccessLog
-from .metrics import CountStatus, Metrics
+from .metrics import Metrics
 from .openai_request import ChatCompletionRequest, CompletionRequest
 from .openai_response import OpenAIResponse
-from .pool import Pool
 from .request_handler import RequestHandler
 from .served_model import ServedModel, model_list
-from .settings import Change, Preferences
+from .settings import Preferences, SettingsChange
 
 
 def create_app(
-    room: EngineThread,
+    engine_thread: EngineThread,
     served: ServedModel,
     *,
     keys: Keys | None = None,
@@ -43,20 +44,22 @@ def create_app(
     cors_origins: Collection[str] = (),
     settings_file: Path | None = None,
 ) -> FastAPI:
-    """The app starts the room with itself. Whoever listens closes the room: see listen.py. Settings that clients
-    change are kept in `settings_file`, if there is one."""
-    keys, limits, metrics = keys or Keys(), limits or Limits(), Metrics(room)
-    preferences, history = Preferences(room, settings_file), History(room, metrics.tally)
-    desk = RequestHandler(room, served, keys, limits, metrics)
+    """Return the app for a model. It starts the engine's thread; the server that runs it closes it (see listen.py).
+
+    `settings_file` keeps the settings that clients change.
+    """
+    keys, limits, metrics = keys or Keys(), limits or Limits(), Metrics(engine_thread)
+    history = History(engine_thread, metrics.counters)
+    handler = RequestHandler(engine_thread, served, keys, limits, metrics)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
-        room.start()
-        desk.preparer.start()
-        sampling = asyncio.create_task(history.keep())
+        engine_thread.start()
+        handler.preparer.start()
+        sampling = asyncio.create_task(history.run())
         yield {"limits": limits, "pool": Pool(limits)}  # for connections: see connection.py
         sampling.cancel()
-        await desk.preparer.close()
+        await handler.preparer.close()
 
     app = FastAPI(
         title="Headstart",
@@ -64,48 +67,56 @@ def create_app(
         lifespan=lifespan,
         docs_url=None,  # they would load scripts from elsewhere
         redoc_url=None,
-        responses={"4XX": {"model": Failure}, "5XX": {"model": Failure}},
+        responses={"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}},
+        exception_handlers={HTTPException: respond_to_error, RequestValidationError: respond_to_error},
     )
-    app.router.route_class = bounded_route(served.model.context_length)
-    answer_errors(app)
-    add_routes(app, desk, preferences, history)
+    add_generation_routes(app, handler)
+    add_status_routes(app, engine_thread, served, metrics, history)
+    add_settings_routes(app, engine_thread, Preferences(engine_thread, settings_file))
     add_dashboard(app)
     # The last one added is the first to see a request.
+    app.add_middleware(RequestLimits, limits=limits, context_length=served.model.context_length)
     app.add_middleware(KeyRequired, keys=keys)
-    app.add_middleware(BodyLimit, limits=limits)
     app.add_middleware(HostRequired, names=allowed_hosts)
-    app.add_middleware(Unforeseen)
-    if cors_origins:  # outside of Unforeseen: a page must be able to read that 500
+    # Starlette's own handler of unexpected errors is outside of CORS: web pages could not read its response.
+    app.add_middleware(ExceptionMiddleware, handlers={Exception: respond_to_error, HTTPException: respond_to_error})
+    if cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(CountStatus, tally=metrics.tally)
-    app.add_middleware(AccessLog)
+    app.add_middleware(AccessLog, responses=metrics.counters.responses)
     return app
 
 
-def add_routes(app: FastAPI, desk: RequestHandler, preferences: Preferences, history: History) -> None:
-    room, served, metrics, prefix = desk.engine_thread, desk.served, desk.metrics, desk.engine_thread.engine.prefix
-
+def add_generation_routes(app: FastAPI, handler: RequestHandler) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatCompletionRequest, http: Request) -> Response:
-        return await desk.reply(body, http, OpenAIResponse)
+        return await handler.reply(body, http, OpenAIResponse)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, http: Request) -> Response:
-        return await desk.reply(body, http, OpenAIResponse)
+        return await handler.reply(body, http, OpenAIResponse)
 
-    @app.post("/v1/messages")
+    errors: dict[int | str, dict[str, Any]] = {
+        "4XX": {"model": MessagesErrorResponse},
+        "5XX": {"model": MessagesErrorResponse},
+    }
+
+    @app.post("/v1/messages", responses=errors)
     async def messages(body: MessagesRequest, http: Request) -> Response:
-        return await desk.reply(body, http, AnthropicResponse)
+        return await handler.reply(body, http, AnthropicResponse)
 
-    @app.post("/v1/messages/count_tokens")
+    @app.post("/v1/messages/count_tokens", responses=errors)
     async def count_tokens(body: CountTokensRequest, http: Request) -> dict[str, int]:
-        return {"input_tokens": await desk.count_tokens(body, http)}
+        return {"input_tokens": await handler.count_tokens(body, http)}
 
     @app.post("/v1/requests/{id}/cancel")
     async def cancel(id: str, http: Request) -> dict[str, Any]:
-        desk.cancel(id, http)
+        handler.cancel(id, http)
         return {"id": id, "cancelled": True}
 
+
+def add_status_routes(
+    app: FastAPI, engine_thread: EngineThread, served: ServedModel, metrics: Metrics, history: History
+) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [served.describe()]}
@@ -115,49 +126,55 @@ def add_routes(app: FastAPI, desk: RequestHandler, preferences: Preferences, his
         served.check_name(name)
         return served.describe()
 
+    @app.get("/v1/cards")
+    def cards() -> dict[str, Any]:
+        return model_list(served.path)
+
     @app.get("/v1/mtp/stats")
     async def mtp_stats() -> dict[str, Any]:
-        return {"models": {served.id: metrics.tally.report()}}
+        return {"models": {served.id: metrics.counters.report()}}
 
     @app.get("/v1/history")
     async def recent(after: float = 0.0) -> JSONResponse:
         return JSONResponse({"models": {served.id: history.report(after)}})
 
-    @app.get("/v1/cards")
-    def cards() -> dict[str, Any]:
-        return model_list(served.path)
+    @app.get("/health", responses={503: {"description": "The engine's thread is not alive."}})
+    async def health() -> JSONResponse:
+        state = {
+            "status": "ok" if engine_thread.healthy else "unhealthy",
+            "model": served.id,
+            "problem": engine_thread.problem,
+            "restarts": engine_thread.restarts,
+            "running": engine_thread.running,
+            "prefilling": engine_thread.prefilling,
+            "queued": engine_thread.queued,
+        }
+        return JSONResponse(state, 200 if engine_thread.healthy else 503)
+
+    @app.get("/metrics")
+    def prometheus() -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+def add_settings_routes(app: FastAPI, engine_thread: EngineThread, preferences: Preferences) -> None:
+    """Add the routes of the settings and the prefix cache. Those that may block run in a thread of their own: they
+    write a file, or wait for the engine, which may hold the cache for a while."""
+    prefix = engine_thread.engine.prefix
 
     @app.get("/v1/settings")
     async def settings() -> dict[str, Any]:
         return preferences.report()
 
     @app.patch("/v1/settings")
-    def change_settings(change: Change) -> dict[str, Any]:  # in a thread of its own: it writes a file
+    def change_settings(change: SettingsChange) -> dict[str, Any]:
         preferences.change(change)
         return preferences.report()
 
     @app.get("/v1/cache")
-    def cache() -> dict[str, Any]:  # in a thread of its own: the engine may hold the cache for a while
+    def cache() -> dict[str, Any]:
         return {"enabled": prefix is not None, **(asdict(prefix.stats()) if prefix else {})}
 
     @app.delete("/v1/cache")
     def clear_cache() -> dict[str, Any]:
-        room.engine.clear_prefix()
+        engine_thread.engine.clear_prefix()
         return cache()
-
-    @app.get("/health", responses={503: {"description": "The engine's thread is not alive."}})
-    async def health() -> JSONResponse:
-        state = {
-            "status": "ok" if room.healthy else "unhealthy",
-            "model": served.id,
-            "problem": room.problem,
-            "restarts": room.restarts,
-            "running": room.running,
-            "entering": room.prefilling,
-            "queued": room.queued,
-        }
-        return JSONResponse(state, 200 if room.healthy else 503)
-
-    @app.get("/metrics")
-    def prometheus() -> Response:
-        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)

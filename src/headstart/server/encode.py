@@ -10,7 +10,6 @@ This module imports only `tokenizers`, so that a worker process can use it.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from secrets import randbelow
 from typing import Any, Literal
 
@@ -33,43 +32,33 @@ MarkedText = tuple[str, str]  # a text, and the mark that breaks what must not b
 Kind = Literal["chat", "text", "literal"]
 
 
-@dataclass(frozen=True)
-class Breaker:
-    """Marks strings so that no added token is found in them, nor arises from them and what is put around them."""
+class TokenBreaker:
+    """Mark strings so that no added token is found in them, nor arises from them and the text around them."""
 
-    texts: tuple[str, ...]
-    prefixes: frozenset[str]
-    suffixes: frozenset[str]
-    middles: frozenset[str]  # what a template may have put between brackets: `'<' ~ key ~ '>'`
-    ends: frozenset[str]  # characters that a token begins or ends with: most strings have none
-    longest: int
-    fold: Callable[[str], str] | None  # normalise, where tokens are looked for in normalised text
-
-    @classmethod
-    def of(cls, tokens: Collection[str], fold: Callable[[str], str] | None) -> "Breaker":
-        folded = {fold(token) for token in tokens} if fold is not None else set()
-        texts = sorted({*tokens, *folded}, key=len, reverse=True)
+    def __init__(self, tokens: Collection[str], normalize: Callable[[str], str] | None):
+        """`normalize`: of the tokenizer, if it looks for added tokens in normalised text."""
+        normalized = [normalize(token) for token in tokens] if normalize is not None else []
+        texts = sorted({*tokens, *normalized}, key=len, reverse=True)
         cuts = [(text, i) for text in texts for i in range(1, len(text))]
         spans = [(text, i, j) for text, i in cuts for j in range(i + 1, len(text))]
-        return cls(
-            tuple(texts),
-            frozenset(text[:i] for text, i in cuts),
-            frozenset(text[i:] for text, i in cuts),
-            frozenset(text[i:j] for text, i, j in spans if _is_punctuation(text[:i] + text[j:])),
-            frozenset(end for text in texts for end in (text[0], text[-1])),
-            max(map(len, texts), default=0),
-            fold,
-        )
+        self._normalize = normalize
+        self._texts = texts
+        self._prefixes = {text[:i] for text, i in cuts}
+        self._suffixes = {text[i:] for text, i in cuts}
+        # What a template may put between brackets: `'<' ~ key ~ '>'`
+        self._middles = {text[i:j] for text, i, j in spans if not any(map(str.isalnum, text[:i] + text[j:]))}
+        self._ends = {end for text in texts for end in (text[0], text[-1])}  # most strings have none of these
+        self._longest = max(map(len, texts), default=0)
 
     def mark(self, text: str, mark: str, *, middles: bool = True) -> str:
         """Return `text` with `mark` at every place where it must be broken."""
-        if self.fold is None and text not in self.middles and not any(end in text for end in self.ends):
+        if self._normalize is None and text not in self._middles and not any(end in text for end in self._ends):
             return text
         places = sorted(self._places(text, middles=middles))
         ends = [*places, len(text)]
         text = mark.join(text[start:end] for start, end in zip([0, *places], ends, strict=True))
-        # Plain replacements: a pattern with all tokens holds up every thread while it looks through megabytes.
-        for token in self.texts:
+        # Plain replacements: one pattern of all tokens would block every thread while it searches megabytes.
+        for token in self._texts:
             while token in text:  # again where it overlaps itself
                 text = text.replace(token, token[0] + mark + token[1:])
         return text
@@ -79,69 +68,60 @@ class Breaker:
         match value:
             case str():
                 return self.mark(value, mark, middles=middles)
-            case dict():
-                return {
-                    self.mark(key, mark, middles=middles and key not in KEYWORDS): self.mark_all(
-                        each, mark, middles=middles and key not in ("role", "type")
-                    )
-                    for key, each in value.items()
-                }
             case list() | tuple():
                 return [self.mark_all(each, mark, middles=middles) for each in value]
+            case dict():
+                marked = {}
+                for key, each in value.items():
+                    marked_key = self.mark(key, mark, middles=middles and key not in KEYWORDS)
+                    marked[marked_key] = self.mark_all(each, mark, middles=middles and key not in ("role", "type"))
+                return marked
         return value
 
     def _places(self, text: str, *, middles: bool) -> set[int]:
         """Return where `text` must be broken besides in the added tokens that it holds."""
         places: set[int] = set()
-        if self.fold is not None and any(token in self.fold(text) and token not in text for token in self.texts):
-            places = set(range(1, len(text)))  # it arises from other characters, and where from is not known
+        if self._normalize is not None and any(
+            token in self._normalize(text) and token not in text for token in self._texts
+        ):
+            places = set(range(1, len(text)))  # it arises from other characters, at places that are not known
         # What the template, or another string, puts before or after may complete a token.
-        lengths = range(1, min(len(text), self.longest) + 1)
-        places |= {length - 1 for length in lengths if text[:length] in self.suffixes}
-        places |= {len(text) - length + 1 for length in lengths if text[-length:] in self.prefixes}
-        if middles and text in self.middles:
+        lengths = range(1, min(len(text), self._longest) + 1)
+        places |= {length - 1 for length in lengths if text[:length] in self._suffixes}
+        places |= {len(text) - length + 1 for length in lengths if text[-length:] in self._prefixes}
+        if middles and text in self._middles:
             places.add(len(text) - 1)
         return places
 
 
-@dataclass(frozen=True)
 class Encoder:
     """A tokenizer that can tell the template's added tokens from the user's text."""
 
-    tokenizer: Tokenizer
-    breaker: Breaker
-    controls: frozenset[int]
-    _bare: Tokenizer  # the same without added tokens
-    _later: Tokenizer  # and for what does not begin the text, where it treats that otherwise
-    _splitter: Tokenizer  # finds added tokens and does nothing else
-    _ids: Mapping[int, int]  # the splitter's of added tokens to the tokenizer's
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> "Encoder":
+    def __init__(self, tokenizer: Tokenizer):
         tokenizer.no_truncation()
         tokenizer.no_padding()
         added = tokenizer.get_added_tokens_decoder()
         # Runs of spaces and single characters are spelling. They control nothing, and models expect them in text.
         controls = {id: each.content for id, each in added.items() if len(each.content) > 1 and each.content.strip()}
         normalizer = tokenizer.normalizer if any(each.normalized for each in added.values()) else None
-        splitter = Tokenizer(WordLevel({"\0": 0}, unk_token="\0"))
-        splitter.add_tokens(list(added.values()))
+        self._tokenizer = tokenizer
+        self._breaker = TokenBreaker(controls.values(), normalizer.normalize_str if normalizer is not None else None)
+        self._controls = frozenset(controls)
+        self._bare = _without_added(tokenizer, tokenizer.pre_tokenizer)
+        # The same for text that does not begin the prompt, which some tokenizers treat differently.
+        self._later = _without_added(tokenizer, _inside(tokenizer.pre_tokenizer))
+        # Finds added tokens and does nothing else. Its ids of them are mapped to the tokenizer's.
+        self._splitter = Tokenizer(WordLevel({"\0": 0}, unk_token="\0"))
+        self._splitter.add_tokens(list(added.values()))
         if normalizer is not None:
-            splitter.normalizer = normalizer
-        return cls(
-            tokenizer,
-            Breaker.of(controls.values(), normalizer.normalize_str if normalizer is not None else None),
-            frozenset(controls),
-            _without_added(tokenizer, tokenizer.pre_tokenizer),
-            _without_added(tokenizer, _inside(tokenizer.pre_tokenizer)),
-            splitter,
-            {each: id for id, token in added.items() if (each := splitter.token_to_id(token.content)) is not None},
-        )
+            self._splitter.normalizer = normalizer
+        found = {self._splitter.token_to_id(token.content): id for id, token in added.items()}
+        self._ids = {split_id: id for split_id, id in found.items() if split_id is not None}
 
     def render(self, render: Render, conversation: Conversation, *, splits_thoughts: bool = False) -> MarkedText:
-        """Return the text of a prompt, and the mark that is in it: none where no string needed one.
+        """Return the text of a prompt and the mark in it, which is empty if no string needed one.
 
-        `splits_thoughts`: as the function of that name says of the template.
+        `splits_thoughts`: what the function of that name returned for the template.
         """
         text = render(*conversation)
         messages, tools, options = conversation
@@ -149,9 +129,9 @@ class Encoder:
         if splits_thoughts:
             messages = [_with_thought(message) for message in messages]
         marked = (
-            self.breaker.mark_all(messages, mark),
-            self.breaker.mark_all(tools, mark),
-            {name: self.breaker.mark_all(value, mark, middles=False) for name, value in options.items()},
+            self._breaker.mark_all(messages, mark),
+            self._breaker.mark_all(tools, mark),
+            {name: self._breaker.mark_all(value, mark, middles=False) for name, value in options.items()},
         )
         if marked == (list(messages), tools, options):
             return text, ""
@@ -165,16 +145,16 @@ class Encoder:
             case "chat":
                 return self.encode(text, mark)
             case "text":
-                return _ids(self.tokenizer, text, framed=True)
+                return _ids(self._tokenizer, text, framed=True)
             case "literal":
                 return self.encode_text(text)
 
     def encode(self, text: str, mark: str = "") -> list[int]:
-        """Return the tokens of a text. With a `mark`, whatever it breaks is text, and it is left out."""
+        """Return the tokens of a text. Whatever `mark` breaks is text; the mark itself is removed."""
         plain = text.replace(mark, "") if mark else text
         segments = self._segments(text) if mark else []
         if not mark or self._segments(plain) == [(piece.replace(mark, ""), token) for piece, token in segments]:
-            return _ids(self.tokenizer, plain)
+            return _ids(self._tokenizer, plain)
         ids: list[int] = []
         for i, (piece, token) in enumerate(segments):
             ids += self._text(piece.split(mark), begins=i == 0) if token is None else [token]
@@ -187,14 +167,14 @@ class Encoder:
             return self.encode_text(text)
         one, framed = _ids(self._bare, "a"), self._bare.encode("a").ids
         at = framed.index(one[0])
-        return [*framed[:at], *self.encode(self.breaker.mark(text, mark), mark), *framed[at + len(one) :]]
+        return [*framed[:at], *self.encode(self._breaker.mark(text, mark), mark), *framed[at + len(one) :]]
 
     def _text(self, parts: Sequence[str], *, begins: bool) -> list[int]:
         bare = self._bare if begins else self._later
         ids = _ids(bare, "".join(parts))
-        if self.controls.isdisjoint(ids):
+        if self._controls.isdisjoint(ids):
             return ids
-        # The model itself has a word that is an added token too: not across the breaks.
+        # The model's own vocabulary has an added token's text: do not let it form across the breaks.
         return [id for part in parts for id in _ids(bare, part)]
 
     def _segments(self, text: str) -> list[tuple[str, int | None]]:
@@ -217,7 +197,7 @@ def splits_thoughts(render: Render) -> bool:
 
 
 def _with_thought(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the message with its inline reasoning apart: in the content it would be text, and never be dropped."""
+    """Return the message with inline reasoning moved to `reasoning_content`: templates would not drop marked text."""
     content = message.get("content")
     if message["role"] != "assistant" or "reasoning_content" in message or not isinstance(content, str):
         return message
@@ -253,7 +233,3 @@ def _inside(pre_tokenizer: Any) -> Any:
 
 def _new_mark() -> str:
     return f"~{randbelow(10**18)}^"  # survives JSON, HTML and changes of case, and cannot overlap itself
-
-
-def _is_punctuation(text: str) -> bool:
-    return not any(map(str.isalnum, text))

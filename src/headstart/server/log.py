@@ -5,39 +5,50 @@ import logging
 import os
 import select
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..engine.log import format_error
+from ..engine.log import format_error, log_error
 
+LOG = logging.getLogger("headstart.server")
 ACCESS = logging.getLogger("headstart.access")
-PIECE = 512  # bytes that a pipe which is ready takes without blocking, on every system (POSIX's least PIPE_BUF)
-LONGEST_PATH = 200
+PIPE_WRITE = 512  # bytes that a pipe which is ready accepts without blocking, on any system (the least PIPE_BUF)
+MAX_PATH = 200  # characters of a path in the access log
 
 
-def configure(level: str, *, access: bool) -> None:
-    """Send all records of the process to standard error: ours from `level` on, others' from warnings on."""
+def configure_log(level: str, *, access: bool) -> None:
+    """Send all log records of the process to standard error: ours from `level` on, others' from warnings on."""
     root = logging.getLogger()
-    for handler in [each for each in root.handlers if isinstance(each, Log)]:
+    for handler in [each for each in root.handlers if isinstance(each, StderrHandler)]:
         root.removeHandler(handler)
-    handler = Log()
-    handler.setFormatter(Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler = StderrHandler()
+    handler.setFormatter(TracebackFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root.addHandler(handler)
     logging.getLogger("headstart").setLevel(level.upper())
+    # It warns of prompts longer than the tokenizer's model_max_length, which is not the model's context.
+    logging.getLogger("transformers").setLevel(logging.ERROR)
     ACCESS.setLevel(logging.INFO if access else logging.CRITICAL)
 
 
-class Formatter(logging.Formatter):
+def log_unexpected(error: BaseException) -> None:
+    """Log where an unexpected error of a request was raised, without its message, which may quote the prompt."""
+    log_error(LOG, "a request failed", error=error)
+
+
+class TracebackFormatter(logging.Formatter):
+    """Format exceptions without their messages, which may quote a client."""
+
     def formatException(self, ei: Any) -> str:  # logging's name
         return format_error(ei[1])
 
 
-class Log(logging.Handler):
-    """Writes to standard error what it takes at once. The rest is dropped and counted: a pipe that nobody reads must
-    not stop the server."""
+class StderrHandler(logging.Handler):
+    """Write to standard error without blocking. What it does not accept at once is dropped and counted, so that a
+    pipe that nobody reads cannot stop the server."""
 
     dropped = 0
 
@@ -52,49 +63,51 @@ class Log(logging.Handler):
                 line = f"({self.dropped} records were dropped: standard error was not read)\n{line}"
             data = line.encode(errors="backslashreplace")
             while data and select.select([], [self.file], [], 0)[1]:
-                data = data[os.write(self.file, data[:PIECE]) :]
+                data = data[os.write(self.file, data[:PIPE_WRITE]) :]
             self.dropped = self.dropped + 1 if data else 0
-        except OSError:  # nobody can read it any more
+        except OSError:  # its reader has gone
             self.dropped += 1
         except Exception:
             self.handleError(record)
 
 
 @dataclass
-class Exchange:
+class AccessEntry:
     """What the access log says of a request and its response."""
 
-    status: int = 499  # the client left before there was one
+    status: int = 499  # the client left before there was a response
     prompt_tokens: int = 0
     generation_tokens: int = 0
 
 
-exchange: contextvars.ContextVar[Exchange | None] = contextvars.ContextVar("exchange", default=None)
+access_entry: contextvars.ContextVar[AccessEntry | None] = contextvars.ContextVar("access_entry", default=None)
 
 
 class AccessLog:
-    """Logs every request when its response has ended: never a query, a header or a body."""
+    """Count responses by status, and log each request when its response has ended: never a query, header or body."""
 
-    def __init__(self, app: ASGIApp):
+    def __init__(self, app: ASGIApp, responses: Counter[int]):
         self.app = app
+        self.responses = responses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not ACCESS.isEnabledFor(logging.INFO):
+        if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        ours, began = Exchange(), time.perf_counter()
-        exchange.set(ours)
+        entry, start = AccessEntry(), time.perf_counter()
+        access_entry.set(entry)
 
-        async def seen(message: Message) -> None:
+        async def observe(message: Message) -> None:
             if message["type"] == "http.response.start":
-                ours.status = message["status"]
+                entry.status = message["status"]
+                self.responses[entry.status] += 1
             await send(message)
 
         try:
-            await self.app(scope, receive, seen)
+            await self.app(scope, receive, observe)
         finally:
-            path, seconds = quote(scope["path"])[:LONGEST_PATH], time.perf_counter() - began
             ACCESS.info(
                 "%s %s %d %.3fs prompt_tokens=%d generation_tokens=%d",
-                scope["method"], path, ours.status, seconds, ours.prompt_tokens, ours.generation_tokens,
+                scope["method"], quote(scope["path"])[:MAX_PATH], entry.status, time.perf_counter() - start,
+                entry.prompt_tokens, entry.generation_tokens,
             )  # fmt: skip

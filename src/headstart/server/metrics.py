@@ -1,190 +1,209 @@
-"""What Prometheus reads. docs/serving.md lists every name."""
+"""Count what all requests add up to, for Prometheus and /v1/mtp/stats. docs/serving.md lists every metric."""
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..engine import EngineThread, Event, Stats
-from .counters import Counters
-from .log import exchange
+from .log import access_entry
 
-FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-NEXT_TOKEN = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 1)
+FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 1)
 
 
-class Metrics:
-    def __init__(self, room: EngineThread):
-        self.tally = Counters()
+@dataclass
+class Counters:
+    """Totals since the server started. Only the event loop changes them."""
+
+    requests: Counter[tuple[str, str]] = field(default_factory=Counter)  # by endpoint and outcome
+    responses: Counter[int] = field(default_factory=Counter)  # by HTTP status
+    bypasses: Counter[str] = field(default_factory=Counter)  # answers without drafts, by reason
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt tokens, found in the prefix cache
+    first_tokens: int = 0  # answers that have begun
+    first_token_seconds: float = 0.0  # sum of their times to first token
+    generation_tokens: int = 0
+    rounds: Counter[int] = field(default_factory=Counter)  # by depth
+    proposed: Counter[int] = field(default_factory=Counter)  # drafts by position, from 1
+    accepted: Counter[int] = field(default_factory=Counter)
+    paused_seconds: float = 0.0
+    depth: int | None = None  # of the last round
+
+    def add(self, before: Stats, now: Stats, *, first: bool = True, scored: bool = False) -> None:
+        """Add what an answer's stats gained between `before` and `now`.
+
+        Args:
+            first: this is the first answer to its prompt. Only that one counts the prompt.
+            scored: the prompt was scored and nothing was generated, so it counts without a round.
+        """
+        if first and before.rounds == 0 and (now.rounds or scored):
+            self.prompt_tokens += now.prompt_tokens
+            self.cached_tokens += now.prefix_cache_hit
+            if now.rounds and now.bypass_reason:
+                self.bypasses[now.bypass_reason] += 1
+        self.generation_tokens += now.generation_tokens - before.generation_tokens
+        self.paused_seconds += now.paused_seconds - before.paused_seconds
+        rounds = Counter(now.depths) - Counter(before.depths)
+        self.rounds += rounds
+        self.depth = max(rounds, default=self.depth)
+        self.proposed += _by_position(now.proposed_by_position) - _by_position(before.proposed_by_position)
+        self.accepted += _by_position(now.accepted_by_position) - _by_position(before.accepted_by_position)
+
+    def report(self) -> dict[str, Any]:
+        """Return a model's entry in /v1/mtp/stats."""
+        rounds = self.rounds.total()
+        proposed = self.proposed.total()
+        accepted = self.accepted.total()
+        return {
+            "rounds": rounds,
+            "generation_tokens": self.generation_tokens,
+            "tokens_per_round": self.generation_tokens / rounds if rounds else 0.0,
+            "depth": self.depth,
+            "rounds_by_depth": {str(k): self.rounds[k] for k in sorted(self.rounds)},
+            "proposed_draft_tokens": proposed,
+            "accepted_draft_tokens": accepted,
+            "acceptance_rate": accepted / proposed if proposed else 0.0,
+            "acceptance_by_position": [self.accepted[j] / self.proposed[j] for j in sorted(self.proposed)],
+            "paused_seconds": self.paused_seconds,
+            "bypasses": dict(self.bypasses),
+        }
+
+
+def _by_position(counts: list[int]) -> Counter[int]:
+    return Counter(dict(enumerate(counts, 1)))
+
+
+class Metrics(Collector):
+    """What Prometheus reads: the counters and the engine as they are when it asks, and two histograms."""
+
+    def __init__(self, engine_thread: EngineThread):
+        self.counters = Counters()
+        self._engine_thread = engine_thread
         self._registry = CollectorRegistry()
-        self._registry.register(Reading(room, self.tally))
+        self._registry.register(self)
         self.first_token = Histogram(
             "headstart_time_to_first_token_seconds",
             "From a request's arrival to its first token.",
-            buckets=FIRST_TOKEN,
+            buckets=FIRST_TOKEN_BUCKETS,
             registry=self._registry,
         )
-        self.next_token = Histogram(
+        self.inter_token = Histogram(
             "headstart_inter_token_seconds",
-            "Between two tokens of an answer. The tokens of a round share the time since the round before.",
-            buckets=NEXT_TOKEN,
+            "Between two tokens of an answer. The tokens of a round share the time since the previous round.",
+            buckets=INTER_TOKEN_BUCKETS,
             registry=self._registry,
         )
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
+    def collect(self) -> Iterator[Metric]:
+        counters, thread, engine = self.counters, self._engine_thread, self._engine_thread.engine
+        yield _counter("requests", "Requests by outcome.", counters.requests, "endpoint", "outcome")
+        yield _counter("http_responses", "Responses by status.", counters.responses, "status")
+        yield _counter("prompt_tokens", "Prompt tokens.", counters.prompt_tokens)
+        yield _counter("cached_prompt_tokens", "Prompt tokens found in the prefix cache.", counters.cached_tokens)
+        yield _counter("generation_tokens", "Generated tokens.", counters.generation_tokens)
+        yield _counter("rounds", "Rounds of sequences, by depth.", counters.rounds, "depth")
+        yield _counter("proposed_draft_tokens", "Drafts proposed, by position.", counters.proposed, "position")
+        yield _counter("accepted_draft_tokens", "Drafts accepted, by position.", counters.accepted, "position")
+        paused = "Time that sequences decoded without drafts because speculation was paused."
+        yield _counter("paused_seconds", paused, counters.paused_seconds)
+        yield _counter("bypasses", "Answers without drafts, by reason.", counters.bypasses, "reason")
+        if counters.depth is not None:
+            yield _gauge("depth", "Drafts in the last round.", counters.depth)
+        yield _gauge("engine_healthy", "1 while the engine's thread is alive.", thread.healthy)
+        yield _counter("engine_restarts", "Restarts of the engine's thread.", thread.restarts)
+        yield _counter("engine_retries", "Steps and prefill chunks that failed and were run again.", engine.retries)
+        recomputed = "Sequences prefilled again from their tokens, by reason."
+        yield _counter("recomputed_sequences", recomputed, engine.recomputed, "reason")
+        yield _gauge("ranks", "Machines that share the model.", engine.model.share.ranks)
+        communication = "Time of all steps spent in communication between machines."
+        yield _counter("communication_seconds", communication, engine.communication_seconds)
+        yield _gauge("queued_requests", "Requests waiting for admission.", thread.queued)
+        sequences = {"running": thread.running, "prefilling": thread.prefilling}
+        yield _gauge("sequences", "Sequences in the batch, by state.", sequences, "state")
+        memory = {"active": mx.get_active_memory(), "cache": mx.get_cache_memory(), "peak": mx.get_peak_memory()}
+        yield _gauge("memory_bytes", "Memory as MLX counts it.", memory, "kind")
+        if engine.prefix is not None:
+            stats = engine.prefix.stats()
+            yield _gauge("prefix_cache_bytes", "Bytes in the prefix cache.", stats.bytes)
+            yield _gauge("prefix_cache_entries", "Chunks in the prefix cache.", stats.entries)
+            yield _counter("prefix_cache_hits", "Prompts that found a prefix in the cache.", stats.hits)
+            yield _counter("prefix_cache_misses", "Prompts that found none.", stats.misses)
+            yield _counter("prefix_cache_evictions", "Chunks evicted from the prefix cache.", stats.evictions)
+
+
+def _counter(name: str, text: str, values: float | Mapping[Any, float], *labels: str) -> Metric:
+    return _fill(CounterMetricFamily(f"headstart_{name}", text, labels=labels), values)
+
+
+def _gauge(name: str, text: str, values: float | Mapping[Any, float], *labels: str) -> Metric:
+    return _fill(GaugeMetricFamily(f"headstart_{name}", text, labels=labels), values)
+
+
+def _fill(
+    family: CounterMetricFamily | GaugeMetricFamily, values: float | Mapping[Any, float]
+) -> CounterMetricFamily | GaugeMetricFamily:
+    """Add one value, or one for each label or tuple of labels."""
+    if not isinstance(values, Mapping):
+        values = {(): values}
+    for key, value in list(values.items()):  # a copy: another thread may add a key meanwhile
+        labels = key if isinstance(key, tuple) else (key,)
+        family.add_metric([str(label) for label in labels], value)
+    return family
+
 
 class Meter:
-    """Counts one request. Times are time.perf_counter's."""
+    """Count one request. Times are those of time.perf_counter."""
 
     def __init__(self, metrics: Metrics, endpoint: str, arrived: float):
-        self._metrics, self._endpoint = metrics, endpoint
-        self._last: defaultdict[int, float] = defaultdict(lambda: arrived)  # by choice
+        self._metrics = metrics
+        self._endpoint = endpoint
+        self._last: defaultdict[int, float] = defaultdict(lambda: arrived)  # time of the last token, by choice
         self._stats: defaultdict[int, Stats] = defaultdict(lambda: Stats(None, None))
-        self._ends: list[str] = []  # of its answers
+        self._finish_reasons: list[str] = []
         self._ended = False
-        self._exchange = exchange.get()  # for the access log
+        self._access_entry = access_entry.get()
 
     def count(self, event: Event, when: float, answers: int = 1) -> None:
-        """Of a request for so many answers, which is cut off if one of them is."""
+        """Count an event of a request for `answers` answers. The request ends with the last of them."""
         if event.stats is not None:
-            # Without a round only a prompt that was to be scored and no more comes to its end.
+            # Without a round, only a prompt that was scored and no more ends by its length.
             scored, before = event.finish_reason == "length", self._stats[event.choice]
-            self._metrics.tally.add(before, event.stats, first=event.choice == 0, scored=scored)
-            if self._exchange is not None:
-                self._exchange.prompt_tokens = event.stats.prompt_tokens
-                self._exchange.generation_tokens += event.stats.generation_tokens - before.generation_tokens
+            self._metrics.counters.add(before, event.stats, first=event.choice == 0, scored=scored)
+            if self._access_entry is not None:
+                self._access_entry.prompt_tokens = event.stats.prompt_tokens
+                self._access_entry.generation_tokens += event.stats.generation_tokens - before.generation_tokens
             if event.tokens:
                 self._time(event, when)
             self._stats[event.choice] = event.stats
         if event.finish_reason in ("error", "cancelled"):
             self.end(event.finish_reason)
         elif event.finish_reason is not None:
-            self._ends.append(event.finish_reason)
-            if len(self._ends) == answers:
-                self.end("length" if "length" in self._ends else "stop")
+            self._finish_reasons.append(event.finish_reason)
+            if len(self._finish_reasons) == answers:
+                self.end("length" if "length" in self._finish_reasons else "stop")
 
     def end(self, outcome: str) -> None:
-        """The first end counts."""
+        """Count how the request ended. Only the first call counts."""
         if not self._ended:
-            self._metrics.tally.requests[self._endpoint, outcome] += 1
+            self._metrics.counters.requests[self._endpoint, outcome] += 1
         self._ended = True
 
     def _time(self, event: Event, when: float) -> None:
-        passed, self._last[event.choice] = when - self._last[event.choice], when
+        passed = when - self._last[event.choice]
+        self._last[event.choice] = when
         if self._stats[event.choice].generation_tokens == 0:
             self._metrics.first_token.observe(passed)
-            self._metrics.tally.first_tokens += 1
-            self._metrics.tally.first_token_seconds += passed
+            self._metrics.counters.first_tokens += 1
+            self._metrics.counters.first_token_seconds += passed
             return
         for _ in event.tokens:
-            self._metrics.next_token.observe(passed / len(event.tokens))
-
-
-class CountStatus:
-    """Counts what is sent back by its status, whoever sends it."""
-
-    def __init__(self, app: ASGIApp, tally: Counters):
-        self.app, self.tally = app, tally
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self.tally.responses[message["status"]] += 1
-            await send(message)
-
-        await self.app(scope, receive, counted)
-
-
-class Reading(Collector):
-    """The tally and the room as they are when Prometheus asks: nothing is counted twice."""
-
-    def __init__(self, room: EngineThread, tally: Counters):
-        self._room, self._tally = room, tally
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._traffic()
-        yield from self._speculation()
-        yield from self._engine()
-
-    def _traffic(self) -> Iterator[Metric]:
-        tally = self._tally
-        requests = CounterMetricFamily(
-            "headstart_requests", "Requests by how they ended.", labels=("endpoint", "outcome")
-        )
-        for (endpoint, outcome), count in list(tally.requests.items()):  # the event loop may add one meanwhile
-            requests.add_metric((endpoint, outcome), count)
-        yield requests
-        responses = CounterMetricFamily("headstart_http_responses", "Responses by status.", labels=("status",))
-        for status, count in sorted(tally.responses.items()):
-            responses.add_metric((str(status),), count)
-        yield responses
-        yield CounterMetricFamily("headstart_prompt_tokens", "Tokens of prompts.", tally.prompt_tokens)
-        yield CounterMetricFamily(
-            "headstart_cached_prompt_tokens", "Of those, found in the prefix cache.", tally.cached_tokens
-        )
-        yield CounterMetricFamily("headstart_generation_tokens", "Tokens of answers.", tally.generation_tokens)
-
-    def _speculation(self) -> Iterator[Metric]:
-        tally = self._tally
-        rounds = CounterMetricFamily("headstart_rounds", "Rounds of rows, by depth.", labels=("depth",))
-        for k, count in sorted(tally.rounds.items()):
-            rounds.add_metric((str(k),), count)
-        yield rounds
-        for name, counts in (("proposed", tally.proposed), ("accepted", tally.accepted)):
-            drafts = CounterMetricFamily(
-                f"headstart_{name}_draft_tokens", f"Drafts {name}, by position.", labels=("position",)
-            )
-            for position, count in sorted(counts.items()):
-                drafts.add_metric((str(position),), count)
-            yield drafts
-        yield CounterMetricFamily(
-            "headstart_paused_seconds", "Rows' time in rounds of no drafts that allowed some.", tally.paused_seconds
-        )
-        bypasses = CounterMetricFamily("headstart_bypasses", "Answers without drafts.", labels=("reason",))
-        for reason, count in list(tally.bypasses.items()):
-            bypasses.add_metric((reason,), count)
-        yield bypasses
-        if tally.depth is not None:
-            yield GaugeMetricFamily("headstart_depth", "Drafts in the last round.", tally.depth)
-
-    def _engine(self) -> Iterator[Metric]:
-        room = self._room
-        yield GaugeMetricFamily("headstart_engine_healthy", "1 while the engine's thread is alive.", room.healthy)
-        yield CounterMetricFamily("headstart_engine_restarts", "Times that thread was started again.", room.restarts)
-        yield CounterMetricFamily(
-            "headstart_engine_retries",
-            "Steps and prefill chunks that failed and were run again.",
-            room.engine.retries,
-        )
-        recomputed = CounterMetricFamily(
-            "headstart_recomputed_sequences", "Sequences prefilled again from their tokens.", labels=("reason",)
-        )
-        for reason, count in list(room.engine.recomputed.items()):
-            recomputed.add_metric((reason,), count)
-        yield recomputed
-        ranks, seconds = room.engine.model.share.ranks, room.engine.communication_seconds
-        yield GaugeMetricFamily("headstart_ranks", "Machines that share the model.", ranks)
-        yield CounterMetricFamily("headstart_communication_seconds", "Between them, in all steps.", seconds)
-        yield GaugeMetricFamily("headstart_queued_requests", "Requests that wait for a place.", room.queued)
-        rows = GaugeMetricFamily("headstart_rows", "BatchState of the batch.", labels=("state",))
-        rows.add_metric(("running",), room.running)
-        rows.add_metric(("entering",), room.prefilling)
-        yield rows
-        memory = GaugeMetricFamily("headstart_memory_bytes", "Memory as mlx counts it.", labels=("kind",))
-        memory.add_metric(("active",), mx.get_active_memory())
-        memory.add_metric(("cache",), mx.get_cache_memory())
-        memory.add_metric(("peak",), mx.get_peak_memory())
-        yield memory
-        if room.engine.prefix is None:
-            return
-        stats = room.engine.prefix.stats()
-        yield GaugeMetricFamily("headstart_prefix_cache_bytes", "Bytes in the prefix cache.", stats.bytes)
-        yield GaugeMetricFamily("headstart_prefix_cache_entries", "Chunks in the prefix cache.", stats.entries)
-        for name, count in (("hits", stats.hits), ("misses", stats.misses), ("evictions", stats.evictions)):
-            yield CounterMetricFamily(f"headstart_prefix_cache_{name}", f"The prefix cache's {name}.", count)
+            self._metrics.inter_token.observe(passed / len(event.tokens))

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..engine import Event, Stats, TokenLogprobs
 from ..engine.text import TextStream
-from .errors import refusal
+from .errors import to_refusal
 from .markup import Delta, complete_message
 from .openai_request import ChatCompletionRequest, CompletionRequest
 from .prompt import Prompt
@@ -51,7 +51,7 @@ class OpenAIResponse(ResponseBuilder):
             async for chunk in self._chunks(events):
                 yield f"data: {encode_json(chunk)}\n\n"
         except Exception as error:  # the status has been sent
-            yield refusal(error).event
+            yield to_refusal(error).event
         yield "data: [DONE]\n\n"
 
     async def _chunks(self, events: Events) -> AsyncIterator[Json]:

@@ -14,11 +14,10 @@ from starlette.types import Receive, Scope, Send
 
 from ..engine import EngineThread, Event, Request
 from ..errors import HeadstartError
+from .access import Keys, client_of
 from .anthropic_request import CountTokensRequest
-from .auth import Keys, client_of
-from .deadline import Deadline
-from .errors import Refusal, refusal
-from .limits import Limits
+from .errors import Refusal, to_refusal
+from .limits import Deadline, Limits
 from .metrics import Meter, Metrics
 from .prepare import Preparation, Preparer, disconnected
 from .prompt import Prompt
@@ -44,7 +43,7 @@ class RequestHandler:
     def __post_init__(self) -> None:
         most = self.engine_thread.engine.queue.max_size  # requests that may wait for the engine
         context = self.served.model.context_length
-        self.preparer = Preparer(self.served.tokenizer, self.limits, context=context, most=most)
+        self.preparer = Preparer(self.served.tokenizer, self.limits, context=context, max_waiting=most)
 
     async def reply(
         self, body: Body, http: HTTPRequest, builder: Callable[[Body, Prompt, ServedModel], ResponseBuilder]
@@ -75,7 +74,7 @@ class RequestHandler:
             running = RunningRequest(self.engine_thread, request, client=client, deadline=deadline, meter=meter)
         except HeadstartError as error:
             self._check_open()  # it may have closed meanwhile
-            raise refusal(error, prompt=prompt.param) from error
+            raise to_refusal(error, prompt=prompt.param) from error
         self.running[response.id] = running
 
         def close() -> None:

@@ -1,12 +1,14 @@
-"""The worker processes of a server: started ahead, killed when they take too long, and then replaced."""
+"""The worker processes of a server: started ahead, killed when they take too long, and restarted."""
 
 import asyncio
 import json
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncIterator
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,158 +16,185 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import HeadstartError
 from ..sampling.bounds import STACK
-from .turns import Turns
-from .worker import LENGTH
 
 COUNT = 2
 START_SECONDS = 60.0
+START_ATTEMPTS = 3
+MAX_LINE = 2**31  # bytes of an answer: a worker's memory is limited
 
 
 class WorkerDied(HeadstartError):
-    """A worker process ended, most likely of what it was given."""
+    """A worker process ended, most likely because of its request."""
+
+
+class Turns:
+    """A semaphore of `places` that clients take in turn, each at most `per_client`. Used from one event loop."""
+
+    def __init__(self, places: int, per_client: int):
+        self._places = places
+        self._per_client = per_client
+        self._taken: Counter[str] = Counter()
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # the client that is next first
+
+    async def take(self, client: str) -> None:
+        """Wait for a place. It must be given back."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        self._grant()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # it had just been granted
+                self.give_back(client)
+            raise
+
+    def give_back(self, client: str) -> None:
+        self._taken[client] -= 1
+        self._taken += Counter()  # drops clients that hold none
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._taken.total() < self._places:
+            client = next((each for each in self._waiting if self._taken[each] < self._per_client), None)
+            if client is None:
+                return
+            turn = self._waiting[client].popleft()
+            if self._waiting[client]:
+                self._waiting.move_to_end(client)
+            else:
+                del self._waiting[client]
+            if not turn.done():  # not cancelled
+                self._taken[client] += 1
+                turn.set_result(None)
 
 
 class Worker:
-    """One process. See worker.py for what it does."""
+    """A worker process (see worker.py), restarted whenever it died or a call did not come to its end."""
 
-    def __init__(self, process: Process):
-        self._process = process
-        self._clean = True  # no answer is outstanding
+    def __init__(self, settings: Callable[[], dict[str, Any]]):
+        self._settings = settings
+        self._starting: asyncio.Task[Process] | None = None
+        self._process: Process | None = None
+        self._closed = False
 
-    @classmethod
-    async def start(cls, settings: dict[str, Any]) -> "Worker":
-        script = Path(__file__).with_name("worker.py")
-        # -P: the script's folder holds modules of ours, none of which is to be found in place of others.
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", str(script), stdin=PIPE, stdout=PIPE, stderr=DEVNULL
-        )
-        worker = cls(process)
+    def start(self) -> None:
+        """Start the process in the background, unless it runs or is being started."""
+        starting = self._starting is not None and not self._starting.done()
+        running = self._process is not None and self._process.returncode is None
+        if not starting and not running and not self._closed:
+            self._starting = asyncio.create_task(self._start())
+
+    async def call(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to a message.
+
+        Raises:
+            TimeoutError: the process exceeded the CPU time that the message allowed.
+            WorkerDied: it died otherwise.
+        """
+        process = await self._ready()
         try:
-            await worker.call(settings, START_SECONDS)
-        except BaseException:
-            await worker.end()
+            return await exchange(process, message)
+        except BaseException:  # also where the caller was cancelled: the process is still working
+            if not self._closed:
+                self._starting = asyncio.create_task(self._start())
             raise
-        return worker
 
-    @property
-    def usable(self) -> bool:
-        return self._clean and self._process.returncode is None
+    async def close(self) -> None:
+        """Kill the process and wait for its end."""
+        self._closed = True
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+        await self._kill()
 
-    async def call(self, message: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
-        """Return the answer to a message. TimeoutError after `seconds`, or where the process found that it had taken
-        too much CPU time; WorkerDied where it died otherwise."""
-        writer, reader = self._process.stdin, self._process.stdout
-        assert writer is not None, "it is a pipe"
-        assert reader is not None, "it is a pipe"
-        self._clean = False
-        body = json.dumps(message, ensure_ascii=False).encode()
-        try:
-            async with asyncio.timeout(seconds):
-                writer.write(LENGTH.pack(len(body)))
-                writer.write(body)
-                await writer.drain()
-                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                answer = await reader.readexactly(length)
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            if await self._process.wait() == -signal.SIGPROF:
-                raise TimeoutError from error
-            raise WorkerDied("a worker process died of what it was given") from error
-        self._clean = True
-        return dict(json.loads(answer))
+    async def _ready(self) -> Process:
+        for _ in range(START_ATTEMPTS):
+            self.start()
+            if self._starting is None or self._closed:
+                break
+            with suppress(HeadstartError, OSError, TimeoutError):
+                return await asyncio.shield(self._starting)
+        raise HeadstartError("no worker process could be started")
 
-    def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            self._process.kill()
+    async def _start(self) -> Process:
+        await self._kill()
+        self._process = await spawn(await asyncio.to_thread(self._settings))
+        return self._process
 
-    async def end(self) -> None:
-        """Kill it, and wait until it is gone."""
-        self.kill()
-        await self._process.wait()
+    async def _kill(self) -> None:
+        if self._process is not None:
+            kill(self._process)
+            await self._process.wait()
+
+
+async def spawn(settings: dict[str, Any]) -> Process:
+    """Start a process and wait until it is ready."""
+    script = str(Path(__file__).with_name("worker.py"))
+    # -P: the script's folder holds modules of ours, none of which may be imported in place of others.
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", script, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_LINE
+    )
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            await exchange(process, settings)
+    except BaseException:
+        kill(process)
+        await process.wait()
+        raise
+    return process
+
+
+async def exchange(process: Process, message: dict[str, Any]) -> dict[str, Any]:
+    """Send one line of JSON and return the one that comes back."""
+    assert process.stdin is not None, "it is a pipe"
+    assert process.stdout is not None, "it is a pipe"
+    try:
+        process.stdin.write(json.dumps(message, ensure_ascii=False).encode() + b"\n")
+        await process.stdin.drain()
+        answer = await process.stdout.readuntil(b"\n")
+    except (asyncio.IncompleteReadError, ConnectionError) as error:
+        if await process.wait() == -signal.SIGPROF:
+            raise TimeoutError from error
+        raise WorkerDied("a worker process died of its request") from error
+    return dict(json.loads(answer))
+
+
+def kill(process: Process) -> None:
+    with suppress(ProcessLookupError):
+        process.kill()
 
 
 class Workers:
     """A few worker processes, which clients take in turn."""
 
     def __init__(self, tokenizer: TokenizerWrapper, count: int = COUNT):
-        self._tokenizer, self._count = tokenizer, count
+        settings = cache(partial(worker_settings, tokenizer))
+        self._workers = [Worker(settings) for _ in range(count)]
+        self._idle = list(self._workers)
         self._turns = Turns(count, max(1, count - 1))  # one is always left to others
-        self._settings: dict[str, Any] | None = None
-        self._idle: list[asyncio.Future[Worker]] = []  # started, or starting
-        self._busy: set[Worker] = set()
-        self._ending: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Start those that are missing, in the background."""
-        while len(self._idle) + len(self._busy) < self._count:
-            self._idle.append(asyncio.create_task(self._start()))
+        """Start the processes in the background."""
+        for worker in self._workers:
+            worker.start()
 
     async def close(self) -> None:
-        """Kill them all."""
-        self._count = 0
-        for starting in self._idle:
-            starting.cancel()
-        idle = await asyncio.gather(*self._idle, return_exceptions=True)
-        for worker in [*self._busy, *idle]:
-            if isinstance(worker, Worker):
-                self._end(worker)
-        await asyncio.gather(*self._ending)
+        await asyncio.gather(*(worker.close() for worker in self._workers))
 
     @asynccontextmanager
     async def worker(self, client: str) -> AsyncIterator[Worker]:
-        """Lend a worker. One that is left in the middle of a call is killed and replaced."""
+        """Lend a worker to a client when it is its turn."""
         await self._turns.take(client)
+        worker = self._idle.pop(0)
         try:
-            worker = await self._take()
-            self._busy.add(worker)
-            try:
-                yield worker
-            finally:
-                self._busy.remove(worker)
-                self._put_back(worker)
+            yield worker
         finally:
+            self._idle.insert(0, worker)
             self._turns.give_back(client)
 
-    async def _take(self) -> Worker:
-        for attempt in range(3):
-            self.start()
-            if not self._idle:
-                break
-            starting = self._idle.pop(0)
-            try:
-                worker = await asyncio.shield(starting)
-            except asyncio.CancelledError:
-                self._idle.append(starting)
-                raise
-            except (HeadstartError, OSError, TimeoutError):
-                if attempt == 2:
-                    raise
-                continue
-            if worker.usable:
-                return worker
-            self._end(worker)
-        raise HeadstartError("no worker process could be started: the server's log says more")
 
-    def _put_back(self, worker: Worker) -> None:
-        if worker.usable and self._count:
-            done: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
-            done.set_result(worker)
-            self._idle.insert(0, done)
-        else:
-            self._end(worker)
-            self.start()
-
-    def _end(self, worker: Worker) -> None:
-        ending = asyncio.create_task(worker.end())
-        self._ending.add(ending)
-        ending.add_done_callback(self._ending.discard)
-
-    async def _start(self) -> Worker:
-        if self._settings is None:
-            self._settings = await asyncio.to_thread(_settings, self._tokenizer)
-        return await Worker.start(self._settings)
-
-
-def _settings(tokenizer: TokenizerWrapper) -> dict[str, Any]:
+def worker_settings(tokenizer: TokenizerWrapper) -> dict[str, Any]:
+    """Return what a worker process needs to know."""
     backend = tokenizer._tokenizer.backend_tokenizer
     copy = type(backend).from_str(backend.to_str())
     copy.no_padding()

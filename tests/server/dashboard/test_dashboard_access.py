@@ -63,7 +63,7 @@ def test_everything_can_be_done_with_the_keyboard(here: tuple[Running, PacedRoom
     page.keyboard.type("Again")
     tab_to(page, "Race")
     page.keyboard.press("Enter")
-    expect(page.locator(".verdict")).to_contain_text("Both said the same")
+    expect(page.locator(".verdict")).to_contain_text("Both texts are identical")
     tab_to(page, "New chat")
     page.keyboard.press("Enter")
     expect(page.locator(".turn")).to_have_count(0)
@@ -75,12 +75,12 @@ def test_everything_can_be_done_with_the_keyboard(here: tuple[Running, PacedRoom
     expect(page.get_by_role("button", name="Theme: light")).to_be_focused()
     tab_to(page, "Settings")
     page.keyboard.press("Enter")
-    tab_to(page, "Let the head draft")
+    tab_to(page, "Speculative decoding")
     page.keyboard.press("Space")
     expect(page.get_by_role("status")).to_have_text("Saved.")
     assert not server.room.settings.speculation
     server.room.configure(speculation=True)
-    tab_to(page, "Empty it")
+    tab_to(page, "Clear cache")
     with page.expect_response(lambda told: told.request.method == "DELETE") as told:
         page.keyboard.press("Enter")
     assert told.value.json()["entries"] == 0

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from threading import Semaphore
+from typing import Any
 
 import pytest
 from browsing import Visit
@@ -10,6 +11,9 @@ from paced import PacedRoom
 from playwright.sync_api import Page, expect
 from running import Running, running, tokenizer, wait_until
 from scripted import ScriptedRoom
+
+from headstart.errors import RequestError
+from headstart.sampling import SamplingParams
 
 ATTACK = (
     'Look: <script>document.title = "taken"</script> <img src="/v1/taken" onerror="document.title = 1">'
@@ -21,9 +25,9 @@ ATTACK = (
 
 NAMES = {
     "draft": "accepted draft",
-    "correction": "correction of a draft",
-    "bonus": "bonus after accepted drafts",
-    "plain": "without drafts",
+    "correction": "correction of a rejected draft",
+    "bonus": "bonus token",
+    "plain": "decoded without drafts",
 }
 
 
@@ -214,7 +218,7 @@ def test_an_error_is_told_in_the_servers_words(model: Running, visit: Visit) -> 
 
 def test_colours_match_the_counts_of_the_stats(model: Running, visit: Visit) -> None:
     page = visit(model, "chat")
-    page.get_by_label("Most tokens").fill("120")
+    page.get_by_label("Max tokens").fill("120")
     page.get_by_label("Temperature").fill("0")
     page.locator("#depth").select_option("3")
     page.get_by_label("Colour tokens by origin").check()
@@ -245,23 +249,47 @@ def test_colours_match_the_counts_of_the_stats(model: Running, visit: Visit) -> 
 
 def test_speculation_can_be_switched_off(model: Running, visit: Visit) -> None:
     page = visit(model, "chat")
-    page.get_by_label("Most tokens").fill("10")
+    page.get_by_label("Max tokens").fill("10")
     page.get_by_label("Speculation").uncheck()
     expect(page.locator("#depth")).to_be_disabled()
     ask(page)
     answered(page)
     expect(page.locator(".stats")).to_contain_text("no drafts: the request asked for no drafts")
     assert page.locator(".token.plain").count() == 10 + 1, "and the legend's"
+    style = page.locator(".token.plain").first.evaluate("token => getComputedStyle(token).textDecorationStyle")
+    assert style not in ("wavy", "none"), "a wavy line looks like a spelling error"
+
+
+def test_shares_of_a_few_drafts_are_not_shown(model: Running, visit: Visit) -> None:
+    page = visit(model, "chat")
+    page.get_by_label("Max tokens").fill("6")
+    page.locator("#depth").select_option("3")
+    ask(page)
+    answered(page)
+    expect(page.locator(".stats")).to_contain_text(re.compile(r"accepted \d+ of \d+ drafts"))
+    expect(page.locator(".stats")).not_to_contain_text("%")
+
+
+def test_the_limits_in_the_form_are_those_of_the_api(model: Running, visit: Visit) -> None:
+    page = visit(model, "chat")
+    for name in ("temperature", "max_tokens"):
+        field = page.locator(f"#{name.replace('_', '-')}")
+        low, high = (int(field.get_attribute(limit) or "") for limit in ("min", "max"))
+        options: list[dict[str, Any]] = [{name: low}, {name: high}]
+        assert [SamplingParams(**each) for each in options]
+        for outside in (low - 1, high + 1):
+            with pytest.raises(RequestError, match=f"{name} is {outside}"):
+                SamplingParams(**{name: outside})  # type: ignore[arg-type]
 
 
 def test_a_race_says_the_same_twice(model: Running, visit: Visit) -> None:
     page = visit(model, "chat")
-    page.get_by_label("Most tokens").fill("40")
+    page.get_by_label("Max tokens").fill("40")
     page.get_by_label("Temperature").fill("0.8")
     page.locator("#depth").select_option("3")
     page.get_by_label("Message").fill("Go!")
     page.get_by_role("button", name="Race").click()
-    expect(page.locator(".verdict")).to_contain_text("Both said the same, to the letter.")
+    expect(page.locator(".verdict")).to_contain_text("Both texts are identical.")
     off, on = page.get_by_label("Speculation off"), page.get_by_role("region", name="Speculation on")
     expect(off.locator(".stats")).to_contain_text("1.00 tokens per round")
     expect(on.locator(".stats")).to_contain_text("drafts (")
@@ -281,21 +309,21 @@ def test_the_clocks_of_a_race_start_at_the_first_token(script: tuple[Running, Pa
     page.get_by_label("Message").fill("Go!")
     page.get_by_role("button", name="Race").click()
     clocks = page.locator(".clock")
-    expect(clocks).to_have_text(["reads", "waits"])
+    expect(clocks).to_have_text(["prefill", "waiting"])
     room.turns.release()
     expect(clocks.first).to_have_text(re.compile(r"^[\d.]+ m?s$"))
     room.turns.release(100)
-    expect(page.locator(".verdict")).to_contain_text("Both said the same")
+    expect(page.locator(".verdict")).to_contain_text("Both texts are identical")
 
 
 def test_a_race_without_drafts_is_none(model: Running, visit: Visit) -> None:
     model.room.configure(speculation=False)
     try:
         page = visit(model, "chat")
-        page.get_by_label("Most tokens").fill("5")
+        page.get_by_label("Max tokens").fill("5")
         page.get_by_label("Message").fill("Go!")
         page.get_by_role("button", name="Race").click()
-        verdict = "No race: there were no drafts, since speculation is switched off."
+        verdict = "No comparison, there were no drafts: speculation is switched off."
         expect(page.locator(".verdict")).to_have_text(verdict)
     finally:
         model.room.configure(speculation=True)

@@ -13,7 +13,7 @@ from running import Running, running, tokenizer, wait_until
 import headstart.server.history
 from headstart.state import PrefixCache
 
-CHARTS = ("speed", "yield", "acceptance", "depth-chart", "gains", "rows", "first", "prefix-chart", "memory")
+CHARTS = ("speed", "yield", "acceptance", "depth-chart", "gains", "sequences", "first", "prefix-chart", "memory")
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +38,15 @@ def words(page: Page, chart: str) -> str:
 
 
 def load(server: Running, requests: int) -> None:
-    """More at a time than there are rows for, with a beginning in common that the prefix cache can keep."""
+    """More at a time than there is room for, with a prefix in common. The first drafts for certain."""
     prompt = list(tokenizer().encode("word " * 600))
     create: Any = server.openai().completions.create
 
-    def ask() -> None:
-        create(model="tiny", prompt=prompt, max_tokens=60, extra_body={"min_tokens": 60})
+    def ask(depth: int | str) -> None:
+        create(model="tiny", prompt=prompt, max_tokens=60, extra_body={"min_tokens": 60, "num_draft_tokens": depth})
 
-    threads = [threading.Thread(target=ask) for _ in range(requests)]
+    first = 3 if server.served.model.has_head else "auto"
+    threads = [threading.Thread(target=ask, args=("auto" if i else first,)) for i in range(requests)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -68,7 +69,9 @@ def test_charts_and_numbers_move_under_load(server: Running, visit: Visit) -> No
     assert float(tile(page, "Tokens/round").split()[0]) >= 1
     assert tile(page, "Accepted")[0].isdigit()
     assert tile(page, "First token")[0].isdigit()
-    assert page.locator("#rows .u-legend").inner_text().count("–") == 0, "the last values are told without a cursor"
+    assert page.locator("#sequences .u-legend").inner_text().count("–") == 0, (
+        "the last values are shown without a cursor"
+    )
 
 
 def test_numbers_are_those_of_the_server(server: Running, visit: Visit) -> None:
@@ -93,6 +96,19 @@ def test_who_comes_later_sees_what_was(server: Running, visit: Visit) -> None:
     assert picture(first, "acceptance") == picture(second, "acceptance")
 
 
+def test_bars_of_an_open_page_are_those_of_a_new_one(server: Running, visit: Visit) -> None:
+    """The values below them too, which uPlot does not draw again by itself."""
+    first = visit(server)
+    wait_until(lambda: tile(first, "Tokens/s")[0].isdigit())
+    load(server, 1)
+    time.sleep(2 * headstart.server.history.INTERVAL)
+    second = visit(server)
+    wait_until(lambda: tile(second, "Tokens/s")[0].isdigit())
+    for chart in ("gains", "acceptance"):
+        wait_until(lambda chart=chart: words(first, chart) == words(second, chart))  # type: ignore[misc]
+        wait_until(lambda chart=chart: picture(first, chart) == picture(second, chart))  # type: ignore[misc]
+
+
 def test_a_longer_range_shows_more_of_the_past(server: Running, visit: Visit) -> None:
     page = visit(server)
     wait_until(lambda: tile(page, "Tokens/round").split("\n")[-1] == "5 min")
@@ -109,9 +125,9 @@ def test_a_model_without_a_head_is_shown_too(visit: Visit, monkeypatch: pytest.M
         load(server, 2)
         wait_until(lambda: tile(page, "Tokens/round").split()[0] == "1.00")
         assert tile(page, "Accepted").split()[0] == "–"
-        assert tile(page, "DepthController").split()[0] == "0.0"
-        assert words(page, "acceptance") == "Acceptance by position: nothing yet"
-        assert words(page, "depth-chart") == "DepthController: depth 0.00, at most 0.00"
+        assert tile(page, "Depth").split()[0] == "0.0"
+        assert words(page, "acceptance") == "Acceptance by position: no data yet"
+        assert words(page, "depth-chart") == "Depth: depth 0.00, at most 0.00"
         assert not words(page, "speed").endswith("at most 0.0")
 
 
@@ -143,7 +159,7 @@ def test_a_server_that_hangs_is_told(server: Running, visit: Visit) -> None:
     page = visit(server, before=hasty)
     expect(page.locator("#served")).to_have_text("tiny")
     page.route("**/health", lambda route: None, times=1)
-    expect(page.get_by_role("alert")).to_have_text("The server does not answer.")
+    expect(page.get_by_role("alert")).to_have_text("The server does not respond.")
     expect(page.locator("#trouble")).to_be_hidden()
 
 
@@ -158,7 +174,7 @@ def test_a_server_that_is_gone_is_told(visit: Visit) -> None:
         page = visit(server, expect="ERR_")
         expect(page.locator("#served")).to_have_text("tiny")
         expect(page.locator("#trouble")).to_be_hidden()
-    expect(page.get_by_role("alert")).to_have_text("The server does not answer.", timeout=30_000)
+    expect(page.get_by_role("alert")).to_have_text("The server does not respond.", timeout=30_000)
 
 
 def test_an_engine_that_is_down_is_told(visit: Visit) -> None:

@@ -22,7 +22,7 @@ def test_settings_take_effect_and_survive_a_restart(tmp_path: Path, visit: Visit
     with running(settings_file=file) as server:
         page = visit(server, "settings")
         expect(page.get_by_role("switch")).to_be_checked()
-        page.get_by_label("Greatest depth").select_option("2")
+        page.get_by_label("Max depth").select_option("2")
         expect(page.get_by_role("status")).to_have_text("Saved.")
         assert chat(server)["num_draft_tokens_clamped_to"] == 2
         page.get_by_role("switch").uncheck()
@@ -31,7 +31,7 @@ def test_settings_take_effect_and_survive_a_restart(tmp_path: Path, visit: Visit
         page.close()
     with running(settings_file=file) as again:
         page = visit(again, "settings")
-        expect(page.get_by_label("Greatest depth")).to_have_value("2")
+        expect(page.get_by_label("Max depth")).to_have_value("2")
         expect(page.get_by_role("switch")).not_to_be_checked()
         assert chat(again)["bypass_reason"] == "speculation is switched off"
         page.get_by_role("switch").check()
@@ -43,7 +43,7 @@ def test_settings_that_cannot_be_kept_are_told(tmp_path: Path, visit: Visit) -> 
     (tmp_path / "file").write_text("")
     with running(settings_file=tmp_path / "file" / "settings.json") as server:
         page = visit(server, "settings")
-        page.get_by_label("Greatest depth").select_option("2")
+        page.get_by_label("Max depth").select_option("2")
         expect(page.get_by_role("status")).to_contain_text("settings.json cannot be written")
         assert server.room.settings.max_k == 2
 
@@ -60,24 +60,24 @@ def test_what_was_pressed_last_holds_however_slow_the_first_was(visit: Visit) ->
                 route.continue_()
 
         page.route("**/v1/settings", hold)
-        page.get_by_label("Greatest depth").select_option("2")
-        page.get_by_label("Greatest depth").select_option("5")
+        page.get_by_label("Max depth").select_option("2")
+        page.get_by_label("Max depth").select_option("5")
         page.get_by_role("switch").uncheck()
         page.wait_for_timeout(300)
         assert server.room.settings == Settings(max_k=8), "they wait for the first"
         sent[0].continue_()
         expect(page.get_by_role("status")).to_have_text("Saved.")
         assert (server.room.settings.max_k, server.room.settings.speculation) == (5, False)
-        expect(page.get_by_label("Greatest depth")).to_have_value("5")
+        expect(page.get_by_label("Max depth")).to_have_value("5")
 
 
-def test_a_greatest_depth_of_none_is_shown_as_such(visit: Visit) -> None:
+def test_a_max_depth_of_none_is_shown_as_such(visit: Visit) -> None:
     with running() as server:
         server.room.configure(max_k=0)
         page = visit(server, "settings")
         expect(page.get_by_role("switch")).to_be_enabled()
-        expect(page.get_by_label("Greatest depth")).to_have_value("0")
-        page.get_by_label("Greatest depth").select_option("3")
+        expect(page.get_by_label("Max depth")).to_have_value("0")
+        page.get_by_label("Max depth").select_option("3")
         expect(page.get_by_role("status")).to_have_text("Saved.")
         assert server.room.settings.max_k == 3
 
@@ -99,7 +99,7 @@ def test_a_model_without_a_head_has_nothing_to_set(visit: Visit) -> None:
         expect(page.get_by_role("switch")).to_be_disabled()
         page.get_by_role("link", name="Chat").click()
         expect(page.get_by_role("button", name="Race")).to_be_disabled()
-        page.get_by_label("Most tokens").fill("5")
+        page.get_by_label("Max tokens").fill("5")
         page.get_by_label("Message").fill("Hi")
         page.get_by_role("button", name="Send").click()
         expect(page.locator(".stats")).to_contain_text("no drafts: ")
@@ -110,9 +110,9 @@ def test_the_prefix_cache_can_be_emptied(visit: Visit) -> None:
         with server.http() as http:
             http.post("/v1/completions", json={"prompt": "word " * 600, "max_tokens": 2})
         page = visit(server, "settings")
-        expect(page.locator("#prefix-state")).to_contain_text("1 chunk of prompts in")
-        page.get_by_role("button", name="Empty it").click()
-        expect(page.locator("#prefix-state")).to_contain_text("0 chunks of prompts in 0.0 MB of")
+        expect(page.locator("#prefix-state")).to_contain_text("1 chunk in")
+        page.get_by_role("button", name="Clear cache").click()
+        expect(page.locator("#prefix-state")).to_contain_text("0 chunks in 0.0 MB of")
 
 
 def test_a_key_is_asked_for_and_kept_by_the_tab(visit: Visit) -> None:
@@ -122,20 +122,20 @@ def test_a_key_is_asked_for_and_kept_by_the_tab(visit: Visit) -> None:
         dialog.get_by_label("Key").fill("half a k€y")
         page.keyboard.press("Escape")
         expect(dialog.get_by_label("Key")).to_be_empty()
-        expect(dialog.get_by_text("That was not one of them.")).to_be_hidden()
+        expect(dialog.get_by_text("Invalid key.")).to_be_hidden()
         dialog.get_by_label("Key").fill("sesam")
         dialog.get_by_role("button", name="Open").click()
-        expect(dialog.get_by_text("That was not one of them.")).to_be_visible()
+        expect(dialog.get_by_text("Invalid key.")).to_be_visible()
         dialog.get_by_label("Key").fill("sesame")
         page.keyboard.press("Enter")
         expect(dialog).to_be_hidden()
         expect(page.locator("#served")).to_have_text("tiny")
         page.reload()
         expect(page.locator("#served")).to_have_text("tiny")
-        page.get_by_label("Greatest depth").select_option("3")
+        page.get_by_label("Max depth").select_option("3")
         expect(page.get_by_role("status")).to_have_text("Saved.")
         assert server.room.settings.max_k == 3
-        page.get_by_role("button", name="Forget it now").click()
+        page.get_by_role("button", name="Forget key").click()
         expect(page.get_by_role("dialog")).to_be_visible()
 
 

@@ -1,7 +1,7 @@
-"""The page at `/`: files of this package, which talk to the server's own API and to nobody else.
+"""The page at `/`: files of this package that talk only to the server's own API.
 
-`page.html` is all there is to see, `assets/main.js` where it begins. Other people's code is in `assets/vendor`, as
-its makers published it.
+`page.html` is the whole page and `assets/main.js` its entry point. Third-party code is in `assets/vendor`, as its
+authors published it.
 """
 
 from pathlib import Path
@@ -13,31 +13,24 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 HERE = Path(__file__).parent
-ASSETS = "/assets"
 
-# Whatever a model says, the browser runs nothing but our files, calls nobody else, and takes HTML only from the one
-# place that makes it of markdown.
+# Whatever a model writes, the browser runs only our scripts, calls only this server, and accepts HTML only from the
+# one function that renders markdown.
 POLICY = (
-    "default-src 'none'",
-    "script-src 'self'",
-    "style-src 'self'",
-    "img-src 'self'",
-    "connect-src 'self'",
-    "base-uri 'none'",
-    "form-action 'none'",
-    "frame-ancestors 'none'",
-    "require-trusted-types-for 'script'",
-    "trusted-types markdown",
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types markdown"
 )
 HEADERS = {
-    "Content-Security-Policy": "; ".join(POLICY),
+    "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # keep it, and ask whether it is still the same
+    "Cache-Control": "no-cache",  # cached, but revalidated every time
 }
 
 
 class Assets(StaticFiles):
+    """Static files with our headers, also on errors."""
+
     async def get_response(self, path: str, scope: Scope) -> Response:
         try:
             response = await super().get_response(path, scope)
@@ -52,4 +45,4 @@ def add_dashboard(app: FastAPI) -> None:
     async def page() -> FileResponse:
         return FileResponse(HERE / "page.html", headers=HEADERS)
 
-    app.mount(ASSETS, Assets(directory=HERE / "assets"))
+    app.mount("/assets", Assets(directory=HERE / "assets"))

@@ -1,17 +1,17 @@
-// One answer: asked for, read as it streams, and shown as markdown or as tokens coloured by where they came from.
+// One answer: requested, read as it streams, and shown as markdown or as tokens coloured by their origin.
 
 import { call, events } from "./api.js";
 import { render } from "./markdown.js";
-import { count, find, make, number, percent, seconds } from "./page.js";
+import { count, find, make, MIN_TRIES, number, percent, seconds, sum } from "./page.js";
 
 const ORIGINS = {
   draft: "accepted draft",
-  correction: "correction of a draft",
-  bonus: "bonus after accepted drafts",
-  plain: "without drafts",
+  correction: "correction of a rejected draft",
+  bonus: "bonus token",
+  plain: "decoded without drafts",
 };
-const PATIENCE = 80; // milliseconds between two renderings of markdown that grows, at least
-const SHARE = 10; // of the time they may take: a long text is rendered as a whole, and so less often
+const RENDER_INTERVAL = 80; // milliseconds between two renderings of growing markdown, at least
+const RENDER_SHARE = 10; // at most a tenth of the time is spent rendering: long texts are rendered less often
 
 export class Answer {
   constructor() {
@@ -21,17 +21,17 @@ export class Answer {
     this.asked = this.begun = null; // when, in milliseconds
     this.origins = { draft: 0, correction: 0, bonus: 0, plain: 0 };
     this.thought = new Passage();
-    this.said = new Passage();
-    this.last = this.said; // where the last token went
+    this.reply = new Passage();
+    this.last = this.reply; // where the last token went
     this.summary = make("summary", {}, "Thinking …");
     this.thinking = make("details", { class: "thinking", hidden: true }, this.summary, this.thought.element);
     this.legend = make("p", { class: "legend" });
     this.numbers = make("p", { class: "stats" });
     this.trouble = make("p", { role: "alert", class: "bad", hidden: true });
-    this.element = make("div", { class: "answer" }, this.thinking, this.said.element, this.trouble, this.legend, this.numbers);
+    this.element = make("div", { class: "answer" }, this.thinking, this.reply.element, this.trouble, this.legend, this.numbers);
   }
 
-  /** Ask, and read to the end. What goes wrong is told here; true if nothing did. */
+  /** Send the request and read to the end. Errors are shown here; returns whether there was none. */
   async ask(body, signal) {
     this.asked = performance.now();
     this.element.setAttribute("aria-busy", "true");
@@ -50,8 +50,8 @@ export class Answer {
     } finally {
       this.element.removeAttribute("aria-busy");
       this.thought.settle();
-      this.said.settle();
-      this.#tellThought();
+      this.reply.settle();
+      this.#showThoughtLength();
       this.#count();
     }
   }
@@ -60,7 +60,7 @@ export class Answer {
     if (origins.length) this.begun ??= performance.now();
     if (finish_reason) this.finish = finish_reason;
     if (delta.reasoning_content) this.last = this.thought;
-    else if (delta.content) this.last = this.said;
+    else if (delta.content) this.last = this.reply;
     this.thinking.hidden &&= this.last !== this.thought;
     const text = delta.reasoning_content || delta.content || "";
     // The tokens before the last one added nothing of their own. Text without a token was held back by one before.
@@ -69,17 +69,17 @@ export class Answer {
       this.last.token(origin);
     }
     if (text) this.last.text(text);
-    this.content = this.said.written;
+    this.content = this.reply.written;
     if (origins.length) this.#count();
   }
 
   #end({ usage, generation_stats }) {
     this.usage = usage;
     this.stats = generation_stats;
-    this.numbers.replaceChildren(...statements(this).map((told) => make("span", {}, told)));
+    this.numbers.replaceChildren(...statements(this).map((statement) => make("span", {}, statement)));
   }
 
-  #tellThought() {
+  #showThoughtLength() {
     const tokens = this.usage?.completion_tokens_details.reasoning_tokens;
     this.summary.textContent = tokens ? `Thought, ${count(tokens, "token")}` : "Thought";
   }
@@ -112,7 +112,7 @@ class Passage {
   text(text) {
     this.written += text;
     (this.tokens.lastElementChild ?? this.tokens.appendChild(make("span", { class: "token" }))).append(text);
-    this.timer ??= setTimeout(() => this.settle(), Math.max(PATIENCE, this.cost * SHARE));
+    this.timer ??= setTimeout(() => this.settle(), Math.max(RENDER_INTERVAL, this.cost * RENDER_SHARE));
   }
 
   /** Show all that was written. */
@@ -128,21 +128,25 @@ class Passage {
   }
 }
 
-/** What an answer's stats say, in a few words each. */
+/** An answer's stats, in a few words each. */
 function statements({ stats, usage, asked, begun, finish }) {
-  const by = stats.acceptance_by_position.map(percent).join(" ");
+  const rounds = Object.entries(stats.rounds_by_depth);
+  const tried = (position) => sum(rounds.map(([depth, count]) => (Number(depth) >= position ? count : 0)));
+  const by = stats.acceptance_by_position.filter((_, j) => tried(j + 1) >= MIN_TRIES).map(percent).join(" ");
+  const shares = by && ` (${by})`;
   return [
     count(usage.completion_tokens, "token"),
     count(stats.rounds, "round"),
     `${number(stats.tokens_per_round, 2)} tokens per round`,
-    by && `accepted ${number(stats.accepted_draft_tokens)} of ${number(stats.proposed_draft_tokens)} drafts (${by})`,
-    stats.drafter_kind && !stats.proposed_draft_tokens && "no drafts: they would not have paid",
+    stats.proposed_draft_tokens > 0 &&
+      `accepted ${number(stats.accepted_draft_tokens)} of ${number(stats.proposed_draft_tokens)} drafts${shares}`,
+    stats.paused_reason,
     stats.bypass_reason && `no drafts: ${stats.bypass_reason}`,
-    stats.num_draft_tokens_clamped_to && `depth held at ${stats.num_draft_tokens_clamped_to}`,
+    stats.num_draft_tokens_clamped_to && `depth limited to ${stats.num_draft_tokens_clamped_to}`,
     `${number(stats.generation_tps, 1)} tokens/s`,
     begun && `first token ${seconds((begun - asked) / 1000)}`,
     stats.prefix_cache_hit && `${number(stats.prefix_cache_hit)} of ${number(usage.prompt_tokens)} prompt tokens from cache`,
-    finish === "length" && "stopped at the limit",
+    finish === "length" && "stopped at the token limit",
     stats.exact ? "exact" : "not exact on this device",
   ].filter(Boolean);
 }

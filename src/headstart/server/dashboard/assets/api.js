@@ -1,21 +1,21 @@
-// What goes to the server and comes back. A key that is asked for is kept until the tab is closed.
+// Requests to the server. The API key is kept until the tab is closed.
 
 import { store } from "./store.js";
 
-const PATIENCE = 15_000; // milliseconds for what is no answer of the model's
+const TIMEOUT = 15_000; // milliseconds, except for answers of the model
 const kept = store("sessionStorage", "headstart-key");
-let asking = null; // one dialog for all that wait for a key
+let asking = null; // one dialog for all requests that wait for a key
 
 export const hasKey = () => kept.get() !== null;
 export const forgetKey = kept.forget;
 
-/** The response, once it is a good one; an error has the server's own words. `patience`: milliseconds for each try. */
-export async function call(path, { method = "GET", body, patience, signal } = {}) {
+/** The response, if it is a success; else an error with the server's message. `timeout`: milliseconds for each try. */
+export async function call(path, { method = "GET", body, timeout, signal } = {}) {
   for (;;) {
     const key = kept.get();
     const headers = key === null ? {} : { Authorization: `Bearer ${key}` };
     if (body !== undefined) headers["Content-Type"] = "application/json";
-    const until = patience === undefined ? signal : AbortSignal.timeout(patience);
+    const until = timeout === undefined ? signal : AbortSignal.timeout(timeout);
     const response = await fetch(path, { method, headers, signal: until, cache: "no-store", body: JSON.stringify(body) });
     if (response.ok) return response;
     if (response.status !== 401) throw new Error(await reason(response));
@@ -23,10 +23,10 @@ export async function call(path, { method = "GET", body, patience, signal } = {}
   }
 }
 
-export const read = async (path, options) => (await call(path, { patience: PATIENCE, ...options })).json();
+export const read = async (path, options) => (await call(path, { timeout: TIMEOUT, ...options })).json();
 
-/** Whether the server was not there, or did not answer in time. */
-export const isSilence = (error) => error instanceof TypeError || error.name === "TimeoutError";
+/** Whether the server could not be reached, or did not answer in time. */
+export const isUnreachable = (error) => error instanceof TypeError || error.name === "TimeoutError";
 
 /** The JSON of server-sent events, to the last. */
 export async function* events(response) {
@@ -34,15 +34,15 @@ export async function* events(response) {
   let rest = "";
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) throw new Error("The answer broke off.");
+    if (done) throw new Error("The connection closed before the answer was complete.");
     const whole = (rest + value).split("\n\n");
     rest = whole.pop();
     for (const event of whole) {
       const data = event.slice("data: ".length);
       if (data === "[DONE]") return;
-      const told = JSON.parse(data);
-      if (told.error) throw new Error(told.error.message);
-      yield told;
+      const message = JSON.parse(data);
+      if (message.error) throw new Error(message.error.message);
+      yield message;
     }
   }
 }
@@ -64,7 +64,7 @@ function askForKey(wrong) {
   dialog.showModal();
   return new Promise((resolve) => {
     dialog.addEventListener("close", () => {
-      if (dialog.returnValue === "open") kept.set(input.value); // else it was closed in the middle of a word
+      if (dialog.returnValue === "open") kept.set(input.value); // else it was dismissed
       asking = null;
       resolve();
     }, { once: true });

@@ -1,4 +1,4 @@
-// Charts as this page has them: uPlot with our colours, as wide as there is room. Another light needs other charts.
+// The page's charts: uPlot in our colours, as wide as their panel. Another theme needs new charts.
 
 import { colour, find, make } from "./page.js";
 
@@ -34,7 +34,7 @@ function figure(id, caption, note, options, data) {
   canvas.setAttribute("role", "img");
   const resized = new ResizeObserver(() => chart.setSize({ width: width(), height: HEIGHT }));
   resized.observe(place);
-  const describe = (words) => canvas.setAttribute("aria-label", `${caption}: ${words || "nothing yet"}`);
+  const describe = (words) => canvas.setAttribute("aria-label", `${caption}: ${words || "no data yet"}`);
   const destroy = () => {
     resized.disconnect();
     chart.destroy();
@@ -75,25 +75,25 @@ export function overTime(id, caption, note, lines, { least = 0, atLeast = 1, wri
       });
       const last = columns[0].length - 1;
       if (chart.cursor.left < 0) chart.setLegend({ idx: last < 0 ? null : last }, false); // no cursor: the last values
-      describe(lines.map((line, i) => inWords(line, columns[i + 1])).filter(Boolean).join("; "));
+      describe(lines.map((line, i) => describeLine(line, columns[i + 1])).filter(Boolean).join("; "));
     },
     destroy,
   };
 }
 
-/** Points that no line leads to would not be seen. */
+/** Indices of points without a neighbour, which no line would show. */
 function alone(chart, line) {
   const known = (i) => (chart.data[line][i] ?? null) !== null;
   return chart.data[0].map((_, i) => i).filter((i) => known(i) && !known(i - 1) && !known(i + 1));
 }
 
-/** What a line shows, for who cannot see it. */
-function inWords([label, , value], column) {
+/** What a line shows, for screen readers. */
+function describeLine([label, , value], column) {
   const known = column.filter((number) => number !== null);
   return known.length && `${label} ${value(known.at(-1))}, at most ${value(Math.max(...known))}`;
 }
 
-/** Bars side by side, of which one may stand out. Below each is its name, and below that its value. */
+/** Bars with their names and values below, of which one may be highlighted. */
 export function bars(id, caption, note, { least = 0, atLeast = 1, write }) {
   const paths = uPlot.paths.bars({ size: [0.62, 44], radius: 0.12 });
   const kind = (name) => ({ paths, fill: colour(name), width: 0, points: { show: false } });
@@ -124,14 +124,15 @@ export function bars(id, caption, note, { least = 0, atLeast = 1, write }) {
     [[], [], []],
   );
   return {
-    /** `standing`: whether the one of that number stands out. */
-    draw(names, drawn, standing = () => true) {
+    /** `highlighted`: whether the bar of that index is. */
+    draw(names, drawn, highlighted = () => true) {
       values = drawn;
       chart.setData([
         names,
-        drawn.map((value, i) => (standing(i) ? null : value)),
-        drawn.map((value, i) => (standing(i) ? value : null)),
+        drawn.map((value, i) => (highlighted(i) ? null : value)),
+        drawn.map((value, i) => (highlighted(i) ? value : null)),
       ]);
+      chart.redraw(false, true); // else the values below the bars stay as they were
       describe(drawn.map((value, i) => `${names[i]} ${write(value)}`).join(", "));
     },
     destroy,

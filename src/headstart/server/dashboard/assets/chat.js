@@ -5,15 +5,15 @@ import { find, make } from "./page.js";
 import { race } from "./race.js";
 
 let messages = [];
-let under = null; // what stops the answer under way
-let drafts = false; // the model can
+let running = null; // aborts the answer in progress
+let drafts = false; // whether the model can draft
 const wide = matchMedia("(min-width: 44rem)");
 
 export function show() {
   if (matchMedia("(pointer: fine)").matches) find("question").focus({ preventScroll: true });
 }
 
-/** Which model it is about. */
+/** Set the options for the served model. */
 export function serve(model) {
   drafts = model.native_mtp.available;
   for (let k = 1; k <= model.native_mtp.max_k; k++) find("depth").append(make("option", { value: k }, String(k)));
@@ -23,12 +23,12 @@ export function serve(model) {
   find("question").placeholder = `Ask ${model.id}. Enter sends, Shift+Enter is a new line.`;
 }
 
-/** What the options say, as fields of a request. */
+/** The options as fields of a request. */
 function options() {
   const fields = {};
   if (drafts) fields.num_draft_tokens = find("speculation").checked ? depth() : 0;
   if (find("temperature").value) fields.temperature = Number(find("temperature").value);
-  if (find("most").value) fields.max_tokens = Number(find("most").value);
+  if (find("max-tokens").value) fields.max_tokens = Number(find("max-tokens").value);
   if (find("thinking").value) fields.enable_thinking = find("thinking").value === "true";
   return fields;
 }
@@ -38,17 +38,17 @@ const depth = () => (find("depth").value === "auto" ? "auto" : Number(find("dept
 /** `reply(place, body, signal)` shows an answer in `place` and returns its text, or null if there is none. */
 async function ask(reply) {
   const question = find("question").value.trim();
-  if (!question || under !== null) return;
-  under = new AbortController();
+  if (!question || running !== null) return;
+  running = new AbortController();
   const asked = [...messages, { role: "user", content: question }];
   const place = make("article", { class: "turn", "aria-label": "Answer" });
   find("thread").append(make("article", { class: "turn question", "aria-label": "Question" }, question), place);
   find("thread").scrollTop = find("thread").scrollHeight;
   find("question").value = find("heard").textContent = "";
   busy(true);
-  const said = await reply(place, { messages: asked, ...options() }, under.signal);
-  if (said !== null) messages = [...asked, { role: "assistant", content: said }];
-  under = null;
+  const text = await reply(place, { messages: asked, ...options() }, running.signal);
+  if (text !== null) messages = [...asked, { role: "assistant", content: text }];
+  running = null;
   busy(false);
 }
 
@@ -56,12 +56,12 @@ async function answer(place, body, signal) {
   const one = new Answer();
   place.append(one.element);
   if (!(await one.ask(body, signal))) return null;
-  find("heard").textContent = one.content; // once, and not again with every word
+  find("heard").textContent = one.content; // read out once, not with every word
   return one.content;
 }
 
 function busy(yes) {
-  if (document.activeElement?.closest(".actions")) show(); // what was pressed goes, and would take the focus with it
+  if (document.activeElement?.closest(".actions")) show(); // the pressed button is hidden, and would take the focus with it
   find("send").disabled = yes;
   find("race").disabled = yes || !drafts;
   find("stop").hidden = !yes;
@@ -72,7 +72,7 @@ find("ask").addEventListener("submit", (event) => {
   ask(answer);
 });
 find("race").addEventListener("click", () => ask((place, body, signal) => race(place, body, depth(), signal)));
-find("stop").addEventListener("click", () => under?.abort());
+find("stop").addEventListener("click", () => running?.abort());
 find("question").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
@@ -80,16 +80,16 @@ find("question").addEventListener("keydown", (event) => {
   }
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && !event.isComposing && !find("chat").hidden) under?.abort();
+  if (event.key === "Escape" && !event.isComposing && !find("chat").hidden) running?.abort();
 });
 find("colours").addEventListener("change", (event) => find("thread").classList.toggle("coloured", event.target.checked));
 find("speculation").addEventListener("change", (event) => (find("depth").disabled = !event.target.checked));
-/** On a phone the options are folded; elsewhere there is nothing to fold. */
+/** On a phone the options are folded; elsewhere they are always open. */
 const fold = () => (find("options").open = wide.matches);
 wide.addEventListener("change", fold);
 fold();
 find("fresh").addEventListener("click", () => {
-  under?.abort();
+  running?.abort();
   messages = [];
   find("thread").replaceChildren();
   find("question").focus();

@@ -1,7 +1,7 @@
-// What the server does: numbers now, and the last hour in charts. The server keeps the samples; see history.py.
+// Current numbers and charts of the last hour. The server keeps the samples; see history.py.
 
 import { bars, overTime } from "./chart.js";
-import { bytes, find, make, number, percent, seconds } from "./page.js";
+import { bytes, find, make, MIN_TRIES, number, percent, seconds, sum } from "./page.js";
 
 const HOUR = 3600;
 const NOW = 10; // seconds that count as now
@@ -17,16 +17,16 @@ export function latest() {
   return samples?.time.at(-1) ?? 0;
 }
 
-/** Take in what the server has sampled since the last time. */
+/** Add the samples that the server has taken since the last update. */
 export function update(models) {
-  const [told] = Object.values(models);
-  const fresh = told.samples;
-  controller = told.controller;
-  interval = told.interval;
+  const [history] = Object.values(models);
+  const fresh = history.samples;
+  controller = history.controller;
+  interval = history.interval;
   if (samples === null) {
     samples = fresh;
   } else {
-    if (fresh.time[0] - latest() > GAP * told.interval) pause(latest() + told.interval);
+    if (fresh.time[0] - latest() > GAP * interval) addGap(latest() + interval);
     for (const name of Object.keys(samples)) samples[name].push(...fresh[name]);
     const old = samples.time.findIndex((time) => time > latest() - HOUR);
     for (const column of Object.values(samples)) column.splice(0, old);
@@ -34,8 +34,8 @@ export function update(models) {
   draw();
 }
 
-/** A sample of nothing, at which lines break. */
-function pause(time) {
+/** Add an empty sample, at which lines break. */
+function addGap(time) {
   for (const [name, column] of Object.entries(samples)) column.push(name === "time" ? time : null);
 }
 
@@ -47,8 +47,8 @@ export function show() {
   draw();
 }
 
-/** The light has changed. */
-export function relight() {
+/** Draw the charts again in the colours of the new theme. */
+export function retheme() {
   if (charts === null) return;
   for (const chart of Object.values(charts)) chart.destroy();
   find("charts").replaceChildren();
@@ -59,23 +59,23 @@ export function relight() {
 function makeCharts() {
   const whole = (value) => number(value, Number.isInteger(value) ? 0 : 1);
   return {
-    speed: overTime("speed", "Tokens per second", "all rows together", [["tokens/s", "accent", (v) => number(v, 1)]]),
-    yield: overTime("yield", "Tokens per round", "1 is what it is without drafts",
+    speed: overTime("speed", "Tokens per second", "all sequences together", [["tokens/s", "accent", (v) => number(v, 1)]]),
+    yield: overTime("yield", "Tokens per round", "1 without speculation",
       [["tokens per round", "accent", (v) => number(v, 2)]], { atLeast: 2, write: whole }),
-    acceptance: bars("acceptance", "Acceptance by position", "share of the rounds that drafted so far",
+    acceptance: bars("acceptance", "Acceptance by position", "share of the drafts proposed at each position",
       { write: percent }),
     depth: overTime("depth-chart", "Depth", "drafts per round, on average", [["depth", "accent", (v) => number(v, 2)]],
       { atLeast: 2, write: whole }),
-    gains: bars("gains", "What the controller thinks", "expected speed, 1 is no drafts; in colour: the last round",
+    gains: bars("gains", "Expected speed by depth", "relative to no drafts; highlighted: the last round",
       { write: (gain) => number(gain, 2) }),
-    rows: overTime("rows", "Rows and queue", "who decodes, whose prompt is read, who waits",
-      [["decoding", "accent", whole], ["reading", "blue", whole], ["waiting", "amber", whole]], { write: whole }),
-    first: overTime("first", "Time to first token", "from arrival, waiting included", [["first token", "accent", seconds]],
+    sequences: overTime("sequences", "Sequences and queue", "decoding, in prefill, and waiting for admission",
+      [["decoding", "accent", whole], ["prefill", "blue", whole], ["waiting", "amber", whole]], { write: whole }),
+    first: overTime("first", "Time to first token", "from arrival, queueing included", [["first token", "accent", seconds]],
       { atLeast: 0.01, write: seconds }),
-    prefix: overTime("prefix-chart", "Prefix-cache hits", "share of the prompts' tokens that need not be read",
+    prefix: overTime("prefix-chart", "Prefix-cache hits", "share of prompt tokens found in the cache",
       [["found", "accent", percent]], { write: percent }),
     memory: overTime("memory", "Memory", "as MLX counts it",
-      [["in use", "accent", bytes], ["prefix cache", "blue", bytes], ["kept for reuse", "muted", bytes]],
+      [["in use", "accent", bytes], ["prefix cache", "blue", bytes], ["allocator cache", "muted", bytes]],
       { atLeast: 1e6, write: bytes }),
   };
 }
@@ -93,14 +93,15 @@ function draw() {
   over(charts.speed, ratio("generation_tokens", "seconds"));
   over(charts.yield, ratio("generation_tokens", "rounds"));
   over(charts.depth, moving(s.proposed_by_position.map((row) => row && sum(row)), s.rounds, wide));
-  over(charts.rows, s.running, s.entering, s.queued);
+  over(charts.sequences, s.running, s.prefilling, s.queued);
   over(charts.first, ratio("first_token_seconds", "first_tokens"));
   over(charts.prefix, ratio("cached_tokens", "prompt_tokens"));
   over(charts.memory, s.active_bytes, s.prefix_bytes, s.cache_bytes);
 
   const proposed = byPosition(s.proposed_by_position);
   const accepted = byPosition(s.accepted_by_position);
-  charts.acceptance.draw(proposed.map((_, j) => j + 1), proposed.map((count, j) => (accepted[j] ?? 0) / count));
+  const tried = proposed.filter((count) => count >= MIN_TRIES); // there are never more at a later position
+  charts.acceptance.draw(tried.map((_, j) => j + 1), tried.map((count, j) => (accepted[j] ?? 0) / count));
   charts.gains.draw(controller.gains.map((_, k) => k), controller.gains, (k) => k === controller.depth);
   tiles(s, sum(proposed), sum(accepted));
 }
@@ -109,24 +110,24 @@ function tiles(s, proposed, accepted) {
   const now = Math.max(s.time.findIndex((time) => time > latest() - NOW), 0);
   const last = (name) => s[name].at(-1) ?? 0;
   const total = (name) => sum(s[name]);
-  const spoken = sum(s.generation_tokens.slice(now)) / sum(s.seconds.slice(now));
+  const speed = sum(s.generation_tokens.slice(now)) / sum(s.seconds.slice(now));
   const prompts = total("prompt_tokens");
   const shown = document.querySelector("input[name=range]:checked").parentElement.textContent.trim();
-  const told = [
-    ["Tokens/s", number(spoken, 1), `last ${NOW} s`],
+  const facts = [
+    ["Tokens/s", number(speed, 1), `last ${NOW} s`],
     ["Tokens/round", number(total("generation_tokens") / total("rounds"), 2), shown],
     ["Accepted", percent(accepted / proposed), shown],
     ["Depth", number(proposed / total("rounds"), 1), shown],
     ["First token", seconds(total("first_token_seconds") / total("first_tokens")), shown],
-    ["Rows", number(last("running") + last("entering")), `${number(last("queued"))} waiting`],
+    ["Sequences", number(last("running") + last("prefilling")), `${number(last("queued"))} waiting`],
     ["Prefix hits", prompts ? percent(total("cached_tokens") / prompts) : "–", shown],
     ["Memory", bytes(last("active_bytes")), "in use"],
   ];
   const tile = ([label, value, note]) => make("div", {}, make("dt", {}, label), make("dd", {}, value, make("small", {}, note)));
-  find("tiles").replaceChildren(...told.map(tile));
+  find("tiles").replaceChildren(...facts.map(tile));
 }
 
-/** One column to another over so many samples up to each; null where there is nothing to compare with. */
+/** The ratio of two columns over the last `wide` samples at each; null where there is nothing to divide by. */
 function moving(above, below, wide) {
   return above.map((_, i) => {
     if (below[i] === null) return null;
@@ -135,9 +136,7 @@ function moving(above, below, wide) {
   });
 }
 
-const sum = (numbers) => numbers.reduce((a, b) => a + (b ?? 0), 0);
-
-/** Columns of counts by position, added up. */
+/** The sums by position of rows of counts. */
 function byPosition(rows) {
   const totals = [];
   for (const row of rows) row?.forEach((count, j) => (totals[j] = (totals[j] ?? 0) + count));

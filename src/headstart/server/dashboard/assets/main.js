@@ -1,6 +1,6 @@
-// Where the page begins: which part of it is shown, in which light, and what the server is asked every two seconds.
+// The entry point: which part of the page is shown, in which theme, and polling the server every two seconds.
 
-import { isSilence, read } from "./api.js";
+import { isUnreachable, read } from "./api.js";
 import * as chat from "./chat.js";
 import * as live from "./live.js";
 import * as models from "./models.js";
@@ -8,8 +8,8 @@ import { find } from "./page.js";
 import * as settings from "./settings.js";
 import { store } from "./store.js";
 
-const EVERY = 2000; // as often as the server samples itself
-const PATIENCE = 10_000; // milliseconds
+const INTERVAL = 2000; // milliseconds, as often as the server takes samples
+const TIMEOUT = 10_000; // milliseconds
 const kept = store("localStorage", "headstart-theme");
 const THEMES = { auto: "◐", light: "☀", dark: "☾" };
 const shown = { live: live.show, chat: chat.show, models: models.show, settings: settings.show };
@@ -27,45 +27,45 @@ function route() {
   shown[name]();
 }
 
-function light(theme) {
+function applyTheme(theme) {
   document.documentElement.dataset.theme = theme;
   find("theme").textContent = THEMES[theme];
   find("theme").setAttribute("aria-label", `Theme: ${theme}`);
-  live.relight();
+  live.retheme();
 }
 
-function nextLight() {
+function nextTheme() {
   const themes = Object.keys(THEMES);
   const theme = themes[(themes.indexOf(document.documentElement.dataset.theme) + 1) % themes.length];
   kept.set(theme);
-  light(theme);
+  applyTheme(theme);
 }
 
-/** `trouble`: what is wrong, or nothing. */
-function tell(trouble) {
+/** Show what is wrong, or that nothing is. */
+function showTrouble(trouble) {
   const state = find("state");
   state.classList.toggle("bad", trouble !== "");
-  state.setAttribute("aria-label", trouble ? "in trouble" : "running");
+  state.setAttribute("aria-label", trouble ? "error" : "running");
   find("trouble").hidden = trouble === "";
   if (find("trouble").textContent !== trouble) find("trouble").textContent = trouble;
 }
 
-async function look() {
+async function poll() {
   try {
-    const health = await (await fetch("/health", { cache: "no-store", signal: AbortSignal.timeout(PATIENCE) })).json();
-    const { models: told } = await read(`/v1/history?after=${live.latest()}`, { patience: PATIENCE });
-    const [id] = Object.keys(told);
-    if (served !== null && served !== id) return location.reload(); // nothing here is about the model that came
-    live.update(told);
-    if (served === null) await meet(id);
-    tell(health.status === "ok" ? "" : `The engine is down: ${health.problem ?? "the server is stopping"}.`);
+    const health = await (await fetch("/health", { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT) })).json();
+    const { models: history } = await read(`/v1/history?after=${live.latest()}`, { timeout: TIMEOUT });
+    const [id] = Object.keys(history);
+    if (served !== null && served !== id) return location.reload(); // the page shows another model
+    live.update(history);
+    if (served === null) await loadModel(id);
+    showTrouble(health.status === "ok" ? "" : `The engine is down: ${health.problem ?? "the server is stopping"}.`);
   } catch (error) {
-    tell(isSilence(error) ? "The server does not answer." : error.message);
+    showTrouble(isUnreachable(error) ? "The server does not respond." : error.message);
   }
 }
 
-async function meet(id) {
-  const [model] = (await read("/v1/models", { patience: PATIENCE })).data;
+async function loadModel(id) {
+  const [model] = (await read("/v1/models", { timeout: TIMEOUT })).data;
   find("served").textContent = model.id;
   chat.serve(model);
   settings.serve(model);
@@ -74,9 +74,9 @@ async function meet(id) {
 
 async function watch() {
   for (;;) {
-    if (!document.hidden) await look();
+    if (!document.hidden) await poll();
     await new Promise((resolve) => {
-      const timer = setTimeout(done, EVERY);
+      const timer = setTimeout(done, INTERVAL);
       document.addEventListener("visibilitychange", done);
       function done() {
         clearTimeout(timer);
@@ -88,15 +88,15 @@ async function watch() {
 }
 
 function skip(event) {
-  event.preventDefault(); // its address would be that of another part
+  event.preventDefault(); // its hash would select another part of the page
   find("main").focus();
 }
 
 function begin() {
   document.querySelector(".skip").addEventListener("click", skip);
-  find("theme").addEventListener("click", nextLight);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", live.relight);
-  light(Object.hasOwn(THEMES, kept.get()) ? kept.get() : "auto");
+  find("theme").addEventListener("click", nextTheme);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", live.retheme);
+  applyTheme(Object.hasOwn(THEMES, kept.get()) ? kept.get() : "auto");
   addEventListener("hashchange", route);
   route();
   watch();

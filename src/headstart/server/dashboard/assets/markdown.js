@@ -1,9 +1,9 @@
-// Markdown as HTML, the only place where any is made of text. Whatever HTML a model writes is shown as it is written.
+// Render markdown as HTML, the only place where text becomes HTML. HTML in a model's answer is shown as text.
 
 import MarkdownIt from "./vendor/markdown-it/markdown-it.esm.min.mjs";
 
 const markdown = new MarkdownIt({ html: false, linkify: true, breaks: true });
-markdown.disable("image"); // nothing is fetched because a model says so
+markdown.disable("image"); // a model's answer must not make the browser fetch anything
 
 // Columns are aligned by class: the page allows no styles but those of its own sheets.
 markdown.core.ruler.push("align", (state) => {

@@ -1,9 +1,9 @@
-// The model that is loaded, those beside it on this machine, and those that are known.
+// The loaded model, the others on this machine, and the supported ones that are not here.
 
 import { read } from "./api.js";
 import { bytes, find, make, number } from "./page.js";
 
-const PATIENCE = 300_000; // milliseconds: a full disk takes a while to look through
+const TIMEOUT = 300_000; // milliseconds: a full disk takes a while to search
 let asked = false;
 
 export async function show() {
@@ -12,8 +12,8 @@ export async function show() {
   try {
     const loaded = (await read("/v1/models")).data;
     find("loaded").replaceChildren(...loaded.map(card));
-    find("on-disk").replaceChildren(make("p", { class: "quiet" }, "Looking …"));
-    const { on_disk, known } = await read("/v1/cards", { patience: PATIENCE });
+    find("on-disk").replaceChildren(make("p", { class: "quiet" }, "Searching …"));
+    const { on_disk, known } = await read("/v1/cards", { timeout: TIMEOUT });
     find("on-disk").replaceChildren(...on_disk.filter((model) => !model.loaded).map(card));
     find("known").replaceChildren(...known.map(card));
   } catch (error) {
@@ -33,8 +33,8 @@ function card(model) {
   ];
   const list = make("dl", { class: "facts" });
   for (const [name, values] of facts) {
-    const told = (values ?? []).filter(Boolean).join(", ");
-    if (told) list.append(make("dt", {}, name), make("dd", {}, told));
+    const text = (values ?? []).filter(Boolean).join(", ");
+    if (text) list.append(make("dt", {}, name), make("dd", {}, text));
   }
   const why = model.problem ?? (model.native_mtp.available ? null : model.native_mtp.reason);
   return make(
@@ -54,6 +54,6 @@ function badge({ problem, native_mtp: head }) {
 }
 
 function quantization({ quantization: how }) {
-  if (how === undefined) return null; // of a model that is not here nothing is known
+  if (how === undefined) return null; // not known of a model that is not here
   return how === null ? "none" : `${how.bits} bits, groups of ${how.group_size}`;
 }

@@ -1,4 +1,4 @@
-// Small things that every part of the page needs. Text is only ever put in as text.
+// Helpers for every part of the page. Text is only ever inserted as text.
 
 export const find = (id) => document.getElementById(id);
 
@@ -12,14 +12,18 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** A number with so many digits after the point, or a dash where there is none. */
+/** A number with `digits` digits after the point, or a dash if it is not a number. */
 export function number(value, digits = 0) {
   if (value === null || !Number.isFinite(value)) return "–";
   return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 }
 
-/** So many of them. */
+export const MIN_TRIES = 10; // drafts at a position before the share of accepted ones is shown: fewer say nothing
+
+/** A count with its noun. */
 export const count = (many, noun) => `${number(many)} ${noun}${many === 1 ? "" : "s"}`;
+
+export const sum = (numbers) => numbers.reduce((a, b) => a + (b ?? 0), 0);
 
 export const percent = (share) => (Number.isFinite(share) && share !== null ? `${Math.round(share * 100)}%` : "–");
 
@@ -32,7 +36,7 @@ export function seconds(value) {
   return value < 1 ? `${Math.round(value * 1000)} ms` : `${number(value, value < 10 ? 2 : 1)} s`;
 }
 
-/** A colour of the style sheet as a canvas wants it. */
+/** A colour of the style sheet in the form that a canvas accepts. */
 export function colour(name) {
   probe.style.color = `var(--${name})`;
   return getComputedStyle(probe).color;

@@ -1,17 +1,17 @@
 // The same prompt with speculation off and on. One after the other: side by side they would share the machine, and
 // slow each other down. With one seed for both the text must be the same, whatever the temperature. The clocks start
-// at the first token: who comes second finds the prompt in the prefix cache.
+// at the first token: the second finds the prompt in the prefix cache.
 
 import { Answer } from "./answer.js";
 import { make, number, seconds } from "./page.js";
 
-/** Run it, shown in `place`. Returns what was said with speculation on, or null if it was stopped or failed. */
+/** Run both in `place`. Returns the text with speculation on, or null if it was stopped or failed. */
 export async function race(place, body, depth, signal) {
   const seeded = { ...body, seed: Math.floor(Math.random() * 2 ** 31) };
   const [off, on] = [lane("Speculation off"), lane(depth === "auto" ? "Speculation on" : `Speculation on, depth ${depth}`)];
   const verdict = make("p", { class: "verdict", role: "status" });
   place.append(make("div", { class: "race" }, off.element, on.element), verdict);
-  on.clock.textContent = "waits";
+  on.clock.textContent = "waiting";
   for (const [each, k] of [[off, 0], [on, depth]]) {
     if (!(await run(each, { ...seeded, num_draft_tokens: k }, signal))) return null;
   }
@@ -28,7 +28,7 @@ function lane(title) {
 
 async function run({ answer, clock }, body, signal) {
   const tick = () => {
-    clock.textContent = answer.begun === null ? "reads" : seconds((performance.now() - answer.begun) / 1000);
+    clock.textContent = answer.begun === null ? "prefill" : seconds((performance.now() - answer.begun) / 1000);
   };
   const timer = setInterval(tick, 100);
   const well = await answer.ask(body, signal);
@@ -38,11 +38,11 @@ async function run({ answer, clock }, body, signal) {
 }
 
 function judge(off, on) {
-  if (on.stats.bypass_reason) return `No race: there were no drafts, since ${on.stats.bypass_reason}.`;
+  if (on.stats.bypass_reason) return `No comparison, there were no drafts: ${on.stats.bypass_reason.replace(/\.$/, "")}.`;
   const same = off.content === on.content && off.thought.written === on.thought.written;
-  const why = on.stats.exact ? "which should not be: please report it" : "as the kernels of this device let them";
-  const text = same ? "Both said the same, to the letter." : `The two differ, ${why}.`;
-  const times = on.stats.generation_tps / off.stats.generation_tps;
-  const speed = Number.isFinite(times) ? `${number(times, 2)} × the tokens per second, ` : "";
+  const why = on.stats.exact ? "which is a bug: please report it" : "because kernels on this device are not exact";
+  const text = same ? "Both texts are identical." : `The texts differ, ${why}.`;
+  const speedup = on.stats.generation_tps / off.stats.generation_tps;
+  const speed = Number.isFinite(speedup) ? `${number(speedup, 2)} × the tokens per second, ` : "";
   return `With speculation: ${speed}${number(on.stats.tokens_per_round, 2)} tokens per round instead of ${number(off.stats.tokens_per_round, 2)}. ${text}`;
 }

@@ -1,13 +1,13 @@
-// Speculation and the greatest depth for all requests, the prefix cache, and the key of this tab.
+// Speculation and the maximum depth for all requests, the prefix cache, and the API key of this tab.
 
 import { forgetKey, hasKey, read } from "./api.js";
 import { bytes, count, find, make, number } from "./page.js";
 
 let head = null; // the served model's
-let turn = Promise.resolve(); // questions go one after the other, so that what was pressed last holds
-let asked = 0; // and only the answer to the last is shown
+let turn = Promise.resolve(); // requests go one after the other, so that the last change wins
+let asked = 0; // only the response to the last is shown
 
-/** Which model it is about. */
+/** Set the choices for the served model. */
 export function serve(model) {
   head = model.native_mtp;
   find("set-depth").replaceChildren(
@@ -23,7 +23,7 @@ export function show() {
   if (head !== null) inTurn(load);
 }
 
-/** `question(isLast)`: asks, and shows what comes if there was no other question since. */
+/** `question(isLast)` sends a request, and shows the response if there was no other request since. */
 function inTurn(question) {
   const mine = ++asked;
   turn = turn.then(() => question(() => mine === asked));
@@ -33,7 +33,7 @@ async function load(isLast) {
   try {
     const now = await read("/v1/settings");
     if (isLast()) fill(now);
-    tellCache(await read("/v1/cache"));
+    showCache(await read("/v1/cache"));
   } catch (error) {
     tell(error.message, true);
   }
@@ -58,17 +58,17 @@ const change = (wanted) => inTurn(async (isLast) => {
     fill(now);
     if (!now.problem) tell("Saved.");
   } catch (error) {
-    await load(isLast); // what holds is what the server says
+    await load(isLast); // show what the server has
     tell(error.message, true);
   }
 });
 
-function tellCache(cache) {
+function showCache(cache) {
   find("clear").disabled = !cache.enabled;
   find("prefix-state").textContent = cache.enabled
-    ? `${count(cache.entries, "chunk")} of prompts in ${bytes(cache.bytes)} of ${bytes(cache.max_bytes)}. ` +
-      `Prompts that were resumed: ${number(cache.hits)}; that were not: ${number(cache.misses)}.`
-    : "Off: the server was started without one.";
+    ? `${count(cache.entries, "chunk")} in ${bytes(cache.bytes)} of ${bytes(cache.max_bytes)}; ` +
+      `hits: ${number(cache.hits)}, misses: ${number(cache.misses)}.`
+    : "Off: the server was started without a prefix cache.";
 }
 
 find("set-speculation").addEventListener("change", (event) => change({ speculation: event.target.checked }));
@@ -77,7 +77,7 @@ find("preferences").addEventListener("submit", (event) => event.preventDefault()
 find("prefix").addEventListener("submit", async (event) => {
   event.preventDefault();
   try {
-    tellCache(await read("/v1/cache", { method: "DELETE" }));
+    showCache(await read("/v1/cache", { method: "DELETE" }));
   } catch (error) {
     find("prefix-state").textContent = error.message;
   }

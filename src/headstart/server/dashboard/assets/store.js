@@ -1,4 +1,4 @@
-// What the browser keeps for us. Where it is told to keep nothing, things last as long as the page.
+// Values in the browser's storage. Where that is blocked, they last as long as the page.
 
 /** `kind`: the name of a Storage. */
 export function store(kind, name) {
