@@ -377,7 +377,8 @@ def test_health_tells_who_is_inside(server: Running, gate: threading.Event) -> N
     with server.http() as http:
         told = http.get("/health").json()
         assert told == {
-            "status": "ok", "model": "tiny", "problem": None, "restarts": 0, "running": 0, "prefilling": 0, "queued": 0
+            "status": "ok", "model": "tiny", "problem": None, "restarts": 0,
+            "running": 0, "prefilling": 0, "queued": 0,
         }  # fmt: skip
         with server.openai().chat.completions.create(**LONG, stream=True):
             wait_until(lambda: http.get("/health").json()["prefilling"] == 1)
