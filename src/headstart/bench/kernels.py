@@ -6,10 +6,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kernels import cpu
-from ..kernels.attention import attends
 from ..kernels.cuda import on_cuda
-from ..kernels.gated_delta import fuses
-from ..kernels.products import refusal, weights_of
+from ..kernels.cuda.attention import attention_fits
+from ..kernels.cuda.gated_delta import gated_delta_fits
+from ..kernels.cuda.products import matrix_weights, product_refusal
 from ..models import Model
 from ..state import KV, Recurrent
 
@@ -23,11 +23,12 @@ def kernels_in_use(model: Model) -> dict[str, str]:
         used["CPU"] = str(cpu.loaded())
     for layer, memory in zip(model.weights.layers, model.make_state(1).layers, strict=True):
         if isinstance(memory, KV):
-            ours = _on_cpu() and cpu.attends(model.dtype, layer.self_attn)
-            ours = ours or attends(1, layer.self_attn.num_attention_heads, memory.keys)
+            ours = _on_cpu() and cpu.native_attention_fits(model.dtype, layer.self_attn)
+            ours = ours or attention_fits(1, layer.self_attn.num_attention_heads, memory.keys)
             used["attention"] = OURS if ours else "mlx's"
         elif isinstance(memory, Recurrent):
-            ours = fuses(memory.state, model.dtype)
+            ours = _on_cpu() and cpu.native_gated_delta_fits(model.dtype, memory.state)
+            ours = ours or gated_delta_fits(memory.state, model.dtype)
             used["recurrence"] = OURS if ours else "mlx-lm's Metal kernel" if _on_metal() else "mlx-lm's stock ops"
     return used
 
@@ -49,8 +50,8 @@ def _products(model: Model) -> str:
 
 def _refusal(dtype: mx.Dtype, leaf: nn.Module) -> str | None:
     if not _on_cpu():
-        return refusal(dtype, weights_of(leaf))
-    return None if cpu.kind(dtype, leaf) is not None else "of another kind"
+        return product_refusal(dtype, matrix_weights(leaf))
+    return None if cpu.linear(leaf, dtype) is not None else "of another kind"
 
 
 def _on_cpu() -> bool:

@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import mlx.core as mx
 
-from ..kernels.cores import available
+from ..kernels.cpu import available_cores
 
 PACKAGES = ("headstart", "mlx", "mlx-lm")
 
@@ -34,7 +34,7 @@ def system_info() -> SystemInfo:
     return SystemInfo(
         system=_system(),
         processor=processor,
-        cores=available(),
+        cores=available_cores(),
         memory_gb=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         device=f"gpu: {_device_name(mx.gpu)}" if on_gpu else "cpu",
         versions={**{name: version(name) for name in PACKAGES}, "python": platform.python_version()},

@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from ..cards import MAX_K
 from ..kernels.cuda import on_cuda
-from ..kernels.products import MOST_ROWS
+from ..kernels.cuda.products import MOST_ROWS
 from ..models import Model
 
 TEXT = [3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41]

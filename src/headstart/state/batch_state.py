@@ -4,7 +4,9 @@ Lengths live on the device, where acceptance decides them; the host keeps an upp
 make room without asking.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 import mlx.core as mx
 
@@ -27,10 +29,11 @@ class BatchState:
     def capacity(self) -> int:
         return next((layer.capacity for layer in self.layers if isinstance(layer, KV)), 0)
 
-    def reserve(self, width: int, ahead: int = 0) -> mx.array:
+    def reserve(self, width: int, ahead: int = 0) -> Callable[[], mx.array]:
         """Make room for `width` positions, `ahead` past every row's length, and point the layers there.
 
-        Returns the attention mask [B, 1, width, reach]: a position sees everything up to itself.
+        Returns a function that makes the attention mask [B, 1, width, reach] for kernels that need one: a position
+        sees everything up to itself.
         """
         needed = max(self.bounds) + ahead + width
         if needed > self.capacity:
@@ -40,8 +43,13 @@ class BatchState:
         for layer in self.layers:
             if isinstance(layer, KV):
                 layer.offset, layer.reach = offset, reach
-        positions = offset[:, None] + mx.arange(width)  # [B, W]
-        return mx.arange(reach) <= positions[:, None, :, None]
+
+        @cache
+        def mask() -> mx.array:
+            positions = offset[:, None] + mx.arange(width)  # [B, W]
+            return mx.arange(reach) <= positions[:, None, :, None]
+
+        return mask
 
     def grow(self, capacity: int) -> None:
         for layer in self.layers:
