@@ -108,6 +108,24 @@ inline void copy_dense(const mx::array& from, bool widen, char* to) {
   }
 }
 
+// How many arrays share the description of this one. Each of an operation's outputs holds all inputs, and so
+// `is_donatable`, which expects one, is never true of an operation with several outputs. MLX keeps the member private;
+// an explicit instantiation may name it all the same.
+template <auto DESCRIPTION>
+struct Description {
+  friend long sharing(const mx::array& array) {
+    return (array.*DESCRIPTION).use_count();
+  }
+};
+template struct Description<&mx::array::array_desc_>;
+long sharing(const mx::array& array);
+
+// Whether an operation with so many outputs is the last to need the memory of its input.
+inline bool can_take_over(const mx::array& input, size_t outputs) {
+  const auto& data = input.data_shared_ptr();
+  return sharing(input) == long(outputs) && data.use_count() == 1 && data->is_owned();
+}
+
 class Operation : public mx::Primitive {
  public:
   Operation(const char* name, Chain chain)
@@ -141,7 +159,7 @@ class Operation : public mx::Primitive {
     for (int i = 0; i < int(outputs.size()); ++i) {
       mx::array& output = outputs[i];
       const int donor = chain_->donors_[i];
-      if (donor >= 0 && inputs[donor].is_donatable() && inputs[donor].flags().row_contiguous &&
+      if (donor >= 0 && can_take_over(inputs[donor], outputs.size()) && inputs[donor].flags().row_contiguous &&
           inputs[donor].data_size() == output.size()) {
         output.copy_shared_buffer(inputs[donor]);
       } else {
