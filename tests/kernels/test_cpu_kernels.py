@@ -16,10 +16,13 @@ from fixtures import random_model
 from headstart.kernels import cpu
 from headstart.kernels.cpu import build, load
 from headstart.kernels.gated_delta import stock_fold_and_run
+from headstart.kernels.products import product
 from headstart.kernels.types import Window
 from headstart.models.attention import attention
 from headstart.models.base import Norm
-from headstart.models.gated_delta_net import run_window
+from headstart.models.feed_forward import feed_forward, mlp_or_mixture
+from headstart.models.gated_delta_net import gated_delta_net, run_window
+from headstart.models.qwen3_5 import qwen3_5_project
 from headstart.models.residual import Residual
 from headstart.models.share import Alone
 from headstart.state import KV, Recurrent
@@ -388,6 +391,96 @@ def test_a_cache_is_written_in_place_only_where_nobody_else_has_it() -> None:
     assert not np.isnan(np.array(memory.keys)[0, :, :5]).any()
 
 
+# --- Whole parts of a layer
+
+
+def part_of_layer(family: str, dtype: str) -> nn.Module:
+    """A layer with GatedDeltaNet and an MLP or a mixture of experts."""
+    model = random_model(family, seed=TYPES.index(dtype) + 80)
+    layer: nn.Module = model.weights.layers[0]
+    layer.set_dtype(getattr(mx, dtype))
+    return layer
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("bits", [0, 4])
+@pytest.mark.parametrize("family", ["dense", "moe"])
+def test_a_feed_forward_is_that_of_stock_ops(
+    family: str, bits: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = part_of_layer(family, dtype).mlp
+    if bits:
+        nn.quantize(module, group_size=32, bits=bits)
+    size = (module.gate if family == "moe" else module.down_proj).weight.shape[-1 if family == "moe" else 0]
+    size = 64 if bits else size
+    x, before = normal(3, 3, 5, size, dtype=dtype), normal(4, 3, 5, size, dtype=dtype)
+    residual = Residual(before, Norm(size, 1e-6), Alone())
+    total, normed = feed_forward(module, x, residual)
+    made, _ = feed_forward(module, x, nothing(x))
+    assert mx.array_equal(total, before + made), "the sum is that of the parts"
+    assert mx.array_equal(normed, native().norm(total, residual.norm.weight, 1e-6)[0])
+    for row, token in ((0, 0), (2, 3)):
+        alone = x[row : row + 1, token : token + 1]
+        assert mx.array_equal(feed_forward(module, alone, nothing(alone))[0][0, 0], made[row, token])
+    mx.eval(made)
+    monkeypatch.setattr(load, "_loaded", load.Loaded(None, "stock"))
+    module.set_dtype(mx.float32)  # stock ops round to bfloat16 more often than ours
+    expected = exact(mlp_or_mixture(module, x.astype(mx.float32)))
+    np.testing.assert_allclose(exact(made), expected, atol=4 * ulp(dtype) * np.abs(expected).max())
+
+
+def test_the_first_of_equal_experts_is_chosen_and_scores_are_a_softmax() -> None:
+    """Experts that say their own number show who was chosen: routers alone are not a function in Python."""
+    E, H, top = 6, 32, 2
+    say = mx.zeros((E, H, H))
+    identity = (mx.eye(H), None, None, 0, 0)
+    zero, one = (mx.zeros((H, H)), None, None, 0, 0), (mx.zeros((1, H)), None, None, 0, 0)
+    up = mx.broadcast_to(mx.eye(H), (E, H, H)) * mx.arange(1, E + 1).reshape(E, 1, 1)
+    gate = say + mx.eye(H) * 30  # silu(30) is 30
+    down = mx.broadcast_to(mx.eye(H), (E, H, H)) / 30
+    experts = [(mx.contiguous(a), None, None, 0, 0) for a in (gate, up, down)]
+    x = mx.ones((1, 1, H))
+    for logits, expected in (([1, 1, 1, 1, 1, 1], (1 + 2) / 2), ([0, 0, 5, 0, 5, 0], (3 + 5) / 2)):
+        router = (mx.broadcast_to(mx.array(logits, mx.float32)[:, None] / H, (E, H)), None, None, 0, 0)
+        (made,) = native().mixture(x, [router, one], [zero, zero, identity], experts, top, True)
+        np.testing.assert_allclose(np.array(made), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_chained_layer_has_the_bits_of_its_kernels_one_by_one(dtype: str) -> None:
+    layer = part_of_layer("dense", dtype).linear_attn
+    x, accepted = normal(3, 2, 4, layer.in_proj_qkv.weight.shape[1], dtype=dtype), mx.array([0, 0], mx.int32)
+    chained, single = blank(layer, 2, dtype), blank(layer, 2, dtype)
+    for count in ([0, 0], [3, 1]):
+        accepted = mx.array(count, mx.int32)
+        found, _ = gated_delta_net(layer, qwen3_5_project, x, chained, accepted, 1, nothing(x))
+        y = run_window(layer, qwen3_5_project(layer, x), single, accepted, 1)
+        assert mx.array_equal(found, product(y.reshape(2, 4, -1), layer.out_proj))
+        assert mx.array_equal(chained.state, single.state)
+        assert mx.array_equal(chained.conv, single.conv)
+
+
+def test_a_layer_that_does_not_fit_is_called_as_it_is() -> None:
+    """Layers that are on several machines are other kinds."""
+
+    class Twice(nn.Linear):
+        def __call__(self, x: mx.array) -> mx.array:
+            return 2 * super().__call__(x)
+
+    x = normal(1, 4, 256)
+    for layer in (nn.Linear(256, 64), Twice(256, 64, bias=False)):
+        assert cpu.linear(layer, x.dtype) is None
+        assert mx.array_equal(product(x, layer), layer(x))
+
+
+def test_weights_that_are_replaced_are_seen() -> None:
+    x, layer = normal(1, 4, 256), nn.Linear(256, 64, bias=False)
+    before = product(x, layer)
+    layer.weight = 2 * layer.weight
+    np.testing.assert_allclose(exact(product(x, layer)), 2 * exact(before), rtol=1e-6)
+    assert "_linear" not in layer.parameters()
+
+
 # --- Every CPU
 
 
@@ -403,6 +496,9 @@ def variant(name: str) -> Any:
     return module
 
 
+MLP = ((1, (70, 390)), (2, (70, 390)), (3, (390, 70)))
+
+
 def everything(module: Any, dtype: str) -> list[mx.array]:
     """What a module makes of the same inputs, of sizes that leave rests everywhere."""
     x = normal(1, 11, 390, dtype=dtype)
@@ -411,6 +507,12 @@ def everything(module: Any, dtype: str) -> list[mx.array]:
     for bits in (2, 3, 4, 5, 6, 8):
         made += multiply(module, x[:, :384], [quantised(bits, 32, dtype, 21, 384)[0]], bits, 32)
     made += module.norm(x, normal(2, 390), 1e-6, x * x)
+    gate, up, down = ((normal(n, *shape, dtype=dtype, scale=0.05), None, None, 0, 0) for n, shape in MLP)
+    residual = (normal(9, 11, 390, dtype=dtype), normal(10, 390), 1e-6)
+    made += module.mlp(x, gate, up, down, residual)
+    router, one = ((normal(n, n, 390, dtype=dtype), None, None, 0, 0) for n in (6, 1))
+    experts = [(normal(n, 6, *shape, dtype=dtype, scale=0.05), None, None, 0, 0) for n, shape in MLP]
+    made += module.mixture(x, [router, one], [gate, up, down], experts, 3, True, residual)
     layer, accepted = net(dtype), mx.array([2, 0], mx.int32)
     small = [layer.conv1d.weight, layer.A_log, layer.dt_bias, layer.norm.weight]
     memory = blank(layer, 2, dtype)
@@ -451,10 +553,9 @@ def test_other_cpus_compute_the_same_bits(name: str, dtype: str) -> None:
 # --- Threads
 
 
-def test_threads_change_no_bit_and_a_fork_computes() -> None:
-    """One thread, three threads with more parts than threads, and the child of a fork, which has no workers."""
+def test_threads_change_no_bit() -> None:
+    """One thread, and three threads with more parts than threads."""
     code = """
-import os, sys
 import mlx.core as mx
 from headstart.kernels.cpu import build, load
 module = load.open_module(str(build.extension()))

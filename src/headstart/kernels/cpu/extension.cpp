@@ -42,7 +42,8 @@ struct Linear {
     require(weight.ndim() == 2 || weight.ndim() == 3, "weights must be [N, K], with experts [experts, N, K]");
     require(bool(scales) == bool(bits) && bool(biases) == bool(bits), "a layer must be dense or have scales and biases");
     if (!bits) return;
-    require(bits >= 2 && bits <= 8 && bits != 7 && group % 32 == 0 && group, "unknown bits");
+    require(bits >= 2 && bits <= 8 && bits != 7, "unknown bits");
+    require(group >= 32 && (group & (group - 1)) == 0, "unknown group");
     require(weight.dtype() == mx::uint32 && weight.shape(-1) * 32l % (long(bits) * group) == 0, "unknown codes");
     require(scales->dtype() == mx::float32 || scales->dtype() == mx::bfloat16, "unknown scales");
     require(biases->dtype() == scales->dtype() && biases->shape() == scales->shape(), "unknown biases");
@@ -56,7 +57,7 @@ struct Linear {
     return bits ? weight.shape(-1) * 32l / bits : weight.shape(-1);
   }
   bool alike(const Linear& other) const {
-    return bits == other.bits && group == other.group;
+    return bits == other.bits && group == other.group && (!bits || scales->dtype() == other.scales->dtype());
   }
 };
 using Linears = std::vector<Linear>;

@@ -27,6 +27,7 @@ constexpr long LEAST = 1 << 16;  // multiplications that are worth another threa
 // instead. Other codes are unpacked in their order, and dense weights in pairs of lanes.
 struct Arrangement {
   int bits = 0, group = 0;  // of the weights; 0: dense
+  bool wide = false;        // their scales and biases are float32
 
   constexpr int per_word() const {
     return bits && 32 % bits == 0 ? 32 / bits : 0;
@@ -40,20 +41,22 @@ struct Arrangement {
   }
 };
 
-// Rows of activations as float32, arranged, with zeros up to a whole block. With quantised weights also, block by block,
-// the sum of what every lane meets: biases are multiplied with it.
+// Rows of activations as float32, arranged, with zeros up to a whole block. With quantised weights also the sum of every
+// group, in pairs: biases are dense weights of these.
 template <typename T>
 class Activations {
  public:
   Activations(const T* x, long rows, long K, Arrangement order)
-      : K_(K), order_(order), padded_(order.blocks(K) * order.block()), lanes_(order.bits ? order.blocks(K) * LANES : 0),
-        values_(rows * padded_), sums_(rows * lanes_) {
+      : K_(K), order_(order), padded_(order.blocks(K) * order.block()),
+        groups_(order.bits ? (K / order.group + PAIR - 1) / PAIR * PAIR : 0), values_(rows * padded_),
+        sums_(rows * groups_) {
     constexpr long SOME = 16;  // rows of a part
     pool().run((rows + SOME - 1) / SOME, [&](uint32_t part) {
       for (long r = part * SOME; r < std::min<long>(rows, (part + 1) * SOME); ++r) {
         if (!order_.bits) in_pairs(x + r * K, row(r));
-        else if (order_.per_word()) in_words(x + r * K, row(r), sums_.data() + r * lanes_);
-        else in_order(x + r * K, row(r), sums_.data() + r * lanes_);
+        else if (order_.per_word()) in_words(x + r * K, row(r));
+        else for (long k = 0; k < K; ++k) row(r)[k] = to_float(x[r * K + k]);
+        if (order_.bits) add_groups(x + r * K, sums_.data() + r * groups_);
       }
     });
   }
@@ -62,7 +65,7 @@ class Activations {
     return values_.data() + r * padded_;
   }
   const float* sums(long r) const {
-    return sums_.data() + r * lanes_;
+    return sums_.data() + r * groups_;
   }
 
  private:
@@ -75,27 +78,29 @@ class Activations {
     for (; k < K_; ++k) to[place<T>(k)] = to_float(from[k]);
   }
 
-  void in_words(const T* from, float* to, float* sums) {
+  void in_words(const T* from, float* to) {
     const int per = order_.per_word();
     for (long word = 0; word < K_ / per; ++word) {
       float* block = to + word / LANES * LANES * per + word % LANES;
-      float total = 0.0f, scale = 1.0f;
+      float scale = 1.0f;
       for (int j = 0; j < per; ++j, scale /= float(1 << order_.bits)) {
         const float x = to_float(from[word * per + j]);
         block[j * LANES] = j == per - 1 ? x : x * scale;
-        total += x;
       }
-      sums[word] = total;
     }
   }
 
-  void in_order(const T* from, float* to, float* sums) {
-    for (long k = 0; k < K_; ++k) to[k] = to_float(from[k]), sums[k / order_.group * LANES + k % LANES] += to[k];
+  void add_groups(const T* from, float* sums) {
+    for (long g = 0; g < K_ / order_.group; ++g, from += order_.group) {
+      float lanes[LANES] = {};
+      for (long k = 0; k < order_.group; ++k) lanes[k % LANES] += to_float(from[k]);
+      sums[order_.wide ? place<float>(g) : place<bfloat>(g)] = sum(load(lanes));
+    }
   }
 
   long K_;
   Arrangement order_;
-  long padded_, lanes_;
+  long padded_, groups_;
   std::vector<float> values_, sums_;
 };
 
@@ -114,6 +119,12 @@ struct Dense {
     Lanes each[SUMS];
     UNROLL for (int c = 0; c < C; ++c) ws[c] = w + (n + (c < count ? c : count - 1)) * K;
     UNROLL for (int i = 0; i < SUMS; ++i) each[i] = splat(0.0f);
+    add_rows(x, ws, each);
+    sums(each, out);
+  }
+
+  template <int R, int C>
+  void add_rows(const float* const (&x)[R], const T* (&ws)[C], Lanes (&each)[R * C]) const {
     long k = 0;
     for (; k + PAIR <= K; k += PAIR) add(x, ws, k, k, each);
     if (k < K) {  // the rest, with zeros behind it
@@ -121,7 +132,6 @@ struct Dense {
       UNROLL for (int c = 0; c < C; ++c) std::memcpy(rest[c], ws[c] + k, (K - k) * sizeof(T)), ws[c] = rest[c];
       add(x, ws, k, 0, each);
     }
-    sums(each, out);
   }
 
  private:
@@ -141,26 +151,48 @@ template <int BITS>
 struct Quantised {
   static constexpr int SUMS = NATIVE == LANES ? 8 : 4;
   static constexpr int PER_WORD = 32 % BITS == 0 ? 32 / BITS : 0;
+  // Where a lane finds the scale of the group that its codes are of: in which of eight words, and where there.
+  struct Places {
+    Bits words[LANES / NATIVE], shifts[LANES / NATIVE], mask;
+
+    Places(long group, bool wide) {
+      const int lanes = PER_WORD && group < LANES * PER_WORD ? group / PER_WORD : LANES;  // of a group: a power of two
+      const int shift = __builtin_ctz(lanes);
+      UNROLL for (int i = 0; i < LANES; ++i) {
+        const uint32_t place = i >> shift;
+        words[i / NATIVE][i % NATIVE] = wide ? place : place >> 1;
+        shifts[i / NATIVE][i % NATIVE] = wide || place & 1 ? 0 : 16;  // a bfloat16 is the upper half of a float32
+      }
+      mask = Bits{} + (wide ? 0xffffffffu : 0xffff0000u);
+    }
+  };
+
   const uint8_t* w;
-  const void *scales, *biases;
+  const char *scales, *biases;
   bool wide;
-  long K, group;
+  long K, group, N;
+  Places places = Places(group, wide);
+  int shift = __builtin_ctzl(group);  // groups are powers of two, and divisions slow
+  long groups = K / group, block = Arrangement{BITS, int(group)}.block(), blocks = (K + block - 1) / block;
 
   template <int R>
   void tile(const float* const (&x)[R], const float* const (&x_sums)[R], long n, long count, float* out) const {
     constexpr int C = SUMS / R;
-    const Arrangement order = {BITS, int(group)};
-    const long groups = K / group, row = K / 8 * BITS, block = order.block(), blocks = order.blocks(K);
-    static thread_local std::vector<float> memory;  // scales and biases, with zeros behind them
-    const long stride = groups + LANES;
-    memory.resize(2 * C * stride);
+    const long row = K / 8 * BITS, size = wide ? 4 : 2, scales_row = groups * size;
+    static thread_local std::vector<char> memory;
     const uint8_t* ws[C];
+    const char *ss[C], *bs[C];
     Lanes each[SUMS], part[SUMS];
     UNROLL for (int c = 0; c < C; ++c) {
       const long at = n + (c < count ? c : count - 1);
-      ws[c] = w + at * row;
-      widen(scales, at * groups, groups, &memory[2 * c * stride]);
-      widen(biases, at * groups, groups, &memory[(2 * c + 1) * stride]);
+      ws[c] = w + at * row, ss[c] = scales + at * scales_row, bs[c] = biases + at * scales_row;
+    }
+    if ((n + C) * scales_row + 32 > N * scales_row) {  // `spread` reads 32 bytes, some of them behind a row
+      memory.assign(C * (scales_row + 32), 0);
+      UNROLL for (int c = 0; c < C; ++c) {
+        char* copy = &memory[c * (scales_row + 32)];
+        std::memcpy(copy, ss[c], scales_row), ss[c] = copy;
+      }
     }
     UNROLL for (int i = 0; i < SUMS; ++i) each[i] = splat(0.0f);
     for (long b = 0; b < blocks; ++b) {
@@ -169,46 +201,48 @@ struct Quantised {
       if constexpr (PER_WORD) add_words(x, ws, k, part);
       else add_stream(x, ws, k, k + block == K, part);
       UNROLL for (int c = 0; c < C; ++c) {
-        const float* of_block = &memory[2 * c * stride] + k / group;
-        const Lanes scale = spread(of_block), bias = spread(of_block + stride);
-        UNROLL for (int r = 0; r < R; ++r) {
-          each[r * C + c] = fma(scale, part[r * C + c], each[r * C + c]);
-          each[r * C + c] = fma(bias, load(x_sums[r] + b * LANES), each[r * C + c]);
-        }
+        const Lanes scale = spread(ss[c] + (k >> shift) * size, places);
+        UNROLL for (int r = 0; r < R; ++r) each[r * C + c] = fma(scale, part[r * C + c], each[r * C + c]);
       }
     }
+    if (wide) add_biases<float>(x_sums, bs, groups, each);
+    else add_biases<bfloat>(x_sums, bs, groups, each);
     sums(each, out);
   }
 
  private:
   typedef int32_t Ints __attribute__((vector_size(4 * NATIVE)));
 
-  void widen(const void* from, long first, long n, float* to) const {
-    if (wide) std::memcpy(to, static_cast<const float*>(from) + first, n * sizeof(float));
-    else for (long i = 0; i < n; ++i) to[i] = to_float(static_cast<const bfloat*>(from)[first + i]);
-    std::memset(to + n, 0, LANES * sizeof(float));
+  template <typename T, int R, int C>
+  static void add_biases(const float* const (&x)[R], const char* const (&biases)[C], long groups, Lanes (&each)[R * C]) {
+    const T* rows[C];
+    UNROLL for (int c = 0; c < C; ++c) rows[c] = reinterpret_cast<const T*>(biases[c]);
+    Dense<T>{nullptr, groups}.add_rows(x, rows, each);
   }
 
-  // To every lane the number of the group that its codes are of.
-  template <int N = LANES>
-  Vec<N> spread(const float* from, int lane = 0) const {
-    if constexpr (N == NATIVE) {
-      if (!PER_WORD || group >= LANES * PER_WORD) return splat<N>(*from);
-      const int lanes = group / (PER_WORD ? PER_WORD : 1);  // of a group; a power of two
-      Ints places;
-      const int shift = __builtin_ctz(lanes);
-      UNROLL for (int i = 0; i < N; ++i) places[i] = (lane + i) >> shift;
-#if !defined(HEADSTART_PORTABLE) && defined(__AVX512F__)
-      return {_mm512_permutexvar_ps((__m512i)places, _mm512_loadu_ps(from))};
-#elif !defined(HEADSTART_PORTABLE) && defined(__AVX2__)
-      return {_mm256_permutevar8x32_ps(_mm256_loadu_ps(from), (__m256i)places)};
+  // To every lane its scale, from that of a block's first group on.
+  template <int V = LANES, int PIECE = 0>
+  static Vec<V> spread(const char* from, const Places& places) {
+    if constexpr (V == NATIVE) {
+      Bits found;
+#if !defined(HEADSTART_PORTABLE) && (defined(__AVX512F__) || defined(__AVX2__))
+      const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+#if defined(__AVX512F__)
+      found = (Bits)_mm512_permutexvar_epi32((__m512i)places.words[PIECE], _mm512_castsi256_si512(words));
 #else
-      Floats found;
-      UNROLL for (int i = 0; i < N; ++i) found[i] = from[places[i]];
-      return {found};
+      found = (Bits)_mm256_permutevar8x32_epi32(words, (__m256i)places.words[PIECE]);
 #endif
+#else
+      UNROLL for (int i = 0; i < V; ++i) {
+        uint32_t word;
+        std::memcpy(&word, from + 4 * places.words[PIECE][i], 4);
+        found[i] = word;
+      }
+#endif
+      return {(Floats)((found << places.shifts[PIECE]) & places.mask)};
     } else {
-      return {spread<N / 2>(from, lane), spread<N / 2>(from, lane + N / 2)};
+      return {
+          spread<V / 2, PIECE>(from, places), spread<V / 2, PIECE + V / 2 / NATIVE>(from, places)};
     }
   }
 
@@ -324,7 +358,7 @@ inline void with(const Matrix& m, long K, long expert, const F& f) {
   auto quantised = [&]<int BITS>() {
     const long groups = expert * m.N * (K / m.group) * (m.wide ? 4 : 2);
     const auto* w = static_cast<const uint8_t*>(m.w) + expert * m.N * (K / 8 * BITS);
-    f(Quantised<BITS>{w, (const char*)m.scales + groups, (const char*)m.biases + groups, m.wide, K, m.group});
+    f(Quantised<BITS>{w, (const char*)m.scales + groups, (const char*)m.biases + groups, m.wide, K, m.group, m.N});
   };
   switch (m.bits) {
     case 2: return quantised.template operator()<2>();
@@ -343,7 +377,7 @@ struct Group {
 
 template <typename T>
 void products(const Product<T>& op) {
-  Activations<T> x(op.x, op.rows, op.K, {op.matrices[0].bits, op.matrices[0].group});
+  Activations<T> x(op.x, op.rows, op.K, {op.matrices[0].bits, op.matrices[0].group, op.matrices[0].wide});
   // Row by row of the output: which rows of it, expert after expert.
   const long rows = op.experts ? op.rows * op.top : op.rows;
   std::vector<long> order(rows);
