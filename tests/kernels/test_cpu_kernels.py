@@ -391,6 +391,25 @@ def test_a_cache_is_written_in_place_only_where_nobody_else_has_it() -> None:
     assert not np.isnan(np.array(memory.keys)[0, :, :5]).any()
 
 
+def test_a_cache_and_a_state_that_nobody_else_has_are_written_in_place() -> None:
+    """Or every step would copy all of them. Whoever has an array too is found by counting its owners in MLX."""
+    layer, x = attending("float32"), normal(3, 1, 2, attending("float32").q_proj.weight.shape[1])
+    memory = cached(layer, [3], 64, "float32")
+    mx.eval(memory.arrays())
+    places = [address(array) for array in memory.arrays()]
+    mx.eval(attention(layer, x, no_mask, memory, nothing(x)), memory.arrays())
+    assert [address(array) for array in memory.arrays()] == places
+    recurrent = blank(net("float32"), 1, "float32")
+    mx.eval(recurrent.arrays())
+    place = address(recurrent.state)
+    mx.eval(run_window(net("float32"), window(net("float32"), 1, 3, "float32"), recurrent, none(1), 1))
+    assert address(recurrent.state) == place
+
+
+def address(array: mx.array) -> int:
+    return int(np.asarray(memoryview(array)).ctypes.data)  # type: ignore[arg-type]
+
+
 # --- Whole parts of a layer
 
 
