@@ -1,14 +1,17 @@
-"""Native CPU kernels beside stock ops: products, steps, prompts, in one interleaved run.
+"""Native CPU kernels beside stock MLX: products, steps, windows, drafts, prompts and whole texts in one run.
 
-    python bench/cpu.py [--repeats 9] [--models tiny-qwen3.5,tiny-qwen3.5-moe]
+    python bench/cpu.py [--repeats 9] [--models tiny-qwen3.5,tiny-qwen3.5-moe] [--tokens 200]
 
-Both sides run by turns in one process, so that a machine's moods meet both; of each the best time counts. The limit
-is what reading the weights once takes at the bandwidth that is measured first: no kernel can be faster.
+All measurements take turns in one process, so that a busy machine slows both sides alike; the best time of each
+counts. The limit is the time that reading the weights once takes at the bandwidth that is measured first. Stock MLX
+uses one core.
 """
 
 import argparse
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -16,81 +19,176 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 import headstart
+from headstart.bench.prompts import KINDS, builtin_prompts
+from headstart.engine import Engine, Request
 from headstart.engine.step import prefill_prompts, step
 from headstart.kernels.cpu import load
 from headstart.kernels.products import product
+from headstart.models import Model
+from headstart.sampling import SamplingParams
 
 PROMPT = "The history of computing is long. In the beginning there were "
 STOCK = load.Loaded(None, "stock (bench)")
+PATIENCE = 20.0  # seconds that stock MLX may take for all repeats of one measurement
+
+
+@dataclass
+class Case:
+    """Something to time with native kernels and, unless `native_only`, with stock MLX."""
+
+    name: str
+    run: Callable[[], Any]
+    size: int  # bytes of weights that are read
+    calls: int = 1
+    native_only: bool = False
+    best: dict[bool, float] = field(default_factory=dict)  # milliseconds of a call, by whether it is native
+    spent: float = 0.0  # seconds, with stock MLX
+
+    def time(self, native: load.Loaded) -> None:
+        for ours in (True,) if self.native_only or self.spent > PATIENCE else (True, False):
+            load._loaded = native if ours else STOCK
+            begin = time.perf_counter()
+            for _ in range(self.calls):
+                self.run()
+            seconds = time.perf_counter() - begin
+            self.best[ours] = min(self.best.get(ours, float("inf")), seconds / self.calls * 1e3)
+            self.spent += 0.0 if ours else seconds
+        load._loaded = native
+
+    @property
+    def ms(self) -> float:
+        return self.best[True]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--models", default="tiny-qwen3.5,tiny-qwen3.5-moe")
+    parser.add_argument("--tokens", type=int, default=200, help="length of the texts of the last table; 0 for none")
     args = parser.parse_args()
     mx.set_default_device(mx.cpu)
-    native = load.loaded()
+    native, names = load.loaded(), args.models.split(",")
     speed = bandwidth()
-    print(f"{native}; reads {speed / 1e9:.1f} GB/s\n")
+    loaded = {name: headstart.load(name) for name in names}
+    cases = [*product_cases(), *(case for name in names for case in model_cases(name, *loaded[name]))]
+    for _ in range(args.repeats):
+        for case in cases:
+            case.time(native)
+
+    print(f"{native}; weights are read at {speed / 1e9:.1f} GB/s\n")
     print("| what | stock ms | native ms | ratio | limit ms |\n| --- | --- | --- | --- | --- |")
-
-    def row(name: str, run: Callable[[], Any], size: int, calls: int = 1) -> float:
-        """Time a call on both sides; `size` bytes are read."""
-        best = {True: float("inf"), False: float("inf")}
-        for _ in range(args.repeats):
-            for ours in best:
-                load._loaded = native if ours else STOCK
-                begin = time.perf_counter()
-                for _ in range(calls):
-                    run()
-                best[ours] = min(best[ours], (time.perf_counter() - begin) / calls)
-        load._loaded = native
-        ms = {ours: seconds * 1e3 for ours, seconds in best.items()}
-        print(
-            f"| {name} | {ms[False]:.3f} | {ms[True]:.3f} | {ms[False] / ms[True]:.1f} | {size / speed * 1e3:.3f} |"
+    for case in cases:
+        stock = case.best.get(False)
+        beside = f"{stock:.3f} | {case.ms:.3f} | {stock / case.ms:.1f}×" if stock else f" | {case.ms:.3f} |"
+        print(f"| {case.name} | {beside} | {case.size / speed * 1e3:.3f} |")
+    times = {case.name: case.ms for case in cases}
+    print("\n| ratio of native times | |\n| --- | --- |")
+    for shape in ("1024×384", "12288×384", "4096×4096"):
+        for bits in (16, 4):
+            over = times[f"product {shape}, {bits} bits, 4 rows"] / times[f"product {shape}, {bits} bits, 1 rows"]
+            print(f"| product {shape}, {bits} bits: 4 rows over 1 | {over:.2f} |")
+    for name in names:
+        plain, drafting, one, four, draft = (
+            times[f"{name}: {what}"]
+            for what in ("step, k = 0", "step, k = 3", "window of 1", "window of 4", "one draft")
         )
-        return ms[True]
+        print(f"| {name}: window of 4 over 1 | {four / one:.2f} |")
+        print(f"| {name}: one draft over a step | {draft / plain:.2f} |")
+        print(f"| {name}: step with k = 3 over k = 0 | {drafting / plain:.2f} |")
+    if args.tokens:
+        print("\n| tokens/s | k = 0 | auto | ratio |\n| --- | --- | --- | --- |")
+        texts(names[0], *loaded[names[0]], args.tokens)
 
+
+def product_cases() -> Iterator[Case]:
     for outputs, inputs in ((1024, 384), (12288, 384), (4096, 4096)):
         for bits in (16, 4):
             layer = linear(outputs, inputs, bits)
             size = sum(array.nbytes for _, array in tree_flatten(layer.parameters()))
-            times = []
             for rows in (1, 4):
                 x = mx.random.normal((rows, inputs)).astype(mx.bfloat16 if bits == 16 else mx.float32)
                 mx.eval(x, layer.parameters())
-                name = f"product {outputs}×{inputs}, {bits} bits, {rows} rows"
-                times.append(row(name, lambda x=x, layer=layer: mx.eval(product(x, layer)), size, 10))  # type: ignore[misc]
-            print(f"| … 4 rows over 1 | | {times[1] / times[0]:.2f}× | | |")
 
-    for name in args.models.split(","):
-        whole_model(name, native, row)
+                def run(x: mx.array = x, layer: nn.Module = layer) -> None:
+                    mx.eval(product(x, layer))
+
+                yield Case(f"product {outputs}×{inputs}, {bits} bits, {rows} rows", run, size, calls=10)
 
 
-def whole_model(name: str, native: load.Loaded, row: Callable[..., float]) -> None:
-    model, tokenizer = headstart.load(name)
+def model_cases(name: str, model: Model, tokenizer: Any) -> Iterator[Case]:
     size = sum(array.nbytes for _, array in tree_flatten(model.weights.parameters()))
     prompt = list(tokenizer.encode(PROMPT * 40))[:401]
+    sides = (True, False)
 
     def steps(k: int) -> Callable[[], None]:
-        batches = {id(side): prefill_prompts(model, [prompt[:60]], 8) for side in (native, STOCK)}
+        batches = {ours: prefill_prompts(model, [prompt[:60]], 8) for ours in sides}
 
         def one() -> None:
-            batch = batches[id(load._loaded)]
-            made = step(model, batch, k)
-            mx.eval(made.tokens, batch.arrays())
+            batch = batches[load._loaded is not STOCK]
+            mx.eval(step(model, batch, k).tokens, batch.arrays())
 
         return one
 
-    plain, drafting = (row(f"{name}: step, k = {k}", steps(k), size) for k in (0, 3))
-    print(f"| … k = 3 over k = 0 | | {drafting / plain:.2f}× | | |")
-    batch = prefill_prompts(model, [prompt[:60]], 8)
-    begin, count = time.perf_counter(), 20
-    for _ in range(count):
-        step(model, batch, 0)  # described, not computed
-    print(f"| … Python for a step, k = 0 | | {(time.perf_counter() - begin) / count * 1e3:.2f} | | |")
-    row(f"{name}: prompt of {len(prompt) - 1} tokens", lambda: prefill_prompts(model, [prompt], 0), size)
+    def windows(width: int) -> Callable[[], None]:
+        batches = {ours: prefill_prompts(model, [prompt[:60]], 0) for ours in sides}
+
+        def one() -> None:
+            rows = batches[load._loaded is not STOCK].rows
+            mx.eval(model.logits(model.trunk(mx.array([prompt[:width]]), rows, certain=1)), rows.arrays())
+
+        return one
+
+    drafting = prefill_prompts(model, [prompt[:60]], 8)
+    hidden = mx.zeros((1, 1, model.config["hidden_size"]), model.dtype)
+
+    def draft() -> None:
+        assert drafting.head is not None
+        mx.eval(mx.argmax(model.draft_logits(model.head(hidden, mx.array([[5]]), drafting.head)), axis=-1))
+
+    def describe(k: int) -> Callable[[], None]:
+        batch = prefill_prompts(model, [prompt[:60]], 8)
+
+        def run() -> None:
+            step(model, batch, k)  # described, not computed
+
+        return run
+
+    for k in (0, 3):
+        yield Case(f"{name}: step, k = {k}", steps(k), size, calls=4)
+    for width in (1, 4):
+        yield Case(f"{name}: window of {width}", windows(width), size, calls=4)
+    head = sum(
+        array.nbytes
+        for _, array in tree_flatten([model.weights.mtp.parameters(), model.weights.embed_tokens.parameters()])
+    )
+    yield Case(f"{name}: one draft", draft, head, calls=4)
+    for k in (0, 3):
+        yield Case(f"{name}: Python for a step, k = {k}", describe(k), 0, native_only=True)
+    yield Case(f"{name}: prompt of {len(prompt) - 1} tokens", lambda: prefill_prompts(model, [prompt], 0), size)
+
+
+def texts(name: str, model: Model, tokenizer: Any, tokens: int) -> None:
+    """Generate by turns without drafts and with as many as pay, by kind of text."""
+    engine, ratios = Engine(model), []
+
+    def rate(prompt: list[int], k: Any) -> float:
+        request = Request(prompt, SamplingParams(max_tokens=tokens, k=k))
+        begin, count = time.perf_counter(), 0
+        for event in engine.submit(request):
+            if not count:
+                begin = time.perf_counter()  # from the first token on: prompts are in the other table
+            count += len(event.tokens)
+        return count / (time.perf_counter() - begin)
+
+    for kind in KINDS:
+        prompt = builtin_prompts([kind])[0].tokens(tokenizer)
+        rates: dict[Any, float] = {}
+        for _ in range(3):
+            for k in (0, "auto"):
+                rates[k] = max(rates.get(k, 0.0), rate(prompt, k))
+        ratios.append(rates["auto"] / rates[0])
+        print(f"| {name}: {kind} | {rates[0]:.0f} | {rates['auto']:.0f} | {ratios[-1]:.2f}× |")
+    print(f"| mean | | | {statistics.mean(ratios):.2f}× |")
 
 
 def linear(outputs: int, inputs: int, bits: int) -> nn.Module:
@@ -106,7 +204,7 @@ def bandwidth() -> float:
     layer, x = linear(16384, 8192, 16), mx.ones((1, 8192), mx.bfloat16)
     mx.eval(layer.parameters())
     times = []
-    for _ in range(8):
+    for _ in range(12):
         begin = time.perf_counter()
         mx.eval(product(x, layer))
         times.append(time.perf_counter() - begin)

@@ -14,11 +14,11 @@ from gpu import SHAPES, random_model
 from gpu_products import line, table
 from mlx_lm.models.activations import swiglu
 
-from headstart.kernels.experts import combine, experts, route
+from headstart.kernels.experts import combine, expert_products, route
 from headstart.kernels.norm import add_and_norm
 from headstart.kernels.products import product, products
 from headstart.models import Model, graph
-from headstart.models.feed_forward import feed_forward, mixture
+from headstart.models.feed_forward import chosen_experts, mlp_or_mixture
 from headstart.state import BatchState
 
 ROWS, WIDTH, BEFORE = 4, 6, 9  # at most
@@ -43,15 +43,15 @@ def stages(model: Model) -> Iterator[Stage]:
     if "switch_mlp" in mlp:
         logits = product(x, mlp.gate)
         indices, scores = route(logits, mlp.top_k, mlp.norm_topk_prob)
-        both = experts(x, indices, mlp.switch_mlp.up_proj, mlp.switch_mlp.gate_proj)
+        both = expert_products(x, indices, mlp.switch_mlp.up_proj, mlp.switch_mlp.gate_proj)
         assert both is not None
-        parts, shared = mixture(mlp.switch_mlp, x, indices), normal(*x.shape)
+        parts, shared = chosen_experts(mlp.switch_mlp, x, indices), normal(*x.shape)
         yield "router", lambda a: product(a, mlp.gate), [x]
         yield "choice of experts", lambda a: route(a, mlp.top_k, mlp.norm_topk_prob)[0], [logits]
         yield "scores of experts", lambda a: route(a, mlp.top_k, mlp.norm_topk_prob)[1], [logits]
-        yield "experts, up", lambda a, i: experts(a, i, mlp.switch_mlp.up_proj)[0], [x, indices]  # type: ignore[index]
+        yield "experts, up", lambda a, i: expert_products(a, i, mlp.switch_mlp.up_proj)[0], [x, indices]  # type: ignore[index]
         yield "experts, activation", mlp.switch_mlp.activation, both
-        yield "experts", lambda a, i: mixture(mlp.switch_mlp, a, i), [x, indices]
+        yield "experts", lambda a, i: chosen_experts(mlp.switch_mlp, a, i), [x, indices]
         yield "gate of the shared expert", lambda a: product(a, mlp.shared_expert_gate), [x]
         yield "sum of experts", combine, [parts, scores, shared, normal(*x.shape[:2], 1)]
     else:
@@ -59,7 +59,7 @@ def stages(model: Model) -> Iterator[Stage]:
         yield "up and gate", lambda a: mx.concatenate(products(a, mlp.gate_proj, mlp.up_proj), axis=-1), [x]
         yield "activation", swiglu, both
         yield "down", lambda a: product(a, mlp.down_proj), [swiglu(*both)]
-    yield "feed-forward", lambda a: feed_forward(mlp, a), [x]
+    yield "feed-forward", lambda a: mlp_or_mixture(mlp, a), [x]
     yield "logits", model.logits, [x]
 
 

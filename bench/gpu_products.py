@@ -18,10 +18,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from headstart.kernels import experts as grouped
-from headstart.kernels import products as dense
+from headstart.kernels.cuda.experts import launch_experts
+from headstart.kernels.cuda.products import MatrixWeights, launch_products
 
-Product = Callable[[mx.array, dense.Weights], mx.array]
+Product = Callable[[mx.array, MatrixWeights], mx.array]
 FOUND: dict[str, Any] = {}
 ROWS = (1, 2, 3, 4, 8, 16)  # mlx compiles its own kernels for more, and takes long to
 MORE = (32, 64, 144)
@@ -45,7 +45,7 @@ def line(*cells: Any) -> None:
     print("| " + " | ".join(f"{c:.1f}" if isinstance(c, float) else str(c) for c in cells) + " |", flush=True)
 
 
-def microseconds(product: Product, x: mx.array, weights: Sequence[dense.Weights]) -> float:
+def microseconds(product: Product, x: mx.array, weights: Sequence[MatrixWeights]) -> float:
     """Of one product, in a chain of them: each waits for a number of the one before, as layers do. What waiting
     alone costs is measured too, and taken off."""
 
@@ -92,32 +92,32 @@ def random_codes(shape: Sequence[int]) -> mx.array:
     return high * 2**16 + low
 
 
-def random_weights(outputs: int, inputs: int, bits: int, group: int, experts: int = 0) -> dense.Weights:
+def random_weights(outputs: int, inputs: int, bits: int, group: int, experts: int = 0) -> MatrixWeights:
     shape = (experts,) * bool(experts) + (outputs, inputs)
     scale = inputs**-0.5
     if bits == 16:
-        weights = dense.Weights((mx.random.normal(shape) * scale).astype(mx.bfloat16))
+        weights = MatrixWeights((mx.random.normal(shape) * scale).astype(mx.bfloat16))
     else:
         spread = 2 * scale / 2 ** (bits - 1)
         scales = (mx.random.uniform(0.5, 1.5, (*shape[:-1], inputs // group)) * spread).astype(mx.bfloat16)
         biases = (-scales * (2**bits - 1) / 2).astype(mx.bfloat16)
         codes = random_codes((*shape[:-1], inputs * bits // 32))
-        weights = dense.Weights(codes, scales, biases, bits, group)
+        weights = MatrixWeights(codes, scales, biases, bits, group)
     mx.eval(weights.arrays())
     return weights
 
 
-def stock(x: mx.array, weights: dense.Weights) -> mx.array:
+def stock(x: mx.array, weights: MatrixWeights) -> mx.array:
     if weights.bits == 16:
         return x @ weights.weight.T
     return mx.quantized_matmul(x, *weights.arrays(), transpose=True, group_size=weights.group, bits=weights.bits)
 
 
-def ours(x: mx.array, weights: dense.Weights) -> mx.array:
-    return dense.launch(x, [weights])[0]
+def ours(x: mx.array, weights: MatrixWeights) -> mx.array:
+    return launch_products(x, [weights])[0]
 
 
-def exactly(x: mx.array, weights: dense.Weights) -> mx.array:
+def exactly(x: mx.array, weights: MatrixWeights) -> mx.array:
     """In float32, from the same codes."""
     w = weights.weight
     if weights.scales is not None and weights.biases is not None:
@@ -171,8 +171,8 @@ def products() -> None:
             note(f"product {inputs} {outputs} {bits} {name}", cells)
 
 
-def remade(like: dense.Weights, arrays: Sequence[mx.array]) -> dense.Weights:
-    return dense.Weights(*arrays, **{} if like.scales is None else {"bits": like.bits, "group": like.group})
+def remade(like: MatrixWeights, arrays: Sequence[mx.array]) -> MatrixWeights:
+    return MatrixWeights(*arrays, **{} if like.scales is None else {"bits": like.bits, "group": like.group})
 
 
 def experts() -> None:
@@ -180,12 +180,12 @@ def experts() -> None:
     choices = mx.argsort(mx.random.uniform(shape=(144, 256)), axis=-1)[:, :8].astype(mx.uint32)
     mx.eval(choices)
 
-    def theirs(x: mx.array, weights: dense.Weights) -> mx.array:
+    def theirs(x: mx.array, weights: MatrixWeights) -> mx.array:
         wide = mx.expand_dims(x, (-2, -3))
         return mx.gather_qmm(wide, *weights.arrays(), rhs_indices=choices[: len(x)], transpose=True)
 
-    def ours(x: mx.array, weights: dense.Weights) -> mx.array:
-        return grouped.launch(x, choices[: len(x)], [weights])[0]
+    def ours(x: mx.array, weights: MatrixWeights) -> mx.array:
+        return launch_experts(x, choices[: len(x)], [weights])[0]
 
     for inputs, outputs in ((2048, 512), (512, 2048)):
         several = [random_weights(outputs, inputs, 4, 64, experts=256) for _ in range(4)]

@@ -24,11 +24,14 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
 
-from headstart.kernels.attention import attend, attends
-from headstart.kernels.gated_delta import Window, fuses
-from headstart.models.gated_delta_net import fused, stock
+from headstart.kernels.cuda.attention import attention_fits, launch_attention
+from headstart.kernels.cuda.gated_delta import gated_delta_fits
+from headstart.kernels.gated_delta import stock_fold_and_run
+from headstart.kernels.types import Window
+from headstart.models.gated_delta_net import run_window
 from headstart.state import Pending, Recurrent
 
+run_stock = partial(run_window, run=stock_fold_and_run)
 ARGS = TextModelArgs(
     hidden_size=5120,
     num_attention_heads=24,
@@ -170,12 +173,12 @@ def reference(
 def check_recurrence(report: Report, net: nn.Module) -> None:
     print("\nGated delta rule")
     memory = make_memory(net, 3)
-    report.check("the kernel is taken", fuses(memory.state, DTYPE))
+    report.check("the kernel is taken", gated_delta_fits(memory.state, DTYPE))
     none = mx.zeros((3,), mx.int32)
 
     for width, certain in [(1, 1), (4, 1), (9, 1), (40, 40)]:
         window, kept = make_window(net, 3, width), copy_of(memory)
-        y = fused(net, window, kept, none, certain)
+        y = run_window(net, window, kept, none, certain)
         expected, state = reference(
             net, part(window, 1, 0, width), exact(memory.state)[1], exact(memory.conv)[1], certain
         )
@@ -185,7 +188,7 @@ def check_recurrence(report: Report, net: nn.Module) -> None:
     def one_by_one(window: Window, row: int, kept: Recurrent, count: int) -> mx.array:
         nothing = mx.zeros((1,), mx.int32)
         return mx.concatenate(
-            [fused(net, part(window, row, t, t + 1), kept, nothing, 1) for t in range(count)], axis=1
+            [run_window(net, part(window, row, t, t + 1), kept, nothing, 1) for t in range(count)], axis=1
         )
 
     def row_of(memory: Recurrent, row: int) -> Recurrent:
@@ -193,7 +196,7 @@ def check_recurrence(report: Report, net: nn.Module) -> None:
 
     for width in (2, 4, 9, 17):
         window, kept = make_window(net, 3, width), copy_of(memory)
-        y = fused(net, window, kept, none, width)
+        y = run_window(net, window, kept, none, width)
         alone = row_of(memory, 2)
         parts = one_by_one(window, 2, alone, width)
         equal = same([(y[2:], parts), (kept.state[2:], alone.state), (kept.conv[2:], alone.conv)])
@@ -201,8 +204,8 @@ def check_recurrence(report: Report, net: nn.Module) -> None:
 
     first, then, accepted = make_window(net, 3, 9), make_window(net, 3, 4), (0, 3, 8)
     kept = copy_of(memory)
-    fused(net, first, kept, none, 1)
-    y = fused(net, then, kept, mx.array(accepted, mx.int32), 1)
+    run_window(net, first, kept, none, 1)
+    y = run_window(net, then, kept, mx.array(accepted, mx.int32), 1)
     for row, count in enumerate(accepted):
         alone = row_of(memory, row)
         one_by_one(first, row, alone, 1 + count)
@@ -222,19 +225,19 @@ def time_recurrence(report: Report, net: nn.Module, speed: float, repeats: int, 
         accepted = mx.full((rows,), (width - 1) * 3 // 4, mx.int32)
         if width > 1:  # pending drafts of a window as wide
             for memory in layers:
-                fused(net, window, memory, accepted, 1)
-        ours = time_layers(net, fused, layers, window, accepted, 1, repeats)
+                run_window(net, window, memory, accepted, 1)
+        ours = time_layers(net, run_window, layers, window, accepted, 1, repeats)
         few = [make_memory(net, rows) for _ in range(6)]
         if width > 1:
             for memory in few:
-                stock(net, window, memory, accepted, 1)
-        theirs = time_layers(net, stock, few, window, accepted, 1, max(3, repeats // 4))
+                run_stock(net, window, memory, accepted, 1)
+        theirs = time_layers(net, run_stock, few, window, accepted, 1, max(3, repeats // 4))
         floor = rows * (2 * state_bytes + 6 * net.conv_dim * 2 * (width + 3)) / speed
         report.timed(f"{rows} rows, window of {width}", ours, theirs, floor)
 
     chunk = 512
     layers, window = [make_memory(net, 1) for _ in range(4)], make_window(net, 1, chunk)
-    ours = time_layers(net, fused, layers, window, mx.zeros((1,), mx.int32), chunk, max(3, repeats // 4))
+    ours = time_layers(net, run_window, layers, window, mx.zeros((1,), mx.int32), chunk, max(3, repeats // 4))
     report.timed(f"prompt, {chunk} tokens", ours, None, (2 * state_bytes + 3 * net.conv_dim * 2 * chunk) / speed)
 
 
@@ -279,13 +282,13 @@ def check_attention(report: Report) -> None:
     scale, lengths = D**-0.5, [5, CONTEXT // 2 - 3, CONTEXT - 20]
     keys, values = make_kv(rows, CONTEXT)
     offset = mx.array(lengths, mx.int32)
-    report.check("the kernel is taken", attends(4, H, keys))
+    report.check("the kernel is taken", attention_fits(4, H, keys))
     for width in (1, 4, 9, 16):
         queries, gates = normal(rows, H, width, D, scale=2.0), normal(rows, width, 2 * H * D)
         # Beyond what a row has written there is no number.
         written = offset[:, None, None, None] + width > mx.arange(CONTEXT)[None, None, :, None]
         K, V = (mx.where(written, a, mx.nan).astype(DTYPE) for a in (keys, values))
-        y = attend(queries, gates, K, V, offset, scale, CONTEXT)
+        y = launch_attention(queries, gates, K, V, offset, scale, CONTEXT)
         for row, length in enumerate(lengths):
             k, v = (np.repeat(exact(a[row, :, : length + width]), group, 0) for a in (keys, values))
             q = exact(queries[row])
@@ -300,16 +303,16 @@ def check_attention(report: Report) -> None:
         pairs = []
         for w in range(width):
             own = slice(w, w + 1)
-            alone = attend(queries[:, :, own], gates[:, own], keys, values, offset + w, scale, CONTEXT)
+            alone = launch_attention(queries[:, :, own], gates[:, own], keys, values, offset + w, scale, CONTEXT)
             pairs.append((alone, y[:, own]))
         report.check(f"W={width}: the bits of each query in a window of its own", same(pairs))
         pairs = [
-            (attend(*[a[r : r + 1] for a in (queries, gates, K, V, offset)], scale, CONTEXT), y[r : r + 1])
+            (launch_attention(*[a[r : r + 1] for a in (queries, gates, K, V, offset)], scale, CONTEXT), y[r : r + 1])
             for r in range(rows)
         ]
         report.check(f"W={width}: the bits of each row alone", same(pairs))
         larger = [mx.pad(a, [(0, 0), (0, 0), (0, 512), (0, 0)]) for a in (K, V)]
-        wide = attend(queries, gates, *larger, offset, scale, CONTEXT + 512)
+        wide = launch_attention(queries, gates, *larger, offset, scale, CONTEXT + 512)
         report.check(f"W={width}: the bits of a larger capacity", same([(wide, y)]))
 
 
@@ -334,7 +337,7 @@ def time_attention(report: Report, speed: float, repeats: int, quick: bool) -> N
             offset, reach = mx.full((rows,), context, mx.int32), context + 64
             mx.eval(queries, gates, offset)
             times = []
-            for run in (attend, stock_attention):
+            for run in (launch_attention, stock_attention):
 
                 @mx.compile
                 def all_of_them(

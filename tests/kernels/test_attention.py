@@ -5,9 +5,10 @@ import mlx.core as mx
 import pytest
 
 from fixtures import random_model
-from headstart.kernels import attention
-from headstart.kernels.attention import SPLIT, WIDEST, Norms, arrange, attend, attends
-from headstart.models.attention import arranged
+from headstart.kernels.attention import stock_arrange
+from headstart.kernels.cuda import attention
+from headstart.kernels.cuda.attention import SPLIT, WIDEST, attention_fits, launch_arrange, launch_attention
+from headstart.kernels.types import HeadNorms
 
 H, HKV, D = 4, 2, 32
 SCALE = D**-0.5
@@ -55,7 +56,7 @@ def in_float32(queries: mx.array, gates: mx.array, keys: mx.array, values: mx.ar
 @pytest.mark.parametrize("width", [1, 4, 9])
 def test_rows_of_any_length_get_what_stock_attention_gives_them(width: int, dtype: mx.Dtype, allowed: float) -> None:
     inputs = window([0, 3, SPLIT - 2, SPLIT, 2 * SPLIT + 5], width, 3 * SPLIT, dtype)
-    found, expected = attend(*inputs, SCALE, 3 * SPLIT).astype(mx.float32), in_float32(*inputs)
+    found, expected = launch_attention(*inputs, SCALE, 3 * SPLIT).astype(mx.float32), in_float32(*inputs)
     for row in range(found.shape[0]):
         assert mx.linalg.norm(found[row] - expected[row]) < allowed * mx.linalg.norm(expected[row])
 
@@ -63,34 +64,34 @@ def test_rows_of_any_length_get_what_stock_attention_gives_them(width: int, dtyp
 @pytest.mark.parametrize("width", [2, 4, 9, WIDEST])
 def test_a_query_has_the_same_bits_in_a_window_of_any_width(width: int) -> None:
     queries, gates, keys, values, offset = window([SPLIT - 3], width, 2 * SPLIT)
-    together = attend(queries, gates, keys, values, offset, SCALE, 2 * SPLIT)
+    together = launch_attention(queries, gates, keys, values, offset, SCALE, 2 * SPLIT)
     for w in range(width):
         own = slice(w, w + 1)
         later = mx.arange(2 * SPLIT)[:, None] > offset + w  # not written yet when it is a window of its own
         alone = [mx.where(later, mx.nan, a).astype(a.dtype) for a in (keys, values)]
-        found = attend(queries[:, :, own], gates[:, own], *alone, offset + w, SCALE, 2 * SPLIT)
+        found = launch_attention(queries[:, :, own], gates[:, own], *alone, offset + w, SCALE, 2 * SPLIT)
         assert mx.array_equal(found, together[:, own])
 
 
 def test_a_query_has_the_same_bits_for_any_capacity_and_reach() -> None:
     small, large = window([SPLIT - 1], 3, 2 * SPLIT), window([SPLIT - 1], 3, 4 * SPLIT)
     large[2][:, :, : 2 * SPLIT], large[3][:, :, : 2 * SPLIT] = small[2], small[3]
-    expected = attend(*small, SCALE, SPLIT + 64)
-    assert mx.array_equal(attend(*small, SCALE, 2 * SPLIT), expected)
-    assert mx.array_equal(attend(*large, SCALE, 4 * SPLIT), expected)
+    expected = launch_attention(*small, SCALE, SPLIT + 64)
+    assert mx.array_equal(launch_attention(*small, SCALE, 2 * SPLIT), expected)
+    assert mx.array_equal(launch_attention(*large, SCALE, 4 * SPLIT), expected)
 
 
 def test_a_row_has_the_same_bits_whatever_stands_beside_it() -> None:
     inputs = window([7, 2 * SPLIT - 2, SPLIT], 4, 3 * SPLIT)
-    crowd = attend(*inputs, SCALE, 3 * SPLIT)
+    crowd = launch_attention(*inputs, SCALE, 3 * SPLIT)
     for row in range(3):
         only = slice(row, row + 1)
-        assert mx.array_equal(attend(*[a[only] for a in inputs], SCALE, 3 * SPLIT), crowd[only])
+        assert mx.array_equal(launch_attention(*[a[only] for a in inputs], SCALE, 3 * SPLIT), crowd[only])
 
 
 def test_on_this_device_stock_attention_is_taken() -> None:
     with mx.stream(mx.cpu):
-        assert not attends(1, H, normal(1, HKV, 256, D, seed=0))
+        assert not attention_fits(1, H, normal(1, HKV, 256, D, seed=0))
 
 
 # Stock ops round between the norm and the rotation.
@@ -98,12 +99,12 @@ def test_on_this_device_stock_attention_is_taken() -> None:
 def test_queries_and_keys_are_normed_and_rotated_as_by_the_stock_ops(dtype: mx.Dtype, allowed: float) -> None:
     layer = random_model().weights.mtp.layers[0].self_attn
     heads, kv_heads, dim = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim
-    norms = Norms(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
+    norms = HeadNorms(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
     both = normal(2, 3, heads * 2 * dim, seed=1, dtype=dtype)
     keys, values = (normal(2, 3, kv_heads * dim, seed=s, dtype=dtype) for s in (2, 3))
     offset = mx.array([0, 700], mx.int32)
-    found = arrange(both, keys, values, norms, layer.rope, offset)
-    expected = arranged(layer, both, keys, values, offset)
+    found = launch_arrange(both, keys, values, norms, layer.rope, offset)
+    expected = stock_arrange(layer, both, keys, values, offset)
     assert mx.array_equal(found.values, expected.values)
     for ours, theirs in zip(found[:2], expected[:2], strict=True):
         ours, theirs = ours.astype(mx.float32), theirs.astype(mx.float32)
@@ -113,14 +114,14 @@ def test_queries_and_keys_are_normed_and_rotated_as_by_the_stock_ops(dtype: mx.D
 
 def test_a_token_is_arranged_with_the_same_bits_in_any_window() -> None:
     layer = random_model().weights.mtp.layers[0].self_attn
-    norms = Norms(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
+    norms = HeadNorms(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
     widths = (2 * layer.num_attention_heads, layer.num_key_value_heads, layer.num_key_value_heads)
     products = [normal(2, 5, n * layer.head_dim, seed=n) for n in widths]
     offset = mx.array([9, 300], mx.int32)
-    together = arrange(*products, norms, layer.rope, offset)
+    together = launch_arrange(*products, norms, layer.rope, offset)
     for row in range(2):
         for w in range(5):
             own = [a[row : row + 1, w : w + 1] for a in products]
-            alone = arrange(*own, norms, layer.rope, offset[row : row + 1] + w)
+            alone = launch_arrange(*own, norms, layer.rope, offset[row : row + 1] + w)
             pairs = zip(alone, together, strict=True)
             assert all(mx.array_equal(one, all_[row : row + 1, :, w : w + 1]) for one, all_ in pairs)

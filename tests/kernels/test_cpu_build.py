@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.kernels.cpu import build
+from headstart.kernels.cpu import available_cores, build
 
 LOAD = "from headstart.kernels.cpu import loaded; print(loaded())"
 
@@ -151,3 +151,13 @@ def test_the_key_changes_with_what_a_build_depends_on(monkeypatch: pytest.Monkey
         keys.add(build.key(["-march=native"]))
     assert len(keys) == 5
     assert build.key(["-march=native"]) in keys
+
+
+@pytest.mark.parametrize(
+    ("quota", "most"),
+    [("100000 100000", 1), ("50000 100000", 1), ("150000 100000", 2), ("max 100000", None), ("", None)],
+)
+def test_a_container_has_no_more_cores_than_it_has_time_for(tmp_path: Path, quota: str, most: int | None) -> None:
+    seen = available_cores(tmp_path / "nothing")
+    (tmp_path / "cpu.max").write_text(quota)
+    assert available_cores(tmp_path / "cpu.max") == min(seen, most or seen)

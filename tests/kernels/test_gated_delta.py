@@ -10,8 +10,10 @@ import pytest
 from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
 
 from headstart.kernels import gated_delta
-from headstart.kernels.gated_delta import Window
-from headstart.models.gated_delta_net import fused, stock
+from headstart.kernels.cuda.gated_delta import _gated_delta_kernel, gated_delta_fits
+from headstart.kernels.gated_delta import stock_fold_and_run
+from headstart.kernels.types import Window
+from headstart.models.gated_delta_net import run_window
 from headstart.state import Recurrent
 
 HK, HV, DK, DV = 1, 2, 32, 8  # a block is 32 threads
@@ -24,9 +26,10 @@ pytestmark = pytest.mark.usefixtures("stock_ops")  # the kernels for CUDA run on
 def on_the_cpu():  # type: ignore[no-untyped-def]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mx.fast, "cuda_kernel", cuda_on_cpu.cuda_kernel)
-        gated_delta._fold_and_run.cache_clear()
+        patch.setattr(gated_delta, "gated_delta_fits", lambda state, dtype: True)
+        _gated_delta_kernel.cache_clear()
         yield
-    gated_delta._fold_and_run.cache_clear()
+    _gated_delta_kernel.cache_clear()
 
 
 @cache
@@ -76,7 +79,7 @@ def none_accepted(rows: int = 1) -> mx.array:
 def one_by_one(text: Window, kept: Recurrent, count: int) -> mx.array:
     """The outputs of `count` tokens, each a window of its own."""
     rows = text.qkv.shape[0]
-    ys = [fused(net(text.qkv.dtype), part(text, t, t + 1), kept, none_accepted(rows), 1) for t in range(count)]
+    ys = [run_window(net(text.qkv.dtype), part(text, t, t + 1), kept, none_accepted(rows), 1) for t in range(count)]
     return mx.concatenate(ys, axis=1)
 
 
@@ -101,8 +104,8 @@ def test_windows_with_ragged_acceptance_are_what_the_stock_ops_make_of_them(dtyp
         [(11, 11, (0, 0)), (4, 1, (0, 0)), (9, 1, (3, 1)), (1, 1, (8, 0)), (12, 2, (0, 0)), (2, 1, (10, 9))]
     ):
         window = tokens(width, 2, seed, dtype)
-        found = fused(net(dtype), window, ours, mx.array(accepted, mx.int32), certain)
-        expected = stock(net(dtype), window, theirs, mx.array(accepted, mx.int32), certain)
+        found = run_window(net(dtype), window, ours, mx.array(accepted, mx.int32), certain)
+        expected = run_window(net(dtype), window, theirs, mx.array(accepted, mx.int32), certain, stock_fold_and_run)
         assert error(found, expected) < allowed
         assert error(ours.state, theirs.state) < allowed
         assert mx.array_equal(ours.conv, theirs.conv)
@@ -118,7 +121,7 @@ def test_windows_with_ragged_acceptance_are_what_the_stock_ops_make_of_them(dtyp
 def test_a_window_has_the_bits_of_its_tokens_read_one_by_one(width: int, dtype: mx.Dtype) -> None:
     text = tokens(width, dtype=dtype)
     together, alone = memory(dtype=dtype), memory(dtype=dtype)
-    y = fused(net(dtype), text, together, none_accepted(), width)
+    y = run_window(net(dtype), text, together, none_accepted(), width)
     assert mx.array_equal(y, one_by_one(text, alone, width))
     assert mx.array_equal(together.state, alone.state)
     assert mx.array_equal(together.conv, alone.conv)
@@ -129,8 +132,8 @@ def test_folded_drafts_leave_the_bits_of_tokens_that_were_never_in_doubt(accepte
     """A window of one and three drafts, then one whose tokens follow what each row accepted."""
     first, then = tokens(4, 2, seed=1), tokens(3, 2, seed=2)
     speculated = memory(2)
-    fused(net(), first, speculated, none_accepted(2), 1)
-    y = fused(net(), then, speculated, mx.array(accepted, mx.int32), 1)
+    run_window(net(), first, speculated, none_accepted(2), 1)
+    y = run_window(net(), then, speculated, mx.array(accepted, mx.int32), 1)
     for row, count in enumerate(accepted):
         plain, only = memory(), slice(row, row + 1)
         one_by_one(part(first, 0, 1 + count, only), plain, 1 + count)
@@ -142,13 +145,13 @@ def test_folded_drafts_leave_the_bits_of_tokens_that_were_never_in_doubt(accepte
 
 def test_a_row_has_the_same_bits_whatever_stands_beside_it() -> None:
     text, crowd = tokens(4, 3), memory(3)
-    y = fused(net(), text, crowd, none_accepted(3), 1)
+    y = run_window(net(), text, crowd, none_accepted(3), 1)
     for row in range(3):
         alone, only = memory(), slice(row, row + 1)
-        assert mx.array_equal(fused(net(), part(text, 0, 4, only), alone, none_accepted(), 1), y[only])
+        assert mx.array_equal(run_window(net(), part(text, 0, 4, only), alone, none_accepted(), 1), y[only])
         assert mx.array_equal(alone.state, crowd.state[only])
 
 
 def test_on_this_device_the_stock_ops_are_taken() -> None:
     with mx.stream(mx.cpu):
-        assert not gated_delta.fuses(memory().state, mx.bfloat16)
+        assert not gated_delta_fits(memory().state, mx.bfloat16)

@@ -8,8 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from headstart.kernels import experts, norm, products
-from headstart.kernels.products import MOST_ROWS, Weights, weights_of
+from headstart.kernels import cuda, experts, norm, products
+from headstart.kernels.cuda.experts import launch_experts
+from headstart.kernels.cuda.products import MOST_ROWS, MatrixWeights, launch_products, matrix_weights, product_refusal
 
 K = 384  # few chunks of 4-bit codes, more of 8-bit ones: not the same number for every slice
 LONG = 2560  # of 4-bit codes: chunks of a line of memory, two or three of them a slice
@@ -20,10 +21,16 @@ pytestmark = pytest.mark.usefixtures("stock_ops")  # the kernels for CUDA run on
 
 @pytest.fixture(autouse=True, scope="module")
 def on_the_cpu() -> Iterator[None]:
-    kernels = (products.kernel, experts.kernel, experts._route, experts._combine, norm._kernel)
+    kernels = (
+        cuda.products.product_kernel,
+        cuda.experts.experts_kernel,
+        cuda.experts._route,
+        cuda.experts._combine,
+        cuda.norm._norm_kernel,
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mx.fast, "cuda_kernel", cuda_on_cpu.cuda_kernel)
-        for module in (products, experts, norm):
+        for module in (products, experts, cuda.norm):
             patch.setattr(module, "on_cuda", lambda: True)
         for kernel in kernels:
             kernel.cache_clear()
@@ -36,15 +43,15 @@ def normal(*shape: int, seed: int, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
 
 
-def random_weights(shape: tuple[int, ...], bits: int, group: int, dtype: mx.Dtype = mx.bfloat16) -> Weights:
+def random_weights(shape: tuple[int, ...], bits: int, group: int, dtype: mx.Dtype = mx.bfloat16) -> MatrixWeights:
     weight = 0.1 * normal(*shape, seed=7, dtype=mx.float32)
     if bits == 16:
-        return Weights(weight.astype(dtype))
+        return MatrixWeights(weight.astype(dtype))
     codes, scales, biases = mx.quantize(weight, group, bits)
-    return Weights(codes, scales.astype(dtype), biases.astype(dtype), bits, group)
+    return MatrixWeights(codes, scales.astype(dtype), biases.astype(dtype), bits, group)
 
 
-def exact(weights: Weights) -> mx.array:
+def exact(weights: MatrixWeights) -> mx.array:
     if weights.scales is None or weights.biases is None:
         return weights.weight.astype(mx.float32)
     scales, biases = weights.scales.astype(mx.float32), weights.biases.astype(mx.float32)
@@ -75,7 +82,7 @@ def test_a_product_is_that_of_the_weights_that_the_codes_stand_for(
     bits: int, group: int, inputs: int, outputs: int, dtype: mx.Dtype, rows: int
 ) -> None:
     weights, x = random_weights((outputs, inputs), bits, group, dtype), normal(rows, inputs, seed=1, dtype=dtype)
-    found = products.launch(x, [weights])[0]
+    found = launch_products(x, [weights])[0]
     # What is left is the rounding of the output.
     assert error(found, x.astype(mx.float32) @ exact(weights).T) < (3e-3 if dtype == mx.bfloat16 else 4e-4)
 
@@ -87,12 +94,12 @@ def test_a_product_is_that_of_the_weights_that_the_codes_stand_for(
 def test_a_row_has_the_same_bits_among_any_number_of_rows(inputs: int, bits: int, group: int) -> None:
     # Everything cancels, so that what is left is the rounding of the sums: another order would show in every bit.
     half = random_weights((40, inputs), bits, group)
-    weights = Weights(*[mx.concatenate([array] * 2, axis=1) for array in half.arrays()], bits=bits, group=group)
+    weights = MatrixWeights(*[mx.concatenate([array] * 2, axis=1) for array in half.arrays()], bits=bits, group=group)
     x = normal(70, inputs, seed=2)
     x = mx.concatenate([x, -x], axis=1)
-    together = products.launch(x, [weights])[0]
+    together = launch_products(x, [weights])[0]
     for rows in (1, 2, 8, 9, 16, 17, 40):
-        assert mx.array_equal(products.launch(x[70 - rows :], [weights])[0], together[70 - rows :]), rows
+        assert mx.array_equal(launch_products(x[70 - rows :], [weights])[0], together[70 - rows :]), rows
 
 
 @pytest.mark.parametrize("rows", [2, 12])
@@ -101,17 +108,17 @@ def test_a_block_that_takes_tile_after_tile_has_the_bits_of_one_that_takes_one(
 ) -> None:
     several = [random_weights((outputs, LONG), 4, 64) for outputs in (120, 1, 33)]
     x = normal(rows, LONG, seed=3)
-    one = products.launch(x, several)
+    one = launch_products(x, several)
     for blocks in (1, 3, 7):
-        monkeypatch.setattr(products, "FULL", blocks)
-        assert all(map(mx.array_equal, products.launch(x, several), one)), blocks
+        monkeypatch.setattr(cuda.products, "FULL", blocks)
+        assert all(map(mx.array_equal, launch_products(x, several), one)), blocks
 
 
 def test_layers_that_share_an_input_have_the_bits_of_each_alone() -> None:
     several = [random_weights((outputs, K), 4, 64) for outputs in (48, 1, 33)]
     x = normal(2, 1, K, seed=3)
-    for found, weights in zip(products.launch(x, several), several, strict=True):
-        assert mx.array_equal(found, products.launch(x, [weights])[0])
+    for found, weights in zip(launch_products(x, several), several, strict=True):
+        assert mx.array_equal(found, launch_products(x, [weights])[0])
 
 
 # Three experts for nine rows of four choices each: some have more rows than a tile has columns.
@@ -122,9 +129,9 @@ def test_experts_multiply_the_rows_that_chose_them(bits: int, count: int) -> Non
     shared, own = normal(9, 1, 128, seed=6), normal(9, 1, 4, 128, seed=8)
     chosen = exact(weights)[indices]  # [9, 1, 4, N, K]
     for x, each in ((shared, shared[..., None, :]), (own, own)):
-        found = experts.launch(x, indices, [weights])[0]
+        found = launch_experts(x, indices, [weights])[0]
         assert error(found, (chosen @ each.astype(mx.float32)[..., None]).squeeze(-1)) < 3e-3
-        alone = mx.concatenate([experts.launch(x[i : i + 1], indices[i : i + 1], [weights])[0] for i in (0, 8)])
+        alone = mx.concatenate([launch_experts(x[i : i + 1], indices[i : i + 1], [weights])[0] for i in (0, 8)])
         assert mx.array_equal(alone, found[mx.array([0, 8])])
 
 
@@ -163,33 +170,33 @@ def test_a_sum_and_its_norm_are_those_of_stock_ops() -> None:
     assert mx.array_equal(total, x + added)
     expected = mx.fast.rms_norm((x + added).astype(mx.float32), weight, 1e-6)
     assert error(normed, expected) < 3e-3
-    assert mx.array_equal(normed, norm.norm(x + added, weight, 1e-6))
-    assert mx.array_equal(normed[1:2], norm.norm((x + added)[1:2], weight, 1e-6))
+    assert mx.array_equal(normed, norm.rms_norm(x + added, weight, 1e-6))
+    assert mx.array_equal(normed[1:2], norm.rms_norm((x + added)[1:2], weight, 1e-6))
 
 
-def reasons() -> list[tuple[str, mx.Dtype, Weights]]:
+def reasons() -> list[tuple[str, mx.Dtype, MatrixWeights]]:
     four = random_weights((16, 128), 4, 64)
     return [
         ("activations are float32", mx.float32, four),
-        ("weights are float32", mx.bfloat16, Weights(mx.zeros((16, 128)))),
-        ("40 inputs are no multiple of 32", mx.bfloat16, Weights(mx.zeros((16, 40), mx.bfloat16))),
-        ("another way than affine", mx.bfloat16, Weights(four.weight, four.scales, None, 4, 64)),
-        ("3 bits in groups of 64", mx.bfloat16, Weights(four.weight, four.scales, four.biases, 3, 64)),
+        ("weights are float32", mx.bfloat16, MatrixWeights(mx.zeros((16, 128)))),
+        ("40 inputs are no multiple of 32", mx.bfloat16, MatrixWeights(mx.zeros((16, 40), mx.bfloat16))),
+        ("another way than affine", mx.bfloat16, MatrixWeights(four.weight, four.scales, None, 4, 64)),
+        ("3 bits in groups of 64", mx.bfloat16, MatrixWeights(four.weight, four.scales, four.biases, 3, 64)),
         ("96 inputs are no multiple of 64", mx.bfloat16, random_weights((16, 96), 4, 32)),
     ]
 
 
 @pytest.mark.parametrize(("reason", "dtype", "weights"), reasons())
-def test_what_does_not_fit_is_named(reason: str, dtype: mx.Dtype, weights: Weights) -> None:
-    assert reason in (products.refusal(dtype, weights) or "")
+def test_what_does_not_fit_is_named(reason: str, dtype: mx.Dtype, weights: MatrixWeights) -> None:
+    assert reason in (product_refusal(dtype, weights) or "")
 
 
 def test_a_chunk_of_a_prompt_takes_the_product_of_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(64, 16, bias=False)
     layer.weight = layer.weight.astype(mx.bfloat16)
-    assert products.refusal(mx.bfloat16, weights_of(layer)) is None
+    assert product_refusal(mx.bfloat16, matrix_weights(layer)) is None
     taken = []
-    monkeypatch.setattr(products, "launch", lambda x, weights: taken.append(len(x)) or [layer(x)])
+    monkeypatch.setattr(products, "launch_products", lambda x, weights: taken.append(len(x)) or [layer(x)])
     for rows in (1, MOST_ROWS, MOST_ROWS + 1, 512):
         products.product(normal(rows, 64, seed=1), layer)
     assert taken == [1, MOST_ROWS]

@@ -5,6 +5,9 @@ import pytest
 
 from fixtures import FAMILIES, random_model
 from headstart.models.attention import attention
+from headstart.models.base import Norm
+from headstart.models.residual import Residual
+from headstart.models.share import Alone
 from headstart.state import KV, BatchState
 
 LENGTHS = [5, 70]  # what two ragged rows have read
@@ -20,12 +23,14 @@ def test_attention_is_mlx_lms_to_the_last_bit(family: str, width: int) -> None:
     def memory() -> tuple[KV, mx.array]:
         kv = KV.empty(2, layer.num_key_value_heads, layer.head_dim, mx.float32)
         rows = BatchState([kv], mx.array(LENGTHS, mx.int32), mx.zeros((2,), mx.int32), LENGTHS)
-        mask = rows.reserve(width)
+        mask = rows.reserve(width)()
         kv.keys = mx.random.normal(kv.keys.shape, key=mx.random.key(2))
         kv.values = mx.random.normal(kv.values.shape, key=mx.random.key(3))
         return kv, mask
 
     (ours, mask), (theirs, _) = memory(), memory()
-    assert mx.array_equal(attention(layer, x, mask, ours), layer(x, mask, theirs))
+    nothing = Residual(mx.zeros_like(x), Norm(x.shape[-1], 1e-6), Alone())
+    found, _ = attention(layer, x, lambda: mask, ours, nothing)
+    assert mx.array_equal(found, layer(x, mask, theirs))
     assert mx.array_equal(ours.keys, theirs.keys)
     assert mx.array_equal(ours.values, theirs.values)

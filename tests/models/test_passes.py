@@ -6,7 +6,7 @@ import pytest
 from fixtures import batch_of, random_model, random_prompt
 from headstart.engine.step import step
 from headstart.models import base, graph
-from headstart.models.feed_forward import feed_forward
+from headstart.models.feed_forward import mlp_or_mixture
 
 
 @pytest.mark.usefixtures("stock_ops")
@@ -15,7 +15,7 @@ def test_a_feed_forward_has_the_bits_of_the_module(family: str) -> None:
     module = random_model(family).weights.layers[0].mlp
     for width in (1, 20):  # mlx-lm sorts the choices of experts in the second
         x = mx.random.normal((2, width, module.gate_proj.weight.shape[-1] if family == "dense" else _inputs(module)))
-        assert mx.array_equal(feed_forward(module, x), module(x))
+        assert mx.array_equal(mlp_or_mixture(module, x), module(x))
 
 
 def _inputs(module: base.nn.Module) -> int:

@@ -8,9 +8,8 @@ from importlib.metadata import version
 
 import mlx.core as mx
 
-from ..kernels import cpu
-from ..kernels.cores import available
-from ..kernels.cuda import on_cuda
+from ..kernels import selected
+from ..kernels.cpu import available_cores
 
 PACKAGES = ("headstart", "mlx", "mlx-lm")
 
@@ -40,10 +39,10 @@ def system_info() -> SystemInfo:
     return SystemInfo(
         system=f"{system} {platform.machine()}",
         processor=_device_name(mx.cpu),
-        cores=available(),
+        cores=available_cores(),
         memory_gb=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         device=f"gpu: {_device_name(mx.gpu)}" if on_gpu else "cpu",
-        kernels=str(cpu.loaded()) if not on_gpu else "Headstart's for CUDA" if on_cuda() else "mlx's for Metal",
+        kernels=selected(),
         versions={**{name: version(name) for name in PACKAGES}, "python": platform.python_version()},
     )
 

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 
 from ..kernels.cuda import on_cuda
-from ..kernels.products import MOST_ROWS
+from ..kernels.cuda.products import MOST_ROWS
 from ..limits import MAX_K
 from ..models import Model
 

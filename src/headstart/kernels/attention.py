@@ -1,140 +1,60 @@
-"""Gated attention of a short window, whose rows depend on nothing but themselves: ours on CUDA.
+"""Gated attention between a layer's projections: cpu, cuda or stock ops."""
 
-Stock attention picks its kernel, and with it the order of its sums, by the width of the window and the capacity.
-"""
-
-import math
-from functools import cache
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .cuda import include, on_cuda
-
-WIDEST = 16  # windows; beyond, stock attention is the faster one
-SPLIT, WARPS, TILE, PAD = 128, 8, 16, 8  # as in attention.cu
-
-
-class Arranged(NamedTuple):
-    queries: mx.array  # [B, H, W, D]
-    keys: mx.array  # [B, Hkv, W, D]
-    values: mx.array  # [B, Hkv, W, D]
+from . import cpu
+from .cuda.attention import arrange_fits, attention_fits, launch_arrange, launch_attention
+from .types import ArrangedHeads, HeadNorms
 
 
-class Norms(NamedTuple):
-    queries: mx.array  # [D]
-    keys: mx.array  # [D]
-    eps: float
-
-
-def arranges(rope: nn.Module, dim: int) -> bool:
-    """Whether `arrange` takes heads of `dim`, rotated by this module, on this device."""
-    plain = type(rope) is nn.RoPE and not rope.traditional and rope.scale == 1
-    return on_cuda() and plain and dim % 32 == 0
-
-
-def arrange(
-    both: mx.array, keys: mx.array, values: mx.array, norms: Norms, rope: nn.RoPE, offset: mx.array
-) -> Arranged:
-    """Queries and gates [B, W, H·2·D], keys and values [B, W, Hkv·D] → by head, normed, and rotated to the positions
-    from `offset` [B] on. One kernel where stock ops take a split, two norms, two rotations and their copies."""
-    B, W, _ = both.shape
-    D = norms.queries.shape[0]
-    H, Hkv = both.shape[-1] // (2 * D), keys.shape[-1] // D
-    blocks = -(-B * W * (H + 2 * Hkv) // WARPS)
-    return Arranged(
-        *_arrange(norms.eps, rope.base)(
-            inputs=[both, keys, values, norms.queries, norms.keys, offset],
-            template=[("T", both.dtype), ("H", H), ("HKV", Hkv), ("D", D), ("DIMS", rope.dims)],
-            grid=(32 * WARPS * blocks, 1, 1),
-            threadgroup=(32 * WARPS, 1, 1),
-            output_shapes=[(B, H, W, D), (B, Hkv, W, D), (B, Hkv, W, D)],
-            output_dtypes=[both.dtype] * 3,
-        )
-    )
-
-
-def attends(width: int, heads: int, keys: mx.array) -> bool:
-    """Whether `attend` takes this window of `heads` query heads over `keys` [B, Hkv, S, D] on this device."""
-    _, Hkv, _, D = keys.shape
-    fits = width <= WIDEST and heads % Hkv == 0 and D % 32 == 0 and D <= 256
-    return on_cuda() and fits and keys.dtype in (mx.bfloat16, mx.float16)
-
-
-def attend(
-    queries: mx.array, gates: mx.array, keys: mx.array, values: mx.array, offset: mx.array, scale: float, reach: int
+def gated_attention(
+    layer: nn.Module,
+    both: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    memory: Any,
+    mask: Callable[[], mx.array],
+    last: mx.array | None = None,
 ) -> mx.array:
-    """Queries [B, H, W, D] over whole buffers of keys and values [B, Hkv, S, D] → [B, W, H·D], times the sigmoid of
-    the second half of each head of `gates` [B, W, H·2·D].
-
-    Query w of row b sees the positions up to `offset[b] + w`, none of them beyond `reach`. The stock-op twin is
-    stock attention and a multiplication, in `models.attention`.
-    """
-    B, H, W, D = queries.shape
-    Hkv, pieces = keys.shape[1], -(-reach // SPLIT)
-    template = [("T", queries.dtype), ("H", H), ("HKV", Hkv), ("D", D)]
-    lines = (B, Hkv, pieces, (H // Hkv) * W)
-    partial, weights = _partials(scale, D)(
-        inputs=[queries, keys, values, offset],
-        template=template,
-        grid=(32 * WARPS * pieces, Hkv, B),
-        threadgroup=(32 * WARPS, 1, 1),
-        output_shapes=[(*lines, D), (*lines, 2)],
-        output_dtypes=[mx.float32, mx.float32],
-    )
-    (out,) = _merge()(
-        inputs=[partial, weights, gates, offset],
-        template=template,
-        grid=(D * H * W, B, 1),
-        threadgroup=(D, 1, 1),
-        output_shapes=[(B, W, H * D)],
-        output_dtypes=[queries.dtype],
-    )
-    return out
+    """Write keys and values [B, W, Hkv·D] into `memory` (see `state/kv.py`) and attend to it with the queries of
+    `both` [B, W, H·2·D], by head queries and gates → [B, W, H·D], or of token `last` [B] of each row [B, 1, H·D]."""
+    B, W, _ = both.shape
+    H, D, offset = layer.num_attention_heads, layer.head_dim, memory.offset
+    if (native := cpu.native()) is not None and cpu.native_attention_fits(both.dtype, layer):
+        return cpu.attend_window(native, layer, both, keys, values, memory, last)
+    if arrange_fits(layer.rope, D):
+        norms = HeadNorms(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
+        queries, keys, values = launch_arrange(both, keys, values, norms, layer.rope, offset)
+    else:
+        queries, keys, values = stock_arrange(layer, both, keys, values, offset)
+    keys, values = memory.update_and_fetch(keys, values)
+    if attention_fits(W, H, memory.keys):
+        out = launch_attention(queries, both, memory.keys, memory.values, offset, layer.scale, memory.reach)
+        return out if last is None else at_last(out, last)
+    seen = mask()
+    if last is not None:
+        queries, both, seen, W = at_last(queries, last, 2), at_last(both, last), at_last(seen, last, 2), 1
+    gates = both.reshape(B, W, H, 2 * D)[..., D:].reshape(B, W, -1)
+    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=layer.scale, mask=seen)
+    return out.transpose(0, 2, 1, 3).reshape(B, W, -1) * mx.sigmoid(gates)
 
 
-@cache
-def _arrange(eps: float, base: float):  # type: ignore[no-untyped-def]
-    return mx.fast.cuda_kernel(
-        name="attention_arrange",
-        input_names=["both", "keys", "values", "query_weight", "key_weight", "offset"],
-        output_names=["new_queries", "new_keys", "new_values"],
-        source=f"""
-            headstart::arrange<H, HKV, D, DIMS>(
-                both, keys, values, query_weight, key_weight, offset, {eps!r}f, {math.log2(base)!r}f, both_shape[0],
-                both_shape[1], new_queries, new_keys, new_values);
-        """,
-        header=include("tensor_core", "attention"),
-    )
+def stock_arrange(
+    layer: nn.Module, both: mx.array, keys: mx.array, values: mx.array, offset: mx.array
+) -> ArrangedHeads:
+    """`launch_arrange` in stock ops."""
+    B, W, _ = both.shape
+    queries = both.reshape(B, W, layer.num_attention_heads, -1)[..., : layer.head_dim]
+    keys, values = (a.reshape(B, W, layer.num_key_value_heads, -1) for a in (keys, values))
+    queries = layer.rope(layer.q_norm(queries).transpose(0, 2, 1, 3), offset=offset)
+    keys = layer.rope(layer.k_norm(keys).transpose(0, 2, 1, 3), offset=offset)
+    return ArrangedHeads(queries, keys, values.transpose(0, 2, 1, 3))
 
 
-@cache
-def _partials(scale: float, D: int):  # type: ignore[no-untyped-def]
-    elements = 2 * SPLIT * (D + PAD) + TILE * (D + PAD) + TILE * (SPLIT + PAD)
-    return mx.fast.cuda_kernel(
-        name="attention_partials",
-        input_names=["queries", "keys", "values", "offset"],
-        output_names=["partial", "weights"],
-        source=f"""
-            headstart::partials<H, HKV, D>(
-                queries, keys, values, offset, {scale * math.log2(math.e)!r}f, queries_shape[2], keys_shape[2],
-                partial, weights);
-        """,
-        header=include("tensor_core", "attention"),
-        shared_memory=2 * elements + 2 * 4 * WARPS * TILE,
-    )
-
-
-@cache
-def _merge():  # type: ignore[no-untyped-def]
-    return mx.fast.cuda_kernel(
-        name="attention_merge",
-        input_names=["partial", "weights", "gates", "offset"],
-        output_names=["out"],
-        source="""
-            headstart::merge<H, HKV, D>(
-                partial, weights, gates, offset, gates_shape[1], partial_shape[2], out);
-        """,
-        header=include("tensor_core", "attention"),
-    )
+def at_last(x: mx.array, last: mx.array, axis: int = 1) -> mx.array:
+    """Return x at index `last` [B] of each row along an axis, which stays with a length of one."""
+    return mx.take_along_axis(x, last.reshape(-1, *[1] * (x.ndim - 1)), axis=axis)

@@ -1,276 +1,48 @@
-"""Products with weights, for a few rows: a weight is read once, a row's sum has one order for any number of rows.
+"""Products with the weights of linear layers: cpu, cuda or mlx's own, which are the oracle.
 
-mlx's own products change their order with the number of rows, and on CUDA read quantised weights again for every
-row, so that verifying costs as much as decoding. `products.cu` says how ours work. They are for tokens that are
-decoded or verified; a prompt's chunk, another device or a shape that does not fit takes mlx's, which is the oracle.
+mlx's products change their order of summation with the number of rows, and on CUDA read quantised weights again for
+every row, so that verifying costs as much as decoding. Ours read a weight once for all rows, and sum a row in one
+order for any number of them.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
 from math import prod
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
 from . import cpu
-from .cores import on_all_cores
-from .cuda import include, on_cuda
-
-PLAIN = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
-MOST_ROWS = 144  # 16 sequences of 9 positions; a prompt's chunks are wider, and mlx's products good at them
-SLICES = 4  # of a row of weights, at most
-FULL = 396  # blocks that work at a time: three for each of an H100's multiprocessors
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A matrix [N, K], or one for each expert [E, N, K], as its module holds it."""
-
-    weight: mx.array
-    scales: mx.array | None = None
-    biases: mx.array | None = None
-    bits: int = 16
-    group: int = 1  # weights that share a scale
-
-    @property
-    def outputs(self) -> int:
-        return int(self.weight.shape[-2])
-
-    @property
-    def inputs(self) -> int:
-        return int(self.weight.shape[-1]) * self.weight.itemsize * 8 // self.bits
-
-    def arrays(self) -> list[mx.array]:
-        return [array for array in (self.weight, self.scales, self.biases) if array is not None]
-
-
-@dataclass(frozen=True)
-class Order:
-    """How a row is summed: what may depend on the weights' shape and on nothing else."""
-
-    bits: int
-    group: int
-    chunk: int  # bytes of a row of weights that are taken at a time
-    slices: int  # of a row, each summed for itself
-
-    @classmethod
-    def of(cls, weights: Weights) -> "Order":
-        row = weights.inputs * weights.bits // 8
-        unit = 32 if weights.bits == 16 or weights.group < 64 else 64
-        least = max(32, unit * weights.bits // 8)
-        chunk = next((size for size in (128, 64) if row % size == 0 and row >= SLICES * size), least)
-        return cls(weights.bits, weights.group, chunk, min(SLICES, 1 << ((row // chunk).bit_length() - 1)))
-
-    def chunks(self, weights: Weights) -> int:
-        """Of a slice, at least."""
-        return weights.inputs * self.bits // 8 // self.chunk // self.slices
-
-
-@dataclass(frozen=True)
-class Tile:
-    """What a block computes at a time: `height` outputs of `columns` rows."""
-
-    height: int
-    columns: int
-
-    @classmethod
-    def of(cls, rows: int, outputs: int) -> "Tile":
-        """Measured: taller ones do less for each output, but smaller fill the card better. Every one is a kernel of
-        its own, which takes its time to compile: so a matrix has two."""
-        if rows <= 8:
-            return cls(32 if outputs >= 32 * FULL else 16, 8)
-        return cls(48 if outputs >= 32 * FULL else 16, 16)
-
-    def stages(self, chunks: int) -> int:
-        """Chunks under way, where a slice has so many: into the next tile, but no further."""
-        return min(3 if self.height == 16 else 2, chunks)
+from .cuda import on_cuda
+from .cuda.products import MOST_ROWS, SumOrder, launch_products, matrix_weights, product_refusal
 
 
 def product(x: mx.array, layer: nn.Module) -> mx.array:
-    """`layer(x)`, where `layer` is linear: [..., K] → [..., N]."""
+    """Return `layer(x)`, where `layer` is linear: [..., K] → [..., N]. An embedding's is `as_linear`."""
     return products(x, layer)[0]
 
 
 def products(x: mx.array, *layers: nn.Module) -> list[mx.array]:
-    """`layer(x)` for every layer, in one launch where they are of one kind. An embedding's is `as_linear`."""
+    """Return `layer(x)` for every layer, in one launch where they are of one kind."""
     if (native := cpu.native()) is not None:
-        return on_cpu(native, x, layers)
-    found = [weights_of(layer) for layer in layers]
-    if not on_cuda() or prod(x.shape[:-1]) > MOST_ROWS or any(refusal(x.dtype, w) for w in found):
-        return [stock(x, layer) for layer in layers]
-    orders = [Order.of(weights) for weights in found]
-    if len(set(orders)) > 1:
-        return [launch(x, [weights])[0] for weights in found]
-    return launch(x, found)
-
-
-def tied(x: mx.array, embedding: nn.Module) -> mx.array:
-    """`embedding.as_linear(x)`."""
-    return products(x, embedding)[0]
+        if made := cpu.native_products(native, x, layers):
+            return made
+        return [(cpu.native_products(native, x, [layer]) or [stock_product(x, layer)])[0] for layer in layers]
+    found = [matrix_weights(layer) for layer in layers]
+    if not on_cuda() or prod(x.shape[:-1]) > MOST_ROWS or any(product_refusal(x.dtype, w) for w in found):
+        return [stock_product(x, layer) for layer in layers]
+    if len({SumOrder.of(weights) for weights in found}) > 1:
+        return [launch_products(x, [weights])[0] for weights in found]
+    return launch_products(x, found)
 
 
 def swiglu_product(x: mx.array, gate: nn.Module, up: nn.Module) -> mx.array:
-    """`silu(gate(x)) * up(x)`, the first half of an MLP."""
-    if (native := cpu.native()) is not None and (made := cpu.products(native, x, (gate, up), gated=True)):
+    """Return `silu(gate(x)) * up(x)`, the first half of an MLP."""
+    if (native := cpu.native()) is not None and (made := cpu.native_products(native, x, (gate, up), gated=True)):
         return made[0]
     return swiglu(*products(x, gate, up))
 
 
-def on_cpu(native: Any, x: mx.array, layers: Sequence[nn.Module]) -> list[mx.array]:
-    """`layer(x)` for every layer: ours for those that fit, those of one kind together, and mlx's for the others."""
-    if made := cpu.products(native, x, layers):
-        return made
-    by_kind: dict[Any, list[int]] = {}
-    for index, layer in enumerate(layers):
-        by_kind.setdefault(cpu.kind(x.dtype, layer), []).append(index)
-    found: dict[int, mx.array] = {}
-    for indices in by_kind.values():
-        these = [layers[index] for index in indices]
-        found |= zip(indices, cpu.products(native, x, these) or [stock(x, layer) for layer in these], strict=True)
-    return [found[index] for index in range(len(layers))]
-
-
-def stock(x: mx.array, layer: nn.Module) -> mx.array:
-    """mlx's own product, on all cores of a CPU. An embedding's is `as_linear`."""
-    if type(layer) not in PLAIN or "bias" in layer:
-        return layer.as_linear(x) if hasattr(layer, "as_linear") else layer(x)
-    weights = weights_of(layer)
-
-    def multiply(
-        x: mx.array, weight: mx.array, scales: mx.array | None = None, biases: mx.array | None = None
-    ) -> mx.array:
-        if scales is None:
-            return x @ weight.T
-        packing = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
-        return mx.quantized_matmul(x, weight, scales, biases, transpose=True, **packing)
-
-    return on_all_cores(x, weights.arrays(), weights.inputs, multiply)
-
-
-def weights_of(layer: nn.Module) -> Weights:
-    if "scales" not in layer:
-        return Weights(layer.weight)
-    return Weights(layer.weight, layer.scales, layer.get("biases"), layer.bits, layer.group_size)
-
-
-def refusal(dtype: mx.Dtype, weights: Weights) -> str | None:
-    """Why mlx's product is taken for activations of this type; None where ours is."""
-    if dtype not in (mx.bfloat16, mx.float16):
-        return f"activations are {str(dtype).removeprefix('mlx.core.')}"
-    if weights.scales is None:
-        if weights.weight.dtype != dtype:
-            return f"weights are {str(weights.weight.dtype).removeprefix('mlx.core.')}"
-        return None if weights.inputs % 32 == 0 else f"{weights.inputs} inputs are no multiple of 32"
-    if weights.biases is None or weights.scales.dtype != dtype:
-        return "quantised in another way than affine"
-    if weights.bits not in (4, 8) or weights.group not in (32, 64, 128):
-        return f"{weights.bits} bits in groups of {weights.group}"
-    each = max(256 // weights.bits, weights.group)  # a chunk is half a line of memory, or holds whole groups
-    return None if weights.inputs % each == 0 else f"{weights.inputs} inputs are no multiple of {each}"
-
-
-def launch(x: mx.array, weights: list[Weights]) -> list[mx.array]:
-    """x [..., K] by every weight [N, K]. They are of one order."""
-    rows, order = prod(x.shape[:-1]), Order.of(weights[0])
-    tile = Tile.of(rows, sum(each.outputs for each in weights))
-    tiles = sum(-(-each.outputs // tile.height) for each in weights)
-    return kernel(len(weights), order, tile, shared_bytes(weights[0], order, tile, several=tiles > FULL))(
-        inputs=[x, *(array for each in weights for array in each.arrays())],
-        template=template(x.dtype, weights[0], order, tile),
-        grid=(-(-rows // tile.columns) * 32 * order.slices, min(tiles, FULL), 1),
-        threadgroup=(32 * order.slices, 1, 1),
-        output_shapes=[(*x.shape[:-1], each.outputs) for each in weights],
-        output_dtypes=[x.dtype] * len(weights),
-    )
-
-
-def template(dtype: mx.Dtype, weights: Weights, order: Order, tile: Tile) -> list[tuple[str, Any]]:
-    return [
-        ("T", dtype),
-        ("BITS", order.bits),
-        ("GROUP", order.group),
-        ("CHUNK", order.chunk),
-        ("SLICES", order.slices),
-        ("HEIGHT", tile.height),
-        ("COLUMNS", tile.columns),
-        ("STAGES", tile.stages(order.chunks(weights))),
-    ]
-
-
-# `choose` says which of the weights a tile is of: tiles count through all of them.
-START = """
-  const int K = x_shape[x_ndim - 1];
-  auto count = [](int N) {{ return (N + HEIGHT - 1) / HEIGHT; }};
-  const int tiles = {tiles};
-  auto choose = [&](int tile) {{
-    headstart::Part<T> part = {{{first}, 0}};
-"""
-NEXT = """
-    if (tile >= count(part.N)) {{
-    tile -= count(part.N);
-    part = {{{next}, 0}};
-"""
-END = """
-    part.first = tile * HEIGHT;
-    return part;
-  };
-"""
-ROWS = """
-  const int share = 1;
-  const int rows = x_shape[0] * (x_ndim > 2 ? x_shape[1] : 1) * (x_ndim > 3 ? x_shape[2] : 1);
-  auto outputs = [&](int column) {
-    int row = blockIdx.x * COLUMNS + column;
-    return row < rows ? row : -1;
-  };
-"""
-RUN = """
-  headstart::product<T, BITS, GROUP, CHUNK, SLICES, HEIGHT / 16, COLUMNS / 8, STAGES>(
-      x, K, tiles, share, choose, outputs);
-"""
-
-
-def choose(count: int, quantised: bool, axis: int, move: str = "") -> str:
-    """The beginning of a kernel for `count` weights, whose outputs are their `axis`; `move` is done to a part."""
-
-    def part(i: int) -> str:
-        scales = f"s{i}, b{i}" if quantised else "nullptr, nullptr"
-        return f"w{i}, {scales}, out{i}, w{i}_shape[{axis}]"
-
-    text = START.format(tiles=" + ".join(f"count(w{i}_shape[{axis}])" for i in range(count)), first=part(0))
-    text += "".join(NEXT.format(next=part(i)) for i in range(1, count))
-    return text + "    }\n" * (count - 1) + move + END
-
-
-@cache
-def kernel(count: int, order: Order, tile: Tile, shared: int) -> Any:
-    """One launch over `count` weights. Its template arguments must be those of `order` and `tile`."""
-    quantised = order.bits < 16
-    return mx.fast.cuda_kernel(
-        name=f"product_{count}{large(shared)}",
-        input_names=["x", *names(count, quantised)],
-        output_names=[f"out{i}" for i in range(count)],
-        header=include("tensor_core", "products"),
-        source=choose(count, quantised, axis=0) + ROWS + RUN,
-        shared_memory=shared,
-    )
-
-
-def large(shared: int) -> str:
-    """MLX asks for more than 48000 bytes once a kernel, when it is first run: other sizes need other names."""
-    return f"_{shared}" if shared > 48000 else ""
-
-
-def names(count: int, quantised: bool) -> list[str]:
-    return [f"{letter}{i}" for i in range(count) for letter in ("wsb" if quantised else "w")]
-
-
-def shared_bytes(weights: Weights, order: Order, tile: Tile, several: bool) -> int:
-    """Of a block: chunks under way; the slices' sums of this tile and the next; scales and biases of this tile and,
-    where a block takes `several`, of the next."""
-    ring = order.slices * tile.stages(order.chunks(weights)) * tile.height * order.chunk
-    sums = 2 * 4 * order.slices * tile.height * tile.columns
-    scales = 0 if weights.scales is None else 2 * 2 * tile.height * weights.inputs // weights.group
-    return ring + sums + scales * (2 if several else 1)
+def stock_product(x: mx.array, layer: nn.Module) -> mx.array:
+    """mlx's own product."""
+    made: mx.array = layer.as_linear(x) if hasattr(layer, "as_linear") else layer(x)
+    return made

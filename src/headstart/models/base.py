@@ -13,14 +13,17 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
-from ..kernels.norm import add_and_norm, norm
-from ..kernels.products import product, tied
+from ..kernels.attention import at_last
+from ..kernels.norm import rms_norm
+from ..kernels.products import product
+from ..kernels.types import Window
 from ..limits import DEFAULT_K, MAX_K
 from ..state import KV, BatchState, Recurrent
-from .attention import at_last, attention
+from .attention import attention
 from .feed_forward import feed_forward
-from .gated_delta_net import Projections, gated_delta_net
+from .gated_delta_net import gated_delta_net
 from .graph import Graph, compiles
+from .residual import Residual
 from .share import Alone, Share
 
 
@@ -43,7 +46,7 @@ class Family:
     text: Callable[[nn.Module], nn.Module]  # that model → the module with `embed_tokens`, `layers` and `norm`
     lm_head: Callable[[nn.Module], nn.Module | None]  # None where the embedding is tied
     head_layer: Callable[[nn.Module], nn.Module]  # a full-attention decoder layer like the trunk's
-    project: Callable[[nn.Module, mx.array], Projections]
+    project: Callable[[nn.Module, mx.array], Window]  # the input of a GatedDeltaNet layer
     head: HeadSpec = HeadSpec()
 
 
@@ -60,13 +63,7 @@ class Norm(nn.Module):
         self.eps = eps
 
     def __call__(self, x: mx.array) -> mx.array:
-        return norm(x, self.weight, self.eps)
-
-    def after(self, x: mx.array, added: mx.array | None) -> tuple[mx.array, mx.array]:
-        """x + added, and its norm."""
-        if added is None:
-            return x, self(x)
-        return add_and_norm(x, added, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def use_float32_norms(module: nn.Module) -> None:
@@ -148,23 +145,20 @@ class Model:
         return self._trunk(rows, tokens, certain)
 
     def _trunk(self, rows: BatchState, tokens: mx.array, certain: int = 1) -> mx.array:
-        mask, share = rows.reserve(tokens.shape[1]), self.share
-        # What a layer makes is added where the next norm is taken.
-        x, made = share.take(self.weights.embed_tokens(tokens)), None
-        for layer, memory in zip(self.weights.layers, rows.layers, strict=True):
-            x, normed = layer.input_layernorm.after(x, made)
+        mask, share, layers = rows.reserve(tokens.shape[1]), self.share, self.weights.layers
+        x = share.take(self.weights.embed_tokens(tokens))
+        normed = layers[0].input_layernorm(x)
+        # Every part of a layer is added to x; with it comes the norm that the next part is given.
+        for index, (layer, memory) in enumerate(zip(layers, rows.layers, strict=True)):
+            residual = Residual(x, layer.post_attention_layernorm, share)
             if isinstance(memory, Recurrent):
-                net = layer.linear_attn
-                part = gated_delta_net(net, self.family.project(net, normed), memory, rows.accepted, certain)
+                net, project = layer.linear_attn, self.family.project
+                x, normed = gated_delta_net(net, project, normed, memory, rows.accepted, certain, residual)
             else:
-                part = attention(layer.self_attn, normed, mask, memory)
-            x, normed = layer.post_attention_layernorm.after(x, share.whole(part))
-            made = share.whole(feed_forward(layer.mlp, normed))
-        if not share.ends:
-            assert made is not None, "no machine is without layers"
-            return share.give(x + made)
-        x, normed = self.weights.norm.after(x, made)
-        return share.give(normed if self.family.head.fed_after_norm else x)
+                x, normed = attention(layer.self_attn, normed, mask, memory, residual)
+            following = layers[index + 1].input_layernorm if index + 1 < len(layers) else self.weights.norm
+            x, normed = feed_forward(layer.mlp, normed, Residual(x, following, share))
+        return share.give(normed if share.ends and self.family.head.fed_after_norm else x)
 
     @cached_property
     def _trunk_graph(self) -> Graph:
@@ -207,9 +201,10 @@ class Model:
         mask = rows.reserve(tokens.shape[1], ahead)
         layer, memory = mtp.layers[module], rows.layers[module]
         assert isinstance(memory, KV)
-        made = attention(layer.self_attn, layer.input_layernorm(x), mask, memory, last)
-        x, normed = layer.post_attention_layernorm.after(x if last is None else at_last(x, last), made)
-        x, normed = mtp.norm.after(x, feed_forward(layer.mlp, normed))
+        alone = Alone()  # every machine has the whole head
+        residual = Residual(x if last is None else at_last(x, last), layer.post_attention_layernorm, alone)
+        x, normed = attention(layer.self_attn, layer.input_layernorm(x), mask, memory, residual, last)
+        x, normed = feed_forward(layer.mlp, normed, Residual(x, mtp.norm, alone))
         return normed if spec.chains_after_norm else x
 
     def draft_logits(self, hidden: mx.array) -> mx.array:
@@ -227,9 +222,7 @@ class Model:
 
     def _lm_head(self, hidden: mx.array) -> mx.array:
         weights = self.weights
-        if "lm_head" in weights:
-            return product(hidden, weights.lm_head)
-        return tied(hidden, weights.embed_tokens)
+        return product(hidden, weights.lm_head if "lm_head" in weights else weights.embed_tokens)
 
     def _memory(self, layer: nn.Module, rows: int) -> KV | Recurrent:
         if not layer.is_linear:

@@ -8,12 +8,23 @@ import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
 
-from ..kernels.experts import combine, experts, route, swiglu_experts
+from ..kernels import cpu
+from ..kernels.experts import combine, expert_products, route, swiglu_experts
 from ..kernels.products import product, products, swiglu_product
+from .residual import Residual
 
 
-def feed_forward(module: nn.Module, x: mx.array) -> mx.array:
-    """`module(x)` for an mlx-lm MLP or mixture of experts, [B, W, H] → [B, W, H]."""
+def feed_forward(module: nn.Module, x: mx.array, residual: Residual) -> tuple[mx.array, mx.array]:
+    """Add `module(x)` of an MLP or a mixture of experts to the residual → the sum and its norm."""
+    if (native := cpu.native()) is not None:
+        made = cpu.native_feed_forward(native, module, x, residual.native)
+        if made is not None:
+            return residual.added(made)
+    return residual.add(mlp_or_mixture(module, x))
+
+
+def mlp_or_mixture(module: nn.Module, x: mx.array) -> mx.array:
+    """Return `module(x)`, [B, W, H] → [B, W, H]."""
     if "switch_mlp" not in module:
         return product(swiglu_product(x, module.gate_proj, module.up_proj), module.down_proj)
     if module.sharding_group is not None:  # its experts are on several machines
@@ -21,16 +32,16 @@ def feed_forward(module: nn.Module, x: mx.array) -> mx.array:
     shared = module.shared_expert
     logits, weight, gate, up = products(x, module.gate, module.shared_expert_gate, shared.gate_proj, shared.up_proj)
     indices, scores = route(logits, module.top_k, module.norm_topk_prob)
-    parts = mixture(module.switch_mlp, x, indices)
+    parts = chosen_experts(module.switch_mlp, x, indices)
     return combine(parts, scores, product(swiglu(gate, up), shared.down_proj), weight)
 
 
-def mixture(module: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
-    """`module(x, indices)` for mlx-lm's SwitchGLU: [B, W, H] and [B, W, E] → [B, W, E, H]."""
+def chosen_experts(module: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
+    """Return `module(x, indices)` for mlx-lm's SwitchGLU: [B, W, H] and [B, W, E] → [B, W, E, H]."""
     plain = isinstance(module, SwitchGLU) and isinstance(module.activation, SwiGLU)
     hidden = swiglu_experts(x, indices, module.gate_proj, module.up_proj) if plain else None
     if hidden is None:
         return module(x, indices)
-    down = experts(hidden, indices, module.down_proj)
+    down = expert_products(hidden, indices, module.down_proj)
     assert down is not None, "an MLP's layers are quantised alike"
     return down[0]

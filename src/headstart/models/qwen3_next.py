@@ -7,30 +7,32 @@ import mlx.nn as nn
 from mlx_lm.models import qwen3_next
 
 from ..kernels.products import products
+from ..kernels.types import Window
 from .base import Family
-from .gated_delta_net import Projections
 
 
-def build(config: dict[str, Any]) -> nn.Module:
+def build_qwen3_next(config: dict[str, Any]) -> nn.Module:
     return qwen3_next.Model(qwen3_next.ModelArgs.from_dict(config))
 
 
-def text(lm: nn.Module) -> nn.Module:
+def qwen3_next_text(lm: nn.Module) -> nn.Module:
     return lm.model
 
 
-def lm_head(lm: nn.Module) -> nn.Module | None:
+def qwen3_next_lm_head(lm: nn.Module) -> nn.Module | None:
     return None if lm.args.tie_word_embeddings else lm.lm_head
 
 
-def head_layer(lm: nn.Module) -> nn.Module:
+def qwen3_next_head_layer(lm: nn.Module) -> nn.Module:
     return qwen3_next.Qwen3NextDecoderLayer(lm.args, layer_idx=lm.args.full_attention_interval - 1)
 
 
-def project(net: nn.Module, x: mx.array) -> Projections:
+def qwen3_next_project(net: nn.Module, x: mx.array) -> Window:
     q, k, v, z, b, a = net.fix_query_key_value_ordering(*products(x, net.in_proj_qkvz, net.in_proj_ba))
     qkv = mx.concatenate([t.reshape(*x.shape[:2], -1) for t in (q, k, v)], axis=-1)
-    return Projections(qkv, z, b, a)
+    return Window(qkv, z, b, a)
 
 
-FAMILY = Family("qwen3_next", build, text, lm_head, head_layer, project)
+FAMILY = Family(
+    "qwen3_next", build_qwen3_next, qwen3_next_text, qwen3_next_lm_head, qwen3_next_head_layer, qwen3_next_project
+)

@@ -4,7 +4,9 @@ Lengths live on the device, where acceptance decides them. The host keeps an upp
 reserve capacity without waiting.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 import mlx.core as mx
 
@@ -35,10 +37,11 @@ class BatchState:
     def capacity(self) -> int:
         return next((layer.capacity for layer in self.kv_layers), 0)
 
-    def reserve(self, width: int, ahead: int = 0) -> mx.array:
+    def reserve(self, width: int, ahead: int = 0) -> Callable[[], mx.array]:
         """Reserve `width` positions, starting `ahead` past every sequence's length, and point the layers there.
 
-        Returns the attention mask [B, 1, width, reach]: a position sees everything up to itself.
+        Returns a function that makes the attention mask [B, 1, width, reach] for kernels that need one: a position
+        sees everything up to itself.
         """
         needed = max(self.bounds) + ahead + width
         if needed > self.capacity:
@@ -48,8 +51,13 @@ class BatchState:
         reach = min(_round_up(needed, STRIDE), self.capacity)
         for layer in self.kv_layers:
             layer.offset, layer.reach = offset, reach
-        positions = offset[:, None] + mx.arange(width)  # [B, W]
-        return mx.arange(reach) <= positions[:, None, :, None]
+
+        @cache
+        def mask() -> mx.array:
+            positions = offset[:, None] + mx.arange(width)  # [B, W]
+            return mx.arange(reach) <= positions[:, None, :, None]
+
+        return mask
 
     def commit(self, count: mx.array, most: int) -> None:
         """Advance every sequence by its `count` [B] tokens. The host knows only that it is `most` or less."""

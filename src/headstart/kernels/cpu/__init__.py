@@ -1,6 +1,32 @@
 """Kernels for CPUs in C++, compiled on first use: `build.py` compiles, `load.py` loads, `kernels.h` lists them."""
 
-from .load import Loaded, loaded, native
-from .ops import TYPES, attend, attends, folds, kind, products
+from .load import Loaded, available_cores, loaded, native
+from .ops import (
+    TYPES,
+    Residual,
+    attend_window,
+    linear,
+    native_attention,
+    native_attention_fits,
+    native_feed_forward,
+    native_gated_delta,
+    native_gated_delta_fits,
+    native_products,
+)
 
-__all__ = ["TYPES", "Loaded", "attend", "attends", "folds", "kind", "loaded", "native", "products"]
+__all__ = [
+    "TYPES",
+    "Loaded",
+    "Residual",
+    "attend_window",
+    "available_cores",
+    "linear",
+    "loaded",
+    "native",
+    "native_attention",
+    "native_attention_fits",
+    "native_feed_forward",
+    "native_gated_delta",
+    "native_gated_delta_fits",
+    "native_products",
+]

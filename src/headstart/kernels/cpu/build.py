@@ -26,7 +26,7 @@ KEPT = 8  # builds; older ones belong to versions that are gone
 LOG = logging.getLogger("headstart")
 LONGEST = 1800  # seconds that the compiler may take on a busy machine
 COMMON = ("-std=c++20", "-fPIC", "-pthread", "-w", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-CHECK = "import sys; from headstart.kernels.cpu.load import check; check(sys.argv[1])"
+CHECK = "import sys; from headstart.kernels.cpu.load import check_build; check_build(sys.argv[1])"
 
 
 class BuildError(HeadstartError):

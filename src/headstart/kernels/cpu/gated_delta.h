@@ -21,12 +21,13 @@ struct Tokens {
   float* out;              // [T, DV], or null where nobody asks
 };
 
-// Tokens enter R rows of the state, and the state answers their queries. `kept` is the state after `keep` of them.
+// Tokens enter R rows of the state, and the state answers their queries. The first `keep` of them enter `kept`, the rest
+// a copy of it; where `keep` is negative the copy is there already.
 template <int R>
-inline void enter(float* state, long row, long DK, long DV, const Tokens& x, long count, long keep, float* kept) {
-  float* rows = state + row * DK;
-  if (keep == 0) std::memcpy(kept + row * DK, rows, R * DK * sizeof(float));
+inline void enter(float* kept, float* copy, long row, long DK, long DV, const Tokens& x, long count, long keep) {
+  float* rows = (keep < 0 ? copy : kept) + row * DK;
   for (long t = 0; t < count; ++t) {
+    if (t == keep) std::memcpy(copy + row * DK, rows, R * DK * sizeof(float)), rows = copy + row * DK;
     const float *k = x.k + t * DK, *q = x.q ? x.q + t * DK : nullptr;
     const Lanes decay = splat(x.g[t]);
     Lanes known[R], answer[R], delta[R];
@@ -50,14 +51,13 @@ inline void enter(float* state, long row, long DK, long DV, const Tokens& x, lon
     }
     if (q)
       UNROLL for (int r = 0; r < R; ++r) x.out[t * DV + row + r] = sum(answer[r]);
-    if (t + 1 == keep) std::memcpy(kept + row * DK, rows, R * DK * sizeof(float));
   }
 }
 
-inline void enter(float* state, long DK, long DV, const Tokens& x, long count, long keep, float* kept) {
+inline void enter(float* kept, float* copy, long DK, long DV, const Tokens& x, long count, long keep) {
   long row = 0;
-  for (; row + 4 <= DV; row += 4) enter<4>(state, row, DK, DV, x, count, keep, kept);
-  for (; row < DV; ++row) enter<1>(state, row, DK, DV, x, count, keep, kept);
+  for (; row + 4 <= DV; row += 4) enter<4>(kept, copy, row, DK, DV, x, count, keep);
+  for (; row < DV; ++row) enter<1>(kept, copy, row, DK, DV, x, count, keep);
 }
 
 template <typename T>
@@ -71,8 +71,8 @@ class Head {
     const long DK = op_.DK, DV = op_.DV, CH = 2 * DK + DV, history = op_.taps - 1;
     static thread_local std::vector<float> memory;
     memory.resize(DV * DK + op_.taps * CH + (history + TILE) * CH + TILE * (CH + DV + 2) + 2 * op_.old.width);
-    float* state = memory.data();
-    weights_ = state + DV * DK;
+    float* copy = memory.data();
+    weights_ = copy + DV * DK;
     inputs_ = weights_ + op_.taps * CH;
     q_ = inputs_ + (history + TILE) * CH;
     k_ = q_ + TILE * DK;
@@ -80,8 +80,9 @@ class Head {
     out_ = v_ + TILE * DV;
     g_ = out_ + TILE * DV;
     beta_ = g_ + TILE;
-    float *kept = op_.new_state + (batch_ * op_.HV + hv_) * DV * DK;
-    std::memcpy(state, op_.state + (batch_ * op_.HV + hv_) * DV * DK, DV * DK * sizeof(float));
+    const long at = (batch_ * op_.HV + hv_) * DV * DK;
+    float* state = op_.new_state + at;
+    if (state != op_.state + at) std::memcpy(state, op_.state + at, DV * DK * sizeof(float));
     for (long t = 0; t < folded_; ++t) fold(state, t);
     for (long c = 0; c < CH; ++c)
       for (long j = 0; j < op_.taps; ++j) weights_[j * CH + c] = op_.conv_weight[channel(c) * op_.taps + j];
@@ -89,7 +90,7 @@ class Head {
     for (long t0 = 0; t0 < op_.W; t0 += TILE) {
       const long count = std::min<long>(TILE, op_.W - t0);
       prepare(t0, count);
-      enter(state, DK, DV, {q_, k_, v_, g_, beta_, out_}, count, op_.certain - t0, kept);
+      enter(state, copy, DK, DV, {q_, k_, v_, g_, beta_, out_}, count, op_.certain - t0);
       for (long t = std::max(t0, op_.certain) - t0; t < count; ++t) keep_draft(t0 + t - op_.certain, t);
       for (long t = 0; t < count; ++t) finish(t0 + t, out_ + t * DV);
     }
@@ -104,7 +105,7 @@ class Head {
     const float g = op_.old.g[at * op_.HV + hv_], beta = op_.old.beta[at * op_.HV + hv_];
     const float* k = op_.old.k + (at * op_.HK + hk_) * op_.DK;
     const float* v = op_.old.v + (at * op_.HV + hv_) * op_.DV;
-    enter(state, op_.DK, op_.DV, {nullptr, k, v, &g, &beta, nullptr}, 1, -1, nullptr);
+    enter(state, nullptr, op_.DK, op_.DV, {nullptr, k, v, &g, &beta, nullptr}, 1, 1);
   }
 
   // Of this head's channels, q's before k's before v's, their place among all.

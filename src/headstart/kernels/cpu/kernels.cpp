@@ -1,6 +1,7 @@
 #include "kernels.h"
 
 #include "attention.h"
+#include "experts.h"
 #include "gated_delta.h"
 #include "norm.h"
 #include "products.h"
@@ -26,6 +27,8 @@ int threads() {
 
 #define INSTANTIATE(T)                                                             \
   template void products(const Product<T>&);                                       \
+  template void route(const T*, long, long, long, bool, uint32_t*, float*);        \
+  template void combine(const T*, const float*, const T*, const T*, long, long, long, T*); \
   template void norm(const T*, const T*, const float*, float, long, long, T*, T*); \
   template void gated_delta(const GatedDelta<T>&);                                 \
   template void attention(const Attention<T>&);

@@ -25,8 +25,8 @@ struct Matrix {
   const void *scales = nullptr, *biases = nullptr;  // [N, K / group]
 };
 
-// x [rows, K] by every one of `count` matrices → out[i] [rows, N]. They must all be dense, or have one group size.
-// `gated`: of two matrices silu(x · first) · (x · second). With `experts` [rows, top] every row is multiplied with so
+// x [rows, K] by every one of `count` matrices → out[i] [rows, N]. They must all be dense, or have the same
+// bits and group size. `gated`: of two matrices silu(x · first) · (x · second). With `experts` [rows, top] every row is multiplied with so
 // many experts' matrices, out[i] [rows, top, N].
 template <typename T>
 struct Product {
@@ -40,6 +40,15 @@ struct Product {
 };
 template <typename T>
 void products(const Product<T>& op);
+
+// The `top` experts of each row by its logits [rows, E] → indices and scores [rows, top].
+template <typename T>
+void route(const T* logits, long rows, long E, long top, bool normed, uint32_t* indices, float* scores);
+
+// The sum of parts [rows, top, N] by their scores, and of shared [rows, N] by the sigmoid of its gate [rows].
+template <typename T>
+void combine(
+    const T* parts, const float* scores, const T* shared, const T* gate, long rows, long top, long N, T* out);
 
 // x + added → total, and its RMS norm, for rows of D. Without `added` the norm of x.
 template <typename T>

@@ -144,12 +144,18 @@ inline void sums(const Lanes (&x)[LANES], float* out) {
   const __m512 even = _mm512_shuffle_ps(eighths[0], eighths[1], 0x88);
   _mm512_storeu_ps(out, _mm512_add_ps(even, _mm512_shuffle_ps(eighths[0], eighths[1], 0xdd)));
 }
+inline void sums(const Lanes (&x)[8], float* out) {
+  Lanes all[LANES];
+  float found[LANES];
+  UNROLL for (int i = 0; i < LANES; ++i) all[i] = i < 8 ? x[i] : Lanes{};
+  sums(all, found);
+  std::memcpy(out, found, 8 * sizeof(float));
+}
 #endif
 template <int N>
 inline void sums(const Lanes (&x)[N], float* out) {
   UNROLL for (int i = 0; i < N; ++i) out[i] = sum(x[i]);
 }
-
 
 template <int N = LANES>
 inline Vec<N> splat(float x) {

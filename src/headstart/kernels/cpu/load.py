@@ -6,13 +6,13 @@ import logging
 import os
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 
 from ...errors import HeadstartError
-from ..cores import available
 
 VARIABLE = "HEADSTART_KERNELS"
 LOG = logging.getLogger("headstart")
@@ -63,8 +63,18 @@ def _load() -> Loaded:
         module = open_module(str(build.extension()))
     except Exception as error:  # whatever is wrong with a compiler or a folder, stock ops compute the same
         return Loaded(None, f"stock ({error})")
-    module.set_threads(available())
+    module.set_threads(available_cores())
     return Loaded(module)
+
+
+def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Return how many cores this process may use: a container may have the time of fewer than it sees."""
+    seen = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        time, period = quota.read_text().split()
+        return max(1, min(seen, -(-int(time) // int(period))))
+    except (OSError, ValueError):  # no container, or "max"
+        return seen
 
 
 def open_module(path: str) -> ModuleType:
@@ -77,9 +87,9 @@ def open_module(path: str) -> ModuleType:
     return module
 
 
-def check(path: str) -> None:
+def check_build(path: str) -> None:
     """Compute something with a new build, in a process that may crash."""
     mx.set_default_device(mx.cpu)
     x, weight = mx.ones((2, 40), mx.bfloat16), mx.full((3, 40), 0.5, mx.bfloat16)
-    (out,) = open_module(path).products(x, [[weight]])
+    (out,) = open_module(path).products(x, [(weight, None, None, 0, 0)])
     assert out.tolist() == [[20.0] * 3] * 2, "error: the build computes something else"

@@ -1,34 +1,61 @@
-"""What the extension's operations take, and their calls over mlx-lm's modules and the state of a batch.
+"""Call the extension's operations with mlx-lm's modules, and say which modules they take.
 
-`native` is the extension (see `load.py`); callers ask for it once and take stock ops where it is None.
+Functions return None for what does not fit: callers then take stock ops. `native` is the extension (see `load.py`).
 """
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU, SwitchLinear
 
 TYPES = (mx.bfloat16, mx.float32)
 DENSE = (nn.Linear, nn.Embedding, SwitchLinear)
 QUANTISED = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear)
 
-
-def kind(dtype: mx.Dtype, layer: nn.Module) -> tuple[int, int] | None:
-    """Return the bits and group size of a quantised layer, zeros for a dense one, None for one that does not fit
-    activations of this type."""
-    if dtype not in TYPES or "bias" in layer:
-        return None
-    if type(layer) in DENSE:
-        return (0, 0) if layer.weight.dtype == dtype else None
-    if type(layer) in QUANTISED and layer.mode == "affine" and layer.scales.dtype in TYPES:
-        return layer.bits, layer.group_size
-    return None
+Linear = tuple[mx.array, mx.array | None, mx.array | None, int, int]  # weight, scales, biases, bits, group size
+Residual = tuple[mx.array, mx.array, float]  # what to add to [..., H]; weight and epsilon of the norm of the sum
 
 
-def products(
+class HeldLinear(NamedTuple):
+    linear: Linear
+    types: tuple[mx.Dtype, ...]  # of the activations that it takes
+
+
+def linear(layer: nn.Module, dtype: mx.Dtype) -> Linear | None:
+    """Return a layer as the extension takes it, None if it does not fit activations of this type.
+
+    The answer is kept in the module, where names with an underscore are no parameters: to ask mlx-lm's modules for
+    every weight in every step takes longer than to compute with some of them.
+    """
+    held = layer.get("_linear")
+    if held is None or held.linear[0] is not layer.get("weight"):
+        held = layer["_linear"] = _hold(layer)
+    return held.linear if dtype in held.types else None
+
+
+def _hold(layer: nn.Module) -> HeldLinear:
+    weight: Any = layer.get("weight")
+    if type(layer) in DENSE and "bias" not in layer and weight.dtype in TYPES:
+        return HeldLinear((weight, None, None, 0, 0), (weight.dtype,))
+    if type(layer) in QUANTISED and "bias" not in layer and layer.mode == "affine" and layer.scales.dtype in TYPES:
+        return HeldLinear((weight, layer.scales, layer.biases, layer.bits, layer.group_size), TYPES)
+    return HeldLinear((weight, None, None, 0, 0), ())
+
+
+def linears(layers: Sequence[nn.Module], dtype: mx.Dtype) -> list[Linear] | None:
+    """Return layers as the extension takes them, None if one does not fit."""
+    found = []
+    for layer in layers:
+        if (one := linear(layer, dtype)) is None:
+            return None
+        found.append(one)
+    return found
+
+
+def native_products(
     native: Any,
     x: mx.array,
     layers: Sequence[nn.Module],
@@ -37,44 +64,83 @@ def products(
     experts: mx.array | None = None,
     own: bool = False,
 ) -> list[mx.array] | None:
-    """`layer(x)` for every layer, in one pass over the threads; None where they do not fit or are of several kinds.
-    An embedding's is `as_linear`. `gated`: of a gate and a layer, `silu(gate(x)) * layer(x)`. With `experts` [..., E]
-    of each row; then x is [..., K], or [..., E, K] where each expert has its `own` input."""
-    found = kind(x.dtype, layers[0])
-    if found is None or any(kind(x.dtype, layer) != found for layer in layers[1:]):
+    """Return `layer(x)` for every layer, in one pass over the threads. An embedding's is `as_linear`.
+
+    `gated`: of a gate and a layer, `silu(gate(x)) * layer(x)`. With `experts` [..., E] of each row; then x is
+    [..., K], or [..., E, K] where each expert has its `own` input.
+    """
+    found = linears(layers, x.dtype)
+    if found is None or (gated and found[0][3:] != found[1][3:]):
         return None
-    arrays = [[layer.weight] if found == (0, 0) else [layer.weight, layer.scales, layer.biases] for layer in layers]
-    made: list[mx.array] = native.products(x, arrays, *found, gated, experts, own)
+    made: list[mx.array] = native.products(x, found, gated, experts, own)
     return made
 
 
-def attends(dtype: mx.Dtype, layer: nn.Module) -> bool:
-    """Whether this attention layer fits."""
-    rope = layer.rope
+def native_feed_forward(
+    native: Any, module: nn.Module, x: mx.array, residual: Residual | None
+) -> list[mx.array] | None:
+    """Return `module(x)` for an MLP or a mixture of experts, or with a residual their sum and its norm."""
+    mixture = "switch_mlp" in module
+    shared = module["shared_expert"] if mixture else module
+    mlp = linears((shared["gate_proj"], shared["up_proj"], shared["down_proj"]), x.dtype)
+    if mlp is None or mlp[0][3:] != mlp[1][3:]:
+        return None
+    made: list[mx.array]
+    if not mixture:
+        made = native.mlp(x, *mlp, residual)
+        return made
+    switch = module["switch_mlp"]
+    if type(switch) is not SwitchGLU or type(switch["activation"]) is not SwiGLU or module.sharding_group is not None:
+        return None
+    gates = linears((module["gate"], module["shared_expert_gate"]), x.dtype)
+    experts = linears((switch["gate_proj"], switch["up_proj"], switch["down_proj"]), x.dtype)
+    if gates is None or experts is None or experts[0][3:] != experts[1][3:]:
+        return None
+    made = native.mixture(x, gates, mlp, experts, module.top_k, module.norm_topk_prob, residual)
+    return made
+
+
+def native_attention_fits(dtype: mx.Dtype, layer: nn.Module) -> bool:
+    """Whether the extension takes this attention layer, apart from its projections."""
+    rope = layer["rope"]
     plain = type(rope) is nn.RoPE and not rope.traditional and rope.scale == 1
     return plain and dtype in TYPES and layer.head_dim % 32 == 0
 
 
-def attend(
+def native_attention(
+    native: Any, layer: nn.Module, x: mx.array, memory: Any, last: mx.array | None, residual: Residual | None
+) -> list[mx.array] | None:
+    """Write a window into `memory` and attend to it: [B, W, H] → [B, W, H], or of token `last` [B] of each row
+    [B, 1, H]; with a residual their sum and its norm."""
+    found = linears((layer["q_proj"], layer["k_proj"], layer["v_proj"], layer["o_proj"]), x.dtype)
+    if found is None or not native_attention_fits(x.dtype, layer):
+        return None
+    held = _attention_arguments(layer, memory)
+    memory.keys, memory.values, *made = native.attention_layer(x, found[:3], found[3], *held, last, residual)
+    return made
+
+
+def attend_window(
     native: Any, layer: nn.Module, both: mx.array, k: mx.array, v: mx.array, memory: Any, last: mx.array | None
 ) -> mx.array:
-    """Write a window into `memory` and attend to it: projections [B, W, …] → [B, W, H·D], with `last` [B, 1, H·D]."""
-    out, memory.keys, memory.values = native.attention(
-        both,
-        k,
-        v,
-        layer.q_norm.weight,
-        layer.k_norm.weight,
-        _frequencies(layer.rope.dims, layer.rope.base),
+    """The same without the projections: [B, W, …] → [B, W, H·D], or [B, 1, H·D]."""
+    out, memory.keys, memory.values = native.attention(both, k, v, *_attention_arguments(layer, memory), last)
+    made: mx.array = out
+    return made
+
+
+def _attention_arguments(layer: nn.Module, memory: Any) -> tuple[Any, ...]:
+    rope, norm = layer["rope"], layer["q_norm"]
+    return (
+        norm["weight"],
+        layer["k_norm"]["weight"],
+        _frequencies(rope.dims, rope.base),
         memory.offset,
         memory.keys,
         memory.values,
-        layer.q_norm.eps,
+        norm.eps,
         layer.scale,
-        last,
     )
-    made: mx.array = out
-    return made
 
 
 @cache
@@ -83,6 +149,41 @@ def _frequencies(dims: int, base: float) -> mx.array:
     return mx.array([base ** (-2 * i / dims) for i in range(dims // 2)], mx.float32)
 
 
-def folds(state: mx.array, dtype: mx.Dtype) -> bool:
-    """Whether a GatedDeltaNet layer with this state [B, Hv, Dv, Dk] fits."""
+def native_gated_delta_fits(dtype: mx.Dtype, state: mx.array) -> bool:
+    """Whether the extension takes a GatedDeltaNet layer with this state [B, Hv, Dv, Dk]."""
     return state.shape[-1] % 16 == 0 and dtype in TYPES
+
+
+def native_gated_delta(
+    native: Any,
+    net: nn.Module,
+    x: mx.array,
+    memory: Any,
+    accepted: mx.array,
+    certain: int,
+    residual: Residual | None,
+) -> tuple[list[mx.array], list[mx.array]] | None:
+    """Run a whole GatedDeltaNet layer with one matrix for each projection → its output, or with a residual their sum
+    and its norm; then the drafts that are in doubt."""
+    if "in_proj_qkv" not in net or not native_gated_delta_fits(x.dtype, memory.state):
+        return None
+    layers = (net["in_proj_qkv"], net["in_proj_z"], net["in_proj_b"], net["in_proj_a"], net["out_proj"])
+    found = linears(layers, x.dtype)
+    if found is None:
+        return None
+    norm = net["norm"]
+    memory.state, memory.conv, *made = native.gated_delta_layer(
+        x,
+        found[:4],
+        found[4],
+        [net["conv1d"]["weight"], net["A_log"], net["dt_bias"], norm["weight"]],
+        norm.eps,
+        memory.state,
+        memory.conv,
+        accepted,
+        [] if memory.pending is None else memory.pending.arrays(),
+        certain,
+        residual,
+    )
+    count = 1 if residual is None else 2
+    return made[-count:], made[:-count]

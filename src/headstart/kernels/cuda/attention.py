@@ -1,0 +1,128 @@
+"""Gated attention of a short window, whose rows depend on nothing but themselves (see attention.cu).
+
+Stock attention picks its kernel, and with it the order of its sums, by the width of the window and the capacity.
+"""
+
+import math
+from functools import cache
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..types import ArrangedHeads, HeadNorms
+from .device import include, on_cuda
+
+WIDEST = 16  # windows; beyond, stock attention is the faster one
+SPLIT, WARPS, TILE, PAD = 128, 8, 16, 8  # as in attention.cu
+
+
+def arrange_fits(rope: nn.Module, dim: int) -> bool:
+    """Whether `launch_arrange` takes heads of `dim`, rotated by this module, on this device."""
+    plain = type(rope) is nn.RoPE and not rope.traditional and rope.scale == 1
+    return on_cuda() and plain and dim % 32 == 0
+
+
+def launch_arrange(
+    both: mx.array, keys: mx.array, values: mx.array, norms: HeadNorms, rope: nn.RoPE, offset: mx.array
+) -> ArrangedHeads:
+    """Queries and gates [B, W, H·2·D], keys and values [B, W, Hkv·D] → by head, normed, and rotated to the positions
+    from `offset` [B] on. One kernel where stock ops take a split, two norms, two rotations and their copies."""
+    B, W, _ = both.shape
+    D = norms.queries.shape[0]
+    H, Hkv = both.shape[-1] // (2 * D), keys.shape[-1] // D
+    blocks = -(-B * W * (H + 2 * Hkv) // WARPS)
+    return ArrangedHeads(
+        *_arrange(norms.eps, rope.base)(
+            inputs=[both, keys, values, norms.queries, norms.keys, offset],
+            template=[("T", both.dtype), ("H", H), ("HKV", Hkv), ("D", D), ("DIMS", rope.dims)],
+            grid=(32 * WARPS * blocks, 1, 1),
+            threadgroup=(32 * WARPS, 1, 1),
+            output_shapes=[(B, H, W, D), (B, Hkv, W, D), (B, Hkv, W, D)],
+            output_dtypes=[both.dtype] * 3,
+        )
+    )
+
+
+def attention_fits(width: int, heads: int, keys: mx.array) -> bool:
+    """Whether `launch_attention` takes this window of `heads` query heads over `keys` [B, Hkv, S, D] here."""
+    _, Hkv, _, D = keys.shape
+    fits = width <= WIDEST and heads % Hkv == 0 and D % 32 == 0 and D <= 256
+    return on_cuda() and fits and keys.dtype in (mx.bfloat16, mx.float16)
+
+
+def launch_attention(
+    queries: mx.array, gates: mx.array, keys: mx.array, values: mx.array, offset: mx.array, scale: float, reach: int
+) -> mx.array:
+    """Queries [B, H, W, D] over whole buffers of keys and values [B, Hkv, S, D] → [B, W, H·D], times the sigmoid of
+    the second half of each head of `gates` [B, W, H·2·D].
+
+    Query w of row b sees the positions up to `offset[b] + w`, none of them beyond `reach`. The stock-op twin is
+    stock attention and a multiplication, in `kernels.attention`.
+    """
+    B, H, W, D = queries.shape
+    Hkv, pieces = keys.shape[1], -(-reach // SPLIT)
+    template = [("T", queries.dtype), ("H", H), ("HKV", Hkv), ("D", D)]
+    lines = (B, Hkv, pieces, (H // Hkv) * W)
+    partial, weights = _partials(scale, D)(
+        inputs=[queries, keys, values, offset],
+        template=template,
+        grid=(32 * WARPS * pieces, Hkv, B),
+        threadgroup=(32 * WARPS, 1, 1),
+        output_shapes=[(*lines, D), (*lines, 2)],
+        output_dtypes=[mx.float32, mx.float32],
+    )
+    (out,) = _merge()(
+        inputs=[partial, weights, gates, offset],
+        template=template,
+        grid=(D * H * W, B, 1),
+        threadgroup=(D, 1, 1),
+        output_shapes=[(B, W, H * D)],
+        output_dtypes=[queries.dtype],
+    )
+    return out
+
+
+@cache
+def _arrange(eps: float, base: float):  # type: ignore[no-untyped-def]
+    return mx.fast.cuda_kernel(
+        name="attention_arrange",
+        input_names=["both", "keys", "values", "query_weight", "key_weight", "offset"],
+        output_names=["new_queries", "new_keys", "new_values"],
+        source=f"""
+            headstart::arrange<H, HKV, D, DIMS>(
+                both, keys, values, query_weight, key_weight, offset, {eps!r}f, {math.log2(base)!r}f, both_shape[0],
+                both_shape[1], new_queries, new_keys, new_values);
+        """,
+        header=include("tensor_core", "attention"),
+    )
+
+
+@cache
+def _partials(scale: float, D: int):  # type: ignore[no-untyped-def]
+    elements = 2 * SPLIT * (D + PAD) + TILE * (D + PAD) + TILE * (SPLIT + PAD)
+    return mx.fast.cuda_kernel(
+        name="attention_partials",
+        input_names=["queries", "keys", "values", "offset"],
+        output_names=["partial", "weights"],
+        source=f"""
+            headstart::partials<H, HKV, D>(
+                queries, keys, values, offset, {scale * math.log2(math.e)!r}f, queries_shape[2], keys_shape[2],
+                partial, weights);
+        """,
+        header=include("tensor_core", "attention"),
+        shared_memory=2 * elements + 2 * 4 * WARPS * TILE,
+    )
+
+
+@cache
+def _merge():  # type: ignore[no-untyped-def]
+    return mx.fast.cuda_kernel(
+        name="attention_merge",
+        input_names=["partial", "weights", "gates", "offset"],
+        output_names=["out"],
+        source="""
+            headstart::merge<H, HKV, D>(
+                partial, weights, gates, offset, gates_shape[1], partial_shape[2], out);
+        """,
+        header=include("tensor_core", "attention"),
+    )

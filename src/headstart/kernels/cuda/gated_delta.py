@@ -1,0 +1,71 @@
+"""The gated delta rule with everything between a layer's projections, in one kernel (see gated_delta.cu)."""
+
+from functools import cache
+
+import mlx.core as mx
+
+from ..types import Drafts, GatedDeltaWeights, Ran, Window
+from .device import include, on_cuda
+
+
+def gated_delta_fits(state: mx.array, dtype: mx.Dtype) -> bool:
+    """Whether `launch_gated_delta` takes a state of this shape on this device."""
+    _, _, Dv, Dk = state.shape
+    fits = Dk % 32 == 0 and Dv % 8 == 0 and Dk <= 128 and Dv <= 128  # beyond that a block has too few registers
+    return on_cuda() and fits and dtype in (mx.bfloat16, mx.float16, mx.float32)
+
+
+def launch_gated_delta(
+    window: Window,
+    weights: GatedDeltaWeights,
+    state: mx.array,
+    conv: mx.array,
+    pending: Drafts | None,
+    accepted: mx.array,
+    certain: int,
+) -> Ran:
+    """Fold and run a window: the state is read once and written once."""
+    B, W, C = window.qkv.shape
+    _, Hv, Dv, Dk = state.shape
+    Hk, drafts, dtype = (C - Hv * Dv) // (2 * Dk), W - certain, window.qkv.dtype
+    kernel = _gated_delta_kernel(pending is not None, drafts > 0, weights.eps)
+    shapes = [(B, W, Hv, Dv), state.shape, conv.shape]
+    dtypes = [dtype, mx.float32, dtype]
+    if drafts:
+        shapes += [(B, drafts, C), (B, drafts, Hk, Dk), (B, drafts, Hv, Dv), (B, drafts, Hv), (B, drafts, Hv)]
+        dtypes += [dtype, *[mx.float32] * 4]
+    y, state, conv, *fresh = kernel(
+        inputs=[state, conv, accepted, *window, *weights[:-1], *(pending or ())],
+        # A prompt's chunks have any width: they share the kernel where everything is certain.
+        template=[("T", dtype), ("HK", Hk), ("HV", Hv), ("DK", Dk), ("DV", Dv), ("TAPS", weights.conv.shape[1])]
+        + ([("CERTAIN", certain)] if drafts else []),
+        grid=(4 * Dv * Hv, B, 1),
+        threadgroup=(4 * Dv, 1, 1),
+        output_shapes=shapes,
+        output_dtypes=dtypes,
+    )
+    return Ran(y, state, conv, Drafts(*fresh) if fresh else None)
+
+
+@cache
+def _gated_delta_kernel(pending: bool, drafts: bool, eps: float):  # type: ignore[no-untyped-def]
+    """The kernel by what it is given and asked for. Its sizes are template arguments, its widths come with shapes."""
+    old, fresh = ([f"{prefix}_{name}" for name in Drafts._fields] for prefix in ("old", "new"))
+    inputs = ["state", "conv", "accepted", *Window._fields, "conv_weight", "A_log", "dt_bias", "norm_weight"]
+    outputs = ["y", "new_state", "conv_out"]
+    width = "qkv_shape[1]"
+    folds = f"{', '.join(old)}, old_k_shape[1]" if pending else ""
+    keeps = f"{', '.join(fresh)}, {width} - CERTAIN" if drafts else ""
+    call = f"""
+        headstart::fold_and_run<HK, HV, DK, DV, TAPS>(
+            state, conv, accepted, headstart::Drafts<const T, const float>{{{folds}}}, {", ".join(Window._fields)},
+            conv_weight, A_log, dt_bias, norm_weight, {eps!r}f, {width}, {"CERTAIN" if drafts else width},
+            {", ".join(outputs)}, headstart::Drafts<T, float>{{{keeps}}});
+    """
+    return mx.fast.cuda_kernel(
+        name=f"gated_delta{'_folds' * pending}{'_drafts' * drafts}",
+        input_names=inputs + old * pending,
+        output_names=outputs + fresh * drafts,
+        source=call,
+        header=include("gated_delta"),
+    )

@@ -1,0 +1,210 @@
+"""Products with weights, for a few rows: a weight is read once, a row's sum has one order for any number of rows.
+
+`products.cu` says how they work. They are for tokens that are decoded or verified: a prompt's chunk is wider.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .device import include
+
+MOST_ROWS = 144  # 16 sequences of 9 positions; a prompt's chunks are wider, and mlx's products good at them
+SLICES = 4  # of a row of weights, at most
+FULL = 396  # blocks that work at a time: three for each of an H100's multiprocessors
+
+
+@dataclass(frozen=True)
+class MatrixWeights:
+    """A matrix [N, K], or one for each expert [E, N, K], as its module holds it."""
+
+    weight: mx.array
+    scales: mx.array | None = None
+    biases: mx.array | None = None
+    bits: int = 16
+    group: int = 1  # weights that share a scale
+
+    @property
+    def outputs(self) -> int:
+        return int(self.weight.shape[-2])
+
+    @property
+    def inputs(self) -> int:
+        return int(self.weight.shape[-1]) * self.weight.itemsize * 8 // self.bits
+
+    def arrays(self) -> list[mx.array]:
+        return [array for array in (self.weight, self.scales, self.biases) if array is not None]
+
+
+@dataclass(frozen=True)
+class SumOrder:
+    """How a row is summed: what may depend on the weights' shape and on nothing else."""
+
+    bits: int
+    group: int
+    chunk: int  # bytes of a row of weights that are taken at a time
+    slices: int  # of a row, each summed for itself
+
+    @classmethod
+    def of(cls, weights: MatrixWeights) -> "SumOrder":
+        row = weights.inputs * weights.bits // 8
+        unit = 32 if weights.bits == 16 or weights.group < 64 else 64
+        least = max(32, unit * weights.bits // 8)
+        chunk = next((size for size in (128, 64) if row % size == 0 and row >= SLICES * size), least)
+        return cls(weights.bits, weights.group, chunk, min(SLICES, 1 << ((row // chunk).bit_length() - 1)))
+
+    def chunks(self, weights: MatrixWeights) -> int:
+        """Of a slice, at least."""
+        return weights.inputs * self.bits // 8 // self.chunk // self.slices
+
+
+@dataclass(frozen=True)
+class ProductTile:
+    """What a block computes at a time: `height` outputs of `columns` rows."""
+
+    height: int
+    columns: int
+
+    @classmethod
+    def of(cls, rows: int, outputs: int) -> "ProductTile":
+        """Measured: taller ones do less for each output, but smaller fill the card better. Every one is a kernel of
+        its own, which takes its time to compile: so a matrix has two."""
+        if rows <= 8:
+            return cls(32 if outputs >= 32 * FULL else 16, 8)
+        return cls(48 if outputs >= 32 * FULL else 16, 16)
+
+    def stages(self, chunks: int) -> int:
+        """Chunks under way, where a slice has so many: into the next tile, but no further."""
+        return min(3 if self.height == 16 else 2, chunks)
+
+
+def matrix_weights(layer: nn.Module) -> MatrixWeights:
+    if "scales" not in layer:
+        return MatrixWeights(layer.weight)
+    return MatrixWeights(layer.weight, layer.scales, layer.get("biases"), layer.bits, layer.group_size)
+
+
+def product_refusal(dtype: mx.Dtype, weights: MatrixWeights) -> str | None:
+    """Why mlx's product is taken for activations of this type; None where ours is."""
+    if dtype not in (mx.bfloat16, mx.float16):
+        return f"activations are {str(dtype).removeprefix('mlx.core.')}"
+    if weights.scales is None:
+        if weights.weight.dtype != dtype:
+            return f"weights are {str(weights.weight.dtype).removeprefix('mlx.core.')}"
+        return None if weights.inputs % 32 == 0 else f"{weights.inputs} inputs are no multiple of 32"
+    if weights.biases is None or weights.scales.dtype != dtype:
+        return "quantised in another way than affine"
+    if weights.bits not in (4, 8) or weights.group not in (32, 64, 128):
+        return f"{weights.bits} bits in groups of {weights.group}"
+    each = max(256 // weights.bits, weights.group)  # a chunk is half a line of memory, or holds whole groups
+    return None if weights.inputs % each == 0 else f"{weights.inputs} inputs are no multiple of {each}"
+
+
+def launch_products(x: mx.array, weights: list[MatrixWeights]) -> list[mx.array]:
+    """x [..., K] by every weight [N, K]. They are of one order."""
+    rows, order = prod(x.shape[:-1]), SumOrder.of(weights[0])
+    tile = ProductTile.of(rows, sum(each.outputs for each in weights))
+    tiles = sum(-(-each.outputs // tile.height) for each in weights)
+    return product_kernel(len(weights), order, tile, shared_bytes(weights[0], order, tile, several=tiles > FULL))(
+        inputs=[x, *(array for each in weights for array in each.arrays())],
+        template=product_template(x.dtype, weights[0], order, tile),
+        grid=(-(-rows // tile.columns) * 32 * order.slices, min(tiles, FULL), 1),
+        threadgroup=(32 * order.slices, 1, 1),
+        output_shapes=[(*x.shape[:-1], each.outputs) for each in weights],
+        output_dtypes=[x.dtype] * len(weights),
+    )
+
+
+def product_template(
+    dtype: mx.Dtype, weights: MatrixWeights, order: SumOrder, tile: ProductTile
+) -> list[tuple[str, Any]]:
+    return [
+        ("T", dtype),
+        ("BITS", order.bits),
+        ("GROUP", order.group),
+        ("CHUNK", order.chunk),
+        ("SLICES", order.slices),
+        ("HEIGHT", tile.height),
+        ("COLUMNS", tile.columns),
+        ("STAGES", tile.stages(order.chunks(weights))),
+    ]
+
+
+# `choose` says which of the weights a tile is of: tiles count through all of them.
+START = """
+  const int K = x_shape[x_ndim - 1];
+  auto count = [](int N) {{ return (N + HEIGHT - 1) / HEIGHT; }};
+  const int tiles = {tiles};
+  auto choose = [&](int tile) {{
+    headstart::Part<T> part = {{{first}, 0}};
+"""
+NEXT = """
+    if (tile >= count(part.N)) {{
+    tile -= count(part.N);
+    part = {{{next}, 0}};
+"""
+END = """
+    part.first = tile * HEIGHT;
+    return part;
+  };
+"""
+ROWS = """
+  const int share = 1;
+  const int rows = x_shape[0] * (x_ndim > 2 ? x_shape[1] : 1) * (x_ndim > 3 ? x_shape[2] : 1);
+  auto outputs = [&](int column) {
+    int row = blockIdx.x * COLUMNS + column;
+    return row < rows ? row : -1;
+  };
+"""
+RUN = """
+  headstart::product<T, BITS, GROUP, CHUNK, SLICES, HEIGHT / 16, COLUMNS / 8, STAGES>(
+      x, K, tiles, share, choose, outputs);
+"""
+
+
+def choose_weights(count: int, quantised: bool, axis: int, move: str = "") -> str:
+    """The beginning of a kernel for `count` weights, whose outputs are their `axis`; `move` is done to a part."""
+
+    def part(i: int) -> str:
+        scales = f"s{i}, b{i}" if quantised else "nullptr, nullptr"
+        return f"w{i}, {scales}, out{i}, w{i}_shape[{axis}]"
+
+    text = START.format(tiles=" + ".join(f"count(w{i}_shape[{axis}])" for i in range(count)), first=part(0))
+    text += "".join(NEXT.format(next=part(i)) for i in range(1, count))
+    return text + "    }\n" * (count - 1) + move + END
+
+
+@cache
+def product_kernel(count: int, order: SumOrder, tile: ProductTile, shared: int) -> Any:
+    """One launch over `count` weights. Its template arguments must be those of `order` and `tile`."""
+    quantised = order.bits < 16
+    return mx.fast.cuda_kernel(
+        name=f"product_{count}{name_suffix(shared)}",
+        input_names=["x", *weight_names(count, quantised)],
+        output_names=[f"out{i}" for i in range(count)],
+        header=include("tensor_core", "products"),
+        source=choose_weights(count, quantised, axis=0) + ROWS + RUN,
+        shared_memory=shared,
+    )
+
+
+def name_suffix(shared: int) -> str:
+    """MLX asks for more than 48000 bytes once a kernel, when it is first run: other sizes need other names."""
+    return f"_{shared}" if shared > 48000 else ""
+
+
+def weight_names(count: int, quantised: bool) -> list[str]:
+    return [f"{letter}{i}" for i in range(count) for letter in ("wsb" if quantised else "w")]
+
+
+def shared_bytes(weights: MatrixWeights, order: SumOrder, tile: ProductTile, several: bool) -> int:
+    """Of a block: chunks under way; the slices' sums of this tile and the next; scales and biases of this tile and,
+    where a block takes `several`, of the next."""
+    ring = order.slices * tile.stages(order.chunks(weights)) * tile.height * order.chunk
+    sums = 2 * 4 * order.slices * tile.height * tile.columns
+    scales = 0 if weights.scales is None else 2 * 2 * tile.height * weights.inputs // weights.group
+    return ring + sums + scales * (2 if several else 1)

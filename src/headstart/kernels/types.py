@@ -1,0 +1,55 @@
+"""What kernels are given and give back, on every device."""
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+
+class ArrangedHeads(NamedTuple):
+    """Queries, keys and values of a window by head, normed and rotated."""
+
+    queries: mx.array  # [B, H, W, D]
+    keys: mx.array  # [B, Hkv, W, D]
+    values: mx.array  # [B, Hkv, W, D]
+
+
+class HeadNorms(NamedTuple):
+    queries: mx.array  # [D]
+    keys: mx.array  # [D]
+    eps: float
+
+
+class Window(NamedTuple):
+    """The input of a GatedDeltaNet layer, projected."""
+
+    qkv: mx.array  # [B, W, C], before the convolution
+    z: mx.array  # [B, W, Hv, Dv], the output gate
+    b: mx.array  # [B, W, Hv]
+    a: mx.array  # [B, W, Hv]
+
+
+class GatedDeltaWeights(NamedTuple):
+    conv: mx.array  # [C, taps, 1]
+    A_log: mx.array  # [Hv]
+    dt_bias: mx.array  # [Hv]
+    norm: mx.array  # [Dv]
+    eps: float
+
+
+class Drafts(NamedTuple):
+    """Those of a window that are in doubt, p of them; all but `qkv` in float32, the bits they were run with."""
+
+    qkv: mx.array  # [B, p, C], before the convolution
+    k: mx.array  # [B, p, Hk, Dk]
+    v: mx.array  # [B, p, Hv, Dv]
+    g: mx.array  # [B, p, Hv]
+    beta: mx.array  # [B, p, Hv]
+
+
+class Ran(NamedTuple):
+    """What a GatedDeltaNet layer makes of a window."""
+
+    y: mx.array  # [B, W, Hv, Dv], normed and gated
+    state: mx.array  # [B, Hv, Dv, Dk], after everything certain
+    conv: mx.array  # [B, taps - 1, C], likewise
+    drafts: Drafts | None

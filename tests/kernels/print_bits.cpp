@@ -1,0 +1,125 @@
+// Run every CPU kernel on made-up numbers and print a hash of the bits it computes, one line for each.
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+#include "kernels.h"
+
+using namespace headstart;
+
+uint32_t seed = 1;
+uint32_t next() {
+  return seed = seed * 1664525u + 1013904223u;
+}
+
+float number() {
+  return float(int32_t(next()) >> 8) / float(1 << 23) * 2.0f;
+}
+
+void assign(float& to, float x) {
+  to = x;
+}
+void assign(bfloat& to, float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  to.bits = uint16_t(bits >> 16);
+}
+
+template <typename T>
+std::vector<T> numbers(long n, float scale = 1.0f) {
+  std::vector<T> made(n);
+  for (T& x : made) assign(x, number() * scale);
+  return made;
+}
+
+template <typename T>
+void print(const char* name, const std::vector<T>& x) {
+  uint64_t hash = 14695981039346656037ull;
+  const auto* bytes = reinterpret_cast<const unsigned char*>(x.data());
+  for (size_t i = 0; i < x.size() * sizeof(T); ++i) hash = (hash ^ bytes[i]) * 1099511628211ull;
+  std::printf("%s %zu %016llx\n", name, sizeof(T), static_cast<unsigned long long>(hash));
+}
+
+template <typename T>
+void products_of(int bits, int group, bool wide, bool gated) {
+  const long rows = 11, K = bits ? 416 : 390, N = 37;
+  const auto x = numbers<T>(rows * K), w = numbers<T>(2 * N * K, 0.1f);
+  std::vector<uint32_t> codes(2 * N * K * (bits ? bits : 1) / 32 + 1);
+  for (uint32_t& word : codes) word = next();
+  const auto scales = numbers<float>(2 * N * K / 32), biases = numbers<float>(2 * N * K / 32);
+  const auto narrow_scales = numbers<bfloat>(2 * N * K / 32), narrow_biases = numbers<bfloat>(2 * N * K / 32);
+  Matrix matrices[2];
+  for (int i = 0; i < 2; ++i) {
+    const long at = i * N * K;
+    matrices[i] = {w.data() + at, N};
+    if (!bits) continue;
+    matrices[i] = {codes.data() + at * bits / 32, N, bits, group, wide};
+    matrices[i].scales = wide ? (const void*)(scales.data() + at / group) : narrow_scales.data() + at / group;
+    matrices[i].biases = wide ? (const void*)(biases.data() + at / group) : narrow_biases.data() + at / group;
+  }
+  std::vector<T> out[2] = {std::vector<T>(rows * N), std::vector<T>(rows * N)};
+  T* to[2] = {out[0].data(), out[1].data()};
+  products<T>({x.data(), rows, K, 1, 2, matrices, to, gated, nullptr});
+  print(gated ? "gated" : "product", out[0]);
+  if (!gated) print("product", out[1]);
+}
+
+template <typename T>
+void everything() {
+  products_of<T>(0, 0, false, false);
+  products_of<T>(0, 0, false, true);
+  for (int bits : {2, 3, 4, 5, 6, 8})
+    for (bool wide : {false, true}) products_of<T>(bits, 32, wide, false);
+
+  const long rows = 9, E = 20, top = 4, D = 70;
+  std::vector<uint32_t> indices(rows * top);
+  std::vector<float> scores(rows * top);
+  route<T>(numbers<T>(rows * E).data(), rows, E, top, true, indices.data(), scores.data());
+  print("route", indices), print("route", scores);
+  std::vector<T> out(rows * D), total(rows * D);
+  const auto parts = numbers<T>(rows * top * D), shared = numbers<T>(rows * D), gate = numbers<T>(rows);
+  combine<T>(parts.data(), scores.data(), shared.data(), gate.data(), rows, top, D, out.data());
+  print("combine", out);
+  const auto x = numbers<T>(rows * D), added = numbers<T>(rows * D);
+  const auto weight = numbers<float>(D);
+  norm<T>(x.data(), added.data(), weight.data(), 1e-6f, rows, D, total.data(), out.data());
+  print("norm", total), print("norm", out);
+
+  const long B = 2, W = 5, HK = 2, HV = 4, DK = 32, DV = 24, taps = 4, C = 2 * HK * DK + HV * DV;
+  GatedDelta<T> delta = {B, W, 1, HK, HV, DK, DV, taps, 1e-6f};
+  const auto qkv = numbers<T>(B * W * C), z = numbers<T>(B * W * HV * DV), b = numbers<T>(B * W * HV);
+  const auto a = numbers<T>(B * W * HV), history = numbers<T>(B * (taps - 1) * C);
+  const auto conv_weight = numbers<float>(C * taps), A_log = numbers<float>(HV), dt_bias = numbers<float>(HV);
+  const auto norm_weight = numbers<float>(DV), state = numbers<float>(B * HV * DV * DK);
+  std::vector<T> y(B * W * HV * DV), new_conv(B * (taps - 1) * C), kept(B * (W - 1) * C);
+  std::vector<float> new_state(state.size()), k(B * (W - 1) * HK * DK), v(B * (W - 1) * HV * DV), g(B * (W - 1) * HV), beta(g);
+  const int accepted[B] = {0, 0};
+  delta.qkv = qkv.data(), delta.z = z.data(), delta.b = b.data(), delta.a = a.data();
+  delta.conv_weight = conv_weight.data(), delta.A_log = A_log.data(), delta.dt_bias = dt_bias.data();
+  delta.norm_weight = norm_weight.data(), delta.state = state.data(), delta.conv = history.data();
+  delta.accepted = accepted, delta.y = y.data(), delta.new_state = new_state.data(), delta.new_conv = new_conv.data();
+  delta.fresh = {kept.data(), k.data(), v.data(), g.data(), beta.data(), W - 1};
+  gated_delta(delta);
+  print("gated delta", y), print("state", new_state), print("drafts", v), print("drafts", g);
+
+  const long H = 4, HKV = 2, capacity = 50, dim = 32, width = 6;
+  Attention<T> attending = {B, width, H, HKV, dim, capacity, 16, 1e-6f, 0.2f};
+  const auto both = numbers<T>(B * width * H * 2 * dim), keys_in = numbers<T>(B * width * HKV * dim);
+  const auto values_in = numbers<T>(B * width * HKV * dim);
+  const auto q_weight = numbers<float>(dim), k_weight = numbers<float>(dim), frequencies = numbers<float>(8);
+  auto keys = numbers<T>(B * HKV * capacity * dim), values = numbers<T>(B * HKV * capacity * dim);
+  const int offset[B] = {37, 3};
+  std::vector<T> attended(B * width * H * dim);
+  attending.both = both.data(), attending.k = keys_in.data(), attending.v = values_in.data();
+  attending.q_weight = q_weight.data(), attending.k_weight = k_weight.data();
+  attending.frequencies = frequencies.data(), attending.offset = offset, attending.last = nullptr;
+  attending.keys = keys.data(), attending.values = values.data(), attending.out = attended.data();
+  attention(attending);
+  print("attention", attended), print("keys", keys);
+}
+
+int main() {
+  std::fprintf(stderr, "%s\n", isa());
+  everything<float>();
+  everything<bfloat>();
+}
