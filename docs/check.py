@@ -163,7 +163,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def create_models(home: Path) -> None:
-    """Create the models that pages mention: in the cache an original and a conversion without head, in ~/models one with."""
+    """Create the models that pages mention: an original, a conversion without its head, and one with it."""
 
     def cached(repo: str) -> Path:
         place = home / ".cache/huggingface/hub" / f"models--{repo.replace('/', '--')}"
