@@ -151,7 +151,7 @@ def alike(text: str) -> str:
 
 
 def environment(home: Path) -> dict[str, str]:
-    kept = {name: os.environ[name] for name in ("LANG", "LC_ALL", "TMPDIR") if name in os.environ}
+    kept = {name: os.environ[name] for name in ("LANG", "LC_ALL", "PYTHONPATH", "TMPDIR") if name in os.environ}
     return kept | {
         "PATH": f"{BIN}:{os.environ['PATH']}",
         "HOME": str(home),
@@ -173,6 +173,8 @@ def create_models(home: Path) -> None:
         return place / "snapshots/0123abc"
 
     cached("Qwen/Qwen3.6-27B").symlink_to(BUILTIN)
+    # Compile the CPU kernels once: every page starts from a copy of this home.
+    subprocess.run([str(BIN / "python"), "-m", "headstart.kernels.cpu"], env=environment(home), capture_output=True)
     (home / "models").mkdir()
     converted = home / "models/Qwen3.6-27B-4bit"
     command = [str(BIN / "headstart"), "convert", "Qwen/Qwen3.6-27B", str(converted), "--bits", "4"]

@@ -27,7 +27,7 @@ A_COMMAND = re.compile(r"\s*(\$ |headstart |python |make |mlx\.launch |pip |curl
 OPERATOR = re.compile(r"[();<>|&]+")
 FILE = re.compile(r"[\w.-]+(/[\w.-]+)*\.(py|cu|h)|[\w.-]+(/[\w.-]+)+\.(md|toml|json)")
 FLAG = re.compile(r"--[a-z][a-z0-9-]*")
-OTHERS = {"--backend", "--hostfile"}  # mlx.launch's
+OTHERS = {"--help", "--backend", "--hostfile"}  # the last two are mlx.launch's
 
 
 @dataclass(frozen=True)
