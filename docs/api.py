@@ -14,15 +14,14 @@ from collections.abc import Callable
 from functools import cached_property
 from io import StringIO
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
 import headstart
 from headstart import errors
-from headstart.cli.main import PANELS, app
+from headstart.cli.main import app
 from headstart.engine import FinishReason, Handle, Origin
-from headstart.sampling.params import Rule
 
 REFERENCE = Path(__file__).parent / "reference"
 NOTE = "<!-- Written by `python docs/api.py`. Change the code instead. -->\n\n"
@@ -58,17 +57,14 @@ def command_line() -> str:
         "model (`tiny-qwen3.5`, `tiny-qwen3.5-moe`), a name in the Hugging Face cache, or a hub id; a hub id that is "
         "not cached is downloaded, except by `inspect`. [Exit codes](errors.md#exit-codes).\n"
     ]
-    for panel, functions in PANELS.items():
-        parts.append(f"\n## {panel}\n")
-        parts += [_command(name, group.commands[name]) for name in (function.__name__ for function in functions)]
-    return "".join(parts)
+    return "".join([*parts, *[_command(name, command) for name, command in group.commands.items()]])
 
 
 def _command(name: str, command: Any) -> str:
     params = [param for param in command.params if param.name != "help"]
     arguments = [param for param in params if param.param_type_name == "argument"]
     usage = " ".join([f"headstart {name}", *[_argument_name(each) for each in arguments], "[OPTIONS]"])
-    lines = [f"\n### headstart {name}\n\n`{usage}`\n\n{_paragraph(command.help or '')}\n\n"]
+    lines = [f"\n## headstart {name}\n\n`{usage}`\n\n{_paragraph(command.help or '')}\n\n"]
     lines.append("| option | | default |\n| --- | --- | --- |\n")
     for param in params:
         label = _argument_name(param).strip("[]") if param in arguments else _option_names(param)
@@ -118,7 +114,8 @@ def python_api() -> str:
     parts.append("\n## Requests and engines\n")
     parts += [_class(Handle if name == "Handle" else getattr(headstart, name), m) for name, m in CLASSES.items()]
     parts.append("\n### Named values\n\n| type | values |\n| --- | --- |\n")
-    for name, type_ in (("Origin", Origin), ("FinishReason", FinishReason), ("Rule", Rule)):
+    rule = get_type_hints(headstart.SamplingParams)["accept"]
+    for name, type_ in (("Origin", Origin), ("FinishReason", FinishReason), ("Rule", rule)):
         parts.append(f"| `{name}` | {', '.join(f'`{value}`' for value in get_args(type_))} |\n")
     parts.append("\n## Errors\n\nIn `headstart.errors`; see [errors](errors.md#python).\n\n")
     parts.append("| class | base | |\n| --- | --- | --- |\n")
