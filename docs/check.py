@@ -1,12 +1,12 @@
-"""Run what the pages say: `python docs/check.py [PAGE …]`, which is `make docs-check`. With `-v` all output is shown.
+"""Run the commands on the pages: `python docs/check.py [PAGE …]`, also `make docs-check`. `-v` shows all output.
 
-Every block of ```sh, ```console and ```python is run as it stands, unless `<!-- not run: why -->` stands before it.
-Each page has a folder of its own, without a network. The models that pages speak of are there, but they are the
-built-in one under their names: in the Hugging Face cache, and under ~/models.
+Every block of ```sh, ```console and ```python is run, unless `<!-- not run: why -->` stands before it. Each page has
+a folder of its own and no network. The models that pages mention exist there, in the Hugging Face cache and under
+~/models, but all of them are the built-in model.
 
-- A command must end well, unless the page shows an `error:` beneath it; then it must not.
-- Output that the page shows must come: `…` stands for anything, and one number is as good as another.
-- `headstart serve` is left running while the page goes on, and takes the place of the one before it.
+- A command must succeed, unless the page shows an `error:` below it; then it must fail.
+- Output that the page shows must occur: `…` matches anything, and numbers may differ.
+- `headstart serve` keeps running until the page ends or starts another server.
 """
 
 import os
@@ -31,20 +31,21 @@ SECONDS = 300  # for one command
 NUMBERS = re.compile(r"\d[\d.,]*%?(\s+\d[\d.,]*%?)*")
 
 
-class Reader:
-    """Somebody who does what a page says."""
+class PageRunner:
+    """Runs the commands of one page, in a folder of its own."""
 
-    def __init__(self, page: Path, house: Path):
-        self.page, self.problems = page, list[str]()
-        self.folder = house / page.relative_to(ROOT).as_posix().replace("/", "-")
+    def __init__(self, page: Path, root: Path):
+        self.page = page
+        self.problems: list[str] = []
+        self.folder = root / page.relative_to(ROOT).as_posix().replace("/", "-")
         self.folder.mkdir()
         self.home = self.folder / ".home"
-        shutil.copytree(house / "home", self.home, symlinks=True)
+        shutil.copytree(root / "home", self.home, symlinks=True)
         for name in LINKED:
             (self.folder / name).symlink_to(ROOT / name)
         self.servers: list[subprocess.Popen[str]] = []
 
-    def read(self) -> None:
+    def run(self) -> None:
         try:
             for block in blocks(self.page):
                 if block.not_run is not None:
@@ -58,13 +59,14 @@ class Reader:
             self.stop()
 
     def _do(self, block: Block, command: Command, words: list[str]) -> None:
-        begun, wrong = time.monotonic(), None
+        begun = time.monotonic()
+        wrong = None
         serves = command.text.startswith("headstart serve")
         status, output = self._serve(command) if serves else self._run(words)
         if (status != 0) != fails(command):
             wrong = f"ended with status {status}"
         elif not shows(command.output, output):
-            wrong = "said something else than the page shows"
+            wrong = "printed something else than the page shows"
         print(f"{'FAIL' if wrong else 'ok  '} {time.monotonic() - begun:5.1f} s  {command.text}", flush=True)
         if "-v" in sys.argv:
             print(output, flush=True)
@@ -83,7 +85,7 @@ class Reader:
             end(process)
 
     def _serve(self, command: Command) -> tuple[int, str]:
-        """Until it listens, or ends."""
+        """Start a server and wait until it listens or exits."""
         if not fails(command):
             self.stop()
         output = self.folder / f".{time.monotonic_ns()}"
@@ -99,7 +101,7 @@ class Reader:
         return process.poll() or 0, output.read_text()
 
     def stop(self) -> None:
-        """As Ctrl-C does."""
+        """Stop the servers, as Ctrl-C would."""
         while self.servers:
             server = self.servers.pop()
             server.send_signal(signal.SIGINT)
@@ -144,12 +146,12 @@ def shows(shown: str, real: str) -> bool:
 
 
 def alike(text: str) -> str:
-    """Numbers, and how wide columns are, differ from run to run."""
+    """Return the text without what differs from run to run: numbers and the width of columns."""
     return re.sub(r"\s+", " ", NUMBERS.sub("0", text)).strip()
 
 
 def environment(home: Path) -> dict[str, str]:
-    kept = {name: os.environ[name] for name in ("LANG", "LC_ALL", "TMPDIR") if name in os.environ}
+    kept = {name: os.environ[name] for name in ("LANG", "LC_ALL", "PYTHONPATH", "TMPDIR") if name in os.environ}
     return kept | {
         "PATH": f"{BIN}:{os.environ['PATH']}",
         "HOME": str(home),
@@ -160,8 +162,8 @@ def environment(home: Path) -> dict[str, str]:
     }
 
 
-def furnish(home: Path) -> None:
-    """The models that pages speak of: an original and a conversion without its head in the cache, and one with it."""
+def create_models(home: Path) -> None:
+    """Create the models that pages mention: an original, a conversion without its head, and one with it."""
 
     def cached(repo: str) -> Path:
         place = home / ".cache/huggingface/hub" / f"models--{repo.replace('/', '--')}"
@@ -171,6 +173,8 @@ def furnish(home: Path) -> None:
         return place / "snapshots/0123abc"
 
     cached("Qwen/Qwen3.6-27B").symlink_to(BUILTIN)
+    # Compile the CPU kernels once: every page starts from a copy of this home.
+    subprocess.run([str(BIN / "python"), "-m", "headstart.kernels.cpu"], env=environment(home), capture_output=True)
     (home / "models").mkdir()
     converted = home / "models/Qwen3.6-27B-4bit"
     command = [str(BIN / "headstart"), "convert", "Qwen/Qwen3.6-27B", str(converted), "--bits", "4"]
@@ -183,13 +187,13 @@ def furnish(home: Path) -> None:
 def main(wanted: list[Path]) -> int:
     begun = time.monotonic()
     found = [problem for page in wanted for problem in problems(page)] + lines.problems()
-    with tempfile.TemporaryDirectory(prefix="headstart-docs-") as house:
-        furnish(Path(house) / "home")
+    with tempfile.TemporaryDirectory(prefix="headstart-docs-") as root:
+        create_models(Path(root) / "home")
         for page in wanted:
             print(page.relative_to(ROOT))
-            reader = Reader(page, Path(house))
-            reader.read()
-            found += reader.problems
+            runner = PageRunner(page, Path(root))
+            runner.run()
+            found += runner.problems
     skipped = [block for page in wanted for block in blocks(page) if block.not_run]
     for block in skipped:
         print(f"not run: {block.page.relative_to(ROOT)}:{block.line}: {block.not_run}")

@@ -1,6 +1,6 @@
-"""What the pages say: their blocks of code, the commands in them, their links; and what of it cannot be true.
+"""Find mistakes in the pages without running anything: unknown commands, flags, files, links and headings.
 
-Nothing is run here, so tests/test_docs.py asks it in every test run. `check.py` runs what the pages say.
+tests/test_docs.py checks every page with it. `check.py` also runs the commands on the pages.
 """
 
 import json
@@ -21,19 +21,19 @@ from markdown_it.token import Token
 from headstart.cli.main import app
 
 ROOT = Path(__file__).parents[1]
-NOT_RUN = re.compile(r"<!-- not run: (.+?) -->", re.DOTALL)  # stands before a block, and says why
+NOT_RUN = re.compile(r"<!-- not run: (.+?) -->", re.DOTALL)  # before a block, with the reason
 SHELL = ("sh", "console")
 A_COMMAND = re.compile(r"\s*(\$ |headstart |python |make |mlx\.launch |pip |curl )")
 OPERATOR = re.compile(r"[();<>|&]+")
 FILE = re.compile(r"[\w.-]+(/[\w.-]+)*\.(py|cu|h)|[\w.-]+(/[\w.-]+)+\.(md|toml|json)")
 FLAG = re.compile(r"--[a-z][a-z0-9-]*")
-OTHERS = {"--backend", "--hostfile"}  # mlx.launch's
+OTHERS = {"--help", "--backend", "--hostfile"}  # the last two are mlx.launch's
 
 
 @dataclass(frozen=True)
 class Command:
     text: str
-    output: str = ""  # what the page shows beneath it
+    output: str = ""  # what the page shows below it
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Block:
     line: int
     language: str
     text: str
-    not_run: str | None  # why
+    not_run: str | None  # the reason, if it is not run
 
     @property
     def commands(self) -> list[Command]:
-        """Of a ```console the lines after `$ `, with the output beneath; of a ```sh every line."""
+        """Return the commands: in ```console the lines after `$ ` with the output below them, in ```sh every line."""
         found: list[Command] = []
         for line in self.text.replace("\\\n", " ").splitlines():
             if self.language == "sh":
@@ -60,7 +60,7 @@ class Block:
 
 def pages() -> list[Path]:
     """Return all pages but CHANGELOG.md, which also names what no longer exists."""
-    own = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    own = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
     return [
         *own,
         *sorted((ROOT / "docs").rglob("*.md")),
@@ -85,7 +85,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def problems(page: Path) -> list[str]:
-    """Everything on the page that names what is not there, each with its place."""
+    """Return what the page names and does not exist, each with its line."""
     found = [f"{page.name}:{block.line}: {problem}" for block in blocks(page) for problem in _in_block(block)]
     for token in tokens(page):
         if token.type == "inline":
@@ -118,7 +118,7 @@ def _in_block(block: Block) -> Iterator[str]:
 
 
 def simple_commands(line: str) -> Iterator[list[str]]:
-    """The words of each program that a line of shell calls."""
+    """Yield the words of each program that a line of shell calls."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     words: list[str] = []
@@ -134,7 +134,7 @@ def simple_commands(line: str) -> Iterator[list[str]]:
 
 
 def _misuse(words: list[str]) -> str | None:
-    """What is wrong with a command, as far as it is one of ours."""
+    """Return what is wrong with a command, if it is one of ours."""
     programs = [Path(word).name for word in words]
     if "headstart" in programs:
         return _refused(words[programs.index("headstart") + 1 :])
@@ -151,7 +151,7 @@ def _misuse(words: list[str]) -> str | None:
 
 
 def _refused(words: list[str]) -> str | None:
-    """What `headstart` would say of these words before it does anything."""
+    """Return the error with which `headstart` would refuse these arguments."""
     commands, (name, *rest) = _headstart().commands, words or ["--help"]
     if name.startswith("-"):
         return None if name in _options(_headstart()) | {"--help"} else f"headstart has no {name}"
@@ -180,7 +180,7 @@ def _in_text(page: Path, parts: list[Token]) -> Iterator[str]:
 
 
 def _in_code(page: Path, code: str) -> Iterator[str]:
-    """Between single backticks: a command in part, a flag, a file."""
+    """Check what stands between single backticks: a part of a command, a flag, a file."""
     if named := re.match(r"headstart ([a-z][a-z-]*)", code):
         name = named.group(1)
         if name not in _headstart().commands:
@@ -211,7 +211,7 @@ def _broken(page: Path, target: str) -> str | None:
 
 @cache
 def _anchors(page: Path) -> set[str]:
-    """Headings as GitHub names them in links."""
+    """Return the headings of a page as GitHub names them in links."""
     found: set[str] = set()
     for heading, text in zip(tokens(page), tokens(page)[1:], strict=False):
         if heading.type == "heading_open":
@@ -231,7 +231,7 @@ def _options(command: Any) -> set[str]:
 
 @cache
 def _flags() -> set[str]:
-    """Of every command, and of the scripts beside the package."""
+    """Return the flags of every command and script."""
     found = set.union(*[_options(command) for command in (_headstart(), *_headstart().commands.values())])
     for folder in ("bench", "examples", "training", "tests/engine"):
         for path in (ROOT / folder).rglob("*.py"):

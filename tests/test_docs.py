@@ -1,15 +1,33 @@
-"""The pages name only what exists. `make docs-check` also runs what they say."""
+"""Pages name only what exists, and generated pages are current. `make docs-check` also runs the commands."""
 
+import re
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from docs import api
 from docs.pages import ROOT, blocks, pages, problems
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_names_only_what_exists(page: Path) -> None:
     assert problems(page) == []
+
+
+def test_every_page_is_linked_from_the_index() -> None:
+    index = ROOT / "docs/README.md"
+    links = {(index.parent / target).resolve() for target in re.findall(r"\]\(([^)#]+)", index.read_text())}
+    assert [page for page in pages() if page.is_relative_to(ROOT / "docs") and page not in links | {index}] == []
+
+
+def test_the_readme_stays_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("name", ["cli.md", "python-api.md"])
+def test_generated_pages_are_current(name: str) -> None:
+    path = ROOT / "docs/reference" / name
+    assert path.read_text() == api.pages()[path], "run `python docs/api.py`"
 
 
 @pytest.mark.parametrize(

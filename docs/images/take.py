@@ -1,6 +1,6 @@
-"""Take the pictures of docs/dashboard.md again: `python docs/images/take.py [CHROMIUM]`
+"""Take the pictures of docs/guides/dashboard.md: `python docs/images/take.py [CHROMIUM]`
 
-The built-in model answers, a little load makes the charts move, and a Chromium looks at it.
+Starts a server with the built-in model, sends some load so that the charts move, and takes screenshots in Chromium.
 """
 
 import shutil

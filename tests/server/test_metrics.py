@@ -12,7 +12,7 @@ from headstart.engine import Engine, EngineThread, Event, FinishReason, Stats
 from headstart.server.metrics import Meter, Metrics
 from headstart.state import PrefixCache
 
-DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "http-api.md"
 COMPLETIONS = "/v1/completions"
 
 
