@@ -12,6 +12,7 @@ from fixtures import batch_of, collect, generate, mlx_lm_greedy, random_model, r
 from headstart.engine import Engine, Handle
 from headstart.engine.batch import Batch
 from headstart.errors import HeadstartError
+from headstart.kernels import cpu
 from headstart.models import Model
 from headstart.sampling import Proposal
 from headstart.state import KV, PrefixCache, Recurrent
@@ -48,7 +49,7 @@ def poison(engine: Engine, handle: Handle, how: Callable[[KV | Recurrent, int], 
         how(memory, index)
 
 
-@pytest.mark.parametrize("how", [poison_keys, poison_stale_values, poison_recurrence, poison_convolution])
+@pytest.mark.parametrize("how", [poison_keys, poison_recurrence, poison_convolution])
 @pytest.mark.parametrize("k", [0, 3])
 def test_a_sequence_whose_logits_are_not_finite_ends_alone(
     how: Callable[[KV | Recurrent, int], None], k: int
@@ -71,6 +72,26 @@ def test_a_sequence_whose_logits_are_not_finite_ends_alone(
     assert len(bad.tokens) < 30
     for answer, tokens in ((good, expected[0]), (also_good, expected[2]), (late_answer, expected[1])):
         assert (answer.finish_reason, answer.error, answer.tokens) == ("length", None, tokens)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_stale_values_that_are_not_finite_end_their_sequence_with_stock_ops(k: int, stock_ops: None) -> None:
+    test_a_sequence_whose_logits_are_not_finite_ends_alone(poison_stale_values, k)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_cpu_kernels_do_not_read_stale_values(k: int) -> None:
+    if cpu.native() is None:
+        pytest.skip("needs the native CPU kernels")
+    model = random_model("dense")
+    prompts = [random_prompt(model, length, length) for length in (9, 12)]
+    expected = [generate(model, prompt, max_tokens=30, k=0).tokens for prompt in prompts]
+    engine = Engine(model, max_sequences=2)
+    handles = [submit(engine, prompt, max_tokens=30, k=k) for prompt in prompts]
+    while len(engine.running) < 2:
+        engine.run_once()
+    poison(engine, handles[1], poison_stale_values)
+    assert [collect(handle).tokens for handle in handles] == expected
 
 
 @pytest.mark.parametrize("token", [0, 101, 255])
