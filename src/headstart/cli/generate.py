@@ -39,7 +39,7 @@ def generate_command(
     from ..cluster import Follower, Leader
     from ..library import stream_generate
 
-    with machines.join_machines() as cluster:
+    with machines.connect_machines() as cluster:
         if cluster is not None and cluster.rank:
             Follower(cluster, *machines.load_share(find_model(model), cluster, split, mtp=mtp)).run()
             return

@@ -41,7 +41,7 @@ def require_one_machine(command: str | None) -> None:
 
 
 @contextmanager
-def join_machines() -> Iterator["Machines | None"]:
+def connect_machines() -> Iterator["Machines | None"]:
     """Connect to the machines that were launched together. Yield None where there is only one."""
     if not launched():
         yield None

@@ -69,7 +69,7 @@ def serve_command(
     connections = server.connection_limit(max_connections)
     # Bind first: a port that is taken is known before a model is loaded.
     with (
-        machines.join_machines() as cluster,
+        machines.connect_machines() as cluster,
         nullcontext() if cluster and cluster.rank else server.bind(host, port) as bound,
     ):
         folder = find_model(model)
