@@ -32,6 +32,7 @@ CLASSES: dict[str, list[str]] = {
     "GrammarSpec": ["json_schema"],
     "Request": [],
     "Engine": ["submit", "warm_up", "clear_prefix", "cancel_all"],
+    "EngineThread": ["submit", "start", "close"],
     "AsyncEngine": ["stream", "generate"],
     "Handle": ["cancel"],
     "Event": [],
@@ -39,7 +40,7 @@ CLASSES: dict[str, list[str]] = {
         *("tokens_per_round", "proposed_draft_tokens", "accepted_draft_tokens", "acceptance_by_position"),
         *("paused_reason", "prompt_tps", "generation_tps", "as_dict"),
     ],
-    "Prefix": ["stats", "clear"],
+    "PrefixCache": ["stats", "clear"],
 }
 
 

@@ -1,6 +1,6 @@
 """Simulated machines and texts for the depth controller.
 
-python tests/engine/simulator.py [--rows 4] [--busy]    the table of docs/engine.md
+python tests/engine/simulator.py [--rows 4] [--busy]    the table of docs/explanation/depth-controller.md
 """
 
 import argparse

@@ -395,7 +395,7 @@ def test_answers_to_random_schemas_are_valid() -> None:
 def test_answers_to_500_random_schemas_and_to_real_ones_are_valid(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """And how many tokens a round they take, beside plain text: the table in docs/sampling.md."""
+    """And how many tokens a round they take, beside plain text: the table in docs/explanation/exactness.md."""
     real = [schema for _, schema in real_schemas() if can_be_used(schema)]
     assert len(real) >= 5
     random = [random_schema(seed) for seed in range(500)]

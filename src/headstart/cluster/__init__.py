@@ -1,4 +1,4 @@
-"""One model on several machines, launched together by `mlx.launch`. See docs/cluster.md."""
+"""One model on several machines, launched together by `mlx.launch`. See docs/guides/cluster.md."""
 
 from .engine import Follower, Leader, SharedPrefix
 from .machines import Machines, Split, join_machines, load_part

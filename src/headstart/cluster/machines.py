@@ -40,7 +40,7 @@ def join_machines() -> Iterator[Machines]:
     try:
         comm = Communicator(mx.distributed.init(strict=True))
     except (RuntimeError, ValueError) as error:
-        raise ClusterError(f"the machines cannot reach each other: {error}. See docs/cluster.md") from error
+        raise ClusterError(f"the machines cannot reach each other: {error}. See docs/guides/cluster.md") from error
     link = connect(comm)
     try:
         yield Machines(comm, link)
