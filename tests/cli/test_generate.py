@@ -1,5 +1,6 @@
 """`headstart generate`: the answer on standard output, what ran on standard error, and errors in one line."""
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -139,7 +140,7 @@ def test_sampling_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_every_sampling_flag_is_a_parameter_and_help_shows_its_true_default() -> None:
-    defaults = headstart.SamplingParams().as_dict()
+    defaults = dataclasses.asdict(headstart.SamplingParams())
     for name, flag in SAMPLING.items():
         _, option = flag
         default = defaults[name]

@@ -1,4 +1,4 @@
-"""Count what all requests add up to, for Prometheus and /v1/mtp/stats. docs/reference/http-api.md lists every metric."""
+"""Count what all requests add up to, for Prometheus and /v1/mtp/stats. docs/reference/http-api.md lists them."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
