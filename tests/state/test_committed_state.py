@@ -197,7 +197,7 @@ def test_a_parked_head_is_shown_the_latest_of_what_it_missed(rounds: int) -> Non
     seen = int(batch.head_state.lengths.item())
     for _ in range(rounds):
         mx.eval(loop.step(model, batch, 0), batch.arrays())
-        assert len(batch.plain) <= RESUME_PAIRS
+        assert len(batch.paused_pairs) <= RESUME_PAIRS
         assert batch.unseen.width <= 1  # nothing is computed for it meanwhile
     said = start + rounds
     missed = max(rounds - RESUME_PAIRS, 0)

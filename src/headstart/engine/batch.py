@@ -71,7 +71,9 @@ class UnseenPairs(NamedTuple):
 @dataclass
 class Batch:
     trunk_state: BatchState  # KV cache and recurrent states of the trunk
-    head_state: BatchState | None  # of the head; None if no sequence drafts
+    head_state: (
+        BatchState | None
+    )  # of the head; None without a head, or if neither a draft nor the prefix cache needs it
     unseen: UnseenPairs  # what the head has not seen
     last: mx.array  # [B], each sequence's last token, which the trunk has not seen
     max_k: mx.array  # [B], most drafts per round that the sequence's request allows
@@ -81,8 +83,8 @@ class Batch:
     counts: mx.array | None  # [B, V], how often each token was generated, if a penalty counts them
     params: list[SequenceParams]
     controls: Controls  # `params` as arrays
-    plain: list[tuple[mx.array, mx.array]] = field(default_factory=list)
-    """Hidden [B, 1, H] and tokens [B, 1] of the last steps without drafts: also unseen, collected when needed."""
+    paused_pairs: list[tuple[mx.array, mx.array]] = field(default_factory=list)
+    """Hidden [B, 1, H] and tokens [B, 1] of the last steps at k = 0: also unseen, collected when drafting resumes."""
 
     @classmethod
     def of_one(
@@ -124,14 +126,15 @@ class Batch:
         return int(self.last.shape[0])
 
     def context(self) -> BatchContext:
-        """Return what sampling needs to know. The next token's index: the trunk has seen all tokens but the last."""
-        position = self.trunk_state.lengths + 1
+        """Return what sampling needs to know."""
+        position = self.trunk_state.lengths + 1  # of the token to generate: `last` is at index `lengths`
         return BatchContext(self.controls, position, self.rounds, self.recent, self.remaining, self.counts)
 
     def commit(self, hidden: mx.array, result: AcceptResult) -> None:
         """Advance every sequence by its accepted drafts and the token after them.
 
-        Rejected drafts need no undo: the state's length does not count them, and the next step overwrites them.
+        Rejected drafts need no undo. Their KV entries lie past the length and are overwritten. In recurrent layers
+        all drafts are still pending, and the next pass folds in the first `accepted` of them.
         """
         generated = result.accepted + 1
         self.trunk_state.accepted = result.accepted
@@ -151,15 +154,15 @@ class Batch:
         if hidden.shape[1] > 1:
             self.unseen = self.unseen.extend(hidden, result.tokens, generated)
         else:  # only noted: the head may not be needed again
-            self.plain = [*self.plain, (hidden, result.tokens)][-RESUME_PAIRS:]
+            self.paused_pairs = [*self.paused_pairs, (hidden, result.tokens)][-RESUME_PAIRS:]
 
     def collect_unseen(self) -> None:
         """Append the pairs of steps without drafts to `unseen`, and keep the last RESUME_PAIRS."""
-        if self.plain:
-            hidden, tokens = (mx.concatenate(list(each), axis=1) for each in zip(*self.plain, strict=True))
-            counts = mx.full((self.size,), len(self.plain), mx.int32)
+        if self.paused_pairs:
+            hidden, tokens = (mx.concatenate(list(each), axis=1) for each in zip(*self.paused_pairs, strict=True))
+            counts = mx.full((self.size,), len(self.paused_pairs), mx.int32)
             self.unseen = self.unseen.extend(hidden, tokens, counts)
-            self.plain = []
+            self.paused_pairs = []
         self.unseen = self.unseen.latest(RESUME_PAIRS)
 
     def keep(self, indices: list[int], model: Model) -> None:

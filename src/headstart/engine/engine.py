@@ -192,7 +192,12 @@ class Engine(Scheduler):
             self._recompute(sequence, "memory")
 
     def _step(self) -> None:
-        """Launch the next step, and hand out the tokens of the pending one."""
+        """Launch the next step, and hand out the tokens of the pending one.
+
+        On a GPU the next step is built and launched before the pending one is read. On a CPU, where a launch runs the
+        step, it is read in between; if it is sure to end a sequence, even before the next is built. With a grammar
+        each step is read before the next is built.
+        """
         synchronous = self._is_synchronous()
         if synchronous or (not self._ahead and self._pending_ends_a_sequence()):
             self._finish_pending()
@@ -268,6 +273,7 @@ class Engine(Scheduler):
                 if sequence.matcher is not None and sequence.matcher.failed is not None:
                     raise sequence.matcher.failed
                 if self._batch is not None and sequence in self.running:
+                    # `commit` raised the bound as if all drafts were accepted.
                     self._batch.trunk_state.bounds[self.running.index(sequence)] -= pending.k - accepted
                 pending.emit(index, tokens[: accepted + 1], proposed)
             except Exception as error:

@@ -1,4 +1,4 @@
-"""A decode step between its launch and the moment the host reads its tokens."""
+"""A decode step, from when it is built until the host reads its tokens."""
 
 import time
 from collections.abc import Sequence

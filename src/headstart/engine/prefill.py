@@ -72,7 +72,7 @@ def _start(model: Model, sequence: SequenceState, prefix: PrefixCache | None) ->
 def _resume(model: Model, batch: Batch, tokens: Sequence[int], prefix: PrefixCache) -> int:
     """Load the longest cached prefix of `tokens` into the batch, and return its length.
 
-    A sequence that does not draft has a head during prefill all the same: then every entry serves every sequence.
+    A sequence that does not draft gets a head state all the same, so that every entry serves every sequence.
     """
     if model.has_head and batch.head_state is None:
         batch.head_state = model.make_head_state(1)

@@ -133,27 +133,27 @@ class Model:
         """The type of activations: that of the embedding's output, known without computing it."""
         return self.weights.embed_tokens(mx.zeros((1,), mx.int32)).dtype
 
-    def trunk(self, tokens: mx.array, rows: BatchState, certain: int) -> mx.array:
-        """[B, W] tokens after what `rows` holds → [B, W, H], what the head is fed.
+    def trunk(self, tokens: mx.array, state: BatchState, certain: int) -> mx.array:
+        """Run the trunk over [B, W] tokens after what `state` holds → [B, W, H], the head's input.
 
-        The first `certain` tokens enter the recurrent states at once, the rest stay pending. Nothing counts until
-        `rows.commit`.
+        Recurrent states advance now, by the accepted of the pending drafts and the first `certain` tokens, so no
+        window may run twice; the rest become the new pending drafts. KV entries count after `state.commit` only.
         """
         if certain == 1 and self.share.ranks == 1 and compiles(tokens.shape[1]):
-            rows.reserve(tokens.shape[1])
-            return self._trunk_graph(rows, tokens)
-        return self._trunk(rows, tokens, certain)
+            state.reserve(tokens.shape[1])
+            return self._trunk_graph(state, tokens)
+        return self._trunk(state, tokens, certain)
 
-    def _trunk(self, rows: BatchState, tokens: mx.array, certain: int = 1) -> mx.array:
-        mask, share, layers = rows.reserve(tokens.shape[1]), self.share, self.weights.layers
+    def _trunk(self, state: BatchState, tokens: mx.array, certain: int = 1) -> mx.array:
+        mask, share, layers = state.reserve(tokens.shape[1]), self.share, self.weights.layers
         x = share.take(self.weights.embed_tokens(tokens))
         normed = layers[0].input_layernorm(x)
         # Every part of a layer is added to x; with it comes the norm that the next part is given.
-        for index, (layer, memory) in enumerate(zip(layers, rows.layers, strict=True)):
+        for index, (layer, memory) in enumerate(zip(layers, state.layers, strict=True)):
             residual = Residual(x, layer.post_attention_layernorm, share)
             if isinstance(memory, Recurrent):
                 net, project = layer.linear_attn, self.family.project
-                x, normed = gated_delta_net(net, project, normed, memory, rows.accepted, certain, residual)
+                x, normed = gated_delta_net(net, project, normed, memory, state.accepted, certain, residual)
             else:
                 x, normed = attention(layer.self_attn, normed, mask, memory, residual)
             following = layers[index + 1].input_layernorm if index + 1 < len(layers) else self.weights.norm
@@ -178,28 +178,30 @@ class Model:
         self,
         hidden: mx.array,
         tokens: mx.array,
-        rows: BatchState,
+        state: BatchState,
         ahead: int = 0,
         module: int = 0,
         last: mx.array | None = None,
     ) -> mx.array:
-        """The pairs (hidden of position t, token t+1), [B, W, H] and [B, W] → [B, W, H], which predicts token t+2
-        and, with that token, is the next pair of the chain. They sit `ahead` positions past what `rows` holds.
-        Where only one pair of each row is to be gone on from, `last` [B] → [B, 1, H].
+        """Run the head over pairs (hidden of position t, token t+1), [B, W, H] and [B, W] → [B, W, H].
+
+        The output predicts token t+2 and, with that token, is the next pair of the chain. The pairs are written
+        `ahead` positions past what `state` holds. With `last` [B] only the output at that index is returned, [B, 1,
+        H].
         """
         if compiles(tokens.shape[1]):
-            rows.reserve(tokens.shape[1], ahead)
-            return self._head_graph(rows, hidden, tokens, ahead, module, last)
-        return self._head(rows, hidden, tokens, ahead, module, last)
+            state.reserve(tokens.shape[1], ahead)
+            return self._head_graph(state, hidden, tokens, ahead, module, last)
+        return self._head(state, hidden, tokens, ahead, module, last)
 
     def _head(
-        self, rows: BatchState, hidden: mx.array, tokens: mx.array, ahead: int, module: int, last: mx.array | None
+        self, state: BatchState, hidden: mx.array, tokens: mx.array, ahead: int, module: int, last: mx.array | None
     ) -> mx.array:
         mtp, spec = self.weights.mtp, self.family.head
         parts = [mtp.pre_fc_norm_embedding(self.weights.embed_tokens(tokens)), mtp.pre_fc_norm_hidden(hidden)]
         x = product(mx.concatenate(parts if spec.embedding_first else parts[::-1], axis=-1), mtp.fc)
-        mask = rows.reserve(tokens.shape[1], ahead)
-        layer, memory = mtp.layers[module], rows.layers[module]
+        mask = state.reserve(tokens.shape[1], ahead)
+        layer, memory = mtp.layers[module], state.layers[module]
         assert isinstance(memory, KV)
         alone = Alone()  # every machine has the whole head
         residual = Residual(x if last is None else at_last(x, last), layer.post_attention_layernorm, alone)

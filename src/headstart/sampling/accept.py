@@ -64,8 +64,8 @@ def block_acceptance(
         total = excess + (1 - weight)
         share = mx.where(total == 0, one, excess / total)  # NaN stays: it accepts nothing
         probabilities.append(mx.where(allowed == i + 1, weight, share))
-    permitted = mx.arange(1, k + 1) <= allowed[:, None]
-    return BlockAcceptance(mx.where(permitted, mx.stack(probabilities, axis=1), 0), mx.stack(weights, axis=1))
+    within_limit = mx.arange(1, k + 1) <= allowed[:, None]
+    return BlockAcceptance(mx.where(within_limit, mx.stack(probabilities, axis=1), 0), mx.stack(weights, axis=1))
 
 
 def longest_accepted(probability: mx.array, uniforms: mx.array) -> mx.array:

@@ -83,7 +83,7 @@ class Controls:
         return self.bias is not None or penalties or self.min_tokens is not None
 
     @property
-    def plain(self) -> bool:
+    def argmax_only(self) -> bool:
         """Return whether every sequence takes the argmax of the model's own logits."""
         return not self.any_sampled and not self.adjusts and "optimistic" not in self.rules
 

@@ -15,7 +15,7 @@ class Purpose(IntEnum):
     CHOICE = 0  # draft or choose a token, coupled rule
     DRAFT = 1  # draft a token
     ACCEPT = 2  # accept or reject a draft
-    NEXT = 3  # draw the token after the accepted drafts
+    NEXT = 3  # draw a token of the target's own
     XTC = 4  # apply XTC at this position
 
 

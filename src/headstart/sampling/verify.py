@@ -47,7 +47,7 @@ def propose(logits: mx.array, proposal: Proposal, context: BatchContext, forced:
     controls = context.controls
     j = proposal.tokens.shape[1]
     q = None
-    if controls.plain:
+    if controls.argmax_only:
         token = mx.argmax(logits, axis=-1).astype(mx.int32)
     else:
         distribution = _distribution(logits, context, proposal.tokens, j)
@@ -74,7 +74,7 @@ def accept_window(
         permitted: [B, k+1, V], the tokens that grammars permit at each position.
     """
     controls, drafts = context.controls, proposal.tokens
-    if controls.plain:
+    if controls.argmax_only:
         if permitted is not None:
             logits = mx.where(permitted, logits, -mx.inf)
         return accept_coupled(mx.argmax(logits, axis=-1).astype(mx.int32), drafts, allowed)
@@ -82,6 +82,7 @@ def accept_window(
     if controls.rules == {"ratio"}:
         return _accept_by_ratio(target, proposal, allowed, context)
     positions = context.position[:, None] + mx.arange(logits.shape[1])
+    # For coupled sequences NEXT and DRAFT have one key: the drafter used the same noise.
     choices = target.sample(controls.noise_keys(Purpose.NEXT, context.rounds, positions))
     result = accept_coupled(choices, drafts, allowed)
     if "optimistic" in controls.rules:
