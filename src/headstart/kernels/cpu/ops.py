@@ -16,9 +16,8 @@ DENSE = (nn.Linear, nn.Embedding, SwitchLinear)
 QUANTISED = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear)
 
 Linear = tuple[mx.array, mx.array | None, mx.array | None, int, int]  # weight, scales, biases, bits, group size
-NativeResidual = tuple[
-    mx.array, mx.array, float
-]  # what to add to [..., H]; weight and epsilon of the norm of the sum
+# What to add to [..., H], and the weight and epsilon of the norm of the sum.
+NativeResidual = tuple[mx.array, mx.array, float]
 
 
 class HeldLinear(NamedTuple):
