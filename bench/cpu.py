@@ -85,7 +85,7 @@ def main() -> None:
     print("\n| ratio of native times | |\n| --- | --- |")
     for shape in ("1024×384", "12288×384", "4096×4096"):
         for bits in (16, 4):
-            over = times[f"product {shape}, {bits} bits, 4 rows"] / times[f"product {shape}, {bits} bits, 1 rows"]
+            over = times[f"product {shape}, {bits} bits, 4 rows"] / times[f"product {shape}, {bits} bits, 1 row"]
             print(f"| product {shape}, {bits} bits: 4 rows over 1 | {over:.2f} |")
     for name in names:
         plain, drafting, one, four, draft = (
@@ -112,7 +112,9 @@ def product_cases() -> Iterator[Case]:
                 def run(x: mx.array = x, layer: nn.Module = layer) -> None:
                     mx.eval(product(x, layer))
 
-                yield Case(f"product {outputs}×{inputs}, {bits} bits, {rows} rows", run, size, calls=10)
+                yield Case(
+                    f"product {outputs}×{inputs}, {bits} bits, {rows} row{'s' * (rows > 1)}", run, size, calls=10
+                )
 
 
 def model_cases(name: str, model: Model, tokenizer: Any) -> Iterator[Case]:

@@ -24,7 +24,7 @@ class Residual:
         return add_and_norm(self.x, self.share.whole(part), self.norm["weight"], self.norm.eps)
 
     @property
-    def native(self) -> cpu.Residual | None:
+    def native(self) -> cpu.NativeResidual | None:
         """The sum as the last stage of a CPU kernel; None where other machines have parts of it."""
         return (self.x, self.norm["weight"], self.norm.eps) if self.share.ranks == 1 else None
 

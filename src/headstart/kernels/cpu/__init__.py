@@ -3,7 +3,7 @@
 from .load import Loaded, available_cores, loaded, native
 from .ops import (
     TYPES,
-    Residual,
+    NativeResidual,
     attend_window,
     linear,
     native_attention,
@@ -17,7 +17,7 @@ from .ops import (
 __all__ = [
     "TYPES",
     "Loaded",
-    "Residual",
+    "NativeResidual",
     "attend_window",
     "available_cores",
     "linear",

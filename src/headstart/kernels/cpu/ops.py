@@ -16,7 +16,8 @@ DENSE = (nn.Linear, nn.Embedding, SwitchLinear)
 QUANTISED = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear)
 
 Linear = tuple[mx.array, mx.array | None, mx.array | None, int, int]  # weight, scales, biases, bits, group size
-Residual = tuple[mx.array, mx.array, float]  # what to add to [..., H]; weight and epsilon of the norm of the sum
+# What to add to [..., H], and the weight and epsilon of the norm of the sum.
+NativeResidual = tuple[mx.array, mx.array, float]
 
 
 class HeldLinear(NamedTuple):
@@ -77,7 +78,7 @@ def native_products(
 
 
 def native_feed_forward(
-    native: Any, module: nn.Module, x: mx.array, residual: Residual | None
+    native: Any, module: nn.Module, x: mx.array, residual: NativeResidual | None
 ) -> list[mx.array] | None:
     """Return `module(x)` for an MLP or a mixture of experts, or with a residual their sum and its norm."""
     mixture = "switch_mlp" in module
@@ -108,7 +109,7 @@ def native_attention_fits(dtype: mx.Dtype, layer: nn.Module) -> bool:
 
 
 def native_attention(
-    native: Any, layer: nn.Module, x: mx.array, memory: Any, last: mx.array | None, residual: Residual | None
+    native: Any, layer: nn.Module, x: mx.array, memory: Any, last: mx.array | None, residual: NativeResidual | None
 ) -> list[mx.array] | None:
     """Write a window into `memory` and attend to it: [B, W, H] → [B, W, H], or of token `last` [B] of each row
     [B, 1, H]; with a residual their sum and its norm."""
@@ -161,7 +162,7 @@ def native_gated_delta(
     memory: Any,
     accepted: mx.array,
     certain: int,
-    residual: Residual | None,
+    residual: NativeResidual | None,
 ) -> tuple[list[mx.array], list[mx.array]] | None:
     """Run a whole GatedDeltaNet layer with one matrix for each projection → its output, or with a residual their sum
     and its norm; then the drafts that are in doubt."""
