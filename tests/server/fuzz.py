@@ -45,7 +45,7 @@ async def case(path: str, body: dict[str, Any], served: ServedModel, preparer: P
         asked = SHAPES[path].model_validate(body)
         asked.check()
         prompt = await preparer.prepare(
-            lambda work: asked.prepare(served, work),
+            lambda work: asked.make_prompt(served, work),
             Client(),
             "",
             Deadline.after(600),  # type: ignore[arg-type]

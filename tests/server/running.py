@@ -149,7 +149,7 @@ def read(asked: CountTokensRequest | GenerationRequest, served: ServedModel, lim
         context = served.model.context_length
         preparer = Preparer(served.tokenizer, limits or Limits(), context=context, max_waiting=None)
         try:
-            work = partial(asked.prepare, served)
+            work = partial(asked.make_prompt, served)
             return await preparer.prepare(work, Reader(), "", Deadline.after(600))  # type: ignore[arg-type]
         finally:
             await preparer.close()

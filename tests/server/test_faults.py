@@ -199,13 +199,13 @@ def test_an_engine_thread_that_dies_again_stays_dead_and_the_server_says_so(monk
 
 
 def while_reading(patch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
-    prepare = openai_request.prepare_chat
+    prepare = openai_request.chat_prompt
 
     async def preparing(make: Any, served: Any, work: Any) -> Any:
         await work.run(happens)
         return await prepare(make, served, work)
 
-    patch.setattr(openai_request, "prepare_chat", preparing)
+    patch.setattr(openai_request, "chat_prompt", preparing)
 
 
 def test_a_server_that_begins_to_stop_while_a_prompt_is_read_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ def test_a_web_page_can_read_an_unexpected_error(monkeypatch: pytest.MonkeyPatch
     def failing(*_: Any, **__: Any) -> Any:
         raise ValueError
 
-    monkeypatch.setattr(openai_request, "prepare_text", failing)
+    monkeypatch.setattr(openai_request, "text_prompt", failing)
     origin = "https://page.example"
     with running(cors_origins=(origin,)) as server, server.http() as http:
         response = http.post("/v1/completions", json={"prompt": "a"}, headers={"Origin": origin})
@@ -259,7 +259,7 @@ def test_an_error_that_nobody_foresaw_is_counted_and_logged_without_what_was_ask
             raise ValueError("the secret prompt, told again") from error
 
     part = (
-        (ChoiceOutput, "read") if stream else (headstart.server.openai_request, "prepare_text")
+        (ChoiceOutput, "read") if stream else (headstart.server.openai_request, "text_prompt")
     )  # before and after the status is sent
     monkeypatch.setattr(*part, failing)
     with running(key="sesame") as server, server.http() as http:

@@ -17,7 +17,7 @@ from ..sampling_params import MAX_STOP_CHARACTERS, MAX_STOPS
 from .chat import Chat
 from .errors import refuse
 from .prepare import Preparation
-from .prompt import Prompt, prepare_chat
+from .prompt import Prompt, chat_prompt
 from .request_fields import (
     REASONING_BUDGETS,
     BoundedList,
@@ -191,8 +191,8 @@ class CountTokensRequest(Cacheable):
         if self.tool_choice is not None and (self.tool_choice.type == "tool") == (self.tool_choice.name is None):
             refuse("tool_choice.name", "required with the type 'tool', and only with that")
 
-    async def prepare(self, served: ServedModel, work: Preparation) -> Prompt:
-        return await prepare_chat(partial(self._chat, served), served, work)
+    async def make_prompt(self, served: ServedModel, work: Preparation) -> Prompt:
+        return await chat_prompt(partial(self._chat, served), served, work)
 
     def _chat(self, served: ServedModel) -> Chat:
         choice, output = self.tool_choice or ToolChoice(type="auto"), self.output_config or OutputConfig()

@@ -72,7 +72,7 @@ class Chat:
         if self.budget is not None and self.budget < 0:
             refuse("thinking_budget", f"is {self.budget}; it must be 0 or more tokens")
 
-    def answer_grammar(self, form: CallFormat) -> GrammarSpec | None:
+    def grammar_after_reasoning(self, form: CallFormat) -> GrammarSpec | None:
         """Return the grammar of what follows the reasoning. If there are tools, a call is always an answer."""
         tools = self.callable_tools
         if not tools or not (self.must_call or self.grammar):

@@ -14,7 +14,7 @@ from .chat import Chat
 from .errors import refuse
 from .markup import loads, nested_too_deeply
 from .prepare import Preparation
-from .prompt import Prompt, prepare_chat, prepare_text
+from .prompt import Prompt, chat_prompt, text_prompt
 from .request_fields import (
     REASONING_BUDGETS,
     BoundedList,
@@ -180,7 +180,7 @@ class OpenAIRequest(GenerationRequest):
         if self.n is not None and not 1 <= self.n <= MAX_CHOICES:
             refuse("n", f"is {self.n}; it must be a whole number from 1 to {MAX_CHOICES}")
 
-    def answer_grammar(self) -> tuple[GrammarSpec | None, str]:
+    def requested_grammar(self) -> tuple[GrammarSpec | None, str]:
         """Return what the answer must match, and the field that says so."""
         found: dict[str, GrammarSpec] = {}
         if self.response_format is not None and (spec := self.response_format.grammar()) is not None:
@@ -230,7 +230,7 @@ class ChatCompletionRequest(OpenAIRequest):
         calls = [call for message in self.messages for call in message.tool_calls or ()]
         if any(call.function.is_cut_off for call in calls):
             found.add("messages[].tool_calls[].function.arguments: cut off")
-        unconstrained = (self.tool_choice or "auto") == "auto" and self.answer_grammar()[0] is None
+        unconstrained = (self.tool_choice or "auto") == "auto" and self.requested_grammar()[0] is None
         if self.tools and self.parallel_tool_calls is False and unconstrained:
             found.add("parallel_tool_calls")  # nothing prevents several calls
         return sorted(found)
@@ -244,11 +244,11 @@ class ChatCompletionRequest(OpenAIRequest):
         max_tokens = limits.pop() if limits else context - len(prompt.tokens)
         return self._request(prompt, max_tokens, self.top_logprobs or 0 if self.logprobs else None)
 
-    async def prepare(self, served: ServedModel, work: Preparation) -> Prompt:
-        return await prepare_chat(self._chat, served, work)
+    async def make_prompt(self, served: ServedModel, work: Preparation) -> Prompt:
+        return await chat_prompt(self._chat, served, work)
 
     def _chat(self) -> Chat:
-        grammar, grammar_field = self.answer_grammar()
+        grammar, grammar_field = self.requested_grammar()
         thinking, thinking_field = self._thinking()
         choice = self.tool_choice or "auto"
         effort = self.reasoning_effort
@@ -304,9 +304,9 @@ class CompletionRequest(OpenAIRequest):
             prompt, max_tokens, self.logprobs, "too" if self.echo and self.logprobs is not None else "no"
         )
 
-    async def prepare(self, served: ServedModel, work: Preparation) -> Prompt:
+    async def make_prompt(self, served: ServedModel, work: Preparation) -> Prompt:
         parse_special = self.parse_special is not False
-        return await prepare_text(self.prompt, *self.answer_grammar(), served, work, parse_special=parse_special)
+        return await text_prompt(self.prompt, *self.requested_grammar(), served, work, parse_special=parse_special)
 
 
 def _token_id(token: str) -> int:

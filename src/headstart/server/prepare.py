@@ -69,27 +69,27 @@ class Preparer:
 
     async def prepare(
         self,
-        work: "Callable[[Preparation], Awaitable[Result]]",
+        make: "Callable[[Preparation], Awaitable[Result]]",
         http: HTTPRequest,
         client: str,
         deadline: Deadline,
         *,
         counting: bool = False,
     ) -> Result:
-        """Return what `work` makes of a prompt. It is cancelled when the client disconnects or the time is up.
+        """Return what `make` makes. It is cancelled when the client disconnects or the time is up.
 
         `counting`: accept a prompt that is too long for the model, to count its tokens.
         """
         self._check_busy(client)
-        working = asyncio.ensure_future(work(Preparation(self, client, counting)))
+        making = asyncio.ensure_future(make(Preparation(self, client, counting)))
         gone = asyncio.create_task(disconnected(http))
         self._in_progress[client] += 1
         try:
             left = max(0.0, deadline.at - asyncio.get_running_loop().time())
             timeout = min(self.limits.prepare_seconds, left)
-            await asyncio.wait((working, gone), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                return working.result()
+            await asyncio.wait((making, gone), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if making.done():
+                return making.result()
             if gone.done():
                 raise Refusal(499, "client disconnected", code="gone")
             if deadline.seconds <= self.limits.prepare_seconds:
@@ -99,7 +99,7 @@ class Preparer:
         finally:
             self._in_progress[client] -= 1
             self._in_progress += Counter()  # drops clients that have none
-            working.cancel()
+            making.cancel()
             gone.cancel()
 
     def _check_busy(self, client: str) -> None:

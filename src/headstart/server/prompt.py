@@ -37,14 +37,14 @@ class Prompt:
         return OutputParser(self.tools, thinking=self.thinking, calls_in_thoughts=self.calls_in_thoughts)
 
 
-async def prepare_chat(make_chat: Callable[[], Chat], served: ServedModel, work: Preparation) -> Prompt:
+async def chat_prompt(make_chat: Callable[[], Chat], served: ServedModel, work: Preparation) -> Prompt:
     """Render, tokenise and check a conversation."""
     form = served.template.call_format
     chat, (text, mark), reworded, small = await work.run(_render, make_chat, served, work)
     tokens = small if small is not None else await work.encode(text, "messages", kind="chat", mark=mark)
     state = thinking_state(tokens, served.tokenizer)
     await work.grammar(chat.grammar, chat.grammar_field)
-    answer = await work.run(chat.answer_grammar, form) if chat.tools else chat.grammar
+    answer = await work.run(chat.grammar_after_reasoning, form) if chat.tools else chat.grammar
     await _check_call_grammar(answer, chat, served, work)
     # If a grammar requires the call after the reasoning, one inside it would be one too many.
     calls_in_thoughts = answer is None or not chat.callable_tools
@@ -86,7 +86,7 @@ async def _check_call_grammar(answer: GrammarSpec | None, chat: Chat, served: Se
         raise
 
 
-async def prepare_text(
+async def text_prompt(
     prompt: TextPrompt,
     grammar: GrammarSpec | None,
     grammar_field: str,

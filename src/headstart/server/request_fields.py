@@ -98,7 +98,7 @@ class GenerationRequest(RequestModel):
         """Reject what cannot be honoured, whatever the model."""
         raise NotImplementedError
 
-    async def prepare(self, served: ServedModel, work: Preparation) -> Prompt:
+    async def make_prompt(self, served: ServedModel, work: Preparation) -> Prompt:
         """Return the tokens of the prompt, and what else the model makes of the request."""
         raise NotImplementedError
 

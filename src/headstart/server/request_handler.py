@@ -56,15 +56,15 @@ class RequestHandler:
         deadline = Deadline.after(self.limits.request_seconds)
         client = client_of(http.scope, self.keys)
 
-        async def prepare(work: Preparation) -> tuple[Prompt, Request]:
-            prompt = await body.prepare(self.served, work)
+        async def make_request(work: Preparation) -> tuple[Prompt, Request]:
+            prompt = await body.make_prompt(self.served, work)
             request = body.engine_request(prompt, self.served.model.context_length)
             if request.params.logprobs:
                 await work.run(self.served.token_bytes, 0)  # slow once, and must not block the event loop
             return prompt, request
 
         try:
-            prompt, request = await self.preparer.prepare(prepare, http, client, deadline)
+            prompt, request = await self.preparer.prepare(make_request, http, client, deadline)
         except Refusal as refused:
             if refused.status_code in OUTCOMES:
                 meter.end(OUTCOMES[refused.status_code])
@@ -94,8 +94,9 @@ class RequestHandler:
         body.check()
         self.served.check_name(body.model)
         client, deadline = client_of(http.scope, self.keys), Deadline.after(self.limits.request_seconds)
-        prepare = partial(body.prepare, self.served)
-        return len((await self.preparer.prepare(prepare, http, client, deadline, counting=True)).tokens)
+        make_prompt = partial(body.make_prompt, self.served)
+        prompt = await self.preparer.prepare(make_prompt, http, client, deadline, counting=True)
+        return len(prompt.tokens)
 
     def cancel(self, id: str, http: HTTPRequest) -> None:
         """Cancel a request of the same client. Another client's is not found, so that ids cannot be probed."""
