@@ -16,11 +16,11 @@ from headstart.engine import Engine, Request
 from headstart.errors import RequestError
 from headstart.models import Model
 from headstart.sampling import GrammarSpec, SamplingParams, compile_grammar
-from headstart.server.markup import CallFormat, OutputParser, Tools, call_grammar, thinking_state, with_thinking
+from headstart.server.markup import Markup, OutputParser, Tools, call_grammar, thinking_state, with_thinking
 
-JSON = CallFormat.of(load_tokenizer(resolve("tiny-qwen3.5")))
+JSON = Markup.of(load_tokenizer(resolve("tiny-qwen3.5")))
 XML = replace(JSON, style="xml")
-FORMATS = pytest.mark.parametrize("form", [JSON, XML], ids=["json", "xml"])
+FORMATS = pytest.mark.parametrize("markup", [JSON, XML], ids=["json", "xml"])
 SHORT: Tools = {  # even a model that knows nothing comes to its end
     "set_light": {
         "type": "object",
@@ -97,11 +97,11 @@ def with_template(template: str | None) -> TokenizerWrapper:
 
 
 def test_the_template_tells_how_calls_are_written() -> None:
-    assert CallFormat.of(tokenizer()).style == "json"
-    assert CallFormat.of(with_template("… '<tool_call>\\n<function=' + name + '>' …")).style == "xml"
-    assert CallFormat.of(with_template('… <tool_call>\\n{"name": <name>, "arguments": <object>} …')).style == "json"
-    assert CallFormat.of(with_template("<|im_start|>")).style is None
-    assert CallFormat.of(with_template(None)).style is None
+    assert Markup.of(tokenizer()).style == "json"
+    assert Markup.of(with_template("… '<tool_call>\\n<function=' + name + '>' …")).style == "xml"
+    assert Markup.of(with_template('… <tool_call>\\n{"name": <name>, "arguments": <object>} …')).style == "json"
+    assert Markup.of(with_template("<|im_start|>")).style is None
+    assert Markup.of(with_template(None)).style is None
 
 
 def test_the_prompt_tells_whether_a_thought_has_begun() -> None:
@@ -142,24 +142,24 @@ NEITHER = [
 
 
 @pytest.mark.parametrize(
-    ("form", "calls", "others"), [(JSON, JSON_CALLS, XML_CALLS), (XML, XML_CALLS, JSON_CALLS)], ids=["json", "xml"]
+    ("markup", "calls", "others"), [(JSON, JSON_CALLS, XML_CALLS), (XML, XML_CALLS, JSON_CALLS)], ids=["json", "xml"]
 )
-def test_the_grammar_permits_calls_and_nothing_else(form: CallFormat, calls: list[str], others: list[str]) -> None:
-    grammar = call_grammar(LONG, form)
+def test_the_grammar_permits_calls_and_nothing_else(markup: Markup, calls: list[str], others: list[str]) -> None:
+    grammar = call_grammar(LONG, markup)
     for call in calls:
         assert permits(grammar, call), call
         assert len(message(call, LONG).calls) == 1
     for text in (*others, *NEITHER, calls[0] + " and so on", calls[0][:-13]):
         assert not permits(grammar, text), text
     assert permits(grammar, "\n".join(calls))
-    assert not permits(call_grammar(LONG, form, parallel=False), "\n".join(calls))
-    assert not permits(call_grammar({"log": {}}, form), calls[0])
+    assert not permits(call_grammar(LONG, markup, parallel=False), "\n".join(calls))
+    assert not permits(call_grammar({"log": {}}, markup), calls[0])
 
 
 @pytest.mark.slow
 def test_a_model_that_knows_no_tools_must_call_one() -> None:
     tool: Tools = {"set_light": SHORT["set_light"]}
-    grammars = [call_grammar(tool, form, parallel=False) for form in (JSON, XML)]
+    grammars = [call_grammar(tool, markup, parallel=False) for markup in (JSON, XML)]
     greedy = answers(*[(grammar, {}) for grammar in grammars], model=builtin_model())
     drawn = answers(*[(grammar, {"temperature": 1.0, "seed": seed}) for grammar in grammars for seed in range(4)])
     for _, text in (*greedy, *drawn):
@@ -169,23 +169,23 @@ def test_a_model_that_knows_no_tools_must_call_one() -> None:
 
 
 @FORMATS
-def test_a_forced_call_is_the_same_with_and_without_drafts(form: CallFormat) -> None:
-    grammar = call_grammar(SHORT, form, parallel=False)
+def test_a_forced_call_is_the_same_with_and_without_drafts(markup: Markup) -> None:
+    grammar = call_grammar(SHORT, markup, parallel=False)
     for params in ({}, {"temperature": 1.0, "seed": 5}):
         assert said(grammar, **params) == said(grammar, **params, k=0)
 
 
 @FORMATS
-def test_any_of_the_tools_may_be_called(form: CallFormat) -> None:
-    grammar = call_grammar(SHORT, form, parallel=False)
+def test_any_of_the_tools_may_be_called(markup: Markup) -> None:
+    grammar = call_grammar(SHORT, markup, parallel=False)
     liked = [dict.fromkeys(ids(f'<function={name}> "{name}"'), 50.0) for name in SHORT]
     told = answers(*[(grammar, {"logit_bias": bias}) for bias in liked])
     assert [message(text).calls[0].name for _, text in told] == list(SHORT)
 
 
 @FORMATS
-def test_a_tool_with_a_schema_that_is_none_is_refused(form: CallFormat) -> None:
-    grammar = call_grammar({"f": {"properties": {"a": {"type": "integer", "minimum": "x"}}}}, form)
+def test_a_tool_with_a_schema_that_is_none_is_refused(markup: Markup) -> None:
+    grammar = call_grammar({"f": {"properties": {"a": {"type": "integer", "minimum": "x"}}}}, markup)
     with pytest.raises(RequestError, match="grammar"):
         compile_grammar(grammar, tokenizer())
 
@@ -233,7 +233,7 @@ def test_a_choice_of_texts_holds_wherever_the_schema_states_it(key: str, good: l
 
 
 @FORMATS
-def test_a_schema_with_any_number_of_ways_through_it_makes_a_grammar(form: CallFormat) -> None:
+def test_a_schema_with_any_number_of_ways_through_it_makes_a_grammar(markup: Markup) -> None:
     ways = {f"D{i}": {"anyOf": [{"$ref": f"#/$defs/D{i + 1}"}] * 2} for i in range(30)}
     schema = {
         "type": "object",
@@ -241,10 +241,10 @@ def test_a_schema_with_any_number_of_ways_through_it_makes_a_grammar(form: CallF
         "required": ["a"],
         "$defs": {**ways, "D30": {"enum": ["x", "y"]}},
     }
-    grammar = call_grammar({"f": schema}, form)
+    grammar = call_grammar({"f": schema}, markup)
     xml = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
     as_json = '<tool_call>\n{{"name": "f", "arguments": {{"a": "{}"}}}}\n</tool_call>'
-    written = xml if form is XML else as_json
+    written = xml if markup is XML else as_json
     assert permits(grammar, written.format("x"))
     assert not permits(grammar, written.format("z"))
 

@@ -22,7 +22,7 @@ from headstart.server import Limits
 from headstart.server.encode import Encoder
 from headstart.server.errors import Refusal
 from headstart.server.limits import Deadline
-from headstart.server.markup import CallFormat, call_grammar
+from headstart.server.markup import Markup, call_grammar
 from headstart.server.prepare import Preparation, Preparer
 from headstart.server.request_fields import MAX_TOOLS
 from headstart.server.workers import Worker, Workers, worker_settings
@@ -231,7 +231,7 @@ def test_spaces_of_which_the_tokenizer_panics() -> None:
 
 def test_calls_of_as_many_tools_as_are_allowed_can_be_compiled() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}}}
-    calls = call_grammar({f"f{i}": schema for i in range(MAX_TOOLS)}, CallFormat.of(tokenizer()))
+    calls = call_grammar({f"f{i}": schema for i in range(MAX_TOOLS)}, Markup.of(tokenizer()))
 
     async def test(preparer: Preparer) -> None:
         assert await prepare(lambda work: work.grammar(calls, "tools"), preparer)

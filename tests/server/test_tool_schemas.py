@@ -39,7 +39,7 @@ def here(request: pytest.FixtureRequest) -> Iterator[Here]:
     """With a model that writes calls in this way."""
     with scripted() as server:
         template = server[0].served.template
-        vars(template)["call_format"] = replace(template.call_format, style=request.param)
+        vars(template)["markup"] = replace(template.markup, style=request.param)
         yield server
 
 
@@ -103,6 +103,6 @@ def test_a_schema_with_2_to_the_30_ways_through_it_is_read_at_once(here: Here, c
     }
     xml = "<tool_call>\n<function=f1>\n<parameter=a>\n5\n</parameter>\n</function>\n</tool_call>"
     as_json = '<tool_call>\n{"name": "f1", "arguments": {"a": 5}}\n</tool_call>'
-    here[1].scripts.append(xml if here[0].served.template.call_format.style == "xml" else as_json)
+    here[1].scripts.append(xml if here[0].served.template.markup.style == "xml" else as_json)
     (answer,) = ask(here, schema, tool_choice=choice).choices
     assert json.loads(answer.message.tool_calls[0].function.arguments) == {"a": 5}

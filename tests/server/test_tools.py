@@ -9,7 +9,7 @@ import pytest
 from running import Running, running, tokenizer
 from scripted import ScriptedRoom, scripted
 
-from headstart.server.markup import CallFormat
+from headstart.server.markup import Markup
 
 WEATHER = {
     "type": "function",
@@ -288,7 +288,7 @@ def test_a_model_may_think_before_a_call_that_must_come(server: Running) -> None
 
 def test_tools_of_a_model_without_any_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with running() as server:
-        monkeypatch.setitem(vars(server.served.template), "call_format", CallFormat(None, {}))
+        monkeypatch.setitem(vars(server.served.template), "markup", Markup(None, {}))
         with pytest.raises(openai.BadRequestError) as error:
             forced(server)
     assert (error.value.param, error.value.code) == ("tools", "unsupported")

@@ -198,7 +198,7 @@ class CountTokensRequest(Cacheable):
         choice, output = self.tool_choice or ToolChoice(type="auto"), self.output_config or OutputConfig()
         thinking = self.thinking or ThinkingConfig(type="adaptive")
         # Only a model that can think may choose to. Without the field the template's default holds.
-        thinks = {"enabled": True, "disabled": False, "adaptive": served.template.call_format.thinks or None}
+        thinks = {"enabled": True, "disabled": False, "adaptive": served.template.markup.thinks or None}
         effort_budget = REASONING_BUDGETS.get(output.effort or "high")
         return Chat(
             self._messages(),

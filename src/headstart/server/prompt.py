@@ -39,16 +39,16 @@ class Prompt:
 
 async def chat_prompt(make_chat: Callable[[], Chat], served: ServedModel, work: Preparation) -> Prompt:
     """Render, tokenise and check a conversation."""
-    form = served.template.call_format
+    markup = served.template.markup
     chat, (text, mark), reworded, small = await work.run(_render, make_chat, served, work)
     tokens = small if small is not None else await work.encode(text, "messages", kind="chat", mark=mark)
     state = thinking_state(tokens, served.tokenizer)
     await work.grammar(chat.grammar, chat.grammar_field)
-    answer = await work.run(chat.grammar_after_reasoning, form) if chat.tools else chat.grammar
+    answer = await work.run(chat.grammar_after_reasoning, markup) if chat.tools else chat.grammar
     await _check_call_grammar(answer, chat, served, work)
     # If a grammar requires the call after the reasoning, one inside it would be one too many.
     calls_in_thoughts = answer is None or not chat.callable_tools
-    grammar = with_thinking(answer, form, state, budget=chat.budget, calls=calls_in_thoughts)
+    grammar = with_thinking(answer, markup, state, budget=chat.budget, calls=calls_in_thoughts)
     return Prompt(
         tokens,
         "messages",
@@ -57,8 +57,8 @@ async def chat_prompt(make_chat: Callable[[], Chat], served: ServedModel, work: 
         calls_in_thoughts=calls_in_thoughts,
         grammar=grammar,
         compiled=await work.grammar(grammar, "thinking_budget"),
-        bias={form.ids[CALL]: -100.0} if chat.tool_choice == "none" and CALL in form.ids else {},
-        recommended=served.recommended_sampling(thinking=form.thinks and state != "finished"),
+        bias={markup.ids[CALL]: -100.0} if chat.tool_choice == "none" and CALL in markup.ids else {},
+        recommended=served.recommended_sampling(thinking=markup.thinks and state != "finished"),
         ignored=("messages[].role: system",) if reworded else (),
     )
 
@@ -69,7 +69,7 @@ def _render(
     """Return a chat, its text, whether a message was reworded, and its tokens if they can be had quickly."""
     chat = make_chat()
     work.check_characters(sum(len(message["content"]) for message in chat.messages), "messages")
-    chat.check(served.template.call_format)
+    chat.check(served.template.markup)
     (text, mark), reworded = served.template.render(chat, work.preparer.encoder)
     tokens = work.encode_here(text, "messages", "chat", mark) if work.is_small(text) else None
     return chat, (text, mark), reworded, tokens
@@ -81,7 +81,7 @@ async def _check_call_grammar(answer: GrammarSpec | None, chat: Chat, served: Se
         await work.grammar(answer, "tools")
     except Refusal as refused:
         if not isinstance(refused.__cause__, TooHard):  # else it is all of them together
-            for grammar, field in chat.grammars_by_tool(served.template.call_format):
+            for grammar, field in chat.grammars_by_tool(served.template.markup):
                 await work.grammar(grammar, field)
         raise
 

@@ -24,15 +24,15 @@ _COMPACT = {"whitespace_pattern": " "}  # as templates write the arguments of ca
 
 
 @dataclass(frozen=True)
-class CallFormat:
-    """How a model writes tool calls, and the ids of its markers."""
+class Markup:
+    """The markers of a model's tool calls and reasoning, and how it writes calls."""
 
     style: Literal["xml", "json"] | None  # None: the template has no calls that can be parsed here
     ids: Mapping[str, int]  # of the markers that are one token
 
     @classmethod
-    def of(cls, tokenizer: TokenizerWrapper) -> "CallFormat":
-        """Infer it from the chat template. mlx-lm does too, but misses templates with other variable names."""
+    def of(cls, tokenizer: TokenizerWrapper) -> "Markup":
+        """Infer them from the chat template. mlx-lm does too, but misses templates with other variable names."""
         vocabulary, template = tokenizer.get_vocab(), tokenizer.chat_template or ""
         text = template if isinstance(template, str) else "\n".join(template.values())
         style: Literal["xml", "json"] | None = None
@@ -56,18 +56,18 @@ def thinking_state(prompt: Sequence[int], tokenizer: TokenizerWrapper) -> Thinki
     return "started" if end.endswith(THINK) else "finished" if end.endswith(THINK_END) else "undecided"
 
 
-def call_grammar(tools: Tools, form: CallFormat, *, parallel: bool = True) -> GrammarSpec:
+def call_grammar(tools: Tools, markup: Markup, *, parallel: bool = True) -> GrammarSpec:
     """Return a grammar of one call of one of these tools, or of several in a row, and nothing else."""
     functions = " | ".join(f"f{i}" for i in range(len(tools)))
     start = r'start: call ("\n" call)*' if parallel else "start: call"
-    call = rf'call: {form.marker(CALL)} "\n" ({functions}) "\n" {form.marker(CALL_END)}'
-    rules = _xml_functions(tools) if form.style == "xml" else _json_functions(tools)
+    call = rf'call: {markup.marker(CALL)} "\n" ({functions}) "\n" {markup.marker(CALL_END)}'
+    rules = _xml_functions(tools) if markup.style == "xml" else _json_functions(tools)
     return GrammarSpec("lark", "\n".join([start, call, *rules]))
 
 
 def with_thinking(
     answer: GrammarSpec | None,
-    form: CallFormat,
+    markup: Markup,
     state: ThinkingState,
     *,
     budget: int | None = None,
@@ -78,18 +78,18 @@ def with_thinking(
     Without an `answer` anything may follow, and until the budget is spent the output may end while reasoning, as it
     may without a grammar. `calls`: whether a tool call may be opened while reasoning.
     """
-    if not form.thinks or state == "finished" or (answer is None and budget is None):
+    if not markup.thinks or state == "finished" or (answer is None and budget is None):
         return answer
     markers = (THINK_END,) if calls else (THINK_END, CALL)
-    excluded = [form.ids[marker] for marker in markers if marker in form.ids]
-    opening = form.marker(THINK)
-    reasoning = f"{_tokens_except(excluded, budget)} {form.marker(THINK_END)}"
+    excluded = [markup.ids[marker] for marker in markers if marker in markup.ids]
+    opening = markup.marker(THINK)
+    reasoning = f"{_tokens_except(excluded, budget)} {markup.marker(THINK_END)}"
     if answer is None:
         start = f"{reasoning} <[*]>*"
         if budget:
             start = f"({start} | {_tokens_except(excluded, budget - 1)})"
         if state == "undecided":
-            start = f"{opening} {start} | (<[^{form.ids[THINK]}]> <[*]>*)?"
+            start = f"{opening} {start} | (<[^{markup.ids[THINK]}]> <[*]>*)?"
         return GrammarSpec("lark", f"start: {start}")
     start = rf'{reasoning} "\n\n"'
     if state == "undecided":
