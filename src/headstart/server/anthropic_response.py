@@ -10,7 +10,7 @@ from .anthropic_request import MessagesRequest
 from .errors import to_refusal
 from .markup import Delta, complete_message, loads
 from .prompt import Prompt
-from .response import ChoiceOutput, Events, ResponseBuilder, TokenSpan, encode_json, new_id
+from .response import ChoiceOutput, Events, ResponseWriter, TokenSpan, encode_json, new_id
 from .served_model import ServedModel
 
 PING_SECONDS = 5.0  # without an event
@@ -19,7 +19,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 Json = dict[str, Any]
 
 
-class AnthropicResponse(ResponseBuilder):
+class AnthropicWriter(ResponseWriter):
     def __init__(self, body: MessagesRequest, prompt: Prompt, served: ServedModel):
         super().__init__(body, prompt, served, "msg_")
         self._max_tokens = body.max_tokens
@@ -53,7 +53,7 @@ class AnthropicResponse(ResponseBuilder):
             yield _event("message_delta", delta=self._end(), usage=self._usage(), generation_stats=stats)
             yield _event("message_stop")
         except Exception as error:  # the status has been sent
-            yield _event(**to_refusal(error).messages_body)
+            yield _event(**to_refusal(error).anthropic_body)
 
     def _message(self, content: list[Json], **fields: Any) -> Json:
         message = {"id": self.id, "type": "message", "role": "assistant", "model": self.served.id}

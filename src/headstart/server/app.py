@@ -19,16 +19,16 @@ from .. import __version__
 from ..engine import EngineThread
 from .access import HostRequired, KeyRequired, Keys
 from .anthropic_request import CountTokensRequest, MessagesRequest
-from .anthropic_response import AnthropicResponse
+from .anthropic_response import AnthropicWriter
 from .connection import Pool
 from .dashboard import add_dashboard
-from .errors import ErrorResponse, MessagesErrorResponse, respond_to_error
+from .errors import AnthropicErrorResponse, ErrorResponse, respond_to_error
 from .history import History
 from .limits import Limits, RequestLimits
 from .log import AccessLog
 from .metrics import Metrics
 from .openai_request import ChatCompletionRequest, CompletionRequest
-from .openai_response import OpenAIResponse
+from .openai_response import OpenAIWriter
 from .request_handler import RequestHandler
 from .served_model import ServedModel, model_list
 from .settings import Preferences, SettingsChange
@@ -89,20 +89,20 @@ def create_app(
 def add_generation_routes(app: FastAPI, handler: RequestHandler) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatCompletionRequest, http: Request) -> Response:
-        return await handler.reply(body, http, OpenAIResponse)
+        return await handler.reply(body, http, OpenAIWriter)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, http: Request) -> Response:
-        return await handler.reply(body, http, OpenAIResponse)
+        return await handler.reply(body, http, OpenAIWriter)
 
     errors: dict[int | str, dict[str, Any]] = {
-        "4XX": {"model": MessagesErrorResponse},
-        "5XX": {"model": MessagesErrorResponse},
+        "4XX": {"model": AnthropicErrorResponse},
+        "5XX": {"model": AnthropicErrorResponse},
     }
 
     @app.post("/v1/messages", responses=errors)
     async def messages(body: MessagesRequest, http: Request) -> Response:
-        return await handler.reply(body, http, AnthropicResponse)
+        return await handler.reply(body, http, AnthropicWriter)
 
     @app.post("/v1/messages/count_tokens", responses=errors)
     async def count_tokens(body: CountTokensRequest, http: Request) -> dict[str, int]:

@@ -44,16 +44,16 @@ class ErrorResponse(BaseModel):
     error: ErrorDetails
 
 
-class MessagesErrorDetails(BaseModel):
+class AnthropicErrorDetails(BaseModel):
     type: str
     message: str
 
 
-class MessagesErrorResponse(BaseModel):
-    """The shape of errors of /v1/messages, which is Anthropic's."""
+class AnthropicErrorResponse(BaseModel):
+    """The shape of errors of /v1/messages."""
 
     type: Literal["error"]
-    error: MessagesErrorDetails
+    error: AnthropicErrorDetails
 
 
 class Refusal(HTTPException):
@@ -73,23 +73,23 @@ class Refusal(HTTPException):
         self.code = code
 
     @property
-    def body(self) -> dict[str, Any]:
+    def openai_body(self) -> dict[str, Any]:
         details = {"message": self.detail, "type": self._type(OPENAI_TYPES), "param": self.param, "code": self.code}
         return {"error": details}
 
     @property
-    def messages_body(self) -> dict[str, Any]:
+    def anthropic_body(self) -> dict[str, Any]:
         return {"type": "error", "error": {"type": self._type(ANTHROPIC_TYPES), "message": self.detail}}
 
     def response(self, path: str) -> JSONResponse:
         """Return the error in the shape that clients of `path` know."""
-        is_messages = path == MESSAGES_ROUTE or path.startswith(MESSAGES_ROUTE + "/")
-        return JSONResponse(self.messages_body if is_messages else self.body, self.status_code, self.headers)
+        is_anthropic = path == MESSAGES_ROUTE or path.startswith(MESSAGES_ROUTE + "/")
+        return JSONResponse(self.anthropic_body if is_anthropic else self.openai_body, self.status_code, self.headers)
 
     @property
-    def event(self) -> str:
+    def openai_event(self) -> str:
         """The error inside a stream, whose status has been sent."""
-        return f"data: {json.dumps(self.body)}\n\n"
+        return f"data: {json.dumps(self.openai_body)}\n\n"
 
     def _type(self, types: dict[int, str]) -> str:
         return types.get(self.status_code, "invalid_request_error" if self.status_code < 500 else types[500])

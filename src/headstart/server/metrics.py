@@ -175,7 +175,8 @@ class Meter:
     def count(self, event: Event, when: float, answers: int = 1) -> None:
         """Count an event of a request for `answers` answers. The request ends with the last of them."""
         if event.stats is not None:
-            # Without a round, only a prompt that was scored and no more ends by its length.
+            # `add` looks at `scored` only where no round ran; there "length" means that the prompt was scored and
+            # nothing generated (score="only").
             scored, before = event.finish_reason == "length", self._stats[event.choice]
             self._metrics.counters.add(before, event.stats, first=event.choice == 0, scored=scored)
             if self._access_entry is not None:

@@ -11,7 +11,7 @@ from .errors import to_refusal
 from .markup import Delta, complete_message
 from .openai_request import ChatCompletionRequest, CompletionRequest
 from .prompt import Prompt
-from .response import ChoiceOutput, Events, OutputToken, ResponseBuilder, TokenSpan, encode_json, new_id
+from .response import ChoiceOutput, Events, OutputToken, ResponseWriter, TokenSpan, encode_json, new_id
 from .served_model import ServedModel
 
 MIN_LOGPROB = -9999.0  # as OpenAI has it: JSON has no infinity
@@ -20,7 +20,7 @@ Json = dict[str, Any]
 TokenBytes = Callable[[int], bytes]
 
 
-class OpenAIResponse(ResponseBuilder):
+class OpenAIWriter(ResponseWriter):
     def __init__(self, body: ChatCompletionRequest | CompletionRequest, prompt: Prompt, served: ServedModel):
         self._is_chat = isinstance(body, ChatCompletionRequest)
         super().__init__(body, prompt, served, "chatcmpl-" if self._is_chat else "cmpl-")
@@ -51,7 +51,7 @@ class OpenAIResponse(ResponseBuilder):
             async for chunk in self._chunks(events):
                 yield f"data: {encode_json(chunk)}\n\n"
         except Exception as error:  # the status has been sent
-            yield to_refusal(error).event
+            yield to_refusal(error).openai_event
         yield "data: [DONE]\n\n"
 
     async def _chunks(self, events: Events) -> AsyncIterator[Json]:

@@ -22,7 +22,7 @@ from .metrics import Meter, Metrics
 from .prepare import Preparation, Preparer, disconnected
 from .prompt import Prompt
 from .request_fields import GenerationRequest
-from .response import ResponseBuilder
+from .response import ResponseWriter
 from .served_model import ServedModel
 
 OUTCOMES = {408: "timeout", 499: "cancelled"}  # of requests whose prompt was not prepared
@@ -46,9 +46,9 @@ class RequestHandler:
         self.preparer = Preparer(self.served.tokenizer, self.limits, context=context, max_waiting=most)
 
     async def reply(
-        self, body: Body, http: HTTPRequest, builder: Callable[[Body, Prompt, ServedModel], ResponseBuilder]
+        self, body: Body, http: HTTPRequest, writer_type: Callable[[Body, Prompt, ServedModel], ResponseWriter]
     ) -> Response:
-        """Return the response to a request, in the format that `builder` writes."""
+        """Return the response to a request, in the format that `writer_type` writes."""
         body.check()
         self.served.check_name(body.model)
         self._check_open()
@@ -69,23 +69,24 @@ class RequestHandler:
             if refused.status_code in OUTCOMES:
                 meter.end(OUTCOMES[refused.status_code])
             raise
-        response = builder(body, prompt, self.served)
+        writer = writer_type(body, prompt, self.served)
         try:
             running = RunningRequest(self.engine_thread, request, client=client, deadline=deadline, meter=meter)
         except HeadstartError as error:
             self._check_open()  # it may have closed meanwhile
             raise to_refusal(error, prompt=prompt.param) from error
-        self.running[response.id] = running
+        self.running[writer.id] = running
 
         def close() -> None:
             running.close()
-            del self.running[response.id]
+            del self.running[writer.id]
 
         if body.stream:
-            return EventStream(response.stream(running.events()), close=close)
+            # StreamingResponse watches for the disconnect itself, and `close` follows.
+            return EventStream(writer.stream(running.events()), close=close)
         watcher = asyncio.create_task(running.cancel_on_disconnect(http))
         try:
-            return Response(await response.complete(running.events()), media_type="application/json")
+            return Response(await writer.complete(running.events()), media_type="application/json")
         finally:
             watcher.cancel()
             close()
@@ -134,7 +135,10 @@ class RunningRequest:
         self._handle.cancel()
 
     def close(self) -> None:
-        """Cancel what is left, since nobody reads it any more."""
+        """Release the request, however it ended.
+
+        Cancel what is left, and count it as cancelled unless it was counted before.
+        """
         self._alarm.cancel()
         self._meter.end("cancelled")
         self.cancel()

@@ -27,7 +27,10 @@ class OutputToken(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenSpan:
-    """Consecutive tokens and what they add to the message: nothing yet, or text of tokens before them too."""
+    """Consecutive tokens and the deltas the parser released at them.
+
+    A token whose text is held back has none; a later span then carries that text.
+    """
 
     deltas: list[Delta] = field(default_factory=list)
     tokens: list[OutputToken] = field(default_factory=list)
@@ -52,7 +55,10 @@ class ChoiceOutput:
         self.stats = Stats(None, None)
 
     def read(self, event: Event) -> list[TokenSpan]:
-        """Return a span for each token of an event. The last one has what the parser held back."""
+        """Return a span for each token.
+
+        At the end of a chat's answer, one more without a token has what the parser held back.
+        """
         logprobs = event.logprobs or repeat(None)
         tokens = map(OutputToken, event.tokens, event.texts, event.origins, logprobs)
         spans = [TokenSpan(self._parse(token.text), [token]) for token in tokens]
@@ -74,8 +80,8 @@ class ChoiceOutput:
         return deltas
 
 
-class ResponseBuilder(ABC):
-    """Builds the response to one request in the format of one API."""
+class ResponseWriter(ABC):
+    """Writes the response to one request in the format of one API."""
 
     def __init__(self, body: GenerationRequest, prompt: Prompt, served: ServedModel, id_prefix: str):
         self.id = f"{id_prefix}{uuid.uuid4().hex}"
