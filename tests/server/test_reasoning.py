@@ -8,6 +8,8 @@ import pytest
 from running import Running, tokenizer
 from scripted import ScriptedRoom, scripted
 
+from headstart.sampling.bounds import MAX_RULES
+
 HI = [{"role": "user", "content": "2 + 2?"}]
 THOUGHT = "<think>\nTwo and two, 🙂.\n</think>\n\nIt is 4 <b>."
 Here = tuple[Running, ScriptedRoom]
@@ -97,6 +99,7 @@ def test_whether_to_think_can_be_said_in_every_way(here: Here, extra: dict[str, 
         ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
         ({"reasoning_effort": "extreme"}, "reasoning_effort"),
         ({"thinking_budget": -1}, "thinking_budget"),
+        ({"enable_thinking": True, "thinking_budget": 2**31}, "thinking_budget"),
         ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": "enable_thinking"}, "chat_template_kwargs"),
@@ -106,6 +109,21 @@ def test_whether_to_think_can_be_said_in_every_way(here: Here, extra: dict[str, 
 def test_what_makes_no_sense_is_refused_by_name(here: Here, extra: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as error:
         ask(here, "", extra)
+    here[1].scripts.clear()
+    assert error.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"), [({"enable_thinking": True}, "grammar"), ({"reasoning_effort": "low"}, "reasoning_effort")]
+)
+def test_a_grammar_too_large_with_reasoning_before_it_is_refused(
+    here: Here, extra: dict[str, Any], param: str
+) -> None:
+    rules = [f'r{i}: "a"' for i in range(MAX_RULES - 1)]
+    grammar = "\n".join(["start: r0", *rules])
+    ask(here, "a", {"enable_thinking": False, "grammar": grammar})
+    with pytest.raises(openai.BadRequestError, match="more than 4,096 rules") as error:
+        ask(here, "", {**extra, "grammar": grammar})
     here[1].scripts.clear()
     assert error.value.param == param
 

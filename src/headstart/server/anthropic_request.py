@@ -210,6 +210,7 @@ class CountTokensRequest(Cacheable):
             thinking=thinks[thinking.type] if self.thinking is not None else None,
             thinking_field="thinking",
             budget=effort_budget if thinking.budget_tokens is None else thinking.budget_tokens,
+            budget_field="output_config.effort" if thinking.budget_tokens is None else "thinking.budget_tokens",
             grammar=GrammarSpec.json_schema(output.format.schema_) if output.format else None,
             grammar_field="output_config.format",
         )

@@ -31,6 +31,7 @@ class Chat:
     thinking: bool | None = None  # None: the template's default
     thinking_field: str = "enable_thinking"  # the field that asked for it
     budget: int | None = None  # most tokens of reasoning
+    budget_field: str = "thinking_budget"  # the field that set it
     template_options: Mapping[str, Any] = field(default_factory=dict)
     grammar: GrammarSpec | None = None  # of the answer after the reasoning
     grammar_field: str = "response_format"  # the field that asked for it
@@ -70,7 +71,7 @@ class Chat:
         if self.thinking and not markup.thinks:
             refuse(self.thinking_field, "this model does not think: leave it out", "unsupported")
         if self.budget is not None and self.budget < 0:
-            refuse("thinking_budget", f"is {self.budget}; it must be 0 or more tokens")
+            refuse(self.budget_field, f"is {self.budget}; it must be 0 or more tokens")
 
     def grammar_after_reasoning(self, markup: Markup) -> GrammarSpec | None:
         """Return the grammar of what follows the reasoning. If there are tools, a call is always an answer."""

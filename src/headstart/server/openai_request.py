@@ -262,6 +262,7 @@ class ChatCompletionRequest(OpenAIRequest):
             thinking=thinking,
             thinking_field=thinking_field,
             budget=budget,
+            budget_field="reasoning_effort" if self.thinking_budget is None else "thinking_budget",
             template_options=({"reasoning_effort": effort} if effort else {}) | (self.chat_template_kwargs or {}),
             grammar=grammar,
             grammar_field=grammar_field,

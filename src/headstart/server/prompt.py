@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..sampling import GrammarSpec
 from ..sampling.grammar import Grammar
 from .chat import Chat
-from .encode import MarkedText
 from .errors import Refusal, refuse
 from .markup import CALL, OutputParser, Tools, thinking_state, with_thinking
 from .prepare import Preparation, TooHard
@@ -40,15 +39,22 @@ class Prompt:
 async def chat_prompt(make_chat: Callable[[], Chat], served: ServedModel, work: Preparation) -> Prompt:
     """Render, tokenise and check a conversation."""
     markup = served.template.markup
-    chat, (text, mark), reworded, small = await work.run(_render, make_chat, served, work)
-    tokens = small if small is not None else await work.encode(text, "messages", kind="chat", mark=mark)
+    rendered = await work.run(_render, make_chat, served, work)
+    chat, tokens = rendered.chat, rendered.tokens
+    if tokens is None:
+        tokens = await work.encode(rendered.text, "messages", kind="chat", mark=rendered.mark)
     state = thinking_state(tokens, served.tokenizer)
+    # Each layer is compiled on its own first, so that a refusal names the field at fault.
     await work.grammar(chat.grammar, chat.grammar_field)
     answer = await work.run(chat.grammar_after_reasoning, markup) if chat.tools else chat.grammar
-    await _check_call_grammar(answer, chat, served, work)
+    await _compile_answer(answer, chat, served, work)
     # If a grammar requires the call after the reasoning, one inside it would be one too many.
     calls_in_thoughts = answer is None or not chat.callable_tools
     grammar = with_thinking(answer, markup, state, budget=chat.budget, calls=calls_in_thoughts)
+    if chat.budget is not None:
+        combined_field = chat.budget_field
+    else:  # the answer is too large with the reasoning before it
+        combined_field = chat.grammar_field if chat.grammar is not None else "tools"
     return Prompt(
         tokens,
         "messages",
@@ -56,33 +62,40 @@ async def chat_prompt(make_chat: Callable[[], Chat], served: ServedModel, work: 
         tools=chat.callable_tools,
         calls_in_thoughts=calls_in_thoughts,
         grammar=grammar,
-        compiled=await work.grammar(grammar, "thinking_budget"),
+        compiled=await work.grammar(grammar, combined_field),
         bias={markup.ids[CALL]: -100.0} if chat.tool_choice == "none" and CALL in markup.ids else {},
         recommended=served.recommended_sampling(thinking=markup.thinks and state != "finished"),
-        ignored=("messages[].role: system",) if reworded else (),
+        ignored=("messages[].role: system",) if rendered.role_changed else (),
     )
 
 
-def _render(
-    make_chat: Callable[[], Chat], served: ServedModel, work: Preparation
-) -> tuple[Chat, MarkedText, bool, list[int] | None]:
-    """Return a chat, its text, whether a message was reworded, and its tokens if they can be had quickly."""
+class Rendered(NamedTuple):
+    chat: Chat
+    text: str
+    mark: str  # in the text: see encode.py
+    role_changed: bool  # of a late system message
+    tokens: list[int] | None  # None: the text is too long to be tokenised in a thread
+
+
+def _render(make_chat: Callable[[], Chat], served: ServedModel, work: Preparation) -> Rendered:
+    """Check a chat and render it. All in one thread, for which clients wait their turn once."""
     chat = make_chat()
     work.check_characters(sum(len(message["content"]) for message in chat.messages), "messages")
     chat.check(served.template.markup)
-    (text, mark), reworded = served.template.render(chat, work.preparer.encoder)
+    (text, mark), role_changed = served.template.render(chat, work.preparer.encoder)
     tokens = work.encode_here(text, "messages", "chat", mark) if work.is_small(text) else None
-    return chat, (text, mark), reworded, tokens
+    return Rendered(chat, text, mark, role_changed, tokens)
 
 
-async def _check_call_grammar(answer: GrammarSpec | None, chat: Chat, served: ServedModel, work: Preparation) -> None:
-    """Compile the grammar of calls; if it cannot be compiled, find the tool whose schema is the reason."""
+async def _compile_answer(answer: GrammarSpec | None, chat: Chat, served: ServedModel, work: Preparation) -> None:
+    """Compile the grammar of the answer; if that fails, find the tool whose schema is the reason."""
     try:
         await work.grammar(answer, "tools")
     except Refusal as refused:
-        if not isinstance(refused.__cause__, TooHard):  # else it is all of them together
-            for grammar, field in chat.grammars_by_tool(served.template.markup):
-                await work.grammar(grammar, field)
+        if isinstance(refused.__cause__, TooHard):
+            raise  # too hard: trying each tool as well could take seconds each, so blame the list
+        for grammar, field in chat.grammars_by_tool(served.template.markup):
+            await work.grammar(grammar, field)
         raise
 
 
