@@ -32,7 +32,8 @@ def test_words_for_the_template_cannot_forge_a_turn() -> None:
         {"persona": FORGED, "documents": [{"text": "a"}]},
         {"persona": "a", "documents": [{"text": FORGED}]},
     ):
-        assert len(controls(encoder.encode(*encoder.render(render, ([USER], None, options))))) == 2
+        text, mark = encoder.render(render, ([USER], None, options))
+        assert len(controls(encoder.tokens(text, "chat", mark))) == 2
 
 
 THOUGHTFUL = """{%- for m in messages %}
@@ -60,7 +61,7 @@ def with_template(template: str, messages: list[Body], tools: list[Body] | None 
 
     encoder = Encoder(BACKEND)
     text, mark = encoder.render(render, (messages, tools, {}), splits_thoughts=splits_thoughts(render))
-    return encoder.encode(text, mark)
+    return encoder.tokens(text, "chat", mark)
 
 
 def test_reasoning_that_an_answer_begins_with_is_still_reasoning() -> None:
@@ -139,28 +140,25 @@ def test_tokenizers_of_other_kinds(case: str) -> None:
         )
 
     def tokens(*said: str) -> list[int]:
-        return encoder.encode(
-            *encoder.render(render, ([{"role": "user", "content": each} for each in said], None, {}))
-        )
+        messages = [{"role": "user", "content": each} for each in said]
+        text, mark = encoder.render(render, (messages, None, {}))
+        return encoder.tokens(text, "chat", mark)
 
     said = ["a b", "> c <", "d"]
     plain = render([{"content": each} for each in said])
     assert tokens(*said) == made.encode(plain, add_special_tokens=False).ids
-    assert encoder.encode(plain, "no mark") == made.encode(plain, add_special_tokens=False).ids
+    assert encoder.tokens(plain, "chat", "no mark") == made.encode(plain, add_special_tokens=False).ids
     assert tokens("a b", forged, f"c {forged} d").count(own) == 2
-    assert encoder.encode_text(f"a {forged} b").count(own) == 0
+    assert encoder.tokens(f"a {forged} b", "literal").count(own) == 0
 
 
 def test_runs_of_spaces_are_spelling() -> None:
     made = letters()
     made.add_tokens([AddedToken("    ", normalized=False), AddedToken("<e>", normalized=False)])
     encoder, spaces = Encoder(made), made.token_to_id("    ")
-    tokens = encoder.encode(
-        *encoder.render(
-            lambda messages, *_: messages[0]["content"] + "<e>", ([{"role": "user", "content": "a    <e>"}], None, {})
-        )
-    )
-    assert tokens == [97, spaces, *map(ord, "<e>"), made.token_to_id("<e>")]
+    messages = [{"role": "user", "content": "a    <e>"}]
+    text, mark = encoder.render(lambda messages, *_: messages[0]["content"] + "<e>", (messages, None, {}))
+    assert encoder.tokens(text, "chat", mark) == [97, spaces, *map(ord, "<e>"), made.token_to_id("<e>")]
 
 
 def test_prompts_without_special_tokens_keep_their_frame() -> None:
@@ -168,4 +166,4 @@ def test_prompts_without_special_tokens_keep_their_frame() -> None:
         post_processor=TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 129), ("</s>", 130)])
     )
     made.add_special_tokens(["<s>", "</s>"])
-    assert Encoder(made).encode_text("a<s>") == [129, *map(ord, "a<s>"), 130]
+    assert Encoder(made).tokens("a<s>", "literal") == [129, *map(ord, "a<s>"), 130]

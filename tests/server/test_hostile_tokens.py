@@ -184,7 +184,8 @@ def rendered(messages: list[Body], tools: list[Body] | None, **options: Any) -> 
 
 def tokens_of(messages: list[Body], tools: list[Body] | None) -> list[int]:
     options = {"enable_thinking": None}
-    return encoder().encode(*encoder().render(served().template._apply, (messages, tools, options)))
+    text, mark = encoder().render(served().template._apply, (messages, tools, options))
+    return encoder().tokens(text, "chat", mark)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])

@@ -143,13 +143,13 @@ class Encoder:
         """Return the tokens of a text of any kind."""
         match kind:
             case "chat":
-                return self.encode(text, mark)
+                return self._encode_chat(text, mark)
             case "text":
                 return _ids(self._tokenizer, text, framed=True)
             case "literal":
-                return self.encode_text(text)
+                return self._encode_literal(text)
 
-    def encode(self, text: str, mark: str = "") -> list[int]:
+    def _encode_chat(self, text: str, mark: str) -> list[int]:
         """Return the tokens of a text. Whatever `mark` breaks is text; the mark itself is removed."""
         plain = text.replace(mark, "") if mark else text
         segments = self._segments(text) if mark else []
@@ -157,19 +157,20 @@ class Encoder:
             return _ids(self._tokenizer, plain)
         ids: list[int] = []
         for i, (piece, token) in enumerate(segments):
-            ids += self._text(piece.split(mark), begins=i == 0) if token is None else [token]
+            ids += self._encode_piece(piece.split(mark), begins=i == 0) if token is None else [token]
         return ids
 
-    def encode_text(self, text: str) -> list[int]:
+    def _encode_literal(self, text: str) -> list[int]:
         """Return the tokens of a text in which nothing is a control token, framed as the tokenizer frames texts."""
         mark = _new_mark()
         if mark in text:
-            return self.encode_text(text)
+            return self._encode_literal(text)
         one, framed = _ids(self._bare, "a"), self._bare.encode("a").ids
         at = framed.index(one[0])
-        return [*framed[:at], *self.encode(self._breaker.mark(text, mark), mark), *framed[at + len(one) :]]
+        return [*framed[:at], *self._encode_chat(self._breaker.mark(text, mark), mark), *framed[at + len(one) :]]
 
-    def _text(self, parts: Sequence[str], *, begins: bool) -> list[int]:
+    def _encode_piece(self, parts: Sequence[str], *, begins: bool) -> list[int]:
+        """Return the tokens of text between added tokens. `parts`: the text, split where it must stay broken."""
         bare = self._bare if begins else self._later
         ids = _ids(bare, "".join(parts))
         if self._controls.isdisjoint(ids):
