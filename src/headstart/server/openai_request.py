@@ -200,12 +200,11 @@ class OpenAIRequest(GenerationRequest):
 
         `score`: whether to report log-probabilities of the prompt: not, beside the output, or alone.
         """
-        bias = {_token_id(token): bias for token, bias in (self.logit_bias or {}).items()}
         params = self.sampling_params(
             prompt,
             max_tokens=max_tokens,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            logit_bias={**bias, **prompt.bias},
+            logit_bias={_token_id(token): bias for token, bias in (self.logit_bias or {}).items()},
             logprobs=top_logprobs is not None,
             top_logprobs=top_logprobs or 0,
         )
@@ -225,6 +224,14 @@ class ChatCompletionRequest(OpenAIRequest):
     thinking_budget: int | None = Field(None, description="Most tokens of reasoning.")
     chat_template_kwargs: JsonObject | None = None
 
+    def check(self) -> None:
+        super().check()
+        limits = {limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None}
+        if len(limits) > 1:
+            refuse("max_completion_tokens", "and max_tokens differ: give one of them")
+        if self.top_logprobs and not self.logprobs:
+            refuse("top_logprobs", "only with logprobs: true")
+
     def ignored_fields(self) -> list[str]:
         found = set(super().ignored_fields())
         calls = [call for message in self.messages for call in message.tool_calls or ()]
@@ -236,12 +243,9 @@ class ChatCompletionRequest(OpenAIRequest):
         return sorted(found)
 
     def engine_request(self, prompt: Prompt, context: int) -> Request:
-        limits = {limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None}
-        if len(limits) > 1:
-            refuse("max_completion_tokens", "and max_tokens differ: give one of them")
-        if self.top_logprobs and not self.logprobs:
-            refuse("top_logprobs", "only with logprobs: true")
-        max_tokens = limits.pop() if limits else context - len(prompt.tokens)
+        max_tokens = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        if max_tokens is None:
+            max_tokens = context - len(prompt.tokens)
         return self._request(prompt, max_tokens, self.top_logprobs or 0 if self.logprobs else None)
 
     async def make_prompt(self, served: ServedModel, work: Preparation) -> Prompt:
@@ -295,9 +299,12 @@ class CompletionRequest(OpenAIRequest):
 
     unsupported: ClassVar[tuple[str, ...]] = (*UNSUPPORTED, *CHAT_ONLY)
 
-    def engine_request(self, prompt: Prompt, context: int) -> Request:
+    def check(self) -> None:
+        super().check()
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
             refuse("logprobs", f"is {self.logprobs}; it must be a whole number from 0 to {MAX_TOP_LOGPROBS}")
+
+    def engine_request(self, prompt: Prompt, context: int) -> Request:
         if self.echo and self.max_tokens == 0:
             return self._request(prompt, 1, self.logprobs, "only")  # the one token is not sent
         max_tokens = 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default

@@ -5,7 +5,7 @@ Every field may be null, which is the same as leaving it out. A field that is no
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -110,14 +110,18 @@ class GenerationRequest(RequestModel):
         """Return the fields that have no effect."""
         raise NotImplementedError
 
-    def sampling_params(self, prompt: Prompt, **params: Any) -> SamplingParams:
+    def sampling_params(
+        self, prompt: Prompt, *, logit_bias: Mapping[int, float] | None = None, **params: Any
+    ) -> SamplingParams:
         """Return `params`, the body's sampling fields, and where it has none the recommended ones."""
+        # Body fields that SamplingParams has with the same name and meaning are copied; `grammar` is not, which is
+        # Lark text in the body and a GrammarSpec there. `params` replaces what needs conversion.
         names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys() - {"grammar"}
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return SamplingParams(**{
             **prompt.recommended,
             **given,
-            "logit_bias": prompt.bias,
+            "logit_bias": {**(logit_bias or {}), **prompt.bias},
             "grammar": prompt.grammar,
             "accept": self.acceptance or "auto",
             "k": self._depth(),
