@@ -18,7 +18,10 @@ class HubError(HeadstartError):
 
 
 class RequestError(HeadstartError):
-    """A request is invalid or cannot be honoured."""
+    """A request is invalid or cannot be honoured.
+
+    The message about a field begins with the field's name and a space; the server reads `param` from that.
+    """
 
 
 class ClusterError(HeadstartError):

@@ -6,12 +6,17 @@ A chat request from HTTP to tokens and back, file by file:
 2. `openai_request.py` or `anthropic_request.py` validates the body: ChatCompletionRequest, MessagesRequest.
 3. `request_handler.py` takes it from there: `RequestHandler.reply` prepares the prompt, submits it, and responds.
 4. `chat.py`: both APIs' messages and tools become a `Chat`, which the model's ChatTemplate renders to text.
-5. `prompt.py`: the text becomes tokens and the answer gets its grammar (a `Prompt`), in the threads and worker
-   processes of `prepare.py`. `markup/grammar.py` has the grammars of tool calls and of reasoning.
-6. `engine_request()` of the body adds the sampling parameters: an engine `Request`, submitted as a RunningRequest.
-7. The engine's events come back through RunningRequest. `response.py`: ChoiceOutput passes their text through
+5. `prompt.py`: the text becomes tokens and the answer gets its grammar (a `Prompt`). `encode.py` tokenises and guards
+   the control tokens, `markup/grammar.py` has the grammars of tool calls and of reasoning. Both run in the threads of
+   `prepare.py`, except long texts and the first trial of a grammar: these run in processes (`workers.py` starts and
+   kills them, `worker.py` is what they run).
+6. `engine_request()` of the body adds the sampling parameters: an engine `Request`, submitted as a RunningRequest to
+   the thread that runs the engine (`engine/engine_thread.py`).
+7. That thread's events come back through RunningRequest. `response.py`: ChoiceOutput passes their text through
    `markup/output_parser.py`, which turns it into deltas of content, reasoning and tool calls.
 8. `openai_response.py` or `anthropic_response.py` writes them as JSON, whole or as server-sent events.
+9. A disconnect, the deadline or the cancel route cancels the engine's Handle: see RunningRequest. `connection.py`
+   drops clients that stop reading.
 """
 
 from .access import Keys, check_reach, hosts_for

@@ -23,7 +23,7 @@ from ..sampling.grammar import LIMITS, MASK_SECONDS, Grammar, llguidance_grammar
 from .encode import Encoder, Kind
 from .errors import Refusal, refuse
 from .limits import Deadline, Limits
-from .workers import Turns, WorkerDied, Workers
+from .workers import PROCESSES, Turns, WorkerDied, Workers
 
 Result = TypeVar("Result")
 
@@ -44,7 +44,7 @@ class Preparer:
         self.workers = Workers(tokenizer)
         self.turns = Turns(THREADS, THREADS - 1)  # one thread is always left to others
         self.threads = ThreadPoolExecutor(THREADS, "prepare")
-        self.compiling = ThreadPoolExecutor(2, "compile")
+        self.compiling = ThreadPoolExecutor(PROCESSES, "compile")
         self._max_waiting = max_waiting
         self._in_progress: Counter[str] = Counter()  # prompts by client
 
@@ -199,6 +199,8 @@ class Preparation:
                 raise TooHard("grammar needs too much memory or recursion: simplify it") from None
             if "error" in answer:
                 raise TooHard(f"grammar cannot be followed: {answer['error']}: simplify it")
+            # The client keeps the worker meanwhile: there are as many workers as threads that compile, so it need not
+            # wait for another turn.
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(preparer.compiling, compile_grammar, spec, preparer.tokenizer)
 
@@ -212,10 +214,7 @@ async def disconnected(http: HTTPRequest) -> None:
 def _source(spec: GrammarSpec) -> str:
     """Return a grammar in llguidance's syntax, once its size has been checked."""
     check_bounds(spec.kind, spec.source)
-    try:
-        return llguidance_grammar(spec)
-    except ValueError as error:
-        raise RequestError(f"grammar is not a valid {spec.kind}: {error}") from error
+    return llguidance_grammar(spec)
 
 
 def _too_long(param: str, limit: int, length: int | None = None) -> NoReturn:

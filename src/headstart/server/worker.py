@@ -121,6 +121,7 @@ def try_grammar(
         random = random * 6364136223846793005 % 2**64
         if not matcher.consume_token(pick_token(mask, random >> 33)) or matcher.is_stopped():
             break
+        # The engine asks for forced tokens at every step: whatever that costs or breaks must show here.
         matcher.compute_ff_tokens()
     return {}
 

@@ -17,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import HeadstartError
 from ..sampling.bounds import STACK
 
-COUNT = 2
+PROCESSES = 2
 START_SECONDS = 60.0
 START_ATTEMPTS = 3
 MAX_LINE = 2**31  # bytes of an answer: a worker's memory is limited
@@ -167,7 +167,7 @@ def kill(process: Process) -> None:
 class Workers:
     """A few worker processes, which clients take in turn."""
 
-    def __init__(self, tokenizer: TokenizerWrapper, count: int = COUNT):
+    def __init__(self, tokenizer: TokenizerWrapper, count: int = PROCESSES):
         settings = cache(partial(worker_settings, tokenizer))
         self._workers = [Worker(settings) for _ in range(count)]
         self._idle = list(self._workers)
