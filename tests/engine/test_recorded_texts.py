@@ -75,7 +75,7 @@ def earned(seed: int, busy: bool) -> tuple[list[float], list[float]]:
 @pytest.mark.parametrize(("busy", "least"), [(False, 0.96), (True, 0.945)], ids=["quiet", "busy"])
 def test_speed_on_recorded_texts_is_close_to_the_best_fixed_depth(busy: bool, least: float) -> None:
     """The best fixed depth is chosen with the whole text known."""
-    cells = [earned(seed, busy) for seed in range(8)]
+    cells = [earned(seed, busy) for seed in range(24)]  # with fewer the worst cell is noise
     to_best = statistics.geometric_mean(x for best, _ in cells for x in best)
     to_plain = [statistics.mean(column) for column in zip(*(plain for _, plain in cells), strict=True)]
     assert to_best >= least
