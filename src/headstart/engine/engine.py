@@ -2,8 +2,7 @@
 
 An iteration admits requests, prefills at most one chunk of a prompt, builds a step for all running sequences,
 launches it, and hands out the tokens of the step before while the device works. So the host waits once per step and
-notices the end of a sequence one step late; the surplus round is discarded. On a CPU a step is launched only after
-the tokens of the one before were handed out. If a sequence has a grammar, a step is not even built before that.
+notices the end of a sequence one step late; the surplus round is discarded.
 
 A sequence can always be recomputed from its tokens, and continues bit for bit as it would have (on CUDA, where
 prompts use other kernels, up to rounding, and its stats say so). So when memory runs short the youngest sequence is
@@ -192,12 +191,8 @@ class Engine(Scheduler):
             self._recompute(sequence, "memory")
 
     def _step(self) -> None:
-        """Launch the next step, and hand out the tokens of the pending one.
-
-        On a GPU the next step is built and launched before the pending one is read. On a CPU, where a launch runs the
-        step, it is read in between; if it is sure to end a sequence, even before the next is built. With a grammar
-        each step is read before the next is built.
-        """
+        """Launch the next step, and hand out the tokens of the pending one: after that on a GPU, before it on a CPU,
+        where a launch runs the step. With a grammar, each step is read before the next is built."""
         synchronous = self._is_synchronous()
         if synchronous or (not self._ahead and self._pending_ends_a_sequence()):
             self._finish_pending()
