@@ -297,8 +297,7 @@ class Engine(Scheduler):
     def _recover(self, error: Exception) -> None:
         """Recompute all sequences after a step failed: their state on the device is lost.
 
-        If memory ran out, the youngest ends. Otherwise each is run alone to find the cause; if none fails alone, the
-        youngest ends.
+        If memory ran out, the youngest ends. Otherwise each runs alone; if none fails there, the youngest ends.
         """
         sequences = [sequence for sequence in self.running if not sequence.finished]
         memory = is_out_of_memory(error)
