@@ -90,11 +90,12 @@ def test_a_public_name_is_defined_once() -> None:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.name[0] != "_":
                 homes[node.name].append(str(path.relative_to(ROOT)))
-    # A command is named as users type it, also where the library has a function of that name.
-    commands = {"bench", "chat", "convert", "demo", "generate", "graft", "inspect", "models", "probe", "serve"}
-    for name in commands:
-        homes[name] = [file for file in homes[name] if not file.startswith("src/headstart/cli/")]
     assert not {name: files for name, files in homes.items() if len(files) > 1}
+
+
+def test_no_file_is_longer_than_350_lines() -> None:
+    lengths = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "src/headstart").rglob("*.py")}
+    assert not {name: length for name, length in lengths.items() if length > 350}
 
 
 def test_every_file_of_tests_has_a_name_of_its_own() -> None:
