@@ -54,7 +54,7 @@ def test_no_compiler_is_no_matter_where_a_gpu_computes(tmp_path: Path) -> None:
     on_gpu = f"import mlx.core as mx; mx.default_device = lambda: mx.gpu; {LOAD}"
     said, warned = told(run(on_gpu, PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path)))
     assert said.startswith("stock (no C++ compiler found")
-    assert not warned
+    assert not any("several times slower" in line for line in warned)
 
 
 def test_a_broken_compiler(tmp_path: Path) -> None:
