@@ -22,7 +22,8 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 TESTS = {  # the files that should notice
-    "sampling.accept": ["sampling/test_verdicts.py", "sampling/test_exact_by_enumeration.py"],
+    "sampling.accept": ["sampling/test_verify.py", "sampling/test_exact_by_enumeration.py"],
+    "sampling.distribution": ["sampling/test_distribution.py"],
     "state.kv": ["state/test_memories.py", "state/test_capacity.py"],
     "state.recurrent": ["state/test_memories.py"],
 }

@@ -8,6 +8,10 @@ import pytest
 from docs import api
 from docs.pages import ROOT, blocks, pages, problems
 
+from headstart.server.anthropic_request import MessagesRequest
+from headstart.server.openai_request import ChatCompletionRequest, CompletionRequest
+from headstart.server.request_fields import GenerationRequest
+
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_names_only_what_exists(page: Path) -> None:
@@ -28,6 +32,12 @@ def test_the_readme_stays_short() -> None:
 def test_generated_pages_are_current(name: str) -> None:
     path = ROOT / "docs/reference" / name
     assert path.read_text() == api.pages()[path], "run `python docs/api.py`"
+
+
+@pytest.mark.parametrize("request_model", [ChatCompletionRequest, CompletionRequest, MessagesRequest])
+def test_every_request_field_is_on_the_page_of_the_http_api(request_model: type[GenerationRequest]) -> None:
+    page = (ROOT / "docs/reference/http-api.md").read_text()
+    assert [name for name in request_model.model_fields if not re.search(rf"`{name}\b", page)] == []
 
 
 @pytest.mark.parametrize(

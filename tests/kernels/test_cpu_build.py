@@ -50,6 +50,13 @@ def test_no_compiler(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("build-*"))
 
 
+def test_no_compiler_is_no_matter_where_a_gpu_computes(tmp_path: Path) -> None:
+    on_gpu = f"import mlx.core as mx; mx.default_device = lambda: mx.gpu; {LOAD}"
+    said, warned = told(run(on_gpu, PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path)))
+    assert said.startswith("stock (no C++ compiler found")
+    assert not any("several times slower" in line for line in warned)
+
+
 def test_a_broken_compiler(tmp_path: Path) -> None:
     compiler = stub(tmp_path, "echo 'error: cannot find the end of the world' >&2; exit 3")
     said, _ = told(run(LOAD, CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path)))

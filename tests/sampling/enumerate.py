@@ -1,8 +1,8 @@
-"""The law of what a rule says, by adding up every way it can come about. In float64, over two rounds.
+"""The distribution of what an acceptance rule generates, by adding up every case. In float64, over two rounds.
 
 A `Pair` holds what the target and the drafter would do after every prefix of a small vocabulary. A `Rule` takes
-windows and says how likely each outcome of one is: so many drafts stand, and this token follows. `law` adds up two
-rounds of it and lets the target finish; `Pair.law` is the target alone. Both are arrays over all sequences.
+windows and returns how likely each outcome of one is: how many drafts are accepted, and which token follows. `law`
+adds up two rounds and lets the target finish; `Pair.law` is the target alone. Both are arrays over all sequences.
 """
 
 import itertools
@@ -17,13 +17,13 @@ from headstart.sampling.accept import accept_coupled, block_acceptance, residual
 from headstart.sampling.distribution import process_logits, sampling_distribution
 
 Array = np.ndarray
-# p [N, k+1, V], q [N, k, V], drafts [N, k], allowed [N] → [N, k+1, V]: so many stand, and this token follows.
+# p [N, k+1, V], q [N, k, V], drafts [N, k], allowed [N] → [N, k+1, V]: n drafts are accepted, and this token follows.
 Rule = Callable[[Array, Array, Array, Array], Array]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Tables over prefixes: the one of length L with tokens t0, t1, … stands in line t0·V^(L-1) + t1·V^(L-2) + …"""
+    """Tables over prefixes: the one of length L with tokens t0, t1, … is in line t0·V^(L-1) + t1·V^(L-2) + …"""
 
     vocabulary: int
     target: list[Array]  # by length: [V^L, V]
@@ -34,7 +34,7 @@ class Pair:
         return len(self.target)
 
     def finish(self, law: Array, length: int) -> Array:
-        """Let the target say the rest: the law of `length` tokens → that of all."""
+        """Let the target generate the rest: the law of `length` tokens → that of all."""
         for table in self.target[length:]:
             law = (law[:, None] * table).reshape(-1)
         return law
@@ -53,8 +53,9 @@ def make_pair(
     coins: Sequence[float] | None = None,
     forbidden: Callable[[int], int] | None = None,
 ) -> Pair:
-    """Random logits after every prefix, through the real `adjust` and `distribution`. `coins`: XTC's, by position.
+    """Random logits after every prefix, through process_logits and sampling_distribution.
 
+    `coins`: XTC's, by position.
     `forbidden`: a token that a grammar does not permit after a prefix of that length; the drafter does not know.
     """
     rng = np.random.default_rng(seed)
@@ -102,7 +103,7 @@ def a_round(pair: Pair, start: Array, length: int, k: int, rule: Rule, allowed: 
     """One round from the law `start` of prefixes of that length, `allowed` [V^length] → laws by length."""
     V = pair.vocabulary
     drafts = np.array(list(itertools.product(range(V), repeat=k)), np.int32).reshape(V**k, k)
-    lines = np.arange(len(start)).repeat(V**k)  # where each prefix of each window stands in its table
+    lines = np.arange(len(start)).repeat(V**k)  # where each prefix of each window is in its table
     drafts = np.tile(drafts, (len(start), 1))
     p, q, weight = [pair.target[length][lines]], [], start.repeat(V**k)
     for i in range(k):
@@ -110,7 +111,7 @@ def a_round(pair: Pair, start: Array, length: int, k: int, rule: Rule, allowed: 
         weight = weight * np.take_along_axis(q[-1], drafts[:, i : i + 1], axis=1)[:, 0]
         lines = lines * V + drafts[:, i]
         p.append(pair.target[length + i + 1][lines])
-    drafted = weight > 0  # what the drafter cannot say need not be judged
+    drafted = weight > 0  # what the drafter cannot propose need not be verified
     outcome = np.zeros((len(weight), k + 1, V))
     outcome[drafted] = rule(
         np.stack(p, 1)[drafted],
@@ -121,19 +122,19 @@ def a_round(pair: Pair, start: Array, length: int, k: int, rule: Rule, allowed: 
     outcome = (outcome * weight[:, None, None]).reshape(len(start), *[V] * k, k + 1, V)
     laws = {}
     for n in range(k + 1):
-        said = outcome[..., n, :].sum(axis=tuple(range(1 + n, 1 + k)))  # whatever was drafted after it
-        laws[length + n + 1] = said.reshape(-1)
+        generated = outcome[..., n, :].sum(axis=tuple(range(1 + n, 1 + k)))  # whatever was drafted after it
+        laws[length + n + 1] = generated.reshape(-1)
     return laws
 
 
 def law(pair: Pair, k: int, rule: Rule, depths: Callable[[Array], Array]) -> Array:
-    """Two rounds and then the target. `depths`: the lines of prefixes → how many drafts may stand there."""
+    """Two rounds and then the target. `depths`: the lines of prefixes → how many drafts may be accepted there."""
     assert pair.length == 2 * (k + 1)
     total = np.zeros(pair.vocabulary**pair.length)
     for length, start in a_round(pair, np.ones(1), 0, k, rule, depths(np.zeros(1, np.int32))).items():
         allowed = depths(np.arange(len(start), dtype=np.int32) + 1)
-        for end, said in a_round(pair, start, length, k, rule, allowed).items():
-            total += pair.finish(said, end)
+        for end, generated in a_round(pair, start, length, k, rule, allowed).items():
+            total += pair.finish(generated, end)
     return total
 
 
@@ -145,8 +146,8 @@ def total_variation(a: Array, b: Array) -> float:
 
 
 def by_block(p: Array, q: Array, drafts: Array, allowed: Array) -> Array:
-    chance, carry = chances_of_block(p, q, drafts, allowed)
-    return outcomes(longest_law(chance), p, q, carry, allowed)
+    chance, weight = chances_of_block(p, q, drafts, allowed)
+    return outcomes(longest_law(chance), p, q, weight, allowed)
 
 
 def by_token(p: Array, q: Array, drafts: Array, allowed: Array) -> Array:
@@ -159,10 +160,10 @@ def by_coupling(p: Array, q: Array, drafts: Array, allowed: Array) -> Array:
     N, W, V = p.shape
     outcome = np.zeros((N, W, V))
     for choices in itertools.product(range(V), repeat=W):
-        verdict = accept_coupled(mx.array(np.tile(choices, (N, 1))), mx.array(drafts), mx.array(allowed))
-        n = np.array(verdict.accepted)
+        result = accept_coupled(mx.array(np.tile(choices, (N, 1))), mx.array(drafts), mx.array(allowed))
+        n = np.array(result.accepted)
         weight = np.prod([p[:, i, c] for i, c in enumerate(choices)], axis=0)
-        np.add.at(outcome, (np.arange(N), n, np.array(verdict.next)), weight)
+        np.add.at(outcome, (np.arange(N), n, np.array(result.next)), weight)
     return outcome
 
 
@@ -187,10 +188,10 @@ def chances_of_tokens(p: Array, q: Array, drafts: Array, allowed: Array) -> Arra
 
 
 def token_wise(p_drafts: mx.array, q_drafts: mx.array, allowed: mx.array) -> mx.array:
-    """[B, k]: the chance that each draft stands given that those before it do (Leviathan et al. 2023), which `block`
-    must beat. Its residual is that of `carry` 1."""
-    stands = mx.arange(p_drafts.shape[1]) < allowed[:, None]
-    return mx.where(stands, mx.minimum(p_drafts / q_drafts, 1), 0)
+    """[B, k]: the chance that each draft is accepted if those before it are (Leviathan et al. 2023), which
+    block_acceptance must beat. Its residual is that of weight 1."""
+    within_limit = mx.arange(p_drafts.shape[1]) < allowed[:, None]
+    return mx.where(within_limit, mx.minimum(p_drafts / q_drafts, 1), 0)
 
 
 def of_drafts(p: Array, q: Array, drafts: Array) -> tuple[mx.array, mx.array]:
@@ -211,18 +212,19 @@ def first_failure_law(chance: Array) -> Array:
     return np.cumprod(np.concatenate([ones, chance], axis=1), axis=1) * np.concatenate([1 - chance, ones], axis=1)
 
 
-def outcomes(stands: Array, p: Array, q: Array, carry: Array, allowed: Array) -> Array:
+def outcomes(accepted_law: Array, p: Array, q: Array, weight: Array, allowed: Array) -> Array:
     return np.stack(
-        [stands[:, n : n + 1] * following(p, q, carry, n, allowed) for n in range(stands.shape[1])], axis=1
+        [accepted_law[:, n : n + 1] * following(p, q, weight, n, allowed) for n in range(accepted_law.shape[1])],
+        axis=1,
     )
 
 
-def following(p: Array, q: Array, carry: Array, n: int, allowed: Array) -> Array:
+def following(p: Array, q: Array, weight: Array, n: int, allowed: Array) -> Array:
     """[N, V]: what is drawn from after n drafts."""
     if not q.shape[1]:
         return p[:, 0]
     accepted = mx.full((len(p),), n, mx.int32)
-    left = np.array(residual_distribution(float64(p), float64(q), float64(carry), accepted, mx.array(allowed)))
+    left = np.array(residual_distribution(float64(p), float64(q), float64(weight), accepted, mx.array(allowed)))
     return left / left.sum(axis=-1, keepdims=True)
 
 
@@ -281,7 +283,7 @@ def law_by_noise(pair: Pair, k: int, rule: Rule, points: int, column: Callable[[
         second, later = window(after[n] * V + y, n + 1, 1)
         for m, z in itertools.product(range(k + 1), range(V)):
             end = n + m + 2
-            said = np.zeros(V**end)
-            np.add.at(said, later[m] * V + z, first[:, n, y] * second[:, m, z] / N)
-            total += pair.finish(said, end)
+            generated = np.zeros(V**end)
+            np.add.at(generated, later[m] * V + z, first[:, n, y] * second[:, m, z] / N)
+            total += pair.finish(generated, end)
     return total

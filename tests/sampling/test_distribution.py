@@ -78,7 +78,10 @@ def probabilities(logits: mx.array, *params: SamplingParams, coin: float = 0.5) 
 
 
 def in_mlx_lm(logits: mx.array, params: SamplingParams, coin: float = 0.5) -> np.ndarray:
-    """One position [V] through mlx-lm's own functions, in the order of its make_sampler."""
+    """One position [V] through mlx-lm's own functions, in the order of its make_sampler.
+
+    A filter that mlx-lm does not have is written out here in numpy, from its paper.
+    """
     if params.temperature == 0:
         return np.eye(VOCABULARY)[int(mx.argmax(logits))]
     logp = (logits - mx.logsumexp(logits))[None]

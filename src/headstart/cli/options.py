@@ -30,7 +30,10 @@ SAMPLING: dict[str, tuple[Any, Any]] = {
     "max_tokens": (int, Option(None, "--max-tokens", "-n", show_default="256", help="Most tokens to generate.")),
     "k": (str, Option(None, metavar="auto|N", show_default="auto", help="Drafts per step; 0 drafts nothing.")),
     "temperature": (float, Option(None, "--temperature", "-t", show_default="0", help="0 is greedy.")),
-    "top_p": (float, Option(None, show_default="1", help="Keep the likeliest tokens that make up this much.")),
+    "top_p": (
+        float,
+        Option(None, show_default="1", help="Keep the likeliest tokens whose probabilities add up to this."),
+    ),
     "top_k": (int, Option(None, show_default="0", help="Keep this many tokens; 0 keeps all.")),
     "min_p": (float, Option(None, show_default="0", help="Keep tokens this likely, relative to the likeliest.")),
     "repetition_penalty": (float, Option(None, show_default="1", help="Above 1: less of the last 20 tokens.")),

@@ -19,15 +19,15 @@ class AcceptResult(NamedTuple):
         return mx.take_along_axis(self.tokens, self.accepted[:, None], axis=1).squeeze(1)
 
 
-def accept_coupled(choices: mx.array, drafts: mx.array, allowed: mx.array) -> AcceptResult:
-    """Gumbel coupling: accept drafts [B, k] while they equal the target's choices [B, k+1], at most `allowed` [B].
+def accept_coupled(samples: mx.array, drafts: mx.array, allowed: mx.array) -> AcceptResult:
+    """Gumbel coupling: accept drafts [B, k] while they equal the target's samples [B, k+1], at most `allowed` [B].
 
-    The target's choice at a position is argmax(log p + noise), with noise that depends on the seed and the position
-    only. The emitted tokens are those choices, whatever was drafted. Greedy decoding is the same without noise.
+    The target's sample at a position is argmax(log p + noise), with noise that depends on the seed and the position
+    only. The emitted tokens are those samples, whatever was drafted. Greedy decoding is the same without noise.
     """
     k = drafts.shape[1]
-    agree = (drafts == choices[:, :k]) & (mx.arange(k) < allowed[:, None])
-    return AcceptResult(mx.cumprod(agree.astype(mx.int32), axis=1).sum(axis=1), choices)
+    agree = (drafts == samples[:, :k]) & (mx.arange(k) < allowed[:, None])
+    return AcceptResult(mx.cumprod(agree.astype(mx.int32), axis=1).sum(axis=1), samples)
 
 
 class BlockAcceptance(NamedTuple):

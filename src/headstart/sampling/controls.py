@@ -60,7 +60,7 @@ class Controls:
     any_greedy: bool
     temperature: mx.array  # [B, 1, 1], 0 for greedy sequences
     truncates: bool  # a sequence uses top_p, min_p, XTC or top_k
-    support: int | None  # bound on the number of tokens that can be drawn, if there is one
+    support: int | None  # number of best tokens that are looked at; None: all
     top_p: mx.array  # [B, 1, 1], like the next three
     min_p: mx.array
     min_keep: mx.array
@@ -145,9 +145,10 @@ def _padded(lists: Sequence[Collection[int]], empty: int) -> mx.array:
 
 
 def _support(sampled: list[SamplingParams]) -> int | None:
-    """Return the largest top_k, 1 if all sequences are greedy, or None if a sequence may draw any token.
+    """Return how many of the best tokens must be sorted: the largest top_k, 1 if all are greedy, None for all.
 
-    XTC comes before top_k and compares shares of all tokens left, so it needs them all.
+    A filter that compares with or sums over all tokens left (XTC) needs None, or its last bit would depend on the
+    other sequences' top_k.
     """
     if any(p.xtc_probability > 0 or not p.top_k for p in sampled):
         return None

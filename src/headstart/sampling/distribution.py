@@ -123,6 +123,8 @@ def sampling_distribution(logits: mx.array, controls: Controls, xtc_uniforms: mx
     p = mx.exp(logp)
     rank = mx.arange(C)
 
+    # Up to XTC the kept tokens are the first ranks, and rank 0 is always kept: min_p and XTC rely on it. A filter
+    # that may drop the best token comes after top_k.
     keep = ((mx.cumsum(p, axis=-1) - p) < controls.top_p) | (rank == 0)
     keep = keep & ((logp >= logp[..., :1] + mx.log(controls.min_p)) | (rank < controls.min_keep))
     if controls.xtc is not None and xtc_uniforms is not None:

@@ -83,11 +83,11 @@ def accept_window(
         return _accept_by_ratio(target, proposal, allowed, context)
     positions = context.position[:, None] + mx.arange(logits.shape[1])
     # For coupled sequences NEXT and DRAFT have one key: the drafter used the same noise.
-    choices = target.sample(controls.noise_keys(Purpose.NEXT, context.rounds, positions))
-    result = accept_coupled(choices, drafts, allowed)
+    samples = target.sample(controls.noise_keys(Purpose.NEXT, context.rounds, positions))
+    result = accept_coupled(samples, drafts, allowed)
     if "optimistic" in controls.rules:
         accepted = allowed if permitted is None else mx.minimum(allowed, _count_permitted(drafts, permitted))
-        next_token = mx.take_along_axis(choices, accepted[:, None], axis=1).squeeze(1)
+        next_token = mx.take_along_axis(samples, accepted[:, None], axis=1).squeeze(1)
         result = _select(controls.optimistic, accept_first(drafts, accepted, next_token), result)
     if "ratio" in controls.rules:
         result = _select(controls.ratio, _accept_by_ratio(target, proposal, allowed, context), result)

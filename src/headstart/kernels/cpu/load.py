@@ -41,12 +41,12 @@ def native() -> Any:
 
 
 def loaded() -> Loaded:
-    """Load the extension, compiled first if need be. Say once, in one line, why there is none."""
+    """Load the extension, compiled first if need be. Where the CPU computes, log once why there is none."""
     global _loaded
     with _lock:
         if _loaded is None:
             _loaded = _load()
-            if _loaded.reason and not os.environ.get(VARIABLE):
+            if _loaded.reason and not os.environ.get(VARIABLE) and mx.default_device() == mx.cpu:
                 LOG.warning("CPU kernels are off, so decoding is several times slower: %s", _loaded.reason)
     return _loaded
 
