@@ -76,7 +76,7 @@ class Batch:
     )  # of the head; None without a head, or if neither a draft nor the prefix cache needs it
     unseen: UnseenPairs  # what the head has not seen
     last: mx.array  # [B], each sequence's last token, which the trunk has not seen
-    max_k: mx.array  # [B], most drafts per round that the sequence's request allows
+    max_k: mx.array  # [B], most drafts per step that the sequence's request allows
     remaining: mx.array  # [B], tokens the sequence may still generate
     rounds: mx.array  # [B], steps the sequence has been through
     recent: mx.array  # [B, L], the last tokens, as many as penalties look at, -1 before the first

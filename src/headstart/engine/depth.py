@@ -30,7 +30,7 @@ EXPLORE_AFTER = 8  # least rounds between two explorations of a depth
 class DraftHistory:
     """How often drafts were accepted at each position, given that all before them were. Recent rounds weigh most."""
 
-    max_k: int = MAX_K  # most drafts per round
+    max_k: int = MAX_K  # most drafts per step
     memory: float = MEMORY
     tried: list[float] = field(default_factory=lambda: [0.0] * MAX_K)
     accepted: list[float] = field(default_factory=lambda: [0.0] * MAX_K)
