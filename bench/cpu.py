@@ -135,7 +135,7 @@ def model_cases(name: str, model: Model, tokenizer: Any) -> Iterator[Case]:
         batches = {ours: prefill_prompts(model, [prompt[:60]], 0) for ours in sides}
 
         def one() -> None:
-            rows = batches[load._loaded is not STOCK].rows
+            rows = batches[load._loaded is not STOCK].trunk_state
             mx.eval(model.logits(model.trunk(mx.array([prompt[:width]]), rows, certain=1)), rows.arrays())
 
         return one
@@ -144,8 +144,8 @@ def model_cases(name: str, model: Model, tokenizer: Any) -> Iterator[Case]:
     hidden = mx.zeros((1, 1, model.config["hidden_size"]), model.dtype)
 
     def draft() -> None:
-        assert drafting.head is not None
-        mx.eval(mx.argmax(model.draft_logits(model.head(hidden, mx.array([[5]]), drafting.head)), axis=-1))
+        assert drafting.head_state is not None
+        mx.eval(mx.argmax(model.draft_logits(model.head(hidden, mx.array([[5]]), drafting.head_state)), axis=-1))
 
     def describe(k: int) -> Callable[[], None]:
         batch = prefill_prompts(model, [prompt[:60]], 8)
