@@ -139,12 +139,12 @@ class TimedResponse:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between tokens, except those that came with the first."""
+        """Return the seconds between tokens, except those that came with the first."""
         return [(now - before) / count for (before, _), (now, count) in pairwise(self.arrivals) for _ in range(count)]
 
     @property
     def drafts(self) -> tuple[int, int, int]:
-        """Drafts proposed, drafts accepted and rounds: 0 where the server does not report them."""
+        """Return drafts proposed, drafts accepted and rounds: 0 where the server does not report them."""
         if stats := self.stats:
             return stats["proposed_draft_tokens"], stats["accepted_draft_tokens"], stats["rounds"]
         details = self.usage.get("completion_tokens_details") or {}

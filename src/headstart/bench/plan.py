@@ -59,7 +59,7 @@ class BenchPlan:
 
     @property
     def runs(self) -> int:
-        """The number of runs, including the pass that warms up."""
+        """Return the number of runs, including the pass that warms up."""
         return (self.repeats + 1) * len(self.conditions) * len(self.variants)
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ class Trial:
 
     @property
     def rate(self) -> float:
-        """Tokens per second of all sequences together."""
+        """Return the tokens per second of all sequences together."""
         return self.tokens / self.seconds
 
 

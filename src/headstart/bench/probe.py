@@ -63,7 +63,7 @@ class ProbeResult:
 
     @property
     def passed(self) -> bool:
-        """Whether the head is sound and the output is the model's own."""
+        """Return whether the head is sound and the output is the model's own."""
         return not self.faults and not collapsed(self.first_drafts) and all(map(self.is_rounding, self.divergences))
 
     def is_rounding(self, divergence: Divergence) -> bool:
@@ -72,7 +72,7 @@ class ProbeResult:
 
     @property
     def near_tie(self) -> float:
-        """Logits up to this far apart may be decided by rounding, where the same tokens are not promised."""
+        """Return how far apart logits may be that rounding decides, where the same tokens are not promised."""
         return min(NEAR_TIE * self.rounding, LARGEST_NEAR_TIE)
 
     @property
@@ -81,7 +81,7 @@ class ProbeResult:
 
     @property
     def tokens_per_second(self) -> list[float]:
-        """Expected of one sequence, by k: tokens per round on all prompts over the time of a step."""
+        """Return the expected speed of one sequence by k: tokens per round on all prompts over the time of a step."""
         fixed = zip(self.runs, self.step_seconds, strict=False)  # "auto" is last and not timed
         return [run.stats.tokens_per_round / seconds for run, seconds in fixed]
 
@@ -91,7 +91,7 @@ class ProbeResult:
 
     @property
     def deepest(self) -> DepthRun:
-        """The run at the largest fixed depth, which says most about acceptance."""
+        """Return the run at the largest fixed depth, which says most about acceptance."""
         return self.runs[-2]
 
 

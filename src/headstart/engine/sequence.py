@@ -88,7 +88,7 @@ class SequenceState:
 
     @property
     def auto_depth(self) -> bool:
-        """Whether the depth controller chooses its depth."""
+        """Return whether the depth controller chooses its depth."""
         return self.params.params.k == "auto" and self.history.max_k > 0
 
     @property

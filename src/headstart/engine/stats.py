@@ -86,7 +86,7 @@ class Stats:
 
     @property
     def paused_reason(self) -> str | None:
-        """The reason if speculation was paused for most of the answer."""
+        """Return the reason if speculation was paused for most of the answer."""
         return self.last_pause_reason if 2 * self.depths[0] > sum(self.depths.values()) else None
 
     @property
@@ -99,7 +99,7 @@ class Stats:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """By position j, the share of rounds with at least j drafts in which at least j were accepted."""
+        """Return, by position j, the share of rounds with at least j drafts in which at least j were accepted."""
         pairs = zip(self.accepted_by_position, self.proposed_by_position, strict=True)
         return [accepted / proposed for accepted, proposed in pairs]
 
@@ -109,7 +109,7 @@ class Stats:
 
     @property
     def generation_tps(self) -> float:
-        """Tokens per second after the first round, whose time counts as the prompt's."""
+        """Return the tokens per second after the first round, whose time counts as the prompt's."""
         return _ratio(self.generation_tokens - self.first_round_tokens, self.generation_seconds)
 
     @property

@@ -46,7 +46,7 @@ def gated_attention(
 def stock_arrange(
     layer: nn.Module, both: mx.array, keys: mx.array, values: mx.array, offset: mx.array
 ) -> ArrangedHeads:
-    """`launch_arrange` in stock ops."""
+    """Do what `launch_arrange` does in stock ops."""
     B, W, _ = both.shape
     queries = both.reshape(B, W, layer.num_attention_heads, -1)[..., : layer.head_dim]
     keys, values = (a.reshape(B, W, layer.num_key_value_heads, -1) for a in (keys, values))

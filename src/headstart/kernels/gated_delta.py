@@ -31,7 +31,7 @@ def fold_and_run(net: nn.Module, window: Window, memory: Any, accepted: mx.array
 
 
 def stock_fold_and_run(net: nn.Module, window: Window, memory: Any, accepted: mx.array, certain: int) -> Ran:
-    """In stock ops, with the recurrence in mlx-lm's kernel where it has one. It rounds more often than ours."""
+    """Do the same in stock ops, the recurrence in mlx-lm's kernel where it has one. It rounds more often."""
     qkv, z, b, a = window
     B, W, _ = qkv.shape
     inputs = mx.concatenate([memory.conv_history(accepted), qkv], axis=1)

@@ -7,7 +7,7 @@ from .cuda.norm import launch_norm, norm_fits
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """[..., D] → [..., D] in the type of `x`."""
+    """Return the norm of x [..., D], in its type."""
     if (native := cpu.native()) is not None and x.dtype in cpu.TYPES:
         return native.norm(x, weight, eps)[0]
     if norm_fits(x, weight):

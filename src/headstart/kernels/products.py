@@ -43,6 +43,6 @@ def swiglu_product(x: mx.array, gate: nn.Module, up: nn.Module) -> mx.array:
 
 
 def stock_product(x: mx.array, layer: nn.Module) -> mx.array:
-    """mlx's own product."""
+    """Return mlx's own product."""
     made: mx.array = layer.as_linear(x) if hasattr(layer, "as_linear") else layer(x)
     return made

@@ -16,18 +16,18 @@ FAMILIES: dict[str, Family] = {
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json's text part: the whole of it where there is no other."""
+    """Return config.json's text part: the whole of it where there is no other."""
     return config.get("text_config", config)
 
 
 def head_modules(config: dict[str, Any]) -> int:
-    """How many modules of a head config.json promises; 0 where it promises none."""
+    """Return how many modules of a head config.json promises; 0 where it promises none."""
     text = text_config(config)
     return int(text.get("mtp_num_hidden_layers") or text.get("num_nextn_predict_layers") or 0)
 
 
 def build(config: dict[str, Any], head: bool = True) -> Model:
-    """The modules that config.json describes, unquantised, their weights random and not yet computed."""
+    """Return the modules that config.json describes, unquantised, their weights random and not yet computed."""
     model_type = str(config.get("model_type"))
     if model_type not in FAMILIES:
         raise CheckpointError(

@@ -130,7 +130,7 @@ class Model:
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The type of activations: that of the embedding's output, known without computing it."""
+        """Return the type of activations: that of the embedding's output, known without computing it."""
         return self.weights.embed_tokens(mx.zeros((1,), mx.int32)).dtype
 
     def trunk(self, tokens: mx.array, state: BatchState, certain: int) -> mx.array:
@@ -169,7 +169,7 @@ class Model:
         return Graph(self._head)
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """[…, H] from `trunk` → […, V]."""
+        """Return the logits […, V] of hidden states […, H] from `trunk`."""
         if not self.family.head.fed_after_norm:
             hidden = self.weights.norm(hidden)
         return self._lm_head(hidden)
@@ -210,7 +210,7 @@ class Model:
         return normed if spec.chains_after_norm else x
 
     def draft_logits(self, hidden: mx.array) -> mx.array:
-        """[…, H] from `head` → […, V]."""
+        """Return the logits […, V] of hidden states […, H] from `head`."""
         mtp, spec = self.weights.mtp, self.family.head
         if not spec.chains_after_norm:
             hidden = mtp.norm(hidden)

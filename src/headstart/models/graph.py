@@ -33,7 +33,7 @@ class Graph:
         self.traced = mx.compile(self._from_arrays)
 
     def __call__(self, rows: BatchState, *inputs: Any) -> mx.array:
-        """`rows` must have room for the window already: a graph cannot grow what it is given."""
+        """Run the graph. `rows` must have room for the window already: a graph cannot grow what it is given."""
         given = [each.shape if isinstance(each, mx.array) else each for each in inputs]
         shape = (rows.capacity, *given, *(array.shape for array in rows.layers[0].arrays()))
         if len(self.seen) >= MOST and shape not in self.seen:

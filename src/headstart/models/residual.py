@@ -25,7 +25,7 @@ class Residual:
 
     @property
     def native(self) -> cpu.NativeResidual | None:
-        """The sum as the last stage of a CPU kernel; None where other machines have parts of it."""
+        """Return the sum as the last stage of a CPU kernel; None where other machines have parts of it."""
         return (self.x, self.norm["weight"], self.norm.eps) if self.share.ranks == 1 else None
 
     def added(self, made: Sequence[mx.array]) -> tuple[mx.array, mx.array]:

@@ -15,19 +15,19 @@ class Share(Protocol):
     def ends(self) -> bool: ...  # the trunk's last layer is here
 
     def take(self, x: mx.array) -> mx.array:
-        """What the first layer here is given [B, W, H]; `x` is the embedding."""
+        """Return what the first layer here is given [B, W, H]; `x` is the embedding."""
         ...
 
     def whole(self, part: mx.array) -> mx.array:
-        """What a layer makes [B, W, H], of which this machine has made a `part`."""
+        """Return what a layer makes [B, W, H], of which this machine has made a `part`."""
         ...
 
     def give(self, x: mx.array) -> mx.array:
-        """What the last layer here has made, or the trunk if it ends here → the trunk's output [B, W, H]."""
+        """Return the trunk's output [B, W, H]; `x` is what the last layer here made."""
         ...
 
     def everywhere(self, here: bool) -> bool:
-        """Is what is so `here` so on every machine? They all ask at the same time."""
+        """Return whether all machines have true `here`. They must all call it."""
         ...
 
 

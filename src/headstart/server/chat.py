@@ -38,7 +38,7 @@ class Chat:
 
     @property
     def callable_tools(self) -> Tools:
-        """The tools that the answer may call."""
+        """Return the tools that the answer may call."""
         if self.tool_choice == "none":
             return {}
         functions = [tool["function"] for tool in self.tools]
@@ -136,7 +136,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_system_messages_anywhere(self) -> bool:
-        """Whether the template writes system messages where they are. Some reject or drop late ones."""
+        """Return whether the template writes system messages where they are. Some reject or drop late ones."""
         word, roles = "perhaps", ("system", "user", "assistant", "system", "user")
         messages = [{"role": role, "content": word} for role in roles]
         try:

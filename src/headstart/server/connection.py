@@ -46,7 +46,7 @@ class Connection(H11Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether the server waits for the client to send a request, or the rest of one, or to close."""
+        """Return whether the server waits for the client to send a request, or the rest of one, or to close."""
         working = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
         return not working and not self.flow.write_paused
 

@@ -88,7 +88,7 @@ class Refusal(HTTPException):
 
     @property
     def openai_event(self) -> str:
-        """The error inside a stream, whose status has been sent."""
+        """Return the error inside a stream, whose status has been sent."""
         return f"data: {json.dumps(self.openai_body)}\n\n"
 
     def _type(self, types: dict[int, str]) -> str:

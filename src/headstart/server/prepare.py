@@ -64,7 +64,7 @@ class Preparer:
 
     @cached_property
     def max_characters(self) -> int:
-        """A longer text has too many tokens, whatever it says."""
+        """Return the length above which any text has too many tokens."""
         return self.max_tokens * max(len(token.encode()) for token in self.tokenizer.get_vocab())
 
     async def prepare(

@@ -66,7 +66,7 @@ def cache_folder() -> Path:
 
 
 def trusted(path: Path) -> bool:
-    """Whether a build is there. Refuse one that others may have put there."""
+    """Return whether a build is there. Refuse one that others may have put there."""
     if not path.is_file():
         return False
     _refuse_shared(path.parent)
@@ -74,7 +74,7 @@ def trusted(path: Path) -> bool:
 
 
 def _refuse_shared(folder: Path) -> None:
-    """What lies in the folder is run: only its owner may write there."""
+    """Refuse a folder that others may write to: what lies in it is run."""
     status = folder.stat()
     if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
         raise BuildError(f"{folder} belongs to or can be written by others; make it yours alone: chmod 700 {folder}")
@@ -93,7 +93,7 @@ def key(flags: Sequence[str]) -> str:
 
 
 def _cpu() -> str:
-    """The processor, as far as compilers tell them apart."""
+    """Return the processor, as far as compilers tell them apart."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -102,7 +102,7 @@ def native_feed_forward(
 
 
 def native_attention_fits(dtype: mx.Dtype, layer: nn.Module) -> bool:
-    """Whether the extension takes this attention layer, apart from its projections."""
+    """Return whether the extension takes this attention layer, apart from its projections."""
     rope = layer["rope"]
     plain = type(rope) is nn.RoPE and not rope.traditional and rope.scale == 1
     return plain and dtype in TYPES and layer.head_dim % 32 == 0
@@ -124,7 +124,7 @@ def native_attention(
 def attend_window(
     native: Any, layer: nn.Module, both: mx.array, k: mx.array, v: mx.array, memory: Any, last: mx.array | None
 ) -> mx.array:
-    """The same without the projections: [B, W, …] → [B, W, H·D], or [B, 1, H·D]."""
+    """Do the same without the projections: [B, W, …] → [B, W, H·D], or [B, 1, H·D]."""
     out, memory.keys, memory.values = native.attention(both, k, v, *_attention_arguments(layer, memory), last)
     made: mx.array = out
     return made
@@ -146,12 +146,12 @@ def _attention_arguments(layer: nn.Module, memory: Any) -> tuple[Any, ...]:
 
 @cache
 def _frequencies(dims: int, base: float) -> mx.array:
-    """By which positions turn the pairs of a head, in the bits of every machine."""
+    """Return the frequencies of RoPE, with the same bits on every machine."""
     return mx.array([base ** (-2 * i / dims) for i in range(dims // 2)], mx.float32)
 
 
 def native_gated_delta_fits(dtype: mx.Dtype, state: mx.array) -> bool:
-    """Whether the extension takes a GatedDeltaNet layer with this state [B, Hv, Dv, Dk]."""
+    """Return whether the extension takes a GatedDeltaNet layer with this state [B, Hv, Dv, Dk]."""
     return state.shape[-1] % 16 == 0 and dtype in TYPES
 
 

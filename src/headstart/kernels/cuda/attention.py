@@ -17,7 +17,7 @@ SPLIT, WARPS, TILE, PAD = 128, 8, 16, 8  # as in attention.cu
 
 
 def arrange_fits(rope: nn.Module, dim: int) -> bool:
-    """Whether `launch_arrange` takes heads of `dim`, rotated by this module, on this device."""
+    """Return whether `launch_arrange` takes heads of `dim`, rotated by this module, on this device."""
     plain = type(rope) is nn.RoPE and not rope.traditional and rope.scale == 1
     return on_cuda() and plain and dim % 32 == 0
 
@@ -44,7 +44,7 @@ def launch_arrange(
 
 
 def attention_fits(width: int, heads: int, keys: mx.array) -> bool:
-    """Whether `launch_attention` takes this window of `heads` query heads over `keys` [B, Hkv, S, D] here."""
+    """Return whether `launch_attention` takes this window of `heads` query heads over `keys` [B, Hkv, S, D] here."""
     _, Hkv, _, D = keys.shape
     fits = width <= WIDEST and heads % Hkv == 0 and D % 32 == 0 and D <= 256
     return on_cuda() and fits and keys.dtype in (mx.bfloat16, mx.float16)

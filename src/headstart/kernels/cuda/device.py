@@ -10,7 +10,7 @@ def on_cuda() -> bool:
 
 
 def include(*names: str) -> str:
-    """The header that brings in `.cu` files beside this one. Kernels are functions there; what MLX wraps is a call of
-    one. MLX hashes all of a kernel's text at every launch, so the text names the files and does not hold them.
-    """
+    """Return the header that brings in `.cu` files beside this one. Kernels are functions there; what MLX wraps is a
+    call of one. MLX hashes all of a kernel's text at every launch, so the text names the files and does not hold
+    them."""
     return "".join(f'#include "{Path(__file__).with_name(name)}.cu"\n' for name in names)

@@ -9,7 +9,7 @@ from .device import include, on_cuda
 
 
 def gated_delta_fits(state: mx.array, dtype: mx.Dtype) -> bool:
-    """Whether `launch_gated_delta` takes a state of this shape on this device."""
+    """Return whether `launch_gated_delta` takes a state of this shape on this device."""
     _, _, Dv, Dk = state.shape
     fits = Dk % 32 == 0 and Dv % 8 == 0 and Dk <= 128 and Dv <= 128  # beyond that a block has too few registers
     return on_cuda() and fits and dtype in (mx.bfloat16, mx.float16, mx.float32)
@@ -49,7 +49,7 @@ def launch_gated_delta(
 
 @cache
 def _gated_delta_kernel(pending: bool, drafts: bool, eps: float):  # type: ignore[no-untyped-def]
-    """The kernel by what it is given and asked for. Its sizes are template arguments, its widths come with shapes."""
+    """Return the kernel for these inputs and outputs. Its sizes are template arguments, its widths are shapes."""
     old, fresh = ([f"{prefix}_{name}" for name in Drafts._fields] for prefix in ("old", "new"))
     inputs = ["state", "conv", "accepted", *Window._fields, "conv_weight", "A_log", "dt_bias", "norm_weight"]
     outputs = ["y", "new_state", "conv_out"]

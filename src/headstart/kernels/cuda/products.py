@@ -58,7 +58,7 @@ class SumOrder:
         return cls(weights.bits, weights.group, chunk, min(SLICES, 1 << ((row // chunk).bit_length() - 1)))
 
     def chunks(self, weights: MatrixWeights) -> int:
-        """Of a slice, at least."""
+        """Return how many chunks a slice has, at least."""
         return weights.inputs * self.bits // 8 // self.chunk // self.slices
 
 
@@ -89,7 +89,7 @@ def matrix_weights(layer: nn.Module) -> MatrixWeights:
 
 
 def product_refusal(dtype: mx.Dtype, weights: MatrixWeights) -> str | None:
-    """Why mlx's product is taken for activations of this type; None where ours is."""
+    """Return why mlx's product is taken for activations of this type; None where ours is."""
     if dtype not in (mx.bfloat16, mx.float16):
         return f"activations are {str(dtype).removeprefix('mlx.core.')}"
     if weights.scales is None:
@@ -105,7 +105,7 @@ def product_refusal(dtype: mx.Dtype, weights: MatrixWeights) -> str | None:
 
 
 def launch_products(x: mx.array, weights: list[MatrixWeights]) -> list[mx.array]:
-    """x [..., K] by every weight [N, K]. They are of one order."""
+    """Multiply x [..., K] by every weight [N, K]. They are summed in one order."""
     rows, order = prod(x.shape[:-1]), SumOrder.of(weights[0])
     tile = ProductTile.of(rows, sum(each.outputs for each in weights))
     tiles = sum(-(-each.outputs // tile.height) for each in weights)
@@ -167,7 +167,7 @@ RUN = """
 
 
 def choose_weights(count: int, quantised: bool, axis: int, move: str = "") -> str:
-    """The beginning of a kernel for `count` weights, whose outputs are their `axis`; `move` is done to a part."""
+    """Return the start of a kernel for `count` weights, whose outputs are their `axis`; `move` is done to a part."""
 
     def part(i: int) -> str:
         scales = f"s{i}, b{i}" if quantised else "nullptr, nullptr"
@@ -180,7 +180,7 @@ def choose_weights(count: int, quantised: bool, axis: int, move: str = "") -> st
 
 @cache
 def product_kernel(count: int, order: SumOrder, tile: ProductTile, shared: int) -> Any:
-    """One launch over `count` weights. Its template arguments must be those of `order` and `tile`."""
+    """Return a kernel for `count` weights. Its template arguments must be those of `order` and `tile`."""
     quantised = order.bits < 16
     return mx.fast.cuda_kernel(
         name=f"product_{count}{name_suffix(shared)}",
@@ -202,8 +202,8 @@ def weight_names(count: int, quantised: bool) -> list[str]:
 
 
 def shared_bytes(weights: MatrixWeights, order: SumOrder, tile: ProductTile, several: bool) -> int:
-    """Of a block: chunks under way; the slices' sums of this tile and the next; scales and biases of this tile and,
-    where a block takes `several`, of the next."""
+    """Return the shared memory of a block: chunks under way; the slices' sums of this tile and the next; scales and
+    biases of this tile and, where a block takes `several`, of the next."""
     ring = order.slices * tile.stages(order.chunks(weights)) * tile.height * order.chunk
     sums = 2 * 4 * order.slices * tile.height * tile.columns
     scales = 0 if weights.scales is None else 2 * 2 * tile.height * weights.inputs // weights.group

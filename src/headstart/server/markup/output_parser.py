@@ -179,7 +179,7 @@ class OutputParser:
 
     @property
     def called(self) -> bool:
-        """Whether a complete tool call was found."""
+        """Return whether a complete tool call was found."""
         return self._started > self._failed
 
     def feed(self, text: str) -> list[Delta]:
