@@ -97,7 +97,6 @@ def serve_command(
             limits=server.Limits(prompt_tokens=max_prompt_tokens, request_seconds=timeout, connections=connections),
             allowed_hosts=server.hosts_for(host, allowed_host or (), key=bool(keys)),
             cors_origins=cors_origin or (),
-            settings_file=server.user_settings_file(),
         )
         drafts = _drafts(loaded, engine_thread.settings)
         server.listen(bound)

@@ -19,26 +19,13 @@ A chat request from HTTP to tokens and back, file by file:
    drops clients that stop reading.
 """
 
-from .access import Keys, check_reach, hosts_for
 from .app import create_app
-from .connection import connection_limit
-from .limits import Limits
-from .listen import Server, bind, listen
+from .listen import Server, bind, connection_limit, listen
 from .log import configure_log
+from .middleware import Keys, Limits, check_reach, hosts_for
 from .served_model import ServedModel
-from .settings import user_settings_file
 
 __all__ = [
-    "Keys",
-    "Limits",
-    "ServedModel",
-    "Server",
-    "bind",
-    "check_reach",
-    "configure_log",
-    "connection_limit",
-    "create_app",
-    "hosts_for",
-    "listen",
-    "user_settings_file",
-]
+    "Keys", "Limits", "ServedModel", "Server", "bind", "check_reach", "configure_log", "connection_limit",
+    "create_app", "hosts_for", "listen",
+]  # fmt: skip

@@ -14,10 +14,9 @@ from pydantic import AfterValidator, Field
 from ..engine import Request
 from ..sampling import GrammarSpec
 from ..sampling_params import MAX_STOP_CHARACTERS, MAX_STOPS
-from .chat import Chat
+from .chat import Chat, Prompt, chat_prompt
 from .errors import refuse
 from .prepare import Preparation
-from .prompt import Prompt, chat_prompt
 from .request_fields import (
     REASONING_BUDGETS,
     BoundedList,
@@ -74,6 +73,9 @@ class ToolUseBlock(Cacheable):
     name: Text
     input: JsonObject
 
+    def for_template(self) -> dict[str, Any]:
+        return {"type": "function", "id": self.id, "function": {"name": self.name, "arguments": self.input}}
+
 
 TextOrMedia = Annotated[TextBlock | MediaBlock, Field(discriminator="type")]
 Texts = Text | BoundedList[TextOrMedia]
@@ -88,65 +90,62 @@ class ToolResultBlock(Cacheable):
         return {"role": "tool", "tool_call_id": self.tool_use_id, "content": _join(self.content or "")}
 
 
-ContentBlock = Annotated[
-    TextBlock | MediaBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
-    Field(discriminator="type"),
+UserContent = Annotated[TextBlock | MediaBlock | ToolResultBlock, Field(discriminator="type")]
+AssistantContent = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock, Field(discriminator="type")
 ]
-BLOCKS_BY_ROLE: dict[str, tuple[type[RequestModel], ...]] = {
-    "system": (TextBlock,),
-    "user": (TextBlock, ToolResultBlock),
-    "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
-}
 
 
-class AnthropicMessage(RequestModel):
-    role: Literal["user", "assistant", "system"]
-    content: Text | BoundedList[ContentBlock]
-
-    @property
-    def blocks(self) -> list[ContentBlock]:
-        return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
-
-    def check(self, place: str) -> None:
-        for i, block in enumerate(self.blocks):
-            if not isinstance(block, BLOCKS_BY_ROLE[self.role]):
-                refuse(f"{place}.content[{i}]", f"{block.type}: not allowed in a message with the role {self.role}")
+class UserMessage(RequestModel):
+    role: Literal["user"]
+    content: Text | BoundedList[UserContent]
 
     def for_template(self) -> Iterator[dict[str, Any]]:
         """Yield the messages that a template takes: tool results are messages of their own."""
-        if self.role != "user":
-            message = {"role": self.role, "content": _join(self.blocks)}
-            if thoughts := [block.thinking for block in self.blocks if isinstance(block, ThinkingBlock)]:
-                message["reasoning_content"] = "".join(thoughts)
-            calls = [
-                {"type": "function", "id": block.id, "function": {"name": block.name, "arguments": block.input}}
-                for block in self.blocks
-                if isinstance(block, ToolUseBlock)
-            ]
-            yield {**message, "tool_calls": calls} if calls else message
+        if isinstance(self.content, str):
+            yield {"role": "user", "content": self.content}
             return
-        for is_text, blocks in groupby(self.blocks, lambda block: isinstance(block, TextBlock)):
-            if is_text:
-                yield {"role": "user", "content": _join(blocks)}
-            else:
+        for is_result, blocks in groupby(self.content, lambda block: isinstance(block, ToolResultBlock)):
+            if is_result:
                 yield from (block.for_template() for block in blocks if isinstance(block, ToolResultBlock))
+            else:
+                yield {"role": "user", "content": _join(blocks)}
+
+
+class SystemMessage(RequestModel):
+    role: Literal["system"]
+    content: Texts
+
+    def for_template(self) -> Iterator[dict[str, Any]]:
+        yield {"role": "system", "content": _join(self.content)}
+
+
+class AssistantMessage(RequestModel):
+    role: Literal["assistant"]
+    content: Text | BoundedList[AssistantContent]
+
+    def for_template(self) -> Iterator[dict[str, Any]]:
+        message: dict[str, Any] = {"role": "assistant", "content": _join(self.content)}
+        blocks = [] if isinstance(self.content, str) else self.content
+        if thoughts := [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]:
+            message["reasoning_content"] = "".join(thoughts)
+        if calls := [block.for_template() for block in blocks if isinstance(block, ToolUseBlock)]:
+            message["tool_calls"] = calls
+        yield message
+
+
+AnthropicMessage = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
 
 
 class AnthropicTool(Cacheable):
-    type: Text | None = None
+    type: Literal["custom"] | None = Field(None, description="Only tools that the client runs are supported.")
     name: ToolName
     description: Text | None = None
-    input_schema: JsonObject | None = Field(None, description="Required, except for tools that run at Anthropic.")
-
-    def check(self, place: str) -> None:
-        if self.type not in (None, "custom"):
-            refuse(place, f"{self.type}: only tools that the client runs are supported: leave it out", "unsupported")
-        if self.input_schema is None:
-            refuse(f"{place}.input_schema", "Field required")
+    input_schema: JsonObject
 
     def for_template(self) -> dict[str, Any]:
-        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
-        return {"type": "function", "function": {k: v for k, v in function.items() if v is not None}}
+        description = {} if self.description is None else {"description": self.description}
+        return {"type": "function", "function": {"name": self.name, **description, "parameters": self.input_schema}}
 
 
 class ToolChoice(RequestModel):
@@ -182,12 +181,8 @@ class CountTokensRequest(Cacheable):
     output_config: OutputConfig | None = None
 
     def check(self) -> None:
-        for i, message in enumerate(self.messages):
-            message.check(f"messages[{i}]")
         if self.messages[-1].role == "assistant":
             refuse("messages", "continuing an assistant message is not supported: end with a user's", "unsupported")
-        for i, tool in enumerate(self.tools or ()):
-            tool.check(f"tools[{i}]")
         if self.tool_choice is not None and (self.tool_choice.type == "tool") == (self.tool_choice.name is None):
             refuse("tool_choice.name", "required with the type 'tool', and only with that")
 
@@ -203,7 +198,6 @@ class CountTokensRequest(Cacheable):
         return Chat(
             self._messages(),
             [tool.for_template() for tool in self.tools or ()],
-            schema_field="input_schema",
             tool_choice=TOOL_CHOICES[choice.type],
             tool=choice.name,
             parallel_calls=not choice.disable_parallel_tool_use,
@@ -217,10 +211,6 @@ class CountTokensRequest(Cacheable):
 
     def ignored_fields(self) -> list[str]:
         found = set(self.unknown_fields())
-        if any(BILLING_LINE.match(text) for text in _texts(self.system or "")):
-            found.add("system: x-anthropic-billing")
-        if any(block.type == "redacted_thinking" for message in self.messages for block in message.blocks):
-            found.add("messages[].content[]: redacted_thinking")
         choice, output = self.tool_choice, self.output_config
         unconstrained = choice is not None and choice.type == "auto" and (output is None or output.format is None)
         if choice is not None and choice.disable_parallel_tool_use and unconstrained:

@@ -2,14 +2,17 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from hashlib import sha256
 from typing import Any
 
+from pydantic_core import from_json
+
 from ..engine import Event
 from .anthropic_request import MessagesRequest
+from .chat import Prompt
 from .errors import to_refusal
-from .markup import Delta, complete_message, loads
-from .prompt import Prompt
+from .markup import Delta, merge
 from .response import ChoiceOutput, Events, ResponseWriter, TokenSpan, encode_json, new_id
 from .served_model import ServedModel
 
@@ -87,12 +90,19 @@ class AnthropicWriter(ResponseWriter):
 def _content_blocks(deltas: list[Delta]) -> list[Json]:
     """Return the content of a whole message."""
     blocks: list[Json] = []
-    for part in complete_message(deltas):
+    for part in merge(deltas):
         if part.kind == "arguments":
-            blocks[-1]["input"] = loads(part.text)
+            blocks[-1]["input"] = _input(part.text)
         else:
             blocks.append(_block(part, part.text))
     return blocks
+
+
+def _input(arguments: str) -> Json:
+    """Return the arguments of a call as far as they go: it may be cut off or malformed."""
+    with suppress(ValueError):
+        return dict(from_json(arguments, allow_partial="trailing-strings"))
+    return {}
 
 
 def _block(delta: Delta, text: str) -> Json:
@@ -119,8 +129,6 @@ class BlockStream:
 
     def add(self, delta: Delta) -> Iterator[str]:
         match delta.kind:
-            case "failed_call":  # it cannot be unsent; its text follows
-                yield from self.close()
             case "arguments":
                 yield self._delta("input_json_delta", partial_json=delta.text)
             case kind:

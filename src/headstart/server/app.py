@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -12,26 +11,24 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.middleware.exceptions import ExceptionMiddleware
 
 from .. import __version__
 from ..engine import EngineThread
-from .access import HostRequired, KeyRequired, Keys
 from .anthropic_request import CountTokensRequest, MessagesRequest
 from .anthropic_response import AnthropicWriter
-from .connection import Pool
 from .dashboard import add_dashboard
-from .errors import AnthropicErrorResponse, ErrorResponse, respond_to_error
-from .history import History
-from .limits import Limits, RequestLimits
+from .errors import refuse, respond_to_error
+from .listen import Pool
 from .log import AccessLog
-from .metrics import Metrics
+from .metrics import History, Metrics
+from .middleware import HostRequired, KeyRequired, Keys, Limits, RequestLimits, RestOfBody
 from .openai_request import ChatCompletionRequest, CompletionRequest
 from .openai_response import OpenAIWriter
 from .request_handler import RequestHandler
-from .served_model import ServedModel, model_list
-from .settings import Preferences, SettingsChange
+from .served_model import ServedModel
 
 
 def create_app(
@@ -42,12 +39,8 @@ def create_app(
     limits: Limits | None = None,
     allowed_hosts: Collection[str] = (),
     cors_origins: Collection[str] = (),
-    settings_file: Path | None = None,
 ) -> FastAPI:
-    """Return the app for a model. It starts the engine's thread; the server that runs it closes it (see listen.py).
-
-    `settings_file` keeps the settings that clients change.
-    """
+    """Return the app for a model. It starts the engine's thread; the Server that runs it closes it."""
     keys, limits, metrics = keys or Keys(), limits or Limits(), Metrics(engine_thread)
     history = History(engine_thread, metrics.counters)
     handler = RequestHandler(engine_thread, served, keys, limits, metrics)
@@ -57,7 +50,7 @@ def create_app(
         engine_thread.start()
         handler.preparer.start()
         sampling = asyncio.create_task(history.run())
-        yield {"limits": limits, "pool": Pool(limits)}  # for connections: see connection.py
+        yield {"limits": limits, "pool": Pool(limits)}  # for connections: see listen.py
         sampling.cancel()
         await handler.preparer.close()
 
@@ -67,12 +60,12 @@ def create_app(
         lifespan=lifespan,
         docs_url=None,  # they would load scripts from elsewhere
         redoc_url=None,
-        responses={"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}},
+        responses={"4XX": {"description": "An error of the request: see docs/reference/errors.md."}},
         exception_handlers={HTTPException: respond_to_error, RequestValidationError: respond_to_error},
     )
     add_generation_routes(app, handler)
     add_status_routes(app, engine_thread, served, metrics, history)
-    add_settings_routes(app, engine_thread, Preferences(engine_thread, settings_file))
+    add_settings_routes(app, engine_thread)
     add_dashboard(app)
     # The last one added is the first to see a request.
     app.add_middleware(RequestLimits, limits=limits, context_length=served.model.context_length)
@@ -82,6 +75,7 @@ def create_app(
     app.add_middleware(ExceptionMiddleware, handlers={Exception: respond_to_error, HTTPException: respond_to_error})
     if cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(RestOfBody, limits=limits)
     app.add_middleware(AccessLog, responses=metrics.counters.responses)
     return app
 
@@ -95,16 +89,11 @@ def add_generation_routes(app: FastAPI, handler: RequestHandler) -> None:
     async def completions(body: CompletionRequest, http: Request) -> Response:
         return await handler.reply(body, http, OpenAIWriter)
 
-    errors: dict[int | str, dict[str, Any]] = {
-        "4XX": {"model": AnthropicErrorResponse},
-        "5XX": {"model": AnthropicErrorResponse},
-    }
-
-    @app.post("/v1/messages", responses=errors)
+    @app.post("/v1/messages")
     async def messages(body: MessagesRequest, http: Request) -> Response:
         return await handler.reply(body, http, AnthropicWriter)
 
-    @app.post("/v1/messages/count_tokens", responses=errors)
+    @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest, http: Request) -> dict[str, int]:
         return {"input_tokens": await handler.count_tokens(body, http)}
 
@@ -125,10 +114,6 @@ def add_status_routes(
     async def model(name: str) -> dict[str, Any]:
         served.check_name(name)
         return served.describe()
-
-    @app.get("/v1/cards")
-    def cards() -> dict[str, Any]:
-        return model_list(served.path)
 
     @app.get("/v1/mtp/stats")
     async def mtp_stats() -> dict[str, Any]:
@@ -156,19 +141,34 @@ def add_status_routes(
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-def add_settings_routes(app: FastAPI, engine_thread: EngineThread, preferences: Preferences) -> None:
-    """Add the routes of the settings and the prefix cache. Those that may block run in a thread of their own: they
-    write a file, or wait for the engine, which may hold the cache for a while."""
-    prefix = engine_thread.engine.prefix
+class SettingsChange(BaseModel):
+    """New settings. Those left out, or null, stay as they are."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    speculation: bool | None = None
+    max_k: int | None = None
+
+
+def add_settings_routes(app: FastAPI, engine_thread: EngineThread) -> None:
+    """Add the routes of the settings and the prefix cache. Those that wait for the engine, which may hold the cache
+    for a while, run in a thread of their own."""
+    prefix, model = engine_thread.engine.prefix, engine_thread.engine.model
 
     @app.get("/v1/settings")
     async def settings() -> dict[str, Any]:
-        return preferences.report()
+        return asdict(engine_thread.settings)
 
     @app.patch("/v1/settings")
-    def change_settings(change: SettingsChange) -> dict[str, Any]:
-        preferences.change(change)
-        return preferences.report()
+    async def change_settings(change: SettingsChange) -> dict[str, Any]:
+        given = change.model_dump(exclude_none=True)
+        for name, value in given.items():
+            if value and not model.has_head:
+                refuse(name, f"this model cannot draft: {model.head_unavailable}", "unsupported")
+        if given.get("max_k", 0) > model.max_k:
+            refuse("max_k", f"is {given['max_k']}; this model drafts at most {model.max_k}")
+        engine_thread.configure(**given)
+        return asdict(engine_thread.settings)
 
     @app.get("/v1/cache")
     def cache() -> dict[str, Any]:

@@ -1,22 +1,41 @@
-"""A conversation in the form that chat templates take, whichever API it came by, and the template that renders it."""
+"""From a conversation or a text to the tokens and the grammar that the engine gets.
+
+Both APIs make a `Chat` of their messages and tools. The model's ChatTemplate renders it, and `chat_prompt` makes a
+`Prompt` of that; `text_prompt` makes one of a text that is to be continued.
+"""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..sampling import GrammarSpec
 from ..sampling.bounds import MAX_NODES, count_nodes
-from .encode import Encoder, MarkedText, splits_thoughts
+from ..sampling.grammar import Grammar
+from .encode import Encoder, MarkedText
 from .errors import refuse
-from .markup import Markup, Tools, any_of, call_grammar, schema_problem
+from .markup import (
+    CALL,
+    Markup,
+    OutputParser,
+    Tools,
+    any_of,
+    call_grammar,
+    thinking_state,
+    with_thinking,
+)
+from .prepare import Preparation
 
+if TYPE_CHECKING:
+    from .served_model import ServedModel
+
+TextPrompt = str | list[int] | list[str] | list[list[int]]  # text or token ids, alone or in a list
 Objects = Sequence[Mapping[str, Any]]  # messages or tools, as templates take them
 
 
@@ -24,7 +43,6 @@ Objects = Sequence[Mapping[str, Any]]  # messages or tools, as templates take th
 class Chat:
     messages: Objects
     tools: Objects = ()  # {"type": "function", "function": {"name", "description", "parameters"}}
-    schema_field: str = "function.parameters"  # of a tool
     tool_choice: str = "auto"  # or none, required
     tool: str | None = None  # the one that must be called
     parallel_calls: bool = True
@@ -59,9 +77,6 @@ class Chat:
             refuse("tools", f"{twice!r} is defined twice: give every tool its own name")
         if sum(count_nodes(function.get("parameters")) for function in functions) > MAX_NODES:
             refuse("tools", f"their schemas have more than {MAX_NODES:,} values together: simplify them")
-        for i, function in enumerate(functions):
-            if problem := schema_problem(function.get("parameters") or {}):
-                refuse(self._schema_field(i), f"{problem}: send a JSON Schema")
         if self.must_call and not self.tools:
             refuse("tool_choice", "requires a tool call, but there are no tools: send some")
         if self.tool is not None and self.tool not in names:
@@ -81,16 +96,6 @@ class Chat:
         calls = call_grammar(tools, markup, parallel=self.parallel_calls and self.tool is None)
         return calls if self.grammar is None else any_of(self.grammar, calls)
 
-    def grammars_by_tool(self, markup: Markup) -> Iterator[tuple[GrammarSpec, str]]:
-        """Yield the grammar of a call of each tool, and the field of its schema."""
-        tools = self.callable_tools
-        for i, tool in enumerate(self.tools):
-            if (name := tool["function"]["name"]) in tools:
-                yield call_grammar({name: tools[name]}, markup), self._schema_field(i)
-
-    def _schema_field(self, index: int) -> str:
-        return f"tools[{index}].{self.schema_field}"
-
 
 class ChatTemplate:
     def __init__(self, tokenizer: TokenizerWrapper):
@@ -100,20 +105,19 @@ class ChatTemplate:
     def markup(self) -> Markup:
         return Markup.of(self._tokenizer)
 
-    def render(self, chat: Chat, encoder: Encoder) -> tuple[MarkedText, bool]:
-        """Return the text of a prompt, and whether a system message had to become a user message."""
+    def render(self, chat: Chat, encoder: Encoder) -> MarkedText:
+        """Return the text of a prompt."""
         self._check(chat)
-        messages, role_changed = chat.messages, False
+        messages = chat.messages
         if any(map(_is_system, messages[1:])) and not self._takes_system_messages_anywhere:
-            messages, role_changed = _with_one_system_message(messages)
+            messages = _with_one_system_message(messages)
         # None lets the template's own default hold, where mlx-lm would set True.
         options = {"enable_thinking": chat.thinking, **chat.template_options}
         conversation = (messages, chat.tools if chat.callable_tools else None, options)
         try:
-            text = encoder.render(self._apply, conversation, splits_thoughts=self._splits_thoughts)
+            return encoder.render(self._apply, conversation)
         except (TemplateError, TypeError, ValueError) as error:  # whatever a template does with its input
             refuse("messages", f"the model's chat template rejects them: {error}")
-        return text, role_changed
 
     def _check(self, chat: Chat) -> None:
         if not self._tokenizer.has_chat_template:
@@ -128,13 +132,6 @@ class ChatTemplate:
         return str(apply(list(messages), tools=tools, add_generation_prompt=True, tokenize=False, **options))
 
     @cached_property
-    def _splits_thoughts(self) -> bool:
-        try:
-            return splits_thoughts(self._apply)
-        except TemplateError:
-            return False
-
-    @cached_property
     def _takes_system_messages_anywhere(self) -> bool:
         """Return whether the template writes system messages where they are. Some reject or drop late ones."""
         word, roles = "perhaps", ("system", "user", "assistant", "system", "user")
@@ -145,18 +142,97 @@ class ChatTemplate:
             return False
 
 
-def _with_one_system_message(messages: Objects) -> tuple[Objects, bool]:
+def _with_one_system_message(messages: Objects) -> Objects:
     """Join the system messages at the start and make late ones, which agents send, user messages.
 
     Late ones stay in place. Moved to the front they would change the prefix, and no prompt would be found in the
-    prefix cache. Returns the messages, and whether there were late ones.
+    prefix cache.
     """
     first = list(takewhile(_is_system, messages))
     joined = [{**first[0], "content": "\n\n".join(each["content"] for each in first)}] if first else []
-    others = messages[len(first) :]
-    rest = [{**each, "role": "user"} if _is_system(each) else each for each in others]
-    return [*joined, *rest], any(map(_is_system, others))
+    rest = [{**each, "role": "user"} if _is_system(each) else each for each in messages[len(first) :]]
+    return [*joined, *rest]
 
 
 def _is_system(message: Mapping[str, Any]) -> bool:
     return bool(message["role"] == "system")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    tokens: list[int]
+    param: str  # the field that it came in
+    is_chat: bool = True  # otherwise all output is text
+    thinking: bool = False  # it ends in an open `<think>`
+    tools: Tools = field(default_factory=dict)  # that may be called
+    calls_in_thoughts: bool = True
+    grammar: GrammarSpec | None = None
+    compiled: Grammar | None = None  # held so that the engine finds it in the cache of compiled grammars
+    bias: Mapping[int, float] = field(default_factory=dict)  # against tool calls where none may come
+    recommended: Mapping[str, Any] = field(default_factory=dict)  # sampling parameters, used where none are given
+
+    def output_parser(self) -> OutputParser | None:
+        """Return a parser for one output; None if all of it is text."""
+        if not self.is_chat:
+            return None
+        return OutputParser(self.tools, thinking=self.thinking, calls_in_thoughts=self.calls_in_thoughts)
+
+
+async def chat_prompt(make_chat: Callable[[], Chat], served: "ServedModel", work: Preparation) -> Prompt:
+    """Check, render and tokenise a conversation, and compile the grammar of its answer."""
+    markup = served.template.markup
+
+    def render() -> tuple[Chat, str, str]:
+        chat = make_chat()
+        work.check_characters(sum(len(message["content"]) for message in chat.messages), "messages")
+        chat.check(markup)
+        return chat, *served.template.render(chat, work.preparer.encoder)
+
+    chat, text, mark = await work.run(render)
+    tokens = await work.encode(text, "messages", kind="chat", mark=mark)
+    state = thinking_state(tokens, served.tokenizer)
+    await work.grammar(chat.grammar, chat.grammar_field)  # alone first, so that its size is checked by its kind
+    answer = await work.run(chat.grammar_after_reasoning, markup) if chat.tools else chat.grammar
+    # If a grammar requires the call after the reasoning, one inside it would be one too many.
+    calls_in_thoughts = answer is None or not chat.callable_tools
+    grammar = with_thinking(answer, markup, state, budget=chat.budget, calls=calls_in_thoughts)
+    if chat.grammar is not None:
+        grammar_field = chat.grammar_field
+    else:
+        grammar_field = "tools" if answer is not None else chat.budget_field
+    return Prompt(
+        tokens,
+        "messages",
+        thinking=state == "started",
+        tools=chat.callable_tools,
+        calls_in_thoughts=calls_in_thoughts,
+        grammar=grammar,
+        compiled=await work.grammar(grammar, grammar_field),
+        bias={markup.ids[CALL]: -100.0} if chat.tool_choice == "none" and CALL in markup.ids else {},
+        recommended=served.recommended_sampling(thinking=markup.thinks and state != "finished"),
+    )
+
+
+async def text_prompt(
+    prompt: TextPrompt,
+    grammar: GrammarSpec | None,
+    grammar_field: str,
+    served: "ServedModel",
+    work: Preparation,
+    *,
+    parse_special: bool,
+) -> Prompt:
+    """Tokenise a text that is to be continued as `grammar` says."""
+    match prompt:
+        case str(text) | [str(text)]:
+            tokens = await work.encode(text, "prompt", kind="text" if parse_special else "literal")
+        case [[*ids]] | ([int(), *_] as ids):
+            tokens = [token for token in ids if isinstance(token, int)]
+            work.check_tokens(tokens, "prompt")
+        case [_, *_]:
+            refuse("prompt", "only one prompt per request is supported: send the others separately", "unsupported")
+        case _:
+            refuse("prompt", "no tokens: give at least one")
+    compiled = await work.grammar(grammar, grammar_field)
+    recommended = served.recommended_sampling(thinking=False)
+    return Prompt(tokens, "prompt", is_chat=False, grammar=grammar, compiled=compiled, recommended=recommended)

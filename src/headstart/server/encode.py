@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Metaspace
 
-THINK, THINK_END = "<think>", "</think>"
 # What templates look up or compare: it may be part of an added token, and is not marked as such.
 KEYWORDS = frozenset({
     "role", "content", "reasoning_content", "tool_calls", "tool_call_id", "id", "type", "function", "name",
@@ -118,16 +117,11 @@ class Encoder:
         found = {self._splitter.token_to_id(token.content): id for id, token in added.items()}
         self._ids = {split_id: id for split_id, id in found.items() if split_id is not None}
 
-    def render(self, render: Render, conversation: Conversation, *, splits_thoughts: bool = False) -> MarkedText:
-        """Return the text of a prompt and the mark in it, which is empty if no string needed one.
-
-        `splits_thoughts`: what the function of that name returned for the template.
-        """
+    def render(self, render: Render, conversation: Conversation) -> MarkedText:
+        """Return the text of a prompt and the mark in it, which is empty if no string needed one."""
         text = render(*conversation)
         messages, tools, options = conversation
         mark = _new_mark()
-        if splits_thoughts:
-            messages = [_with_thought(message) for message in messages]
         marked = (
             self._breaker.mark_all(messages, mark),
             self._breaker.mark_all(tools, mark),
@@ -136,7 +130,7 @@ class Encoder:
         if marked == (list(messages), tools, options):
             return text, ""
         if mark in text:
-            return self.render(render, conversation, splits_thoughts=splits_thoughts)
+            return self.render(render, conversation)
         return render(*marked), mark
 
     def tokens(self, text: str, kind: Kind, mark: str = "") -> list[int]:
@@ -188,24 +182,6 @@ class Encoder:
                 segments.append((text[start:stop], self._ids[token]))
                 end = stop
         return segments + ([(text[end:], None)] if end < len(text) else [])
-
-
-def splits_thoughts(render: Render) -> bool:
-    """Return whether the template itself takes `<think>…</think>` at the beginning of an answer for its reasoning."""
-    question = {"role": "user", "content": "why"}
-    answer = {"role": "assistant", "content": f"{THINK}\nperhaps\n{THINK_END}\n\nsurely"}
-    return render([question, answer], None, {}) == render([question, _with_thought(answer)], None, {})
-
-
-def _with_thought(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the message with inline reasoning moved to `reasoning_content`: templates would not drop marked text."""
-    content = message.get("content")
-    if message["role"] != "assistant" or "reasoning_content" in message or not isinstance(content, str):
-        return message
-    thought, end, rest = content.lstrip().partition(THINK_END)
-    if not end or not thought.startswith(THINK):
-        return message
-    return {**message, "reasoning_content": thought.removeprefix(THINK).strip("\n"), "content": rest.lstrip("\n")}
 
 
 def _ids(tokenizer: Tokenizer, text: str, *, framed: bool = False) -> list[int]:

@@ -3,12 +3,11 @@
 import json
 from collections.abc import Mapping
 from math import ceil
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from ..errors import Busy, EngineDown, HeadstartError, OutOfMemory, RequestError
@@ -29,31 +28,6 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/mod
 
 # The engine's names of fields that the API calls otherwise.
 API_FIELDS = {"k": "num_draft_tokens", "accept": "acceptance"}
-
-
-class ErrorDetails(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorResponse(BaseModel):
-    """The shape of every error but those of /v1/messages."""
-
-    error: ErrorDetails
-
-
-class AnthropicErrorDetails(BaseModel):
-    type: str
-    message: str
-
-
-class AnthropicErrorResponse(BaseModel):
-    """The shape of errors of /v1/messages."""
-
-    type: Literal["error"]
-    error: AnthropicErrorDetails
 
 
 class Refusal(HTTPException):

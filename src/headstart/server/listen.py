@@ -1,23 +1,33 @@
-"""Listening for connections, and stopping without cutting off running answers."""
+"""Listening for connections: how many there may be, how long the server waits for a client, and how it stops.
+
+uvicorn waits without limit for headers, and after closing for the client to read the rest.
+"""
 
 import asyncio
 import logging
+import resource
 import socket
 import time
 from threading import Thread
 from types import FrameType
 from typing import Any
 
+import h11
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..engine import EngineThread
-from ..errors import HeadstartError
-from .connection import LOG, Connection
+from ..errors import HeadstartError, RequestError
+from .middleware import Limits
 
+LOG = logging.getLogger("uvicorn.error")
 BACKLOG = 2048  # connections that may wait to be accepted, as in uvicorn
 GRACE_SECONDS = 5.0  # for the last bytes, after the last answer has ended
 REPEAT_SECONDS = 60.0  # in which the same line is logged once
+MAX_CONNECTIONS = 2048
+RESERVED_FILES = 128  # descriptors for files, workers and health checks
+HEALTH_CONNECTIONS = 16  # connections above the limit
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -116,3 +126,134 @@ class RepeatFilter(logging.Filter):
 
 
 REPEATED = RepeatFilter()
+
+
+class Connection(H11Protocol):
+    """A client's connection, with a place in the pool of its server."""
+
+    idle_since = 0.0  # by the event loop's clock: when it was made, or its last response was complete
+    _stall_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def _limits(self) -> Limits:
+        return self.app_state["limits"]
+
+    @property
+    def _pool(self) -> "Pool":
+        return self.app_state["pool"]
+
+    @property
+    def address(self) -> str:
+        return self.client[0] if self.client else ""
+
+    @property
+    def waits(self) -> bool:
+        """Return whether the server waits for the client to send a request, or the rest of one, or to close."""
+        working = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+        return not working and not self.flow.write_paused
+
+    def drop(self) -> None:
+        self.transport.abort()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # writing is paused as soon as anything is unread
+        self.idle_since = self.loop.time()
+        self.timeout_keep_alive = self._limits.idle_seconds  # type: ignore[assignment]
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        if not self._pool.add(self):
+            self.app_state = {**self.app_state, "health_only": True}  # see RequestLimits
+
+    def data_received(self, data: bytes) -> None:
+        """Handle received data. The timer runs on until the headers of a request are complete."""
+        self.conn.receive_data(data)
+        self.handle_events()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self.idle_since = self.loop.time()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_stall(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._cancel_stall_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._cancel_stall_timer()
+        self._pool.remove(self)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP; within a request, close."""
+        if self.conn.our_state is h11.IDLE:
+            super().send_400_response(msg)
+        else:
+            self.transport.abort()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Log nothing: a request that offers to upgrade (to HTTP/2, say) is served as it is."""
+
+    def _watch_stall(self, unread: int) -> None:
+        self._stall_timer = self.loop.call_later(self._limits.stall_seconds, self._drop_if_stalled, unread)
+
+    def _drop_if_stalled(self, unread: int) -> None:
+        """Close if the client has read nothing since. While writing is paused, no data is added to what is unread."""
+        left = self.transport.get_write_buffer_size()
+        if left < unread:
+            self._watch_stall(left)
+        else:
+            self.transport.abort()
+
+    def _cancel_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+
+
+class Pool:
+    """The open connections.
+
+    At a limit a new connection replaces the one that has waited longest for its client, of the same client where that
+    has too many. If none waits, the new connection is only for health checks.
+    """
+
+    def __init__(self, limits: Limits):
+        self.limit = limits.connections or connection_limit()
+        self.limit_per_client = max(1, self.limit // 2)
+        self._connections: set[Connection] = set()
+
+    def add(self, new: Connection) -> bool:
+        """Add a connection. Return whether it is for any request, not only for health checks."""
+        own = [each for each in self._connections if each.address == new.address]
+        excess, own_excess = len(self._connections) - self.limit, len(own) - self.limit_per_client
+        self._connections.add(new)
+        if max(excess, own_excess) < 0:
+            return True
+        LOG.warning(
+            "connection limit reached (%d, %d per client): see --max-connections", self.limit, self.limit_per_client
+        )
+        candidates = own if own_excess >= 0 else self._connections - {new}
+        oldest = min((each for each in candidates if each.waits), key=lambda each: each.idle_since, default=None)
+        if oldest is not None:
+            self.remove(oldest)
+            oldest.drop()
+        elif max(excess, own_excess) >= HEALTH_CONNECTIONS:
+            new.drop()
+        return oldest is not None
+
+    def remove(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+
+
+def connection_limit(wanted: int | None = None) -> int:
+    """Return how many connections there may be, by the limit on open files. Refuse to want more."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else max(files - RESERVED_FILES, files // 4)
+    if wanted is not None and wanted > allowed:
+        raise RequestError(
+            f"max_connections is {wanted}; with at most {files} open files it can be {allowed}: raise `ulimit -n`"
+        )
+    return wanted or min(MAX_CONNECTIONS, allowed)

@@ -1,13 +1,11 @@
 """The server's log on standard error: it never blocks, and never quotes a client."""
 
-import contextvars
 import logging
-import os
 import select
 import time
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any
+from contextlib import suppress
+from typing import Any, TextIO
 from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,7 +14,6 @@ from ..engine.log import format_error, log_error
 
 LOG = logging.getLogger("headstart.server")
 ACCESS = logging.getLogger("headstart.access")
-PIPE_WRITE = 512  # bytes that a pipe which is ready accepts without blocking, on any system (the least PIPE_BUF)
 MAX_PATH = 200  # characters of a path in the access log
 
 
@@ -46,41 +43,13 @@ class TracebackFormatter(logging.Formatter):
         return format_error(ei[1])
 
 
-class StderrHandler(logging.Handler):
-    """Write to standard error without blocking. What it does not accept at once is dropped and counted, so that a
-    pipe that nobody reads cannot stop the server."""
-
-    dropped = 0
-
-    def __init__(self, file: int = 2):
-        super().__init__()
-        self.file = file
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Write to standard error if it is ready, so that a pipe that nobody reads cannot stop the server."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
-            line = f"{self.format(record)}\n"
-            if self.dropped:
-                line = f"({self.dropped} records were dropped: standard error was not read)\n{line}"
-            data = line.encode(errors="backslashreplace")
-            while data and select.select([], [self.file], [], 0)[1]:
-                data = data[os.write(self.file, data[:PIPE_WRITE]) :]
-            self.dropped = self.dropped + 1 if data else 0
-        except OSError:  # its reader has gone
-            self.dropped += 1
-        except Exception:
-            self.handleError(record)
-
-
-@dataclass
-class AccessEntry:
-    """What the access log says of a request and its response."""
-
-    status: int = 499  # the client left before there was a response
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-
-
-access_entry: contextvars.ContextVar[AccessEntry | None] = contextvars.ContextVar("access_entry", default=None)
+        with suppress(OSError, ValueError):  # its reader has gone, or it is closed
+            if select.select([], [self.stream], [], 0)[1]:
+                super().emit(record)
 
 
 class AccessLog:
@@ -94,13 +63,15 @@ class AccessLog:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        entry, start = AccessEntry(), time.perf_counter()
-        access_entry.set(entry)
+        start = time.perf_counter()
+        status = 499  # the client left before there was a response
+        scope["tokens"] = Counter()  # see Meter
 
         async def observe(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                entry.status = message["status"]
-                self.responses[entry.status] += 1
+                status = message["status"]
+                self.responses[status] += 1
             await send(message)
 
         try:
@@ -108,6 +79,6 @@ class AccessLog:
         finally:
             ACCESS.info(
                 "%s %s %d %.3fs prompt_tokens=%d generation_tokens=%d",
-                scope["method"], quote(scope["path"])[:MAX_PATH], entry.status, time.perf_counter() - start,
-                entry.prompt_tokens, entry.generation_tokens,
+                scope["method"], quote(scope["path"])[:MAX_PATH], status, time.perf_counter() - start,
+                scope["tokens"]["prompt"], scope["tokens"]["generation"],
             )  # fmt: skip

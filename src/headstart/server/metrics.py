@@ -1,8 +1,14 @@
-"""Count what all requests add up to, for Prometheus and /v1/mtp/stats. docs/reference/http-api.md lists them."""
+"""Count what all requests add up to: for Prometheus, /v1/mtp/stats and the dashboard's last hour.
 
-from collections import Counter, defaultdict
+docs/reference/http-api.md lists the metrics.
+"""
+
+import asyncio
+import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile, zip_longest
 from typing import Any
 
 import mlx.core as mx
@@ -11,10 +17,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ..engine import EngineThread, Event, Stats
-from .log import access_entry
 
 FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 1)
+INTERVAL = 2.0  # seconds between samples of the history
+KEPT = 1800  # samples
 
 
 @dataclass
@@ -35,17 +42,15 @@ class Counters:
     paused_seconds: float = 0.0
     depth: int | None = None  # of the last round
 
-    def add(self, before: Stats, now: Stats, *, first: bool = True, scored: bool = False) -> None:
+    def add(self, before: Stats, now: Stats, *, first: bool = True) -> None:
         """Add what an answer's stats gained between `before` and `now`.
 
-        Args:
-            first: this is the first answer to its prompt. Only that one counts the prompt.
-            scored: the prompt was scored and nothing was generated, so it counts without a round.
+        `first`: this is the first answer to its prompt. Only that one counts the prompt.
         """
-        if first and before.rounds == 0 and (now.rounds or scored):
+        if first and before.rounds == 0 and now.rounds:
             self.prompt_tokens += now.prompt_tokens
             self.cached_tokens += now.prefix_cache_hit
-            if now.rounds and now.bypass_reason:
+            if now.bypass_reason:
                 self.bypasses[now.bypass_reason] += 1
         self.generation_tokens += now.generation_tokens - before.generation_tokens
         self.paused_seconds += now.paused_seconds - before.paused_seconds
@@ -72,6 +77,20 @@ class Counters:
             "acceptance_by_position": [self.accepted[j] / self.proposed[j] for j in sorted(self.proposed)],
             "paused_seconds": self.paused_seconds,
             "bypasses": dict(self.bypasses),
+        }
+
+    def totals(self) -> dict[str, list[float]]:
+        """Return what the history keeps, each as a list: of one number, or of one for each position."""
+        positions = range(1, max(self.proposed, default=0) + 1)
+        return {
+            "generation_tokens": [self.generation_tokens],
+            "rounds": [self.rounds.total()],
+            "proposed_by_position": [self.proposed[j] for j in positions],
+            "accepted_by_position": [self.accepted[j] for j in positions],
+            "prompt_tokens": [self.prompt_tokens],
+            "cached_tokens": [self.cached_tokens],
+            "first_tokens": [self.first_tokens],
+            "first_token_seconds": [self.first_token_seconds],
         }
 
 
@@ -163,25 +182,23 @@ def _fill(
 class Meter:
     """Count one request. Times are those of time.perf_counter."""
 
-    def __init__(self, metrics: Metrics, endpoint: str, arrived: float):
+    def __init__(self, metrics: Metrics, endpoint: str, arrived: float, tokens: Counter[str] | None = None):
+        """`tokens`: where the prompt and generation tokens of this request are counted, for the access log."""
         self._metrics = metrics
         self._endpoint = endpoint
+        self._tokens = Counter() if tokens is None else tokens
         self._last: defaultdict[int, float] = defaultdict(lambda: arrived)  # time of the last token, by choice
         self._stats: defaultdict[int, Stats] = defaultdict(lambda: Stats(None, None))
         self._finish_reasons: list[str] = []
         self._ended = False
-        self._access_entry = access_entry.get()
 
     def count(self, event: Event, when: float, answers: int = 1) -> None:
         """Count an event of a request for `answers` answers. The request ends with the last of them."""
         if event.stats is not None:
-            # `add` looks at `scored` only where no round ran; there "length" means that the prompt was scored and
-            # nothing generated (score="only").
-            scored, before = event.finish_reason == "length", self._stats[event.choice]
-            self._metrics.counters.add(before, event.stats, first=event.choice == 0, scored=scored)
-            if self._access_entry is not None:
-                self._access_entry.prompt_tokens = event.stats.prompt_tokens
-                self._access_entry.generation_tokens += event.stats.generation_tokens - before.generation_tokens
+            before = self._stats[event.choice]
+            self._metrics.counters.add(before, event.stats, first=event.choice == 0)
+            self._tokens["prompt"] = event.stats.prompt_tokens
+            self._tokens["generation"] += event.stats.generation_tokens - before.generation_tokens
             if event.tokens:
                 self._time(event, when)
             self._stats[event.choice] = event.stats
@@ -208,3 +225,56 @@ class Meter:
             return
         for _ in event.tokens:
             self._metrics.inter_token.observe(passed / len(event.tokens))
+
+
+class History:
+    """The last hour in samples of two seconds, for the dashboard.
+
+    Counts are kept as differences, so that a page can add them up over any stretch of time.
+    """
+
+    def __init__(self, engine_thread: EngineThread, counters: Counters):
+        self._engine_thread = engine_thread
+        self._counters = counters
+        self._samples: deque[dict[str, Any]] = deque(maxlen=KEPT)
+
+    async def run(self) -> None:
+        """Take samples until cancelled."""
+        before, then = self._counters.totals(), time.perf_counter()
+        prefix = self._engine_thread.engine.prefix
+        while True:
+            await asyncio.sleep(INTERVAL)
+            # In a thread: the engine may hold the prefix cache for a while.
+            prefix_bytes = (await asyncio.to_thread(prefix.stats)).bytes if prefix is not None else 0
+            self._samples.append(self._sample(before, time.perf_counter() - then, prefix_bytes))
+            before, then = self._counters.totals(), time.perf_counter()
+
+    def report(self, after: float) -> dict[str, Any]:
+        """Return the samples newer than `after` as columns, and the depth controller's estimates."""
+        recent = [*takewhile(lambda sample: sample["time"] > after, reversed(self._samples))][::-1]
+        names = self._sample(self._counters.totals(), 0.0, 0)
+        gains = [round(gain, 3) for gain in self._engine_thread.engine.depth.gains]
+        return {
+            "interval": INTERVAL,
+            "samples": {name: [sample[name] for sample in recent] for name in names},
+            "controller": {"depth": self._counters.depth, "gains": gains},
+        }
+
+    def _sample(self, before: dict[str, list[float]], seconds: float, prefix_bytes: int) -> dict[str, Any]:
+        # After a clock that was set back, pages would wait for samples newer than the ones they have.
+        earliest = self._samples[-1]["time"] + seconds if self._samples else 0.0
+        counted: dict[str, Any] = {}
+        for name, now in self._counters.totals().items():
+            gained = [a - b for a, b in zip_longest(now, before[name], fillvalue=0)]
+            counted[name] = gained if name.endswith("_by_position") else gained[0]
+        return {
+            "time": round(max(time.time(), earliest), 3),
+            "seconds": round(seconds, 3),
+            **counted,
+            "running": self._engine_thread.running,
+            "prefilling": self._engine_thread.prefilling,
+            "queued": self._engine_thread.queued,
+            "active_bytes": mx.get_active_memory(),
+            "cache_bytes": mx.get_cache_memory(),
+            "prefix_bytes": prefix_bytes,
+        }

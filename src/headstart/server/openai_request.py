@@ -1,20 +1,16 @@
 """Bodies of /v1/chat/completions and /v1/completions, and how they become a request for the engine."""
 
-import json
-from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 from pydantic_core import from_json
 
 from ..engine import Request
 from ..sampling import GrammarSpec
 from ..sampling_params import MAX_BIASES, MAX_TOP_LOGPROBS
-from .chat import Chat
+from .chat import Chat, Prompt, chat_prompt, text_prompt
 from .errors import refuse
-from .markup import loads, nested_too_deeply
 from .prepare import Preparation
-from .prompt import Prompt, chat_prompt, text_prompt
 from .request_fields import (
     REASONING_BUDGETS,
     BoundedList,
@@ -29,7 +25,7 @@ from .request_fields import (
 from .served_model import ServedModel
 
 # Known fields that are not supported, and the values with which they have no effect.
-UNSUPPORTED = ("best_of", "suffix", "functions", "function_call", "modalities", "prompt_logprobs")
+UNSUPPORTED = ("best_of", "echo", "suffix", "functions", "function_call", "modalities", "prompt_logprobs")
 CHAT_ONLY = (
     "tools", "tool_choice", "enable_thinking", "reasoning_effort", "thinking_budget", "chat_template_kwargs",
     "top_logprobs",
@@ -38,22 +34,15 @@ NO_EFFECT: tuple[Any, ...] = (None, False, 0, "", "none", "auto", [], {}, ["text
 MAX_CHOICES = 16
 MAX_CLIENT_BIASES = MAX_BIASES - 1  # a chat that may not call tools adds one
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
+TokenId = Annotated[int, Field(strict=False)]  # names in JSON are strings
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
-def _parse_arguments(text: str) -> Any:
+def _parse_arguments(text: object) -> object:
     """Return the arguments of a call, as far as they go: clients send back calls that a token limit cut off."""
-    try:
-        return loads(text or "{}")
-    except ValueError:
-        return from_json(text, allow_partial="trailing-strings")
-
-
-def _check_arguments(text: str) -> str:
-    with suppress(ValueError):
-        arguments = _parse_arguments(text)
-        if isinstance(arguments, dict) and not nested_too_deeply(arguments):
-            return text
-    raise ValueError("Arguments should be the text of a JSON object, or the beginning of one")
+    if not isinstance(text, str):
+        raise ValueError("Arguments should be the text of a JSON object")
+    return from_json(text or "{}", allow_partial="trailing-strings", allow_inf_nan=False)
 
 
 class TextPart(RequestModel):
@@ -63,14 +52,7 @@ class TextPart(RequestModel):
 
 class FunctionCall(RequestModel):
     name: Text
-    arguments: Annotated[Text, AfterValidator(_check_arguments)] = "{}"
-
-    @property
-    def is_cut_off(self) -> bool:
-        with suppress(ValueError):
-            json.loads(self.arguments or "{}")
-            return False
-        return True
+    arguments: Annotated[JsonObject, BeforeValidator(_parse_arguments, json_schema_input_type=str)] = Field({})
 
 
 class OpenAIToolCall(RequestModel):
@@ -79,8 +61,8 @@ class OpenAIToolCall(RequestModel):
     function: FunctionCall
 
     def for_template(self) -> dict[str, Any]:
-        arguments = _parse_arguments(self.function.arguments)
-        return {"type": "function", "id": self.id, "function": {"name": self.function.name, "arguments": arguments}}
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"type": "function", "id": self.id, "function": function}
 
 
 class ChatMessage(RequestModel):
@@ -150,11 +132,13 @@ class OpenAIRequest(GenerationRequest):
     xtc_probability: float | None = None
     xtc_threshold: float | None = None
     repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    n: int | None = Field(None, description="Choices for one prompt, which is prefilled once.")
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
+        None, description="Choices for one prompt, which is prefilled once."
+    )
     stop: Text | BoundedList[Text] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_CLIENT_BIASES, fail_fast=True)] | None = Field(
+    logit_bias: Annotated[dict[TokenId, float], Field(max_length=MAX_CLIENT_BIASES, fail_fast=True)] | None = Field(
         None, description="From token ids to what is added to their logits."
     )
     response_format: ResponseFormat | None = None
@@ -174,11 +158,6 @@ class OpenAIRequest(GenerationRequest):
                 refuse(name, "not supported by this server: leave it out", "unsupported")
         if self.stream_options is not None and not self.stream:
             refuse("stream_options", "only with stream: true")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if (value := getattr(self, name)) is not None and not -2 <= value <= 2:
-                refuse(name, f"is {value:g}; it must be a number from -2 to 2")
-        if self.n is not None and not 1 <= self.n <= MAX_CHOICES:
-            refuse("n", f"is {self.n}; it must be a whole number from 1 to {MAX_CHOICES}")
 
     def requested_grammar(self) -> tuple[GrammarSpec | None, str]:
         """Return what the answer must match, and the field that says so."""
@@ -193,27 +172,22 @@ class OpenAIRequest(GenerationRequest):
             refuse(list(found)[1], f"{' and '.join(found)} cannot be combined: leave out one of them")
         return next(((spec, field) for field, spec in found.items()), (None, "response_format"))
 
-    def _request(
-        self, prompt: Prompt, max_tokens: int, top_logprobs: int | None, score: Literal["no", "too", "only"] = "no"
-    ) -> Request:
-        """`top_logprobs`: how many of the most probable tokens to report beside each token; None: no report.
-
-        `score`: whether to report log-probabilities of the prompt: not, beside the output, or alone.
-        """
+    def _request(self, prompt: Prompt, max_tokens: int, top_logprobs: int | None) -> Request:
+        """`top_logprobs`: how many of the most probable tokens to report beside each token; None: no report."""
         params = self.sampling_params(
             prompt,
             max_tokens=max_tokens,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            logit_bias={_token_id(token): bias for token, bias in (self.logit_bias or {}).items()},
+            logit_bias=self.logit_bias,
             logprobs=top_logprobs is not None,
             top_logprobs=top_logprobs or 0,
         )
-        return Request(prompt.tokens, params, n=self.n or 1, score=score)
+        return Request(prompt.tokens, params, n=self.n or 1)
 
 
 class ChatCompletionRequest(OpenAIRequest):
     messages: BoundedList[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, description="The same as max_tokens.")
+    max_completion_tokens: int | None = Field(None, description="The same as max_tokens, and comes before it.")
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: ToolList[OpenAITool] | None = None
@@ -226,24 +200,18 @@ class ChatCompletionRequest(OpenAIRequest):
 
     def check(self) -> None:
         super().check()
-        limits = {limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None}
-        if len(limits) > 1:
-            refuse("max_completion_tokens", "and max_tokens differ: give one of them")
         if self.top_logprobs and not self.logprobs:
             refuse("top_logprobs", "only with logprobs: true")
 
     def ignored_fields(self) -> list[str]:
         found = set(super().ignored_fields())
-        calls = [call for message in self.messages for call in message.tool_calls or ()]
-        if any(call.function.is_cut_off for call in calls):
-            found.add("messages[].tool_calls[].function.arguments: cut off")
         unconstrained = (self.tool_choice or "auto") == "auto" and self.requested_grammar()[0] is None
         if self.tools and self.parallel_tool_calls is False and unconstrained:
             found.add("parallel_tool_calls")  # nothing prevents several calls
         return sorted(found)
 
     def engine_request(self, prompt: Prompt, context: int) -> Request:
-        max_tokens = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         if max_tokens is None:
             max_tokens = context - len(prompt.tokens)
         return self._request(prompt, max_tokens, self.top_logprobs or 0 if self.logprobs else None)
@@ -273,51 +241,32 @@ class ChatCompletionRequest(OpenAIRequest):
         )
 
     def _thinking(self) -> tuple[bool | None, str]:
-        """Return whether to think, and the field that says so. There are three, which must agree."""
+        """Return whether to think, and the field that says so."""
         options = self.chat_template_kwargs or {}
-        given: dict[str, bool] = {}
-        if self.enable_thinking is not None:
-            given["enable_thinking"] = self.enable_thinking
         if "enable_thinking" in options:
-            given["chat_template_kwargs"] = bool(options["enable_thinking"])
-        if self.reasoning_effort is not None:
-            given["reasoning_effort"] = self.reasoning_effort != "none"
-        if len(set(given.values())) > 1:
-            refuse(list(given)[-1], f"{' and '.join(given)} disagree on whether to think: give one of them")
-        return next(((value, field) for field, value in reversed(given.items())), (None, "enable_thinking"))
+            return bool(options["enable_thinking"]), "chat_template_kwargs"
+        if self.enable_thinking is None and self.reasoning_effort is not None:
+            return self.reasoning_effort != "none", "reasoning_effort"
+        return self.enable_thinking, "enable_thinking"
 
 
 class CompletionRequest(OpenAIRequest):
     prompt: Text | TokenIds | BoundedList[Text] | BoundedList[TokenIds] = Field(
         description="Text or token ids; also as a list of one."
     )
-    logprobs: int | None = Field(None, description="How many of the most probable tokens to report; 0: only its own.")
-    echo: bool | None = Field(None, description="Start with the prompt; max_tokens may then be 0.")
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = Field(
+        None, description="How many of the most probable tokens to report; 0: only its own."
+    )
     parse_special: bool | None = Field(
         None, description="False: the text of an added token, such as <|im_end|>, is plain text in `prompt`."
     )
 
     unsupported: ClassVar[tuple[str, ...]] = (*UNSUPPORTED, *CHAT_ONLY)
 
-    def check(self) -> None:
-        super().check()
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
-            refuse("logprobs", f"is {self.logprobs}; it must be a whole number from 0 to {MAX_TOP_LOGPROBS}")
-
     def engine_request(self, prompt: Prompt, context: int) -> Request:
-        if self.echo and self.max_tokens == 0:
-            return self._request(prompt, 1, self.logprobs, "only")  # the one token is not sent
         max_tokens = 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default
-        return self._request(
-            prompt, max_tokens, self.logprobs, "too" if self.echo and self.logprobs is not None else "no"
-        )
+        return self._request(prompt, max_tokens, self.logprobs)
 
     async def make_prompt(self, served: ServedModel, work: Preparation) -> Prompt:
         parse_special = self.parse_special is not False
         return await text_prompt(self.prompt, *self.requested_grammar(), served, work, parse_special=parse_special)
-
-
-def _token_id(token: str) -> int:
-    if not (token.isascii() and token.isdecimal() and len(token) < 20):
-        refuse("logit_bias", f"{token[:20]!r} is not a token id: ids are whole numbers")
-    return int(token)

@@ -2,15 +2,14 @@
 
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from itertools import accumulate, repeat
+from itertools import accumulate
 from typing import Any
 
-from ..engine import Event, Stats, TokenLogprobs
-from ..engine.text import TextStream
+from ..engine import Stats
+from .chat import Prompt
 from .errors import to_refusal
-from .markup import Delta, complete_message
+from .markup import Delta
 from .openai_request import ChatCompletionRequest, CompletionRequest
-from .prompt import Prompt
 from .response import ChoiceOutput, Events, OutputToken, ResponseWriter, TokenSpan, encode_json, new_id
 from .served_model import ServedModel
 
@@ -28,14 +27,12 @@ class OpenAIWriter(ResponseWriter):
         self._usage_in_stream = bool(body.stream_options and body.stream_options.include_usage)
         self._include_origins = bool(body.include_origins)
         self._logprobs = body.logprobs is not None and body.logprobs is not False
-        self._echo = prompt.text if isinstance(body, CompletionRequest) and body.echo else None
-        self._prompt_logprobs: list[TokenLogprobs] = []
         self._choices = [ChoiceOutput(prompt, i) for i in range(body.n or 1)]
 
     async def complete(self, events: Events) -> str:
         async for event in events:
-            choice, spans = self._read(event)
-            choice.unsent += spans
+            choice = self._choices[event.choice]
+            choice.unsent += choice.read(event)
         choices = []
         for choice in self._choices:
             span = TokenSpan.join(choice.unsent)
@@ -61,7 +58,8 @@ class OpenAIWriter(ResponseWriter):
                 yield self._envelope([{"index": choice.index, "delta": delta, "finish_reason": None}])
         unfinished = len(self._choices)
         async for event in events:
-            choice, spans = self._read(event)
+            choice = self._choices[event.choice]
+            spans = choice.read(event)
             # A chunk per step, or with origins one per token, so that each text is beside its origin.
             for span in spans if self._include_origins else [TokenSpan.join(spans)]:
                 for part in self._parts(choice, span):
@@ -76,33 +74,13 @@ class OpenAIWriter(ResponseWriter):
         if self._usage_in_stream:
             yield self._envelope([], usage=self._usage(), **self._stats())
 
-    def _read(self, event: Event) -> tuple[ChoiceOutput, list[TokenSpan]]:
-        """Return the choice of an event and what the event adds to it, after the prompt if that is echoed."""
-        choice = self._choices[event.choice]
-        self._prompt_logprobs += event.prompt_logprobs or ()
-        spans = choice.read(event)
-        if self._echo is not None and not choice.echoed and (event.tokens or event.finish_reason):
-            choice.echoed = True
-            spans.insert(0, self._echoed(self._echo))
-        return choice, spans
-
-    def _echoed(self, text: str) -> TokenSpan:
-        if not self._logprobs:
-            return TokenSpan([Delta("content", text)])
-        stream = TextStream(self.served.tokenizer, ())
-        texts = [stream.add(token) for token in self.prompt.tokens]
-        texts[-1] += stream.finish()
-        logprobs = [None, *self._prompt_logprobs]
-        tokens = map(OutputToken, self.prompt.tokens, texts, repeat(None), logprobs)
-        return TokenSpan([Delta("content", text)], list(tokens))
-
     def _parts(self, choice: ChoiceOutput, span: TokenSpan) -> Iterator[Json]:
         """Yield a chunk's choice for every delta.
 
         The first has the origins and log-probabilities of the tokens. If there is no delta they wait for the next.
         """
         choice.unsent.append(span)
-        additions = [_delta(delta) for delta in span.deltas if delta.kind != "failed_call"]
+        additions = [_delta(delta) for delta in span.deltas]
         if not additions and not (self._include_origins and span.tokens):
             return
         span, choice.unsent = TokenSpan.join(choice.unsent), []
@@ -118,8 +96,7 @@ class OpenAIWriter(ResponseWriter):
         elif self._logprobs and span.tokens:
             logprobs = _completion_logprobs(span.tokens, choice.sent_characters, self.served.token_bytes)
             choice.sent_characters += sum(len(token.text) for token in span.tokens)
-        generated = [token.origin for token in span.tokens if token.origin is not None]
-        origins = {"origins": generated} if self._include_origins else {}
+        origins = {"origins": [token.origin for token in span.tokens]} if self._include_origins else {}
         return {"index": choice.index, **text, "logprobs": logprobs, "finish_reason": finish_reason, **origins}
 
     def _envelope(self, choices: list[Json], suffix: str = ".chunk", **end: Any) -> Json:
@@ -149,13 +126,12 @@ class OpenAIWriter(ResponseWriter):
 
 
 def _message(deltas: list[Delta]) -> Json:
-    parts = complete_message(deltas)
-    message: Json = {"role": "assistant", "content": "".join(each.text for each in parts if each.kind == "content")}
-    if reasoning := "".join(each.text for each in parts if each.kind == "reasoning"):
+    message: Json = {"role": "assistant", "content": "".join(each.text for each in deltas if each.kind == "content")}
+    if reasoning := "".join(each.text for each in deltas if each.kind == "reasoning"):
         message["reasoning_content"] = reasoning
-    arguments = {each.index: each.text for each in parts if each.kind == "arguments"}
-    if calls := [each for each in parts if each.kind == "tool_call"]:
-        functions = [{"name": call.text, "arguments": arguments[call.index]} for call in calls]
+    arguments = {each.index: each.text for each in deltas if each.kind == "arguments"}
+    if calls := [each for each in deltas if each.kind == "tool_call"]:
+        functions = [{"name": call.text, "arguments": arguments.get(call.index, "")} for call in calls]
         message["content"] = message["content"] or None
         message["tool_calls"] = [
             {"id": new_id("call_"), "type": "function", "function": function} for function in functions

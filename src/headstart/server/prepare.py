@@ -22,8 +22,8 @@ from ..sampling.bounds import check_bounds
 from ..sampling.grammar import LIMITS, MASK_SECONDS, Grammar, llguidance_grammar
 from .encode import Encoder, Kind
 from .errors import Refusal, refuse
-from .limits import Deadline, Limits
-from .workers import PROCESSES, Turns, WorkerDied, Workers
+from .middleware import Limits
+from .workers import ClientPlaces, WorkerDied, Workers
 
 Result = TypeVar("Result")
 
@@ -31,8 +31,20 @@ THREADS = 4
 SMALL = 2**15  # characters: takes at most 0.1 s to tokenise
 
 
-class TooHard(RequestError):
-    """A grammar that cannot be compiled within the limits of a worker process."""
+@dataclass(frozen=True)
+class Deadline:
+    """When a request must have ended."""
+
+    seconds: float
+    at: float  # by the event loop's clock
+
+    @classmethod
+    def after(cls, seconds: float) -> "Deadline":
+        return cls(seconds, asyncio.get_running_loop().time() + seconds)
+
+    def missed(self) -> Refusal:
+        message = f"request not finished within {self.seconds:g} s: ask for fewer tokens"
+        return Refusal(408, message, code="timeout", headers={"x-should-retry": "false"})  # it would fail again
 
 
 class Preparer:
@@ -42,9 +54,8 @@ class Preparer:
         self.limits = limits
         self.max_tokens = min(context - 1, limits.prompt_tokens or context)  # of a prompt
         self.workers = Workers(tokenizer)
-        self.turns = Turns(THREADS, THREADS - 1)  # one thread is always left to others
+        self.places = ClientPlaces(THREADS - 1)  # one thread is always left to others
         self.threads = ThreadPoolExecutor(THREADS, "prepare")
-        self.compiling = ThreadPoolExecutor(PROCESSES, "compile")
         self._max_waiting = max_waiting
         self._in_progress: Counter[str] = Counter()  # prompts by client
 
@@ -56,7 +67,6 @@ class Preparer:
     async def close(self) -> None:
         await self.workers.close()
         self.threads.shutdown(wait=False, cancel_futures=True)
-        self.compiling.shutdown(wait=False, cancel_futures=True)
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -112,6 +122,12 @@ class Preparer:
             raise Busy(message, retry_after=1)
 
 
+async def disconnected(http: HTTPRequest) -> None:
+    """Return when the client disconnects. Its body must have been read."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
 @dataclass(frozen=True)
 class Preparation:
     """The preparation of one client's prompt."""
@@ -122,15 +138,15 @@ class Preparation:
 
     async def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Return what a function returns in a thread. It cannot be stopped, so it must be quick."""
-        loop, turns = asyncio.get_running_loop(), self.preparer.turns
-        await turns.take(self.client)
+        loop, places = asyncio.get_running_loop(), self.preparer.places[self.client]
+        await places.acquire()
         future = self.preparer.threads.submit(function, *arguments)
 
-        def give_back(_: Future[Result]) -> None:  # when it ends, even if the client has left before
+        def done(_: Future[Result]) -> None:  # when it ends, even if the client has left before
             if not loop.is_closed():
-                loop.call_soon_threadsafe(turns.give_back, self.client)
+                loop.call_soon_threadsafe(places.release)
 
-        future.add_done_callback(give_back)
+        future.add_done_callback(done)
         try:
             return await asyncio.wrap_future(future)
         except BaseException as error:
@@ -148,21 +164,17 @@ class Preparation:
         if not self.counting and len(tokens) > self.preparer.max_tokens:
             _too_long(param, self.preparer.max_tokens, len(tokens))
 
-    def is_small(self, text: str) -> bool:
-        """Return whether a text can be tokenised in a thread."""
-        return len(text) <= SMALL
-
-    def encode_here(self, text: str, param: str, kind: Kind, mark: str) -> list[int]:
-        """Return the tokens of a small text."""
-        tokens = self.preparer.encoder.tokens(text, kind, mark)
-        self.check_tokens(tokens, param)
-        return tokens
-
     async def encode(self, text: str, param: str, *, kind: Kind, mark: str = "") -> list[int]:
         """Return the tokens of a text. For `kind` and `mark` see encode.py."""
         self.check_characters(len(text), param)
-        if self.is_small(text):
-            return await self.run(self.encode_here, text, param, kind, mark)
+        if len(text) <= SMALL:
+            tokens = await self.run(self.preparer.encoder.tokens, text, kind, mark)
+        else:
+            tokens = await self._encode_long(text, param, kind, mark)
+        self.check_tokens(tokens, param)
+        return tokens
+
+    async def _encode_long(self, text: str, param: str, kind: Kind, mark: str) -> list[int]:
         limit = None if self.counting else self.preparer.max_tokens
         try:
             async with self.preparer.workers.worker(self.client) as worker:
@@ -173,7 +185,6 @@ class Preparation:
             _too_long(param, self.preparer.max_tokens)
         if "error" in answer:
             refuse(param, f"the text could not be tokenised: {answer['error']}")
-        self.check_tokens(answer["tokens"], param)
         return list(answer["tokens"])
 
     async def grammar(self, spec: GrammarSpec | None, field: str) -> Grammar | None:
@@ -194,21 +205,13 @@ class Preparation:
             try:
                 answer = await worker.call(message)
             except TimeoutError:
-                raise TooHard(f"grammar could not be compiled within {seconds:g} s: simplify it") from None
+                raise RequestError(f"grammar could not be compiled within {seconds:g} s: simplify it") from None
             except WorkerDied:
-                raise TooHard("grammar needs too much memory or recursion: simplify it") from None
+                raise RequestError("grammar needs too much memory or recursion: simplify it") from None
             if "error" in answer:
-                raise TooHard(f"grammar cannot be followed: {answer['error']}: simplify it")
-            # The client keeps the worker meanwhile: there are as many workers as threads that compile, so it need not
-            # wait for another turn.
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(preparer.compiling, compile_grammar, spec, preparer.tokenizer)
-
-
-async def disconnected(http: HTTPRequest) -> None:
-    """Return when the client disconnects. Its body must have been read."""
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
+                raise RequestError(f"grammar cannot be followed: {answer['error']}: simplify it")
+            # The client keeps the worker meanwhile, so that no more grammars are compiled at once than there are.
+            return await asyncio.to_thread(compile_grammar, spec, preparer.tokenizer)
 
 
 def _source(spec: GrammarSpec) -> str:

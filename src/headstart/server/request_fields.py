@@ -14,10 +14,9 @@ from pydantic_core import PydanticCustomError
 from ..engine import Request
 from ..limits import MAX_K
 from ..sampling import SamplingParams
-from .errors import refuse
+from .chat import Prompt
 from .markup import nested_too_deeply
 from .prepare import Preparation
-from .prompt import Prompt
 from .served_model import ServedModel
 
 MAX_ITEMS = 2**14  # messages, and parts of a message
@@ -66,7 +65,7 @@ def _encodable(text: str) -> str:
     return text
 
 
-def _bounded(value: dict[str, Any]) -> dict[str, Any]:
+def check_object(value: dict[str, Any]) -> dict[str, Any]:
     """Templates and grammars must be able to write it."""
     if nested_too_deeply(value):
         raise ValueError("Object should not be nested so deeply")
@@ -75,7 +74,7 @@ def _bounded(value: dict[str, Any]) -> dict[str, Any]:
 
 
 Text = Annotated[str, AfterValidator(_encodable)]
-JsonObject = Annotated[dict[str, Any], AfterValidator(_bounded)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(check_object)]
 ToolName = Annotated[Text, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 ModelName = Annotated[Text | None, Field(description="Its id, folder or hub id; default: the served model.")]
 
@@ -91,7 +90,9 @@ class GenerationRequest(RequestModel):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    num_draft_tokens: int | Literal["auto"] | None = Field(None, description="Drafts per step; 0 disables drafting.")
+    num_draft_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] | None = Field(
+        None, description="Drafts per step; 0 disables drafting."
+    )
     acceptance: Literal["auto", "ratio", "coupled", "optimistic"] | None = None
 
     def check(self) -> None:
@@ -118,26 +119,19 @@ class GenerationRequest(RequestModel):
         # Lark text in the body and a GrammarSpec there. `params` replaces what needs conversion.
         names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys() - {"grammar"}
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        depth = self.num_draft_tokens
         return SamplingParams(**{
             **prompt.recommended,
             **given,
             "logit_bias": {**(logit_bias or {}), **prompt.bias},
             "grammar": prompt.grammar,
             "accept": self.acceptance or "auto",
-            "k": self._depth(),
+            "k": min(depth, MAX_K) if isinstance(depth, int) else "auto",
             # As OpenAI has it, penalties count all generated tokens; so do the makers' recommendations.
             "presence_context_size": None,
             "frequency_context_size": None,
             **params,
         })  # fmt: skip
-
-    def _depth(self) -> int | Literal["auto"]:
-        depth = self.num_draft_tokens
-        if depth is None or depth == "auto":
-            return "auto"
-        if depth < 0:
-            refuse("num_draft_tokens", f"is {depth}; it must be 'auto', 0 or more")
-        return min(depth, MAX_K)
 
     def clamped_to(self, engine: int | None) -> int | None:
         """Return the greatest depth used, if more was requested. `engine`: what the engine reports."""

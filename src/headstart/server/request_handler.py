@@ -14,13 +14,12 @@ from starlette.types import Receive, Scope, Send
 
 from ..engine import EngineThread, Event, Request
 from ..errors import HeadstartError
-from .access import Keys, client_of
 from .anthropic_request import CountTokensRequest
+from .chat import Prompt
 from .errors import Refusal, to_refusal
-from .limits import Deadline, Limits
 from .metrics import Meter, Metrics
-from .prepare import Preparation, Preparer, disconnected
-from .prompt import Prompt
+from .middleware import Keys, Limits, client_of
+from .prepare import Deadline, Preparation, Preparer, disconnected
 from .request_fields import GenerationRequest
 from .response import ResponseWriter
 from .served_model import ServedModel
@@ -52,7 +51,7 @@ class RequestHandler:
         body.check()
         self.served.check_name(body.model)
         self._check_open()
-        meter = Meter(self.metrics, http.url.path, time.perf_counter())
+        meter = Meter(self.metrics, http.url.path, time.perf_counter(), http.scope["tokens"])
         deadline = Deadline.after(self.limits.request_seconds)
         client = client_of(http.scope, self.keys)
 

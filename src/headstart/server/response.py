@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from pydantic_core import to_json
 
 from ..engine import Event, Origin, Stats, TokenLogprobs
+from .chat import Prompt
 from .markup import Delta, merge
-from .prompt import Prompt
 from .request_fields import GenerationRequest
 from .served_model import ServedModel
 
@@ -21,8 +21,8 @@ Events = AsyncIterator[Event]
 class OutputToken(NamedTuple):
     id: int
     text: str  # as generated
-    origin: Origin | None  # None: of the prompt, echoed
-    logprobs: TokenLogprobs | None  # None: not requested, or the first token of the prompt
+    origin: Origin
+    logprobs: TokenLogprobs | None  # if requested
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,6 @@ class ChoiceOutput:
         self.index = index
         self.unsent: list[TokenSpan] = []
         self.sent_characters = 0
-        self.echoed = False  # the prompt
         self.reasoning_tokens = 0
         self.finish_reason: str | None = None  # the engine's, or tool_calls
         self.stats = Stats(None, None)
@@ -67,7 +66,7 @@ class ChoiceOutput:
             self.finish_reason = event.finish_reason
             if self._parser is not None:
                 spans.append(TokenSpan(self._parser.finish()))
-                if self._parser.called and self.finish_reason == "stop":
+                if self._parser.calls and self.finish_reason == "stop":
                     self.finish_reason = "tool_calls"
         return spans
 
@@ -86,7 +85,7 @@ class ResponseWriter(ABC):
     def __init__(self, body: GenerationRequest, prompt: Prompt, served: ServedModel, id_prefix: str):
         self.id = f"{id_prefix}{uuid.uuid4().hex}"
         self.prompt, self.served = prompt, served
-        self._ignored = sorted([*body.ignored_fields(), *prompt.ignored])
+        self._ignored = body.ignored_fields()
         self._clamped_to = body.clamped_to
 
     @abstractmethod

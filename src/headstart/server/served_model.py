@@ -1,4 +1,4 @@
-"""The model of this server, and the other models on this machine, as clients see them."""
+"""The model of this server, as clients see it."""
 
 import time
 from dataclasses import dataclass, field, replace
@@ -8,9 +8,8 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..cards import Card, all_cards
+from ..cards import Card
 from ..checkpoint import Layout
-from ..checkpoint.hub import LocalModel, local_models
 from ..checkpoint.layout import hub_id
 from ..kernels import selected
 from ..models import Model
@@ -59,7 +58,12 @@ class ServedModel:
             "quantization": self.quantization,
             "kernels": selected(),
             "capabilities": list(self.card.capabilities) if self.card else ["text"],
-            "native_mtp": _native_mtp(model.has_head, model.default_k, model.max_k, model.head_unavailable),
+            "native_mtp": {
+                "available": model.has_head,
+                "default_k": model.default_k,
+                "max_k": model.max_k,
+                "reason": model.head_unavailable,
+            },
             "sampling_defaults": {
                 "thinking": self.recommended_sampling(thinking=True),
                 "not_thinking": self.recommended_sampling(thinking=False),
@@ -81,58 +85,3 @@ class ServedModel:
 
     def token_bytes(self, token: int) -> bytes:
         return token_bytes(token, self.tokenizer)
-
-
-def model_list(loaded: Path) -> dict[str, Any]:
-    """Return the models on disk, and known ones that are not. Slow: it reads the headers of their files.
-
-    `loaded`: the folder of the served model.
-    """
-    found = local_models()
-    cards = {card.name for each in found if each.layout is not None and (card := each.layout.card) is not None}
-    return {
-        "on_disk": [_describe_found(each, loaded) for each in found],
-        "known": [_describe_card(card) for card in all_cards() if card.name not in cards],
-    }
-
-
-def _describe_found(found: LocalModel, loaded: Path) -> dict[str, Any]:
-    layout, decision = found.layout, found.dispatch
-    card = layout.card if layout is not None else None
-    mtp = _native_mtp(False, 0, 0, None)
-    if decision is not None:
-        mtp = _native_mtp(decision.drafts, decision.k, decision.max_k, _without_folder(decision.reason, found))
-    return {
-        "id": found.name,
-        "loaded": found.folder.resolve() == loaded.resolve(),  # perhaps under another name
-        "problem": _without_folder(found.problem, found),
-        "bytes": layout.bytes if layout is not None else None,
-        "family": layout.family if layout is not None else None,
-        "quantization": layout.quantization if layout is not None else None,
-        "context_length": card.context_length if card is not None else None,
-        "capabilities": list(card.capabilities) if card is not None else [],
-        "native_mtp": mtp,
-    }
-
-
-def _describe_card(card: Card) -> dict[str, Any]:
-    head = card.native_mtp
-    mtp = _native_mtp(False, 0, 0, "the model was released without a head")
-    return {
-        "id": card.hub_id or card.name,
-        "parameters": card.parameters,
-        "active_parameters": card.active_parameters,
-        "family": card.family,
-        "context_length": card.context_length,
-        "capabilities": list(card.capabilities),
-        "native_mtp": _native_mtp(True, head.default_k, head.max_k, None) if head is not None else mtp,
-    }
-
-
-def _native_mtp(available: bool, default_k: int, max_k: int, reason: str | None) -> dict[str, Any]:
-    return {"available": available, "default_k": default_k, "max_k": max_k, "reason": reason}
-
-
-def _without_folder(text: str | None, found: LocalModel) -> str | None:
-    """Return a message with the model's name in place of its folder, which remote clients need not know."""
-    return text.replace(str(found.folder), found.name) if text is not None else None

@@ -74,25 +74,14 @@ def encode(encoder: Any, text: str, kind: str, mark: str, limit: int | None) -> 
     """
     try:
         if limit is not None and len(text) > 4 * limit:
-            count = start = 0
-            while start < len(text):
-                end = piece_end(text, start + PIECE)
-                count += len(encoder.tokens(text[start:end], kind, mark))
+            count = 0
+            for start in range(0, len(text), PIECE):
+                count += len(encoder.tokens(text[start : start + PIECE], kind, mark))
                 if count > limit + limit // 16 + 64:
                     return {"more_than": limit}
-                start = end
         return {"tokens": encoder.tokens(text, kind, mark)}
     except BaseException as error:  # a panic of the tokenizer is not an Exception
         return {"error": str(error)[:500]}
-
-
-def piece_end(text: str, near: int) -> int:
-    """Return where to end a piece of a text: before a line or a word, where there is one."""
-    for separator in ("\n", " "):
-        found = text.rfind(separator, near - PIECE // 4, near)
-        if found > 0:
-            return found
-    return near
 
 
 def try_grammar(

@@ -5,12 +5,12 @@ import json
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -19,53 +19,52 @@ from ..sampling.bounds import STACK
 
 PROCESSES = 2
 START_SECONDS = 60.0
-START_ATTEMPTS = 3
 MAX_LINE = 2**31  # bytes of an answer: a worker's memory is limited
+
+
+class ClientPlaces:
+    """A semaphore for each client, so that none takes all of what there is."""
+
+    def __init__(self, places: int):
+        self._places = places
+        self._semaphores: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # in use
+
+    def __getitem__(self, client: str) -> asyncio.Semaphore:
+        return self._semaphores.setdefault(client, asyncio.Semaphore(self._places))
 
 
 class WorkerDied(HeadstartError):
     """A worker process ended, most likely because of its request."""
 
 
-class Turns:
-    """A semaphore of `places` that clients take in turn, each at most `per_client`. Used from one event loop."""
+class Workers:
+    """A few worker processes, which clients take in turn."""
 
-    def __init__(self, places: int, per_client: int):
-        self._places = places
-        self._per_client = per_client
-        self._taken: Counter[str] = Counter()
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # the client that is next first
+    def __init__(self, tokenizer: TokenizerWrapper):
+        settings = cache(partial(worker_settings, tokenizer))
+        self._workers = [Worker(settings) for _ in range(PROCESSES)]
+        self._idle: asyncio.Queue[Worker] = asyncio.Queue()
+        for worker in self._workers:
+            self._idle.put_nowait(worker)
+        self._places = ClientPlaces(PROCESSES - 1)  # one is always left to others
 
-    async def take(self, client: str) -> None:
-        """Wait for a place. It must be given back."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append(turn)
-        self._grant()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it had just been granted
-                self.give_back(client)
-            raise
+    def start(self) -> None:
+        """Start the processes in the background."""
+        for worker in self._workers:
+            worker.start()
 
-    def give_back(self, client: str) -> None:
-        self._taken[client] -= 1
-        self._taken += Counter()  # drops clients that hold none
-        self._grant()
+    async def close(self) -> None:
+        await asyncio.gather(*(worker.close() for worker in self._workers))
 
-    def _grant(self) -> None:
-        while self._taken.total() < self._places:
-            client = next((each for each in self._waiting if self._taken[each] < self._per_client), None)
-            if client is None:
-                return
-            turn = self._waiting[client].popleft()
-            if self._waiting[client]:
-                self._waiting.move_to_end(client)
-            else:
-                del self._waiting[client]
-            if not turn.done():  # not cancelled
-                self._taken[client] += 1
-                turn.set_result(None)
+    @asynccontextmanager
+    async def worker(self, client: str) -> "AsyncIterator[Worker]":
+        """Lend a worker to a client when it is its turn."""
+        async with self._places[client]:
+            worker = await self._idle.get()
+            try:
+                yield worker
+            finally:
+                self._idle.put_nowait(worker)
 
 
 class Worker:
@@ -77,12 +76,12 @@ class Worker:
         self._process: Process | None = None
         self._closed = False
 
-    def start(self) -> None:
+    def start(self) -> "asyncio.Task[Process]":
         """Start the process in the background, unless it runs or is being started."""
-        starting = self._starting is not None and not self._starting.done()
         running = self._process is not None and self._process.returncode is None
-        if not starting and not running and not self._closed:
+        if self._starting is None or (self._starting.done() and not running):
             self._starting = asyncio.create_task(self._start())
+        return self._starting
 
     async def call(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to a message.
@@ -91,7 +90,7 @@ class Worker:
             TimeoutError: the process exceeded the CPU time that the message allowed.
             WorkerDied: it died otherwise.
         """
-        process = await self._ready()
+        process = await asyncio.shield(self.start())
         try:
             return await exchange(process, message)
         except BaseException:  # also where the caller was cancelled: the process is still working
@@ -107,15 +106,6 @@ class Worker:
             await asyncio.gather(self._starting, return_exceptions=True)
         await self._kill()
 
-    async def _ready(self) -> Process:
-        for _ in range(START_ATTEMPTS):
-            self.start()
-            if self._starting is None or self._closed:
-                break
-            with suppress(HeadstartError, OSError, TimeoutError):
-                return await asyncio.shield(self._starting)
-        raise HeadstartError("no worker process could be started")
-
     async def _start(self) -> Process:
         await self._kill()
         self._process = await spawn(await asyncio.to_thread(self._settings))
@@ -123,7 +113,8 @@ class Worker:
 
     async def _kill(self) -> None:
         if self._process is not None:
-            kill(self._process)
+            with suppress(ProcessLookupError):
+                self._process.kill()
             await self._process.wait()
 
 
@@ -135,11 +126,13 @@ async def spawn(settings: dict[str, Any]) -> Process:
         sys.executable, "-P", script, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_LINE
     )
     try:
-        async with asyncio.timeout(START_SECONDS):
-            await exchange(process, settings)
-    except BaseException:
-        kill(process)
+        await asyncio.wait_for(exchange(process, settings), START_SECONDS)
+    except BaseException as error:
+        with suppress(ProcessLookupError):
+            process.kill()
         await process.wait()
+        if isinstance(error, Exception):
+            raise HeadstartError("no worker process could be started") from error
         raise
     return process
 
@@ -159,45 +152,8 @@ async def exchange(process: Process, message: dict[str, Any]) -> dict[str, Any]:
     return dict(json.loads(answer))
 
 
-def kill(process: Process) -> None:
-    with suppress(ProcessLookupError):
-        process.kill()
-
-
-class Workers:
-    """A few worker processes, which clients take in turn."""
-
-    def __init__(self, tokenizer: TokenizerWrapper, count: int = PROCESSES):
-        settings = cache(partial(worker_settings, tokenizer))
-        self._workers = [Worker(settings) for _ in range(count)]
-        self._idle = list(self._workers)
-        self._turns = Turns(count, max(1, count - 1))  # one is always left to others
-
-    def start(self) -> None:
-        """Start the processes in the background."""
-        for worker in self._workers:
-            worker.start()
-
-    async def close(self) -> None:
-        await asyncio.gather(*(worker.close() for worker in self._workers))
-
-    @asynccontextmanager
-    async def worker(self, client: str) -> AsyncIterator[Worker]:
-        """Lend a worker to a client when it is its turn."""
-        await self._turns.take(client)
-        worker = self._idle.pop(0)
-        try:
-            yield worker
-        finally:
-            self._idle.insert(0, worker)
-            self._turns.give_back(client)
-
-
 def worker_settings(tokenizer: TokenizerWrapper) -> dict[str, Any]:
     """Return what a worker process needs to know."""
     backend = tokenizer._tokenizer.backend_tokenizer
-    copy = type(backend).from_str(backend.to_str())
-    copy.no_padding()
-    copy.no_truncation()
     # Grammars are tried on a quarter of the stack that they get in the server.
-    return {"tokenizer": copy.to_str(), "eos": sorted(tokenizer.eos_token_ids), "stack": STACK // 4}
+    return {"tokenizer": backend.to_str(), "eos": sorted(tokenizer.eos_token_ids), "stack": STACK // 4}

@@ -16,7 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ...sampling import GrammarSpec
 from ...sampling.grammar import JSON_OPTIONS
 from .output_parser import CALL, CALL_END, FUNCTION, THINK, THINK_END
-from .schema import STRING, Permitted, Schema, Tools, permitted
+from .schema import STRING, Schema, Tools, Types, as_list, permitted_types
 
 ThinkingState = Literal["started", "finished", "undecided"]  # at the end of a prompt
 
@@ -140,27 +140,24 @@ def _xml_functions(tools: Tools) -> Iterator[str]:
     yield r"text[lazy]: /(?s:.*)<\/parameter>/"
     yield r'any: "<parameter=" /[^\s<>]{1,64}/ ">\n" text "\n"'
     for i, (name, schema) in enumerate(tools.items()):
-        properties, required = schema.get("properties"), schema.get("required") or ()
+        properties, required = schema.get("properties"), as_list(schema.get("required"))
         keys = list(properties) if isinstance(properties, Mapping) else []
         parts = " ".join(f"f{i}p{j}" + ("" if key in required else "?") for j, key in enumerate(keys))
         head = _literal(f"{FUNCTION}{name}>\n")
         yield f'f{i}: {head} {parts if properties is not None else "any*"} "</function>"'
-        known: dict[str, Permitted] = {}
+        known: dict[str, Types] = {}
         for j, key in enumerate(keys):
             value = _xml_value(schema["properties"][key], schema, known)
             yield rf'f{i}p{j}: {_literal(f"<parameter={key}>" + chr(10))} {value} "\n"'
 
 
-def _xml_value(schema: Any, root: Schema, known: dict[str, Permitted]) -> str:
-    """Return the rule of a value and its end tag. Of a string's constraints only a choice of strings is kept."""
-    found = permitted(schema, root, known)
-    choices: list[str] = []
-    if found.types >= STRING:
-        if found.strings is None:
-            return "text"
-        choices += map(_literal, sorted(found.strings))
-        schema = {"allOf": [schema, {"type": sorted(found.types - STRING)}]}  # the rest of it
-    if found.types - STRING:
-        definitions = {word: root[word] for word in ("$defs", "definitions") if word in root}
-        choices.append(_json({**definitions, **schema}))
-    return f"({' | '.join(choices)})" + r' "\n</parameter>"'
+def _xml_value(schema: Any, root: Schema, known: dict[str, Types]) -> str:
+    """Return the rule of a value and its end tag. Of a string's constraints only `enum` is kept."""
+    words = as_list(schema.get("enum")) if isinstance(schema, Mapping) else []
+    if words and all(isinstance(word, str) for word in words):
+        value = " | ".join(map(_literal, words))
+    elif permitted_types(schema, root, known) >= STRING:
+        return "text"
+    else:
+        value = _json({word: root[word] for word in ("$defs", "definitions") if word in root} | schema)
+    return f"({value})" + r' "\n</parameter>"'

@@ -9,8 +9,8 @@ calls may come anywhere and are read in both formats, whichever the model was tr
 mlx-lm has parsers for both (`json_tools`, `qwen3_coder`). They take the text between the markers once it is complete,
 so this module exists for what they do not do: arguments are streamed as they are generated, a marker inside an
 argument does not end the call, XML values get the types that the tool's schema states (through `$ref` and `anyOf`
-too), and what only looks like a call (an unknown tool, malformed JSON) stays text. Complete calls parse to the same
-result as with mlx-lm, which a test asserts.
+too), and a call of an unknown tool stays text. Complete calls parse to the same result as with mlx-lm, which a test
+asserts. The arguments of a call that is cut off or malformed are what the model wrote of them, as in OpenAI's API.
 
 White space between markup and text belongs to the markup, since chat templates add it again. The white space before a
 call is kept only if text continues after it.
@@ -20,14 +20,14 @@ import json
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import regex  # unlike `re`, it can report that more text might complete a match
 
-from .schema import STRING, Tools, dumps, loads, parameter_schema, permitted, to_json
+from .schema import STRING, Tools, dumps, loads, parameter_schema, permitted_types, to_json
 
 T = TypeVar("T")
-DeltaKind = Literal["content", "reasoning", "tool_call", "arguments", "failed_call"]
+DeltaKind = Literal["content", "reasoning", "tool_call", "arguments"]
 Parsing = Generator[None, None, T]  # yields where it needs more text
 
 THINK, THINK_END = "<think>", "</think>"
@@ -42,9 +42,7 @@ _CALL_END = regex.compile(_SPACES + CALL_END)
 _PARAMETER = regex.compile(rf"{_SPACES}(?:<parameter=(?P<key>[^<>\r\n]{{1,256}}+)>(?:\n|(?=[^\n]))|</function>)")
 _PARAMETER_END = regex.compile(r"\n?</parameter>")
 _JSON_NAME = r'\{\s*+"name"\s*+:\s*+'
-_ANY_JSON_NAME = regex.compile(rf'(?={_JSON_NAME}"(?P<name>[^"\\]{{0,256}}+)")')
 _JSON_CLOSE = regex.compile(r"\s*+\}")
-_OUTSIDE_STRINGS = frozenset(" \t\r\n,:+-.0123456789eEtrufalsn")  # of JSON, besides brackets
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,6 @@ class Delta:
     """One addition to a message.
 
     A "tool_call" has the function's name as its text; "arguments" are the next fragment of the call's JSON.
-    "failed_call" takes a call back that was cut off or is not valid JSON: all its text follows as content or
-    reasoning. A stream that has already sent the call cannot unsend it.
     """
 
     kind: DeltaKind
@@ -65,17 +61,6 @@ def merge(deltas: Iterable[Delta]) -> list[Delta]:
     """Return the same additions in as few deltas as possible."""
     groups = groupby(deltas, key=lambda delta: (delta.kind, delta.index))
     return [Delta(kind, "".join(delta.text for delta in group), index) for (kind, index), group in groups]
-
-
-def complete_message(deltas: Iterable[Delta]) -> list[Delta]:
-    """Return the parts of a whole message, in order and without failed calls.
-
-    Every "tool_call" is followed by its one "arguments".
-    """
-    parts = list(deltas)
-    failed = {part.index for part in parts if part.kind == "failed_call"}
-    calls = ("tool_call", "arguments", "failed_call")
-    return merge(part for part in parts if part.kind not in calls or part.index not in failed)
 
 
 class StreamBuffer:
@@ -128,36 +113,26 @@ class StreamBuffer:
                 return
             yield
 
-    def json_value(self, emit: Callable[[str], None]) -> Parsing[Any]:
-        """Consume an object up to its closing bracket, emit its text as it comes, and return it parsed.
-
-        Returns None if it does not end, or as soon as it cannot be JSON.
-        """
-        text: list[str] = []
-        depth, quoted, escaped, valid = 0, False, False, True
+    def json_object(self, emit: Callable[[str], None]) -> Parsing[bool]:
+        """Consume an object up to its closing bracket and emit its text as it comes. Return whether it ended."""
+        depth, quoted, escaped = 0, False, False
         while True:
-            end = len(self.text)
             for at, char in enumerate(self.text):
                 if quoted:
                     quoted = escaped or char != '"'
                     escaped = char == "\\" and not escaped
-                elif char in "{[":
-                    depth += 1
-                elif char in "}]":
-                    depth -= 1
-                else:
-                    quoted = char == '"'
-                    valid = quoted or char in _OUTSIDE_STRINGS
-                if depth == 0 or not valid:
-                    end = at + 1 if valid else at
-                    break
-            if piece := self.take(end):
-                text.append(piece)
-                emit(piece)
-            if depth == 0 and text:
-                return _parse("".join(text))
-            if not valid or self.ended:
-                return None
+                    continue
+                quoted = char == '"'
+                depth += (char in "{[") - (char in "}]")
+                if char == "<":  # of the end marker: the object is malformed
+                    emit(self.take(at))
+                    return False
+                if depth == 0:
+                    emit(self.take(at + 1))
+                    return True
+            emit(self.take(len(self.text)))
+            if self.ended:
+                return False
             yield
 
 
@@ -169,18 +144,12 @@ class OutputParser:
         self._tools = tools or {}
         self._calls_in_thoughts = calls_in_thoughts
         self.thinking = thinking  # what comes next is reasoning, as far as is known
-        self._started = 0  # tool calls
-        self._failed = 0
+        self.calls = 0  # that were begun
         self._has_text = False  # of this kind
         self._gap = ""  # white space between the text before a call and the text that may follow it
         self._buffer = StreamBuffer()
         self._deltas: list[Delta] = []
         self._parsing = self._parse_output()
-
-    @property
-    def called(self) -> bool:
-        """Return whether a complete tool call was found."""
-        return self._started > self._failed
 
     def feed(self, text: str) -> list[Delta]:
         """Return what is certain now that `text` has been added."""
@@ -215,50 +184,49 @@ class OutputParser:
         return regex.compile(rf"(?<![ \t\r\n]){_SPACES}(?:{'|'.join(markers)})" if markers else "(?!)")
 
     def _parse_call(self, opening: str) -> Parsing[None]:
-        buffer, index = self._buffer, self._started
+        buffer, calls_before = self._buffer, self.calls
         buffer.consumed = []
-        is_xml = opening.endswith(FUNCTION)
-        body = None if is_xml else (yield from buffer.match(_CALL_BODY))
+        body = None if opening.endswith(FUNCTION) else (yield from buffer.match(_CALL_BODY))
         complete = False
-        if is_xml or (body is not None and body.group().endswith(FUNCTION)):
-            complete = yield from self._parse_xml(index)
+        if opening.endswith(FUNCTION) or (body is not None and body.group().endswith(FUNCTION)):
+            complete = yield from self._parse_xml()
         elif body is not None:
-            complete = yield from self._parse_json(index)
-        if complete:
-            self._gap = self._gap or opening[: -len(opening.lstrip(_SPACE))]
-            yield from buffer.match(_CALL_END)
-            yield from buffer.skip_spaces()
+            complete = yield from self._parse_json()
+        if self.calls == calls_before:  # it only looked like a call
+            self._emit_text(opening + "".join(buffer.consumed))
             return
-        if self._started > index:
-            self._emit("failed_call", index)
-        self._emit_text(opening + "".join(buffer.consumed))
+        self._gap = self._gap or opening[: -len(opening.lstrip(_SPACE))]
+        if complete:
+            yield from buffer.match(_CALL_END)
+        else:
+            yield from buffer.until(_CALL_END, lambda _: None)
+        yield from buffer.skip_spaces()
 
-    def _parse_json(self, index: int) -> Parsing[bool]:
+    def _parse_json(self) -> Parsing[bool]:
         """Parse a call from its `{` on, and return whether it is complete. Text that is no call emits nothing."""
+        buffer = self._buffer
         names = "|".join(regex.escape(dumps(name)) for name in self._tools)
         head = regex.compile(rf'{_JSON_NAME}(?P<name>{names})\s*+,\s*+"arguments"\s*+:\s*+(?=\{{)')
-        if found := (yield from self._buffer.match(head)):
-            self._emit("tool_call", index, json.loads(found["name"]))
-            arguments = yield from self._buffer.json_value(lambda text: self._emit("arguments", index, text))
-            if not isinstance(arguments, dict):
-                return False
-            yield from self._buffer.match(_JSON_CLOSE)  # models forget it
-            return True
+        if found := (yield from buffer.match(head)):
+            self._start_call(json.loads(found["name"]))
+            complete = yield from buffer.json_object(self._emit_arguments)
+            yield from buffer.match(_JSON_CLOSE)  # models forget it
+            return complete
         # Its fields are in another order, or there are more: it must be complete before it can be read.
-        named = yield from self._buffer.match(_ANY_JSON_NAME)
-        if named is not None and named["name"] not in self._tools:
-            return False
-        call = yield from self._buffer.json_value(lambda _: None)
-        if not isinstance(call, dict) or call.get("name") not in list(self._tools):
+        pieces: list[str] = []
+        yield from buffer.json_object(pieces.append)
+        try:
+            call = loads("".join(pieces))
+        except ValueError:
             return False
         arguments = call.get("arguments", {})
-        if not isinstance(arguments, dict):
+        if call.get("name") not in list(self._tools) or not isinstance(arguments, dict):
             return False
-        self._emit("tool_call", index, call["name"])
-        self._emit("arguments", index, dumps(arguments))
+        self._start_call(call["name"])
+        self._emit_arguments(dumps(arguments))
         return True
 
-    def _parse_xml(self, index: int) -> Parsing[bool]:
+    def _parse_xml(self) -> Parsing[bool]:
         """Parse a call after its `<function=`, and return whether it is complete.
 
         A value is bare text. One line break after `<parameter=key>` and one before `</parameter>` are not part of it.
@@ -270,20 +238,18 @@ class OutputParser:
         if found is None:
             return False
         schema = self._tools[found["name"]]
-        self._emit("tool_call", index, found["name"])
+        self._start_call(found["name"])
         opening = "{"
         while part := (yield from buffer.match(_PARAMETER)):
             if part["key"] is None:
-                self._emit("arguments", index, "{}" if opening == "{" else "}")
+                self._emit_arguments("{}" if opening == "{" else "}")
                 return True
-            self._emit("arguments", index, f"{opening}{dumps(part['key'])}: ")
+            self._emit_arguments(f"{opening}{dumps(part['key'])}: ")
             opening = ", "
-            types = permitted(parameter_schema(schema, part["key"]), schema).types
+            types = permitted_types(parameter_schema(schema, part["key"]), schema)
             if types == STRING:  # so it can be streamed before it is complete
-                self._emit("arguments", index, '"')
-                end = yield from buffer.until(
-                    _PARAMETER_END, lambda text: self._emit("arguments", index, dumps(text)[1:-1])
-                )
+                self._emit_arguments('"')
+                end = yield from buffer.until(_PARAMETER_END, lambda text: self._emit_arguments(dumps(text)[1:-1]))
                 value = '"'
             else:
                 pieces: list[str] = []
@@ -291,7 +257,7 @@ class OutputParser:
                 value = to_json("".join(pieces), types)
             if end is None:
                 return False
-            self._emit("arguments", index, value)
+            self._emit_arguments(value)
         return False
 
     def _emit_text(self, text: str) -> None:
@@ -300,15 +266,10 @@ class OutputParser:
             self._deltas.append(Delta("reasoning" if self.thinking else "content", gap + text))
             self._has_text, self._gap = True, ""
 
-    def _emit(self, kind: DeltaKind, index: int, text: str = "") -> None:
-        self._started += kind == "tool_call"
-        self._failed += kind == "failed_call"
-        if text or kind == "failed_call":
-            self._deltas.append(Delta(kind, text, index))
+    def _start_call(self, name: str) -> None:
+        self._deltas.append(Delta("tool_call", name, self.calls))
+        self.calls += 1
 
-
-def _parse(text: str) -> Any:
-    try:
-        return loads(text)
-    except ValueError:
-        return None
+    def _emit_arguments(self, text: str) -> None:
+        if text:
+            self._deltas.append(Delta("arguments", text, self.calls - 1))

@@ -3,9 +3,7 @@
 import ast
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial, reduce
-from operator import or_
+from functools import partial
 from types import NoneType
 from typing import Any
 
@@ -13,34 +11,12 @@ from ...sampling.bounds import resolve_reference
 
 Schema = Mapping[str, Any]
 Tools = Mapping[str, Schema]  # by function name: the schema of its arguments
+Types = frozenset[str]
 
 STRING = frozenset({"string"})
 ANY = frozenset({"string", "integer", "number", "boolean", "object", "array", "null"})
 MAX_DEPTH = 100  # of nesting: every JSON library has a limit somewhere, and some crash there
 _NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", NoneType: "null", list: "array"}
-_KEYWORDS: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys(("properties", "$defs", "definitions"), (Mapping, "an object")),
-    **dict.fromkeys(("anyOf", "oneOf", "allOf", "enum"), (list, "a list")),
-    "$ref": (str, "a string"),
-}
-
-
-@dataclass(frozen=True)
-class Permitted:
-    """The values that a schema permits: their types, and which strings (None: any)."""
-
-    types: frozenset[str] = ANY
-    strings: frozenset[str] | None = None
-
-    def __and__(self, other: "Permitted") -> "Permitted":
-        choices = [each.strings for each in (self, other) if each.strings is not None]
-        return Permitted(self.types & other.types, frozenset.intersection(*choices) if choices else None)
-
-    def __or__(self, other: "Permitted") -> "Permitted":
-        choices = [each.strings for each in (self, other) if each.types >= STRING]
-        known = [each for each in choices if each is not None]
-        strings = frozenset[str]().union(*known) if len(known) == len(choices) else None
-        return Permitted(self.types | other.types, strings)
 
 
 def parameter_schema(schema: Schema, key: str) -> Any:
@@ -51,64 +27,44 @@ def parameter_schema(schema: Schema, key: str) -> Any:
     return schema.get("additionalProperties")
 
 
-def permitted(schema: Any, root: Schema, known: dict[str, Permitted] | None = None, depth: int = 0) -> Permitted:
-    """Return the values that a schema within `root` permits; all of them if it does not state types.
+def permitted_types(schema: Any, root: Schema, known: dict[str, Types] | None = None, depth: int = 0) -> Types:
+    """Return the types that a schema within `root` permits; all of them if it does not state any.
 
     `known` holds the result for each `$ref`, since a small schema can have 2^30 paths to one.
     """
     if not isinstance(schema, Mapping) or depth == MAX_DEPTH:
-        return Permitted()
+        return ANY
     references = {} if known is None else known
 
-    def within(part: Any) -> Permitted:
-        return permitted(part, root, references, depth + 1)
+    def within(part: Any) -> Types:
+        return permitted_types(part, root, references, depth + 1)
 
-    found = Permitted()
+    types = ANY
     if isinstance(place := schema.get("$ref"), str):
         if place not in references:
-            references[place] = Permitted()  # meanwhile: a schema that refers to itself adds nothing by that
+            references[place] = ANY  # meanwhile: a schema that refers to itself adds nothing by that
             references[place] = within(resolve_reference(place, root))
-        found &= references[place]
+        types &= references[place]
     names = schema.get("type")
-    if named := ANY.intersection([names] if isinstance(names, str) else names or ()):
-        found &= Permitted(named | {"integer"} if "number" in named else named)
+    named = frozenset(each for each in as_list([names] if isinstance(names, str) else names) if isinstance(each, str))
+    if named & ANY:
+        types &= named | {"integer"} if "number" in named else named
     for word in ("anyOf", "oneOf"):
-        if schema.get(word):
-            found &= reduce(or_, map(within, schema[word]))
-    for each in schema.get("allOf") or ():
-        found &= within(each)
-    if "const" in schema or schema.get("enum"):
-        values = schema.get("enum") or [schema["const"]]
-        found &= Permitted(frozenset(map(_type, values)), frozenset(v for v in values if isinstance(v, str)))
-    return found
+        if parts := as_list(schema.get(word)):
+            types &= frozenset[str]().union(*map(within, parts))
+    for each in as_list(schema.get("allOf")):
+        types &= within(each)
+    if values := as_list(schema.get("enum")) or ([schema["const"]] if "const" in schema else []):
+        types &= frozenset(map(_type, values))
+    return types
 
 
-def schema_problem(schema: Any, place: str = "") -> str | None:
-    """Return why something is not a JSON Schema, as far as schemas are read here. Null values are ignored."""
-    if isinstance(schema, bool):
-        return None
-    if not isinstance(schema, Mapping):
-        return f"{place.removesuffix('.')} should be a schema"
-    inner: dict[str, Any] = {}
-    for word, value in schema.items():
-        at = place + word
-        kind, expected = _KEYWORDS.get(word, (object, ""))
-        if value is None:
-            continue
-        if not isinstance(value, kind):
-            return f"{at} should be {expected}"
-        if word == "type" and not isinstance(value, str) and not _is_names(value):
-            return f"{at} should be a name or a list of names"
-        if word == "required" and not place and not _is_names(value):
-            return f"{at} should be a list of names"
-        if kind is Mapping:
-            inner |= {f"{at}.{name}.": each for name, each in value.items()}
-        elif kind is list and word != "enum":
-            inner |= {f"{at}[{i}].": each for i, each in enumerate(value)}
-    return next((problem for at, each in inner.items() if (problem := schema_problem(each, at))), None)
+def as_list(value: Any) -> list[Any]:
+    """Return a list of a schema; nothing if it is something else, since nobody has checked the schema."""
+    return value if isinstance(value, list) else []
 
 
-def to_json(text: str, types: frozenset[str]) -> str:
+def to_json(text: str, types: Types) -> str:
     """Return a bare-text value as JSON of one of these types, or else as a string, which the tool can reject.
 
     If nothing is known of the types, only what looks like an object or an array is read as one.
@@ -160,7 +116,3 @@ def _children(value: Any) -> Iterable[Any]:
 
 def _type(value: Any) -> str:
     return _NAMES.get(type(value), "object")
-
-
-def _is_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)

@@ -1,0 +1,279 @@
+"""What is checked of every request before a route sees it: the host name, the API key, and the body's size and time.
+
+A web page can give its own host name the address 127.0.0.1 (DNS rebinding); to the browser this server is then part
+of that page's origin, and the page may read its responses. The Host header gives such requests away.
+"""
+
+import asyncio
+import ipaddress
+import json
+import re
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from hmac import compare_digest
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..errors import RequestError
+from .errors import Refusal
+
+NO_KEY_PATHS = ("/", "/health", "/metrics")  # the dashboard's page asks for the key
+NO_KEY_PREFIX = "/assets/"
+PROBE_PATHS = ("/health", "/metrics")  # probes use any host name, and learn only the model's name and its load
+ANY_HOST = "*"
+HOST_AND_PORT = re.compile(r"(?:\[([^\]]*)\]|([^:]*))(?::\d*)?")
+MAX_VALUES = 2**17  # JSON values in a body, beside the token ids of a prompt: parsing blocks the event loop 2 µs each
+API_PREFIX = "/v1/"  # of all routes that have a body; elsewhere a body is not read
+CLOSE = {"Connection": "close"}
+DISCARDED_BODIES = 4  # what is read of a refused body, in times the largest
+DISCARD_SECONDS = 30.0  # for all of it
+PAUSE_SECONDS = 2.0  # without data: the client has stopped sending
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a client may send, and how long it may take."""
+
+    body_bytes: int = 16 * 2**20  # a context of 262,144 tokens is a megabyte or two
+    prompt_tokens: int | None = None  # None: what the model's context holds
+    request_seconds: float = 600.0  # from arrival to the last token
+    stall_seconds: float = 60.0  # that a client may leave a response unread
+    body_seconds: float = 60.0  # that a client may take to send its body
+    prepare_seconds: float = 60.0  # that rendering, tokenising and compiling grammars may take
+    grammar_seconds: float = 3.0  # of CPU time that the trial of a new grammar may take
+    idle_seconds: float = 60.0  # that a connection may be without a request, or with incomplete headers
+    connections: int | None = None  # None: 2,048, or as many as the limit on open files allows
+
+
+class Keys:
+    """The valid API keys, kept as digests. Each one is compared, in constant time."""
+
+    def __init__(self, keys: Collection[str] = ()):
+        if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in keys):
+            raise RequestError("api_key: a key is printable ASCII without spaces around it, and not empty")
+        self._digests = [_digest(key) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def allows(self, headers: Headers) -> bool:
+        """Return whether the headers hold a valid key. Without keys, every request is allowed."""
+        given = _digest(_key(headers))
+        return any([compare_digest(given, digest) for digest in self._digests]) or not self._digests  # noqa: C419
+
+
+def client_of(scope: Scope, keys: Keys) -> str:
+    """Return the client for fair scheduling: the owner of a key, or the address where no key is needed."""
+    if keys:
+        return _digest(_key(Headers(scope=scope))).hex()
+    client: tuple[str, int] | None = scope.get("client")
+    return client[0] if client else ""
+
+
+def _key(headers: Headers) -> str:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" and token.strip() else headers.get("x-api-key", "").strip()
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode()).digest()
+
+
+class KeyRequired:
+    """Refuse requests without a valid key, before a byte of the body is read."""
+
+    def __init__(self, app: ASGIApp, keys: Keys):
+        self.app = app
+        self.keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self.keys.allows(Headers(scope=scope)):
+            path = scope["path"]
+            if path not in NO_KEY_PATHS and not path.startswith(NO_KEY_PREFIX):
+                message = "no valid API key: send one as `Authorization: Bearer …` or `x-api-key`"
+                raise Refusal(401, message, code="invalid_api_key")
+        await self.app(scope, receive, send)
+
+
+def check_reach(host: str, keys: Keys, *, no_key: bool) -> None:
+    """Refuse to listen where other machines can connect without a key."""
+    if not keys and not no_key and not is_loopback(host):
+        raise RequestError(
+            f"host {host} can be reached from other machines, and there is no key: set --api-key or "
+            "HEADSTART_API_KEY, or pass --no-key if everyone there may use this server"
+        )
+
+
+def hosts_for(bound: str, named: Collection[str], *, key: bool) -> Collection[str]:
+    """Return the host names to accept for a server that listens on `bound`, where the user allowed those in `named`.
+
+    Beyond this machine a server with keys accepts any name unless `named` says otherwise: clients use names that it
+    cannot know, and a page without the key gets nothing from it.
+    """
+    if key and not named and not is_loopback(bound):
+        return (ANY_HOST,)
+    return (bound, *named)
+
+
+class HostRequired:
+    """Refuse requests to another host: not a loopback name, the address they arrived at, nor one of `names`.
+
+    HTTP/1.0 requests need not have a Host header. Those without one are accepted: browsers always send it.
+    """
+
+    def __init__(self, app: ASGIApp, names: Collection[str] = ()):
+        self.app = app
+        self.any_host = ANY_HOST in names
+        self.names = {_host_name(name) for name in names}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = next((value[:300] for name, value in scope.get("headers", ()) if name == b"host"), None)
+        if host is not None and not self.any_host and scope["path"] not in PROBE_PATHS:
+            name, arrived_at = _host_name(host.decode("latin-1")), (scope.get("server") or ("",))[0]
+            address = _address(name)
+            is_own = address is not None and address == _address(arrived_at)
+            if name not in self.names and not is_loopback(name) and not is_own:
+                remedy = "start the server with --allowed-host and that name, or use localhost"
+                raise Refusal(421, f"host {name[:100]!r} is not allowed: {remedy}", code="host_not_allowed")
+        await self.app(scope, receive, send)
+
+
+def is_loopback(name: str) -> bool:
+    address = _address(name)
+    return name == "localhost" if address is None else address.is_loopback
+
+
+def _host_name(host: str) -> str:
+    """Return the name in a Host header, without the port and in lower case."""
+    found = HOST_AND_PORT.fullmatch(host)  # nothing for an IPv6 address without brackets, as users write it
+    name = (found[1] or found[2] or "") if found else host
+    return name.lower().removesuffix(".")
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        address = ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+class RequestLimits:
+    """Read the body for the app. Refuse it if it is too long, whatever its headers say, not received in time, or of
+    too many JSON values; and refuse all but health checks on a connection above the limit."""
+
+    def __init__(self, app: ASGIApp, limits: Limits, context_length: int):
+        self.app = app
+        self.limits = limits
+        self.max_values = MAX_VALUES + context_length
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            if scope["state"].get("health_only") and scope["path"] not in PROBE_PATHS:
+                headers = CLOSE | {"Retry-After": "1"}
+                message = "too many connections: try again later"
+                raise Refusal(503, message, code="too_many_connections", headers=headers)
+            self._check_headers(Headers(scope=scope))
+            if scope["method"] in ("POST", "PATCH") and scope["path"].startswith(API_PREFIX):
+                body = await self._read(receive)
+                check_values(body, self.max_values)
+                receive = _replay(body, receive)
+        await self.app(scope, receive, send)
+
+    def _check_headers(self, headers: Headers) -> None:
+        declared = headers.get("content-length", "")
+        if declared and "transfer-encoding" in headers:  # a proxy may trust the one, and we the other
+            message = "the request has both Content-Length and Transfer-Encoding: send one of them"
+            raise Refusal(400, message, code="invalid_http", headers=CLOSE)
+        self._check_size(int(declared) if declared.isdecimal() else 0)
+
+    async def _read(self, receive: Receive) -> bytes:
+        body = bytearray()
+        more = True
+        try:
+            async with asyncio.timeout(self.limits.body_seconds):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise Refusal(499, "client disconnected", code="gone")
+                    body += message.get("body", b"")
+                    self._check_size(len(body))
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            text = f"request body not received within {self.limits.body_seconds:g} s"
+            raise Refusal(408, text, code="timeout", headers=CLOSE) from None
+        return bytes(body)
+
+    def _check_size(self, size: int) -> None:
+        if size > self.limits.body_bytes:
+            message = f"the body is larger than {self.limits.body_bytes:,} bytes: send less"
+            raise Refusal(413, message, code="request_too_large", headers=CLOSE)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that returns `body` first."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay
+
+
+def check_values(body: bytes, limit: int) -> None:
+    """Refuse a body that is not UTF-8 or holds more JSON values than `limit`, without parsing it."""
+    if body and json.detect_encoding(body) not in ("utf-8", "utf-8-sig"):
+        raise Refusal(400, "the body is not JSON: it is not in UTF-8", code="invalid_json")
+    if _count_values(body) <= limit:
+        return
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")  # every quote that is left begins or ends a string
+    # A value has at most four quotes, two of them its key's: with more than that there is no need to split. Of the
+    # pieces between quotes, every other one is outside of strings, the first one too.
+    if plain.count(b'"') <= 4 * limit and _count_values(b"".join(plain.split(b'"')[::2])) <= limit:
+        return
+    raise Refusal(413, f"the body holds more than {limit:,} JSON values: send less", code="request_too_large")
+
+
+def _count_values(text: bytes) -> int:
+    """Return at least the number of values less one: commas and brackets, those inside strings included."""
+    return text.count(b",") + text.count(b"[") + text.count(b"{")
+
+
+class RestOfBody:
+    """Read on where a request was refused before its body had arrived: if the server closed while the client is still
+    sending, the client's system would discard the response."""
+
+    def __init__(self, app: ASGIApp, limits: Limits):
+        self.app = app
+        self.most = DISCARDED_BODIES * limits.body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope) if scope["type"] == "http" else {}
+        unread = "content-length" in headers or "transfer-encoding" in headers
+
+        async def watch() -> Message:
+            nonlocal unread
+            message = await receive()
+            unread = message.get("more_body", False)
+            return message
+
+        async def finish(message: Message) -> None:
+            if unread and message["type"] == "http.response.body" and not message.get("more_body"):
+                await send({**message, "more_body": True})
+                await self._discard(receive)
+                message = {"type": "http.response.body"}
+            await send(message)
+
+        await self.app(scope, watch, finish)
+
+    async def _discard(self, receive: Receive) -> None:
+        left, more = self.most, True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_SECONDS):
+                while more and left > 0:
+                    message = await asyncio.wait_for(receive(), PAUSE_SECONDS)
+                    left -= len(message.get("body", b""))
+                    more = message.get("more_body", False)
