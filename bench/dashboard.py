@@ -21,7 +21,7 @@ from playwright.sync_api import Browser, expect, sync_playwright
 from headstart.checkpoint import read_layout, resolve
 from headstart.engine import Engine, EngineThread
 from headstart.library import load
-from headstart.server import ServedModel, Server, bind, create_app, history
+from headstart.server import ServedModel, Server, bind, create_app, metrics
 
 BODY = {
     "messages": [{"role": "user", "content": "Write a Python function that sorts a list."}],
@@ -53,13 +53,13 @@ def serving() -> Iterator[str]:
 
 def fill_history(address: str) -> None:
     """Record an hour's samples in a few seconds."""
-    usual, history.INTERVAL = history.INTERVAL, 0.001
+    usual, metrics.INTERVAL = metrics.INTERVAL, 0.001
     kept = 0
-    while kept < history.KEPT:
+    while kept < metrics.KEPT:
         time.sleep(0.5)
         (model,) = httpx.get(f"{address}/v1/history").json()["models"].values()
-        kept = len(model["samples"]["time"])
-    history.INTERVAL = usual
+        kept = len(model["samples"])
+    metrics.INTERVAL = usual
 
 
 @contextmanager

@@ -20,11 +20,10 @@ from headstart.errors import HeadstartError
 from headstart.sampling.bounds import on_deep_stack
 from headstart.server import Limits, ServedModel
 from headstart.server.anthropic_request import CountTokensRequest, MessagesRequest
+from headstart.server.chat import Prompt
 from headstart.server.errors import Refusal
-from headstart.server.limits import Deadline
 from headstart.server.openai_request import ChatCompletionRequest, CompletionRequest
-from headstart.server.prepare import Preparer
-from headstart.server.prompt import Prompt
+from headstart.server.prepare import Deadline, Preparer
 
 SHAPES: dict[str, Any] = {
     "/v1/chat/completions": ChatCompletionRequest,

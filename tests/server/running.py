@@ -26,9 +26,8 @@ from headstart.models import Model
 from headstart.sampling import SamplingParams
 from headstart.server import Keys, Limits, ServedModel, Server, bind, create_app
 from headstart.server.anthropic_request import CountTokensRequest
-from headstart.server.limits import Deadline
-from headstart.server.prepare import Preparer
-from headstart.server.prompt import Prompt
+from headstart.server.chat import Prompt
+from headstart.server.prepare import Deadline, Preparer
 from headstart.server.request_fields import GenerationRequest
 
 HUB_ID = "someone/tiny-random"
@@ -104,7 +103,6 @@ def running(
     cors_origins: tuple[str, ...] = (),
     deadline: float = 5.0,
     send_buffer: int | None = None,
-    settings_file: Path | None = None,
     room_type: type[EngineThread] = EngineThread,
     **engine: Any,
 ) -> Iterator[Running]:
@@ -118,7 +116,6 @@ def running(
         keys=Keys([*([key] if key else []), *other_keys]),
         limits=limits,
         cors_origins=cors_origins,
-        settings_file=settings_file,
     )
     with bind("127.0.0.1", 0) as place:
         if send_buffer is not None:

@@ -9,8 +9,8 @@ from scripted import ScriptedRoom
 
 from headstart.engine import Engine, EngineThread, Request
 from headstart.server.errors import Refusal
-from headstart.server.limits import Deadline
 from headstart.server.metrics import Meter, Metrics
+from headstart.server.prepare import Deadline
 from headstart.server.request_handler import RunningRequest
 
 

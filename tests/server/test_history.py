@@ -8,14 +8,14 @@ import httpx
 import pytest
 from running import Running, running, wait_until
 
-import headstart.server.history
+import headstart.server.metrics
 
 BODY = {"prompt": "go on", "max_tokens": 30, "min_tokens": 30, "num_draft_tokens": 3}
 
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headstart.server.history, "INTERVAL", 0.05)
+    monkeypatch.setattr(headstart.server.metrics, "INTERVAL", 0.05)
 
 
 def recent(http: httpx.Client, after: float = 0) -> Any:
@@ -54,7 +54,7 @@ def test_only_what_is_new_is_told() -> None:
 
 
 def test_it_forgets_what_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headstart.server.history, "KEPT", 3)
+    monkeypatch.setattr(headstart.server.metrics, "KEPT", 3)
     with running() as server, server.http() as http:
         wait_until(lambda: recent(http)["samples"]["time"])
         first = recent(http)["samples"]["time"][0]
@@ -68,7 +68,7 @@ def test_a_sample_that_fails_is_logged_and_the_next_one_is_taken(
     with running() as server, server.http() as http:
         wait_until(lambda: recent(http)["samples"]["time"])
         with monkeypatch.context() as broken:
-            broken.setattr(headstart.server.history, "mx", None)
+            broken.setattr(headstart.server.metrics, "mx", None)
             wait_until(lambda: "a sample of the history failed" in caplog.text)
             last = recent(http)["samples"]["time"][-1]
         http.post("/v1/completions", json=BODY)
@@ -80,7 +80,7 @@ def test_a_clock_that_is_set_back_stops_nothing(monkeypatch: pytest.MonkeyPatch)
     with running() as server, server.http() as http:
         wait_until(lambda: recent(http)["samples"]["time"])
         late = SimpleNamespace(time=lambda: time.time() - 3600, perf_counter=time.perf_counter)
-        monkeypatch.setattr(headstart.server.history, "time", late)
+        monkeypatch.setattr(headstart.server.metrics, "time", late)
         last = recent(http)["samples"]["time"][-1]
         wait_until(lambda: len(recent(http, after=last)["samples"]["time"]) > 2)
         times = recent(http)["samples"]["time"]

@@ -22,7 +22,7 @@ from running import running, wait_until
 
 from headstart.errors import RequestError
 from headstart.server import Limits, connection_limit
-from headstart.server.connection import Pool
+from headstart.server.listen import Pool
 from headstart.server.request_handler import RequestHandler
 
 FILES = 512  # descriptors of the server process: more than 384 connections cannot be open

@@ -8,8 +8,8 @@ import pytest
 from hostile import SMALL, Target, error_code, target
 
 from headstart.server import hosts_for
-from headstart.server.access import HostRequired
 from headstart.server.errors import Refusal
+from headstart.server.middleware import HostRequired
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ from uvicorn.server import ServerState
 
 from headstart.errors import RequestError
 from headstart.server import Keys, Limits, check_reach
-from headstart.server.access import client_of
-from headstart.server.connection import Connection, Pool
+from headstart.server.listen import Connection, Pool
+from headstart.server.middleware import client_of
 from headstart.state import PrefixCache
 
 HI = [{"role": "user", "content": "hi"}]

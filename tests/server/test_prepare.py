@@ -21,9 +21,8 @@ from headstart.sampling import GrammarSpec, find_grammar
 from headstart.server import Limits
 from headstart.server.encode import Encoder
 from headstart.server.errors import Refusal
-from headstart.server.limits import Deadline
 from headstart.server.markup import Markup, call_grammar
-from headstart.server.prepare import Preparation, Preparer
+from headstart.server.prepare import Deadline, Preparation, Preparer
 from headstart.server.request_fields import MAX_TOOLS
 from headstart.server.workers import Worker, Workers, worker_settings
 

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
-from hashlib import sha256
 from typing import Any
 
 from pydantic_core import from_json
@@ -17,6 +16,7 @@ from .response import ChoiceOutput, Events, ResponseWriter, TokenSpan, encode_js
 from .served_model import ServedModel
 
 PING_SECONDS = 5.0  # without an event
+SIGNATURE = "headstart"  # of reasoning: nobody checks it, but clients keep only reasoning that has one
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 Json = dict[str, Any]
@@ -110,13 +110,8 @@ def _block(delta: Delta, text: str) -> Json:
         case "content":
             return {"type": "text", "text": text}
         case "reasoning":
-            return {"type": "thinking", "thinking": text, "signature": _signature(text) if text else ""}
+            return {"type": "thinking", "thinking": text, "signature": SIGNATURE if text else ""}
     return {"type": "tool_use", "id": new_id("toolu_"), "name": delta.text, "input": {}}
-
-
-def _signature(thought: str) -> str:
-    """Return a signature that nobody checks: clients keep only reasoning that has one."""
-    return sha256(thought.encode()).hexdigest()
 
 
 class BlockStream:
@@ -125,7 +120,6 @@ class BlockStream:
     def __init__(self) -> None:
         self._index = -1
         self._open: str | None = None  # the type of the open block
-        self._thought = ""
 
     def add(self, delta: Delta) -> Iterator[str]:
         match delta.kind:
@@ -141,16 +135,15 @@ class BlockStream:
                 if kind == "content":
                     yield self._delta("text_delta", text=delta.text)
                 elif kind == "reasoning":
-                    self._thought += delta.text
                     yield self._delta("thinking_delta", thinking=delta.text)
 
     def close(self) -> Iterator[str]:
         """End the open block."""
         if self._open == "thinking":
-            yield self._delta("signature_delta", signature=_signature(self._thought))
+            yield self._delta("signature_delta", signature=SIGNATURE)
         if self._open is not None:
             yield _event("content_block_stop", index=self._index)
-        self._open, self._thought = None, ""
+        self._open = None
 
     def _delta(self, kind: str, **fields: str) -> str:
         return _event("content_block_delta", index=self._index, delta={"type": kind, **fields})

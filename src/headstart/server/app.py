@@ -22,9 +22,8 @@ from .anthropic_response import AnthropicWriter
 from .dashboard import add_dashboard
 from .errors import refuse, respond_to_error
 from .listen import Pool
-from .log import AccessLog
 from .metrics import History, Metrics
-from .middleware import HostRequired, KeyRequired, Keys, Limits, RequestLimits, RestOfBody
+from .middleware import Keys, Limits, RequestChecks, RestOfBody
 from .openai_request import ChatCompletionRequest, CompletionRequest
 from .openai_response import OpenAIWriter
 from .request_handler import RequestHandler
@@ -68,15 +67,18 @@ def create_app(
     add_settings_routes(app, engine_thread)
     add_dashboard(app)
     # The last one added is the first to see a request.
-    app.add_middleware(RequestLimits, limits=limits, context_length=served.model.context_length)
-    app.add_middleware(KeyRequired, keys=keys)
-    app.add_middleware(HostRequired, names=allowed_hosts)
+    app.add_middleware(
+        RequestChecks,
+        keys=keys,
+        hosts=allowed_hosts,
+        limits=limits,
+        context_length=served.model.context_length,
+    )
     # Starlette's own handler of unexpected errors is outside of CORS: web pages could not read its response.
     app.add_middleware(ExceptionMiddleware, handlers={Exception: respond_to_error, HTTPException: respond_to_error})
     if cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(RestOfBody, limits=limits)
-    app.add_middleware(AccessLog, responses=metrics.counters.responses)
     return app
 
 

@@ -18,7 +18,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..sampling import GrammarSpec
 from ..sampling.bounds import MAX_NODES, count_nodes
 from ..sampling.grammar import Grammar
-from .encode import Encoder, MarkedText
 from .errors import refuse
 from .markup import (
     CALL,
@@ -31,6 +30,7 @@ from .markup import (
     with_thinking,
 )
 from .prepare import Preparation
+from .worker import Encoder, MarkedText
 
 if TYPE_CHECKING:
     from .served_model import ServedModel

@@ -1,6 +1,5 @@
 """Errors as HTTP responses, in the shape that the clients of each API turn into their typed exceptions."""
 
-import json
 from collections.abc import Mapping
 from math import ceil
 from typing import Any, NoReturn
@@ -59,11 +58,6 @@ class Refusal(HTTPException):
         """Return the error in the shape that clients of `path` know."""
         is_anthropic = path == MESSAGES_ROUTE or path.startswith(MESSAGES_ROUTE + "/")
         return JSONResponse(self.anthropic_body if is_anthropic else self.openai_body, self.status_code, self.headers)
-
-    @property
-    def openai_event(self) -> str:
-        """Return the error inside a stream, whose status has been sent."""
-        return f"data: {json.dumps(self.openai_body)}\n\n"
 
     def _type(self, types: dict[int, str]) -> str:
         return types.get(self.status_code, "invalid_request_error" if self.status_code < 500 else types[500])

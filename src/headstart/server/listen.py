@@ -73,8 +73,6 @@ class Server(uvicorn.Server):
                 # How many connections asyncio accepts at a time. Where it cannot, it tries again a second later as
                 # many times as it failed: more than one would multiply.
                 backlog=1,
-                log_level="warning",
-                access_log=False,
                 timeout_graceful_shutdown=int(deadline + GRACE_SECONDS) + 1,
             )
         )
@@ -135,14 +133,6 @@ class Connection(H11Protocol):
     _stall_timer: asyncio.TimerHandle | None = None
 
     @property
-    def _limits(self) -> Limits:
-        return self.app_state["limits"]
-
-    @property
-    def _pool(self) -> "Pool":
-        return self.app_state["pool"]
-
-    @property
     def address(self) -> str:
         return self.client[0] if self.client else ""
 
@@ -159,9 +149,9 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(0)  # writing is paused as soon as anything is unread
         self.idle_since = self.loop.time()
-        self.timeout_keep_alive = self._limits.idle_seconds  # type: ignore[assignment]
+        self.timeout_keep_alive = self.app_state["limits"].idle_seconds
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
-        if not self._pool.add(self):
+        if not self.app_state["pool"].add(self):
             self.app_state = {**self.app_state, "health_only": True}  # see RequestLimits
 
     def data_received(self, data: bytes) -> None:
@@ -185,7 +175,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self._cancel_stall_timer()
-        self._pool.remove(self)
+        self.app_state["pool"].remove(self)
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP; within a request, close."""
@@ -198,7 +188,9 @@ class Connection(H11Protocol):
         """Log nothing: a request that offers to upgrade (to HTTP/2, say) is served as it is."""
 
     def _watch_stall(self, unread: int) -> None:
-        self._stall_timer = self.loop.call_later(self._limits.stall_seconds, self._drop_if_stalled, unread)
+        self._stall_timer = self.loop.call_later(
+            self.app_state["limits"].stall_seconds, self._drop_if_stalled, unread
+        )
 
     def _drop_if_stalled(self, unread: int) -> None:
         """Close if the client has read nothing since. While writing is paused, no data is added to what is unread."""

@@ -2,19 +2,12 @@
 
 import logging
 import select
-import time
-from collections import Counter
 from contextlib import suppress
 from typing import Any, TextIO
-from urllib.parse import quote
-
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..engine.log import format_error, log_error
 
 LOG = logging.getLogger("headstart.server")
-ACCESS = logging.getLogger("headstart.access")
-MAX_PATH = 200  # characters of a path in the access log
 
 
 def configure_log(level: str, *, access: bool) -> None:
@@ -28,7 +21,7 @@ def configure_log(level: str, *, access: bool) -> None:
     logging.getLogger("headstart").setLevel(level.upper())
     # It warns of prompts longer than the tokenizer's model_max_length, which is not the model's context.
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    ACCESS.setLevel(logging.INFO if access else logging.CRITICAL)
+    logging.getLogger("uvicorn.access").setLevel(logging.INFO if access else logging.WARNING)
 
 
 def log_unexpected(error: BaseException) -> None:
@@ -50,35 +43,3 @@ class StderrHandler(logging.StreamHandler[TextIO]):
         with suppress(OSError, ValueError):  # its reader has gone, or it is closed
             if select.select([], [self.stream], [], 0)[1]:
                 super().emit(record)
-
-
-class AccessLog:
-    """Count responses by status, and log each request when its response has ended: never a query, header or body."""
-
-    def __init__(self, app: ASGIApp, responses: Counter[int]):
-        self.app = app
-        self.responses = responses
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        start = time.perf_counter()
-        status = 499  # the client left before there was a response
-        scope["tokens"] = Counter()  # see Meter
-
-        async def observe(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                self.responses[status] += 1
-            await send(message)
-
-        try:
-            await self.app(scope, receive, observe)
-        finally:
-            ACCESS.info(
-                "%s %s %d %.3fs prompt_tokens=%d generation_tokens=%d",
-                scope["method"], quote(scope["path"])[:MAX_PATH], status, time.perf_counter() - start,
-                scope["tokens"]["prompt"], scope["tokens"]["generation"],
-            )  # fmt: skip

@@ -8,7 +8,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile, zip_longest
+from itertools import takewhile
 from typing import Any
 
 import mlx.core as mx
@@ -29,7 +29,6 @@ class Counters:
     """Totals since the server started. Only the event loop changes them."""
 
     requests: Counter[tuple[str, str]] = field(default_factory=Counter)  # by endpoint and outcome
-    responses: Counter[int] = field(default_factory=Counter)  # by HTTP status
     bypasses: Counter[str] = field(default_factory=Counter)  # answers without drafts, by reason
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt tokens, found in the prefix cache
@@ -65,6 +64,7 @@ class Counters:
         rounds = self.rounds.total()
         proposed = self.proposed.total()
         accepted = self.accepted.total()
+        positions = sorted(self.proposed)
         return {
             "rounds": rounds,
             "generation_tokens": self.generation_tokens,
@@ -74,23 +74,15 @@ class Counters:
             "proposed_draft_tokens": proposed,
             "accepted_draft_tokens": accepted,
             "acceptance_rate": accepted / proposed if proposed else 0.0,
-            "acceptance_by_position": [self.accepted[j] / self.proposed[j] for j in sorted(self.proposed)],
-            "paused_seconds": self.paused_seconds,
-            "bypasses": dict(self.bypasses),
-        }
-
-    def totals(self) -> dict[str, list[float]]:
-        """Return what the history keeps, each as a list: of one number, or of one for each position."""
-        positions = range(1, max(self.proposed, default=0) + 1)
-        return {
-            "generation_tokens": [self.generation_tokens],
-            "rounds": [self.rounds.total()],
             "proposed_by_position": [self.proposed[j] for j in positions],
             "accepted_by_position": [self.accepted[j] for j in positions],
-            "prompt_tokens": [self.prompt_tokens],
-            "cached_tokens": [self.cached_tokens],
-            "first_tokens": [self.first_tokens],
-            "first_token_seconds": [self.first_token_seconds],
+            "acceptance_by_position": [self.accepted[j] / self.proposed[j] for j in positions],
+            "paused_seconds": self.paused_seconds,
+            "bypasses": dict(self.bypasses),
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "first_tokens": self.first_tokens,
+            "first_token_seconds": self.first_token_seconds,
         }
 
 
@@ -125,7 +117,6 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         counters, thread, engine = self.counters, self._engine_thread, self._engine_thread.engine
         yield _counter("requests", "Requests by outcome.", counters.requests, "endpoint", "outcome")
-        yield _counter("http_responses", "Responses by status.", counters.responses, "status")
         yield _counter("prompt_tokens", "Prompt tokens.", counters.prompt_tokens)
         yield _counter("cached_prompt_tokens", "Prompt tokens found in the prefix cache.", counters.cached_tokens)
         yield _counter("generation_tokens", "Generated tokens.", counters.generation_tokens)
@@ -182,32 +173,19 @@ def _fill(
 class Meter:
     """Count one request. Times are those of time.perf_counter."""
 
-    def __init__(self, metrics: Metrics, endpoint: str, arrived: float, tokens: Counter[str] | None = None):
-        """`tokens`: where the prompt and generation tokens of this request are counted, for the access log."""
+    def __init__(self, metrics: Metrics, endpoint: str, arrived: float):
         self._metrics = metrics
         self._endpoint = endpoint
-        self._tokens = Counter() if tokens is None else tokens
         self._last: defaultdict[int, float] = defaultdict(lambda: arrived)  # time of the last token, by choice
         self._stats: defaultdict[int, Stats] = defaultdict(lambda: Stats(None, None))
-        self._finish_reasons: list[str] = []
         self._ended = False
 
-    def count(self, event: Event, when: float, answers: int = 1) -> None:
-        """Count an event of a request for `answers` answers. The request ends with the last of them."""
+    def count(self, event: Event, when: float) -> None:
         if event.stats is not None:
-            before = self._stats[event.choice]
-            self._metrics.counters.add(before, event.stats, first=event.choice == 0)
-            self._tokens["prompt"] = event.stats.prompt_tokens
-            self._tokens["generation"] += event.stats.generation_tokens - before.generation_tokens
+            self._metrics.counters.add(self._stats[event.choice], event.stats, first=event.choice == 0)
             if event.tokens:
                 self._time(event, when)
             self._stats[event.choice] = event.stats
-        if event.finish_reason in ("error", "cancelled"):
-            self.end(event.finish_reason)
-        elif event.finish_reason is not None:
-            self._finish_reasons.append(event.finish_reason)
-            if len(self._finish_reasons) == answers:
-                self.end("length" if "length" in self._finish_reasons else "stop")
 
     def end(self, outcome: str) -> None:
         """Count how the request ended. Only the first call counts."""
@@ -228,10 +206,7 @@ class Meter:
 
 
 class History:
-    """The last hour in samples of two seconds, for the dashboard.
-
-    Counts are kept as differences, so that a page can add them up over any stretch of time.
-    """
+    """The last hour in samples of two seconds, for the dashboard: what /v1/mtp/stats said, and the load."""
 
     def __init__(self, engine_thread: EngineThread, counters: Counters):
         self._engine_thread = engine_thread
@@ -240,40 +215,29 @@ class History:
 
     async def run(self) -> None:
         """Take samples until cancelled."""
-        before, then = self._counters.totals(), time.perf_counter()
         prefix = self._engine_thread.engine.prefix
         while True:
-            await asyncio.sleep(INTERVAL)
             # In a thread: the engine may hold the prefix cache for a while.
             prefix_bytes = (await asyncio.to_thread(prefix.stats)).bytes if prefix is not None else 0
-            self._samples.append(self._sample(before, time.perf_counter() - then, prefix_bytes))
-            before, then = self._counters.totals(), time.perf_counter()
+            self._samples.append(self._sample(prefix_bytes))
+            await asyncio.sleep(INTERVAL)
 
     def report(self, after: float) -> dict[str, Any]:
-        """Return the samples newer than `after` as columns, and the depth controller's estimates."""
-        recent = [*takewhile(lambda sample: sample["time"] > after, reversed(self._samples))][::-1]
-        names = self._sample(self._counters.totals(), 0.0, 0)
-        gains = [round(gain, 3) for gain in self._engine_thread.engine.depth.gains]
-        return {
-            "interval": INTERVAL,
-            "samples": {name: [sample[name] for sample in recent] for name in names},
-            "controller": {"depth": self._counters.depth, "gains": gains},
-        }
+        """Return the samples newer than `after`."""
+        recent = takewhile(lambda sample: sample["time"] > after, reversed(self._samples))
+        return {"interval": INTERVAL, "samples": [*recent][::-1]}
 
-    def _sample(self, before: dict[str, list[float]], seconds: float, prefix_bytes: int) -> dict[str, Any]:
+    def _sample(self, prefix_bytes: int) -> dict[str, Any]:
+        thread = self._engine_thread
         # After a clock that was set back, pages would wait for samples newer than the ones they have.
-        earliest = self._samples[-1]["time"] + seconds if self._samples else 0.0
-        counted: dict[str, Any] = {}
-        for name, now in self._counters.totals().items():
-            gained = [a - b for a, b in zip_longest(now, before[name], fillvalue=0)]
-            counted[name] = gained if name.endswith("_by_position") else gained[0]
+        earliest = self._samples[-1]["time"] + INTERVAL / 2 if self._samples else 0.0
         return {
             "time": round(max(time.time(), earliest), 3),
-            "seconds": round(seconds, 3),
-            **counted,
-            "running": self._engine_thread.running,
-            "prefilling": self._engine_thread.prefilling,
-            "queued": self._engine_thread.queued,
+            **self._counters.report(),
+            "expected_speed_by_depth": [round(gain, 3) for gain in thread.engine.depth.gains],
+            "running": thread.running,
+            "prefilling": thread.prefilling,
+            "queued": thread.queued,
             "active_bytes": mx.get_active_memory(),
             "cache_bytes": mx.get_cache_memory(),
             "prefix_bytes": prefix_bytes,

@@ -82,20 +82,13 @@ def _digest(key: str) -> bytes:
     return sha256(key.encode()).digest()
 
 
-class KeyRequired:
-    """Refuse requests without a valid key, before a byte of the body is read."""
-
-    def __init__(self, app: ASGIApp, keys: Keys):
-        self.app = app
-        self.keys = keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self.keys.allows(Headers(scope=scope)):
-            path = scope["path"]
-            if path not in NO_KEY_PATHS and not path.startswith(NO_KEY_PREFIX):
-                message = "no valid API key: send one as `Authorization: Bearer …` or `x-api-key`"
-                raise Refusal(401, message, code="invalid_api_key")
-        await self.app(scope, receive, send)
+def check_key(scope: Scope, keys: Keys) -> None:
+    """Refuse a request without a valid key."""
+    path = scope["path"]
+    is_open = path in NO_KEY_PATHS or path.startswith(NO_KEY_PREFIX)
+    if not is_open and not keys.allows(Headers(scope=scope)):
+        message = "no valid API key: send one as `Authorization: Bearer …` or `x-api-key`"
+        raise Refusal(401, message, code="invalid_api_key")
 
 
 def check_reach(host: str, keys: Keys, *, no_key: bool) -> None:
@@ -118,27 +111,20 @@ def hosts_for(bound: str, named: Collection[str], *, key: bool) -> Collection[st
     return (bound, *named)
 
 
-class HostRequired:
-    """Refuse requests to another host: not a loopback name, the address they arrived at, nor one of `names`.
+def check_host(scope: Scope, names: Collection[str]) -> None:
+    """Refuse a request to another host: not a loopback name, the address it arrived at, nor one of `names`.
 
     HTTP/1.0 requests need not have a Host header. Those without one are accepted: browsers always send it.
     """
-
-    def __init__(self, app: ASGIApp, names: Collection[str] = ()):
-        self.app = app
-        self.any_host = ANY_HOST in names
-        self.names = {_host_name(name) for name in names}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        host = next((value[:300] for name, value in scope.get("headers", ()) if name == b"host"), None)
-        if host is not None and not self.any_host and scope["path"] not in PROBE_PATHS:
-            name, arrived_at = _host_name(host.decode("latin-1")), (scope.get("server") or ("",))[0]
-            address = _address(name)
-            is_own = address is not None and address == _address(arrived_at)
-            if name not in self.names and not is_loopback(name) and not is_own:
-                remedy = "start the server with --allowed-host and that name, or use localhost"
-                raise Refusal(421, f"host {name[:100]!r} is not allowed: {remedy}", code="host_not_allowed")
-        await self.app(scope, receive, send)
+    host = Headers(scope=scope).get("host")
+    if host is None or ANY_HOST in names or scope["path"] in PROBE_PATHS:
+        return
+    name, (arrived_at, _) = _host_name(host[:300]), scope.get("server") or ("", None)
+    address = _address(name)
+    is_own = address is not None and address == _address(arrived_at)
+    if not is_own and not is_loopback(name) and name not in map(_host_name, names):
+        remedy = "start the server with --allowed-host and that name, or use localhost"
+        raise Refusal(421, f"host {name[:100]!r} is not allowed: {remedy}", code="host_not_allowed")
 
 
 def is_loopback(name: str) -> bool:
@@ -161,17 +147,24 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     return getattr(address, "ipv4_mapped", None) or address
 
 
-class RequestLimits:
-    """Read the body for the app. Refuse it if it is too long, whatever its headers say, not received in time, or of
-    too many JSON values; and refuse all but health checks on a connection above the limit."""
+class RequestChecks:
+    """Check the host and the key of a request, then read its body for the app.
 
-    def __init__(self, app: ASGIApp, limits: Limits, context_length: int):
+    The body is refused if it is too long, whatever its headers say, not received in time, or of too many JSON values.
+    On a connection above the limit, all but health checks are refused.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keys, hosts: Collection[str], limits: Limits, context_length: int):
         self.app = app
+        self.keys = keys
+        self.hosts = hosts
         self.limits = limits
         self.max_values = MAX_VALUES + context_length
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            check_host(scope, self.hosts)
+            check_key(scope, self.keys)
             if scope["state"].get("health_only") and scope["path"] not in PROBE_PATHS:
                 headers = CLOSE | {"Retry-After": "1"}
                 message = "too many connections: try again later"

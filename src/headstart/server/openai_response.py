@@ -48,7 +48,7 @@ class OpenAIWriter(ResponseWriter):
             async for chunk in self._chunks(events):
                 yield f"data: {encode_json(chunk)}\n\n"
         except Exception as error:  # the status has been sent
-            yield to_refusal(error).openai_event
+            yield f"data: {encode_json(to_refusal(error).openai_body)}\n\n"
         yield "data: [DONE]\n\n"
 
     async def _chunks(self, events: Events) -> AsyncIterator[Json]:

@@ -20,9 +20,9 @@ from ..errors import Busy, RequestError
 from ..sampling import GrammarSpec, compile_grammar, find_grammar
 from ..sampling.bounds import check_bounds
 from ..sampling.grammar import LIMITS, MASK_SECONDS, Grammar, llguidance_grammar
-from .encode import Encoder, Kind
 from .errors import Refusal, refuse
 from .middleware import Limits
+from .worker import Encoder, Kind
 from .workers import ClientPlaces, WorkerDied, Workers
 
 Result = TypeVar("Result")
@@ -31,20 +31,10 @@ THREADS = 4
 SMALL = 2**15  # characters: takes at most 0.1 s to tokenise
 
 
-@dataclass(frozen=True)
-class Deadline:
-    """When a request must have ended."""
-
-    seconds: float
-    at: float  # by the event loop's clock
-
-    @classmethod
-    def after(cls, seconds: float) -> "Deadline":
-        return cls(seconds, asyncio.get_running_loop().time() + seconds)
-
-    def missed(self) -> Refusal:
-        message = f"request not finished within {self.seconds:g} s: ask for fewer tokens"
-        return Refusal(408, message, code="timeout", headers={"x-should-retry": "false"})  # it would fail again
+def timed_out(limits: Limits) -> Refusal:
+    """Return the refusal of a request that has not ended by its deadline."""
+    message = f"request not finished within {limits.request_seconds:g} s: ask for fewer tokens"
+    return Refusal(408, message, code="timeout", headers={"x-should-retry": "false"})  # it would fail again
 
 
 class Preparer:
@@ -82,28 +72,30 @@ class Preparer:
         make: "Callable[[Preparation], Awaitable[Result]]",
         http: HTTPRequest,
         client: str,
-        deadline: Deadline,
+        deadline: float,
         *,
         counting: bool = False,
     ) -> Result:
         """Return what `make` makes. It is cancelled when the client disconnects or the time is up.
 
-        `counting`: accept a prompt that is too long for the model, to count its tokens.
+        Args:
+            deadline: of the whole request, by the event loop's clock.
+            counting: accept a prompt that is too long for the model, to count its tokens.
         """
         self._check_busy(client)
         making = asyncio.ensure_future(make(Preparation(self, client, counting)))
         gone = asyncio.create_task(disconnected(http))
         self._in_progress[client] += 1
         try:
-            left = max(0.0, deadline.at - asyncio.get_running_loop().time())
+            left = deadline - asyncio.get_running_loop().time()
             timeout = min(self.limits.prepare_seconds, left)
-            await asyncio.wait((making, gone), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((making, gone), timeout=max(0.0, timeout), return_when=asyncio.FIRST_COMPLETED)
             if making.done():
                 return making.result()
             if gone.done():
                 raise Refusal(499, "client disconnected", code="gone")
-            if deadline.seconds <= self.limits.prepare_seconds:
-                raise deadline.missed()
+            if left <= self.limits.prepare_seconds:
+                raise timed_out(self.limits)
             message = f"prompt not prepared within {self.limits.prepare_seconds:g} s: shorten it"
             raise Refusal(408, message, code="timeout", headers={"x-should-retry": "false"})
         finally:
@@ -165,7 +157,7 @@ class Preparation:
             _too_long(param, self.preparer.max_tokens, len(tokens))
 
     async def encode(self, text: str, param: str, *, kind: Kind, mark: str = "") -> list[int]:
-        """Return the tokens of a text. For `kind` and `mark` see encode.py."""
+        """Return the tokens of a text. For `kind` and `mark` see worker.py."""
         self.check_characters(len(text), param)
         if len(text) <= SMALL:
             tokens = await self.run(self.preparer.encoder.tokens, text, kind, mark)

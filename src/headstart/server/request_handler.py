@@ -19,7 +19,7 @@ from .chat import Prompt
 from .errors import Refusal, to_refusal
 from .metrics import Meter, Metrics
 from .middleware import Keys, Limits, client_of
-from .prepare import Deadline, Preparation, Preparer, disconnected
+from .prepare import Preparation, Preparer, disconnected, timed_out
 from .request_fields import GenerationRequest
 from .response import ResponseWriter
 from .served_model import ServedModel
@@ -51,8 +51,8 @@ class RequestHandler:
         body.check()
         self.served.check_name(body.model)
         self._check_open()
-        meter = Meter(self.metrics, http.url.path, time.perf_counter(), http.scope["tokens"])
-        deadline = Deadline.after(self.limits.request_seconds)
+        meter = Meter(self.metrics, http.url.path, time.perf_counter())
+        deadline = self._deadline()
         client = client_of(http.scope, self.keys)
 
         async def make_request(work: Preparation) -> tuple[Prompt, Request]:
@@ -70,7 +70,9 @@ class RequestHandler:
             raise
         writer = writer_type(body, prompt, self.served)
         try:
-            running = RunningRequest(self.engine_thread, request, client=client, deadline=deadline, meter=meter)
+            running = RunningRequest(
+                self.engine_thread, request, self.limits, client=client, deadline=deadline, meter=meter
+            )
         except HeadstartError as error:
             self._check_open()  # it may have closed meanwhile
             raise to_refusal(error, prompt=prompt.param) from error
@@ -93,9 +95,8 @@ class RequestHandler:
     async def count_tokens(self, body: CountTokensRequest, http: HTTPRequest) -> int:
         body.check()
         self.served.check_name(body.model)
-        client, deadline = client_of(http.scope, self.keys), Deadline.after(self.limits.request_seconds)
-        make_prompt = partial(body.make_prompt, self.served)
-        prompt = await self.preparer.prepare(make_prompt, http, client, deadline, counting=True)
+        client, make_prompt = client_of(http.scope, self.keys), partial(body.make_prompt, self.served)
+        prompt = await self.preparer.prepare(make_prompt, http, client, self._deadline(), counting=True)
         return len(prompt.tokens)
 
     def cancel(self, id: str, http: HTTPRequest) -> None:
@@ -104,6 +105,9 @@ class RequestHandler:
         if running is None or running.client != client_of(http.scope, self.keys):
             raise Refusal(404, f"no request {id[:100]!r} is running", param="id", code="not_found")
         running.cancel()
+
+    def _deadline(self) -> float:
+        return asyncio.get_running_loop().time() + self.limits.request_seconds
 
     def _check_open(self) -> None:
         thread = self.engine_thread
@@ -115,11 +119,13 @@ class RequestHandler:
 class RunningRequest:
     """A request submitted to the engine, seen from the event loop. The engine never waits for its reader."""
 
-    def __init__(self, thread: EngineThread, request: Request, *, client: str, deadline: Deadline, meter: Meter):
+    def __init__(
+        self, thread: EngineThread, request: Request, limits: Limits, *, client: str, deadline: float, meter: Meter
+    ):
         loop = asyncio.get_running_loop()
         self.client = client  # who may cancel it
         self._events: asyncio.Queue[tuple[Event, float] | None] = asyncio.Queue()  # None: the deadline has passed
-        self._deadline, self._meter = deadline, meter
+        self._limits, self._meter = limits, meter
         self._cancelled = False  # by the client, not by the engine
         self._late = False
 
@@ -127,7 +133,7 @@ class RunningRequest:
             loop.call_soon_threadsafe(self._events.put_nowait, (event, time.perf_counter()))
 
         self._handle = thread.submit(request, client=client, listener=listen)
-        self._alarm = loop.call_at(deadline.at, self._time_out)
+        self._alarm = loop.call_at(deadline, self._time_out)
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -148,19 +154,22 @@ class RunningRequest:
 
     async def events(self) -> AsyncIterator[Event]:
         """Yield events until all choices are finished. Raises if the request fails or takes too long."""
-        choices = unfinished = self._handle.request.n
-        while unfinished:
+        finish_reasons: list[str] = []
+        while len(finish_reasons) < self._handle.request.n:
             timed = None if self._late else await self._events.get()
             if timed is None:  # events still in the queue are too late
-                raise self._deadline.missed()
+                raise timed_out(self._limits)
             event, when = timed
-            self._meter.count(event, when, choices)
+            self._meter.count(event, when)
             if event.error is not None:
+                self._meter.end("error")
                 raise event.error
             if event.finish_reason == "cancelled" and not self._cancelled:
                 message = "the server is shutting down: this response is incomplete"
                 raise Refusal(503, message, code="shutting_down")
-            unfinished -= event.finish_reason is not None
+            finish_reasons += [event.finish_reason] if event.finish_reason is not None else []
+            if len(finish_reasons) == self._handle.request.n:
+                self._meter.end(next((each for each in ("cancelled", "length") if each in finish_reasons), "stop"))
             yield event
 
     def _time_out(self) -> None:

@@ -1,27 +1,217 @@
-"""A process that tokenises long texts and tries grammars, so that one of them can crash or be killed without harm.
+"""What worker processes do: tokenise long texts and try grammars. One of them can crash or be killed without harm.
 
 Run as a script in a fresh interpreter: it imports nothing of Headstart, starts in a fraction of a second and takes
 little memory. Requests arrive on standard input and answers leave on standard output, each one line of JSON. The
-process ends when its input does, also in the middle of a request.
+process ends when its input does, also in the middle of a request. Small texts are tokenised in the server, by the
+same Encoder.
+
+A tokenizer turns the text of an added token (`<|im_end|>`, `<think>`, …) into that token wherever it occurs, so users
+and tools could end a turn and begin another. Here a mark breaks every such text in the strings of a conversation
+before the template is rendered, also where it would arise only next to what the template writes. The rendered text is
+split at the added tokens that are left, which are the template's, and what is between them is encoded without added
+tokens and without the marks. A conversation that needs no mark is encoded in one call, as it is.
 """
 
 import json
 import os
 import queue
-import runpy
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, BinaryIO
+from secrets import randbelow
+from typing import Any, BinaryIO, Literal
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 MEMORY = 2 * 2**30  # bytes beyond what the tokenizer takes
 PIECE = 2**16  # characters of a text that is counted in pieces
 TRIAL_TOKENS = 64  # that a grammar is followed for, at most
 TRIAL_SECONDS = 0.25  # of CPU time for that
 NICENESS = 5  # the server's own threads come first
+# What templates look up or compare: it may be part of an added token, and is not marked as such.
+KEYWORDS = frozenset({
+    "role", "content", "reasoning_content", "tool_calls", "tool_call_id", "id", "type", "function", "name",
+    "description", "arguments", "parameters", "properties", "required", "items", "enum", "anyOf", "oneOf", "allOf",
+    "default", "title", "format", "const",
+})  # fmt: skip
+
+Conversation = tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None, Mapping[str, Any]]
+Render = Callable[..., str]  # (messages, tools, options) -> the text of the prompt
+MarkedText = tuple[str, str]  # a text, and the mark that breaks what must not become a control token; "" for none
+# chat: rendered, as `render` returned it with its mark; text: added tokens in it are parsed; literal: they are not.
+Kind = Literal["chat", "text", "literal"]
+
+
+class TokenBreaker:
+    """Mark strings so that no added token is found in them, nor arises from them and the text around them."""
+
+    def __init__(self, tokens: Collection[str], normalize: Callable[[str], str] | None):
+        """`normalize`: of the tokenizer, if it looks for added tokens in normalised text."""
+        normalized = [normalize(token) for token in tokens] if normalize is not None else []
+        texts = sorted({*tokens, *normalized}, key=len, reverse=True)
+        cuts = [(text, i) for text in texts for i in range(1, len(text))]
+        spans = [(text, i, j) for text, i in cuts for j in range(i + 1, len(text))]
+        self._normalize = normalize
+        self._texts = texts
+        self._prefixes = {text[:i] for text, i in cuts}
+        self._suffixes = {text[i:] for text, i in cuts}
+        # What a template may put between brackets: `'<' ~ key ~ '>'`
+        self._middles = {text[i:j] for text, i, j in spans if not any(map(str.isalnum, text[:i] + text[j:]))}
+        self._ends = {end for text in texts for end in (text[0], text[-1])}  # most strings have none of these
+        self._longest = max(map(len, texts), default=0)
+
+    def mark(self, text: str, mark: str, *, middles: bool = True) -> str:
+        """Return `text` with `mark` at every place where it must be broken."""
+        if self._normalize is None and text not in self._middles and not any(end in text for end in self._ends):
+            return text
+        places = sorted(self._places(text, middles=middles))
+        ends = [*places, len(text)]
+        text = mark.join(text[start:end] for start, end in zip([0, *places], ends, strict=True))
+        # Plain replacements: one pattern of all tokens would block every thread while it searches megabytes.
+        for token in self._texts:
+            while token in text:  # again where it overlaps itself
+                text = text.replace(token, token[0] + mark + token[1:])
+        return text
+
+    def mark_all(self, value: Any, mark: str, *, middles: bool = True) -> Any:
+        """Return a copy of a JSON value with all of its strings marked, keys too."""
+        match value:
+            case str():
+                return self.mark(value, mark, middles=middles)
+            case list() | tuple():
+                return [self.mark_all(each, mark, middles=middles) for each in value]
+            case dict():
+                marked = {}
+                for key, each in value.items():
+                    marked_key = self.mark(key, mark, middles=middles and key not in KEYWORDS)
+                    marked[marked_key] = self.mark_all(each, mark, middles=middles and key not in ("role", "type"))
+                return marked
+        return value
+
+    def _places(self, text: str, *, middles: bool) -> set[int]:
+        """Return where `text` must be broken besides in the added tokens that it holds."""
+        places: set[int] = set()
+        if self._normalize is not None and any(
+            token in self._normalize(text) and token not in text for token in self._texts
+        ):
+            places = set(range(1, len(text)))  # it arises from other characters, at places that are not known
+        # What the template, or another string, puts before or after may complete a token.
+        lengths = range(1, min(len(text), self._longest) + 1)
+        places |= {length - 1 for length in lengths if text[:length] in self._suffixes}
+        places |= {len(text) - length + 1 for length in lengths if text[-length:] in self._prefixes}
+        if middles and text in self._middles:
+            places.add(len(text) - 1)
+        return places
+
+
+class Encoder:
+    """A tokenizer that can tell the template's added tokens from the user's text."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        added = tokenizer.get_added_tokens_decoder()
+        # Runs of spaces and single characters are spelling. They control nothing, and models expect them in text.
+        controls = {id: each.content for id, each in added.items() if len(each.content) > 1 and each.content.strip()}
+        normalizer = tokenizer.normalizer if any(each.normalized for each in added.values()) else None
+        self._tokenizer = tokenizer
+        self._breaker = TokenBreaker(controls.values(), normalizer.normalize_str if normalizer is not None else None)
+        self._controls = frozenset(controls)
+        self._bare = _without_added(tokenizer)
+        # Finds added tokens and does nothing else. Its ids of them are mapped to the tokenizer's.
+        self._splitter = Tokenizer(WordLevel({"\0": 0}, unk_token="\0"))
+        self._splitter.add_tokens(list(added.values()))
+        if normalizer is not None:
+            self._splitter.normalizer = normalizer
+        found = {self._splitter.token_to_id(token.content): id for id, token in added.items()}
+        self._ids = {split_id: id for split_id, id in found.items() if split_id is not None}
+
+    def render(self, render: Render, conversation: Conversation) -> MarkedText:
+        """Return the text of a prompt and the mark in it, which is empty if no string needed one."""
+        text = render(*conversation)
+        messages, tools, options = conversation
+        mark = _new_mark()
+        marked = (
+            self._breaker.mark_all(messages, mark),
+            self._breaker.mark_all(tools, mark),
+            {name: self._breaker.mark_all(value, mark, middles=False) for name, value in options.items()},
+        )
+        if marked == (list(messages), tools, options):
+            return text, ""
+        if mark in text:
+            return self.render(render, conversation)
+        return render(*marked), mark
+
+    def tokens(self, text: str, kind: Kind, mark: str = "") -> list[int]:
+        """Return the tokens of a text of any kind."""
+        match kind:
+            case "chat":
+                return self._encode_chat(text, mark)
+            case "text":
+                return _ids(self._tokenizer, text, framed=True)
+            case "literal":
+                return self._encode_literal(text)
+
+    def _encode_chat(self, text: str, mark: str) -> list[int]:
+        """Return the tokens of a text. Whatever `mark` breaks is text; the mark itself is removed."""
+        plain = text.replace(mark, "") if mark else text
+        segments = self._segments(text) if mark else []
+        if not mark or self._segments(plain) == [(piece.replace(mark, ""), token) for piece, token in segments]:
+            return _ids(self._tokenizer, plain)
+        ids: list[int] = []
+        for piece, token in segments:
+            ids += self._encode_piece(piece.split(mark)) if token is None else [token]
+        return ids
+
+    def _encode_literal(self, text: str) -> list[int]:
+        """Return the tokens of a text in which nothing is a control token, framed as the tokenizer frames texts."""
+        mark = _new_mark()
+        if mark in text:
+            return self._encode_literal(text)
+        one, framed = _ids(self._bare, "a"), self._bare.encode("a").ids
+        at = framed.index(one[0])
+        return [*framed[:at], *self._encode_chat(self._breaker.mark(text, mark), mark), *framed[at + len(one) :]]
+
+    def _encode_piece(self, parts: Sequence[str]) -> list[int]:
+        """Return the tokens of text between added tokens. `parts`: the text, split where it must stay broken."""
+        ids = _ids(self._bare, "".join(parts))
+        if self._controls.isdisjoint(ids):
+            return ids
+        # The model's own vocabulary has an added token's text: do not let it form across the breaks.
+        return [id for part in parts for id in _ids(self._bare, part)]
+
+    def _segments(self, text: str) -> list[tuple[str, int | None]]:
+        """Return the added tokens in a text, each with its id, and what is between them."""
+        segments: list[tuple[str, int | None]] = []
+        encoding, end = self._splitter.encode(text, add_special_tokens=False), 0
+        for token, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token in self._ids:
+                segments += [(text[end:start], None)] if end < start else []
+                segments.append((text[start:stop], self._ids[token]))
+                end = stop
+        return segments + ([(text[end:], None)] if end < len(text) else [])
+
+
+def _ids(tokenizer: Tokenizer, text: str, *, framed: bool = False) -> list[int]:
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=framed)  # without offsets: a quarter faster
+    return list(encoding.ids)
+
+
+def _without_added(tokenizer: Tokenizer) -> Tokenizer:
+    """Return a tokenizer with the same model, which is shared, and no added tokens."""
+    bare = Tokenizer(tokenizer.model)
+    for name in ("normalizer", "pre_tokenizer", "post_processor"):
+        if (part := getattr(tokenizer, name)) is not None:
+            setattr(bare, name, part)
+    return bare
+
+
+def _new_mark() -> str:
+    return f"~{randbelow(10**18)}^"  # survives JSON, HTML and changes of case, and cannot overlap itself
 
 
 def run_worker() -> None:
@@ -48,11 +238,8 @@ def answer_requests(
     """Answer one request after another; an unexpected error ends the process."""
     try:
         from llguidance import LLTokenizer
-        from tokenizers import Tokenizer
 
-        # encode.py lies beside this script, and imports nothing of Headstart either.
-        encode_module = runpy.run_path(str(Path(__file__).with_name("encode.py")))
-        encoder = encode_module["Encoder"](Tokenizer.from_str(settings["tokenizer"]))
+        encoder = Encoder(Tokenizer.from_str(settings["tokenizer"]))
         grammar_tokenizer = LLTokenizer(settings["tokenizer"], eos_token=settings["eos"])
         limit_memory()
         answer: dict[str, Any] = {}  # ready
@@ -66,7 +253,7 @@ def answer_requests(
         os._exit(1)
 
 
-def encode(encoder: Any, text: str, kind: str, mark: str, limit: int | None) -> dict[str, Any]:
+def encode(encoder: Encoder, text: str, kind: Kind, mark: str, limit: int | None) -> dict[str, Any]:
     """Return the tokens of a text, or that there are more than `limit` of them.
 
     A text that is probably too long is first counted in pieces. At their ends the count is off by a few tokens, so it

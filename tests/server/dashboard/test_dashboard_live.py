@@ -10,7 +10,7 @@ from browsing import Visit
 from playwright.sync_api import Page, expect
 from running import Running, running, tokenizer, wait_until
 
-import headstart.server.history
+import headstart.server.metrics
 from headstart.state import PrefixCache
 
 CHARTS = ("speed", "yield", "acceptance", "depth-chart", "gains", "sequences", "first", "prefix-chart", "memory")
@@ -19,7 +19,7 @@ CHARTS = ("speed", "yield", "acceptance", "depth-chart", "gains", "sequences", "
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(headstart.server.history, "INTERVAL", 0.25)
+        patch.setattr(headstart.server.metrics, "INTERVAL", 0.25)
         with running(max_sequences=2, prefix=PrefixCache(10**8)) as here:
             yield here
 
@@ -76,7 +76,7 @@ def test_charts_and_numbers_move_under_load(server: Running, visit: Visit) -> No
 
 def test_numbers_are_those_of_the_server(server: Running, visit: Visit) -> None:
     load(server, 2)
-    time.sleep(2 * headstart.server.history.INTERVAL)
+    time.sleep(2 * headstart.server.metrics.INTERVAL)
     page = visit(server)
     with server.http() as http:
         report = http.get("/v1/mtp/stats").json()["models"]["tiny"]
@@ -88,7 +88,7 @@ def test_numbers_are_those_of_the_server(server: Running, visit: Visit) -> None:
 def test_who_comes_later_sees_what_was(server: Running, visit: Visit) -> None:
     """Two visits draw the same past."""
     load(server, 1)
-    time.sleep(2 * headstart.server.history.INTERVAL)
+    time.sleep(2 * headstart.server.metrics.INTERVAL)
     first, second = visit(server), visit(server)
     for page in (first, second):
         wait_until(lambda page=page: tile(page, "Tokens/round")[0].isdigit())  # type: ignore[misc]
@@ -101,7 +101,7 @@ def test_bars_of_an_open_page_are_those_of_a_new_one(server: Running, visit: Vis
     first = visit(server)
     wait_until(lambda: tile(first, "Tokens/s")[0].isdigit())
     load(server, 1)
-    time.sleep(2 * headstart.server.history.INTERVAL)
+    time.sleep(2 * headstart.server.metrics.INTERVAL)
     second = visit(server)
     wait_until(lambda: tile(second, "Tokens/s")[0].isdigit())
     for chart in ("gains", "acceptance"):
@@ -119,7 +119,7 @@ def test_a_longer_range_shows_more_of_the_past(server: Running, visit: Visit) ->
 
 
 def test_a_model_without_a_head_is_shown_too(visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headstart.server.history, "INTERVAL", 0.25)
+    monkeypatch.setattr(headstart.server.metrics, "INTERVAL", 0.25)
     with running(head=False, max_sequences=2) as server:
         page = visit(server)
         load(server, 2)

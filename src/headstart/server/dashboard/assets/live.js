@@ -1,4 +1,4 @@
-// Current numbers and charts of the last hour. The server keeps the samples; see history.py.
+// Current numbers and charts of the last hour. The server keeps the samples; see metrics.py.
 
 import { bars, overTime } from "./chart.js";
 import { bytes, find, make, MIN_TRIES, number, percent, seconds, sum } from "./page.js";
@@ -8,30 +8,42 @@ const NOW = 10; // seconds that count as now
 const CALM = 60; // a line shows means of this part of the range
 const GAP = 5; // samples that may be missing before a line is broken
 
+// The columns of the charts: what was counted since the previous sample, and what was at the time of each.
+const COUNTS = ["generation_tokens", "rounds", "prompt_tokens", "cached_tokens", "first_tokens", "first_token_seconds"];
+const BY_POSITION = ["proposed_by_position", "accepted_by_position"];
+const LEVELS = ["running", "prefilling", "queued", "active_bytes", "cache_bytes", "prefix_bytes"];
+const NAMES = ["time", "seconds", ...COUNTS, ...BY_POSITION, ...LEVELS];
+
 let interval = 2; // seconds between two samples
-let samples = null; // the server's columns, grown by what came since
-let controller = { depth: null, gains: [] };
+let last = null; // the server's newest sample: its counts are totals
+const samples = Object.fromEntries(NAMES.map((name) => [name, []]));
 let charts = null;
 
 export function latest() {
-  return samples?.time.at(-1) ?? 0;
+  return last?.time ?? 0;
 }
 
 /** Add the samples that the server has taken since the last update. */
 export function update(models) {
   const [history] = Object.values(models);
-  const fresh = history.samples;
-  controller = history.controller;
   interval = history.interval;
-  if (samples === null) {
-    samples = fresh;
-  } else {
-    if (fresh.time[0] - latest() > GAP * interval) addGap(latest() + interval);
-    for (const name of Object.keys(samples)) samples[name].push(...fresh[name]);
-    const old = samples.time.findIndex((time) => time > latest() - HOUR);
-    for (const column of Object.values(samples)) column.splice(0, old);
+  for (const sample of history.samples) {
+    if (last !== null) add(sample);
+    last = sample;
   }
+  const old = samples.time.findIndex((time) => time > latest() - HOUR);
+  for (const column of Object.values(samples)) column.splice(0, old);
   draw();
+}
+
+function add(sample) {
+  if (sample.time - last.time > GAP * interval) addGap(last.time + interval);
+  const before = sample.rounds < last.rounds ? {} : last; // a server that was restarted counts anew
+  samples.time.push(sample.time);
+  samples.seconds.push(sample.time - last.time);
+  for (const name of COUNTS) samples[name].push(sample[name] - (before[name] ?? 0));
+  for (const name of BY_POSITION) samples[name].push(sample[name].map((count, j) => count - (before[name]?.[j] ?? 0)));
+  for (const name of LEVELS) samples[name].push(sample[name]);
 }
 
 /** Add an empty sample, at which lines break. */
@@ -81,7 +93,7 @@ function makeCharts() {
 }
 
 function draw() {
-  if (charts === null || samples === null || find("live").hidden) return;
+  if (charts === null || last === null || find("live").hidden) return;
   const range = Number(document.querySelector("input[name=range]:checked").value);
   const to = latest();
   const begin = Math.max(samples.time.findIndex((time) => time > to - range), 0);
@@ -102,7 +114,8 @@ function draw() {
   const accepted = byPosition(s.accepted_by_position);
   const tried = proposed.filter((count) => count >= MIN_TRIES); // there are never more at a later position
   charts.acceptance.draw(tried.map((_, j) => j + 1), tried.map((count, j) => (accepted[j] ?? 0) / count));
-  charts.gains.draw(controller.gains.map((_, k) => k), controller.gains, (k) => k === controller.depth);
+  const speeds = last.expected_speed_by_depth;
+  charts.gains.draw(speeds.map((_, k) => k), speeds, (k) => k === last.depth);
   tiles(s, sum(proposed), sum(accepted));
 }
 

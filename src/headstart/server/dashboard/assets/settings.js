@@ -39,11 +39,11 @@ async function load(isLast) {
   }
 }
 
-function fill({ speculation, max_k, problem }) {
+function fill({ speculation, max_k }) {
   for (const id of ["set-speculation", "set-depth"]) find(id).disabled = !head.available;
   find("set-speculation").checked = speculation && head.available;
   find("set-depth").value = String(max_k);
-  tell(problem ?? "", Boolean(problem));
+  tell("");
 }
 
 function tell(words, bad = false) {
@@ -56,7 +56,7 @@ const change = (wanted) => inTurn(async (isLast) => {
     const now = await read("/v1/settings", { method: "PATCH", body: wanted });
     if (!isLast()) return;
     fill(now);
-    if (!now.problem) tell("Saved.");
+    tell("Applied.");
   } catch (error) {
     await load(isLast); // show what the server has
     tell(error.message, true);
