@@ -28,7 +28,7 @@ from .request_fields import (
     ToolList,
     ToolName,
     reject_media,
-)
+)  # fmt: skip
 from .served_model import ServedModel
 
 # Claude Code starts its system prompt with a line for Anthropic's billing that differs in every request, so that no
@@ -208,14 +208,6 @@ class CountTokensRequest(Cacheable):
             grammar=GrammarSpec.json_schema(output.format.schema_) if output.format else None,
             grammar_field="output_config.format",
         )
-
-    def ignored_fields(self) -> list[str]:
-        found = set(self.unknown_fields())
-        choice, output = self.tool_choice, self.output_config
-        unconstrained = choice is not None and choice.type == "auto" and (output is None or output.format is None)
-        if choice is not None and choice.disable_parallel_tool_use and unconstrained:
-            found.add("tool_choice.disable_parallel_tool_use")  # nothing prevents several calls
-        return sorted(found)
 
     def _messages(self) -> list[dict[str, Any]]:
         system = "".join(BILLING_LINE.sub("", text) for text in _texts(self.system or ""))

@@ -1,6 +1,5 @@
 """Put the server's routes and middleware together."""
 
-import asyncio
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -22,7 +21,7 @@ from .anthropic_response import AnthropicWriter
 from .dashboard import add_dashboard
 from .errors import refuse, respond_to_error
 from .listen import Pool
-from .metrics import History, Metrics
+from .metrics import Metrics
 from .middleware import Keys, Limits, RequestChecks, RestOfBody
 from .openai_request import ChatCompletionRequest, CompletionRequest
 from .openai_response import OpenAIWriter
@@ -41,16 +40,13 @@ def create_app(
 ) -> FastAPI:
     """Return the app for a model. It starts the engine's thread; the Server that runs it closes it."""
     keys, limits, metrics = keys or Keys(), limits or Limits(), Metrics(engine_thread)
-    history = History(engine_thread, metrics.counters)
     handler = RequestHandler(engine_thread, served, keys, limits, metrics)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
         engine_thread.start()
         handler.preparer.start()
-        sampling = asyncio.create_task(history.run())
         yield {"limits": limits, "pool": Pool(limits)}  # for connections: see listen.py
-        sampling.cancel()
         await handler.preparer.close()
 
     app = FastAPI(
@@ -63,17 +59,12 @@ def create_app(
         exception_handlers={HTTPException: respond_to_error, RequestValidationError: respond_to_error},
     )
     add_generation_routes(app, handler)
-    add_status_routes(app, engine_thread, served, metrics, history)
+    add_status_routes(app, engine_thread, served, metrics)
     add_settings_routes(app, engine_thread)
     add_dashboard(app)
     # The last one added is the first to see a request.
-    app.add_middleware(
-        RequestChecks,
-        keys=keys,
-        hosts=allowed_hosts,
-        limits=limits,
-        context_length=served.model.context_length,
-    )
+    context = served.model.context_length
+    app.add_middleware(RequestChecks, keys=keys, hosts=allowed_hosts, limits=limits, context_length=context)
     # Starlette's own handler of unexpected errors is outside of CORS: web pages could not read its response.
     app.add_middleware(ExceptionMiddleware, handlers={Exception: respond_to_error, HTTPException: respond_to_error})
     if cors_origins:
@@ -105,9 +96,7 @@ def add_generation_routes(app: FastAPI, handler: RequestHandler) -> None:
         return {"id": id, "cancelled": True}
 
 
-def add_status_routes(
-    app: FastAPI, engine_thread: EngineThread, served: ServedModel, metrics: Metrics, history: History
-) -> None:
+def add_status_routes(app: FastAPI, engine_thread: EngineThread, served: ServedModel, metrics: Metrics) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [served.describe()]}
@@ -119,11 +108,7 @@ def add_status_routes(
 
     @app.get("/v1/mtp/stats")
     async def mtp_stats() -> dict[str, Any]:
-        return {"models": {served.id: metrics.counters.report()}}
-
-    @app.get("/v1/history")
-    async def recent(after: float = 0.0) -> JSONResponse:
-        return JSONResponse({"models": {served.id: history.report(after)}})
+        return {"models": {served.id: metrics.report()}}
 
     @app.get("/health", responses={503: {"description": "The engine's thread is not alive."}})
     async def health() -> JSONResponse:

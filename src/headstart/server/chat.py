@@ -19,16 +19,7 @@ from ..sampling import GrammarSpec
 from ..sampling.bounds import MAX_NODES, count_nodes
 from ..sampling.grammar import Grammar
 from .errors import refuse
-from .markup import (
-    CALL,
-    Markup,
-    OutputParser,
-    Tools,
-    any_of,
-    call_grammar,
-    thinking_state,
-    with_thinking,
-)
+from .markup import CALL, Markup, OutputParser, Tools, any_of, call_grammar, thinking_state, with_thinking
 from .prepare import Preparation
 from .worker import Encoder, MarkedText
 

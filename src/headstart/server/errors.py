@@ -115,9 +115,6 @@ def _invalid(error: RequestValidationError) -> Refusal:
     problems = error.errors()
     if problems[0]["type"] == "json_invalid":
         return Refusal(400, f"the body is not JSON: {problems[0]['ctx']['error']}", code="invalid_json")
-    place, *name = problems[0]["loc"]
-    if place == "query":
-        return Refusal(400, f"{name[0]}: {problems[0]['msg']}", param=str(name[0]), code="invalid_value")
     # A value that could have had several types has a problem with each: the deepest one is what was meant.
     path, problem = max(((_path(each, error.body), each) for each in problems), key=lambda found: len(found[0]))
     if not path:

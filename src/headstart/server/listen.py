@@ -29,6 +29,8 @@ MAX_CONNECTIONS = 2048
 RESERVED_FILES = 128  # descriptors for files, workers and health checks
 HEALTH_CONNECTIONS = 16  # connections above the limit
 
+_logged: dict[str, float] = {}  # when each kind of line was logged last
+
 
 def bind(host: str, port: int) -> socket.socket:
     """Return a socket bound to an address. Connections are refused there until `listen`."""
@@ -79,7 +81,7 @@ class Server(uvicorn.Server):
         self._engine_thread = engine_thread
         self._deadline = deadline
         for name in ("uvicorn.error", "asyncio"):  # clients can cause what they log
-            logging.getLogger(name).addFilter(REPEATED)
+            logging.getLogger(name).addFilter(_is_new)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(_log_loop_error)
@@ -108,22 +110,13 @@ def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) ->
         loop.default_exception_handler(context)
 
 
-class RepeatFilter(logging.Filter):
-    """Drop lines like one that was logged less than a minute before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._logged: dict[str, float] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        kind, now = str(record.msg).partition("\n")[0], time.monotonic()
-        if now - self._logged.get(kind, -REPEAT_SECONDS) < REPEAT_SECONDS:
-            return False
-        self._logged[kind] = now
-        return True
-
-
-REPEATED = RepeatFilter()
+def _is_new(record: logging.LogRecord) -> bool:
+    """Return whether no line like it was logged in the last minute."""
+    kind, now = str(record.msg).partition("\n")[0], time.monotonic()
+    if now - _logged.get(kind, -REPEAT_SECONDS) < REPEAT_SECONDS:
+        return False
+    _logged[kind] = now
+    return True
 
 
 class Connection(H11Protocol):

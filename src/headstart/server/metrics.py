@@ -1,14 +1,11 @@
-"""Count what all requests add up to: for Prometheus, /v1/mtp/stats and the dashboard's last hour.
+"""Count what all requests add up to, for Prometheus, /v1/mtp/stats and the dashboard.
 
 docs/reference/http-api.md lists the metrics.
 """
 
-import asyncio
-import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any
 
 import mlx.core as mx
@@ -20,8 +17,6 @@ from ..engine import EngineThread, Event, Stats
 
 FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 1)
-INTERVAL = 2.0  # seconds between samples of the history
-KEPT = 1800  # samples
 
 
 @dataclass
@@ -60,7 +55,6 @@ class Counters:
         self.accepted += _by_position(now.accepted_by_position) - _by_position(before.accepted_by_position)
 
     def report(self) -> dict[str, Any]:
-        """Return a model's entry in /v1/mtp/stats."""
         rounds = self.rounds.total()
         proposed = self.proposed.total()
         accepted = self.accepted.total()
@@ -110,6 +104,12 @@ class Metrics(Collector):
             buckets=INTER_TOKEN_BUCKETS,
             registry=self._registry,
         )
+
+    def report(self) -> dict[str, Any]:
+        """Return a model's entry in /v1/mtp/stats."""
+        gains = [round(gain, 3) for gain in self._engine_thread.engine.depth.gains]
+        memory = {"active_bytes": mx.get_active_memory(), "cache_bytes": mx.get_cache_memory()}
+        return {**self.counters.report(), "expected_speed_by_depth": gains, **memory}
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -203,42 +203,3 @@ class Meter:
             return
         for _ in event.tokens:
             self._metrics.inter_token.observe(passed / len(event.tokens))
-
-
-class History:
-    """The last hour in samples of two seconds, for the dashboard: what /v1/mtp/stats said, and the load."""
-
-    def __init__(self, engine_thread: EngineThread, counters: Counters):
-        self._engine_thread = engine_thread
-        self._counters = counters
-        self._samples: deque[dict[str, Any]] = deque(maxlen=KEPT)
-
-    async def run(self) -> None:
-        """Take samples until cancelled."""
-        prefix = self._engine_thread.engine.prefix
-        while True:
-            # In a thread: the engine may hold the prefix cache for a while.
-            prefix_bytes = (await asyncio.to_thread(prefix.stats)).bytes if prefix is not None else 0
-            self._samples.append(self._sample(prefix_bytes))
-            await asyncio.sleep(INTERVAL)
-
-    def report(self, after: float) -> dict[str, Any]:
-        """Return the samples newer than `after`."""
-        recent = takewhile(lambda sample: sample["time"] > after, reversed(self._samples))
-        return {"interval": INTERVAL, "samples": [*recent][::-1]}
-
-    def _sample(self, prefix_bytes: int) -> dict[str, Any]:
-        thread = self._engine_thread
-        # After a clock that was set back, pages would wait for samples newer than the ones they have.
-        earliest = self._samples[-1]["time"] + INTERVAL / 2 if self._samples else 0.0
-        return {
-            "time": round(max(time.time(), earliest), 3),
-            **self._counters.report(),
-            "expected_speed_by_depth": [round(gain, 3) for gain in thread.engine.depth.gains],
-            "running": thread.running,
-            "prefilling": thread.prefilling,
-            "queued": thread.queued,
-            "active_bytes": mx.get_active_memory(),
-            "cache_bytes": mx.get_cache_memory(),
-            "prefix_bytes": prefix_bytes,
-        }

@@ -21,7 +21,7 @@ from .request_fields import (
     ToolList,
     ToolName,
     reject_media,
-)
+)  # fmt: skip
 from .served_model import ServedModel
 
 # Known fields that are not supported, and the values with which they have no effect.
@@ -161,16 +161,15 @@ class OpenAIRequest(GenerationRequest):
 
     def requested_grammar(self) -> tuple[GrammarSpec | None, str]:
         """Return what the answer must match, and the field that says so."""
-        found: dict[str, GrammarSpec] = {}
-        if self.response_format is not None and (spec := self.response_format.grammar()) is not None:
-            found["response_format"] = spec
-        if self.guided_regex is not None:
-            found["guided_regex"] = GrammarSpec("regex", self.guided_regex)
-        if self.grammar is not None:
-            found["grammar"] = GrammarSpec("lark", self.grammar)
-        if len(found) > 1:
-            refuse(list(found)[1], f"{' and '.join(found)} cannot be combined: leave out one of them")
-        return next(((spec, field) for field, spec in found.items()), (None, "response_format"))
+        given = {
+            "response_format": self.response_format.grammar() if self.response_format is not None else None,
+            "guided_regex": GrammarSpec("regex", self.guided_regex) if self.guided_regex is not None else None,
+            "grammar": GrammarSpec("lark", self.grammar) if self.grammar is not None else None,
+        }
+        fields = [field for field, spec in given.items() if spec is not None] or ["response_format"]
+        if len(fields) > 1:
+            refuse(fields[1], f"{' and '.join(fields)} cannot be combined: leave out one of them")
+        return given[fields[0]], fields[0]
 
     def _request(self, prompt: Prompt, max_tokens: int, top_logprobs: int | None) -> Request:
         """`top_logprobs`: how many of the most probable tokens to report beside each token; None: no report."""
@@ -202,13 +201,6 @@ class ChatCompletionRequest(OpenAIRequest):
         super().check()
         if self.top_logprobs and not self.logprobs:
             refuse("top_logprobs", "only with logprobs: true")
-
-    def ignored_fields(self) -> list[str]:
-        found = set(super().ignored_fields())
-        unconstrained = (self.tool_choice or "auto") == "auto" and self.requested_grammar()[0] is None
-        if self.tools and self.parallel_tool_calls is False and unconstrained:
-            found.add("parallel_tool_calls")  # nothing prevents several calls
-        return sorted(found)
 
     def engine_request(self, prompt: Prompt, context: int) -> Request:
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

@@ -171,11 +171,7 @@ def _completion_logprobs(tokens: list[OutputToken], offset: int, token_bytes: To
 
     def name(id: int) -> str:
         """Return the text of a token. Parts of characters have none, and two of them must not look the same."""
-        spelling = token_bytes(id)
-        try:
-            return spelling.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
+        return token_bytes(id).decode(errors="backslashreplace")
 
     found = [token.logprobs for token in tokens]
     return {

@@ -101,7 +101,7 @@ class GenerationRequest(RequestModel):
 
     def ignored_fields(self) -> list[str]:
         """Return the fields that have no effect."""
-        raise NotImplementedError
+        return sorted(set(self.unknown_fields()))
 
     def sampling_params(
         self, prompt: Prompt, *, logit_bias: Mapping[int, float] | None = None, **params: Any

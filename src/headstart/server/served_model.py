@@ -48,6 +48,7 @@ class ServedModel:
     def describe(self) -> dict[str, Any]:
         """Return the entry of /v1/models."""
         model = self.model
+        head = {"available": model.has_head, "default_k": model.default_k, "max_k": model.max_k}
         return {
             "id": self.id,
             "object": "model",
@@ -58,12 +59,7 @@ class ServedModel:
             "quantization": self.quantization,
             "kernels": selected(),
             "capabilities": list(self.card.capabilities) if self.card else ["text"],
-            "native_mtp": {
-                "available": model.has_head,
-                "default_k": model.default_k,
-                "max_k": model.max_k,
-                "reason": model.head_unavailable,
-            },
+            "native_mtp": {**head, "reason": model.head_unavailable},
             "sampling_defaults": {
                 "thinking": self.recommended_sampling(thinking=True),
                 "not_thinking": self.recommended_sampling(thinking=False),

@@ -142,8 +142,6 @@ class Encoder:
         )
         if marked == (list(messages), tools, options):
             return text, ""
-        if mark in text:
-            return self.render(render, conversation)
         return render(*marked), mark
 
     def tokens(self, text: str, kind: Kind, mark: str = "") -> list[int]:
@@ -170,8 +168,6 @@ class Encoder:
     def _encode_literal(self, text: str) -> list[int]:
         """Return the tokens of a text in which nothing is a control token, framed as the tokenizer frames texts."""
         mark = _new_mark()
-        if mark in text:
-            return self._encode_literal(text)
         one, framed = _ids(self._bare, "a"), self._bare.encode("a").ids
         at = framed.index(one[0])
         return [*framed[:at], *self._encode_chat(self._breaker.mark(text, mark), mark), *framed[at + len(one) :]]
@@ -211,7 +207,8 @@ def _without_added(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _new_mark() -> str:
-    return f"~{randbelow(10**18)}^"  # survives JSON, HTML and changes of case, and cannot overlap itself
+    """Return a text that no prompt holds, survives JSON, HTML and changes of case, and cannot overlap itself."""
+    return f"~{randbelow(10**36)}^"
 
 
 def run_worker() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from fastapi import FastAPI, Response
 from fastapi.responses import FileResponse
-from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
@@ -29,13 +28,10 @@ HEADERS = {
 
 
 class Assets(StaticFiles):
-    """Static files with our headers, also on errors."""
+    """Static files with our headers."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        try:
-            response = await super().get_response(path, scope)
-        except HTTPException as error:
-            raise HTTPException(error.status_code, error.detail, {**HEADERS, **(error.headers or {})}) from error
+        response = await super().get_response(path, scope)
         response.headers.update(HEADERS)
         return response
 

@@ -12,8 +12,7 @@ argument does not end the call, XML values get the types that the tool's schema 
 too), and a call of an unknown tool stays text. Complete calls parse to the same result as with mlx-lm, which a test
 asserts. The arguments of a call that is cut off or malformed are what the model wrote of them, as in OpenAI's API.
 
-White space between markup and text belongs to the markup, since chat templates add it again. The white space before a
-call is kept only if text continues after it.
+White space between markup and text belongs to the markup, since chat templates add it again.
 """
 
 import json
@@ -145,8 +144,6 @@ class OutputParser:
         self._calls_in_thoughts = calls_in_thoughts
         self.thinking = thinking  # what comes next is reasoning, as far as is known
         self.calls = 0  # that were begun
-        self._has_text = False  # of this kind
-        self._gap = ""  # white space between the text before a call and the text that may follow it
         self._buffer = StreamBuffer()
         self._deltas: list[Delta] = []
         self._parsing = self._parse_output()
@@ -171,7 +168,7 @@ class OutputParser:
             yield from buffer.skip_spaces()
         while marker := (yield from buffer.until(self._markers(), self._emit_text)):
             if marker.endswith(THINK_END):
-                self.thinking, self._has_text, self._gap = False, False, ""
+                self.thinking = False
                 yield from buffer.skip_spaces()
             else:
                 yield from self._parse_call(marker)
@@ -195,7 +192,6 @@ class OutputParser:
         if self.calls == calls_before:  # it only looked like a call
             self._emit_text(opening + "".join(buffer.consumed))
             return
-        self._gap = self._gap or opening[: -len(opening.lstrip(_SPACE))]
         if complete:
             yield from buffer.match(_CALL_END)
         else:
@@ -262,9 +258,7 @@ class OutputParser:
 
     def _emit_text(self, text: str) -> None:
         if text:
-            gap = self._gap if self._has_text else ""
-            self._deltas.append(Delta("reasoning" if self.thinking else "content", gap + text))
-            self._has_text, self._gap = True, ""
+            self._deltas.append(Delta("reasoning" if self.thinking else "content", text))
 
     def _start_call(self, name: str) -> None:
         self._deltas.append(Delta("tool_call", name, self.calls))

@@ -1,4 +1,4 @@
-// Current numbers and charts of the last hour. The server keeps the samples; see metrics.py.
+// Current numbers, and charts of up to an hour. The page keeps the samples that it has taken.
 
 import { bars, overTime } from "./chart.js";
 import { bytes, find, make, MIN_TRIES, number, percent, seconds, sum } from "./page.js";
@@ -6,6 +6,7 @@ import { bytes, find, make, MIN_TRIES, number, percent, seconds, sum } from "./p
 const HOUR = 3600;
 const NOW = 10; // seconds that count as now
 const CALM = 60; // a line shows means of this part of the range
+const INTERVAL = 2; // seconds between two samples: see main.js
 const GAP = 5; // samples that may be missing before a line is broken
 
 // The columns of the charts: what was counted since the previous sample, and what was at the time of each.
@@ -14,30 +15,22 @@ const BY_POSITION = ["proposed_by_position", "accepted_by_position"];
 const LEVELS = ["running", "prefilling", "queued", "active_bytes", "cache_bytes", "prefix_bytes"];
 const NAMES = ["time", "seconds", ...COUNTS, ...BY_POSITION, ...LEVELS];
 
-let interval = 2; // seconds between two samples
-let last = null; // the server's newest sample: its counts are totals
+let last = null; // the newest sample: its counts are totals
 const samples = Object.fromEntries(NAMES.map((name) => [name, []]));
 let charts = null;
 
-export function latest() {
-  return last?.time ?? 0;
-}
-
-/** Add the samples that the server has taken since the last update. */
-export function update(models) {
-  const [history] = Object.values(models);
-  interval = history.interval;
-  for (const sample of history.samples) {
-    if (last !== null) add(sample);
-    last = sample;
-  }
-  const old = samples.time.findIndex((time) => time > latest() - HOUR);
+/** Add a sample: the statistics of the model, the load and the prefix cache, as the server reports them now. */
+export function update(stats, load, cache) {
+  const sample = { ...stats, ...load, prefix_bytes: cache.bytes ?? 0, time: Date.now() / 1000 };
+  if (last !== null) add(sample);
+  last = sample;
+  const old = samples.time.findIndex((time) => time > last.time - HOUR);
   for (const column of Object.values(samples)) column.splice(0, old);
   draw();
 }
 
 function add(sample) {
-  if (sample.time - last.time > GAP * interval) addGap(last.time + interval);
+  if (sample.time - last.time > GAP * INTERVAL) addGap(last.time + INTERVAL);
   const before = sample.rounds < last.rounds ? {} : last; // a server that was restarted counts anew
   samples.time.push(sample.time);
   samples.seconds.push(sample.time - last.time);
@@ -95,10 +88,10 @@ function makeCharts() {
 function draw() {
   if (charts === null || last === null || find("live").hidden) return;
   const range = Number(document.querySelector("input[name=range]:checked").value);
-  const to = latest();
+  const to = last.time;
   const begin = Math.max(samples.time.findIndex((time) => time > to - range), 0);
   const s = Object.fromEntries(Object.entries(samples).map(([name, column]) => [name, column.slice(begin)]));
-  const wide = Math.max(1, Math.round(range / CALM / interval));
+  const wide = Math.max(1, Math.round(range / CALM / INTERVAL));
   const ratio = (a, b) => moving(s[a], s[b], wide);
   const over = (chart, ...columns) => chart.draw([s.time, ...columns], to - range, to);
 
@@ -120,7 +113,7 @@ function draw() {
 }
 
 function tiles(s, proposed, accepted) {
-  const now = Math.max(s.time.findIndex((time) => time > latest() - NOW), 0);
+  const now = Math.max(s.time.findIndex((time) => time > last.time - NOW), 0);
   const last = (name) => s[name].at(-1) ?? 0;
   const total = (name) => sum(s[name]);
   const speed = sum(s.generation_tokens.slice(now)) / sum(s.seconds.slice(now));

@@ -8,7 +8,7 @@ import { find } from "./page.js";
 import * as settings from "./settings.js";
 import { store } from "./store.js";
 
-const INTERVAL = 2000; // milliseconds, as often as the server takes samples
+const INTERVAL = 2000; // milliseconds
 const TIMEOUT = 10_000; // milliseconds
 const kept = store("localStorage", "headstart-theme");
 const THEMES = { auto: "◐", light: "☀", dark: "☾" };
@@ -53,10 +53,9 @@ function showTrouble(trouble) {
 async function poll() {
   try {
     const health = await (await fetch("/health", { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT) })).json();
-    const { models: history } = await read(`/v1/history?after=${live.latest()}`, { timeout: TIMEOUT });
-    const [id] = Object.keys(history);
+    const [[id, stats]] = Object.entries((await read("/v1/mtp/stats", { timeout: TIMEOUT })).models);
     if (served !== null && served !== id) return location.reload(); // the page shows another model
-    live.update(history);
+    live.update(stats, health, await read("/v1/cache", { timeout: TIMEOUT }));
     if (served === null) await loadModel(id);
     showTrouble(health.status === "ok" ? "" : `The engine is down: ${health.problem ?? "the server is stopping"}.`);
   } catch (error) {
