@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from headstart.server.markup import Delta, Tools, complete_message
+from headstart.server.markup import Delta, Tools, merge
 
 TOOLS: Tools = {
     "write_file": {
@@ -46,15 +46,9 @@ NO_CALLS = (
     '<tool_call>\n{"name": "writer", "arguments": {"text": "a"}}\n</tool_call>',
     "<tool_call>\n<function=writer>\n<parameter=text>\na\n</parameter>\n</function>\n</tool_call>",
     "<tool_call>\n<function=write>\ntext\n</function>\n</tool_call>",
-    '<tool_call>{"name": "write", "arguments": {"text": nil}}</tool_call>',
-    '<tool_call>{"name": "write", "arguments": {"text": "a\nb"}}</tool_call>',
-    "<tool_call>\n<function=write_file>\n<parameter=path>\na\n</parameter>\nand\n</function>\n</tool_call>",
 )  # fmt: skip
-CUT_OFF = (
-    "<tool_call>\n<function=write_file>\n<parameter=path>\na </tool_call> b\n",
-    "<tool_call>\n<function=write_file>\n<parameter=mode>\n4\n</para",
+CUT_OFF = (  # before the function is known
     "<tool_call>\n<function=wri",
-    '<tool_call>{"name": "write", "arguments": {"text": "a</tool_call>',
     '<tool_call>\n{"name": "write", "argum',
 )
 
@@ -75,7 +69,7 @@ class Message:
 
     @classmethod
     def of(cls, deltas: list[Delta]) -> "Message":
-        parts = complete_message(deltas)
+        parts = merge(deltas)
         content, reasoning = ("".join(p.text for p in parts if p.kind == kind) for kind in ("content", "reasoning"))
         calls = [p for p in parts if p.kind in ("tool_call", "arguments")]
         assert [p.kind for p in calls] == ["tool_call", "arguments"] * (len(calls) // 2)
@@ -111,7 +105,7 @@ def document(rng: Random) -> Document:
 
 
 def _passage(rng: Random, written: Document, behind_a_mark: bool, cut: str = "") -> str:
-    """Text and calls in turn → what is said in it. Blanks are lost beside calls, but for the first between texts."""
+    """Text and calls in turn → what is said in it. Blanks are lost beside calls, but for the first before a text."""
     said, gap, after_call = "", "", behind_a_mark
     texts = [_text(rng) if rng.random() < 0.5 else None for _ in range(rng.randrange(6))]
     for text in [*texts, f"At last:{cut}"] if cut else texts:
@@ -124,7 +118,7 @@ def _passage(rng: Random, written: Document, behind_a_mark: bool, cut: str = "")
             gap, after_call = (gap if after_call else blanks), True
             continue
         written.text += text
-        said += (gap if said else "") + text if after_call else blanks + text
+        said += gap + text if after_call else blanks + text
         gap, after_call = "", False
     return said
 

@@ -8,15 +8,16 @@ from running import CONTEXT, tiny, tokenizer, wait_until
 from scripted import ScriptedRoom
 
 from headstart.engine import Engine, EngineThread, Request
+from headstart.server import Limits
 from headstart.server.errors import Refusal
 from headstart.server.metrics import Meter, Metrics
-from headstart.server.prepare import Deadline
 from headstart.server.request_handler import RunningRequest
 
 
 def answer(room: EngineThread, metrics: Metrics, seconds: float) -> RunningRequest:
     meter = Meter(metrics, "/v1/completions", time.perf_counter())
-    return RunningRequest(room, Request([5]), client="", deadline=Deadline.after(seconds), meter=meter)
+    deadline = asyncio.get_running_loop().time() + seconds
+    return RunningRequest(room, Request([5]), Limits(), client="", deadline=deadline, meter=meter)
 
 
 def test_what_was_said_in_time_and_read_too_late_is_too_late() -> None:

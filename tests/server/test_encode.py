@@ -8,7 +8,7 @@ from running import tokenizer
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from headstart.server.encode import Encoder, splits_thoughts
+from headstart.server.worker import Encoder
 
 Body = dict[str, Any]
 BACKEND: Tokenizer = tokenizer()._tokenizer.backend_tokenizer
@@ -36,18 +36,6 @@ def test_words_for_the_template_cannot_forge_a_turn() -> None:
         assert len(controls(encoder.tokens(text, "chat", mark))) == 2
 
 
-THOUGHTFUL = """{%- for m in messages %}
-{%- if m.role == 'assistant' %}
-{%- set thought = m.reasoning_content if m.reasoning_content is string else '' %}{%- set said = m.content %}
-{%- if not thought and '</think>' in said %}
-{%- set thought = said.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
-{%- set said = said.split('</think>')[-1].lstrip('\\n') %}
-{%- endif %}
-{{- '<|im_start|>assistant\\n' + ('<think>\\n' + thought + '\\n</think>\\n\\n' if loop.last else '') }}
-{{- said + '<|im_end|>\\n' }}
-{%- else %}{{- '<|im_start|>' + m.role + '\\n' + m.content|trim + '<|im_end|>\\n' }}{%- endif %}
-{%- endfor %}"""  # drops the reasoning of all but the last answer, as Qwen3.5's does
-CHATML = "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
 XML_KEYS = """{%- for tool in tools or [] %}{%- for key in tool.function.parameters %}
 {{- '<' ~ key ~ '>x</' ~ key ~ '>' }}{%- endfor %}{%- endfor %}"""
 ESCAPED = "{{- messages[0].content | tojson(ensure_ascii=true) }}<|im_end|>"
@@ -60,25 +48,8 @@ def with_template(template: str, messages: list[Body], tools: list[Body] | None 
         return str(tokenizer()._tokenizer.apply_chat_template(list(messages), **words))
 
     encoder = Encoder(BACKEND)
-    text, mark = encoder.render(render, (messages, tools, {}), splits_thoughts=splits_thoughts(render))
+    text, mark = encoder.render(render, (messages, tools, {}))
     return encoder.tokens(text, "chat", mark)
-
-
-def test_reasoning_that_an_answer_begins_with_is_still_reasoning() -> None:
-    inline = {"role": "assistant", "content": "<think>\nWhy <|im_end|>\n</think>\n\nThus </think>."}
-    tokens = with_template(THOUGHTFUL, [USER, inline, USER])
-    assert "Why" not in tokenizer().decode(tokens), "history keeps what the template drops"
-    assert "Thus </think>." in tokenizer().decode(tokens)
-    assert controls(tokens) == controls(
-        with_template(THOUGHTFUL, [USER, {"role": "assistant", "content": "x"}, USER])
-    )
-    last = with_template(THOUGHTFUL, [USER, {"role": "assistant", "content": "<think>\nWhy\n</think>\n\nThus."}])
-    turns = ("user\nHello", "assistant\n<think>\nWhy\n</think>\n\nThus.")
-    assert last == BACKEND.encode("".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns)).ids
-    # A template that does not know reasoning would lose it.
-    tokens = with_template(CHATML, [USER, {"role": "assistant", "content": "<think>Why</think>Thus"}])
-    assert "<think>Why</think>Thus" in tokenizer().decode(tokens)
-    assert len(controls(tokens)) == 4
 
 
 @pytest.mark.parametrize("key", ["think", "|im_end|", "tool_call", "/think", "im_end|><|im_start"])
@@ -115,9 +86,6 @@ ODD: dict[str, tuple[Tokenizer, AddedToken, str]] = {
     "spaces go with the token": (letters(), AddedToken("<e>", lstrip=True, rstrip=True), "<e>"),
     "only whole words": (letters(), AddedToken("end", single_word=True), "end"),
     "found in normalised text": (letters(normalizer=normalizers.NFKC()), AddedToken("<e>", normalized=True), "＜e＞"),
-    "a space before the first": (
-        letters(pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first")), AddedToken("<e>"), "<e>",
-    ),
     "a space before each": (
         letters(pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="always")), AddedToken("<e>"), "<e>",
     ),

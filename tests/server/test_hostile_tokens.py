@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from headstart.checkpoint import read_layout
 from headstart.server import ServedModel
 from headstart.server.anthropic_request import CountTokensRequest, MessagesRequest
-from headstart.server.encode import Encoder
 from headstart.server.openai_request import ChatCompletionRequest, CompletionRequest
+from headstart.server.worker import Encoder
 
 BACKEND: Tokenizer = tokenizer()._tokenizer.backend_tokenizer
 ADDED = {id: token.content for id, token in BACKEND.get_added_tokens_decoder().items()}

@@ -47,8 +47,7 @@ ASKED: dict[str, dict[str, dict[str, Any]]] = {
         "several": {"n": 3, **SEEDED},
         "logprobs": {"logprobs": 3, **SEEDED},
         "stop": {"stop": ["e"], **SEEDED},
-        "echo": {"echo": True},
-        "echo and logprobs": {"echo": True, "logprobs": 2, "n": 2, **SEEDED},
+        "several and logprobs": {"logprobs": 2, "n": 2, **SEEDED},
         "regex": {"guided_regex": "[a-z]{5,30}, [0-9]+", **SEEDED},
     },
     MESSAGES: {
@@ -165,11 +164,3 @@ def test_speculation_changes_nothing_that_a_stream_adds_up_to(
     expected = streamed(without, route, fields)
     without.room.configure(speculation=True)
     assert streamed(without, route, {**fields, "num_draft_tokens": 5}) == expected
-
-
-def test_scores_of_a_prompt_are_the_same_too(without: Running) -> None:
-    """Where nothing is said nothing is drafted."""
-    fields = {"echo": True, "logprobs": 2, "max_tokens": 0}
-    expected, _ = whole(without, COMPLETION, fields)
-    without.room.configure(speculation=True)
-    assert whole(without, COMPLETION, {**fields, "num_draft_tokens": 3})[0] == expected

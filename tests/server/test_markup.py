@@ -314,40 +314,36 @@ def test_what_only_looks_like_markup_is_content(text: str) -> None:
     assert message(f"<think>{text}", thinking=False).reasoning == text.lstrip()
 
 
-BROKEN = [
-    "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich, and then",
-    "<tool_call>\n<function=get_weather>\n<parameter=days>\n3",
-    "<tool_call>\n<function=get_weather>\n<parameter=days>\n3\n</parameter>\nand then\n</function>\n</tool_call>",
-    '<tool_call>{"name": "get_weather", "arguments": {"city": "Zür',
-    '<tool_call>{"name": "get_weather", "arguments": {"city": "Zür\n"}}</tool_call>',
-    '<tool_call>{"name": "get_weather", "arguments": {"days": 1 1}}</tool_call>',
-    '<tool_call>{"name": "get_weather", "arguments": {"days": 1</tool_call>',
-    '<tool_call>{"name": "get_weather", "arguments": {"days": ' + "[" * 100_000 + "]" * 100_000 + "}}</tool_call>",
-]
+BROKEN = {
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich, and then": '{"city": "Zürich, and then',
+    "<tool_call>\n<function=get_weather>\n<parameter=days>\n3": '{"days": ',
+    "<tool_call>\n<function=get_weather>\n<parameter=days>\n3\n</parameter>\nand then\n</function>\n</tool_call>": (
+        '{"days": 3'
+    ),
+    '<tool_call>{"name": "get_weather", "arguments": {"city": "Zür': '{"city": "Zür',
+    '<tool_call>{"name": "get_weather", "arguments": {"city": "Zür\n"}}</tool_call>': '{"city": "Zür\n"}',
+    '<tool_call>{"name": "get_weather", "arguments": {"days": 1 1}}</tool_call>': '{"days": 1 1}',
+    '<tool_call>{"name": "get_weather", "arguments": {"days": 1</tool_call>': '{"days": 1',
+}
 
 
 @pytest.mark.parametrize("text", BROKEN)
-def test_a_broken_call_is_taken_back_and_its_text_stays(text: str) -> None:
-    said = read(f"Look:\n\n{text}")
-    assert said[1] == Delta("tool_call", "get_weather", 0)
-    assert said[-2:] == [Delta("failed_call", index=0), Delta("content", f"\n\n{text}")]
-    assert Message.of(said) == Message(f"Look:\n\n{text}", "", ())
-    assert message(text, thinking=True) == Message("", text, ())
+def test_a_broken_call_has_the_arguments_that_were_written(text: str) -> None:
+    call = Call("get_weather", BROKEN[text])
+    assert message(f"Look:\n\n{text}") == Message("Look:", "", (call,))
+    assert message(text, thinking=True) == Message("", "", (call,))
 
 
 def test_a_call_behind_a_broken_one_is_a_call() -> None:
-    parser = OutputParser(TOOLS)
-    deltas = parser.feed(BROKEN[2] + xml("get")) + parser.finish()
-    assert Message.of(deltas) == Message(BROKEN[2], "", (Call("get", "{}"),))
-    assert parser.called
+    for text, written in BROKEN.items():
+        if text.endswith("</tool_call>"):
+            assert message(text + xml("get")).calls == (Call("get_weather", written), Call("get", "{}"))
 
 
-def test_without_a_whole_call_no_tool_was_called() -> None:
-    for text in ("Hello", *BROKEN):
-        parser = OutputParser(TOOLS)
-        parser.feed(text)
-        parser.finish()
-        assert not parser.called
+def test_nesting_without_end_is_no_harm() -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+    text = f'<tool_call>{{"name": "get_weather", "arguments": {{"days": {deep}}}}}</tool_call>'
+    assert message(text).calls == (Call("get_weather", f'{{"days": {deep}}}'),)
 
 
 def test_without_tools_calls_are_content() -> None:
@@ -367,7 +363,6 @@ def test_text_is_held_back_no_longer_than_needed() -> None:
     assert shown("a", " ", "b", "<", "t", "ool", "s", ">") == ["a", "", " b", "", "", "", "<tools", ">"]
     assert shown("<tool_call>", "\n", "x") == ["", "", "<tool_call>\nx"]
     assert shown("<tool_call>\n<function=", "g", "x") == ["", "", "<tool_call>\n<function=gx"]
-    assert shown('<tool_call>{"name": "', "geo", '"') == ["", "", '<tool_call>{"name": "geo"']
     assert shown("a ", "<", "tool_call>", tools={}) == ["a ", "<", "tool_call>"]
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 from asyncio.subprocess import Process
 from collections.abc import Awaitable, Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ import headstart.server.workers
 from headstart.errors import Busy
 from headstart.sampling import GrammarSpec, find_grammar
 from headstart.server import Limits
-from headstart.server.encode import Encoder
 from headstart.server.errors import Refusal
 from headstart.server.markup import Markup, call_grammar
-from headstart.server.prepare import Deadline, Preparation, Preparer
+from headstart.server.prepare import Preparation, Preparer
 from headstart.server.request_fields import MAX_TOOLS
+from headstart.server.worker import Encoder
 from headstart.server.workers import Worker, Workers, worker_settings
 
 LONG = "1" * 20_000_000  # takes a worker many seconds
@@ -52,7 +53,7 @@ Work = Callable[[Preparation], Awaitable[Any]]
 
 
 def prepare(work: Work, preparer: Preparer, client: Client | None = None, *, name: str = "", **options: Any) -> Any:
-    return preparer.prepare(work, client or Client(), name, Deadline.after(600), **options)  # type: ignore[arg-type]
+    return preparer.prepare(work, client or Client(), name, inf, **options)  # type: ignore[arg-type]
 
 
 def run(test: Callable[[Preparer], Awaitable[Any]], limits: Limits | None = None, **options: Any) -> Any:
@@ -73,7 +74,8 @@ async def until(true: Callable[[], Any]) -> None:
 
 
 def busy(workers: Workers) -> list[Worker]:
-    return [each for each in workers._workers if each not in workers._idle and each._process is not None]
+    idle = list(workers._idle._queue)  # type: ignore[attr-defined]
+    return [each for each in workers._workers if each not in idle and each._process is not None]
 
 
 def encoding(text: str, kind: Any = "chat", mark: str = "") -> Work:
@@ -160,7 +162,7 @@ def test_one_client_leaves_threads_and_workers_to_others() -> None:
             asyncio.create_task(prepare(work, preparer, name="greedy"))
             for work in [encoding(LONG)] * 8 + [lambda work: work.run(opened.wait, 60)] * 8
         ]
-        await until(lambda: busy(preparer.workers) and preparer.turns._taken["greedy"])
+        await until(lambda: busy(preparer.workers) and preparer.places["greedy"].locked())
         assert await prepare(encoding("small"), preparer, name="other")
         assert await prepare(encoding("1" * 100_000), preparer, name="other")
         assert not any(each.done() for each in slow)

@@ -9,18 +9,15 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
+from ..engine.log import log_error
 from ..errors import Busy, EngineDown, HeadstartError, OutOfMemory, RequestError
-from .log import log_unexpected
+from .log import LOG
 
 MESSAGES_ROUTE = "/v1/messages"  # Anthropic's shape is used here and below
 OPENAI_TYPES = {
-    401: "authentication_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "unavailable_error",
-}
+    401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error",
+    500: "server_error", 503: "unavailable_error",
+}  # fmt: skip
 ANTHROPIC_TYPES = OPENAI_TYPES | {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/models")
@@ -98,7 +95,7 @@ def to_refusal(error: Exception, *, prompt: str = "prompt") -> Refusal:
         case HeadstartError():
             return Refusal(500, str(error))
         case _:
-            log_unexpected(error)
+            log_error(LOG, "a request failed", error=error)  # without its message, which may quote the prompt
             return Refusal(500, "internal server error: the server's log says more")
 
 

@@ -5,7 +5,7 @@ import select
 from contextlib import suppress
 from typing import Any, TextIO
 
-from ..engine.log import format_error, log_error
+from ..engine.log import format_error
 
 LOG = logging.getLogger("headstart.server")
 
@@ -22,11 +22,6 @@ def configure_log(level: str, *, access: bool) -> None:
     # It warns of prompts longer than the tokenizer's model_max_length, which is not the model's context.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     logging.getLogger("uvicorn.access").setLevel(logging.INFO if access else logging.WARNING)
-
-
-def log_unexpected(error: BaseException) -> None:
-    """Log where an unexpected error of a request was raised, without its message, which may quote the prompt."""
-    log_error(LOG, "a request failed", error=error)
 
 
 class TracebackFormatter(logging.Formatter):

@@ -10,6 +10,7 @@ from ..sampling import GrammarSpec
 from ..sampling_params import MAX_BIASES, MAX_TOP_LOGPROBS
 from .chat import Chat, Prompt, chat_prompt, text_prompt
 from .errors import refuse
+from .markup import loads
 from .prepare import Preparation
 from .request_fields import (
     REASONING_BUDGETS,
@@ -42,7 +43,10 @@ def _parse_arguments(text: object) -> object:
     """Return the arguments of a call, as far as they go: clients send back calls that a token limit cut off."""
     if not isinstance(text, str):
         raise ValueError("Arguments should be the text of a JSON object")
-    return from_json(text or "{}", allow_partial="trailing-strings", allow_inf_nan=False)
+    try:
+        return loads(text or "{}")
+    except ValueError:
+        return from_json(text, allow_partial="trailing-strings")
 
 
 class TextPart(RequestModel):

@@ -2,9 +2,9 @@
 
 from .grammar import Markup, ThinkingState, any_of, call_grammar, thinking_state, with_thinking
 from .output_parser import CALL, Delta, OutputParser, merge
-from .schema import Tools, nested_too_deeply
+from .schema import Tools, loads, nested_too_deeply
 
 __all__ = [
-    "CALL", "Delta", "Markup", "OutputParser", "ThinkingState", "Tools", "any_of", "call_grammar", "merge",
-    "nested_too_deeply", "thinking_state", "with_thinking",
+    "CALL", "Delta", "Markup", "OutputParser", "ThinkingState", "Tools", "any_of", "call_grammar", "loads",
+    "merge", "nested_too_deeply", "thinking_state", "with_thinking",
 ]  # fmt: skip

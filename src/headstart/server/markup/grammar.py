@@ -66,12 +66,7 @@ def call_grammar(tools: Tools, markup: Markup, *, parallel: bool = True) -> Gram
 
 
 def with_thinking(
-    answer: GrammarSpec | None,
-    markup: Markup,
-    state: ThinkingState,
-    *,
-    budget: int | None = None,
-    calls: bool = True,
+    answer: GrammarSpec | None, markup: Markup, state: ThinkingState, *, budget: int | None = None, calls: bool = True
 ) -> GrammarSpec | None:
     """Return a grammar of reasoning of at most `budget` tokens, followed by `answer`.
 

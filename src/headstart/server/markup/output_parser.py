@@ -144,6 +144,7 @@ class OutputParser:
         self._calls_in_thoughts = calls_in_thoughts
         self.thinking = thinking  # what comes next is reasoning, as far as is known
         self.calls = 0  # that were begun
+        self._gap = ""  # white space before a call, kept only if text continues after it
         self._buffer = StreamBuffer()
         self._deltas: list[Delta] = []
         self._parsing = self._parse_output()
@@ -168,7 +169,7 @@ class OutputParser:
             yield from buffer.skip_spaces()
         while marker := (yield from buffer.until(self._markers(), self._emit_text)):
             if marker.endswith(THINK_END):
-                self.thinking = False
+                self.thinking, self._gap = False, ""
                 yield from buffer.skip_spaces()
             else:
                 yield from self._parse_call(marker)
@@ -192,6 +193,7 @@ class OutputParser:
         if self.calls == calls_before:  # it only looked like a call
             self._emit_text(opening + "".join(buffer.consumed))
             return
+        self._gap = self._gap or opening[: -len(opening.lstrip(_SPACE))]
         if complete:
             yield from buffer.match(_CALL_END)
         else:
@@ -258,7 +260,8 @@ class OutputParser:
 
     def _emit_text(self, text: str) -> None:
         if text:
-            self._deltas.append(Delta("reasoning" if self.thinking else "content", text))
+            self._deltas.append(Delta("reasoning" if self.thinking else "content", self._gap + text))
+            self._gap = ""
 
     def _start_call(self, name: str) -> None:
         self._deltas.append(Delta("tool_call", name, self.calls))
