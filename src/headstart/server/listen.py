@@ -168,7 +168,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self._cancel_stall_timer()
-        self.app_state["pool"].remove(self)
+        self.app_state["pool"].connections.discard(self)
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP; within a request, close."""
@@ -208,29 +208,26 @@ class Pool:
     def __init__(self, limits: Limits):
         self.limit = limits.connections or connection_limit()
         self.limit_per_client = max(1, self.limit // 2)
-        self._connections: set[Connection] = set()
+        self.connections: set[Connection] = set()
 
     def add(self, new: Connection) -> bool:
         """Add a connection. Return whether it is for any request, not only for health checks."""
-        own = [each for each in self._connections if each.address == new.address]
-        excess, own_excess = len(self._connections) - self.limit, len(own) - self.limit_per_client
-        self._connections.add(new)
+        own = [each for each in self.connections if each.address == new.address]
+        excess, own_excess = len(self.connections) - self.limit, len(own) - self.limit_per_client
+        self.connections.add(new)
         if max(excess, own_excess) < 0:
             return True
         LOG.warning(
             "connection limit reached (%d, %d per client): see --max-connections", self.limit, self.limit_per_client
         )
-        candidates = own if own_excess >= 0 else self._connections - {new}
+        candidates = own if own_excess >= 0 else self.connections - {new}
         oldest = min((each for each in candidates if each.waits), key=lambda each: each.idle_since, default=None)
         if oldest is not None:
-            self.remove(oldest)
+            self.connections.discard(oldest)
             oldest.drop()
         elif max(excess, own_excess) >= HEALTH_CONNECTIONS:
             new.drop()
         return oldest is not None
-
-    def remove(self, connection: Connection) -> None:
-        self._connections.discard(connection)
 
 
 def connection_limit(wanted: int | None = None) -> int:

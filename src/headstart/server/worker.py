@@ -216,8 +216,7 @@ def run_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is not an answer
-    with suppress(OSError):
-        os.nice(NICENESS)
+    os.nice(NICENESS)
     settings = json.loads(sys.stdin.buffer.readline())
     requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.stack_size(settings["stack"])
