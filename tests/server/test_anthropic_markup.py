@@ -174,15 +174,13 @@ LEAVES_OUT = "{% if m.role == 'system' and not loop.first %}{% continue %}{% end
 def test_a_late_system_message_is_read_where_it_is_whatever_the_template_thinks(
     monkeypatch: pytest.MonkeyPatch, template: str, role: str
 ) -> None:
-    """Qwen3.5's refuses them, and Claude Code sends them. What was read otherwise than it was sent is listed."""
+    """Qwen3.5's refuses them, and Claude Code sends them."""
     written = "{% for m in messages %}" + template + "[{{ m.role }}]{{ m.content }}{% endfor %}"
     monkeypatch.setattr(tokenizer()._tokenizer, "chat_template", written)
     messages = [*HI, {"role": "system", "content": "Be brief."}, {"role": "user", "content": "so?"}]
     with scripted() as here:
-        answer = create(here, "hello", messages=messages, system="An agent.")
+        create(here, "hello", messages=messages, system="An agent.")
         assert prompt(here) == f"[system]An agent.[user]hi[{role}]Be brief.[user]so?"
-    listed = ["messages[].role: system"] if role == "user" else []
-    assert answer.generation_stats["ignored_fields"] == listed
 
 
 @pytest.mark.parametrize(
@@ -301,20 +299,17 @@ def test_what_is_not_known_or_not_used_is_listed(here: Here) -> None:
     )
     assert answer.generation_stats["ignored_fields"] == [
         "messages[].content[].is_error",
-        "messages[].content[]: redacted_thinking",
         "service_tier",
-        "tool_choice.disable_parallel_tool_use",
         "tools[].strict",
     ]
 
 
 @pytest.mark.parametrize("as_blocks", [False, True])
-def test_the_billing_line_is_left_out_and_said_to_be(here: Here, as_blocks: bool) -> None:
+def test_the_billing_line_is_left_out(here: Here, as_blocks: bool) -> None:
     line = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch=36ee5;"
     told = "You are an agent.\nx-anthropic-billing-header: is only left out in front."
     system = [{"type": "text", "text": line}, {"type": "text", "text": told}] if as_blocks else f"{line}\n{told}"
-    answer = create(here, "hello", system=system)
+    create(here, "hello", system=system)
     assert prompt(here) == templated([{"role": "system", "content": told}, *HI])
-    assert answer.generation_stats["ignored_fields"] == ["system: x-anthropic-billing"]
     create(here, "hello", system=line)
     assert prompt(here) == templated(HI)

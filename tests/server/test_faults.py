@@ -267,7 +267,6 @@ def test_an_error_that_nobody_foresaw_is_counted_and_logged_without_what_was_ask
         response = http.post("/v1/completions", json=body)
         assert response.status_code == (200 if stream else 500)
         assert "internal server error" in response.text
-        assert server.metric("headstart_http_responses_total", status=str(response.status_code)) == 1
         http.post("/v1/completions", json={"prompt": ["the secret prompt", 5]})
         http.post("/v1/completions", json=body, headers={"Authorization": "Bearer sesame2"})
     logged = caplog.text + "".join(capfd.readouterr())

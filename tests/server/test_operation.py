@@ -108,7 +108,7 @@ def test_settings_apply_to_what_comes_after() -> None:
     with running() as server, server.http() as http:
         body = {"messages": HI, "max_tokens": 12}
         before = http.post("/v1/chat/completions", json=body).json()
-        told: dict[str, Any] = {"speculation": True, "max_k": 8, "problem": None}
+        told: dict[str, Any] = {"speculation": True, "max_k": 8}
         assert http.get("/v1/settings").json() == told
         assert http.patch("/v1/settings", json={"max_k": 1}).json() == told | {"max_k": 1}
         asked = body | {"num_draft_tokens": 5}

@@ -59,7 +59,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stop": "a" * 257}, "stop"),
     ({"logit_bias": {str(i): 1 for i in range(1024)}}, "logit_bias"),
     ({"messages": HI * 20_000}, "messages"),
-    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"x": 1}}, "logit_bias.x"),
     ({"logit_bias": {"5": "x"}}, "logit_bias.5"),
     ({"logit_bias": {"9999": 1}}, "logit_bias"),
     ({"logit_bias": {"5": 101}}, "logit_bias"),

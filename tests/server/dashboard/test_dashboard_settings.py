@@ -1,7 +1,5 @@
 """Settings and keys on the page."""
 
-from pathlib import Path
-
 from browsing import Visit
 from playwright.sync_api import Route, expect
 from running import Running, running, wait_until
@@ -17,35 +15,16 @@ def chat(server: Running) -> dict[str, object]:
     return stats
 
 
-def test_settings_take_effect_and_survive_a_restart(tmp_path: Path, visit: Visit) -> None:
-    file = tmp_path / "headstart" / "settings.json"
-    with running(settings_file=file) as server:
+def test_settings_take_effect(visit: Visit) -> None:
+    with running() as server:
         page = visit(server, "settings")
         expect(page.get_by_role("switch")).to_be_checked()
         page.get_by_label("Max depth").select_option("2")
-        expect(page.get_by_role("status")).to_have_text("Saved.")
+        expect(page.get_by_role("status")).to_have_text("Applied.")
         assert chat(server)["num_draft_tokens_clamped_to"] == 2
         page.get_by_role("switch").uncheck()
         wait_until(lambda: not server.room.settings.speculation)
         assert chat(server)["bypass_reason"] == "speculation is switched off"
-        page.close()
-    with running(settings_file=file) as again:
-        page = visit(again, "settings")
-        expect(page.get_by_label("Max depth")).to_have_value("2")
-        expect(page.get_by_role("switch")).not_to_be_checked()
-        assert chat(again)["bypass_reason"] == "speculation is switched off"
-        page.get_by_role("switch").check()
-        wait_until(lambda: again.room.settings.speculation)
-        assert chat(again)["num_draft_tokens_clamped_to"] == 2
-
-
-def test_settings_that_cannot_be_kept_are_told(tmp_path: Path, visit: Visit) -> None:
-    (tmp_path / "file").write_text("")
-    with running(settings_file=tmp_path / "file" / "settings.json") as server:
-        page = visit(server, "settings")
-        page.get_by_label("Max depth").select_option("2")
-        expect(page.get_by_role("status")).to_contain_text("settings.json cannot be written")
-        assert server.room.settings.max_k == 2
 
 
 def test_what_was_pressed_last_holds_however_slow_the_first_was(visit: Visit) -> None:
@@ -66,7 +45,7 @@ def test_what_was_pressed_last_holds_however_slow_the_first_was(visit: Visit) ->
         page.wait_for_timeout(300)
         assert server.room.settings == Settings(max_k=8), "they wait for the first"
         sent[0].continue_()
-        expect(page.get_by_role("status")).to_have_text("Saved.")
+        expect(page.get_by_role("status")).to_have_text("Applied.")
         assert (server.room.settings.max_k, server.room.settings.speculation) == (5, False)
         expect(page.get_by_label("Max depth")).to_have_value("5")
 
@@ -78,7 +57,7 @@ def test_a_max_depth_of_none_is_shown_as_such(visit: Visit) -> None:
         expect(page.get_by_role("switch")).to_be_enabled()
         expect(page.get_by_label("Max depth")).to_have_value("0")
         page.get_by_label("Max depth").select_option("3")
-        expect(page.get_by_role("status")).to_have_text("Saved.")
+        expect(page.get_by_role("status")).to_have_text("Applied.")
         assert server.room.settings.max_k == 3
 
 
@@ -133,7 +112,7 @@ def test_a_key_is_asked_for_and_kept_by_the_tab(visit: Visit) -> None:
         page.reload()
         expect(page.locator("#served")).to_have_text("tiny")
         page.get_by_label("Max depth").select_option("3")
-        expect(page.get_by_role("status")).to_have_text("Saved.")
+        expect(page.get_by_role("status")).to_have_text("Applied.")
         assert server.room.settings.max_k == 3
         page.get_by_role("button", name="Forget key").click()
         expect(page.get_by_role("dialog")).to_be_visible()
