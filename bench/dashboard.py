@@ -1,10 +1,9 @@
 """What an open dashboard costs the server: `python bench/dashboard.py [CHROMIUM]`
 
-The history is full, as it is after an hour. Measurements with the page closed and open take turns, and the order
-changes every time, so that drift affects both. *Idle*: the server's CPU time without requests, as a share of one
-core. *Round*: CPU time and wall time for a round of the built-in model at a fixed depth. *Visit*: the cost of opening
-the page, the hour of history included. The CPU time is the server's own; the browser's is not included, but it adds
-to the wall time where the two share cores.
+Measurements with the page closed and open take turns, and the order changes every time, so that drift affects both.
+*Idle*: the server's CPU time without requests, as a share of one core. *Round*: CPU time and wall time for a round of
+the built-in model at a fixed depth. *Visit*: the cost of opening the page. The CPU time is the server's own; the
+browser's is not included, but it adds to the wall time where the two share cores.
 """
 
 import argparse
@@ -21,7 +20,7 @@ from playwright.sync_api import Browser, expect, sync_playwright
 from headstart.checkpoint import read_layout, resolve
 from headstart.engine import Engine, EngineThread
 from headstart.library import load
-from headstart.server import ServedModel, Server, bind, create_app, metrics
+from headstart.server import ServedModel, Server, bind, create_app
 
 BODY = {
     "messages": [{"role": "user", "content": "Write a Python function that sorts a list."}],
@@ -49,17 +48,6 @@ def serving() -> Iterator[str]:
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
         server.should_exit = True
         thread.join()
-
-
-def fill_history(address: str) -> None:
-    """Record an hour's samples in a few seconds."""
-    usual, metrics.INTERVAL = metrics.INTERVAL, 0.001
-    kept = 0
-    while kept < metrics.KEPT:
-        time.sleep(0.5)
-        (model,) = httpx.get(f"{address}/v1/history").json()["models"].values()
-        kept = len(model["samples"])
-    metrics.INTERVAL = usual
 
 
 @contextmanager
@@ -99,7 +87,6 @@ def main() -> None:
     visits: list[float] = []
     with serving() as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=args.chromium, args=["--no-sandbox"])
-        fill_history(address)
         round_seconds(address, 2)  # the first ones compile kernels
         for n in range(args.repeats):
             for opened in (True, False) if n % 2 else (False, True):

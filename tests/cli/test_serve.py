@@ -1,6 +1,5 @@
 """`headstart serve` as a user starts it: what it prints, what it refuses, and how it stops."""
 
-import json
 import os
 import re
 import signal
@@ -20,7 +19,7 @@ from typer.testing import CliRunner
 import headstart
 from headstart.cli.main import app
 from headstart.cli.show import chat_tokens
-from headstart.server import Server, user_settings_file
+from headstart.server import Server
 
 KEY, PROMPT = "sk-never-to-be-seen", "Write a function that adds two secret-looking numbers."
 
@@ -104,23 +103,6 @@ def test_a_stop_in_mid_stream_lets_the_answer_end() -> None:
         assert process.wait(300) == -signal.SIGTERM
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
-
-
-def test_settings_are_kept_in_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On macOS that folder is under HOME."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    file = user_settings_file()
-    assert file.is_relative_to(tmp_path)
-    file.parent.mkdir(parents=True)
-    file.write_text('{"max_k": 2}')
-    with serving() as (_, printed), httpx.Client() as http:
-        assert printed["Speculation"] == "on, up to 2 drafts per step"
-        assert http.patch(f"{printed['Address']}/settings", json={"speculation": False}).json()["problem"] is None
-    assert json.loads(file.read_text()) == {"max_k": 2, "speculation": False}
-    with serving() as (_, printed), httpx.Client() as http:
-        assert printed["Speculation"] == "off: switched off in the settings"
-        assert http.get(f"{printed['Address']}/settings").json()["max_k"] == 2
 
 
 def test_a_client_that_calls_once_the_address_is_printed_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:

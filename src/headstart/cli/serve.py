@@ -12,7 +12,6 @@ from . import machines, options
 from .download import find_model
 
 if TYPE_CHECKING:
-    from ..engine import Settings
     from ..models import Model
 
 OPEN_FILES = 65_536
@@ -98,7 +97,7 @@ def serve_command(
             allowed_hosts=server.hosts_for(host, allowed_host or (), key=bool(keys)),
             cors_origins=cors_origin or (),
         )
-        drafts = _drafts(loaded, engine_thread.settings)
+        drafts = _drafts(loaded)
         server.listen(bound)
         with suppress(OSError):  # a closed standard output must not stop the server
             typer.echo(_greeting(served.id, drafts, host, bound.getsockname()[1], key=bool(keys)))
@@ -115,12 +114,10 @@ def _reopen_closed_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
 
 
-def _drafts(model: "Model", settings: "Settings") -> str:
+def _drafts(model: "Model") -> str:
     if not model.has_head:
         return f"off: {model.head_unavailable}"
-    if not settings.speculation or settings.max_k == 0:
-        return "off: switched off in the settings"
-    return f"on, up to {settings.max_k} drafts per step"
+    return f"on, up to {model.max_k} drafts per step"
 
 
 def _greeting(name: str, drafts: str, host: str, port: int, *, key: bool) -> str:

@@ -17,7 +17,7 @@ def test_the_page_and_its_files_need_no_key_and_nothing_else_is_open() -> None:
     with running(key="sesame") as server, httpx.Client(base_url=server.url) as stranger:
         for url in URLS:
             assert stranger.get(url).status_code == 200, url
-        for url in ("/v1/history", "/v1/cards", "/v1/settings", "/assets", "/assets."):
+        for url in ("/v1/mtp/stats", "/v1/cache", "/v1/settings", "/assets", "/assets."):
             assert stranger.get(url).status_code == 401, url
         assert stranger.get("/assets/nothing").status_code == 404
         assert stranger.patch("/v1/settings", json={"speculation": False}).status_code == 401
