@@ -3,15 +3,13 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from math import isfinite
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .head_faults import COLLAPSED, collapsed
 from .measurement import accepted_shares
-from .probe import Divergence, ProbeResult
-from .report import table
+from .probe import ProbeResult
+from .report import bullets, table
 from .system import SystemInfo
 
 
@@ -25,21 +23,22 @@ class ProbeReport:
 
     def as_dict(self) -> dict[str, Any]:
         result = self.result
-        plain = result.step_seconds[0]
-        costs = [{"seconds": seconds, "ratio": seconds / plain} for seconds in result.step_seconds]
+        fixed = {str(depth.k): depth for depth in result.depths[:-1]}
+        accepted, proposed = result.first_drafts
         return {
             "passed": result.passed,
             "identical": not result.divergences,
-            "first_divergence": self._divergence(result.divergences[0]) if result.divergences else None,
-            "acceptance_by_position": result.deepest.stats.acceptance_by_position,
-            "tokens_per_round": {str(run.k): run.stats.tokens_per_round for run in result.runs},
-            "cost_by_k": {str(k): cost for k, cost in enumerate(costs)},
-            "best_k": result.best_k,
-            "faults": [{**asdict(fault), "what": fault.what} for fault in result.faults],
-            "tokens_per_second": {str(k): rate for k, rate in enumerate(result.tokens_per_second)},
-            "first_draft_acceptance": result.first_draft_acceptance,
+            "first_divergence": self._first_divergence() if result.divergences else None,
+            "first_draft_acceptance": accepted / proposed,
+            "acceptance_by_position": self._acceptance(),
+            "tokens_per_round": {str(depth.k): depth.tokens_per_round for depth in result.depths},
+            "tokens_per_second": {str(depth.k): depth.tokens_per_second for depth in result.depths},
+            "cost_by_k": {
+                k: {"seconds": depth.step_seconds, "ratio": depth.step_seconds / fixed["0"].step_seconds}
+                for k, depth in fixed.items()
+            },
+            "best_k": result.best.k,
             "exact": result.exact,
-            "rounding": result.rounding,
             "model": self.model,
             "machine": asdict(self.machine),
             "remedy": self.remedy,
@@ -50,9 +49,7 @@ class ProbeReport:
         about = [[key, "none" if value is None else str(value)] for key, value in self.model.items() if key != "id"]
         parts = [f"# Probe of {name}: {'passed' if self.result.passed else 'failed'}", str(self.machine)]
         parts += [table(["model", name], about), self._depths()]
-        if self.result.faults:
-            parts.append(self._faults())
-        return "\n\n".join([*parts, "\n".join(f"- {line}" for line in self.conclusions())]) + "\n"
+        return "\n\n".join([*parts, bullets(self.conclusions())]) + "\n"
 
     def conclusions(self) -> Iterator[str]:
         """Yield sentences that say what the figures mean, the verdict last."""
@@ -61,77 +58,51 @@ class ProbeReport:
         if result.exact:
             yield "The same tokens are promised: these kernels compute a row the same whatever stands beside it."
         else:
-            yield (
-                "The same tokens are not promised: these kernels round differently with the number of rows, which "
-                f"may decide between tokens whose logits are less than {result.near_tie:.3g} apart."
-            )
+            yield "The same tokens are not promised: these kernels round differently with the number of rows."
         if result.divergences:
-            yield self._first_divergence()
+            first = self._first_divergence()
+            why = "a near-tie that rounding decides" if first["rounding"] else "a mistake"
+            yield (
+                f"{len(result.divergences)} of {sum(len(depth.answers) for depth in result.depths[1:])} answers "
+                f"differ from plain decoding. The first: k = {first['k']}, after the {first['prompt']} prompt, token "
+                f"{first['position'] + 1} is {first['drafted']!r} instead of {first['plain']!r}: {why}."
+            )
         else:
-            yield f"Every answer is that of plain decoding, at k = 1 to {result.deepest.k} and auto."
-        accepted = f"{result.first_draft_acceptance:.0%} of {len(result.first_drafts)} first drafts are accepted"
-        broken = f": the head is broken, clearly below {COLLAPSED:.0%}" if collapsed(result.first_drafts) else ""
-        yield f"{accepted}{broken}."
-        stats = result.deepest.stats
-        if shares := accepted_shares(stats.accepted_by_position, stats.proposed_by_position):
-            by_position = " ".join(f"{share:.0%}" for share in shares)
-            yield f"Accepted by position at k = {result.deepest.k}, together with all before it: {by_position}."
-        if result.faults:
+            yield f"Every answer is that of plain decoding, at k = 1 to {result.depths[-2].k} and auto."
+        accepted, proposed = result.first_drafts
+        broken = ": too few for a sound head. Its weights are damaged or belong to another model"
+        yield f"{accepted / proposed:.0%} of {proposed} first drafts are accepted{'' if result.sound else broken}."
+        if not result.sound:
             yield self.remedy
+        if shares := self._acceptance():
+            by_position = " ".join(f"{share:.0%}" for share in shares)
+            yield f"Accepted by position at k = {result.depths[-2].k}, together with all before it: {by_position}."
+        if result.best.k:
+            gain = result.best.tokens_per_second / result.depths[0].tokens_per_second
+            yield f"Speculation pays here: k = {result.best.k} is {gain:.2f}× as fast as no drafts."
         else:
-            yield "No fault: no other norms, feed or order of mtp.fc's inputs drafts better. No weights are zero."
-        gain = max(result.tokens_per_second) / result.tokens_per_second[0]
-        if result.best_k:
-            yield f"Speculation pays here: k = {result.best_k} is expected to be {gain:.2f}× as fast as no drafts."
-        else:
-            yield "Speculation does not pay here: no depth is expected to be faster than decoding without drafts."
+            yield "Speculation does not pay here: no depth is faster than decoding without drafts."
         yield "Passed." if result.passed else "Failed."
 
+    def _acceptance(self) -> list[float]:
+        """Return acceptance by position at the largest fixed depth, which says most."""
+        return accepted_shares(self.result.depths[-2].accepted, self.result.depths[-2].proposed)
+
     def _depths(self) -> str:
-        result, steps = self.result, self.result.step_seconds
-        different = Counter(each.k for each in result.divergences)
+        plain = self.result.depths[0]
+        different = Counter(each.k for each in self.result.divergences)
         rows = []
-        for number, run in enumerate(result.runs):
-            same = f"{len(run.answers) - different[run.k]} of {len(run.answers)}"
-            row = [str(run.k), same, f"{run.stats.tokens_per_round:.2f}", "", "", ""]
-            if number < len(steps):  # "auto" is not timed
-                ratio = f"{steps[number] / steps[0]:.2f}"
-                row[3:] = [f"{1e3 * steps[number]:.1f}", ratio, f"{result.tokens_per_second[number]:.1f}"]
-            rows.append(row)
-        heads = ["k", "same answers", "tokens per round", "ms per step", "× the step at k = 0", "expected tokens/s"]
+        for depth in self.result.depths:
+            row = [str(depth.k), f"{len(depth.answers) - different[depth.k]} of {len(depth.answers)}"]
+            row += [f"{depth.tokens_per_round:.2f}", f"{1e3 * depth.step_seconds:.1f}"]
+            row.append(f"{depth.step_seconds / plain.step_seconds:.2f}")
+            row.append(f"{depth.tokens_per_second:.1f}")
+            rows.append([*row, f"{depth.tokens_per_second / plain.tokens_per_second:.2f}"])
+        heads = ["k", "same answers", "tokens per round", "ms per step", "× the step at k = 0", "tokens/s", "gain"]
         return table(heads, rows)
 
-    def _faults(self) -> str:
-        rows = []
-        for fault in self.result.faults:
-            repaired = fault.repaired_acceptance_rate
-            rates = [f"{fault.acceptance_rate:.0%}", "" if repaired is None else f"{repaired:.0%}"]
-            rows.append([fault.name, fault.what, *rates])
-        return table(["fault", "what", "first drafts accepted", "when repaired"], rows)
-
-    def _first_divergence(self) -> str:
-        result = self.result
-        first = self._divergence(result.divergences[0])
-        why = "a near-tie that rounding decides" if first["rounding"] else "a mistake"
-        if first["margin"] is not None:
-            why = f"their logits are {abs(first['margin']):.3g} apart, {why}"
-        return (
-            f"{len(result.divergences)} of {sum(len(run.answers) for run in result.runs[1:])} answers differ from "
-            f"plain decoding. The first: k = {first['k']}, after {first['prompt']!r}, token {first['position'] + 1} "
-            f"of the answer is {_token(first['drafted'])} instead of {_token(first['plain'])}: {why}."
-        )
-
-    def _divergence(self, divergence: Divergence) -> dict[str, Any]:
-        """Return a divergence with its prompt and its tokens as text."""
-        tokens = {name: getattr(divergence, name) for name in ("plain", "drafted")}
-        return {
-            **asdict(divergence),
-            "prompt": self.result.prompts[divergence.prompt],
-            **{n: None if i is None else {"id": i, "text": self.tokenizer.decode([i])} for n, i in tokens.items()},
-            "margin": divergence.margin if isfinite(divergence.margin) else None,
-            "rounding": self.result.is_rounding(divergence),
-        }
-
-
-def _token(token: dict[str, object] | None) -> str:
-    return "the end" if token is None else f"{token['text']!r} ({token['id']})"
+    def _first_divergence(self) -> dict[str, Any]:
+        """Return the first divergence with its tokens as text."""
+        first = self.result.divergences[0]
+        texts = {name: self.tokenizer.decode([getattr(first, name)]) for name in ("plain", "drafted")}
+        return {**asdict(first), **texts, "rounding": self.result.is_rounding(first)}
