@@ -195,8 +195,17 @@ def with_keys(servers: Sequence[BenchServer], keys: Sequence[str]) -> list[Bench
     return [replace(server, key=by_url.get(server.url)) for server in servers]
 
 
-def numbers(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def loads(text: str) -> list[float]:
+    values = [float(part) for part in text.split(",")]
+    if min(values) <= 0:
+        raise ValueError
+    return values
 
 
 def run_load(arguments: Sequence[str] | None = None) -> LoadReport:
@@ -207,11 +216,11 @@ def run_load(arguments: Sequence[str] | None = None) -> LoadReport:
     parser.add_argument("--api-key", action="append", default=[], help="in the order of the servers")
     parser.add_argument("--prompts", default="short,medium,long", help="also numbers of words, kinds, or files")
     load = parser.add_mutually_exclusive_group()
-    load.add_argument("--concurrency", type=numbers, default=[1, 4, 16], help="clients that each wait")
-    load.add_argument("--rate", type=numbers, help="Poisson arrivals per second instead")
-    parser.add_argument("--requests", type=int, default=16, help="per run, at least two per client")
-    parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer")
-    parser.add_argument("--repeats", type=int, default=3)
+    load.add_argument("--concurrency", type=loads, default=[1, 4, 16], help="clients that each wait")
+    load.add_argument("--rate", type=loads, help="Poisson arrivals per second instead")
+    parser.add_argument("--requests", type=positive, default=16, help="per run, at least two per client")
+    parser.add_argument("--tokens", type=positive, default=64, help="most tokens of an answer")
+    parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--completions", action="store_true", help="complete texts instead of chatting")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds to wait for data")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -112,7 +112,8 @@ def test_other_tokens_than_plain_decoding_are_an_error(monkeypatch: pytest.Monke
         (["--k", ""], "--k '': give one or more values"),
         (["--prompts", ","], "--prompts ',': give one or more values"),
         (["--prompts", "code,verse"], "--prompts verse: not one of code, prose"),
-        (["--batch-size", "1,two"], "--batch-size 1,two: give whole numbers"),
+        (["--batch-size", "1,two"], "--batch-size 1,two: give whole numbers above 0"),
+        (["--batch-size", "1,0"], "--batch-size 1,0: give whole numbers above 0"),
         (["--output", "nowhere/report.md"], "--output nowhere/report.md: cannot be written"),
     ],
 )
@@ -125,3 +126,10 @@ def test_what_cannot_be_measured_is_refused_in_one_line(arguments: list[str], me
 
 def test_a_depth_that_the_model_does_not_draft_is_refused() -> None:
     assert "--k goes to 9, and this model drafts at most 8" in refused("--k", "0-9")
+
+
+@pytest.mark.parametrize("arguments", [["--tokens", "19"], ["--repeats", "0"]])
+def test_too_few_to_time_is_refused(arguments: list[str]) -> None:
+    result = bench("no-such-model", *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"Invalid value for '{arguments[0]}'" in result.stderr

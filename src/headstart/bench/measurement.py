@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from statistics import fmean, median
+from statistics import median
 
 from .plan import BenchPlan, Condition, Trials
 
@@ -12,7 +12,7 @@ MIN_TRIES = 10  # drafts at a position before the share of accepted ones is show
 
 @dataclass(frozen=True)
 class Trial:
-    """A batch decoded once, at one depth."""
+    """A batch decoded at one depth, once or as the sum of several times."""
 
     tokens: int  # generated in `seconds`
     seconds: float
@@ -26,6 +26,15 @@ class Trial:
     def rate(self) -> float:
         """Return the tokens per second of all sequences together."""
         return self.tokens / self.seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """Return the seconds of a step, of a trial that decodes one sequence at a time."""
+        return self.tokens_per_round / self.rate
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        return accepted_shares(self.accepted, self.proposed)
 
 
 @dataclass(frozen=True)
@@ -62,8 +71,21 @@ def accepted_shares(accepted: Sequence[int], proposed: Sequence[int]) -> list[fl
     return [a / p for a, p in zip(accepted, proposed, strict=True) if p >= MIN_TRIES]
 
 
-def add_by_position(counts: Sequence[Sequence[int]]) -> list[int]:
-    """Add up counts by position, whatever the depth of each."""
+def add_up(trials: Sequence[Trial]) -> Trial:
+    """Return several trials of one depth as one."""
+    tokens = sum(trial.tokens for trial in trials)
+    return Trial(
+        tokens=tokens,
+        seconds=sum(trial.seconds for trial in trials),
+        tokens_per_round=tokens / sum(trial.tokens / trial.tokens_per_round for trial in trials),
+        proposed=_add_by_position([trial.proposed for trial in trials]),
+        accepted=_add_by_position([trial.accepted for trial in trials]),
+        sequences=[sequence for trial in trials for sequence in trial.sequences],
+        exact=all(trial.exact for trial in trials),
+    )
+
+
+def _add_by_position(counts: Sequence[Sequence[int]]) -> list[int]:
     return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
 
@@ -83,9 +105,7 @@ def _measurement(
     trials = list(by_variant[variant].values())
     plain = by_variant.get(baseline, {})
     speed = Estimate.of([trial.rate for trial in trials])
-    tokens_per_round = fmean(trial.tokens_per_round for trial in trials)
-    proposed = add_by_position([trial.proposed for trial in trials])
-    accepted = add_by_position([trial.accepted for trial in trials])
+    total = add_up(trials)
     expected = next((trial.sequences for trial in plain.values()), None)
     relative = {}
     ratios = [trial.rate / plain[i].rate for i, trial in by_variant[variant].items() if i in plain]
@@ -99,10 +119,10 @@ def _measurement(
         repeats=len(trials),
         tokens_per_second=speed,
         relative=relative,
-        tokens_per_round=tokens_per_round,
-        step_ms=1e3 * condition.value * tokens_per_round / speed.median,
-        acceptance_rate=sum(accepted) / sum(proposed) if sum(proposed) else None,
-        acceptance_by_position=accepted_shares(accepted, proposed),
+        tokens_per_round=total.tokens_per_round,
+        step_ms=1e3 * condition.value * total.tokens_per_round / speed.median,
+        acceptance_rate=sum(total.accepted) / sum(total.proposed) if sum(total.proposed) else None,
+        acceptance_by_position=total.acceptance_by_position,
         identical=all(_same(trial.sequences, expected) for trial in trials) if expected else None,
     )
 

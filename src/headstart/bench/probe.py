@@ -1,6 +1,5 @@
 """Is a model's head sound, and does drafting pay on this machine? What `headstart probe` measures."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,27 +9,10 @@ from ..engine import Engine, Request
 from ..models import Model
 from ..sampling import SamplingParams
 from .local import K, decode_batch
-from .measurement import Trial, add_by_position
+from .measurement import Trial, add_up
 from .prompts import KINDS, builtin_prompts
 
-# Share of first drafts accepted on the model's own greedy text. Sound heads were seen at 72 to 90%, most broken ones
-# at 0 to 35%; and a draft that is rejected more often than not seldom pays for itself.
-SOUND = 0.5
-UNLIKELY = 1.96  # standard errors below that: one sound head in 40 that is just at the line would be blamed
 NEAR_TIE = 1.0  # rounding may decide between logits this close; a factor of e in probability is a mistake
-
-
-@dataclass(frozen=True)
-class DepthResult:
-    """All texts at one depth."""
-
-    k: K
-    answers: list[list[int]]  # token ids
-    tokens_per_second: float
-    tokens_per_round: float
-    step_seconds: float
-    proposed: list[int]  # drafts by position
-    accepted: list[int]
 
 
 @dataclass(frozen=True)
@@ -40,41 +22,15 @@ class Divergence:
     k: K
     prompt: str  # its kind
     position: int  # in the answer
-    plain: int  # token ids
-    drafted: int
-    margin: float | None  # by how many logits the model prefers the plain token; None where one of them is unlikely
+    plain: str  # tokens
+    drafted: str
+    rounding: bool  # it is a near-tie, where the same tokens are not promised: nothing else excuses it
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    exact: bool  # kernels compute a row whatever stands beside it, so the same tokens are promised
-    depths: list[DepthResult]  # k = 0, 1, 2, …, auto
+    depths: dict[K, Trial]  # all texts together, at k = 0, 1, 2, … and auto
     divergences: list[Divergence]
-
-    @property
-    def first_drafts(self) -> tuple[int, int]:
-        """Return how many first drafts were accepted, and of how many: at k = 1, where there are most of them."""
-        return self.depths[1].accepted[0], self.depths[1].proposed[0]
-
-    @property
-    def sound(self) -> bool:
-        """Return whether the upper end of Wilson's interval of the share of first drafts reaches SOUND."""
-        accepted, proposed = self.first_drafts
-        return accepted + UNLIKELY * math.sqrt(SOUND * (1 - SOUND) * proposed) >= SOUND * proposed
-
-    @property
-    def passed(self) -> bool:
-        """Return whether the head is sound and the output is the model's own."""
-        return self.sound and all(map(self.is_rounding, self.divergences))
-
-    def is_rounding(self, divergence: Divergence) -> bool:
-        """Return whether rounding explains a divergence. Where the same tokens are promised nothing excuses one."""
-        return not self.exact and divergence.margin is not None and abs(divergence.margin) <= NEAR_TIE
-
-    @property
-    def best(self) -> DepthResult:
-        """Return the fastest fixed depth."""
-        return max(self.depths[:-1], key=lambda depth: depth.tokens_per_second)
 
 
 def probe_prompts(tokenizer: TokenizerWrapper) -> dict[str, list[int]]:
@@ -83,7 +39,12 @@ def probe_prompts(tokenizer: TokenizerWrapper) -> dict[str, list[int]]:
 
 
 def probe_model(
-    model: Model, prompts: Mapping[str, Sequence[int]], k: int, tokens: int, progress: Callable[[str], None]
+    model: Model,
+    tokenizer: TokenizerWrapper,
+    prompts: Mapping[str, Sequence[int]],
+    k: int,
+    tokens: int,
+    progress: Callable[[str], None],
 ) -> ProbeResult:
     """Decode each prompt alone at every depth up to k and with auto, all depths by turns.
 
@@ -98,42 +59,30 @@ def probe_model(
         for depth in depths:
             progress(f"{kind}, k={depth}")
             trials[depth].append(decode_batch(model, [prompt], depth, tokens))
-    results = [_add_up(depth, trials[depth]) for depth in depths]
-    return ProbeResult(trials[0][0].exact, results, find_divergences(model, prompts, results))
+    results = {depth: add_up(trials[depth]) for depth in depths}
+    return ProbeResult(results, find_divergences(model, tokenizer, prompts, results))
 
 
 def find_divergences(
-    model: Model, prompts: Mapping[str, Sequence[int]], depths: Sequence[DepthResult]
+    model: Model, tokenizer: TokenizerWrapper, prompts: Mapping[str, Sequence[int]], depths: Mapping[K, Trial]
 ) -> list[Divergence]:
-    """Return where answers first differ from those of plain decoding, the first of `depths`."""
+    """Return where the answers of each depth first differ from those of k = 0."""
     found = []
-    for depth in depths[1:]:
-        for (kind, prompt), plain, drafted in zip(prompts.items(), depths[0].answers, depth.answers, strict=True):
+    for k, trial in depths.items():
+        answers = zip(prompts.items(), depths[0].sequences, trial.sequences, strict=True)
+        for (kind, prompt), plain, drafted in answers:
             pairs = enumerate(zip(plain, drafted, strict=True))
             if (at := next((position for position, (a, b) in pairs if a != b), None)) is not None:
-                margin = _margin(model, [*prompt, *plain[:at]], plain[at], drafted[at])
-                found.append(Divergence(depth.k, kind, at, plain[at], drafted[at], margin))
+                rounding = not trial.exact and is_near_tie(model, [*prompt, *plain[:at]], plain[at], drafted[at])
+                first, second = tokenizer.decode([plain[at]]), tokenizer.decode([drafted[at]])
+                found.append(Divergence(k, kind, at, first, second, rounding))
     return found
 
 
-def _add_up(k: K, trials: Sequence[Trial]) -> DepthResult:
-    tokens, seconds = sum(trial.tokens for trial in trials), sum(trial.seconds for trial in trials)
-    rounds = sum(trial.tokens / trial.tokens_per_round for trial in trials)
-    return DepthResult(
-        k=k,
-        answers=[trial.sequences[0] for trial in trials],
-        tokens_per_second=tokens / seconds,
-        tokens_per_round=tokens / rounds,
-        step_seconds=seconds / rounds,
-        proposed=add_by_position([trial.proposed for trial in trials]),
-        accepted=add_by_position([trial.accepted for trial in trials]),
-    )
-
-
-def _margin(model: Model, text: Sequence[int], plain: int, drafted: int) -> float | None:
-    """Return how much likelier one token is than the other after a text, as a difference of logits."""
+def is_near_tie(model: Model, text: Sequence[int], plain: int, drafted: int) -> bool:
+    """Return whether the logits of two tokens after a text are so close that rounding may decide between them."""
     params = SamplingParams(max_tokens=1, k=0, logprobs=True, top_logprobs=8)
     events = Engine(model).submit(Request(text, params))
     (token,) = [each for event in events for each in event.logprobs or ()]
     likeliest = dict(token.top)
-    return likeliest[plain] - likeliest[drafted] if {plain, drafted} <= likeliest.keys() else None
+    return {plain, drafted} <= likeliest.keys() and abs(likeliest[plain] - likeliest[drafted]) <= NEAR_TIE

@@ -15,16 +15,13 @@ from .show import check_output, print_report
 @options.with_model
 def bench_command(
     model: str | None,
-    prompts: str | None = Option(
-        None,
-        metavar="LIST",
-        help="Kinds (code, prose, chat, repetitive), or files: a prompt per line, or .jsonl.",
-        show_default="all kinds",
+    prompts: str = Option(
+        "code,prose,chat,repetitive", metavar="LIST", help="Kinds, or files: a prompt per line, or .jsonl."
     ),
     k: str = Option("0-3,auto", metavar="LIST", help="Depths (drafts per step), such as 0-5,auto."),
     batch_size: str = Option("1,4", metavar="LIST", help="Sequences decoded together."),
-    tokens: int = Option(64, "--tokens", "-n", help="Tokens per sequence."),
-    repeats: int = Option(3, help="Interleaved repeats of everything."),
+    tokens: int = Option(64, "--tokens", "-n", min=options.FEWEST_TOKENS, help="Tokens per sequence."),
+    repeats: int = Option(3, min=1, help="Interleaved repeats of everything."),
     as_json: bool = options.JSON,
     output: Path | None = options.OUTPUT,
 ) -> None:
@@ -33,7 +30,7 @@ def bench_command(
     from ..bench.local import measure_locally
     from ..bench.measurement import summarise
     from ..bench.plan import INTERRUPTED, BenchPlan, run_plan
-    from ..bench.prompts import KINDS, prompts_by_kind
+    from ..bench.prompts import prompts_by_kind
     from ..bench.report import BenchReport
     from ..bench.system import system_info
     from ..checkpoint.layout import hub_id
@@ -41,7 +38,7 @@ def bench_command(
 
     # Refuse wrong options before a model is loaded and minutes are spent.
     check_output(output)
-    chosen = prompts_by_kind(_parts(prompts, "--prompts") if prompts is not None else KINDS)
+    chosen = prompts_by_kind(_parts(prompts, "--prompts"))
     plan = BenchPlan(_depths(k), list(chosen), "batch_size", _batch_sizes(batch_size), tokens, repeats)
     if model is None:
         typer.echo("No model given: measuring the small built-in one. Name a model to measure yours.", err=True)
@@ -69,10 +66,10 @@ def bench_command(
 
 
 def _batch_sizes(text: str) -> list[int]:
-    try:
-        return [int(part) for part in _parts(text, "--batch-size")]
-    except ValueError as error:
-        raise RequestError(f"--batch-size {text}: give whole numbers") from error
+    parts = _parts(text, "--batch-size")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise RequestError(f"--batch-size {text}: give whole numbers above 0")
+    return list(map(int, parts))
 
 
 def _depths(text: str) -> list[str]:

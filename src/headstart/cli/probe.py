@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def probe_command(
     model: str | None,
     k: int = Option(3, min=1, max=MAX_K, help="Most drafts per step."),
-    tokens: int = Option(40, "--tokens", "-n", min=20, help="Tokens per prompt."),
+    tokens: int = Option(40, "--tokens", "-n", min=options.FEWEST_TOKENS, help="Tokens per prompt."),
     as_json: bool = options.JSON,
     output: Path | None = options.OUTPUT,
 ) -> None:
@@ -53,10 +53,10 @@ def probe_command(
         f"Probing {name}: {runs} runs of {tokens} tokens, {len(prompts)} texts at k=0 to {k} and auto.", err=True
     )
     with Progress(runs, "runs") as progress:
-        result = probe_model(load_model(layout.path, mtp=True), prompts, k, tokens, progress.begin)
-    report = ProbeReport({"id": name, **_about(layout)}, system_info(), result, tokenizer, _remedy(layout))
+        result = probe_model(load_model(layout.path, mtp=True), tokenizer, prompts, k, tokens, progress.begin)
+    report = ProbeReport({"id": name, **_about(layout)}, system_info(), result, _remedy(layout))
     print_report(report, as_json, output)
-    if not result.passed:
+    if not report.passed:
         raise typer.Exit(1)
 
 

@@ -68,10 +68,8 @@ def prompt_progress(aside: "Console") -> Callable[[int, int], None]:
 def legend(console: "Console") -> "Text":
     from rich.text import Text
 
-    looks = [
-        Text(look.meaning if in_colour(console) else look.mark + look.meaning, look.style) for look in LOOKS.values()
-    ]
-    return Text("  ").join(looks)
+    marks = not in_colour(console)
+    return Text("  ").join(Text(marks * look.mark + look.meaning, look.style) for look in LOOKS.values())
 
 
 def in_colour(console: "Console") -> bool:
