@@ -1,6 +1,6 @@
 """`headstart chat`: a conversation."""
 
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -44,22 +44,10 @@ def chat_command(
         import readline  # noqa: F401  # arrow keys and history for input()
 
     def answer(engine: Engine) -> tuple[str, bool]:
-        """Print the answer as it is generated. Return it, and whether Ctrl-C ended it early."""
-        text, last, stopped = "", None, False
         tokens = show.chat_tokens(tokenizer, messages)
         shared = {"prompt_progress_callback": show.prompt_progress(aside), "engine": engine, **sampling}
-        with closing(stream_generate(loaded, tokenizer, tokens, max_tokens, **shared)) as responses:
-            try:
-                for last in responses:
-                    show.print_token(console, last, origins=show_drafts)
-                    text += last.text
-            except KeyboardInterrupt:
-                stopped = True
-        console.out()
-        if last is not None:
-            line = show.summary(last.stats, last.finish_reason)
-            aside.print(f"{line} · stopped" if stopped else line, style="dim", soft_wrap=True)
-        return text, stopped
+        responses = stream_generate(loaded, tokenizer, tokens, max_tokens, **shared)
+        return show.print_answer(responses, console, aside, origins=show_drafts)
 
     messages: list[dict[str, str]] = []
     engine: Engine | None = None  # kept between answers, so that earlier messages are not prefilled again

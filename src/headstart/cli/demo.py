@@ -57,15 +57,13 @@ def demo_command(model: str | None) -> None:
     deadline = time.perf_counter() + ENOUGH_SECONDS
     typer.echo("\nTiming both a few times …\n", err=True)
     # Machines are noisy: the two take turns, and the median of several runs counts.
-    runs = 0
-    while runs < MIN_RUNS or (runs < MAX_RUNS and time.perf_counter() < deadline):
-        runs += 1
+    while len(rates[0]) < MIN_RUNS or (len(rates[0]) < MAX_RUNS and time.perf_counter() < deadline):
         for k, measured in rates.items():
             responses = list(run(k))
             measured.append(responses[-1].stats.generation_tps)
             differing += [response.token for response in responses] != plain
 
-    sides = (off[-1].stats, on[-1].stats)
+    runs, sides = len(rates[0]), (off[-1].stats, on[-1].stats)
     rows = [
         ["speculation", "off", "on"],
         ["tokens per second", *(f"{median(each):.1f}" for each in rates.values())],

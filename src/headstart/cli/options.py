@@ -24,7 +24,7 @@ FEWEST_TOKENS = 20  # that can be timed: a step may produce nine, and the first 
 JSON = Option(False, "--json", help="Print JSON.")
 OUTPUT = Option(None, metavar="FILE", help="Also write the report: JSON to a .json, else Markdown.")
 MODEL = Argument(
-    None, metavar="MODEL", help="A folder, a built-in model, a cached one or a hub id.", show_default="built-in"
+    None, metavar="MODEL", help="A folder, a built-in or cached model, or hub id.", show_default="built-in"
 )
 # The sampling flags by their names in SamplingParams, which has their defaults: what is not given is None.
 SAMPLING: dict[str, tuple[Any, Any]] = {

@@ -27,8 +27,7 @@ def probe_command(
 ) -> None:
     """Check a model's MTP head. Is the output the same at every depth, are enough drafts accepted, and which depth
     pays on this machine? Exits with status 1 when something is wrong."""
-    from ..bench.probe import probe_model, probe_prompts
-    from ..bench.probe_report import ProbeReport
+    from ..bench.probe import ProbeReport, decode_depths, find_divergences, probe_prompts
     from ..bench.system import system_info
     from ..checkpoint import load_model, load_tokenizer, read_layout
     from ..checkpoint.convert import head_field
@@ -53,8 +52,10 @@ def probe_command(
         f"Probing {name}: {runs} runs of {tokens} tokens, {len(prompts)} texts at k=0 to {k} and auto.", err=True
     )
     with Progress(runs, "runs") as progress:
-        result = probe_model(load_model(layout.path, mtp=True), tokenizer, prompts, k, tokens, progress.begin)
-    report = ProbeReport({"id": name, **_about(layout)}, system_info(), result, _remedy(layout))
+        loaded = load_model(layout.path, mtp=True)
+        depths = decode_depths(loaded, prompts, k, tokens, progress.begin)
+    different = find_divergences(loaded, tokenizer, prompts, depths)
+    report = ProbeReport({"id": name, **_about(layout)}, system_info(), depths, different, _remedy(layout))
     print_report(report, as_json, output)
     if not report.passed:
         raise typer.Exit(1)

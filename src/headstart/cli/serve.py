@@ -24,9 +24,7 @@ def serve_command(
     model: str | None,
     host: str = Option("127.0.0.1", help="Where to listen. Beyond this machine a key is needed."),
     port: int = Option(8000, min=0, max=65535, help="0 takes a free one."),
-    model_id: str | None = Option(
-        None, help="What clients call it.", show_default="its hub id, or its folder's name"
-    ),
+    model_id: str | None = Option(None, help="What clients call it.", show_default="its hub id or folder's name"),
     mtp: bool | None = options.MTP,
     api_key: list[str] | None = Option(
         None, metavar="KEY", envvar="HEADSTART_API_KEY", help="A key that clients must send. Repeat for more."

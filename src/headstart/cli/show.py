@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -52,6 +53,25 @@ def print_token(console: "Console", response: "GenerationResponse", *, origins: 
     look = LOOKS[response.origin]
     mark = look.mark if origins and not in_colour(console) and response.text else ""
     console.out(mark + response.text, style=look.style if origins else None, highlight=False, end="")
+
+
+def print_answer(
+    responses: "Generator[GenerationResponse]", console: "Console", aside: "Console", *, origins: bool
+) -> tuple[str, bool]:
+    """Print an answer as it is generated, and then a line of statistics. Return it, and whether Ctrl-C stopped it."""
+    text, last, stopped = "", None, False
+    with closing(responses):
+        try:
+            for last in responses:
+                print_token(console, last, origins=origins)
+                text += last.text
+        except KeyboardInterrupt:
+            stopped = True
+    console.out()
+    if last is not None:
+        line = summary(last.stats, last.finish_reason)
+        aside.print(f"{line} · stopped" if stopped else line, style="dim", soft_wrap=True)
+    return text, stopped
 
 
 def prompt_progress(aside: "Console") -> Callable[[int, int], None]:
