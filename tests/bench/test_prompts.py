@@ -23,7 +23,7 @@ def test_kinds_and_files_are_chosen_together_and_an_unknown_name_is_refused(tmp_
     assert list(chosen) == ["code", "own"]
     assert [prompt.text for prompt in chosen["own"]] == ["Once upon a time"]
     assert len(chosen["code"]) == 8
-    with pytest.raises(RequestError, match="--prompts poems: not one of code, prose, chat, repetitive, and cannot"):
+    with pytest.raises(RequestError, match="--prompts poems: not one of code, prose, chat, repetitive, and not a"):
         prompts_by_kind(["code", "poems"])
 
 
@@ -85,10 +85,10 @@ def test_a_bad_line_is_refused_by_its_number(line: str, message: str, tmp_path: 
 
 def test_a_file_that_is_empty_missing_or_not_text_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
-    with pytest.raises(RequestError, match="cannot be read as a file"):
+    with pytest.raises(RequestError, match="not a readable file"):
         read_prompts(file)
     file.write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(RequestError, match="cannot be read as a file"):
+    with pytest.raises(RequestError, match="not a readable file"):
         read_prompts(file)
     file.write_text(" \n")
     with pytest.raises(RequestError, match="the file has no prompt"):

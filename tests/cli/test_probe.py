@@ -34,7 +34,7 @@ def test_the_builtin_model_passes_and_the_page_has_no_private_names(tmp_path: Pa
     assert result.stdout == page.read_text()
     first, plan, *steps = result.stderr.splitlines()
     assert first == "No model given: probing the small built-in one. Name a model to probe yours."
-    assert plan == "Probing tiny-qwen3.5: 15 runs of 20 tokens, 4 texts at k=0 to 1 and auto."
+    assert plan == "Probing tiny-qwen3.5: 15 runs of 20 tokens, at k=0 to 1 and auto."
     assert steps[0] == "0 of 15 runs: warming up, k=0"
     assert steps[1].startswith("1 of 15 runs, about ")
     written = page.read_text()

@@ -14,14 +14,13 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from ..errors import RequestError
 
 KINDS = ("code", "prose", "chat", "repetitive")  # of the built-in prompts
-OWN = "own"  # the kind of a user's prompts that have none
 EXPECTED = 'Write {"text": "…"} or {"messages": [{"role": "…", "content": "…"}]}, and give it a "kind" if you like.'
 
 
 class BenchPrompt(BaseModel, frozen=True, extra="forbid"):
     """A text to continue, or a conversation to answer."""
 
-    kind: Annotated[str, Field(min_length=1)] = OWN
+    kind: Annotated[str, Field(min_length=1)] = "own"
     text: str = ""
     messages: tuple[dict[str, str], ...] = ()
 
@@ -66,8 +65,9 @@ def read_prompts(path: Path) -> list[BenchPrompt]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeError) as error:
-        known = ", ".join(KINDS)
-        raise RequestError(f"--prompts {path}: not one of {known}, and cannot be read as a file: {error}") from error
+        raise RequestError(
+            f"--prompts {path}: not one of {', '.join(KINDS)}, and not a readable file: {error}"
+        ) from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise RequestError(f"--prompts {path}: the file has no prompt")

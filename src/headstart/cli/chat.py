@@ -72,14 +72,13 @@ def chat_command(
 
 
 def _read_line(aside: "Console") -> str | None:
-    """Return the next line, or None where the user leaves."""
-    while True:
-        try:
-            line = input("› ").strip()
-        except EOFError:
-            aside.out()
-            return None
-        except KeyboardInterrupt:
-            aside.print(f"\n{HELP}", style="dim")
-            continue
-        return None if line == "/exit" else line
+    """Return the next line, or None where the user leaves. Ctrl-C at the prompt asks for help."""
+    try:
+        line = input("› ").strip()
+    except EOFError:
+        aside.out()
+        return None
+    except KeyboardInterrupt:
+        aside.out()
+        return "/help"
+    return None if line == "/exit" else line

@@ -37,20 +37,16 @@ def probe_command(
     if model is None:
         typer.echo("No model given: probing the small built-in one. Name a model to probe yours.", err=True)
     layout = read_layout(find_model(model))
-    if not layout.mtp.available:
-        raise HeadError(f"{layout.path}: no head to probe: {layout.mtp.reason}")
-    if not (decision := layout.dispatch(mtp=True)).drafts:
-        reason = (decision.reason or "").rstrip(".")
-        field = head_field(layout.family)
-        raise HeadError(f"{layout.path}: its head is not used: {reason}. Declare it in config.json, `{field}`: 1.")
+    decision = layout.dispatch(mtp=True)
+    if not decision.drafts:
+        declare = f" Declare it in config.json, `{head_field(layout.family)}`: 1." if layout.mtp.available else ""
+        raise HeadError(f"{layout.path}: no head to probe: {decision.reason}{declare}")
     k = min(k, decision.max_k)
     name = hub_id(layout.path) or layout.path.absolute().name  # never the path, which is private
     tokenizer = load_tokenizer(layout.path)
     prompts = probe_prompts(tokenizer)
     runs = (k + 2) * (1 + len(prompts))
-    typer.echo(
-        f"Probing {name}: {runs} runs of {tokens} tokens, {len(prompts)} texts at k=0 to {k} and auto.", err=True
-    )
+    typer.echo(f"Probing {name}: {runs} runs of {tokens} tokens, at k=0 to {k} and auto.", err=True)
     with Progress(runs, "runs") as progress:
         loaded = load_model(layout.path, mtp=True)
         depths = decode_depths(loaded, prompts, k, tokens, progress.begin)

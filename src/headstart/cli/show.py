@@ -138,9 +138,7 @@ def check_output(output: Path | None) -> None:
     if output is not None:
         target = output if output.exists() else output.absolute().parent
         if output.is_dir() or not target.exists() or not os.access(target, os.W_OK):
-            raise RequestError(
-                f"--output {output}: cannot be written. Name a file in a folder that can be written to"
-            )
+            raise RequestError(f"--output {output}: cannot be written. Name a file in a writable folder")
 
 
 def print_report(report: Reportable, as_json: bool, output: Path | None) -> None:
