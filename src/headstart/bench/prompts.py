@@ -65,9 +65,8 @@ def read_prompts(path: Path) -> list[BenchPrompt]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeError) as error:
-        raise RequestError(
-            f"--prompts {path}: not one of {', '.join(KINDS)}, and not a readable file: {error}"
-        ) from error
+        known = ", ".join(KINDS)
+        raise RequestError(f"--prompts {path}: not one of {known}, and not a readable file: {error}") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise RequestError(f"--prompts {path}: the file has no prompt")

@@ -43,12 +43,6 @@ def chat_command(
     with suppress(ImportError):
         import readline  # noqa: F401  # arrow keys and history for input()
 
-    def answer(engine: Engine) -> tuple[str, bool]:
-        tokens = show.chat_tokens(tokenizer, messages)
-        shared = {"prompt_progress_callback": show.prompt_progress(aside), "engine": engine, **sampling}
-        responses = stream_generate(loaded, tokenizer, tokens, max_tokens, **shared)
-        return show.print_answer(responses, console, aside, origins=show_drafts)
-
     messages: list[dict[str, str]] = []
     engine: Engine | None = None  # kept between answers, so that earlier messages are not prefilled again
     while (line := _read_line(aside)) is not None:
@@ -61,7 +55,10 @@ def chat_command(
             try:
                 if engine is None:
                     engine = Engine(loaded, tokenizer, max_sequences=1, prefix=PrefixCache(memory_for_prefixes()))
-                text, stopped = answer(engine)
+                tokens = show.chat_tokens(tokenizer, messages)
+                shared = {"prompt_progress_callback": show.prompt_progress(aside), "engine": engine, **sampling}
+                responses = stream_generate(loaded, tokenizer, tokens, max_tokens, **shared)
+                text, stopped = show.print_answer(responses, console, aside, origins=show_drafts)
                 messages.append({"role": "assistant", "content": text})
                 if stopped:  # perhaps in the middle of a step: its state cannot be relied on
                     engine = None
