@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from headstart.bench.local import decode_batch
-from headstart.bench.plan import Trial
+from headstart.bench.measurement import Trial
 from headstart.engine.batch import Batch
 from headstart.engine.step import draft, prefill_prompts, verify
 from headstart.errors import HeadstartError, RequestError

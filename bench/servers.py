@@ -1,9 +1,9 @@
 """headstart's server beside mlx-lm's own, on the same checkpoint and machine, in one interleaved run.
 
-    python bench/servers.py [--model NAME] [--drafts auto 0 2] [any option of headstart bench --url]
+    python bench/servers.py [--model NAME] [--drafts auto 0 2] [any option of load.py]
 
 The model is converted first, since mlx-lm does not load the original. Both servers then stay up, each in a process of
-its own, and `headstart bench --url` measures them by turns: mlx-lm first, and against it headstart once for each
+its own, and load.py measures them by turns: mlx-lm first, and against it headstart once for each
 number of `--drafts`. Texts are completed, not chats answered: the two servers apply the chat template differently.
 Without further options it uses `--concurrency 1,2,4,8 --prompts short,medium`.
 """
@@ -67,7 +67,7 @@ def compare(folder: Path, drafts: Sequence[str], options: Sequence[str]) -> int:
     with headstart_server(folder) as ours, mlx_lm_server(folder) as theirs:
         urls = [f"mlx-lm={theirs}#model={folder}"]  # mlx-lm calls a model by its folder
         urls += [f"headstart {count}={ours}#num_draft_tokens={count}" for count in drafts]
-        command = [HEADSTART, "bench", folder.name, "--completions"]
+        command = [sys.executable, Path(__file__).with_name("load.py"), "--model", folder.name, "--completions"]
         return subprocess.run([*command, *[part for url in urls for part in ("--url", url)], *options]).returncode
 
 

@@ -4,19 +4,20 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 from statistics import fmean
 from typing import Any
 
 import pytest
 
-from headstart.bench.client import BenchServer
-from headstart.bench.load import LoadTest, drive
-from headstart.bench.measurement import Latency, Measurement, summarise
-from headstart.bench.plan import BenchPlan, Condition, LoadKind, Trials, run_plan
-from headstart.bench.prompts import LENGTHS, BenchPrompt, PromptSource, prompt_source
-from headstart.bench.report import bench_report
-from headstart.errors import HeadstartError, RequestError
+from bench.client import BenchServer
+from bench.load import LENGTHS, LoadTest, PromptSource, drive
+from bench.load_report import LoadMeasurement, LoadReport, Percentiles, summarise_load
+from headstart.bench.plan import BenchPlan, Condition, LoadKind, run_plan
+from headstart.bench.prompts import BenchPrompt
+from headstart.bench.system import system_info
+from headstart.errors import RequestError
 from stub_server import Answer, Schedule, Stub, Timeless, run
 
 WITHIN = 0.02  # of the truth
@@ -39,26 +40,23 @@ def measured(
     value: float = 1,
     repeats: int = 2,
     prompts: PromptSource | None = None,
-    trials: Trials | None = None,
     **settings: Any,
-) -> tuple[BenchPlan, Trials]:
+) -> LoadReport:
     """Measure a stub server for each of the answers, on a clock that moves only while everybody waits."""
     stubs = stubs or [Stub(a if callable(a) else lambda body, busy, a=a: a) for a in answers]
-    trials = {} if trials is None else trials
     with asyncio.Runner(loop_factory=Timeless) as runner:
         started = [runner.run(stub.__aenter__()) for stub in stubs]
         servers = [BenchServer.parse(url) for url in urls(started)]
-        prompts = prompts or prompt_source(["short"])
+        prompts = prompts or PromptSource.parse("short")
         plan = BenchPlan([server.name for server in servers], prompts.names, load, [value], repeats=repeats)
         with LoadTest(runner, servers, prompts, **{"requests": 4} | settings) as test:
-            run_plan(plan, test.measure, trials, lambda doing: None)
-    return plan, trials
+            trials, stopped = run_plan(plan, test.measure, lambda doing: None)
+    return LoadReport(test.models, system_info(), plan, summarise_load(plan, trials), stopped)
 
 
-def only(plan: BenchPlan, trials: Trials) -> tuple[Measurement, Latency]:
-    (measurement,) = summarise(plan, trials)
-    assert measurement.latency is not None
-    return measurement, measurement.latency
+def only(report: LoadReport) -> LoadMeasurement:
+    (measurement,) = report.measurements
+    return measurement
 
 
 def sent(stub: Stub) -> list[str]:
@@ -67,17 +65,22 @@ def sent(stub: Stub) -> list[str]:
 
 @pytest.mark.parametrize("clients", [1, 3])
 def test_every_figure_of_clients_that_wait_is_true(clients: int) -> None:
-    found, latency = only(*measured(DRAFTING, value=clients, requests=6))
-    assert (latency.requests, latency.errors, latency.counted) == (12, {}, {"usage": 12})
-    assert latency.completion_tokens == 8
-    assert (latency.ttft.p50, latency.ttft.p99) == near_to((0.5, 0.5))
-    assert latency.itl is not None
-    assert (latency.itl.p50, latency.itl.p99) == near_to((0.04, 0.04))
-    assert (latency.e2e.p50, latency.e2e.p99) == near_to((0.75, 0.75))
-    assert latency.requests_per_second == near_to(clients / 0.75)
+    found = only(measured(DRAFTING, value=clients, requests=6))
+    assert (found.requests, found.errors, found.counted) == (12, {}, {"usage": 12})
+    assert found.completion_tokens == 8
+    assert (found.ttft.p50, found.ttft.p99) == near_to((0.5, 0.5))
+    assert found.itl is not None
+    assert (found.itl.p50, found.itl.p99) == near_to((0.04, 0.04))
+    assert (found.e2e.p50, found.e2e.p99) == near_to((0.75, 0.75))
+    assert found.requests_per_second == near_to(clients / 0.75)
     assert (found.tokens_per_second.low, found.tokens_per_second.high) == near_to((clients * 8 / 0.75,) * 2)
     assert (found.acceptance_rate, found.tokens_per_round) == (0.5, 8 / 5)
-    assert (found.identical, found.acceptance_by_position, found.step_ms) == (None, [], None)
+
+
+def test_percentiles_are_interpolated() -> None:
+    found = Percentiles.of([float(value) for value in range(101)])
+    assert (found.p50, found.p95, found.p99) == (50, 95, 99)
+    assert Percentiles.of([3.0]).p99 == 3.0
 
 
 def test_percentiles_are_those_of_all_responses() -> None:
@@ -87,25 +90,25 @@ def test_percentiles_are_those_of_all_responses() -> None:
         slow = next(number) % 10 + 1  # every run has each of the ten once
         return Schedule([(slow / 10, 1), *[(slow / 100, 1)] * 10])
 
-    _, latency = only(*measured(answer, requests=10))
-    assert latency.itl is not None
+    found = only(measured(answer, requests=10))
+    assert found.itl is not None
     # Of 0.1 to 1.0 twice each, interpolated.
-    for part, scale in ((latency.ttft, 1), (latency.itl, 0.1)):
+    for part, scale in ((found.ttft, 1), (found.itl, 0.1)):
         assert part.p50 == near_to(0.55 * scale)
         assert part.p99 == near_to(1.0 * scale)
-    assert latency.ttft.p95 == near_to(1.0)  # place 18.05 of 0 to 19
-    assert latency.e2e.p50 == near_to(1.1)
+    assert found.ttft.p95 == near_to(1.0)  # place 18.05 of 0 to 19
+    assert found.e2e.p50 == near_to(1.1)
 
 
 def test_poisson_arrivals_do_not_wait_for_answers() -> None:
     stub = Stub(lambda body, busy: Schedule([(0.5, 1), (1.0, 1), (1.0, 2)]))
-    found, latency = only(*measured(stubs=[stub], load="rate", value=4.0, requests=60, repeats=1))
+    found = only(measured(stubs=[stub], load="rate", value=4.0, requests=60, repeats=1))
     asked = [when for when, _, _ in stub.asked[-60:]]
     seconds = asked[-1] + 2.5 - asked[0]
-    assert latency.ttft.p99 == near_to(0.5)
-    assert latency.e2e.p99 == near_to(2.5)
+    assert found.ttft.p99 == near_to(0.5)
+    assert found.e2e.p99 == near_to(2.5)
     assert found.tokens_per_second.median == near_to(60 * 4 / seconds)
-    assert latency.requests_per_second == near_to(60 / seconds)
+    assert found.requests_per_second == near_to(60 / seconds)
     assert stub.most > 5
 
 
@@ -143,7 +146,7 @@ def test_servers_are_compared_within_a_repeat() -> None:
             pace[0] = 1 + next(requests) // 10
             await super()._answer(*request)
 
-    baseline, other = summarise(*measured(stubs=[Slower(first), Slower(second)], repeats=6, requests=10))
+    baseline, other = measured(stubs=[Slower(first), Slower(second)], repeats=6, requests=10).measurements
     assert baseline.relative == {}
     assert other.relative["ttft"].median == pytest.approx(0.5, rel=0.1)
     assert other.relative["tokens_per_second"].median == pytest.approx(2.0, rel=0.1)
@@ -172,10 +175,22 @@ def test_one_server_in_two_ways_does_not_get_the_same_prompt_twice() -> None:
     assert len({text.split()[0] for text in sent(stub)}) == 10
 
 
+def test_lengths_numbers_of_words_kinds_and_files_are_chosen_together(tmp_path: Path) -> None:
+    own = tmp_path / "own.txt"
+    own.write_text("Once upon a time\n")
+    source = PromptSource.parse(f"code,long,300,{own}")
+    assert source.names == ["code", "own", "long", "300 words"]
+    assert source.prompt("own", 5).text == "Once upon a time"
+    assert source.prompt("code", 0) != source.prompt("code", 1)
+    assert source.prompt("code", 0) == source.prompt("code", 8)
+    assert len(source.prompt("300 words", 0).text.split()) == 300
+    assert source.prompt("long", 0) == source.prompt("long", 0) != source.prompt("long", 0, "again")
+
+
 @pytest.mark.parametrize("name", LENGTHS)
 def test_prompts_have_their_number_of_words(name: str) -> None:
     stub = Stub(lambda body, busy: DRAFTING)
-    measured(stubs=[stub], prompts=prompt_source([name]), requests=2, repeats=1)
+    measured(stubs=[stub], prompts=PromptSource.parse(name), requests=2, repeats=1)
     assert {len(text.split()) for text in sent(stub)} == {LENGTHS[name]}
 
 
@@ -196,37 +211,34 @@ def test_failed_requests_are_counted_and_named_and_not_timed() -> None:
     def answer(body: dict[str, Any], busy: int) -> Answer:
         return (503, {"error": {"message": "full"}}) if next(number) % 4 == 3 else DRAFTING
 
-    plan, trials = measured(answer, requests=8)
-    found, latency = only(plan, trials)
-    assert (latency.requests, latency.errors) == (16, {"answered 503: full": 4})
-    assert latency.e2e.p50 == near_to(0.75)
+    report = measured(answer, requests=8)
+    found = only(report)
+    assert (found.requests, found.errors) == (16, {"answered 503: full": 4})
+    assert found.e2e.p50 == near_to(0.75)
     assert found.tokens_per_second.median == near_to(8 / 0.75)
-    assert "server 0, 4 of 16 requests failed: answered 503: full" in bench_report(plan, trials).markdown()
+    assert "server 0, 4 of 16 requests failed: answered 503: full" in report.markdown()
 
 
 def test_a_server_that_stops_answering_ends_it_and_what_was_measured_is_kept() -> None:
     number = iter(range(10**6))
-    trials: Trials = {}
     # One request to check the server, four to warm up, four that count.
     stub = Stub(lambda body, busy: DRAFTING if next(number) < 9 else Schedule([(0.1, 1)], end="stall"))
-    error = r"server 0: no request succeeded \(short, 1 at a time\): no data received within --timeout"
-    with pytest.raises(HeadstartError, match=error):
-        measured(stubs=[stub], repeats=5, timeout=30, trials=trials)
-    (by_server,) = trials.values()
-    assert list(by_server["server 0"]) == [0]
+    report = measured(stubs=[stub], repeats=5, timeout=30)
+    assert report.stopped == (
+        "server 0: no request succeeded (short, 1 at a time): no data received within --timeout"
+    )
+    assert only(report).repeats == 1
 
 
 def test_a_server_that_does_not_count_tokens_is_named() -> None:
-    plan, trials = measured(Schedule([(1.0, 1), (0.1, 1)], usage=None), repeats=1)
-    report = bench_report(plan, trials)
+    report = measured(Schedule([(1.0, 1), (0.1, 1)], usage=None), repeats=1)
     assert report.models == {"server 0": "stub"}
     assert "server 0 does not count its tokens: chunks were counted" in report.markdown()
 
 
 def test_the_folder_of_a_model_is_not_reported() -> None:
     stub = Stub(lambda body, busy: DRAFTING, models=["/home/somebody/model"])
-    plan, trials = measured(stubs=[stub], repeats=1)
-    assert bench_report(plan, trials).models == {"server 0": "model"}
+    assert measured(stubs=[stub], repeats=1).models == {"server 0": "model"}
 
 
 def test_two_servers_of_one_name_are_refused() -> None:
@@ -235,4 +247,4 @@ def test_two_servers_of_one_name_are_refused() -> None:
         asyncio.Runner() as runner,
         pytest.raises(RequestError, match="two servers are called a: give --url NAME=URL"),
     ):
-        LoadTest(runner, [server, replace(server, model="b")], prompt_source(["short"]))
+        LoadTest(runner, [server, replace(server, model="b")], PromptSource.parse("short"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headstart.bench.client import BenchServer, TimedResponse, apportion, send_request
+from bench.client import BenchServer, TimedResponse, apportion, send_request
 from headstart.bench.prompts import BenchPrompt
 from headstart.errors import HeadstartError, RequestError
 from stub_server import Answer as Scheduled

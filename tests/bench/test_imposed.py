@@ -2,8 +2,8 @@
 
 import mlx.core as mx
 import pytest
-from bench.imposed_acceptance import Recording, check_pattern, decode_imposed, impose, record
 
+from bench.imposed_acceptance import Recording, check_pattern, decode_imposed, impose, record
 from fixtures import mlx_lm_greedy, random_model, random_prompt
 from headstart.engine.step import draft, prefill_prompts
 from headstart.errors import HeadstartError, RequestError

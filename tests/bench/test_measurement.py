@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from headstart.bench.measurement import Measurement, accepted_shares, estimate, percentiles, summarise
-from headstart.bench.plan import BenchPlan, Condition, Trial
+from headstart.bench.measurement import Estimate, Measurement, Trial, accepted_shares, summarise
+from headstart.bench.plan import BenchPlan, Condition
 
 CODE = Condition("code", "batch_size", 1)
 
@@ -25,14 +25,8 @@ def rates(**by_variant: list[float]) -> dict[str, Measurement]:
 
 
 def test_an_estimate_has_the_range_of_all_repeats() -> None:
-    found = estimate([2.0, 1.0, 9.0])
+    found = Estimate.of([2.0, 1.0, 9.0])
     assert (found.median, found.low, found.high) == (2.0, 1.0, 9.0)
-
-
-def test_percentiles_are_interpolated() -> None:
-    found = percentiles([float(value) for value in range(101)])
-    assert (found.p50, found.p95, found.p99) == (50, 95, 99)
-    assert percentiles([3.0]).p99 == 3.0
 
 
 def test_shares_of_positions_that_were_hardly_tried_are_left_out() -> None:

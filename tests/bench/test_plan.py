@@ -1,11 +1,12 @@
 """The loop of a benchmark: everything is measured as often as planned, interleaved, and kept when it is cut short."""
 
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
-from headstart.bench.plan import BenchPlan, Condition, Trial, Trials, run_plan
-from headstart.errors import RequestError
+from headstart.bench.measurement import Trial
+from headstart.bench.plan import BenchPlan, Condition, run_plan
+from headstart.errors import HeadstartError
 
 PLAN = BenchPlan(["k=0", "k=1", "k=2"], ["code", "chat"], "batch_size", [1, 4], repeats=3)
 
@@ -13,13 +14,13 @@ PLAN = BenchPlan(["k=0", "k=1", "k=2"], ["code", "chat"], "batch_size", [1, 4], 
 def test_every_variant_is_measured_under_every_condition_in_a_new_order_each_time() -> None:
     measured: list[tuple[str, Condition, int]] = []
     progress: list[str] = []
-    trials: Trials = {}
 
     def measure(variant: str, condition: Condition, repeat: int) -> Trial:
         measured.append((variant, condition, repeat))
         return Trial(1, 1.0)
 
-    run_plan(PLAN, measure, trials, progress.append)
+    trials, stopped = run_plan(PLAN, measure, progress.append)
+    assert stopped is None
     assert len(measured) == len(progress) == PLAN.runs == (3 + 1) * 4 * 3
     groups = [measured[i : i + 3] for i in range(0, len(measured), 3)]  # the variants of one condition and repeat
     assert all(len({(condition, repeat) for _, condition, repeat in group}) == 1 for group in groups)
@@ -31,18 +32,25 @@ def test_every_variant_is_measured_under_every_condition_in_a_new_order_each_tim
     assert all(list(each) == [0, 1, 2] for by_variant in trials.values() for each in by_variant.values())
 
 
-def test_trials_until_an_interruption_are_kept() -> None:
-    trials: Trials = {}
-    runs = iter(range(10**6))
+@pytest.mark.parametrize(
+    ("error", "why"), [(KeyboardInterrupt(), "interrupted"), (HeadstartError("server down"), "server down")]
+)
+def test_trials_until_an_interruption_are_kept(error: BaseException, why: str) -> None:
+    def stop_after(count: int) -> Callable[[str, Condition, int], Trial]:
+        runs = iter(range(count))
 
-    def measure(variant: str, condition: Condition, repeat: int) -> Trial:
-        if next(runs) == 12 + 5:  # after the pass that warms up
-            raise KeyboardInterrupt
-        return Trial(1, 1.0)
+        def measure(variant: str, condition: Condition, repeat: int) -> Trial:
+            if next(runs, None) is None:
+                raise error
+            return Trial(1, 1.0)
 
-    with pytest.raises(KeyboardInterrupt):
-        run_plan(PLAN, measure, trials, lambda doing: None)
+        return measure
+
+    trials, stopped = run_plan(PLAN, stop_after(12 + 5), lambda doing: None)  # 12 warm up
+    assert stopped == why
     assert sum(len(each) for by_variant in trials.values() for each in by_variant.values()) == 5
+    with pytest.raises(type(error)):
+        run_plan(PLAN, stop_after(12), lambda doing: None)
 
 
 def test_a_plan_says_what_it_will_do() -> None:
@@ -52,18 +60,3 @@ def test_a_plan_says_what_it_will_do() -> None:
     )
     conditions = [Condition("short", "concurrency", 4), Condition("short", "rate", 0.5)]
     assert [str(each) for each in conditions] == ["short, 4 at a time", "short, 0.5 per second"]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"repeats": 0}, "--repeats must be 1 or more"),
-        ({"tokens": 19}, "--tokens is 19, too few to time: give 20 or more"),
-        ({"values": [1, 0]}, "--batch-size must be above 0"),
-        ({"load": "concurrency", "values": [0]}, "--concurrency must be above 0"),
-        ({"load": "rate", "values": [0.0]}, "--rate must be above 0"),
-    ],
-)
-def test_a_plan_that_cannot_be_measured_is_refused(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        BenchPlan(**{"variants": ["k=0"], "prompts": ["code"], "load": "batch_size", "values": [1]} | wrong)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.bench.prompts import KINDS, builtin_prompts, prompt_source, read_prompts
+from headstart.bench.prompts import KINDS, builtin_prompts, prompts_by_kind, read_prompts
 from headstart.checkpoint import load_tokenizer, resolve
 from headstart.errors import RequestError
 
@@ -16,29 +16,24 @@ def test_every_kind_has_eight_prompts_that_differ() -> None:
         assert len({prompt for prompt in map(repr, prompts) if f"kind='{kind}'" in prompt}) == 8
 
 
-def test_kinds_lengths_and_files_are_chosen_together_and_an_unknown_name_is_refused(tmp_path: Path) -> None:
+def test_kinds_and_files_are_chosen_together_and_an_unknown_name_is_refused(tmp_path: Path) -> None:
     own = tmp_path / "own.txt"
     own.write_text("Once upon a time\n")
-    source = prompt_source(["code", "long", "300", str(own)])
-    assert source.names == ["code", "own", "long", "300 words"]
-    assert source.prompt("own", 5).text == "Once upon a time"
-    assert source.prompt("code", 0) != source.prompt("code", 1)
-    assert source.prompt("code", 0) == source.prompt("code", 8)
-    assert len(source.prompt("300 words", 0).text.split()) == 300
-    assert source.prompt("long", 0) == source.prompt("long", 0) != source.prompt("long", 0, "again")
-    with pytest.raises(
-        RequestError, match="--prompts poems: not one of code, prose, chat, repetitive, short, medium"
-    ):
-        prompt_source(["code", "poems"])
+    chosen = prompts_by_kind(["code", str(own)])
+    assert list(chosen) == ["code", "own"]
+    assert [prompt.text for prompt in chosen["own"]] == ["Once upon a time"]
+    assert len(chosen["code"]) == 8
+    with pytest.raises(RequestError, match="--prompts poems: not one of code, prose, chat, repetitive, and not a"):
+        prompts_by_kind(["code", "poems"])
 
 
 def test_conversations_become_what_the_chat_template_makes_of_them_and_texts_stay_as_they_are() -> None:
     tokenizer = load_tokenizer(resolve(None))
-    source = prompt_source(KINDS)
-    chat = tokenizer.decode(source.prompt("chat", 0).tokens(tokenizer))
+    prompts = prompts_by_kind(KINDS)
+    chat = tokenizer.decode(prompts["chat"][0].tokens(tokenizer))
     assert chat.startswith("<|im_start|>user\nWhat is the difference")
     assert chat.endswith("<think>\n\n</think>\n\n")
-    code = tokenizer.decode(source.prompt("code", 1).tokens(tokenizer))
+    code = tokenizer.decode(prompts["code"][1].tokens(tokenizer))
     assert code.startswith("class Stack:")
     assert code.endswith("def push(self, item):\n")
 
@@ -90,10 +85,10 @@ def test_a_bad_line_is_refused_by_its_number(line: str, message: str, tmp_path: 
 
 def test_a_file_that_is_empty_missing_or_not_text_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
-    with pytest.raises(RequestError, match="cannot be read as a file"):
+    with pytest.raises(RequestError, match="not a readable file"):
         read_prompts(file)
     file.write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(RequestError, match="cannot be read as a file"):
+    with pytest.raises(RequestError, match="not a readable file"):
         read_prompts(file)
     file.write_text(" \n")
     with pytest.raises(RequestError, match="the file has no prompt"):

@@ -1,9 +1,10 @@
-"""A report says the same as Markdown, as JSON and as a picture."""
+"""A report says the same as Markdown and as JSON."""
 
 import json
 from dataclasses import replace
 
-from headstart.bench.measurement import Estimate, Latency, Measurement, Percentiles
+from bench.load_report import LoadMeasurement, LoadReport, Percentiles
+from headstart.bench.measurement import Estimate, Measurement
 from headstart.bench.plan import BenchPlan, Condition
 from headstart.bench.report import BenchReport, table
 from headstart.bench.system import SystemInfo
@@ -17,7 +18,7 @@ def gains(speed: float, **more: Estimate) -> dict[str, Estimate]:
 
 
 LOCAL = BenchReport(
-    models={"local": "some-model"},
+    model="some-model",
     machine=SYSTEM,
     plan=BenchPlan(["k=0", "k=2", "k=auto"], ["code", "chat"], "batch_size", [1]),
     measurements=[
@@ -28,27 +29,34 @@ LOCAL = BenchReport(
         Measurement("k=2", CHAT, 3, Estimate(70, 60, 80), gains(0.7), 1.5, 20.0, 0.2, [0.2], True),
     ],
 )
-LATENCY = Latency(
-    requests=6,
-    errors={"answered 503: full": 2},
-    requests_per_second=1.5,
-    ttft=Percentiles(0.5, 0.6, 0.7),
-    itl=Percentiles(0.04, 0.05, 0.06),
-    e2e=Percentiles(1.0, 2.0, 3.0),
-    completion_tokens=8.0,
-    counted={"usage": 3, "chunks": 1},
-)
 SHORT = Condition("short", "concurrency", 4)
-SERVERS = BenchReport(
+
+
+def load(server: str, speed: float, relative: dict[str, Estimate]) -> LoadMeasurement:
+    return LoadMeasurement(
+        variant=server,
+        condition=SHORT,
+        repeats=3,
+        tokens_per_second=Estimate(speed, speed - 1, speed + 1),
+        requests_per_second=1.5,
+        relative=relative,
+        tokens_per_round=None,
+        acceptance_rate=0.5,
+        requests=6,
+        errors={"answered 503: full": 2},
+        ttft=Percentiles(0.5, 0.6, 0.7),
+        itl=Percentiles(0.04, 0.05, 0.06),
+        e2e=Percentiles(1.0, 2.0, 3.0),
+        completion_tokens=8.0,
+        counted={"usage": 3, "chunks": 1},
+    )
+
+
+SERVERS = LoadReport(
     models={"one": "a-model", "other": "a-model"},
     machine=SYSTEM,
     plan=BenchPlan(["one", "other"], ["short"], "concurrency", [4]),
-    measurements=[
-        Measurement("one", SHORT, 3, Estimate(10, 9, 11), acceptance_rate=0.5, latency=LATENCY),
-        Measurement(
-            "other", SHORT, 3, Estimate(20, 19, 21), gains(2.0, ttft=Estimate(0.5, 0.4, 0.6)), latency=LATENCY
-        ),
-    ],
+    measurements=[load("one", 10, {}), load("other", 20, gains(2.0, ttft=Estimate(0.5, 0.4, 0.6)))],
 )
 
 
@@ -95,7 +103,7 @@ def test_markdown_of_servers_has_latencies_and_failures() -> None:
 
 def test_json_has_all_of_it() -> None:
     report = json.loads(json.dumps(LOCAL.as_dict()))
-    assert report["models"] == {"local": "some-model"}
+    assert report["model"] == "some-model"
     assert (report["plan"]["variants"], report["plan"]["repeats"]) == (["k=0", "k=2", "k=auto"], 3)
     assert report["stopped"] is None
     assert report["machine"]["versions"] == {"mlx": "0.32"}
@@ -105,7 +113,7 @@ def test_json_has_all_of_it() -> None:
     assert drafted["relative"]["tokens_per_second"]["median"] == 1.3
     servers = json.loads(json.dumps(SERVERS.as_dict()))["measurements"]
     assert [(each["variant"], each["condition"]["value"]) for each in servers] == [("one", 4), ("other", 4)]
-    assert servers[0]["latency"]["ttft"] == {"p50": 0.5, "p95": 0.6, "p99": 0.7}
+    assert servers[0]["ttft"] == {"p50": 0.5, "p95": 0.6, "p99": 0.7}
 
 
 def test_a_table_is_readable_as_it_is_and_has_no_empty_columns() -> None:

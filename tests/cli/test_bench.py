@@ -1,14 +1,7 @@
-"""`headstart bench`: real depths and stub servers, every output, and what is refused before anything is measured."""
+"""`headstart bench`: real depths, every output, and what is refused before anything is measured."""
 
-import asyncio
 import json
-import os
 import re
-import signal
-import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +10,11 @@ from typer.testing import CliRunner, Result
 
 from headstart.bench import local
 from headstart.bench.local import decode_batch
-from headstart.bench.plan import Trial
+from headstart.bench.measurement import Trial
 from headstart.cli import progress
 from headstart.cli.main import app
-from stub_server import Schedule, Stub
 
 SMALL = ["--batch-size", "1", "--tokens", "20", "--repeats", "2", "--prompts", "code"]
-QUICK = Schedule([(0.001, 1), (0.001, 3), (0.001, 4)], usage={"prompt_tokens": 9})
-LIGHT = ["--prompts", "short", "--requests", "2", "--repeats", "2", "--concurrency", "1,2"]
 
 
 def bench(*arguments: object, **environment: str) -> Result:
@@ -38,23 +28,6 @@ def refused(*arguments: object) -> str:
     last = result.stderr.splitlines()[-1]
     assert last.startswith("error: ")
     return last
-
-
-@contextmanager
-def serving(stub: Stub) -> Iterator[str]:
-    """Run the stub in a thread of its own, on the clock of this machine."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    try:
-        yield asyncio.run_coroutine_threadsafe(stub.__aenter__(), loop).result()
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(asyncio.sleep(0))
-        loop.close()
 
 
 def test_depths_are_measured_and_shown_in_every_form(tmp_path: Path) -> None:
@@ -130,94 +103,6 @@ def test_other_tokens_than_plain_decoding_are_an_error(monkeypatch: pytest.Monke
     assert "error: the tokens are not those of plain decoding" in result.stderr
 
 
-def test_servers_are_compared_and_shown_in_every_form(tmp_path: Path) -> None:
-    file = tmp_path / "load.json"
-    stubs = [Stub(lambda body, busy: QUICK, key="sesame") for _ in range(2)]
-    with serving(stubs[0]) as one, serving(stubs[1]) as two:
-        result = bench(
-            "--url", f"plain={one}#num_draft_tokens=0", "--url", f"other={two}", *LIGHT,
-            "--api-key", "sesame", "--api-key", "sesame", "--output", file,
-        )  # fmt: skip
-    assert result.exit_code == 0, result.output
-    assert result.stdout.startswith("# Benchmark: plain, other\n")
-    assert "## Latency" in result.stdout
-    assert "Measuring plain, other: plain, other on short prompts, 1 at a time, 2 at a time: 12 runs" in result.stderr
-    measurements = json.loads(file.read_text())["measurements"]
-    assert [(each["variant"], each["condition"]["value"]) for each in measurements] == [
-        ("plain", 1), ("other", 1), ("plain", 2), ("other", 2),
-    ]  # fmt: skip
-    assert {each["latency"]["completion_tokens"] for each in measurements} == {8.0}
-    assert measurements[1]["relative"].keys() == {"tokens_per_second", "ttft", "itl", "e2e"}
-    assert all(body["num_draft_tokens"] == 0 for _, _, body in stubs[0].asked)
-    assert all("num_draft_tokens" not in body for _, _, body in stubs[1].asked)
-    assert "sesame" not in result.output + file.read_text()
-
-
-@pytest.mark.parametrize(
-    ("keys", "second"),
-    [([], None), (["--api-key", "sesame"], None), (["--api-key", "sesame", "--api-key", "b"], "b")],
-)
-def test_a_key_goes_to_the_server_that_it_is_for(keys: list[str], second: str | None) -> None:
-    """The key in the environment is for the first server, whatever its variants: others must not see it."""
-    ours, theirs = Stub(lambda body, busy: QUICK, key="sesame"), Stub(lambda body, busy: QUICK, key=second)
-    with serving(ours) as one, serving(theirs) as two:
-        urls = [part for url in (one, f"{one}#num_draft_tokens=0", two) for part in ("--url", url)]
-        result = bench(*urls, *keys, *LIGHT, HEADSTART_API_KEY="" if keys else "sesame more")
-    assert result.exit_code == 0, result.output
-    assert (ours.keys, theirs.keys) == ({"sesame"}, {second})
-
-
-def test_ctrl_c_keeps_what_servers_answered() -> None:
-    number = iter(range(10**6))
-
-    def answer(body: Any, busy: int) -> Schedule:
-        if next(number) == 6:  # after one to check, two to warm up, and two that count
-            os.kill(os.getpid(), signal.SIGINT)
-        return QUICK
-
-    with serving(Stub(answer)) as url:
-        result = bench("--url", url, "--prompts", "short", "--concurrency", 1, "--requests", 2)
-    assert result.exit_code == 130, result.output
-    assert "**Not complete: interrupted**" in result.stdout
-
-
-def test_a_server_completes_ones_own_prompts_at_a_rate(tmp_path: Path) -> None:
-    own = tmp_path / "own.txt"
-    own.write_text("Once upon a time\nIt was late\n")
-    stub = Stub(lambda body, busy: Schedule(QUICK.pieces, usage=None, chat=False), models=["a", "b"])
-    with serving(stub) as url:
-        result = bench(
-            "b", "--url", url, "--completions", "--prompts", own, "--rate", "200", "--requests", 2, "--repeats", 1,
-            "--json",
-        )  # fmt: skip
-    assert result.exit_code == 0, result.output
-    (found,) = json.loads(result.stdout)["measurements"]
-    assert found["condition"] == {"prompts": "own", "load": "rate", "value": 200.0}
-    assert found["latency"]["counted"] == {"chunks": 2}
-    assert {(path, body["prompt"], body["model"]) for _, path, body in stub.asked} == {
-        ("/v1/completions", "Once upon a time", "b"),
-        ("/v1/completions", "It was late", "b"),
-    }
-
-
-def test_what_was_measured_before_a_server_died_is_kept(tmp_path: Path) -> None:
-    number = iter(range(10**6))
-    broken: tuple[int, Any] = (500, {"error": {"message": "dead"}})
-    with serving(Stub(lambda body, busy: QUICK if next(number) < 5 else broken)) as url:
-        arguments = ["--prompts", "short", "--concurrency", 1, "--requests", 2, "--output", tmp_path / "load.md"]
-        error = refused("--url", f"it={url}", *arguments)
-    assert "not complete: it: no request succeeded (short, 1 at a time): answered 500: dead" in error
-    assert "**Not complete: it: no request succeeded" in (tmp_path / "load.md").read_text()
-
-
-def test_a_server_or_model_that_is_not_there_is_one_line() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as place:
-        url = f"http://127.0.0.1:{place.getsockname()[1]}"
-    assert f"{url}/v1: cannot be reached: is the server running?" in refused("--url", url)
-    with serving(Stub(lambda body, busy: QUICK)) as url:
-        assert "model other: answered 404: there is no model other" in refused("other", "--url", url)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -227,17 +112,9 @@ def test_a_server_or_model_that_is_not_there_is_one_line() -> None:
         (["--k", ""], "--k '': give one or more values"),
         (["--prompts", ","], "--prompts ',': give one or more values"),
         (["--prompts", "code,verse"], "--prompts verse: not one of code, prose"),
-        (["--batch-size", "1,two"], "--batch-size 1,two: give whole numbers"),
-        (["--concurrency", "4"], "--concurrency is for a server: give its --url"),
-        (["--completions"], "--completions is for a server"),
+        (["--batch-size", "1,two"], "--batch-size 1,two: give whole numbers above 0"),
+        (["--batch-size", "1,0"], "--batch-size 1,0: give whole numbers above 0"),
         (["--output", "nowhere/report.md"], "--output nowhere/report.md: cannot be written"),
-        (["--url", "http://a", "--k", "0"], "--k is for a model on this machine: leave out --url"),
-        (["--url", "http://a", "--batch-size", "2"], "--batch-size is for a model on this machine"),
-        (["--url", "http://a", "--concurrency", "few"], "--concurrency few: give whole numbers"),
-        (["--url", "http://a", "--rate", "often"], "--rate often: give numbers"),
-        (["--url", "http://a", "--rate", ""], "--rate '': give one or more values"),
-        (["--url", "http://a", "--url", "http://a"], "two servers are called a: give --url NAME=URL"),
-        (["--url", "a:8000"], "--url a:8000: not a URL"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_line(arguments: list[str], message: str) -> None:
@@ -249,3 +126,10 @@ def test_what_cannot_be_measured_is_refused_in_one_line(arguments: list[str], me
 
 def test_a_depth_that_the_model_does_not_draft_is_refused() -> None:
     assert "--k goes to 9, and this model drafts at most 8" in refused("--k", "0-9")
+
+
+@pytest.mark.parametrize("arguments", [["--tokens", "19"], ["--repeats", "0"]])
+def test_too_few_to_time_is_refused(arguments: list[str]) -> None:
+    result = bench("no-such-model", *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"Invalid value for '{arguments[0]}'" in result.stderr

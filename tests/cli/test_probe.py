@@ -9,21 +9,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from checkpoints import write
-from headstart.bench import probe as probe_module
 from headstart.checkpoint import read_layout, resolve
 from headstart.checkpoint.convert import SIDECAR, convert, plan_conversion
 from headstart.checkpoint.quantize import Recipe
 from headstart.cli.main import app
 
-PROMISED = [
+PROMISED = {
     "passed", "identical", "first_divergence", "acceptance_by_position", "tokens_per_round", "cost_by_k", "best_k",
-    "faults",
-]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_module, "TIMED_TOKENS", 12)
+}  # fmt: skip
 
 
 def probe(*arguments: object) -> Result:
@@ -32,7 +25,7 @@ def probe(*arguments: object) -> Result:
 
 def test_the_builtin_model_passes_and_the_page_has_no_private_names(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    result = probe("--k", 1, "--tokens", 16, "--output", page)
+    result = probe("--k", 1, "--tokens", 20, "--output", page)
     assert result.exit_code == 0, result.output
     for text in (result.stdout, page.read_text()):
         assert "tiny-qwen3.5" in text
@@ -41,8 +34,9 @@ def test_the_builtin_model_passes_and_the_page_has_no_private_names(tmp_path: Pa
     assert result.stdout == page.read_text()
     first, plan, *steps = result.stderr.splitlines()
     assert first == "No model given: probing the small built-in one. Name a model to probe yours."
-    assert steps[0] == "0 of 6 steps: comparing kernels on single tokens and windows"
-    assert plan.startswith("Probing tiny-qwen3.5: decoding 4 prompts of 16 tokens at k=0 to 1 and auto, checking")
+    assert plan == "Probing tiny-qwen3.5: 15 runs of 20 tokens, at k=0 to 1 and auto."
+    assert steps[0] == "0 of 15 runs: warming up, k=0"
+    assert steps[1].startswith("1 of 15 runs, about ")
     written = page.read_text()
     assert written.startswith("# Probe of tiny-qwen3.5: passed\n")
     assert "| k " in written
@@ -53,29 +47,26 @@ def test_the_builtin_model_passes_and_the_page_has_no_private_names(tmp_path: Pa
         assert private not in written
 
 
-@pytest.mark.slow
-def test_a_stored_fault_fails_and_is_named_with_the_way_out(tmp_path: Path) -> None:
+def test_a_damaged_head_fails_with_the_way_out(tmp_path: Path) -> None:
     folder, page = tmp_path / "model", tmp_path / "page.md"
     convert(plan_conversion(read_layout(resolve(None)), folder, Recipe(mx.bfloat16)))
     head = str(folder / SIDECAR)
     tensors, metadata = mx.load(head, return_metadata=True)
-    twice = {name: array + 1 if "norm" in name else array for name, array in tensors.items()}
-    mx.save_safetensors(head, twice, metadata)
+    mx.save_safetensors(head, {name: mx.zeros_like(array) for name, array in tensors.items()}, metadata)
 
     result = probe(folder, "--k", 1, "--json", "--output", page)
     assert result.exit_code == 1
     report = json.loads(result.stdout)
-    assert list(report)[: len(PROMISED)] == PROMISED
+    assert set(report) >= PROMISED
     assert (report["passed"], report["identical"], report["first_divergence"]) == (False, True, None)
-    (fault,) = report["faults"]
-    assert (fault["name"], fault["where"]) == ("norms_shifted_twice", "all norms")
-    assert fault["acceptance_rate"] < fault["repaired_acceptance_rate"]
+    assert report["first_draft_acceptance"] < 0.1
     assert f"Delete {SIDECAR}" in report["remedy"]
     assert "headstart graft MODEL --from" in report["remedy"]
     assert list(report["cost_by_k"]) == ["0", "1"]
     assert list(report["tokens_per_round"]) == ["0", "1", "auto"]
     assert len(report["acceptance_by_position"]) == 1
-    assert "norms_shifted_twice" in page.read_text()
+    assert "Its weights are damaged or belong to another model." in page.read_text()
+    assert report["remedy"] in page.read_text()
     assert page.read_text().rstrip().endswith("- Failed.")
 
 
@@ -92,14 +83,14 @@ def test_the_error_for_a_model_without_a_head_says_how_to_get_one(tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--k", "9"], "--k is 9; this probe can draft 1 to 8"),
-        (["--tokens", "2"], "--tokens is 2"),
+        (["--k", "9"], "Invalid value for '--k': Input should be less than or equal to 8"),
+        (["--tokens", "2"], "Input should be greater than or equal to 20"),
         (["--output", "nowhere/page.md"], "--output nowhere/page.md: cannot be written"),
     ],
 )
-def test_what_cannot_be_done_is_one_line_before_a_model_is_looked_for(arguments: list[str], message: str) -> None:
+def test_what_cannot_be_done_is_refused_before_a_model_is_looked_for(arguments: list[str], message: str) -> None:
     result = probe("no-such-model", *arguments)
-    assert result.exit_code == 1
+    assert result.exit_code != 0
     assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
-    assert line.startswith(f"error: {message}")
+    assert message in result.stderr
+    assert "no-such-model" not in result.stderr

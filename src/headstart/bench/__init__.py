@@ -1,1 +1,1 @@
-"""Measure how fast a model decodes at each depth, how fast servers answer, and whether a head is sound."""
+"""Measure how fast a model decodes at each depth, and whether its head is sound."""

@@ -9,12 +9,13 @@ from ..engine import DepthController, Engine, Event, Request, Stats
 from ..errors import RequestError
 from ..models import Model
 from ..sampling import SamplingParams
-from .plan import Condition, Measure, Trial
+from .measurement import Trial
+from .plan import Condition, Measure
 
 K = int | Literal["auto"]
 
 
-def measure_locally(model: Model, prompts: Mapping[str, Sequence[Sequence[int]]], tokens: int) -> Measure:
+def measure_locally(model: Model, prompts: Mapping[str, Sequence[Sequence[int]]], tokens: int) -> Measure[Trial]:
     """Return a function that measures depths such as "k=2". `prompts`: token ids by name."""
 
     def measure(variant: str, condition: Condition, repeat: int) -> Trial:

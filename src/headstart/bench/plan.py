@@ -1,20 +1,22 @@
 """What a benchmark measures, and the loop that measures it.
 
-Variants (depths, or servers) are compared under conditions (prompts and load). Every repeat measures each variant
-once under each condition, in a new order, so that a machine that slows down for a while treats all of them alike.
+Variants (depths, or servers in bench/load.py) are compared under conditions (prompts and load). Every repeat measures
+each variant once under each condition, in a new order, so that a machine that slows down for a while treats all of
+them alike.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
-from typing import Literal
+from typing import Literal, TypeVar
 
-from ..errors import RequestError
-from .client import TimedResponse
+from ..errors import HeadstartError
 
-FEWEST_TOKENS = 20  # per sequence: a step may produce nine, and the first step is not timed
+INTERRUPTED = "interrupted"  # why a run is not complete after Ctrl-C
 LoadKind = Literal["batch_size", "concurrency", "rate"]
 LOAD_WORDS = {"batch_size": "batch of {:g}", "concurrency": "{:g} at a time", "rate": "{:g} per second"}
+
+T = TypeVar("T")  # one variant, measured once under one condition
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,6 @@ class BenchPlan:
     tokens: int = 64  # per sequence; servers may end an answer earlier
     repeats: int = 3
 
-    def __post_init__(self) -> None:
-        if self.tokens < FEWEST_TOKENS:
-            raise RequestError(f"--tokens is {self.tokens}, too few to time: give {FEWEST_TOKENS} or more")
-        if self.repeats < 1:
-            raise RequestError("--repeats must be 1 or more")
-        if min(self.values) <= 0:
-            raise RequestError(f"--{self.load.replace('_', '-')} must be above 0")
-
     @property
     def conditions(self) -> list[Condition]:
         return [Condition(prompts, self.load, value) for prompts in self.prompts for value in self.values]
@@ -70,40 +64,28 @@ class BenchPlan:
         )
 
 
-@dataclass(frozen=True)
-class Trial:
-    """One variant, measured once under one condition."""
-
-    tokens: int  # generated in `seconds`
-    seconds: float
-    tokens_per_round: float | None = None
-    proposed: Sequence[int] = ()  # drafts by position; a server reports only their sum
-    accepted: Sequence[int] = ()
-    sequences: list[list[int]] = field(default_factory=list, repr=False)  # token ids, where they are known
-    exact: bool = True  # the engine promises the tokens of plain decoding
-    responses: list[TimedResponse] = field(default_factory=list, repr=False)  # of a server
-    model: str = ""  # as the server calls it
-
-    @property
-    def rate(self) -> float:
-        """Return the tokens per second of all sequences together."""
-        return self.tokens / self.seconds
+Trials = dict[Condition, dict[str, dict[int, T]]]  # by variant, then by repeat
+Measure = Callable[[str, Condition, int], T]  # of a variant, under a condition, in a repeat
 
 
-Trials = dict[Condition, dict[str, dict[int, Trial]]]  # by variant, then by repeat
-Measure = Callable[[str, Condition, int], Trial]  # of a variant, under a condition, in a repeat
-
-
-def run_plan(plan: BenchPlan, measure: Measure, trials: Trials, progress: Callable[[str], None]) -> None:
-    """Add every trial of the plan to `trials` as it ends, so that those of an interrupted run are kept.
+def run_plan(plan: BenchPlan, measure: Measure[T], progress: Callable[[str], None]) -> tuple[Trials[T], str | None]:
+    """Return every trial of the plan, and None. Where Ctrl-C or an error ends the run early, return the trials until
+    then and the reason.
 
     `progress` is called before each run with what is about to be measured.
     """
+    trials: Trials[T] = {}
     rng = Random(0)
-    for repeat in range(-1, plan.repeats):  # repeat -1 warms up
-        for condition in plan.conditions:
-            for variant in rng.sample(plan.variants, len(plan.variants)):
-                progress(f"{variant}, {condition}")
-                trial = measure(variant, condition, repeat)
-                if repeat >= 0:
-                    trials.setdefault(condition, {}).setdefault(variant, {})[repeat] = trial
+    try:
+        for repeat in range(-1, plan.repeats):  # repeat -1 warms up
+            for condition in plan.conditions:
+                for variant in rng.sample(plan.variants, len(plan.variants)):
+                    progress(f"{variant}, {condition}")
+                    trial = measure(variant, condition, repeat)
+                    if repeat >= 0:
+                        trials.setdefault(condition, {}).setdefault(variant, {})[repeat] = trial
+    except (KeyboardInterrupt, HeadstartError) as error:
+        if not trials:
+            raise
+        return trials, str(error) if isinstance(error, HeadstartError) else INTERRUPTED
+    return trials, None

@@ -1,16 +1,11 @@
-"""Prompts to measure with: built-in ones by kind of text, made-up ones of a length, or a user's own.
+"""Prompts to measure with: built-in ones by kind of text, or a user's own.
 
-How many drafts are accepted depends on the text, so figures are given by kind. Made-up prompts are for servers: each
-begins with a key that never occurred before, so that a prefix cache cannot help by chance.
+How many drafts are accepted depends on the text, so figures are given by kind.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from random import Random
-from secrets import token_hex
 from typing import Annotated
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -19,15 +14,13 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from ..errors import RequestError
 
 KINDS = ("code", "prose", "chat", "repetitive")  # of the built-in prompts
-LENGTHS = {"short": 50, "medium": 400, "long": 1600}  # words of made-up prompts
-OWN = "own"  # the kind of a user's prompts that have none
 EXPECTED = 'Write {"text": "…"} or {"messages": [{"role": "…", "content": "…"}]}, and give it a "kind" if you like.'
 
 
 class BenchPrompt(BaseModel, frozen=True, extra="forbid"):
     """A text to continue, or a conversation to answer."""
 
-    kind: Annotated[str, Field(min_length=1)] = OWN
+    kind: Annotated[str, Field(min_length=1)] = "own"
     text: str = ""
     messages: tuple[dict[str, str], ...] = ()
 
@@ -52,49 +45,13 @@ class BenchPrompt(BaseModel, frozen=True, extra="forbid"):
         return list(tokenizer.encode(self.as_text + ("\n\n" if self.messages else "")))
 
 
-@dataclass(frozen=True)
-class PromptSource:
-    """Prompts by name."""
-
-    given: Mapping[str, Sequence[BenchPrompt]] = field(default_factory=dict)  # by kind, sent as they are
-    words: Mapping[str, int] = field(default_factory=dict)  # length of made-up prompts, by name
-    salt: str = field(default_factory=token_hex)  # servers may still cache the prompts of an earlier benchmark
-
-    @property
-    def names(self) -> list[str]:
-        return [*self.given, *self.words]
-
-    def prompt(self, name: str, number: int, key: str = "") -> BenchPrompt:
-        """Return prompt `number` of a name. A made-up one differs by `key`."""
-        if name in self.given:
-            return self.given[name][number % len(self.given[name])]
-        questions = _questions()
-        question = questions[number % len(questions)]
-        filler = self._filler(f"{name} {number} {key}", self.words[name] - len(question.split()))
-        return BenchPrompt(kind=name, text=f"{filler}\n\n{question}")
-
-    def _filler(self, key: str, words: int) -> str:
-        """Return sentences in random order, after a number that no other key has."""
-        rng = Random(f"{self.salt} {key}")
-        text = [f"({rng.randbytes(4).hex()})"]
-        while len(text) < words:
-            text += rng.choice(_sentences()).split()
-        return " ".join(text[: max(words, 1)])
-
-
-def prompt_source(names: Sequence[str]) -> PromptSource:
-    """Return the prompts that `--prompts` names: kinds, lengths, numbers of words, or files."""
-    given: dict[str, list[BenchPrompt]] = {}
-    words: dict[str, int] = {}
+def prompts_by_kind(names: Sequence[str]) -> dict[str, list[BenchPrompt]]:
+    """Return the prompts that `--prompts` names: kinds of built-in ones, or files."""
+    chosen: dict[str, list[BenchPrompt]] = {}
     for name in names:
-        if name in LENGTHS:
-            words[name] = LENGTHS[name]
-        elif name.isdecimal() and int(name):
-            words[f"{name} words"] = int(name)
-        else:
-            for prompt in builtin_prompts([name]) if name in KINDS else read_prompts(Path(name)):
-                given.setdefault(prompt.kind, []).append(prompt)
-    return PromptSource(given, words)
+        for prompt in builtin_prompts([name]) if name in KINDS else read_prompts(Path(name)):
+            chosen.setdefault(prompt.kind, []).append(prompt)
+    return chosen
 
 
 def builtin_prompts(kinds: Sequence[str] = KINDS) -> list[BenchPrompt]:
@@ -108,10 +65,8 @@ def read_prompts(path: Path) -> list[BenchPrompt]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeError) as error:
-        known = ", ".join((*KINDS, *LENGTHS))
-        raise RequestError(
-            f"--prompts {path}: not one of {known}, not a number of words, and cannot be read as a file: {error}"
-        ) from error
+        known = ", ".join(KINDS)
+        raise RequestError(f"--prompts {path}: not one of {known}, and not a readable file: {error}") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise RequestError(f"--prompts {path}: the file has no prompt")
@@ -127,13 +82,3 @@ def _parse_prompt(line: str, where: str) -> BenchPrompt:
         problem = error.errors()[0]
         field = ".".join(map(str, problem["loc"]))
         raise RequestError(f"{where}: {field}{': ' if field else ''}{problem['msg']}. {EXPECTED}") from error
-
-
-@cache
-def _sentences() -> list[str]:
-    return [f"{part.strip(' .')}." for each in builtin_prompts(["prose"]) for part in each.text.split(". ")]
-
-
-@cache
-def _questions() -> list[str]:
-    return [each.messages[-1]["content"] for each in builtin_prompts(["chat"])]

@@ -1,6 +1,6 @@
 """`headstart chat`: a conversation."""
 
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -43,24 +43,6 @@ def chat_command(
     with suppress(ImportError):
         import readline  # noqa: F401  # arrow keys and history for input()
 
-    def answer(engine: Engine) -> tuple[str, bool]:
-        """Print the answer as it is generated. Return it, and whether Ctrl-C ended it early."""
-        text, last, stopped = "", None, False
-        tokens = show.chat_tokens(tokenizer, messages)
-        shared = {"prompt_progress_callback": show.prompt_progress(aside), "engine": engine, **sampling}
-        with closing(stream_generate(loaded, tokenizer, tokens, max_tokens, **shared)) as responses:
-            try:
-                for last in responses:
-                    show.print_token(console, last, origins=show_drafts)
-                    text += last.text
-            except KeyboardInterrupt:
-                stopped = True
-        console.out()
-        if last is not None:
-            line = show.summary(last.stats, last.finish_reason)
-            aside.print(f"{line} · stopped" if stopped else line, style="dim", soft_wrap=True)
-        return text, stopped
-
     messages: list[dict[str, str]] = []
     engine: Engine | None = None  # kept between answers, so that earlier messages are not prefilled again
     while (line := _read_line(aside)) is not None:
@@ -73,7 +55,10 @@ def chat_command(
             try:
                 if engine is None:
                     engine = Engine(loaded, tokenizer, max_sequences=1, prefix=PrefixCache(memory_for_prefixes()))
-                text, stopped = answer(engine)
+                tokens = show.chat_tokens(tokenizer, messages)
+                shared = {"prompt_progress_callback": show.prompt_progress(aside), "engine": engine, **sampling}
+                responses = stream_generate(loaded, tokenizer, tokens, max_tokens, **shared)
+                text, stopped = show.print_answer(responses, console, aside, origins=show_drafts)
                 messages.append({"role": "assistant", "content": text})
                 if stopped:  # perhaps in the middle of a step: its state cannot be relied on
                     engine = None
@@ -84,14 +69,13 @@ def chat_command(
 
 
 def _read_line(aside: "Console") -> str | None:
-    """Return the next line, or None where the user leaves."""
-    while True:
-        try:
-            line = input("› ").strip()
-        except EOFError:
-            aside.out()
-            return None
-        except KeyboardInterrupt:
-            aside.print(f"\n{HELP}", style="dim")
-            continue
-        return None if line == "/exit" else line
+    """Return the next line, or None where the user leaves. Ctrl-C at the prompt asks for help."""
+    try:
+        line = input("› ").strip()
+    except EOFError:
+        aside.out()
+        return None
+    except KeyboardInterrupt:
+        aside.out()
+        return "/help"
+    return None if line == "/exit" else line

@@ -15,12 +15,14 @@ from .show import print_table
 if TYPE_CHECKING:
     from ..checkpoint.convert import Conversion
 
+GROUP_SIZE = "Weights that share a scale: 32, 64 or 128."
+
 
 def convert_command(
     source: str = Argument(help="The original: a folder, a name in the cache, or a hub id."),
     destination: Path = Argument(help="The folder to write. It must not exist."),
     bits: int | None = Option(None, help="Quantise to this many bits.", show_default="no quantisation"),
-    group_size: int = Option(64, help="Weights that share a scale: 32, 64 or 128."),
+    group_size: int = Option(64, help=GROUP_SIZE),
     recipe: str | None = Option(None, help="mlx-lm's mixed precision instead of --bits: mixed_2_6, mixed_3_4, …"),
     mtp_bits: str | None = options.MTP_BITS,
     dtype: Literal["bfloat16", "float16", "float32"] | None = Option(
@@ -71,12 +73,8 @@ def graft_command(
     ),
     merge: bool = Option(False, "--merge", help="Write into the shards and their index, not into a file of its own."),
     mtp_bits: str | None = options.MTP_BITS,
-    group_size: int | None = Option(
-        None, help="Weights that share a scale: 32, 64 or 128.", show_default="the trunk's, or 64"
-    ),
-    force: bool = Option(
-        False, "--force", help="Take the head of another model of the same sizes, such as its base."
-    ),
+    group_size: int | None = Option(None, help=GROUP_SIZE, show_default="the trunk's, or 64"),
+    force: bool = Option(False, "--force", help="Take the head of another model of the same sizes."),
     dry_run: bool = options.DRY_RUN,
 ) -> None:
     """Bring a lost MTP head back to a converted model. It is the head that `headstart convert` would have kept."""

@@ -53,32 +53,32 @@ def demo_command(model: str | None) -> None:
         console.print(show.legend(console))
     plain = [response.token for response in off]
     differing = int([response.token for response in on] != plain)
-    rates_off: list[float] = []
-    rates_on: list[float] = []
+    rates: dict[int | Literal["auto"], list[float]] = {0: [], "auto": []}
     deadline = time.perf_counter() + ENOUGH_SECONDS
     typer.echo("\nTiming both a few times …\n", err=True)
     # Machines are noisy: the two take turns, and the median of several runs counts.
-    while len(rates_on) < MIN_RUNS or (len(rates_on) < MAX_RUNS and time.perf_counter() < deadline):
-        for k, rates in ((0, rates_off), ("auto", rates_on)):
-            responses = list(run(k))  # type: ignore[arg-type]
-            rates.append(responses[-1].stats.generation_tps)
+    while len(rates[0]) < MIN_RUNS or (len(rates[0]) < MAX_RUNS and time.perf_counter() < deadline):
+        for k, measured in rates.items():
+            responses = list(run(k))
+            measured.append(responses[-1].stats.generation_tps)
             differing += [response.token for response in responses] != plain
 
-    sides = ((off[-1].stats, rates_off), (on[-1].stats, rates_on))
-    rows = [["speculation", "off", "on"]]
-    rows.append(["tokens per second", *(f"{median(rates):.1f}" for _, rates in sides)])
-    lowest_to_highest = (f"{min(rates):.1f}–{max(rates):.1f}" for _, rates in sides)
-    rows.append([f"lowest to highest of {len(rates_on)} runs", *lowest_to_highest])
-    rows.append(["passes of the model", *(str(stats.rounds) for stats, _ in sides)])
-    rows.append(["tokens per pass", *(f"{stats.tokens_per_round:.2f}" for stats, _ in sides)])
+    runs, sides = len(rates[0]), (off[-1].stats, on[-1].stats)
+    rows = [
+        ["speculation", "off", "on"],
+        ["tokens per second", *(f"{median(each):.1f}" for each in rates.values())],
+        [f"lowest to highest of {runs} runs", *(f"{min(each):.1f}–{max(each):.1f}" for each in rates.values())],
+        ["passes of the model", *(str(stats.rounds) for stats in sides)],
+        ["tokens per pass", *(f"{stats.tokens_per_round:.2f}" for stats in sides)],
+    ]
     if shares := show.acceptance(on[-1].stats):
         rows.append(["drafts accepted, by position", "–", shares])
     show.print_table(rows, right=(1, 2))
-    gain = median(rates_on) / median(rates_off)
+    gain = median(rates["auto"]) / median(rates[0])
     pays = "" if gain > 1.02 else "Speculation does not pay on this machine for this text. "
     typer.echo(f"\n{pays}With speculation: {gain:.2f} times the tokens per second.")
     if not differing:
-        typer.echo(f"The text is the same: all {len(plain)} tokens, in all {2 * (1 + len(rates_on))} runs.\n")
+        typer.echo(f"The text is the same: all {len(plain)} tokens, in all {2 * (1 + runs)} runs.\n")
     elif on[-1].stats.exact:
         raise HeadstartError(f"{differing} runs did not generate the tokens of plain decoding")
     else:

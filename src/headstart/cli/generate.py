@@ -48,20 +48,18 @@ def generate_command(
         engine = Leader(cluster, loaded, tokenizer, max_sequences=1) if cluster is not None else None
         tokens = text if raw else show.chat_tokens(tokenizer, [{"role": "user", "content": text}])
         aside = Console(stderr=True, highlight=False)
-        progress = show.prompt_progress(aside)
-        with closing(
-            stream_generate(loaded, tokenizer, tokens, prompt_progress_callback=progress, engine=engine, **sampling)
-        ) as responses:
-            if as_json:
+        shared = {"prompt_progress_callback": show.prompt_progress(aside), "engine": engine, **sampling}
+        responses = stream_generate(loaded, tokenizer, tokens, **shared)
+        if as_json:
+            with closing(responses):
                 typer.echo(_as_json(responses))
-                return
-            console = Console(highlight=False)
-            if show_drafts:
-                console.print(show.legend(console), end="\n\n")
-            for response in responses:
-                show.print_token(console, response, origins=show_drafts)
-        console.out()
-        aside.print(show.summary(response.stats, response.finish_reason), style="dim", soft_wrap=True)
+            return
+        console = Console(highlight=False)
+        if show_drafts:
+            console.print(show.legend(console), end="\n\n")
+        _, stopped = show.print_answer(responses, console, aside, origins=show_drafts)
+        if stopped:
+            raise typer.Exit(130)
 
 
 def _read_prompt(prompt: str | None, file: str | None) -> str:

@@ -20,29 +20,24 @@ DRY_RUN = Option(False, "--dry-run", help="Show the plan and its sizes, and writ
 MTP_BITS = Option(
     None, metavar="keep|2..8", help="Bits of the head, but of `mtp.fc`.", show_default="8 if the rest is quantised"
 )
+FEWEST_TOKENS = 20  # that can be timed: a step may produce nine, and the first step is not timed
 JSON = Option(False, "--json", help="Print JSON.")
 OUTPUT = Option(None, metavar="FILE", help="Also write the report: JSON to a .json, else Markdown.")
 MODEL = Argument(
-    None, metavar="MODEL", help="A folder, a built-in model, a cached one or a hub id.", show_default="built-in"
+    None, metavar="MODEL", help="A folder, a built-in or cached model, or hub id.", show_default="built-in"
 )
 # The sampling flags by their names in SamplingParams, which has their defaults: what is not given is None.
 SAMPLING: dict[str, tuple[Any, Any]] = {
     "max_tokens": (int, Option(None, "--max-tokens", "-n", show_default="256", help="Most tokens to generate.")),
     "k": (str, Option(None, metavar="auto|N", show_default="auto", help="Drafts per step; 0 drafts nothing.")),
     "temperature": (float, Option(None, "--temperature", "-t", show_default="0", help="0 is greedy.")),
-    "top_p": (
-        float,
-        Option(None, show_default="1", help="Keep the likeliest tokens whose probabilities add up to this."),
-    ),
+    "top_p": (float, Option(None, show_default="1", help="Keep the likeliest tokens that add up to this.")),
     "top_k": (int, Option(None, show_default="0", help="Keep this many tokens; 0 keeps all.")),
     "min_p": (float, Option(None, show_default="0", help="Keep tokens this likely, relative to the likeliest.")),
     "repetition_penalty": (float, Option(None, show_default="1", help="Above 1: less of the last 20 tokens.")),
     "presence_penalty": (float, Option(None, show_default="0", help="Above 0: less of the last 20 tokens.")),
     "frequency_penalty": (float, Option(None, show_default="0", help="The same, by how often each occurs.")),
-    "accept": (
-        Rule,
-        Option(None, metavar="RULE", show_default="auto", help="ratio, coupled, optimistic (not exact)."),
-    ),
+    "accept": (Rule, Option(None, show_default="auto", help="When a draft is accepted; optimistic is not exact.")),
     "seed": (int, Option(None, show_default="none", help="The same text again, at any depth.")),
 }
 

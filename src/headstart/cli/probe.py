@@ -7,6 +7,7 @@ import typer
 from typer import Option
 
 from ..errors import HeadError
+from ..limits import MAX_K
 from . import options
 from .download import find_model
 from .progress import Progress
@@ -19,48 +20,40 @@ if TYPE_CHECKING:
 @options.with_model
 def probe_command(
     model: str | None,
-    k: int | None = Option(None, help="Most drafts per step.", show_default="3"),
-    tokens: int = Option(40, "--tokens", "-n", help="Tokens per prompt. More of them show smaller faults."),
+    k: int = Option(3, min=1, max=MAX_K, help="Most drafts per step."),
+    tokens: int = Option(40, "--tokens", "-n", min=options.FEWEST_TOKENS, help="Tokens per prompt."),
     as_json: bool = options.JSON,
     output: Path | None = options.OUTPUT,
 ) -> None:
-    """Check a model's MTP head. Is the output the same at every depth, are its drafts as good as they should be, and
-    which depth pays on this machine? Exits with status 1 when something is wrong."""
-    from ..bench.probe import DEFAULT_K, check_probe, probe_model, probe_steps
-    from ..bench.probe_report import ProbeReport
+    """Check a model's MTP head. Is the output the same at every depth, are enough drafts accepted, and which depth
+    pays on this machine? Exits with status 1 when something is wrong."""
+    from ..bench.probe import ProbeReport, decode_depths, find_divergences, probe_prompts
     from ..bench.system import system_info
     from ..checkpoint import load_model, load_tokenizer, read_layout
     from ..checkpoint.convert import head_field
     from ..checkpoint.layout import hub_id
-    from ..limits import MAX_K
 
-    # Refuse wrong options before anything is downloaded or loaded.
     check_output(output)
-    check_probe(DEFAULT_K if k is None else k, tokens, MAX_K)
     if model is None:
         typer.echo("No model given: probing the small built-in one. Name a model to probe yours.", err=True)
     layout = read_layout(find_model(model))
-    if not layout.mtp.available:
-        raise HeadError(f"{layout.path}: no head to probe: {layout.mtp.reason}")
-    if not (decision := layout.dispatch(mtp=True)).drafts:
-        reason = (decision.reason or "").rstrip(".")
-        field = head_field(layout.family)
-        raise HeadError(f"{layout.path}: its head is not used: {reason}. Declare it in config.json, `{field}`: 1.")
-    deepest = min(DEFAULT_K, decision.max_k) if k is None else k
-    check_probe(deepest, tokens, decision.max_k)
+    decision = layout.dispatch(mtp=True)
+    if not decision.drafts:
+        declare = f" Declare it in config.json, `{head_field(layout.family)}`: 1." if layout.mtp.available else ""
+        raise HeadError(f"{layout.path}: no head to probe: {decision.reason}{declare}")
+    k = min(k, decision.max_k)
     name = hub_id(layout.path) or layout.path.absolute().name  # never the path, which is private
-    typer.echo(
-        f"Probing {name}: decoding 4 prompts of {tokens} tokens at k=0 to {deepest} and auto, checking the head and "
-        f"timing each depth. About as long as decoding {4 * tokens * (deepest + 4):,} tokens one by one.",
-        err=True,
-    )
     tokenizer = load_tokenizer(layout.path)
-    with Progress(probe_steps(deepest), "steps") as progress:
+    prompts = probe_prompts(tokenizer)
+    runs = (k + 2) * (1 + len(prompts))
+    typer.echo(f"Probing {name}: {runs} runs of {tokens} tokens, at k=0 to {k} and auto.", err=True)
+    with Progress(runs, "runs") as progress:
         loaded = load_model(layout.path, mtp=True)
-        result = probe_model(loaded, tokenizer, k=deepest, tokens=tokens, progress=progress.begin)
-    report = ProbeReport({"id": name, **_about(layout)}, system_info(), result, tokenizer, _remedy(layout))
+        depths = decode_depths(loaded, prompts, k, tokens, progress.begin)
+    different = find_divergences(loaded, tokenizer, prompts, depths)
+    report = ProbeReport({"id": name, **_about(layout)}, system_info(), depths, different, _remedy(layout))
     print_report(report, as_json, output)
-    if not result.passed:
+    if not report.passed:
         raise typer.Exit(1)
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..models import Model
 
 OPEN_FILES = 65_536
+QUESTION = '{"messages": [{"role": "user", "content": "Write a function that adds two numbers."}], "max_tokens": 200}'
 
 
 @options.with_model
@@ -22,9 +23,7 @@ def serve_command(
     model: str | None,
     host: str = Option("127.0.0.1", help="Where to listen. Beyond this machine a key is needed."),
     port: int = Option(8000, min=0, max=65535, help="0 takes a free one."),
-    model_id: str | None = Option(
-        None, help="What clients call it.", show_default="its hub id, or its folder's name"
-    ),
+    model_id: str | None = Option(None, help="What clients call it.", show_default="its hub id or folder's name"),
     mtp: bool | None = options.MTP,
     api_key: list[str] | None = Option(
         None, metavar="KEY", envvar="HEADSTART_API_KEY", help="A key that clients must send. Repeat for more."
@@ -36,10 +35,7 @@ def serve_command(
     max_queue: int = Option(256, min=1, help="Requests that may wait."),
     max_prompt_tokens: int | None = Option(None, min=1, help="Longest prompt.", show_default="the model's context"),
     max_connections: int | None = Option(
-        None,
-        min=2,
-        help="Open connections, half of them per client.",
-        show_default="2048, or what `ulimit -n` allows",
+        None, min=2, help="Connections, half of them per client.", show_default="2048, or what `ulimit -n` allows"
     ),
     timeout: float = Option(600.0, min=1, help="Seconds that one request may take."),
     shutdown_timeout: float = Option(30.0, min=0, help="Seconds to finish running requests when it stops."),
@@ -77,15 +73,14 @@ def serve_command(
         cache_bytes = memory_for_prefixes() if prefix_cache_gb is None else int(prefix_cache_gb * 1e9)
         if cluster is None:
             prefix = PrefixCache(cache_bytes, eight_bits=prefix_cache_8bit) if cache_bytes else None
-            engine = Engine(loaded, tokenizer, max_sequences=max_sequences, max_queue=max_queue, prefix=prefix)
+            engine = Engine(loaded, tokenizer, prefix=prefix, max_sequences=max_sequences, max_queue=max_queue)
         else:
             shared = SharedPrefix(cache_bytes, eight_bits=prefix_cache_8bit) if cache_bytes else None
             if bound is None:
                 Follower(cluster, loaded, tokenizer, prefix=shared).run(warm_up=True)
                 return
-            engine = Leader(
-                cluster, loaded, tokenizer, max_sequences=max_sequences, max_queue=max_queue, prefix=shared
-            )
+            sizes = {"max_sequences": max_sequences, "max_queue": max_queue}
+            engine = Leader(cluster, loaded, tokenizer, prefix=shared, **sizes)
         assert bound is not None, "only followers do not listen"
         engine.warm_up()
         engine_thread = EngineThread(engine)
@@ -126,14 +121,11 @@ def _greeting(name: str, drafts: str, host: str, port: int, *, key: bool) -> str
     # The first key, where the variable holds several.
     token = "${HEADSTART_API_KEY%% *}" if "HEADSTART_API_KEY" in os.environ else "KEY"
     authorization = f' -H "Authorization: Bearer {token}"' if key else ""
-    question = (
-        '{"messages": [{"role": "user", "content": "Write a function that adds two numbers."}], "max_tokens": 200}'
-    )
     return (
         f"Model:       {name}\n"
         f"Address:     {address}/v1\n"
         f"Speculation: {drafts}\n"
         f"Try:         curl {address}/v1/chat/completions "
-        f"-H 'Content-Type: application/json'{authorization} -d {shlex.quote(question)}\n"
+        f"-H 'Content-Type: application/json'{authorization} -d {shlex.quote(QUESTION)}\n"
         f"Dashboard:   {address}/"
     )

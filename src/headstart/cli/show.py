@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -54,6 +55,25 @@ def print_token(console: "Console", response: "GenerationResponse", *, origins: 
     console.out(mark + response.text, style=look.style if origins else None, highlight=False, end="")
 
 
+def print_answer(
+    responses: "Generator[GenerationResponse]", console: "Console", aside: "Console", *, origins: bool
+) -> tuple[str, bool]:
+    """Print an answer as it is generated, and then a line of statistics. Return it, and whether Ctrl-C stopped it."""
+    text, last, stopped = "", None, False
+    with closing(responses):
+        try:
+            for last in responses:
+                print_token(console, last, origins=origins)
+                text += last.text
+        except KeyboardInterrupt:
+            stopped = True
+    console.out()
+    if last is not None:
+        line = summary(last.stats, last.finish_reason)
+        aside.print(f"{line} · stopped" if stopped else line, style="dim", soft_wrap=True)
+    return text, stopped
+
+
 def prompt_progress(aside: "Console") -> Callable[[int, int], None]:
     """Return a callback that shows on a terminal how much of a long prompt has been prefilled."""
 
@@ -68,10 +88,8 @@ def prompt_progress(aside: "Console") -> Callable[[int, int], None]:
 def legend(console: "Console") -> "Text":
     from rich.text import Text
 
-    looks = [
-        Text(look.meaning if in_colour(console) else look.mark + look.meaning, look.style) for look in LOOKS.values()
-    ]
-    return Text("  ").join(looks)
+    marks = not in_colour(console)
+    return Text("  ").join(Text(marks * look.mark + look.meaning, look.style) for look in LOOKS.values())
 
 
 def in_colour(console: "Console") -> bool:
@@ -120,9 +138,7 @@ def check_output(output: Path | None) -> None:
     if output is not None:
         target = output if output.exists() else output.absolute().parent
         if output.is_dir() or not target.exists() or not os.access(target, os.W_OK):
-            raise RequestError(
-                f"--output {output}: cannot be written. Name a file in a folder that can be written to"
-            )
+            raise RequestError(f"--output {output}: cannot be written. Name a file in a writable folder")
 
 
 def print_report(report: Reportable, as_json: bool, output: Path | None) -> None:

@@ -15,8 +15,8 @@ from urllib.parse import parse_qsl, urlsplit
 
 import httpx
 
-from ..errors import HeadstartError, RequestError
-from .prompts import BenchPrompt
+from headstart.bench.prompts import BenchPrompt
+from headstart.errors import HeadstartError, RequestError
 
 SET_BY_BENCH = {"messages", "prompt", "max_tokens", "stream", "stream_options"}
 SAME_ARRIVAL = 0.0005  # seconds: chunks that were sent at once are read one after another
