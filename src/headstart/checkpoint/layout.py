@@ -19,7 +19,8 @@ from huggingface_hub import metadata_load
 from .. import cards, models
 from ..errors import CheckpointError
 from .config import REMEDY, printable_error, read_config
-from .parameters import Stored, find_misfit, find_parameters, is_head, is_vision, parameter_shapes, quantization_of
+from .names import is_head, is_vision
+from .parameters import Stored, find_misfit, find_parameters, parameter_shapes, quantization_of
 from .safetensors import INDEX, Header, read_header, read_index
 
 SIDECARS = ("mtp.safetensors", "model-mtp.safetensors", "mtp/weights.safetensors")
@@ -230,12 +231,17 @@ def hub_id(path: Path) -> str | None:
     return repo.removeprefix("models--").replace("--", "/", 1)
 
 
+def readme_metadata(path: Path) -> dict[str, Any]:
+    """Return the metadata at the front of a model's README."""
+    try:
+        return metadata_load(path / "README.md") or {}
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):  # a broken README is no error of ours
+        return {}
+
+
 def base_model_id(path: Path) -> str | None:
     """Return the id of the model that this one was made from, as its README says."""
-    try:
-        found = (metadata_load(path / "README.md") or {}).get("base_model")
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):  # a broken README is no error of ours
-        return None
+    found = readme_metadata(path).get("base_model")
     first = found[0] if isinstance(found, list) and found else found
     # It is shown as part of a command: nothing that a shell or a terminal would act on.
     return first if isinstance(first, str) and HUB_ID.fullmatch(first) else None
