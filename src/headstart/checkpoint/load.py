@@ -18,6 +18,7 @@ from mlx_lm.utils import load_tokenizer as load_mlx_lm_tokenizer
 
 from .. import models
 from ..errors import CheckpointError, HeadError
+from ..kernels import cpu
 from ..models import memory
 from ..models.base import Norm
 from ..models.compiler import ensure_compiles
@@ -75,7 +76,7 @@ def load_model(
     norms = {f"{name}.weight" for name, module in model.weights.named_modules() if isinstance(module, Norm)}
     if dtype is None:
         experts = any(".switch_mlp." in name for name in stored)
-        dtype = compute_dtype(layout.dtype, experts=experts, packed=bool(packed))
+        dtype = compute_dtype(layout.dtype, experts=experts, modes={how["mode"] for how in packed.values()})
 
     files = LazyFiles()
     part = split(models.text_config(layout.config)) if split is not None else None
@@ -125,15 +126,16 @@ def load_tokenizer(path: Path) -> TokenizerWrapper:
         ) from error
 
 
-def compute_dtype(stored: str, *, experts: bool, packed: bool) -> mx.Dtype:
-    """Return the type of all weights that are not quantised: the file's own, except on CPU.
+def compute_dtype(stored: str, *, experts: bool, modes: set[str]) -> mx.Dtype:
+    """Return the type of all weights that are not quantised: the file's own, except on a CPU without our kernels.
 
     There mlx multiplies experts (`gather_mm`) in float32 only, and quantised weights 10 to 50 times slower in
-    half precision than in float32.
+    half precision than in float32. `modes` are those of the quantised weights; our kernels take affine ones.
     """
-    if mx.default_device() == mx.Device(mx.cpu) and (experts or packed):
-        return mx.float32
     dtype: mx.Dtype = getattr(mx, stored)
+    native = cpu.native() is not None and dtype in cpu.TYPES and modes <= {"affine"}
+    if mx.default_device() == mx.Device(mx.cpu) and (experts or modes) and not native:
+        return mx.float32
     return dtype
 
 
