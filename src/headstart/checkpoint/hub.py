@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -143,10 +144,7 @@ def header_folder(name: str | Path | None = None) -> Iterator[tuple[Path, str]]:
     folder, files = missing_files(repo)
     with _hub_errors(repo), TemporaryDirectory() as temporary:
         place = Path(temporary, repo)
-        for file in [path for path in folder.rglob("*") if path.is_file()]:
-            link = place / file.relative_to(folder)
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(file.resolve())
+        shutil.copytree(folder, place, copy_function=lambda file, link: os.symlink(os.path.realpath(file), link))
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda file: _copy_header(repo, folder.name, file, place / file), files))
         try:
