@@ -86,17 +86,17 @@ class SamplingOptions(TypedDict, total=False):
 def _number(default: Any, low: float, high: float, *instead: str | None) -> Any:
     """Return a field for a number in a range, whole unless its default is a float, or one of `instead`."""
     whole = not isinstance(default, float)
-    return field(default=default, metadata={"whole": whole, "range": (low, high), "instead": instead})
+    return field(default=default, metadata={"whole": whole, "low": low, "high": high, "instead": instead})
 
 
 def _check_number(
-    name: str, value: object, whole: bool, range: tuple[float, float], instead: tuple[object, ...]
+    name: str, value: object, *, whole: bool, low: float, high: float, instead: tuple[str | None, ...]
 ) -> None:
     kinds = int if whole else (int, float)
-    if value in instead or (isinstance(value, kinds) and type(value) is not bool and range[0] <= value <= range[1]):
+    if value in instead or (isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high):
         return
-    allowed = f"a {'whole ' * whole}number from {range[0]} to {range[1]}"
-    raise RequestError(f"{name} is {value!r}; it must be {' or '.join([*map(repr, instead), allowed])}")
+    allowed = [*map(repr, instead), f"a {'whole ' if whole else ''}number from {low} to {high}"]
+    raise RequestError(f"{name} is {value!r}; it must be {' or '.join(allowed)}")
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            if "range" in each.metadata:
+            if each.metadata:
                 _check_number(each.name, getattr(self, each.name), **each.metadata)
         if not isinstance(self.logprobs, bool):
             raise RequestError(f"logprobs is {self.logprobs!r}; it must be true or false")

@@ -4,7 +4,6 @@ import copy
 import re
 import shlex
 from collections import Counter
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import prod
@@ -98,24 +97,25 @@ def read_layout(path: Path) -> Layout:
         head = find_parameters([read_header(sidecar)], head=True, sidecar=True)
     else:
         head = find_parameters(headers, head=True)
+    problem = find_misfit(head, weights, head=True) if head else None
+    stored = {**trunk, **head} if head and problem is None else trunk
+    quantized = {name: how for name in modules if (how := quantization_of(name, modules[name], stored))}
     if head:
-        mtp = _describe_head(path, family, head, weights)
+        mtp = _describe_head(path, family, head, problem, quantized)
     else:
         mtp = _describe_missing_head(path, family, absent, bool(models.head_modules(config)))
-
-    stored = {**trunk, **head} if mtp.available else trunk
     return Layout(
         path=path,
         family=family,
         layout=provenance,
         dtype=_dtype(trunk),
-        quantization=_main_quantization(trunk, modules),
+        quantization=_most_common([how for name, how in quantized.items() if not is_head(name)]),
         parameters=sum(prod(shape) for name, shape in parameter_shapes(weights).items() if name in stored),
         bytes=sum(part.nbytes for part in {**trunk, **head}.values()),
         mtp=mtp,
         config=config,
         stored=stored,
-        quantized={name: found for name in modules if (found := quantization_of(name, modules[name], stored))},
+        quantized=quantized,
     )
 
 
@@ -182,27 +182,21 @@ def _describe_missing_head(path: Path, family: str, absent: dict[str, str], prom
     return Mtp(False, f"{reason} If the original has one, {graft} brings it over.")
 
 
-def _describe_head(path: Path, family: str, head: Stored, weights: nn.Module) -> Mtp:
+def _describe_head(path: Path, family: str, head: Stored, problem: str | None, quantized: dict[str, Any]) -> Mtp:
     files = {source.tensor.file for part in head.values() for source in part.sources}
     location = ", ".join(str(file.relative_to(path)) for file in sorted(files))
     count = len({name.split(".")[2] for name in head if name.startswith("mtp.layers.")})
-    unusable = None
-    if misfit := find_misfit(head, weights, head=True):
+    if problem:
         graft = _graft_command(path, family)
-        unusable = f"{location}: {misfit}. {graft} writes a new MTP head, or load without the head."
-    quantization = _main_quantization(head, dict(weights.named_modules()))
-    return Mtp(unusable is None, unusable, location, count, quantization)
+        problem = f"{location}: {problem}. {graft} writes a new MTP head, or load without the head."
+    quantization = _most_common([how for name, how in quantized.items() if is_head(name)])
+    return Mtp(problem is None, problem, location, count, quantization)
 
 
-def _main_quantization(stored: Stored, modules: dict[str, nn.Module]) -> dict[str, Any] | None:
-    """Return the quantisation of most parameters among those that have one."""
-    sizes: Counter[tuple[tuple[str, Any], ...]] = Counter()
-    for name in stored:
-        module = name.removesuffix(".weight")
-        with suppress(ValueError, ZeroDivisionError, IndexError):  # scales of an unusable head
-            if module in modules and (found := quantization_of(module, modules[module], stored)):
-                sizes[tuple(found.items())] += prod(modules[module].weight.shape)
-    return dict(sizes.most_common(1)[0][0]) if sizes else None
+def _most_common(quantized: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the quantisation of most modules."""
+    counts = Counter(tuple(how.items()) for how in quantized)
+    return dict(counts.most_common(1)[0][0]) if counts else None
 
 
 def _dtype(trunk: Stored) -> str:

@@ -5,6 +5,8 @@ The model's names are upstream's without prefixes:
 - raw, expert 7 of it: `model.language_model.layers.0.mlp.experts.7.up_proj.weight`
 - converted: `language_model.model.layers.0.mlp.switch_mlp.up_proj.weight`
 - the model's: `layers.0.mlp.switch_mlp.up_proj.weight`
+
+All that is known of names is here. What is done to values is in `read.py`.
 """
 
 import re

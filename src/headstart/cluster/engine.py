@@ -86,7 +86,7 @@ class ClusterEngine(Engine):
     ):
         """Take the machines, and the arguments of `Engine`."""
         assert isinstance(model.share, ParallelTrunk), "load it with cluster.load_part"
-        self.link, self.comm, self.share = machines.link, machines.comm, model.share
+        self.link, self.comm = machines.link, machines.comm
         depth = DepthController(model.max_k, model.default_k)
         super().__init__(model, tokenizer, depth=depth, prefix=prefix, **engine)
         self._check_same_setup(prefix)  # also waits for the rank that takes longest to load the model
@@ -116,7 +116,7 @@ class ClusterEngine(Engine):
     def _check_same_setup(self, prefix: SharedPrefix | None) -> None:
         setup = {
             **{f"version of {name}": version(name) for name in ("headstart", "mlx", "mlx-lm")},
-            "split": type(self.share).__name__,
+            "split": type(self.model.share).__name__,
             "config.json": json.dumps(self.model.config, sort_keys=True, default=str),
             "dtype": self.model.dtype,
             "multi-token-prediction head": (self.model.has_head, self.model.max_k),
