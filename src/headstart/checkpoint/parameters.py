@@ -145,7 +145,7 @@ def find_misfit(stored: Stored, weights: nn.Module, *, head: bool = False) -> st
         if weight in expected and weight in stored:
             try:
                 expected |= _quantised_shapes(path, module, stored)
-            except (ValueError, ZeroDivisionError, IndexError, AttributeError) as error:
+            except (ValueError, ZeroDivisionError, IndexError) as error:
                 return f"the scales of {weight} do not fit it ({error})"
     if missing := [name for name in expected if name not in stored]:
         return f"{_count(missing, 'tensor')} missing ({_first_few(missing)})"
@@ -187,14 +187,25 @@ def _misfit_of_sources(name: str, part: StoredParameter) -> str | None:
 
 
 def _quantised_shapes(path: str, module: nn.Module, stored: Stored) -> dict[str, tuple[int, ...]]:
-    """Return the shapes that a module's parameters have once its weight is quantised as in the files."""
+    """Return the shapes that a module's parameters have once its weight is quantised as in the files.
+
+    mlx is not asked: it ends the process where a group is empty.
+    """
     how = quantization_of(path, module, stored)
     if how is None:
         return {}
+    if not hasattr(module, "to_quantized") or how["bits"] not in BITS:
+        raise ValueError("it cannot be quantised so")
+    *rows, columns = module.weight.shape
     if how["mode"] == "fp8":
-        *experts, rows, columns = module.weight.shape
-        return {f"{path}.weight_scale_inv": (*experts, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))}
-    return {f"{path}.{name}": shape for name, shape in parameter_shapes(module.to_quantized(**how)).items()}
+        return {f"{path}.weight_scale_inv": (*rows[:-1], -(-rows[-1] // FP8_BLOCK), -(-columns // FP8_BLOCK))}
+    groups = (*rows, columns // how["group_size"])
+    shapes = {f"{path}.weight": (*rows, columns * how["bits"] // 32), f"{path}.scales": groups}
+    if how["mode"] == "affine":
+        if how["group_size"] not in GROUP_SIZES:
+            raise ValueError(f"groups of {how['group_size']}")
+        shapes[f"{path}.biases"] = groups
+    return shapes
 
 
 def _count(items: list[Any], noun: str) -> str:
