@@ -18,12 +18,25 @@ import mlx.core as mx
 
 from headstart.checkpoint import load_model as load_whole
 from headstart.cluster import Follower, Leader, join_machines, load_part
-from headstart.cluster.communicator import MessageCost
+from headstart.cluster.communicator import Communicator
 from headstart.engine import Engine, Request
 from headstart.sampling import SamplingParams
 
 DEPTHS = (0, 1, 2, 3, 4)
 PROMPT = "Write a Python function that merges two sorted lists."
+
+REPEATS = 8  # messages of a size that are timed together
+POSITIONS = 64  # of the larger message that is timed
+
+
+@dataclass(frozen=True)
+class MessageCost:
+    latency: float  # seconds
+    bandwidth: float  # bytes per second
+
+    def seconds(self, nbytes: int) -> float:
+        return self.latency + nbytes / self.bandwidth
+
 
 LINKS = {
     "RDMA over Thunderbolt 5": MessageCost(latency=50e-6, bandwidth=6e9),
@@ -76,15 +89,32 @@ def predict() -> None:
             )
 
 
+def message_cost(comm: Communicator, hidden: int, dtype: mx.Dtype) -> MessageCost:
+    """Time messages of one position and of many. All ranks must call it at once."""
+    small, large = mx.zeros((1, hidden), dtype), mx.zeros((POSITIONS, hidden), dtype)
+    times = []
+    for message in (small, small, large):  # the first warms up
+        mx.eval(message)
+        started = time.perf_counter()
+        for _ in range(REPEATS):
+            message = comm.gather(message)[0]
+        mx.eval(message)
+        times.append((time.perf_counter() - started) / REPEATS)
+    _, short, long = times
+    return MessageCost(short, (large.nbytes - small.nbytes) / max(long - short, 1e-9))
+
+
 def measure(path: str | None, split: str, tokens: int) -> None:
     with join_machines() as machines:
         model, tokenizer = load_part(path, machines.comm, split)  # type: ignore[arg-type]
         if machines.rank:
-            Follower(machines, model, tokenizer).run()
+            follower = Follower(machines, model, tokenizer)
+            message_cost(machines.comm, int(model.config["hidden_size"]), model.dtype)
+            follower.run()
             return
         engine, comm = Leader(machines, model, tokenizer, max_sequences=1), machines.comm
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": PROMPT}], add_generation_prompt=True)
-        speed = engine.message_cost
+        speed = message_cost(comm, int(model.config["hidden_size"]), model.dtype)
         print(f"a message: {speed.latency * 1e6:.0f} µs, {speed.bandwidth / 1e6:.0f} MB/s more\n")
         print(
             "| k | rounds | tokens per round | messages per token | ms per token |\n| --- | --- | --- | --- | --- |"

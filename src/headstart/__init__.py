@@ -29,24 +29,17 @@ __all__ = [
     "load", "make_sampler", "stream_generate",
 ]  # fmt: skip
 
-# mlx and mlx-lm take seconds to import, so a module is imported when one of its names is first used.
-_MODULES = {
-    "engine": ("AsyncEngine", "Engine", "EngineThread", "Event", "Request", "Stats"),
-    "library": (
-        "BatchResponse", "GenerationResponse", "batch_generate", "generate", "load", "make_sampler",
-        "stream_generate",
-    ),
-    "sampling_params": ("GrammarSpec", "SamplingParams"),
-    "state": ("PrefixCache",),
-}  # fmt: skip
+# mlx and mlx-lm take seconds to import, so a name is looked up when it is first used, in the lightest module first.
+_MODULES = ("sampling_params", "state", "engine", "library")
 
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
         return _import_module("importlib.metadata").version("headstart")
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(_import_module(f".{module}", __name__), name)
+    for module in _MODULES if name in __all__ else ():
+        found = _import_module(f".{module}", __name__)
+        if hasattr(found, name):
+            return getattr(found, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -5,7 +5,7 @@ This module imports nothing heavy: clients can build requests without loading ml
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict, get_args
 
 from .errors import RequestError
@@ -83,6 +83,22 @@ class SamplingOptions(TypedDict, total=False):
     accept: AcceptRule
 
 
+def _number(default: Any, low: float, high: float, *instead: str | None) -> Any:
+    """Return a field for a number in a range, whole unless its default is a float, or one of `instead`."""
+    whole = not isinstance(default, float)
+    return field(default=default, metadata={"whole": whole, "low": low, "high": high, "instead": instead})
+
+
+def _check_number(
+    name: str, value: object, *, whole: bool, low: float, high: float, instead: tuple[str | None, ...]
+) -> None:
+    kinds = int if whole else (int, float)
+    if value in instead or (isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high):
+        return
+    allowed = [*map(repr, instead), f"a {'whole ' if whole else ''}number from {low} to {high}"]
+    raise RequestError(f"{name} is {value!r}; it must be {' or '.join(allowed)}")
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How an answer is generated. Values out of range raise RequestError.
@@ -117,48 +133,42 @@ class SamplingParams:
             "optimistic" (accept everything: not exact), or "auto".
     """
 
-    max_tokens: int = 256
-    min_tokens: int = 0
+    max_tokens: int = _number(256, 1, MAX_INT32)
+    min_tokens: int = _number(0, 0, MAX_INT32)
     stop_ids: Collection[int] = ()
     stop: Collection[str] = ()
 
     # mlx-lm's sampler, in its order: top_p, min_p, XTC and top_k on the model's probabilities, then temperature.
-    temperature: float = 0.0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    min_tokens_to_keep: int = 1
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
+    temperature: float = _number(0.0, 0, 100)
+    top_p: float = _number(1.0, 0, 1)
+    min_p: float = _number(0.0, 0, 1)
+    min_tokens_to_keep: int = _number(1, 1, MAX_INT32)
+    xtc_probability: float = _number(0.0, 0, 1)
+    xtc_threshold: float = _number(0.1, 0, 0.5)
     xtc_special_tokens: Collection[int] = ()
-    top_k: int = 0
+    top_k: int = _number(0, 0, MAX_INT32)
 
     # mlx-lm's logits processors, in its order.
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    repetition_penalty: float = 1.0
-    repetition_context_size: int = 20
-    presence_penalty: float = 0.0
-    presence_context_size: int | None = 20
-    frequency_penalty: float = 0.0
-    frequency_context_size: int | None = 20
+    repetition_penalty: float = _number(1.0, 0, 100)
+    repetition_context_size: int = _number(20, 1, MAX_CONTEXT_SIZE)
+    presence_penalty: float = _number(0.0, -100, 100)
+    presence_context_size: int | None = _number(20, 1, MAX_CONTEXT_SIZE, None)
+    frequency_penalty: float = _number(0.0, -100, 100)
+    frequency_context_size: int | None = _number(20, 1, MAX_CONTEXT_SIZE, None)
 
     grammar: GrammarSpec | None = None
-    seed: int | None = None
+    seed: int | None = _number(None, -(2**63), 2**64 - 1, None)
     logprobs: bool = False
-    top_logprobs: int = 0
+    top_logprobs: int = _number(0, 0, MAX_TOP_LOGPROBS)
 
-    k: int | Literal["auto"] = "auto"
+    k: int | Literal["auto"] = _number("auto", 0, MAX_K, "auto")
     accept: AcceptRule = "auto"
 
     def __post_init__(self) -> None:
-        for name, (kind, low, high) in _RANGES.items():
-            value: Any = getattr(self, name)
-            if name in _ALSO_ALLOWED and value == _ALSO_ALLOWED[name]:
-                continue
-            if not isinstance(value, (int, kind)) or isinstance(value, bool) or not low <= value <= high:
-                allowed = f"a {'whole ' if kind is int else ''}number from {low} to {high}"
-                if name in _ALSO_ALLOWED:
-                    allowed = f"{_ALSO_ALLOWED[name]!r} or {allowed}"
-                raise RequestError(f"{name} is {value!r}; it must be {allowed}")
+        for each in fields(self):
+            if each.metadata:
+                _check_number(each.name, getattr(self, each.name), **each.metadata)
         if not isinstance(self.logprobs, bool):
             raise RequestError(f"logprobs is {self.logprobs!r}; it must be true or false")
         if self.accept not in get_args(AcceptRule):
@@ -240,26 +250,3 @@ def _is_id(value: object) -> bool:
 
 def _is_list(value: object) -> bool:
     return isinstance(value, Collection) and not isinstance(value, (str, bytes))
-
-
-_ALSO_ALLOWED = {"presence_context_size": None, "frequency_context_size": None, "seed": None, "k": "auto"}
-_RANGES: dict[str, tuple[type[float], float, float]] = {
-    "max_tokens": (int, 1, MAX_INT32),
-    "min_tokens": (int, 0, MAX_INT32),
-    "temperature": (float, 0, 100),
-    "top_p": (float, 0, 1),
-    "min_p": (float, 0, 1),
-    "min_tokens_to_keep": (int, 1, MAX_INT32),
-    "xtc_probability": (float, 0, 1),
-    "xtc_threshold": (float, 0, 0.5),
-    "top_k": (int, 0, MAX_INT32),
-    "repetition_penalty": (float, 0, 100),
-    "repetition_context_size": (int, 1, MAX_CONTEXT_SIZE),
-    "presence_penalty": (float, -100, 100),
-    "presence_context_size": (int, 1, MAX_CONTEXT_SIZE),
-    "frequency_penalty": (float, -100, 100),
-    "frequency_context_size": (int, 1, MAX_CONTEXT_SIZE),
-    "seed": (int, -(2**63), 2**64 - 1),
-    "top_logprobs": (int, 0, MAX_TOP_LOGPROBS),
-    "k": (int, 0, MAX_K),
-}

@@ -23,17 +23,19 @@ from headstart.models import compiler
 
 # Runs a command, stops for good in the middle of the nth write of weights, and says so.
 STOPS = """
-import os, signal, sys
-real, left = os.pwrite, int(sys.argv.pop(1))
-def write(file, data, offset):
+import signal, sys
+from headstart.checkpoint import safetensors
+real, left = safetensors.append_array, int(sys.argv.pop(1))
+def append(file, array):
     global left
     left -= 1
     if left:
-        return real(file, data, offset)
-    real(file, data[: len(data) // 2], offset)
+        return real(file, array)
+    real(file, array.reshape(-1)[: array.size // 2])
+    file.flush()
     print("stopped", flush=True)
     signal.pause()
-os.pwrite = write
+safetensors.append_array = append
 from headstart.cli.main import app
 app()
 """

@@ -137,22 +137,31 @@ def test_tied_embeddings_are_one_array(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stored", "experts", "packed", "expected"),
+    ("stored", "experts", "modes", "expected"),
     [
-        ("bfloat16", False, False, mx.bfloat16),
-        ("float16", False, False, mx.float16),
-        ("bfloat16", True, False, mx.float32),
-        ("bfloat16", False, True, mx.float32),
-        ("float16", True, True, mx.float32),
+        ("bfloat16", False, set(), mx.bfloat16),
+        ("float16", False, set(), mx.float16),
+        ("bfloat16", True, set(), mx.float32),
+        ("bfloat16", False, {"affine"}, mx.float32),
+        ("float16", True, {"affine"}, mx.float32),
     ],
 )
-def test_on_cpu_only_dense_unquantised_models_keep_their_type(
-    monkeypatch: pytest.MonkeyPatch, stored: str, experts: bool, packed: bool, expected: mx.Dtype
+def test_stock_ops_on_cpu_keep_the_type_of_dense_unquantised_models_only(
+    monkeypatch: pytest.MonkeyPatch, stored: str, experts: bool, modes: set[str], expected: mx.Dtype
 ) -> None:
+    monkeypatch.setattr("headstart.kernels.cpu.native", lambda: None)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
-    assert compute_dtype(stored, experts=experts, packed=packed) == expected
+    assert compute_dtype(stored, experts=experts, modes=modes) == expected
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    assert compute_dtype(stored, experts=experts, packed=packed) == getattr(mx, stored)
+    assert compute_dtype(stored, experts=experts, modes=modes) == getattr(mx, stored)
+
+
+def test_native_kernels_keep_the_type_that_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.kernels.cpu.native", lambda: object())
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
+    assert compute_dtype("bfloat16", experts=True, modes={"affine"}) == mx.bfloat16
+    assert compute_dtype("float16", experts=True, modes={"affine"}) == mx.float32
+    assert compute_dtype("bfloat16", experts=False, modes={"affine", "mxfp4"}) == mx.float32
 
 
 def test_the_type_can_be_chosen(tmp_path: Path) -> None:

@@ -91,10 +91,10 @@ def test_the_size_of_a_download_is_shown_before_it_begins(
     hub.models["org/model"] = raw = write(tmp_path / "raw", "dense", shards=3)
     size = sum(file.stat().st_size for file in raw.glob("*.safetensors"))
 
-    def stop(repo: str, *, vision: bool = False) -> Path:
+    def stop(repo: str, folder: Path, files: dict[str, int]) -> None:
         raise HubError("far enough")
 
-    monkeypatch.setattr("headstart.checkpoint.hub.download", stop)
+    monkeypatch.setattr("headstart.checkpoint.hub.download_files", stop)
     more = {"generate": ["-p", "Hello"], "serve": ["--port", "0"]}.get(command, [])
     result = CliRunner().invoke(app, [command, "org/model", *more])
     assert result.stderr.splitlines()[-2:] == [

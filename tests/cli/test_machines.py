@@ -109,10 +109,8 @@ def test_two_machines_serve_and_stop_when_one_is_lost(folder: str) -> None:
             question = {"prompt": "def", "max_tokens": 12, "temperature": 0, "num_draft_tokens": 3}
             answer = http.post("/v1/completions", json=question).json()
             assert answer["generation_stats"]["ranks"] == 2
-            assert answer["generation_stats"]["communication_seconds_per_round"] > 0
             metrics = http.get("/metrics").text
             assert "headstart_ranks 2.0" in metrics
-            assert re.search(r"headstart_communication_seconds_total \d", metrics)
             question |= {"max_tokens": 2000, "stream": True}
             with http.stream("POST", "/v1/completions", json=question) as stream:
                 lines = stream.iter_lines()

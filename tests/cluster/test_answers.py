@@ -156,7 +156,6 @@ def check(
         assert answers == [answers[0]] * depths
     stats = [task["stats"] for task in results[0][index]["tasks"][: len(tasks)]]
     assert {(each["ranks"], each["exact"]) for each in stats} == {(len(results), True)}
-    assert all(each["communication_seconds_per_round"] > 0 for each in stats if each["rounds"])
     return list(said[len(expected) :])
 
 

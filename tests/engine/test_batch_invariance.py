@@ -8,6 +8,8 @@ import mlx.core as mx
 import pytest
 
 from fixtures import FAMILIES, Answer, collect, generate, mlx_lm_greedy, random_model, random_prompt, submit
+from headstart import batch_generate
+from headstart.checkpoint import load_model, load_tokenizer, resolve
 from headstart.engine import Engine
 from headstart.engine.invariance import CPU_SHAPES, SHAPES, is_batch_invariant, max_invariant_k
 from headstart.models import Model
@@ -161,3 +163,13 @@ def test_many_sequences_draft_no_more_than_our_kernels_take(monkeypatch: pytest.
         generate(model, random_prompt(model, n + 3, n), max_tokens=12, k=0).tokens for n in range(3)
     ]
     assert all(answer.stats.as_dict()["rounds_by_depth"].get("2") for answer in answers)
+
+
+def test_experts_in_the_type_of_their_files_give_the_same_texts_at_every_depth() -> None:
+    """bfloat16 where native kernels compute, float32 where stock ops do."""
+    folder = resolve("tiny-qwen3.5-moe")
+    model, tokenizer = load_model(folder), load_tokenizer(folder)
+    prompts = ["def add(a, b):\n    return", "class Tree:\n"]
+    together = [batch_generate(model, tokenizer, prompts, 16, k=k).texts for k in (0, 3)]
+    alone = [batch_generate(model, tokenizer, [prompt], 16, k=2).texts[0] for prompt in prompts]
+    assert together == [alone, alone]

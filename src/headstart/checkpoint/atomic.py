@@ -8,7 +8,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -25,25 +25,15 @@ def staging_folder(destination: Path) -> Iterator[Path]:
     one that writes to the same place.
     """
     folder = destination.parent / f".{destination.name}.headstart-partial"
-    missing = [parent for parent in folder.absolute().parents if not parent.exists()]
     with _write_errors(destination):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(folder, os.O_RDONLY)
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder, destination):
             try:
-                _lock(lock, destination)
-                try:
-                    for left in folder.iterdir():
-                        shutil.rmtree(left) if left.is_dir() else left.unlink()
-                    yield folder
-                finally:
-                    shutil.rmtree(folder, ignore_errors=True)
+                for left in folder.iterdir():
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+                yield folder
             finally:
-                os.close(lock)
-        finally:
-            for parent in missing:
-                with suppress(OSError):  # it holds the result
-                    parent.rmdir()
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish(folder: Path, destination: Path) -> None:
@@ -98,13 +88,19 @@ def _write_errors(destination: Path) -> Iterator[None]:
         raise CheckpointError(f"{destination}: {problem}.") from error
 
 
-def _lock(folder: int, destination: Path) -> None:
+@contextmanager
+def _locked(folder: Path, destination: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise CheckpointError(f"{destination}: another process is writing to it. Wait until it is done.") from None
-    except OSError:  # a network disk without locks
-        pass
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{destination}: another process is writing to it. Wait for it.") from None
+        except OSError:  # a network disk without locks
+            pass
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _sync(path: Path) -> None:

@@ -5,6 +5,7 @@ a traceback, and never leads out of the model's folder.
 """
 
 import json
+import re
 import stat
 import sys
 from collections import Counter
@@ -23,16 +24,11 @@ MAX_NAME = 1024  # characters of a tensor's or file's name
 
 REMEDY = "Download it again, or take it from the original model."
 MAX_SIZE = 2**31 - 1  # mlx's longest axis
-MAX_LAYERS = {"num_hidden_layers": 4096, "mtp_num_hidden_layers": 64, "num_nextn_predict_layers": 64}
-SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "max_position_embeddings", "full_attention_interval", "linear_conv_kernel_dim",
-    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
-)  # fmt: skip
-# Zero or null in a model without experts, or without a head.
-COUNTS = (
-    "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
-    "decoder_sparse_step", "mtp_num_hidden_layers", "num_nextn_predict_layers",
+MAX_LAYERS = 4096
+# Fields that are sizes or counts, in every family; null or zero where a model has none of the kind.
+SIZE = re.compile(r"(?:\w{1,32}_)?num_\w{1,64}|\w{1,64}_(?:size|dim|interval|step|position_embeddings)", re.ASCII)
+POSITIVE = (
+    "vocab_size", "hidden_size", "head_dim", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
 )  # fmt: skip
 OBJECTS = ("text_config", "quantization", "quantization_config", "mlx_lm_extra_tensors", "rope_parameters")
 MULTIPLES = (("num_attention_heads", "num_key_value_heads"), ("linear_num_value_heads", "linear_num_key_heads"))
@@ -64,12 +60,10 @@ def read_object(file: Path, remedy: str = "Download it again.") -> dict[str, Any
             return parse_object(opened.read(MAX_JSON + 1))
 
 
-def require_regular(file: Path) -> int:
-    """Return the size of a regular file, or of the file a link leads to. Opening a pipe would block forever."""
-    status = file.stat()
-    if not stat.S_ISREG(status.st_mode):
+def require_regular(file: Path) -> None:
+    """Refuse what is not a file or a link to one: opening a pipe would block forever."""
+    if not stat.S_ISREG(file.stat().st_mode):
         raise Malformed("not a regular file")
-    return status.st_size
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
@@ -141,18 +135,17 @@ def _check(config: dict[str, Any]) -> None:
     if named := (config.get("mlx_lm_extra_tensors") or {}).get("mtp_file"):
         checked_file(named, "mlx_lm_extra_tensors.mtp_file")
     text = models.text_config(config)
-    for field in (*SIZES, *COUNTS):
-        nullable = field in COUNTS or field == "head_dim"
-        if field not in text or (nullable and text[field] is None):
+    for field, value in text.items():
+        if value is None or not SIZE.fullmatch(field):
             continue
-        least = 0 if field in COUNTS else 1
-        most = MAX_LAYERS.get(field, MAX_SIZE)
-        if type(text[field]) is not int or not least <= text[field] <= most:
-            raise _wrong(field, text[field], f"a whole number from {least} to {most:,}")
+        least, most = int(field in POSITIVE), MAX_LAYERS if field.endswith("_layers") else MAX_SIZE
+        if type(value) is not int or not least <= value <= most:
+            raise _wrong(field, value, f"a whole number from {least} to {most:,}")
     for many, few in MULTIPLES:
-        if many in text and few in text and text[many] % text[few]:
+        if text.get(many) and text.get(few) and text[many] % text[few]:
             raise Malformed(f"{many} is {text[many]}, not a multiple of {few}, which is {text[few]}")
-    if (text.get("num_experts_per_tok") or 0) > (text.get("num_experts") or 0):
+    experts = text.get("num_experts")
+    if experts is not None and (text.get("num_experts_per_tok") or 0) > experts:
         raise Malformed(f"num_experts_per_tok is {text['num_experts_per_tok']}, more than there are experts")
     numbers = {field: text[field] for field in ("rms_norm_eps", *ROPE_NUMBERS) if text.get(field) is not None}
     for field in ("rope_parameters", "rope_scaling"):
@@ -174,23 +167,20 @@ def _wrong(field: str, value: object, wanted: str) -> Malformed:
 
 
 def _add_rope_names(text: dict[str, Any], family: str) -> None:
-    """Add what mlx-lm reads: `rope_theta` for Qwen3-Next, `rope_parameters` for Qwen3.5.
+    """Add what mlx-lm reads: `rope_parameters` for Qwen3.5, `rope_theta` for others.
 
     transformers 5 writes `rope_parameters` for every family, transformers 4 `rope_theta` and `rope_scaling`. Without
     its own name mlx-lm refuses a Qwen3-Next and runs a Qwen3.5 with a default that may not be the model's.
     """
     scaling = text.get("rope_parameters")
-    if family == "qwen3_next":
+    if family not in ("qwen3_5", "qwen3_5_moe"):
         if scaling and "rope_theta" not in text:
             kind = scaling.get("rope_type", scaling.get("type", "default"))
-            text["rope_theta"] = scaling.get("rope_theta", 10000.0)
-            text.setdefault("partial_rotary_factor", scaling.get("partial_rotary_factor", 0.25))
+            text.update({name: scaling[name] for name in ROPE_NUMBERS if name in scaling and name not in text})
             text.setdefault("rope_scaling", None if kind == "default" else scaling)
     elif not scaling and "rope_theta" in text:
-        parameters = {"rope_type": "default", **(text.get("rope_scaling") or {})}
-        parameters["rope_theta"] = text["rope_theta"]
-        parameters["partial_rotary_factor"] = text.get("partial_rotary_factor", 0.25)
-        text["rope_parameters"] = parameters
+        numbers = {"rope_theta": text["rope_theta"], "partial_rotary_factor": text.get("partial_rotary_factor", 0.25)}
+        text["rope_parameters"] = {"rope_type": "default", **(text.get("rope_scaling") or {}), **numbers}
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

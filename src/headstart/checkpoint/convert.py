@@ -4,22 +4,21 @@
     mtp/weights.safetensors     the head, where no `*.safetensors` pattern of mlx-lm or mlx-vlm finds it
     norms/weights.safetensors   the trunk's norms in float32
 
-Sizes are known from the headers, so the whole plan is made before a weight is read.
+A plan is made of mlx's lazy arrays: sizes are known before a weight is read, and an array is computed when it is
+written.
 """
 
 import json
 import shutil
-from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import yaml  # type: ignore[import-untyped]
-from huggingface_hub import ModelCard, ModelCardData, constants
+from huggingface_hub import constants, metadata_save
 from mlx_lm.utils import make_shards
 
 from .. import models
@@ -27,13 +26,17 @@ from ..errors import CheckpointError, HeadError
 from ..models.base import Norm
 from .atomic import publish, require_space, staging_folder
 from .hub import COMPANION_FILES
-from .layout import NORMS, Layout
-from .parameters import Source, Stored, StoredParameter, canonical, is_head, is_vision, parameter_shapes
-from .quantize import Choose, Progress, Recipe, TensorPlan, choose_quantization, write_file
-from .safetensors import INDEX, read_header, shard_files
+from .layout import NORMS, Layout, readme_metadata
+from .names import canonical, is_head, is_vision
+from .parameters import Stored, parameter_shapes
+from .quantize import Choose, Quantization, Recipe, choose_quantization
+from .read import LazyFiles, open_file, read_parameter
+from .safetensors import INDEX, Progress, read_header, shard_files, write_safetensors
 
 SIDECAR = "mtp/weights.safetensors"
 VISUAL = ("model.visual.", "visual.")
+
+Arrays = dict[str, mx.array]  # what a file will hold, not computed yet
 
 
 @dataclass(frozen=True)
@@ -43,17 +46,13 @@ class Conversion:
     source: Layout
     destination: Path
     recipe: Recipe
-    files: dict[str, list[TensorPlan]]  # by their paths in the new folder
+    files: dict[str, Arrays]  # by their paths in the new folder
     config: dict[str, Any]
     original: str | None  # the hub id of the source, where it is known
 
     @property
-    def read_bytes(self) -> int:
-        return sum(plan.stored.nbytes for plans in self.files.values() for plan in plans)
-
-    @property
-    def write_bytes(self) -> int:
-        return sum(plan.nbytes for plans in self.files.values() for plan in plans)
+    def nbytes(self) -> int:
+        return sum(array.nbytes for arrays in self.files.values() for array in arrays.values())
 
 
 def plan_conversion(source: Layout, destination: Path, recipe: Recipe, original: str | None = None) -> Conversion:
@@ -68,31 +67,37 @@ def plan_conversion(source: Layout, destination: Path, recipe: Recipe, original:
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         raise CheckpointError(f"{destination}: exists already. Name a new folder, or remove it first.")
     model = models.build(deepcopy(source.config))
-    trunk = [*_plan_trunk(source, model, recipe), *_plan_vision(source.path, recipe.dtype)]
-    shards = make_shards({plan.name: plan for plan in trunk})  # of about 5 GB, as mlx-lm cuts them
-    names = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        names = ["model.safetensors"]
-    files = {name: list(shard.values()) for name, shard in zip(names, shards, strict=True)}
+    mlx_lm_names = {canonical(name): name for name in parameter_shapes(model.lm)}
+    names = {name: mlx_lm_names[name] for name in parameter_shapes(model.weights) if not is_head(name)}
+    choose = recipe.for_trunk(model.lm)
+    trunk, quantized = _convert_parameters(names, source.stored, model.weights, choose, recipe.dtype)
+    modules = dict(model.weights.named_modules())
+    norms = {new: trunk[new] for name, new in names.items() if isinstance(modules[name.rpartition(".")[0]], Norm)}
+    trunk |= {name: array.astype(recipe.dtype) for name, array in norms.items()}
+    files = {}
+    shards = make_shards(trunk | _convert_vision(source.path, recipe.dtype))  # of about 5 GB, as mlx-lm cuts them
+    for number, shard in enumerate(shards, 1):
+        of = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
+        files[f"model{of}.safetensors"] = shard
     if source.mtp.available:
-        files[SIDECAR] = plan_head(source.stored, model.weights, recipe)
+        files[SIDECAR] = convert_head(source.stored, model.weights, recipe)
     if recipe.dtype != mx.float32:
-        files[NORMS] = [replace(plan, dtype=mx.float32) for plan in trunk if plan.shift]
-    return Conversion(source, destination, recipe, files, _new_config(source, recipe, trunk), original)
+        files[NORMS] = norms
+    return Conversion(source, destination, recipe, files, _new_config(source, recipe, quantized), original)
 
 
-def convert(plan: Conversion, progress: Progress = lambda read: None) -> None:
-    """Write the plan's folder. It appears whole or not at all."""
+def convert(plan: Conversion, progress: Progress = lambda written: None) -> None:
+    """Write the plan's folder, which appears whole or not at all. This uses up the plan's arrays."""
     destination = plan.destination.absolute()
-    require_space(destination, plan.write_bytes)
-    companions = _companion_files(plan.source.path)
+    require_space(destination, plan.nbytes)
+    companions, index = _companion_files(plan.source.path), _new_index(plan.files)
     with staging_folder(destination) as folder:
-        for name, plans in plan.files.items():
-            write_file(folder / name, plans, progress)
+        for name, arrays in plan.files.items():
+            write_safetensors(folder / name, arrays, progress)
         for path in companions:
             shutil.copyfile(path, folder / path.name)
-        (folder / INDEX).write_text(json.dumps(_new_index(plan.files), indent=4))
-        (folder / "README.md").write_text(_new_readme(plan), encoding="utf-8")
+        (folder / INDEX).write_text(json.dumps(index, indent=4))
+        _write_readme(folder / "README.md", plan)
         (folder / "config.json").write_text(json.dumps(plan.config, indent=4))
         publish(folder, destination)
 
@@ -117,37 +122,54 @@ def _companion_files(source: Path) -> list[Path]:
     return kept
 
 
-def plan_head(stored: Stored, weights: nn.Module, recipe: Recipe) -> list[TensorPlan]:
-    """Plan the head that `convert` keeps and `graft` brings back, its norms in float32."""
+def convert_head(stored: Stored, weights: nn.Module, recipe: Recipe) -> Arrays:
+    """Return the head that `convert` keeps and `graft` brings back, its norms in float32."""
     names = {name: name for name in parameter_shapes(weights) if is_head(name)}
-    return list(_plan_tensors(names, stored, weights, recipe.for_head, recipe.dtype, norm_dtype=mx.float32))
+    return _convert_parameters(names, stored, weights, recipe.for_head, recipe.dtype)[0]
 
 
-def _plan_trunk(source: Layout, model: models.Model, recipe: Recipe) -> Iterator[TensorPlan]:
-    mlx_lm_names = {canonical(name): name for name in parameter_shapes(model.lm)}
-    names = {name: mlx_lm_names[name] for name in parameter_shapes(model.weights) if not is_head(name)}
-    choose = recipe.for_trunk(model.lm)
-    return _plan_tensors(names, source.stored, model.weights, choose, recipe.dtype, norm_dtype=recipe.dtype)
+def _convert_parameters(
+    names: dict[str, str], stored: Stored, weights: nn.Module, choose: Choose, dtype: mx.Dtype
+) -> tuple[Arrays, dict[str, Quantization]]:
+    """Convert the parameters `names`, given with the names to write them under. What is quantised stays as it is.
 
-
-def _plan_tensors(
-    names: dict[str, str], stored: Stored, weights: nn.Module, choose: Choose, dtype: mx.Dtype, norm_dtype: mx.Dtype
-) -> Iterator[TensorPlan]:
-    """Plan the parameters `names`, given with the names to write them under. What is quantised stays as it is."""
-    modules = dict(weights.named_modules())
+    Returns:
+        The arrays, norms in float32, and how modules are quantised.
+    """
+    modules, files = dict(weights.named_modules()), LazyFiles()
+    arrays: Arrays = {}
+    quantized: dict[str, Quantization] = {}
     for name, written in names.items():
         path, _, leaf = name.rpartition(".")
         if f"{path}.scales" in stored:
-            parts = [part for part in (name, f"{path}.scales", f"{path}.biases") if part in stored]
-            yield from (TensorPlan(part, stored[part], stored[part].dtype) for part in parts)
+            for part in (name, f"{path}.scales", f"{path}.biases"):
+                if part in stored:
+                    arrays[part] = read_parameter(part, stored, files, stored[part].dtype)
             continue
-        quantization = None
-        if leaf == "weight":
-            quantization = choose_quantization(written.removesuffix(".weight"), modules[path], choose)
-        is_norm = isinstance(modules[path], Norm)
-        exact = mx.float32 if leaf == "A_log" else norm_dtype if is_norm else dtype
-        scales = stored.get(f"{name}_scale_inv")
-        yield TensorPlan(written, stored[name], exact, quantization, scales, shift=is_norm and stored[name].raw)
+        array = read_parameter(name, stored, files, dtype, is_norm=isinstance(modules[path], Norm))
+        module = written.removesuffix(".weight")
+        if leaf == "weight" and (how := choose_quantization(module, modules[path], choose)):
+            quantized[module] = how
+            parts = zip(("weight", "scales", "biases"), mx.quantize(array, **how), strict=True)
+            arrays |= {f"{module}.{part}": values for part, values in parts}
+        else:
+            arrays[written] = array
+    return arrays, quantized
+
+
+def _convert_vision(path: Path, dtype: mx.Dtype) -> Arrays:
+    """Return the vision tensors, unquantised, named and laid out as in mlx-vlm; mlx-lm skips them by that name."""
+    arrays, files = {}, LazyFiles()
+    for file in shard_files(path, is_vision):
+        for name in read_header(file).tensors:
+            if not is_vision(name) or name.endswith("position_ids"):
+                continue
+            array = open_file(file, files).pop(name)
+            if array.ndim == 5:
+                array = array.moveaxis(1, -1)  # [O, I, T, H, W] → [O, T, H, W, I]
+            written = next((f"vision_tower.{name.removeprefix(p)}" for p in VISUAL if name.startswith(p)), name)
+            arrays[written] = array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
+    return arrays
 
 
 def declare_head(config: dict[str, Any], family: str, file: str) -> None:
@@ -163,19 +185,7 @@ def head_field(family: str) -> str:
     return "num_nextn_predict_layers" if family == "qwen3_next" else "mtp_num_hidden_layers"
 
 
-def _plan_vision(path: Path, dtype: mx.Dtype) -> Iterator[TensorPlan]:
-    """Plan the vision tensors, unquantised, named and laid out as in mlx-vlm; mlx-lm skips them by that name."""
-    for header in map(read_header, shard_files(path, is_vision)):
-        for name, tensor in header.tensors.items():
-            if not is_vision(name) or name.endswith("position_ids"):
-                continue
-            stored = StoredParameter((Source(tensor, "raw"),), tensor.shape)
-            written = next((f"vision_tower.{name.removeprefix(p)}" for p in VISUAL if name.startswith(p)), name)
-            kept = dtype if mx.issubdtype(tensor.dtype, mx.floating) else tensor.dtype
-            yield TensorPlan(written, stored, kept, channels_last=len(tensor.shape) == 5)
-
-
-def _new_config(source: Layout, recipe: Recipe, trunk: list[TensorPlan]) -> dict[str, Any]:
+def _new_config(source: Layout, recipe: Recipe, quantized: dict[str, Quantization]) -> dict[str, Any]:
     config = deepcopy(source.config)
     config.pop("quantization_config", None)  # of float8, which is gone
     dtype = str(recipe.dtype).removeprefix("mlx.core.")
@@ -185,12 +195,8 @@ def _new_config(source: Layout, recipe: Recipe, trunk: list[TensorPlan]) -> dict
                 part[field] = dtype
     if recipe.quantises:
         common = {"group_size": recipe.group_size, "bits": recipe.bits}
-        differing = {
-            plan.name.removesuffix(".weight"): plan.quantization
-            for plan in trunk
-            if plan.quantization and plan.quantization != common
-        }
-        bits = recipe.bits or min(each["bits"] for each in differing.values())
+        differing = {module: how for module, how in quantized.items() if how != common}
+        bits = recipe.bits or min(how["bits"] for how in differing.values())
         quantization = {"group_size": recipe.group_size, "bits": bits, "mode": "affine", **differing}
         config["quantization"] = config["quantization_config"] = quantization
     if source.mtp.available:
@@ -198,28 +204,26 @@ def _new_config(source: Layout, recipe: Recipe, trunk: list[TensorPlan]) -> dict
     return config
 
 
-def _new_index(files: dict[str, list[TensorPlan]]) -> dict[str, Any]:
+def _new_index(files: dict[str, Arrays]) -> dict[str, Any]:
     """Return an index of the shards alone: a program that reads all of it must find the model that mlx-lm knows."""
-    shards = {name: plans for name, plans in files.items() if "/" not in name}
-    outputs = [(output, file) for file, plans in shards.items() for plan in plans for output in plan.outputs]
+    shards = {name: arrays for name, arrays in files.items() if "/" not in name}
     return {
-        "metadata": {"total_size": sum(output.nbytes for output, _ in outputs)},
-        "weight_map": dict(sorted((output.name, file) for output, file in outputs)),
+        "metadata": {"total_size": sum(array.nbytes for arrays in shards.values() for array in arrays.values())},
+        "weight_map": dict(sorted((name, file) for file, arrays in shards.items() for name in arrays)),
     }
 
 
-def _new_readme(plan: Conversion) -> str:
-    try:
-        card = ModelCard.load(plan.source.path / "README.md")
-    except (OSError, ValueError, TypeError, yaml.YAMLError, RecursionError):  # missing or broken
-        card = ModelCard.from_template(ModelCardData(), template_str="---\n{{ card_data }}\n---\n")
-    card.data.library_name = "mlx"
-    tags = card.data.tags if isinstance(card.data.tags, list) else []
-    card.data.tags = sorted({*(tag for tag in tags if isinstance(tag, str)), "mlx"})
+def _write_readme(path: Path, plan: Conversion) -> None:
+    """Write a README with the source's metadata, which says what it was made from."""
+    metadata = readme_metadata(plan.source.path)
+    tags = metadata["tags"] if isinstance(metadata.get("tags"), list) else []
+    metadata |= {"library_name": "mlx", "tags": sorted({*(tag for tag in tags if isinstance(tag, str)), "mlx"})}
     if plan.original:  # else the source's own base_model stays
-        card.data.base_model = plan.original
+        metadata["base_model"] = plan.original
     head = f"Its MTP head is in `{SIDECAR}`." if plan.source.mtp.available else "The original has no MTP head."
-    return (
-        f"---\n{card.data.to_yaml()}\n---\n\n# {plan.destination.name}\n\n"
-        f"{plan.original or plan.source.path.name}, converted to MLX by headstart {version('headstart')}. {head}\n"
+    path.write_text(
+        f"\n# {plan.destination.name}\n\n"
+        f"{plan.original or plan.source.path.name}, converted to MLX by headstart {version('headstart')}. {head}\n",
+        encoding="utf-8",
     )
+    metadata_save(path, metadata)

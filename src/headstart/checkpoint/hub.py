@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from ..errors import CheckpointError, HubError
 from .atomic import DISK_FULL, NOT_WRITABLE, free_space
 from .config import read_config
 from .layout import HEAD_DOWNLOAD_ERRORS, HUB_ID, NO_WEIGHTS, NORMS, Layout, find_sidecar, read_layout, sidecar_names
-from .parameters import is_head, is_text, is_vision
+from .names import is_head, is_text, is_vision
 from .safetensors import read_header, shard_names
 
 LOG = logging.getLogger("headstart")
@@ -28,6 +29,8 @@ COMPANION_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer*", "LICENSE*")  # be
 SMALL_FILES = [*COMPANION_FILES, "README.md"]
 BLOCK = 2**17  # bytes of a header requested at a time
 MAX_HEADER = 2**28  # bytes, should the length in the file be nonsense
+
+Announce = Callable[[dict[str, int]], None]
 
 
 def resolve(name: str | Path | None = None) -> Path:
@@ -67,11 +70,17 @@ def locate(name: str | Path | None = None) -> Path | str:
     )
 
 
-def download(repo: str, *, vision: bool = False) -> Path:
-    """Download the text model and the head of a hub model, and its `vision` part. Return the cached folder."""
+def download(repo: str, *, vision: bool = False, announce: Announce = lambda files: None) -> Path:
+    """Download the text model and the head of a hub model, and its `vision` part. Return the cached folder.
+
+    `announce` is called with the files that will be downloaded, and their sizes.
+    """
     cached = _cached_snapshot(repo, vision=vision)
+    if cached and constants.HF_HUB_OFFLINE and not vision:
+        return cached
     try:
         folder, files = missing_files(repo, vision=vision)
+        announce(files)
         download_files(repo, folder, files)
         return folder
     except HubError as error:
@@ -135,10 +144,7 @@ def header_folder(name: str | Path | None = None) -> Iterator[tuple[Path, str]]:
     folder, files = missing_files(repo)
     with _hub_errors(repo), TemporaryDirectory() as temporary:
         place = Path(temporary, repo)
-        for file in [path for path in folder.rglob("*") if path.is_file()]:
-            link = place / file.relative_to(folder)
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(file.resolve())
+        shutil.copytree(folder, place, copy_function=lambda file, link: os.symlink(os.path.realpath(file), link))
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda file: _copy_header(repo, folder.name, file, place / file), files))
         try:

@@ -4,7 +4,6 @@ import copy
 import re
 import shlex
 from collections import Counter
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import prod
@@ -19,7 +18,8 @@ from huggingface_hub import metadata_load
 from .. import cards, models
 from ..errors import CheckpointError
 from .config import REMEDY, printable_error, read_config
-from .parameters import Stored, find_misfit, find_parameters, is_head, is_vision, parameter_shapes, quantization_of
+from .names import is_head, is_vision
+from .parameters import Stored, find_misfit, find_parameters, parameter_shapes, quantization_of
 from .safetensors import INDEX, Header, read_header, read_index
 
 SIDECARS = ("mtp.safetensors", "model-mtp.safetensors", "mtp/weights.safetensors")
@@ -97,24 +97,25 @@ def read_layout(path: Path) -> Layout:
         head = find_parameters([read_header(sidecar)], head=True, sidecar=True)
     else:
         head = find_parameters(headers, head=True)
+    problem = find_misfit(head, weights, head=True) if head else None
+    stored = {**trunk, **head} if head and problem is None else trunk
+    quantized = {name: how for name in modules if (how := quantization_of(name, modules[name], stored))}
     if head:
-        mtp = _describe_head(path, family, head, weights)
+        mtp = _describe_head(path, family, head, problem, quantized)
     else:
         mtp = _describe_missing_head(path, family, absent, bool(models.head_modules(config)))
-
-    stored = {**trunk, **head} if mtp.available else trunk
     return Layout(
         path=path,
         family=family,
         layout=provenance,
         dtype=_dtype(trunk),
-        quantization=_main_quantization(trunk, modules),
+        quantization=_most_common([how for name, how in quantized.items() if not is_head(name)]),
         parameters=sum(prod(shape) for name, shape in parameter_shapes(weights).items() if name in stored),
         bytes=sum(part.nbytes for part in {**trunk, **head}.values()),
         mtp=mtp,
         config=config,
         stored=stored,
-        quantized={name: found for name in modules if (found := quantization_of(name, modules[name], stored))},
+        quantized=quantized,
     )
 
 
@@ -181,27 +182,21 @@ def _describe_missing_head(path: Path, family: str, absent: dict[str, str], prom
     return Mtp(False, f"{reason} If the original has one, {graft} brings it over.")
 
 
-def _describe_head(path: Path, family: str, head: Stored, weights: nn.Module) -> Mtp:
+def _describe_head(path: Path, family: str, head: Stored, problem: str | None, quantized: dict[str, Any]) -> Mtp:
     files = {source.tensor.file for part in head.values() for source in part.sources}
     location = ", ".join(str(file.relative_to(path)) for file in sorted(files))
     count = len({name.split(".")[2] for name in head if name.startswith("mtp.layers.")})
-    unusable = None
-    if misfit := find_misfit(head, weights, head=True):
+    if problem:
         graft = _graft_command(path, family)
-        unusable = f"{location}: {misfit}. {graft} writes a new MTP head, or load without the head."
-    quantization = _main_quantization(head, dict(weights.named_modules()))
-    return Mtp(unusable is None, unusable, location, count, quantization)
+        problem = f"{location}: {problem}. {graft} writes a new MTP head, or load without the head."
+    quantization = _most_common([how for name, how in quantized.items() if is_head(name)])
+    return Mtp(problem is None, problem, location, count, quantization)
 
 
-def _main_quantization(stored: Stored, modules: dict[str, nn.Module]) -> dict[str, Any] | None:
-    """Return the quantisation of most parameters among those that have one."""
-    sizes: Counter[tuple[tuple[str, Any], ...]] = Counter()
-    for name in stored:
-        module = name.removesuffix(".weight")
-        with suppress(ValueError, ZeroDivisionError, IndexError):  # scales of an unusable head
-            if module in modules and (found := quantization_of(module, modules[module], stored)):
-                sizes[tuple(found.items())] += prod(modules[module].weight.shape)
-    return dict(sizes.most_common(1)[0][0]) if sizes else None
+def _most_common(quantized: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the quantisation of most modules."""
+    counts = Counter(tuple(how.items()) for how in quantized)
+    return dict(counts.most_common(1)[0][0]) if counts else None
 
 
 def _dtype(trunk: Stored) -> str:
@@ -230,12 +225,17 @@ def hub_id(path: Path) -> str | None:
     return repo.removeprefix("models--").replace("--", "/", 1)
 
 
+def readme_metadata(path: Path) -> dict[str, Any]:
+    """Return the metadata at the front of a model's README."""
+    try:
+        return metadata_load(path / "README.md") or {}
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):  # a broken README is no error of ours
+        return {}
+
+
 def base_model_id(path: Path) -> str | None:
     """Return the id of the model that this one was made from, as its README says."""
-    try:
-        found = (metadata_load(path / "README.md") or {}).get("base_model")
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):  # a broken README is no error of ours
-        return None
+    found = readme_metadata(path).get("base_model")
     first = found[0] if isinstance(found, list) and found else found
     # It is shown as part of a command: nothing that a shell or a terminal would act on.
     return first if isinstance(first, str) and HUB_ID.fullmatch(first) else None

@@ -1,7 +1,7 @@
 """Read a checkpoint of any layout into the model's modules, one parameter at a time.
 
-`mx.load` reads nothing yet; a parameter is renamed, stacked, shifted and cast lazily, then computed, and what it was
-made from is dropped before the next. So loading needs little more memory than the weights that stay.
+A parameter is renamed, stacked, shifted and cast lazily, then computed, and what it was made from is dropped before
+the next. So loading needs little more memory than the weights that stay.
 """
 
 from collections.abc import Callable
@@ -18,13 +18,16 @@ from mlx_lm.utils import load_tokenizer as load_mlx_lm_tokenizer
 
 from .. import models
 from ..errors import CheckpointError, HeadError
+from ..kernels import cpu
 from ..models import memory
 from ..models.base import Norm
 from ..models.compiler import ensure_compiles
 from .config import printable_error, read_object
 from .hub import resolve
 from .layout import read_layout
-from .parameters import Source, Stored, canonical, dequantize_fp8, is_head, parameter_shapes
+from .names import canonical, is_head
+from .parameters import parameter_shapes
+from .read import LazyFiles, read_parameter
 
 
 class ModelPart(Protocol):
@@ -40,7 +43,6 @@ class ModelPart(Protocol):
 
 
 MakePart = Callable[[dict[str, Any]], ModelPart]  # config.json's text part → this machine's part
-LazyFiles = dict[Path, dict[str, mx.array]]
 
 
 def load_model(
@@ -74,14 +76,14 @@ def load_model(
     norms = {f"{name}.weight" for name, module in model.weights.named_modules() if isinstance(module, Norm)}
     if dtype is None:
         experts = any(".switch_mlp." in name for name in stored)
-        dtype = compute_dtype(layout.dtype, experts=experts, packed=bool(packed))
+        dtype = compute_dtype(layout.dtype, experts=experts, modes={how["mode"] for how in packed.values()})
 
-    files: LazyFiles = {}
+    files = LazyFiles()
     part = split(models.text_config(layout.config)) if split is not None else None
     for name in parameter_shapes(model.weights):
         if part is not None and not part.holds(name):
             continue
-        array = _read(name, stored, files, dtype, is_norm=name in norms)
+        array = read_parameter(name, stored, files, dtype, is_norm=name in norms)
         if part is not None:
             array = part.cut(name, array)
         mx.eval(array)
@@ -124,49 +126,17 @@ def load_tokenizer(path: Path) -> TokenizerWrapper:
         ) from error
 
 
-def compute_dtype(stored: str, *, experts: bool, packed: bool) -> mx.Dtype:
-    """Return the type of all weights that are not quantised: the file's own, except on CPU.
+def compute_dtype(stored: str, *, experts: bool, modes: set[str]) -> mx.Dtype:
+    """Return the type of all weights that are not quantised: the file's own, except on a CPU without our kernels.
 
     There mlx multiplies experts (`gather_mm`) in float32 only, and quantised weights 10 to 50 times slower in
-    half precision than in float32.
+    half precision than in float32. `modes` are those of the quantised weights; our kernels take affine ones.
     """
-    if mx.default_device() == mx.Device(mx.cpu) and (experts or packed):
-        return mx.float32
     dtype: mx.Dtype = getattr(mx, stored)
+    native = cpu.native() is not None and dtype in cpu.TYPES and modes <= {"affine"}
+    if mx.default_device() == mx.Device(mx.cpu) and (experts or modes) and not native:
+        return mx.float32
     return dtype
-
-
-def _take(source: Source, files: LazyFiles) -> mx.array:
-    """Return a tensor that is not read yet, and drop it from `files` so that its memory is freed after use."""
-    file, name = source.tensor.file, source.tensor.name
-    if file not in files:
-        try:
-            arrays: Any = mx.load(str(file))
-        except (RuntimeError, ValueError) as error:
-            raise CheckpointError(f"{file}: cannot be read ({printable_error(error)}). Download it again.") from error
-        files[file] = arrays
-    # The first half of a fused tensor, `gate_proj`, is read before the second, `up_proj`.
-    return files[file][name] if source.half == 0 else files[file].pop(name)
-
-
-def _read(name: str, stored: Stored, files: LazyFiles, dtype: mx.Dtype, *, is_norm: bool) -> mx.array:
-    """Return the parameter `name` in the model's shape and type, not computed yet."""
-    part = stored[name]
-    arrays = [_take(source, files) for source in part.sources]
-    if scales := stored.get(f"{name}_scale_inv"):
-        blocks = [_take(source, files) for source in scales.sources]
-        arrays = [dequantize_fp8(codes, scale).astype(dtype) for codes, scale in zip(arrays, blocks, strict=True)]
-    array = arrays[0] if part.sources[0].expert is None else mx.stack(arrays)
-    if (half := part.sources[0].half) is not None:
-        array = mx.contiguous(mx.split(array, 2, axis=-2)[half])
-    if part.raw and name.endswith("conv1d.weight"):
-        array = mx.contiguous(array.moveaxis(1, 2))  # [C, 1, K] → [C, K, 1]
-    if is_norm:
-        array = array.astype(mx.float32)
-        return array + 1.0 if part.raw else array
-    if name.endswith(".A_log"):
-        return array.astype(mx.float32)
-    return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
 
 
 def _quantized(model: models.Model, packed: dict[str, dict[str, Any]]) -> models.Model:

@@ -1,11 +1,5 @@
 """Find which tensors of which files make up each parameter of the model, and whether they fit it.
 
-The model's names are upstream's without prefixes:
-
-- raw, expert 7 of it: `model.language_model.layers.0.mlp.experts.7.up_proj.weight`
-- converted: `language_model.model.layers.0.mlp.switch_mlp.up_proj.weight`
-- the model's: `layers.0.mlp.switch_mlp.up_proj.weight`
-
 A file is raw (as released) or converted to MLX, which decides whether its norms are stored as w or as 1 + w. The
 values cannot tell: the mean of a converted `pre_fc_norm_embedding` is 0.27 and looks raw (omlx#3742). Where the
 file's origin is unknown nothing is guessed.
@@ -22,14 +16,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
 from .config import read_object
+from .names import is_head, is_vision, parameters_in
 from .safetensors import Header, TensorInfo
 
 Provenance = Literal["raw", "converted"]
 
-PREFIX = re.compile(r"^(?:(?:model|language_model)\.)+")
-VISION = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
-EXPERT = re.compile(r"^(.+\.mlp)\.experts\.(\d{1,6})\.(gate_proj|up_proj|down_proj)\.(\w+)$")
-FUSED = re.compile(r"^(.+\.mlp)\.experts\.(gate_up_proj|down_proj)(?:\.(weight|scales|biases))?$")
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 FP8_BLOCK = 128
@@ -68,22 +59,6 @@ class StoredParameter:
 Stored = dict[str, StoredParameter]  # by the model's names
 
 
-def canonical(name: str) -> str:
-    return PREFIX.sub("", name)
-
-
-def is_vision(name: str) -> bool:
-    return canonical(name).startswith(VISION)
-
-
-def is_head(name: str) -> bool:
-    return canonical(name).startswith("mtp.")
-
-
-def is_text(name: str) -> bool:
-    return not is_head(name) and not is_vision(name)
-
-
 def parameter_shapes(weights: nn.Module) -> dict[str, tuple[int, ...]]:
     flat: Any = tree_flatten(weights.parameters())
     return {name: array.shape for name, array in flat}
@@ -105,24 +80,10 @@ def find_parameters(headers: list[Header], *, head: bool, sidecar: bool = False)
         for name, tensor in header.tensors.items():
             if is_vision(name) or head != (unprefixed or is_head(name)):
                 continue
-            for parameter, expert, half in _parameters_in(name):
+            for parameter, expert, half in parameters_in(name):
                 parameter = f"mtp.{parameter}" if unprefixed else parameter
                 sources.setdefault(parameter, []).append(Source(tensor, provenance, expert, half))
     return {name: _stored_parameter(name, parts) for name, parts in sources.items()}
-
-
-def _parameters_in(name: str) -> list[tuple[str, int | None, int | None]]:
-    """Return parameter, expert and half for what the tensor `name` holds; `gate_up_proj` holds two, gate first."""
-    name = canonical(name)
-    if match := EXPERT.match(name):
-        mlp, expert, projection, leaf = match.groups()
-        return [(f"{mlp}.switch_mlp.{projection}.{leaf}", int(expert), None)]
-    if match := FUSED.match(name):
-        mlp, projection, leaf = match.groups(default="weight")
-        if projection == "gate_up_proj":
-            return [(f"{mlp}.switch_mlp.{half}_proj.{leaf}", None, i) for i, half in enumerate(("gate", "up"))]
-        return [(f"{mlp}.switch_mlp.down_proj.{leaf}", None, None)]
-    return [(name, None, None)]
 
 
 def _stored_parameter(name: str, sources: list[Source]) -> StoredParameter:
@@ -176,13 +137,6 @@ def quantization_of(name: str, module: nn.Module, stored: Stored) -> dict[str, A
     return None
 
 
-def dequantize_fp8(codes: mx.array, scales: mx.array) -> mx.array:
-    """Return float32 values [R, C] for codes [R, C] with one scale for each block of 128 x 128."""
-    rows, columns = codes.shape
-    scales = mx.repeat(mx.repeat(scales.astype(mx.float32), FP8_BLOCK, axis=0), FP8_BLOCK, axis=1)
-    return mx.from_fp8(codes, dtype=mx.float32) * scales[:rows, :columns]
-
-
 def find_misfit(stored: Stored, weights: nn.Module, *, head: bool = False) -> str | None:
     """Return why these parameters are not those of the model's trunk, or of its head; None if they are."""
     expected = {name: shape for name, shape in parameter_shapes(weights).items() if is_head(name) == head}
@@ -233,7 +187,10 @@ def _misfit_of_sources(name: str, part: StoredParameter) -> str | None:
 
 
 def _quantised_shapes(path: str, module: nn.Module, stored: Stored) -> dict[str, tuple[int, ...]]:
-    """Return the shapes that a module's parameters have once its weight is quantised as in the files."""
+    """Return the shapes that a module's parameters have once its weight is quantised as in the files.
+
+    mlx is not asked: it ends the process where a group is empty.
+    """
     how = quantization_of(path, module, stored)
     if how is None:
         return {}

@@ -1,60 +1,42 @@
-"""Read and write safetensors files: headers, indexes and rows of tensors, so that no tensor is whole in memory."""
+"""Read the headers and indexes of safetensors files, checked, and write such files an array at a time."""
 
 import json
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from reprlib import repr as shortened
-from typing import Any
+from typing import Any, BinaryIO
 
 import mlx.core as mx
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError
-from .config import (
-    MAX_JSON,
-    Malformed,
-    checked_file,
-    checked_name,
-    file_errors,
-    parse_object,
-    read_object,
-    require_regular,
-)
+from .config import Malformed, checked_file, checked_name, file_errors, printable_error, read_object, require_regular
 
 INDEX = "model.safetensors.index.json"
 HEADER_REMEDY = "Download it again; if it is a Git LFS pointer, `git lfs pull` replaces it."
 INDEX_REMEDY = "Download it again; in a cache, delete it first."
-# The types that mx.load returns; it has none for float8 and gives its codes.
+# The types that mx.load reads; it has none for float8 and gives its codes.
 DTYPES: dict[str, mx.Dtype] = {
     "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "F8_E4M3": mx.uint8,
     "I64": mx.int64, "I32": mx.int32, "I16": mx.int16, "I8": mx.int8,
     "U64": mx.uint64, "U32": mx.uint32, "U16": mx.uint16, "U8": mx.uint8, "BOOL": mx.bool_,
 }  # fmt: skip
+Progress = Callable[[int], None]  # called with the bytes written since the last call
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}  # uint8 is U8, the last of its two
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor in a file, or one that will be written and has no place yet."""
-
     name: str
     dtype: mx.Dtype
     shape: tuple[int, ...]
-    file: Path = Path()
-    offset: int = 0  # of its first byte in the file
+    file: Path
 
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.size
-
-    @property
-    def row_bytes(self) -> int:
-        """Return the bytes of a row: all axes but the last are flattened, and a scalar is a row of one."""
-        return (self.shape[-1] if self.shape else 1) * self.dtype.size
 
 
 @dataclass(frozen=True)
@@ -67,57 +49,24 @@ class Header:
 
 def read_header(path: Path) -> Header:
     """Return what is in the safetensors file `path`, or raise a CheckpointError if it is damaged or truncated."""
-    with file_errors(path, HEADER_REMEDY, "not a safetensors file: "):
-        size = require_regular(path)
+    with file_errors(path, HEADER_REMEDY, "not a safetensors file, or truncated: "):
+        require_regular(path)
+        try:
+            with safe_open(path, framework="numpy"):  # which checks the header, and that the data fills the file
+                pass
+        except SafetensorError as error:
+            raise Malformed(printable_error(error)) from error
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(size - 8, MAX_JSON):
-                raise Malformed(f"its header would be {length} bytes long, the file has {size}")
-            header = parse_object(file.read(length))
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         metadata = header.pop("__metadata__", {})
-        if not isinstance(metadata, dict | None) or not all(isinstance(v, str) for v in (metadata or {}).values()):
-            raise Malformed("__metadata__ is not a JSON object of strings")
-        tensors = {name: _tensor_info(path, name, entry, 8 + length) for name, entry in header.items()}
-        end = _end_of_data(tensors, 8 + length)
-    if size < end:
-        raise CheckpointError(f"{path}: truncated, {size} of {end} bytes. Download the file again.")
+        tensors = {checked_name(name, "a tensor"): _tensor_info(path, name, entry) for name, entry in header.items()}
     return Header(path, tensors, (metadata or {}).get("format"), metadata is None)
 
 
-def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
-    """Check one entry of a header whose data begins at byte `data_start` of the file."""
-    checked_name(name, "a tensor")
-    if not isinstance(entry, dict):
-        raise Malformed(f"{name} is not described by a JSON object")
-    code: Any = entry.get("dtype")
-    shape: Any = entry.get("shape")
-    offsets: Any = entry.get("data_offsets")
-    if not isinstance(code, str) or code not in DTYPES:
-        raise Malformed(f"{name}: dtype {shortened(code)} is unknown; known are {', '.join(DTYPES)}")
-    if not _are_sizes(shape):
-        raise Malformed(f"{name}: shape {shortened(shape)} is not a list of sizes")
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise Malformed(f"{name}: data_offsets {shortened(offsets)} are not where it begins and ends")
-    tensor = TensorInfo(name, DTYPES[code], tuple(shape), path, data_start + offsets[0])
-    if tensor.nbytes != offsets[1] - offsets[0]:
-        raise Malformed(f"{name}: shape {shortened(shape)} of {code} does not take {offsets[1] - offsets[0]} bytes")
-    return tensor
-
-
-def _are_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
-
-
-def _end_of_data(tensors: dict[str, TensorInfo], end: int) -> int:
-    """Return the byte after the last tensor, or refuse tensors that share bytes."""
-    previous = None
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
-        if tensor.nbytes == 0:
-            continue
-        if tensor.offset < end:
-            raise Malformed(f"{name}: data_offsets overlap those of {previous}")
-        previous, end = name, tensor.offset + tensor.nbytes
-    return end
+def _tensor_info(path: Path, name: str, entry: dict[str, Any]) -> TensorInfo:
+    if entry["dtype"] not in DTYPES:
+        raise Malformed(f"{name}: dtype {entry['dtype']} is unknown; known are {', '.join(DTYPES)}")
+    return TensorInfo(name, DTYPES[entry["dtype"]], tuple(entry["shape"]), path)
 
 
 def read_index(folder: Path) -> dict[str, Any] | None:
@@ -130,10 +79,6 @@ def read_index(folder: Path) -> dict[str, Any] | None:
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict):
             raise Malformed("not an index of tensors: weight_map is not a JSON object")
-        metadata = index.get("metadata") or {}
-        size: Any = metadata.get("total_size", 0) if isinstance(metadata, dict) else None
-        if type(size) not in (int, float) or not 0 <= size < float("inf"):
-            raise Malformed("metadata is not a JSON object with a number as its total_size")
         for name, shard in weight_map.items():
             weight_map[name] = checked_file(shard, f"weight_map.{checked_name(name, 'a tensor')}")
     return index
@@ -154,47 +99,29 @@ def shard_files(folder: Path, holds: Callable[[str], bool]) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def read_rows(tensor: TensorInfo, start: int, count: int) -> mx.array:
-    """Read `count` rows of a tensor, from row `start` on.
-
-    `mx.load` reads a tensor whole however little of it is used: 2.5 GB for the embedding of a 27B model.
-    """
-    size = count * tensor.row_bytes
-    with file_errors(tensor.file):
-        data = np.fromfile(tensor.file, np.uint8, size, offset=tensor.offset + start * tensor.row_bytes)
-        if len(data) < size:
-            raise Malformed("truncated while it was read")
-    return mx.array(data).view(tensor.dtype).reshape(count, tensor.row_bytes // tensor.dtype.size)
-
-
-@contextmanager
-def safetensors_writer(path: Path, tensors: list[TensorInfo]) -> Iterator[Callable[[str, mx.array], None]]:
-    """Create a safetensors file and yield `append(name, values)`, which writes the next values of a tensor.
-
-    The header comes first, so all sizes must be known. The tensors may be written in any order, each in parts.
-    """
+def write_safetensors(path: Path, arrays: dict[str, mx.array], progress: Progress) -> None:
+    """Compute and write arrays one by one, and drop each from `arrays`, so that one at a time is in memory."""
     header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
     end = 0
-    for tensor in tensors:
-        offsets = [end, end + tensor.nbytes]
-        header[tensor.name] = {"dtype": DTYPE_CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
-        end += tensor.nbytes
+    for name, array in arrays.items():
+        offsets = [end, end + array.nbytes]
+        header[name] = {"dtype": DTYPE_CODES[array.dtype], "shape": array.shape, "data_offsets": offsets}
+        end += array.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    position = {tensor.name: 8 + len(text) + header[tensor.name]["data_offsets"][0] for tensor in tensors}
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("xb", buffering=0) as file:
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in list(arrays):
+            array = arrays.pop(name)
+            if array.dtype == mx.float16 and not mx.isfinite(array).all():
+                raise CheckpointError(f"{name} has values that float16 cannot hold. Take --dtype bfloat16.")
+            append_array(file, array)
+            progress(array.nbytes)
+            del array
+            mx.clear_cache()
 
-        def write(offset: int, data: bytes | memoryview) -> None:
-            view = memoryview(data)
-            while view:
-                written = os.pwrite(file.fileno(), view, offset)
-                view, offset = view[written:], offset + written
 
-        def append(name: str, values: mx.array) -> None:
-            data: Any = np.asarray(mx.contiguous(values).reshape(-1).view(mx.uint8))
-            write(position[name], memoryview(data))
-            position[name] += values.nbytes
-
-        write(0, len(text).to_bytes(8, "little") + text)
-        yield append
+def append_array(file: BinaryIO, array: mx.array) -> None:
+    data: Any = np.asarray(mx.contiguous(array).reshape(-1).view(mx.uint8))
+    file.write(memoryview(data))

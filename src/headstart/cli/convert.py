@@ -47,17 +47,16 @@ def convert_command(
     _print_plan(plan)
     if dry_run:
         return
-    with Progress(plan.read_bytes, "bytes") as progress:
+    with Progress(plan.nbytes, "bytes") as progress:
         convert(plan, progress.add)
     typer.echo(f"Written to {destination}. See it with `headstart inspect {destination}`.")
 
 
 def _print_plan(plan: "Conversion") -> None:
     rows = [["file", "tensors", "bytes"]]
-    for file, steps in plan.files.items():
-        tensors = sum(len(step.outputs) for step in steps)
-        rows.append([file, f"{tensors:,}", f"{sum(step.nbytes for step in steps):,}"])
-    rows += [["read in all", "", f"{plan.read_bytes:,}"], ["written in all", "", f"{plan.write_bytes:,}"]]
+    for file, arrays in plan.files.items():
+        rows.append([file, f"{len(arrays):,}", f"{sum(array.nbytes for array in arrays.values()):,}"])
+    rows.append(["in all", "", f"{plan.nbytes:,}"])
     print_table(rows, right=(1, 2))
     head = plan.recipe.head_bits
     if not plan.source.mtp.available:
@@ -71,10 +70,8 @@ def graft_command(
     source: str | None = Option(
         None, "--from", help="The original: a folder or a hub id.", show_default="as its README or model card says"
     ),
-    merge: bool = Option(False, "--merge", help="Write into the shards and their index, not into a file of its own."),
     mtp_bits: str | None = options.MTP_BITS,
     group_size: int | None = Option(None, help=GROUP_SIZE, show_default="the trunk's, or 64"),
-    force: bool = Option(False, "--force", help="Take the head of another model of the same sizes."),
     dry_run: bool = options.DRY_RUN,
 ) -> None:
     """Bring a lost MTP head back to a converted model. It is the head that `headstart convert` would have kept."""
@@ -82,13 +79,15 @@ def graft_command(
 
     from ..checkpoint import hub, read_layout
     from ..checkpoint.config import read_config
-    from ..checkpoint.graft import check_name, check_sizes, graft, plan_graft
+    from ..checkpoint.convert import SIDECAR
+    from ..checkpoint.graft import check_sizes, graft, plan_graft, require_lost_head
     from ..checkpoint.layout import original_id
     from ..checkpoint.quantize import Recipe
 
     # Refuse wrong options before anything is downloaded.
     Recipe(mx.bfloat16, group_size=64 if group_size is None else group_size, mtp_bits=mtp_bits)
     layout = read_layout(find_model(model, dry_run=dry_run))
+    require_lost_head(layout)
     original = original_id(layout.path, layout.family)
     if source is None and original is None:
         raise CheckpointError(f"{layout.path}: nothing says what it was made from. Name the original with --from.")
@@ -96,19 +95,13 @@ def graft_command(
     folder, files = (found, {}) if isinstance(found, Path) else hub.missing_files(found, text=False)
     name = str(found)
     check_sizes(layout, name, read_config(folder))
-    if not force:
-        check_name(layout, found, original)
     if files:
         announce_download(name, files, dry_run=dry_run)
         hub.download_files(name, folder, files)
-    plan = plan_graft(layout, folder, mtp_bits=mtp_bits, group_size=group_size, merge=merge, force=force)
-    typer.echo(f"{layout.path / plan.file}: {plan.write_bytes:,} bytes, from {plan.read_bytes:,} of {name}.")
-    if not plan.compared and not force:
-        typer.echo("Its files hold no weights of the trunk to compare: only sizes and names say that it fits.")
-    if merge and layout.family == "qwen3_next":
-        typer.echo("Note: mlx-lm refuses a Qwen3-Next model with a head in its shards. Without --merge it runs it.")
+    plan = plan_graft(layout, folder, mtp_bits=mtp_bits, group_size=group_size)
+    typer.echo(f"{layout.path / SIDECAR}: {plan.nbytes:,} bytes, from {name}.")
     if dry_run:
         return
-    with Progress(plan.read_bytes, "bytes") as progress:
+    with Progress(plan.nbytes, "bytes") as progress:
         graft(plan, progress.add)
     typer.echo(f"Written. See the model with `headstart inspect {layout.path}`.")

@@ -1,11 +1,10 @@
 """Find the model that a command names, and say how much has to be downloaded before that begins."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import typer
-
-from ..errors import HubError
 
 
 def find_model(name: str | None, *, vision: bool = False, dry_run: bool = False) -> Path:
@@ -13,18 +12,12 @@ def find_model(name: str | None, *, vision: bool = False, dry_run: bool = False)
 
     `vision`: with the tensors of its vision part.
     """
-    from ..checkpoint.hub import download, locate, missing_files
+    from ..checkpoint.hub import download, locate
 
     found = locate(name)
     if isinstance(found, Path):
         return found
-    try:
-        announce_download(found, missing_files(found, vision=vision)[1], dry_run=dry_run)
-    except HubError:
-        if dry_run:
-            raise
-        # Otherwise `download` decides: a cached model that lacks only its head runs without the network.
-    return download(found, vision=vision)
+    return download(found, vision=vision, announce=partial(announce_download, found, dry_run=dry_run))
 
 
 def announce_download(repo: str, files: Mapping[str, int], *, dry_run: bool) -> None:

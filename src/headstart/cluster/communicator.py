@@ -1,20 +1,8 @@
 """Messages between the devices of the machines, over `mx.distributed`."""
 
-import time
 from dataclasses import dataclass
 
 import mlx.core as mx
-
-REPEATS = 8  # messages of a size that are timed together
-
-
-@dataclass(frozen=True)
-class MessageCost:
-    latency: float  # seconds
-    bandwidth: float  # bytes per second
-
-    def seconds(self, nbytes: int) -> float:
-        return self.latency + nbytes / self.bandwidth
 
 
 @dataclass(eq=False)
@@ -60,17 +48,3 @@ class Communicator:
     def everywhere(self, here: bool) -> bool:
         """Return whether `here` is true on every rank."""
         return bool(self.gather(mx.array(int(here))).all().item())
-
-    def measure(self, positions: mx.array) -> MessageCost:
-        """Time messages of one of these `positions` [W, H] and of all of them. All ranks must call it at once."""
-        small, large = positions[:1], positions
-        times = []
-        for message in (small, small, large):  # the first warms up
-            mx.eval(message)
-            started = time.perf_counter()
-            for _ in range(REPEATS):
-                message = self.gather(message)[0]
-            mx.eval(message)
-            times.append((time.perf_counter() - started) / REPEATS)
-        _, short, long = times
-        return MessageCost(short, (large.nbytes - small.nbytes) / max(long - short, 1e-9))

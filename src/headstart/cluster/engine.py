@@ -29,7 +29,6 @@ from .machines import Machines
 from .parallel import ParallelTrunk
 
 NOTICE = 0.5  # seconds to deliver errors to clients before the process ends
-LARGE = 64  # positions of the larger message that is timed
 CLEAR_PREFIX = "clear prefix"  # broadcast between two iterations
 
 
@@ -87,15 +86,12 @@ class ClusterEngine(Engine):
     ):
         """Take the machines, and the arguments of `Engine`."""
         assert isinstance(model.share, ParallelTrunk), "load it with cluster.load_part"
-        self.link, self.comm, self.share = machines.link, machines.comm, model.share
+        self.link, self.comm = machines.link, machines.comm
         depth = DepthController(model.max_k, model.default_k)
         super().__init__(model, tokenizer, depth=depth, prefix=prefix, **engine)
         self._check_same_setup(prefix)  # also waits for the rank that takes longest to load the model
-        self._position_bytes = int(model.config["hidden_size"]) * model.dtype.size
         with self.link.iteration():
             self._agree_on_memory(prefix)
-            positions = mx.zeros((LARGE, int(model.config["hidden_size"])), model.dtype)
-            self.message_cost = self.comm.measure(positions)
         self.handles: dict[int, Handle] = {}  # by the request's number
         self._steps = 0
         self.link.on_abort = self._end_requests
@@ -120,7 +116,7 @@ class ClusterEngine(Engine):
     def _check_same_setup(self, prefix: SharedPrefix | None) -> None:
         setup = {
             **{f"version of {name}": version(name) for name in ("headstart", "mlx", "mlx-lm")},
-            "split": type(self.share).__name__,
+            "split": type(self.model.share).__name__,
             "config.json": json.dumps(self.model.config, sort_keys=True, default=str),
             "dtype": self.model.dtype,
             "multi-token-prediction head": (self.model.has_head, self.model.max_k),
@@ -157,12 +153,6 @@ class ClusterEngine(Engine):
         return [(len(sequence.tokens), sequence.num_prefilled) for sequence in self._admitted()]
 
     def _observe(self, pending: PendingStep, report: list[list[int]]) -> None:
-        nbytes = len(pending.sequences) * (pending.k + 1) * self._position_bytes
-        seconds = self.share.operations * self.message_cost.seconds(nbytes)
-        self.communication_seconds += seconds
-        for sequence in pending.sequences:
-            if not sequence.finished:
-                sequence.stats.communication_seconds += seconds
         super()._observe(pending, report)
         self._steps += 1
         self.link.check(self._steps, crc32(repr(report).encode()))

@@ -129,11 +129,8 @@ class Link:
             started = self._started
             if self.rank == 0 and started is not None and time.monotonic() - started > STUCK:
                 # Rank 0 is nearly always among those behind, since it waits for the others, so it is named last.
-                fewest = min(self.iterations.values())
-                behind = [rank for rank, count in self.iterations.items() if count == fewest]
-                first, *others = sorted(behind, key=lambda rank: rank == 0)
-                also = "".join(f", nor has rank {rank}" for rank in others)
-                self.abort(first, f"has not finished an iteration for {STUCK:.0f} s{also}")
+                behind = min(self.iterations, key=lambda rank: (self.iterations[rank], rank == 0))
+                self.abort(behind, f"has not finished an iteration for {STUCK:.0f} s")
             time.sleep(HEARTBEAT)
 
     def _listen(self, peer: int) -> None:

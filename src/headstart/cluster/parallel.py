@@ -35,7 +35,6 @@ class ParallelTrunk(Alone):
     """One rank's part of the trunk."""
 
     comm: Communicator
-    operations: int  # messages per pass that wait for one another
 
     @property
     def ranks(self) -> int:  # type: ignore[override]
@@ -77,7 +76,7 @@ class TensorParallel(ParallelTrunk):
             raise _indivisible(f"config.json: {wrong[0]} is {config[wrong[0]]}", ranks)
         keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
         values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
-        return cls(comm, 2 * config["num_hidden_layers"], (keys, keys, values), kv_heads)
+        return cls(comm, (keys, keys, values), kv_heads)
 
     def cut(self, name: str, array: mx.array) -> mx.array:
         """Return this rank's part. Quantised weights, their scales and biases are cut alike."""
@@ -147,7 +146,7 @@ class PipelineParallel(ParallelTrunk):
         each, more = divmod(layers, comm.ranks)
         begin = comm.rank * each + min(comm.rank, more)
         end = begin + each + (comm.rank < more)
-        return cls(comm, comm.ranks, begin, end, layers)  # a message from each rank to the next, then one to all
+        return cls(comm, begin, end, layers)
 
     @property
     def ends(self) -> bool:  # type: ignore[override]

@@ -62,7 +62,6 @@ class Engine(Scheduler):
         super().__init__(model, tokenizer, max_sequences, max_queue, memory_limit, prefix)
         maybe_set_recommended_wired_limit()  # Metal: keep the weights resident
         self.depth = depth or _controllers.setdefault(model, DepthController(model.max_k, model.default_k))
-        self.communication_seconds = 0.0  # between machines, in all rounds
         self.retries = 0  # decode steps and prefill chunks that failed and were run again
         self.recomputed: Counter[str] = Counter()  # sequences that lost their KV cache, by reason
         self._ahead = launches_ahead()

@@ -6,7 +6,7 @@ from itertools import zip_longest
 from typing import Any, Literal
 
 Origin = Literal["draft", "correction", "bonus", "plain"]
-SUMMED = ("generation_tokens", "rounds", "paused_seconds", "first_round_tokens", "communication_seconds")
+SUMMED = ("generation_tokens", "rounds", "paused_seconds", "first_round_tokens")
 
 
 def origins(count: int, accepted: int, proposed: int) -> list[Origin]:
@@ -36,7 +36,6 @@ class Stats:
     generation_seconds: float = 0.0  # since then
     first_round_tokens: int = 0
     ranks: int = 1  # machines of the cluster
-    communication_seconds: float = 0.0  # between them, estimated from the speed of messages
 
     @classmethod
     def of(cls, answers: "list[Stats]") -> "Stats":
@@ -132,7 +131,6 @@ class Stats:
             "estimated_gain_by_k": self.estimated_gain_by_k,
             "tokens_per_round": self.tokens_per_round,
             "ranks": self.ranks,
-            "communication_seconds_per_round": _ratio(self.communication_seconds, self.rounds),
             "prompt_tps": self.prompt_tps,
             "generation_tps": self.generation_tps,
             "prefix_cache_hit": self.prefix_cache_hit,

@@ -134,8 +134,6 @@ class Metrics(Collector):
         recomputed = "Sequences prefilled again from their tokens, by reason."
         yield _counter("recomputed_sequences", recomputed, engine.recomputed, "reason")
         yield _gauge("ranks", "Machines that share the model.", engine.model.share.ranks)
-        communication = "Time of all steps spent in communication between machines."
-        yield _counter("communication_seconds", communication, engine.communication_seconds)
         yield _gauge("queued_requests", "Requests waiting for admission.", thread.queued)
         sequences = {"running": thread.running, "prefilling": thread.prefilling}
         yield _gauge("sequences", "Sequences in the batch, by state.", sequences, "state")

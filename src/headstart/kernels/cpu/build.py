@@ -1,6 +1,7 @@
 """Compile the CPU kernels with the system's compiler, once for each version of everything that they depend on."""
 
 import contextlib
+import fcntl
 import hashlib
 import logging
 import os
@@ -12,6 +13,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,7 +24,6 @@ from ...errors import HeadstartError
 
 HERE = Path(__file__).parent
 MODULE = "headstart_cpu"  # as extension.cpp names it
-KEPT = 8  # builds; older ones belong to versions that are gone
 LOG = logging.getLogger("headstart")
 LONGEST = 1800  # seconds that the compiler may take on a busy machine
 COMMON = ("-std=c++20", "-fPIC", "-pthread", "-w", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -38,20 +39,15 @@ def extension(flags: Sequence[str] | None = None) -> Path:
     flags = target() if flags is None else list(flags)
     folder = cache_folder()
     path = folder / f"{MODULE}-{key(flags)}.so"
-    if trusted(path):
-        return path
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise BuildError(
-            f"{folder} cannot be made ({error.strerror}); set XDG_CACHE_HOME to a folder of yours"
-        ) from None
-    _refuse_shared(folder)
-    try:
-        with _locked(folder):
-            if not path.exists():  # or another process has just built it
-                LOG.warning("Compiling CPU kernels for this machine, once; this takes about half a minute")
-                _build(path, flags)
+        if not path.is_file():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _refuse_shared(folder)
+        if not path.is_file():
+            with _locked(folder):
+                if not path.is_file():  # or another process has just built it
+                    LOG.warning("Compiling CPU kernels for this machine, once; this takes about half a minute")
+                    _build(path, flags)
     except OSError as error:
         raise BuildError(
             f"{folder} cannot be written ({error.strerror}); set XDG_CACHE_HOME to a folder of yours"
@@ -63,14 +59,6 @@ def cache_folder() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "headstart" / "kernels"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart" / "kernels"
-
-
-def trusted(path: Path) -> bool:
-    """Return whether a build is there. Refuse one that others may have put there."""
-    if not path.is_file():
-        return False
-    _refuse_shared(path.parent)
-    return True
 
 
 def _refuse_shared(folder: Path) -> None:
@@ -135,69 +123,48 @@ def _check_nanobind() -> None:
 def _build(path: Path, flags: Sequence[str]) -> None:
     """Compile, try it in a process of its own, and only then give it its name."""
     _check_nanobind()
-    with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as scratch:
-        work = Path(scratch)
-        include = [
-            nanobind.include_dir(),
-            str(Path(nanobind.source_dir()).parent / "ext" / "robin_map" / "include"),
-            str(_mlx() / "include"),
-            sysconfig.get_path("include"),
+    source = Path(nanobind.source_dir())
+    robin_map = source.parent / "ext" / "robin_map" / "include"
+    include = [nanobind.include_dir(), robin_map, _mlx() / "include", sysconfig.get_path("include")]
+    glue = ["-O2", "-DNB_DOMAIN=mlx", *(f"-I{folder}" for folder in include)]
+    files = {source / "nb_combined.cpp": glue, HERE / "extension.cpp": glue, HERE / "kernels.cpp": ["-O3", *flags]}
+    with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as scratch, ThreadPoolExecutor() as pool:
+        objects = [f"{scratch}/{file.stem}.o" for file in files]
+        commands = [
+            [compiler(), *COMMON, *options, "-c", str(file), "-o", made]
+            for (file, options), made in zip(files.items(), objects, strict=True)
         ]
-        glue = [compiler(), *COMMON, "-O2", "-DNB_DOMAIN=mlx", *(f"-I{folder}" for folder in include), "-c"]
-        _together(
-            [
-                [*glue, str(Path(nanobind.source_dir(), "nb_combined.cpp")), "-o", str(work / "nanobind.o")],
-                [*glue, str(HERE / "extension.cpp"), "-o", str(work / "extension.o")],
-                [compiler(), *COMMON, "-O3", *flags, "-c", str(HERE / "kernels.cpp"), "-o", str(work / "kernels.o")],
-            ]
-        )
-        objects = [str(work / f"{name}.o") for name in ("nanobind", "extension", "kernels")]
+        list(pool.map(_run, commands))
         shared = ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
-        made = work / path.name
-        _together([[compiler(), *shared, "-pthread", *objects, f"-L{_mlx() / 'lib'}", "-lmlx", "-o", str(made)]])
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        _together([[sys.executable, "-c", CHECK, str(made)]], environment)
+        made = Path(scratch, path.name)
+        _run([compiler(), *shared, "-pthread", *objects, f"-L{_mlx() / 'lib'}", "-lmlx", "-o", str(made)])
+        _run([sys.executable, "-c", CHECK, str(made)])
         os.replace(made, path)
 
 
-def _together(commands: list[list[str]], environment: dict[str, str] | None = None) -> None:
-    """Run commands at the same time; report the first that fails."""
-    running = [
-        subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
-        )
-        for command in commands
-    ]
+def _run(command: list[str]) -> None:
+    """Run a command, and report how it fails by the first line of its output that names an error."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
-        for command, process in zip(commands, running, strict=True):
-            output, _ = process.communicate(timeout=LONGEST)
-            if process.returncode:
-                lines = [line for line in output.decode(errors="replace").splitlines() if line.strip()]
-                told = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "no message")
-                raise BuildError(
-                    f"{Path(command[0]).name} failed with status {process.returncode}: {told.strip()[:300]}"
-                )
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment,
+            timeout=LONGEST, text=True, errors="replace",
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise BuildError(f"the compiler took more than {LONGEST} s") from None
-    finally:
-        for process in running:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+    if done.returncode:
+        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()] or ["no message"]
+        told = next((line for line in lines if "error" in line.lower()), lines[-1])
+        raise BuildError(f"{Path(command[0]).name} failed with status {done.returncode}: {told[:300]}")
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let one process build at a time, and clear away what cancelled and old builds left. The system ends the lock of
+    """Let one process build at a time, and clear away what cancelled builds left. The system ends the lock of
     a process that dies. Where a file system has no locks, two may build; the second replaces the first."""
-    import fcntl
-
     with (folder / "lock").open("w") as lock:
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
             for left in folder.glob("build-*"):
                 shutil.rmtree(left, ignore_errors=True)
         yield
-        builds = sorted(folder.glob(f"{MODULE}-*.so"), key=lambda path: path.stat().st_mtime, reverse=True)
-        for old in builds[KEPT:]:
-            old.unlink(missing_ok=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .device import include, on_cuda
+from .device import launch, make_kernel, on_cuda
 
 
 def norm_fits(x: mx.array, weight: mx.array) -> bool:
@@ -15,27 +15,17 @@ def norm_fits(x: mx.array, weight: mx.array) -> bool:
 
 def launch_norm(adds: bool, eps: float, inputs: list[mx.array]) -> list[mx.array]:
     """Norm `inputs` x and weight; where it `adds`, x, what is added and weight → the sum and its norm."""
-    x, count = inputs[0], 1 + adds
+    x = inputs[0]
     size = x.shape[-1]
     threads = min(256, -(-size // 256) * 32)
-    made: list[mx.array] = _norm_kernel(adds, eps)(
-        inputs=inputs,
-        template=[("T", x.dtype), ("D", size), ("THREADS", threads)],
-        grid=(x.size // size * threads, 1, 1),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[x.shape] * count,
-        output_dtypes=[x.dtype] * count,
-    )
-    return made
+    template = {"T": x.dtype, "D": size, "THREADS": threads}
+    outputs = [(x.shape, x.dtype)] * (1 + adds)
+    return launch(_norm_kernel(adds, eps), inputs, template, (x.size // size, 1, 1), threads, outputs)
 
 
 @cache
 def _norm_kernel(adds: bool, eps: float) -> Any:
     added, total = ("added", "total") if adds else ("static_cast<const T*>(nullptr)", "static_cast<T*>(nullptr)")
-    return mx.fast.cuda_kernel(
-        name="add_and_norm" if adds else "norm",
-        input_names=["x", *["added"] * adds, "weight"],
-        output_names=[*["total"] * adds, "normed"],
-        header=include("norm"),
-        source=f"headstart::norm<D, THREADS>(x, {added}, weight, {eps!r}f, {total}, normed);",
-    )
+    call = f"headstart::norm<D, THREADS>(x, {added}, weight, {eps!r}f, {total}, normed);"
+    names = ("add_and_norm", "x added weight", "total normed") if adds else ("norm", "x weight", "normed")
+    return make_kernel(*names, "norm", call)

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .device import include
+from .device import launch, make_kernel
 
 MOST_ROWS = 144  # 16 sequences of 9 positions; a prompt's chunks are wider, and mlx's products good at them
 SLICES = 4  # of a row of weights, at most
@@ -109,29 +109,21 @@ def launch_products(x: mx.array, weights: list[MatrixWeights]) -> list[mx.array]
     rows, order = prod(x.shape[:-1]), SumOrder.of(weights[0])
     tile = ProductTile.of(rows, sum(each.outputs for each in weights))
     tiles = sum(-(-each.outputs // tile.height) for each in weights)
-    return product_kernel(len(weights), order, tile, shared_bytes(weights[0], order, tile, several=tiles > FULL))(
-        inputs=[x, *(array for each in weights for array in each.arrays())],
-        template=product_template(x.dtype, weights[0], order, tile),
-        grid=(-(-rows // tile.columns) * 32 * order.slices, min(tiles, FULL), 1),
-        threadgroup=(32 * order.slices, 1, 1),
-        output_shapes=[(*x.shape[:-1], each.outputs) for each in weights],
-        output_dtypes=[x.dtype] * len(weights),
+    shared = shared_bytes(weights[0], order, tile, several=tiles > FULL)
+    return launch(
+        product_kernel(len(weights), order, tile, shared),
+        [x, *(array for each in weights for array in each.arrays())],
+        product_template(x.dtype, weights[0], order, tile),
+        (-(-rows // tile.columns), min(tiles, FULL), 1),
+        32 * order.slices,
+        [((*x.shape[:-1], each.outputs), x.dtype) for each in weights],
     )
 
 
-def product_template(
-    dtype: mx.Dtype, weights: MatrixWeights, order: SumOrder, tile: ProductTile
-) -> list[tuple[str, Any]]:
-    return [
-        ("T", dtype),
-        ("BITS", order.bits),
-        ("GROUP", order.group),
-        ("CHUNK", order.chunk),
-        ("SLICES", order.slices),
-        ("HEIGHT", tile.height),
-        ("COLUMNS", tile.columns),
-        ("STAGES", tile.stages(order.chunks(weights))),
-    ]
+def product_template(dtype: mx.Dtype, weights: MatrixWeights, order: SumOrder, tile: ProductTile) -> dict[str, Any]:
+    sums = {"BITS": order.bits, "GROUP": order.group, "CHUNK": order.chunk, "SLICES": order.slices}
+    stages = tile.stages(order.chunks(weights))
+    return {"T": dtype, **sums, "HEIGHT": tile.height, "COLUMNS": tile.columns, "STAGES": stages}
 
 
 # `choose` says which of the weights a tile is of: tiles count through all of them.
@@ -182,13 +174,10 @@ def choose_weights(count: int, quantised: bool, axis: int, move: str = "") -> st
 def product_kernel(count: int, order: SumOrder, tile: ProductTile, shared: int) -> Any:
     """Return a kernel for `count` weights. Its template arguments must be those of `order` and `tile`."""
     quantised = order.bits < 16
-    return mx.fast.cuda_kernel(
-        name=f"product_{count}{name_suffix(shared)}",
-        input_names=["x", *weight_names(count, quantised)],
-        output_names=[f"out{i}" for i in range(count)],
-        header=include("tensor_core", "products"),
-        source=choose_weights(count, quantised, axis=0) + ROWS + RUN,
-        shared_memory=shared,
+    inputs, outputs = f"x {weight_names(count, quantised)}", " ".join(f"out{i}" for i in range(count))
+    source = choose_weights(count, quantised, axis=0) + ROWS + RUN
+    return make_kernel(
+        f"product_{count}{name_suffix(shared)}", inputs, outputs, "tensor_core products", source, shared
     )
 
 
@@ -197,8 +186,8 @@ def name_suffix(shared: int) -> str:
     return f"_{shared}" if shared > 48000 else ""
 
 
-def weight_names(count: int, quantised: bool) -> list[str]:
-    return [f"{letter}{i}" for i in range(count) for letter in ("wsb" if quantised else "w")]
+def weight_names(count: int, quantised: bool) -> str:
+    return " ".join(f"{letter}{i}" for i in range(count) for letter in ("wsb" if quantised else "w"))
 
 
 def shared_bytes(weights: MatrixWeights, order: SumOrder, tile: ProductTile, several: bool) -> int:
