@@ -107,7 +107,7 @@ def graft(plan: Graft, progress: Progress = lambda written: None) -> None:
     require_space(folder, plan.nbytes)
     config = deepcopy(plan.model.config)
     declare_head(config, plan.model.family, SIDECAR)
-    with staging_folder(folder / SIDECAR) as temporary:
+    with staging_folder(folder / "mtp") as temporary:
         write_safetensors(temporary / "head", plan.arrays, progress)
         (temporary / "config").write_text(json.dumps(config, indent=4))
         replace_file(temporary / "config", folder / "config.json")
