@@ -49,7 +49,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"num_draft_tokens": -1}, "num_draft_tokens"),
     ({"messages": []}, "messages"),
     ({"messages": [*HI, {"role": "assistant", "content": "I"}]}, "messages"),
-    ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0]: Input tag 'wizard' found using 'role'"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     (block(type="text"), "messages[0].content[0].text"),
     (block(type="text", text=5), "messages[0].content[0].text"),

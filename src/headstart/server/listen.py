@@ -145,7 +145,7 @@ class Connection(H11Protocol):
         self.timeout_keep_alive = self.app_state["limits"].idle_seconds
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
         if not self.app_state["pool"].add(self):
-            self.app_state = {**self.app_state, "health_only": True}  # see RequestLimits
+            self.app_state = {**self.app_state, "health_only": True}  # see RequestChecks
 
     def data_received(self, data: bytes) -> None:
         """Handle received data. The timer runs on until the headers of a request are complete."""
