@@ -48,11 +48,13 @@ class ProbeReport:
     def markdown(self) -> str:
         name = self.model["id"]
         about = [[key, "none" if value is None else str(value)] for key, value in self.model.items() if key != "id"]
-        parts = [f"# Probe of {name}: {'passed' if self.result.passed else 'failed'}", str(self.machine)]
-        parts += [table(["model", name], about), self._depths()]
-        if self.result.faults:
-            parts.append(self._faults())
-        return "\n\n".join([*parts, "\n".join(f"- {line}" for line in self.conclusions())]) + "\n"
+        title = f"# Probe of {name}: {'passed' if self.result.passed else 'failed'}"
+        return "\n\n".join([title, str(self.machine), table(["model", name], about), self.body()]) + "\n"
+
+    def body(self) -> str:
+        """Return the figures and what they mean, without the model and the machine."""
+        faults = [self._faults()] if self.result.faults else []
+        return "\n\n".join([self._depths(), *faults, "\n".join(f"- {line}" for line in self.conclusions())])
 
     def conclusions(self) -> Iterator[str]:
         """Yield sentences that say what the figures mean, the verdict last."""

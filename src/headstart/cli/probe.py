@@ -58,7 +58,13 @@ def probe_command(
     with Progress(probe_steps(deepest), "steps") as progress:
         loaded = load_model(layout.path, mtp=True)
         result = probe_model(loaded, tokenizer, k=deepest, tokens=tokens, progress=progress.begin)
-    report = ProbeReport({"id": name, **_about(layout)}, system_info(), result, tokenizer, _remedy(layout))
+    report = ProbeReport(
+        {"id": name, **_about(layout), "computed_in": loaded.dtype_name},
+        system_info(),
+        result,
+        tokenizer,
+        _remedy(layout),
+    )
     print_report(report, as_json, output)
     if not result.passed:
         raise typer.Exit(1)

@@ -1,0 +1,158 @@
+"""How Headstart runs on a machine, as Markdown to paste into an issue. A part that fails does not stop the others."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..checkpoint import Layout, load_model, load_tokenizer, read_layout
+from ..engine import Stats
+from ..kernels import selected
+from ..models import Model
+from .head_faults import run_trunk
+from .kernel_times import KernelTime, kernel_table, kernel_times
+from .machine import device_facts, memory_facts, thermal_state, without_private_names
+from .probe import DepthRun, ProbeResult, decode_prompts, find_divergences, probe_model, shortest_prompts, time_depths
+from .probe_report import ProbeReport
+from .report import table
+from .system import system_info
+
+DEEPEST = 4  # most drafts per step
+TOKENS = 40  # per answer
+STEPS = DEEPEST + 8  # of progress per model: those of a probe, loading, decoding alone, kernels
+DECODED = 4 * TOKENS * (DEEPEST + 6)  # tokens that take as long one by one as all of it
+
+NOTE = """
+- rows agree: a row has the same bits among 1 to 16 rows; distance: from stock ops, relative
+- µs: medians of runs in turns, with the time to launch"""
+
+Progress = Callable[[str], None]
+
+
+@dataclass
+class MachineReport:
+    progress: Progress
+    parts: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)  # titles of parts that could not be made, or found a mistake
+    shown: list[KernelTime] = field(default_factory=list)  # models may share shapes, which Metal's tuning lists once
+
+    def add(self, title: str, make: Callable[[], str]) -> None:
+        """Add a part. Where it fails, the report says why and goes on."""
+        try:
+            text = make()
+        except Exception as error:
+            self.failed.append(title.lstrip("# "))
+            text = f"**Failed.** {type(error).__name__}: {error}"
+        self.parts += [title, text]
+
+    def markdown(self) -> str:
+        """Return the report without private names."""
+        if self.failed:
+            verdict = f"**Failed: {', '.join(self.failed)}.**"
+        else:
+            verdict = "Nothing failed."
+        when = datetime.now(UTC).strftime("%Y-%m-%d")
+        parts = ["# Headstart report", f"{when}. {verdict}", *self.parts]
+        return without_private_names("\n\n".join(parts)) + "\n"
+
+
+def report_machine(report: MachineReport, models: Sequence[tuple[str, Path]]) -> None:
+    """Measure this machine with the models, each a name and its folder. The report has what was measured so far."""
+    before = thermal_state()
+    report.add("## Device", lambda: _facts(device_facts()))
+    report.add("## Memory", lambda: _facts(memory_facts()))
+    for name, folder in models:
+        _report_model(report, name, folder)
+    report.add("## Thermal state", lambda: _thermal(before, thermal_state()))
+
+
+def _report_model(report: MachineReport, name: str, folder: Path) -> None:
+    loaded: list[tuple[Model, TokenizerWrapper]] = []
+
+    def begin(doing: str) -> None:
+        report.progress(f"{name}: {doing}")
+
+    def load() -> str:
+        begin("loading")
+        layout, begun = read_layout(folder), time.perf_counter()
+        loaded.append((load_model(folder), load_tokenizer(folder)))
+        return _facts(_about(layout, loaded[0][0], time.perf_counter() - begun))
+
+    def decode() -> str:
+        model, tokenizer = loaded[0]
+        if not model.has_head:
+            seconds = time_depths(model, shortest_prompts(tokenizer)[0].tokens(tokenizer), 0)[0]
+            return f"No drafts: {model.head_unavailable} Without them {1 / seconds:.1f} tokens/s, one sequence."
+        k = min(DEEPEST, model.max_k)
+        result = probe_model(model, tokenizer, k=k, tokens=TOKENS, progress=begin)
+        begin("decoding each prompt alone")
+        passed, verdict = exactness(model, tokenizer, result, k)
+        if not (passed and result.passed):
+            report.failed.append(f"{name}, decoding")
+        probe = ProbeReport({}, system_info(), result, tokenizer, f"`headstart probe {name}` says what to do.")
+        return f"{verdict}\n\n{probe.body()}\n\nPeak memory: {mx.get_peak_memory() / 1e9:.2f} GB."
+
+    def kernels() -> str:
+        begin("comparing kernels with stock ops")
+        times = kernel_times(loaded[0][0])
+        if any(each.used == "failed" for each in times):
+            report.failed.append(f"{name}, kernels")
+        new = [each for each in times if each not in report.shown]
+        report.shown += new
+        return f"{kernel_table(new)}\n{NOTE}" if new else f"No shape that is not above. In use: {selected()}."
+
+    mx.reset_peak_memory()
+    report.add(f"## {name}", load)
+    if loaded:
+        report.add(f"### {name}: decoding", decode)
+        report.add(f"### {name}: kernels", kernels)
+
+
+def exactness(model: Model, tokenizer: TokenizerWrapper, result: ProbeResult, k: int) -> tuple[bool, str]:
+    """Return whether every difference between answers is excused, and the verdict in words.
+
+    Decodes every prompt of the probe alone, without drafts and with `k`, and compares it with the batch.
+    """
+    prompts = [prompt.tokens(tokenizer) for prompt in shortest_prompts(tokenizer)]
+    alone = []
+    for depth in (0, k):
+        runs = [decode_prompts(model, tokenizer, [prompt], depth, TOKENS) for prompt in prompts]
+        answers, likeliest = [run.answers[0] for run in runs], [run.likeliest[0] for run in runs]
+        alone.append(DepthRun(depth, answers, Stats.of([run.stats for run in runs]), likeliest))
+    texts = [run_trunk(model, *both) for both in zip(prompts, result.runs[0].answers, strict=True)]
+    different = [*result.divergences, *find_divergences(model, texts, [result.runs[0], *alone])]
+    wrong = sum(not result.is_rounding(each) for each in different)
+    compared = len(prompts) * (len(result.runs) + len(alone) - 1)
+    promised = "promised" if result.exact else "not promised on these kernels"
+    if wrong:
+        verdict = f"wrong: {wrong} of {compared} answers differ by more than rounding"
+    elif different:
+        verdict = f"{len(different)} of {compared} answers differ, each where rounding decides between two tokens"
+    else:
+        verdict = f"the same greedy tokens in all {compared} answers"
+    how = f"k = 0 to {k} and auto in a batch of {len(prompts)}, k = 0 and {k} alone"
+    return not wrong, f"**Exactness: {verdict}** ({how}; the same tokens are {promised})."
+
+
+def _about(layout: Layout, model: Model, seconds: float) -> dict[str, str]:
+    report = layout.report()
+    return {
+        **{name: str(report[name] or "none") for name in ("family", "layout", "quantization")},
+        "parameters": f"{report['parameters']:,}",
+        "stored in": layout.dtype,
+        "computed in": model.dtype_name,
+        "head": "yes" if model.has_head else "no",
+        "loaded in": f"{seconds:.1f} s",
+    }
+
+
+def _thermal(before: str, after: str) -> str:
+    return _facts({"before": before, "after": after}) if before or after else "Not reported by this system."
+
+
+def _facts(facts: dict[str, str]) -> str:
+    return table(["what", ""], [[name, value] for name, value in facts.items()])
