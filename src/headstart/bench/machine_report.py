@@ -86,7 +86,8 @@ def _report_model(report: MachineReport, name: str, folder: Path) -> None:
         model, tokenizer = loaded[0]
         if not model.has_head:
             seconds = time_depths(model, shortest_prompts(tokenizer)[0].tokens(tokenizer), 0)[0]
-            return f"No drafts: {model.head_unavailable} Without them {1 / seconds:.1f} tokens/s, one sequence."
+            reason = (model.head_unavailable or "the model has no head").rstrip(".")
+            return f"No drafts: {reason}. Without them {1 / seconds:.1f} tokens/s, one sequence."
         k = min(DEEPEST, model.max_k)
         result = probe_model(model, tokenizer, k=k, tokens=TOKENS, progress=begin)
         begin("decoding each prompt alone")

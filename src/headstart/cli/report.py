@@ -27,16 +27,12 @@ def report_command(
     check_output(output)
     folders = list(dict.fromkeys((find_model(None), find_model(model))))
     names = [hub_id(folder) or folder.absolute().name for folder in folders]
+    more = [(name, read_layout(folder).bytes / 1e9) for name, folder in zip(names[1:], folders[1:], strict=True)]
+    plan = [f"about a minute for {names[0]}"]
+    plan += [f"for {name} ({size:.1f} GB) as long as decoding {DECODED:,} tokens one by one" for name, size in more]
     typer.echo(
-        f"Measuring {' and '.join(names)}: kernels, decoding at k = 0 to 4, alone and in a batch. About a minute for "
-        "the built-in model"
-        + (
-            f", and for {names[1]} ({read_layout(folders[1]).bytes / 1e9:.1f} GB) about as long as "
-            f"decoding {DECODED:,} tokens one by one"
-            if len(names) > 1
-            else ""
-        )
-        + ". Keep the machine otherwise idle.",
+        f"Measuring kernels, and decoding at k = 0 to 4, alone and in a batch: {', '.join(plan)}. The report "
+        "names no user, host or folder. Leave the machine otherwise idle.",
         err=True,
     )
     with Progress(STEPS * len(names), "steps") as progress:
