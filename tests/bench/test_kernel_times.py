@@ -7,7 +7,7 @@ import pytest
 
 from fixtures import builtin_model, random_model
 from headstart.bench import kernel_times as module
-from headstart.bench.kernel_times import Operation, compare, kernel_table, kernel_times, of_check
+from headstart.bench.kernel_times import Comparison, compare, kernel_table, kernel_times, of_check
 from headstart.models import Model
 
 ROWS = mx.random.normal((1, 16, 8), key=mx.random.key(1))
@@ -31,7 +31,7 @@ def test_the_kernels_of_a_model_agree_with_mlx_lm(model: Model) -> None:
 
 
 def compared(ours: object, stock: object = lambda x: 2 * x) -> module.KernelTime:
-    return compare(Operation("product", "8×8", 8, ours, stock), ROWS)  # type: ignore[arg-type]
+    return compare(Comparison("product", "8×8", 8, ours, stock), ROWS)  # type: ignore[arg-type]
 
 
 def test_wrong_dependent_and_failing_kernels_are_shown() -> None:

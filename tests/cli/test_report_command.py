@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner, Result
 
 from checkpoints import write
@@ -116,3 +117,21 @@ def test_what_cannot_be_done_is_one_line_before_anything_is_measured() -> None:
         assert result.stdout == ""
         (line,) = result.stderr.splitlines()
         assert line.startswith(message)
+
+
+GITHUB = Path(__file__).parents[2] / ".github"
+
+
+@pytest.mark.skipif(not GITHUB.exists(), reason="not a clone of the repository")
+def test_issues_ask_for_it_and_a_workflow_keeps_one_of_a_mac() -> None:
+    templates = [yaml.safe_load(path.read_text()) for path in GITHUB.glob("ISSUE_TEMPLATE/*.yml")]
+    assert len(templates) == 2
+    for template in templates:
+        (asked,) = [field for field in template["body"] if field["id"] == "report"]
+        assert "`headstart report" in asked["attributes"]["description"]
+        assert asked["validations"]["required"]
+    workflow = (GITHUB / "workflows/macos.yml").read_text()
+    steps = yaml.safe_load(workflow)["jobs"]["macos"]["steps"]
+    assert any("headstart report tiny-qwen3.5-moe --output report.md" in step.get("run", "") for step in steps)
+    assert any(step.get("with", {}).get("path") == "report.md" for step in steps)
+    assert workflow.startswith("# Never run so far")

@@ -37,7 +37,7 @@ PATIENCE = 2.0  # seconds to time one operation; one repeat is always done
 Run = Callable[[mx.array], mx.array]  # [1, rows, K] → [1, rows, N], each row from those up to itself
 
 
-class Operation(NamedTuple):
+class Comparison(NamedTuple):
     name: str
     shape: str
     inputs: int  # K
@@ -65,7 +65,7 @@ def kernel_times(model: Model, progress: Callable[[str], None] = lambda doing: N
     if mx.metal.is_available() and mx.default_device() == mx.gpu:
         return [of_check(check) for check in import_module("headstart.kernels.metal").checks()]
     times = []
-    for operation in operations(model):
+    for operation in comparisons(model):
         progress(f"{operation.name} {operation.shape}")
         rows = mx.random.normal((1, MOST_ROWS, operation.inputs), key=mx.random.key(0)).astype(model.dtype)
         times.append(compare(operation, rows))
@@ -90,7 +90,7 @@ def of_check(check: Any) -> KernelTime:
     )
 
 
-def compare(operation: Operation, rows: mx.array) -> KernelTime:
+def compare(operation: Comparison, rows: mx.array) -> KernelTime:
     """Check and time an operation, ours and stock in turns."""
     name, shape, _, *runs = operation
     try:
@@ -142,30 +142,32 @@ def kernel_table(times: Sequence[KernelTime]) -> str:
     return table(heads, rows)
 
 
-def operations(model: Model) -> Iterator[Operation]:
+def comparisons(model: Model) -> Iterator[Comparison]:
     """Yield the parts of one layer of each kind, ours and as mlx-lm computes them, then the largest products."""
     hidden, state = int(model.config["hidden_size"]), model.make_state(1)
-    parts: dict[str, Operation] = {}
+    parts: dict[str, Comparison] = {}
     for layer, memory in zip(model.weights.layers, state.layers, strict=True):
         if isinstance(memory, Recurrent):
             net = layer.linear_attn
             shape = f"{net.num_v_heads} heads of {net.head_k_dim}×{net.head_v_dim}"
-            part = Operation("gated delta net", shape, hidden, _delta(model, net, memory), net)
+            part = Comparison("gated delta net", shape, hidden, _delta(model, net, memory), net)
         else:
             net = layer.self_attn
             shape = f"{net.num_attention_heads} heads of {net.head_dim}, {net.num_key_value_heads} of keys"
-            part = Operation("attention", shape, hidden, _attention(model, net, memory), partial(net, mask="causal"))
+            part = Comparison("attention", shape, hidden, _attention(model, net, memory), partial(net, mask="causal"))
         mlp = layer.mlp
         experts = f"{mlp.num_experts} experts, {mlp.top_k} chosen" if "switch_mlp" in mlp else "dense"
         parts.setdefault(part.name, part)
-        parts.setdefault(f"mlp {experts}", Operation("feed-forward", experts, hidden, _feed_forward(model, mlp), mlp))
+        parts.setdefault(
+            f"mlp {experts}", Comparison("feed-forward", experts, hidden, _feed_forward(model, mlp), mlp)
+        )
     yield from parts.values()
     tied = [] if "lm_head" in model.weights else [model.weights.embed_tokens]
     linear = [each for each in model.weights.modules() if isinstance(each, nn.Linear | nn.QuantizedLinear)]
     products = {_shape(layer): layer for layer in (*linear, *tied)}
     for inputs, shape in sorted(products, key=lambda each: -products[each].weight.nbytes)[:PRODUCTS]:
         layer = products[inputs, shape]
-        yield Operation("product", shape, inputs, partial(product, layer=layer), partial(stock_product, layer=layer))
+        yield Comparison("product", shape, inputs, partial(product, layer=layer), partial(stock_product, layer=layer))
 
 
 def _shape(layer: nn.Module) -> tuple[int, str]:
