@@ -22,7 +22,7 @@ TITLES = [
     "## tiny-qwen3.5",
     "### tiny-qwen3.5: decoding",
     "### tiny-qwen3.5: kernels",
-    "## Thermal state",
+    "## Load and thermal state",
 ]
 
 

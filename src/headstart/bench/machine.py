@@ -1,4 +1,4 @@
-"""What a report says of the machine: device, memory and thermal state, and how private names are kept out of it.
+"""What a report says of the machine: device, memory, load and thermal state; and keep private names out of it.
 
 Nothing here needs root. What a system does not tell is left out.
 """
@@ -61,10 +61,11 @@ def memory_facts(ask: Ask = ask_system) -> dict[str, str]:
     return facts
 
 
-def thermal_state(ask: Ask = ask_system) -> str:
-    """Return what macOS says about throttling and power; elsewhere nothing."""
+def current_load(ask: Ask = ask_system) -> str:
+    """Return how busy the machine is, and what macOS says about throttling and power."""
+    said = [f"load {os.getloadavg()[0]:.1f}"]
     # Lines such as "CPU_Speed_Limit = 100", or notes that no warning was recorded.
-    said = [" ".join(line.split()).removeprefix("Note: ") for line in ask("pmset", "-g", "therm").splitlines()]
+    said += [" ".join(line.split()).removeprefix("Note: ") for line in ask("pmset", "-g", "therm").splitlines()]
     # Only the first line: those after it have the battery's number.
     if source := re.match(r"Now drawing from '(.+)'", ask("pmset", "-g", "batt")):
         said.append(source[1])

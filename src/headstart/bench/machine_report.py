@@ -15,7 +15,7 @@ from ..kernels import selected
 from ..models import Model
 from .head_faults import run_trunk
 from .kernel_times import KernelTime, kernel_table, kernel_times
-from .machine import device_facts, memory_facts, thermal_state, without_private_names
+from .machine import current_load, device_facts, memory_facts, without_private_names
 from .probe import DepthRun, ProbeResult, decode_prompts, find_divergences, probe_model, shortest_prompts, time_depths
 from .probe_report import ProbeReport
 from .report import table
@@ -62,12 +62,12 @@ class MachineReport:
 
 def report_machine(report: MachineReport, models: Sequence[tuple[str, Path]]) -> None:
     """Measure this machine with the models, each a name and its folder. The report has what was measured so far."""
-    before = thermal_state()
+    before = current_load()
     report.add("## Device", lambda: _facts(device_facts()))
     report.add("## Memory", lambda: _facts(memory_facts()))
     for name, folder in models:
         _report_model(report, name, folder)
-    report.add("## Thermal state", lambda: _thermal(before, thermal_state()))
+    report.add("## Load and thermal state", lambda: _facts({"before": before, "after": current_load()}))
 
 
 def _report_model(report: MachineReport, name: str, folder: Path) -> None:
@@ -149,10 +149,6 @@ def _about(layout: Layout, model: Model, seconds: float) -> dict[str, str]:
         "head": "yes" if model.has_head else "no",
         "loaded in": f"{seconds:.1f} s",
     }
-
-
-def _thermal(before: str, after: str) -> str:
-    return _facts({"before": before, "after": after}) if before or after else "Not reported by this system."
 
 
 def _facts(facts: dict[str, str]) -> str:

@@ -28,7 +28,7 @@ def report_command(
     folders = list(dict.fromkeys((find_model(None), find_model(model))))
     names = [hub_id(folder) or folder.absolute().name for folder in folders]
     more = [(name, read_layout(folder).bytes / 1e9) for name, folder in zip(names[1:], folders[1:], strict=True)]
-    plan = [f"about a minute for {names[0]}"]
+    plan = [f"about a minute for {names[0]} (more where kernels are compiled first)"]
     plan += [f"for {name} ({size:.1f} GB) as long as decoding {DECODED:,} tokens one by one" for name, size in more]
     typer.echo(
         f"Measuring kernels, and decoding at k = 0 to 4, alone and in a batch: {', '.join(plan)}. The report "
