@@ -8,6 +8,7 @@ memory is agreed on once.
 
 import json
 import time
+from dataclasses import astuple
 from importlib.metadata import version
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -16,12 +17,12 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..engine import DepthController, Engine, Handle, Request
-from ..engine.memory import Footprint
 from ..engine.pending_step import PendingStep
 from ..engine.request import ignore_event
 from ..engine.sequence import SequenceState
 from ..errors import ClusterError, EngineDown
 from ..models import Model
+from ..models.memory import Footprint
 from ..state import PrefixCache
 from ..state.prefix import Sizes
 from .communicator import Communicator
@@ -138,13 +139,13 @@ class ClusterEngine(Engine):
         Also launch steps ahead only if all ranks do.
         """
         max_bytes = prefix.max_bytes if prefix is not None else 0
-        mine = [self.footprint.fixed, self.footprint.position, self.memory, max_bytes, self._ahead]
-        fixed, position, memory, cache, ahead = zip(*self._gather(mx.array(mine, mx.int64)), strict=True)
-        self.footprint = Footprint(max(fixed), max(position))
+        mine = [*astuple(self.footprint), self.memory, max_bytes, self._ahead]
+        *footprints, memory, cache, ahead = zip(*self._gather(mx.array(mine, mx.int64)), strict=True)
+        self.footprint = Footprint(*map(max, footprints))
         self.memory = min(memory)
         self._ahead = all(ahead)
         if prefix is not None:
-            prefix.agree(self.comm, min(cache), Sizes(prefix.chunk * max(position), max(fixed)))
+            prefix.agree(self.comm, min(cache), Sizes(prefix.chunk * self.footprint.position, self.footprint.fixed))
 
     def _gather(self, numbers: mx.array) -> list[list[int]]:
         return self.comm.gather(numbers).tolist()  # type: ignore[return-value]

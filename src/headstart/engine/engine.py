@@ -31,7 +31,7 @@ from .memory import is_out_of_memory
 from .pending_step import PendingStep, build_step, launches_ahead
 from .prefill import prefill_chunk
 from .scheduler import Scheduler
-from .sequence import SequenceState, youngest
+from .sequence import SequenceState, not_finite, youngest
 from .step_time import BUDGET, CALIBRATION_BATCH, WARM_UP_BUDGET, time_steps
 
 _controllers: WeakKeyDictionary[Model, DepthController] = WeakKeyDictionary()
@@ -263,7 +263,7 @@ class Engine(Scheduler):
                 continue
             try:
                 if not finite:
-                    raise HeadstartError("the model's logits are not finite: this sequence cannot go on")
+                    raise not_finite(self.model)
                 if sequence.matcher is not None and sequence.matcher.failed is not None:
                     raise sequence.matcher.failed
                 if self._batch is not None and sequence in self.running:

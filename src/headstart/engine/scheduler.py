@@ -11,8 +11,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import Busy, RequestError
 from ..limits import MAX_K
 from ..models import Model
+from ..models.memory import Footprint
 from ..state import PrefixCache
-from .memory import ANSWER, Footprint, memory_for_sequences
+from .memory import ANSWER, memory_for_sequences
 from .request import Event, Handle, Request
 from .sequence import SequenceState
 

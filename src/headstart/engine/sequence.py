@@ -68,6 +68,7 @@ class SequenceState:
             bypass_reason,
             clamped_to=k if k and params.k != "auto" and k < params.k else None,
             prompt_tokens=len(request.prompt),
+            dtype=model.dtype_name,
             ranks=model.share.ranks,
         )
         limit = min(params.max_tokens, model.context_length - len(request.prompt))
@@ -190,6 +191,12 @@ def _max_k(k: int | Literal["auto"], model: Model, max_k: int) -> tuple[int, str
     if most == 0:
         return 0, "speculation is switched off"
     return (most if k == "auto" else min(k, most)), None
+
+
+def not_finite(model: Model) -> HeadstartError:
+    """Return the error of a sequence whose logits are NaN or infinite."""
+    remedy = "; float16 may have overflowed: set HEADSTART_DTYPE=bfloat16" if model.dtype == mx.float16 else ""
+    return HeadstartError(f"the model's logits are not finite: this sequence cannot go on{remedy}")
 
 
 def youngest(sequences: list[SequenceState]) -> SequenceState:

@@ -35,6 +35,7 @@ class Stats:
     prompt_seconds: float = 0.0  # from admission to the end of the first round
     generation_seconds: float = 0.0  # since then
     first_round_tokens: int = 0
+    dtype: str = ""  # of the model's activations
     ranks: int = 1  # machines of the cluster
 
     @classmethod
@@ -138,6 +139,7 @@ class Stats:
             "paused_reason": self.paused_reason,
             "ignored_fields": [],
             "exact": self.exact,
+            "dtype": self.dtype,
         }
 
 

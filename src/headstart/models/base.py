@@ -133,6 +133,10 @@ class Model:
         """Return the type of activations: that of the embedding's output, known without computing it."""
         return self.weights.embed_tokens(mx.zeros((1,), mx.int32)).dtype
 
+    @cached_property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("mlx.core.")
+
     def trunk(self, tokens: mx.array, state: BatchState, certain: int) -> mx.array:
         """Run the trunk over [B, W] tokens after what `state` holds → [B, W, H], the head's input.
 
