@@ -191,6 +191,10 @@ inline Pair load_pair(const float* from) {
 }
 inline Pair load_pair(const bfloat* from) {
   Lanes both = load(from);
+#if !defined(HEADSTART_PORTABLE) && defined(__x86_64__)
+  // Otherwise compilers load it twice, as an operand of each of the two: most loads of weights are of two cache lines.
+  both = map([](Floats x) { asm("" : "+v"(x)); return x; }, both);
+#endif
   return {
       map([](Floats x) { return (Floats)((Bits)x << 16); }, both),
       map([](Floats x) { return (Floats)((Bits)x & 0xffff0000u); }, both),
