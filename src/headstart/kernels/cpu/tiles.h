@@ -155,12 +155,9 @@ struct Quantised {
     const char* rows[C];
     safe_rows(biases, n, count, rows);
     for (long g = 0; g < groups; g += PAIR) {
-      alignas(64) uint32_t kept[PAIR];  // behind the last group are those of the next row
-      UNROLL for (int i = 0; i < PAIR; ++i) kept[place<T>(i)] = g + i < groups ? 0xffffffffu : 0;
       UNROLL for (int c = 0; c < C; ++c) {
         Pair b = load_pair(reinterpret_cast<const T*>(rows[c]) + g);
-        auto mask = [](Floats x, Floats y) { return (Floats)((Bits)x & (Bits)y); };
-        b.first = map(mask, b.first, load(kept)), b.second = map(mask, b.second, load(kept + LANES));
+        if (groups - g < PAIR) b = first_of<T>(b, groups - g);  // behind them are those of the next row
         UNROLL for (int r = 0; r < R; ++r) each[r * C + c] = fma(load(x[r] + g), b.first, each[r * C + c]);
         UNROLL for (int r = 0; r < R; ++r) each[r * C + c] = fma(load(x[r] + g + LANES), b.second, each[r * C + c]);
       }
