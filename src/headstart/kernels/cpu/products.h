@@ -126,7 +126,7 @@ void products(const Product<T>& op) {
       const long* rows = order.data() + group.first + first;
       const float *xs[SOME], *sums[SOME];
       for (long r = 0; r < these; ++r) xs[r] = x.row(rows[r] / op.top), sums[r] = x.sums(rows[r] / op.top);
-      float made[2][SOME][STRIP] = {};
+      float made[2][SOME][STRIP];
       for (int half = 0; half < (op.gated ? 2 : 1); ++half)
         with<T>(op.matrices[i + half], op.K, group.expert, [&](const auto& matrix) {
           panel(matrix, n, some, these, xs, sums, made[half][0], STRIP);
@@ -134,7 +134,7 @@ void products(const Product<T>& op) {
       for (long r = 0; r < these; ++r) {
         float(&out)[STRIP] = made[0][r];
         if (op.gated)
-          for (int c = 0; c < STRIP; ++c) out[c] = silu(out[c]) * made[1][r][c];
+          for (long c = 0; c < some; ++c) out[c] = silu(out[c]) * made[1][r][c];
         T* to = op.out[i] + rows[r] * N + n;
         for (long c = 0; c < some; ++c) assign(to[c], out[c]);
       }
