@@ -15,31 +15,31 @@ namespace headstart {
 
 constexpr int ROWS = 4;          // rows that share one reading of a tile
 constexpr int STRIP = 32;        // outputs of a part
-constexpr long CHUNK = 1024;     // inputs whose activations, for all rows of a tile, stay in the nearest cache
 constexpr long LEAST = 1 << 16;  // multiplications that are worth another thread
 
 // At most STRIP outputs from `n` on of R rows at x, their groups' sums at x_sums → out[r · stride + …]; the first `some`
-// rows are asked for. Sums of a tile leave the registers only between chunks of K.
+// rows are asked for. At most eight outputs: more streams of weights than that slow each other down. Sums of a tile
+// leave the registers only between chunks of K.
 template <int R, typename M>
 void strip(
     const M& matrix, long n, long count, long some, const float* const (&x)[R], const float* const (&x_sums)[R],
     float* out, long stride) {
-  constexpr int C = M::SUMS / R;
-  const long K = matrix.K, chunk = R == 1 ? K : std::max(CHUNK, matrix.block());
+  constexpr int C = std::min(M::SUMS / R, 8), S = R * C;
+  const long K = matrix.K, chunk = R == 1 ? K : matrix.chunk();
   alignas(64) float held[R * STRIP * LANES];
   for (long k = 0; k < K; k += chunk)
     for (long c = 0; c < count; c += C) {
-      Lanes each[M::SUMS];
+      Lanes each[S];
       float* mine = held + c * R * LANES;
       const long these = std::min<long>(C, count - c);
-      if (k) UNROLL for (int i = 0; i < M::SUMS; ++i) each[i] = load(mine + i * LANES);
-      else UNROLL for (int i = 0; i < M::SUMS; ++i) each[i] = splat(0.0f);
+      if (k) UNROLL for (int i = 0; i < S; ++i) each[i] = load(mine + i * LANES);
+      else UNROLL for (int i = 0; i < S; ++i) each[i] = splat(0.0f);
       matrix.template add<R, C>(x, n + c, these, k, std::min(k + chunk, K), each);
       if (k + chunk < K) {
-        UNROLL for (int i = 0; i < M::SUMS; ++i) store(mine + i * LANES, each[i]);
+        UNROLL for (int i = 0; i < S; ++i) store(mine + i * LANES, each[i]);
         continue;
       }
-      float made[M::SUMS];
+      float made[S];
       matrix.template finish<R, C>(x_sums, n + c, these, each);
       sums(each, made);
       for (long r = 0; r < some; ++r)

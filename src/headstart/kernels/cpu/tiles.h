@@ -18,7 +18,7 @@ constexpr int TILE = NATIVE == LANES ? 16 : 4;
 
 // How far behind a row of weights to prefetch: to the next tile, if both fit into the nearest cache, else along the row.
 inline long prefetch_distance(long row_bytes, long chunk_bytes, long outputs) {
-  return outputs * chunk_bytes <= 16 << 10 ? outputs * row_bytes : 512;
+  return outputs * chunk_bytes <= 32 << 10 ? outputs * row_bytes : 512;
 }
 
 // Dense weights: pairs of lanes, as they lie.
@@ -28,8 +28,9 @@ struct Dense {
   const T* w;
   long K;
 
-  long block() const {
-    return PAIR;
+  // Inputs that are added in a row: all, since their weights are read for longer than it takes to multiply them.
+  long chunk() const {
+    return K;
   }
 
   // Inputs from `from` to `to` of rows x, by C outputs from `n` on; where there are fewer than C, the last one again.
@@ -99,9 +100,11 @@ struct Quantised {
   int shift = __builtin_ctzl(group);  // groups are powers of two, and divisions slow
   const Places& places = PLACES[wide][PER_WORD && group < LANES * PER_WORD ? __builtin_ctzl(group / PER_WORD) : 4];
   long size = wide ? 4 : 2, groups = K / group, row = K / 8 * BITS, scales_row = groups * size;
+  long block = Arrangement{BITS, int(group)}.block();
 
-  long block() const {
-    return Arrangement{BITS, int(group)}.block();
+  // Inputs that are added in a row, while the activations of all rows of a tile stay in the nearest cache.
+  long chunk() const {
+    return std::max(1024l, block);
   }
 
   template <int R, int C>
@@ -111,13 +114,13 @@ struct Quantised {
     const char* ss[C];
     UNROLL for (int c = 0; c < C; ++c) ws[c] = w + (n + (c < count ? c : count - 1)) * row;
     safe_rows(scales, n, count, ss);
-    const long ahead = prefetch_distance(row, (to - from) / 8 * BITS, C), step = block();
-    for (long k = from; k < to; k += step) {
+    const long ahead = prefetch_distance(row, (to - from) / 8 * BITS, C);
+    for (long k = from; k < to; k += block) {
       Lanes part[R * C];
       UNROLL for (int i = 0; i < R * C; ++i) part[i] = splat(0.0f);
       UNROLL for (int c = 0; c < C; ++c) __builtin_prefetch(ws[c] + k / 8 * BITS + ahead);
       if constexpr (PER_WORD) add_words(x, ws, k, part);
-      else add_stream(x, ws, k, k + step == K, part);
+      else add_stream(x, ws, k, k + block == K, part);
       UNROLL for (int c = 0; c < C; ++c) {
         const Lanes scale = spread(ss[c] + (k >> shift) * size);
         UNROLL for (int r = 0; r < R; ++r) each[r * C + c] = fma(scale, part[r * C + c], each[r * C + c]);
