@@ -36,7 +36,8 @@ def metal_fold_and_run(
         const int b = int(threadgroup_position_in_grid.y), W = qkv_shape[1];
         const int certain = {"CERTAIN" if keeps else "W"};
         headstart::fold_and_run<HK, HV, DK, DV, TAPS, {str(folds).lower()}, {str(keeps).lower()}>(
-            state, conv, headstart::drafts({", ".join(old)}, {"old_k_shape[1]" if folds else "0"}), qkv, z, b_gate, a_gate, conv_weight, A_log, dt_bias, norm_weight, {weights.eps!r}f, W,
+            state, conv, headstart::drafts({", ".join(old)}, {"old_k_shape[1]" if folds else "0"}), qkv, z, b_gate,
+            a_gate, conv_weight, A_log, dt_bias, norm_weight, {weights.eps!r}f, W,
             certain, {"accepted[b]" if folds else "0"}, y, new_state, conv_out,
             headstart::drafts({", ".join(new)}, W - certain), tile, b,
             int(threadgroup_position_in_grid.x), int(thread_index_in_threadgroup));
