@@ -1,19 +1,24 @@
 """Our Metal kernels on the CPU: `metal_kernel` stands in for `mx.fast.metal_kernel`, builds the same source with g++
 and runs it. Where there is a clang, it checks the source with address spaces first.
 
-The signature is put together as MLX does it: arrays of fewer than 8 elements are in the `constant` address space.
+The signature is put together as mlx/backend/common/metal_kernel.cpp does it: arrays of fewer than 8 elements are in
+the `constant` address space, and only what the source names is declared.
 """
 
 import ctypes
+import hashlib
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from cuda_on_cpu import FOLDER, built
+import pytest
+from cuda_on_cpu import FOLDER
 
 NAMES = {
     mx.float32: "float",
@@ -23,6 +28,11 @@ NAMES = {
     mx.uint32: "uint32_t",
 }
 MOST_CONSTANT = 7  # elements
+MOST_BUFFERS = 31  # Metal's limit
+FLAGS = ["-std=c++20", "-O1", "-ffp-contract=off", "-march=native", "-shared", "-fPIC"]
+# What Metal does not have.
+FORBIDDEN = ["-Werror=vla-extension", "-Werror=vla", "-Werror=double-promotion", "-fno-exceptions", "-fno-rtti"]
+CHECK = ["-std=c++20", "-D_Float16=float", *FORBIDDEN]
 
 
 def metal_kernel(
@@ -34,8 +44,13 @@ def metal_kernel(
     compile_options: dict[str, str] | None = None,
 ) -> Callable[..., list[mx.array]]:
     assert compile_options == {"math_mode": "safe"}, "anything else may reorder sums"
-    # Metal has variables in threadgroup memory at the top of a kernel; C++ has static ones.
-    source = re.sub(r"^(\s*)threadgroup (?=\w+ [^*])", r"\1static threadgroup ", source, flags=re.M)
+    # Metal has variables in threadgroup memory at the top of a kernel; C++ has static ones. They are poisoned by the
+    # first thread of a threadgroup, so that what is read before it is written shows.
+    declared = re.match(r"\s*threadgroup float (\w+\[[^;]*);", source)
+    if declared:
+        names = re.findall(r"(\w+)\[", re.sub(r"\[[^\]]*\]", "[]", declared[1]))
+        poison = "".join(f"if (!self->index.x) std::memset((void*){name}, 255, sizeof {name});" for name in names)
+        source = f"static {declared[0].strip()}{poison}{source[declared.end() :]}"
 
     def call(
         *,
@@ -57,8 +72,10 @@ def metal_kernel(
             space = "constant" if array.size <= MOST_CONSTANT else "device"
             kind = f"const {space} {NAMES[array.dtype]}*"
             arguments.append(f"auto {key} = ({kind})(pointers[{i}]);")
-            arguments.append(f"auto {key}_shape = (const constant int*)(shapes[{i}].at);")
-            arguments.append(f"const int {key}_ndim = {array.ndim};")
+            if f"{key}_shape" in source:
+                arguments.append(f"auto {key}_shape = (const constant int*)(shapes[{i}].at);")
+            if f"{key}_ndim" in source:
+                arguments.append(f"const int {key}_ndim = {array.ndim};")
         for i, (key, dtype) in enumerate(zip(output_names, output_dtypes, strict=True), len(inputs)):
             arguments.append(f"auto {key} = (device {NAMES[dtype]}*)(pointers[{i}]);")
         text = "\n".join(
@@ -76,6 +93,8 @@ def metal_kernel(
             ]
         )
         check(text)
+        buffers = sum(f"{key}{part}" in source for key in input_names for part in ("", "_shape", "_ndim"))
+        assert buffers + len(output_names) <= MOST_BUFFERS
         arrays = [np.array(a.view(mx.uint16) if a.itemsize == 2 else a, order="C") for a in inputs]
         for shape, dtype in zip(output_shapes, output_dtypes, strict=True):  # poisoned: what is not written shows
             arrays.append(
@@ -93,10 +112,30 @@ def metal_kernel(
 
 
 @cache
+def precompiled(compiler: str, *flags: str) -> Path:
+    """Return the header as the compiler reads it fastest: most of the time goes into the standard library."""
+    made = Path(tempfile.mkdtemp(prefix="metal-on-cpu-")) / "metal_on_cpu.h.gch"
+    header = str(FOLDER / "metal_on_cpu.h")
+    subprocess.run([compiler, *flags, "-x", "c++-header", header, "-o", str(made)], check=True)
+    return made
+
+
+@cache
 def check(text: str) -> None:
     """Compile with clang, where there is one, without what Metal does not have."""
     if shutil.which("clang++") is None:
         return
-    forbidden = ["-Werror=vla-extension", "-Werror=vla", "-Werror=double-promotion", "-fno-exceptions", "-fno-rtti"]
-    command = ["clang++", "-x", "c++", "-std=c++20", "-fsyntax-only", "-D_Float16=float", f"-I{FOLDER}", *forbidden]
-    subprocess.run([*command, "-"], input=text, text=True, check=True)
+    header = ["-include-pch", str(precompiled("clang++", *CHECK))]
+    command = ["clang++", "-x", "c++", *CHECK, *header, f"-I{FOLDER}", "-fsyntax-only", "-"]
+    subprocess.run(command, input=text, text=True, check=True)
+
+
+@cache
+def built(text: str) -> ctypes.CDLL:
+    if shutil.which("g++") is None:
+        pytest.skip("the kernels' source runs on a CPU where there is a g++")
+    folder = precompiled("g++", *FLAGS).parent
+    made = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    command = ["g++", *FLAGS, f"-I{folder}", f"-I{FOLDER}", "-x", "c++", "-", "-o", str(made)]
+    subprocess.run(command, input=text, text=True, check=True)
+    return ctypes.CDLL(str(made))

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from ..kernels.cuda import on_cuda
 from ..models import Model
 from ..sampling import Logprobs, logprobs
 from ..state import CHUNK, PrefixCache
@@ -58,7 +57,7 @@ def _start(model: Model, sequence: SequenceState, prefix: PrefixCache | None) ->
     sequence.batch = batch
     sequence.started = sequence.started or time.perf_counter()
     exact = is_batch_invariant(model) and sequence.params.params.rule != "optimistic"
-    if generated and on_cuda():  # generated tokens are recomputed as a prompt, by other kernels
+    if generated and mx.default_device() == mx.gpu:  # generated tokens are recomputed as a prompt, by other kernels
         exact = False
     if prefix is not None:
         sequence.num_prefilled = _resume(model, batch, sequence.tokens, prefix)

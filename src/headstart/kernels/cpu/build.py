@@ -19,6 +19,7 @@ import mlx.core as mx
 import nanobind
 
 from ...errors import HeadstartError
+from ..cache import cache_folder, refuse_shared
 
 HERE = Path(__file__).parent
 MODULE = "headstart_cpu"  # as extension.cpp names it
@@ -46,7 +47,7 @@ def extension(flags: Sequence[str] | None = None) -> Path:
         raise BuildError(
             f"{folder} cannot be made ({error.strerror}); set XDG_CACHE_HOME to a folder of yours"
         ) from None
-    _refuse_shared(folder)
+    refuse_shared(folder)
     try:
         with _locked(folder):
             if not path.exists():  # or another process has just built it
@@ -59,25 +60,12 @@ def extension(flags: Sequence[str] | None = None) -> Path:
     return path
 
 
-def cache_folder() -> Path:
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "headstart" / "kernels"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart" / "kernels"
-
-
 def trusted(path: Path) -> bool:
     """Return whether a build is there. Refuse one that others may have put there."""
     if not path.is_file():
         return False
-    _refuse_shared(path.parent)
+    refuse_shared(path.parent)
     return True
-
-
-def _refuse_shared(folder: Path) -> None:
-    """Refuse a folder that others may write to: what lies in it is run."""
-    status = folder.stat()
-    if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
-        raise BuildError(f"{folder} belongs to or can be written by others; make it yours alone: chmod 700 {folder}")
 
 
 def key(flags: Sequence[str]) -> str:

@@ -1,9 +1,10 @@
-// Attention of a short window over keys and values of different lengths, in two kernels.
+// Attention of a short window over keys and values of different lengths, in up to three kernels.
 //
-// `arrange` makes queries, keys and values of a layer's products. A threadgroup of `attend` has one query head and up
-// to QUERIES positions of the window, which share each read of a key and a value. Its SLICES simdgroups take the
-// positions in turns, a lane D / 32 elements of a head, and are merged in their order. So a query's result depends on
-// its own position and on the keys and values up to it.
+// `arrange` makes queries, keys and values of a layer's products. A threadgroup of `attend` has one query head, up to
+// QUERIES positions of the window, which share each read of a key and a value, and a piece of SPLIT positions of the
+// cache. Its simdgroups take the positions in turns, a lane D / 32 elements of a head, and are merged in their order;
+// `merge` merges the pieces in theirs. Where all positions are in the first piece, `attend` does what `merge` would.
+// So a query's result depends on its own position and on the keys and values up to it.
 
 namespace headstart {
 
@@ -64,21 +65,39 @@ inline void arrange(
   }
 }
 
-// Window positions w0 .. w0 + QUERIES - 1 of query head h of sequence b, whose window begins at position `first`.
-template <int H, int HKV, int D, int QUERIES, typename T>
+// Merge parts of a sum over positions, each with its own maximum, and open the gate: element d of a head.
+template <typename Stats, typename Parts>
+inline float merged(Stats maxima, Stats weights, Parts parts, int stats_stride, int parts_stride, int count, float gate) {
+  float greatest = maxima[0];
+  for (int i = 1; i < count; ++i) greatest = metal::max(greatest, maxima[i * stats_stride]);
+  float total = 0.0f, divisor = 0.0f;
+  for (int i = 0; i < count; ++i) {
+    const float factor = metal::precise::exp2(maxima[i * stats_stride] - greatest);
+    total = metal::fma(factor, parts[i * parts_stride], total);
+    divisor = metal::fma(factor, weights[i * stats_stride], divisor);
+  }
+  return total / divisor * sigmoid(gate);
+}
+
+// Piece `piece` of window positions w0 .. w0 + QUERIES - 1 of query head h of sequence b, whose window begins at
+// position `first`. WHOLE: there is one piece.
+template <int H, int HKV, int D, int SPLIT, int QUERIES, bool WHOLE, typename T, typename Out>
 inline void attend(
     const device T* queries,  // [B, H, W, D]
     const device T* keys,     // [B, HKV, S, D]
     const device T* values,   // [B, HKV, S, D]
     const device T* gates,    // [B, W, H, 2·D], the second half of each head
     float scale,              // times log2(e)
-    int first, int b, int h, int w0, int W, int S,
-    device T* out,                // [B, W, H, D]
+    int first, int b, int h, int w0, int W, int S, int piece, int pieces,
+    device Out* out,              // WHOLE: [B, W, H, D]; else [B, W, H, pieces, D], not yet divided
+    device float* stats,          // else [B, W, H, pieces, 2]: maximum and weight
     threadgroup float* maxima,    // [ATTENTION_SLICES]
     threadgroup float* weights,   // [ATTENTION_SLICES]
     threadgroup float* partials,  // [ATTENTION_SLICES, D]
     int slice, int lane) {
   constexpr int EACH = D / 32;
+  const int last = metal::min(first + metal::min(w0 + QUERIES, W), (piece + 1) * SPLIT) - 1;
+  if (last < piece * SPLIT) return;  // the same for all threads; nobody reads what is not written
   const long line = (static_cast<long>(b) * HKV + h / (H / HKV)) * S;
   float query[QUERIES][EACH], sum[QUERIES][EACH], most[QUERIES], weight[QUERIES];
   for (int q = 0; q < QUERIES; ++q) {
@@ -92,8 +111,7 @@ inline void attend(
     weight[q] = 0.0f;
   }
 
-  const int last = first + metal::min(w0 + QUERIES, W) - 1;
-  for (int position = slice; position <= last; position += ATTENTION_SLICES) {
+  for (int position = piece * SPLIT + slice; position <= last; position += ATTENTION_SLICES) {
     const device T* key = keys + (line + position) * D + lane * EACH;
     const device T* value = values + (line + position) * D + lane * EACH;
     float k[EACH], v[EACH];
@@ -122,7 +140,8 @@ inline void attend(
       weights[slice] = weight[q];
     }
     metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-    if (w0 + q >= W) continue;
+    if (w0 + q >= W || first + w0 + q < piece * SPLIT) continue;
+    // The simdgroups' parts become the piece's, whose gate opens in the end.
     float greatest = maxima[0];
     for (int s = 1; s < ATTENTION_SLICES; ++s) greatest = metal::max(greatest, maxima[s]);
     const long at = (static_cast<long>(b) * W + w0 + q) * H + h;
@@ -133,8 +152,16 @@ inline void attend(
         total = metal::fma(factor, partials[s * D + d], total);
         divisor = metal::fma(factor, weights[s], divisor);
       }
-      const float gate = static_cast<float>(gates[at * 2 * D + D + d]);
-      out[at * D + d] = static_cast<T>(total / divisor * sigmoid(gate));
+      if (WHOLE) {
+        const float gate = static_cast<float>(gates[at * 2 * D + D + d]);
+        out[at * D + d] = static_cast<Out>(merged(&greatest, &divisor, &total, 0, 0, 1, gate));
+      } else {
+        out[(at * pieces + piece) * D + d] = static_cast<Out>(total);
+        if (d == 0) {
+          stats[(at * pieces + piece) * 2] = greatest;
+          stats[(at * pieces + piece) * 2 + 1] = divisor;
+        }
+      }
     }
   }
 }

@@ -1,15 +1,17 @@
 """Check kernels on the user's machine, time them beside stock ops, and choose one for each shape of weights.
 
-One implementation serves every number of rows from 1 to 16: choosing by the number of rows would change a sequence's
-bits when it drafts. Decisions are kept in a file, by chip, macOS, MLX, our sources and shape.
+One kernel serves every number of rows from 1 to 16: choosing by the number of rows would change a sequence's bits
+when it drafts. Choices are kept in the user's cache, by chip, macOS, MLX, our sources and shape.
 """
 
 import hashlib
 import json
+import logging
 import platform
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import version
@@ -18,139 +20,234 @@ from typing import Any
 
 import mlx.core as mx
 
-MOST_ROWS = 16
-WIDTHS = (1, 2, 4, 8, 16)  # that are checked
-TIMED = (1, 2, 4)  # a plain step, and windows of one and of three drafts
-REPEATS = 7
-TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 1e-4}
+from ...errors import HeadstartError
+from ..cache import cache_folder, refuse_shared
+from ..cpu import VARIABLE, stock_forced
 
-Run = Callable[[mx.array], mx.array]  # [rows, ...] → [rows, ...]
+MOST_ROWS = 16
+TIMED = (1, 2, 4, 16)  # rows
+SCORED = 3  # of these decide: a plain step, and windows of one and of three drafts
+REPEATS, LAUNCHES, TURN = 5, 8, 2e-3  # a turn is up to so many launches, in about so many seconds
+TOLERANCE = {mx.bfloat16: 2e-2, mx.float16: 3e-3, mx.float32: 1e-4}
+LOG = logging.getLogger("headstart")
+
+Run = Callable[[slice, slice], mx.array]  # of some sequences, some positions of their windows → [b, w, ...]
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
-class Decision:
+class Candidate:
+    """What may compute an operation, and what was found about it."""
+
+    name: str
+    refused: str | None = None  # why it may not
+    exact: bool = False  # a row has the same bits among any number of rows
+    error: float | None = None  # relative distance from stock ops
+    seconds: dict[int, float] = field(default_factory=dict)  # by rows
+
+
+@dataclass(frozen=True)
+class KernelCheck:
     """What computes an operation, and why."""
 
+    operation: str
+    shape: str
     chosen: str
-    exact: bool  # a row has the same bits among any number of rows
-    refused: dict[str, str] = field(default_factory=dict)  # by candidate
-    seconds: dict[str, list[float]] = field(default_factory=dict)  # by candidate, at TIMED rows
+    exact: bool  # of what was chosen
+    candidates: tuple[Candidate, ...]
 
 
-def decide(candidates: Mapping[str, Run], rows: mx.array, clock: Clock = time.perf_counter) -> Decision:
-    """Return the fastest candidate whose rows are independent; `stock`, the oracle, where there is none.
+@dataclass(frozen=True)
+class Operation:
+    """An operation to choose a kernel for, on `sequences` windows of `width` positions."""
 
-    Args:
-        candidates: what may compute the operation, `stock` among them.
-        rows: MOST_ROWS random rows to compute it for.
-    """
-    expected = candidates["stock"](rows)
-    mx.eval(expected)
-    refused: dict[str, str] = {}
+    operation: str
+    shape: str
+    candidates: Callable[[], Mapping[str, Run | str]]  # by name, `stock` first; or why one does not fit
+    sequences: int = MOST_ROWS
+    width: int = 1
+    comparable: Callable[[mx.array], mx.array] = lambda made: made  # what must be close to stock ops'
+
+
+def decide(operation: Operation, clock: Clock = time.perf_counter) -> KernelCheck:
+    """Choose the fastest candidate whose rows are independent; `stock`, the oracle, where there is none."""
+    candidates = operation.candidates()
+    everything = slice(0, operation.sequences), slice(0, operation.width)
+    stock = candidates["stock"]
+    assert not isinstance(stock, str)
+    expected = stock(*everything)
+    found: dict[str, Candidate] = {}
     usable: dict[str, Run] = {}
-    exact = {}
     for name, run in candidates.items():
+        if isinstance(run, str):
+            found[name] = Candidate(name, run)
+            continue
         try:
-            reason = None if name == "stock" else _disagreement(run, rows, expected)
-            exact[name] = reason is None and _is_independent(run, rows)
-        except Exception as error:  # of the device's compiler, whose classes differ
-            reason = f"failed: {str(error).splitlines()[0][:200]}" if str(error) else type(error).__name__
-        if reason is not None:
-            refused[name] = reason
-        else:
+            made = run(*everything)
+            error = _distance(operation.comparable(made), operation.comparable(expected))
+            allowed = TOLERANCE[expected.dtype]
+            wrong = None if error <= allowed else f"differs from stock ops by {error:.1e}, more than {allowed:.0e}"
+            exact = wrong is None and _is_independent(operation, run, made)
+            found[name] = Candidate(name, wrong, exact, error)
+        except Exception as failure:  # of the device's compiler, whose classes differ
+            said = str(failure).strip().splitlines()
+            found[name] = Candidate(name, f"failed: {said[0][:200] if said else type(failure).__name__}")
+        if found[name].refused is None:
             usable[name] = run
-    seconds = _time(usable, rows, clock)
-    best = min((name for name in usable if exact[name]), key=lambda name: sum(seconds[name]), default="stock")
-    return Decision(best, exact.get(best, False), refused, seconds)
+    for name, seconds in _time(operation, usable, clock).items():
+        found[name] = Candidate(name, None, found[name].exact, found[name].error, seconds)
+    exact_ones = [each for each in found.values() if each.exact and each.seconds]
+    best = min(exact_ones, key=lambda each: sum(list(each.seconds.values())[:SCORED]), default=found["stock"])
+    return KernelCheck(operation.operation, operation.shape, best.name, best.exact, tuple(found.values()))
 
 
-def _disagreement(run: Run, rows: mx.array, expected: mx.array) -> str | None:
-    found, wanted = run(rows).astype(mx.float32), expected.astype(mx.float32)
-    if found.shape != wanted.shape:
-        return f"its shape is {found.shape}, not {wanted.shape}"
-    error = float(mx.linalg.norm(found - wanted) / mx.maximum(mx.linalg.norm(wanted), 1e-30))
-    allowed = TOLERANCE[str(rows.dtype).removeprefix("mlx.core.")]
-    return None if error <= allowed else f"differs from stock ops by {error:.1e} (at most {allowed:.0e} is rounding)"
+def _distance(found: mx.array, expected: mx.array) -> float:
+    if found.shape != expected.shape:
+        raise ValueError(f"made {found.shape}, not {expected.shape}")
+    found, expected = found.astype(mx.float32), expected.astype(mx.float32)
+    return float(mx.linalg.norm(found - expected) / mx.maximum(mx.linalg.norm(expected), 1e-30))
 
 
-def _is_independent(run: Run, rows: mx.array) -> bool:
-    """Return whether each row has the same bits in every batch of WIDTHS rows."""
-    together = run(rows)
-    for width in WIDTHS:
-        for start in range(0, MOST_ROWS, width):
-            if not mx.array_equal(run(rows[start : start + width]), together[start : start + width]).item():
-                return False
-    return True
+def _is_independent(operation: Operation, run: Run, together: mx.array) -> bool:
+    """Return whether rows have the same bits in any number of sequences, and in windows of any width that begin and
+    end anywhere."""
+    B, W = operation.sequences, operation.width
+    parts = [(slice(B - n, B), slice(0, W)) for n in range(1, B)]
+    if W > 1:
+        parts += [(slice(0, 1), slice(W - w, W)) for w in range(1, W)]
+        parts += [(slice(B - 1, B), slice(0, w)) for w in range(1, W)]
+    return all(mx.array_equal(_bits(run(*part)), _bits(together[part])).item() for part in parts)
 
 
-def _time(candidates: Mapping[str, Run], rows: mx.array, clock: Clock) -> dict[str, list[float]]:
-    """Return the median seconds of each candidate at TIMED rows, measured in turns."""
-    samples: dict[str, list[list[float]]] = {name: [[] for _ in TIMED] for name in candidates}
+def _bits(array: mx.array) -> mx.array:
+    return mx.contiguous(array).view(mx.uint16 if array.itemsize == 2 else mx.uint32)
+
+
+def _time(operation: Operation, candidates: Mapping[str, Run], clock: Clock) -> dict[str, dict[int, float]]:
+    """Return the median seconds of each candidate by rows, measured in turns."""
+
+    def turn(run: Run, rows: int, launches: int) -> float:
+        part = (slice(0, 1), slice(0, rows)) if operation.width > 1 else (slice(0, rows), slice(0, 1))
+        begun = clock()
+        mx.eval([run(*part) for _ in range(launches)])
+        return (clock() - begun) / launches
+
+    launches, samples = {}, {name: {rows: list[float]() for rows in TIMED} for name in candidates}
+    for name, run in candidates.items():
+        for rows in TIMED:
+            turn(run, rows, 1)  # compiles
+            launches[name, rows] = max(1, min(LAUNCHES, int(TURN / max(turn(run, rows, 1), 1e-9))))
     for _ in range(REPEATS):
-        for index, width in enumerate(TIMED):
-            part = rows[:width]
-            mx.eval(part)
+        for rows in TIMED:
             for name, run in candidates.items():
-                begun = clock()
-                mx.eval(run(part))
-                samples[name][index].append(clock() - begun)
-    return {name: [statistics.median(each) for each in times] for name, times in samples.items()}
+                samples[name][rows].append(turn(run, rows, launches[name, rows]))
+    return {name: {rows: statistics.median(each) for rows, each in times.items()} for name, times in samples.items()}
 
 
 @cache
 def identity() -> str:
-    """Return what a decision is valid for: chip, macOS, MLX, and the source of our kernels."""
-    info = mx.device_info() if hasattr(mx, "device_info") else mx.metal.device_info()
-    sources = sorted(Path(__file__).parent.glob("*.metal")) + sorted(Path(__file__).parent.glob("*.py"))
+    """Return what a choice is valid for: chip, macOS, MLX, and the source of our kernels."""
+    info = mx.device_info(mx.gpu)
+    folder = Path(__file__).parent
+    sources = sorted([*folder.glob("*.metal"), *folder.glob("*.py")])
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
-    name = info.get("device_name", info.get("architecture", "unknown"))
+    name = info.get("device_name") or info.get("architecture", "unknown")
     return f"{name}, macOS {platform.mac_ver()[0]}, mlx {version('mlx')}, kernels {digest}"
 
 
-class Choices:
-    """The decisions of this machine, kept in a file. A file that cannot be read or written only costs time."""
+_decided: dict[str, KernelCheck] = {}  # by operation and shape, of the models that were loaded
 
-    def __init__(self, path: Path, identity: str):
-        self.path, self.identity = path, identity
-        self.decisions: dict[str, Decision] = self._read()
 
-    def _read(self) -> dict[str, Decision]:
+def checks() -> list[KernelCheck]:
+    """Return what was found about the kernels of the models that this process has loaded."""
+    return list(_decided.values())
+
+
+def summary() -> str:
+    """Return in one line which kernels compute, and why stock ones where they do."""
+    if stock_forced():
+        return f"stock ({VARIABLE}=stock)"
+    stock = [each for each in checks() if each.chosen == "stock"]
+    inexact = [f"{each.operation} {each.shape}" for each in checks() if not each.exact]
+    refused = sorted({f"{c.name}: {c.refused}" for each in stock for c in each.candidates if c.refused})
+    parts = [f"metal, {len(_decided) - len(stock)} of {len(_decided)} operations"]
+    parts += [f"not exact: {', '.join(inexact)}"] * bool(inexact) + refused
+    return f"{'native' if len(stock) < len(_decided) else 'stock'} ({'; '.join(parts)})"
+
+
+def chosen_kernel(operation: str, shape: str) -> str:
+    """Return what computes an operation: stock ops where nothing was checked."""
+    found = _decided.get(f"{operation} {shape}")
+    return found.chosen if found is not None else "stock"
+
+
+def is_exact(operations: Iterable[Operation]) -> bool:
+    """Return whether all of these operations were found to compute rows independently."""
+    found = [_decided.get(f"{each.operation} {each.shape}") for each in operations]
+    return all(each is not None and each.exact for each in found)
+
+
+def choose(
+    operations: Iterable[Operation],
+    progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+    clock: Clock = time.perf_counter,
+    valid_for: str | None = None,
+) -> None:
+    """Choose kernels for operations: as before where they were checked on this machine, else check them now.
+
+    `progress` is called with the number of checks done, of all, and what comes next.
+    """
+    wanted = {f"{each.operation} {each.shape}": each for each in operations}
+    path, valid_for = cache_folder() / "metal.json", valid_for or identity()
+    kept = _read(path, valid_for)
+    _decided.update({key: kept[key] for key in wanted if key in kept})
+    missing = {key: operation for key, operation in wanted.items() if key not in _decided}
+    for done, (key, operation) in enumerate(missing.items()):
+        progress(done, len(missing), key)
         try:
-            stored: Any = json.loads(self.path.read_text())
-            if stored["identity"] != self.identity:
-                return {}
-            return {key: Decision(**value) for key, value in stored["decisions"].items()}
-        except (OSError, ValueError, TypeError, KeyError):
-            return {}
+            _decided[key] = decide(operation, clock)
+        except Exception as error:  # stock ops themselves failed: the model will say so if it needs them
+            failed = Candidate("stock", f"failed: {str(error)[:200]}")
+            _decided[key] = KernelCheck(operation.operation, operation.shape, "stock", False, (failed,))
+    if missing:
+        progress(len(missing), len(missing), "")
+        _save(path, valid_for, {**_read(path, valid_for), **{key: _decided[key] for key in missing}})
 
-    def save(self) -> None:
-        stored = {"identity": self.identity, "decisions": {key: asdict(d) for key, d in self.decisions.items()}}
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self.path.with_suffix(".new")
-            temporary.write_text(json.dumps(stored, indent=1))
-            temporary.replace(self.path)
-        except OSError:
-            return
 
-    def tune(
-        self,
-        operations: Sequence[tuple[str, Callable[[], tuple[Mapping[str, Run], mx.array]]]],
-        progress: Callable[[int, int, str], None] = lambda done, total, key: None,
-        clock: Clock = time.perf_counter,
-    ) -> None:
-        """Decide what was not decided before. `operations` are keys, and functions that make candidates and rows."""
-        missing = [(key, make) for key, make in operations if key not in self.decisions]
-        for index, (key, make) in enumerate(missing):
-            progress(index, len(missing), key)
-            candidates, rows = make()
-            self.decisions[key] = decide(candidates, rows, clock)
-        if missing:
-            progress(len(missing), len(missing), "")
-            self.save()
+def _read(path: Path, valid_for: str) -> dict[str, KernelCheck]:
+    """Return the choices in a file. One that is missing, damaged, outdated or not the user's only costs time."""
+    try:
+        refuse_shared(path.parent)
+        stored: Any = json.loads(path.read_text())
+        return {key: _restore(key, value) for key, value in stored[valid_for].items()}
+    except HeadstartError as error:
+        LOG.warning("Choices of Metal kernels are not kept: %s", error)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        pass
+    return {}
 
-    def chosen(self, key: str) -> str:
-        """Return what computes an operation: stock ops where nothing was checked."""
-        decision = self.decisions.get(key)
-        return decision.chosen if decision is not None else "stock"
+
+def _restore(key: str, value: Any) -> KernelCheck:
+    candidates = []
+    for each in value["candidates"]:
+        seconds = {int(rows): float(time) for rows, time in each["seconds"].items()}
+        candidates.append(Candidate(**{**each, "seconds": seconds}))
+    check = KernelCheck(**{**value, "candidates": tuple(candidates)})
+    chosen = [each for each in candidates if each.name == check.chosen]
+    if key != f"{check.operation} {check.shape}" or [each.exact for each in chosen] != [check.exact]:
+        raise ValueError(f"{key} is not consistent")
+    return check
+
+
+def _save(path: Path, valid_for: str, checks: Mapping[str, KernelCheck]) -> None:
+    stored = {valid_for: {key: asdict(check) for key, check in checks.items()}}
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        refuse_shared(path.parent)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix="metal-", delete=False) as file:
+            json.dump(stored, file, indent=1)
+        Path(file.name).replace(path)
+    except HeadstartError:
+        return  # `_read` has said why
+    except OSError as error:
+        LOG.warning("Choices of Metal kernels are not kept: %s cannot be written (%s)", path.parent, error.strerror)

@@ -13,6 +13,6 @@ inline float sum_over_simdgroup(float x) {
   return x;
 }
 
-inline float sigmoid(float x) { return 1.0f / (1.0f + metal::exp(-x)); }
+inline float sigmoid(float x) { return 1.0f / (1.0f + metal::precise::exp(-x)); }
 
 }  // namespace headstart

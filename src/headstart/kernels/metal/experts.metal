@@ -35,7 +35,7 @@ inline void route(Logits logits, bool normed, device uint* indices, device T* sc
     most = metal::max(most, values[i]);
   }
   for (ushort step = 1; step < 32; step *= 2) most = metal::max(most, metal::simd_shuffle_xor(most, step));
-  for (int i = 0; i < EACH; ++i) all += metal::exp(values[i] - most);
+  for (int i = 0; i < EACH; ++i) all += metal::precise::exp(values[i] - most);
   all = sum_over_simdgroup(all);
 
   float shares[TOP], chosen = 0.0f;
@@ -58,7 +58,7 @@ inline void route(Logits logits, bool normed, device uint* indices, device T* sc
     }
     for (int i = 0; i < EACH; ++i)
       if (lane + 32 * i == at) values[i] = -INFINITY;
-    shares[t] = static_cast<float>(static_cast<T>(metal::exp(best - most) / all));
+    shares[t] = static_cast<float>(static_cast<T>(metal::precise::exp(best - most) / all));
     chosen += shares[t];
     if (lane == 0) indices[t] = at;
   }

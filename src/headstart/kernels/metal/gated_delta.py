@@ -2,13 +2,25 @@
 
 import mlx.core as mx
 
-from ..gated_delta import Drafts, Ran, Weights, Window
-from . import metal_kernel
+from ..types import Drafts, GatedDeltaWeights, Ran, Window
+from .device import metal_kernel, type_name
 
 
-def metal_fold_and_run(
+def gated_delta_shape(window: Window, state: mx.array, conv: mx.array) -> str:
+    _, Hv, Dv, Dk = state.shape
+    Hk = (window.qkv.shape[-1] - Hv * Dv) // (2 * Dk)
+    return f"{Hk} keys of {Dk}, {Hv} values of {Dv}, {conv.shape[1] + 1} taps, {type_name(window.qkv.dtype)}"
+
+
+def gated_delta_refusal(key: int, value: int) -> str | None:
+    """Return why the kernel does not take heads of these sizes; None if it does."""
+    fits = key % 32 == 0 and value % 8 == 0 and key <= 128 and value <= 128  # or threads have too few registers
+    return None if fits else f"keys of {key} and values of {value} are not of up to 128, in multiples of 32 and 8"
+
+
+def metal_gated_delta(
     window: Window,
-    weights: Weights,
+    weights: GatedDeltaWeights,
     state: mx.array,
     conv: mx.array,
     pending: Drafts | None,

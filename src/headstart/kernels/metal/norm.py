@@ -2,7 +2,11 @@
 
 import mlx.core as mx
 
-from . import metal_kernel
+from .device import metal_kernel, type_name
+
+
+def norm_shape(x: mx.array) -> str:
+    return f"{x.shape[-1]}, {type_name(x.dtype)}"
 
 
 def metal_norm(x: mx.array, added: mx.array | None, weight: mx.array, eps: float) -> list[mx.array]:

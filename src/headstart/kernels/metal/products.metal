@@ -1,14 +1,13 @@
 // y = x · wᵀ for a few rows of x, with w in 4 or 8 bits (affine, by groups) or in 16.
 //
-// A threadgroup computes OUTPUTS outputs of up to ROWS rows, so each weight is read once for all of them. Its SLICES
-// simdgroups split k: a lane takes VALUES consecutive positions of every SLICES · 32 · VALUES. A row is summed by
-// lane, then over the lanes of a simdgroup, then over the simdgroups. ROWS only says how many rows are computed side
-// by side; it does not change the operations of a row.
+// OUTPUTS outputs of up to ROWS rows are computed together, so each weight is read once for all of them: by SLICES
+// simdgroups that split k, or (SLICES = 1) by one. A lane takes VALUES consecutive positions of every
+// SLICES · 32 · VALUES. A row is summed by lane, then over the lanes of a simdgroup, then over the simdgroups. ROWS only
+// says how many rows are computed side by side; it does not change the operations of a row.
 
 namespace headstart {
 
 constant constexpr int OUTPUTS = 4;
-constant constexpr int SLICES = 4;
 constant constexpr int VALUES = 16;  // per lane and step; a quantisation group has a multiple of it
 
 // Weights of one lane's positions in one output, as float: codes of quantised weights, or the weights themselves.
@@ -30,11 +29,13 @@ inline void read_weights(const device void* from, thread float (&out)[VALUES]) {
 
 // Outputs first .. first + OUTPUTS - 1 of w [N, K]. Row r comes from row inputs[r] of x and goes to row outputs[r] of
 // y; where outputs[r] is negative it is not stored.
-template <typename T, int BITS, int GROUP, int ROWS>
+template <typename T, int BITS, int GROUP, int ROWS, int SLICES, typename Scales>
 inline void product(
-    const device T* x, const device void* w, const device T* scales, const device T* biases, device T* y, int N,
-    int K, int first, const thread int (&inputs)[ROWS], const thread int (&outputs)[ROWS],
-    threadgroup float* sums,  // [SLICES, ROWS, OUTPUTS]
+    const device T* x, const device void* w,
+    Scales scales,  // [N, K / GROUP]; MLX passes arrays of fewer than 8 elements as `constant`
+    Scales biases, device T* y, int N, int K, int first, const thread int (&inputs)[ROWS],
+    const thread int (&outputs)[ROWS],
+    threadgroup float* sums,  // [SLICES, ROWS, OUTPUTS], where there are several slices
     int slice, int lane) {
   float total[ROWS][OUTPUTS];
   for (int r = 0; r < ROWS; ++r)
@@ -72,9 +73,15 @@ inline void product(
   for (int r = 0; r < ROWS; ++r) {
     for (int o = 0; o < OUTPUTS; ++o) {
       const float sum = sum_over_simdgroup(total[r][o]);
-      if (lane == 0) sums[(slice * ROWS + r) * OUTPUTS + o] = sum;
+      if (lane != 0) continue;
+      if (SLICES > 1) {
+        sums[(slice * ROWS + r) * OUTPUTS + o] = sum;
+      } else if (first + o < N && outputs[r] >= 0) {
+        y[static_cast<long>(outputs[r]) * N + first + o] = static_cast<T>(sum);
+      }
     }
   }
+  if (SLICES == 1) return;
   metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
   const int thread_index = slice * 32 + lane;
   for (int r = 0; r < ROWS; ++r) {
