@@ -28,8 +28,8 @@ NAMES = {
     mx.uint32: "uint32_t",
 }
 MOST_CONSTANT = 7  # elements
-MOST_BUFFERS = 31  # Metal's limit
-FLAGS = ["-std=c++20", "-O1", "-ffp-contract=off", "-march=native", "-shared", "-fPIC"]
+MOST_BUFFERS, MOST_THREADS = 31, 1024  # Metal's limits
+FLAGS = ["-std=c++20", "-O0", "-ffp-contract=off", "-march=native", "-shared", "-fPIC"]
 # What Metal does not have.
 FORBIDDEN = ["-Werror=vla-extension", "-Werror=vla", "-Werror=double-promotion", "-fno-exceptions", "-fno-rtti"]
 CHECK = ["-std=c++20", "-D_Float16=float", *FORBIDDEN]
@@ -50,7 +50,9 @@ def metal_kernel(
     if declared:
         names = re.findall(r"(\w+)\[", re.sub(r"\[[^\]]*\]", "[]", declared[1]))
         poison = "".join(f"if (!self->index.x) std::memset((void*){name}, 255, sizeof {name});" for name in names)
-        source = f"static {declared[0].strip()}{poison}{source[declared.end() :]}"
+        size = " + ".join(f"sizeof {name}" for name in names)
+        limit = f"static_assert({size} <= 32768);"  # bytes of threadgroup memory, on every chip
+        source = f"static {declared[0].strip()}{limit}{poison}{source[declared.end() :]}"
 
     def call(
         *,
@@ -95,6 +97,7 @@ def metal_kernel(
         check(text)
         buffers = sum(f"{key}{part}" in source for key in input_names for part in ("", "_shape", "_ndim"))
         assert buffers + len(output_names) <= MOST_BUFFERS
+        assert threadgroup[0] * threadgroup[1] * threadgroup[2] <= MOST_THREADS
         arrays = [np.array(a.view(mx.uint16) if a.itemsize == 2 else a, order="C") for a in inputs]
         for shape, dtype in zip(output_shapes, output_dtypes, strict=True):  # poisoned: what is not written shows
             arrays.append(

@@ -35,9 +35,11 @@ def on_the_cpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mx.fast, "metal_kernel", metal_on_cpu.metal_kernel)
         patch.setattr(attention, "SPLIT", 32)  # pieces that the emulator gets through
+        mx.disable_compile()  # on a CPU, every compiled stock operation costs a run of g++
         for kernel in KERNELS:
             kernel.cache_clear()
         yield
+    mx.enable_compile()
     for kernel in KERNELS:
         kernel.cache_clear()
 

@@ -86,10 +86,11 @@ def metal_attend(
             int(simdgroup_index_in_threadgroup), int(thread_index_in_simdgroup));
     """
     inputs = ("queries", "keys", "values", *["gates"] * whole, "offset")
+    sizes = [("H", H), ("HKV", keys.shape[1]), ("D", D), ("SPLIT", SPLIT), ("COUNT", count)]
     shapes = [(B, W, H * D)] if whole else [(B, W, H, pieces, D), (B, W, H, pieces, 2)]
     out, *stats = metal_kernel("attend", inputs, ("out", *["stats"] * (not whole)), source, "attention")(
         inputs=[queries, keys, values, *([gates] if whole else []), offset],
-        template=[("T", queries.dtype), ("H", H), ("HKV", keys.shape[1]), ("D", D), ("SPLIT", SPLIT), ("COUNT", count)],
+        template=[("T", queries.dtype), *sizes],
         grid=(32 * SLICES * H, pieces, B * groups),
         threadgroup=(32 * SLICES, 1, 1),
         output_shapes=shapes,

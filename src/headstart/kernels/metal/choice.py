@@ -191,14 +191,13 @@ def choose(
     operations: Iterable[Operation],
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
     clock: Clock = time.perf_counter,
-    valid_for: str | None = None,
 ) -> None:
     """Choose kernels for operations: as before where they were checked on this machine, else check them now.
 
     `progress` is called with the number of checks done, of all, and what comes next.
     """
     wanted = {f"{each.operation} {each.shape}": each for each in operations}
-    path, valid_for = cache_folder() / "metal.json", valid_for or identity()
+    path, valid_for = cache_folder() / "metal.json", identity()
     kept = _read(path, valid_for)
     _decided.update({key: kept[key] for key in wanted if key in kept})
     missing = {key: operation for key, operation in wanted.items() if key not in _decided}

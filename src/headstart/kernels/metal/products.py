@@ -19,8 +19,12 @@ SIMDGROUPS = {4: 4, 1: 2}  # of a threadgroup, by slices
 def product_shape(dtype: mx.Dtype, layer: nn.Module, weights: MatrixWeights) -> str:
     """Return what a kernel is chosen by: the shape and type of the weights."""
     size = "×".join(str(length) for length in (*weights.weight.shape[:-1], weights.inputs))
-    groups = f" in groups of {weights.group}" if weights.scales is not None else ""
-    return f"{size}, {weights.bits} bits{groups}, {type_name(dtype)}{', biased' if 'bias' in layer else ''}"
+    held = type_name(weights.weight.dtype)
+    if weights.scales is not None:
+        held = (
+            f"{weights.bits} bits in groups of {weights.group}{'' if weights.biases is not None else ', not affine'}"
+        )
+    return f"{size}, {held}, {type_name(dtype)}{', biased' if 'bias' in layer else ''}"
 
 
 def metal_refusal(dtype: mx.Dtype, layer: nn.Module, weights: MatrixWeights) -> str | None:
