@@ -1,13 +1,15 @@
 """A model with Metal kernels in all places, run on the CPU: what loading checks, and that windows change no bit."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from pathlib import Path
 
 import metal_on_cpu
 import mlx.core as mx
 import pytest
 
+from checkpoints import write
 from fixtures import FAMILIES, random_model
+from headstart.checkpoint import load_model
 from headstart.engine.invariance import _logits
 from headstart.kernels import cpu, gated_delta, metal, selected
 from headstart.kernels.cpu import load
@@ -54,16 +56,18 @@ def test_what_loading_checks_is_found_right_and_independent(family: str, monkeyp
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_token_has_the_same_logits_alone_and_in_windows(family: str) -> None:
-    model = replace(random_model(family, **SIZES))
+def test_a_token_has_the_same_logits_alone_and_in_windows(family: str, tmp_path: Path) -> None:
+    write(tmp_path, family, vocab_size=64, **SIZES)
+    model = load_model(tmp_path, dtype=mx.bfloat16)
     expected = _logits(model, 3, 1)  # of stock ops
     for operation in operations(model.weights, model.dtype):
-        names = [name for name in operation.candidates() if name.startswith("metal")]
-        kernel = KernelCheck(operation.operation, operation.shape, names[0], True, (Candidate(names[0], None, True),))
+        name, run = next(each for each in operation.candidates().items() if each[0].startswith("metal"))
+        assert not isinstance(run, str), run
+        kernel = KernelCheck(operation.operation, operation.shape, name, True, (Candidate(name, None, True),))
         choice._decided[f"{operation.operation} {operation.shape}"] = kernel
     found = _logits(model, 3, 1)
     assert cpu.native() is None
-    assert mx.linalg.norm(found - expected) < 1e-3 * mx.linalg.norm(expected)
+    assert mx.linalg.norm(found - expected) < 5e-2 * mx.linalg.norm(expected)  # sixteen bits, several layers
     assert not mx.array_equal(found, expected), "other kernels round in another way"
     assert mx.array_equal(_logits(model, 1, 1)[0, 0], found[0, 0])
     assert mx.array_equal(_logits(model, 2, 2)[1], found[0, :2])

@@ -18,6 +18,7 @@ FORBIDDEN = {
     "allocation": r"\b(new|delete|malloc|free)\b",
     "virtual functions and casts by type": r"\b(virtual|dynamic_cast|typeid|reinterpret_cast)\b",
     "goto": r"\bgoto\b",
+    "words of Metal's as names": r"\b(half|kernel|vertex|fragment|sampler|texture|visible|ray_data)\b",
     "the standard library": r"\bstd::",
     "C++17, which Metal has from version 4 on": r"\bif\s+constexpr\b|\bauto\s*\[|\binline\s+constexpr\b",
     "double literals": r"\b\d+\.\d*(e[+-]?\d+)?(?![\w.])",

@@ -38,7 +38,7 @@ def metal_gated_delta(
         dtypes += [dtype, *[mx.float32] * 4]
     folds, keeps = pending is not None, drafts > 0
     old = [f"old_{name}" for name in Drafts._fields] if folds else ["conv", "state", "state", "state", "state"]
-    new = [f"new_{name}" for name in Drafts._fields] if keeps else ["conv_out", *["new_state"] * 4]
+    written = [f"new_{name}" for name in Drafts._fields] if keeps else ["conv_out", *["new_state"] * 4]
     source = f"""
         threadgroup float memory[headstart::TILE * (2 * DK + 2 * DV + 2)];
         threadgroup float* values = memory + headstart::TILE * 2 * DK;
@@ -51,7 +51,7 @@ def metal_gated_delta(
             state, conv, headstart::drafts({", ".join(old)}, {"old_k_shape[1]" if folds else "0"}), qkv, z, b_gate,
             a_gate, conv_weight, A_log, dt_bias, norm_weight, {weights.eps!r}f, W,
             certain, {"accepted[b]" if folds else "0"}, y, new_state, conv_out,
-            headstart::drafts({", ".join(new)}, W - certain), tile, b,
+            headstart::drafts({", ".join(written)}, W - certain), tile, b,
             int(threadgroup_position_in_grid.x), int(thread_index_in_threadgroup));
     """
     inputs = ["state", "conv", "qkv", "z", "b_gate", "a_gate", "conv_weight", "A_log", "dt_bias", "norm_weight"]
@@ -59,7 +59,7 @@ def metal_gated_delta(
     if pending is not None:
         inputs += ["accepted", *old]
         arrays += [accepted, *pending]
-    outputs = ("y", "new_state", "conv_out", *(new if keeps else ()))
+    outputs = ("y", "new_state", "conv_out", *(written if keeps else ()))
     y, state, conv, *fresh = metal_kernel("gated_delta", tuple(inputs), outputs, source, "gated_delta")(
         inputs=arrays,
         template=[("T", dtype), ("HK", Hk), ("HV", Hv), ("DK", Dk), ("DV", Dv), ("TAPS", weights.conv.shape[1])]

@@ -21,10 +21,9 @@ def product_shape(dtype: mx.Dtype, layer: nn.Module, weights: MatrixWeights) -> 
     size = "×".join(str(length) for length in (*weights.weight.shape[:-1], weights.inputs))
     held = type_name(weights.weight.dtype)
     if weights.scales is not None:
-        held = (
-            f"{weights.bits} bits in groups of {weights.group}{'' if weights.biases is not None else ', not affine'}"
-        )
-    return f"{size}, {held}, {type_name(dtype)}{', biased' if 'bias' in layer else ''}"
+        held = f"{weights.bits} bits in groups of {weights.group}"
+    kind = ["not affine"] * (weights.scales is not None and weights.biases is None) + ["biased"] * ("bias" in layer)
+    return ", ".join([size, held, type_name(dtype), *kind])
 
 
 def metal_refusal(dtype: mx.Dtype, layer: nn.Module, weights: MatrixWeights) -> str | None:
