@@ -173,7 +173,7 @@ def test_a_kernel_that_fails_is_wrong_or_not_independent_is_never_used(
         else:
             assert (ours.refused or "").startswith(reason)
             assert not ours.seconds
-    assert choice.summary() == "native (metal, 1 of 1 operations)"
+    assert choice.kernels_in_use() == "native (metal, 1 of 1 operations)"
 
 
 def test_where_nothing_is_exact_stock_ops_compute_and_the_summary_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_where_nothing_is_exact_stock_ops_compute_and_the_summary_says_why(monke
     chip.stock_kernel = lambda rows, small: "qmv" if rows % 2 else "qmm"  # type: ignore[method-assign]
     model, check = chosen_on(chip, monkeypatch)
     assert (check.chosen, check.exact) == ("stock", False)
-    assert choice.summary() == (
+    assert choice.kernels_in_use() == (
         "stock (metal, 0 of 1 operations; not exact: product 12×32, float32, float32; "
         "metal-columns: failed: no such function; metal-split: failed: no such function)"
     )
@@ -300,7 +300,7 @@ def test_stock_ops_can_be_forced_and_skip_the_checks(monkeypatch: pytest.MonkeyP
     choose_kernels(model, mx.float32)
     assert not checks()
     assert not chip.launched
-    assert choice.summary() == "stock (HEADSTART_KERNELS=stock)"
+    assert choice.kernels_in_use() == "stock (HEADSTART_KERNELS=stock)"
     products.product(mx.zeros((4, 32)), model.lm_head)
     assert chip.launched == [("qmv", 4)]
 

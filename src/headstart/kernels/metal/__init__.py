@@ -5,13 +5,14 @@ what it computes and what may compute it, and `choice.py` compiles, checks and t
 kernel that does not compile, does not agree with stock ops or is not the fastest exact one is not used there.
 
 Emulated, in `tests/kernels/metal_on_cpu.py`: the sources as they are, put together as MLX does it, with IEEE float32,
-bfloat16 and float16 arithmetic; simdgroups of 32 lanes that meet in shuffles and barriers; threadgroup memory, full of
-NaN at first; address spaces, with clang; Metal's limits on buffers (31), threads (1024) and threadgroup memory (32 KB).
+bfloat16 and float16 arithmetic; simdgroups of 32 lanes that meet in shuffles and barriers; threadgroup memory, at
+first full of NaN; address spaces, with clang; Metal's limits on buffers (31), threads (1024) and threadgroup memory
+(32 KB).
 
 Only a Mac can show:
 - that Metal's own compiler takes the sources, on every macOS (language 3.1 to 4), and how long it takes;
-- that it neither reorders nor fuses what `math_mode="safe"` and `#pragma METAL fp contract(off)` forbid, in one way for
-  one row and in another for six: the check at load compares bits for 1 to 16 rows and for windows of any width;
+- that it neither reorders nor fuses what `math_mode="safe"` and `#pragma METAL fp contract(off)` forbid, in one way
+  for one row and in another for six: the check at load compares bits for 1 to 16 rows and for windows of any width;
 - that a pipeline has enough registers for its threads: 512 of the gated delta rule, 256 of attention. MLX refuses a
   launch of more than the pipeline takes, and stock ops compute instead;
 - the rounding of `precise::exp`, `exp2`, `log`, `sin`, `cos` and of division, which may differ from g++'s in the last
@@ -24,7 +25,16 @@ Only a Mac can show:
   beside each other, so that they share weights in a cache).
 """
 
-from .choice import MOST_ROWS, Candidate, KernelCheck, checks, chosen_kernel, identity, summary
+from .choice import MOST_ROWS, Candidate, KernelCheck, checks, chosen_kernel, identity, kernels_in_use
 from .device import on_metal
 
-__all__ = ["MOST_ROWS", "Candidate", "KernelCheck", "checks", "chosen_kernel", "identity", "on_metal", "summary"]
+__all__ = [
+    "MOST_ROWS",
+    "Candidate",
+    "KernelCheck",
+    "checks",
+    "chosen_kernel",
+    "identity",
+    "kernels_in_use",
+    "on_metal",
+]

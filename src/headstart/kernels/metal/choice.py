@@ -163,7 +163,7 @@ def checks() -> list[KernelCheck]:
     return list(_decided.values())
 
 
-def summary() -> str:
+def kernels_in_use() -> str:
     """Return in one line which kernels compute, and why stock ones where they do."""
     if stock_forced():
         return f"stock ({VARIABLE}=stock)"
