@@ -167,11 +167,13 @@ def kernels_in_use() -> str:
     """Return in one line which kernels compute, and why stock ones where they do."""
     if stock_forced():
         return f"stock ({VARIABLE}=stock)"
+    if not _decided:
+        return "stock (metal, nothing checked)"
     stock = [each for each in checks() if each.chosen == "stock"]
     inexact = [f"{each.operation} {each.shape}" for each in checks() if not each.exact]
     refused = sorted({f"{c.name}: {c.refused}" for each in stock for c in each.candidates if c.refused})
     parts = [f"metal, {len(_decided) - len(stock)} of {len(_decided)} operations"]
-    parts += [f"not exact: {', '.join(inexact)}"] * bool(inexact) + refused
+    parts += [f"not exact: {', '.join(inexact[:3])}"] * bool(inexact) + refused[:3]
     return f"{'native' if len(stock) < len(_decided) else 'stock'} ({'; '.join(parts)})"
 
 

@@ -31,7 +31,12 @@ from .norm import metal_norm, norm_shape
 from .products import SLICES, metal_products, metal_refusal, product_shape
 
 LOG = logging.getLogger("headstart")
-LENGTHS = (5, 300, 1021)  # of sequences, before the windows that attention is checked with
+LENGTHS: tuple[int, ...] = (
+    1021,
+    300,
+    5,
+)  # of sequences, before the windows that attention is checked with; the first is timed
+STRIDE = 64  # attention reads whole strides, as in `state/kv.py`
 DRAFTS = 3  # pending, of which each sequence accepts another number
 
 
@@ -191,17 +196,23 @@ def _attention(layer: nn.Module, dtype: mx.Dtype) -> Iterator[Operation]:
         return {"stock": stock, "metal": ours if plain and not refusal else refusal or "another rotation than RoPE"}
 
     def attentions() -> Mapping[str, Run | str]:
-        size = LENGTHS[-1] + WIDEST
+        def reach(b: slice, w: slice) -> int:
+            """Return how many positions are read: where a neighbour is longer, more."""
+            return -(-(max(LENGTHS[b]) + w.stop) // STRIDE) * STRIDE
+
+        size = reach(slice(None), slice(0, WIDEST))
         queries, both = _random(B, H, WIDEST, D, dtype=dtype), _random(B, WIDEST, 2 * H * D, dtype=dtype)
         keys, values = (_random(B, Hkv, size + i, D, dtype=dtype)[:, :, i:] for i in (0, 1))
 
         def stock(b: slice, w: slice) -> mx.array:
-            seen = mx.arange(size) <= (offset[b, None] + mx.arange(w.start, w.stop))[:, None, :, None]
-            return stock_attention(queries[b, :, w], both[b, w], keys[b], values[b], layer.scale, seen)
+            read, positions = reach(b, w), offset[b, None] + mx.arange(w.start, w.stop)
+            seen = mx.arange(read) <= positions[:, None, :, None]
+            buffers = keys[b, :, :read], values[b, :, :read]
+            return stock_attention(queries[b, :, w], both[b, w], *buffers, layer.scale, seen)
 
         def ours(b: slice, w: slice) -> mx.array:
             first = offset[b] + w.start
-            return metal_attend(queries[b, :, w], both[b, w], keys[b], values[b], first, layer.scale, size)
+            return metal_attend(queries[b, :, w], both[b, w], keys[b], values[b], first, layer.scale, reach(b, w))
 
         return {"stock": stock, "metal": refusal or ours}
 
