@@ -1,7 +1,8 @@
 // As much of Metal as our kernels use, on the CPU, over the fibers of cuda_on_cpu.h: a threadgroup is a block, a
 // simdgroup a warp. clang gives address spaces to pointers, so that a missing or wrong qualifier is an error.
 
-#pragma once
+#ifndef METAL_ON_CPU
+#define METAL_ON_CPU
 #include "cuda_on_cpu.h"
 
 #ifdef __clang__
@@ -59,3 +60,5 @@ inline float cos(float x) { return std::cos(x); }
 #define thread_position_in_grid (uint3{uint(blockIdx.x * blockDim.x + self->index.x), uint(blockIdx.y), uint(blockIdx.z)})
 #define thread_position_in_threadgroup (uint3{uint(self->index.x), uint(self->index.y), uint(self->index.z)})
 #define threadgroups_per_grid (uint3{uint(gridDim.x), uint(gridDim.y), uint(gridDim.z)})
+
+#endif
