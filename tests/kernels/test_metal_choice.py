@@ -13,6 +13,7 @@ import pytest
 
 from fixtures import random_model
 from headstart.kernels import cache, gated_delta, metal, products, selected
+from headstart.kernels.experts import stock_route
 from headstart.kernels.metal import choice, tune
 from headstart.kernels.metal.choice import TIMED, KernelCheck, checks, choose
 from headstart.kernels.metal.tune import choose_kernels, computes_rows_independently, operations
@@ -327,3 +328,16 @@ def test_every_operation_of_a_model_is_checked_when_it_is_loaded(
         assert all("Unable to build" in (each.refused or "") for each in ours)
     assert selected().startswith("native (cuda)" if mx.cuda.is_available() else "stock")
     assert computes_rows_independently(model.weights, model.dtype) == all(each.exact for each in checks())
+
+
+def test_routing_is_compared_by_expert_in_whatever_order_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reversed_route(logits: mx.array, top: int, normed: bool) -> tuple[mx.array, mx.array]:
+        indices, scores = stock_route(logits, top, normed)
+        return indices[..., ::-1], (scores[..., ::-1] * 1.005).astype(scores.dtype)  # and a bit of bfloat16 off
+
+    monkeypatch.setattr(tune, "metal_route", reversed_route)
+    mixture = random_model("moe").weights.layers[0].mlp
+    route = next(each for each in tune._mixture(mixture, mx.bfloat16) if each.operation == "route")
+    stock, ours = choice.decide(route).candidates
+    assert (stock.name, ours.name, ours.refused, ours.exact) == ("stock", "metal", None, True)
+    assert 0 < (ours.error or 0) < 1e-2

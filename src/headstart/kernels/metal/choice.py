@@ -75,7 +75,8 @@ def decide(operation: Operation, clock: Clock = time.perf_counter) -> KernelChec
     everything = slice(0, operation.sequences), slice(0, operation.width)
     stock = candidates["stock"]
     assert not isinstance(stock, str)
-    expected = stock(*everything)
+    expected = operation.comparable(stock(*everything))
+    allowed = TOLERANCE[expected.dtype]
     found: dict[str, Candidate] = {}
     usable: dict[str, Run] = {}
     for name, run in candidates.items():
@@ -84,8 +85,7 @@ def decide(operation: Operation, clock: Clock = time.perf_counter) -> KernelChec
             continue
         try:
             made = run(*everything)
-            error = _distance(operation.comparable(made), operation.comparable(expected))
-            allowed = TOLERANCE[expected.dtype]
+            error = _distance(operation.comparable(made), expected)
             wrong = None if error <= allowed else f"differs from stock ops by {error:.1e}, more than {allowed:.0e}"
             exact = wrong is None and _is_independent(operation, run, made)
             found[name] = Candidate(name, wrong, exact, error)

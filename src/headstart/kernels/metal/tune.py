@@ -133,7 +133,8 @@ def _mixture(module: nn.Module, dtype: mx.Dtype) -> Iterator[Operation]:
         for name in ("gate_proj", "up_proj", "down_proj"):
             yield _experts(switch[name], top, name == "down_proj", dtype)
     size = matrix_weights(module.shared_expert.down_proj).outputs
-    logits = _random(MOST_ROWS, 1, experts, dtype=dtype)
+    order = mx.argsort(_random(MOST_ROWS, 1, experts, dtype=mx.float32), axis=-1)
+    logits = mx.maximum(8 - order / 16, 0).astype(dtype)  # no equals among the best, of which any may be chosen
     parts, shared = _random(MOST_ROWS, 1, top, size, dtype=dtype), _random(MOST_ROWS, 1, size, dtype=dtype)
     scores, gate = mx.softmax(_random(MOST_ROWS, 1, top, dtype=dtype), axis=-1), _random(MOST_ROWS, 1, 1, dtype=dtype)
 
