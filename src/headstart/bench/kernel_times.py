@@ -9,14 +9,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from statistics import median
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kernels import selected
+from ..kernels import metal, selected
 from ..kernels.products import product, stock_product
 from ..models import Model
 from ..models.attention import attention
@@ -63,7 +62,7 @@ class KernelTime:
 def kernel_times(model: Model, progress: Callable[[str], None] = lambda doing: None) -> list[KernelTime]:
     """Return the operations of a model, each with what computes it, its checks and its times."""
     if mx.metal.is_available() and mx.default_device() == mx.gpu:
-        return [of_check(check) for check in import_module("headstart.kernels.metal").checks()]
+        return [of_check(check) for check in metal.checks()]
     times = []
     for operation in comparisons(model):
         progress(f"{operation.name} {operation.shape}")

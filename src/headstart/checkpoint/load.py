@@ -21,6 +21,7 @@ from mlx_lm.utils import load_tokenizer as load_mlx_lm_tokenizer
 from .. import models
 from ..errors import CheckpointError, HeadError
 from ..kernels import cpu
+from ..kernels.metal.tune import choose_kernels
 from ..models import memory
 from ..models.base import Norm
 from ..models.compiler import ensure_compiles
@@ -95,7 +96,9 @@ def load_model(
         model.weights.update(tree_unflatten([(name, array)]))
         del array
         mx.clear_cache()
-    if part is not None:
+    if part is None:
+        choose_kernels(model.weights, model.dtype)
+    else:  # machines that time kernels may choose different ones, and must not: they draft the same tokens
         model = part.fit(model)
     return replace(model, head_unavailable=decision.reason, default_k=decision.k, max_k=decision.max_k)
 

@@ -25,7 +25,7 @@ from ..state import PrefixCache
 from ..thread_exit import wait_at_exit
 from .batch import Batch
 from .depth import DepthController, pause_reason
-from .invariance import is_batch_invariant, max_invariant_k
+from .invariance import invariant_k, is_batch_invariant
 from .log import LOG, log_error
 from .memory import is_out_of_memory
 from .pending_step import PendingStep, build_step, launches_ahead
@@ -240,7 +240,7 @@ class Engine(Scheduler):
             k = self._choose_k()
         else:
             k = max(sequence.history.max_k for sequence in self.running)
-        k = min(k, remaining - 1, max_invariant_k(len(self.running)))
+        k = invariant_k(self.model, self.running, min(k, remaining - 1))
         following = build_step(self.model, self._batch, self.running, k, steady=self._steady)
         self._steady = True
         return following

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from ..kernels import metal
 from ..kernels.cuda import on_cuda
 from ..models import Model
 from ..sampling import Logprobs, logprobs
@@ -58,7 +59,7 @@ def _start(model: Model, sequence: SequenceState, prefix: PrefixCache | None) ->
     sequence.batch = batch
     sequence.started = sequence.started or time.perf_counter()
     exact = is_batch_invariant(model) and sequence.params.params.rule != "optimistic"
-    if generated and on_cuda():  # generated tokens are recomputed as a prompt, by other kernels
+    if generated and (on_cuda() or metal.on_metal()):  # they are recomputed as a prompt, by other kernels
         exact = False
     if prefix is not None:
         sequence.num_prefilled = _resume(model, batch, sequence.tokens, prefix)

@@ -1,6 +1,6 @@
 """Kernels for CPUs in C++, compiled on first use: `build.py` compiles, `load.py` loads, `kernels.h` lists them."""
 
-from .load import Loaded, available_cores, loaded, native
+from .load import VARIABLE, Loaded, available_cores, loaded, native, stock_forced
 from .ops import (
     TYPES,
     NativeResidual,
@@ -16,6 +16,7 @@ from .ops import (
 
 __all__ = [
     "TYPES",
+    "VARIABLE",
     "Loaded",
     "NativeResidual",
     "attend_window",
@@ -29,4 +30,5 @@ __all__ = [
     "native_gated_delta",
     "native_gated_delta_fits",
     "native_products",
+    "stock_forced",
 ]
