@@ -90,7 +90,8 @@ def load_model(
         mx.clear_cache()
     if part is not None:
         model = part.fit(model)
-    return replace(model, head_unavailable=decision.reason, default_k=decision.k, max_k=decision.max_k)
+    k, max_k, reason, copies = decision.k, decision.max_k, decision.reason, decision.copies
+    return replace(model, head_unavailable=reason, default_k=k, max_k=max_k, copies=copies)
 
 
 def _check_memory(path: Path, needed: int) -> None:

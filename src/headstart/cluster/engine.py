@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..engine import DepthController, Engine, Handle, Request
+from ..engine.depth import Plan
 from ..engine.memory import Footprint
 from ..engine.pending_step import PendingStep
 from ..engine.request import ignore_event
@@ -211,14 +212,14 @@ class Leader(ClusterEngine):
             self._requests += 1
             self.handles[self._requests] = sequence.handle
             request, params = sequence.handle.request, sequence.params
-            admitted.append(AdmittedRequest(self._requests, request, params.key, sequence.history.max_k))
+            admitted.append(AdmittedRequest(self._requests, request, params.key, sequence.max_k))
         self.link.broadcast(IterationStart(cancelled, admitted, self._progress()))
         return sequences
 
-    def _choose_k(self) -> int:
-        k = super()._choose_k()
-        self.link.broadcast(k)
-        return k
+    def _choose(self) -> Plan:
+        plan = super()._choose()
+        self.link.broadcast(plan)
+        return plan
 
 
 class Follower(ClusterEngine):
@@ -255,8 +256,8 @@ class Follower(ClusterEngine):
         handle = self.handles[admitted.number] = Handle(admitted.request, None, ignore_event)
         return SequenceState.of(handle, self.model, self.tokenizer, admitted.max_k, key=admitted.key)
 
-    def _choose_k(self) -> int:
-        k = self.link.receive()
-        if k is None:
+    def _choose(self) -> Plan:
+        plan = self.link.receive()
+        if plan is None:
             raise ClusterError("rank 0 has left in the middle of a step")
-        return int(k)
+        return Plan(*plan)

@@ -24,7 +24,7 @@ from ..models import Model
 from ..state import PrefixCache
 from ..thread_exit import wait_at_exit
 from .batch import Batch
-from .depth import DepthController, pause_reason
+from .depth import DepthController, Plan, pause_reason
 from .invariance import is_batch_invariant, max_invariant_k
 from .log import LOG, log_error
 from .memory import is_out_of_memory
@@ -95,8 +95,7 @@ class Engine(Scheduler):
     def warm_up(self) -> None:
         """Do the measurements that the first request would otherwise wait for. Call it before `run_once`."""
         is_batch_invariant(self.model)
-        if self.model.has_head:
-            self._calibrate(WARM_UP_BUDGET)
+        self._calibrate(WARM_UP_BUDGET)
 
     def prefill_all(self) -> None:
         """Prefill all requests that can be admitted, so that they start to decode together."""
@@ -165,7 +164,7 @@ class Engine(Scheduler):
     def _try_alone(self, sequence: SequenceState) -> None:
         """Run a step of this sequence alone, after a batch with it failed, to find out whether it is the cause."""
         assert sequence.batch is not None
-        pending = build_step(self.model, sequence.batch, [sequence], sequence.history.max_k)
+        pending = build_step(self.model, sequence.batch, [sequence], Plan(sequence.history.max_k))
         pending.start()
         self._emit(pending)
         sequence.suspect, sequence.cleared = False, True
@@ -238,16 +237,21 @@ class Engine(Scheduler):
             return None
         # A fixed k is a limit for its own sequence only: if any sequence leaves k open, the controller chooses.
         if any(sequence.auto_depth for sequence in self.running):
-            k = self._choose_k()
+            plan = self._choose()
         else:
-            k = max(sequence.history.max_k for sequence in self.running)
-        k = min(k, remaining - 1, max_invariant_k(len(self.running)))
-        following = build_step(self.model, self._batch, self.running, k, steady=self._steady)
+            plan = Plan(max(sequence.history.max_k for sequence in self.running))
+        plan = plan._replace(k=min(plan.k, remaining - 1, max_invariant_k(len(self.running))))
+        following = build_step(self.model, self._batch, self.running, plan, steady=self._steady)
         self._steady = True
         return following
 
-    def _choose_k(self) -> int:
-        return self.depth.choose([sequence.history for sequence in self.running])
+    def _choose(self) -> Plan:
+        for sequence in self.running:
+            if sequence.copies is not None:
+                sequence.copies.update(sequence.tokens, self.depth.copy_pool)
+        histories = [sequence.history for sequence in self.running]
+        unread = self._pending.k + 1 if self._pending is not None else 0
+        return self.depth.plan(histories, [sequence.copies for sequence in self.running], unread)
 
     def _finish_pending(self) -> None:
         """Wait for the pending step, if there is one, and hand out its tokens."""
@@ -259,7 +263,7 @@ class Engine(Scheduler):
         report: list[list[int]] = pending.report.tolist()  # type: ignore[assignment]  # the one synchronisation
         self._observe(pending, report)
         for index, sequence in enumerate(pending.sequences):
-            *tokens, accepted, proposed, finite = report[index]
+            *tokens, accepted, proposed, copied, finite = report[index]
             if sequence.finished:
                 continue
             try:
@@ -270,7 +274,7 @@ class Engine(Scheduler):
                 if self._batch is not None and sequence in self.running:
                     # `commit` raised the bound as if all drafts were accepted.
                     self._batch.trunk_state.bounds[self.running.index(sequence)] -= pending.k - accepted
-                pending.emit(index, tokens[: accepted + 1], proposed)
+                pending.emit(index, tokens[: accepted + 1], proposed, copied)
             except Exception as error:
                 sequence.fail(error)
         self._drop_finished()
@@ -281,14 +285,15 @@ class Engine(Scheduler):
         seconds = now - (self._last_finish if pending.steady else pending.started)
         self._last_finish = now
         running, outcomes = [], []
-        for sequence, (*_, accepted, proposed, _finite) in zip(pending.sequences, report, strict=True):
+        for sequence, (*_, accepted, proposed, copied, _finite) in zip(pending.sequences, report, strict=True):
             if not sequence.finished:
                 running.append(sequence)
-                outcomes.append((accepted, proposed))
+                outcomes.append((accepted, 0 if copied else proposed))
         timed = seconds if pending.steady and len(running) == len(pending.sequences) else None
-        self.depth.observe([sequence.history for sequence in running], pending.k, outcomes, timed)
+        histories = [sequence.history for sequence in running]
+        self.depth.observe(histories, pending.k, outcomes, timed, pending.plan.head)
         for sequence in running:
-            sequence.stats.count_depth(min(pending.k, sequence.history.max_k), seconds)
+            sequence.stats.count_depth(min(pending.k, sequence.max_k), seconds)
             if sequence.auto_depth:
                 sequence.stats.estimated_gain_by_k = list(self.depth.gains)
                 if pending.k == 0:

@@ -45,7 +45,7 @@ class EngineThread:
     def __init__(self, engine: Engine):
         engine.threaded = True
         self.engine = engine
-        self.settings = Settings(max_k=engine.model.max_k)
+        self.settings = Settings(max_k=engine.model.max_k or MAX_K)
         self.restarts = 0
         self.problem: str | None = None  # why the thread died
         self.closing = False  # new requests are refused

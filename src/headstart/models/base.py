@@ -113,7 +113,8 @@ class Model:
     weights: Weights
     head_unavailable: str | None = None  # why there is no head
     default_k: int = DEFAULT_K  # drafts a round to begin with
-    max_k: int = MAX_K  # most drafts a round
+    max_k: int = MAX_K  # most drafts of the head a round
+    copies: bool = True  # drafts may be copied from the context
     share: Share = field(default_factory=Alone)  # what of the trunk is on this machine
 
     @property
