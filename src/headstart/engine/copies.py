@@ -12,6 +12,7 @@ from ..limits import MAX_K
 from .draft_history import DraftHistory
 
 MATCH = 3  # least tokens that must repeat; the device compares as many
+LONGEST = 2 ** (MAX_K - 1)  # longer matches count like this one
 MEMORY = 0.97  # weight that earlier tokens of a sequence keep per token: some 30 tokens count
 
 
@@ -43,8 +44,9 @@ class CopyIndex:
             window = hash(tuple(tokens[max(end - MATCH, 0) : end]))
             before = self._positions.get(window)
             self._positions[window] = end
-            if not self.distance and before is not None and self._matches(tokens, end, before):
-                self.distance, self.length = end - before, MATCH
+            if not self.distance and before is not None:
+                self.length = _repeated(tokens, end, before)
+                self.distance = end - before if self.length >= MATCH else 0  # others only have the same hash
         self._seen = len(tokens)
 
     def survival(self, pool: DraftHistory, unread: int = 0) -> list[float]:
@@ -61,9 +63,13 @@ class CopyIndex:
             chances.append(chance)
         return chances[unread:]
 
-    def _matches(self, tokens: Sequence[int], end: int, before: int) -> bool:
-        """Rule out tokens that only have the same hash."""
-        return before >= MATCH and tokens[before - MATCH : before] == tokens[end - MATCH : end]
+
+def _repeated(tokens: Sequence[int], end: int, before: int) -> int:
+    """Return how many tokens up to `end` equal those up to `before`, at most LONGEST."""
+    for length in range(min(before, LONGEST)):
+        if tokens[before - 1 - length] != tokens[end - 1 - length]:
+            return length
+    return min(before, LONGEST)
 
 
 def _class(length: int) -> int:

@@ -193,7 +193,7 @@ class Engine(Scheduler):
         """Launch the next step, and hand out the tokens of the pending one: after that on a GPU, before it on a CPU,
         where a launch runs the step. With a grammar, each step is read before the next is built."""
         synchronous = self._is_synchronous()
-        if synchronous or (not self._ahead and self._pending_ends_a_sequence()):
+        if synchronous or (not self._ahead and (self._pending_ends_a_sequence() or self._is_copying())):
             self._finish_pending()
         self._requeue_for_memory()
         following = self._next_step()
@@ -213,6 +213,10 @@ class Engine(Scheduler):
 
     def _pending_ends_a_sequence(self) -> bool:
         return self._pending is not None and any(s.limit <= s.num_generated + 1 for s in self._pending.sequences)
+
+    def _is_copying(self) -> bool:
+        """Return whether a sequence repeats earlier tokens: to know whether it still does is worth a short wait."""
+        return any(sequence.copies is not None and sequence.copies.distance for sequence in self.running)
 
     def _requeue_for_memory(self) -> None:
         """Requeue the youngest sequences while the next step of the batch would not fit into memory."""
@@ -317,14 +321,6 @@ class Engine(Scheduler):
         if memory:
             self._empty_prefix()
         self._recompute_batch(sequences, "memory" if memory else "failure")
-
-    def _empty_prefix(self) -> bool:
-        """Empty the prefix cache. Return False if it was empty."""
-        if self.prefix is None or not self.prefix.stats().bytes:
-            return False
-        self.prefix.clear()
-        mx.clear_cache()
-        return True
 
     def _recompute_batch(self, sequences: list[SequenceState], reason: str) -> None:
         self._drop_batch()
