@@ -25,6 +25,7 @@ from headstart.sampling import SamplingParams
 from headstart.state import BatchState
 
 TOKENS = 96  # generated freely per prompt
+LONGEST = 160  # tokens of a text that are imposed
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +54,9 @@ class Text:
     answer: list[int] | None  # imposed, or None
 
 
-def decode(model: Model, text: Text, controller: DepthController | None, k: int | str) -> tuple[float, list[int], dict]:
+def decode(
+    model: Model, text: Text, controller: DepthController | None, k: int | str
+) -> tuple[float, list[int], dict]:
     """Return seconds per token after the first step, the tokens, and the stats."""
     tokens = TOKENS
     if text.answer is not None:
@@ -90,7 +93,7 @@ def main() -> None:
         if each.kind in texts and each.tuned == arguments.tuned:
             chat = [{"role": "user", "content": each.question}]
             prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, enable_thinking=False)
-            texts[each.kind].append(Text(list(prompt), list(tokenizer.encode(each.answer))))
+            texts[each.kind].append(Text(list(prompt), list(tokenizer.encode(each.answer))[:LONGEST]))
     for each in builtin_prompts():
         if each.kind in texts:
             texts[each.kind].append(Text(each.tokens(tokenizer), None))
@@ -100,8 +103,14 @@ def main() -> None:
     controllers = [DepthController(model.max_k, model.default_k) for _ in range(2)]
     for controller in controllers:
         controller.step_time.calibrate(times)
-    variants = {"all": (model, controllers[0], "auto"), "head": (alone, controllers[1], "auto"), "plain": (alone, None, 0)}
-    print("| kind | tokens | all ÷ head | head ÷ plain | all ÷ plain | tokens per round, all, head | copied, of proposed |")
+    variants = {
+        "all": (model, controllers[0], "auto"),
+        "head": (alone, controllers[1], "auto"),
+        "plain": (alone, None, 0),
+    }
+    print(
+        "| kind | tokens | all ÷ head | head ÷ plain | all ÷ plain | tokens per round, all, head | copied, of proposed |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for kind, several in texts.items():
         ratios, found = [], {name: [] for name in variants}
@@ -119,13 +128,17 @@ def main() -> None:
                         found[name].append((len(tokens), stats))
                 assert said == [said[0]] * len(said)
             if repeat:
-                ratios.append((spent["head"] / spent["all"], spent["plain"] / spent["head"], spent["plain"] / spent["all"]))
+                ratios.append(
+                    (spent["head"] / spent["all"], spent["plain"] / spent["head"], spent["plain"] / spent["all"])
+                )
         middle = [f"{statistics.median(column):.2f} ({min(column):.2f}–{max(column):.2f})" for column in zip(*ratios)]
         rounds = [
             sum(tokens for tokens, _ in found[name]) / sum(stats["rounds"] for _, stats in found[name])
             for name in ("all", "head")
         ]
-        copied = [sum(stats[f"{how}_by_source"]["copy"] for _, stats in found["all"]) for how in ("accepted", "proposed")]
+        copied = [
+            sum(stats[f"{how}_by_source"]["copy"] for _, stats in found["all"]) for how in ("accepted", "proposed")
+        ]
         generated = sum(tokens for tokens, _ in found["all"]) // arguments.repeats
         print(
             f"| {kind} | {generated} | {' | '.join(middle)} | {rounds[0]:.2f}, {rounds[1]:.2f} | "

@@ -24,7 +24,7 @@ from .step_time import StepTime
 
 POOL_MEMORY = 0.997  # the same for all sequences together: a new one starts from many texts, not from the last
 PRIOR_RATE = 0.75  # acceptance before anything was drafted
-HYSTERESIS = 0.03  # least gain for which k is raised
+HYSTERESIS = 0.03  # least gain for which k is raised, or the head left out
 EXPLORE_ROUNDS = 2  # length of an exploration: its first round is not timed
 EXPLORE_SHARE = 0.006  # share of the tokens that exploring a depth may cost
 EXPLORE_AFTER = 8  # least rounds between two explorations of a depth
@@ -80,7 +80,8 @@ class DepthController:
         sums = [(sum(copy[:k]), sum(head)) for copy, head in zip(copied, self._survivals(histories, k), strict=True)]
         longer = tuple(each * (copy > head) for each, (copy, head) in zip(distances, sums, strict=True))
         best = Plan(k, True, longer if any(longer) else ())
-        value, tokens = (n + sum(map(max, sums))) / self.step_time.seconds(n, k), float(n)
+        value = (1 + HYSTERESIS) * (n + sum(map(max, sums))) / self.step_time.seconds(n, k)
+        tokens = float(n)
         for j in range(max(map(len, copied))):
             tokens += sum(each[j] for each in copied if j < len(each))
             if (alone := tokens / self.step_time.seconds(n, j + 1, head=False)) > value:
