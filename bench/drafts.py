@@ -108,10 +108,8 @@ def main() -> None:
         "head": (alone, controllers[1], "auto"),
         "plain": (alone, None, 0),
     }
-    print(
-        "| kind | tokens | all ÷ head | head ÷ plain | all ÷ plain | tokens per round, all, head | copied, of proposed |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    titles = ["kind", "tokens", "all ÷ head", "head ÷ plain", "all ÷ plain", "per round (all, head)", "copied"]
+    print(f"| {' | '.join(titles)} |\n|{' --- |' * len(titles)}", flush=True)
     for kind, several in texts.items():
         ratios, found = [], {name: [] for name in variants}
         for repeat in range(arguments.repeats + 1):
@@ -128,10 +126,10 @@ def main() -> None:
                         found[name].append((len(tokens), stats))
                 assert said == [said[0]] * len(said)
             if repeat:
-                ratios.append(
-                    (spent["head"] / spent["all"], spent["plain"] / spent["head"], spent["plain"] / spent["all"])
-                )
-        middle = [f"{statistics.median(column):.2f} ({min(column):.2f}–{max(column):.2f})" for column in zip(*ratios)]
+                every, head, plain = spent["all"], spent["head"], spent["plain"]
+                ratios.append((head / every, plain / head, plain / every))
+        columns = zip(*ratios, strict=True)
+        middle = [f"{statistics.median(column):.2f} ({min(column):.2f}–{max(column):.2f})" for column in columns]
         rounds = [
             sum(tokens for tokens, _ in found[name]) / sum(stats["rounds"] for _, stats in found[name])
             for name in ("all", "head")

@@ -22,6 +22,7 @@ from ..models import memory
 from ..models.base import Norm
 from ..models.compiler import ensure_compiles
 from .config import printable_error, read_object
+from .draft_vocabulary import read_draft_tokens
 from .hub import resolve
 from .layout import read_layout
 from .parameters import Source, Stored, canonical, dequantize_fp8, is_head, parameter_shapes
@@ -90,6 +91,8 @@ def load_model(
         mx.clear_cache()
     if part is not None:
         model = part.fit(model)
+    if decision.drafts and split is None and (listed := read_draft_tokens(layout.path, model.vocabulary)):
+        model = model.with_draft_vocabulary(*listed)
     k, max_k, reason, copies = decision.k, decision.max_k, decision.reason, decision.copies
     return replace(model, head_unavailable=reason, default_k=k, max_k=max_k, copies=copies)
 

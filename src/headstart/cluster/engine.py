@@ -89,7 +89,7 @@ class ClusterEngine(Engine):
         """Take the machines, and the arguments of `Engine`."""
         assert isinstance(model.share, ParallelTrunk), "load it with cluster.load_part"
         self.link, self.comm, self.share = machines.link, machines.comm, model.share
-        depth = DepthController(model.max_k, model.default_k)
+        depth = DepthController.of(model)
         super().__init__(model, tokenizer, depth=depth, prefix=prefix, **engine)
         self._check_same_setup(prefix)  # also waits for the rank that takes longest to load the model
         self._position_bytes = int(model.config["hidden_size"]) * model.dtype.size

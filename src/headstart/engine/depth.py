@@ -18,11 +18,15 @@ from operator import mul
 from typing import NamedTuple
 
 from ..limits import DEFAULT_K, MAX_K
+from ..models import Model
 from .copies import CopyIndex
+from .draft import HeadUse
 from .draft_history import DraftHistory
 from .step_time import StepTime
 
 POOL_MEMORY = 0.997  # the same for all sequences together: a new one starts from many texts, not from the last
+COVERAGE = 0.9  # of a draft vocabulary, before anything was generated
+COVERAGE_RATE = 0.01  # weight of a token in it
 PRIOR_RATE = 0.75  # acceptance before anything was drafted
 HYSTERESIS = 0.03  # least gain for which k is raised, or the head left out
 EXPLORE_ROUNDS = 2  # length of an exploration: its first round is not timed
@@ -34,7 +38,7 @@ class Plan(NamedTuple):
     """What to draft in a step."""
 
     k: int
-    head: bool = True  # the head drafts; otherwise only copies are verified
+    head: int = HeadUse.FULL  # what the head does; without it only copies are verified
     distances: tuple[int, ...] = ()  # how far back each sequence copies from, 0 for none; empty if none does
 
 
@@ -52,12 +56,16 @@ class Exploration:
 class DepthController:
     """Depth controller of one model. All sequences of a batch share a depth, so it maximises their total."""
 
-    def __init__(self, max_k: int = MAX_K, start: int = DEFAULT_K):
+    def __init__(self, max_k: int = MAX_K, start: int = DEFAULT_K, reduced: bool = False):
+        """Start at depth `start`. `reduced`: the head may score the draft vocabulary only."""
         self.max_k = max_k
+        self.reduced = reduced
+        self.coverage = COVERAGE  # share of the generated tokens that are in the draft vocabulary
         self.step_time = StepTime()
         self.gains: list[float] = []  # tokens per second relative to k = 0, by k, as of the last choice
         self.copy_pool = DraftHistory(memory=POOL_MEMORY)  # of the copies of all sequences
         self._pool = DraftHistory(memory=POOL_MEMORY)  # of the head's drafts for all sequences
+        self._heads: list[HeadUse] = []  # the better head by k, as of the last choice
         self._current = start
         self._value = 0.0  # expected tokens per second at `_current`
         self._exploration: Exploration | None = None
@@ -65,6 +73,10 @@ class DepthController:
         self._rounds: Counter[int] = Counter()  # by batch size
         self._ran: dict[tuple[int, int], int] = {}  # the last of these rounds that ran (n, k)
         self._timed = True  # whether the last step was
+
+    @classmethod
+    def of(cls, model: Model) -> "DepthController":
+        return cls(model.max_k, model.default_k, reduced=model.draft_vocabulary is not None)
 
     def plan(self, histories: Sequence[DraftHistory], copies: Sequence[CopyIndex | None], unread: int = 0) -> Plan:
         """Return what to draft in the next step.
@@ -74,18 +86,18 @@ class DepthController:
         k, n = self.choose(histories), len(histories)
         copied = [[] if each is None else each.survival(self.copy_pool, unread) for each in copies]
         if not any(copied):
-            return Plan(k)
+            return Plan(k, self._heads[k])
         # With the head, a sequence copies where that is expected to be longer than what the head drafts.
         distances = tuple(each.distance if each is not None else 0 for each in copies)
         sums = [(sum(copy[:k]), sum(head)) for copy, head in zip(copied, self._survivals(histories, k), strict=True)]
         longer = tuple(each * (copy > head) for each, (copy, head) in zip(distances, sums, strict=True))
-        best = Plan(k, True, longer if any(longer) else ())
-        value = (1 + HYSTERESIS) * (n + sum(map(max, sums))) / self.step_time.seconds(n, k)
+        best = Plan(k, self._heads[k], longer if any(longer) else ())
+        value = (1 + HYSTERESIS) * (n + sum(map(max, sums))) / self.step_time.seconds(n, k, best.head)
         tokens = float(n)
         for j in range(max(map(len, copied))):
             tokens += sum(each[j] for each in copied if j < len(each))
-            if (alone := tokens / self.step_time.seconds(n, j + 1, head=False)) > value:
-                best, value = Plan(j + 1, False, distances), alone
+            if (alone := tokens / self.step_time.seconds(n, j + 1, HeadUse.NONE)) > value:
+                best, value = Plan(j + 1, HeadUse.NONE, distances), alone
         return best
 
     def choose(self, histories: Sequence[DraftHistory]) -> int:
@@ -93,11 +105,11 @@ class DepthController:
         n = len(histories)
         most = min(self.max_k, max((each.max_k for each in histories), default=0))
         if most == 0:
+            self._heads = [HeadUse.FULL]
             return 0
         self._round += 1
         self._rounds[n] += 1
-        seconds = [self.step_time.seconds(n, k) for k in range(most + 1)]
-        values = [tokens / time for tokens, time in zip(self._expected(histories, most), seconds, strict=True)]
+        values, seconds = self._values(histories, most)
         self.gains = [value / values[0] for value in values]
         best = max(range(most + 1), key=values.__getitem__)
         least = 1 + HYSTERESIS if best > self._current else 1.0
@@ -115,7 +127,7 @@ class DepthController:
         k: int,
         outcomes: Sequence[tuple[int, int]],
         seconds: float | None,
-        head: bool = True,
+        head: int = HeadUse.FULL,
     ) -> None:
         """Learn from a finished step: (accepted, proposed by the head) of each sequence, and its time if known."""
         if not histories:
@@ -129,19 +141,32 @@ class DepthController:
         exploration = self._exploration
         if head and exploration is not None and (exploration.n, exploration.k) == (n, k):
             tokens = sum(accepted + 1 for accepted, _ in outcomes)
-            exploration.pays = exploration.pays and tokens > self._value * self.step_time.seconds(n, k)
+            exploration.pays = exploration.pays and tokens > self._value * self.step_time.seconds(n, k, head)
             if exploration.pays:
                 exploration.left = max(exploration.left, 1)
 
-    def _expected(self, histories: Sequence[DraftHistory], most: int) -> list[float]:
-        """Return the expected tokens of a step by k = 0..most, all sequences together."""
-        tokens = [float(len(histories))] + [0.0] * most
-        for survival in self._survivals(histories, most):
-            for j, chance in enumerate(survival):
-                tokens[j + 1] += chance
-        for k in range(most):
-            tokens[k + 1] += tokens[k]
-        return tokens
+    def observe_coverage(self, inside: int, tokens: int) -> None:
+        """Learn how many of the generated tokens are in the draft vocabulary."""
+        for number in range(tokens):
+            self.coverage += COVERAGE_RATE * ((number < inside) - self.coverage)
+
+    def _values(self, histories: Sequence[DraftHistory], most: int) -> tuple[list[float], list[float]]:
+        """Return the expected tokens per second by k = 0..most, and the seconds of such a step, with the better head.
+
+        The reduced head drafts what the full one would, if that is in its vocabulary.
+        """
+        n, survivals = len(histories), self._survivals(histories, most)
+        found = []
+        for head in (HeadUse.FULL, HeadUse.REDUCED) if self.reduced else (HeadUse.FULL,):
+            covered = self.coverage if head == HeadUse.REDUCED else 1.0
+            tokens = float(n)
+            for k in range(most + 1):
+                tokens += sum(each[k - 1] for each in survivals if 0 < k <= len(each)) * covered**k
+                seconds = self.step_time.seconds(n, k, head)
+                found.append((tokens / seconds, seconds, head, k))
+        best = [max(each for each in found if each[3] == k) for k in range(most + 1)]
+        self._heads = [head for _, _, head, _ in best]
+        return [value for value, *_ in best], [seconds for _, seconds, *_ in best]
 
     def _survivals(self, histories: Sequence[DraftHistory], most: int) -> list[list[float]]:
         """Return, by sequence and position, the chance that the head's draft and all before it are accepted."""

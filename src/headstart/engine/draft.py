@@ -7,6 +7,7 @@ which leaves it at the certain ones and serves models without a head.
 """
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 
 import mlx.core as mx
 
@@ -15,11 +16,22 @@ from ..sampling import Proposal, propose, propose_certain
 from .batch import Batch, UnseenPairs
 from .copies import MATCH
 
+
+class HeadUse(IntEnum):
+    """What the head does in a step."""
+
+    NONE = 0
+    FULL = 1
+    REDUCED = 2  # it scores the model's draft vocabulary only
+
+
 # (model, batch, k, certain): `certain` are tokens [B, k] from the left, then -1; None if there are none.
 Source = Callable[[Model, Batch, int, mx.array | None], Proposal]
 
 
-def head_drafts(model: Model, batch: Batch, k: int, certain: mx.array | None = None) -> Proposal:
+def head_drafts(
+    model: Model, batch: Batch, k: int, certain: mx.array | None = None, *, reduced: bool = False
+) -> Proposal:
     """Return k drafts [B, k] after `batch.last`, and let the head catch up with what was committed.
 
     The head predicts a token from a pair: the hidden state of one position and the token of the next. The newest pair
@@ -29,6 +41,8 @@ def head_drafts(model: Model, batch: Batch, k: int, certain: mx.array | None = N
     At k = 0 the head does not run. When drafting resumes it replays at most the last `RESUME_PAIRS` pairs that it
     missed, written directly after what its cache holds: older ones never enter it, and its positions stay behind the
     trunk's. A full replay would cost what pausing saves; this way about 2% fewer drafts are accepted.
+
+    `reduced`: only tokens of the model's draft vocabulary are scored.
     """
     proposal = Proposal(mx.zeros((batch.size, 0), mx.int32), [])
     if k == 0:
@@ -38,7 +52,10 @@ def head_drafts(model: Model, batch: Batch, k: int, certain: mx.array | None = N
     context = batch.context()
     for j in range(k):
         given = certain[:, j : j + 1] if certain is not None else None
-        proposal = propose(model.draft_logits(hidden), proposal, context, given)
+        logits = model.draft_logits(hidden, reduced)
+        if reduced and model.draft_vocabulary is not None:
+            logits = model.draft_vocabulary.full(logits, model.vocabulary)
+        proposal = propose(logits, proposal, context, given)
         if j < k - 1:
             # This pair is written past the head's committed ones: later drafts see it, the next step overwrites it.
             outputs = run_head(model, batch, hidden, proposal.tokens[:, -1:], ahead=j)

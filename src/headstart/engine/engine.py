@@ -61,7 +61,7 @@ class Engine(Scheduler):
         """
         super().__init__(model, tokenizer, max_sequences, max_queue, memory_limit, prefix)
         maybe_set_recommended_wired_limit()  # Metal: keep the weights resident
-        self.depth = depth or _controllers.setdefault(model, DepthController(model.max_k, model.default_k))
+        self.depth = depth or _controllers.setdefault(model, DepthController.of(model))
         self.communication_seconds = 0.0  # between machines, in all rounds
         self.retries = 0  # decode steps and prefill chunks that failed and were run again
         self.recomputed: Counter[str] = Counter()  # sequences that lost their KV cache, by reason
@@ -250,12 +250,9 @@ class Engine(Scheduler):
         return following
 
     def _choose(self) -> Plan:
-        for sequence in self.running:
-            if sequence.copies is not None:
-                sequence.copies.update(sequence.tokens, self.depth.copy_pool)
-        histories = [sequence.history for sequence in self.running]
+        copies = [sequence.find_copies(self.depth.copy_pool) for sequence in self.running]
         unread = self._pending.k + 1 if self._pending is not None else 0
-        return self.depth.plan(histories, [sequence.copies for sequence in self.running], unread)
+        return self.depth.plan([sequence.history for sequence in self.running], copies, unread)
 
     def _finish_pending(self) -> None:
         """Wait for the pending step, if there is one, and hand out its tokens."""
@@ -288,11 +285,13 @@ class Engine(Scheduler):
         now = time.perf_counter()
         seconds = now - (self._last_finish if pending.steady else pending.started)
         self._last_finish = now
-        running, outcomes = [], []
-        for sequence, (*_, accepted, proposed, copied, _finite) in zip(pending.sequences, report, strict=True):
+        running, outcomes, listed = [], [], self.model.draft_vocabulary
+        for sequence, line in zip(pending.sequences, report, strict=True):
             if not sequence.finished:
                 running.append(sequence)
-                outcomes.append((accepted, 0 if copied else proposed))
+                outcomes.append(pending.outcome(line, listed))
+                if listed is not None:
+                    self.depth.observe_coverage(*listed.count(line[: outcomes[-1][0] + 1]))
         timed = seconds if pending.steady and len(running) == len(pending.sequences) else None
         histories = [sequence.history for sequence in running]
         self.depth.observe(histories, pending.k, outcomes, timed, pending.plan.head)

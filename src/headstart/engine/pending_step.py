@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..models import Model
+from ..models.draft_vocabulary import DraftVocabulary
 from ..sampling import GrammarMasks, Logprobs
 from .batch import Batch
 from .depth import Plan
+from .draft import HeadUse
 from .sequence import SequenceState
 from .step import step
 
@@ -34,6 +36,17 @@ class PendingStep:
         self.started = time.perf_counter()
         mx.async_eval(*self.arrays)
         self.arrays = []  # without these references the next step can update buffers in place
+
+    def outcome(self, line: list[int], listed: DraftVocabulary | None) -> tuple[int, int]:
+        """Return from a line of the report how many drafts were accepted, and how many the head proposed.
+
+        A token that the reduced head does not know says nothing of how often the full head is right.
+        """
+        *tokens, accepted, proposed, copied, _ = line
+        if copied:
+            return accepted, 0
+        unknown = self.plan.head == HeadUse.REDUCED and listed is not None and tokens[accepted] not in listed.tokens
+        return accepted, accepted if unknown else proposed
 
     def emit(self, index: int, tokens: list[int], proposed: int, copied: int) -> None:
         """Hand the sequence at `index` its tokens, and what it wants of logits and log-probabilities."""

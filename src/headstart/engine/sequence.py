@@ -110,6 +110,12 @@ class SequenceState:
     def limit(self) -> int:
         return self.params.limit
 
+    def find_copies(self, pool: DraftHistory) -> CopyIndex | None:
+        """Return what its newest tokens repeat; `pool` counts how often copies go on."""
+        if self.copies is not None:
+            self.copies.update(self.tokens, pool)
+        return self.copies
+
     def emit(
         self,
         tokens: list[int],

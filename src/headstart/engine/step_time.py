@@ -3,7 +3,7 @@
 log(seconds) = pace + level(n, k). The pace is the machine's speed right now: a busy or hot machine slows every step
 alike. The level is what n and k cost beside each other. A pair (n, k) that was timed has a level of its own; any
 other follows a linear model, fixed + sequence·n + draft·k + position·n·k, shifted to the nearest depth that was
-timed with n sequences. A step of copies alone does not run the head: it has a level of its own, and no draft·k.
+timed with n sequences. `draft` depends on what the head does: it scores all tokens, or some, or does not run.
 
 While one depth runs on, an unexpected timing is put down to the pace. Only the steps just after a change of depth
 compare two depths at one pace, so only those change the levels.
@@ -19,13 +19,15 @@ import mlx.core as mx
 
 from ..models import Model
 from .batch import Batch
+from .draft import HeadUse
 from .step import prefill_prompts, step
 
 SMOOTHING = 0.25  # share of a surprise that the pace takes up, and the resume cost
 CLIP = 0.35  # largest surprise that counts, as a logarithm: one outlier must not rule a depth out
 COMPARED = 4  # steps after a change of depth, the first not timed, that compare it with the depth before
 FADING = 0.992  # weight that earlier timings of a pair keep per step: what drafts cost may drift
-INITIAL_MODEL = (0.6, 0.15, 0.06, 0.1)  # before anything was timed: fixed, sequence, draft, position
+# Before anything was timed: fixed, sequence, draft, draft of the reduced head, position.
+INITIAL_MODEL = (0.6, 0.15, 0.06, 0.05, 0.1)
 
 PROMPT = [3, 5, 7, 11, 13, 17, 19, 23]
 DEEPER = (3, 7)  # depths timed besides 0 and 1
@@ -41,7 +43,7 @@ class Cell(NamedTuple):
 
     n: int  # sequences
     k: int
-    head: bool = True  # at k = 0 without meaning
+    head: int = HeadUse.FULL  # what the head does; at k = 0 without meaning
 
 
 @dataclass
@@ -77,17 +79,17 @@ class StepTime:
             cell = Cell(*each)
             self.timings.setdefault(cell.n, {})[cell] = Timing(logs[cell] - self._pace, len(times))
 
-    def seconds(self, n: int, k: int, head: bool = True) -> float:
+    def seconds(self, n: int, k: int, head: int = HeadUse.FULL) -> float:
         """Return the estimated seconds of a step of n sequences with k drafts each."""
-        return math.exp(self._pace + self._level(Cell(n, k, head or not k)))
+        return math.exp(self._pace + self._level(Cell(n, k, head if k else HeadUse.FULL)))
 
-    def observe(self, n: int, k: int, seconds: float | None, head: bool = True) -> None:
+    def observe(self, n: int, k: int, seconds: float | None, head: int = HeadUse.FULL) -> None:
         """Learn from a step that took `seconds`; None if its time is not known.
 
         The first step at another depth also pays for what the depth before left over (drafts to drop, tokens the
         head has not seen), so it only updates the cost of resuming.
         """
-        before, cell = self._last, Cell(n, k, head or not k)
+        before, cell = self._last, Cell(n, k, head if k else HeadUse.FULL)
         self._last = cell if seconds is not None else None
         self._steps += 1
         self._repeats = self._repeats + 1 if before == cell else 1
@@ -95,7 +97,7 @@ class StepTime:
             return
         if self._repeats == 1:
             if k and head and before == Cell(n, 0):
-                self.resume += SMOOTHING * (_clipped(math.log(seconds / self.seconds(n, k))) - self.resume)
+                self.resume += SMOOTHING * (_clipped(math.log(seconds / self.seconds(n, k, head))) - self.resume)
             return
         if not self.timings:
             self._pace = math.log(seconds) - self._modelled(cell)
@@ -127,9 +129,10 @@ class StepTime:
         self._model = [term * math.exp(rate * share) for term, share in zip(self._model, shares, strict=True)]
 
 
-def _factors(cell: Cell) -> tuple[int, int, int, int]:
+def _factors(cell: Cell) -> tuple[int, ...]:
     """Return what the terms of the linear model are multiplied with."""
-    return 1, cell.n, cell.k * cell.head, cell.n * cell.k
+    drafts = [cell.k * (cell.head == each) for each in (HeadUse.FULL, HeadUse.REDUCED)]
+    return 1, cell.n, *drafts, cell.n * cell.k
 
 
 def _clipped(surprise: float) -> float:
@@ -145,9 +148,11 @@ def time_steps(model: Model, max_k: int, max_sequences: int, budget: float = BUD
     tokens = [token % model.vocabulary for token in PROMPT]
     prompts = [tokens[i:] + tokens[:i] for i in range(CALIBRATION_BATCH)]  # different ones use more MoE experts
     batched = min(CALIBRATION_BATCH, max_sequences)
-    plan = [Cell(1, 0), Cell(1, COPIED, False), Cell(batched, 0)]
+    plan = [Cell(1, 0), Cell(1, COPIED, HeadUse.NONE), Cell(batched, 0)]
     if max_k:
         plan = [Cell(1, 0), Cell(1, 1), *plan, Cell(batched, 1), *(Cell(1, k) for k in DEEPER if k <= max_k)]
+        if model.draft_vocabulary is not None:
+            plan += [Cell(1, min(DEEPER[0], max_k), HeadUse.REDUCED)]
     plan = list(dict.fromkeys(plan))
     times: dict[Cell, list[float]] = {}
     batches: dict[int, Batch] = {}

@@ -42,6 +42,8 @@ class Proposal(NamedTuple):
 def propose(logits: mx.array, proposal: Proposal, context: BatchContext, certain: mx.array | None = None) -> Proposal:
     """Add one draft to each sequence, sampled from the head's logits [B, 1, V] as the target would be.
 
+    Tokens with a logit of -inf are never drafted: the ratio rule then draws them after a rejection.
+
     Args:
         certain: [B, 1], a draft that is certain whatever the head says, -1 where there is none.
     """
