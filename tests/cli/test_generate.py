@@ -85,7 +85,7 @@ def test_the_head_can_be_left_out(arguments: list[str], env: dict[str, str] | No
 
 def test_a_flag_goes_before_the_environment() -> None:
     stats = run_json("-p", QUESTION, "-n", "2", "--mtp", env={"HEADSTART_MTP": "0"})["stats"]
-    assert stats["drafter_kind"] == "native_mtp"
+    assert stats["drafter_kind"] == "native_mtp+copy"
 
 
 def test_raw_goes_on_from_the_prompt_itself() -> None:

@@ -18,7 +18,8 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from ..errors import RequestError
 
-KINDS = ("code", "prose", "chat", "repetitive")  # of the built-in prompts
+KINDS = ("code", "prose", "chat", "repetitive")  # of the built-in prompts, by default
+COPYING = ("edit", "json")  # whose answers repeat a part of the prompt
 LENGTHS = {"short": 50, "medium": 400, "long": 1600}  # words of made-up prompts
 OWN = "own"  # the kind of a user's prompts that have none
 EXPECTED = 'Write {"text": "…"} or {"messages": [{"role": "…", "content": "…"}]}, and give it a "kind" if you like.'
@@ -92,7 +93,7 @@ def prompt_source(names: Sequence[str]) -> PromptSource:
         elif name.isdecimal() and int(name):
             words[f"{name} words"] = int(name)
         else:
-            for prompt in builtin_prompts([name]) if name in KINDS else read_prompts(Path(name)):
+            for prompt in builtin_prompts([name]) if name in (*KINDS, *COPYING) else read_prompts(Path(name)):
                 given.setdefault(prompt.kind, []).append(prompt)
     return PromptSource(given, words)
 
@@ -108,7 +109,7 @@ def read_prompts(path: Path) -> list[BenchPrompt]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeError) as error:
-        known = ", ".join((*KINDS, *LENGTHS))
+        known = ", ".join((*KINDS, *LENGTHS, *COPYING))
         raise RequestError(
             f"--prompts {path}: not one of {known}, not a number of words, and cannot be read as a file: {error}"
         ) from error

@@ -32,9 +32,9 @@ def bench_command(
     prompts: str | None = Option(
         None,
         metavar="LIST",
-        help="Kinds (code, prose, chat, repetitive), lengths (short, medium, long, or a number of words), or files: "
-        "a prompt per line, or .jsonl.",
-        show_default="all kinds; with --url all lengths",
+        help="Kinds (code, prose, chat, repetitive, edit, json), lengths (short, medium, long, or a number of words), "
+        "or files: a prompt per line, or .jsonl.",
+        show_default="the first four kinds; with --url all lengths",
     ),
     tokens: int = Option(64, "--tokens", "-n", help="Tokens per sequence."),
     repeats: int = Option(3, help="Interleaved repeats of everything."),

@@ -27,6 +27,7 @@ class Look(NamedTuple):
 
 LOOKS: dict["Origin", Look] = {
     "draft": Look("green", "+", "accepted draft"),
+    "copy": Look("blue", "=", "accepted copy from the context"),
     "correction": Look("bold red", "!", "correction of a draft"),
     "bonus": Look("cyan", "*", "bonus after accepted drafts"),
     "plain": Look("", "", "plain"),

@@ -17,7 +17,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..engine import EngineThread, Settings
 from ..errors import RequestError
-from ..limits import MAX_K
 from .errors import Refusal, refuse
 from .log import LOG
 
@@ -50,7 +49,7 @@ class Preferences:
         self._problem: str | None = None
         self._unsaved: dict[str, Any] = {}  # set, but not written to the file
         if saved := self._read():
-            limit = engine_thread.engine.model.max_k or MAX_K  # the file may have been written for another model
+            limit = engine_thread.engine.model.max_k  # the file may have been written for another model
             engine_thread.configure(**saved | {"max_k": min(saved.get("max_k", limit), limit)})
 
     def report(self) -> dict[str, Any]:
@@ -61,10 +60,10 @@ class Preferences:
         """Apply a change to new requests, whether or not it can be saved. Callable from any thread."""
         given, model = change.given, self._engine_thread.engine.model
         for name in given:
-            if given[name] and not model.has_head and not model.copies:
+            if given[name] and not model.has_head:
                 refuse(name, f"this model cannot draft: {model.head_unavailable}", "unsupported")
-        if given.get("max_k", 0) > (model.max_k or MAX_K):
-            message = f"max_k is {given['max_k']}; this model drafts at most {model.max_k or MAX_K}"
+        if given.get("max_k", 0) > model.max_k:
+            message = f"max_k is {given['max_k']}; this model drafts at most {model.max_k}"
             raise Refusal(400, message, param="max_k", code="invalid_value")
         with self._lock:
             self._engine_thread.configure(**given)
