@@ -32,7 +32,7 @@ def bench_command(
     prompts: str | None = Option(
         None,
         metavar="LIST",
-        help="Kinds (code, prose, chat, repetitive, edit, json), lengths (short, medium, long, or a number of words), "
+        help="Kinds (code, prose, chat, repetitive, edit, json), lengths (short, medium, long, or a number of words) "
         "or files: a prompt per line, or .jsonl.",
         show_default="the first four kinds; with --url all lengths",
     ),
