@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.bench.prompts import KINDS, builtin_prompts, prompt_source, read_prompts
+from headstart.bench.prompts import COPYING, KINDS, builtin_prompts, prompt_source, read_prompts
 from headstart.checkpoint import load_tokenizer, resolve
 from headstart.errors import RequestError
 
@@ -14,6 +14,13 @@ def test_every_kind_has_eight_prompts_that_differ() -> None:
     prompts = builtin_prompts()
     for kind in KINDS:
         assert len({prompt for prompt in map(repr, prompts) if f"kind='{kind}'" in prompt}) == 8
+
+
+def test_prompts_whose_answers_repeat_them_are_used_where_they_are_named() -> None:
+    source = prompt_source(COPYING)
+    assert source.names == ["edit", "json"]
+    assert len({source.prompt(kind, number).as_text for kind in COPYING for number in range(8)}) == 8
+    assert not set(COPYING) & {prompt.kind for prompt in builtin_prompts()}
 
 
 def test_kinds_lengths_and_files_are_chosen_together_and_an_unknown_name_is_refused(tmp_path: Path) -> None:

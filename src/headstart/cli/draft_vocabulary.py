@@ -28,7 +28,7 @@ def draft_vocabulary_command(
     folder = find_model(model)
     vocabulary = int(text_config(read_layout(folder).config)["vocab_size"])
     if size >= vocabulary:
-        raise RequestError(f"--size is {size}, and the model has {vocabulary} tokens: a smaller list is faster")
+        raise RequestError(f"--size is {size}, but the model has {vocabulary} tokens. Use a smaller --size")
     counts: Counter[int] = Counter()
     tokenizer = load_tokenizer(folder) if text else None
     for file in text or ():
