@@ -96,7 +96,7 @@ class Rigged:
         self.honest = loop.head_drafts
         monkeypatch.setattr(loop, "head_drafts", self.draft)
 
-    def draft(self, model: Model, batch: Batch, k: int, forced: object) -> Proposal:
+    def draft(self, model: Model, batch: Batch, k: int, forced: object, reduced: bool) -> Proposal:
         own = self.honest(model, batch, k)
         assert own.tokens.shape == (batch.size, k)
         rows = []
