@@ -27,6 +27,7 @@ from ..models.base import Norm
 from ..models.compiler import ensure_compiles
 from ..models.memory import Footprint
 from .config import printable_error, read_object
+from .draft_vocabulary import read_draft_tokens
 from .hub import resolve
 from .layout import read_layout
 from .names import canonical, is_head
@@ -100,7 +101,10 @@ def load_model(
         choose_kernels(model.weights, model.dtype)
     else:  # machines that time kernels may choose different ones, and must not: they draft the same tokens
         model = part.fit(model)
-    return replace(model, head_unavailable=decision.reason, default_k=decision.k, max_k=decision.max_k)
+    if decision.drafts and split is None and (listed := read_draft_tokens(layout.path, model.vocabulary)):
+        model = model.with_draft_vocabulary(*listed)
+    k, max_k, reason, copies = decision.k, decision.max_k, decision.reason, decision.copies
+    return replace(model, head_unavailable=reason, default_k=k, max_k=max_k, copies=copies)
 
 
 def _check_memory(path: Path, weights: int, footprint: Footprint) -> None:

@@ -15,7 +15,9 @@ Rule = Literal["auto", "ratio", "coupled", "optimistic"]
 
 MTP = Option(None, "--mtp/--no-mtp", help="Load the MTP head or not.", show_default="yes, unless HEADSTART_MTP is 0")
 SPLIT = Option("tensor", help="Under mlx.launch: machines share every layer, or have some layers each.")
-SHOW_DRAFTS = Option(False, "--show-drafts", help="Show where tokens came from: draft, correction, bonus or plain.")
+SHOW_DRAFTS = Option(
+    False, "--show-drafts", help="Show where tokens came from: draft, copy, correction, bonus or plain."
+)
 DRY_RUN = Option(False, "--dry-run", help="Show the plan and its sizes, and write nothing.")
 MTP_BITS = Option(
     None, metavar="keep|2..8", help="Bits of the head, but of `mtp.fc`.", show_default="8 if the rest is quantised"

@@ -17,6 +17,7 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..engine import DepthController, Engine, Handle, Request
+from ..engine.depth import Plan
 from ..engine.pending_step import PendingStep
 from ..engine.request import ignore_event
 from ..engine.sequence import SequenceState
@@ -88,7 +89,7 @@ class ClusterEngine(Engine):
         """Take the machines, and the arguments of `Engine`."""
         assert isinstance(model.share, ParallelTrunk), "load it with cluster.load_part"
         self.link, self.comm = machines.link, machines.comm
-        depth = DepthController(model.max_k, model.default_k)
+        depth = DepthController.of(model)
         super().__init__(model, tokenizer, depth=depth, prefix=prefix, **engine)
         self._check_same_setup(prefix)  # also waits for the rank that takes longest to load the model
         with self.link.iteration():
@@ -202,14 +203,14 @@ class Leader(ClusterEngine):
             self._requests += 1
             self.handles[self._requests] = sequence.handle
             request, params = sequence.handle.request, sequence.params
-            admitted.append(AdmittedRequest(self._requests, request, params.key, sequence.history.max_k))
+            admitted.append(AdmittedRequest(self._requests, request, params.key, sequence.max_k))
         self.link.broadcast(IterationStart(cancelled, admitted, self._progress()))
         return sequences
 
-    def _choose_k(self) -> int:
-        k = super()._choose_k()
-        self.link.broadcast(k)
-        return k
+    def _choose(self) -> Plan:
+        plan = super()._choose()
+        self.link.broadcast(plan)
+        return plan
 
 
 class Follower(ClusterEngine):
@@ -246,8 +247,8 @@ class Follower(ClusterEngine):
         handle = self.handles[admitted.number] = Handle(admitted.request, None, ignore_event)
         return SequenceState.of(handle, self.model, self.tokenizer, admitted.max_k, key=admitted.key)
 
-    def _choose_k(self) -> int:
-        k = self.link.receive()
-        if k is None:
+    def _choose(self) -> Plan:
+        plan = self.link.receive()
+        if plan is None:
             raise ClusterError("rank 0 has left in the middle of a step")
-        return int(k)
+        return Plan(*plan)

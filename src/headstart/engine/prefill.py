@@ -55,7 +55,7 @@ def prefill_chunk(model: Model, sequence: SequenceState, prefix: PrefixCache | N
 def _start(model: Model, sequence: SequenceState, prefix: PrefixCache | None) -> None:
     """Make the sequence's own batch, with what the prefix cache holds of its tokens."""
     generated, stats = sequence.num_generated, sequence.stats
-    batch = Batch.of_one(model, sequence.tokens, sequence.params, sequence.history.max_k, generated, stats.rounds)
+    batch = Batch.of_one(model, sequence.tokens, sequence.params, sequence.max_k, generated, stats.rounds)
     sequence.batch = batch
     sequence.started = sequence.started or time.perf_counter()
     exact = is_batch_invariant(model) and sequence.params.params.rule != "optimistic"

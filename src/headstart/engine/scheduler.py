@@ -6,6 +6,7 @@ from collections.abc import Callable
 from threading import Lock
 from typing import NamedTuple
 
+import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import Busy, RequestError
@@ -147,6 +148,14 @@ class Scheduler:
         """Empty the prefix cache, from any thread."""
         if self.prefix is not None:
             self.prefix.clear()
+
+    def _empty_prefix(self) -> bool:
+        """Empty the prefix cache. Return False if it was empty."""
+        if self.prefix is None or not self.prefix.stats().bytes:
+            return False
+        self.prefix.clear()
+        mx.clear_cache()
+        return True
 
     def cancel_all(self) -> None:
         """Cancel all requests, also those submitted later, from any thread."""

@@ -5,7 +5,7 @@ and commits the recurrent state at once. Nothing of mlx-lm is patched or copied.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..kernels.types import Window
 from ..limits import DEFAULT_K, MAX_K
 from ..state import KV, BatchState, Recurrent
 from .attention import attention
+from .draft_vocabulary import DraftVocabulary
 from .feed_forward import feed_forward
 from .gated_delta_net import gated_delta_net
 from .graph import Graph, compiles
@@ -113,7 +114,9 @@ class Model:
     weights: Weights
     head_unavailable: str | None = None  # why there is no head
     default_k: int = DEFAULT_K  # drafts a round to begin with
-    max_k: int = MAX_K  # most drafts a round
+    max_k: int = MAX_K  # most drafts of the head a round
+    copies: bool = True  # drafts may be copied from the context
+    draft_vocabulary: DraftVocabulary | None = None  # the tokens that drafts may be limited to
     share: Share = field(default_factory=Alone)  # what of the trunk is on this machine
 
     @property
@@ -176,7 +179,7 @@ class Model:
         """Return the logits […, V] of hidden states […, H] from `trunk`."""
         if not self.family.head.fed_after_norm:
             hidden = self.weights.norm(hidden)
-        return self._lm_head(hidden)
+        return product(hidden, self._lm_head)
 
     def head(
         self,
@@ -213,12 +216,16 @@ class Model:
         x, normed = feed_forward(layer.mlp, normed, Residual(x, mtp.norm, alone))
         return normed if spec.chains_after_norm else x
 
-    def draft_logits(self, hidden: mx.array) -> mx.array:
-        """Return the logits […, V] of hidden states […, H] from `head`."""
-        mtp, spec = self.weights.mtp, self.family.head
-        if not spec.chains_after_norm:
-            hidden = mtp.norm(hidden)
-        return product(hidden, mtp.lm_head) if spec.own_lm_head else self._lm_head(hidden)
+    def draft_logits(self, hidden: mx.array, reduced: bool = False) -> mx.array:
+        """Return the logits […, V] of hidden states […, H] from `head`; `reduced`: those of the draft vocabulary."""
+        if not self.family.head.chains_after_norm:
+            hidden = self.weights.mtp.norm(hidden)
+        reduced_to = self.draft_vocabulary if reduced else None
+        return product(hidden, self._draft_lm_head if reduced_to is None else reduced_to.lm_head)
+
+    def with_draft_vocabulary(self, ids: list[int], origin: str) -> "Model":
+        """Return the model with a copy of the rows of these tokens, for drafts."""
+        return replace(self, draft_vocabulary=DraftVocabulary.of(self._draft_lm_head, ids, origin))
 
     def make_state(self, rows: int) -> BatchState:
         return BatchState.empty([self._memory(layer, rows) for layer in self.weights.layers], rows)
@@ -226,9 +233,13 @@ class Model:
     def make_head_state(self, rows: int) -> BatchState:
         return BatchState.empty([self._memory(layer, rows) for layer in self.weights.mtp.layers], rows)
 
-    def _lm_head(self, hidden: mx.array) -> mx.array:
-        weights = self.weights
-        return product(hidden, weights.lm_head if "lm_head" in weights else weights.embed_tokens)
+    @property
+    def _lm_head(self) -> nn.Module:
+        return self.weights.lm_head if "lm_head" in self.weights else self.weights.embed_tokens
+
+    @property
+    def _draft_lm_head(self) -> nn.Module:
+        return self.weights.mtp.lm_head if self.family.head.own_lm_head else self._lm_head
 
     def _memory(self, layer: nn.Module, rows: int) -> KV | Recurrent:
         if not layer.is_linear:
