@@ -59,10 +59,10 @@ def is_marked(batch: Batch) -> bool:
 
 
 def fail_where_marked(work: Callable[..., Any], error: Exception) -> Callable[..., Any]:
-    def failing(model: Any, batch: Batch, *rest: Any) -> Any:
+    def failing(model: Any, batch: Batch, *rest: Any, **sources: Any) -> Any:
         if is_marked(batch):
             raise error
-        return work(model, batch, *rest)
+        return work(model, batch, *rest, **sources)
 
     return failing
 
