@@ -23,7 +23,7 @@ from typing import Literal, TypeVar
 
 import regex  # unlike `re`, it can report that more text might complete a match
 
-from .schema import STRING, Tools, dumps, loads, parameter_schema, permitted_types, to_json
+from .schema import STRING, Tools, dumps, loads, parameter_schema, permitted, to_json
 
 T = TypeVar("T")
 DeltaKind = Literal["content", "reasoning", "tool_call", "arguments"]
@@ -244,7 +244,7 @@ class OutputParser:
                 return True
             self._emit_arguments(f"{opening}{dumps(part['key'])}: ")
             opening = ", "
-            types = permitted_types(parameter_schema(schema, part["key"]), schema)
+            types = permitted(parameter_schema(schema, part["key"]), schema).types
             if types == STRING:  # so it can be streamed before it is complete
                 self._emit_arguments('"')
                 end = yield from buffer.until(_PARAMETER_END, lambda text: self._emit_arguments(dumps(text)[1:-1]))
