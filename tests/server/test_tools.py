@@ -214,7 +214,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "function": {"name": "two words"}}]}, "tools[0].function.name"),
     ({"tools": [NOW, {"type": "function", "function": {"name": "f", "parameters": {"type": "thing"}}}],
-      "tool_choice": "required"}, "tools"),
+      "tool_choice": "required"}, "tools[1]"),
     ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
     *[({"messages": [*HI, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}]},
        "messages[1].tool_calls[0].function.arguments") for text in ("oops", "[1]", "{a: 1}", "{" * 500)],
