@@ -130,6 +130,13 @@ def test_a_call_cut_off_by_the_limit_has_the_arguments_so_far(here: Here) -> Non
     assert call.function.arguments in PARIS
 
 
+@pytest.mark.parametrize("script", [PARIS, OSLO], ids=["json", "xml"])
+def test_a_call_that_breaks_off_is_no_reason_to_run_calls(here: Here, script: str) -> None:
+    choice = ask(here, f"{PARIS}\n{script[:-35]}").choices[0]
+    assert (len(choice.message.tool_calls), choice.finish_reason) == (2, "stop")
+    assert gathered(ask(here, script[:-35], stream=True))[1] == "stop"
+
+
 def test_without_tools_everything_is_content(here: Here) -> None:
     assert ask(here, PARIS, tools=[]).choices[0].message.content == PARIS
 
