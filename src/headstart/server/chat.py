@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..sampling import GrammarSpec
 from ..sampling.bounds import MAX_NODES, count_nodes
 from ..sampling.grammar import Grammar
-from .errors import refuse
+from .errors import Refusal, refuse
 from .markup import CALL, Markup, OutputParser, Tools, any_of, call_grammar, thinking_state, with_thinking
 from .prepare import Preparation
 from .worker import Encoder, MarkedText
@@ -187,18 +187,24 @@ async def chat_prompt(make_chat: Callable[[], Chat], served: "ServedModel", work
     # If a grammar requires the call after the reasoning, one inside it would be one too many.
     calls_in_thoughts = answer is None or not chat.callable_tools
     grammar = with_thinking(answer, markup, state, budget=chat.budget, calls=calls_in_thoughts)
-    if chat.grammar is not None:
-        grammar_field = chat.grammar_field
-    else:
-        grammar_field = "tools" if answer is not None else chat.budget_field
+    tools = chat.callable_tools
+    try:
+        compiled = await work.grammar(grammar, chat.budget_field if chat.budget is not None else chat.grammar_field)
+    except Refusal:
+        if answer is not chat.grammar:  # find the tool at fault
+            for i, name in enumerate(tool["function"]["name"] for tool in chat.tools):
+                spec = await work.run(call_grammar, {name: tools[name]}, markup) if name in tools else None
+                await work.grammar(spec, f"tools[{i}]")
+            await work.grammar(answer, "tools")
+        raise
     return Prompt(
         tokens,
         "messages",
         thinking=state == "started",
-        tools=chat.callable_tools,
+        tools=tools,
         calls_in_thoughts=calls_in_thoughts,
         grammar=grammar,
-        compiled=await work.grammar(grammar, grammar_field),
+        compiled=compiled,
         bias={markup.ids[CALL]: -100.0} if chat.tool_choice == "none" and CALL in markup.ids else {},
         recommended=served.recommended_sampling(thinking=markup.thinks and state != "finished"),
     )

@@ -238,12 +238,17 @@ class ChatCompletionRequest(OpenAIRequest):
 
     def _thinking(self) -> tuple[bool | None, str]:
         """Return whether to think, and the field that says so."""
-        options = self.chat_template_kwargs or {}
-        if "enable_thinking" in options:
-            return bool(options["enable_thinking"]), "chat_template_kwargs"
-        if self.enable_thinking is None and self.reasoning_effort is not None:
-            return self.reasoning_effort != "none", "reasoning_effort"
-        return self.enable_thinking, "enable_thinking"
+        effort, option = self.reasoning_effort, (self.chat_template_kwargs or {}).get("enable_thinking")
+        said = {
+            "enable_thinking": self.enable_thinking,
+            "reasoning_effort": None if effort is None else effort != "none",
+            "chat_template_kwargs": None if option is None else bool(option),
+        }
+        fields = [field for field, value in said.items() if value is not None] or ["enable_thinking"]
+        for field in fields:
+            if said[field] != said[fields[0]]:
+                refuse(field, f"contradicts {fields[0]}: leave out one of them")
+        return said[fields[0]], fields[0]
 
 
 class CompletionRequest(OpenAIRequest):
