@@ -89,11 +89,14 @@ def _arrange(eps: float, base: float):  # type: ignore[no-untyped-def]
         input_names=["both", "keys", "values", "query_weight", "key_weight", "offset"],
         output_names=["new_queries", "new_keys", "new_values"],
         source=f"""
+            __shared__ float lines[headstart::WARPS][D];
+            const int warp = threadIdx.x / 32;
             headstart::arrange<H, HKV, D, DIMS>(
-                both, keys, values, query_weight, key_weight, offset, {eps!r}f, {math.log2(base)!r}f, both_shape[0],
-                both_shape[1], new_queries, new_keys, new_values);
+                blockIdx.x * headstart::WARPS + warp, lines[warp], both, keys, values, query_weight, key_weight,
+                offset, {eps!r}f, {math.log2(base)!r}f, both_shape[0], both_shape[1], new_queries, new_keys,
+                new_values, both_shape[1], false);
         """,
-        header=include("tensor_core", "attention"),
+        header=include("tensor_core", "team", "attention"),
     )
 
 
@@ -105,11 +108,13 @@ def _partials(scale: float, D: int):  # type: ignore[no-untyped-def]
         input_names=["queries", "keys", "values", "offset"],
         output_names=["partial", "weights"],
         source=f"""
+            extern __shared__ __align__(128) unsigned char dynamic_shared[];
             headstart::partials<H, HKV, D>(
-                queries, keys, values, offset, {scale * math.log2(math.e)!r}f, queries_shape[2], keys_shape[2],
+                headstart::Team::block(0, 1), dynamic_shared, blockIdx.x, gridDim.x, blockIdx.y, blockIdx.z, queries,
+                keys, values, offset, {scale * math.log2(math.e)!r}f, queries_shape[2], keys_shape[2],
                 partial, weights);
         """,
-        header=include("tensor_core", "attention"),
+        header=include("tensor_core", "team", "attention"),
         shared_memory=2 * elements + 2 * 4 * WARPS * TILE,
     )
 
@@ -121,8 +126,10 @@ def _merge():  # type: ignore[no-untyped-def]
         input_names=["partial", "weights", "gates", "offset"],
         output_names=["out"],
         source="""
+            __shared__ __align__(16) float shared[headstart::MERGE_FLOATS<D>];
             headstart::merge<H, HKV, D>(
-                partial, weights, gates, offset, gates_shape[1], partial_shape[2], out);
+                headstart::Team::block(0, 1), shared, blockIdx.x % H, blockIdx.x / H, blockIdx.y, partial, weights,
+                gates, offset, gates_shape[1], partial_shape[2], out);
         """,
-        header=include("tensor_core", "attention"),
+        header=include("tensor_core", "team", "attention"),
     )

@@ -15,7 +15,7 @@ from .products import (
     MatrixWeights,
     ProductTile,
     SumOrder,
-    choose_weights,
+    matrices,
     name_suffix,
     product_template,
     shared_bytes,
@@ -23,19 +23,26 @@ from .products import (
 )
 
 
-def launch_experts(x: mx.array, indices: mx.array, weights: list[MatrixWeights]) -> list[mx.array]:
+def launch_experts(
+    x: mx.array, indices: mx.array, weights: list[MatrixWeights], gated: bool = False
+) -> list[mx.array]:
+    """Multiply x [..., K], or [..., top, K], by the experts in `indices` [..., top] of every weight [E, N, K].
+
+    `gated` is as in `launch_products`.
+    """
     pairs, order = indices.size, SumOrder.of(weights[0])
     # Pairs that share an expert are few; where there are many pairs, larger tiles leave fewer blocks without work.
-    tile = ProductTile(16 if pairs <= 128 else 64, 8)
+    tile = ProductTile((32 if gated else 16) if pairs <= 128 else 64, 8)
     tiles = sum(-(-each.outputs // tile.height) for each in weights)
-    shared = shared_bytes(weights[0], order, tile, several=False)
-    return experts_kernel(len(weights), order, tile, shared, x.size // x.shape[-1] == pairs)(
+    shared = shared_bytes(weights[0], order, tile, tile.stages(order.chunks(weights[0])), several=False)
+    made = weights[:1] if gated else weights
+    return experts_kernel(len(weights), gated, order, shared, x.size // x.shape[-1] == pairs)(
         inputs=[x, indices.astype(mx.uint32), *(array for each in weights for array in each.arrays())],
         template=product_template(x.dtype, weights[0], order, tile),
         grid=(pairs * 32 * order.slices, tiles, 1),
         threadgroup=(32 * order.slices, 1, 1),
-        output_shapes=[(*indices.shape, each.outputs) for each in weights],
-        output_dtypes=[x.dtype] * len(weights),
+        output_shapes=[(*indices.shape, each.outputs) for each in made],
+        output_dtypes=[x.dtype] * len(made),
     )
 
 
@@ -72,25 +79,26 @@ PAIRS = """
   const int pair = blockIdx.x, top = indices_shape[indices_ndim - 1];
   int pairs = top * indices_shape[0] * (indices_ndim > 2 ? indices_shape[1] : 1);
   if (!headstart::gather_pairs<COLUMNS>(indices, pairs, pair, found)) return;
-  const long long expert = indices[pair];
-  auto outputs = [&](int column) { return found[column]; };
-"""
-MOVE = """
-    part.w = static_cast<const char*>(part.w) + expert * part.N * (K / 8 * BITS);
-    if (BITS < 16) part.scales += expert * part.N * (K / GROUP), part.biases += expert * part.N * (K / GROUP);
+  const unsigned expert = indices[pair];
+  auto outputs = [&](int, int column) { return found[column]; };
+  auto choose = [&](int tile) {
+    auto part = headstart::tile_of<HEIGHT / 16>(matrices, tile);
+    headstart::move_to_expert<BITS, GROUP>(part, x_shape[x_ndim - 1], expert);
+    return part;
+  };
 """
 
 
 @cache
-def experts_kernel(count: int, order: SumOrder, tile: ProductTile, shared: int, own_inputs: bool) -> Any:
+def experts_kernel(count: int, gated: bool, order: SumOrder, shared: int, own_inputs: bool) -> Any:
     quantised = order.bits < 16
     share = f"  const int share = {'1' if own_inputs else 'top'};\n"
     return mx.fast.cuda_kernel(
-        name=f"experts_{count}_{'each' if own_inputs else 'shared'}{name_suffix(shared)}",
+        name=f"experts_{'gated' if gated else count}_{'each' if own_inputs else 'shared'}{name_suffix(shared)}",
         input_names=["x", "indices", *weight_names(count, quantised)],
-        output_names=[f"out{i}" for i in range(count)],
-        header=include("tensor_core", "products", "experts"),
-        source=PAIRS + choose_weights(count, quantised, axis=1, move=MOVE) + share + RUN,
+        output_names=[f"out{i}" for i in range(1 if gated else count)],
+        header=include("tensor_core", "team", "matrix", "products", "experts"),
+        source=matrices(count, gated, quantised, axis=1) + PAIRS + share + RUN,
         shared_memory=shared,
     )
 
@@ -101,7 +109,7 @@ def _route(normed: bool) -> Any:
         name=f"route{'_normed' * normed}",
         input_names=["logits"],
         output_names=["indices", "scores"],
-        header=include("experts"),
+        header=include("tensor_core", "team", "matrix", "products", "experts"),
         source=f"""
             const int row = blockIdx.x;
             headstart::route<T, E, TOP>(
@@ -116,7 +124,7 @@ def _combine() -> Any:
         name="combine_experts",
         input_names=["parts", "scores", "shared", "gate"],
         output_names=["out"],
-        header=include("experts"),
+        header=include("tensor_core", "team", "matrix", "products", "experts"),
         source="""
             const int top = scores_shape[scores_ndim - 1], N = shared_shape[shared_ndim - 1];
             const int rows = shared_shape[0] * (shared_ndim > 2 ? shared_shape[1] : 1);

@@ -5,7 +5,7 @@ from functools import cache
 import mlx.core as mx
 
 from ..types import Drafts, GatedDeltaWeights, Ran, Window
-from .device import include, on_cuda
+from .device import include, launch_bounds, on_cuda
 
 
 def gated_delta_fits(state: mx.array, dtype: mx.Dtype) -> bool:
@@ -57,8 +57,10 @@ def _gated_delta_kernel(pending: bool, drafts: bool, eps: float):  # type: ignor
     folds = f"{', '.join(old)}, old_k_shape[1]" if pending else ""
     keeps = f"{', '.join(fresh)}, {width} - CERTAIN" if drafts else ""
     call = f"""
-        headstart::fold_and_run<HK, HV, DK, DV, TAPS>(
-            state, conv, accepted, headstart::Drafts<const T, const float>{{{folds}}}, {", ".join(Window._fields)},
+        __shared__ __align__(16) float shared[headstart::GATED_DELTA_FLOATS<DK, DV>];
+        headstart::fold_and_run<HK, HV, DK, DV, TAPS, 1>(
+            headstart::Team::block(0, 1), shared, blockIdx.x, blockIdx.y, [] {{}}, state, conv, accepted,
+            headstart::Drafts<const T, const float>{{{folds}}}, {", ".join(Window._fields)},
             conv_weight, A_log, dt_bias, norm_weight, {eps!r}f, {width}, {"CERTAIN" if drafts else width},
             {", ".join(outputs)}, headstart::Drafts<T, float>{{{keeps}}});
     """
@@ -67,5 +69,5 @@ def _gated_delta_kernel(pending: bool, drafts: bool, eps: float):  # type: ignor
         input_names=inputs + old * pending,
         output_names=outputs + fresh * drafts,
         source=call,
-        header=include("gated_delta"),
+        header=include("tensor_core", "team", "gated_delta") + launch_bounds(512),
     )

@@ -13,11 +13,16 @@ def norm_fits(x: mx.array, weight: mx.array) -> bool:
     return on_cuda() and sizes and x.dtype in (mx.bfloat16, mx.float16) and weight.dtype == mx.float32
 
 
+def norm_threads(size: int) -> int:
+    """Return how many threads share a row: their number is the order in which it is summed."""
+    return min(256, -(-size // 256) * 32)
+
+
 def launch_norm(adds: bool, eps: float, inputs: list[mx.array]) -> list[mx.array]:
     """Norm `inputs` x and weight; where it `adds`, x, what is added and weight → the sum and its norm."""
     x, count = inputs[0], 1 + adds
     size = x.shape[-1]
-    threads = min(256, -(-size // 256) * 32)
+    threads = norm_threads(size)
     made: list[mx.array] = _norm_kernel(adds, eps)(
         inputs=inputs,
         template=[("T", x.dtype), ("D", size), ("THREADS", threads)],
@@ -36,6 +41,6 @@ def _norm_kernel(adds: bool, eps: float) -> Any:
         name="add_and_norm" if adds else "norm",
         input_names=["x", *["added"] * adds, "weight"],
         output_names=[*["total"] * adds, "normed"],
-        header=include("norm"),
-        source=f"headstart::norm<D, THREADS>(x, {added}, weight, {eps!r}f, {total}, normed);",
+        header=include("tensor_core", "team", "norm"),
+        source=f"headstart::norm<D, THREADS, {str(adds).lower()}>(x, {added}, weight, {eps!r}f, {total}, normed);",
     )
