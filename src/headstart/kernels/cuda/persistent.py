@@ -31,6 +31,7 @@ class Persistent:
             return False
         if self._owner is None or not self._owner.is_alive():
             self._owner = current_thread()
+            self.status = mx.zeros((4,), mx.int32)  # that of another thread may never be computed
         return self._owner is current_thread()
 
     def give_up(self, reason: str) -> None:
