@@ -20,6 +20,7 @@ from ..kernels.types import Window
 from ..limits import DEFAULT_K, MAX_K
 from ..state import KV, BatchState, Recurrent
 from .attention import attention
+from .decoder_layer import decoder_layer
 from .draft_vocabulary import DraftVocabulary
 from .feed_forward import feed_forward
 from .gated_delta_net import gated_delta_net
@@ -157,13 +158,18 @@ class Model:
         normed = layers[0].input_layernorm(x)
         # Every part of a layer is added to x; with it comes the norm that the next part is given.
         for index, (layer, memory) in enumerate(zip(layers, state.layers, strict=True)):
+            following = layers[index + 1].input_layernorm if index + 1 < len(layers) else self.weights.norm
+            if share.ranks == 1 and (
+                whole := decoder_layer(layer, x, normed, memory, state.accepted, certain, following)
+            ):
+                x, normed = whole
+                continue
             residual = Residual(x, layer.post_attention_layernorm, share)
             if isinstance(memory, Recurrent):
                 net, project = layer.linear_attn, self.family.project
                 x, normed = gated_delta_net(net, project, normed, memory, state.accepted, certain, residual)
             else:
                 x, normed = attention(layer.self_attn, normed, mask, memory, residual)
-            following = layers[index + 1].input_layernorm if index + 1 < len(layers) else self.weights.norm
             x, normed = feed_forward(layer.mlp, normed, Residual(x, following, share))
         return share.give(normed if share.ends and self.family.head.fed_after_norm else x)
 
@@ -210,9 +216,13 @@ class Model:
         mask = state.reserve(tokens.shape[1], ahead)
         layer, memory = mtp.layers[module], state.layers[module]
         assert isinstance(memory, KV)
+        normed = layer.input_layernorm(x)
+        if whole := decoder_layer(layer, x, normed, memory, state.accepted, 1, mtp.norm):
+            x, normed = whole if last is None else [at_last(each, last) for each in whole]
+            return normed if spec.chains_after_norm else x
         alone = Alone()  # every machine has the whole head
         residual = Residual(x if last is None else at_last(x, last), layer.post_attention_layernorm, alone)
-        x, normed = attention(layer.self_attn, layer.input_layernorm(x), mask, memory, residual, last)
+        x, normed = attention(layer.self_attn, normed, mask, memory, residual, last)
         x, normed = feed_forward(layer.mlp, normed, Residual(x, mtp.norm, alone))
         return normed if spec.chains_after_norm else x
 
