@@ -25,13 +25,11 @@ from .request_fields import (
 )  # fmt: skip
 from .served_model import ServedModel
 
-# Known fields that are not supported, and the values with which they have no effect.
 UNSUPPORTED = ("best_of", "echo", "suffix", "functions", "function_call", "modalities", "prompt_logprobs")
 CHAT_ONLY = (
     "tools", "tool_choice", "enable_thinking", "reasoning_effort", "thinking_budget", "chat_template_kwargs",
     "top_logprobs",
 )  # fmt: skip
-NO_EFFECT: tuple[Any, ...] = (None, False, 0, "", "none", "auto", [], {}, ["text"])
 MAX_CHOICES = 16
 MAX_CLIENT_BIASES = MAX_BIASES - 1  # a chat that may not call tools adds one
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
@@ -153,13 +151,8 @@ class OpenAIRequest(GenerationRequest):
 
     unsupported: ClassVar[tuple[str, ...]] = UNSUPPORTED
 
-    def ignored_fields(self) -> list[str]:
-        return sorted(set(self.unknown_fields()).difference(self.unsupported))
-
     def check(self) -> None:
-        for name, value in (self.model_extra or {}).items():
-            if name in self.unsupported and value not in NO_EFFECT and (name, value) != ("best_of", 1):
-                refuse(name, "not supported by this server: leave it out", "unsupported")
+        super().check()
         if self.stream_options is not None and not self.stream:
             refuse("stream_options", "only with stream: true")
 
