@@ -11,7 +11,8 @@ from pydantic import BaseModel
 from running import Running, running, tokenizer
 from scripted import ScriptedRoom, scripted
 
-from headstart.server.responses_request import MessageItem, ResponsesRequest
+from headstart.server.responses_items import MessageItem
+from headstart.server.responses_request import ResponsesRequest
 from headstart.server.responses_store import ResponseStore
 
 Here = tuple[Running, ScriptedRoom]
@@ -125,6 +126,19 @@ def test_a_tool_round(here: Here, continued: bool) -> None:
     assert text.count("<|im_start|>assistant") == 2, "the items of a turn are one message"
 
 
+def test_functions_in_a_namespace_are_called_in_it(here: Here) -> None:
+    client = say(here, CALL.replace("weather", "sky.weather"), "It rains.")
+    tools: Any = [{"type": "namespace", "name": "sky", "description": "Above.", "tools": [WEATHER]}]
+    question: Any = {"role": "user", "content": "Oslo?"}
+    (call,) = client.responses.create(model="tiny", input=[question], tools=tools).output
+    assert (call.to_dict()["name"], call.to_dict()["namespace"]) == ("weather", "sky")
+    result: Any = {"type": "function_call_output", "call_id": call.to_dict()["call_id"], "output": "rain"}
+    client.responses.create(model="tiny", input=[question, call.to_dict(), result], tools=tools)
+    assert prompt(here).count("sky.weather") == 2
+    nested: Any = [tools[0] | {"tools": [{"type": "web_search"}]}]
+    assert "'web_search'" in refused(client.responses.create, tools=nested)["message"]
+
+
 def test_reasoning_as_a_summary_and_sealed(here: Here) -> None:
     client = say(here, "<think>\nThe tool knows.\n</think>\n\n" + CALL, "It rains.")
     events = list(
@@ -232,7 +246,7 @@ def test_instructions_are_not_carried_over(here: Here) -> None:
 @pytest.mark.parametrize("kind", BUILT_IN)
 def test_built_in_tools_are_refused_by_name(here: Here, kind: str) -> None:
     error = refused(here[0].openai().responses.create, tools=[{"type": kind, "name": "x"}])
-    assert (error["param"], repr(kind) in error["message"]) == ("tools[0].type", True)
+    assert (error["param"], repr(kind) in error["message"]) == ("tools[0]", True)
 
 
 @pytest.mark.parametrize(

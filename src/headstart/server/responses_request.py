@@ -1,17 +1,15 @@
 """Bodies of /v1/responses, and how they become a request for the engine."""
 
-from base64 import b64decode, b64encode
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from ..engine import Request
 from ..sampling import GrammarSpec
 from .chat import Chat, Prompt, chat_prompt
 from .errors import Refusal
-from .openai_request import FunctionCall
 from .prepare import Preparation
 from .request_fields import (
     REASONING_BUDGETS,
@@ -22,127 +20,18 @@ from .request_fields import (
     Text,
     ToolList,
     ToolName,
-    reject_media,
 )  # fmt: skip
+from .responses_items import InputItem, Item, MessageItem, Messages, full_name
 from .served_model import ServedModel
 
 ENCRYPTED_CONTENT = "reasoning.encrypted_content"  # in `include`: for clients that store responses themselves
-SEALED = "headstart:"  # begins reasoning that this server has written as `encrypted_content`
 MAX_METADATA = 16
 
-Messages = list[dict[str, Any]]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-def seal_reasoning(text: str) -> str:
-    """Return reasoning as clients keep it without looking inside. It is encoded and not encrypted: it is theirs."""
-    return SEALED + b64encode(text.encode()).decode()
-
-
-def open_reasoning(sealed: str | None) -> str:
-    """Return the reasoning; nothing if another server has sealed it."""
-    try:
-        return b64decode((sealed or "").removeprefix(SEALED), validate=True).decode() if is_sealed(sealed) else ""
-    except ValueError:
-        return ""
-
-
-def is_sealed(text: str | None) -> bool:
-    return (text or "").startswith(SEALED)
-
-
-class ResponsesTextPart(RequestModel):
-    type: Annotated[
-        Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"], BeforeValidator(reject_media)
-    ]
-    text: Text
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-
-
-Parts = Text | BoundedList[ResponsesTextPart]
-
-
-class Item(RequestModel):
-    """A part of the conversation."""
-
-    type: str
-    id: Text | None = None
-    status: Text | None = None
-
-    def add_to(self, messages: Messages) -> None:
-        """Add the item to the messages that a template takes."""
-        raise NotImplementedError
-
-
-class MessageItem(Item):
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Parts
-    phase: Text | None = None
-
-    def add_to(self, messages: Messages) -> None:
-        if self.role == "assistant":
-            _assistant(messages)["content"] += _text(self.content)
-        else:
-            messages.append({"role": "user" if self.role == "user" else "system", "content": _text(self.content)})
-
-
-class ReasoningItem(Item):
-    type: Literal["reasoning"]
-    summary: BoundedList[ResponsesTextPart] | None = None
-    content: BoundedList[ResponsesTextPart] | None = None
-    encrypted_content: Text | None = None
-
-    def add_to(self, messages: Messages) -> None:
-        text = _text(self.content or []) or open_reasoning(self.encrypted_content) or _text(self.summary or [])
-        if not text:
-            return
-        last = messages[-1] if messages else {}
-        message = _assistant(messages, new=bool(last.get("content") or last.get("tool_calls")))
-        message["reasoning_content"] = message.get("reasoning_content", "") + text
-
-
-class FunctionCallItem(Item, FunctionCall):
-    type: Literal["function_call"]
-    call_id: Text
-
-    def add_to(self, messages: Messages) -> None:
-        function = {"name": self.name, "arguments": self.arguments}
-        call = {"type": "function", "id": self.call_id, "function": function}
-        _assistant(messages).setdefault("tool_calls", []).append(call)
-
-
-class FunctionCallOutputItem(Item):
-    type: Literal["function_call_output"]
-    call_id: Text
-    output: Parts
-
-    def add_to(self, messages: Messages) -> None:
-        messages.append({"role": "tool", "tool_call_id": self.call_id, "content": _text(self.output)})
-
-
-ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
-
-
-def _item_type(item: Any) -> Any:
-    if not isinstance(item, dict):
-        return getattr(item, "type", None)
-    return item.get("type", "message" if "role" in item else None)
-
-
-def _reject_unknown(item: Any) -> Any:
-    if (kind := _item_type(item)) not in ITEM_TYPES:
-        raise PydanticCustomError(
-            "unsupported",
-            "items of the type {kind} are not supported by this server: send {known}",
-            {"kind": repr(kind)[:100], "known": ", ".join(ITEM_TYPES)},
-        )
-    return item
-
-
 def _reject_built_in(kind: object) -> object:
-    if kind != "function":
+    if kind not in ("function", "namespace"):
         raise PydanticCustomError(
             "unsupported",
             "tools of the type {kind} are not supported by this server: send functions",
@@ -151,33 +40,45 @@ def _reject_built_in(kind: object) -> object:
     return kind
 
 
-InputItem = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[FunctionCallOutputItem, Tag("function_call_output")],
-    Discriminator(_item_type),
-    BeforeValidator(_reject_unknown),
-]
-ITEMS = TypeAdapter(list[InputItem])
+def _reject_built_in_tool(tool: Any) -> Any:
+    if isinstance(tool, dict):
+        _reject_built_in(tool.get("type"))
+    return tool
+
+
 FunctionType = Annotated[Literal["function"], BeforeValidator(_reject_built_in)]
 
 
-class ResponsesTool(RequestModel):
-    type: FunctionType
+class ResponsesFunction(RequestModel):
+    type: Literal["function"]
     name: ToolName
     description: Text | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
 
-    def for_template(self) -> dict[str, Any]:
-        known = {"name", "description", "parameters"}
-        return {"type": "function", "function": self.model_dump(include=known, exclude_none=True)}
+    def for_template(self, namespace: str | None = None) -> dict[str, Any]:
+        function = self.model_dump(include={"description", "parameters"}, exclude_none=True)
+        return {"type": "function", "function": {"name": full_name(self.name, namespace), **function}}
+
+
+class Namespace(RequestModel):
+    """Functions under a common name, which Codex groups its tools by."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    description: Text | None = None
+    tools: ToolList[Annotated[ResponsesFunction, BeforeValidator(_reject_built_in_tool)]]
+
+
+ResponsesTool = Annotated[
+    ResponsesFunction | Namespace, Field(discriminator="type"), BeforeValidator(_reject_built_in_tool)
+]
 
 
 class NamedTool(RequestModel):
     type: FunctionType
     name: Text
+    namespace: Text | None = None
 
 
 class TextFormat(RequestModel):
@@ -232,6 +133,24 @@ class ResponsesRequest(GenerationRequest):
     def items(self) -> list[Item]:
         return [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else list(self.input)
 
+    @property
+    def functions(self) -> list[tuple[str | None, ResponsesFunction]]:
+        """Return the functions that may be called, each with its namespace."""
+        functions: list[tuple[str | None, ResponsesFunction]] = []
+        for tool in self.tools or ():
+            if isinstance(tool, Namespace):
+                functions += [(tool.name, each) for each in tool.tools]
+            else:
+                functions.append((None, tool))
+        return functions
+
+    def call_name(self, called: str) -> dict[str, str]:
+        """Return the fields that name a function in a call. `called`: the name that the model knows it by."""
+        for namespace, function in self.functions:
+            if namespace is not None and full_name(function.name, namespace) == called:
+                return {"name": function.name, "namespace": namespace}
+        return {"name": called}
+
     def engine_request(self, prompt: Prompt, context: int) -> Request:
         most = context - len(prompt.tokens) if self.max_output_tokens is None else self.max_output_tokens
         return Request(prompt.tokens, self.sampling_params(prompt, max_tokens=most))
@@ -271,9 +190,9 @@ class ResponsesRequest(GenerationRequest):
         effort = reasoning.effort
         return Chat(
             messages,
-            [tool.for_template() for tool in self.tools or ()],
+            [function.for_template(namespace) for namespace, function in self.functions],
             tool_choice=choice if isinstance(choice, str) else "auto",
-            tool=choice.name if isinstance(choice, NamedTool) else None,
+            tool=full_name(choice.name, choice.namespace) if isinstance(choice, NamedTool) else None,
             parallel_calls=self.parallel_tool_calls is not False,
             thinking=None if effort is None else effort != "none",
             thinking_field="reasoning.effort",
@@ -290,14 +209,3 @@ class ResponsesRequest(GenerationRequest):
         for item in self.items:
             item.add_to(messages)
         return messages
-
-
-def _assistant(messages: Messages, *, new: bool = False) -> dict[str, Any]:
-    """Return the assistant's message at the end: the items of a turn are one message to templates."""
-    if new or not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    return messages[-1]
-
-
-def _text(parts: str | list[ResponsesTextPart]) -> str:
-    return parts if isinstance(parts, str) else "".join(part.text for part in parts)

@@ -8,7 +8,8 @@ from .chat import Prompt
 from .errors import to_refusal
 from .markup import Delta
 from .response import ChoiceOutput, Events, ResponseWriter, TokenSpan, encode_json, new_id
-from .responses_request import ENCRYPTED_CONTENT, ResponsesRequest, seal_reasoning
+from .responses_items import seal_reasoning
+from .responses_request import ENCRYPTED_CONTENT, ResponsesRequest
 from .served_model import ServedModel
 
 STATUSES = {"length": "incomplete", "cancelled": "cancelled"}  # by finish reason
@@ -25,7 +26,7 @@ class ResponsesWriter(ResponseWriter):
         self._created = int(time.time())
         self._output = ChoiceOutput(prompt)
         summarised = body.reasoning is not None and body.reasoning.summary is not None
-        self._items = ItemStream(summarised=summarised, sealed=ENCRYPTED_CONTENT in (body.include or ()))
+        self._items = ItemStream(body.call_name, summarised, sealed=ENCRYPTED_CONTENT in (body.include or ()))
 
     async def complete(self, events: Events) -> str:
         async for _ in self._events(events):
@@ -124,9 +125,16 @@ class ResponsesWriter(ResponseWriter):
 class ItemStream:
     """The output items so far, and the events that add to them: one item, with one part, after another."""
 
-    def __init__(self, *, summarised: bool, sealed: bool):
-        """`summarised`: reasoning is sent as its summary; `sealed`: also in a form that clients can send back."""
+    def __init__(self, call_name: Callable[[str], Json], summarised: bool, sealed: bool):
+        """Start without items.
+
+        Args:
+            call_name: Returns the fields that name a function in a call.
+            summarised: Send reasoning as its summary.
+            sealed: Also send it in a form that clients send back without looking inside.
+        """
         self.items: list[Json] = []
+        self._call_name = call_name
         self._summarised, self._sealed = summarised, sealed
         self._open: str | None = None  # the kind of delta that the last item takes
         self._texts: list[str] = []  # of the last item
@@ -166,7 +174,7 @@ class ItemStream:
                 item |= {} if self._summarised else {"content": []}
             case _:
                 item = {"type": "function_call", "id": new_id("fc_"), "call_id": new_id("call_")}
-                item |= {"name": delta.text, "arguments": ""}
+                item |= {**self._call_name(delta.text), "arguments": ""}
         self._open = "arguments" if delta.kind == "tool_call" else delta.kind
         self.items.append(item | {"status": "in_progress"})
         yield self._item_event("added")

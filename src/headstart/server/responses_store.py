@@ -6,7 +6,8 @@ from typing import Any
 
 from .errors import Refusal
 from .response import encode_json
-from .responses_request import ITEMS, Item, ResponsesRequest
+from .responses_items import ITEMS, Item
+from .responses_request import ResponsesRequest
 
 MAX_STORED_BYTES = 128 * 2**20
 MAX_STORED = 4096  # responses
