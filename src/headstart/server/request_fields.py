@@ -89,6 +89,9 @@ class GenerationRequest(RequestModel):
         None, description="Drafts per step; 0 disables drafting."
     )
     acceptance: Literal["auto", "ratio", "coupled", "optimistic"] | None = None
+    priority: Literal["interactive", "batch"] | None = Field(
+        None, description="batch: wait while interactive requests do."
+    )
 
     unsupported: ClassVar[tuple[str, ...]] = ()  # known fields that are rejected unless they have no effect
 

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ..engine import EngineThread, Event, Request
-from ..errors import HeadstartError
+from ..errors import Busy, HeadstartError
 from .anthropic_request import CountTokensRequest
 from .chat import Prompt
 from .errors import Refusal, to_refusal
@@ -58,6 +58,7 @@ class RequestHandler:
         async def make_request(work: Preparation) -> tuple[Prompt, Request]:
             prompt = await body.make_prompt(self.served, work)
             request = body.engine_request(prompt, self.served.model.context_length)
+            request = replace(request, priority=body.priority or "interactive")
             if request.params.logprobs:
                 await work.run(self.served.token_bytes, 0)  # slow once, and must not block the event loop
             return prompt, request
@@ -68,6 +69,7 @@ class RequestHandler:
             if refused.status_code in OUTCOMES:
                 meter.end(OUTCOMES[refused.status_code])
             raise
+        self._check_share(client)
         writer = writer_type(body, prompt, self.served)
         try:
             running = RunningRequest(
@@ -105,6 +107,12 @@ class RequestHandler:
         if running is None or running.client != client_of(http.scope, self.keys):
             raise Refusal(404, f"no request {id[:100]!r} is running", param="id", code="not_found")
         running.cancel()
+
+    def _check_share(self, client: str) -> None:
+        most = self.limits.requests_per_client
+        if most is not None and sum(each.client == client for each in self.running.values()) >= most:
+            message = f"{most} of your requests are in progress, the most for one client: wait for one of them"
+            raise Busy(message, retry_after=1)
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self.limits.request_seconds
