@@ -1,6 +1,6 @@
 """From a conversation or a text to the tokens and the grammar that the engine gets.
 
-Both APIs make a `Chat` of their messages and tools. The model's ChatTemplate renders it, and `chat_prompt` makes a
+All APIs make a `Chat` of their messages and tools. The model's ChatTemplate renders it, and `chat_prompt` makes a
 `Prompt` of that; `text_prompt` makes one of a text that is to be continued.
 """
 
