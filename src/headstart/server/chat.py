@@ -26,7 +26,7 @@ from .worker import Encoder, MarkedText
 if TYPE_CHECKING:
     from .served_model import ServedModel
 
-TextPrompt = str | list[int] | list[str] | list[list[int]]  # text or token ids, alone or in a list
+TextPrompt = str | list[int]  # text or token ids
 Objects = Sequence[Mapping[str, Any]]  # messages or tools, as templates take them
 
 
@@ -216,15 +216,13 @@ async def text_prompt(
 ) -> Prompt:
     """Tokenise a text that is to be continued as `grammar` says."""
     match prompt:
-        case str(text) | [str(text)]:
-            tokens = await work.encode(text, "prompt", kind="text" if parse_special else "literal")
-        case [[*ids]] | ([int(), *_] as ids):
-            tokens = [token for token in ids if isinstance(token, int)]
-            work.check_tokens(tokens, "prompt")
-        case [_, *_]:
-            refuse("prompt", "only one prompt per request is supported: send the others separately", "unsupported")
-        case _:
+        case str():
+            tokens = await work.encode(prompt, "prompt", kind="text" if parse_special else "literal")
+        case []:
             refuse("prompt", "no tokens: give at least one")
+        case _:
+            tokens = prompt
+            work.check_tokens(tokens, "prompt")
     compiled = await work.grammar(grammar, grammar_field)
     recommended = served.recommended_sampling(thinking=False)
     return Prompt(tokens, "prompt", is_chat=False, grammar=grammar, compiled=compiled, recommended=recommended)

@@ -5,8 +5,8 @@ Every field may be null, which is the same as leaving it out. A field that is no
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -100,6 +100,10 @@ class GenerationRequest(RequestModel):
         for name, value in (self.model_extra or {}).items():
             if name in self.unsupported and value not in NO_EFFECT and (name, value) != ("best_of", 1):
                 refuse(name, "not supported by this server: leave it out", "unsupported")
+
+    def parts(self) -> Sequence[Self]:
+        """Return a request for each prompt. Their answers are the choices of one response."""
+        return [self]
 
     async def make_prompt(self, served: ServedModel, work: Preparation) -> Prompt:
         """Return the tokens of the prompt, and what else the model makes of the request."""
