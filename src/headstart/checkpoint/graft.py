@@ -17,8 +17,8 @@ from ..errors import CheckpointError, HeadError
 from .atomic import replace_file, require_space, staging_folder
 from .config import read_config
 from .convert import SIDECAR, Arrays, convert_head, declare_head
-from .layout import Layout, expected_weights, find_sidecar
-from .names import is_head
+from .layout import Layout, expected_model, find_sidecar
+from .names import Names
 from .parameters import Stored, find_misfit, find_parameters
 from .quantize import Recipe
 from .safetensors import Progress, read_header, shard_files, write_safetensors
@@ -74,8 +74,9 @@ def plan_graft(
     require_lost_head(model)
     check_sizes(model, str(source), read_config(source))
     head = _read_head(source)
-    weights = expected_weights(model.path, model.config)
-    if problem := find_misfit(head, weights, head=True):
+    expected = expected_model(model.path, model.config)
+    expected.share_missing(head)
+    if problem := find_misfit(head, expected.weights, head=True):
         raise HeadError(f"{source}: its MTP head does not fit {model.path}: {problem}. Name the original.")
     quantised = any(name.endswith(".scales") for name in head)
     if quantised and (mtp_bits is not None or group_size is not None):
@@ -86,15 +87,16 @@ def plan_graft(
     if group_size is None:  # modes other than affine have groups of their own
         group_size = quantization["group_size"] if quantization["mode"] == "affine" else 64
     recipe = Recipe(getattr(mx, model.dtype), quantization["bits"], group_size, mtp_bits=mtp_bits)
-    return Graft(model, convert_head(head, weights, recipe))
+    return Graft(model, convert_head(head, expected, recipe))
 
 
 def _read_head(source: Path) -> Stored:
     """Return the head of a checkpoint of any layout, from the headers of its files."""
     config = read_config(source)
+    names = Names(config)
     if sidecar := find_sidecar(source, config):
-        return find_parameters([read_header(sidecar)], head=True, sidecar=True)
-    head = find_parameters([read_header(file) for file in shard_files(source, is_head)], head=True)
+        return find_parameters([read_header(sidecar)], names, head=True, sidecar=True)
+    head = find_parameters([read_header(file) for file in shard_files(source, names.is_head)], names, head=True)
     if not head:
         promised = "promises one but" if models.head_modules(config) else "promises none and"
         raise HeadError(f"{source}: has no MTP head, config.json {promised} no file holds it. Name the original.")

@@ -19,7 +19,7 @@ from ..errors import CheckpointError, HubError
 from .atomic import DISK_FULL, NOT_WRITABLE, free_space
 from .config import read_config
 from .layout import HEAD_DOWNLOAD_ERRORS, HUB_ID, NO_WEIGHTS, NORMS, Layout, find_sidecar, read_layout, sidecar_names
-from .names import is_head, is_text, is_vision
+from .names import Names, is_vision
 from .safetensors import read_header, shard_names
 
 LOG = logging.getLogger("headstart")
@@ -107,10 +107,12 @@ def missing_files(repo: str, *, text: bool = True, vision: bool = False) -> tupl
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=SMALL_FILES))
     sizes = {file.rfilename: file.size or 0 for file in siblings}
     # An unknown family is refused here, before its weights are downloaded.
-    sidecars = [name for name in sidecar_names(read_config(folder)) if name in sizes]
-    wanted = {*(sidecars[:1] or shard_names(folder, is_head))}
+    config = read_config(folder)
+    names = Names(config)
+    sidecars = [name for name in sidecar_names(config) if name in sizes]
+    wanted = {*(sidecars[:1] or shard_names(folder, names.is_head))}
     if text:
-        wanted |= {NORMS, *shard_names(folder, is_text)}
+        wanted |= {NORMS, *shard_names(folder, names.is_text)}
     if vision:
         wanted |= {*shard_names(folder, is_vision)}
     if text and not wanted & sizes.keys():
@@ -212,6 +214,7 @@ def _cached_snapshot(repo: str, *, text: bool = True, vision: bool = False) -> P
     if not isinstance(config, str):
         return None
     folder = Path(config).parent
+    is_text = Names(read_config(folder)).is_text
     wanted = (shard_names(folder, is_text) if text else []) + (shard_names(folder, is_vision) if vision else [])
     return folder if all((folder / file).exists() for file in wanted) else None
 
@@ -221,6 +224,7 @@ def _lacks_head(folder: Path) -> bool:
     config = read_config(folder)
     if not models.head_modules(config) or find_sidecar(folder, config):
         return False
+    is_head = Names(config).is_head
     files = [folder / file for file in shard_names(folder, is_head)]
     names = [name for file in files if file.exists() for name in read_header(file).tensors]
     return not all(file.exists() for file in files) or not any(map(is_head, names))

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import yaml  # type: ignore[import-untyped]
 from huggingface_hub import metadata_load
 
 from .. import cards, models
 from ..errors import CheckpointError
 from .config import REMEDY, printable_error, read_config
-from .names import is_head, is_vision
+from .names import Names, is_head, is_vision
 from .parameters import Stored, find_misfit, find_parameters, parameter_shapes, quantization_of
 from .safetensors import INDEX, Header, read_header, read_index
 
@@ -79,13 +78,13 @@ def read_layout(path: Path) -> Layout:
     """Recognise the model in the folder `path`, or raise a CheckpointError when its trunk is unusable."""
     config = read_config(path)
     family = models.FAMILIES[config["model_type"]].name
-    weights = expected_weights(path, config)
-    modules = dict(weights.named_modules())
-    headers, absent = _read_shards(path)
+    model = expected_model(path, config)
+    weights, names = model.weights, Names(config)
+    headers, absent = _read_shards(path, names)
 
-    trunk = find_parameters(headers, head=False)
+    trunk = find_parameters(headers, names, head=False)
     if (path / NORMS).is_file():
-        norms = find_parameters([read_header(path / NORMS)], head=False, sidecar=True)
+        norms = find_parameters([read_header(path / NORMS)], names, head=False, sidecar=True)
         trunk |= {name: part for name, part in norms.items() if name in trunk}
     if problem := find_misfit(trunk, weights):
         raise CheckpointError(f"{path}: {problem}. {_remedy(config)}")
@@ -94,10 +93,13 @@ def read_layout(path: Path) -> Layout:
         raise CheckpointError(f"{path}: nothing says whether its files are as released or converted.")
 
     if sidecar := find_sidecar(path, config):
-        head = find_parameters([read_header(sidecar)], head=True, sidecar=True)
+        head = find_parameters([read_header(sidecar)], names, head=True, sidecar=True)
     else:
-        head = find_parameters(headers, head=True)
+        head = find_parameters(headers, names, head=True)
+    if head:
+        model.share_missing(head)
     problem = find_misfit(head, weights, head=True) if head else None
+    modules = dict(weights.named_modules())
     stored = {**trunk, **head} if head and problem is None else trunk
     quantized = {name: how for name in modules if (how := quantization_of(name, modules[name], stored))}
     if head:
@@ -119,17 +121,19 @@ def read_layout(path: Path) -> Layout:
     )
 
 
-def expected_weights(path: Path, config: dict[str, Any]) -> nn.Module:
-    """Return the model's modules with their head, not computed: the names and shapes that the files must have."""
+def expected_model(path: Path, config: dict[str, Any]) -> models.Model:
+    """Return the model with its head, not computed: the names and shapes that the files must have."""
     try:
-        return models.build(copy.deepcopy(config)).weights
+        return models.build(copy.deepcopy(config))
+    except CheckpointError:
+        raise
     except Exception as error:  # whatever mlx-lm raises, only the config can be its cause
         raise CheckpointError(
             f"{path / 'config.json'}: a field is missing or wrong ({printable_error(error)}). {REMEDY}"
         ) from error
 
 
-def _read_shards(path: Path) -> tuple[list[Header], dict[str, str]]:
+def _read_shards(path: Path, names: Names) -> tuple[list[Header], dict[str, str]]:
     """Return the headers of the shards, checked against the index, and what is wrong with files of the head."""
     index = read_index(path)
     if index is None:
@@ -142,11 +146,11 @@ def _read_shards(path: Path) -> tuple[list[Header], dict[str, str]]:
         if not is_vision(name):
             names_of.setdefault(file, []).append(name)
     headers, absent = [], {}
-    for file, names in sorted(names_of.items()):
+    for file, expected in sorted(names_of.items()):
         header = read_header(path / file) if (path / file).exists() else None
-        if lacking := [name for name in names if not header or name not in header.tensors]:
+        if lacking := [name for name in expected if not header or name not in header.tensors]:
             problem = f"lacks {lacking[0]}" if header else "is missing"
-            if not all(is_head(name) for name in lacking):
+            if not all(names.is_head(name) for name in lacking):
                 raise CheckpointError(f"{path / file}: {problem}, though {INDEX} names it. Download the file again.")
             absent[file] = problem
         if header:

@@ -25,7 +25,7 @@ from ..models.compiler import ensure_compiles
 from .config import printable_error, read_object
 from .hub import resolve
 from .layout import read_layout
-from .names import canonical, is_head
+from .names import is_head, without_prefix
 from .parameters import parameter_shapes
 from .read import LazyFiles, read_parameter
 
@@ -72,7 +72,12 @@ def load_model(
     if split is None:
         _check_memory(layout.path, sum(part.nbytes for part in stored.values()))
     packed = {name: how for name, how in layout.quantized.items() if f"{name}.scales" in stored}  # not float8
-    model = _quantized(models.build(layout.config, head=decision.drafts), packed)
+    model = models.build(layout.config, head=decision.drafts)
+    if split is not None and not model.family.divisible:
+        raise CheckpointError(f"{layout.path}: {layout.family} models cannot be divided among several machines yet.")
+    if model.has_head:
+        model.share_missing(stored)
+    model = _quantized(model, packed)
     norms = {f"{name}.weight" for name, module in model.weights.named_modules() if isinstance(module, Norm)}
     if dtype is None:
         experts = any(".switch_mlp." in name for name in stored)
@@ -83,7 +88,8 @@ def load_model(
     for name in parameter_shapes(model.weights):
         if part is not None and not part.holds(name):
             continue
-        array = read_parameter(name, stored, files, dtype, is_norm=name in norms)
+        offset = model.family.norm_offset if name in norms else None
+        array = read_parameter(name, stored, files, dtype, norm_offset=offset)
         if part is not None:
             array = part.cut(name, array)
         mx.eval(array)
@@ -143,7 +149,7 @@ def _quantized(model: models.Model, packed: dict[str, dict[str, Any]]) -> models
     """Return the model with quantised modules where the files hold quantised weights."""
 
     def how(prefix: str) -> Callable[[str, nn.Module], dict[str, Any] | bool]:
-        return lambda path, module: packed.get(prefix + canonical(path), False)
+        return lambda path, module: packed.get(prefix + without_prefix(path), False)
 
     nn.quantize(model.lm, class_predicate=how(""))
     mtp = model.weights.mtp if model.has_head else None

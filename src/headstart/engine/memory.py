@@ -27,7 +27,8 @@ class Footprint:
         layers = [layer for state in states for layer in state.layers]
         kv = [layer for layer in layers if isinstance(layer, KV)]
         fixed = sum(array.nbytes for layer in layers if not isinstance(layer, KV) for array in layer.arrays())
-        return cls(fixed, sum(2 * layer.keys.shape[1] * layer.keys.shape[3] * layer.keys.itemsize for layer in kv))
+        arrays = [array for layer in kv for array in layer.arrays()]  # [1, H, 0, D]
+        return cls(fixed, sum(array.shape[1] * array.shape[3] * array.itemsize for array in arrays))
 
     def bytes(self, lengths: Sequence[int]) -> int:
         """Return the memory of sequences of these lengths. All get the capacity of the longest."""

@@ -31,8 +31,10 @@ def products(x: mx.array, *layers: nn.Module) -> list[mx.array]:
     if not on_cuda() or prod(x.shape[:-1]) > MOST_ROWS or any(product_refusal(x.dtype, w) for w in found):
         return [stock_product(x, layer) for layer in layers]
     if len({SumOrder.of(weights) for weights in found}) > 1:
-        return [launch_products(x, [weights])[0] for weights in found]
-    return launch_products(x, found)
+        made = [launch_products(x, [weights])[0] for weights in found]
+    else:
+        made = launch_products(x, found)
+    return cpu.add_biases(made, layers)
 
 
 def swiglu_product(x: mx.array, gate: nn.Module, up: nn.Module) -> mx.array:

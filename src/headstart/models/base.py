@@ -4,9 +4,10 @@ A family is mlx-lm's modules (weights map by eye) and our forward over them: mlx
 and commits the recurrent state at once. Nothing of mlx-lm is patched or copied.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -19,12 +20,24 @@ from ..kernels.products import product
 from ..kernels.types import Window
 from ..limits import DEFAULT_K, MAX_K
 from ..state import KV, BatchState, Recurrent
-from .attention import attention
+from .attention import attention, gated_kv_sizes, grouped_attention, grouped_kv_sizes
 from .feed_forward import feed_forward
 from .gated_delta_net import gated_delta_net
 from .graph import Graph, compiles
 from .residual import Residual
 from .share import Alone, Share
+
+
+@dataclass(frozen=True)
+class HeadNames:
+    """Names of the parts of a head beside its decoder layers, as in released files."""
+
+    fc: str = "fc"
+    embedding_norm: str = "pre_fc_norm_embedding"
+    hidden_norm: str = "pre_fc_norm_hidden"
+    norm: str = "norm"
+    lm_head: str = "lm_head"
+    embedding: str = "embed_tokens"
 
 
 @dataclass(frozen=True)
@@ -35,6 +48,10 @@ class HeadSpec:
     fed_after_norm: bool = True  # the trunk's hidden after its final norm, or before
     chains_after_norm: bool = True  # draft j+1 takes the head's hidden after its own norm, or before
     own_lm_head: bool = False  # or the trunk's
+    own_embedding: bool = False  # or the trunk's
+    in_layer: bool = False  # every module has its own parts, beside its decoder layer's; or all share one set
+    names: HeadNames = HeadNames()
+    released_as: str = "mtp."  # prefix of a module's tensors: {layer} counts from the trunk's first, {module} from 0
 
 
 @dataclass(frozen=True)
@@ -45,9 +62,26 @@ class Family:
     build: Callable[[dict[str, Any]], nn.Module]  # config.json → mlx-lm's model
     text: Callable[[nn.Module], nn.Module]  # that model → the module with `embed_tokens`, `layers` and `norm`
     lm_head: Callable[[nn.Module], nn.Module | None]  # None where the embedding is tied
-    head_layer: Callable[[nn.Module], nn.Module]  # a full-attention decoder layer like the trunk's
-    project: Callable[[nn.Module, mx.array], Window]  # the input of a GatedDeltaNet layer
+    head_layer: Callable[[nn.Module], nn.Module] | None = None  # that model → the decoder layer of a head's module
+    project: Callable[[nn.Module, mx.array], Window] | None = None  # the input of a GatedDeltaNet layer
     head: HeadSpec = HeadSpec()
+    attention: Callable[..., tuple[mx.array, mx.array]] = attention  # see `attention.py`
+    kv_sizes: Callable[[nn.Module], tuple[int, int, int]] = gated_kv_sizes  # heads, sizes of a key and of a value
+    window: Callable[[nn.Module], int | None] = lambda layer: None  # positions that a decoder layer sees; None: all
+    norm_offset: float = 0.0  # what released norms leave out: 1 where they are stored as w of 1 + w
+    divisible: bool = False  # `cluster` knows how to divide its trunk
+
+
+def plain_family(name: str, module: ModuleType, **fields: Any) -> Family:
+    """Return the family of a module of mlx-lm whose layers are attention and an MLP or experts."""
+    defaults: dict[str, Any] = {
+        "build": lambda config: module.Model(module.ModelArgs.from_dict(config)),
+        "text": lambda lm: lm.model,
+        "lm_head": lambda lm: lm.get("lm_head"),
+        "attention": grouped_attention,
+        "kv_sizes": grouped_kv_sizes,
+    }
+    return Family(name, **defaults | fields)
 
 
 class Norm(nn.Module):
@@ -76,17 +110,37 @@ def use_float32_norms(module: nn.Module) -> None:
 
 
 class Head(nn.Module):
-    """The weights under `mtp.*`, with upstream's names."""
+    """The weights under `mtp.*`, with upstream's names for what is in a module."""
 
     def __init__(self, spec: HeadSpec, layers: list[nn.Module], hidden: int, vocabulary: int, eps: float):
         super().__init__()
-        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
-        self.pre_fc_norm_embedding = nn.RMSNorm(hidden, eps)
-        self.pre_fc_norm_hidden = nn.RMSNorm(hidden, eps)
         self.layers = layers
-        self.norm = nn.RMSNorm(hidden, eps)
-        if spec.own_lm_head:
-            self.lm_head = nn.Linear(hidden, vocabulary, bias=False)
+        for owner in layers if spec.in_layer else [self]:
+            _put(owner, spec.names.fc, nn.Linear(2 * hidden, hidden, bias=False))
+            for name in (spec.names.embedding_norm, spec.names.hidden_norm, spec.names.norm):
+                _put(owner, name, nn.RMSNorm(hidden, eps))
+            if spec.own_lm_head:
+                _put(owner, spec.names.lm_head, nn.Linear(hidden, vocabulary, bias=False))
+            if spec.own_embedding:
+                _put(owner, spec.names.embedding, nn.Embedding(vocabulary, hidden))
+
+
+def _put(owner: nn.Module, path: str, part: nn.Module) -> None:
+    *outer, name = path.split(".")
+    for each in outer:
+        if each not in owner:
+            setattr(owner, each, nn.Module())
+        owner = owner[each]
+    setattr(owner, name, part)
+
+
+def _find(owner: nn.Module, path: str) -> Any:
+    """Return a part by its dotted name, None if there is none."""
+    for name in path.split("."):
+        if name not in owner:
+            return None
+        owner = owner[name]
+    return owner
 
 
 class Weights(nn.Module):
@@ -153,9 +207,11 @@ class Model:
             residual = Residual(x, layer.post_attention_layernorm, share)
             if isinstance(memory, Recurrent):
                 net, project = layer.linear_attn, self.family.project
+                assert project is not None, "a family with recurrent layers says how they project"
                 x, normed = gated_delta_net(net, project, normed, memory, state.accepted, certain, residual)
             else:
-                x, normed = attention(layer.self_attn, normed, mask, memory, residual)
+                seen = partial(mask, self.family.window(layer))
+                x, normed = self.family.attention(layer.self_attn, normed, seen, memory, residual)
             following = layers[index + 1].input_layernorm if index + 1 < len(layers) else self.weights.norm
             x, normed = feed_forward(layer.mlp, normed, Residual(x, following, share))
         return share.give(normed if share.ends and self.family.head.fed_after_norm else x)
@@ -197,24 +253,42 @@ class Model:
     def _head(
         self, state: BatchState, hidden: mx.array, tokens: mx.array, ahead: int, module: int, last: mx.array | None
     ) -> mx.array:
-        mtp, spec = self.weights.mtp, self.family.head
-        parts = [mtp.pre_fc_norm_embedding(self.weights.embed_tokens(tokens)), mtp.pre_fc_norm_hidden(hidden)]
-        x = product(mx.concatenate(parts if spec.embedding_first else parts[::-1], axis=-1), mtp.fc)
-        mask = state.reserve(tokens.shape[1], ahead)
-        layer, memory = mtp.layers[module], state.layers[module]
+        spec, part = self.family.head, partial(self._part, module)
+        own = part(spec.names.embedding)
+        embedding = (own if own is not None else self.weights.embed_tokens)(tokens)
+        parts = [part(spec.names.embedding_norm)(embedding), part(spec.names.hidden_norm)(hidden)]
+        x = product(mx.concatenate(parts if spec.embedding_first else parts[::-1], axis=-1), part(spec.names.fc))
+        layer, memory = self.weights.mtp.layers[module], state.layers[module]
+        mask = partial(state.reserve(tokens.shape[1], ahead), self.family.window(layer))
         assert isinstance(memory, KV)
         alone = Alone()  # every machine has the whole head
         residual = Residual(x if last is None else at_last(x, last), layer.post_attention_layernorm, alone)
-        x, normed = attention(layer.self_attn, layer.input_layernorm(x), mask, memory, residual, last)
-        x, normed = feed_forward(layer.mlp, normed, Residual(x, mtp.norm, alone))
+        x, normed = self.family.attention(layer.self_attn, layer.input_layernorm(x), mask, memory, residual, last)
+        x, normed = feed_forward(layer.mlp, normed, Residual(x, part(spec.names.norm), alone))
         return normed if spec.chains_after_norm else x
 
-    def draft_logits(self, hidden: mx.array) -> mx.array:
-        """Return the logits […, V] of hidden states […, H] from `head`."""
-        mtp, spec = self.weights.mtp, self.family.head
+    def draft_logits(self, hidden: mx.array, *, module: int = 0) -> mx.array:
+        """Return the logits […, V] of hidden states […, H] from a module of `head`."""
+        spec = self.family.head
         if not spec.chains_after_norm:
-            hidden = mtp.norm(hidden)
-        return product(hidden, mtp.lm_head) if spec.own_lm_head else self._lm_head(hidden)
+            hidden = self._part(module, spec.names.norm)(hidden)
+        own = self._part(module, spec.names.lm_head)
+        return product(hidden, own) if own is not None else self._lm_head(hidden)
+
+    def _part(self, module: int, path: str) -> Any:
+        """Return a part of a head's module by its name, None if the trunk's is used."""
+        mtp = self.weights.mtp
+        return _find(mtp.layers[module] if self.family.head.in_layer else mtp, path)
+
+    def share_missing(self, stored: Container[str]) -> None:
+        """Use the trunk's embedding and output layer where a head's `stored` parameters lack its own copies."""
+        spec = self.family.head
+        for module, layer in enumerate(self.weights.mtp.layers if spec.in_layer else []):
+            for path in (spec.names.embedding, spec.names.lm_head):
+                outer, _, name = path.rpartition(".")
+                owner = _find(layer, outer) if outer else layer
+                if owner is not None and f"mtp.layers.{module}.{path}.weight" not in stored:
+                    owner.pop(name, None)
 
     def make_state(self, rows: int) -> BatchState:
         return BatchState.empty([self._memory(layer, rows) for layer in self.weights.layers], rows)
@@ -227,9 +301,9 @@ class Model:
         return product(hidden, weights.lm_head if "lm_head" in weights else weights.embed_tokens)
 
     def _memory(self, layer: nn.Module, rows: int) -> KV | Recurrent:
-        if not layer.is_linear:
-            attention = layer.self_attn
-            return KV.empty(rows, attention.num_key_value_heads, attention.head_dim, self.dtype)
+        if "linear_attn" not in layer:
+            heads, key, value = self.family.kv_sizes(layer.self_attn)
+            return KV.empty(rows, heads, key, self.dtype, value)
         net = layer.linear_attn
         return Recurrent.empty(
             rows,

@@ -4,6 +4,7 @@ from .load import Loaded, available_cores, loaded, native
 from .ops import (
     TYPES,
     NativeResidual,
+    add_biases,
     attend_window,
     linear,
     native_attention,
@@ -18,6 +19,7 @@ __all__ = [
     "TYPES",
     "Loaded",
     "NativeResidual",
+    "add_biases",
     "attend_window",
     "available_cores",
     "linear",
