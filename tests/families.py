@@ -32,6 +32,27 @@ BASE: dict[str, Any] = {
     "eos_token_id": 8187,
 }
 
+MOE = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_nextn_predict_layers": 1,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 24,
+}
+NEXTN = ("eh_proj", "enorm", "hnorm", "shared_head.norm", "shared_head.head", "embed_tokens")
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"head_dim": 32, "sliding_window": None},
@@ -73,8 +94,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
     "mistral3": {"head_dim": 32},
+    "glm4_moe": {
+        **MOE,
+        "head_dim": 32,
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "first_k_dense_replace": 1,
+        "rope_scaling": None,
+    },
+    "glm4_moe_lite": {**MOE, **LATENT, "first_k_dense_replace": 1},
+    "deepseek_v3": {**MOE, **LATENT, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
+    "mimo": {"num_nextn_predict_layers": 1},
 }
-HEADLESS = tuple(CONFIGS)
+HEADS = {  # where a release has the head's module, and its parts beside a decoder layer's
+    "glm4_moe": ("model.layers.2.", NEXTN),
+    "glm4_moe_lite": ("model.layers.2.", NEXTN),
+    "deepseek_v3": ("model.layers.2.", NEXTN),
+    "mimo": (
+        "model.mtp_layers.0.",
+        ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"),
+    ),
+}
 
 
 def make_config(family: str, **changed: Any) -> dict[str, Any]:
@@ -112,10 +153,24 @@ def released_arrays(config: dict[str, Any], seed: int = 0) -> Arrays:
             return 1 + rng.integers(-24, 25, shape) / 128
         if len(shape) == 1:
             return rng.standard_normal(shape) * 0.1
-        return rng.standard_normal(shape) / shape[-1] ** 0.5 * (3 if name.endswith(".gate.weight") else 1)
+        scale = 3 if name.endswith((".gate.weight", "o_proj.weight", "down_proj.weight")) else 1  # so layers matter
+        return rng.standard_normal(shape) / shape[-1] ** 0.5 * scale
 
     for name, array in tree_flatten(mlx_lm_model(json.loads(json.dumps(config))).parameters()):
         arrays[name] = mx.array(values(name, array.shape).astype(np.float32))
+    if config["model_type"] in HEADS:
+        prefix, parts = HEADS[config["model_type"]]
+        last = f"model.layers.{text['num_hidden_layers'] - 1}."
+        shapes = {prefix + name.removeprefix(last): a.shape for name, a in arrays.items() if name.startswith(last)}
+        for part in parts:
+            shapes[f"{prefix}{part}.weight"] = (H, 2 * H) if part.endswith("_proj") else (H,)
+        for name, shape in shapes.items():
+            made = values(name, shape)
+            if name.endswith(("eh_proj.weight", "input_proj.weight")):
+                # The head starts from the embedding of the last token, as the trunk does.
+                half = np.concatenate([np.eye(H), np.zeros((H, H))][:: -1 if "input" in name else 1], axis=1)
+                made = half + made * 0.5
+            arrays[name] = mx.array(made.astype(np.float32))
     return as_released(arrays, text)
 
 
@@ -147,4 +202,4 @@ def write_family(folder: Path, family: str, *, seed: int = 0, dtype: mx.Dtype = 
     return folder
 
 
-__all__ = ["CONFIGS", "HEADLESS", "make_config", "mlx_lm_model", "released_arrays", "save", "write_family"]
+__all__ = ["CONFIGS", "HEADS", "make_config", "mlx_lm_model", "released_arrays", "save", "write_family"]

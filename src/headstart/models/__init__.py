@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..errors import CheckpointError
-from . import llama, qwen3, qwen3_5, qwen3_next
+from . import deepseek_v3, glm4_moe, llama, mimo, qwen3, qwen3_5, qwen3_next
 from .base import Family, Head, HeadSpec, Model, Weights, use_float32_norms
 
 FAMILIES: dict[str, Family] = {
@@ -12,6 +12,10 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe": qwen3_5.MOE,
     "qwen3_5_moe_text": qwen3_5.MOE,
     "qwen3_next": qwen3_next.FAMILY,
+    "glm4_moe": glm4_moe.GLM4_MOE,
+    "glm4_moe_lite": glm4_moe.GLM4_MOE_LITE,
+    "deepseek_v3": deepseek_v3.FAMILY,
+    "mimo": mimo.FAMILY,
     "llama": llama.LLAMA,
     "mistral": llama.LLAMA,
     "mistral3": llama.MISTRAL3,

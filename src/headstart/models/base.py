@@ -49,6 +49,7 @@ class HeadSpec:
     chains_after_norm: bool = True  # draft j+1 takes the head's hidden after its own norm, or before
     own_lm_head: bool = False  # or the trunk's
     own_embedding: bool = False  # or the trunk's
+    first_embedding_is_zero: bool = False  # in the pair at position 0
     in_layer: bool = False  # every module has its own parts, beside its decoder layer's; or all share one set
     names: HeadNames = HeadNames()
     released_as: str = "mtp."  # prefix of a module's tensors: {layer} counts from the trunk's first, {module} from 0
@@ -256,6 +257,9 @@ class Model:
         spec, part = self.family.head, partial(self._part, module)
         own = part(spec.names.embedding)
         embedding = (own if own is not None else self.weights.embed_tokens)(tokens)
+        if spec.first_embedding_is_zero:
+            positions = state.lengths[:, None] + ahead + mx.arange(tokens.shape[1])  # [B, W]
+            embedding = embedding * (positions > 0)[..., None].astype(embedding.dtype)
         parts = [part(spec.names.embedding_norm)(embedding), part(spec.names.hidden_norm)(hidden)]
         x = product(mx.concatenate(parts if spec.embedding_first else parts[::-1], axis=-1), part(spec.names.fc))
         layer, memory = self.weights.mtp.layers[module], state.layers[module]

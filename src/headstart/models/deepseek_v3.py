@@ -1,5 +1,6 @@
 """DeepSeek-V3 and V3.1: latent attention, and a head like a further layer of the trunk, after its last."""
 
+from collections.abc import Callable
 from functools import partial
 
 import mlx.nn as nn
@@ -18,7 +19,7 @@ NEXTN = HeadSpec(
 )
 
 
-def next_layer(layer: type[nn.Module], lm: nn.Module) -> nn.Module:
+def next_layer(layer: Callable[..., nn.Module], lm: nn.Module) -> nn.Module:
     """Return the layer after the trunk's last, which decides whether it has experts."""
     return layer(lm.args, lm.args.num_hidden_layers)
 
