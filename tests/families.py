@@ -16,7 +16,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from checkpoints import TOKENIZER, TOKENIZER_FILES, Arrays, save, write_shards
+from checkpoints import TOKENIZER, TOKENIZER_FILES, Arrays, to_fp8, write_shards
 
 BASE: dict[str, Any] = {
     "vocab_size": 256,
@@ -190,16 +190,17 @@ def as_released(arrays: Arrays, text: dict[str, Any]) -> Arrays:
     return out
 
 
-def write_family(folder: Path, family: str, *, seed: int = 0, dtype: mx.Dtype = mx.float32, **changed: Any) -> Path:
+def write_family(
+    folder: Path, family: str, *, seed: int = 0, dtype: mx.Dtype = mx.float32, fp8: bool = False, **changed: Any
+) -> Path:
     """Write a release of the family."""
     config = make_config(family, **changed)
     arrays = {name: a.astype(dtype) for name, a in released_arrays(config, seed).items()}
+    if fp8:
+        arrays = to_fp8(arrays)
     folder.mkdir(parents=True, exist_ok=True)
     write_shards(folder, arrays, 2, {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     for name in TOKENIZER_FILES:
         shutil.copyfile(TOKENIZER / name, folder / name)
     return folder
-
-
-__all__ = ["CONFIGS", "HEADS", "make_config", "mlx_lm_model", "released_arrays", "save", "write_family"]

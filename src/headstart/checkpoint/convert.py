@@ -25,7 +25,7 @@ from ..errors import CheckpointError, HeadError
 from ..models.base import Norm
 from .atomic import publish, require_space, staging_folder
 from .hub import COMPANION_FILES
-from .layout import NORMS, Layout, readme_metadata
+from .layout import NORMS, Layout, head_field, readme_metadata
 from .names import is_head, is_vision, without_prefix
 from .parameters import Stored, parameter_shapes
 from .quantize import Choose, Quantization, Recipe, choose_quantization
@@ -174,17 +174,12 @@ def _convert_vision(path: Path, dtype: mx.Dtype) -> Arrays:
     return arrays
 
 
-def declare_head(config: dict[str, Any], family: str, file: str) -> None:
+def declare_head(config: dict[str, Any], file: str) -> None:
     """Add to config.json that there is a head, and where: without it no program drafts."""
     # Where Headstart, MTPLX, OptiQ and oMLX look first: an unusable head in another place is ignored.
     config["mlx_lm_extra_tensors"] = {"mtp_file": file}
     if not models.head_modules(config):
-        models.text_config(config)[head_field(family)] = 1
-
-
-def head_field(family: str) -> str:
-    """Return the field of config.json that promises a head."""
-    return "mtp_num_hidden_layers" if family in ("qwen3_5", "qwen3_5_moe") else "num_nextn_predict_layers"
+        models.text_config(config)[head_field(config)] = 1
 
 
 def _new_config(source: Layout, recipe: Recipe, quantized: dict[str, Quantization]) -> dict[str, Any]:
@@ -202,7 +197,7 @@ def _new_config(source: Layout, recipe: Recipe, quantized: dict[str, Quantizatio
         quantization = {"group_size": recipe.group_size, "bits": bits, "mode": "affine", **differing}
         config["quantization"] = config["quantization_config"] = quantization
     if source.mtp.available:
-        declare_head(config, source.family, SIDECAR)
+        declare_head(config, SIDECAR)
     return config
 
 

@@ -18,7 +18,8 @@ from .. import cards, models
 from ..errors import CheckpointError, HubError
 from .atomic import DISK_FULL, NOT_WRITABLE, free_space
 from .config import read_config
-from .layout import HEAD_DOWNLOAD_ERRORS, HUB_ID, NO_WEIGHTS, NORMS, Layout, find_sidecar, read_layout, sidecar_names
+from .head import find_sidecar, sidecar_names
+from .layout import HEAD_DOWNLOAD_ERRORS, HUB_ID, NO_WEIGHTS, NORMS, Layout, read_layout
 from .names import Names, is_vision
 from .safetensors import read_header, shard_names
 
@@ -42,6 +43,16 @@ def resolve(name: str | Path | None = None) -> Path:
     """
     found = locate(name)
     return found if isinstance(found, Path) else download(found)
+
+
+def resolve_head(name: str | Path) -> Path:
+    """Return the folder of a model or a drafter of which the head is wanted, downloaded if it is on the hub."""
+    found = locate(name)
+    if isinstance(found, Path):
+        return found
+    folder, files = missing_files(found, text=False)
+    download_files(found, folder, files)
+    return folder
 
 
 def locate(name: str | Path | None = None) -> Path | str:
@@ -107,7 +118,7 @@ def missing_files(repo: str, *, text: bool = True, vision: bool = False) -> tupl
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=SMALL_FILES))
     sizes = {file.rfilename: file.size or 0 for file in siblings}
     # An unknown family is refused here, before its weights are downloaded.
-    config = read_config(folder)
+    config = read_config(folder, drafter=not text)
     names = Names(config)
     sidecars = [name for name in sidecar_names(config) if name in sizes]
     wanted = {*(sidecars[:1] or shard_names(folder, names.is_head))}
@@ -214,14 +225,14 @@ def _cached_snapshot(repo: str, *, text: bool = True, vision: bool = False) -> P
     if not isinstance(config, str):
         return None
     folder = Path(config).parent
-    is_text = Names(read_config(folder)).is_text
+    is_text = Names(read_config(folder, drafter=not text)).is_text
     wanted = (shard_names(folder, is_text) if text else []) + (shard_names(folder, is_vision) if vision else [])
     return folder if all((folder / file).exists() for file in wanted) else None
 
 
 def _lacks_head(folder: Path) -> bool:
     """Return whether config.json promises a head that has not been downloaded, and may be on the hub."""
-    config = read_config(folder)
+    config = read_config(folder, drafter=True)
     if not models.head_modules(config) or find_sidecar(folder, config):
         return False
     is_head = Names(config).is_head

@@ -17,11 +17,11 @@ from huggingface_hub import metadata_load
 from .. import cards, models
 from ..errors import CheckpointError
 from .config import REMEDY, printable_error, read_config
+from .head import SIDECARS, check_final_norm, check_sizes, find_sidecar, read_head
 from .names import Names, is_head, is_vision
 from .parameters import Stored, find_misfit, find_parameters, parameter_shapes, quantization_of
 from .safetensors import INDEX, Header, read_header, read_index
 
-SIDECARS = ("mtp.safetensors", "model-mtp.safetensors", "mtp/weights.safetensors")
 NORMS = "norms/weights.safetensors"  # the trunk's in float32: 1 + w loses bits in the half precision of the shards
 NO_WEIGHTS = "no safetensors file. Headstart reads Hugging Face releases and MLX conversions."
 # Why the head of a cached model could not be downloaded in this process, by the model's folder.
@@ -74,9 +74,16 @@ class Layout:
         }
 
 
-def read_layout(path: Path) -> Layout:
-    """Recognise the model in the folder `path`, or raise a CheckpointError when its trunk is unusable."""
+def read_layout(path: Path, head_source: Path | None = None) -> Layout:
+    """Recognise the model in the folder `path`, or raise a CheckpointError when its trunk is unusable.
+
+    With `head_source` the head is the one in that folder, a checkpoint's or a drafter's.
+    """
     config = read_config(path)
+    if head_source is not None:
+        check_sizes(path, config, str(head_source), read_config(head_source, drafter=True))
+        if not models.head_modules(config):
+            models.text_config(config)[head_field(config)] = 1
     family = models.FAMILIES[config["model_type"]].name
     model = expected_model(path, config)
     weights, names = model.weights, Names(config)
@@ -92,13 +99,17 @@ def read_layout(path: Path) -> Layout:
     if provenance is None:
         raise CheckpointError(f"{path}: nothing says whether its files are as released or converted.")
 
-    if sidecar := find_sidecar(path, config):
+    if head_source is not None:
+        head = read_head(head_source)
+    elif sidecar := find_sidecar(path, config):
         head = find_parameters([read_header(sidecar)], names, head=True, sidecar=True)
     else:
         head = find_parameters(headers, names, head=True)
     if head:
         model.share_missing(head)
     problem = find_misfit(head, weights, head=True) if head else None
+    if head_source is not None and problem is None:
+        check_final_norm(path, config, trunk, head_source)
     modules = dict(weights.named_modules())
     stored = {**trunk, **head} if head and problem is None else trunk
     quantized = {name: how for name in modules if (how := quantization_of(name, modules[name], stored))}
@@ -119,6 +130,12 @@ def read_layout(path: Path) -> Layout:
         stored=stored,
         quantized=quantized,
     )
+
+
+def head_field(config: dict[str, Any]) -> str:
+    """Return the field of config.json that promises a head."""
+    family = models.FAMILIES[config["model_type"]].name
+    return "mtp_num_hidden_layers" if family in ("qwen3_5", "qwen3_5_moe") else "num_nextn_predict_layers"
 
 
 def expected_model(path: Path, config: dict[str, Any]) -> models.Model:
@@ -158,17 +175,6 @@ def _read_shards(path: Path, names: Names) -> tuple[list[Header], dict[str, str]
     return headers, absent
 
 
-def sidecar_names(config: dict[str, Any]) -> list[str]:
-    """Return where a head may be beside the shards. MTPLX and OptiQ name the file in config.json."""
-    named = (config.get("mlx_lm_extra_tensors") or {}).get("mtp_file")
-    return [str(named), *SIDECARS] if named else [*SIDECARS]
-
-
-def find_sidecar(path: Path, config: dict[str, Any]) -> Path | None:
-    """Return the file of a head beside the shards, which takes precedence over a head inside them."""
-    return next((path / name for name in sidecar_names(config) if (path / name).is_file()), None)
-
-
 def _graft_command(path: Path, family: str) -> str:
     return f"`headstart graft {shlex.quote(str(path))} --from {original_id(path, family) or 'ORIGINAL'}`"
 
@@ -188,7 +194,7 @@ def _describe_missing_head(path: Path, family: str, absent: dict[str, str], prom
 
 def _describe_head(path: Path, family: str, head: Stored, problem: str | None, quantized: dict[str, Any]) -> Mtp:
     files = {source.tensor.file for part in head.values() for source in part.sources}
-    location = ", ".join(str(file.relative_to(path)) for file in sorted(files))
+    location = ", ".join(str(file.relative_to(path) if file.is_relative_to(path) else file) for file in sorted(files))
     count = len({name.split(".")[2] for name in head if name.startswith("mtp.layers.")})
     if problem:
         graft = _graft_command(path, family)

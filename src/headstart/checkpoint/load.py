@@ -23,7 +23,7 @@ from ..models import memory
 from ..models.base import Norm
 from ..models.compiler import ensure_compiles
 from .config import printable_error, read_object
-from .hub import resolve
+from .hub import resolve, resolve_head
 from .layout import read_layout
 from .names import is_head, without_prefix
 from .parameters import parameter_shapes
@@ -49,6 +49,7 @@ def load_model(
     name: str | Path | None = None,
     *,
     mtp: bool | None = None,
+    head: str | Path | None = None,
     dtype: mx.Dtype | None = None,
     split: MakePart | None = None,
 ) -> models.Model:
@@ -57,13 +58,14 @@ def load_model(
     Args:
         name: See `resolve`.
         mtp: False loads no head; None leaves it to HEADSTART_MTP.
+        head: A model or a drafter (`qwen3_5_mtp`) whose head is taken, by a name as `resolve` takes it.
         dtype: Of all weights that are not quantised; None chooses it by `compute_dtype`.
         split: Read only this machine's part of the model.
 
     Raises:
         HeadError: There is a head but it cannot be used. Where there is none, `Model.head_unavailable` says why.
     """
-    layout = read_layout(resolve(name))
+    layout = read_layout(resolve(name), resolve_head(head) if head is not None and mtp is not False else None)
     decision = layout.dispatch(mtp)
     if layout.mtp.location and not layout.mtp.available and decision.reason == layout.mtp.reason:
         raise HeadError(f"{layout.path}: {layout.mtp.reason}")

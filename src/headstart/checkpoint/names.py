@@ -50,6 +50,7 @@ class Names:
     def __init__(self, config: dict[str, Any]):
         family, text = models.FAMILIES[config["model_type"]], models.text_config(config)
         self.norm_offset = family.norm_offset
+        self.drafter = "drafter" in config  # every tensor is the head's
         self.heads = tuple(text.get(name) for name in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
         layers, spec = int(text["num_hidden_layers"]), family.head
         self.released = {
@@ -61,6 +62,8 @@ class Names:
     def canonical(self, name: str) -> str:
         """Return the model's name for the tensor `name`, except that experts are not stacked yet."""
         name = without_prefix(name)
+        if self.drafter:
+            return f"mtp.{name.removeprefix('mtp.')}"
         for released, ours in self.released.items():
             if name.startswith(released):
                 return ours + name.removeprefix(released)
