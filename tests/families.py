@@ -8,6 +8,7 @@ accepted and some are not.
 import importlib
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +205,8 @@ def write_family(
     for name in TOKENIZER_FILES:
         shutil.copyfile(TOKENIZER / name, folder / name)
     return folder
+
+
+if __name__ == "__main__":
+    for name in HEADS:
+        write_family(Path(sys.argv[1], name), name)

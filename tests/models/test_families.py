@@ -1,5 +1,6 @@
 """Families beside Qwen3.5's: a release of each loads, and decodes like mlx-lm whatever is drafted or batched."""
 
+import json
 import tempfile
 from functools import lru_cache
 from pathlib import Path
@@ -68,6 +69,20 @@ def test_drafts_are_those_of_the_float64_reference(family: str) -> None:
     for length in (2, 9, 30):
         prompt = random_prompt(model, length, length)
         assert draft(model, batch_of(model, prompt), 4).tokens[0].tolist() == expected.chain(prompt, 4)
+
+
+RECORDED = json.loads((Path(__file__).parents[1] / "reference" / "transformers-heads.json").read_text())
+
+
+@pytest.mark.parametrize("family", [name for name in HEADS if name in RECORDED])
+def test_trunk_and_head_are_those_of_transformers(family: str) -> None:
+    model, prompt, expected = loaded(family), RECORDED["prompt"], RECORDED[family]
+    hidden = trunk(model, mx.array([prompt[:-1]]))
+    made = model.head(hidden, mx.array([prompt[1:]]), model.make_head_state(1))
+    for name, logits in (("logits", model.logits(hidden)), ("draft_logits", model.draft_logits(made))):
+        recorded = np.array(expected[name])
+        assert np.abs(np.array(logits[0, -1]) - recorded).max() < 1e-4 * np.abs(recorded).max()
+    assert int(mx.argmax(model.draft_logits(made)[0, -1])) == expected["draft"]
 
 
 @pytest.mark.parametrize("family", CONFIGS)
