@@ -15,7 +15,8 @@ import mlx.core as mx
 from headstart.bench.local import decode_batch
 from headstart.bench.measurement import Trial
 from headstart.engine.batch import Batch
-from headstart.engine.step import draft, prefill_prompts, verify
+from headstart.engine.draft import head_drafts
+from headstart.engine.step import prefill_prompts, verify
 from headstart.errors import HeadstartError, RequestError
 from headstart.models import Model
 from headstart.sampling import Proposal
@@ -81,7 +82,7 @@ def decode_imposed(model: Model, recording: Recording, k: int, pattern: Sequence
 
 def _launch(model: Model, batch: Batch, k: int, pattern: Sequence[float], script: mx.array) -> mx.array:
     """Launch a step and return its report [B, k+3]: tokens, accepted, proposed."""
-    drafted = draft(model, batch, k)
+    drafted = head_drafts(model, batch, k)
     result = verify(model, batch, impose(drafted, batch, pattern, script, model.vocabulary))
     report = mx.concatenate([result.tokens, mx.stack([result.accepted, result.proposed], axis=1)], axis=1)
     mx.async_eval(report, *batch.arrays())

@@ -244,7 +244,7 @@ def _responses(handle: Handle, progress: Progress) -> Generator[GenerationRespon
                 yield GenerationResponse(
                     text=text,
                     token=token,
-                    from_draft=origin == "draft",
+                    from_draft=origin in ("draft", "copy"),
                     prompt_tokens=prompt_tokens,
                     prompt_tps=event.stats.prompt_tps,
                     generation_tokens=generated,

@@ -5,7 +5,8 @@ import pytest
 
 from bench.imposed_acceptance import Recording, check_pattern, decode_imposed, impose, record
 from fixtures import mlx_lm_greedy, random_model, random_prompt
-from headstart.engine.step import draft, prefill_prompts
+from headstart.engine.draft import head_drafts as draft
+from headstart.engine.step import prefill_prompts
 from headstart.errors import HeadstartError, RequestError
 
 PATTERN = (0.88, 0.75, 0.62)

@@ -68,7 +68,7 @@ def test_every_depth_of_a_real_model_is_identical_and_timed() -> None:
     doing: list[str] = []
     texts = {f"text {n}": random_prompt(model, 6 + n, n) for n in range(3)}
     depths = decode_depths(model, texts, 2, TOKENS, doing.append)
-    assert find_divergences(model, TOKENIZER, texts, depths) == []
+    assert find_divergences(model, TOKENIZER, texts, depths[0], depths) == []
     assert list(depths) == [0, 1, 2, "auto"]
     assert all(trial.sequences == depths[0].sequences for trial in depths.values())
     assert all(len(answer) == TOKENS for answer in depths[0].sequences)
@@ -84,7 +84,7 @@ def test_a_divergence_has_its_position_and_its_tokens_and_is_no_rounding_where_t
     answer = plain.sequences[0]
     other = (answer[3] + 1) % model.vocabulary
     drafted = replace(plain, sequences=[[*answer[:3], other, *answer[4:]]])
-    (found,) = find_divergences(model, TOKENIZER, {"code": prompt}, {0: plain, 2: drafted})
+    (found,) = find_divergences(model, TOKENIZER, {"code": prompt}, plain, {2: drafted})
     assert (found.k, found.prompt, found.position) == (2, "code", 3)
     assert (found.plain, found.drafted) == (TOKENIZER.decode([answer[3]]), TOKENIZER.decode([other]))
     assert not found.rounding
@@ -129,11 +129,12 @@ def test_kernels_that_round_by_the_number_of_rows_are_recognised_and_their_near_
     texts = {f"text {n}": random_prompt(model, 6 + n, n) for n in range(8)}
     depths = decode_depths(model, texts, 2, TOKENS, lambda doing: None)
     del depths["auto"]  # its depths, and so its noise, depend on how fast the machine is
-    found = find_divergences(model, TOKENIZER, texts, depths)
+    found = find_divergences(model, TOKENIZER, texts, depths[0], depths)
     assert found  # else nothing is shown here
     assert all(divergence.rounding for divergence in found)
     promised = {k: replace(trial, exact=True) for k, trial in depths.items()}
-    assert not any(divergence.rounding for divergence in find_divergences(model, TOKENIZER, texts, promised))
+    found = find_divergences(model, TOKENIZER, texts, promised[0], promised)
+    assert not any(divergence.rounding for divergence in found)
 
 
 def test_a_head_that_mostly_drafts_wrong_fails_though_every_answer_is_right() -> None:

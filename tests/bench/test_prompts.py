@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.bench.prompts import KINDS, builtin_prompts, prompts_by_kind, read_prompts
+from headstart.bench.prompts import COPYING, KINDS, builtin_prompts, prompts_by_kind, read_prompts
 from headstart.checkpoint import load_tokenizer, resolve
 from headstart.errors import RequestError
 
@@ -16,6 +16,13 @@ def test_every_kind_has_eight_prompts_that_differ() -> None:
         assert len({prompt for prompt in map(repr, prompts) if f"kind='{kind}'" in prompt}) == 8
 
 
+def test_prompts_whose_answers_repeat_them_are_used_where_they_are_named() -> None:
+    chosen = prompts_by_kind(COPYING)
+    assert list(chosen) == ["edit", "json"]
+    assert len({prompt.as_text for prompts in chosen.values() for prompt in prompts}) == 8
+    assert not set(COPYING) & {prompt.kind for prompt in builtin_prompts()}
+
+
 def test_kinds_and_files_are_chosen_together_and_an_unknown_name_is_refused(tmp_path: Path) -> None:
     own = tmp_path / "own.txt"
     own.write_text("Once upon a time\n")
@@ -23,7 +30,9 @@ def test_kinds_and_files_are_chosen_together_and_an_unknown_name_is_refused(tmp_
     assert list(chosen) == ["code", "own"]
     assert [prompt.text for prompt in chosen["own"]] == ["Once upon a time"]
     assert len(chosen["code"]) == 8
-    with pytest.raises(RequestError, match="--prompts poems: not one of code, prose, chat, repetitive, and not a"):
+    with pytest.raises(
+        RequestError, match="--prompts poems: not one of code, prose, chat, repetitive, edit, json, and not"
+    ):
         prompts_by_kind(["code", "poems"])
 
 

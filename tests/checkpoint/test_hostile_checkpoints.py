@@ -383,8 +383,8 @@ def fuzz(folder: Path, tmp_path: Path, seed: int, cases: int) -> dict[str, int]:
 
 
 def test_mutated_checkpoints_load_or_are_refused(folder: Path, tmp_path: Path) -> None:
-    outcomes = fuzz(folder, tmp_path, seed=0, cases=200)
-    assert outcomes["refused"] > 50
+    outcomes = fuzz(folder, tmp_path, seed=0, cases=80)
+    assert outcomes["refused"] > 20
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """One model, whatever layout it was stored in; and types that the device can compute with."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from checkpoints import FAMILIES, write
-from headstart.checkpoint import load_model, load_tokenizer, read_layout, resolve
+from headstart.checkpoint import load, load_model, load_tokenizer, read_layout, resolve
 from headstart.checkpoint.load import compute_dtype
-from headstart.errors import CheckpointError
-from headstart.models import Model
+from headstart.errors import CheckpointError, HeadstartError
+from headstart.models import Model, build
+from headstart.models.memory import SHARE, Footprint
 
 SAME_MODEL = [
     ("dense", "converted", {}),
@@ -181,13 +183,86 @@ def test_a_model_that_memory_does_not_hold_is_refused_before_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write(tmp_path / "large", "dense")
-    size = read_layout(folder).bytes
+    request = Footprint.of(build(read_layout(folder).config)).bytes([1])  # in float32: nothing is read yet
+    size = read_layout(folder).bytes + int(request / SHARE)
     monkeypatch.setattr("headstart.models.memory.unused", lambda: size - 1)
     with pytest.raises(CheckpointError, match=r"large: its weights take 0\.\d+ GB, and 0\.\d+ GB .* are left"):
         load_model(folder)
     assert not load_model(folder, mtp=False).has_head  # which is smaller
     monkeypatch.setattr("headstart.models.memory.unused", lambda: size)
     assert load_model(folder).has_head
+
+
+GB = 10**9
+MACS = {  # what Metal reports: memory, what it lets a GPU use of it, architecture
+    "M1, 8 GB": {"memory_size": 8 * GB, "max_recommended_working_set_size": 5 * GB, "architecture": "applegpu_g13g"},
+    "M2 Ultra": {
+        "memory_size": 99 * GB,
+        "max_recommended_working_set_size": 75 * GB,
+        "architecture": "applegpu_g14d",
+    },
+    "M3 Max": {"memory_size": 36 * GB, "max_recommended_working_set_size": 28 * GB, "architecture": "applegpu_g15s"},
+    "M4": {"memory_size": 16 * GB, "max_recommended_working_set_size": 12 * GB, "architecture": "applegpu_g16g"},
+    "M5": {"memory_size": 32 * GB, "max_recommended_working_set_size": 24 * GB, "architecture": "applegpu_g17g"},
+}
+
+
+@pytest.mark.parametrize(("mac", "fits"), [("M1, 8 GB", False), ("M4", False), ("M5", True), ("M2 Ultra", True)])
+def test_a_mac_refuses_weights_that_leave_the_system_too_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mac: str, fits: bool
+) -> None:
+    """A model of 15 GB, such as 27B in 4 bits."""
+    monkeypatch.setattr(mx, "device_info", lambda *device: MACS[mac])
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 0)
+    check = partial(load._check_memory, tmp_path, 15 * GB, Footprint(10**6, 10**4, 10**4))
+    if fits:
+        check()
+        return
+    with pytest.raises(CheckpointError) as refused:
+        check()
+    working, total = MACS[mac]["max_recommended_working_set_size"] / 1e9, MACS[mac]["memory_size"] / 1e9
+    for part in (
+        "weights take 15.00 GB",
+        f"{working:.2f} GB of this device's memory are left",
+        f"macOS lets a GPU use {working:.2f} of this machine's {total:.2f} GB",
+        "a short request takes 0.01 GB more",
+        "set HEADSTART_MEMORY_GB to the gigabytes",
+    ):
+        assert part in str(refused.value)
+    monkeypatch.setenv("HEADSTART_MEMORY_GB", "15.5")  # by those who know better
+    check()
+    monkeypatch.setenv("HEADSTART_MEMORY_GB", "14.5")
+    with pytest.raises(CheckpointError, match=r"and 14\.50 GB of this device's memory are left; a short"):
+        check()
+    monkeypatch.setenv("HEADSTART_MEMORY_GB", "much")
+    with pytest.raises(HeadstartError, match="HEADSTART_MEMORY_GB is 'much'"):
+        check()
+
+
+@pytest.mark.parametrize(
+    ("mac", "expected"),
+    [
+        ("M1, 8 GB", "float16"),
+        ("M2 Ultra", "float16"),
+        ("M3 Max", "bfloat16"),
+        ("M4", "bfloat16"),
+        ("M5", "bfloat16"),
+    ],
+)
+def test_chips_without_bfloat16_compute_in_float16(monkeypatch: pytest.MonkeyPatch, mac: str, expected: str) -> None:
+    monkeypatch.setattr(mx, "device_info", lambda *device: MACS[mac])
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    for packed in (False, True):
+        assert compute_dtype("bfloat16", experts=packed, packed=packed) == getattr(mx, expected)
+        assert compute_dtype("float32", experts=packed, packed=packed) == mx.float32
+        assert compute_dtype("float16", experts=packed, packed=packed) == mx.float16
+    monkeypatch.setenv("HEADSTART_DTYPE", "bfloat16")
+    assert compute_dtype("float16", experts=False, packed=False) == mx.bfloat16
+    monkeypatch.setenv("HEADSTART_DTYPE", "int4")
+    with pytest.raises(
+        CheckpointError, match="HEADSTART_DTYPE is 'int4'; set it to one of bfloat16, float16, float32"
+    ):
+        compute_dtype("float16", experts=False, packed=False)
 
 
 def test_a_model_can_be_loaded_without_its_head(tmp_path: Path) -> None:

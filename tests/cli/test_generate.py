@@ -85,7 +85,7 @@ def test_the_head_can_be_left_out(arguments: list[str], env: dict[str, str] | No
 
 def test_a_flag_goes_before_the_environment() -> None:
     stats = run_json("-p", QUESTION, "-n", "2", "--mtp", env={"HEADSTART_MTP": "0"})["stats"]
-    assert stats["drafter_kind"] == "native_mtp"
+    assert stats["drafter_kind"] == "native_mtp+copy"
 
 
 def test_raw_goes_on_from_the_prompt_itself() -> None:
@@ -103,7 +103,7 @@ def test_the_prompt_may_come_from_a_file_or_stdin(tmp_path: Path, expected: str)
 
 def test_show_drafts_marks_tokens_where_there_is_no_colour() -> None:
     legend, _, *lines = run("-p", QUESTION, "-n", "10", "--show-drafts", "--k", "2").stdout.splitlines()
-    assert legend == "+accepted draft  !correction of a draft  *bonus after accepted drafts  plain"
+    assert legend == "+accepted draft  =accepted copy  !correction of a draft  *bonus token  plain"
     model, tokenizer = headstart.load()
     prompt = chat_tokens(tokenizer, [{"role": "user", "content": QUESTION}])
     responses = list(headstart.stream_generate(model, tokenizer, prompt, max_tokens=10, k=2))

@@ -15,8 +15,8 @@ from checkpoints import write
 from fixtures import random_prompt
 from headstart.checkpoint import load_model, load_tokenizer
 from headstart.engine import Engine
-from headstart.engine.memory import Footprint
 from headstart.models import Model
+from headstart.models.memory import Footprint
 from headstart.state import CHUNK, PrefixCache
 
 # A stage for each of three, with and without keys; heads for four, of which two share keys.

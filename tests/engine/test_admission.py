@@ -7,12 +7,12 @@ import pytest
 
 from fixtures import builtin_model, collect, generate, random_model, random_prompt, submit
 from headstart.engine import Engine, Request
-from headstart.engine.memory import Footprint
 from headstart.errors import Busy, RequestError
+from headstart.limits import MAX_K
 from headstart.models import Model
-from headstart.models.memory import available_on_host, unused
+from headstart.models.memory import Footprint, available_on_host, unused
 from headstart.sampling import SamplingParams
-from headstart.state import PrefixCache
+from headstart.state import CHUNK, PrefixCache
 
 
 def test_clients_take_turns() -> None:
@@ -205,3 +205,37 @@ def test_sequences_may_take_what_the_device_has_free(
     monkeypatch.setattr("headstart.models.memory.os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**23}.get)
     monkeypatch.setattr("headstart.models.memory.available_on_host", lambda: GIB)
     assert unused() == left
+
+
+MAC = {"max_recommended_working_set_size": 12 * 10**9, "memory_size": 16 * 10**9, "architecture": "applegpu_g16g"}
+
+
+def test_a_context_that_a_mac_cannot_hold_is_refused_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the scores of a prompt's chunk against everything before it count besides the KV cache."""
+    model = builtin_model("tiny-qwen3.5")
+    elsewhere = Footprint.of(model)
+    monkeypatch.setattr("mlx.core.device_info", lambda: MAC)
+    footprint = Footprint.of(model)
+    heads, size = model.config["num_attention_heads"], model.dtype.size
+    assert footprint == Footprint(elsewhere.fixed, elsewhere.position, 2 * heads * CHUNK * size)
+    assert footprint.bytes([300, 20]) == elsewhere.bytes([300, 20]) + footprint.scores * 512
+
+    prompt = random_prompt(model, 1000)
+    room = footprint.bytes([len(prompt) + 10 + MAX_K + 1])
+    monkeypatch.setattr(
+        "mlx.core.get_active_memory", lambda: MAC["max_recommended_working_set_size"] - int(room / 0.9)
+    )
+    with pytest.raises(RequestError, match=r"prompt has 2000 tokens and needs 0\.\d+ GB .* 0\.\d+ GB are left"):
+        Engine(model).submit(Request([*prompt, *prompt], SamplingParams(max_tokens=10)))
+    monkeypatch.setenv("HEADSTART_MEMORY_GB", "100")
+    Engine(model).submit(Request([*prompt, *prompt], SamplingParams(max_tokens=10)))
+
+
+def test_a_mac_keeps_the_weights_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[int] = []
+    monkeypatch.setattr("mlx.core.set_wired_limit", limits.append)
+    Engine(random_model("dense"))
+    assert limits == []  # not on Linux
+    monkeypatch.setattr("mlx.core.device_info", lambda: MAC)
+    Engine(random_model("dense"))
+    assert limits == [MAC["max_recommended_working_set_size"]]

@@ -64,13 +64,13 @@ def test_a_depth_without_a_head_is_refused_with_the_reason() -> None:
     assert model.head_unavailable in str(raised.value)
 
 
-def test_without_a_head_the_default_depth_decodes_plainly_and_says_why() -> None:
+def test_without_a_head_the_default_depth_copies_at_most_and_says_why() -> None:
     model = random_model("dense", head=False)
     prompt = random_prompt(model, 9)
     for k in ("auto", 0):
         answer = generate(model, prompt, max_tokens=12, k=k)
         assert answer.tokens == mlx_lm_greedy(model, prompt, 12)
-        assert answer.stats.drafter_kind is None
+        assert answer.stats.drafter_kind == ("copy" if k == "auto" else None)
         assert answer.stats.bypass_reason == model.head_unavailable
         assert answer.stats.proposed_draft_tokens == 0
         assert set(answer.origins) == {"plain"}

@@ -3,6 +3,8 @@
 import random
 from dataclasses import replace
 from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -11,7 +13,9 @@ from fixtures import FAMILIES, Answer, collect, generate, mlx_lm_greedy, random_
 from headstart import batch_generate
 from headstart.checkpoint import load_model, load_tokenizer, resolve
 from headstart.engine import Engine
-from headstart.engine.invariance import CPU_SHAPES, SHAPES, is_batch_invariant, max_invariant_k
+from headstart.engine.invariance import CPU_SHAPES, SHAPES, invariant_k, is_batch_invariant
+from headstart.engine.stats import Stats
+from headstart.kernels import metal
 from headstart.models import Model
 from headstart.models.share import Alone
 from headstart.state import BLOCK
@@ -149,13 +153,35 @@ def test_every_pass_is_made_whatever_the_first_ones_show(monkeypatch: pytest.Mon
     assert len(passes) == 3 + len(CPU_SHAPES if mx.default_device() == mx.cpu else SHAPES)
 
 
+def limits(model: Model, *counts: int) -> list[tuple[int, bool]]:
+    """For so many sequences, how many of 200 drafts remain, and whether their stats still say that they are exact."""
+    found = []
+    for count in counts:
+        running: Any = [SimpleNamespace(stats=Stats(None, None, exact=True)) for _ in range(count)]
+        found.append((invariant_k(model, running, 200), all(sequence.stats.exact for sequence in running)))
+    return found
+
+
+def test_on_metal_what_was_checked_is_exact_for_up_to_sixteen_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metal, "on_metal", lambda: True)
+    unchecked = replace(random_model("dense"))
+    assert not is_batch_invariant(unchecked)
+    assert limits(unchecked, 1, 100) == [(200, True)] * 2
+    monkeypatch.setattr("headstart.engine.invariance.computes_rows_independently", lambda weights, dtype: True)
+    checked = replace(random_model("dense"))
+    assert is_batch_invariant(checked)
+    assert limits(checked, 1, 4, 8, 9, 16, 17) == [(15, True), (3, True), (1, True), (0, True), (0, True), (0, False)]
+
+
 def test_many_sequences_draft_no_more_than_our_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA the product of more positions is mlx's, which adds up in another order."""
-    assert max_invariant_k(100) == 8
-    monkeypatch.setattr("headstart.engine.invariance.on_cuda", lambda: True)
-    assert [max_invariant_k(rows) for rows in (1, 16, 17, 20, 72, 144, 300)] == [143, 8, 7, 6, 1, 0, 0]
-    monkeypatch.setattr("headstart.engine.invariance.MOST_ROWS", 9)
     model = random_model("dense")
+    assert limits(model, 100) == [(200, True)]
+    monkeypatch.setattr("headstart.engine.invariance.on_cuda", lambda: True)
+    ks = [k for k, _ in limits(model, 1, 16, 17, 20, 72, 144, 300)]
+    assert ks == [143, 8, 7, 6, 1, 0, 0]
+    assert limits(model, 144, 145) == [(0, True), (0, False)]
+    monkeypatch.setattr("headstart.engine.invariance.MOST_ROWS", 9)
     engine = Engine(model)
     handles = [submit(engine, random_prompt(model, n + 3, n), max_tokens=12, k=8) for n in range(3)]
     answers = [collect(handle) for handle in handles]

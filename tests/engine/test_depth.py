@@ -11,7 +11,9 @@ import headstart.engine.engine
 from fixtures import FAMILIES, builtin_model, collect, generate, random_model, random_prompt, submit
 from headstart.cli.show import summary
 from headstart.engine import DepthController, Engine
-from headstart.engine.depth import DraftHistory, pause_reason
+from headstart.engine.copies import CopyIndex
+from headstart.engine.depth import Plan, pause_reason
+from headstart.engine.draft_history import DraftHistory
 from headstart.engine.step_time import StepTime, time_steps
 from headstart.models import Model
 
@@ -232,13 +234,18 @@ class Scripted:
     gains = (1.0, 1.25)
 
     def __init__(self, choices: Sequence[int]):
-        self.choices, self.observed = iter(choices), list[int]()
+        self.choices, self.observed, self.copy_pool = iter(choices), list[int](), DraftHistory()
 
-    def choose(self, rows: Sequence[DraftHistory]) -> int:
-        return next(self.choices)
+    def plan(self, rows: Sequence[DraftHistory], copies: Sequence[CopyIndex | None], unread: int) -> Plan:
+        return Plan(next(self.choices))
 
     def observe(
-        self, rows: Sequence[DraftHistory], k: int, outcomes: Sequence[tuple[int, int]], seconds: float | None
+        self,
+        rows: Sequence[DraftHistory],
+        k: int,
+        outcomes: Sequence[tuple[int, int]],
+        seconds: float | None,
+        head: bool,
     ) -> None:
         self.observed.append(k)
 
@@ -289,9 +296,14 @@ def test_an_answer_without_drafts_says_that_they_did_not_pay() -> None:
 
     class Unpaid(DepthController):
         def observe(
-            self, drafters: Sequence[DraftHistory], k: int, outcomes: Sequence[tuple[int, int]], seconds: float | None
+            self,
+            drafters: Sequence[DraftHistory],
+            k: int,
+            outcomes: Sequence[tuple[int, int]],
+            seconds: float | None,
+            head: bool = True,
         ) -> None:
-            super().observe(drafters, k, [(0, proposed) for _, proposed in outcomes], 1.0 + k)
+            super().observe(drafters, k, [(0, proposed) for _, proposed in outcomes], 1.0 + k, head)
 
     model, depth = random_model("dense"), Unpaid()
     depth.step_time.calibrate({(1, k): [1.0 + k] for k in (0, 1, 3, 7)})

@@ -109,16 +109,16 @@ def test_only_what_is_said_must_be_finite(monkeypatch: pytest.MonkeyPatch) -> No
     model = random_model("dense")
     prompts = [random_prompt(model, length, length) for length in (9, 12)]
     truth = [mlx_lm_greedy(model, prompt, 1)[0] for prompt in prompts]
-    honest, logits = loop.draft, Model.logits
+    honest, logits = loop.head_drafts, Model.logits
 
-    def first_row_right_second_wrong(model: Model, batch: Batch, k: int, forced: object) -> Proposal:
+    def first_row_right_second_wrong(model: Model, batch: Batch, k: int, *how: object, **more: object) -> Proposal:
         return honest(model, batch, k)._replace(tokens=mx.array([[truth[0]], [truth[1] ^ 1]], mx.int32))
 
     def finite_before_the_draft_only(self: Model, hidden: mx.array) -> mx.array:
         return mx.where(mx.arange(hidden.shape[1])[:, None] > 0, mx.nan, logits(self, hidden))
 
     batch = batch_of(model, *prompts)
-    monkeypatch.setattr(loop, "draft", first_row_right_second_wrong)
+    monkeypatch.setattr(loop, "head_drafts", first_row_right_second_wrong)
     monkeypatch.setattr(Model, "logits", finite_before_the_draft_only)
     round = loop.step(model, batch, 1)
     assert round.accepted.tolist() == [1, 0]
@@ -280,11 +280,11 @@ def failing_where(monkeypatch: pytest.MonkeyPatch, error: Exception, bad: Callab
     """From now on a step fails where `bad` says so. Returns the sizes of the batches that did, as they come."""
     honest, failed = loop.step, []
 
-    def step(model: Model, batch: Batch, k: int, guide: object) -> object:
+    def step(model: Model, batch: Batch, k: int, guide: object, **sources: object) -> object:
         if bad(batch):
             failed.append(batch.size)
             raise error
-        return honest(model, batch, k, guide)  # type: ignore[arg-type]
+        return honest(model, batch, k, guide, **sources)  # type: ignore[arg-type]
 
     monkeypatch.setattr(headstart.engine.pending_step, "step", step)
     return failed

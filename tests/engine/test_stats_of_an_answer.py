@@ -10,6 +10,8 @@ import headstart.engine.pending_step
 from fixtures import Answer, collect, generate, mlx_lm_greedy, random_model, random_prompt, submit
 from headstart.engine import Engine, Event, Request
 from headstart.engine.batch import Batch
+from headstart.engine.depth import Plan
+from headstart.engine.draft_history import DraftHistory
 from headstart.engine.pending_step import PendingStep
 from headstart.models import Model
 from headstart.sampling import SamplingParams
@@ -96,9 +98,9 @@ def test_no_window_is_wider_than_an_answer_has_room_for(monkeypatch: pytest.Monk
     """An answer of one token, as a classifier asks for, pays for no draft."""
     step, widths = headstart.engine.pending_step.step, list[int]()
 
-    def noted(model: Model, batch: Batch, k: int, guide: object) -> object:
+    def noted(model: Model, batch: Batch, k: int, guide: object, **sources: object) -> object:
         widths.append(k)
-        return step(model, batch, k, guide)  # type: ignore[arg-type]
+        return step(model, batch, k, guide, **sources)  # type: ignore[arg-type]
 
     monkeypatch.setattr(headstart.engine.pending_step, "step", noted)
     model = random_model("dense")
@@ -117,9 +119,10 @@ def test_one_who_insists_on_a_depth_does_not_choose_it_for_others() -> None:
 
     class Parked:
         gains = ()
+        copy_pool = DraftHistory()
 
-        def choose(self, rows: object) -> int:
-            return 1
+        def plan(self, *known: object) -> Plan:
+            return Plan(1)
 
         def observe(self, *told: object) -> None:
             pass
@@ -136,7 +139,7 @@ def test_auto_drafts_by_default_and_plain_decoding_says_why() -> None:
     stats = generate(model, random_prompt(model, 9), max_tokens=30).stats
     assert stats.proposed_draft_tokens > 0
     assert sum(stats.depths.values()) == stats.rounds
-    assert (stats.drafter_kind, stats.bypass_reason) == ("native_mtp", None)
+    assert (stats.drafter_kind, stats.bypass_reason) == ("native_mtp+copy", None)
     stats = generate(model, random_prompt(model, 9), max_tokens=4, k=0).stats
     assert (stats.drafter_kind, stats.bypass_reason) == (None, "the request asked for no drafts")
 
@@ -161,9 +164,9 @@ def test_a_surplus_round_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None
     launched: list[int] = []
     step = headstart.engine.pending_step.step
 
-    def counted(model, batch, k, *rest):  # type: ignore[no-untyped-def]
+    def counted(model, batch, k, *rest, **sources):  # type: ignore[no-untyped-def]
         launched.append(batch.size)
-        return step(model, batch, k, *rest)
+        return step(model, batch, k, *rest, **sources)
 
     monkeypatch.setattr(headstart.engine.pending_step, "step", counted)
     model = random_model("dense")

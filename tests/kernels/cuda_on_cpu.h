@@ -2,6 +2,7 @@
 // Arithmetic is IEEE single precision with the same roundings, so bits that do not depend on the width of a window
 // here do not depend on it there; only expf and its like may differ in the last bit.
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -62,7 +63,9 @@ struct Copy {
   int bytes, group;
 };
 struct Thread {
-  ucontext_t context;
+  ucontext_t context;  // to start in; later turns begin with a jump, which needs no system call
+  jmp_buf jump;
+  bool started = false;
   std::vector<char> stack;
   dim3 index;
   Warp* warp;
@@ -73,9 +76,19 @@ struct Thread {
 };
 inline Thread* self;
 inline Barrier block_barrier;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline dim3 blockIdx, blockDim, gridDim;
 #define threadIdx (self->index)
+
+inline void pause_thread() {
+  if (!_setjmp(self->jump)) _longjmp(scheduler, 1);
+}
+inline void resume_thread() {
+  if (_setjmp(scheduler)) return;
+  if (self->started) _longjmp(self->jump, 1);
+  self->started = true;
+  setcontext(&self->context);
+}
 
 inline void meet(Barrier& barrier) {
   const int generation = barrier.generation;
@@ -83,9 +96,7 @@ inline void meet(Barrier& barrier) {
     barrier.arrived = 0;
     ++barrier.generation;
   } else {
-    while (barrier.generation == generation) {
-      swapcontext(&self->context, &scheduler);
-    }
+    while (barrier.generation == generation) pause_thread();
   }
 }
 inline void __syncthreads() { meet(block_barrier); }
@@ -201,7 +212,7 @@ inline const std::function<void()>* running;
 inline void enter_thread() {
   (*running)();
   self->done = true;
-  swapcontext(&self->context, &scheduler);
+  _longjmp(scheduler, 1);
 }
 inline void launch(dim3 grid, dim3 block, const std::function<void()>& kernel) {
   const int count = block.x * block.y * block.z;
@@ -219,7 +230,7 @@ inline void launch(dim3 grid, dim3 block, const std::function<void()>& kernel) {
         for (int t = 0; t < count; ++t) {
           Thread& thread = threads[t];
           thread.index = {t % block.x, t / block.x % block.y, t / (block.x * block.y)};
-          thread.warp = &warps[t / 32], thread.lane = t % 32, thread.done = false;
+          thread.warp = &warps[t / 32], thread.lane = t % 32, thread.done = thread.started = false;
           getcontext(&thread.context);
           thread.context.uc_stack.ss_sp = thread.stack.data();
           thread.context.uc_stack.ss_size = thread.stack.size();
@@ -232,7 +243,7 @@ inline void launch(dim3 grid, dim3 block, const std::function<void()>& kernel) {
             if (!thread.done) {
               busy = true;
               self = &thread;
-              swapcontext(&scheduler, &thread.context);
+              resume_thread();
             }
         }
       }

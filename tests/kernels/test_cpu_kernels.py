@@ -108,6 +108,21 @@ def quantised(bits: int, group: int, dtype: str, *shape: int) -> tuple[list[mx.a
     return arrays, exact(mx.dequantize(*wide, group, bits))
 
 
+@pytest.mark.parametrize("bits", [0, 3, 4])
+def test_a_long_row_that_is_summed_in_chunks_is_the_same_alone_and_among_many(bits: int) -> None:
+    x = normal(1, 7, 2688, dtype="float32")
+    if bits:
+        weights, wide = quantised(bits, 64, "float32", 70, 2688)
+    else:
+        weights = [normal(2, 70, 2688, dtype="float32")]
+        wide = exact(weights[0])
+    (found,) = multiply(native(), x, [weights], bits, 64 if bits else 0)
+    sizes = np.abs(exact(x)) @ np.abs(wide).T
+    assert np.all(np.abs(exact(found) - exact(x) @ wide.T) <= 1e-5 * sizes)
+    for rows in (1, 2, 4):
+        assert mx.array_equal(multiply(native(), x[:rows], [weights], bits, 64 if bits else 0)[0], found[:rows])
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])

@@ -8,7 +8,8 @@ import mlx.core as mx
 import pytest
 
 from fixtures import assert_greedy, batch_of, generate, random_model, random_prompt
-from headstart.engine.step import draft, step
+from headstart.engine.draft import head_drafts as draft
+from headstart.engine.step import step
 from headstart.models import Head, HeadSpec, Model, Weights, use_float32_norms
 
 SPECS = [

@@ -6,7 +6,7 @@ a key of its own. So thousands of samples take a few steps, in batches that mix 
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from checkpoints import write
 from headstart.checkpoint import load_model
 from headstart.engine import Engine, Request
 from headstart.engine.batch import Batch
-from headstart.engine.step import step
+from headstart.engine.step import StepResult, step
 from headstart.models import Model
 from headstart.sampling import SamplingParams, SequenceParams, controls
 from headstart.sampling.distribution import process_logits, sampling_distribution
@@ -75,7 +75,13 @@ def exact_law(model: Model, prompt: Sequence[int], params: SamplingParams, lengt
     return law
 
 
-def first_tokens(model: Model, prompt: Sequence[int], cases: Sequence[Case], rows: int = 3000) -> list[np.ndarray]:
+def first_tokens(
+    model: Model,
+    prompt: Sequence[int],
+    cases: Sequence[Case],
+    rows: int = 3000,
+    run: Callable[[Model, Batch, int], StepResult] = step,
+) -> list[np.ndarray]:
     """[samples, LENGTH] for each case. A batch holds samples of every case, one after the other."""
     engine = Engine(model, max_sequences=len(cases))
     for case in cases:
@@ -95,17 +101,17 @@ def first_tokens(model: Model, prompt: Sequence[int], cases: Sequence[Case], row
         batch.keep([n for n, _ in here], model)
         batch.params = [asked._replace(key=key) for asked, (_, key) in zip(batch.params, here, strict=True)]
         batch.controls = controls(batch.params, model.vocabulary)
-        for (n, _), tokens in zip(here, said(model, batch, max(c.ceiling for c in cases)), strict=True):
+        for (n, _), tokens in zip(here, said(model, batch, max(c.ceiling for c in cases), run), strict=True):
             found[n].append(tokens)
     return [np.stack(samples) for samples in found]
 
 
-def said(model: Model, batch: Batch, k: int) -> np.ndarray:
+def said(model: Model, batch: Batch, k: int, run: Callable[[Model, Batch, int], StepResult]) -> np.ndarray:
     """[B, LENGTH]: run until every row has said so many."""
     tokens = np.zeros((batch.size, LENGTH + k + 1), np.int32)
     count = np.zeros(batch.size, int)
     while count.min() < LENGTH:
-        round = step(model, batch, k)
+        round = run(model, batch, k)
         mx.eval(round.tokens, round.accepted, batch.arrays())
         new, more = np.array(round.tokens), np.array(round.accepted) + 1
         for i in range(k + 1):

@@ -13,12 +13,18 @@ from crowd import LENGTH, Case, exact_law, first_tokens, small_model
 
 from fixtures import assert_greedy, collect, submit
 from headstart.engine import Engine, Request
+from headstart.engine.batch import Batch
+from headstart.engine.draft import HeadUse
+from headstart.engine.step import StepResult, step
+from headstart.models import Model
 from headstart.sampling import SamplingParams
 from headstart.sampling.distribution import Distribution
 
 P = SamplingParams
+Run = Callable[[Model, Batch, int], StepResult]
 judging = import_module("headstart.sampling.verify")  # the package has a function of that name
-PROMPT = [3, 4, 3]
+PROMPT = (3, 4, 3)
+REPEATED = (3, 4, 3, 5, 3, 4, 3)  # its last tokens occurred before
 SIGNIFICANT = 0.001
 SAMPLES = 400
 SAMPLED = {  # with the drafts a round that each row may have: all of them decode in one batch
@@ -43,11 +49,13 @@ GREEDY = {"greedy": (P(), 3), "greedy, penalised": (P(repetition_penalty=1.3), 5
 
 
 @lru_cache
-def laws() -> dict[str, np.ndarray]:
-    return {name: exact_law(small_model(), PROMPT, params) for name, (params, _) in {**SAMPLED, **GREEDY}.items()}
+def laws(prompt: tuple[int, ...] = PROMPT) -> dict[str, np.ndarray]:
+    return {name: exact_law(small_model(), prompt, params) for name, (params, _) in {**SAMPLED, **GREEDY}.items()}
 
 
-def measured(names: list[str], samples: int, seed: int = 0) -> dict[str, np.ndarray]:
+def measured(
+    names: list[str], samples: int, seed: int = 0, prompt: tuple[int, ...] = PROMPT, run: Run = step
+) -> dict[str, np.ndarray]:
     """[samples, LENGTH] of each, from keys that are random but the same every time: no test here has bad luck."""
     rng = np.random.default_rng(seed)
     cases = []
@@ -58,16 +66,18 @@ def measured(names: list[str], samples: int, seed: int = 0) -> dict[str, np.ndar
         else:
             keys = [int(key) for key in rng.integers(0, 2**63, 20 if name in GREEDY else samples)]
         cases.append(Case(params, ceiling, keys))
-    return dict(zip(names, first_tokens(small_model(), PROMPT, cases), strict=True))
+    return dict(zip(names, first_tokens(small_model(), prompt, cases, run=run), strict=True))
 
 
-def against(found: dict[str, np.ndarray]) -> dict[tuple[str, int], tuple[float, int]]:
+def against(
+    found: dict[str, np.ndarray], prompt: tuple[int, ...] = PROMPT
+) -> dict[tuple[str, int], tuple[float, int]]:
     """The statistic of the first token, of the first two and of the first three, for each request."""
     V, results = small_model().vocabulary, {}
     for name, tokens in found.items():
         for n in range(1, LENGTH + 1):
             cells = np.ravel_multi_index(tuple(tokens[:, :n].T), (V,) * n)
-            law = laws()[name].sum(axis=tuple(range(n, LENGTH)))
+            law = laws(prompt)[name].sum(axis=tuple(range(n, LENGTH)))
             results[name, n] = statistic(np.bincount(cells, minlength=V**n), law)
     return results
 
@@ -86,6 +96,22 @@ def test_a_mixed_batch_follows_the_law_of_its_own_logits() -> None:
     assert min(freedom for (_, n), (_, freedom) in results.items() if n == 2) >= 4  # there was something to see
     for name in GREEDY:
         assert (found[name] == np.unravel_index(laws()[name].argmax(), laws()[name].shape)).all()
+
+
+@pytest.mark.parametrize("head", HeadUse)
+def test_copies_and_the_reduced_head_leave_the_law_as_it_is(head: HeadUse) -> None:
+    """A copy is drafted with certainty; for every other row the head drafts, of all tokens or of half, or nothing."""
+
+    def run(model: Model, batch: Batch, k: int) -> StepResult:
+        half = model.with_draft_vocabulary(list(range(0, model.vocabulary, 2)), "every other")
+        return step(half, batch, k, head=head, distances=[4 * (row % 2) for row in range(batch.size)])
+
+    found = measured([*SAMPLED, *GREEDY], SAMPLES, prompt=REPEATED, run=run)
+    results = against({name: found[name] for name in SAMPLED}, REPEATED)
+    assert worst(results) > SIGNIFICANT, {at: tail(*result) for at, result in results.items()}
+    for name in GREEDY:
+        law = laws(REPEATED)[name]
+        assert (found[name] == np.unravel_index(law.argmax(), law.shape)).all()
 
 
 def biased(original: Callable[..., Distribution], off: float) -> Callable[..., Distribution]:

@@ -65,6 +65,37 @@ def test_two_rounds_of_ratio_are_the_target(rule: str, vocabulary: int, k: int, 
         assert total_variation(said, expected) < 1e-12
 
 
+def copied(pair: Pair, rest: str) -> Pair:
+    """A drafter that copies: certain of one token, at all positions or only at the first, then as it was."""
+    drafter = {}
+    for (start, n), table in pair.drafter.items():
+        certain = np.zeros_like(table)
+        certain[np.arange(len(table)), (np.arange(len(table)) + start) % pair.vocabulary] = 1
+        drafter[start, n] = certain if rest == "copies" or n == start else table
+    return Pair(pair.vocabulary, pair.target, drafter)
+
+
+def reduced(pair: Pair) -> Pair:
+    """A drafter that knows only every other token."""
+    drafter = {}
+    for at, table in pair.drafter.items():
+        known = table * (np.arange(pair.vocabulary) % 2 == 0) + 1e-9 * (np.arange(pair.vocabulary) == 0)
+        drafter[at] = known / known.sum(axis=1, keepdims=True)
+    return Pair(pair.vocabulary, pair.target, drafter)
+
+
+@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize(("vocabulary", "k"), [(4, 1), (4, 2), (3, 3)])
+@pytest.mark.parametrize("rule", ["block_acceptance", "coupled"])
+def test_two_rounds_of_copies_or_of_a_reduced_head_are_the_target(
+    rule: str, vocabulary: int, k: int, name: str
+) -> None:
+    pair = make_pair(PARAMS[name], vocabulary, 2 * (k + 1), seed=k)
+    for drafter in (copied(pair, "copies"), copied(pair, "head"), reduced(pair)):
+        for depths in (full(k), ragged(k, shift=k)):
+            assert total_variation(law(drafter, k, EXACT[rule], depths), pair.law()) < 1e-12
+
+
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize(("vocabulary", "k"), [(4, 1), (3, 2), (3, 3), (2, 4)])
 def test_two_rounds_of_coupling_are_the_target_whatever_is_drafted(vocabulary: int, k: int, name: str) -> None:

@@ -43,7 +43,7 @@ def test_a_message_is_what_the_engine_says_alone(server: Running) -> None:
     assert [block.text for block in answer.content] == [expected.text]
     assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", 24)
     stats = answer.generation_stats
-    assert (stats["drafter_kind"], stats["ignored_fields"]) == ("native_mtp", [])
+    assert (stats["drafter_kind"], stats["ignored_fields"]) == ("native_mtp+copy", [])
 
 
 def test_the_streaming_helper_says_the_same(server: Running) -> None:

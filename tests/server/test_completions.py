@@ -195,7 +195,7 @@ def test_stats_say_what_ran(client: OpenAI) -> None:
     expected = {
         "drafter_kind", "num_draft_tokens", "proposed_draft_tokens", "accepted_draft_tokens", "acceptance_rate",
         "acceptance_by_position", "rounds", "tokens_per_round", "prompt_tps", "generation_tps", "prefix_cache_hit",
-        "bypass_reason", "ignored_fields", "exact",
+        "bypass_reason", "ignored_fields", "exact", "dtype",
     }  # fmt: skip
     assert expected <= stats.keys()
 

@@ -59,10 +59,10 @@ def is_marked(batch: Batch) -> bool:
 
 
 def fail_where_marked(work: Callable[..., Any], error: Exception) -> Callable[..., Any]:
-    def failing(model: Any, batch: Batch, *rest: Any) -> Any:
+    def failing(model: Any, batch: Batch, *rest: Any, **sources: Any) -> Any:
         if is_marked(batch):
             raise error
-        return work(model, batch, *rest)
+        return work(model, batch, *rest, **sources)
 
     return failing
 
@@ -146,11 +146,11 @@ def test_out_of_memory_in_a_step_ends_the_youngest_and_nobody_else(monkeypatch: 
     with running(max_sequences=4) as server:
         work, failed = headstart.engine.pending_step.step, threading.Event()
 
-        def failing(model: Any, batch: Batch, *rest: Any) -> Any:
+        def failing(model: Any, batch: Batch, *rest: Any, **sources: Any) -> Any:
             if batch.size == len(TOPICS) and not failed.is_set():
                 failed.set()
                 raise MemoryError("the device is full")
-            return work(model, batch, *rest)
+            return work(model, batch, *rest, **sources)
 
         monkeypatch.setattr(headstart.engine.pending_step, "step", failing)
         answers = all_at_once(server)

@@ -42,7 +42,7 @@ def bursts(text: str, rng: Random) -> list[str]:
 
 
 def test_the_same_is_read_however_an_answer_is_split() -> None:
-    for seed in range(SPLITS // 4):
+    for seed in range(SPLITS // 8):
         rng = Random(seed)
         written = document(rng)
         whole = read(written, [written.text])

@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.gated_delta import gated_delta_ops
 
+import headstart.engine.draft as drafts
 import headstart.engine.step as loop
 from fixtures import FAMILIES, batch_of, mlx_lm_greedy, random_model, random_prompt
 from headstart.engine.batch import RESUME_PAIRS, Batch, UnseenPairs
@@ -92,10 +93,10 @@ class Rigged:
         self.sequences, self.vocabulary = sequences, vocabulary
         self.said = list(LENGTHS)
         self.pattern: list[int] = []
-        self.honest = loop.draft
-        monkeypatch.setattr(loop, "draft", self.draft)
+        self.honest = loop.head_drafts
+        monkeypatch.setattr(loop, "head_drafts", self.draft)
 
-    def draft(self, model: Model, batch: Batch, k: int, forced: object) -> Proposal:
+    def draft(self, model: Model, batch: Batch, k: int, forced: object, reduced: bool) -> Proposal:
         own = self.honest(model, batch, k)
         assert own.tokens.shape == (batch.size, k)
         rows = []
@@ -161,7 +162,7 @@ def test_the_last_draft_of_a_full_accept_enters_the_heads_cache(monkeypatch: pyt
     before = batch.trunk_state.lengths.tolist()
     rigged.step(model, batch, 4, [4, 4, 4])
     assert batch.trunk_state.lengths.tolist() == [length + 5 for length in before]
-    loop.catch_up(model, batch)
+    drafts.catch_up(model, batch)
     assert batch.head_state.lengths.tolist() == batch.trunk_state.lengths.tolist()
     for row, (sequence, said) in enumerate(zip(rigged.sequences, rigged.said, strict=True)):
         assert_equals_plain(model, batch, row, sequence[:said])
@@ -180,7 +181,7 @@ def test_after_a_prompt_of_2000_tokens_the_heads_cache_is_that_of_a_run_token_by
         model.head(hidden, mx.array([[following]]), slow.head_state)
         slow.head_state.commit(mx.array([1]), most=0)
         mx.async_eval(slow.arrays())
-    loop.catch_up(model, batch)
+    drafts.catch_up(model, batch)
     assert batch.head_state.lengths.tolist() == slow.head_state.lengths.tolist() == [1999]
     for fast_memory, slow_memory in zip(batch.head_state.layers, slow.head_state.layers, strict=True):
         assert mx.array_equal(fast_memory.keys[:, :, :1999], slow_memory.keys[:, :, :1999])
@@ -193,7 +194,7 @@ def test_a_parked_head_is_shown_the_latest_of_what_it_missed(rounds: int) -> Non
     model = random_model("dense")
     sequence, start = sequences("dense")[0], LENGTHS[0]
     batch = batch_of(model, sequence[:start])
-    loop.catch_up(model, batch)
+    drafts.catch_up(model, batch)
     seen = int(batch.head_state.lengths.item())
     for _ in range(rounds):
         mx.eval(loop.step(model, batch, 0), batch.arrays())
@@ -201,7 +202,7 @@ def test_a_parked_head_is_shown_the_latest_of_what_it_missed(rounds: int) -> Non
         assert batch.unseen.width <= 1  # nothing is computed for it meanwhile
     said = start + rounds
     missed = max(rounds - RESUME_PAIRS, 0)
-    loop.draft(model, batch, 1)
+    drafts.head_drafts(model, batch, 1)
     assert batch.head_state.lengths.tolist() == [seen + rounds - missed]
     _, hidden = plain(model, sequence[: said - 1])
     kept = [*range(seen), *range(seen + missed, said - 1)]

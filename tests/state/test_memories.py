@@ -3,6 +3,7 @@
 import mlx.core as mx
 import pytest
 
+from headstart.kernels.gated_delta import conv_history
 from headstart.state import KV, Pending, Recurrent
 
 H, D = 2, 4  # heads of keys and values, and their size
@@ -89,11 +90,11 @@ def test_the_convolution_goes_on_behind_the_drafts_that_stand() -> None:
     memory = recurrent(3, drafts=2)
     assert memory.pending is not None
     assert memory.pending.width == 2
-    history = memory.conv_history(mx.array([0, 1, 2]))
+    history = conv_history(memory, mx.array([0, 1, 2]))
     for row, accepted in enumerate([0, 1, 2]):
         inputs = mx.concatenate([memory.conv[row], memory.pending.qkv[row, :accepted]])
         assert same([history[row]], [inputs[-4:]])
-    assert same([recurrent(3, None).conv_history(mx.array([0, 0, 0]))], [memory.conv])
+    assert same([conv_history(recurrent(3, None), mx.array([0, 0, 0]))], [memory.conv])
 
 
 @pytest.mark.parametrize("drafts", [None, 2])

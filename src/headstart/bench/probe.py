@@ -62,14 +62,18 @@ def decode_depths(
 
 
 def find_divergences(
-    model: Model, tokenizer: TokenizerWrapper, prompts: Mapping[str, Sequence[int]], depths: Mapping[K, Trial]
+    model: Model,
+    tokenizer: TokenizerWrapper,
+    prompts: Mapping[str, Sequence[int]],
+    plain_trial: Trial,
+    trials: Mapping[K, Trial],
 ) -> list[Divergence]:
-    """Return where the answers of each depth first differ from those of k = 0."""
+    """Return where the answers of each trial, by depth, first differ from those of `plain_trial`."""
     found = []
-    for k, trial in depths.items():
-        answers = zip(prompts.items(), depths[0].sequences, trial.sequences, strict=True)
+    for k, trial in trials.items():
+        answers = zip(prompts.items(), plain_trial.sequences, trial.sequences, strict=True)
         for (kind, prompt), plain, drafted in answers:
-            pairs = enumerate(zip(plain, drafted, strict=True))
+            pairs = enumerate(zip(plain, drafted, strict=False))  # a batch is cut off when its first answer ends
             if (at := next((position for position, (a, b) in pairs if a != b), None)) is not None:
                 rounding = not trial.exact and is_near_tie(model, [*prompt, *plain[:at]], plain[at], drafted[at])
                 first, second = tokenizer.decode([plain[at]]), tokenizer.decode([drafted[at]])
@@ -143,8 +147,11 @@ class ProbeReport:
         name = self.model["id"]
         about = [[key, "none" if value is None else str(value)] for key, value in self.model.items() if key != "id"]
         parts = [f"# Probe of {name}: {'passed' if self.passed else 'failed'}", str(self.machine)]
-        parts += [table(["model", name], about), self._depths(), bullets(self.conclusions())]
-        return "\n\n".join(parts) + "\n"
+        return "\n\n".join([*parts, table(["model", name], about), self.body()]) + "\n"
+
+    def body(self) -> str:
+        """Return the figures and what they mean, without the model and the machine."""
+        return "\n\n".join([self._depths(), bullets(self.conclusions())])
 
     def conclusions(self) -> Iterator[str]:
         """Yield sentences that say what the figures mean, the verdict last."""

@@ -13,7 +13,8 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from ..errors import RequestError
 
-KINDS = ("code", "prose", "chat", "repetitive")  # of the built-in prompts
+KINDS = ("code", "prose", "chat", "repetitive")  # of the built-in prompts, by default
+COPYING = ("edit", "json")  # whose answers repeat a part of the prompt
 EXPECTED = 'Write {"text": "…"} or {"messages": [{"role": "…", "content": "…"}]}, and give it a "kind" if you like.'
 
 
@@ -49,7 +50,7 @@ def prompts_by_kind(names: Sequence[str]) -> dict[str, list[BenchPrompt]]:
     """Return the prompts that `--prompts` names: kinds of built-in ones, or files."""
     chosen: dict[str, list[BenchPrompt]] = {}
     for name in names:
-        for prompt in builtin_prompts([name]) if name in KINDS else read_prompts(Path(name)):
+        for prompt in builtin_prompts([name]) if name in (*KINDS, *COPYING) else read_prompts(Path(name)):
             chosen.setdefault(prompt.kind, []).append(prompt)
     return chosen
 
@@ -65,7 +66,7 @@ def read_prompts(path: Path) -> list[BenchPrompt]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeError) as error:
-        known = ", ".join(KINDS)
+        known = ", ".join((*KINDS, *COPYING))
         raise RequestError(f"--prompts {path}: not one of {known}, and not a readable file: {error}") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:

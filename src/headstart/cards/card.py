@@ -103,6 +103,7 @@ class Dispatch:
     k: int
     max_k: int
     reason: str | None = None
+    copies: bool = True  # drafts may be copied from the context, also without a head; not if the user wants none
 
     @property
     def drafts(self) -> bool:
@@ -128,9 +129,9 @@ def dispatch(
     if not declared and not promised:
         return Dispatch(0, 0, "neither the model card nor config.json declares an MTP head")
     if mtp is False:
-        return Dispatch(0, 0, "loaded without the head")
+        return Dispatch(0, 0, "loaded without the head", copies=False)
     if mtp is None and environment.get("HEADSTART_MTP", "").strip().lower() in OFF:
-        return Dispatch(0, 0, "switched off by HEADSTART_MTP")
+        return Dispatch(0, 0, "switched off by HEADSTART_MTP", copies=False)
     if unusable:
         return Dispatch(0, 0, unusable)
     return Dispatch(declared.default_k, declared.max_k) if declared else Dispatch(DEFAULT_K, MAX_K)

@@ -4,6 +4,8 @@ A parameter is renamed, stacked, shifted and cast lazily, then computed, and wha
 the next. So loading needs little more memory than the weights that stay.
 """
 
+import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +21,13 @@ from mlx_lm.utils import load_tokenizer as load_mlx_lm_tokenizer
 from .. import models
 from ..errors import CheckpointError, HeadError
 from ..kernels import cpu
+from ..kernels.metal.tune import choose_kernels
 from ..models import memory
 from ..models.base import Norm
 from ..models.compiler import ensure_compiles
+from ..models.memory import Footprint
 from .config import printable_error, read_object
+from .draft_vocabulary import read_draft_tokens
 from .hub import resolve, resolve_head
 from .layout import read_layout
 from .names import is_head, without_prefix
@@ -43,6 +48,8 @@ class ModelPart(Protocol):
 
 
 MakePart = Callable[[dict[str, Any]], ModelPart]  # config.json's text part → this machine's part
+TYPES = ("bfloat16", "float16", "float32")  # values of HEADSTART_DTYPE
+WITHOUT_BFLOAT16 = re.compile(r"applegpu_g1[34]\D")  # Metal's names of M1's and M2's GPUs
 
 
 def load_model(
@@ -71,8 +78,6 @@ def load_model(
         raise HeadError(f"{layout.path}: {layout.mtp.reason}")
     ensure_compiles()
     stored = {name: part for name, part in layout.stored.items() if decision.drafts or not is_head(name)}
-    if split is None:
-        _check_memory(layout.path, sum(part.nbytes for part in stored.values()))
     packed = {name: how for name, how in layout.quantized.items() if f"{name}.scales" in stored}  # not float8
     model = models.build(layout.config, head=decision.drafts)
     if split is not None and not model.family.divisible:
@@ -80,6 +85,8 @@ def load_model(
     if model.has_head:
         model.share_missing(stored)
     model = _quantized(model, packed)
+    if split is None:
+        _check_memory(layout.path, sum(part.nbytes for part in stored.values()), Footprint.of(model))
     norms = {f"{name}.weight" for name, module in model.weights.named_modules() if isinstance(module, Norm)}
     if dtype is None:
         experts = any(".switch_mlp." in name for name in stored)
@@ -98,18 +105,26 @@ def load_model(
         model.weights.update(tree_unflatten([(name, array)]))
         del array
         mx.clear_cache()
-    if part is not None:
+    if part is None:
+        choose_kernels(model.weights, model.dtype)
+    else:  # machines that time kernels may choose different ones, and must not: they draft the same tokens
         model = part.fit(model)
-    return replace(model, head_unavailable=decision.reason, default_k=decision.k, max_k=decision.max_k)
+    if decision.drafts and split is None and (listed := read_draft_tokens(layout.path, model.vocabulary)):
+        model = model.with_draft_vocabulary(*listed)
+    k, max_k, reason, copies = decision.k, decision.max_k, decision.reason, decision.copies
+    return replace(model, head_unavailable=reason, default_k=k, max_k=max_k, copies=copies)
 
 
-def _check_memory(path: Path, needed: int) -> None:
-    """Refuse a model that does not fit: the machine would swap, or the system end the process without a message."""
-    if needed > (free := memory.unused()):
+def _check_memory(path: Path, weights: int, footprint: Footprint) -> None:
+    """Refuse a model that does not fit with one short request: the machine would swap, or the system end the process
+    without a message."""
+    request = int(footprint.bytes([1]) / memory.SHARE)
+    if weights + request > (free := memory.unused()):
         raise CheckpointError(
-            f"{path}: its weights take {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB of this device's memory "
-            "are left. Take a smaller model, a conversion of fewer bits (`headstart convert --bits 4`), or several "
-            "machines."
+            f"{path}: its weights take {weights / 1e9:.2f} GB, and {free / 1e9:.2f} GB of this device's memory "
+            f"are left{memory.system_share()}; a short request takes {request / 1e9:.2f} GB more. Take a smaller "
+            "model, a conversion of fewer bits (`headstart convert --bits 4`), or several machines. If you know that "
+            f"it fits, set {memory.VARIABLE} to the gigabytes that Headstart may take."
         )
 
 
@@ -135,11 +150,18 @@ def load_tokenizer(path: Path) -> TokenizerWrapper:
 
 
 def compute_dtype(stored: str, *, experts: bool, modes: set[str]) -> mx.Dtype:
-    """Return the type of all weights that are not quantised: the file's own, except on a CPU without our kernels.
+    """Return the type of all weights that are not quantised: HEADSTART_DTYPE, or the file's own but for two cases.
 
-    There mlx multiplies experts (`gather_mm`) in float32 only, and quantised weights 10 to 50 times slower in
-    half precision than in float32. `modes` are those of the quantised weights; our kernels take affine ones.
+    On a CPU without our kernels mlx multiplies experts (`gather_mm`) in float32 only, and quantised weights 10 to 50
+    times slower in half precision than in float32. `modes` are those of the quantised weights; our kernels take
+    affine ones. The GPUs of M1 and M2 have no bfloat16, so there it becomes float16.
     """
+    if chosen := os.environ.get("HEADSTART_DTYPE"):
+        if chosen not in TYPES:
+            raise CheckpointError(f"HEADSTART_DTYPE is {chosen!r}; set it to one of {', '.join(TYPES)}.")
+        stored = chosen
+    elif stored == "bfloat16" and WITHOUT_BFLOAT16.match(str(mx.device_info().get("architecture"))):
+        stored = "float16"
     dtype: mx.Dtype = getattr(mx, stored)
     native = cpu.native() is not None and dtype in cpu.TYPES and modes <= {"affine"}
     if mx.default_device() == mx.Device(mx.cpu) and (experts or modes) and not native:

@@ -16,7 +16,9 @@ from .show import check_output, print_report
 def bench_command(
     model: str | None,
     prompts: str = Option(
-        "code,prose,chat,repetitive", metavar="LIST", help="Kinds, or files: a prompt per line, or .jsonl."
+        "code,prose,chat,repetitive",
+        metavar="LIST",
+        help="Kinds (these; also edit, json), or files: a prompt per line, or .jsonl.",
     ),
     k: str = Option("0-3,auto", metavar="LIST", help="Depths (drafts per step), such as 0-5,auto."),
     batch_size: str = Option("1,4", metavar="LIST", help="Sequences decoded together."),

@@ -26,7 +26,7 @@ def convert_command(
     recipe: str | None = Option(None, help="mlx-lm's mixed precision instead of --bits: mixed_2_6, mixed_3_4, …"),
     mtp_bits: str | None = options.MTP_BITS,
     dtype: Literal["bfloat16", "float16", "float32"] | None = Option(
-        None, help="float16 is for M1 and M2.", show_default="the source's"
+        None, help="Type of what is not quantised.", show_default="the source's"
     ),
     dry_run: bool = options.DRY_RUN,
 ) -> None:

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import HeadstartError
-from . import bench, chat, convert, demo, generate, inspect, machines, probe, serve
+from . import bench, chat, convert, demo, draft_vocabulary, generate, inspect, machines, probe, report, serve
 
 # Only the tokenizers of transformers are used: suppress its advice to install PyTorch.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -72,5 +72,7 @@ app.command("models")(inspect.models_command)
 app.command("inspect")(inspect.inspect_command)
 app.command("convert")(convert.convert_command)
 app.command("graft")(convert.graft_command)
+app.command("draft-vocabulary")(draft_vocabulary.draft_vocabulary_command)
 app.command("probe")(probe.probe_command)
 app.command("bench")(bench.bench_command)
+app.command("report")(report.report_command)

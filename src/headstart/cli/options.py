@@ -18,7 +18,9 @@ HEAD = Option(
     None, metavar="MODEL", help="Draft with the head of another model or drafter.", show_default="the model's own"
 )
 SPLIT = Option("tensor", help="Under mlx.launch: machines share every layer, or have some layers each.")
-SHOW_DRAFTS = Option(False, "--show-drafts", help="Show where tokens came from: draft, correction, bonus or plain.")
+SHOW_DRAFTS = Option(
+    False, "--show-drafts", help="Show where tokens came from: draft, copy, correction, bonus or plain."
+)
 DRY_RUN = Option(False, "--dry-run", help="Show the plan and its sizes, and write nothing.")
 MTP_BITS = Option(
     None, metavar="keep|2..8", help="Bits of the head, but of `mtp.fc`.", show_default="8 if the rest is quantised"

@@ -49,8 +49,9 @@ def probe_command(
     with Progress(runs, "runs") as progress:
         loaded = load_model(layout.path, mtp=True)
         depths = decode_depths(loaded, prompts, k, tokens, progress.begin)
-    different = find_divergences(loaded, tokenizer, prompts, depths)
-    report = ProbeReport({"id": name, **_about(layout)}, system_info(), depths, different, _remedy(layout))
+    different = find_divergences(loaded, tokenizer, prompts, depths[0], depths)
+    about = {"id": name, **_about(layout), "computed_in": loaded.dtype_name}
+    report = ProbeReport(about, system_info(), depths, different, _remedy(layout))
     print_report(report, as_json, output)
     if not report.passed:
         raise typer.Exit(1)

@@ -28,8 +28,9 @@ class Look(NamedTuple):
 
 LOOKS: dict["Origin", Look] = {
     "draft": Look("green", "+", "accepted draft"),
+    "copy": Look("blue", "=", "accepted copy"),
     "correction": Look("bold red", "!", "correction of a draft"),
-    "bonus": Look("cyan", "*", "bonus after accepted drafts"),
+    "bonus": Look("cyan", "*", "bonus token"),
     "plain": Look("", "", "plain"),
 }
 

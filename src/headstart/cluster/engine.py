@@ -8,6 +8,7 @@ memory is agreed on once.
 
 import json
 import time
+from dataclasses import astuple
 from importlib.metadata import version
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -16,12 +17,13 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..engine import DepthController, Engine, Handle, Request
-from ..engine.memory import Footprint
+from ..engine.depth import Plan
 from ..engine.pending_step import PendingStep
 from ..engine.request import ignore_event
 from ..engine.sequence import SequenceState
 from ..errors import ClusterError, EngineDown
 from ..models import Model
+from ..models.memory import Footprint
 from ..state import PrefixCache
 from ..state.prefix import Sizes
 from .communicator import Communicator
@@ -87,7 +89,7 @@ class ClusterEngine(Engine):
         """Take the machines, and the arguments of `Engine`."""
         assert isinstance(model.share, ParallelTrunk), "load it with cluster.load_part"
         self.link, self.comm = machines.link, machines.comm
-        depth = DepthController(model.max_k, model.default_k)
+        depth = DepthController.of(model)
         super().__init__(model, tokenizer, depth=depth, prefix=prefix, **engine)
         self._check_same_setup(prefix)  # also waits for the rank that takes longest to load the model
         with self.link.iteration():
@@ -138,13 +140,13 @@ class ClusterEngine(Engine):
         Also launch steps ahead only if all ranks do.
         """
         max_bytes = prefix.max_bytes if prefix is not None else 0
-        mine = [self.footprint.fixed, self.footprint.position, self.memory, max_bytes, self._ahead]
-        fixed, position, memory, cache, ahead = zip(*self._gather(mx.array(mine, mx.int64)), strict=True)
-        self.footprint = Footprint(max(fixed), max(position))
+        mine = [*astuple(self.footprint), self.memory, max_bytes, self._ahead]
+        *footprints, memory, cache, ahead = zip(*self._gather(mx.array(mine, mx.int64)), strict=True)
+        self.footprint = Footprint(*map(max, footprints))
         self.memory = min(memory)
         self._ahead = all(ahead)
         if prefix is not None:
-            prefix.agree(self.comm, min(cache), Sizes(prefix.chunk * max(position), max(fixed)))
+            prefix.agree(self.comm, min(cache), Sizes(prefix.chunk * self.footprint.position, self.footprint.fixed))
 
     def _gather(self, numbers: mx.array) -> list[list[int]]:
         return self.comm.gather(numbers).tolist()  # type: ignore[return-value]
@@ -201,14 +203,14 @@ class Leader(ClusterEngine):
             self._requests += 1
             self.handles[self._requests] = sequence.handle
             request, params = sequence.handle.request, sequence.params
-            admitted.append(AdmittedRequest(self._requests, request, params.key, sequence.history.max_k))
+            admitted.append(AdmittedRequest(self._requests, request, params.key, sequence.max_k))
         self.link.broadcast(IterationStart(cancelled, admitted, self._progress()))
         return sequences
 
-    def _choose_k(self) -> int:
-        k = super()._choose_k()
-        self.link.broadcast(k)
-        return k
+    def _choose(self) -> Plan:
+        plan = super()._choose()
+        self.link.broadcast(plan)
+        return plan
 
 
 class Follower(ClusterEngine):
@@ -245,8 +247,8 @@ class Follower(ClusterEngine):
         handle = self.handles[admitted.number] = Handle(admitted.request, None, ignore_event)
         return SequenceState.of(handle, self.model, self.tokenizer, admitted.max_k, key=admitted.key)
 
-    def _choose_k(self) -> int:
-        k = self.link.receive()
-        if k is None:
+    def _choose(self) -> Plan:
+        plan = self.link.receive()
+        if plan is None:
             raise ClusterError("rank 0 has left in the middle of a step")
-        return int(k)
+        return Plan(*plan)

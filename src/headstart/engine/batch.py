@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..models import Model
 from ..sampling import AcceptResult, BatchContext, Controls, SequenceParams, controls
-from ..state import BatchState
+from ..state import BLOCK, BatchState
 
 RESUME_PAIRS = 16  # most pairs that the head replays when drafting resumes
 COUNTERS = ("last", "max_k", "remaining", "rounds")  # fields of Batch with one number per sequence
@@ -75,6 +75,7 @@ class Batch:
         BatchState | None
     )  # of the head; None without a head, or if neither a draft nor the prefix cache needs it
     unseen: UnseenPairs  # what the head has not seen
+    history: mx.array  # [B, S], the sequence's tokens up to `last`, then undefined
     last: mx.array  # [B], each sequence's last token, which the trunk has not seen
     max_k: mx.array  # [B], most drafts per step that the sequence's request allows
     remaining: mx.array  # [B], tokens the sequence may still generate
@@ -109,8 +110,9 @@ class Batch:
                 counts = counts.at[0, mx.array(list(tokens[-generated:]), mx.int32)].add(1.0)
         return cls(
             trunk_state=model.make_state(1),
-            head_state=model.make_head_state(1) if max_k else None,
+            head_state=model.make_head_state(1) if max_k and model.has_head else None,
             unseen=UnseenPairs.empty(model, 1),
+            history=mx.array([tokens], mx.int32),
             last=mx.array([tokens[-1]], mx.int32),
             max_k=mx.array([max_k], mx.int32),
             remaining=mx.array([params.limit - generated], mx.int32),
@@ -137,6 +139,7 @@ class Batch:
         all drafts are still pending, and the next pass folds in the first `accepted` of them.
         """
         generated = result.accepted + 1
+        self._append(result.tokens)
         self.trunk_state.accepted = result.accepted
         self.trunk_state.commit(generated, most=hidden.shape[1])
         self.last = result.next
@@ -152,9 +155,22 @@ class Batch:
         if self.head_state is None:
             return
         if hidden.shape[1] > 1:
-            self.unseen = self.unseen.extend(hidden, result.tokens, generated)
+            self.collect_unseen()
+            self.unseen = self.unseen.extend(hidden, result.tokens, generated).latest(RESUME_PAIRS)
         else:  # only noted: the head may not be needed again
             self.paused_pairs = [*self.paused_pairs, (hidden, result.tokens)][-RESUME_PAIRS:]
+
+    def tokens_at(self, positions: mx.array) -> mx.array:
+        """Return the tokens [B, T] at these positions [B, T] of each sequence."""
+        return mx.take_along_axis(self.history, positions, axis=1)
+
+    def _append(self, tokens: mx.array) -> None:
+        """Write tokens [B, W] after each sequence's last; those that were not generated are overwritten later."""
+        first = self.trunk_state.lengths[:, None] + 1
+        missing = max(self.trunk_state.bounds) + 1 + tokens.shape[1] - self.history.shape[1]
+        if missing > 0:
+            self.history = mx.pad(self.history, [(0, 0), (0, -(-missing // BLOCK) * BLOCK)])
+        self.history = mx.put_along_axis(self.history, first + mx.arange(tokens.shape[1]), tokens, axis=1)
 
     def collect_unseen(self) -> None:
         """Append the pairs of steps without drafts to `unseen`, and keep the last RESUME_PAIRS."""
@@ -174,7 +190,7 @@ class Batch:
         self.trunk_state.keep(indices)
         index = mx.array(indices, mx.int32)
         self.unseen = UnseenPairs(*[a[index] for a in self.unseen])
-        for name in (*COUNTERS, "recent"):
+        for name in (*COUNTERS, "recent", "history"):
             setattr(self, name, getattr(self, name)[index])
         self._set_params([self.params[i] for i in indices], model)
         if self.counts is not None:
@@ -201,6 +217,9 @@ class Batch:
         if self.counts is not None or other.counts is not None:
             both = [b.counts if b.counts is not None else mx.zeros((b.size, model.vocabulary)) for b in (self, other)]
             self.counts = mx.concatenate(both)
+        width = max(self.history.shape[1], other.history.shape[1])
+        padded = [mx.pad(b.history, [(0, 0), (0, width - b.history.shape[1])]) for b in (self, other)]
+        self.history = mx.concatenate(padded)
         length = max(self.recent.shape[1], other.recent.shape[1])
         self.recent = mx.concatenate([_pad_left(self.recent, length), _pad_left(other.recent, length)])
         for name in COUNTERS:
@@ -210,7 +229,7 @@ class Batch:
     def arrays(self) -> list[mx.array]:
         """Return everything that must be evaluated for a step to be complete."""
         head = self.head_state.arrays() if self.head_state is not None else []
-        counters = [self.last, self.max_k, self.remaining, self.rounds, self.recent]
+        counters = [self.last, self.max_k, self.remaining, self.rounds, self.recent, self.history]
         counts = [] if self.counts is None else [self.counts]
         return [*self.trunk_state.arrays(), *head, *self.unseen, *counters, *counts]
 

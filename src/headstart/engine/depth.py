@@ -1,8 +1,9 @@
-"""Choose how many tokens to draft in each step: the depth k with the most expected tokens per second.
+"""Choose what to draft in each step: the depth k with the most expected tokens per second, by the head or by copies.
 
 Expected tokens come from how often drafts were accepted at each position, seconds from how long steps took
 (`step_time.py`); k = 0, plain decoding, is one of the choices. Both estimates are kept up to date by what runs, and
 by exploration: now and then another depth runs for two rounds, the more rarely the more it is expected to lose.
+Copies need no exploration: whether they would have been right is known from the text (`copies.py`).
 
 The choice depends on accepted counts and timings only, never on a drafted token or its probability, so it cannot
 bias the output.
@@ -11,39 +12,34 @@ bias the output.
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+from typing import NamedTuple
 
 from ..limits import DEFAULT_K, MAX_K
+from ..models import Model
+from .copies import CopyIndex
+from .draft import HeadUse
+from .draft_history import DraftHistory
 from .step_time import StepTime
 
-MEMORY = 0.9  # weight that earlier rounds of a sequence keep per round: some 10 rounds count
 POOL_MEMORY = 0.997  # the same for all sequences together: a new one starts from many texts, not from the last
-PRIOR_WEIGHT = 3.0  # rounds for which the prior of a position counts: the pool's rate, or the position before
+COVERAGE = 0.9  # of a draft vocabulary, before anything was generated
+COVERAGE_RATE = 0.01  # weight of a token in it
 PRIOR_RATE = 0.75  # acceptance before anything was drafted
-HYSTERESIS = 0.03  # least gain for which k is raised
+HYSTERESIS = 0.03  # least gain for which k is raised, or the head left out
 EXPLORE_ROUNDS = 2  # length of an exploration: its first round is not timed
 EXPLORE_SHARE = 0.006  # share of the tokens that exploring a depth may cost
 EXPLORE_AFTER = 8  # least rounds between two explorations of a depth
 
 
-@dataclass(eq=False)
-class DraftHistory:
-    """How often drafts were accepted at each position, given that all before them were. Recent rounds weigh most."""
+class Plan(NamedTuple):
+    """What to draft in a step."""
 
-    max_k: int = MAX_K  # most drafts per step
-    memory: float = MEMORY
-    tried: list[float] = field(default_factory=lambda: [0.0] * MAX_K)
-    accepted: list[float] = field(default_factory=lambda: [0.0] * MAX_K)
-
-    def observe(self, accepted: int, proposed: int) -> None:
-        """Count a round. The first rejected draft was tried too; those after it were not."""
-        for j in range(min(proposed, accepted + 1)):
-            self.tried[j] = self.memory * self.tried[j] + 1
-            self.accepted[j] = self.memory * self.accepted[j] + (j < accepted)
-
-    def rate(self, j: int, prior: float) -> float:
-        """Return the acceptance rate at position j, close to `prior` where it was hardly tried."""
-        return (self.accepted[j] + PRIOR_WEIGHT * prior) / (self.tried[j] + PRIOR_WEIGHT)
+    k: int
+    head: int = HeadUse.FULL  # what the head does; without it only copies are verified
+    distances: tuple[int, ...] = ()  # how far back each sequence copies from, 0 for none; empty if none does
 
 
 @dataclass
@@ -60,11 +56,16 @@ class Exploration:
 class DepthController:
     """Depth controller of one model. All sequences of a batch share a depth, so it maximises their total."""
 
-    def __init__(self, max_k: int = MAX_K, start: int = DEFAULT_K):
+    def __init__(self, max_k: int = MAX_K, start: int = DEFAULT_K, reduced: bool = False):
+        """Start at depth `start`. `reduced`: the head may score the draft vocabulary only."""
         self.max_k = max_k
+        self.reduced = reduced
+        self.coverage = COVERAGE  # share of the generated tokens that are in the draft vocabulary
         self.step_time = StepTime()
         self.gains: list[float] = []  # tokens per second relative to k = 0, by k, as of the last choice
-        self._pool = DraftHistory(memory=POOL_MEMORY)  # of all sequences
+        self.copy_pool = DraftHistory(memory=POOL_MEMORY)  # of the copies of all sequences
+        self._pool = DraftHistory(memory=POOL_MEMORY)  # of the head's drafts for all sequences
+        self._heads: list[HeadUse] = []  # the better head by k, as of the last choice
         self._current = start
         self._value = 0.0  # expected tokens per second at `_current`
         self._exploration: Exploration | None = None
@@ -73,16 +74,42 @@ class DepthController:
         self._ran: dict[tuple[int, int], int] = {}  # the last of these rounds that ran (n, k)
         self._timed = True  # whether the last step was
 
+    @classmethod
+    def of(cls, model: Model) -> "DepthController":
+        return cls(model.max_k, model.default_k, reduced=model.draft_vocabulary is not None)
+
+    def plan(self, histories: Sequence[DraftHistory], copies: Sequence[CopyIndex | None], unread: int = 0) -> Plan:
+        """Return what to draft in the next step.
+
+        `unread`: most tokens per sequence that were generated since `copies` was updated.
+        """
+        k, n = self.choose(histories), len(histories)
+        copied = [[] if each is None else each.survival(self.copy_pool, unread) for each in copies]
+        if not any(copied):
+            return Plan(k, self._heads[k])
+        # With the head, a sequence copies where that is expected to be longer than what the head drafts.
+        distances = tuple(each.distance if each is not None else 0 for each in copies)
+        sums = [(sum(copy[:k]), sum(head)) for copy, head in zip(copied, self._survivals(histories, k), strict=True)]
+        longer = tuple(each * (copy > head) for each, (copy, head) in zip(distances, sums, strict=True))
+        best = Plan(k, self._heads[k], longer if any(longer) else ())
+        value = (1 + HYSTERESIS) * (n + sum(map(max, sums))) / self.step_time.seconds(n, k, best.head)
+        tokens = float(n)
+        for j in range(max(map(len, copied))):
+            tokens += sum(each[j] for each in copied if j < len(each))
+            if (alone := tokens / self.step_time.seconds(n, j + 1, HeadUse.NONE)) > value:
+                best, value = Plan(j + 1, HeadUse.NONE, distances), alone
+        return best
+
     def choose(self, histories: Sequence[DraftHistory]) -> int:
-        """Return the depth of the next step."""
+        """Return the depth of the next step if the head drafts."""
         n = len(histories)
         most = min(self.max_k, max((each.max_k for each in histories), default=0))
         if most == 0:
+            self._heads = [HeadUse.FULL]
             return 0
         self._round += 1
         self._rounds[n] += 1
-        seconds = [self.step_time.seconds(n, k) for k in range(most + 1)]
-        values = [tokens / time for tokens, time in zip(self._expected(histories, most), seconds, strict=True)]
+        values, seconds = self._values(histories, most)
         self.gains = [value / values[0] for value in values]
         best = max(range(most + 1), key=values.__getitem__)
         least = 1 + HYSTERESIS if best > self._current else 1.0
@@ -95,39 +122,63 @@ class DepthController:
         return k
 
     def observe(
-        self, histories: Sequence[DraftHistory], k: int, outcomes: Sequence[tuple[int, int]], seconds: float | None
+        self,
+        histories: Sequence[DraftHistory],
+        k: int,
+        outcomes: Sequence[tuple[int, int]],
+        seconds: float | None,
+        head: int = HeadUse.FULL,
     ) -> None:
-        """Learn from a finished step: (accepted, proposed) of each sequence, and its time if that is known."""
+        """Learn from a finished step: (accepted, proposed by the head) of each sequence, and its time if known."""
         if not histories:
             return
         for history, (accepted, proposed) in zip(histories, outcomes, strict=True):
             history.observe(accepted, proposed)
             self._pool.observe(accepted, proposed)
         n = len(histories)
-        self.step_time.observe(n, k, seconds)
+        self.step_time.observe(n, k, seconds, head)
         self._timed = seconds is not None
         exploration = self._exploration
-        if exploration is not None and (exploration.n, exploration.k) == (n, k):
+        if head and exploration is not None and (exploration.n, exploration.k) == (n, k):
             tokens = sum(accepted + 1 for accepted, _ in outcomes)
-            exploration.pays = exploration.pays and tokens > self._value * self.step_time.seconds(n, k)
+            exploration.pays = exploration.pays and tokens > self._value * self.step_time.seconds(n, k, head)
             if exploration.pays:
                 exploration.left = max(exploration.left, 1)
 
-    def _expected(self, histories: Sequence[DraftHistory], most: int) -> list[float]:
-        """Return the expected tokens of a step by k = 0..most, all sequences together."""
+    def observe_coverage(self, inside: int, tokens: int) -> None:
+        """Learn how many of the generated tokens are in the draft vocabulary."""
+        for number in range(tokens):
+            self.coverage += COVERAGE_RATE * ((number < inside) - self.coverage)
+
+    def _values(self, histories: Sequence[DraftHistory], most: int) -> tuple[list[float], list[float]]:
+        """Return the expected tokens per second by k = 0..most, and the seconds of such a step, with the better head.
+
+        The reduced head drafts what the full one would, if that is in its vocabulary.
+        """
+        n, survivals = len(histories), self._survivals(histories, most)
+        found = []
+        for head in (HeadUse.FULL, HeadUse.REDUCED) if self.reduced else (HeadUse.FULL,):
+            covered = self.coverage if head == HeadUse.REDUCED else 1.0
+            tokens = float(n)
+            for k in range(most + 1):
+                tokens += sum(each[k - 1] for each in survivals if 0 < k <= len(each)) * covered**k
+                seconds = self.step_time.seconds(n, k, head)
+                found.append((tokens / seconds, seconds, head, k))
+        best = [max(each for each in found if each[3] == k) for k in range(most + 1)]
+        self._heads = [head for _, _, head, _ in best]
+        return [value for value, *_ in best], [seconds for _, seconds, *_ in best]
+
+    def _survivals(self, histories: Sequence[DraftHistory], most: int) -> list[list[float]]:
+        """Return, by sequence and position, the chance that the head's draft and all before it are accepted."""
         priors, prior = [], PRIOR_RATE
         for j in range(most):
             prior = self._pool.rate(j, prior)
             priors.append(prior)
-        tokens = [float(len(histories))] + [0.0] * most
+        survivals = []
         for history in histories:
-            survival = 1.0
-            for j in range(min(most, history.max_k)):
-                survival *= history.rate(j, priors[j])
-                tokens[j + 1] += survival
-        for k in range(most):
-            tokens[k + 1] += tokens[k]
-        return tokens
+            rates = [history.rate(j, priors[j]) for j in range(min(most, history.max_k))]
+            survivals.append(list(accumulate(rates, mul)))
+        return survivals
 
     def _explore(self, n: int, values: list[float], seconds: list[float], new: bool) -> int:
         """Return the current depth, or another one that is due to be explored: a neighbour or the second best.

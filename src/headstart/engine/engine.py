@@ -24,14 +24,14 @@ from ..models import Model
 from ..state import PrefixCache
 from ..thread_exit import wait_at_exit
 from .batch import Batch
-from .depth import DepthController, pause_reason
-from .invariance import is_batch_invariant, max_invariant_k
+from .depth import DepthController, Plan, pause_reason
+from .invariance import invariant_k, is_batch_invariant
 from .log import LOG, log_error
 from .memory import is_out_of_memory
 from .pending_step import PendingStep, build_step, launches_ahead
 from .prefill import prefill_chunk
 from .scheduler import Scheduler
-from .sequence import SequenceState, youngest
+from .sequence import SequenceState, not_finite, youngest
 from .step_time import BUDGET, CALIBRATION_BATCH, WARM_UP_BUDGET, time_steps
 
 _controllers: WeakKeyDictionary[Model, DepthController] = WeakKeyDictionary()
@@ -61,7 +61,7 @@ class Engine(Scheduler):
         """
         super().__init__(model, tokenizer, max_sequences, max_queue, memory_limit, prefix)
         maybe_set_recommended_wired_limit()  # Metal: keep the weights resident
-        self.depth = depth or _controllers.setdefault(model, DepthController(model.max_k, model.default_k))
+        self.depth = depth or _controllers.setdefault(model, DepthController.of(model))
         self.retries = 0  # decode steps and prefill chunks that failed and were run again
         self.recomputed: Counter[str] = Counter()  # sequences that lost their KV cache, by reason
         self._ahead = launches_ahead()
@@ -94,8 +94,7 @@ class Engine(Scheduler):
     def warm_up(self) -> None:
         """Do the measurements that the first request would otherwise wait for. Call it before `run_once`."""
         is_batch_invariant(self.model)
-        if self.model.has_head:
-            self._calibrate(WARM_UP_BUDGET)
+        self._calibrate(WARM_UP_BUDGET)
 
     def prefill_all(self) -> None:
         """Prefill all requests that can be admitted, so that they start to decode together."""
@@ -164,7 +163,7 @@ class Engine(Scheduler):
     def _try_alone(self, sequence: SequenceState) -> None:
         """Run a step of this sequence alone, after a batch with it failed, to find out whether it is the cause."""
         assert sequence.batch is not None
-        pending = build_step(self.model, sequence.batch, [sequence], sequence.history.max_k)
+        pending = build_step(self.model, sequence.batch, [sequence], Plan(sequence.history.max_k))
         pending.start()
         self._emit(pending)
         sequence.suspect, sequence.cleared = False, True
@@ -193,7 +192,7 @@ class Engine(Scheduler):
         """Launch the next step, and hand out the tokens of the pending one: after that on a GPU, before it on a CPU,
         where a launch runs the step. With a grammar, each step is read before the next is built."""
         synchronous = self._is_synchronous()
-        if synchronous or (not self._ahead and self._pending_ends_a_sequence()):
+        if synchronous or (not self._ahead and (self._pending_ends_a_sequence() or self._is_copying())):
             self._finish_pending()
         self._requeue_for_memory()
         following = self._next_step()
@@ -213,6 +212,10 @@ class Engine(Scheduler):
 
     def _pending_ends_a_sequence(self) -> bool:
         return self._pending is not None and any(s.limit <= s.num_generated + 1 for s in self._pending.sequences)
+
+    def _is_copying(self) -> bool:
+        """Return whether a sequence repeats earlier tokens: to know whether it still does is worth a short wait."""
+        return any(sequence.copies is not None and sequence.copies.distance for sequence in self.running)
 
     def _requeue_for_memory(self) -> None:
         """Requeue the youngest sequences while the next step of the batch would not fit into memory."""
@@ -237,16 +240,18 @@ class Engine(Scheduler):
             return None
         # A fixed k is a limit for its own sequence only: if any sequence leaves k open, the controller chooses.
         if any(sequence.auto_depth for sequence in self.running):
-            k = self._choose_k()
+            plan = self._choose()
         else:
-            k = max(sequence.history.max_k for sequence in self.running)
-        k = min(k, remaining - 1, max_invariant_k(len(self.running)))
-        following = build_step(self.model, self._batch, self.running, k, steady=self._steady)
+            plan = Plan(max(sequence.history.max_k for sequence in self.running))
+        plan = plan._replace(k=invariant_k(self.model, self.running, min(plan.k, remaining - 1)))
+        following = build_step(self.model, self._batch, self.running, plan, steady=self._steady)
         self._steady = True
         return following
 
-    def _choose_k(self) -> int:
-        return self.depth.choose([sequence.history for sequence in self.running])
+    def _choose(self) -> Plan:
+        copies = [sequence.find_copies(self.depth.copy_pool) for sequence in self.running]
+        unread = self._pending.k + 1 if self._pending is not None else 0
+        return self.depth.plan([sequence.history for sequence in self.running], copies, unread)
 
     def _finish_pending(self) -> None:
         """Wait for the pending step, if there is one, and hand out its tokens."""
@@ -258,18 +263,18 @@ class Engine(Scheduler):
         report: list[list[int]] = pending.report.tolist()  # type: ignore[assignment]  # the one synchronisation
         self._observe(pending, report)
         for index, sequence in enumerate(pending.sequences):
-            *tokens, accepted, proposed, finite = report[index]
+            *tokens, accepted, proposed, copied, finite = report[index]
             if sequence.finished:
                 continue
             try:
                 if not finite:
-                    raise HeadstartError("the model's logits are not finite: this sequence cannot go on")
+                    raise not_finite(self.model)
                 if sequence.matcher is not None and sequence.matcher.failed is not None:
                     raise sequence.matcher.failed
                 if self._batch is not None and sequence in self.running:
                     # `commit` raised the bound as if all drafts were accepted.
                     self._batch.trunk_state.bounds[self.running.index(sequence)] -= pending.k - accepted
-                pending.emit(index, tokens[: accepted + 1], proposed)
+                pending.emit(index, tokens[: accepted + 1], proposed, copied)
             except Exception as error:
                 sequence.fail(error)
         self._drop_finished()
@@ -279,15 +284,18 @@ class Engine(Scheduler):
         now = time.perf_counter()
         seconds = now - (self._last_finish if pending.steady else pending.started)
         self._last_finish = now
-        running, outcomes = [], []
-        for sequence, (*_, accepted, proposed, _finite) in zip(pending.sequences, report, strict=True):
+        running, outcomes, listed = [], [], self.model.draft_vocabulary
+        for sequence, line in zip(pending.sequences, report, strict=True):
             if not sequence.finished:
                 running.append(sequence)
-                outcomes.append((accepted, proposed))
+                outcomes.append(pending.outcome(line, listed))
+                if listed is not None:
+                    self.depth.observe_coverage(*listed.count(line[: outcomes[-1][0] + 1]))
         timed = seconds if pending.steady and len(running) == len(pending.sequences) else None
-        self.depth.observe([sequence.history for sequence in running], pending.k, outcomes, timed)
+        histories = [sequence.history for sequence in running]
+        self.depth.observe(histories, pending.k, outcomes, timed, pending.plan.head)
         for sequence in running:
-            sequence.stats.count_depth(min(pending.k, sequence.history.max_k), seconds)
+            sequence.stats.count_depth(min(pending.k, sequence.max_k), seconds)
             if sequence.auto_depth:
                 sequence.stats.estimated_gain_by_k = list(self.depth.gains)
                 if pending.k == 0:
@@ -311,14 +319,6 @@ class Engine(Scheduler):
         if memory:
             self._empty_prefix()
         self._recompute_batch(sequences, "memory" if memory else "failure")
-
-    def _empty_prefix(self) -> bool:
-        """Empty the prefix cache. Return False if it was empty."""
-        if self.prefix is None or not self.prefix.stats().bytes:
-            return False
-        self.prefix.clear()
-        mx.clear_cache()
-        return True
 
     def _recompute_batch(self, sequences: list[SequenceState], reason: str) -> None:
         self._drop_batch()

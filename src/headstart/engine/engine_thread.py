@@ -95,7 +95,8 @@ class EngineThread:
             raise Busy("the server is shutting down", retry_after=5)
         if not self.healthy:
             raise EngineDown(f"the engine is down ({self.problem or 'it was not started'}): start it again")
-        max_k = self.settings.max_k if self.settings.speculation else 0
+        limit = self.settings.max_k if self.engine.model.has_head else MAX_K  # without a head there are copies
+        max_k = limit if self.settings.speculation else 0
         handle = self.engine.submit(request, client=client, listener=listener, max_k=max_k)
         with self._wake:
             if self._stopped:  # since the checks above

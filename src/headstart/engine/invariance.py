@@ -3,19 +3,25 @@
 Where they do not, speculation and batching change no bit of the output.
 """
 
+import sys
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
+from ..kernels import metal
 from ..kernels.cuda import on_cuda
 from ..kernels.cuda.products import MOST_ROWS
-from ..limits import MAX_K
+from ..kernels.metal.tune import computes_rows_independently
 from ..models import Model
+from ..models.attention import attention
+from .sequence import SequenceState
 
 TOKENS = [3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41]
 PREFILLED = 3  # of these, before the window
 SHAPES = ((9, 1), (1, 5), (2, 16), (9, 16))  # window, sequences: kernels mostly switch below sixteen rows
 CPU_SHAPES = ((9, 1), (1, 5), (9, 4))  # slower, and the same kernels for any number of rows
+METAL_SHAPES = ((9, 1), (1, 5), (2, 8), (1, 16))  # at most `metal.MOST_ROWS` rows
 _measured: WeakKeyDictionary[Model, bool] = WeakKeyDictionary()
 
 
@@ -28,19 +34,42 @@ def is_batch_invariant(model: Model) -> bool:
         alone = {n: _logits(model, window=n + 1, sequences=1)[0, -1] for n in (0, 1, 4)}
         same = []
         # All shapes run whatever the result: the ranks of a cluster take part in each other's passes.
-        for window, sequences in CPU_SHAPES if mx.default_device() == mx.cpu else SHAPES:
+        for window, sequences in _shapes():
             logits = _logits(model, window, sequences)[-1]
             same += [mx.array_equal(expected, logits[n]) for n, expected in alone.items() if n < window]
-        _measured[model] = model.share.everywhere(all(bool(each) for each in same))
+        invariant = all(bool(each) for each in same)
+        if metal.on_metal() or on_cuda():  # MLX's attention changes its kernel with the length of a text
+            invariant = invariant and model.family.attention is attention
+        if metal.on_metal():  # where kernels change with the length of a text, too
+            invariant = invariant and computes_rows_independently(model.weights, model.dtype)
+        _measured[model] = model.share.everywhere(invariant)
     return _measured[model]
 
 
-def max_invariant_k(sequences: int) -> int:
-    """Return the most drafts per round with which our own kernels compute all positions of the batch.
+def invariant_k(model: Model, running: Sequence[SequenceState], k: int) -> int:
+    """Return k, or as many drafts per round as the kernels take that compute every position independently.
 
-    Beyond, MLX's kernels would be used, which add up in another order.
+    Beyond, MLX's kernels are used, which add up in another order: where even single tokens are too many, the stats of
+    their sequences say so.
     """
-    return max(MOST_ROWS // sequences - 1, 0) if on_cuda() else MAX_K
+    rows = max_invariant_rows(model)
+    if len(running) > rows:
+        for sequence in running:
+            sequence.stats.exact = False
+    return min(k, max(rows // len(running) - 1, 0))
+
+
+def max_invariant_rows(model: Model) -> int:
+    """Return how many positions of a step, of all sequences, are computed independently."""
+    if on_cuda():
+        return MOST_ROWS
+    return metal.MOST_ROWS if metal.on_metal() and is_batch_invariant(model) else sys.maxsize
+
+
+def _shapes() -> tuple[tuple[int, int], ...]:
+    if mx.default_device() == mx.cpu:
+        return CPU_SHAPES
+    return METAL_SHAPES if metal.on_metal() else SHAPES
 
 
 def _logits(model: Model, window: int, sequences: int) -> mx.array:

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..models import Model
+from ..models.draft_vocabulary import DraftVocabulary
 from ..sampling import GrammarMasks, Logprobs
 from .batch import Batch
+from .depth import Plan
+from .draft import HeadUse
 from .sequence import SequenceState
 from .step import step
 
@@ -16,13 +19,17 @@ from .step import step
 @dataclass
 class PendingStep:
     sequences: list[SequenceState]
-    k: int
+    plan: Plan
     steady: bool  # nothing but this step runs on the device after the step before it, so its time can be measured
-    report: mx.array  # [B, k+4]: tokens, accepted, proposed, finite
+    report: mx.array  # [B, k+5]: tokens, accepted, proposed, copied, finite
     logits: mx.array | None  # [B, k+1, V], if a sequence wants them
     logprobs: Logprobs | None
     arrays: list[mx.array]  # to be evaluated
     started: float = 0.0
+
+    @property
+    def k(self) -> int:
+        return self.plan.k
 
     def start(self) -> None:
         """Launch it on the device. On a CPU this takes almost as long as the step: MLX queues little there."""
@@ -30,11 +37,22 @@ class PendingStep:
         mx.async_eval(*self.arrays)
         self.arrays = []  # without these references the next step can update buffers in place
 
-    def emit(self, index: int, tokens: list[int], proposed: int) -> None:
+    def outcome(self, line: list[int], listed: DraftVocabulary | None) -> tuple[int, int]:
+        """Return from a line of the report how many drafts were accepted, and how many the head proposed.
+
+        A token that the reduced head does not know says nothing of how often the full head is right.
+        """
+        *tokens, accepted, proposed, copied, _ = line
+        if copied:
+            return accepted, 0
+        unknown = self.plan.head == HeadUse.REDUCED and listed is not None and tokens[accepted] not in listed.tokens
+        return accepted, accepted if unknown else proposed
+
+    def emit(self, index: int, tokens: list[int], proposed: int, copied: int) -> None:
         """Hand the sequence at `index` its tokens, and what it wants of logits and log-probabilities."""
         logits = None if self.logits is None else self.logits[index]
         logprobs = None if self.logprobs is None else Logprobs(*[a[index] for a in self.logprobs])
-        self.sequences[index].emit(tokens, proposed, logits, logprobs)
+        self.sequences[index].emit(tokens, proposed, copied, logits, logprobs)
 
 
 def launches_ahead() -> bool:
@@ -46,14 +64,14 @@ def launches_ahead() -> bool:
 
 
 def build_step(
-    model: Model, batch: Batch, sequences: Sequence[SequenceState], k: int, *, steady: bool = False
+    model: Model, batch: Batch, sequences: Sequence[SequenceState], plan: Plan, *, steady: bool = False
 ) -> PendingStep:
-    """Return a step with k drafts for the sequences of a batch, ready to start."""
+    """Return a step for the sequences of a batch, ready to start."""
     matchers = [sequence.matcher for sequence in sequences]
     grammar = GrammarMasks(matchers, model.vocabulary) if any(matchers) else None
-    result = step(model, batch, k, grammar)
-    columns = [result.accepted, result.proposed, result.finite.astype(mx.int32)]
+    result = step(model, batch, plan.k, grammar, head=plan.head, distances=plan.distances)
+    columns = [result.accepted, result.proposed, result.copied, result.finite.astype(mx.int32)]
     report = mx.concatenate([result.tokens, mx.stack(columns, axis=1)], axis=1)
     logits = result.logits if any(sequence.handle.request.keep_logits for sequence in sequences) else None
     arrays = [report, *(result.logprobs or ()), *([] if logits is None else [logits]), *batch.arrays()]
-    return PendingStep(list(sequences), k, steady, report, logits, result.logprobs, arrays)
+    return PendingStep(list(sequences), plan, steady, report, logits, result.logprobs, arrays)

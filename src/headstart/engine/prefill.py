@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from ..kernels import metal
 from ..kernels.cuda import on_cuda
 from ..models import Model
 from ..sampling import Logprobs, logprobs
@@ -54,11 +55,11 @@ def prefill_chunk(model: Model, sequence: SequenceState, prefix: PrefixCache | N
 def _start(model: Model, sequence: SequenceState, prefix: PrefixCache | None) -> None:
     """Make the sequence's own batch, with what the prefix cache holds of its tokens."""
     generated, stats = sequence.num_generated, sequence.stats
-    batch = Batch.of_one(model, sequence.tokens, sequence.params, sequence.history.max_k, generated, stats.rounds)
+    batch = Batch.of_one(model, sequence.tokens, sequence.params, sequence.max_k, generated, stats.rounds)
     sequence.batch = batch
     sequence.started = sequence.started or time.perf_counter()
     exact = is_batch_invariant(model) and sequence.params.params.rule != "optimistic"
-    if generated and on_cuda():  # generated tokens are recomputed as a prompt, by other kernels
+    if generated and (on_cuda() or metal.on_metal()):  # they are recomputed as a prompt, by other kernels
         exact = False
     if prefix is not None:
         sequence.num_prefilled = _resume(model, batch, sequence.tokens, prefix)

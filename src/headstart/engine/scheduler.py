@@ -6,13 +6,15 @@ from collections.abc import Callable
 from threading import Lock
 from typing import NamedTuple
 
+import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import Busy, RequestError
 from ..limits import MAX_K
 from ..models import Model
+from ..models.memory import Footprint
 from ..state import PrefixCache
-from .memory import ANSWER, Footprint, memory_for_sequences
+from .memory import ANSWER, memory_for_sequences
 from .request import Event, Handle, Request
 from .sequence import SequenceState
 
@@ -146,6 +148,14 @@ class Scheduler:
         """Empty the prefix cache, from any thread."""
         if self.prefix is not None:
             self.prefix.clear()
+
+    def _empty_prefix(self) -> bool:
+        """Empty the prefix cache. Return False if it was empty."""
+        if self.prefix is None or not self.prefix.stats().bytes:
+            return False
+        self.prefix.clear()
+        mx.clear_cache()
+        return True
 
     def cancel_all(self) -> None:
         """Cancel all requests, also those submitted later, from any thread."""

@@ -9,10 +9,12 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import HeadstartError, RequestError
+from ..limits import MAX_K
 from ..models import Model
-from ..sampling import Logprobs, Matcher, SequenceParams, compile_grammar
+from ..sampling import Logprobs, Matcher, SamplingParams, SequenceParams, compile_grammar
 from .batch import Batch
-from .depth import DraftHistory
+from .copies import CopyIndex
+from .draft_history import DraftHistory
 from .log import LOG, log_error
 from .memory import is_out_of_memory, out_of_memory
 from .request import Event, FinishReason, Handle, TokenLogprobs
@@ -24,7 +26,8 @@ from .text import TextStream
 class SequenceState:
     handle: Handle
     params: SequenceParams
-    history: DraftHistory  # of its drafts, for the depth controller
+    history: DraftHistory  # of the head's drafts, for the depth controller
+    copies: CopyIndex | None  # what it could copy; None if it must not
     stats: Stats
     text: TextStream
     matcher: Matcher | None  # of its grammar
@@ -63,11 +66,14 @@ class SequenceState:
         if key is None:  # without a seed, answers differ from request to request
             key = params.seed if params.seed is not None else secrets.randbits(64)
         k, bypass_reason = _max_k(params.k, model, max_k)
+        copied = _max_copied(params, model, max_k)
+        sources = [*(["native_mtp"] if k else []), *(["copy"] if copied else [])]
         stats = Stats(
-            "native_mtp" if k else None,
+            "+".join(sources) or None,
             bypass_reason,
             clamped_to=k if k and params.k != "auto" and k < params.k else None,
             prompt_tokens=len(request.prompt),
+            dtype=model.dtype_name,
             ranks=model.share.ranks,
         )
         limit = min(params.max_tokens, model.context_length - len(request.prompt))
@@ -76,6 +82,7 @@ class SequenceState:
                 handle,
                 SequenceParams(params, key, choice, limit),
                 DraftHistory(k),
+                CopyIndex(copied) if copied else None,
                 stats,
                 TextStream(tokenizer, params.stop),
                 grammar.matcher(params.stop_ids, model.vocabulary) if grammar is not None else None,
@@ -89,7 +96,12 @@ class SequenceState:
     @property
     def auto_depth(self) -> bool:
         """Return whether the depth controller chooses its depth."""
-        return self.params.params.k == "auto" and self.history.max_k > 0
+        return self.copies is not None or (self.params.params.k == "auto" and self.history.max_k > 0)
+
+    @property
+    def max_k(self) -> int:
+        """Return the most drafts per step, from any source."""
+        return max(self.history.max_k, self.copies.max_k if self.copies is not None else 0)
 
     @property
     def num_generated(self) -> int:
@@ -99,14 +111,26 @@ class SequenceState:
     def limit(self) -> int:
         return self.params.limit
 
+    def find_copies(self, pool: DraftHistory) -> CopyIndex | None:
+        """Return what its newest tokens repeat; `pool` counts how often copies go on."""
+        if self.copies is not None:
+            self.copies.update(self.tokens, pool)
+        return self.copies
+
     def emit(
-        self, tokens: list[int], proposed: int, logits: mx.array | None = None, logprobs: Logprobs | None = None
+        self,
+        tokens: list[int],
+        proposed: int,
+        copied: int = 0,
+        logits: mx.array | None = None,
+        logprobs: Logprobs | None = None,
     ) -> None:
         """Send a round's tokens to the request, up to the end of the answer.
 
         Args:
             tokens: The accepted drafts and the token after them.
             proposed: Drafts that could have been accepted.
+            copied: How many of the drafts were copied from the context.
             logits: [k+1, V], for each of the tokens.
             logprobs: Of each of the tokens.
         """
@@ -117,7 +141,7 @@ class SequenceState:
         texts, reason = self._decode(tokens)
         tokens = tokens[: len(texts)]
         self.tokens += tokens
-        self.stats.count(len(tokens), accepted, proposed, time.perf_counter() - self.started)
+        self.stats.count(len(tokens), accepted, proposed, copied, time.perf_counter() - self.started)
         if reason is None and self.matcher is not None and self.matcher.stopped:
             reason = "stop"
         if reason is None and self.num_generated >= self.limit:
@@ -127,7 +151,7 @@ class SequenceState:
             texts[-1] += self.text.finish()
             reason = "stop" if self.text.stopped else reason
         if tokens:
-            event = Event(tokens, origins(len(tokens), accepted, proposed), texts, finish_reason=reason)
+            event = Event(tokens, origins(len(tokens), accepted, proposed, copied), texts, finish_reason=reason)
             if self.params.params.logprobs and logprobs is not None:
                 scores = Logprobs(*[a[: len(tokens)] for a in logprobs])
                 event = replace(event, logprobs=read_logprobs(scores, self.params.params.top_logprobs))
@@ -190,6 +214,22 @@ def _max_k(k: int | Literal["auto"], model: Model, max_k: int) -> tuple[int, str
     if most == 0:
         return 0, "speculation is switched off"
     return (most if k == "auto" else min(k, most)), None
+
+
+def not_finite(model: Model) -> HeadstartError:
+    """Return the error of a sequence whose logits are NaN or infinite."""
+    remedy = "; float16 may have overflowed: set HEADSTART_DTYPE=bfloat16" if model.dtype == mx.float16 else ""
+    return HeadstartError(f"the model's logits are not finite: this sequence cannot go on{remedy}")
+
+
+def _max_copied(params: SamplingParams, model: Model, max_k: int) -> int:
+    """Return the most drafts per round that are copied from the context, 0 for none.
+
+    A fixed k asks for drafts of the head. The optimistic rule would accept a copy that never ends.
+    """
+    if params.k != "auto" or not model.copies or params.rule == "optimistic":
+        return 0
+    return MAX_K if 0 < model.max_k <= max_k else max_k  # a limit below the head's own was set by the user
 
 
 def youngest(sequences: list[SequenceState]) -> SequenceState:

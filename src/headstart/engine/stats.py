@@ -5,21 +5,31 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
-Origin = Literal["draft", "correction", "bonus", "plain"]
-SUMMED = ("generation_tokens", "rounds", "paused_seconds", "first_round_tokens")
+Origin = Literal["draft", "copy", "correction", "bonus", "plain"]
+SUMMED = (
+    "generation_tokens",
+    "rounds",
+    "proposed_copies",
+    "accepted_copies",
+    "paused_seconds",
+    "first_round_tokens",
+)
 
 
-def origins(count: int, accepted: int, proposed: int) -> list[Origin]:
-    """Return the origin of a round's first `count` tokens: accepted drafts, then one of the trunk's own."""
+def origins(count: int, accepted: int, proposed: int, copied: int = 0) -> list[Origin]:
+    """Return the origin of a round's first `count` tokens: accepted drafts, then one of the trunk's own.
+
+    The first `copied` drafts come from the context, the others from the head.
+    """
     own: Origin = "plain" if proposed == 0 else "bonus" if accepted == proposed else "correction"
-    all_origins: list[Origin] = [*["draft"] * accepted, own]  # type: ignore[list-item]
-    return all_origins[:count]
+    drafts: list[Origin] = ["copy" if j < copied else "draft" for j in range(accepted)]
+    return [*drafts, own][:count]
 
 
 @dataclass
 class Stats:
-    drafter_kind: Literal["native_mtp"] | None
-    bypass_reason: str | None  # why nothing was drafted
+    drafter_kind: str | None  # the sources of drafts that it may use: native_mtp, copy, or both with a plus sign
+    bypass_reason: str | None  # why the head drafted nothing
     clamped_to: int | None = None  # the highest depth used, if the request asked for more
     exact: bool = False  # the output is that of plain decoding, bit for bit
     prompt_tokens: int = 0
@@ -32,9 +42,12 @@ class Stats:
     estimated_gain_by_k: list[float] = field(default_factory=list)  # speed relative to k = 0, at automatic depth
     proposed_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
+    proposed_copies: int = 0  # drafts copied from the context
+    accepted_copies: int = 0
     prompt_seconds: float = 0.0  # from admission to the end of the first round
     generation_seconds: float = 0.0  # since then
     first_round_tokens: int = 0
+    dtype: str = ""  # of the model's activations
     ranks: int = 1  # machines of the cluster
 
     @classmethod
@@ -60,8 +73,8 @@ class Stats:
             accepted_by_position=self.accepted_by_position.copy(),
         )
 
-    def count(self, tokens: int, accepted: int, proposed: int, seconds: float) -> None:
-        """Count a round that ended `seconds` after admission.
+    def count(self, tokens: int, accepted: int, proposed: int, copied: int, seconds: float) -> None:
+        """Count a round that ended `seconds` after admission. `copied` of the proposed drafts are from the context.
 
         `tokens` were sent to the client: fewer than `accepted` + 1 if the answer ended within the round.
         """
@@ -74,6 +87,8 @@ class Stats:
         missing = proposed - len(self.proposed_by_position)
         self.proposed_by_position += [0] * missing
         self.accepted_by_position += [0] * missing
+        self.proposed_copies += min(copied, proposed)
+        self.accepted_copies += min(copied, accepted, tokens)
         for j in range(proposed):
             self.proposed_by_position[j] += 1
             self.accepted_by_position[j] += j < min(tokens, accepted)
@@ -95,6 +110,15 @@ class Stats:
     @property
     def accepted_draft_tokens(self) -> int:
         return sum(self.accepted_by_position)
+
+    @property
+    def accepted_by_source(self) -> dict[str, int]:
+        """Return the accepted drafts of the head and those copied from the context."""
+        return {"head": self.accepted_draft_tokens - self.accepted_copies, "copy": self.accepted_copies}
+
+    @property
+    def proposed_by_source(self) -> dict[str, int]:
+        return {"head": self.proposed_draft_tokens - self.proposed_copies, "copy": self.proposed_copies}
 
     @property
     def acceptance_by_position(self) -> list[float]:
@@ -123,6 +147,8 @@ class Stats:
             "num_draft_tokens_clamped_to": self.clamped_to,
             "proposed_draft_tokens": self.proposed_draft_tokens,
             "accepted_draft_tokens": self.accepted_draft_tokens,
+            "proposed_by_source": self.proposed_by_source,
+            "accepted_by_source": self.accepted_by_source,
             "acceptance_rate": _ratio(self.accepted_draft_tokens, self.proposed_draft_tokens),
             "acceptance_by_position": self.acceptance_by_position,
             "rounds": self.rounds,
@@ -138,6 +164,7 @@ class Stats:
             "paused_reason": self.paused_reason,
             "ignored_fields": [],
             "exact": self.exact,
+            "dtype": self.dtype,
         }
 
 

@@ -1,12 +1,13 @@
 """One decoding step of every sequence in a batch: draft, verify, accept, commit.
 
-The head, a small multi-token-prediction module, drafts k tokens. The trunk, which is the model itself, reads the last
-token and the k drafts as one window and computes in a single pass what it would generate after each of them. A first
-part of the drafts is accepted. One token of the trunk's own follows: a correction in place of the rejected draft, or
-a bonus token where every draft was accepted. So a step generates 1 to k+1 tokens per sequence. How many drafts are
-accepted is decided by each request's rule (`sampling/accept.py`, where the head is the drafter and the trunk the
-target): greedy and seeded sequences generate exactly the tokens of plain decoding, unseeded ones tokens with the same
-distribution. A round is one sequence's part in a step.
+The head, a small multi-token-prediction module, drafts k tokens, or they are copied from the context (`draft.py`).
+The trunk, which is the model itself, reads the last token and the k drafts as one window and computes in a single
+pass what it would generate after each of them. A first part of the drafts is accepted. One token of the trunk's own
+follows: a correction in place of the rejected draft, or a bonus token where every draft was accepted. So a step
+generates 1 to k+1 tokens per sequence. How many drafts are accepted is decided by each request's rule
+(`sampling/accept.py`, where the drafter is the source of the drafts, and the target the trunk): greedy and seeded
+sequences generate exactly the tokens of plain decoding, unseeded ones tokens with the same distribution. A round is
+one sequence's part in a step.
 
 Plain decoding is k = 0 and runs the same lines. MLX is lazy: these functions build the step's graph and do not wait
 for the device, unless a sequence has a grammar, which must see the drafts on the host.
@@ -26,10 +27,10 @@ from ..sampling import (
     SequenceParams,
     accept_window,
     logprobs,
-    propose,
 )
 from ..state import CHUNK
 from .batch import Batch, UnseenPairs
+from .draft import HeadUse, catch_up, copy_drafts, head_drafts, no_drafts
 
 
 class StepResult(NamedTuple):
@@ -38,46 +39,40 @@ class StepResult(NamedTuple):
     tokens: mx.array  # [B, k+1]
     accepted: mx.array  # [B], drafts accepted
     proposed: mx.array  # [B], drafts that could have been accepted: k, or fewer by the request's limits
+    copied: mx.array  # [B], how many of the drafts were copied from the context
     finite: mx.array  # [B], false if the largest logit at a generated position is NaN or infinite
     logits: mx.array  # [B, k+1, V], the trunk's
     logprobs: Logprobs | None  # if a sequence wants them
 
 
-def step(model: Model, batch: Batch, k: int, grammar: GrammarMasks | None = None) -> StepResult:
-    """Generate 1 to k+1 tokens for every sequence."""
-    forced = grammar.forced(k) if grammar is not None else None
-    proposal = draft(model, batch, k, forced)
-    return verify(model, batch, proposal, grammar)
-
-
-def draft(model: Model, batch: Batch, k: int, forced: mx.array | None = None) -> Proposal:
-    """Return k drafts [B, k] after `batch.last`, and let the head catch up with what was committed.
-
-    The head predicts a token from a pair: the hidden state of one position and the token of the next. The newest pair
-    that it has not seen is the trunk's hidden state before `last`, and `last`: its output there gives draft 0. Draft
-    j+1 comes from the pair of the head's own output for draft j, and draft j.
-
-    At k = 0 the head does not run. When drafting resumes it replays at most the last `RESUME_PAIRS` pairs that it
-    missed, written directly after what its cache holds: older ones never enter it, and its positions stay behind the
-    trunk's. A full replay would cost what pausing saves; this way about 2% fewer drafts are accepted.
+def step(
+    model: Model,
+    batch: Batch,
+    k: int,
+    grammar: GrammarMasks | None = None,
+    *,
+    head: int = HeadUse.FULL,
+    distances: Sequence[int] = (),
+) -> StepResult:
+    """Generate 1 to k+1 tokens for every sequence.
 
     Args:
-        forced: Tokens [B, k] that a grammar leaves no choice about, from the left, then -1.
+        head: Whether the head drafts, see `HeadUse`. Otherwise only copies and what a grammar forces are verified.
+        distances: How many tokens back each sequence copies from, 0 for those that do not; empty if none does.
     """
-    proposal = Proposal(mx.zeros((batch.size, 0), mx.int32), [])
-    if k == 0:
-        return proposal
-    batch.collect_unseen()
-    hidden = catch_up(model, batch)  # [B, 1, H]
-    context = batch.context()
-    for j in range(k):
-        forced_token = forced[:, j : j + 1] if forced is not None else None
-        proposal = propose(model.draft_logits(hidden), proposal, context, forced_token)
-        if j < k - 1:
-            # This pair is written past the head's committed ones: later drafts see it, the next step overwrites it.
-            outputs = run_head(model, batch, hidden, proposal.tokens[:, -1:], ahead=j)
-            hidden = outputs[(j + 1) % len(outputs)]  # module j makes draft j, cyclically; `catch_up` gave module 0's
-    return proposal
+    copied = copy_drafts(batch, k, distances) if k and any(distances) else None
+    certain = grammar.forced(k) if grammar is not None else None
+    if copied is not None and certain is not None:  # what a grammar forces comes first
+        copied = mx.where(certain[:, :1] >= 0, -1, copied)
+        certain = mx.maximum(certain, copied)
+    elif copied is not None:
+        certain = copied
+    if head:
+        proposal = head_drafts(model, batch, k, certain, reduced=head == HeadUse.REDUCED)
+    else:
+        proposal = no_drafts(model, batch, k, certain)
+    result = verify(model, batch, proposal, grammar)
+    return result if copied is None else result._replace(copied=(copied >= 0).sum(axis=1))
 
 
 def verify(model: Model, batch: Batch, proposal: Proposal, grammar: GrammarMasks | None = None) -> StepResult:
@@ -91,6 +86,8 @@ def verify(model: Model, batch: Batch, proposal: Proposal, grammar: GrammarMasks
     # A step always adds a token of its own, so at most remaining - 1 drafts fit. `remaining` is 0 or less in the
     # surplus step of a sequence whose end the host has not read yet.
     allowed = mx.clip(mx.minimum(batch.max_k, batch.remaining - 1), 0, k)  # [B]
+    if proposal.valid is not None:
+        allowed = mx.minimum(allowed, proposal.valid)
     permitted = None
     if grammar is not None:
         # Two launches: the host waits for the drafts alone, and follows them through the grammar while the trunk
@@ -105,34 +102,8 @@ def verify(model: Model, batch: Batch, proposal: Proposal, grammar: GrammarMasks
     finite = mx.isfinite(logits.max(axis=-1)) | (mx.arange(k + 1) > result.accepted[:, None])
     top = batch.controls.top_logprobs
     scores = logprobs(logits, result.tokens, top) if top is not None else None
-    return StepResult(result.tokens, result.accepted, allowed, finite.all(axis=1), logits, scores)
-
-
-def catch_up(model: Model, batch: Batch) -> mx.array:
-    """Run the head over the committed pairs it has not seen, and return its output at the last one, [B, 1, H]."""
-    hidden, tokens, counts = batch.unseen
-    if not batch.unseen.width:  # after a prompt of one token the head has nothing to draft from: any draft will do
-        return mx.zeros((batch.size, 1, hidden.shape[-1]), hidden.dtype)
-    # A sequence without pairs gets the output of padding: a bad draft costs time, not correctness.
-    output = run_head(model, batch, hidden, tokens, last=mx.maximum(counts - 1, 0))[0]
-    assert batch.head_state is not None
-    batch.head_state.commit(counts, most=0)  # run_head takes the trunk's bounds before every pass
-    batch.unseen = UnseenPairs(hidden[:, :0], tokens[:, :0], mx.zeros_like(counts))
-    return output
-
-
-def run_head(
-    model: Model, batch: Batch, hidden: mx.array, tokens: mx.array, ahead: int = 0, last: mx.array | None = None
-) -> list[mx.array]:
-    """Return each head module's output for these pairs: [B, W, H], or [B, 1, H] at index `last` [B].
-
-    The pairs are written `ahead` positions past the committed ones. Every module has a KV cache of its own and must
-    see every pair, although only one module's output is used.
-    """
-    state = batch.head_state
-    assert state is not None, "a batch without a head has no drafts"
-    state.bounds = batch.trunk_state.bounds  # the head holds at most as many pairs as the trunk holds tokens
-    return [model.head(hidden, tokens, state, ahead, module, last) for module in range(len(state.layers))]
+    none = mx.zeros_like(allowed)
+    return StepResult(result.tokens, result.accepted, allowed, none, finite.all(axis=1), logits, scores)
 
 
 def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array) -> mx.array:

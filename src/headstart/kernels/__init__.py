@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from . import cpu
+from . import cpu, metal
 from .cuda import on_cuda
 
 
@@ -10,4 +10,4 @@ def selected() -> str:
     """Return which kernels compute on this device: native and for which CPU, or stock and why."""
     if mx.default_device() == mx.cpu:
         return str(cpu.loaded())
-    return "native (cuda)" if on_cuda() else "stock (metal)"
+    return "native (cuda)" if on_cuda() else metal.kernels_in_use()

@@ -1,4 +1,4 @@
-"""Gated attention between a layer's projections: cpu, cuda or stock ops."""
+"""Gated attention between a layer's projections: cpu, cuda, metal or stock ops."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,8 +6,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import cpu
+from . import cpu, metal
 from .cuda.attention import arrange_fits, attention_fits, launch_arrange, launch_attention
+from .metal.attention import WIDEST, heads_shape, metal_arrange, metal_attend
 from .types import ArrangedHeads, HeadNorms
 
 
@@ -22,24 +23,38 @@ def gated_attention(
 ) -> mx.array:
     """Write keys and values [B, W, Hkv·D] into `memory` (see `state/kv.py`) and attend to it with the queries of
     `both` [B, W, H·2·D], by head queries and gates → [B, W, H·D], or of token `last` [B] of each row [B, 1, H·D]."""
-    B, W, _ = both.shape
+    W = both.shape[1]
     H, D, offset = layer.num_attention_heads, layer.head_dim, memory.offset
     if (native := cpu.native()) is not None and cpu.native_attention_fits(both.dtype, layer):
         return cpu.attend_window(native, layer, both, keys, values, memory, last)
+    shape = heads_shape(layer, both.dtype) if metal.on_metal() else None
+    norms = HeadNorms(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
     if arrange_fits(layer.rope, D):
-        norms = HeadNorms(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
         queries, keys, values = launch_arrange(both, keys, values, norms, layer.rope, offset)
+    elif shape is not None and metal.chosen_kernel("heads", shape) == "metal":
+        queries, keys, values = metal_arrange(both, keys, values, norms, layer.rope, offset)
     else:
         queries, keys, values = stock_arrange(layer, both, keys, values, offset)
     keys, values = memory.update_and_fetch(keys, values)
     if attention_fits(W, H, memory.keys):
         out = launch_attention(queries, both, memory.keys, memory.values, offset, layer.scale, memory.reach)
         return out if last is None else at_last(out, last)
+    if shape is not None and W <= WIDEST and metal.chosen_kernel("attention", shape) == "metal":
+        out = metal_attend(queries, both, memory.keys, memory.values, offset, layer.scale, memory.reach)
+        return out if last is None else at_last(out, last)
     seen = mask()
     if last is not None:
         queries, both, seen, W = at_last(queries, last, 2), at_last(both, last), at_last(seen, last, 2), 1
+    return stock_attention(queries, both, keys, values, layer.scale, seen)
+
+
+def stock_attention(
+    queries: mx.array, both: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array
+) -> mx.array:
+    """Return stock attention of queries [B, H, W, D], times the sigmoid of the gates in `both` → [B, W, H·D]."""
+    B, H, W, D = queries.shape
     gates = both.reshape(B, W, H, 2 * D)[..., D:].reshape(B, W, -1)
-    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=layer.scale, mask=seen)
+    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
     return out.transpose(0, 2, 1, 3).reshape(B, W, -1) * mx.sigmoid(gates)
 
 

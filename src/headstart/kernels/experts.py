@@ -1,4 +1,4 @@
-"""The parts of a mixture of experts: cpu, cuda or stock ops."""
+"""The parts of a mixture of experts: cpu, cuda, metal or stock ops."""
 
 from math import prod
 
@@ -6,10 +6,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
-from . import cpu
+from . import cpu, metal
 from .cuda import on_cuda
 from .cuda.experts import launch_combine, launch_experts, launch_route
 from .cuda.products import MOST_ROWS, SumOrder, matrix_weights, product_refusal
+from .metal.device import type_name
+from .metal.experts import metal_combine, metal_experts, metal_route
+from .products import chosen_products
 
 
 def expert_products(x: mx.array, indices: mx.array, *layers: nn.Module) -> list[mx.array] | None:
@@ -20,12 +23,27 @@ def expert_products(x: mx.array, indices: mx.array, *layers: nn.Module) -> list[
     """
     if (native := cpu.native()) is not None:
         return cpu.native_products(native, x, layers, experts=indices, own=x.ndim > indices.ndim)
+    if metal.on_metal() and prod(indices.shape[:-1]) <= metal.MOST_ROWS:
+        return chosen_products(
+            "experts",
+            x.dtype,
+            layers,
+            launch=lambda weights, slices: metal_experts(x, indices, weights, slices),
+            stock=lambda layer, _: stock_experts(x, indices, layer),
+        )
     found = [matrix_weights(layer) for layer in layers]
     if not on_cuda() or prod(indices.shape[:-1]) > MOST_ROWS or any(product_refusal(x.dtype, w) for w in found):
         return None
     if len({SumOrder.of(weights) for weights in found}) > 1:
         return [launch_experts(x, indices, [weights])[0] for weights in found]
     return launch_experts(x, indices, found)
+
+
+def stock_experts(x: mx.array, indices: mx.array, layer: nn.Module) -> mx.array:
+    """Return mlx-lm's product, the rows in their order. The order of sorted ones' sums changes with their number."""
+    own = x.ndim > indices.ndim
+    made: mx.array = layer(x[..., None, :] if own else x[..., None, None, :], indices)
+    return made.squeeze(-2)
 
 
 def swiglu_experts(x: mx.array, indices: mx.array, gate: nn.Module, up: nn.Module) -> mx.array | None:
@@ -42,6 +60,16 @@ def route(logits: mx.array, top: int, normed: bool) -> tuple[mx.array, mx.array]
     """
     if on_cuda() and logits.dtype in (mx.bfloat16, mx.float16) and logits.shape[-1] <= 1024:
         return launch_route(logits, top, normed)
+    if metal.on_metal() and metal.chosen_kernel("route", route_shape(logits, top)) == "metal":
+        return metal_route(logits, top, normed)
+    return stock_route(logits, top, normed)
+
+
+def route_shape(logits: mx.array, top: int) -> str:
+    return f"{top} of {logits.shape[-1]}, {type_name(logits.dtype)}"
+
+
+def stock_route(logits: mx.array, top: int, normed: bool) -> tuple[mx.array, mx.array]:
     gates = mx.softmax(logits, axis=-1, precise=True)
     indices = mx.argpartition(gates, kth=-top, axis=-1)[..., -top:]
     scores = mx.take_along_axis(gates, indices, axis=-1)
@@ -53,4 +81,14 @@ def combine(parts: mx.array, scores: mx.array, shared: mx.array, gate: mx.array)
     its gate [..., 1]. The order of a stock sum may change with the number of rows."""
     if on_cuda() and parts.dtype in (mx.bfloat16, mx.float16):
         return launch_combine(parts, scores, shared, gate)
+    if metal.on_metal() and metal.chosen_kernel("combine", combine_shape(parts)) == "metal":
+        return metal_combine(parts, scores, shared, gate)
+    return stock_combine(parts, scores, shared, gate)
+
+
+def combine_shape(parts: mx.array) -> str:
+    return f"{parts.shape[-2]} of {parts.shape[-1]}, {type_name(parts.dtype)}"
+
+
+def stock_combine(parts: mx.array, scores: mx.array, shared: mx.array, gate: mx.array) -> mx.array:
     return (parts * scores[..., None]).sum(axis=-2) + mx.sigmoid(gate) * shared

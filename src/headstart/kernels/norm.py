@@ -1,9 +1,10 @@
-"""RMS norm with a float32 weight, and the addition before it: cpu, cuda or stock ops."""
+"""RMS norm with a float32 weight, and the addition before it: cpu, cuda, metal or stock ops."""
 
 import mlx.core as mx
 
-from . import cpu
+from . import cpu, metal
 from .cuda.norm import launch_norm, norm_fits
+from .metal.norm import metal_norm, norm_shape
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
@@ -12,6 +13,12 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
         return native.norm(x, weight, eps)[0]
     if norm_fits(x, weight):
         return launch_norm(False, eps, [x, weight])[0]
+    if _is_metal(x):
+        return metal_norm(x, None, weight, eps)[0]
+    return stock_norm(x, weight, eps)
+
+
+def stock_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
     return mx.fast.rms_norm(x, weight, eps).astype(x.dtype)
 
 
@@ -21,7 +28,13 @@ def add_and_norm(x: mx.array, added: mx.array, weight: mx.array, eps: float) -> 
         total, normed = native.norm(x, weight, eps, added)
     elif norm_fits(x, weight):
         total, normed = launch_norm(True, eps, [x, added, weight])
+    elif _is_metal(x):
+        total, normed = metal_norm(x, added, weight, eps)
     else:
         total = x + added
         normed = rms_norm(total, weight, eps)
     return total, normed
+
+
+def _is_metal(x: mx.array) -> bool:
+    return metal.on_metal() and metal.chosen_kernel("norm", norm_shape(x)) == "metal"

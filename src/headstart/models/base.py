@@ -5,7 +5,7 @@ and commits the recurrent state at once. Nothing of mlx-lm is patched or copied.
 """
 
 from collections.abc import Callable, Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import ModuleType
 from typing import Any
@@ -21,6 +21,7 @@ from ..kernels.types import Window
 from ..limits import DEFAULT_K, MAX_K
 from ..state import KV, BatchState, Recurrent
 from .attention import attention, gated_kv_sizes, grouped_attention, grouped_kv_sizes
+from .draft_vocabulary import DraftVocabulary
 from .feed_forward import feed_forward
 from .gated_delta_net import gated_delta_net
 from .graph import Graph, compiles
@@ -55,6 +56,10 @@ class HeadSpec:
     released_as: str = "mtp."  # prefix of a module's tensors: {layer} counts from the trunk's first, {module} from 0
 
 
+def _no_projection(net: nn.Module, x: mx.array) -> Window:
+    raise NotImplementedError("a family with recurrent layers says how they project")
+
+
 @dataclass(frozen=True)
 class Family:
     """One architecture: how mlx-lm builds it, and where in it things are."""
@@ -64,7 +69,7 @@ class Family:
     text: Callable[[nn.Module], nn.Module]  # that model → the module with `embed_tokens`, `layers` and `norm`
     lm_head: Callable[[nn.Module], nn.Module | None]  # None where the embedding is tied
     head_layer: Callable[[nn.Module], nn.Module] | None = None  # that model → the decoder layer of a head's module
-    project: Callable[[nn.Module, mx.array], Window] | None = None  # the input of a GatedDeltaNet layer
+    project: Callable[[nn.Module, mx.array], Window] = _no_projection  # the input of a GatedDeltaNet layer
     head: HeadSpec = HeadSpec()
     attention: Callable[..., tuple[mx.array, mx.array]] = attention  # see `attention.py`
     kv_sizes: Callable[[nn.Module], tuple[int, int, int]] = gated_kv_sizes  # heads, sizes of a key and of a value
@@ -168,7 +173,9 @@ class Model:
     weights: Weights
     head_unavailable: str | None = None  # why there is no head
     default_k: int = DEFAULT_K  # drafts a round to begin with
-    max_k: int = MAX_K  # most drafts a round
+    max_k: int = MAX_K  # most drafts of the head a round
+    copies: bool = True  # drafts may be copied from the context
+    draft_vocabulary: DraftVocabulary | None = None  # the tokens that drafts may be limited to
     share: Share = field(default_factory=Alone)  # what of the trunk is on this machine
 
     @property
@@ -187,6 +194,10 @@ class Model:
     def dtype(self) -> mx.Dtype:
         """Return the type of activations: that of the embedding's output, known without computing it."""
         return self.weights.embed_tokens(mx.zeros((1,), mx.int32)).dtype
+
+    @cached_property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("mlx.core.")
 
     def trunk(self, tokens: mx.array, state: BatchState, certain: int) -> mx.array:
         """Run the trunk over [B, W] tokens after what `state` holds → [B, W, H], the head's input.
@@ -208,7 +219,6 @@ class Model:
             residual = Residual(x, layer.post_attention_layernorm, share)
             if isinstance(memory, Recurrent):
                 net, project = layer.linear_attn, self.family.project
-                assert project is not None, "a family with recurrent layers says how they project"
                 x, normed = gated_delta_net(net, project, normed, memory, state.accepted, certain, residual)
             else:
                 seen = partial(mask, self.family.window(layer))
@@ -229,7 +239,7 @@ class Model:
         """Return the logits […, V] of hidden states […, H] from `trunk`."""
         if not self.family.head.fed_after_norm:
             hidden = self.weights.norm(hidden)
-        return self._lm_head(hidden)
+        return product(hidden, self._lm_head)
 
     def head(
         self,
@@ -271,13 +281,18 @@ class Model:
         x, normed = feed_forward(layer.mlp, normed, Residual(x, part(spec.names.norm), alone))
         return normed if spec.chains_after_norm else x
 
-    def draft_logits(self, hidden: mx.array, *, module: int = 0) -> mx.array:
-        """Return the logits […, V] of hidden states […, H] from a module of `head`."""
+    def draft_logits(self, hidden: mx.array, reduced: bool = False, *, module: int = 0) -> mx.array:
+        """Return the logits […, V] of hidden states […, H] from a module of `head`; `reduced`: those of the draft
+        vocabulary."""
         spec = self.family.head
         if not spec.chains_after_norm:
             hidden = self._part(module, spec.names.norm)(hidden)
-        own = self._part(module, spec.names.lm_head)
-        return product(hidden, own) if own is not None else self._lm_head(hidden)
+        reduced_to = self.draft_vocabulary if reduced else None
+        return product(hidden, self._draft_lm_head(module) if reduced_to is None else reduced_to.lm_head)
+
+    def with_draft_vocabulary(self, ids: list[int], origin: str) -> "Model":
+        """Return the model with a copy of the rows of these tokens, for drafts."""
+        return replace(self, draft_vocabulary=DraftVocabulary.of(self._draft_lm_head(), ids, origin))
 
     def _part(self, module: int, path: str) -> Any:
         """Return a part of a head's module by its name, None if the trunk's is used."""
@@ -300,9 +315,13 @@ class Model:
     def make_head_state(self, rows: int) -> BatchState:
         return BatchState.empty([self._memory(layer, rows) for layer in self.weights.mtp.layers], rows)
 
-    def _lm_head(self, hidden: mx.array) -> mx.array:
-        weights = self.weights
-        return product(hidden, weights.lm_head if "lm_head" in weights else weights.embed_tokens)
+    @property
+    def _lm_head(self) -> nn.Module:
+        return self.weights.lm_head if "lm_head" in self.weights else self.weights.embed_tokens
+
+    def _draft_lm_head(self, module: int = 0) -> nn.Module:
+        own = self._part(module, self.family.head.names.lm_head)
+        return own if own is not None else self._lm_head
 
     def _memory(self, layer: nn.Module, rows: int) -> KV | Recurrent:
         if "linear_attn" not in layer:

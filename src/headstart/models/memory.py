@@ -1,10 +1,20 @@
-"""What the device has of memory."""
+"""What the device has of memory, and what a sequence takes of it."""
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
+
+from ..errors import HeadstartError
+from ..state import BLOCK, CHUNK, KV
+from .base import Model
+
+VARIABLE = "HEADSTART_MEMORY_GB"
+WORKING_SET = "max_recommended_working_set_size"  # what Metal calls its memory
+SHARE = 0.9  # of the memory beside the weights that sequences may take: steps need some of it
 
 # Under /sys/fs/cgroup, of version 2 and 1: the limit, what is used, and of that the files that the kernel can drop.
 GROUPS = (
@@ -13,19 +23,62 @@ GROUPS = (
 )
 
 
+@dataclass(frozen=True)
+class Footprint:
+    """The bytes that a sequence takes: a fixed part, and one per position of KV cache."""
+
+    fixed: int
+    position: int
+    scores: int = 0  # per position of the longest sequence, while a chunk of a prompt attends to it
+
+    @classmethod
+    def of(cls, model: Model) -> "Footprint":
+        states = [model.make_state(1), *([model.make_head_state(1)] if model.has_head else [])]
+        layers = [layer for state in states for layer in state.layers]
+        kv = [layer for layer in layers if isinstance(layer, KV)]
+        fixed = sum(array.nbytes for layer in layers if not isinstance(layer, KV) for array in layer.arrays())
+        arrays = [array for layer in kv for array in layer.arrays()]  # [1, H, 0, D]
+        position = sum(array.shape[1] * array.shape[3] * array.itemsize for array in arrays)
+        # Metal's fused attention has no heads this wide: scores are an array before softmax, and another after it.
+        heads = int(model.config["num_attention_heads"]) if WORKING_SET in mx.device_info() else 0
+        return cls(fixed, position, 2 * heads * CHUNK * model.dtype.size)
+
+    def bytes(self, lengths: Sequence[int]) -> int:
+        """Return the memory of sequences of these lengths. All get the capacity of the longest."""
+        capacity = -(-max(lengths, default=0) // BLOCK) * BLOCK
+        return len(lengths) * (self.fixed + self.position * capacity) + self.scores * capacity
+
+
 def unused() -> int:
     """Return the bytes of the device's memory that this process can still take.
 
     Other processes count where the system says what they take: on CUDA the driver, on a CPU under Linux the kernel.
-    Metal recommends a working set for one process, whatever others do.
+    Metal recommends a working set for one process, whatever others do. HEADSTART_MEMORY_GB replaces all of that.
     """
+    if limit := os.environ.get(VARIABLE):
+        try:
+            return max(0, int(float(limit) * 1e9) - mx.get_active_memory())
+        except (ValueError, OverflowError) as error:
+            raise HeadstartError(f"{VARIABLE} is {limit!r}; set it to a number of gigabytes") from error
     info = mx.device_info()
-    total = info.get("max_recommended_working_set_size") or info.get("total_memory")
+    total = info.get(WORKING_SET) or info.get("total_memory")
     free = info.get("free_memory", total)
     if total is None or free is None:
         total, free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), available_on_host()
     # Buffers that MLX keeps for its next arrays are taken in the system's eyes.
     return max(0, min(int(total) - mx.get_active_memory(), int(free) + mx.get_cache_memory()))
+
+
+def system_share() -> str:
+    """Return what macOS keeps of the memory for itself, as a remark on `unused`; elsewhere nothing."""
+    info = mx.device_info()
+    if WORKING_SET not in info or os.environ.get(VARIABLE):
+        return ""
+    working, total = int(info[WORKING_SET]), int(info["memory_size"])
+    return (
+        f" (macOS lets a GPU use {working / 1e9:.2f} of this machine's {total / 1e9:.2f} GB; "
+        "`sudo sysctl iogpu.wired_limit_mb=MB` moves that limit)"
+    )
 
 
 def available_on_host(root: Path = Path("/")) -> int:

@@ -35,14 +35,17 @@ class BatchContext(NamedTuple):
 
 class Proposal(NamedTuple):
     tokens: mx.array  # [B, k]
-    q: list[mx.array]  # k × [B, 1, V], what each draft was drawn from, if a sequence uses the ratio rule
+    q: list[mx.array]  # together [B, k, V], what each draft was drawn from, if a sequence uses the ratio rule
+    valid: mx.array | None = None  # [B], drafts from the left that may be accepted; None: all
 
 
-def propose(logits: mx.array, proposal: Proposal, context: BatchContext, forced: mx.array | None = None) -> Proposal:
+def propose(logits: mx.array, proposal: Proposal, context: BatchContext, certain: mx.array | None = None) -> Proposal:
     """Add one draft to each sequence, sampled from the head's logits [B, 1, V] as the target would be.
 
+    Tokens with a logit of -inf are never drafted: the ratio rule then draws them after a rejection.
+
     Args:
-        forced: [B, 1], the only token that a grammar permits, -1 where there are several.
+        certain: [B, 1], a draft that is certain whatever the head says, -1 where there is none.
     """
     controls = context.controls
     j = proposal.tokens.shape[1]
@@ -55,13 +58,24 @@ def propose(logits: mx.array, proposal: Proposal, context: BatchContext, forced:
         token = distribution.sample(controls.noise_keys(Purpose.DRAFT, context.rounds, positions))
         if "ratio" in controls.rules:
             q = distribution.dense(logits.shape[-1])
-    if forced is not None:  # drafted with certainty, so q is one-hot
-        token = mx.where(forced >= 0, forced, token)
+    if certain is not None:
+        token = mx.where(certain >= 0, certain, token)
         if q is not None:
-            one_hot = (mx.arange(q.shape[-1]) == token[..., None]).astype(q.dtype)
-            q = mx.where(forced[..., None] >= 0, one_hot, q)
+            q = mx.where(certain[..., None] >= 0, _point_mass(token, q.shape[-1]), q)
     tokens = mx.concatenate([proposal.tokens, token], axis=1)
     return Proposal(tokens, proposal.q if q is None else [*proposal.q, q])
+
+
+def propose_certain(certain: mx.array, controls: Controls, vocabulary: int) -> Proposal:
+    """Propose drafts [B, k] that are certain, from the left, and none where they are -1."""
+    tokens = mx.maximum(certain, 0)
+    q = [_point_mass(tokens, vocabulary)] if "ratio" in controls.rules and certain.shape[1] else []
+    return Proposal(tokens, q, (certain >= 0).sum(axis=1))
+
+
+def _point_mass(tokens: mx.array, vocabulary: int) -> mx.array:
+    """Return the distribution [B, W, V] of drafts [B, W] that are certain."""
+    return (mx.arange(vocabulary) == tokens[..., None]).astype(mx.float32)
 
 
 def accept_window(

@@ -33,6 +33,7 @@ class Counters:
     rounds: Counter[int] = field(default_factory=Counter)  # by depth
     proposed: Counter[int] = field(default_factory=Counter)  # drafts by position, from 1
     accepted: Counter[int] = field(default_factory=Counter)
+    accepted_by_source: Counter[str] = field(default_factory=Counter)  # head, copy
     paused_seconds: float = 0.0
     depth: int | None = None  # of the last round
 
@@ -53,6 +54,7 @@ class Counters:
         self.depth = max(rounds, default=self.depth)
         self.proposed += _by_position(now.proposed_by_position) - _by_position(before.proposed_by_position)
         self.accepted += _by_position(now.accepted_by_position) - _by_position(before.accepted_by_position)
+        self.accepted_by_source += Counter(now.accepted_by_source) - Counter(before.accepted_by_source)
 
     def report(self) -> dict[str, Any]:
         rounds = self.rounds.total()
@@ -67,6 +69,7 @@ class Counters:
             "rounds_by_depth": {str(k): self.rounds[k] for k in sorted(self.rounds)},
             "proposed_draft_tokens": proposed,
             "accepted_draft_tokens": accepted,
+            "accepted_by_source": {source: self.accepted_by_source[source] for source in ("head", "copy")},
             "acceptance_rate": accepted / proposed if proposed else 0.0,
             "proposed_by_position": [self.proposed[j] for j in positions],
             "accepted_by_position": [self.accepted[j] for j in positions],
@@ -123,6 +126,8 @@ class Metrics(Collector):
         yield _counter("rounds", "Rounds of sequences, by depth.", counters.rounds, "depth")
         yield _counter("proposed_draft_tokens", "Drafts proposed, by position.", counters.proposed, "position")
         yield _counter("accepted_draft_tokens", "Drafts accepted, by position.", counters.accepted, "position")
+        by_source = "Drafts accepted, by source: the head, or copied from the context."
+        yield _counter("accepted_drafts_by_source", by_source, counters.accepted_by_source, "source")
         paused = "Time that sequences decoded without drafts because speculation was paused."
         yield _counter("paused_seconds", paused, counters.paused_seconds)
         yield _counter("bypasses", "Answers without drafts, by reason.", counters.bypasses, "reason")

@@ -49,14 +49,6 @@ class Recurrent:
     def arrays(self) -> list[mx.array]:
         return [self.state, self.conv, *(self.pending.arrays() if self.pending else [])]
 
-    def conv_history(self, accepted: mx.array) -> mx.array:
-        """Return the convolution's inputs [B, kernel - 1, C] before the new window, after `accepted` [B] drafts."""
-        if self.pending is None:
-            return self.conv
-        inputs = mx.concatenate([self.conv, self.pending.qkv], axis=1)
-        last = accepted[:, None] + mx.arange(self.conv.shape[1])  # [B, kernel - 1]
-        return mx.take_along_axis(inputs, last[..., None], axis=1)
-
     def keep(self, rows: mx.array) -> None:
         """Keep only these sequences."""
         self.state, self.conv = self.state[rows], self.conv[rows]

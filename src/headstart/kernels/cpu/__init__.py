@@ -1,6 +1,6 @@
 """Kernels for CPUs in C++, compiled on first use: `build.py` compiles, `load.py` loads, `kernels.h` lists them."""
 
-from .load import Loaded, available_cores, loaded, native
+from .load import VARIABLE, Loaded, available_cores, loaded, native, stock_forced
 from .ops import (
     TYPES,
     NativeResidual,
@@ -17,6 +17,7 @@ from .ops import (
 
 __all__ = [
     "TYPES",
+    "VARIABLE",
     "Loaded",
     "NativeResidual",
     "add_biases",
@@ -31,4 +32,5 @@ __all__ = [
     "native_gated_delta",
     "native_gated_delta_fits",
     "native_products",
+    "stock_forced",
 ]

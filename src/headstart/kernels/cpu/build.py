@@ -21,6 +21,7 @@ import mlx.core as mx
 import nanobind
 
 from ...errors import HeadstartError
+from ..cache import cache_folder, refuse_shared
 
 HERE = Path(__file__).parent
 MODULE = "headstart_cpu"  # as extension.cpp names it
@@ -42,7 +43,7 @@ def extension(flags: Sequence[str] | None = None) -> Path:
     try:
         if not path.is_file():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _refuse_shared(folder)
+        refuse_shared(folder)
         if not path.is_file():
             with _locked(folder):
                 if not path.is_file():  # or another process has just built it
@@ -53,19 +54,6 @@ def extension(flags: Sequence[str] | None = None) -> Path:
             f"{folder} cannot be written ({error.strerror}); set XDG_CACHE_HOME to a folder of yours"
         ) from None
     return path
-
-
-def cache_folder() -> Path:
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "headstart" / "kernels"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart" / "kernels"
-
-
-def _refuse_shared(folder: Path) -> None:
-    """Refuse a folder that others may write to: what lies in it is run."""
-    status = folder.stat()
-    if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
-        raise BuildError(f"{folder} belongs to or can be written by others; make it yours alone: chmod 700 {folder}")
 
 
 def key(flags: Sequence[str]) -> str:

@@ -8,9 +8,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "lanes.h"
+#include "activations.h"
 #include "math.h"
-#include "pool.h"
 
 namespace headstart {
 
@@ -40,7 +39,9 @@ inline void enter(float* kept, float* copy, long row, long DK, long DV, const To
         known[r] = fma(decayed, key, known[r]);
       }
     }
-    UNROLL for (int r = 0; r < R; ++r) delta[r] = splat((x.v[t * DV + row + r] - sum(known[r])) * x.beta[t]);
+    float totals[R];
+    sums(known, totals);
+    UNROLL for (int r = 0; r < R; ++r) delta[r] = splat((x.v[t * DV + row + r] - totals[r]) * x.beta[t]);
     for (long i = 0; i < DK; i += LANES) {
       const Lanes key = load(k + i), query = load(q ? q + i : k + i);
       UNROLL for (int r = 0; r < R; ++r) {
@@ -49,14 +50,13 @@ inline void enter(float* kept, float* copy, long row, long DK, long DV, const To
         if (q) answer[r] = fma(now, query, answer[r]);
       }
     }
-    if (q)
-      UNROLL for (int r = 0; r < R; ++r) x.out[t * DV + row + r] = sum(answer[r]);
+    if (q) sums(answer, x.out + t * DV + row);
   }
 }
 
 inline void enter(float* kept, float* copy, long DK, long DV, const Tokens& x, long count, long keep) {
   long row = 0;
-  for (; row + 4 <= DV; row += 4) enter<4>(kept, copy, row, DK, DV, x, count, keep);
+  for (; row + 8 <= DV; row += 8) enter<8>(kept, copy, row, DK, DV, x, count, keep);
   for (; row < DV; ++row) enter<1>(kept, copy, row, DK, DV, x, count, keep);
 }
 
@@ -69,7 +69,7 @@ class Head {
 
   void run() {
     const long DK = op_.DK, DV = op_.DV, CH = 2 * DK + DV, history = op_.taps - 1;
-    static thread_local std::vector<float> memory;
+    static thread_local FloatLines memory;
     memory.resize(DV * DK + op_.taps * CH + (history + TILE) * CH + TILE * (CH + DV + 2) + 2 * op_.old.width);
     float* copy = memory.data();
     weights_ = copy + DV * DK;
@@ -84,8 +84,10 @@ class Head {
     float* state = op_.new_state + at;
     if (state != op_.state + at) std::memcpy(state, op_.state + at, DV * DK * sizeof(float));
     for (long t = 0; t < folded_; ++t) fold(state, t);
-    for (long c = 0; c < CH; ++c)
-      for (long j = 0; j < op_.taps; ++j) weights_[j * CH + c] = op_.conv_weight[channel(c) * op_.taps + j];
+    spans(true, [&](long c, long at, long n) {
+      for (long j = 0; j < op_.taps; ++j)
+        for (long i = 0; i < n; ++i) weights_[j * CH + c + i] = op_.conv_weight[(at + i) * op_.taps + j];
+    });
     write_history();
     for (long t0 = 0; t0 < op_.W; t0 += TILE) {
       const long count = std::min<long>(TILE, op_.W - t0);

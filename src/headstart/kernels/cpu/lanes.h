@@ -145,11 +145,21 @@ inline void sums(const Lanes (&x)[LANES], float* out) {
   _mm512_storeu_ps(out, _mm512_add_ps(even, _mm512_shuffle_ps(eighths[0], eighths[1], 0xdd)));
 }
 inline void sums(const Lanes (&x)[8], float* out) {
-  Lanes all[LANES];
-  float found[LANES];
-  UNROLL for (int i = 0; i < LANES; ++i) all[i] = i < 8 ? x[i] : Lanes{};
-  sums(all, found);
-  std::memcpy(out, found, 8 * sizeof(float));
+  __m512 quarters[2];
+  UNROLL for (int i = 0; i < 2; ++i) {
+    __m512 halves[2];
+    UNROLL for (int j = 0; j < 2; ++j) {
+      const __m512 a = x[4 * i + 2 * j].v, b = x[4 * i + 2 * j + 1].v;
+      halves[j] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    }
+    quarters[i] = _mm512_add_ps(
+        _mm512_shuffle_f32x4(halves[0], halves[1], 0x88), _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
+  }
+  const __m512 eighths = _mm512_add_ps(
+      _mm512_shuffle_ps(quarters[0], quarters[1], 0x44), _mm512_shuffle_ps(quarters[0], quarters[1], 0xee));
+  const __m512 all = _mm512_add_ps(eighths, _mm512_shuffle_ps(eighths, eighths, 0xf5));  // at even places
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 0, 0, 0, 0, 0, 0, 0, 0);
+  _mm256_storeu_ps(out, _mm512_castps512_ps256(_mm512_permutexvar_ps(order, all)));
 }
 #endif
 template <int N>
@@ -191,10 +201,29 @@ inline Pair load_pair(const float* from) {
 }
 inline Pair load_pair(const bfloat* from) {
   Lanes both = load(from);
+#if !defined(HEADSTART_PORTABLE) && defined(__x86_64__)
+  // Otherwise compilers load it twice, as an operand of each of the two: most loads of weights are of two cache lines.
+  both = map([](Floats x) { asm("" : "+v"(x)); return x; }, both);
+#endif
   return {
       map([](Floats x) { return (Floats)((Bits)x << 16); }, both),
       map([](Floats x) { return (Floats)((Bits)x & 0xffff0000u); }, both),
   };
+}
+
+// Bits of ones in the first n lanes, and zeros in the others.
+inline Lanes first_lanes(long n) {
+  static constexpr uint32_t ONES[2 * LANES] = {~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u,
+                                               ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u};
+  return load(ONES + LANES - n);
+}
+
+// The first n elements of a pair, and zeros for the others.
+template <typename T>
+inline Pair first_of(Pair x, long n) {
+  auto both = [](Floats a, Floats b) { return (Floats)((Bits)a & (Bits)b); };
+  const long first = sizeof(T) == 4 ? (n < LANES ? n : LANES) : (n + 1) / 2;
+  return {map(both, x.first, first_lanes(first)), map(both, x.second, first_lanes(n - first))};
 }
 
 // The place, in a pair's order, of element i.

@@ -51,12 +51,17 @@ def loaded() -> Loaded:
     return _loaded
 
 
-def _load() -> Loaded:
+def stock_forced() -> bool:
+    """Return whether the user wants stock ops only."""
     choice = os.environ.get(VARIABLE, "auto")
-    if choice == "stock":
-        return Loaded(None, f"stock ({VARIABLE}=stock)")
-    if choice not in ("", "auto"):
+    if choice not in ("", "auto", "stock"):
         raise HeadstartError(f"{VARIABLE} is {choice!r}; set it to 'auto' or 'stock'")
+    return choice == "stock"
+
+
+def _load() -> Loaded:
+    if stock_forced():
+        return Loaded(None, f"stock ({VARIABLE}=stock)")
     try:
         from . import build  # needs nanobind
 

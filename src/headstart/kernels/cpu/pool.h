@@ -1,9 +1,12 @@
 // Threads that share the parts of one job. Parts are outputs, never summands: who computes a part changes no bit.
 //
-// Parts are taken one by one, and the caller takes them too. So a worker that the system does not run costs its help
-// and nothing else, and the child of a fork, where no worker lives, computes everything in the caller.
+// Every thread begins with an equal range of consecutive parts, so that what it reads is consecutive too and is in its
+// own cache the next time. It takes them one by one from the front; when none is left, it takes from the back of the
+// others' ranges. So a worker that the system does not run costs its help and nothing else, and the child of a fork,
+// where no worker lives, computes everything in the caller.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -17,7 +20,8 @@ class Pool {
   // How many threads compute, the caller included. The first call decides.
   void start(int threads) {
     std::lock_guard guard(lock_);
-    for (; workers_ < threads - 1; ++workers_) std::thread([this] { work(); }).detach();
+    for (; workers_ < std::min(threads, MOST) - 1; ++workers_)
+      std::thread([this, me = workers_ + 1] { work(me); }).detach();
   }
 
   int threads() const {
@@ -35,15 +39,19 @@ class Pool {
     call_ = [](const void* f, uint32_t part) { (*static_cast<const F*>(f))(part); };
     function_ = &f;
     done_.store(0, std::memory_order_relaxed);
-    next_.store(uint64_t(parts) << 32, std::memory_order_release);
+    const uint64_t ranges = threads();
+    for (uint64_t i = 0; i < ranges; ++i)
+      ranges_[i].parts.store((parts * (i + 1) / ranges) << 32 | parts * i / ranges, std::memory_order_release);
     jobs_.fetch_add(1, std::memory_order_release);
     jobs_.notify_all();
-    take();
+    take(0);
     auto finished = [&] { return done_.load(std::memory_order_acquire) == parts; };
     while (!spin_until(finished)) std::this_thread::yield();  // a worker has a part, and the system runs others
   }
 
  private:
+  static constexpr int MOST = 256;  // threads
+
   // For the gap between two operations of a step, not for that between two steps.
   template <typename F>
   static bool spin_until(const F& reached) {
@@ -62,30 +70,37 @@ class Pool {
   }
 
   // Parts until none is left. A part that was taken keeps the caller in `run`, and so its function alive.
-  void take() {
-    uint64_t next = next_.load(std::memory_order_acquire);
-    while (uint32_t(next) < next >> 32) {
-      if (!next_.compare_exchange_weak(next, next + 1, std::memory_order_acq_rel)) continue;
-      call_(function_, uint32_t(next));
-      done_.fetch_add(1, std::memory_order_release);
-      next = next_.load(std::memory_order_acquire);
+  void take(int me) {
+    for (int i = 0, ranges = threads(); i < ranges; ++i) {
+      std::atomic<uint64_t>& range = ranges_[(me + i) % ranges].parts;
+      uint64_t left = range.load(std::memory_order_acquire);
+      while (uint32_t(left) < left >> 32) {
+        const bool own = i == 0;
+        if (!range.compare_exchange_weak(left, own ? left + 1 : left - (1ull << 32), std::memory_order_acq_rel)) continue;
+        call_(function_, uint32_t(own ? left : (left >> 32) - 1));
+        done_.fetch_add(1, std::memory_order_release);
+        left = range.load(std::memory_order_acquire);
+      }
     }
   }
 
-  void work() {
+  void work(int me) {
     for (uint32_t seen = 0;;) {
       if (!spin_until([&] { return jobs_.load(std::memory_order_acquire) != seen; })) {
         jobs_.wait(seen, std::memory_order_acquire);
       }
       seen = jobs_.load(std::memory_order_acquire);
-      take();
+      take(me);
     }
   }
 
   std::mutex lock_;  // held by whom the workers work for
   std::atomic<int> workers_ = 0;
   std::atomic<uint32_t> jobs_ = 0;
-  std::atomic<uint64_t> next_ = 0;  // upper half: parts of the job; lower half: the first that nobody has taken
+  struct alignas(64) Range {
+    std::atomic<uint64_t> parts = 0;  // lower half: the first that nobody has taken; upper half: the end
+  };
+  Range ranges_[MOST];
   std::atomic<uint32_t> done_ = 0;
   void (*call_)(const void*, uint32_t) = nullptr;
   const void* function_ = nullptr;

@@ -34,7 +34,8 @@ class MatrixWeights:
 
     @property
     def inputs(self) -> int:
-        return int(self.weight.shape[-1]) * self.weight.itemsize * 8 // self.bits
+        words = int(self.weight.shape[-1])
+        return words if self.scales is None else words * self.weight.itemsize * 8 // self.bits
 
     def arrays(self) -> list[mx.array]:
         return [array for array in (self.weight, self.scales, self.biases) if array is not None]

@@ -6,6 +6,7 @@ import { count, find, make, MIN_TRIES, number, percent, seconds, sum } from "./p
 
 const ORIGINS = {
   draft: "accepted draft",
+  copy: "accepted copy from the context",
   correction: "correction of a rejected draft",
   bonus: "bonus token",
   plain: "decoded without drafts",
@@ -19,7 +20,7 @@ export class Answer {
     this.stats = null;
     this.usage = null;
     this.asked = this.begun = null; // when, in milliseconds
-    this.origins = { draft: 0, correction: 0, bonus: 0, plain: 0 };
+    this.origins = { draft: 0, copy: 0, correction: 0, bonus: 0, plain: 0 };
     this.thought = new Passage();
     this.reply = new Passage();
     this.last = this.reply; // where the last token went

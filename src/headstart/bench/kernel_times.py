@@ -1,0 +1,215 @@
+"""The kernels of a model's layers beside stock ops: do they agree, are rows independent, which is faster?
+
+On Metal this was measured when the model was loaded, because the kernels are chosen by it; elsewhere it is measured
+here.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..kernels import metal, selected
+from ..kernels.products import product, stock_product
+from ..models import Model
+from ..models.attention import attention
+from ..models.feed_forward import feed_forward
+from ..models.gated_delta_net import gated_delta_net
+from ..models.residual import Residual
+from ..models.share import Alone
+from ..state import KV, BatchState, Recurrent
+from .report import table
+
+MOST_ROWS = 16
+CHECKED = (1, 2, 3, 4, 5, 9)  # rows that must have the bits that they have among MOST_ROWS
+TIMED = (1, 2, 4)  # rows: a plain step, and windows with one and with three drafts
+REPEATS = 7
+PRODUCTS = 6  # the largest shapes of product that are shown
+PATIENCE = 2.0  # seconds to time one operation; one repeat is always done
+
+Run = Callable[[mx.array], mx.array]  # [1, rows, K] → [1, rows, N], each row from those up to itself
+
+
+class Comparison(NamedTuple):
+    name: str
+    shape: str
+    inputs: int  # K
+    ours: Run
+    stock: Run
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """What computes one operation of a model. Seconds are by number of rows."""
+
+    operation: str
+    shape: str
+    used: str
+    exact: bool  # a row has the same bits among any number of rows
+    seconds: dict[int, float] = field(default_factory=dict)
+    stock_exact: bool = False
+    stock_seconds: dict[int, float] = field(default_factory=dict)
+    distance: float | None = None  # from stock ops, relative
+    refused: str = ""  # candidates that may not be used, and why
+
+
+def kernel_times(model: Model, progress: Callable[[str], None] = lambda doing: None) -> list[KernelTime]:
+    """Return the operations of a model, each with what computes it, its checks and its times."""
+    if mx.metal.is_available() and mx.default_device() == mx.gpu:
+        return [of_check(check) for check in metal.checks()]
+    times = []
+    for operation in comparisons(model):
+        progress(f"{operation.name} {operation.shape}")
+        rows = mx.random.normal((1, MOST_ROWS, operation.inputs), key=mx.random.key(0)).astype(model.dtype)
+        times.append(compare(operation, rows))
+    return times
+
+
+def of_check(check: Any) -> KernelTime:
+    """Return what the tuning on Metal found out about an operation."""
+    by_name = {candidate.name: candidate for candidate in check.candidates}
+    used, stock = by_name[check.chosen], by_name["stock"]
+    refused = "; ".join(f"{each.name}: {each.refused}" for each in check.candidates if each.refused)
+    return KernelTime(
+        check.operation,
+        check.shape,
+        used.name,
+        check.exact,
+        used.seconds,
+        stock.exact,
+        stock.seconds,
+        used.error,
+        refused,
+    )
+
+
+def compare(operation: Comparison, rows: mx.array) -> KernelTime:
+    """Check and time an operation, ours and stock in turns."""
+    name, shape, _, *runs = operation
+    try:
+        exact = [_is_independent(run, rows) for run in runs]
+        seconds: list[dict[int, list[float]]] = [defaultdict(list) for _ in runs]
+        begun = time.perf_counter()
+        for _ in range(REPEATS):
+            for width in TIMED:
+                part = mx.contiguous(rows[:, :width])
+                mx.eval(part)
+                for run, taken in zip(runs, seconds, strict=True):
+                    start = time.perf_counter()
+                    mx.eval(run(part))
+                    taken[width].append(time.perf_counter() - start)
+            if time.perf_counter() - begun > PATIENCE:
+                break
+        found, wanted = (run(rows).astype(mx.float32) for run in runs)
+        distance: Any = mx.linalg.norm(found - wanted) / mx.linalg.norm(wanted)
+        ours, stock = ({width: median(each) for width, each in taken.items()} for taken in seconds)
+        used = "stock" if selected().startswith("stock") else "ours"
+        return KernelTime(name, shape, used, exact[0], ours, exact[1], stock, float(distance))
+    except Exception as error:  # of a device's compiler, whose classes differ
+        return KernelTime(name, shape, "failed", False, refused=f"{type(error).__name__}: {error}")
+
+
+def kernel_table(times: Sequence[KernelTime]) -> str:
+    """Return a Markdown table, times in microseconds."""
+    rows = [
+        [
+            *(each.operation, each.shape, each.used, "yes" if each.exact else "no", _microseconds(each.seconds)),
+            *("yes" if each.stock_exact else "no", _microseconds(each.stock_seconds)),
+            *("" if each.distance is None else f"{each.distance:.0e}", each.refused),
+        ]
+        for each in times
+    ]
+    widths = "/".join(map(str, max((each.seconds for each in times), key=len, default=TIMED)))
+    at = f"µs at {widths} rows"
+    heads = [
+        "operation",
+        "shape",
+        "used",
+        "rows agree",
+        at,
+        "stock: rows agree",
+        f"stock {at}",
+        "distance",
+        "refused",
+    ]
+    return table(heads, rows)
+
+
+def comparisons(model: Model) -> Iterator[Comparison]:
+    """Yield the parts of one layer of each kind, ours and as mlx-lm computes them, then the largest products."""
+    hidden, state = int(model.config["hidden_size"]), model.make_state(1)
+    parts: dict[str, Comparison] = {}
+    for layer, memory in zip(model.weights.layers, state.layers, strict=True):
+        if isinstance(memory, Recurrent):
+            net = layer.linear_attn
+            shape = f"{net.num_v_heads} heads of {net.head_k_dim}×{net.head_v_dim}"
+            part = Comparison("gated delta net", shape, hidden, _delta(model, net, memory), net)
+        else:
+            net = layer.self_attn
+            shape = f"{net.num_attention_heads} heads of {net.head_dim}, {net.num_key_value_heads} of keys"
+            part = Comparison("attention", shape, hidden, _attention(model, net, memory), partial(net, mask="causal"))
+        mlp = layer.mlp
+        experts = f"{mlp.num_experts} experts, {mlp.top_k} chosen" if "switch_mlp" in mlp else "dense"
+        parts.setdefault(part.name, part)
+        parts.setdefault(
+            f"mlp {experts}", Comparison("feed-forward", experts, hidden, _feed_forward(model, mlp), mlp)
+        )
+    yield from parts.values()
+    tied = [] if "lm_head" in model.weights else [model.weights.embed_tokens]
+    linear = [each for each in model.weights.modules() if isinstance(each, nn.Linear | nn.QuantizedLinear)]
+    products = {_shape(layer): layer for layer in (*linear, *tied)}
+    for inputs, shape in sorted(products, key=lambda each: -products[each].weight.nbytes)[:PRODUCTS]:
+        layer = products[inputs, shape]
+        yield Comparison("product", shape, inputs, partial(product, layer=layer), partial(stock_product, layer=layer))
+
+
+def _shape(layer: nn.Module) -> tuple[int, str]:
+    """Return the inputs of a linear layer or an embedding, and its shape in words."""
+    outputs, inputs = layer.weight.shape
+    if "scales" not in layer:
+        return inputs, f"{outputs}×{inputs}, {str(layer.weight.dtype).removeprefix('mlx.core.')}"
+    inputs = layer.scales.shape[1] * layer.group_size
+    return inputs, f"{outputs}×{inputs}, {layer.bits} bits in groups of {layer.group_size}"
+
+
+def _delta(model: Model, net: nn.Module, memory: Recurrent) -> Run:
+    none = mx.zeros((1,), mx.int32)
+
+    def run(x: mx.array) -> mx.array:
+        fresh = Recurrent.of(memory.arrays())
+        return gated_delta_net(net, model.family.project, x, fresh, none, 1, _residual(model, x))[0]
+
+    return run
+
+
+def _attention(model: Model, net: nn.Module, memory: KV) -> Run:
+    def run(x: mx.array) -> mx.array:
+        fresh = KV.of(memory.arrays())
+        mask = BatchState.empty([fresh], 1).reserve(x.shape[1])
+        return attention(net, x, mask, fresh, _residual(model, x))[0]
+
+    return run
+
+
+def _feed_forward(model: Model, mlp: nn.Module) -> Run:
+    return lambda x: feed_forward(mlp, x, _residual(model, x))[0]
+
+
+def _residual(model: Model, x: mx.array) -> Residual:
+    """Return zeros: the sum with them is what is added."""
+    return Residual(mx.zeros_like(x), model.weights.norm, Alone())
+
+
+def _is_independent(run: Run, rows: mx.array) -> bool:
+    together = run(rows)
+    return all(bool(mx.array_equal(run(rows[:, :width]), together[:, :width])) for width in CHECKED)
+
+
+def _microseconds(seconds: dict[int, float]) -> str:
+    return " / ".join(f"{1e6 * each:.0f}" for each in seconds.values())

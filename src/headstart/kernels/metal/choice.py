@@ -1,0 +1,254 @@
+"""Check kernels on the user's machine, time them beside stock ops, and choose one for each shape of weights.
+
+One kernel serves every number of rows from 1 to 16: choosing by the number of rows would change a sequence's bits
+when it drafts. Choices are kept in the user's cache, by chip, macOS, MLX, our sources and shape.
+"""
+
+import hashlib
+import json
+import logging
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ...errors import HeadstartError
+from ..cache import cache_folder, refuse_shared
+from ..cpu import VARIABLE, stock_forced
+
+MOST_ROWS = 16
+TIMED = (1, 2, 4, 16)  # rows
+SCORED = 3  # of these decide: a plain step, and windows of one and of three drafts
+REPEATS, LAUNCHES, TURN = 5, 8, 2e-3  # a turn is up to so many launches, in about so many seconds
+TOLERANCE = {mx.bfloat16: 2e-2, mx.float16: 3e-3, mx.float32: 1e-4}
+LOG = logging.getLogger("headstart")
+
+Run = Callable[[slice, slice], mx.array]  # of some sequences, some positions of their windows → [b, w, ...]
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What may compute an operation, and what was found about it."""
+
+    name: str
+    refused: str | None = None  # why it may not
+    exact: bool = False  # a row has the same bits among any number of rows
+    error: float | None = None  # relative distance from stock ops
+    seconds: dict[int, float] = field(default_factory=dict)  # by rows
+
+
+@dataclass(frozen=True)
+class KernelCheck:
+    """What computes an operation, and why."""
+
+    operation: str
+    shape: str
+    chosen: str
+    exact: bool  # of what was chosen
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation to choose a kernel for, on `sequences` windows of `width` positions."""
+
+    operation: str
+    shape: str
+    candidates: Callable[[], Mapping[str, Run | str]]  # by name, `stock` first; or why one does not fit
+    sequences: int = MOST_ROWS
+    width: int = 1
+    comparable: Callable[[mx.array], mx.array] = lambda made: made  # what must be close to stock ops'
+
+
+def decide(operation: Operation, clock: Clock = time.perf_counter) -> KernelCheck:
+    """Choose the fastest candidate whose rows are independent; `stock`, the oracle, where there is none."""
+    candidates = operation.candidates()
+    everything = slice(0, operation.sequences), slice(0, operation.width)
+    stock = candidates["stock"]
+    assert not isinstance(stock, str)
+    expected = operation.comparable(stock(*everything))
+    allowed = TOLERANCE[expected.dtype]
+    found: dict[str, Candidate] = {}
+    usable: dict[str, Run] = {}
+    for name, run in candidates.items():
+        if isinstance(run, str):
+            found[name] = Candidate(name, run)
+            continue
+        try:
+            made = run(*everything)
+            error = _distance(operation.comparable(made), expected)
+            wrong = None if error <= allowed else f"differs from stock ops by {error:.1e}, more than {allowed:.0e}"
+            exact = wrong is None and _is_independent(operation, run, made)
+            found[name] = Candidate(name, wrong, exact, error)
+        except Exception as failure:  # of the device's compiler, whose classes differ
+            said = str(failure).strip().splitlines()
+            found[name] = Candidate(name, f"failed: {said[0][:200] if said else type(failure).__name__}")
+        if found[name].refused is None:
+            usable[name] = run
+    for name, seconds in _time(operation, usable, clock).items():
+        found[name] = Candidate(name, None, found[name].exact, found[name].error, seconds)
+    exact_ones = [each for each in found.values() if each.exact and each.seconds]
+    best = min(exact_ones, key=lambda each: sum(list(each.seconds.values())[:SCORED]), default=found["stock"])
+    return KernelCheck(operation.operation, operation.shape, best.name, best.exact, tuple(found.values()))
+
+
+def _distance(found: mx.array, expected: mx.array) -> float:
+    if found.shape != expected.shape:
+        raise ValueError(f"made {found.shape}, not {expected.shape}")
+    found, expected = found.astype(mx.float32), expected.astype(mx.float32)
+    return float(mx.linalg.norm(found - expected) / mx.maximum(mx.linalg.norm(expected), 1e-30))
+
+
+def _is_independent(operation: Operation, run: Run, together: mx.array) -> bool:
+    """Return whether rows have the same bits in any number of sequences, and in windows of any width that begin and
+    end anywhere."""
+    B, W = operation.sequences, operation.width
+    parts = [(slice(B - n, B), slice(0, W)) for n in range(1, B)]
+    if W > 1:
+        parts += [(slice(0, 1), slice(W - w, W)) for w in range(1, W)]
+        parts += [(slice(B - 1, B), slice(0, w)) for w in range(1, W)]
+    return all(mx.array_equal(_bits(run(*part)), _bits(together[part])).item() for part in parts)
+
+
+def _bits(array: mx.array) -> mx.array:
+    return mx.contiguous(array).view(mx.uint16 if array.itemsize == 2 else mx.uint32)
+
+
+def _time(operation: Operation, candidates: Mapping[str, Run], clock: Clock) -> dict[str, dict[int, float]]:
+    """Return the median seconds of each candidate by rows, measured in turns."""
+
+    def turn(run: Run, rows: int, launches: int) -> float:
+        part = (slice(0, 1), slice(0, rows)) if operation.width > 1 else (slice(0, rows), slice(0, 1))
+        begun = clock()
+        mx.eval([run(*part) for _ in range(launches)])
+        return (clock() - begun) / launches
+
+    launches, samples = {}, {name: {rows: list[float]() for rows in TIMED} for name in candidates}
+    for name, run in candidates.items():
+        for rows in TIMED:
+            turn(run, rows, 1)  # compiles
+            launches[name, rows] = max(1, min(LAUNCHES, int(TURN / max(turn(run, rows, 1), 1e-9))))
+    for _ in range(REPEATS):
+        for rows in TIMED:
+            for name, run in candidates.items():
+                samples[name][rows].append(turn(run, rows, launches[name, rows]))
+    return {name: {rows: statistics.median(each) for rows, each in times.items()} for name, times in samples.items()}
+
+
+@cache
+def identity() -> str:
+    """Return what a choice is valid for: chip, macOS, MLX, and the source of our kernels."""
+    info = mx.device_info(mx.gpu)
+    folder = Path(__file__).parent
+    sources = sorted([*folder.glob("*.metal"), *folder.glob("*.py")])
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
+    name = info.get("device_name") or info.get("architecture", "unknown")
+    return f"{name}, macOS {platform.mac_ver()[0]}, mlx {version('mlx')}, kernels {digest}"
+
+
+_decided: dict[str, KernelCheck] = {}  # by operation and shape, of the models that were loaded
+
+
+def checks() -> list[KernelCheck]:
+    """Return what was found about the kernels of the models that this process has loaded."""
+    return list(_decided.values())
+
+
+def kernels_in_use() -> str:
+    """Return in one line which kernels compute, and why stock ones where they do."""
+    if stock_forced():
+        return f"stock ({VARIABLE}=stock)"
+    if not _decided:
+        return "stock (metal, nothing checked)"
+    stock = [each for each in checks() if each.chosen == "stock"]
+    inexact = [f"{each.operation} {each.shape}" for each in checks() if not each.exact]
+    refused = sorted({f"{c.name}: {c.refused}" for each in stock for c in each.candidates if c.refused})
+    parts = [f"metal, {len(_decided) - len(stock)} of {len(_decided)} operations"]
+    parts += [f"not exact: {', '.join(inexact[:3])}"] * bool(inexact) + refused[:3]
+    return f"{'native' if len(stock) < len(_decided) else 'stock'} ({'; '.join(parts)})"
+
+
+def chosen_kernel(operation: str, shape: str) -> str:
+    """Return what computes an operation: stock ops where nothing was checked."""
+    found = _decided.get(f"{operation} {shape}")
+    return found.chosen if found is not None else "stock"
+
+
+def is_exact(operations: Iterable[Operation]) -> bool:
+    """Return whether all of these operations were found to compute rows independently."""
+    found = [_decided.get(f"{each.operation} {each.shape}") for each in operations]
+    return all(each is not None and each.exact for each in found)
+
+
+def choose(
+    operations: Iterable[Operation],
+    progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+    clock: Clock = time.perf_counter,
+) -> None:
+    """Choose kernels for operations: as before where they were checked on this machine, else check them now.
+
+    `progress` is called with the number of checks done, of all, and what comes next.
+    """
+    wanted = {f"{each.operation} {each.shape}": each for each in operations}
+    path, valid_for = cache_folder() / "metal.json", identity()
+    kept = _read(path, valid_for)
+    _decided.update({key: kept[key] for key in wanted if key in kept})
+    missing = {key: operation for key, operation in wanted.items() if key not in _decided}
+    for done, (key, operation) in enumerate(missing.items()):
+        progress(done, len(missing), key)
+        try:
+            _decided[key] = decide(operation, clock)
+        except Exception as error:  # stock ops themselves failed: the model will say so if it needs them
+            failed = Candidate("stock", f"failed: {str(error)[:200]}")
+            _decided[key] = KernelCheck(operation.operation, operation.shape, "stock", False, (failed,))
+    if missing:
+        progress(len(missing), len(missing), "")
+        _save(path, valid_for, {**_read(path, valid_for), **{key: _decided[key] for key in missing}})
+
+
+def _read(path: Path, valid_for: str) -> dict[str, KernelCheck]:
+    """Return the choices in a file. One that is missing, damaged, outdated or not the user's only costs time."""
+    try:
+        refuse_shared(path.parent)
+        stored: Any = json.loads(path.read_text())
+        return {key: _restore(key, value) for key, value in stored[valid_for].items()}
+    except HeadstartError as error:
+        LOG.warning("Choices of Metal kernels are not kept: %s", error)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        pass
+    return {}
+
+
+def _restore(key: str, value: Any) -> KernelCheck:
+    candidates = []
+    for each in value["candidates"]:
+        seconds = {int(rows): float(time) for rows, time in each["seconds"].items()}
+        candidates.append(Candidate(**{**each, "seconds": seconds}))
+    check = KernelCheck(**{**value, "candidates": tuple(candidates)})
+    chosen = [each for each in candidates if each.name == check.chosen]
+    if key != f"{check.operation} {check.shape}" or [each.exact for each in chosen] != [check.exact]:
+        raise ValueError(f"{key} is not consistent")
+    return check
+
+
+def _save(path: Path, valid_for: str, checks: Mapping[str, KernelCheck]) -> None:
+    stored = {valid_for: {key: asdict(check) for key, check in checks.items()}}
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        refuse_shared(path.parent)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix="metal-", delete=False) as file:
+            json.dump(stored, file, indent=1)
+        Path(file.name).replace(path)
+    except HeadstartError:
+        return  # `_read` has said why
+    except OSError as error:
+        LOG.warning("Choices of Metal kernels are not kept: %s cannot be written (%s)", path.parent, error.strerror)

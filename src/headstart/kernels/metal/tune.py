@@ -1,0 +1,276 @@
+"""Choose the kernels of a model when it is loaded on a Mac: which operations it has, and what may compute them.
+
+Nothing that was not checked on this machine is ever used. So HEADSTART_KERNELS=stock, which skips the checks, means
+stock ops: they are right on every chip, but text may then depend on the number of drafts at near-ties.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from .. import cpu
+from ..attention import stock_arrange, stock_attention
+from ..cuda.products import matrix_weights
+from ..experts import combine_shape, route_shape, stock_combine, stock_experts, stock_route
+from ..gated_delta import stock_fold_and_run
+from ..norm import stock_norm
+from ..products import STOCK_ROWS, split_product
+from ..types import ArrangedHeads, Drafts, GatedDeltaWeights, HeadNorms, Ran, Window
+from .attention import WIDEST, heads_refusal, heads_shape, is_plain_rope, metal_arrange, metal_attend
+from .choice import MOST_ROWS, Operation, Run, choose, is_exact
+from .device import on_metal
+from .experts import metal_combine, metal_experts, metal_route
+from .gated_delta import gated_delta_refusal, gated_delta_shape, metal_gated_delta
+from .norm import metal_norm, norm_shape
+from .products import SLICES, metal_products, metal_refusal, product_shape
+
+LOG = logging.getLogger("headstart")
+LENGTHS: tuple[int, ...] = (
+    1021,
+    300,
+    5,
+)  # of sequences, before the windows that attention is checked with; the first is timed
+STRIDE = 64  # attention reads whole strides, as in `state/kv.py`
+DRAFTS = 3  # pending, of which each sequence accepts another number
+
+
+def choose_kernels(weights: nn.Module, dtype: mx.Dtype) -> None:
+    """Check and time kernels for what a model computes in activations of `dtype`, as far as that was not done before
+    on this machine. It takes seconds, and says so."""
+    if not on_metal() or cpu.stock_forced():
+        return
+    choose(operations(weights, dtype), _show)
+
+
+def computes_rows_independently(weights: nn.Module, dtype: mx.Dtype) -> bool:
+    """Return whether every kernel that was chosen for a model computes a row the same whatever stands beside it."""
+    return is_exact(operations(weights, dtype))
+
+
+def _show(done: int, total: int, what: str) -> None:
+    if sys.stderr.isatty():
+        text = f"Checking Metal kernels for this model, once: {done} of {total} {what}"
+        print(f"\r\x1b[K{text if what else ''}", end="", file=sys.stderr, flush=True)
+    elif not done:
+        LOG.warning("Checking %d Metal kernels for this model, once; this takes some seconds", total)
+
+
+def operations(weights: nn.Module, dtype: mx.Dtype) -> list[Operation]:
+    """Return every distinct operation of a model."""
+    found: dict[tuple[str, str], Operation] = {}
+    for path, module in weights.named_modules():
+        tied = path == "embed_tokens" and "lm_head" not in weights
+        for each in _operations(module, dtype, tied):
+            found.setdefault((each.operation, each.shape), each)
+    return list(found.values())
+
+
+def _operations(module: nn.Module, dtype: mx.Dtype, tied: bool) -> Iterator[Operation]:
+    if isinstance(module, nn.Linear | nn.QuantizedLinear) or tied:
+        yield _product(module, dtype)
+    elif "q_norm" in module and "num_key_value_heads" in vars(module):  # with a gate
+        yield from _attention(module, dtype)
+    elif "A_log" in module:
+        yield _gated_delta(module, dtype)
+    elif "switch_mlp" in module:
+        yield from _mixture(module, dtype)
+    elif "eps" in vars(module) and "weight" in module and module.weight.dtype == mx.float32:
+        yield _norm(module, dtype)
+
+
+def _random(*shape: int, dtype: mx.Dtype) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(sum(shape))).astype(dtype)
+
+
+def _product(layer: nn.Module, dtype: mx.Dtype) -> Operation:
+    weights = matrix_weights(layer)
+
+    def candidates() -> Mapping[str, Run | str]:
+        x, refusal = _random(MOST_ROWS, 1, weights.inputs, dtype=dtype), metal_refusal(dtype, layer, weights)
+
+        def stock(least: int, most: int) -> Run:
+            return lambda b, w: split_product(x[b, w], layer, least, most)
+
+        def ours(slices: int) -> Run | str:
+            return refusal or (lambda b, w: metal_products(x[b, w], [weights], slices)[0])
+
+        return {name: stock(*rows) for name, rows in STOCK_ROWS.items()} | {n: ours(s) for n, s in SLICES.items()}
+
+    return Operation("product", product_shape(dtype, layer, weights), candidates)
+
+
+def _experts(layer: nn.Module, top: int, own: bool, dtype: mx.Dtype) -> Operation:
+    weights = matrix_weights(layer)
+
+    def candidates() -> Mapping[str, Run | str]:
+        x = _random(MOST_ROWS, 1, *[top] * own, weights.inputs, dtype=dtype)
+        # Neighbours share experts, as rows of a window often do.
+        indices = (mx.arange(MOST_ROWS)[:, None, None] // 2 + mx.arange(top)) % weights.weight.shape[0]
+        refusal = metal_refusal(dtype, layer, weights)
+
+        def stock(b: slice, w: slice) -> mx.array:
+            return stock_experts(x[b, w], indices[b, w], layer)
+
+        def ours(slices: int) -> Run | str:
+            return refusal or (lambda b, w: metal_experts(x[b, w], indices[b, w], [weights], slices)[0])
+
+        return {"stock": stock, **{name: ours(slices) for name, slices in SLICES.items()}}
+
+    return Operation("experts", product_shape(dtype, layer, weights), candidates)
+
+
+def _mixture(module: nn.Module, dtype: mx.Dtype) -> Iterator[Operation]:
+    gated = "shared_expert_gate" in module  # Qwen3.5's; others are routed and summed by stock ops
+    if gated and module.sharding_group is not None:
+        return
+    top = module.top_k if "top_k" in vars(module) else module.num_experts_per_tok
+    switch, experts = module.switch_mlp, module.gate.weight.shape[0]
+    if all(isinstance(switch[name], SwitchLinear | QuantizedSwitchLinear) for name in ("gate_proj", "down_proj")):
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            yield _experts(switch[name], top, name == "down_proj", dtype)
+    if not gated:
+        return
+    size = matrix_weights(module.shared_expert.down_proj).outputs
+    order = mx.argsort(_random(MOST_ROWS, 1, experts, dtype=mx.float32), axis=-1)
+    logits = mx.maximum(8 - order / 16, 0).astype(dtype)  # no equals among the best, of which any may be chosen
+    parts, shared = _random(MOST_ROWS, 1, top, size, dtype=dtype), _random(MOST_ROWS, 1, size, dtype=dtype)
+    scores, gate = mx.softmax(_random(MOST_ROWS, 1, top, dtype=dtype), axis=-1), _random(MOST_ROWS, 1, 1, dtype=dtype)
+
+    def route(kernel: Callable[..., tuple[mx.array, mx.array]]) -> Run:
+        def run(b: slice, w: slice) -> mx.array:
+            indices, scores = kernel(logits[b, w], top, module.norm_topk_prob)
+            return mx.concatenate([indices.astype(mx.float32), scores.astype(mx.float32)], axis=-1)
+
+        return run
+
+    def by_expert(made: mx.array) -> mx.array:
+        """Stock ops name the experts in any order."""
+        indices, scores = mx.split(made, 2, axis=-1)
+        zeros = mx.zeros((*made.shape[:-1], experts))
+        return mx.put_along_axis(zeros, indices.astype(mx.int32), scores, axis=-1).astype(dtype)
+
+    kernels = {"stock": route(stock_route), "metal": route(metal_route)}
+    yield Operation("route", route_shape(logits, top), lambda: kernels, comparable=by_expert)
+
+    def combine(kernel: Callable[..., mx.array]) -> Run:
+        return lambda b, w: kernel(parts[b, w], scores[b, w], shared[b, w], gate[b, w])
+
+    sums = {"stock": combine(stock_combine), "metal": combine(metal_combine)}
+    yield Operation("combine", combine_shape(parts), lambda: sums)
+
+
+def _norm(module: nn.Module, dtype: mx.Dtype) -> Operation:
+    x = mx.zeros((1, module.weight.shape[0]), dtype)
+
+    def candidates() -> Mapping[str, Run | str]:
+        x, added = (_random(MOST_ROWS + i, 1, module.weight.shape[0], dtype=dtype)[i:] for i in (0, 1))
+        return {
+            "stock": lambda b, w: stock_norm(x[b, w] + added[b, w], module.weight, module.eps),
+            "metal": lambda b, w: metal_norm(x[b, w], added[b, w], module.weight, module.eps)[1],
+        }
+
+    return Operation("norm", norm_shape(x), candidates)
+
+
+def _attention(layer: nn.Module, dtype: mx.Dtype) -> Iterator[Operation]:
+    B, H, Hkv, D = len(LENGTHS), layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim
+    offset, refusal, shape = mx.array(LENGTHS, mx.int32), heads_refusal(layer), heads_shape(layer, dtype)
+    norms = HeadNorms(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
+
+    def arrangements() -> Mapping[str, Run | str]:
+        both = _random(B, WIDEST, 2 * H * D, dtype=dtype)
+        keys, values = (_random(B, WIDEST, Hkv * D + i, dtype=dtype)[..., i:] for i in (0, 1))
+
+        def joined(heads: ArrangedHeads) -> mx.array:
+            return mx.concatenate([*heads], axis=1).swapaxes(1, 2)
+
+        def stock(b: slice, w: slice) -> mx.array:
+            return joined(stock_arrange(layer, both[b, w], keys[b, w], values[b, w], offset[b] + w.start))
+
+        def ours(b: slice, w: slice) -> mx.array:
+            given = both[b, w], keys[b, w], values[b, w]
+            return joined(metal_arrange(*given, norms, layer.rope, offset[b] + w.start))
+
+        plain = is_plain_rope(layer.rope)
+        return {"stock": stock, "metal": ours if plain and not refusal else refusal or "another rotation than RoPE"}
+
+    def attentions() -> Mapping[str, Run | str]:
+        def reach(b: slice, w: slice) -> int:
+            """Return how many positions are read: where a neighbour is longer, more."""
+            return -(-(max(LENGTHS[b]) + w.stop) // STRIDE) * STRIDE
+
+        size = reach(slice(None), slice(0, WIDEST))
+        queries, both = _random(B, H, WIDEST, D, dtype=dtype), _random(B, WIDEST, 2 * H * D, dtype=dtype)
+        keys, values = (_random(B, Hkv, size + i, D, dtype=dtype)[:, :, i:] for i in (0, 1))
+
+        def stock(b: slice, w: slice) -> mx.array:
+            read, positions = reach(b, w), offset[b, None] + mx.arange(w.start, w.stop)
+            seen = mx.arange(read) <= positions[:, None, :, None]
+            buffers = keys[b, :, :read], values[b, :, :read]
+            return stock_attention(queries[b, :, w], both[b, w], *buffers, layer.scale, seen)
+
+        def ours(b: slice, w: slice) -> mx.array:
+            first = offset[b] + w.start
+            return metal_attend(queries[b, :, w], both[b, w], keys[b], values[b], first, layer.scale, reach(b, w))
+
+        return {"stock": stock, "metal": refusal or ours}
+
+    yield Operation("heads", shape, arrangements, B, WIDEST)
+    yield Operation("attention", shape, attentions, B, WIDEST)
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """What `stock_fold_and_run` needs of `state/recurrent.py`."""
+
+    state: mx.array
+    conv: mx.array
+    pending: Drafts | None
+
+
+def _gated_delta(net: nn.Module, dtype: mx.Dtype) -> Operation:
+    B, Hv, Dv, Dk = DRAFTS + 1, net.num_v_heads, net.head_v_dim, net.head_k_dim
+    weights = GatedDeltaWeights(net.conv1d.weight, net.A_log, net.dt_bias, net.norm.weight, net.norm.eps)
+
+    def window(width: int) -> Window:
+        gates = [_random(B, width, Hv + i, dtype=dtype)[..., i:] for i in (0, 1)]
+        return Window(_random(B, width, net.conv_dim, dtype=dtype), _random(B, width, Hv, Dv, dtype=dtype), *gates)
+
+    state = 0.1 * _random(B, Hv, Dv, Dk, dtype=mx.float32)
+    conv = _random(B, net.conv_kernel_size - 1, net.conv_dim, dtype=dtype)
+
+    def ours(_: nn.Module, window: Window, memory: RecurrentState, accepted: mx.array, certain: int) -> Ran:
+        return metal_gated_delta(window, weights, memory.state, memory.conv, memory.pending, accepted, certain)
+
+    def run_of(kernel: Callable[..., Ran]) -> Run:
+        before, text = window(1 + DRAFTS), window(WIDEST)
+
+        @cache
+        def start() -> Ran:
+            """A window whose drafts are pending."""
+            return kernel(net, before, RecurrentState(state, conv, None), mx.zeros((B,), mx.int32), 1)
+
+        def run(b: slice, w: slice) -> mx.array:
+            """Each sequence accepts another number of drafts, then all that `text` has before the window."""
+            _, state, conv, drafts = start()
+            assert drafts is not None
+            memory = RecurrentState(state[b], conv[b], Drafts(*[array[b] for array in drafts]))
+            accepted = mx.arange(B, dtype=mx.int32)[b]
+            if w.start:
+                ran = kernel(net, Window(*[a[b, : w.start] for a in text]), memory, accepted, 1)
+                memory = RecurrentState(ran.state, ran.conv, ran.drafts)
+                accepted = mx.full(accepted.shape, w.start - 1, mx.int32)
+            return kernel(net, Window(*[a[b, w] for a in text]), memory, accepted, 1).y
+
+        return run
+
+    def candidates() -> Mapping[str, Run | str]:
+        return {"stock": run_of(stock_fold_and_run), "metal": gated_delta_refusal(Dk, Dv) or run_of(ours)}
+
+    return Operation("gated delta", gated_delta_shape(window(1), state, conv), candidates, B, WIDEST)

@@ -1,0 +1,67 @@
+"""Kernels beside stock ops: what agrees, what does not, and what the tuning on Metal found."""
+
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+
+from fixtures import builtin_model, random_model
+from headstart.bench import kernel_times as module
+from headstart.bench.kernel_times import Comparison, compare, kernel_table, kernel_times, of_check
+from headstart.models import Model
+
+ROWS = mx.random.normal((1, 16, 8), key=mx.random.key(1))
+
+
+@pytest.fixture(autouse=True)
+def once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REPEATS", 1)
+
+
+@pytest.mark.parametrize("model", [builtin_model("tiny-qwen3.5-moe"), random_model("next")], ids=["moe", "next"])
+def test_the_kernels_of_a_model_agree_with_mlx_lm(model: Model) -> None:
+    times = kernel_times(model)
+    assert {each.operation for each in times} == {"gated delta net", "attention", "feed-forward", "product"}
+    for each in times:
+        assert each.refused == ""
+        assert each.exact
+        assert each.distance is not None
+        assert each.distance < 0.02
+        assert list(each.seconds) == list(each.stock_seconds) == [1, 2, 4]
+
+
+def compared(ours: object, stock: object = lambda x: 2 * x) -> module.KernelTime:
+    return compare(Comparison("product", "8×8", 8, ours, stock), ROWS)  # type: ignore[arg-type]
+
+
+def test_wrong_dependent_and_failing_kernels_are_shown() -> None:
+    right = compared(lambda x: x + x)
+    assert (right.exact, right.stock_exact, right.distance) == (True, True, 0.0)
+    assert compared(lambda x: 3 * x).distance == pytest.approx(0.5)
+    dependent = compared(lambda x: 2 * x + x.shape[1] * 1e-3)
+    assert (dependent.exact, dependent.stock_exact) == (False, True)
+    failed = compared(lambda x: x @ x)
+    assert (failed.used, failed.exact) == ("failed", False)
+    assert "ValueError" in failed.refused
+    page = kernel_table([right, failed])
+    assert "µs at 1/2/4 rows" in page
+    assert "| failed | no " in page
+
+
+def test_what_the_tuning_on_metal_found_is_shown_as_it_is() -> None:
+    def candidate(name: str, refused: str | None, exact: bool, error: float | None, *seconds: float) -> object:
+        times = dict(zip((1, 2, 4, 16), seconds, strict=False))
+        return SimpleNamespace(name=name, refused=refused, exact=exact, error=error, seconds=times)
+
+    stock = candidate("stock", None, False, 0.0, 1e-4, 2e-4, 3e-4, 4e-4)
+    split = candidate("metal-split", None, True, 2e-4, 9e-5, 1e-4, 1.1e-4, 3e-4)
+    broken = candidate("metal-columns", "does not compile: no matching function", False, None)
+    check = SimpleNamespace(
+        operation="product", shape="4096×2560, 4 bits", chosen="metal-split", exact=True,
+        candidates=(stock, split, broken),
+    )  # fmt: skip
+    (line,) = kernel_table([of_check(check)]).splitlines()[2:]
+    assert [cell.strip() for cell in line.strip("|").split("|")] == [
+        "product", "4096×2560, 4 bits", "metal-split", "yes", "90 / 100 / 110 / 300", "no", "100 / 200 / 300 / 400",
+        "2e-04", "metal-columns: does not compile: no matching function",
+    ]  # fmt: skip

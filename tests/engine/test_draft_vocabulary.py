@@ -1,0 +1,125 @@
+"""The reduced head: it scores a part of the vocabulary, and no token of an answer changes by it."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from checkpoints import write
+from fixtures import batch_of, builtin_model, collect, generate, random_model, random_prompt, submit
+from headstart.checkpoint import load_model
+from headstart.checkpoint.draft_vocabulary import LOWEST, choose_draft_tokens, read_draft_tokens, write_draft_tokens
+from headstart.engine import DepthController, Engine
+from headstart.engine.copies import CopyIndex
+from headstart.engine.depth import Plan
+from headstart.engine.draft import HeadUse, head_drafts
+from headstart.engine.draft_history import DraftHistory
+from headstart.errors import CheckpointError
+from headstart.kernels.products import product
+from headstart.models import Model
+from headstart.models.draft_vocabulary import DraftVocabulary
+
+
+@lru_cache
+def reduced(name: str = "builtin") -> Model:
+    model = builtin_model() if name == "builtin" else random_model(name)
+    size = 4096 if name == "builtin" else model.vocabulary // 3
+    return model.with_draft_vocabulary(choose_draft_tokens({}, size, model.vocabulary), LOWEST)
+
+
+class Reduced(DepthController):
+    """Always the reduced head, at another depth each time, with what copies there are."""
+
+    def plan(self, histories: Sequence[DraftHistory], copies: Sequence[CopyIndex | None], unread: int = 0) -> Plan:
+        self._round += 1
+        distances = tuple(each.distance if each is not None and self._round % 2 else 0 for each in copies)
+        return Plan((3, 8, 1, 5)[self._round % 4], HeadUse.REDUCED, distances)
+
+
+@pytest.mark.parametrize("name", ["builtin", "moe"])
+def test_drafts_are_the_best_tokens_of_the_list(name: str) -> None:
+    model = reduced(name)
+    assert model.draft_vocabulary is not None
+    ids = model.draft_vocabulary.ids.tolist()
+    hidden = mx.random.normal((2, 3, int(model.config["hidden_size"])), key=mx.random.key(1)).astype(model.dtype)
+    some, every = model.draft_logits(hidden, reduced=True), model.draft_logits(hidden)
+    assert mx.array_equal(some, every[..., model.draft_vocabulary.ids])  # the same sums, bit for bit
+    full = model.draft_vocabulary.full(some[:, :1], model.vocabulary)
+    best = mx.argmax(some[:, 0], axis=-1).tolist()
+    assert mx.argmax(full[:, 0], axis=-1).tolist() == [ids[i] for i in best]
+    batch = batch_of(model, random_prompt(model, 9))
+    assert set(head_drafts(model, batch, 5, reduced=True).tokens[0].tolist()) <= set(ids)
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.8, "seed": 3}, {"repetition_penalty": 1.2}], ids=str)
+@pytest.mark.parametrize("name", ["builtin", "moe"])
+def test_an_answer_is_the_same_with_the_reduced_head(name: str, how: dict[str, object]) -> None:
+    model = reduced(name)
+    engine = Engine(model, depth=Reduced())
+    prompts = [random_prompt(model, length, length) for length in (5, 12)]
+    handles = [submit(engine, prompt, max_tokens=16, **how) for prompt in prompts]
+    for prompt, handle in zip(prompts, handles, strict=True):
+        assert collect(handle).tokens == generate(model, prompt, max_tokens=16, **{**how, "k": 0}).tokens
+
+
+@pytest.mark.parametrize("kind", ["linear", "embedding"])
+def test_quantised_rows_are_gathered_as_they_are(kind: str) -> None:
+    layer = nn.Linear(64, 192, bias=False) if kind == "linear" else nn.Embedding(192, 64)
+    packed = layer.to_quantized(group_size=32, bits=4)
+    x = mx.random.normal((1, 1, 64), key=mx.random.key(1))
+    listed = DraftVocabulary.of(packed, list(range(0, 192, 3)), "every third")
+    assert mx.array_equal(product(x, listed.lm_head), product(x, packed)[..., ::3])
+    assert packed.weight.shape[0] == 192
+
+
+def test_the_list_holds_the_most_frequent_tokens_and_then_the_lowest_ids() -> None:
+    assert choose_draft_tokens({7: 5, 9: 1, 100: 9, 2: 1}, 5, 50) == [0, 1, 2, 7, 9]
+    assert choose_draft_tokens({7: 5, 9: 1, 3: 2}, 2, 50) == [3, 7]
+    assert choose_draft_tokens({}, 100, 4) == [0, 1, 2, 3]
+
+
+def test_a_model_is_loaded_with_the_list_beside_it(tmp_path: Path) -> None:
+    write(tmp_path, "dense")
+    assert load_model(tmp_path).draft_vocabulary is None
+    path = write_draft_tokens(tmp_path, [5, 2, 9], "a test")
+    listed = load_model(tmp_path).draft_vocabulary
+    assert listed is not None
+    assert (listed.ids.tolist(), listed.origin) == ([5, 2, 9], "a test")
+    assert load_model(tmp_path, mtp=False).draft_vocabulary is None
+    for wrong in ("[", '{"ids": [1]}', '{"ids": [3, 3], "origin": ""}', '{"ids": [], "origin": ""}'):
+        path.write_text(wrong)
+        with pytest.raises(CheckpointError, match=r"draft_vocabulary\.json"):
+            read_draft_tokens(tmp_path, 64)
+
+
+def calibrated(full: float, some: float) -> DepthController:
+    depth = DepthController(reduced=True)
+    times = {(1, k): [1 + (0.1 + full) * k] for k in (0, 1, 3, 7)}
+    depth.step_time.calibrate(times | {(1, 3, HeadUse.REDUCED): [1 + 3 * (0.1 + some)]})
+    return depth
+
+
+def test_the_controller_uses_the_better_head() -> None:
+    history = DraftHistory()
+    for full, some, inside, expected in (
+        (0.3, 0.1, 100, HeadUse.REDUCED),  # cheaper, and knows every token
+        (0.3, 0.1, 30, HeadUse.FULL),  # cheaper, but knows few
+        (0.11, 0.1, 80, HeadUse.FULL),  # hardly cheaper
+    ):
+        depth = calibrated(full, some)
+        for _ in range(60):
+            depth.observe_coverage(inside, 100)
+            depth.observe([history], 3, [(3, 3)], None)
+        plan = depth.plan([history], [None])
+        assert plan.k > 0
+        assert plan.head == expected, (full, inside)
+
+
+def test_a_token_outside_the_list_says_nothing_of_the_full_head() -> None:
+    model = reduced("moe")
+    engine = Engine(model, depth=Reduced(reduced=True))
+    collect(submit(engine, random_prompt(model, 9), max_tokens=30))
+    assert engine.depth.coverage < 0.85  # a third of the tokens are in the list

@@ -1,0 +1,343 @@
+"""Choosing kernels on a Mac, with simulated chips: one per generation, and chips on which something is wrong."""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from math import prod
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from fixtures import random_model
+from headstart.kernels import cache, gated_delta, metal, products, selected
+from headstart.kernels.experts import stock_route
+from headstart.kernels.metal import choice, tune
+from headstart.kernels.metal.choice import TIMED, KernelCheck, checks, choose
+from headstart.kernels.metal.tune import choose_kernels, computes_rows_independently, operations
+
+pytestmark = pytest.mark.usefixtures("stock_ops")
+COLUMNS = 10.0  # times as slow as the other kernel of ours
+
+
+class Chip:
+    """A simulated GPU: which kernel MLX takes for so many rows, how long each takes, and what ours do."""
+
+    def __init__(self, generation: int, ultra: bool = False):
+        self.generation, self.ultra = generation, ultra
+        self.now = 0.0
+        self.launched: list[tuple[str, int]] = []
+        self.ours: Callable[[int], float] = lambda rows: 1.1 + 0.1 * rows
+        self.fails: str | None = None
+        self.wrong = 0.0
+        self.changes_at = 99  # rows from which on ours rounds in another way
+
+    def clock(self) -> float:
+        return self.now
+
+    def stock_kernel(self, rows: int, small: bool) -> str:
+        """As mlx/backend/metal/quantized.cpp dispatches."""
+        if self.generation <= 2:
+            limit = (32 if small else 12) if self.ultra else (14 if small else 6)
+            return "qmv" if rows < limit else "qmm"
+        limit = 33 if small and self.generation == 5 and not self.ultra else 13
+        return "qmv" if rows == 1 else "qmv_wide" if rows < limit else "qmm"
+
+    def stock(self, rows: int, small: bool) -> float:
+        kernel = self.stock_kernel(rows, small)
+        self.now += {"qmv": float(rows), "qmv_wide": -(-rows // 5) + 0.05 * rows, "qmm": 4.0}[kernel]
+        self.launched.append((kernel, rows))
+        return {"qmv": 0.0, "qmv_wide": 1e-6, "qmm": 2e-6}[kernel]
+
+    def launch_ours(self, x: mx.array, weights: list, slices: int) -> list[mx.array]:  # type: ignore[type-arg]
+        if self.fails is not None:
+            raise RuntimeError(self.fails)
+        rows = prod(x.shape[:-1])
+        self.now += self.ours(rows) * (COLUMNS if slices == 1 else 1)
+        self.launched.append((f"ours {slices}", rows))
+        rounding = 4e-6 if rows >= self.changes_at else 3e-6
+        return [row_by_row(x, each.weight) * (1 + rounding) + self.wrong for each in weights]
+
+
+def row_by_row(x: mx.array, weight: mx.array) -> mx.array:
+    return (x[..., None, :] * weight).sum(axis=-1)
+
+
+class SimulatedLinear(nn.Linear):
+    """A layer whose product is the chip's."""
+
+    def __init__(self, chip: Chip, outputs: int, small: bool):
+        super().__init__(32, outputs, bias=False)
+        self.chip, self.small = chip, small
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return row_by_row(x, self.weight) * (1 + self.chip.stock(prod(x.shape[:-1]), self.small))
+
+
+class OneLayer(nn.Module):
+    def __init__(self, chip: Chip, outputs: int = 12, small: bool = False):
+        super().__init__()
+        self.lm_head = SimulatedLinear(chip, outputs, small)
+
+
+@pytest.fixture(autouse=True)
+def on_a_mac(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(choice, "_decided", {})
+    monkeypatch.setattr(choice, "identity", lambda: "Apple M2, macOS 15.0, mlx 1, kernels a")
+    monkeypatch.setattr(tune, "on_metal", lambda: True)
+    monkeypatch.setattr(metal, "on_metal", lambda: True)
+    monkeypatch.setattr(tune, "metal_refusal", lambda dtype, layer, weights: None)
+    monkeypatch.setattr(gated_delta, "gated_delta_kernel", gated_delta.gated_delta_ops)
+    return
+
+
+def chosen_on(chip: Chip, monkeypatch: pytest.MonkeyPatch, small: bool = False) -> tuple[nn.Module, KernelCheck]:
+    for module in (tune, products):
+        monkeypatch.setattr(module, "metal_products", chip.launch_ours)
+    model = OneLayer(chip, small=small)
+    choose(operations(model, mx.float32), clock=chip.clock)
+    return model, checks()[-1]
+
+
+def slower(rows: int) -> float:
+    return 50.0
+
+
+@pytest.mark.parametrize(
+    ("chip", "ours", "small", "expected"),
+    [
+        pytest.param((1, False), None, False, "metal-split", id="M1: stock reads weights again for every row"),
+        pytest.param((1, False), slower, False, "stock-split", id="M1, ours slower: never so many rows as to change"),
+        pytest.param((2, False), slower, True, "stock-split", id="M2, small shape"),
+        pytest.param((1, True), slower, True, "stock", id="M1 Ultra, small shape: one kernel for 1 to 16 rows"),
+        pytest.param((2, True), None, False, "metal-split", id="M2 Ultra"),
+        pytest.param((3, False), slower, False, "stock-padded", id="M3: another kernel from two rows on"),
+        pytest.param((4, False), slower, False, "stock-padded", id="M4"),
+        pytest.param((4, True), lambda rows: 0.9, False, "metal-split", id="M4 Max, ours faster"),
+        pytest.param((5, False), slower, True, "stock-padded", id="M5, small shape"),
+        pytest.param((5, True), slower, False, "stock-padded", id="M5 Max"),
+    ],
+)
+def test_each_generation_gets_the_fastest_exact_kernel_for_all_widths(
+    chip: tuple[int, bool],
+    ours: Callable[[int], float] | None,
+    small: bool,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Chip(*chip)
+    device.ours = ours or device.ours
+    model, check = chosen_on(device, monkeypatch, small)
+    assert (check.chosen, check.exact) == (expected, True)
+    assert [each.refused for each in check.candidates] == [None] * 6
+    assert all(set(each.seconds) == set(TIMED) for each in check.candidates)
+
+    # What was chosen computes every width, and a row in the bits that it has alone.
+    x = mx.random.normal((16, 32), key=mx.random.key(5))
+    alone = [products.product(x[i : i + 1], model.lm_head) for i in range(16)]
+    for rows in range(1, 17):
+        device.launched.clear()
+        together = products.product(x[:rows], model.lm_head)
+        assert mx.array_equal(together, mx.concatenate(alone[:rows])), rows
+        assert ("ours 4" in dict(device.launched)) == (expected == "metal-split")
+    device.launched.clear()
+    products.product(mx.zeros((17, 32)), model.lm_head)  # a prompt's
+    assert [rows for _, rows in device.launched] == [17]
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ({"fails": "Unable to build metal library from source\nerror: …"}, "failed: Unable to build metal library"),
+        ({"fails": ""}, "failed: RuntimeError"),
+        ({"wrong": 0.5}, "differs from stock ops"),
+        ({"wrong": float("nan")}, "differs from stock ops"),
+        ({"changes_at": 9}, None),
+    ],
+)
+def test_a_kernel_that_fails_is_wrong_or_not_independent_is_never_used(
+    fault: dict[str, object], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chip = Chip(2)
+    chip.ours = lambda rows: 0.01
+    for name, value in fault.items():
+        setattr(chip, name, value)
+    _, check = chosen_on(chip, monkeypatch)
+    assert (check.chosen, check.exact) == ("stock-split", True)
+    for ours in check.candidates[-2:]:
+        assert not ours.exact
+        if reason is None:
+            assert ours.refused is None
+        else:
+            assert (ours.refused or "").startswith(reason)
+            assert not ours.seconds
+    assert choice.kernels_in_use() == "native (metal, 1 of 1 operations)"
+
+
+def test_where_nothing_is_exact_stock_ops_compute_and_the_summary_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    chip = Chip(3)
+    chip.fails = "no such function"
+    chip.stock_kernel = lambda rows, small: "qmv" if rows % 2 else "qmm"  # type: ignore[method-assign]
+    model, check = chosen_on(chip, monkeypatch)
+    assert (check.chosen, check.exact) == ("stock", False)
+    assert choice.kernels_in_use() == (
+        "stock (metal, 0 of 1 operations; not exact: product 12×32, float32, float32; "
+        "metal-columns: failed: no such function; metal-split: failed: no such function)"
+    )
+    assert not computes_rows_independently(model, mx.float32)
+
+
+def test_choices_are_kept_until_chip_system_library_or_sources_change(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    chip, said = Chip(2), []
+    for module in (tune, products):
+        monkeypatch.setattr(module, "metal_products", chip.launch_ours)
+
+    def again() -> str:
+        choice._decided.clear()
+        chip.launched.clear()
+        said.clear()
+        choose(operations(OneLayer(chip), mx.float32), lambda *progress: said.append(progress), chip.clock)
+        return checks()[-1].chosen
+
+    assert again() == "metal-split"
+    assert said == [(0, 1, "product 12×32, float32, float32"), (1, 1, "")]
+    kept = checks()
+    assert again() == "metal-split"
+    assert checks() == kept
+    assert not said
+    assert not chip.launched, "nothing was measured again"
+
+    chip.wrong = 1.0  # after an upgrade
+    monkeypatch.setattr(choice, "identity", lambda: "Apple M2, macOS 15.0, mlx 2, kernels a")
+    assert again() == "stock-split"
+    stored = json.loads((tmp_path / "headstart" / "kernels" / "metal.json").read_text())
+    assert list(stored) == ["Apple M2, macOS 15.0, mlx 2, kernels a"], "outdated choices are dropped"
+
+    chip.wrong = 0.0
+    choose(operations(OneLayer(chip, outputs=20), mx.float32), clock=chip.clock)
+    choice._decided.clear()
+    choose([*operations(OneLayer(chip), mx.float32), *operations(OneLayer(chip, outputs=20), mx.float32)])
+    assert [each.chosen for each in checks()] == ["stock-split", "metal-split"], "shapes are kept beside each other"
+
+
+def test_a_choice_depends_on_the_sources_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(mx, "device_info", lambda device: {"device_name": "Apple M4 Pro", "architecture": "g16s"})
+    monkeypatch.setattr(choice.platform, "mac_ver", lambda: ("15.5", ("", "", ""), "arm64"))
+    choice.identity.cache_clear()
+    first = choice.identity()
+    assert first.startswith("Apple M4 Pro, macOS 15.5, mlx ")
+    monkeypatch.setattr(Path, "read_bytes", lambda path: b"changed")
+    choice.identity.cache_clear()
+    assert choice.identity() != first
+    choice.identity.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: "[]",
+        lambda text: text[: len(text) // 2],
+        lambda text: text.replace('"chosen"', '"what"'),
+        lambda text: text.replace('"chosen": "metal-split"', '"chosen": "stock"'),  # and said to be exact
+        lambda text: text.replace("12×32", "13×32").replace(r"12\u00d732", r"13\u00d732"),
+        lambda text: text.replace('"exact": true', '"exact": 7', 1),
+        lambda text: text.replace('"seconds": {', '"seconds": {"x": 1, ', 1),
+    ],
+)
+def test_a_damaged_file_is_decided_anew(
+    damage: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _, check = chosen_on(Chip(2), monkeypatch)
+    path = tmp_path / "headstart" / "kernels" / "metal.json"
+    path.write_text(damage(path.read_text()))
+    choice._decided.clear()
+    chip = Chip(2)
+    assert chosen_on(chip, monkeypatch)[1].chosen == check.chosen
+    assert chip.launched
+    assert choice._read(path, choice.identity())
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "headstart").write_text("a file, not a folder")
+    with caplog.at_level(logging.WARNING, "headstart"):
+        assert chosen_on(Chip(2), monkeypatch)[1].chosen == "metal-split"
+    assert "not kept" in caplog.text
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder_costs_nothing_but_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert chosen_on(Chip(2), monkeypatch)[1].chosen == "metal-split"
+
+
+def test_choices_that_others_may_have_written_are_not_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen_on(Chip(2), monkeypatch)
+    folder = cache.cache_folder()
+    assert folder.stat().st_mode & 0o077 == 0
+    folder.chmod(0o777)
+    choice._decided.clear()
+    chip = Chip(2)
+    with caplog.at_level(logging.WARNING, "headstart"):
+        chosen_on(chip, monkeypatch)
+    assert chip.launched, "decided anew"
+    assert f"chmod 700 {folder}" in caplog.text
+
+
+def test_stock_ops_can_be_forced_and_skip_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    chip = Chip(2)
+    monkeypatch.setenv("HEADSTART_KERNELS", "stock")
+    model = OneLayer(chip)
+    choose_kernels(model, mx.float32)
+    assert not checks()
+    assert not chip.launched
+    assert choice.kernels_in_use() == "stock (HEADSTART_KERNELS=stock)"
+    products.product(mx.zeros((4, 32)), model.lm_head)
+    assert chip.launched == [("qmv", 4)]
+
+
+@pytest.mark.parametrize("family", ["dense", "moe", "next"])
+def test_every_operation_of_a_model_is_checked_when_it_is_loaded(
+    family: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compiler(**arguments: object) -> None:
+        raise RuntimeError("[metal::Device] Unable to build metal library from source")
+
+    monkeypatch.setattr(mx.fast, "metal_kernel", compiler)
+    monkeypatch.setattr(choice, "REPEATS", 1)
+    monkeypatch.setattr(choice, "LAUNCHES", 1)
+    model = random_model(family)
+    choose_kernels(model.weights, model.dtype)
+    found = {each.operation for each in checks()}
+    expected = {"product", "norm", "heads", "attention", "gated delta"}
+    assert found == expected | ({"experts", "route", "combine"} if family != "dense" else set())
+    for check in checks():
+        assert check.chosen.startswith("stock")
+        ours = [each for each in check.candidates if each.name.startswith("metal")]
+        assert ours
+        assert all("Unable to build" in (each.refused or "") for each in ours)
+    assert selected().startswith("native (cuda)" if mx.cuda.is_available() else "stock")
+    assert computes_rows_independently(model.weights, model.dtype) == all(each.exact for each in checks())
+
+
+def test_routing_is_compared_by_expert_in_whatever_order_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reversed_route(logits: mx.array, top: int, normed: bool) -> tuple[mx.array, mx.array]:
+        indices, scores = stock_route(logits, top, normed)
+        return indices[..., ::-1], (scores[..., ::-1] * 1.005).astype(scores.dtype)  # and a bit of bfloat16 off
+
+    monkeypatch.setattr(tune, "metal_route", reversed_route)
+    mixture = random_model("moe").weights.layers[0].mlp
+    route = next(each for each in tune._mixture(mixture, mx.bfloat16) if each.operation == "route")
+    stock, ours = choice.decide(route).candidates
+    assert (stock.name, ours.name, ours.refused, ours.exact) == ("stock", "metal", None, True)
+    assert 0 < (ours.error or 0) < 1e-2

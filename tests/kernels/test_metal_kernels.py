@@ -1,0 +1,296 @@
+"""The Metal kernels' own source, run on the CPU: against float64, and the bits of a row whatever runs beside it. What
+only a Mac can show is listed in `headstart.kernels.metal`."""
+
+from collections.abc import Iterator
+
+import metal_on_cpu
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from test_gated_delta import DV, HV, memory, net, none_accepted, part, tokens
+
+from headstart.kernels.attention import stock_arrange
+from headstart.kernels.cuda.products import MatrixWeights
+from headstart.kernels.gated_delta import stock_fold_and_run
+from headstart.kernels.metal import attention, device, experts, products
+from headstart.kernels.metal.attention import metal_arrange, metal_attend
+from headstart.kernels.metal.experts import metal_combine, metal_experts, metal_route
+from headstart.kernels.metal.gated_delta import metal_gated_delta
+from headstart.kernels.metal.norm import metal_norm
+from headstart.kernels.metal.products import SLICES, metal_products, metal_refusal
+from headstart.kernels.types import Drafts, GatedDeltaWeights, HeadNorms, Ran, Window
+from headstart.models.gated_delta_net import run_window
+from headstart.state import Recurrent
+
+pytestmark = pytest.mark.usefixtures("stock_ops")
+SLOW = pytest.mark.slow
+SPLIT, COLUMNS = SLICES["metal-split"], SLICES["metal-columns"]
+K = 576  # not the same number of lanes at work in every slice
+KERNELS = (device.metal_kernel, products._product_kernel, experts._experts_kernel)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_the_cpu() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx.fast, "metal_kernel", metal_on_cpu.metal_kernel)
+        patch.setattr(attention, "SPLIT", 32)  # pieces that the emulator gets through
+        mx.disable_compile()  # on a CPU, every compiled stock operation costs a run of g++
+        for kernel in KERNELS:
+            kernel.cache_clear()
+        yield
+    mx.enable_compile()
+    for kernel in KERNELS:
+        kernel.cache_clear()
+
+
+def normal(*shape: int, seed: int, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+def random_weights(shape: tuple[int, ...], bits: int, group: int, dtype: mx.Dtype = mx.bfloat16) -> MatrixWeights:
+    weight = 0.1 * normal(*shape, seed=sum(shape), dtype=mx.float32)
+    if bits == 16:
+        return MatrixWeights(weight.astype(dtype))
+    codes, scales, biases = mx.quantize(weight, group, bits)
+    return MatrixWeights(codes, scales.astype(dtype), biases.astype(dtype), bits, group)
+
+
+def exact(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def dequantised(weights: MatrixWeights) -> np.ndarray:
+    if weights.scales is None or weights.biases is None:
+        return exact(weights.weight)
+    ones, zeros = mx.ones(weights.scales.shape), mx.zeros(weights.scales.shape)
+    codes = exact(mx.dequantize(weights.weight, ones, zeros, weights.group, weights.bits))
+    scales, biases = (np.repeat(exact(a), weights.group, -1) for a in (weights.scales, weights.biases))
+    return codes * scales + biases
+
+
+def error(found: mx.array, expected: np.ndarray | mx.array) -> float:
+    right = exact(expected) if isinstance(expected, mx.array) else expected
+    return float(np.linalg.norm(exact(found) - right) / np.linalg.norm(right))
+
+
+def rounding(dtype: mx.Dtype) -> float:
+    """What is left where only the result is rounded to this type."""
+    return {mx.bfloat16: 3e-3, mx.float16: 4e-4, mx.float32: 1e-6}[dtype]
+
+
+@pytest.mark.parametrize(
+    ("slices", "bits", "group", "inputs", "outputs", "dtype"),
+    [
+        (SPLIT, 4, 64, K, 6, mx.bfloat16),
+        (COLUMNS, 16, 1, 2064, 9, mx.bfloat16),
+        pytest.param(COLUMNS, 8, 32, 96, 9, mx.float16, marks=SLOW),
+        pytest.param(SPLIT, 4, 32, 96, 33, mx.float16, marks=SLOW),
+        pytest.param(SPLIT, 4, 128, 2560, 6, mx.bfloat16, marks=SLOW),  # a lane takes several steps
+        pytest.param(COLUMNS, 4, 64, 64, 1, mx.bfloat16, marks=SLOW),  # a single scale: MLX passes it as a constant
+        pytest.param(COLUMNS, 4, 32, 2144, 17, mx.float32, marks=SLOW),
+        pytest.param(COLUMNS, 4, 128, 640, 9, mx.bfloat16, marks=SLOW),
+        pytest.param(SPLIT, 8, 32, 2144, 9, mx.bfloat16, marks=SLOW),
+        pytest.param(SPLIT, 8, 64, 2112, 9, mx.bfloat16, marks=SLOW),
+        pytest.param(COLUMNS, 8, 64, 576, 9, mx.bfloat16, marks=SLOW),
+        pytest.param(COLUMNS, 8, 128, 640, 9, mx.bfloat16, marks=SLOW),
+        pytest.param(SPLIT, 8, 128, 2560, 5, mx.float32, marks=SLOW),
+        pytest.param(SPLIT, 16, 1, 640, 40, mx.float16, marks=SLOW),
+    ],
+)
+def test_products_are_right_and_a_row_has_the_same_bits_among_any_number(
+    slices: int, bits: int, group: int, inputs: int, outputs: int, dtype: mx.Dtype
+) -> None:
+    weights = random_weights((outputs, inputs), bits, group, dtype)
+    x = normal(16, inputs, seed=1, dtype=dtype)
+    together = metal_products(x, [weights], slices)[0]
+    assert error(together, exact(x) @ dequantised(weights).T) < rounding(dtype)
+    for rows in range(1, 16):
+        alone = metal_products(x[16 - rows :], [weights], slices)[0]
+        assert mx.array_equal(alone, together[16 - rows :]), rows
+
+
+@pytest.mark.parametrize("slices", [SPLIT, pytest.param(COLUMNS, marks=SLOW)])
+def test_layers_that_share_an_input_have_the_bits_of_each_alone(slices: int) -> None:
+    several = [random_weights((outputs, K), 4, 64) for outputs in (9, 1, 6)]
+    x = normal(2, 2, K, seed=3)
+    for found, weights in zip(metal_products(x, several, slices), several, strict=True):
+        assert found.shape == (2, 2, weights.outputs)
+        assert mx.array_equal(found, metal_products(x, [weights], slices)[0])
+
+
+def test_weights_that_do_not_fit_are_refused_with_a_reason() -> None:
+    layer = nn.Linear(128, 8, bias=False)
+    assert metal_refusal(mx.bfloat16, layer, random_weights((8, 128), 4, 64)) is None
+    assert metal_refusal(mx.bfloat16, layer, random_weights((8, 128), 16, 1)) is None
+    assert metal_refusal(mx.bfloat16, layer, random_weights((8, 128), 3, 64)) == "3 bits in groups of 64"
+    assert metal_refusal(mx.float16, layer, random_weights((8, 128), 4, 64)) is not None
+    assert metal_refusal(mx.bfloat16, layer, random_weights((8, 24), 16, 1)) is not None
+    assert metal_refusal(mx.bfloat16, layer, random_weights((1, 32), 4, 32)) == "fewer than 8 words of weights"
+    assert metal_refusal(mx.int32, layer, random_weights((8, 128), 4, 64)) == "activations are int32"
+    assert metal_refusal(mx.bfloat16, nn.Linear(128, 8), random_weights((8, 128), 4, 64)) == "it has a bias"
+
+
+@pytest.mark.parametrize(
+    ("own", "slices", "bits"),
+    [
+        pytest.param(False, SPLIT, 4, id="one input"),
+        pytest.param(True, COLUMNS, 16, id="an input of its own", marks=SLOW),
+        pytest.param(False, COLUMNS, 8, id="8 bits", marks=SLOW),
+    ],
+)
+def test_experts_are_chosen_by_index_and_share_their_weights(own: bool, slices: int, bits: int) -> None:
+    weights = random_weights((6, 6, 96), bits, 32 if bits < 16 else 1)
+    indices = mx.array([[1, 4], [4, 0], [5, 4], [4, 1], [4, 2], [4, 3]], mx.uint32)  # six rows chose expert 4
+    x = normal(6, 2, 96, seed=4) if own else normal(6, 96, seed=4)
+    found = metal_experts(x, indices, [weights], slices)[0]
+    each = x if own else mx.repeat(x[:, None], 2, 1)
+    expected = (dequantised(weights)[np.array(indices)] @ exact(each)[..., None])[..., 0]
+    assert error(found, expected) < rounding(mx.bfloat16)
+    for rows in range(1, 6):
+        alone = metal_experts(x[6 - rows :], indices[6 - rows :], [weights], slices)[0]
+        assert mx.array_equal(alone, found[6 - rows :]), rows
+
+
+@pytest.mark.parametrize("normed", [True, pytest.param(False, marks=SLOW)])
+def test_routing_takes_the_best_experts_and_the_first_of_equals(normed: bool) -> None:
+    logits = normal(5, 40, seed=5)
+    logits[3] = 0
+    indices, scores = metal_route(logits, 3, normed)
+    gates = mx.softmax(logits.astype(mx.float32), axis=-1)
+    order = mx.argsort(-logits.astype(mx.float32), axis=-1)[:, :3]
+    assert mx.array_equal(indices[:3].astype(mx.int32), order[:3].astype(mx.int32))
+    assert indices[3].tolist() == [0, 1, 2]
+    expected = mx.take_along_axis(gates, indices.astype(mx.int32), axis=-1)
+    assert error(scores, expected / expected.sum(axis=-1, keepdims=True) if normed else expected) < 5e-3
+    assert all(mx.array_equal(metal_route(logits[i : i + 1], 3, normed)[1][0], scores[i]) for i in range(5))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_experts_are_combined(rows: int) -> None:
+    parts, scores = normal(rows, 3, 20, seed=6), mx.softmax(normal(rows, 3, seed=7), axis=-1)
+    shared, gate = normal(rows, 20, seed=8), normal(rows, 1, seed=9)
+    found = metal_combine(parts, scores, shared, gate)
+    expected = (exact(parts) * exact(scores)[..., None]).sum(axis=-2) + exact(shared) / (1 + np.exp(-exact(gate)))
+    assert error(found, expected) < rounding(mx.bfloat16)
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(72, mx.bfloat16), pytest.param(1000, mx.float32, marks=SLOW)])
+def test_norms_are_right_and_rows_independent(size: int, dtype: mx.Dtype) -> None:
+    x, added = normal(3, size, seed=10, dtype=dtype), normal(3, size, seed=11, dtype=dtype)
+    weight = mx.random.uniform(0.5, 1.5, (size,))
+    total, normed = metal_norm(x, added, weight, 1e-6)
+    assert mx.array_equal(total, x + added)
+    rms = np.sqrt((exact(total) ** 2).mean(axis=-1, keepdims=True) + 1e-6)
+    assert error(normed, exact(total) / rms * exact(weight)) < rounding(dtype)
+    assert mx.array_equal(metal_norm(x + added, None, weight, 1e-6)[0], normed)
+    assert mx.array_equal(metal_norm(x[1:2], added[1:2], weight, 1e-6)[1], normed[1:2])
+
+
+class Heads(nn.Module):
+    """What `stock_arrange` needs of an attention layer."""
+
+    def __init__(self, heads: int, kv_heads: int, dim: int, rotated: int):
+        super().__init__()
+        self.num_attention_heads, self.num_key_value_heads, self.head_dim = heads, kv_heads, dim
+        self.q_norm, self.k_norm = nn.RMSNorm(dim, 1e-6), nn.RMSNorm(dim, 1e-6)
+        self.rope = nn.RoPE(rotated, base=1e6)
+
+
+@pytest.mark.parametrize(
+    ("dim", "rotated"), [(64, 32), pytest.param(256, 64, marks=SLOW), pytest.param(128, 128, marks=SLOW)]
+)
+def test_queries_keys_and_values_are_arranged_as_stock_ops_do(dim: int, rotated: int) -> None:
+    layer, offset = Heads(4, 2, dim, rotated), mx.array([3, 500], mx.int32)
+    layer.q_norm.weight = mx.random.uniform(0.5, 1.5, (dim,))
+    both, keys, values = (normal(2, 3, n * dim, seed=i, dtype=mx.float32) for i, n in enumerate((8, 2, 2)))
+    expected = stock_arrange(layer, both, keys, values, offset)
+    norms = HeadNorms(layer.q_norm.weight, layer.k_norm.weight, 1e-6)
+    found = metal_arrange(both, keys, values, norms, layer.rope, offset)
+    assert error(found.queries, expected.queries) < 2e-5
+    assert error(found.keys, expected.keys) < 2e-5
+    assert mx.array_equal(found.values, expected.values)
+    later = metal_arrange(both[:, 1:], keys[:, 1:], values[:, 1:], norms, layer.rope, offset + 1)
+    assert all(mx.array_equal(a, b[:, :, 1:]) for a, b in zip(later, found, strict=True))
+    alone = metal_arrange(both[1:, 2:], keys[1:, 2:], values[1:, 2:], norms, layer.rope, offset[1:] + 2)
+    assert all(mx.array_equal(a, b[1:, :, 2:]) for a, b in zip(alone, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "width", "dtype"),
+    [
+        (3, 1, 64, 5, mx.bfloat16),
+        pytest.param(8, 1, 64, 6, mx.bfloat16, marks=SLOW),  # more queries times heads than stock kernels take: 48
+        pytest.param(6, 2, 128, 9, mx.float16, marks=SLOW),
+        pytest.param(2, 2, 256, 16, mx.bfloat16, marks=SLOW),
+    ],
+)
+def test_attention_is_right_and_a_query_has_the_same_bits_in_any_window(
+    heads: int, kv_heads: int, dim: int, width: int, dtype: mx.Dtype
+) -> None:
+    B, S, scale = 2, 80, dim**-0.5
+    queries, gates = (
+        normal(B, heads, width, dim, seed=1, dtype=dtype),
+        normal(B, width, heads * 2 * dim, seed=2, dtype=dtype),
+    )
+    keys, values = (normal(B, kv_heads, S, dim, seed=seed, dtype=dtype) for seed in (3, 4))
+    offset = mx.array([2, 62], mx.int32)  # the longer one ends in the third piece
+    found = metal_attend(queries, gates, keys, values, offset, scale, S)
+    seen = np.arange(S) <= (np.array(offset)[:, None] + np.arange(width))[:, None, :, None]
+    repeated = [np.repeat(exact(a), heads // kv_heads, axis=1) for a in (keys, values)]
+    scores = np.where(seen, scale * exact(queries) @ repeated[0].swapaxes(2, 3), -np.inf)
+    shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    out = (shares / shares.sum(axis=-1, keepdims=True)) @ repeated[1]  # [B, H, W, D]
+    opened = 1 / (1 + np.exp(-exact(gates).reshape(B, width, heads, 2 * dim)[..., dim:]))
+    assert error(found, (out.transpose(0, 2, 1, 3) * opened).reshape(B, width, -1)) < rounding(dtype)
+
+    for row in range(B):
+        for count in {1, 2, 3, width}:
+            last = slice(width - count, width)
+            own = slice(row, row + 1)
+            first = offset[own] + width - count
+            reach = int(first.item()) + count
+            # What lies beyond the window is not written yet, and the buffer may be larger.
+            beyond = mx.arange(S + 16)[:, None] >= reach
+            more = [mx.pad(a[own], [(0, 0), (0, 0), (0, 16), (0, 0)]) for a in (keys, values)]
+            more = [mx.where(beyond, mx.nan, a).astype(dtype) for a in more]
+            alone = metal_attend(queries[own, :, last], gates[own, last], *more, first, scale, reach)
+            assert mx.array_equal(alone, found[own, last]), (row, count)
+
+
+def delta(net: nn.Module, window: Window, kept: Recurrent, accepted: mx.array, certain: int) -> Ran:
+    weights = GatedDeltaWeights(net.conv1d.weight, net.A_log, net.dt_bias, net.norm.weight, net.norm.eps)
+    pending = Drafts(*kept.pending.arrays()) if kept.pending is not None else None
+    return metal_gated_delta(window, weights, kept.state, kept.conv, pending, accepted, certain)
+
+
+def test_gated_delta_with_ragged_acceptance_is_what_the_stock_ops_make() -> None:
+    ours, theirs = memory(2), memory(2)
+    for seed, (width, certain, accepted) in enumerate(
+        [(4, 1, (0, 0)), (9, 1, (3, 1)), (1, 1, (8, 0)), (11, 11, (0, 0))]
+    ):
+        window, taken = tokens(width, 2, seed), mx.array(accepted, mx.int32)
+        found = run_window(net(), window, ours, taken, certain, delta)
+        expected = run_window(net(), window, theirs, taken, certain, stock_fold_and_run)
+        assert error(found, expected) < 1e-6
+        assert error(ours.state, theirs.state) < 1e-6
+        assert mx.array_equal(ours.conv, theirs.conv)
+        if theirs.pending is not None and ours.pending is not None:
+            pairs = zip(ours.pending.arrays(), theirs.pending.arrays(), strict=True)
+            assert all(error(a, b) < 1e-6 for a, b in pairs)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, pytest.param(mx.bfloat16, marks=SLOW)])
+def test_a_window_of_gated_delta_has_the_bits_of_its_tokens_one_by_one(dtype: mx.Dtype) -> None:
+    width = 10
+    text, layer = tokens(width, dtype=dtype), net(dtype)
+    together, alone = memory(dtype=dtype), memory(dtype=dtype)
+    found = run_window(layer, text, together, none_accepted(), 1, delta)
+    ys = [run_window(layer, part(text, t, t + 1), alone, none_accepted(), 1, delta) for t in range(width)]
+    assert mx.array_equal(found, mx.concatenate(ys, axis=1))
+    # Folding the accepted drafts of the window gives the state of the tokens one by one.
+    following = tokens(1, seed=9, dtype=dtype)
+    run_window(layer, following, together, mx.array([width - 1], mx.int32), 1, delta)
+    run_window(layer, following, alone, none_accepted(), 1, delta)
+    assert mx.array_equal(together.state, alone.state)
+    assert found.shape == (1, width, HV, DV)
