@@ -14,7 +14,8 @@ from families import CONFIGS, HEADS, make_config, released_arrays, write_family
 from fixtures import batch_of, collect, generate, random_prompt, submit
 from headstart.checkpoint import load_model
 from headstart.engine import Engine
-from headstart.engine.step import draft
+from headstart.engine.draft import HeadUse, head_drafts
+from headstart.engine.step import step
 from headstart.models import Model
 from headstart.state import PrefixCache
 from reference.numpy_models import Reference
@@ -68,7 +69,7 @@ def test_drafts_are_those_of_the_float64_reference(family: str) -> None:
     model, expected = loaded(family), reference(family)
     for length in (2, 9, 30):
         prompt = random_prompt(model, length, length)
-        assert draft(model, batch_of(model, prompt), 4).tokens[0].tolist() == expected.chain(prompt, 4)
+        assert head_drafts(model, batch_of(model, prompt), 4).tokens[0].tolist() == expected.chain(prompt, 4)
 
 
 RECORDED = json.loads((Path(__file__).parents[1] / "reference" / "transformers-heads.json").read_text())
@@ -107,3 +108,17 @@ def test_output_is_the_same_for_every_k_batch_and_prefix(family: str) -> None:
         if model.has_head:
             accepted, drafted = (sum(getattr(a.stats, name) for a in answers) for name in ACCEPTED)
             assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("family", [name for name in CONFIGS if name not in HEADS])
+def test_copies_from_the_context_change_no_token(family: str) -> None:
+    model = loaded(family)
+    prompt = 3 * random_prompt(model, 7)
+    plain = generate(model, prompt, max_tokens=16, k=0).tokens
+    batch, tokens, drafted = batch_of(model, prompt, k="auto"), list[int](), 0
+    while len(tokens) < 16:
+        made = step(model, batch, 4, head=HeadUse.NONE, distances=[7])
+        tokens += made.tokens[0, : made.accepted.item() + 1].tolist()
+        drafted += made.copied.item()
+    assert tokens[:16] == plain
+    assert drafted > 0
