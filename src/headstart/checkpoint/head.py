@@ -8,13 +8,12 @@ import mlx.core as mx
 from .. import models
 from ..errors import HeadError
 from .config import read_config
-from .names import Names
+from .names import FINAL_NORM, Names
 from .parameters import Stored, find_parameters
 from .read import read_parameter
 from .safetensors import read_header, shard_files
 
 SIDECARS = ("mtp.safetensors", "model-mtp.safetensors", "mtp/weights.safetensors")
-FINAL_NORM = "norm.weight"
 ROUNDING = 2**-6  # a norm of the same model may have been through bfloat16, as w or as 1 + w
 # What must be equal for a head to fit, the most telling difference first; the head's own shapes tell the rest.
 SIZES = (
@@ -62,15 +61,18 @@ def check_sizes(path: Path, config: dict[str, Any], source: str, other: dict[str
             raise HeadError(f"{source}: another model, {sizes}. {remedy}")
 
 
-def check_final_norm(path: Path, config: dict[str, Any], trunk: Stored, source: Path) -> None:
+def check_final_norm(
+    path: Path, config: dict[str, Any], trunk: Stored, source: Path, name: str | None = None
+) -> None:
     """Refuse the head of another model of the same sizes, which the trunk's final norm tells.
 
-    A source of which only the head is on disk, and a drafter's folder, have none: then nothing is compared.
+    `name` is what errors call the source, by default its folder. A source of which only the head is on disk, and a
+    drafter's folder, have none: then nothing is compared.
     """
     names = Names(read_config(source, drafter=True))
     if names.drafter:
         return
-    files = shard_files(source, lambda name: names.canonical(name) == FINAL_NORM)
+    files = shard_files(source, names.is_final_norm)
     theirs = find_parameters([read_header(file) for file in files if file.exists()], names, head=False)
     if FINAL_NORM not in theirs:
         return
@@ -78,6 +80,6 @@ def check_final_norm(path: Path, config: dict[str, Any], trunk: Stored, source: 
     ours, other = (read_parameter(FINAL_NORM, each, {}, mx.float32, norm_offset=offset) for each in (trunk, theirs))
     if not mx.allclose(ours, other, rtol=ROUNDING, atol=ROUNDING):
         raise HeadError(
-            f"{source}: another model of the same sizes: its final norm ({FINAL_NORM}) is not that of {path}. Name "
-            f"the original that {path.name} was converted from."
+            f"{name or source}: another model of the same sizes: its final norm ({FINAL_NORM}) is not that of "
+            f"{path}. Name the original that {path.name} was converted from."
         )

@@ -21,7 +21,7 @@ from .config import read_config
 from .head import find_sidecar, sidecar_names
 from .layout import HEAD_DOWNLOAD_ERRORS, HUB_ID, NO_WEIGHTS, NORMS, Layout, read_layout
 from .names import Names, is_vision
-from .safetensors import read_header, shard_names
+from .safetensors import INDEX, read_header, shard_names
 
 LOG = logging.getLogger("headstart")
 BUILTIN = Path(__file__).parents[1] / "builtin"
@@ -166,13 +166,38 @@ def header_folder(name: str | Path | None = None) -> Iterator[tuple[Path, str]]:
             raise type(error)(str(error).replace(str(place), repo)) from error
 
 
-def _copy_header(repo: str, revision: str, file: str, target: Path) -> None:
-    """Create a sparse file as long as the hub's that has only its header."""
+@contextmanager
+def final_norm_folder(repo: str, folder: Path) -> Iterator[Path]:
+    """Yield a folder to read the final norm of a hub model from, whose cached `folder` may lack it: some kilobytes of
+    the file that holds it are downloaded."""
+    names = Names(read_config(folder, drafter=True))
+    files = shard_names(folder, names.is_final_norm)
+    if names.drafter or all((folder / file).exists() for file in files):
+        yield folder
+        return
+    with _hub_errors(repo), TemporaryDirectory() as temporary:
+        for small in ("config.json", INDEX):
+            shutil.copyfile(folder / small, Path(temporary, small))
+        for file in files:
+            _copy_header(repo, folder.name, file, Path(temporary, file), names.is_final_norm)
+        yield Path(temporary)
+
+
+def _copy_header(
+    repo: str, revision: str, file: str, target: Path, wanted: Callable[[str], bool] = lambda name: False
+) -> None:
+    """Create a sparse file as long as the hub's that has only its header, and the `wanted` tensors."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with HfFileSystem(endpoint=constants.ENDPOINT).open(f"{repo}@{revision}/{file}", block_size=BLOCK) as remote:
         length = remote.read(8)
         target.write_bytes(length + remote.read(min(int.from_bytes(length, "little"), MAX_HEADER)))
         os.truncate(target, remote.size)
+        for name, tensor in read_header(target).tensors.items():
+            if wanted(name):
+                remote.seek(tensor.start)
+                with target.open("r+b") as local:
+                    local.seek(tensor.start)
+                    local.write(remote.read(tensor.nbytes))
 
 
 @contextmanager

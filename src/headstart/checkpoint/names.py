@@ -22,6 +22,9 @@ FUSED = re.compile(r"^(.+\.mlp)\.experts\.(gate_up_proj|down_proj)(?:\.(weight|s
 LATENT = re.compile(r"^(.+\.self_attn)\.kv_b_proj\.(weight|weight_scale_inv)$")
 
 
+FINAL_NORM = "norm.weight"
+
+
 def without_prefix(name: str) -> str:
     return PREFIX.sub("", name)
 
@@ -71,6 +74,9 @@ class Names:
 
     def is_head(self, name: str) -> bool:
         return is_head(self.canonical(name))
+
+    def is_final_norm(self, name: str) -> bool:
+        return self.canonical(name) == FINAL_NORM
 
     def is_text(self, name: str) -> bool:
         return not self.is_head(name) and not is_vision(name)
