@@ -55,7 +55,7 @@ class Names:
         self.norm_offset = family.norm_offset
         self.drafter = "drafter" in config  # every tensor is the head's
         self.heads = tuple(text.get(name) for name in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
-        layers, spec = int(text["num_hidden_layers"]), family.head
+        layers, spec = int(text.get("num_hidden_layers") or 0), family.head
         self.released = {
             spec.released_as.format(layer=layers + module, module=module): f"mtp.layers.{module}."
             for module in range(models.head_modules(config) or 1)
