@@ -30,6 +30,7 @@ FAMILIES["my_family"] = Family(  # by the `model_type` of config.json
     lm_head=lambda lm: None if lm.language_model.args.tie_word_embeddings else lm.language_model.lm_head,
     head_layer=lambda lm: qwen3_5.DecoderLayer(lm.language_model.args, layer_idx=3),  # one with full attention
     project=qwen3_5_project,  # what enters the recurrence of its other layers
+    norm_offset=1.0,  # released norms are stored as w of 1 + w
     # How the head is wired. A wrong word here changes no text, only the acceptance: try one.
     head=HeadSpec(embedding_first=True, fed_after_norm=True, chains_after_norm=True, own_lm_head=False),
 )

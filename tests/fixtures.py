@@ -90,7 +90,7 @@ def assert_greedy(model: Model, prompt: Sequence[int], tokens: Sequence[int]) ->
     assert mx.argmax(logits, axis=-1).tolist() == list(tokens)
 
 
-def batch_of(model: Model, *prompts: Sequence[int], k: int = 8, chunk: int = CHUNK) -> Batch:
+def batch_of(model: Model, *prompts: Sequence[int], k: int | str = 8, chunk: int = CHUNK) -> Batch:
     """Sequences that have prefilled their prompts, by the engine's own hand, and have said nothing yet."""
     engine = Engine(model, max_sequences=len(prompts))
     for prompt in prompts:

@@ -44,15 +44,18 @@ SAMPLER_FIELDS = {  # what make_sampler sets
 }  # fmt: skip
 
 
-def load(path: str | Path | None = None, *, mtp: bool | None = None) -> tuple[Model, TokenizerWrapper]:
+def load(
+    path: str | Path | None = None, *, mtp: bool | None = None, head: str | Path | None = None
+) -> tuple[Model, TokenizerWrapper]:
     """Load a model and its tokenizer.
 
     Args:
         path: A folder, a built-in model, a name in the Hugging Face cache or a hub id; by default the built-in model.
         mtp: Load the multi-token-prediction head; by default if there is one and HEADSTART_MTP is not 0.
+        head: Another model or a drafter (`qwen3_5_mtp`) whose head is taken, named like `path`.
     """
     folder = resolve(path)
-    return load_model(folder, mtp=mtp), load_tokenizer(folder)
+    return load_model(folder, mtp=mtp, head=head), load_tokenizer(folder)
 
 
 @dataclass(frozen=True)

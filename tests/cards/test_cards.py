@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import mlx.core as mx
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from checkpoints import write
 from fixtures import generate
 from headstart import cards, models
+from headstart.cards.card import FamilyName
 from headstart.checkpoint import load_model, read_layout, resolve
 from headstart.checkpoint.hub import BUILTIN
 from headstart.checkpoint.layout import original_id
@@ -17,7 +19,7 @@ from headstart.errors import CheckpointError
 NAMES = [
     *("Qwen3.5-0.8B", "Qwen3.5-2B", "Qwen3.5-4B", "Qwen3.5-9B", "Qwen3.5-27B"),
     *("Qwen3.5-35B-A3B", "Qwen3.5-122B-A10B", "Qwen3.5-397B-A17B"),
-    *("Qwen3.6-27B", "Qwen3.6-35B-A3B", "Qwen3-Next-80B-A3B-Instruct", "Qwen3-Next-80B-A3B-Thinking"),
+    *("Qwen3.6-27B", "Qwen3.6-35B-A3B", "Qwen3.8-27B", "Qwen3-Next-80B-A3B-Instruct", "Qwen3-Next-80B-A3B-Thinking"),
 ]
 
 
@@ -55,6 +57,10 @@ def test_the_cards_of_the_builtin_models_agree_with_their_files() -> None:
         recommended = card.sampling_defaults.not_thinking
         assert recommended
         assert recommended.model_dump(exclude_none=True) == {k: says[k] for k in ("temperature", "top_p", "top_k")}
+
+
+def test_cards_know_every_family() -> None:
+    assert set(get_args(FamilyName)) == {family.name for family in models.FAMILIES.values()}
 
 
 @pytest.mark.parametrize(
@@ -104,7 +110,7 @@ def test_a_card_of_the_user_goes_before_ours(folder: Path) -> None:
     [
         ("name = ", "mine.toml: not a model card"),
         ('name = "x"\n', "mine.toml: family: Field required"),
-        ('name = "x"\nfamily = "llama"\n', "mine.toml: family: Input should be 'qwen3_5'"),
+        ('name = "x"\nfamily = "gpt_oss"\n', "mine.toml: family: Input should be 'qwen3_5'"),
         ('name = "x"\nfamily = "qwen3_5"\nk = 2\n', "mine.toml: k: Extra inputs are not permitted"),
         (
             'name = "x"\nfamily = "qwen3_5"\n[native_mtp]\nnum_layers = 1\ndefault_k = 3\nmax_k = 2\n',

@@ -152,6 +152,20 @@ def test_of_a_hub_model_only_the_files_with_the_head_are_downloaded(tmp_path: Pa
     assert (lost / SIDECAR).read_bytes() == (kept / SIDECAR).read_bytes()
 
 
+def test_of_a_hub_model_the_final_norm_is_compared_before_the_head_is_downloaded(tmp_path: Path, hub: Hub) -> None:
+    names = {"org/original": 0, "org/other": 1}
+    for name, seed in names.items():
+        hub.models[name] = write(tmp_path / name, "dense", shards=20, seed=seed)
+    lost = stripped(hub.models["org/original"], tmp_path / "lost")
+    result = CliRunner().invoke(app, ["graft", str(lost), "--from", "org/other"])
+    assert result.exit_code == 1
+    assert "org/other: another model of the same sizes: its final norm (norm.weight) is not that of" in result.stderr
+    assert not [file for file in hub.downloaded if file.endswith(".safetensors")]
+    assert CliRunner().invoke(app, ["graft", str(lost), "--from", "org/original"]).exit_code == 0
+    weight_map = json.loads((hub.models["org/original"] / INDEX).read_text())["weight_map"]
+    assert weight_map["model.language_model.norm.weight"] not in hub.downloaded
+
+
 def test_of_a_folder_only_the_files_with_the_head_are_opened(tmp_path: Path) -> None:
     raw = write(tmp_path / "raw", "moe", shards=9)
     lost = stripped(raw, tmp_path / "lost", bits=4)

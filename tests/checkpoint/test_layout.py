@@ -393,8 +393,8 @@ def test_a_missing_shard_that_held_only_the_head_leaves_the_trunk_usable(tmp_pat
 
 def test_an_unknown_model_type_is_named(tmp_path: Path) -> None:
     write(tmp_path)
-    edit_json(tmp_path / "config.json", lambda config: config.update(model_type="llama"))
-    refused(tmp_path, "config.json", "'llama'", "qwen3_5")
+    edit_json(tmp_path / "config.json", lambda config: config.update(model_type="gpt_oss"))
+    refused(tmp_path, "config.json", "'gpt_oss'", "qwen3_5")
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"model_type": "qwen3_next"}'])

@@ -40,8 +40,11 @@ def greedy(model: Model, count: int = 5) -> list[tuple[int, int]]:
     for _ in range(count):
         hidden = model.trunk(mx.array([tokens]), model.make_state(1), certain=len(tokens))
         tokens.append(int(mx.argmax(model.logits(hidden)[0, -1])))
-        draft = model.head(hidden, mx.array([tokens[1:]]), model.make_head_state(1))
-        out.append((tokens[-1], int(mx.argmax(model.draft_logits(draft)[0, -1]))))
+        draft = -1
+        if model.has_head:
+            made = model.head(hidden, mx.array([tokens[1:]]), model.make_head_state(1))
+            draft = int(mx.argmax(model.draft_logits(made)[0, -1]))
+        out.append((tokens[-1], draft))
     return out
 
 

@@ -501,10 +501,22 @@ def test_a_layer_that_does_not_fit_is_called_as_it_is() -> None:
         def __call__(self, x: mx.array) -> mx.array:
             return 2 * super().__call__(x)
 
-    x = normal(1, 4, 256)
-    for layer in (nn.Linear(256, 64), Twice(256, 64, bias=False)):
-        assert cpu.linear(layer, x.dtype) is None
-        assert mx.array_equal(product(x, layer), layer(x))
+    x, layer = normal(1, 4, 256), Twice(256, 64, bias=False)
+    assert cpu.linear(layer, x.dtype) is None
+    assert mx.array_equal(product(x, layer), layer(x))
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+def test_a_bias_is_added_to_the_product(bits: int) -> None:
+    x, layer = normal(1, 4, 256), nn.Linear(256, 64)
+    layer.bias = normal(2, 64)
+    if bits:
+        layer = nn.QuantizedLinear.from_linear(layer, 64, bits)
+    np.testing.assert_allclose(exact(product(x, layer)), exact(layer(x)), rtol=1e-4, atol=1e-4)
+    assert mx.array_equal(product(x, layer)[:1], product(x[:1], layer))
+    mlp = nn.Module()
+    mlp.gate_proj, mlp.up_proj, mlp.down_proj = layer, layer, nn.Linear(64, 256)
+    assert cpu.native_feed_forward(cpu.native(), mlp, x, None) is None  # whole MLPs with biases are stock ops
 
 
 def test_weights_that_are_replaced_are_seen() -> None:

@@ -16,6 +16,10 @@ from ..limits import DEFAULT_K, MAX_K
 
 BUILTIN_CARDS = Path(__file__).parent
 OFF = ("0", "false", "no", "off")  # values of HEADSTART_MTP
+FamilyName = Literal[
+    "qwen3_5", "qwen3_5_moe", "qwen3_next", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "mimo", "llama", "mistral3",
+    "ministral3", "qwen2", "qwen3", "qwen3_moe",
+]  # fmt: skip
 Capability = Literal["text", "vision", "thinking", "tools"]
 Positive = Annotated[int, Field(ge=1)]
 
@@ -67,7 +71,7 @@ class Card(StrictModel):
     hub_id: str | None = None
     also: tuple[str, ...] = ()  # other ids of the same model: other precisions, conversions
     original: str | None = None  # id of the release that has the head
-    family: Literal["qwen3_5", "qwen3_5_moe", "qwen3_next"]
+    family: FamilyName
     parameters: str | None = None  # as the makers round them, e.g. "35B"
     active_parameters: str | None = None
     context_length: Positive | None = None

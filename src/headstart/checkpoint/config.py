@@ -32,6 +32,7 @@ POSITIVE = (
 )  # fmt: skip
 OBJECTS = ("text_config", "quantization", "quantization_config", "mlx_lm_extra_tensors", "rope_parameters")
 MULTIPLES = (("num_attention_heads", "num_key_value_heads"), ("linear_num_value_heads", "linear_num_key_heads"))
+DRAFTERS = ("qwen3_5_mtp",)  # model types of folders that hold a head alone, as mlx-vlm's `split_mtp` writes them
 ROPE_NUMBERS = ("rope_theta", "partial_rotary_factor")
 
 
@@ -112,13 +113,20 @@ def printable_error(error: BaseException) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Return the checked config.json of the folder `path`, with its RoPE fields under the names mlx-lm reads."""
+def read_config(path: Path, *, drafter: bool = False) -> dict[str, Any]:
+    """Return the checked config.json of the folder `path`, with its RoPE fields under the names mlx-lm reads.
+
+    `drafter`: the folder may hold nothing but a head. Its config then has the model's `model_type`, and its own as
+    `drafter`.
+    """
     file = path / "config.json"
     if not file.exists():
         raise CheckpointError(f"{path}: no config.json, so this is not a model folder.")
     config = read_object(file)
     model_type = config.get("model_type")
+    if drafter and model_type in DRAFTERS and isinstance(config.get("text_config"), dict):
+        config["drafter"], model_type = model_type, config["text_config"].get("model_type")
+        config["model_type"] = model_type
     if not isinstance(model_type, str) or model_type not in models.FAMILIES:
         raise CheckpointError(
             f"{file}: model_type {shortened(model_type)} is unknown. Headstart runs {', '.join(models.FAMILIES)}."

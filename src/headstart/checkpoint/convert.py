@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from huggingface_hub import constants, metadata_save
 from mlx_lm.utils import make_shards
 
@@ -26,8 +25,8 @@ from ..errors import CheckpointError, HeadError
 from ..models.base import Norm
 from .atomic import publish, require_space, staging_folder
 from .hub import COMPANION_FILES
-from .layout import NORMS, Layout, readme_metadata
-from .names import canonical, is_head, is_vision
+from .layout import NORMS, Layout, head_field, readme_metadata
+from .names import is_head, is_vision, without_prefix
 from .parameters import Stored, parameter_shapes
 from .quantize import Choose, Quantization, Recipe, choose_quantization
 from .read import LazyFiles, open_file, read_parameter
@@ -67,10 +66,12 @@ def plan_conversion(source: Layout, destination: Path, recipe: Recipe, original:
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         raise CheckpointError(f"{destination}: exists already. Name a new folder, or remove it first.")
     model = models.build(deepcopy(source.config))
-    mlx_lm_names = {canonical(name): name for name in parameter_shapes(model.lm)}
+    if source.mtp.available:
+        model.share_missing(source.stored)
+    mlx_lm_names = {without_prefix(name): name for name in parameter_shapes(model.lm)}
     names = {name: mlx_lm_names[name] for name in parameter_shapes(model.weights) if not is_head(name)}
     choose = recipe.for_trunk(model.lm)
-    trunk, quantized = _convert_parameters(names, source.stored, model.weights, choose, recipe.dtype)
+    trunk, quantized = _convert_parameters(names, source.stored, model, choose, recipe.dtype)
     modules = dict(model.weights.named_modules())
     norms = {new: trunk[new] for name, new in names.items() if isinstance(modules[name.rpartition(".")[0]], Norm)}
     trunk |= {name: array.astype(recipe.dtype) for name, array in norms.items()}
@@ -80,8 +81,8 @@ def plan_conversion(source: Layout, destination: Path, recipe: Recipe, original:
         of = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
         files[f"model{of}.safetensors"] = shard
     if source.mtp.available:
-        files[SIDECAR] = convert_head(source.stored, model.weights, recipe)
-    if recipe.dtype != mx.float32:
+        files[SIDECAR] = convert_head(source.stored, model, recipe)
+    if recipe.dtype != mx.float32 and model.family.norm_offset:
         files[NORMS] = norms
     return Conversion(source, destination, recipe, files, _new_config(source, recipe, quantized), original)
 
@@ -122,21 +123,21 @@ def _companion_files(source: Path) -> list[Path]:
     return kept
 
 
-def convert_head(stored: Stored, weights: nn.Module, recipe: Recipe) -> Arrays:
+def convert_head(stored: Stored, model: models.Model, recipe: Recipe) -> Arrays:
     """Return the head that `convert` keeps and `graft` brings back, its norms in float32."""
-    names = {name: name for name in parameter_shapes(weights) if is_head(name)}
-    return _convert_parameters(names, stored, weights, recipe.for_head, recipe.dtype)[0]
+    names = {name: name for name in parameter_shapes(model.weights) if is_head(name)}
+    return _convert_parameters(names, stored, model, recipe.for_head(model.family.head), recipe.dtype)[0]
 
 
 def _convert_parameters(
-    names: dict[str, str], stored: Stored, weights: nn.Module, choose: Choose, dtype: mx.Dtype
+    names: dict[str, str], stored: Stored, model: models.Model, choose: Choose, dtype: mx.Dtype
 ) -> tuple[Arrays, dict[str, Quantization]]:
     """Convert the parameters `names`, given with the names to write them under. What is quantised stays as it is.
 
     Returns:
         The arrays, norms in float32, and how modules are quantised.
     """
-    modules, files = dict(weights.named_modules()), LazyFiles()
+    modules, files = dict(model.weights.named_modules()), LazyFiles()
     arrays: Arrays = {}
     quantized: dict[str, Quantization] = {}
     for name, written in names.items():
@@ -146,7 +147,8 @@ def _convert_parameters(
                 if part in stored:
                     arrays[part] = read_parameter(part, stored, files, stored[part].dtype)
             continue
-        array = read_parameter(name, stored, files, dtype, is_norm=isinstance(modules[path], Norm))
+        offset = model.family.norm_offset if isinstance(modules[path], Norm) else None
+        array = read_parameter(name, stored, files, dtype, norm_offset=offset)
         module = written.removesuffix(".weight")
         if leaf == "weight" and (how := choose_quantization(module, modules[path], choose)):
             quantized[module] = how
@@ -172,17 +174,12 @@ def _convert_vision(path: Path, dtype: mx.Dtype) -> Arrays:
     return arrays
 
 
-def declare_head(config: dict[str, Any], family: str, file: str) -> None:
+def declare_head(config: dict[str, Any], file: str) -> None:
     """Add to config.json that there is a head, and where: without it no program drafts."""
     # Where Headstart, MTPLX, OptiQ and oMLX look first: an unusable head in another place is ignored.
     config["mlx_lm_extra_tensors"] = {"mtp_file": file}
     if not models.head_modules(config):
-        models.text_config(config)[head_field(family)] = 1
-
-
-def head_field(family: str) -> str:
-    """Return the field of config.json that promises a head."""
-    return "num_nextn_predict_layers" if family == "qwen3_next" else "mtp_num_hidden_layers"
+        models.text_config(config)[head_field(config)] = 1
 
 
 def _new_config(source: Layout, recipe: Recipe, quantized: dict[str, Quantization]) -> dict[str, Any]:
@@ -200,7 +197,7 @@ def _new_config(source: Layout, recipe: Recipe, quantized: dict[str, Quantizatio
         quantization = {"group_size": recipe.group_size, "bits": bits, "mode": "affine", **differing}
         config["quantization"] = config["quantization_config"] = quantization
     if source.mtp.available:
-        declare_head(config, source.family, SIDECAR)
+        declare_head(config, SIDECAR)
     return config
 
 

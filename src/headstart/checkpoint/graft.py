@@ -1,30 +1,26 @@
 """`headstart graft`: give a converted model that lost its head the head of the original.
 
-Of the original only config.json, the index and the files that hold `mtp.*` are read, or downloaded. The result is
-what `convert` would have kept with the same --mtp-bits and --group-size, byte for byte.
+Of the original only config.json, the index, the files that hold the head and, where it is on disk, the final norm are
+read, or downloaded. The result is what `convert` would have kept with the same --mtp-bits and --group-size, byte for
+byte.
 """
 
 import json
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
-from .. import models
 from ..errors import CheckpointError, HeadError
 from .atomic import replace_file, require_space, staging_folder
 from .config import read_config
 from .convert import SIDECAR, Arrays, convert_head, declare_head
-from .layout import Layout, expected_weights, find_sidecar
-from .names import is_head
-from .parameters import Stored, find_misfit, find_parameters
+from .head import check_final_norm, check_sizes, read_head
+from .layout import Layout, expected_model
+from .parameters import find_misfit
 from .quantize import Recipe
-from .safetensors import Progress, read_header, shard_files, write_safetensors
-
-# What must be equal for a head to fit, the most telling difference first; the head's own shapes tell the rest.
-SIZES = ("num_experts", "hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+from .safetensors import Progress, write_safetensors
 
 
 @dataclass(frozen=True)
@@ -47,21 +43,6 @@ def require_lost_head(model: Layout) -> None:
         raise HeadError(f"{model.path}: has its head already, in {model.mtp.location}.")
 
 
-def check_sizes(model: Layout, source: str, config: dict[str, Any]) -> None:
-    """Refuse the head of a model of other sizes, before any of it is downloaded."""
-    theirs, ours = models.text_config(config), models.text_config(model.config)
-    family = models.FAMILIES[config["model_type"]].name
-    if family != model.family:
-        raise HeadError(f"{source}: another model, {family} where {model.path} is {model.family}.")
-    for field in SIZES:
-        if theirs.get(field) != ours.get(field):
-            remedy = f"Name the original that {model.path.name} was converted from."
-            if field == "num_experts":
-                remedy = "A model whose experts were merged or pruned has no head that fits: run it without one."
-            sizes = f"its {field} is {theirs.get(field)} and that of {model.path} is {ours.get(field)}"
-            raise HeadError(f"{source}: another model, {sizes}. {remedy}")
-
-
 def plan_graft(
     model: Layout, source: Path, *, mtp_bits: str | int | None = None, group_size: int | None = None
 ) -> Graft:
@@ -72,11 +53,13 @@ def plan_graft(
         group_size: None takes the trunk's.
     """
     require_lost_head(model)
-    check_sizes(model, str(source), read_config(source))
-    head = _read_head(source)
-    weights = expected_weights(model.path, model.config)
-    if problem := find_misfit(head, weights, head=True):
+    check_sizes(model.path, model.config, str(source), read_config(source, drafter=True))
+    head = read_head(source)
+    expected = expected_model(model.path, model.config)
+    expected.share_missing(head)
+    if problem := find_misfit(head, expected.weights, head=True):
         raise HeadError(f"{source}: its MTP head does not fit {model.path}: {problem}. Name the original.")
+    check_final_norm(model.path, model.config, model.stored, source)
     quantised = any(name.endswith(".scales") for name in head)
     if quantised and (mtp_bits is not None or group_size is not None):
         raise HeadError(
@@ -86,19 +69,7 @@ def plan_graft(
     if group_size is None:  # modes other than affine have groups of their own
         group_size = quantization["group_size"] if quantization["mode"] == "affine" else 64
     recipe = Recipe(getattr(mx, model.dtype), quantization["bits"], group_size, mtp_bits=mtp_bits)
-    return Graft(model, convert_head(head, weights, recipe))
-
-
-def _read_head(source: Path) -> Stored:
-    """Return the head of a checkpoint of any layout, from the headers of its files."""
-    config = read_config(source)
-    if sidecar := find_sidecar(source, config):
-        return find_parameters([read_header(sidecar)], head=True, sidecar=True)
-    head = find_parameters([read_header(file) for file in shard_files(source, is_head)], head=True)
-    if not head:
-        promised = "promises one but" if models.head_modules(config) else "promises none and"
-        raise HeadError(f"{source}: has no MTP head, config.json {promised} no file holds it. Name the original.")
-    return head
+    return Graft(model, convert_head(head, expected, recipe))
 
 
 def graft(plan: Graft, progress: Progress = lambda written: None) -> None:
@@ -106,7 +77,7 @@ def graft(plan: Graft, progress: Progress = lambda written: None) -> None:
     folder = plan.model.path
     require_space(folder, plan.nbytes)
     config = deepcopy(plan.model.config)
-    declare_head(config, plan.model.family, SIDECAR)
+    declare_head(config, SIDECAR)
     with staging_folder(folder / "mtp") as temporary:
         write_safetensors(temporary / "head", plan.arrays, progress)
         (temporary / "config").write_text(json.dumps(config, indent=4))

@@ -18,9 +18,10 @@ from .. import cards, models
 from ..errors import CheckpointError, HubError
 from .atomic import DISK_FULL, NOT_WRITABLE, free_space
 from .config import read_config
-from .layout import HEAD_DOWNLOAD_ERRORS, HUB_ID, NO_WEIGHTS, NORMS, Layout, find_sidecar, read_layout, sidecar_names
-from .names import is_head, is_text, is_vision
-from .safetensors import read_header, shard_names
+from .head import find_sidecar, sidecar_names
+from .layout import HEAD_DOWNLOAD_ERRORS, HUB_ID, NO_WEIGHTS, NORMS, Layout, read_layout
+from .names import Names, is_vision
+from .safetensors import INDEX, read_header, shard_names
 
 LOG = logging.getLogger("headstart")
 BUILTIN = Path(__file__).parents[1] / "builtin"
@@ -42,6 +43,16 @@ def resolve(name: str | Path | None = None) -> Path:
     """
     found = locate(name)
     return found if isinstance(found, Path) else download(found)
+
+
+def resolve_head(name: str | Path) -> Path:
+    """Return the folder of a model or a drafter of which the head is wanted, downloaded if it is on the hub."""
+    found = locate(name)
+    if isinstance(found, Path):
+        return found
+    folder, files = missing_files(found, text=False)
+    download_files(found, folder, files)
+    return folder
 
 
 def locate(name: str | Path | None = None) -> Path | str:
@@ -107,10 +118,12 @@ def missing_files(repo: str, *, text: bool = True, vision: bool = False) -> tupl
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=SMALL_FILES))
     sizes = {file.rfilename: file.size or 0 for file in siblings}
     # An unknown family is refused here, before its weights are downloaded.
-    sidecars = [name for name in sidecar_names(read_config(folder)) if name in sizes]
-    wanted = {*(sidecars[:1] or shard_names(folder, is_head))}
+    config = read_config(folder, drafter=not text)
+    names = Names(config)
+    sidecars = [name for name in sidecar_names(config) if name in sizes]
+    wanted = {*(sidecars[:1] or shard_names(folder, names.is_head))}
     if text:
-        wanted |= {NORMS, *shard_names(folder, is_text)}
+        wanted |= {NORMS, *shard_names(folder, names.is_text)}
     if vision:
         wanted |= {*shard_names(folder, is_vision)}
     if text and not wanted & sizes.keys():
@@ -153,13 +166,38 @@ def header_folder(name: str | Path | None = None) -> Iterator[tuple[Path, str]]:
             raise type(error)(str(error).replace(str(place), repo)) from error
 
 
-def _copy_header(repo: str, revision: str, file: str, target: Path) -> None:
-    """Create a sparse file as long as the hub's that has only its header."""
+@contextmanager
+def final_norm_folder(repo: str, folder: Path) -> Iterator[Path]:
+    """Yield a folder to read the final norm of a hub model from, whose cached `folder` may lack it: some kilobytes of
+    the file that holds it are downloaded."""
+    names = Names(read_config(folder, drafter=True))
+    files = shard_names(folder, names.is_final_norm)
+    if names.drafter or all((folder / file).exists() for file in files):
+        yield folder
+        return
+    with _hub_errors(repo), TemporaryDirectory() as temporary:
+        for small in ("config.json", INDEX):
+            shutil.copyfile(folder / small, Path(temporary, small))
+        for file in files:
+            _copy_header(repo, folder.name, file, Path(temporary, file), names.is_final_norm)
+        yield Path(temporary)
+
+
+def _copy_header(
+    repo: str, revision: str, file: str, target: Path, wanted: Callable[[str], bool] = lambda name: False
+) -> None:
+    """Create a sparse file as long as the hub's that has only its header, and the `wanted` tensors."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with HfFileSystem(endpoint=constants.ENDPOINT).open(f"{repo}@{revision}/{file}", block_size=BLOCK) as remote:
         length = remote.read(8)
         target.write_bytes(length + remote.read(min(int.from_bytes(length, "little"), MAX_HEADER)))
         os.truncate(target, remote.size)
+        for name, tensor in read_header(target).tensors.items():
+            if wanted(name):
+                remote.seek(tensor.start)
+                with target.open("r+b") as local:
+                    local.seek(tensor.start)
+                    local.write(remote.read(tensor.nbytes))
 
 
 @contextmanager
@@ -212,15 +250,17 @@ def _cached_snapshot(repo: str, *, text: bool = True, vision: bool = False) -> P
     if not isinstance(config, str):
         return None
     folder = Path(config).parent
+    is_text = Names(read_config(folder, drafter=not text)).is_text
     wanted = (shard_names(folder, is_text) if text else []) + (shard_names(folder, is_vision) if vision else [])
     return folder if all((folder / file).exists() for file in wanted) else None
 
 
 def _lacks_head(folder: Path) -> bool:
     """Return whether config.json promises a head that has not been downloaded, and may be on the hub."""
-    config = read_config(folder)
+    config = read_config(folder, drafter=True)
     if not models.head_modules(config) or find_sidecar(folder, config):
         return False
+    is_head = Names(config).is_head
     files = [folder / file for file in shard_names(folder, is_head)]
     names = [name for file in files if file.exists() for name in read_header(file).tensors]
     return not all(file.exists() for file in files) or not any(map(is_head, names))

@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import yaml  # type: ignore[import-untyped]
 from huggingface_hub import metadata_load
 
 from .. import cards, models
 from ..errors import CheckpointError
 from .config import REMEDY, printable_error, read_config
-from .names import is_head, is_vision
+from .head import SIDECARS, check_final_norm, check_sizes, find_sidecar, read_head
+from .names import Names, is_head, is_vision
 from .parameters import Stored, find_misfit, find_parameters, parameter_shapes, quantization_of
 from .safetensors import INDEX, Header, read_header, read_index
 
-SIDECARS = ("mtp.safetensors", "model-mtp.safetensors", "mtp/weights.safetensors")
 NORMS = "norms/weights.safetensors"  # the trunk's in float32: 1 + w loses bits in the half precision of the shards
 NO_WEIGHTS = "no safetensors file. Headstart reads Hugging Face releases and MLX conversions."
 # Why the head of a cached model could not be downloaded in this process, by the model's folder.
@@ -75,17 +74,24 @@ class Layout:
         }
 
 
-def read_layout(path: Path) -> Layout:
-    """Recognise the model in the folder `path`, or raise a CheckpointError when its trunk is unusable."""
-    config = read_config(path)
-    family = models.FAMILIES[config["model_type"]].name
-    weights = expected_weights(path, config)
-    modules = dict(weights.named_modules())
-    headers, absent = _read_shards(path)
+def read_layout(path: Path, head_source: Path | None = None) -> Layout:
+    """Recognise the model in the folder `path`, or raise a CheckpointError when its trunk is unusable.
 
-    trunk = find_parameters(headers, head=False)
+    With `head_source` the head is the one in that folder, a checkpoint's or a drafter's.
+    """
+    config = read_config(path)
+    if head_source is not None:
+        check_sizes(path, config, str(head_source), read_config(head_source, drafter=True))
+        if not models.head_modules(config):
+            models.text_config(config)[head_field(config)] = 1
+    family = models.FAMILIES[config["model_type"]].name
+    model = expected_model(path, config)
+    weights, names = model.weights, Names(config)
+    headers, absent = _read_shards(path, names)
+
+    trunk = find_parameters(headers, names, head=False)
     if (path / NORMS).is_file():
-        norms = find_parameters([read_header(path / NORMS)], head=False, sidecar=True)
+        norms = find_parameters([read_header(path / NORMS)], names, head=False, sidecar=True)
         trunk |= {name: part for name, part in norms.items() if name in trunk}
     if problem := find_misfit(trunk, weights):
         raise CheckpointError(f"{path}: {problem}. {_remedy(config)}")
@@ -93,11 +99,18 @@ def read_layout(path: Path) -> Layout:
     if provenance is None:
         raise CheckpointError(f"{path}: nothing says whether its files are as released or converted.")
 
-    if sidecar := find_sidecar(path, config):
-        head = find_parameters([read_header(sidecar)], head=True, sidecar=True)
+    if head_source is not None:
+        head = read_head(head_source)
+    elif sidecar := find_sidecar(path, config):
+        head = find_parameters([read_header(sidecar)], names, head=True, sidecar=True)
     else:
-        head = find_parameters(headers, head=True)
+        head = find_parameters(headers, names, head=True)
+    if head:
+        model.share_missing(head)
     problem = find_misfit(head, weights, head=True) if head else None
+    if head_source is not None and problem is None:
+        check_final_norm(path, config, trunk, head_source)
+    modules = dict(weights.named_modules())
     stored = {**trunk, **head} if head and problem is None else trunk
     quantized = {name: how for name in modules if (how := quantization_of(name, modules[name], stored))}
     if head:
@@ -119,17 +132,25 @@ def read_layout(path: Path) -> Layout:
     )
 
 
-def expected_weights(path: Path, config: dict[str, Any]) -> nn.Module:
-    """Return the model's modules with their head, not computed: the names and shapes that the files must have."""
+def head_field(config: dict[str, Any]) -> str:
+    """Return the field of config.json that promises a head."""
+    family = models.FAMILIES[config["model_type"]].name
+    return "mtp_num_hidden_layers" if family in ("qwen3_5", "qwen3_5_moe") else "num_nextn_predict_layers"
+
+
+def expected_model(path: Path, config: dict[str, Any]) -> models.Model:
+    """Return the model with its head, not computed: the names and shapes that the files must have."""
     try:
-        return models.build(copy.deepcopy(config)).weights
+        return models.build(copy.deepcopy(config))
+    except CheckpointError:
+        raise
     except Exception as error:  # whatever mlx-lm raises, only the config can be its cause
         raise CheckpointError(
             f"{path / 'config.json'}: a field is missing or wrong ({printable_error(error)}). {REMEDY}"
         ) from error
 
 
-def _read_shards(path: Path) -> tuple[list[Header], dict[str, str]]:
+def _read_shards(path: Path, names: Names) -> tuple[list[Header], dict[str, str]]:
     """Return the headers of the shards, checked against the index, and what is wrong with files of the head."""
     index = read_index(path)
     if index is None:
@@ -142,27 +163,16 @@ def _read_shards(path: Path) -> tuple[list[Header], dict[str, str]]:
         if not is_vision(name):
             names_of.setdefault(file, []).append(name)
     headers, absent = [], {}
-    for file, names in sorted(names_of.items()):
+    for file, expected in sorted(names_of.items()):
         header = read_header(path / file) if (path / file).exists() else None
-        if lacking := [name for name in names if not header or name not in header.tensors]:
+        if lacking := [name for name in expected if not header or name not in header.tensors]:
             problem = f"lacks {lacking[0]}" if header else "is missing"
-            if not all(is_head(name) for name in lacking):
+            if not all(names.is_head(name) for name in lacking):
                 raise CheckpointError(f"{path / file}: {problem}, though {INDEX} names it. Download the file again.")
             absent[file] = problem
         if header:
             headers.append(header)
     return headers, absent
-
-
-def sidecar_names(config: dict[str, Any]) -> list[str]:
-    """Return where a head may be beside the shards. MTPLX and OptiQ name the file in config.json."""
-    named = (config.get("mlx_lm_extra_tensors") or {}).get("mtp_file")
-    return [str(named), *SIDECARS] if named else [*SIDECARS]
-
-
-def find_sidecar(path: Path, config: dict[str, Any]) -> Path | None:
-    """Return the file of a head beside the shards, which takes precedence over a head inside them."""
-    return next((path / name for name in sidecar_names(config) if (path / name).is_file()), None)
 
 
 def _graft_command(path: Path, family: str) -> str:
@@ -184,7 +194,7 @@ def _describe_missing_head(path: Path, family: str, absent: dict[str, str], prom
 
 def _describe_head(path: Path, family: str, head: Stored, problem: str | None, quantized: dict[str, Any]) -> Mtp:
     files = {source.tensor.file for part in head.values() for source in part.sources}
-    location = ", ".join(str(file.relative_to(path)) for file in sorted(files))
+    location = ", ".join(str(file.relative_to(path) if file.is_relative_to(path) else file) for file in sorted(files))
     count = len({name.split(".")[2] for name in head if name.startswith("mtp.layers.")})
     if problem:
         graft = _graft_command(path, family)

@@ -28,9 +28,9 @@ from ..models.compiler import ensure_compiles
 from ..models.memory import Footprint
 from .config import printable_error, read_object
 from .draft_vocabulary import read_draft_tokens
-from .hub import resolve
+from .hub import resolve, resolve_head
 from .layout import read_layout
-from .names import canonical, is_head
+from .names import is_head, without_prefix
 from .parameters import parameter_shapes
 from .read import LazyFiles, read_parameter
 
@@ -56,6 +56,7 @@ def load_model(
     name: str | Path | None = None,
     *,
     mtp: bool | None = None,
+    head: str | Path | None = None,
     dtype: mx.Dtype | None = None,
     split: MakePart | None = None,
 ) -> models.Model:
@@ -64,20 +65,26 @@ def load_model(
     Args:
         name: See `resolve`.
         mtp: False loads no head; None leaves it to HEADSTART_MTP.
+        head: A model or a drafter (`qwen3_5_mtp`) whose head is taken, by a name as `resolve` takes it.
         dtype: Of all weights that are not quantised; None chooses it by `compute_dtype`.
         split: Read only this machine's part of the model.
 
     Raises:
         HeadError: There is a head but it cannot be used. Where there is none, `Model.head_unavailable` says why.
     """
-    layout = read_layout(resolve(name))
+    layout = read_layout(resolve(name), resolve_head(head) if head is not None and mtp is not False else None)
     decision = layout.dispatch(mtp)
     if layout.mtp.location and not layout.mtp.available and decision.reason == layout.mtp.reason:
         raise HeadError(f"{layout.path}: {layout.mtp.reason}")
     ensure_compiles()
     stored = {name: part for name, part in layout.stored.items() if decision.drafts or not is_head(name)}
     packed = {name: how for name, how in layout.quantized.items() if f"{name}.scales" in stored}  # not float8
-    model = _quantized(models.build(layout.config, head=decision.drafts), packed)
+    model = models.build(layout.config, head=decision.drafts)
+    if split is not None and not model.family.divisible:
+        raise CheckpointError(f"{layout.path}: {layout.family} models cannot be divided among several machines yet.")
+    if model.has_head:
+        model.share_missing(stored)
+    model = _quantized(model, packed)
     if split is None:
         _check_memory(layout.path, sum(part.nbytes for part in stored.values()), Footprint.of(model))
     norms = {f"{name}.weight" for name, module in model.weights.named_modules() if isinstance(module, Norm)}
@@ -90,7 +97,8 @@ def load_model(
     for name in parameter_shapes(model.weights):
         if part is not None and not part.holds(name):
             continue
-        array = read_parameter(name, stored, files, dtype, is_norm=name in norms)
+        offset = model.family.norm_offset if name in norms else None
+        array = read_parameter(name, stored, files, dtype, norm_offset=offset)
         if part is not None:
             array = part.cut(name, array)
         mx.eval(array)
@@ -165,7 +173,7 @@ def _quantized(model: models.Model, packed: dict[str, dict[str, Any]]) -> models
     """Return the model with quantised modules where the files hold quantised weights."""
 
     def how(prefix: str) -> Callable[[str, nn.Module], dict[str, Any] | bool]:
-        return lambda path, module: packed.get(prefix + canonical(path), False)
+        return lambda path, module: packed.get(prefix + without_prefix(path), False)
 
     nn.quantize(model.lm, class_predicate=how(""))
     mtp = model.weights.mtp if model.has_head else None

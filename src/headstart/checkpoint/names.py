@@ -1,47 +1,100 @@
 """What tensors are called, in releases and in conversions, and which parameter of the model each belongs to.
 
-The model's names are upstream's without prefixes:
+The model's names are upstream's without prefixes, and the head's are under `mtp.`:
 
 - raw, expert 7 of it: `model.language_model.layers.0.mlp.experts.7.up_proj.weight`
 - converted: `language_model.model.layers.0.mlp.switch_mlp.up_proj.weight`
 - the model's: `layers.0.mlp.switch_mlp.up_proj.weight`
+- the head of a DeepSeek-V3 with 61 layers: `model.layers.61.eh_proj.weight` → `mtp.layers.0.eh_proj.weight`
 
 All that is known of names is here. What is done to values is in `read.py`.
 """
 
 import re
+from typing import Any, NamedTuple
+
+from .. import models
 
 PREFIX = re.compile(r"^(?:(?:model|language_model)\.)+")
 VISION = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
 EXPERT = re.compile(r"^(.+\.mlp)\.experts\.(\d{1,6})\.(gate_proj|up_proj|down_proj)\.(\w+)$")
 FUSED = re.compile(r"^(.+\.mlp)\.experts\.(gate_up_proj|down_proj)(?:\.(weight|scales|biases))?$")
+LATENT = re.compile(r"^(.+\.self_attn)\.kv_b_proj\.(weight|weight_scale_inv)$")
 
 
-def canonical(name: str) -> str:
+FINAL_NORM = "norm.weight"
+
+
+def without_prefix(name: str) -> str:
     return PREFIX.sub("", name)
 
 
 def is_vision(name: str) -> bool:
-    return canonical(name).startswith(VISION)
+    return without_prefix(name).startswith(VISION)
 
 
 def is_head(name: str) -> bool:
-    return canonical(name).startswith("mtp.")
+    """Return whether a parameter, by the model's name, is the head's."""
+    return name.startswith("mtp.")
 
 
-def is_text(name: str) -> bool:
-    return not is_head(name) and not is_vision(name)
+class ParameterPart(NamedTuple):
+    """What a tensor is of a parameter: all of it, one expert, or with `half` a part of what the tensor holds."""
+
+    parameter: str
+    expert: int | None = None
+    half: int | None = None  # 0, 1: of `gate_up_proj`, gate first; of `kv_b_proj`, keys first
+    heads: tuple[int, int, int] | None = None  # of `kv_b_proj`: their number, sizes of a key and of a value
 
 
-def parameters_in(name: str) -> list[tuple[str, int | None, int | None]]:
-    """Return parameter, expert and half for what the tensor `name` holds; `gate_up_proj` holds two, gate first."""
-    name = canonical(name)
-    if match := EXPERT.match(name):
-        mlp, expert, projection, leaf = match.groups()
-        return [(f"{mlp}.switch_mlp.{projection}.{leaf}", int(expert), None)]
-    if match := FUSED.match(name):
-        mlp, projection, leaf = match.groups(default="weight")
-        if projection == "gate_up_proj":
-            return [(f"{mlp}.switch_mlp.{half}_proj.{leaf}", None, i) for i, half in enumerate(("gate", "up"))]
-        return [(f"{mlp}.switch_mlp.down_proj.{leaf}", None, None)]
-    return [(name, None, None)]
+class Names:
+    """The names of one model's tensors, which depend on its family and on how many layers it has."""
+
+    def __init__(self, config: dict[str, Any]):
+        family, text = models.FAMILIES[config["model_type"]], models.text_config(config)
+        self.norm_offset = family.norm_offset
+        self.drafter = "drafter" in config  # every tensor is the head's
+        self.heads = tuple(text.get(name) for name in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
+        layers, spec = int(text.get("num_hidden_layers") or 0), family.head
+        self.released = {
+            spec.released_as.format(layer=layers + module, module=module): f"mtp.layers.{module}."
+            for module in range(models.head_modules(config) or 1)
+            if spec.in_layer and family.head_layer is not None
+        }
+
+    def canonical(self, name: str) -> str:
+        """Return the model's name for the tensor `name`, except that experts are not stacked yet."""
+        name = without_prefix(name)
+        if self.drafter:
+            return f"mtp.{name.removeprefix('mtp.')}"
+        for released, ours in self.released.items():
+            if name.startswith(released):
+                return ours + name.removeprefix(released)
+        return name
+
+    def is_head(self, name: str) -> bool:
+        return is_head(self.canonical(name))
+
+    def is_final_norm(self, name: str) -> bool:
+        return self.canonical(name) == FINAL_NORM
+
+    def is_text(self, name: str) -> bool:
+        return not self.is_head(name) and not is_vision(name)
+
+    def parts(self, name: str) -> list[ParameterPart]:
+        """Return what the tensor `name` holds."""
+        name = self.canonical(name)
+        if match := EXPERT.match(name):
+            mlp, expert, projection, leaf = match.groups()
+            return [ParameterPart(f"{mlp}.switch_mlp.{projection}.{leaf}", int(expert))]
+        if match := FUSED.match(name):
+            mlp, projection, leaf = match.groups(default="weight")
+            if projection == "gate_up_proj":
+                both = (f"{mlp}.switch_mlp.gate_proj.{leaf}", f"{mlp}.switch_mlp.up_proj.{leaf}")
+                return [ParameterPart(parameter, half=half) for half, parameter in enumerate(both)]
+            return [ParameterPart(f"{mlp}.switch_mlp.down_proj.{leaf}")]
+        if (match := LATENT.match(name)) and None not in self.heads:
+            attention, leaf = match.groups()
+            both, heads = (f"{attention}.embed_q.{leaf}", f"{attention}.unembed_out.{leaf}"), self.heads
+            return [ParameterPart(parameter, None, half, heads) for half, parameter in enumerate(both)]  # type: ignore[arg-type]
+        return [ParameterPart(name)]

@@ -13,10 +13,11 @@ from typing import Any, Literal
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.models.mla import MultiLinear
 from mlx_lm.utils import infer_quant_config
 
 from .config import read_object
-from .names import is_head, is_vision, parameters_in
+from .names import Names, ParameterPart, is_head, is_vision
 from .safetensors import Header, TensorInfo
 
 Provenance = Literal["raw", "converted"]
@@ -28,12 +29,11 @@ FP8_BLOCK = 128
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor in a file, and which part of a parameter it is: all of it, one expert, or half of a fused tensor."""
+    """A tensor in a file, and which part of a parameter it is."""
 
     tensor: TensorInfo
     provenance: Provenance | None
-    expert: int | None = None
-    half: int | None = None  # of axis -2
+    part: ParameterPart
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def parameter_shapes(weights: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: array.shape for name, array in flat}
 
 
-def find_parameters(headers: list[Header], *, head: bool, sidecar: bool = False) -> Stored:
+def find_parameters(headers: list[Header], names: Names, *, head: bool, sidecar: bool = False) -> Stored:
     """Return the parameters of the trunk, or of the head, in these files.
 
     A `sidecar` is a file beside the shards. If none of its names has the prefix `mtp.`, all are the head's.
@@ -76,23 +76,29 @@ def find_parameters(headers: list[Header], *, head: bool, sidecar: bool = False)
         provenance = _provenance_of_conv1d(header) or by_format.get(header.format) or _provenance_of_names(header)
         if sidecar and _manifest_says_converted(header):
             provenance = "converted"
-        unprefixed = head and sidecar and not any(is_head(name) for name in header.tensors)
+        if provenance is None and not names.norm_offset:  # nothing depends on it
+            provenance = "raw"
+        unprefixed = head and sidecar and not any(names.is_head(name) for name in header.tensors)
         for name, tensor in header.tensors.items():
-            if is_vision(name) or head != (unprefixed or is_head(name)):
+            if is_vision(name) or head != (unprefixed or names.is_head(name)):
                 continue
-            for parameter, expert, half in parameters_in(name):
-                parameter = f"mtp.{parameter}" if unprefixed else parameter
-                sources.setdefault(parameter, []).append(Source(tensor, provenance, expert, half))
+            for part in names.parts(name):
+                parameter = f"mtp.{part.parameter}" if unprefixed else part.parameter
+                sources.setdefault(parameter, []).append(Source(tensor, provenance, part))
     return {name: _stored_parameter(name, parts) for name, parts in sources.items()}
 
 
 def _stored_parameter(name: str, sources: list[Source]) -> StoredParameter:
-    sources.sort(key=lambda source: source.expert or 0)
-    first = sources[0]
+    sources.sort(key=lambda source: source.part.expert or 0)
+    first, part = sources[0], sources[0].part
     shape = first.tensor.shape
-    if first.half is not None and len(shape) > 1 and shape[-2] % 2 == 0:  # an odd one will not fit the model
+    if part.heads is not None:
+        heads, key, value = part.heads
+        if name.endswith(".weight") and len(shape) == 2 and shape[0] == heads * (key + value):
+            shape = (heads, shape[1], key) if part.half == 0 else (heads, value, shape[1])
+    elif part.half is not None and len(shape) > 1 and shape[-2] % 2 == 0:  # an odd one will not fit the model
         shape = (*shape[:-2], shape[-2] // 2, shape[-1])
-    if first.expert is not None:
+    if part.expert is not None:
         shape = (len(sources), *shape)
     if first.provenance == "raw" and name.endswith("conv1d.weight") and len(shape) == 3:
         shape = (shape[0], shape[2], shape[1])  # [C, 1, K] → [C, K, 1]
@@ -172,7 +178,7 @@ def find_misfit(stored: Stored, weights: nn.Module, *, head: bool = False) -> st
 
 
 def _misfit_of_sources(name: str, part: StoredParameter) -> str | None:
-    experts = {source.expert for source in part.sources}
+    experts = {source.part.expert for source in part.sources}
     if len(experts) < len(part.sources) or (None in experts and len(experts) > 1):
         files = ", ".join(sorted({source.tensor.file.name for source in part.sources}))
         return f"{name} is stored twice ({files})"
@@ -197,6 +203,8 @@ def _quantised_shapes(path: str, module: nn.Module, stored: Stored) -> dict[str,
     if not hasattr(module, "to_quantized") or how["bits"] not in BITS:
         raise ValueError("it cannot be quantised so")
     *rows, columns = module.weight.shape
+    if how["mode"] == "fp8" and isinstance(module, MultiLinear):  # cut from `kv_b_proj`, whose scales these are
+        return {f"{path}.weight_scale_inv": stored[f"{path}.weight_scale_inv"].shape}
     if how["mode"] == "fp8":
         return {f"{path}.weight_scale_inv": (*rows[:-1], -(-rows[-1] // FP8_BLOCK), -(-columns // FP8_BLOCK))}
     groups = (*rows, columns // how["group_size"])

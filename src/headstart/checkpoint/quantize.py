@@ -9,6 +9,7 @@ import mlx.nn as nn
 from mlx_lm.convert import QUANT_RECIPES, mixed_quant_predicate_builder
 
 from ..errors import CheckpointError
+from ..models import HeadSpec
 from .parameters import BITS, GROUP_SIZES
 
 ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
@@ -65,10 +66,9 @@ class Recipe:
             return choose
         return lambda path, module: {"group_size": self.group_size, "bits": self.bits} if self.bits else None
 
-    def for_head(self, path: str, module: nn.Module) -> Quantization | None:
-        if self.head_bits is None or path == "mtp.fc":
-            return None
-        return {"group_size": self.group_size, "bits": self.head_bits}
+    def for_head(self, spec: HeadSpec) -> Choose:
+        how = {"group_size": self.group_size, "bits": self.head_bits} if self.head_bits else None
+        return lambda path, module: None if path.endswith(f".{spec.names.fc}") else how
 
 
 def choose_quantization(path: str, module: nn.Module, choose: Choose) -> Quantization | None:

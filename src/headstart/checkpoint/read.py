@@ -9,14 +9,16 @@ from ..errors import CheckpointError
 from .config import printable_error
 from .parameters import FP8_BLOCK, Source, Stored
 
+FLOAT32 = (".A_log", ".e_score_correction_bias")
 LazyFiles = dict[Path, dict[str, mx.array]]  # what `mx.load` returned and is not used up
 
 
 def read_parameter(
-    name: str, stored: Stored, files: LazyFiles, dtype: mx.Dtype, *, is_norm: bool = False
+    name: str, stored: Stored, files: LazyFiles, dtype: mx.Dtype, *, norm_offset: float | None = None
 ) -> mx.array:
-    """Return the parameter `name` in the model's shape, of type `dtype`; norms, as 1 + w, and `A_log` in float32.
+    """Return the parameter `name` in the model's shape, of type `dtype`; norms and what is in `FLOAT32` in float32.
 
+    `norm_offset` is what released norms leave out, None for what is no norm.
     What it is made of is dropped from `files`, so that its memory is freed with the result.
     """
     part = stored[name]
@@ -24,15 +26,20 @@ def read_parameter(
     if scales := stored.get(f"{name}_scale_inv"):
         blocks = [_take(source, files) for source in scales.sources]
         arrays = [_dequantize_fp8(codes, scale).astype(dtype) for codes, scale in zip(arrays, blocks, strict=True)]
-    array = arrays[0] if part.sources[0].expert is None else mx.stack(arrays)
-    if (half := part.sources[0].half) is not None:
+    _, expert, half, heads = part.sources[0].part
+    array = arrays[0] if expert is None else mx.stack(arrays)
+    if heads is not None:
+        number, key, _ = heads
+        keys, values = mx.split(array.reshape(number, -1, array.shape[-1]), [key], axis=1)
+        array = mx.contiguous(keys.swapaxes(-1, -2) if half == 0 else values)
+    elif half is not None:
         array = mx.contiguous(mx.split(array, 2, axis=-2)[half])
     if part.raw and name.endswith("conv1d.weight"):
         array = mx.contiguous(array.moveaxis(1, 2))  # [C, 1, K] → [C, K, 1]
-    if is_norm:
+    if norm_offset is not None:
         array = array.astype(mx.float32)
-        return array + 1.0 if part.raw else array
-    if name.endswith(".A_log"):
+        return array + norm_offset if part.raw and norm_offset else array
+    if name.endswith(FLOAT32):
         return array.astype(mx.float32)
     return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
 
@@ -50,8 +57,8 @@ def open_file(path: Path, files: LazyFiles) -> dict[str, mx.array]:
 
 def _take(source: Source, files: LazyFiles) -> mx.array:
     arrays, name = open_file(source.tensor.file, files), source.tensor.name
-    # The first half of a fused tensor, `gate_proj`, is read before the second, `up_proj`.
-    return arrays[name] if source.half == 0 else arrays.pop(name)
+    # The first half of a fused tensor, `gate_proj` or `embed_q`, is read before the second.
+    return arrays[name] if source.part.half == 0 else arrays.pop(name)
 
 
 def _dequantize_fp8(codes: mx.array, scales: mx.array) -> mx.array:

@@ -33,6 +33,7 @@ class TensorInfo:
     dtype: mx.Dtype
     shape: tuple[int, ...]
     file: Path
+    start: int  # of its bytes in the file
 
     @property
     def nbytes(self) -> int:
@@ -58,15 +59,18 @@ def read_header(path: Path) -> Header:
             raise Malformed(printable_error(error)) from error
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            start = file.tell()
         metadata = header.pop("__metadata__", {})
-        tensors = {checked_name(name, "a tensor"): _tensor_info(path, name, entry) for name, entry in header.items()}
+        tensors = {
+            checked_name(name, "a tensor"): _tensor_info(path, start, name, entry) for name, entry in header.items()
+        }
     return Header(path, tensors, (metadata or {}).get("format"), metadata is None)
 
 
-def _tensor_info(path: Path, name: str, entry: dict[str, Any]) -> TensorInfo:
+def _tensor_info(path: Path, start: int, name: str, entry: dict[str, Any]) -> TensorInfo:
     if entry["dtype"] not in DTYPES:
         raise Malformed(f"{name}: dtype {entry['dtype']} is unknown; known are {', '.join(DTYPES)}")
-    return TensorInfo(name, DTYPES[entry["dtype"]], tuple(entry["shape"]), path)
+    return TensorInfo(name, DTYPES[entry["dtype"]], tuple(entry["shape"]), path, start + entry["data_offsets"][0])
 
 
 def read_index(folder: Path) -> dict[str, Any] | None:

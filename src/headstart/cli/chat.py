@@ -22,6 +22,7 @@ HELP = "/help shows this, /clear forgets the conversation, /exit or Ctrl-D leave
 def chat_command(
     model: str | None,
     mtp: bool | None = options.MTP,
+    head: str | None = options.HEAD,
     show_drafts: bool = options.SHOW_DRAFTS,
     max_tokens: int = Option(1024, "--max-tokens", "-n", min=1, help="Most tokens of an answer."),
     *,
@@ -35,7 +36,7 @@ def chat_command(
     from ..library import load, stream_generate
     from ..state import PrefixCache
 
-    loaded, tokenizer = load(find_model(model), mtp=mtp)
+    loaded, tokenizer = load(find_model(model), mtp=mtp, head=head)
     console, aside = Console(highlight=False), Console(stderr=True, highlight=False)
     aside.print(HELP, style="dim")
     if show_drafts:

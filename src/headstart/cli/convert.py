@@ -80,7 +80,8 @@ def graft_command(
     from ..checkpoint import hub, read_layout
     from ..checkpoint.config import read_config
     from ..checkpoint.convert import SIDECAR
-    from ..checkpoint.graft import check_sizes, graft, plan_graft, require_lost_head
+    from ..checkpoint.graft import graft, plan_graft, require_lost_head
+    from ..checkpoint.head import check_final_norm, check_sizes
     from ..checkpoint.layout import original_id
     from ..checkpoint.quantize import Recipe
 
@@ -94,7 +95,10 @@ def graft_command(
     found = hub.locate(source or original)
     folder, files = (found, {}) if isinstance(found, Path) else hub.missing_files(found, text=False)
     name = str(found)
-    check_sizes(layout, name, read_config(folder))
+    check_sizes(layout.path, layout.config, name, read_config(folder, drafter=True))
+    if isinstance(found, str):
+        with hub.final_norm_folder(found, folder) as place:
+            check_final_norm(layout.path, layout.config, layout.stored, place, name)
     if files:
         announce_download(name, files, dry_run=dry_run)
         hub.download_files(name, folder, files)

@@ -56,11 +56,11 @@ def connect_machines() -> Iterator["Machines | None"]:
 
 
 def load_share(
-    folder: Path, machines: "Machines | None", split: "Split", *, mtp: bool | None
+    folder: Path, machines: "Machines | None", split: "Split", *, mtp: bool | None, head: str | None
 ) -> "tuple[Model, TokenizerWrapper]":
     """Load the model, or this machine's share of it."""
     from .. import cluster, library
 
     if machines is None:
-        return library.load(folder, mtp=mtp)
-    return cluster.load_part(folder, machines.comm, split, mtp=mtp)
+        return library.load(folder, mtp=mtp, head=head)
+    return cluster.load_part(folder, machines.comm, split, mtp=mtp, head=head)

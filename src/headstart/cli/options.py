@@ -14,6 +14,9 @@ Split = Literal["tensor", "pipeline"]
 Rule = Literal["auto", "ratio", "coupled", "optimistic"]
 
 MTP = Option(None, "--mtp/--no-mtp", help="Load the MTP head or not.", show_default="yes, unless HEADSTART_MTP is 0")
+HEAD = Option(
+    None, metavar="MODEL", help="Draft with the head of another model or drafter.", show_default="the model's own"
+)
 SPLIT = Option("tensor", help="Under mlx.launch: machines share every layer, or have some layers each.")
 SHOW_DRAFTS = Option(
     False, "--show-drafts", help="Show where tokens came from: draft, copy, correction, bonus or plain."

@@ -30,8 +30,7 @@ def probe_command(
     from ..bench.probe import ProbeReport, decode_depths, find_divergences, probe_prompts
     from ..bench.system import system_info
     from ..checkpoint import load_model, load_tokenizer, read_layout
-    from ..checkpoint.convert import head_field
-    from ..checkpoint.layout import hub_id
+    from ..checkpoint.layout import head_field, hub_id
 
     check_output(output)
     if model is None:
@@ -39,7 +38,7 @@ def probe_command(
     layout = read_layout(find_model(model))
     decision = layout.dispatch(mtp=True)
     if not decision.drafts:
-        declare = f" Declare it in config.json, `{head_field(layout.family)}`: 1." if layout.mtp.available else ""
+        declare = f" Declare it in config.json, `{head_field(layout.config)}`: 1." if layout.mtp.available else ""
         raise HeadError(f"{layout.path}: no head to probe: {decision.reason}{declare}")
     k = min(k, decision.max_k)
     name = hub_id(layout.path) or layout.path.absolute().name  # never the path, which is private
@@ -66,7 +65,8 @@ def _about(layout: "Layout") -> dict[str, Any]:
 
 def _remedy(layout: "Layout") -> str:
     """Say how to get a sound head where this one is not."""
-    from ..checkpoint.layout import find_sidecar, original_id
+    from ..checkpoint.head import find_sidecar
+    from ..checkpoint.layout import original_id
 
     source = original_id(layout.path, layout.family) or "ORIGINAL"
     if layout.layout == "raw":

@@ -25,6 +25,7 @@ def serve_command(
     port: int = Option(8000, min=0, max=65535, help="0 takes a free one."),
     model_id: str | None = Option(None, help="What clients call it.", show_default="its hub id or folder's name"),
     mtp: bool | None = options.MTP,
+    head: str | None = options.HEAD,
     api_key: list[str] | None = Option(
         None, metavar="KEY", envvar="HEADSTART_API_KEY", help="A key that clients must send. Repeat for more."
     ),
@@ -71,7 +72,7 @@ def serve_command(
         nullcontext() if cluster and cluster.rank else server.bind(host, port) as bound,
     ):
         folder = find_model(model)
-        loaded, tokenizer = machines.load_share(folder, cluster, split, mtp=mtp)
+        loaded, tokenizer = machines.load_share(folder, cluster, split, mtp=mtp, head=head)
         served = server.ServedModel.of(read_layout(folder), loaded, tokenizer, id=model_id)
         cache_bytes = memory_for_prefixes() if prefix_cache_gb is None else int(prefix_cache_gb * 1e9)
         if cluster is None:

@@ -58,12 +58,13 @@ def load_part(
     split: Split = "tensor",
     *,
     mtp: bool | None = None,
+    head: str | Path | None = None,
     dtype: mx.Dtype | None = None,
 ) -> tuple[Model, TokenizerWrapper]:
     """Load this rank's part of a model, and its tokenizer. The checkpoint must be on every machine."""
     folder = resolve(path)
     parallel = TensorParallel if split == "tensor" else PipelineParallel
-    model = load_model(folder, mtp=mtp, dtype=dtype, split=lambda config: parallel.of(config, comm))
+    model = load_model(folder, mtp=mtp, head=head, dtype=dtype, split=lambda config: parallel.of(config, comm))
     return model, load_tokenizer(folder)
 
 

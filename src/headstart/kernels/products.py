@@ -50,8 +50,10 @@ def products(x: mx.array, *layers: nn.Module) -> list[mx.array]:
     if not _fits(x, found):
         return [stock_product(x, layer) for layer in layers]
     if len({SumOrder.of(weights) for weights in found}) > 1:
-        return [launch_products(x, [weights])[0] for weights in found]
-    return launch_products(x, found)
+        made = [launch_products(x, [weights])[0] for weights in found]
+    else:
+        made = launch_products(x, found)
+    return cpu.add_biases(made, layers)
 
 
 def _fits(x: mx.array, weights: list[MatrixWeights]) -> bool:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..errors import CheckpointError
-from . import qwen3_5, qwen3_next
+from . import deepseek_v3, glm4_moe, llama, mimo, qwen3, qwen3_5, qwen3_next
 from .base import Family, Head, HeadSpec, Model, Weights, use_float32_norms
 
 FAMILIES: dict[str, Family] = {
@@ -12,6 +12,17 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe": qwen3_5.MOE,
     "qwen3_5_moe_text": qwen3_5.MOE,
     "qwen3_next": qwen3_next.FAMILY,
+    "glm4_moe": glm4_moe.GLM4_MOE,
+    "glm4_moe_lite": glm4_moe.GLM4_MOE_LITE,
+    "deepseek_v3": deepseek_v3.FAMILY,
+    "mimo": mimo.FAMILY,
+    "llama": llama.LLAMA,
+    "mistral": llama.LLAMA,
+    "mistral3": llama.MISTRAL3,
+    "ministral3": llama.MINISTRAL3,
+    "qwen2": qwen3.QWEN2,
+    "qwen3": qwen3.QWEN3,
+    "qwen3_moe": qwen3.QWEN3_MOE,
 }
 
 
@@ -23,6 +34,8 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 def head_modules(config: dict[str, Any]) -> int:
     """Return how many modules of a head config.json promises; 0 where it promises none."""
     text = text_config(config)
+    if FAMILIES[config["model_type"]].head_layer is None:
+        return 0
     return int(text.get("mtp_num_hidden_layers") or text.get("num_nextn_predict_layers") or 0)
 
 
@@ -38,9 +51,9 @@ def build(config: dict[str, Any], head: bool = True) -> Model:
     lm = family.build(config)
     text, mtp = family.text(lm), None
     use_float32_norms(text)
-    if head:
+    if head and family.head_layer is not None:
         layers = [family.head_layer(lm) for _ in range(head_modules(config) or 1)]
-        mtp = Head(family.head, layers, shape["hidden_size"], shape["vocab_size"], shape["rms_norm_eps"])
+        mtp = Head(family.head, layers, shape["hidden_size"], shape["vocab_size"], text.norm.eps)
         use_float32_norms(mtp)
     return Model(family, shape, lm, Weights(text, family.lm_head(lm), mtp))
 

@@ -1,4 +1,9 @@
-"""A gated attention layer over mlx-lm's weights, and over keys and values of rows of different lengths."""
+"""Attention layers over mlx-lm's weights, and over keys and values of rows of different lengths.
+
+A function here or in `latent_attention.py` adds the layer's output for x [B, W, H] to the residual, and returns the
+sum and its norm. `mask` makes [B, 1, W, reach], what each token sees. With `last` [B] only that token of each row
+is computed, [B, 1, H]; the others are only remembered.
+"""
 
 from collections.abc import Callable
 
@@ -6,23 +11,19 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kernels import cpu
-from ..kernels.attention import gated_attention
+from ..kernels.attention import at_last, gated_attention
 from ..kernels.products import product, products
+from ..kernels.types import ArrangedHeads
 from ..state import KV
 from .residual import Residual
 
+Mask = Callable[[], mx.array]
+
 
 def attention(
-    layer: nn.Module,
-    x: mx.array,
-    mask: Callable[[], mx.array],
-    memory: KV,
-    residual: Residual,
-    last: mx.array | None = None,
+    layer: nn.Module, x: mx.array, mask: Mask, memory: KV, residual: Residual, last: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
-    """Add the layer's output for x [B, W, H] to the residual → the sum and its norm. `mask` makes [B, 1, W, reach],
-    which says the same as `memory.offset`: a token sees all up to itself. With `last` [B] only that token of each row
-    is computed, [B, 1, H]; the others are only remembered."""
+    """Run Qwen3.5's attention, whose output has a gate. `mask` says the same as `memory.offset`."""
     if (native := cpu.native()) is not None:
         made = cpu.native_attention(native, layer, x, memory, last, residual.native)
         if made is not None:
@@ -30,3 +31,46 @@ def attention(
     both, keys, values = products(x, layer.q_proj, layer.k_proj, layer.v_proj)  # `both`: queries and gates, by head
     out = gated_attention(layer, both, keys, values, memory, mask, last)
     return residual.add(product(out, layer.o_proj))
+
+
+def gated_kv_sizes(layer: nn.Module) -> tuple[int, int, int]:
+    return layer.num_key_value_heads, layer.head_dim, layer.head_dim
+
+
+def rotate_heads(layer: nn.Module, heads: ArrangedHeads, offset: mx.array) -> ArrangedHeads:
+    """Rotate queries and keys, after their norms where the layer has them."""
+    queries, keys, values = heads
+    if "q_norm" in layer:
+        queries, keys = layer.q_norm(queries), layer.k_norm(keys)
+    return ArrangedHeads(layer.rope(queries, offset=offset), layer.rope(keys, offset=offset), values)
+
+
+def grouped_attention(
+    layer: nn.Module,
+    x: mx.array,
+    mask: Mask,
+    memory: KV,
+    residual: Residual,
+    last: mx.array | None = None,
+    *,
+    arrange: Callable[[nn.Module, ArrangedHeads, mx.array], ArrangedHeads] = rotate_heads,
+) -> tuple[mx.array, mx.array]:
+    """Run grouped-query attention. `arrange` prepares queries, keys and values [B, H, W, D] at offsets [B]."""
+    B, W, _ = x.shape
+    made = products(x, layer.q_proj, layer.k_proj, layer.v_proj)
+    counts = (layer.n_heads, layer.n_kv_heads, layer.n_kv_heads)
+    heads = [a.reshape(B, W, count, -1).transpose(0, 2, 1, 3) for a, count in zip(made, counts, strict=True)]
+    queries, keys, values = arrange(layer, ArrangedHeads(*heads), memory.offset)
+    keys, values = memory.update_and_fetch(keys, values)
+    seen = mask()
+    if last is not None:
+        queries, seen = at_last(queries, last, 2), at_last(seen, last, 2)
+    sinks = layer.get("attention_sink_bias")
+    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=layer.scale, mask=seen, sinks=sinks)
+    out = out.transpose(0, 2, 1, 3).reshape(B, out.shape[2], -1)
+    return residual.add(product(out, layer.o_proj))
+
+
+def grouped_kv_sizes(layer: nn.Module) -> tuple[int, int, int]:
+    heads = layer.n_kv_heads
+    return heads, layer.k_proj.weight.shape[0] // heads, layer.v_proj.weight.shape[0] // heads

@@ -4,9 +4,10 @@ A family is mlx-lm's modules (weights map by eye) and our forward over them: mlx
 and commits the recurrent state at once. Nothing of mlx-lm is patched or copied.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +20,7 @@ from ..kernels.products import product
 from ..kernels.types import Window
 from ..limits import DEFAULT_K, MAX_K
 from ..state import KV, BatchState, Recurrent
-from .attention import attention
+from .attention import attention, gated_kv_sizes, grouped_attention, grouped_kv_sizes
 from .decoder_layer import decoder_layer
 from .draft_vocabulary import DraftVocabulary
 from .feed_forward import feed_forward
@@ -30,6 +31,18 @@ from .share import Alone, Share
 
 
 @dataclass(frozen=True)
+class HeadNames:
+    """Names of the parts of a head beside its decoder layers, as in released files."""
+
+    fc: str = "fc"
+    embedding_norm: str = "pre_fc_norm_embedding"
+    hidden_norm: str = "pre_fc_norm_hidden"
+    norm: str = "norm"
+    lm_head: str = "lm_head"
+    embedding: str = "embed_tokens"
+
+
+@dataclass(frozen=True)
 class HeadSpec:
     """How a multi-token-prediction head is wired. The defaults are Qwen3.5's, as in vLLM, SGLang and llama.cpp."""
 
@@ -37,6 +50,15 @@ class HeadSpec:
     fed_after_norm: bool = True  # the trunk's hidden after its final norm, or before
     chains_after_norm: bool = True  # draft j+1 takes the head's hidden after its own norm, or before
     own_lm_head: bool = False  # or the trunk's
+    own_embedding: bool = False  # or the trunk's
+    first_embedding_is_zero: bool = False  # in the pair at position 0
+    in_layer: bool = False  # every module has its own parts, beside its decoder layer's; or all share one set
+    names: HeadNames = HeadNames()
+    released_as: str = "mtp."  # prefix of a module's tensors: {layer} counts from the trunk's first, {module} from 0
+
+
+def _no_projection(net: nn.Module, x: mx.array) -> Window:
+    raise NotImplementedError("a family with recurrent layers says how they project")
 
 
 @dataclass(frozen=True)
@@ -47,9 +69,26 @@ class Family:
     build: Callable[[dict[str, Any]], nn.Module]  # config.json → mlx-lm's model
     text: Callable[[nn.Module], nn.Module]  # that model → the module with `embed_tokens`, `layers` and `norm`
     lm_head: Callable[[nn.Module], nn.Module | None]  # None where the embedding is tied
-    head_layer: Callable[[nn.Module], nn.Module]  # a full-attention decoder layer like the trunk's
-    project: Callable[[nn.Module, mx.array], Window]  # the input of a GatedDeltaNet layer
+    head_layer: Callable[[nn.Module], nn.Module] | None = None  # that model → the decoder layer of a head's module
+    project: Callable[[nn.Module, mx.array], Window] = _no_projection  # the input of a GatedDeltaNet layer
     head: HeadSpec = HeadSpec()
+    attention: Callable[..., tuple[mx.array, mx.array]] = attention  # see `attention.py`
+    kv_sizes: Callable[[nn.Module], tuple[int, int, int]] = gated_kv_sizes  # heads, sizes of a key and of a value
+    window: Callable[[nn.Module], int | None] = lambda layer: None  # positions that a decoder layer sees; None: all
+    norm_offset: float = 0.0  # what released norms leave out: 1 where they are stored as w of 1 + w
+    divisible: bool = False  # `cluster` knows how to divide its trunk
+
+
+def plain_family(name: str, module: ModuleType, **fields: Any) -> Family:
+    """Return the family of a module of mlx-lm whose layers are attention and an MLP or experts."""
+    defaults: dict[str, Any] = {
+        "build": lambda config: module.Model(module.ModelArgs.from_dict(config)),
+        "text": lambda lm: lm.model,
+        "lm_head": lambda lm: lm.get("lm_head"),
+        "attention": grouped_attention,
+        "kv_sizes": grouped_kv_sizes,
+    }
+    return Family(name, **defaults | fields)
 
 
 class Norm(nn.Module):
@@ -78,17 +117,37 @@ def use_float32_norms(module: nn.Module) -> None:
 
 
 class Head(nn.Module):
-    """The weights under `mtp.*`, with upstream's names."""
+    """The weights under `mtp.*`, with upstream's names for what is in a module."""
 
     def __init__(self, spec: HeadSpec, layers: list[nn.Module], hidden: int, vocabulary: int, eps: float):
         super().__init__()
-        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
-        self.pre_fc_norm_embedding = nn.RMSNorm(hidden, eps)
-        self.pre_fc_norm_hidden = nn.RMSNorm(hidden, eps)
         self.layers = layers
-        self.norm = nn.RMSNorm(hidden, eps)
-        if spec.own_lm_head:
-            self.lm_head = nn.Linear(hidden, vocabulary, bias=False)
+        for owner in layers if spec.in_layer else [self]:
+            _put(owner, spec.names.fc, nn.Linear(2 * hidden, hidden, bias=False))
+            for name in (spec.names.embedding_norm, spec.names.hidden_norm, spec.names.norm):
+                _put(owner, name, nn.RMSNorm(hidden, eps))
+            if spec.own_lm_head:
+                _put(owner, spec.names.lm_head, nn.Linear(hidden, vocabulary, bias=False))
+            if spec.own_embedding:
+                _put(owner, spec.names.embedding, nn.Embedding(vocabulary, hidden))
+
+
+def _put(owner: nn.Module, path: str, part: nn.Module) -> None:
+    *outer, name = path.split(".")
+    for each in outer:
+        if each not in owner:
+            setattr(owner, each, nn.Module())
+        owner = owner[each]
+    setattr(owner, name, part)
+
+
+def _find(owner: nn.Module, path: str) -> Any:
+    """Return a part by its dotted name, None if there is none."""
+    for name in path.split("."):
+        if name not in owner:
+            return None
+        owner = owner[name]
+    return owner
 
 
 class Weights(nn.Module):
@@ -156,12 +215,11 @@ class Model:
         mask, share, layers = state.reserve(tokens.shape[1]), self.share, self.weights.layers
         x = share.take(self.weights.embed_tokens(tokens))
         normed = layers[0].input_layernorm(x)
+        fits = share.ranks == 1 and self.family.attention is attention  # may be a layer in one launch
         # Every part of a layer is added to x; with it comes the norm that the next part is given.
         for index, (layer, memory) in enumerate(zip(layers, state.layers, strict=True)):
             following = layers[index + 1].input_layernorm if index + 1 < len(layers) else self.weights.norm
-            if share.ranks == 1 and (
-                whole := decoder_layer(layer, x, normed, memory, state.accepted, certain, following)
-            ):
+            if fits and (whole := decoder_layer(layer, x, normed, memory, state.accepted, certain, following)):
                 x, normed = whole
                 continue
             residual = Residual(x, layer.post_attention_layernorm, share)
@@ -169,7 +227,8 @@ class Model:
                 net, project = layer.linear_attn, self.family.project
                 x, normed = gated_delta_net(net, project, normed, memory, state.accepted, certain, residual)
             else:
-                x, normed = attention(layer.self_attn, normed, mask, memory, residual)
+                seen = partial(mask, self.family.window(layer))
+                x, normed = self.family.attention(layer.self_attn, normed, seen, memory, residual)
             x, normed = feed_forward(layer.mlp, normed, Residual(x, following, share))
         return share.give(normed if share.ends and self.family.head.fed_after_norm else x)
 
@@ -210,32 +269,56 @@ class Model:
     def _head(
         self, state: BatchState, hidden: mx.array, tokens: mx.array, ahead: int, module: int, last: mx.array | None
     ) -> mx.array:
-        mtp, spec = self.weights.mtp, self.family.head
-        parts = [mtp.pre_fc_norm_embedding(self.weights.embed_tokens(tokens)), mtp.pre_fc_norm_hidden(hidden)]
-        x = product(mx.concatenate(parts if spec.embedding_first else parts[::-1], axis=-1), mtp.fc)
-        mask = state.reserve(tokens.shape[1], ahead)
-        layer, memory = mtp.layers[module], state.layers[module]
+        spec, part = self.family.head, partial(self._part, module)
+        own = part(spec.names.embedding)
+        embedding = (own if own is not None else self.weights.embed_tokens)(tokens)
+        if spec.first_embedding_is_zero:
+            positions = state.lengths[:, None] + ahead + mx.arange(tokens.shape[1])  # [B, W]
+            embedding = embedding * (positions > 0)[..., None].astype(embedding.dtype)
+        parts = [part(spec.names.embedding_norm)(embedding), part(spec.names.hidden_norm)(hidden)]
+        x = product(mx.concatenate(parts if spec.embedding_first else parts[::-1], axis=-1), part(spec.names.fc))
+        layer, memory = self.weights.mtp.layers[module], state.layers[module]
+        mask = partial(state.reserve(tokens.shape[1], ahead), self.family.window(layer))
         assert isinstance(memory, KV)
         normed = layer.input_layernorm(x)
-        if whole := decoder_layer(layer, x, normed, memory, state.accepted, 1, mtp.norm):
+        following = part(spec.names.norm)
+        fits = self.family.attention is attention
+        if fits and (whole := decoder_layer(layer, x, normed, memory, state.accepted, 1, following)):
             x, normed = whole if last is None else [at_last(each, last) for each in whole]
             return normed if spec.chains_after_norm else x
         alone = Alone()  # every machine has the whole head
         residual = Residual(x if last is None else at_last(x, last), layer.post_attention_layernorm, alone)
-        x, normed = attention(layer.self_attn, normed, mask, memory, residual, last)
-        x, normed = feed_forward(layer.mlp, normed, Residual(x, mtp.norm, alone))
+        x, normed = self.family.attention(layer.self_attn, normed, mask, memory, residual, last)
+        x, normed = feed_forward(layer.mlp, normed, Residual(x, following, alone))
         return normed if spec.chains_after_norm else x
 
-    def draft_logits(self, hidden: mx.array, reduced: bool = False) -> mx.array:
-        """Return the logits […, V] of hidden states […, H] from `head`; `reduced`: those of the draft vocabulary."""
-        if not self.family.head.chains_after_norm:
-            hidden = self.weights.mtp.norm(hidden)
+    def draft_logits(self, hidden: mx.array, reduced: bool = False, *, module: int = 0) -> mx.array:
+        """Return the logits […, V] of hidden states […, H] from a module of `head`; `reduced`: those of the draft
+        vocabulary."""
+        spec = self.family.head
+        if not spec.chains_after_norm:
+            hidden = self._part(module, spec.names.norm)(hidden)
         reduced_to = self.draft_vocabulary if reduced else None
-        return product(hidden, self._draft_lm_head if reduced_to is None else reduced_to.lm_head)
+        return product(hidden, self._draft_lm_head(module) if reduced_to is None else reduced_to.lm_head)
 
     def with_draft_vocabulary(self, ids: list[int], origin: str) -> "Model":
         """Return the model with a copy of the rows of these tokens, for drafts."""
-        return replace(self, draft_vocabulary=DraftVocabulary.of(self._draft_lm_head, ids, origin))
+        return replace(self, draft_vocabulary=DraftVocabulary.of(self._draft_lm_head(), ids, origin))
+
+    def _part(self, module: int, path: str) -> Any:
+        """Return a part of a head's module by its name, None if the trunk's is used."""
+        mtp = self.weights.mtp
+        return _find(mtp.layers[module] if self.family.head.in_layer else mtp, path)
+
+    def share_missing(self, stored: Container[str]) -> None:
+        """Use the trunk's embedding and output layer where a head's `stored` parameters lack its own copies."""
+        spec = self.family.head
+        for module, layer in enumerate(self.weights.mtp.layers if spec.in_layer else []):
+            for path in (spec.names.embedding, spec.names.lm_head):
+                outer, _, name = path.rpartition(".")
+                owner = _find(layer, outer) if outer else layer
+                if owner is not None and f"mtp.layers.{module}.{path}.weight" not in stored:
+                    owner.pop(name, None)
 
     def make_state(self, rows: int) -> BatchState:
         return BatchState.empty([self._memory(layer, rows) for layer in self.weights.layers], rows)
@@ -247,14 +330,14 @@ class Model:
     def _lm_head(self) -> nn.Module:
         return self.weights.lm_head if "lm_head" in self.weights else self.weights.embed_tokens
 
-    @property
-    def _draft_lm_head(self) -> nn.Module:
-        return self.weights.mtp.lm_head if self.family.head.own_lm_head else self._lm_head
+    def _draft_lm_head(self, module: int = 0) -> nn.Module:
+        own = self._part(module, self.family.head.names.lm_head)
+        return own if own is not None else self._lm_head
 
     def _memory(self, layer: nn.Module, rows: int) -> KV | Recurrent:
-        if not layer.is_linear:
-            attention = layer.self_attn
-            return KV.empty(rows, attention.num_key_value_heads, attention.head_dim, self.dtype)
+        if "linear_attn" not in layer:
+            heads, key, value = self.family.kv_sizes(layer.self_attn)
+            return KV.empty(rows, heads, key, self.dtype, value)
         net = layer.linear_attn
         return Recurrent.empty(
             rows,

@@ -26,6 +26,8 @@ def mlp_or_mixture(module: nn.Module, x: mx.array) -> mx.array:
     """Return `module(x)`, [B, W, H] → [B, W, H]."""
     if "switch_mlp" not in module:
         return product(swiglu_product(x, module.gate_proj, module.up_proj), module.down_proj)
+    if "shared_expert_gate" not in module:
+        return _mixture(module, x)
     if module.sharding_group is not None:  # its experts are on several machines
         return module(x)
     shared = module.shared_expert
@@ -34,6 +36,17 @@ def mlp_or_mixture(module: nn.Module, x: mx.array) -> mx.array:
     parts = chosen_experts(module.switch_mlp, x, indices)
     always = product(swiglu_product(x, shared.gate_proj, shared.up_proj), shared.down_proj)
     return combine(parts, scores, always, weight)
+
+
+def _mixture(module: nn.Module, x: mx.array) -> mx.array:
+    """Run Qwen3's mixture, or DeepSeek's, whose shared experts have no gate."""
+    if isinstance(module.gate, nn.Linear | nn.QuantizedLinear):
+        indices, scores = route(product(x, module.gate), module.top_k, module.norm_topk_prob)
+    else:
+        indices, scores = module.gate(x)
+    parts = chosen_experts(module.switch_mlp, x, indices)
+    out = (parts * scores[..., None]).sum(axis=-2).astype(x.dtype)
+    return out + mlp_or_mixture(module.shared_experts, x) if "shared_experts" in module else out
 
 
 def chosen_experts(module: nn.Module, x: mx.array, indices: mx.array) -> mx.array:

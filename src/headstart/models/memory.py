@@ -37,7 +37,8 @@ class Footprint:
         layers = [layer for state in states for layer in state.layers]
         kv = [layer for layer in layers if isinstance(layer, KV)]
         fixed = sum(array.nbytes for layer in layers if not isinstance(layer, KV) for array in layer.arrays())
-        position = sum(2 * layer.keys.shape[1] * layer.keys.shape[3] * layer.keys.itemsize for layer in kv)
+        arrays = [array for layer in kv for array in layer.arrays()]  # [1, H, 0, D]
+        position = sum(array.shape[1] * array.shape[3] * array.itemsize for array in arrays)
         # Metal's fused attention has no heads this wide: scores are an array before softmax, and another after it.
         heads = int(model.config["num_attention_heads"]) if WORKING_SET in mx.device_info() else 0
         return cls(fixed, position, 2 * heads * CHUNK * model.dtype.size)

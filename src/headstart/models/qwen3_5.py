@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3.6, dense and mixture of experts: mlx-lm keeps both in one module."""
+"""Qwen3.5, Qwen3.6 and Qwen3.8, dense and mixture of experts: mlx-lm keeps both in one module."""
 
 from typing import Any
 
@@ -37,5 +37,13 @@ def qwen3_5_project(net: nn.Module, x: mx.array) -> Window:
     return Window(qkv, z.reshape(*x.shape[:2], net.num_v_heads, net.head_v_dim), b, a)
 
 
-DENSE = Family("qwen3_5", build_qwen3_5, qwen3_5_text, qwen3_5_lm_head, qwen3_5_head_layer, qwen3_5_project)
-MOE = Family("qwen3_5_moe", build_qwen3_5_moe, qwen3_5_text, qwen3_5_lm_head, qwen3_5_head_layer, qwen3_5_project)
+QWEN3_5: dict[str, Any] = {
+    "text": qwen3_5_text,
+    "lm_head": qwen3_5_lm_head,
+    "head_layer": qwen3_5_head_layer,
+    "project": qwen3_5_project,
+    "norm_offset": 1.0,
+    "divisible": True,
+}
+DENSE = Family("qwen3_5", build_qwen3_5, **QWEN3_5)
+MOE = Family("qwen3_5_moe", build_qwen3_5_moe, **QWEN3_5)

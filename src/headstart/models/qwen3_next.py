@@ -34,5 +34,12 @@ def qwen3_next_project(net: nn.Module, x: mx.array) -> Window:
 
 
 FAMILY = Family(
-    "qwen3_next", build_qwen3_next, qwen3_next_text, qwen3_next_lm_head, qwen3_next_head_layer, qwen3_next_project
+    "qwen3_next",
+    build_qwen3_next,
+    qwen3_next_text,
+    qwen3_next_lm_head,
+    qwen3_next_head_layer,
+    qwen3_next_project,
+    norm_offset=1.0,
+    divisible=True,
 )

@@ -37,11 +37,11 @@ class BatchState:
     def capacity(self) -> int:
         return next((layer.capacity for layer in self.kv_layers), 0)
 
-    def reserve(self, width: int, ahead: int = 0) -> Callable[[], mx.array]:
+    def reserve(self, width: int, ahead: int = 0) -> Callable[..., mx.array]:
         """Reserve `width` positions, starting `ahead` past every sequence's length, and point the layers there.
 
         Returns a function that makes the attention mask [B, 1, width, reach] for kernels that need one: a position
-        sees everything up to itself.
+        sees everything up to itself, or with `window` only the last so many positions.
         """
         needed = max(self.bounds) + ahead + width
         if needed > self.capacity:
@@ -53,9 +53,10 @@ class BatchState:
             layer.offset, layer.reach = offset, reach
 
         @cache
-        def mask() -> mx.array:
-            positions = offset[:, None] + mx.arange(width)  # [B, W]
-            return mx.arange(reach) <= positions[:, None, :, None]
+        def mask(window: int | None = None) -> mx.array:
+            positions = (offset[:, None] + mx.arange(width))[:, None, :, None]  # [B, 1, W, 1]
+            seen = mx.arange(reach) <= positions
+            return seen if window is None else seen & (mx.arange(reach) > positions - window)
 
         return mask
 

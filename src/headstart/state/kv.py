@@ -14,15 +14,16 @@ STRIDE = 64  # positions; attention reads whole strides, as few as hold every se
 
 @dataclass
 class KV:
-    keys: mx.array  # [B, H, S, D]
-    values: mx.array  # [B, H, S, D]
+    keys: mx.array  # [B, H, S, Dk]
+    values: mx.array  # [B, H, S, Dv]
     offset: mx.array  # [B], where the running pass writes
     reach: int = 0  # positions that the running pass reads
 
     @classmethod
-    def empty(cls, rows: int, heads: int, dim: int, dtype: mx.Dtype) -> "KV":
-        empty = mx.zeros((rows, heads, 0, dim), dtype)
-        return cls.of([empty, empty])
+    def empty(cls, rows: int, heads: int, dim: int, dtype: mx.Dtype, value_dim: int | None = None) -> "KV":
+        """Return the cache of sequences without tokens. `value_dim` is `dim` unless it is given."""
+        dims = (dim, dim if value_dim is None else value_dim)
+        return cls.of([mx.zeros((rows, heads, 0, each), dtype) for each in dims])
 
     @classmethod
     def of(cls, arrays: list[mx.array]) -> "KV":

@@ -4,6 +4,7 @@ from .load import VARIABLE, Loaded, available_cores, loaded, native, stock_force
 from .ops import (
     TYPES,
     NativeResidual,
+    add_biases,
     attend_window,
     linear,
     native_attention,
@@ -19,6 +20,7 @@ __all__ = [
     "VARIABLE",
     "Loaded",
     "NativeResidual",
+    "add_biases",
     "attend_window",
     "available_cores",
     "linear",

@@ -39,18 +39,18 @@ def linear(layer: nn.Module, dtype: mx.Dtype) -> Linear | None:
 
 def _hold(layer: nn.Module) -> HeldLinear:
     weight: Any = layer.get("weight")
-    if type(layer) in DENSE and "bias" not in layer and weight.dtype in TYPES:
+    if type(layer) in DENSE and weight.dtype in TYPES:
         return HeldLinear((weight, None, None, 0, 0), (weight.dtype,))
-    if type(layer) in QUANTISED and "bias" not in layer and layer.mode == "affine" and layer.scales.dtype in TYPES:
+    if type(layer) in QUANTISED and layer.mode == "affine" and layer.scales.dtype in TYPES:
         return HeldLinear((weight, layer.scales, layer.biases, layer.bits, layer.group_size), TYPES)
     return HeldLinear((weight, None, None, 0, 0), ())
 
 
-def linears(layers: Sequence[nn.Module], dtype: mx.Dtype) -> list[Linear] | None:
-    """Return layers as the extension takes them, None if one does not fit."""
+def linears(layers: Sequence[nn.Module], dtype: mx.Dtype, *, biased: bool = False) -> list[Linear] | None:
+    """Return layers as the extension takes them, None if one does not fit. `biased`: the caller adds their biases."""
     found = []
     for layer in layers:
-        if (one := linear(layer, dtype)) is None:
+        if (one := linear(layer, dtype)) is None or ("bias" in layer and not biased):
             return None
         found.append(one)
     return found
@@ -70,11 +70,15 @@ def native_products(
     `gated`: of a gate and a layer, `silu(gate(x)) * layer(x)`. With `experts` [..., E] of each row; then x is
     [..., K], or [..., E, K] where each expert has its `own` input.
     """
-    found = linears(layers, x.dtype)
+    found = linears(layers, x.dtype, biased=not gated and experts is None)
     if found is None or (gated and found[0][3:] != found[1][3:]):
         return None
     made: list[mx.array] = native.products(x, found, gated, experts, own)
-    return made
+    return made if gated else add_biases(made, layers)
+
+
+def add_biases(made: Sequence[mx.array], layers: Sequence[nn.Module]) -> list[mx.array]:
+    return [y + layer["bias"] if "bias" in layer else y for y, layer in zip(made, layers, strict=True)]
 
 
 def native_feed_forward(
@@ -82,6 +86,8 @@ def native_feed_forward(
 ) -> list[mx.array] | None:
     """Return `module(x)` for an MLP or a mixture of experts, or with a residual their sum and its norm."""
     mixture = "switch_mlp" in module
+    if mixture and "shared_expert_gate" not in module:
+        return None
     shared = module["shared_expert"] if mixture else module
     mlp = linears((shared["gate_proj"], shared["up_proj"], shared["down_proj"]), x.dtype)
     if mlp is None or mlp[0][3:] != mlp[1][3:]:

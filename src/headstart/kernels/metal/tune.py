@@ -73,7 +73,7 @@ def operations(weights: nn.Module, dtype: mx.Dtype) -> list[Operation]:
 def _operations(module: nn.Module, dtype: mx.Dtype, tied: bool) -> Iterator[Operation]:
     if isinstance(module, nn.Linear | nn.QuantizedLinear) or tied:
         yield _product(module, dtype)
-    elif "q_norm" in module and "rope" in module:
+    elif "q_norm" in module and "num_key_value_heads" in vars(module):  # with a gate
         yield from _attention(module, dtype)
     elif "A_log" in module:
         yield _gated_delta(module, dtype)
@@ -137,12 +137,16 @@ def _experts(layer: nn.Module, top: int, own: bool, dtype: mx.Dtype) -> Operatio
 
 
 def _mixture(module: nn.Module, dtype: mx.Dtype) -> Iterator[Operation]:
-    if module.sharding_group is not None:
+    gated = "shared_expert_gate" in module  # Qwen3.5's; others are routed and summed by stock ops
+    if gated and module.sharding_group is not None:
         return
-    switch, top, experts = module.switch_mlp, module.top_k, module.gate.weight.shape[0]
+    top = module.top_k if "top_k" in vars(module) else module.num_experts_per_tok
+    switch, experts = module.switch_mlp, module.gate.weight.shape[0]
     if all(isinstance(switch[name], SwitchLinear | QuantizedSwitchLinear) for name in ("gate_proj", "down_proj")):
         for name in ("gate_proj", "up_proj", "down_proj"):
             yield _experts(switch[name], top, name == "down_proj", dtype)
+    if not gated:
+        return
     size = matrix_weights(module.shared_expert.down_proj).outputs
     order = mx.argsort(_random(MOST_ROWS, 1, experts, dtype=mx.float32), axis=-1)
     logits = mx.maximum(8 - order / 16, 0).astype(dtype)  # no equals among the best, of which any may be chosen

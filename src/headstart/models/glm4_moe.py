@@ -1,0 +1,19 @@
+"""GLM-4.5, 4.6, 4.7 and Air (grouped-query attention), GLM-4.7-Flash (latent attention). Heads like DeepSeek's."""
+
+from functools import partial
+
+from mlx_lm.models import glm4_moe, glm4_moe_lite
+
+from .base import plain_family
+from .deepseek_v3 import NEXTN, next_layer
+from .latent_attention import latent_attention, latent_kv_sizes
+
+GLM4_MOE = plain_family("glm4_moe", glm4_moe, head_layer=partial(next_layer, glm4_moe.DecoderLayer), head=NEXTN)
+GLM4_MOE_LITE = plain_family(
+    "glm4_moe_lite",
+    glm4_moe_lite,
+    attention=latent_attention,
+    kv_sizes=latent_kv_sizes,
+    head_layer=partial(next_layer, glm4_moe_lite.Glm4MoeLiteDecoderLayer),
+    head=NEXTN,
+)

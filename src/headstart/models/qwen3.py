@@ -1,0 +1,9 @@
+"""Qwen2, Qwen2.5 and Qwen3, dense and mixture of experts: no head."""
+
+from mlx_lm.models import qwen2, qwen3, qwen3_moe
+
+from .base import plain_family
+
+QWEN2 = plain_family("qwen2", qwen2)
+QWEN3 = plain_family("qwen3", qwen3)
+QWEN3_MOE = plain_family("qwen3_moe", qwen3_moe)

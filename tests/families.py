@@ -1,0 +1,212 @@
+"""Tiny random checkpoints of the families beside Qwen3.5's, with the tensor names of their releases.
+
+The trunk's tensors are those of mlx-lm's model, as `sanitize` finds them in a release; the head's are listed here as
+published. Its next token is mostly a permutation of the last one, which the head knows, so that some drafts are
+accepted and some are not.
+"""
+
+import importlib
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from checkpoints import TOKENIZER, TOKENIZER_FILES, Arrays, to_fp8, write_shards
+
+BASE: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "eos_token_id": 8187,
+}
+
+MOE = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_nextn_predict_layers": 1,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 24,
+}
+NEXTN = ("eh_proj", "enorm", "hnorm", "shared_head.norm", "shared_head.head", "embed_tokens")
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"head_dim": 32, "sliding_window": None},
+    "sliding": {
+        "model_type": "llama",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 8,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": {
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [0],
+        "norm_topk_prob": True,
+    },
+    "ministral3": {
+        "head_dim": 32,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "mistral3": {"head_dim": 32},
+    "glm4_moe": {
+        **MOE,
+        "head_dim": 32,
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "first_k_dense_replace": 1,
+        "rope_scaling": None,
+    },
+    "glm4_moe_lite": {**MOE, **LATENT, "first_k_dense_replace": 1},
+    "deepseek_v3": {**MOE, **LATENT, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
+    "mimo": {"num_nextn_predict_layers": 1},
+}
+HEADS = {  # where a release has the head's module, and its parts beside a decoder layer's
+    "glm4_moe": ("model.layers.2.", NEXTN),
+    "glm4_moe_lite": ("model.layers.2.", NEXTN),
+    "deepseek_v3": ("model.layers.2.", NEXTN),
+    "mimo": (
+        "model.mtp_layers.0.",
+        ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"),
+    ),
+}
+
+
+def make_config(family: str, **changed: Any) -> dict[str, Any]:
+    text = {**BASE, "model_type": family, **CONFIGS[family], **changed}
+    if "rope_parameters" in text:
+        text.pop("rope_theta", None)
+    if family == "mistral3":
+        outer = {"model_type": "mistral3", "eos_token_id": 8187, "dtype": "float32"}
+        return {**outer, "text_config": {**text, "model_type": "mistral"}}
+    return {**text, "dtype": "float32"}
+
+
+def mlx_lm_model(config: dict[str, Any]) -> nn.Module:
+    """mlx-lm's own model, with random weights."""
+    kind = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
+    module = importlib.import_module(f"mlx_lm.models.{kind}")
+    return module.Model(module.ModelArgs.from_dict(config))
+
+
+def released_arrays(config: dict[str, Any], seed: int = 0) -> Arrays:
+    """All tensors of a release, in float32."""
+    text = config.get("text_config", config)
+    rng = np.random.default_rng(seed)
+    H = text["hidden_size"]
+    embedding = rng.standard_normal((text["vocab_size"], H)) * (0.1 if text["tie_word_embeddings"] else 1.0)
+    lm_head = embedding[rng.permutation(text["vocab_size"])] * 3 / H**0.5
+    arrays: Arrays = {}
+
+    def values(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        if name.endswith("embed_tokens.weight"):
+            return embedding
+        if name.endswith(("lm_head.weight", "shared_head.head.weight")):
+            return lm_head
+        if "norm" in name:
+            return 1 + rng.integers(-24, 25, shape) / 128
+        if len(shape) == 1:
+            return rng.standard_normal(shape) * 0.1
+        scale = 3 if name.endswith((".gate.weight", "o_proj.weight", "down_proj.weight")) else 1  # so layers matter
+        return rng.standard_normal(shape) / shape[-1] ** 0.5 * scale
+
+    for name, array in tree_flatten(mlx_lm_model(json.loads(json.dumps(config))).parameters()):
+        arrays[name] = mx.array(values(name, array.shape).astype(np.float32))
+    if config["model_type"] in HEADS:
+        prefix, parts = HEADS[config["model_type"]]
+        last = f"model.layers.{text['num_hidden_layers'] - 1}."
+        shapes = {prefix + name.removeprefix(last): a.shape for name, a in arrays.items() if name.startswith(last)}
+        for part in parts:
+            shapes[f"{prefix}{part}.weight"] = (H, 2 * H) if part.endswith("_proj") else (H,)
+        for name, shape in shapes.items():
+            made = values(name, shape)
+            if name.endswith(("eh_proj.weight", "input_proj.weight")):
+                # The head starts from the embedding of the last token, as the trunk does.
+                half = np.concatenate([np.eye(H), np.zeros((H, H))][:: -1 if "input" in name else 1], axis=1)
+                made = half + made * 0.5
+            arrays[name] = mx.array(made.astype(np.float32))
+    return as_released(arrays, text)
+
+
+def as_released(arrays: Arrays, text: dict[str, Any]) -> Arrays:
+    """Undo what mlx-lm's `sanitize` does: one tensor per expert, latent attention's two expansions in one."""
+    out: Arrays = {}
+    for name, array in arrays.items():
+        if ".switch_mlp." in name:
+            for expert in range(array.shape[0]):
+                out[name.replace(".switch_mlp.", f".experts.{expert}.")] = array[expert]
+        elif name.endswith("embed_q.weight"):
+            values = arrays[name.replace("embed_q", "unembed_out")]  # [heads, v, rank]
+            both = mx.concatenate([array.swapaxes(-1, -2), values], axis=1)
+            out[name.replace("embed_q", "kv_b_proj")] = both.reshape(-1, both.shape[-1])
+        elif not name.endswith("unembed_out.weight"):
+            out[name] = array
+    return out
+
+
+def write_family(
+    folder: Path, family: str, *, seed: int = 0, dtype: mx.Dtype = mx.float32, fp8: bool = False, **changed: Any
+) -> Path:
+    """Write a release of the family."""
+    config = make_config(family, **changed)
+    arrays = {name: a.astype(dtype) for name, a in released_arrays(config, seed).items()}
+    if fp8:
+        arrays = to_fp8(arrays)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_shards(folder, arrays, 2, {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(TOKENIZER / name, folder / name)
+    return folder
+
+
+if __name__ == "__main__":
+    for name in HEADS:
+        write_family(Path(sys.argv[1], name), name)

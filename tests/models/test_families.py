@@ -1,0 +1,124 @@
+"""Families beside Qwen3.5's: a release of each loads, and decodes like mlx-lm whatever is drafted or batched."""
+
+import json
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.utils import load_model as mlx_lm_load
+
+from families import CONFIGS, HEADS, make_config, released_arrays, write_family
+from fixtures import batch_of, collect, generate, random_prompt, submit
+from headstart.checkpoint import load_model
+from headstart.engine import Engine
+from headstart.engine.draft import HeadUse, head_drafts
+from headstart.engine.step import step
+from headstart.models import Model
+from headstart.state import PrefixCache
+from reference.numpy_models import Reference
+
+ACCEPTED = ("accepted_draft_tokens", "proposed_draft_tokens")
+
+
+@lru_cache
+def loaded(family: str) -> Model:
+    with tempfile.TemporaryDirectory() as folder:
+        return load_model(write_family(Path(folder), family), dtype=mx.float32)
+
+
+def trunk(model: Model, tokens: mx.array) -> mx.array:
+    return model.trunk(tokens, model.make_state(tokens.shape[0]), certain=tokens.shape[1])
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_trunk_logits_are_those_of_mlx_lms_own_loader_to_rounding(family: str, tmp_path: Path) -> None:
+    # mlx-lm knows the head of the released DeepSeek-V3 alone, at layer 61, as what to drop.
+    theirs, _ = mlx_lm_load(write_family(tmp_path, family), strict=family != "deepseek_v3")
+    model = loaded(family)
+    tokens = mx.array([random_prompt(model, 40, seed) for seed in range(2)])
+    ours, expected = model.logits(trunk(model, tokens)), theirs(tokens)
+    assert mx.abs(ours - expected).max() < 2e-5 * mx.abs(expected).max()
+
+
+@lru_cache
+def reference(family: str) -> Reference:
+    config = make_config(family)
+    arrays = {name: np.array(a, np.float64) for name, a in released_arrays(config).items()}
+    return Reference(config, arrays)
+
+
+@pytest.mark.parametrize("family", HEADS)
+def test_trunk_and_head_are_the_float64_reference_to_rounding(family: str) -> None:
+    model, expected = loaded(family), reference(family)
+    assert model.has_head, model.head_unavailable
+    prompt = random_prompt(model, 24, seed=1)
+    hidden = trunk(model, mx.array([prompt[:-1]]))
+    logits = expected.logits(prompt[:-1])
+    assert np.abs(np.array(model.logits(hidden)[0]) - logits).max() < 2e-5 * np.abs(logits).max()
+    made = model.head(hidden, mx.array([prompt[1:]]), model.make_head_state(1))
+    outputs, logits = expected.head(expected.fed(prompt[:-1]), prompt[1:])
+    assert np.abs(np.array(made[0]) - outputs).max() < 2e-5 * np.abs(outputs).max()
+    assert np.abs(np.array(model.draft_logits(made)[0]) - logits).max() < 2e-5 * np.abs(logits).max()
+
+
+@pytest.mark.parametrize("family", HEADS)
+def test_drafts_are_those_of_the_float64_reference(family: str) -> None:
+    model, expected = loaded(family), reference(family)
+    for length in (2, 9, 30):
+        prompt = random_prompt(model, length, length)
+        assert head_drafts(model, batch_of(model, prompt), 4).tokens[0].tolist() == expected.chain(prompt, 4)
+
+
+RECORDED = json.loads((Path(__file__).parents[1] / "reference" / "transformers-heads.json").read_text())
+
+
+@pytest.mark.parametrize("family", [name for name in HEADS if name in RECORDED])
+def test_trunk_and_head_are_those_of_transformers(family: str) -> None:
+    model, prompt, expected = loaded(family), RECORDED["prompt"], RECORDED[family]
+    hidden = trunk(model, mx.array([prompt[:-1]]))
+    made = model.head(hidden, mx.array([prompt[1:]]), model.make_head_state(1))
+    for name, logits in (("logits", model.logits(hidden)), ("draft_logits", model.draft_logits(made))):
+        recorded = np.array(expected[name])
+        assert np.abs(np.array(logits[0, -1]) - recorded).max() < 1e-4 * np.abs(recorded).max()
+    assert int(mx.argmax(model.draft_logits(made)[0, -1])) == expected["draft"]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_output_is_the_same_for_every_k_batch_and_prefix(family: str) -> None:
+    """Greedy and seeded; sequences join and leave, and a prompt of two chunks is found in the prefix cache."""
+    model = loaded(family)
+    prompts = [random_prompt(model, length, length) for length in (5, 11, 520, 520)]
+    prompts[3] = prompts[2]
+    kinds = [{}, {"temperature": 0.8, "seed": 3}, {}, {"temperature": 0.8, "seed": 4}]
+    plain = [generate(model, p, max_tokens=16, k=0, **kind).tokens for p, kind in zip(prompts, kinds, strict=True)]
+    for k in (1, 2, 3, 4) if model.has_head else (0, "auto"):
+        engine = Engine(model, max_sequences=3, prefix=PrefixCache(10**8))
+        handles = [
+            submit(engine, prompt, max_tokens=16 - 3 * n, k=k, **kind)
+            for n, (prompt, kind) in enumerate(zip(prompts, kinds, strict=True))
+        ]
+        answers = [collect(handle) for handle in handles]
+        for n, (answer, expected) in enumerate(zip(answers, plain, strict=True)):
+            assert answer.tokens == expected[: 16 - 3 * n], (k, n)
+            assert answer.stats.exact
+        assert answers[3].stats.prefix_cache_hit == 512
+        if model.has_head:
+            accepted, drafted = (sum(getattr(a.stats, name) for a in answers) for name in ACCEPTED)
+            assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("family", [name for name in CONFIGS if name not in HEADS])
+def test_copies_from_the_context_change_no_token(family: str) -> None:
+    model = loaded(family)
+    prompt = 3 * random_prompt(model, 7)
+    plain = generate(model, prompt, max_tokens=16, k=0).tokens
+    batch, tokens, drafted = batch_of(model, prompt, k="auto"), list[int](), 0
+    while len(tokens) < 16:
+        made = step(model, batch, 4, head=HeadUse.NONE, distances=[7])
+        tokens += made.tokens[0, : made.accepted.item() + 1].tolist()
+        drafted += made.copied.item()
+    assert tokens[:16] == plain
+    assert drafted > 0

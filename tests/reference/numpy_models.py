@@ -1,0 +1,157 @@
+"""Trunks and heads in float64 numpy, over a release's tensors: for tests, from the vendors' and vLLM's sources alone.
+
+DeepSeek-V3 and GLM-4 MoE: transformers' `modeling_deepseek_v3.py`, `modeling_glm4_moe.py`, `MtpLayer`.
+MiMo-7B: vLLM's `mimo.py` and `mimo_mtp.py`. No cache, no batch, no windows: every token is computed from the first.
+"""
+
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray
+Tensors = dict[str, Array]
+
+
+def norm(x: Array, weight: Array, eps: float) -> Array:
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
+
+
+def silu(x: Array) -> Array:
+    return x / (1 + np.exp(-x))
+
+
+def softmax(x: Array) -> Array:
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def rotate(x: Array, theta: float, dims: int, *, interleaved: bool) -> Array:
+    """[T, H, D] at positions 0 to T - 1; only the first `dims` of D turn."""
+    angles = np.arange(x.shape[0])[:, None] * theta ** (-np.arange(0, dims, 2) / dims)
+    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    out = x.copy()
+    first, second = (
+        (slice(0, dims, 2), slice(1, dims, 2)) if interleaved else (slice(0, dims // 2), slice(dims // 2, dims))
+    )
+    out[..., first] = x[..., first] * cos - x[..., second] * sin
+    out[..., second] = x[..., second] * cos + x[..., first] * sin
+    return out
+
+
+class Reference:
+    def __init__(self, config: dict[str, Any], tensors: Tensors):
+        self.config, self.tensors = config, tensors
+
+    def linear(self, x: Array, name: str) -> Array:
+        return x @ self.tensors[f"{name}.weight"].T + self.tensors.get(f"{name}.bias", 0.0)
+
+    def norm(self, x: Array, name: str, eps: float | None = None) -> Array:
+        return norm(x, self.tensors[f"{name}.weight"], eps or self.config["rms_norm_eps"])
+
+    def attend(self, q: Array, k: Array, v: Array, scale: float) -> Array:
+        """[T, H, D] each → [T, H·Dv]."""
+        T, heads = q.shape[0], q.shape[1]
+        k, v = (np.repeat(a, heads // a.shape[1], axis=1) for a in (k, v))
+        scores = np.einsum("qhd,khd->hqk", q, k) * scale
+        scores = np.where(np.tril(np.ones((T, T), bool)), scores, -np.inf)
+        return np.einsum("hqk,khd->qhd", softmax(scores), v).reshape(T, -1)
+
+    def grouped(self, x: Array, name: str) -> Array:
+        c, T = self.config, x.shape[0]
+        D = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+        q, k, v = (self.linear(x, f"{name}.{p}_proj").reshape(T, -1, D) for p in "qkv")
+        if c.get("use_qk_norm"):
+            q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
+        dims = int(D * c.get("partial_rotary_factor", 1.0))
+        q, k = (rotate(a, c["rope_theta"], dims, interleaved=False) for a in (q, k))
+        return self.linear(self.attend(q, k, v, D**-0.5), f"{name}.o_proj")
+
+    def latent(self, x: Array, name: str) -> Array:
+        """Keys and values are expanded from the latents for every head, as in transformers."""
+        c, T, heads = self.config, x.shape[0], self.config["num_attention_heads"]
+        rope, nope, value = c["qk_rope_head_dim"], c["qk_nope_head_dim"], c["v_head_dim"]
+        eps = 1e-6 if c["model_type"] == "deepseek_v3" else None
+        q = self.linear(
+            self.norm(self.linear(x, f"{name}.q_a_proj"), f"{name}.q_a_layernorm", eps), f"{name}.q_b_proj"
+        )
+        q = q.reshape(T, heads, nope + rope)
+        both = self.linear(x, f"{name}.kv_a_proj_with_mqa")
+        latents, turned = both[:, : c["kv_lora_rank"]], both[:, None, c["kv_lora_rank"] :]
+        expanded = self.linear(self.norm(latents, f"{name}.kv_a_layernorm", eps), f"{name}.kv_b_proj")
+        expanded = expanded.reshape(T, heads, nope + value)
+        q_turned, turned = (rotate(a, c["rope_theta"], rope, interleaved=True) for a in (q[..., nope:], turned))
+        k = np.concatenate([expanded[..., :nope], np.repeat(turned, heads, axis=1)], axis=-1)
+        q = np.concatenate([q[..., :nope], q_turned], axis=-1)
+        return self.linear(self.attend(q, k, expanded[..., nope:], (nope + rope) ** -0.5), f"{name}.o_proj")
+
+    def mlp(self, x: Array, name: str) -> Array:
+        gated = silu(self.linear(x, f"{name}.gate_proj")) * self.linear(x, f"{name}.up_proj")
+        return self.linear(gated, f"{name}.down_proj")
+
+    def mixture(self, x: Array, name: str) -> Array:
+        """Route each token by sigmoid scores, biased for the choice alone, and limited to the best groups."""
+        c, experts = self.config, self.config["n_routed_experts"]
+        out = self.mlp(x, f"{name}.shared_experts")
+        for t, row in enumerate(x):
+            scores = 1 / (1 + np.exp(-self.linear(row, f"{name}.gate")))
+            choice = scores + self.tensors[f"{name}.gate.e_score_correction_bias"]
+            if c["n_group"] > 1:
+                groups = choice.reshape(c["n_group"], -1)
+                best = np.argsort(-np.sort(groups, axis=1)[:, -2:].sum(axis=1))[: c["topk_group"]]
+                kept = np.repeat(np.isin(np.arange(c["n_group"]), best), experts // c["n_group"])
+                choice = np.where(kept, choice, 0.0)
+            chosen = np.argsort(-choice)[: c["num_experts_per_tok"]]
+            weights = scores[chosen] / scores[chosen].sum() if c["norm_topk_prob"] else scores[chosen]
+            for expert, weight in zip(chosen, weights * c["routed_scaling_factor"], strict=True):
+                out[t] += weight * self.mlp(row, f"{name}.experts.{expert}")
+        return out
+
+    def layer(self, x: Array, name: str) -> Array:
+        normed = self.norm(x, f"{name}.input_layernorm")
+        attention = self.latent if "kv_lora_rank" in self.config else self.grouped
+        x = x + attention(normed, f"{name}.self_attn")
+        normed = self.norm(x, f"{name}.post_attention_layernorm")
+        experts = f"{name}.mlp.gate.weight" in self.tensors
+        return x + (self.mixture if experts else self.mlp)(normed, f"{name}.mlp")
+
+    def trunk(self, tokens: list[int]) -> Array:
+        """[T, H] before the final norm."""
+        x = self.tensors["model.embed_tokens.weight"][tokens]
+        for n in range(self.config["num_hidden_layers"]):
+            x = self.layer(x, f"model.layers.{n}")
+        return x
+
+    def logits(self, tokens: list[int]) -> Array:
+        return self.linear(self.norm(self.trunk(tokens), "model.norm"), "lm_head")
+
+    def fed(self, tokens: list[int]) -> Array:
+        """What the head is given of the trunk: MiMo's before the final norm, the others' after it."""
+        hidden = self.trunk(tokens)
+        return hidden if self.config["model_type"] == "mimo" else self.norm(hidden, "model.norm")
+
+    def head(self, hidden: Array, tokens: list[int]) -> tuple[Array, Array]:
+        """Hidden states [T, H] and the token after each → the head's hidden states [T, H] and logits [T, V]."""
+        if self.config["model_type"] == "mimo":
+            name = "model.mtp_layers.0"
+            embedding = self.tensors["model.embed_tokens.weight"][tokens].copy()
+            embedding[0] = 0
+            parts = [self.norm(hidden, f"{name}.hidden_layernorm"), self.norm(embedding, f"{name}.token_layernorm")]
+            x = self.layer(self.linear(np.concatenate(parts, axis=-1), f"{name}.input_proj"), name)
+            x = self.norm(x, f"{name}.final_layernorm")
+            return x, self.linear(x, "lm_head")
+        name = f"model.layers.{self.config['num_hidden_layers']}"
+        embedding = self.tensors[f"{name}.embed_tokens.weight"][tokens]
+        parts = [self.norm(embedding, f"{name}.enorm"), self.norm(hidden, f"{name}.hnorm")]
+        x = self.layer(self.linear(np.concatenate(parts, axis=-1), f"{name}.eh_proj"), name)
+        x = self.norm(x, f"{name}.shared_head.norm")
+        return x, self.linear(x, f"{name}.shared_head.head")
+
+    def chain(self, tokens: list[int], k: int) -> list[int]:
+        """k drafts after `tokens`: each pairs the head's last hidden state with the draft before."""
+        hidden, following = self.fed(tokens[:-1]), tokens[1:]
+        drafts: list[int] = []
+        for _ in range(k):
+            outputs, logits = self.head(hidden, following)
+            drafts.append(int(logits[-1].argmax()))
+            hidden, following = np.concatenate([hidden, outputs[-1:]]), [*following, drafts[-1]]
+        return drafts
