@@ -46,6 +46,7 @@ def test_wrong_dependent_and_failing_kernels_are_shown() -> None:
     page = kernel_table([right, failed])
     assert "µs at 1/2/4 rows" in page
     assert "| failed | no " in page
+    assert (right.failed, failed.failed) == (False, True)
 
 
 def test_what_the_tuning_on_metal_found_is_shown_as_it_is() -> None:
@@ -55,13 +56,18 @@ def test_what_the_tuning_on_metal_found_is_shown_as_it_is() -> None:
 
     stock = candidate("stock", None, False, 0.0, 1e-4, 2e-4, 3e-4, 4e-4)
     split = candidate("metal-split", None, True, 2e-4, 9e-5, 1e-4, 1.1e-4, 3e-4)
-    broken = candidate("metal-columns", "does not compile: no matching function", False, None)
+    broken = candidate("metal-columns", "does not fit", False, None)
     check = SimpleNamespace(
         operation="product", shape="4096×2560, 4 bits", chosen="metal-split", exact=True,
         candidates=(stock, split, broken),
     )  # fmt: skip
+    assert not of_check(check).failed
+    check.candidates[-1].refused = "failed: error: a |\n| b"
+    assert of_check(check).failed
+    assert r"failed: error: a \| \| b" in kernel_table([of_check(check)])
+    check.candidates[-1].refused = "does not fit"
     (line,) = kernel_table([of_check(check)]).splitlines()[2:]
     assert [cell.strip() for cell in line.strip("|").split("|")] == [
         "product", "4096×2560, 4 bits", "metal-split", "yes", "90 / 100 / 110 / 300", "no", "100 / 200 / 300 / 400",
-        "2e-04", "metal-columns: does not compile: no matching function",
+        "2e-04", "metal-columns: does not fit",
     ]  # fmt: skip

@@ -41,6 +41,17 @@ def titles(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("#")]
 
 
+def test_a_kernel_that_failed_and_a_load_that_is_not_told_are_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = kernel_times.KernelTime("product", "8×8", "stock", True, refused="metal-split: failed: x", failed=True)
+    monkeypatch.setattr(machine_report, "kernel_times", lambda model: [wrong])
+    monkeypatch.setattr(machine_report, "current_load", lambda: 1 // 0)
+    result = report()
+    assert result.exit_code == 1
+    failed = "load before, tiny-qwen3.5, kernels (product 8×8), Load and thermal state"
+    assert f"**Failed: {failed}.**" in result.stdout
+    assert "metal-split: failed: x" in result.stdout
+
+
 def test_a_report_has_every_part_and_no_private_name(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     result = report("--output", page)

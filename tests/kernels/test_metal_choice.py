@@ -3,7 +3,9 @@
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -34,6 +36,7 @@ class Chip:
         self.ours: Callable[[int], float] = lambda rows: 1.1 + 0.1 * rows
         self.fails: str | None = None
         self.wrong = 0.0
+        self.refuses = 0  # products of so many outputs
         self.wrong_fused = 0.0  # where several products are one launch
         self.changes_at = 99  # rows from which on ours rounds in another way
 
@@ -55,7 +58,7 @@ class Chip:
         return {"qmv": 0.0, "qmv_wide": 1e-6, "qmm": 2e-6}[kernel]
 
     def launch_ours(self, x: mx.array, weights: list, slices: int) -> list[mx.array]:  # type: ignore[type-arg]
-        if self.fails is not None:
+        if self.fails is not None or weights[0].outputs == self.refuses:
             raise RuntimeError(self.fails)
         rows = prod(x.shape[:-1])
         self.now += self.ours(rows) * (COLUMNS if slices == 1 else 1)
@@ -88,7 +91,8 @@ class OneLayer(nn.Module):
 
 @pytest.fixture(autouse=True)
 def on_a_mac(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for module in (cache, choice):
+        monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "headstart" / "kernels")
     monkeypatch.setattr(choice, "_decided", {})
     monkeypatch.setattr(choice, "identity", lambda: "Apple M2, macOS 15.0, mlx 1, kernels a")
     monkeypatch.setattr(tune, "on_metal", lambda: True)
@@ -155,7 +159,10 @@ def test_each_generation_gets_the_fastest_exact_kernel_for_all_widths(
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        ({"fails": "Unable to build metal library from source\nerror: …"}, "failed: Unable to build metal library"),
+        (
+            {"fails": "Unable to build\nwarning: x\nsource:3:1: error: no  such\n  name"},
+            "failed: source:3:1: error: no such name",
+        ),
         ({"fails": ""}, "failed: RuntimeError"),
         ({"wrong": 0.5}, "differs from stock ops"),
         ({"wrong": float("nan")}, "differs from stock ops"),
@@ -193,6 +200,91 @@ def test_where_nothing_is_exact_stock_ops_compute_and_the_summary_says_why(monke
         "metal-columns: failed: no such function; metal-split: failed: no such function)"
     )
     assert not computes_rows_independently(model, mx.float32)
+
+
+def test_exactness_comes_before_speed_unless_the_model_cannot_be_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    def inexact(rows: int, small: bool) -> str:
+        return "qmv" if rows % 2 else "qmm"
+
+    chip = Chip(3)
+    chip.ours, chip.refuses = slower, 20
+    monkeypatch.setattr(chip, "stock_kernel", inexact)
+    model, check = chosen_on(chip, monkeypatch)
+    assert (check.chosen, check.exact) == ("metal-split", True), "exact, though slower"
+    wider = OneLayer(chip, outputs=20)
+    wider.layers = [OneLayer(chip), OneLayer(chip, outputs=16)]
+    choose(operations(wider, mx.float32), clock=chip.clock)
+    found = {each.shape.partition("×")[0]: each.chosen for each in checks()}
+    assert found == {"12": "metal-split", "20": "stock", "16": "stock"}
+    assert computes_rows_independently(model, mx.float32), "a model that was loaded before stays exact"
+    assert not computes_rows_independently(wider, mx.float32)
+    choice._decided.clear()
+    choose(operations(wider.layers[1], mx.float32))
+    assert checks()[0].chosen == "metal-split", "what is kept is the exact choice"
+
+
+def test_a_check_that_fails_does_not_end_loading_and_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    chip, fails = Chip(2), [True]
+    good, bad = (operations(OneLayer(chip, outputs), mx.float32)[0] for outputs in (12, 20))
+
+    def flaky() -> dict[str, choice.Runs | str]:
+        if fails[0]:
+            raise MemoryError("no memory left")
+        return {"stock": (lambda b, w: mx.zeros((16, 1, 20))[b, w],)}
+
+    bad = replace(bad, candidates=flaky)
+    monkeypatch.setattr(tune, "metal_products", chip.launch_ours)
+    choose([good, bad], clock=chip.clock)
+    assert [each.refused for each in checks()[1].candidates] == ["failed: no memory left"]
+    assert checks()[1].shape not in (choice.cache_folder() / "metal.json").read_text()
+    choice._decided.clear()
+    chip.launched.clear()
+    fails[0] = False
+    choose([good, bad])
+    assert not chip.launched, "what was decided before the failure is kept"
+    assert [each.exact for each in checks()] == [True, True]
+
+    def broken(weights: nn.Module, dtype: mx.Dtype) -> None:
+        raise KeyError("weight")
+
+    monkeypatch.setattr(tune, "operations", broken)
+    with caplog.at_level(logging.WARNING, "headstart"):
+        choose_kernels(OneLayer(chip), mx.float32)
+        assert not computes_rows_independently(OneLayer(chip), mx.float32)
+    assert caplog.text.count("could not be checked") == 2
+
+
+def test_a_single_wrong_element_is_seen() -> None:
+    x = mx.random.normal((16, 1, 4096), key=mx.random.key(1))
+    wrong = mx.where(mx.arange(x.size).reshape(x.shape) == 5000, x + 0.02, x)
+    operation = choice.Operation(
+        "sum", "4096", lambda: {"stock": (lambda b, w: x[b, w],), "metal": (lambda b, w: wrong[b, w],)}
+    )
+    refused = choice.decide(operation).candidates[1].refused or ""
+    assert re.fullmatch(r"differs from stock ops by \S+ in an element, more than 1e-03", refused)
+
+
+def test_a_candidate_that_fails_when_it_is_timed_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    chip, begun = Chip(2), choice._turn
+
+    def turn(operation: choice.Operation, run: choice.Run, rows: int, launches: int, clock: choice.Clock) -> float:
+        taken = begun(operation, run, rows, launches, clock)
+        if chip.launched[-1][0] == "ours 4":
+            raise RuntimeError("timeout")
+        return taken
+
+    monkeypatch.setattr(choice, "_turn", turn)
+    _, check = chosen_on(chip, monkeypatch)
+    assert check.chosen == "stock-split"
+    assert [each.refused for each in check.candidates] == [*[None] * 4, "failed: timeout", None]
+
+
+def test_a_kept_name_that_is_not_known_is_a_stock_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, check = chosen_on(Chip(2), monkeypatch)
+    choice._decided[f"{check.operation} {check.shape}"] = replace(check, chosen="stock-triangles")
+    assert products.product(mx.zeros((4, 32)), model.lm_head).shape == (4, 12)
 
 
 def test_choices_are_kept_until_chip_system_library_or_sources_change(
@@ -236,7 +328,7 @@ def test_a_choice_depends_on_the_sources_of_the_kernels(monkeypatch: pytest.Monk
     monkeypatch.setattr(choice.platform, "mac_ver", lambda: ("15.5", ("", "", ""), "arm64"))
     choice.identity.cache_clear()
     first = choice.identity()
-    assert first.startswith("Apple M4 Pro, macOS 15.5, mlx ")
+    assert re.match(r"Apple M4 Pro, macOS 15.5, mlx [\d.]+, mlx-lm [\d.]+, kernels ", first)
     monkeypatch.setattr(Path, "read_bytes", lambda path: b"changed")
     choice.identity.cache_clear()
     assert choice.identity() != first

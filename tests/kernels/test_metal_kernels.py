@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from test_gated_delta import DV, HV, memory, net, none_accepted, part, tokens
 
+from headstart.kernels import metal, norm
 from headstart.kernels.attention import stock_arrange
 from headstart.kernels.cuda.products import MatrixWeights
 from headstart.kernels.gated_delta import stock_fold_and_run
 from headstart.kernels.metal import attention, device, experts, products
-from headstart.kernels.metal.attention import metal_arrange, metal_attend
+from headstart.kernels.metal.attention import heads_refusal, metal_arrange, metal_attend
 from headstart.kernels.metal.experts import metal_combine, metal_experts, metal_route
 from headstart.kernels.metal.gated_delta import metal_gated_delta
 from headstart.kernels.metal.norm import metal_norm
@@ -193,6 +194,17 @@ def test_norms_are_right_and_rows_independent(size: int, dtype: mx.Dtype) -> Non
     assert mx.array_equal(metal_norm(x[1:2], added[1:2], weight, 1e-6)[1], normed[1:2])
 
 
+def test_only_a_weight_in_float32_is_normed_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metal, "on_metal", lambda: True)
+    monkeypatch.setattr(metal, "chosen_kernel", lambda operation, shape: "metal")
+    monkeypatch.setattr(norm, "metal_norm", lambda x, *rest: [2 * x, 3 * x])
+    x, half = mx.ones((2, 8)), mx.ones((8,), mx.bfloat16)
+    assert mx.array_equal(norm.rms_norm(x, mx.ones((8,)), 1e-6), 2 * x)
+    assert mx.array_equal(norm.rms_norm(x, half, 1e-6), norm.stock_norm(x, half, 1e-6))
+    assert mx.array_equal(norm.add_and_norm(x, x, half, 1e-6)[0], 2 * x)
+    assert mx.array_equal(norm.add_and_norm(x, x, half, 1e-6)[1], norm.stock_norm(2 * x, half, 1e-6))
+
+
 class Heads(nn.Module):
     """What `stock_arrange` needs of an attention layer."""
 
@@ -220,6 +232,13 @@ def test_queries_keys_and_values_are_arranged_as_stock_ops_do(dim: int, rotated:
     assert all(mx.array_equal(a, b[:, :, 1:]) for a, b in zip(later, found, strict=True))
     alone = metal_arrange(both[1:, 2:], keys[1:, 2:], values[1:, 2:], norms, layer.rope, offset[1:] + 2)
     assert all(mx.array_equal(a, b[1:, :, 2:]) for a, b in zip(alone, found, strict=True))
+
+
+def test_heads_that_do_not_fit_are_refused_with_a_reason() -> None:
+    assert heads_refusal(Heads(4, 2, 64, 32)) is None
+    assert heads_refusal(Heads(1, 1, 64, 32)) == "fewer than 2 query heads"
+    assert heads_refusal(Heads(3, 2, 64, 32)) == "query heads are no multiple of key heads"
+    assert heads_refusal(Heads(4, 2, 48, 32)) is not None
 
 
 @pytest.mark.parametrize(

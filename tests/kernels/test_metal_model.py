@@ -41,7 +41,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_loading_checks_is_found_right_and_independent(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "LENGTHS", (12, 3))
+    monkeypatch.setattr(tune, "LENGTHS", (12, 3, 0, 5, 7, 1, 9, 2))
     monkeypatch.setattr(tune, "WIDEST", 4)
     monkeypatch.setattr(tune, "STRIDE", 8)
     monkeypatch.setattr(choice, "TIMED", (1,))

@@ -52,6 +52,14 @@ def test_nothing_forbidden_is_used(what: str) -> None:
         assert (found := re.search(FORBIDDEN[what], text)) is None, f"{name}: {found and found[0]}"
 
 
+def test_sources_are_ascii() -> None:
+    """What compiles at run time reads other letters by the system's locale."""
+    for path in FOLDER.glob("*.metal"):
+        assert path.read_bytes().isascii(), path.name
+    for name, text in TEXTS.items():
+        assert text.isascii(), name
+
+
 @pytest.mark.parametrize("name", TEXTS)
 def test_no_array_has_a_length_that_is_known_at_run_time_only(name: str) -> None:
     for length in re.findall(r"\b(?:float|int|uint|T)\s+\w+\[([^\]]*)\]\s*[;,=]", TEXTS[name]):

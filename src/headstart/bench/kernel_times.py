@@ -57,6 +57,7 @@ class KernelTime:
     stock_seconds: dict[int, float] = field(default_factory=dict)
     distance: float | None = None  # from stock ops, relative
     refused: str = ""  # candidates that may not be used, and why
+    failed: bool = False  # a candidate did not run, or is wrong
 
 
 def kernel_times(model: Model, progress: Callable[[str], None] = lambda doing: None) -> list[KernelTime]:
@@ -86,6 +87,7 @@ def of_check(check: Any) -> KernelTime:
         stock.seconds,
         used.error,
         refused,
+        any((each.refused or "").startswith(("failed", "differs")) for each in check.candidates),
     )
 
 
@@ -112,7 +114,7 @@ def compare(operation: Comparison, rows: mx.array) -> KernelTime:
         used = "stock" if selected().startswith("stock") else "ours"
         return KernelTime(name, shape, used, exact[0], ours, exact[1], stock, float(distance))
     except Exception as error:  # of a device's compiler, whose classes differ
-        return KernelTime(name, shape, "failed", False, refused=f"{type(error).__name__}: {error}")
+        return KernelTime(name, shape, "failed", False, refused=f"{type(error).__name__}: {error}", failed=True)
 
 
 def kernel_table(times: Sequence[KernelTime]) -> str:

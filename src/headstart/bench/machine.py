@@ -26,7 +26,9 @@ def ask_system(*command: str) -> str:
     if platform.system() != "Darwin":
         return ""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=20, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
 

@@ -41,12 +41,16 @@ class MachineReport:
 
     def add(self, title: str, make: Callable[[], str]) -> None:
         """Add a part. Where it fails, the report says why and goes on."""
+        text = self.attempt(title, make)
+        self.parts += [title, text]
+
+    def attempt(self, title: str, make: Callable[[], str]) -> str:
+        """Return what `make` returns, or why it failed."""
         try:
-            text = make()
+            return make()
         except Exception as error:
             self.failed.append(title.lstrip("# "))
-            text = f"**Failed.** {type(error).__name__}: {error}"
-        self.parts += [title, text]
+            return f"**Failed.** {type(error).__name__}: {error}"
 
     def markdown(self) -> str:
         """Return the report without private names."""
@@ -61,7 +65,7 @@ class MachineReport:
 
 def report_machine(report: MachineReport, models: Sequence[tuple[str, Path]]) -> None:
     """Measure this machine with the models, each a name and its folder. The report has what was measured so far."""
-    before = current_load()
+    before = report.attempt("load before", current_load)
     report.add("## Device", lambda: _facts(device_facts()))
     report.add("## Memory", lambda: _facts(memory_facts()))
     for name, folder in models:
@@ -108,8 +112,8 @@ def _report_model(report: MachineReport, name: str, folder: Path) -> None:
     def kernels() -> str:
         begin("comparing kernels with stock ops")
         times = kernel_times(loaded[0][0])
-        if any(each.used == "failed" for each in times):
-            report.failed.append(f"{name}, kernels")
+        if wrong := [f"{each.operation} {each.shape}" for each in times if each.failed]:
+            report.failed.append(f"{name}, kernels ({'; '.join(wrong)})")
         new = [each for each in times if each not in report.shown]
         report.shown += new
         return f"{kernel_table(new)}\n{NOTE}" if new else f"No shape that is not above. In use: {selected()}."

@@ -84,7 +84,8 @@ def bullets(lines: Iterable[str]) -> str:
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table that can be read as it is. Columns without any value are left out."""
-    columns = [[head, *cells] for head, *cells in zip(heads, *rows, strict=True) if any(cells)]
+    lines = [[" ".join(text.splitlines()).replace("|", r"\|") for text in line] for line in (heads, *rows)]
+    columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
     widths = [max(3, *map(len, column)) for column in columns]
     lines = [
         [text.ljust(width) for text, width in zip(line, widths, strict=True)] for line in zip(*columns, strict=True)

@@ -5,7 +5,13 @@ from ..models.memory import SHARE, unused
 
 MAX_PREFIX_CACHE = 2_000_000_000  # bytes of the prefix cache by default, at most a quarter of what is available
 ANSWER = 4096  # tokens of an answer counted at admission; longer ones find memory as they grow, or are requeued
-MESSAGES = ("out of memory", "unable to allocate", "bad_alloc", "insufficient memory")
+MESSAGES = (
+    "out of memory",
+    "unable to allocate",
+    "bad_alloc",
+    "insufficient memory",
+    "greater than the maximum allowed buffer size",  # Metal
+)
 
 
 def memory_for_sequences() -> int:

@@ -13,7 +13,7 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
         return native.norm(x, weight, eps)[0]
     if norm_fits(x, weight):
         return launch_norm(False, eps, [x, weight])[0]
-    if _is_metal(x):
+    if _is_metal(x, weight):
         return metal_norm(x, None, weight, eps)[0]
     return stock_norm(x, weight, eps)
 
@@ -28,7 +28,7 @@ def add_and_norm(x: mx.array, added: mx.array, weight: mx.array, eps: float) -> 
         total, normed = native.norm(x, weight, eps, added)
     elif norm_fits(x, weight):
         total, normed = launch_norm(True, eps, [x, added, weight])
-    elif _is_metal(x):
+    elif _is_metal(x, weight):
         total, normed = metal_norm(x, added, weight, eps)
     else:
         total = x + added
@@ -36,5 +36,5 @@ def add_and_norm(x: mx.array, added: mx.array, weight: mx.array, eps: float) -> 
     return total, normed
 
 
-def _is_metal(x: mx.array) -> bool:
-    return metal.on_metal() and metal.chosen_kernel("norm", norm_shape(x)) == "metal"
+def _is_metal(x: mx.array, weight: mx.array) -> bool:
+    return metal.on_metal() and weight.dtype == mx.float32 and metal.chosen_kernel("norm", norm_shape(x)) == "metal"

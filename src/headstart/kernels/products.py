@@ -22,7 +22,7 @@ from .metal.products import SLICES, metal_products, product_shape
 STOCK_ROWS = {
     "stock": (1, metal.MOST_ROWS),
     "stock-split": (1, 5),
-    "stock-padded": (2, 12),
+    "stock-padded": (2, 11),
     "stock-padded-5": (2, 5),
 }
 
@@ -44,7 +44,7 @@ def products(x: mx.array, *layers: nn.Module) -> list[mx.array]:
             x.dtype,
             layers,
             launch=lambda weights, slices: metal_products(x, weights, slices),
-            stock=lambda layer, name: split_product(x, layer, *STOCK_ROWS[name]),
+            stock=lambda layer, name: split_product(x, layer, *STOCK_ROWS.get(name, STOCK_ROWS["stock"])),
         )
     found = [matrix_weights(layer) for layer in layers]
     if not _fits(x, found):

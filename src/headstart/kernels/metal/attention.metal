@@ -14,7 +14,7 @@ constant constexpr int ATTENTION_SLICES = 8;
 // One simdgroup per head of a token, of H query heads, HKV key heads and HKV value heads.
 template <int H, int HKV, int D, int DIMS, typename T, typename N>
 inline void arrange(
-    const device T* both,          // [B, W, H, 2·D], queries and gates
+    const device T* both,          // [B, W, H, 2*D], queries and gates
     const device T* keys,          // [B, W, HKV, D]
     const device T* values,        // [B, W, HKV, D]
     const device N* query_weight,  // [D]
@@ -86,7 +86,7 @@ inline void attend(
     const device T* queries,  // [B, H, W, D]
     const device T* keys,     // [B, HKV, S, D]
     const device T* values,   // [B, HKV, S, D]
-    const device T* gates,    // [B, W, H, 2·D], the second half of each head
+    const device T* gates,    // [B, W, H, 2*D], the second half of each head
     float scale,              // times log2(e)
     int first, int b, int h, int w0, int W, int S, int piece, int pieces,
     device Out* out,              // WHOLE: [B, W, H, D]; else [B, W, H, pieces, D], not yet divided

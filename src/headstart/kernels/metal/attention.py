@@ -58,6 +58,8 @@ def metal_arrange(
 
 def heads_refusal(layer: nn.Module) -> str | None:
     """Return why the kernels do not take the heads of a layer; None if they do."""
+    if layer.num_attention_heads < 2:
+        return "fewer than 2 query heads"
     if layer.num_attention_heads % layer.num_key_value_heads:
         return "query heads are no multiple of key heads"
     fits = layer.head_dim % 32 == 0 and layer.head_dim <= 256

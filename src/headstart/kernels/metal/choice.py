@@ -1,7 +1,7 @@
 """Check kernels on the user's machine, time them beside stock ops, and choose one for each shape of weights.
 
 One kernel serves every number of rows from 1 to 16: choosing by the number of rows would change a sequence's bits
-when it drafts. Choices are kept in the user's cache, by chip, macOS, MLX, our sources and shape.
+when it drafts. Choices are kept in the user's cache, by chip, macOS, MLX, mlx-lm, our sources and shape.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -28,6 +28,7 @@ MOST_ROWS = 16
 TIMED = (1, 2, 4, 16)  # rows
 SCORED = 3  # of these decide: a plain step, and windows of one and of three drafts
 REPEATS, LAUNCHES, TURN = 5, 8, 2e-3  # a turn is up to so many launches, in about so many seconds
+LARGEST = 10  # times the tolerance may an element be off
 TOLERANCE = {mx.bfloat16: 2e-2, mx.float16: 3e-3, mx.float32: 1e-4}
 LOG = logging.getLogger("headstart")
 
@@ -80,6 +81,7 @@ def decide(operation: Operation, clock: Clock = time.perf_counter) -> KernelChec
     allowed = TOLERANCE[expected.dtype]
     found: dict[str, Candidate] = {}
     usable: dict[str, Run] = {}
+    launches: dict[str, dict[int, int]] = {}
     for name, runs in candidates.items():
         if isinstance(runs, str):
             found[name] = Candidate(name, runs)
@@ -87,27 +89,55 @@ def decide(operation: Operation, clock: Clock = time.perf_counter) -> KernelChec
         try:
             made = [run(*everything) for run in runs]
             errors = [_distance(operation.comparable(each), expected) for each in made]
-            far = [error for error in errors if not error <= allowed]  # NaN is far
-            wrong = f"differs from stock ops by {far[0]:.1e}, more than {allowed:.0e}" if far else None
+            wrong = next((reason for error in errors if (reason := _too_far(*error, allowed))), None)
             exact = wrong is None and all(_is_independent(operation, run, made[0]) for run in runs)
-            found[name] = Candidate(name, wrong, exact, far[0] if far else max(errors))
+            if wrong is None:
+                launches[name] = _launches(operation, runs[0], clock)
+                usable[name] = runs[0]
+            found[name] = Candidate(name, wrong, exact, errors[0][0])
         except Exception as failure:  # of the device's compiler, whose classes differ
-            said = str(failure).strip().splitlines()
-            found[name] = Candidate(name, f"failed: {said[0][:200] if said else type(failure).__name__}")
-        if found[name].refused is None:
-            usable[name] = runs[0]
-    for name, seconds in _time(operation, usable, clock).items():
-        found[name] = Candidate(name, None, found[name].exact, found[name].error, seconds)
+            found[name] = Candidate(name, f"failed: {_message(failure)}")
+    for name, seconds in _time(operation, usable, launches, clock).items():
+        found[name] = replace(found[name], seconds=seconds)
     exact_ones = [each for each in found.values() if each.exact and each.seconds]
-    best = min(exact_ones, key=lambda each: sum(list(each.seconds.values())[:SCORED]), default=found["stock"])
+    best = min(exact_ones, key=_score, default=found["stock"])
     return KernelCheck(operation.operation, operation.shape, best.name, best.exact, tuple(found.values()))
 
 
-def _distance(found: mx.array, expected: mx.array) -> float:
+def _score(candidate: Candidate) -> float:
+    return sum(list(candidate.seconds.values())[:SCORED])
+
+
+def _fastest(check: KernelCheck) -> KernelCheck:
+    """Return a check with the fastest candidate chosen, exact or not."""
+    best = min((each for each in check.candidates if each.seconds), key=_score, default=check.candidates[0])
+    return replace(check, chosen=best.name, exact=best.exact)
+
+
+def _too_far(error: float, largest: float, allowed: float) -> str | None:
+    if not error <= allowed:  # NaN is too far
+        return f"differs from stock ops by {error:.1e}, more than {allowed:.0e}"
+    if not largest <= LARGEST * allowed:
+        return f"differs from stock ops by {largest:.1e} in an element, more than {LARGEST * allowed:.0e}"
+    return None
+
+
+def _message(failure: Exception) -> str:
+    """Return what an exception says, from the first line with an error of a compiler on."""
+    lines = str(failure).splitlines()
+    first = next((i for i, line in enumerate(lines) if "error:" in line), 0)
+    return " ".join(" ".join(lines[first:]).split())[:300] or type(failure).__name__
+
+
+def _distance(found: mx.array, expected: mx.array) -> tuple[float, float]:
+    """Return the distance relative to the norm, and the largest of an element relative to it or to the root mean
+    square, whichever is larger."""
     if found.shape != expected.shape:
         raise ValueError(f"made {found.shape}, not {expected.shape}")
     found, expected = found.astype(mx.float32), expected.astype(mx.float32)
-    return float(mx.linalg.norm(found - expected) / mx.maximum(mx.linalg.norm(expected), 1e-30))
+    apart, mean = mx.abs(found - expected), mx.sqrt(mx.mean(mx.square(expected)))
+    largest = mx.max(apart / mx.maximum(mx.maximum(mx.abs(expected), mean), 1e-30))
+    return float(mx.linalg.norm(apart) / mx.maximum(mx.linalg.norm(expected), 1e-30)), float(largest)
 
 
 def _is_independent(operation: Operation, run: Run, together: mx.array) -> bool:
@@ -125,36 +155,45 @@ def _bits(array: mx.array) -> mx.array:
     return mx.contiguous(array).view(mx.uint16 if array.itemsize == 2 else mx.uint32)
 
 
-def _time(operation: Operation, candidates: Mapping[str, Run], clock: Clock) -> dict[str, dict[int, float]]:
+def _turn(operation: Operation, run: Run, rows: int, launches: int, clock: Clock) -> float:
+    part = (slice(0, 1), slice(0, rows)) if operation.width > 1 else (slice(0, rows), slice(0, 1))
+    begun = clock()
+    mx.eval([run(*part) for _ in range(launches)])
+    return (clock() - begun) / launches
+
+
+def _launches(operation: Operation, run: Run, clock: Clock) -> dict[int, int]:
+    """Return how many launches make a turn, by rows."""
+    counts = {}
+    for rows in TIMED:
+        _turn(operation, run, rows, 1, clock)  # compiles
+        once = _turn(operation, run, rows, 1, clock)
+        counts[rows] = max(1, min(LAUNCHES, int(TURN / max(once, 1e-9))))
+    return counts
+
+
+def _time(
+    operation: Operation, candidates: Mapping[str, Run], launches: Mapping[str, Mapping[int, int]], clock: Clock
+) -> dict[str, dict[int, float]]:
     """Return the median seconds of each candidate by rows, measured in turns."""
-
-    def turn(run: Run, rows: int, launches: int) -> float:
-        part = (slice(0, 1), slice(0, rows)) if operation.width > 1 else (slice(0, rows), slice(0, 1))
-        begun = clock()
-        mx.eval([run(*part) for _ in range(launches)])
-        return (clock() - begun) / launches
-
-    launches, samples = {}, {name: {rows: list[float]() for rows in TIMED} for name in candidates}
-    for name, run in candidates.items():
-        for rows in TIMED:
-            turn(run, rows, 1)  # compiles
-            launches[name, rows] = max(1, min(LAUNCHES, int(TURN / max(turn(run, rows, 1), 1e-9))))
+    samples = {name: {rows: list[float]() for rows in TIMED} for name in candidates}
     for _ in range(REPEATS):
         for rows in TIMED:
             for name, run in candidates.items():
-                samples[name][rows].append(turn(run, rows, launches[name, rows]))
+                samples[name][rows].append(_turn(operation, run, rows, launches[name][rows], clock))
     return {name: {rows: statistics.median(each) for rows, each in times.items()} for name, times in samples.items()}
 
 
 @cache
 def identity() -> str:
-    """Return what a choice is valid for: chip, macOS, MLX, and the source of our kernels."""
+    """Return what a choice is valid for: chip, macOS, MLX, mlx-lm, and the source of our kernels."""
     info = mx.device_info(mx.gpu)
     folder = Path(__file__).parent
-    sources = sorted([*folder.glob("*.metal"), *folder.glob("*.py")])
+    sources = sorted([*folder.glob("*.metal"), *folder.glob("*.py"), *folder.parent.glob("*.py")])
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
     name = info.get("device_name") or info.get("architecture", "unknown")
-    return f"{name}, macOS {platform.mac_ver()[0]}, mlx {version('mlx')}, kernels {digest}"
+    libraries = f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}"
+    return f"{name}, macOS {platform.mac_ver()[0]}, {libraries}, kernels {digest}"
 
 
 _decided: dict[str, KernelCheck] = {}  # by operation and shape, of the models that were loaded
@@ -196,25 +235,30 @@ def choose(
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
     clock: Clock = time.perf_counter,
 ) -> None:
-    """Choose kernels for operations: as before where they were checked on this machine, else check them now.
+    """Choose kernels for a model's operations: as before where they were checked on this machine, else check them
+    now. Where one of them cannot be exact, the fastest are chosen for all.
 
     `progress` is called with the number of checks done, of all, and what comes next.
     """
     wanted = {f"{each.operation} {each.shape}": each for each in operations}
     path, valid_for = cache_folder() / "metal.json", identity()
-    kept = _read(path, valid_for)
-    _decided.update({key: kept[key] for key in wanted if key in kept})
-    missing = {key: operation for key, operation in wanted.items() if key not in _decided}
+    kept, saves = _read(path, valid_for), True
+    new = [key for key in wanted if key not in _decided]
+    _decided.update({key: kept[key] for key in new if key in kept})
+    missing = {key: wanted[key] for key in new if key not in kept}
     for done, (key, operation) in enumerate(missing.items()):
         progress(done, len(missing), key)
         try:
             _decided[key] = decide(operation, clock)
+            saves = saves and _save(path, valid_for, key, _decided[key])
         except Exception as error:  # stock ops themselves failed: the model will say so if it needs them
-            failed = Candidate("stock", f"failed: {str(error)[:200]}")
+            failed = Candidate("stock", f"failed: {_message(error)}")
             _decided[key] = KernelCheck(operation.operation, operation.shape, "stock", False, (failed,))
     if missing:
         progress(len(missing), len(missing), "")
-        _save(path, valid_for, {**_read(path, valid_for), **{key: _decided[key] for key in missing}})
+    # The model cannot be exact: nothing is lost by speed. Models before it keep what they were found exact with.
+    if not all(_decided[key].exact for key in wanted):
+        _decided.update({key: _fastest(_decided[key]) for key in new})
 
 
 def _read(path: Path, valid_for: str) -> dict[str, KernelCheck]:
@@ -242,15 +286,19 @@ def _restore(key: str, value: Any) -> KernelCheck:
     return check
 
 
-def _save(path: Path, valid_for: str, checks: Mapping[str, KernelCheck]) -> None:
-    stored = {valid_for: {key: asdict(check) for key, check in checks.items()}}
+def _save(path: Path, valid_for: str, key: str, check: KernelCheck) -> bool:
+    """Add a choice to a file. Return whether that succeeded."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         refuse_shared(path.parent)
+        checks = {**_read(path, valid_for), key: check}
+        stored = {valid_for: {key: asdict(check) for key, check in checks.items()}}
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix="metal-", delete=False) as file:
             json.dump(stored, file, indent=1)
         Path(file.name).replace(path)
+        return True
     except HeadstartError:
-        return  # `_read` has said why
+        pass  # `_read` has said why
     except OSError as error:
         LOG.warning("Choices of Metal kernels are not kept: %s cannot be written (%s)", path.parent, error.strerror)
+    return False

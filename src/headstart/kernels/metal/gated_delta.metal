@@ -19,7 +19,7 @@ inline float softplus(float x) {
   return metal::max(x, 0.0f) + metal::precise::log(1.0f + metal::precise::exp(-metal::abs(x)));
 }
 
-// A thread's part of two rows of the state: of each, the columns 4·(lane + LANES·i) to +3.
+// A thread's part of two rows of the state: of each, the columns 4*(lane + LANES*i) to +3.
 template <int DK>
 struct StatePart {
   static constant constexpr int COUNT = DK / LANES;
@@ -73,7 +73,7 @@ struct Tile {
   threadgroup float* betas;    // [TILE]
 };
 
-// Drafts of a window that may still be rejected: [B, width, …]. Written by one window, folded by the next.
+// Drafts of a window that may still be rejected: [B, width, ...]. Written by one window, folded by the next.
 template <typename QKV, typename Vectors, typename Gates>
 struct Drafts {  // pointers
   QKV qkv;       // before the convolution
@@ -100,7 +100,7 @@ inline T conv_input(
 }
 
 // Fold the first `folded` old drafts, then run the window; the state is stored after its first `certain` tokens.
-// 4·DV threads.
+// 4*DV threads.
 template <
     int HK, int HV, int DK, int DV, int TAPS, bool FOLDS, bool KEEPS, typename T, typename Gate, typename A, typename D,
     typename N, typename Old, typename Fresh>
@@ -200,7 +200,7 @@ inline void fold_and_run(
     }
     metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
 
-    // Queries and keys to unit length, the queries divided by √DK besides.
+    // Queries and keys to unit length, the queries divided by sqrt(DK) besides.
     for (int n = simdgroup; n < 2 * count; n += THREADS / 32) {
       threadgroup float* x = n < count ? tile.queries + n * DK : tile.keys + (n - count) * DK;
       float sum = 0.0f;

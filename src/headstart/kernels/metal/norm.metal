@@ -2,7 +2,7 @@
 
 namespace headstart {
 
-// total = x + added, rounded to T, where there is `added`; normed = total / rms(total) · weight.
+// total = x + added, rounded to T, where there is `added`; normed = total / rms(total) * weight.
 template <int D, int THREADS, bool ADDS, typename T>
 inline void norm(
     const device T* x, const device T* added, const device float* weight, float eps, device T* total,

@@ -1,8 +1,8 @@
-// y = x · wᵀ for a few rows of x, with w in 4 or 8 bits (affine, by groups) or in 16.
+// y = x * transpose(w) for a few rows of x, with w in 4 or 8 bits (affine, by groups) or in 16.
 //
 // OUTPUTS outputs of up to ROWS rows are computed together, so each weight is read once for all of them: by SLICES
 // simdgroups that split k, or (SLICES = 1) by one. A lane takes VALUES consecutive positions of every
-// SLICES · 32 · VALUES. A row is summed by lane, then over the lanes of a simdgroup, then over the simdgroups. ROWS only
+// SLICES * 32 * VALUES. A row is summed by lane, then over the lanes of a simdgroup, then over the simdgroups. ROWS only
 // says how many rows are computed side by side; it does not change the operations of a row.
 
 namespace headstart {
