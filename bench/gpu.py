@@ -1,7 +1,8 @@
 """What our CUDA kernels earn whole models on this card.
 
-    python bench/gpu.py 27b [decode steps]     models of these shapes with random 4-bit weights: decoding at k = 0..5
-    python bench/gpu.py 35b [decode steps]     with an imposed acceptance, beside mlx-lm; a step by rows and k
+    python bench/gpu.py 27b [paths decode steps]    models of these shapes with random 4-bit weights: a layer in one
+    python bench/gpu.py 35b [paths decode steps]    launch beside separate kernels and mlx-lm; decoding at k = 0..5
+                                               with an imposed acceptance, beside mlx-lm; a step by rows and k
     python bench/gpu.py rows [MODEL]           the built-in model: tokens/s of 1, 4 and 16 rows, k = 0 beside auto
 
 Weights are drawn on the card, so nothing is downloaded. What is compared takes turns; the first turn warms up, of the
@@ -19,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from gpu_products import line, note, random_codes, table
-from imposed_acceptance import decode_imposed, record
+from imposed_acceptance import Recording, decode_imposed, record
 from invariance import TASKS
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generate_step
@@ -31,6 +32,7 @@ from headstart.bench.local import K, decode_batch
 from headstart.checkpoint import load_model, load_tokenizer, resolve
 from headstart.engine.batch import Batch
 from headstart.engine.step import StepResult, prefill_prompts, step, verify
+from headstart.kernels.cuda.persistent import PERSISTENT
 from headstart.models import Model
 from headstart.sampling import Proposal
 
@@ -210,6 +212,51 @@ def decode(name: str, model: Model, stock: float) -> None:
                 line(k, rate, min(rates[k]), max(rates[k]), *[f"{cell:.2f}" for cell in cells])
 
 
+def host_seconds(model: Model, k: int, count: int = 16) -> tuple[float, float, float]:
+    """Seconds of a step that nothing overlaps: until it is described, then handed over, and in all."""
+    batch, times = prefill_prompts(model, prompts(1), max_k=k), []
+    for _ in range(count):
+        begun = time.perf_counter()
+        result = step(model, batch, k)
+        described = time.perf_counter()
+        mx.async_eval(result.tokens, result.accepted, result.finite, *batch.arrays())
+        handed_over = time.perf_counter()
+        mx.eval(result.tokens)
+        times.append((described - begun, handed_over - described, time.perf_counter() - begun))
+    described, handed_over, whole = (median(column) for column in zip(*times[count // 2 + 1 :], strict=True))
+    return described, handed_over, whole
+
+
+def greedy(model: Model, tokens: int) -> list[int]:
+    """What the model says, step by step: an engine would first compile kernels for many rows."""
+    batch, said = prefill_prompts(model, prompts(1), max_k=0), []
+    for _ in range(tokens):
+        said.append(step(model, batch, 0).tokens)
+        mx.async_eval(said[-1], *batch.arrays())
+    return [int(token) for token in mx.concatenate(said, axis=1)[0]]  # type: ignore[arg-type]
+
+
+def paths(name: str, model: Model, theirs: nn.Module) -> None:
+    """A layer in one launch beside separate kernels and mlx-lm, in turns. Both paths must say the same text."""
+    k = {"27b": 3, "35b": 2}[name]
+    recording = Recording(prompts(1), [greedy(model, 280)])
+    heads = ("ms a step", "described", "handed over", "alone", "k = 0, tokens/s", f"k = {k}, tokens/s", "ratio")
+    table("turn", "path", *heads)
+    for turn in range(TURNS):
+        line(turn, "mlx-lm", *[""] * 4, stock_rate(theirs))
+        for path, refusal in (("separate kernels", "this benchmark"), ("one launch a layer", None)):
+            begun, PERSISTENT.refusal = time.perf_counter(), refusal
+            seconds = step_seconds(model, prompts(1), 0)
+            if turn == 0:
+                print(f"first ten steps, {path}: {time.perf_counter() - begun:.1f} s", flush=True)
+            host = host_seconds(model, 0)
+            rates = [decode_imposed(model, recording, depth, ACCEPTANCE[name]).rate for depth in (0, k)]
+            times = [f"{1e3 * each:.2f}" for each in (seconds, *host)]
+            line(turn, path, *times, *rates, f"{rates[1] / rates[0]:.2f}")
+            note(f"{name} {path}", [seconds, *host, *rates])
+    assert not PERSISTENT.status.tolist()[0], "a barrier was given up"
+
+
 def steps(name: str, model: Model) -> None:
     table("rows", "k", "ms a step", "to k = 0", "window to a window of 1", "a draft")
     for rows, k in ((1, 3), (4, 3), (16, 3)):
@@ -236,6 +283,8 @@ def verify_only(model: Model, batch: Batch, k: int) -> StepResult:
 def shape(name: str, parts: list[str]) -> None:
     model, theirs = random_model(SHAPES[name])
     print(f"{name}: {mx.get_active_memory() / 1e9:.1f} GB", flush=True)
+    if "paths" in parts:
+        paths(name, model, theirs)
     if "decode" in parts:
         decode(name, model, beside(model, theirs))
     if "steps" in parts:
@@ -268,7 +317,7 @@ def main() -> None:
     if what == "rows":
         rows(rest[0] if rest else None)
     else:
-        shape(what, rest or ["decode", "steps"])
+        shape(what, rest or ["paths", "decode", "steps"])
 
 
 if __name__ == "__main__":

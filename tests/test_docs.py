@@ -11,6 +11,7 @@ from docs.pages import ROOT, blocks, pages, problems
 from headstart.server.anthropic_request import MessagesRequest
 from headstart.server.openai_request import ChatCompletionRequest, CompletionRequest
 from headstart.server.request_fields import GenerationRequest
+from headstart.server.responses_request import ResponsesRequest
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
@@ -34,7 +35,9 @@ def test_generated_pages_are_current(name: str) -> None:
     assert path.read_text() == api.pages()[path], "run `python docs/api.py`"
 
 
-@pytest.mark.parametrize("request_model", [ChatCompletionRequest, CompletionRequest, MessagesRequest])
+@pytest.mark.parametrize(
+    "request_model", [ChatCompletionRequest, CompletionRequest, MessagesRequest, ResponsesRequest]
+)
 def test_every_request_field_is_on_the_page_of_the_http_api(request_model: type[GenerationRequest]) -> None:
     page = (ROOT / "docs/reference/http-api.md").read_text()
     assert [name for name in request_model.model_fields if not re.search(rf"`{name}\b", page)] == []

@@ -24,7 +24,20 @@ def test_an_mlx_without_its_backend_is_one_line_with_the_way_out(tmp_path: Path)
     assert "pip install 'mlx[cpu]'" in line
 
 
-COMMANDS = ["demo", "generate", "chat", "serve", "models", "inspect", "convert", "graft", "probe", "bench"]
+COMMANDS = [
+    "demo",
+    "generate",
+    "chat",
+    "serve",
+    "launch",
+    "recommend",
+    "models",
+    "inspect",
+    "convert",
+    "graft",
+    "probe",
+    "bench",
+]
 WITH_MODEL = ["demo", "generate", "chat", "serve", "inspect", "probe", "bench"]
 
 

@@ -27,6 +27,20 @@ def test_clients_take_turns() -> None:
     assert order == ["many", "few", "one", "many", "few", "many"]
 
 
+def test_interactive_requests_go_before_batch_requests() -> None:
+    model = random_model("dense")
+    engine = Engine(model, max_sequences=1)
+    order: list[str] = []
+    waiting = [("batch", "a"), ("batch", "a"), ("interactive", "b"), ("batch", "b"), ("interactive", "b")]
+    for priority, client in waiting:
+        request = Request(random_prompt(model, 5), SamplingParams(max_tokens=1, k=0), priority=priority)  # type: ignore[arg-type]
+        name = f"{priority} {client}"
+        engine.submit(request, client=client, listener=lambda event, name=name: order.append(name))
+    while engine.run_once():
+        pass
+    assert order == ["interactive b", "interactive b", "batch a", "batch b", "batch a"]
+
+
 def test_a_full_queue_says_when_to_try_again() -> None:
     model = random_model("dense")
     engine = Engine(model, max_queue=2)

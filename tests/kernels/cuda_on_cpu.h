@@ -1,4 +1,5 @@
-// As much of CUDA as our kernels use, on the CPU: a block's threads are fibers that take turns at every barrier.
+// As much of CUDA as our kernels use, on the CPU: a block's threads are fibers that take turns at every barrier. Blocks
+// run one after the other, or, where they wait for each other, each in a thread of this machine.
 // Arithmetic is IEEE single precision with the same roundings, so bits that do not depend on the width of a window
 // here do not depend on it there; only expf and its like may differ in the last bit.
 
@@ -6,17 +7,23 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <atomic>
+#include <bit>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
+#include <thread>
 #include <type_traits>
 #include <vector>
 
 #define __device__
 #define __forceinline__ inline
-#define __shared__ static
+#define __noinline__
+#define __shared__ static thread_local
 #define __align__(n) __attribute__((aligned(n)))
 #define __restrict__
 
@@ -29,7 +36,7 @@ namespace cuda { namespace std = ::std; }
 struct uint4 { uint32_t x, y, z, w; };
 struct float4 { float x, y, z, w; };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-struct dim3 { int x = 0, y = 0, z = 0; };
+struct dim3 { unsigned x = 0, y = 0, z = 0; };
 struct Shape { int32_t at[10]; int32_t operator[](int i) const { return at[i]; } };
 
 struct __nv_bfloat16 {
@@ -66,7 +73,7 @@ struct Thread {
   ucontext_t context;  // to start in; later turns begin with a jump, which needs no system call
   jmp_buf jump;
   bool started = false;
-  std::vector<char> stack;
+  std::unique_ptr<char[]> stack;
   dim3 index;
   Warp* warp;
   int lane;
@@ -74,10 +81,13 @@ struct Thread {
   std::vector<Copy> copies;
   int groups = 0;
 };
-inline Thread* self;
-inline Barrier block_barrier;
-inline jmp_buf scheduler;
-inline dim3 blockIdx, blockDim, gridDim;
+inline thread_local Thread* self;
+inline thread_local Barrier block_barrier;
+inline thread_local std::map<int, Barrier> named_barriers;
+inline thread_local jmp_buf scheduler;
+inline thread_local dim3 blockIdx;
+inline dim3 blockDim, gridDim;
+inline thread_local unsigned char dynamic_shared[232448] __align__(128);
 #define threadIdx (self->index)
 
 inline void pause_thread() {
@@ -113,6 +123,15 @@ X __shfl_xor_sync(unsigned, X x, int mask) {
   return x;
 }
 
+inline float __shfl_sync(unsigned, float x, int from) {
+  Warp& warp = *self->warp;
+  std::memcpy(&warp.words[self->lane][0], &x, 4);
+  __syncwarp();
+  std::memcpy(&x, &warp.words[from][0], 4);
+  __syncwarp();
+  return x;
+}
+
 inline uint32_t __ballot_sync(unsigned, bool vote) {
   Warp& warp = *self->warp;
   warp.words[self->lane][0] = vote;
@@ -122,6 +141,23 @@ inline uint32_t __ballot_sync(unsigned, bool vote) {
   __syncwarp();
   return all;
 }
+template <typename Reduce>
+uint32_t reduced(uint32_t x, Reduce reduce) {
+  Warp& warp = *self->warp;
+  warp.words[self->lane][0] = x;
+  __syncwarp();
+  for (int lane = 0; lane < 32; ++lane) x = reduce(x, warp.words[lane][0]);
+  __syncwarp();
+  return x;
+}
+inline uint32_t __reduce_max_sync(unsigned, uint32_t x) {
+  return reduced(x, [](uint32_t a, uint32_t b) { return max(a, b); });
+}
+inline int __reduce_min_sync(unsigned, int x) {  // of numbers that are not negative
+  return reduced(x, [](uint32_t a, uint32_t b) { return min(a, b); });
+}
+inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
+inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 inline int __popc(uint32_t word) { return __builtin_popcount(word); }
 
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
@@ -132,9 +168,30 @@ inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float rsqrtf(float a) { return 1 / std::sqrt(a); }
 inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 
+inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+template <typename X>
+X atomicAdd(X* to, X x) {
+  return std::atomic_ref(*to).fetch_add(x);
+}
+inline unsigned atomicExch(unsigned* to, unsigned x) { return std::atomic_ref(*to).exchange(x); }
+inline long long clock64() {  // a slow one: what takes a card 100 ms may take this machine minutes
+  auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::microseconds>(now).count();
+}
+
 // What src/headstart/kernels/tensor_core.cu says in PTX, by the fragment layouts of the PTX manual.
 namespace headstart {
-inline unsigned char dynamic_shared[232448] __align__(16);
+inline void prefetch(const void*, unsigned) {}
+inline void named_barrier(int number, int threads) {
+  if (number == 0) return __syncthreads();
+  named_barriers[number].size = threads;
+  meet(named_barriers[number]);
+}
+template <typename X>
+X load_acquire(const X* from) {
+  std::this_thread::yield();
+  return std::atomic_ref(*const_cast<X*>(from)).load();
+}
 
 // Copies land as late as they may, so that a missing wait shows.
 inline void copy_16_bytes(void* to, const void* from, int there = 16) {
@@ -207,44 +264,53 @@ void multiply(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 }
 }  // namespace headstart
 
-// Run `kernel` in every thread of every block, one block after the other.
+// Run `kernel` in every thread of every block, one block after the other or all of them together.
 inline const std::function<void()>* running;
 inline void enter_thread() {
   (*running)();
   self->done = true;
   _longjmp(scheduler, 1);
 }
-inline void launch(dim3 grid, dim3 block, const std::function<void()>& kernel) {
-  const int count = block.x * block.y * block.z;
-  running = &kernel, gridDim = grid, blockDim = block;
+inline void run_block(dim3 index) {
+  constexpr int STACK = 1 << 18;
+  const int count = blockDim.x * blockDim.y * blockDim.z;
   std::vector<Thread> threads(count);
   std::vector<Warp> warps((count + 31) / 32);
-  for (Thread& thread : threads) thread.stack.resize(1 << 16);
-  for (int z = 0; z < grid.z; ++z)
-    for (int y = 0; y < grid.y; ++y)
-      for (int x = 0; x < grid.x; ++x) {
-        blockIdx = {x, y, z};
-        block_barrier = {count};
-        std::memset(headstart::dynamic_shared, 0xFF, sizeof headstart::dynamic_shared);  // no number in any type
-        for (int w = 0; w < int(warps.size()); ++w) warps[w].barrier = {min(32, count - 32 * w)};
-        for (int t = 0; t < count; ++t) {
-          Thread& thread = threads[t];
-          thread.index = {t % block.x, t / block.x % block.y, t / (block.x * block.y)};
-          thread.warp = &warps[t / 32], thread.lane = t % 32, thread.done = thread.started = false;
-          getcontext(&thread.context);
-          thread.context.uc_stack.ss_sp = thread.stack.data();
-          thread.context.uc_stack.ss_size = thread.stack.size();
-          thread.context.uc_link = nullptr;
-          makecontext(&thread.context, enter_thread, 0);
-        }
-        for (bool busy = true; busy;) {
-          busy = false;
-          for (Thread& thread : threads)
-            if (!thread.done) {
-              busy = true;
-              self = &thread;
-              resume_thread();
-            }
-        }
+  blockIdx = index;
+  block_barrier = {count};
+  named_barriers.clear();
+  std::memset(dynamic_shared, 0xFF, sizeof dynamic_shared);  // no number in any type
+  for (int w = 0; w < int(warps.size()); ++w) warps[w].barrier = {min(32, count - 32 * w)};
+  for (int t = 0; t < count; ++t) {
+    Thread& thread = threads[t];
+    thread.stack.reset(new char[STACK]);
+    thread.index = {t % blockDim.x, t / blockDim.x % blockDim.y, t / (blockDim.x * blockDim.y)};
+    thread.warp = &warps[t / 32], thread.lane = t % 32;
+    getcontext(&thread.context);
+    thread.context.uc_stack.ss_sp = thread.stack.get();
+    thread.context.uc_stack.ss_size = STACK;
+    thread.context.uc_link = nullptr;
+    makecontext(&thread.context, enter_thread, 0);
+  }
+  for (bool busy = true; busy;) {
+    busy = false;
+    for (Thread& thread : threads)
+      if (!thread.done) {
+        busy = true;
+        self = &thread;
+        resume_thread();
       }
+  }
+}
+inline void launch(dim3 grid, dim3 block, bool together, const std::function<void()>& kernel) {
+  running = &kernel, gridDim = grid, blockDim = block;
+  std::vector<std::thread> blocks;
+  for (unsigned z = 0; z < grid.z; ++z)
+    for (unsigned y = 0; y < grid.y; ++y)
+      for (unsigned x = 0; x < grid.x; ++x)
+        if (together)
+          blocks.emplace_back(run_block, dim3{x, y, z});
+        else
+          run_block({x, y, z});
+  for (std::thread& each : blocks) each.join();
 }

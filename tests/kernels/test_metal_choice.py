@@ -17,6 +17,8 @@ from headstart.kernels.experts import stock_route
 from headstart.kernels.metal import choice, tune
 from headstart.kernels.metal.choice import TIMED, KernelCheck, checks, choose
 from headstart.kernels.metal.tune import choose_kernels, computes_rows_independently, operations
+from headstart.kernels.norm import stock_norm
+from headstart.kernels.types import Ran, Window
 
 pytestmark = pytest.mark.usefixtures("stock_ops")
 COLUMNS = 10.0  # times as slow as the other kernel of ours
@@ -32,6 +34,7 @@ class Chip:
         self.ours: Callable[[int], float] = lambda rows: 1.1 + 0.1 * rows
         self.fails: str | None = None
         self.wrong = 0.0
+        self.wrong_fused = 0.0  # where several products are one launch
         self.changes_at = 99  # rows from which on ours rounds in another way
 
     def clock(self) -> float:
@@ -58,7 +61,8 @@ class Chip:
         self.now += self.ours(rows) * (COLUMNS if slices == 1 else 1)
         self.launched.append((f"ours {slices}", rows))
         rounding = 4e-6 if rows >= self.changes_at else 3e-6
-        return [row_by_row(x, each.weight) * (1 + rounding) + self.wrong for each in weights]
+        made = [row_by_row(x, each.weight) * (1 + rounding) + self.wrong for each in weights]
+        return made[:2] + [each + self.wrong_fused for each in made[2:]]
 
 
 def row_by_row(x: mx.array, weight: mx.array) -> mx.array:
@@ -155,6 +159,7 @@ def test_each_generation_gets_the_fastest_exact_kernel_for_all_widths(
         ({"fails": ""}, "failed: RuntimeError"),
         ({"wrong": 0.5}, "differs from stock ops"),
         ({"wrong": float("nan")}, "differs from stock ops"),
+        ({"wrong_fused": 1e-6}, "differs from stock ops"),
         ({"changes_at": 9}, None),
     ],
 )
@@ -341,3 +346,24 @@ def test_routing_is_compared_by_expert_in_whatever_order_they_are_named(monkeypa
     stock, ours = choice.decide(route).candidates
     assert (stock.name, ours.name, ours.refused, ours.exact) == ("stock", "metal", None, True)
     assert 0 < (ours.error or 0) < 1e-2
+
+
+def test_forms_of_a_kernel_that_a_plain_decode_uses_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def norm(x: mx.array, added: mx.array | None, weight: mx.array, eps: float) -> list[mx.array]:
+        total = x + (0 if added is None else added)
+        return [total, stock_norm(total, weight, eps)] if added is not None else [2 * stock_norm(total, weight, eps)]
+
+    def delta(
+        window: Window, weights: object, state: mx.array, conv: mx.array, pending: object, *rest: object
+    ) -> Ran:
+        ran = gated_delta.stock_fold_and_run(net, window, tune.RecurrentState(state, conv, pending), *rest)  # type: ignore[arg-type]
+        return ran if pending is not None or ran.drafts is not None else ran._replace(y=ran.y * mx.nan)
+
+    monkeypatch.setattr(tune, "metal_norm", norm)
+    monkeypatch.setattr(tune, "metal_gated_delta", delta)
+    monkeypatch.setattr(tune, "gated_delta_refusal", lambda key, value: None)
+    weights = random_model("dense").weights
+    net = weights.layers[0].linear_attn
+    for operation in (tune._norm(weights.norm, mx.bfloat16), tune._gated_delta(net, mx.bfloat16)):
+        ours = choice.decide(operation).candidates[-1]
+        assert (ours.refused or "").startswith("differs from stock ops"), operation.operation

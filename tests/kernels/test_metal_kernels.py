@@ -166,6 +166,12 @@ def test_routing_takes_the_best_experts_and_the_first_of_equals(normed: bool) ->
     assert all(mx.array_equal(metal_route(logits[i : i + 1], 3, normed)[1][0], scores[i]) for i in range(5))
 
 
+def test_routing_a_row_of_nan_names_experts_that_exist() -> None:
+    logits = mx.full((2, 40), mx.nan, mx.bfloat16)
+    logits[1, :2] = mx.array([1, -mx.inf])
+    assert metal_route(logits, 3, True)[0].max().item() < 40
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_experts_are_combined(rows: int) -> None:
     parts, scores = normal(rows, 3, 20, seed=6), mx.softmax(normal(rows, 3, seed=7), axis=-1)

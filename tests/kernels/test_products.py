@@ -121,6 +121,21 @@ def test_layers_that_share_an_input_have_the_bits_of_each_alone() -> None:
         assert mx.array_equal(found, launch_products(x, [weights])[0])
 
 
+@pytest.mark.parametrize(("bits", "rows"), [(4, 3), (16, 11)])
+def test_a_gated_product_is_silu_of_the_gate_times_up(bits: int, rows: int) -> None:
+    both, x = random_weights((2, 40, K), bits, 64 if bits < 16 else 1), normal(rows, K, seed=4)
+    gate, up = (MatrixWeights(*[a[i] for a in both.arrays()], bits=bits, group=both.group) for i in (0, 1))
+    (found,) = launch_products(x, [gate, up], gated=True)
+    plain = [each.astype(mx.float32) for each in launch_products(x, [gate, up])]
+    assert error(found, nn.silu(plain[0]) * plain[1]) < 3e-3
+    assert mx.array_equal(found[1:2], launch_products(x[1:2], [gate, up], gated=True)[0])
+    chosen = mx.array([[1], [0], [1]])
+    stacked = [MatrixWeights(*[a[::order] for a in both.arrays()], bits=bits, group=both.group) for order in (1, -1)]
+    by_experts = launch_experts(x[:3], chosen, stacked, gated=True)[0]  # expert 0 is (gate, up), expert 1 the reverse
+    assert mx.array_equal(by_experts[1], found[1:2])
+    assert mx.array_equal(by_experts[0], launch_products(x[:1], [up, gate], gated=True)[0])
+
+
 # Three experts for nine rows of four choices each: some have more rows than a tile has columns.
 @pytest.mark.parametrize(("bits", "count"), [(4, 3), (16, 8)])
 def test_experts_multiply_the_rows_that_chose_them(bits: int, count: int) -> None:

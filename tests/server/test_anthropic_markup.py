@@ -237,14 +237,23 @@ def test_no_tool_is_called_where_none_may_be(here: Here) -> None:
 
 
 def test_a_call_that_breaks_off_is_no_call(here: Here) -> None:
-    """A stream has told of it by then, and goes on with its text."""
-    script = 'So:\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b":'
-    whole = create(here, script, tools=[ADD])
-    assert (blocks(whole), whole.stop_reason) == ([{"type": "text", "text": script}], "end_turn")
-    _, streamed = stream(here, script, tools=[ADD])
-    text, call, rest = blocks(streamed)
-    assert (text["text"], call["input"], streamed.stop_reason) == ("So:", {"a": 2}, "end_turn")
-    assert text["text"] + rest["text"] == script
+    """A stream has told of it by then. Neither has the stop reason for which clients run calls."""
+    written = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b":'
+    for script, most, reason in ((f"So:\n{written}", 999, "end_turn"), (f"So:\n{written} 3, ", 0, "max_tokens")):
+        most = most or len(tokenizer().encode(f"So:\n{written}", add_special_tokens=False))
+        whole = create(here, script, tools=[ADD], max_tokens=most)
+        texts = [{"type": "text", "text": text} for text in ("So:", written)]
+        assert (blocks(whole), whole.stop_reason) == (texts, reason)
+        _, streamed = stream(here, script, tools=[ADD], max_tokens=most)
+        text, call = blocks(streamed)
+        assert (text["text"], call["input"], streamed.stop_reason) == ("So:", {"a": 2}, reason)
+
+
+@pytest.mark.parametrize("written", ['{"a": 2 2}', '{"a": b}'])
+def test_a_malformed_call_is_no_call(here: Here, written: str) -> None:
+    call = f'<tool_call>\n{{"name": "add", "arguments": {written}'
+    whole = create(here, f"{call}}}\n</tool_call>", tools=[ADD])
+    assert (blocks(whole), whole.stop_reason) == ([{"type": "text", "text": call}], "end_turn")
 
 
 def test_half_a_character_in_a_call_does_not_break_the_message(here: Here) -> None:

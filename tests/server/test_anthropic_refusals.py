@@ -72,7 +72,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "subtract"}}, "tool_choice"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tools": [{**TOOL, "input_schema": {"type": "object", "properties": {"a": {"type": "x"}}}}],
-      "tool_choice": {"type": "any"}}, "tools"),
+      "tool_choice": {"type": "any"}}, "tools[0]"),
     ({"thinking": {"type": "sometimes"}}, "thinking.type"),
     ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "enabled", "budget_tokens": 2**31}}, "thinking.budget_tokens: grammar"),

@@ -1,10 +1,11 @@
 """Chats and completions through the real openai client: each test is a promise that some client relies on."""
 
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
-from openai import NotFoundError, OpenAI
+from openai import BadRequestError, NotFoundError, OpenAI
 from running import CONTEXT, HUB_ID, Running, alone, chat_tokens, folder, tokenizer
 
 from headstart.limits import MAX_K
@@ -259,6 +260,50 @@ def test_completions_go_on_from_text_or_tokens(client: OpenAI, stream: bool) -> 
             assert answer.usage is not None
             assert answer.usage.prompt_tokens == len(tokens)
             assert answer.generation_stats["rounds"] > 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_list_of_prompts_has_the_answers_of_each(server: Running, client: OpenAI, stream: bool) -> None:
+    texts = ["def add(a, b):", "class Cat:", "import os"]
+    prompts = [list(tokenizer().encode(text)) for text in texts]
+    expected = [alone(prompt, max_tokens=16).text for prompt in prompts]
+    asked, before = sum(map(len, prompts)), server.metric("headstart_prompt_tokens_total")
+    for given in (texts, prompts):
+        if stream:
+            options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+            chunks = list(client.completions.create(model="tiny", prompt=given, n=2, temperature=0, **options))
+            said = Counter[int]()
+            found = [""] * 6
+            for chunk in chunks[:-1]:
+                (choice,) = chunk.choices
+                found[choice.index] += choice.text
+                said[choice.index] += choice.finish_reason is not None
+            assert said == dict.fromkeys(range(6), 1)
+            usage = chunks[-1].usage
+        else:
+            answer = client.completions.create(model="tiny", prompt=given, n=2, temperature=0)
+            assert [choice.index for choice in answer.choices] == list(range(6))
+            found, usage = [choice.text for choice in answer.choices], answer.usage
+        assert found == [text for text in expected for _ in range(2)]
+        assert usage is not None
+        assert (usage.prompt_tokens, usage.completion_tokens) == (asked, 6 * 16)
+    assert server.metric("headstart_prompt_tokens_total") - before == 2 * asked
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        (["a"] * 129, "at most 128"),
+        (["a", ""], "empty"),
+        ([[5], []], "no tokens"),
+        ([], "no tokens"),
+        ([[5], [99999]], "99999"),
+    ],
+)
+def test_a_list_with_a_prompt_that_cannot_be_answered_is_refused(client: OpenAI, prompt: Any, problem: str) -> None:
+    with pytest.raises(BadRequestError, match=problem) as error:
+        client.completions.create(model="tiny", prompt=prompt)
+    assert error.value.param == "prompt"
 
 
 def test_a_model_is_addressed_by_any_of_its_names(server: Running, client: OpenAI) -> None:

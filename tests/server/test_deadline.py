@@ -17,7 +17,7 @@ from headstart.server.request_handler import RunningRequest
 def answer(room: EngineThread, metrics: Metrics, seconds: float) -> RunningRequest:
     meter = Meter(metrics, "/v1/completions", time.perf_counter())
     deadline = asyncio.get_running_loop().time() + seconds
-    return RunningRequest(room, Request([5]), Limits(), client="", deadline=deadline, meter=meter)
+    return RunningRequest(room, [Request([5])], Limits(), client="", deadline=deadline, meter=meter)
 
 
 def test_what_was_said_in_time_and_read_too_late_is_too_late() -> None:
@@ -47,7 +47,7 @@ def test_a_row_that_nobody_listens_to_is_freed_at_the_deadline() -> None:
         room.start()
         late = answer(room, metrics, seconds=0.1)
         await asyncio.sleep(0.3)
-        assert late._handle.cancelled
+        assert late._handles[0].cancelled
         assert metrics.counters.requests["/v1/completions", "timeout"] == 1
 
     asyncio.run(never_read())

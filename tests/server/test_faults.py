@@ -114,7 +114,7 @@ def test_inside_a_stream_a_failure_is_an_event(monkeypatch: pytest.MonkeyPatch) 
             response = http.post("/v1/chat/completions", json=body)
             assert response.status_code == 200
             *_, error, done, end = response.text.split("\n\n")
-            assert error.startswith('data: {"error": {"message": "RuntimeError: it broke"')
+            assert error.startswith('data: {"error":{"message":"RuntimeError: it broke"')
             assert (done, end) == ("data: [DONE]", "")
         Once(monkeypatch, headstart.engine.pending_step, "step", RuntimeError("again"), n=4)
         stream: Any = server.openai().chat.completions.create(model="tiny", **body)  # type: ignore[call-overload]

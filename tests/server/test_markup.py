@@ -314,6 +314,7 @@ def test_what_only_looks_like_markup_is_content(text: str) -> None:
     assert message(f"<think>{text}", thinking=False).reasoning == text.lstrip()
 
 
+CALL_IN_JSON = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
 BROKEN = {
     "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich, and then": '{"city": "Zürich, and then',
     "<tool_call>\n<function=get_weather>\n<parameter=days>\n3": '{"days": ',
@@ -338,6 +339,20 @@ def test_a_call_behind_a_broken_one_is_a_call() -> None:
     for text, written in BROKEN.items():
         if text.endswith("</tool_call>"):
             assert message(text + xml("get")).calls == (Call("get_weather", written), Call("get", "{}"))
+
+
+@pytest.mark.parametrize("text", [xml("get_weather", city="Oslo", days="2"), CALL_IN_JSON], ids=["xml", "json"])
+def test_a_call_that_breaks_off_cannot_be_run(text: str) -> None:
+    """Its arguments are no JSON, not even the empty text that many clients read as no arguments."""
+    (whole,) = message(text).calls
+    for end in range(len(text)):
+        parser = OutputParser(TOOLS)
+        deltas = [*parser.feed(text[:end]), *parser.finish()]
+        written = "".join(delta.text for delta in deltas if delta.kind == "arguments")
+        assert parser.broken == (parser.calls == 1 and written != whole.arguments)
+        if parser.broken:
+            with pytest.raises(ValueError, match=r"char \d"):
+                json.loads(written or "{}")
 
 
 def test_nesting_without_end_is_no_harm() -> None:
@@ -371,8 +386,8 @@ def test_a_call_is_announced_once_its_function_is_known() -> None:
     parser = OutputParser(TOOLS)
     head, rest = text.split("<parameter=", 1)
     assert parser.feed(head) == []
-    assert parser.feed("<parameter=") == [Delta("tool_call", "get_weather", 0)]
-    assert parser.feed(rest)[0] == Delta("arguments", '{"city": "Zürich"}', 0)
+    assert parser.feed("<parameter=") == [Delta("tool_call", "get_weather", 0), Delta("arguments", "{", 0)]
+    assert parser.feed(rest)[0] == Delta("arguments", '"city": "Zürich"}', 0)
 
 
 def fragments(*pieces: str) -> list[str]:

@@ -72,7 +72,7 @@ def test_latency_is_counted_by_tokens_and_not_by_chunks() -> None:
     meter = Meter(metrics, COMPLETIONS, arrived=10.0)
     for rounds, tokens, said, when in ((1, 2, 2, 11.0), (2, 4, 6, 11.4), (3, 1, 7, 11.5)):
         stats = Stats("native_mtp", None, rounds=rounds, generation_tokens=said)
-        meter.count(Event(tokens=[7] * tokens, stats=stats), when)
+        meter.count(Event(tokens=[7] * tokens, stats=stats), when, first=True)
     counted = {sample.name: sample.value for sample in parsed(metrics.text().decode())}
     assert counted["headstart_time_to_first_token_seconds_count"] == 1
     assert counted["headstart_time_to_first_token_seconds_sum"] == pytest.approx(1.0)
@@ -96,7 +96,7 @@ def test_a_request_for_several_answers_is_cut_off_if_one_is(reasons: list[Finish
     async def main() -> None:
         room.submit = lambda request, **_: Handle(request, None)  # type: ignore[method-assign]
         request, meter = Request([5], n=len(reasons)), Meter(metrics, COMPLETIONS, arrived=0.0)
-        running = RunningRequest(room, request, Limits(), client="", deadline=inf, meter=meter)
+        running = RunningRequest(room, [request], Limits(), client="", deadline=inf, meter=meter)
         running.cancel()  # otherwise a cancelled answer is an error of the server's
         for choice, reason in enumerate(reasons):
             running._events.put_nowait((Event(finish_reason=reason, choice=choice), 1.0))

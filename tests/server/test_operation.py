@@ -385,3 +385,31 @@ def test_health_tells_who_is_inside(server: Running, gate: threading.Event) -> N
             gate.set()
             wait_until(lambda: http.get("/health").json()["running"] == 1)
         wait_until(lambda: idle(server))
+
+
+def test_a_client_has_so_many_requests_at_a_time() -> None:
+    with running(key="first", other_keys=("second",), limits=Limits(requests_per_client=1)) as server:
+        client, other = server.openai(), server.openai().with_options(api_key="second")
+        with client.chat.completions.create(**LONG, stream=True) as stream:
+            next(iter(stream))
+            with pytest.raises(openai.RateLimitError, match="1 of your requests") as busy:
+                client.responses.create(model="tiny", input="hi")
+            assert busy.value.response.headers["retry-after"] == "1"
+            assert other.responses.create(model="tiny", input="hi", max_output_tokens=2).status == "incomplete"
+        wait_until(lambda: idle(server))
+        assert client.responses.create(model="tiny", input="hi", max_output_tokens=2).status == "incomplete"
+
+
+@pytest.mark.parametrize("priority", ["interactive", "batch"])
+def test_a_request_has_its_priority(server: Running, monkeypatch: pytest.MonkeyPatch, priority: str) -> None:
+    found: list[str] = []
+    submit = server.room.submit
+    monkeypatch.setattr(
+        server.room, "submit", lambda request, **rest: (found.append(request.priority), submit(request, **rest))[1]
+    )
+    known: dict[str, Any] = {"model": "tiny", "extra_body": {"priority": priority}}
+    server.openai().chat.completions.create(**known, messages=HI, max_tokens=1)
+    server.openai().completions.create(**known, prompt="hi", max_tokens=1)
+    server.openai().responses.create(**known, input="hi", max_output_tokens=1)
+    server.anthropic().messages.create(**known, messages=HI, max_tokens=1)
+    assert found == [priority] * 4

@@ -169,7 +169,7 @@ def test_every_field_may_be_null(server: Running) -> None:
         assert response.status_code == 200, response.text
 
 
-@pytest.mark.parametrize("prompt", [[], ["a", "b"], [9999], {"a": 1}, "", [""]], ids=str)
+@pytest.mark.parametrize("prompt", [[], ["a", ""], [9999], {"a": 1}, "", [""]], ids=str)
 def test_a_prompt_that_cannot_be_read_is_refused(server: Running, prompt: Any) -> None:
     assert refused(post(server, {"prompt": prompt}, "/v1/completions"))["param"] == "prompt"
 
@@ -215,7 +215,7 @@ def test_a_conversation_longer_than_the_context_is_refused(client: OpenAI) -> No
 def test_unknown_paths_and_methods_have_the_same_shape(server: Running) -> None:
     with server.http() as http:
         refused(http.get("/v1/nothing"), 404)
-        for path in ("/v1/responses", "/v1/embeddings"):
+        for path in ("/v1/embeddings", "/v1/audio/speech"):
             message = refused(http.post(path, json={}), 404)["message"]
             assert message.startswith("no such endpoint: this server has /v1/chat/completions, /v1/completions")
         refused(http.get("/v1/chat/completions"), 405)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -44,11 +43,17 @@ def ask(here: Here, schema: Any, **fields: Any) -> Any:
 @pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize("schema", FLAWS, ids=lambda value: json.dumps(value)[:50])
 def test_what_is_no_schema_is_refused_or_read_as_any(here: Here, schema: Any, choice: Any) -> None:
-    here[1].scripts[:] = ["<tool_call>\n<function=f1>\n<parameter=a>\n5\n</parameter>\n</function>\n</tool_call>"]
-    with suppress(openai.BadRequestError):
+    xml = "<tool_call>\n<function=f1>\n<parameter=a>\n5\n</parameter>\n</function>\n</tool_call>"
+    as_json = '<tool_call>\n{"name": "f1", "arguments": {"a": 5}}\n</tool_call>'
+    here[1].scripts.append(xml if here[0].served.template.markup.style == "xml" else as_json)
+    refused = ""
+    try:
         (answer,) = ask(here, schema, tool_choice=choice).choices
-        assert answer.message.tool_calls or choice == "required"
-    here[1].scripts[:] = []
+    except openai.BadRequestError as error:
+        refused = str(error.param)
+        here[1].scripts.clear()
+    assert refused == "tools[1]" if refused else answer.message.tool_calls
+    assert not refused or choice == "required"
 
 
 @pytest.mark.parametrize("schema", FLAWLESS, ids=lambda value: json.dumps(value)[:50])

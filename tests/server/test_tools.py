@@ -130,6 +130,13 @@ def test_a_call_cut_off_by_the_limit_has_the_arguments_so_far(here: Here) -> Non
     assert call.function.arguments in PARIS
 
 
+@pytest.mark.parametrize("script", [PARIS, OSLO], ids=["json", "xml"])
+def test_a_call_that_breaks_off_is_no_reason_to_run_calls(here: Here, script: str) -> None:
+    choice = ask(here, f"{PARIS}\n{script[:-35]}").choices[0]
+    assert (len(choice.message.tool_calls), choice.finish_reason) == (2, "stop")
+    assert gathered(ask(here, script[:-35], stream=True))[1] == "stop"
+
+
 def test_without_tools_everything_is_content(here: Here) -> None:
     assert ask(here, PARIS, tools=[]).choices[0].message.content == PARIS
 
@@ -214,7 +221,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "function": {"name": "two words"}}]}, "tools[0].function.name"),
     ({"tools": [NOW, {"type": "function", "function": {"name": "f", "parameters": {"type": "thing"}}}],
-      "tool_choice": "required"}, "tools"),
+      "tool_choice": "required"}, "tools[1]"),
     ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
     *[({"messages": [*HI, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}]},
        "messages[1].tool_calls[0].function.arguments") for text in ("oops", "[1]", "{a: 1}", "{" * 500)],

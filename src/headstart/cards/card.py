@@ -58,6 +58,14 @@ class SamplingDefaults(StrictModel):
     not_thinking: Sampling | None = None
 
 
+class Gain(StrictModel):
+    """How much faster drafts make decoding."""
+
+    speed: Annotated[float, Field(gt=0)]  # relative to k = 0
+    kind: Literal["measured", "expected"]
+    basis: str  # what was run
+
+
 class Card(StrictModel):
     name: str
     hub_id: str | None = None
@@ -69,6 +77,7 @@ class Card(StrictModel):
     context_length: Positive | None = None
     capabilities: tuple[Capability, ...] = ()
     native_mtp: NativeMtp | None = None
+    gain: Gain | None = None
     sampling_defaults: SamplingDefaults = SamplingDefaults()
 
     @property

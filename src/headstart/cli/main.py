@@ -12,7 +12,21 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import HeadstartError
-from . import bench, chat, convert, demo, draft_vocabulary, generate, inspect, machines, probe, report, serve
+from . import (
+    bench,
+    chat,
+    convert,
+    demo,
+    draft_vocabulary,
+    generate,
+    inspect,
+    launch,
+    machines,
+    probe,
+    recommend,
+    report,
+    serve,
+)
 
 # Only the tokenizers of transformers are used: suppress its advice to install PyTorch.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -68,6 +82,8 @@ app.command("demo")(demo.demo_command)
 app.command("generate")(generate.generate_command)
 app.command("chat")(chat.chat_command)
 app.command("serve")(serve.serve_command)
+app.command("launch", cls=launch.LaunchCommand)(launch.launch_command)
+app.command("recommend")(recommend.recommend_command)
 app.command("models")(inspect.models_command)
 app.command("inspect")(inspect.inspect_command)
 app.command("convert")(convert.convert_command)

@@ -34,6 +34,9 @@ def serve_command(
     allowed_host: list[str] | None = Option(None, metavar="HOST", help="A further host name in URLs; * is any."),
     max_sequences: int = Option(16, min=1, help="Requests decoded together."),
     max_queue: int = Option(256, min=1, help="Requests that may wait."),
+    max_client_requests: int | None = Option(
+        None, min=1, help="Requests of one key, or of one address without keys, at a time.", show_default="no limit"
+    ),
     max_prompt_tokens: int | None = Option(None, min=1, help="Longest prompt.", show_default="the model's context"),
     max_connections: int | None = Option(
         None, min=2, help="Connections, half of them per client.", show_default="2048, or what `ulimit -n` allows"
@@ -89,7 +92,12 @@ def serve_command(
             engine_thread,
             served,
             keys=keys,
-            limits=server.Limits(prompt_tokens=max_prompt_tokens, request_seconds=timeout, connections=connections),
+            limits=server.Limits(
+                prompt_tokens=max_prompt_tokens,
+                requests_per_client=max_client_requests,
+                request_seconds=timeout,
+                connections=connections,
+            ),
             allowed_hosts=server.hosts_for(host, allowed_host or (), key=bool(keys)),
             cors_origins=cors_origin or (),
         )

@@ -28,7 +28,7 @@ from .depth import DepthController, Plan, pause_reason
 from .invariance import invariant_k, is_batch_invariant
 from .log import LOG, log_error
 from .memory import is_out_of_memory
-from .pending_step import PendingStep, build_step, launches_ahead
+from .pending_step import KernelTimeout, PendingStep, build_step, launches_ahead
 from .prefill import prefill_chunk
 from .scheduler import Scheduler
 from .sequence import SequenceState, not_finite, youngest
@@ -260,7 +260,7 @@ class Engine(Scheduler):
             self._emit(pending)
 
     def _emit(self, pending: PendingStep) -> None:
-        report: list[list[int]] = pending.report.tolist()  # type: ignore[assignment]  # the one synchronisation
+        report = pending.read()
         self._observe(pending, report)
         for index, sequence in enumerate(pending.sequences):
             *tokens, accepted, proposed, copied, finite = report[index]
@@ -304,19 +304,19 @@ class Engine(Scheduler):
     def _recover(self, error: Exception) -> None:
         """Recompute all sequences after a step failed: their state on the device is lost.
 
-        If memory ran out, the youngest ends. Otherwise each runs alone; if none fails there, the youngest ends.
+        If memory ran out, the youngest ends; if a kernel gave up, none. Else each runs alone; then the youngest ends.
         """
         sequences = [sequence for sequence in self.running if not sequence.finished]
-        memory = is_out_of_memory(error)
-        if sequences and (len(sequences) == 1 or memory or all(each.cleared for each in sequences)):
+        memory, timeout = is_out_of_memory(error), isinstance(error, KernelTimeout)
+        if sequences and not timeout and (len(sequences) == 1 or memory or all(each.cleared for each in sequences)):
             last = youngest(sequences)
             last.finish("error", error)
             sequences.remove(last)
         log_error(LOG, "a step failed; %d sequences will be recomputed", len(sequences), error=error)
         self.retries += bool(sequences)
         for sequence in sequences:
-            sequence.suspect = not memory and not sequence.cleared
-        if memory:
+            sequence.suspect = not memory and not timeout and not sequence.cleared
+        if memory or timeout:
             self._empty_prefix()
         self._recompute_batch(sequences, "memory" if memory else "failure")
 

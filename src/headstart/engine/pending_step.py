@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from ..errors import HeadstartError
+from ..kernels.cuda.persistent import PERSISTENT
 from ..models import Model
 from ..models.draft_vocabulary import DraftVocabulary
 from ..sampling import GrammarMasks, Logprobs
@@ -16,12 +18,16 @@ from .sequence import SequenceState
 from .step import step
 
 
+class KernelTimeout(HeadstartError):
+    """A step's results are void, because the blocks of a persistent kernel did not run together."""
+
+
 @dataclass
 class PendingStep:
     sequences: list[SequenceState]
     plan: Plan
     steady: bool  # nothing but this step runs on the device after the step before it, so its time can be measured
-    report: mx.array  # [B, k+5]: tokens, accepted, proposed, copied, finite
+    report: mx.array  # [B, k+5]: tokens, accepted, proposed, copied, finite (1, or 0), less 2 if a kernel gave up
     logits: mx.array | None  # [B, k+1, V], if a sequence wants them
     logprobs: Logprobs | None
     arrays: list[mx.array]  # to be evaluated
@@ -36,6 +42,14 @@ class PendingStep:
         self.started = time.perf_counter()
         mx.async_eval(*self.arrays)
         self.arrays = []  # without these references the next step can update buffers in place
+
+    def read(self) -> list[list[int]]:
+        """Wait for the step, and return its report."""
+        report: list[list[int]] = self.report.tolist()  # type: ignore[assignment]  # the one synchronisation
+        if any(finite < 0 for *_, finite in report):
+            PERSISTENT.give_up("a kernel waited over 100 ms for its own blocks")
+            raise KernelTimeout("a kernel gave up; the step is computed again by others")
+        return report
 
     def outcome(self, line: list[int], listed: DraftVocabulary | None) -> tuple[int, int]:
         """Return from a line of the report how many drafts were accepted, and how many the head proposed.
@@ -70,7 +84,10 @@ def build_step(
     matchers = [sequence.matcher for sequence in sequences]
     grammar = GrammarMasks(matchers, model.vocabulary) if any(matchers) else None
     result = step(model, batch, plan.k, grammar, head=plan.head, distances=plan.distances)
-    columns = [result.accepted, result.proposed, result.copied, result.finite.astype(mx.int32)]
+    finite = result.finite.astype(mx.int32)
+    if PERSISTENT.launched:
+        finite = finite - 2 * PERSISTENT.status[0]
+    columns = [result.accepted, result.proposed, result.copied, finite]
     report = mx.concatenate([result.tokens, mx.stack(columns, axis=1)], axis=1)
     logits = result.logits if any(sequence.handle.request.keep_logits for sequence in sequences) else None
     arrays = [report, *(result.logprobs or ()), *([] if logits is None else [logits]), *batch.arrays()]

@@ -14,6 +14,7 @@ from ..sampling import SamplingParams
 from .log import LOG, log_error
 from .stats import Origin, Stats
 
+Priority = Literal["interactive", "batch"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -27,6 +28,7 @@ class Request:
         n: Answers to the prompt, which is prefilled once. Under one seed they differ from each other.
         score: Report log-probabilities of the prompt's own tokens: "no", "too" (beside an answer) or "only".
         keep_logits: Hand out the target's logits with every token.
+        priority: Batch requests wait while interactive ones do. Once started they run like others.
     """
 
     prompt: Sequence[int]
@@ -34,6 +36,7 @@ class Request:
     n: int = 1
     score: Literal["no", "too", "only"] = "no"
     keep_logits: bool = False
+    priority: Priority = "interactive"
 
     def __post_init__(self) -> None:
         if isinstance(self.prompt, str):

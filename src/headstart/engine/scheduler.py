@@ -1,7 +1,7 @@
 """Queue requests and admit them as sequences, within the limits of batch size and memory. No device work here."""
 
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from threading import Lock
 from typing import NamedTuple
@@ -18,9 +18,12 @@ from .memory import ANSWER, memory_for_sequences
 from .request import Event, Handle, Request
 from .sequence import SequenceState
 
+LEVELS = {"interactive": 1, "batch": 2}  # lower ones go first; 0: was running before
+
 
 class QueueEntry(NamedTuple):
-    turn: int  # 0: was running before, and goes first
+    level: int
+    turn: int
     client: str
     sequence: SequenceState
 
@@ -28,34 +31,36 @@ class QueueEntry(NamedTuple):
 class Queue:
     """Waiting requests, ordered so that clients take turns. Any thread may add; only the engine's removes.
 
-    The nth waiting request of a client gets the nth turn from now. Within a turn the first to arrive goes first.
+    Interactive requests go before batch requests. Of either kind, the nth waiting request of a client gets the nth
+    turn from now, and within a turn the first to arrive goes first.
     """
 
     def __init__(self, max_size: int | None = None):
         self.max_size = max_size
         self._lock = Lock()
         self._entries: list[QueueEntry] = []  # next one first
-        self._turn = 0  # of the request taken last
+        self._turns: Counter[int] = Counter()  # by level: of the request taken last
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def put(self, sequence: SequenceState, client: str) -> None:
         with self._lock:
-            waiting = [entry for entry in self._entries if entry.turn]
-            turns = [entry.turn for entry in waiting if entry.client == client]
+            waiting = [entry for entry in self._entries if entry.level]
+            own = [entry for entry in waiting if entry.client == client]
             if self.max_size is not None:
                 # The last eighth is for clients with nothing in the queue, so that no client can fill it.
-                reserved = self.max_size // 8 if turns else 0
+                reserved = self.max_size // 8 if own else 0
                 if len(waiting) >= self.max_size - reserved:
                     raise Busy(f"{len(waiting)} requests are waiting already: try again in a moment", retry_after=1)
-            turn = max(turns, default=self._turn) + 1
-            insort(self._entries, QueueEntry(turn, client, sequence), key=lambda entry: entry.turn)
+            level = LEVELS[sequence.handle.request.priority]
+            turn = max((entry.turn for entry in own if entry.level == level), default=self._turns[level]) + 1
+            insort(self._entries, QueueEntry(level, turn, client, sequence), key=lambda entry: entry[:2])
 
     def put_back(self, sequence: SequenceState) -> None:
         """Requeue a sequence that had to stop, ahead of all others."""
         with self._lock:
-            self._entries.insert(0, QueueEntry(0, "", sequence))
+            self._entries.insert(0, QueueEntry(0, 0, "", sequence))
 
     def all(self) -> list[SequenceState]:
         """Return the sequences, next one first."""
@@ -67,7 +72,7 @@ class Queue:
         with self._lock:
             entry = next(entry for entry in self._entries if entry.sequence is sequence)
             self._entries.remove(entry)
-            self._turn = max(self._turn, entry.turn)
+            self._turns[entry.level] = max(self._turns[entry.level], entry.turn)
 
     def remove_finished(self) -> None:
         with self._lock:

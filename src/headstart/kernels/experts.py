@@ -9,7 +9,7 @@ from mlx_lm.models.activations import swiglu
 from . import cpu, metal
 from .cuda import on_cuda
 from .cuda.experts import launch_combine, launch_experts, launch_route
-from .cuda.products import MOST_ROWS, SumOrder, matrix_weights, product_refusal
+from .cuda.products import MOST_ROWS, MatrixWeights, SumOrder, matrix_weights, product_refusal
 from .metal.device import type_name
 from .metal.experts import metal_combine, metal_experts, metal_route
 from .products import chosen_products
@@ -32,7 +32,7 @@ def expert_products(x: mx.array, indices: mx.array, *layers: nn.Module) -> list[
             stock=lambda layer, _: stock_experts(x, indices, layer),
         )
     found = [matrix_weights(layer) for layer in layers]
-    if not on_cuda() or prod(indices.shape[:-1]) > MOST_ROWS or any(product_refusal(x.dtype, w) for w in found):
+    if not _fits(x, indices, found):
         return None
     if len({SumOrder.of(weights) for weights in found}) > 1:
         return [launch_experts(x, indices, [weights])[0] for weights in found]
@@ -48,8 +48,16 @@ def stock_experts(x: mx.array, indices: mx.array, layer: nn.Module) -> mx.array:
 
 def swiglu_experts(x: mx.array, indices: mx.array, gate: nn.Module, up: nn.Module) -> mx.array | None:
     """Return `silu(gate) * up` of each expert in `indices` [..., E]: [..., K] → [..., E, N]; None as above."""
+    found = [matrix_weights(gate), matrix_weights(up)]
+    if cpu.native() is None and _fits(x, indices, found) and SumOrder.of(found[0]) == SumOrder.of(found[1]):
+        return launch_experts(x, indices, found, gated=True)[0]
     both = expert_products(x, indices, gate, up)
     return None if both is None else swiglu(*both)
+
+
+def _fits(x: mx.array, indices: mx.array, weights: list[MatrixWeights]) -> bool:
+    rows = prod(indices.shape[:-1])
+    return on_cuda() and rows <= MOST_ROWS and not any(product_refusal(x.dtype, each) for each in weights)
 
 
 def route(logits: mx.array, top: int, normed: bool) -> tuple[mx.array, mx.array]:
@@ -58,7 +66,7 @@ def route(logits: mx.array, top: int, normed: bool) -> tuple[mx.array, mx.array]
     The order in which stock ops name the experts, and whom they choose among equals, may change with the number of
     rows.
     """
-    if on_cuda() and logits.dtype in (mx.bfloat16, mx.float16) and logits.shape[-1] <= 1024:
+    if on_cuda() and logits.dtype in (mx.bfloat16, mx.float16) and logits.shape[-1] <= 1024 and top <= 32:
         return launch_route(logits, top, normed)
     if metal.on_metal() and metal.chosen_kernel("route", route_shape(logits, top)) == "metal":
         return metal_route(logits, top, normed)

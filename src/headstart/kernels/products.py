@@ -47,7 +47,7 @@ def products(x: mx.array, *layers: nn.Module) -> list[mx.array]:
             stock=lambda layer, name: split_product(x, layer, *STOCK_ROWS[name]),
         )
     found = [matrix_weights(layer) for layer in layers]
-    if not on_cuda() or prod(x.shape[:-1]) > MOST_ROWS or any(product_refusal(x.dtype, w) for w in found):
+    if not _fits(x, found):
         return [stock_product(x, layer) for layer in layers]
     if len({SumOrder.of(weights) for weights in found}) > 1:
         made = [launch_products(x, [weights])[0] for weights in found]
@@ -56,10 +56,18 @@ def products(x: mx.array, *layers: nn.Module) -> list[mx.array]:
     return cpu.add_biases(made, layers)
 
 
+def _fits(x: mx.array, weights: list[MatrixWeights]) -> bool:
+    """Return whether our product takes all of these on this device."""
+    return on_cuda() and prod(x.shape[:-1]) <= MOST_ROWS and not any(product_refusal(x.dtype, w) for w in weights)
+
+
 def swiglu_product(x: mx.array, gate: nn.Module, up: nn.Module) -> mx.array:
     """Return `silu(gate(x)) * up(x)`, the first half of an MLP."""
     if (native := cpu.native()) is not None and (made := cpu.native_products(native, x, (gate, up), gated=True)):
         return made[0]
+    found = [matrix_weights(gate), matrix_weights(up)]
+    if _fits(x, found) and SumOrder.of(found[0]) == SumOrder.of(found[1]):
+        return launch_products(x, found, gated=True)[0]
     return swiglu(*products(x, gate, up))
 
 

@@ -21,6 +21,7 @@ from ..kernels.types import Window
 from ..limits import DEFAULT_K, MAX_K
 from ..state import KV, BatchState, Recurrent
 from .attention import attention, gated_kv_sizes, grouped_attention, grouped_kv_sizes
+from .decoder_layer import decoder_layer
 from .draft_vocabulary import DraftVocabulary
 from .feed_forward import feed_forward
 from .gated_delta_net import gated_delta_net
@@ -216,8 +217,13 @@ class Model:
         mask, share, layers = state.reserve(tokens.shape[1]), self.share, self.weights.layers
         x = share.take(self.weights.embed_tokens(tokens))
         normed = layers[0].input_layernorm(x)
+        fits = share.ranks == 1 and self.family.attention is attention  # may be a layer in one launch
         # Every part of a layer is added to x; with it comes the norm that the next part is given.
         for index, (layer, memory) in enumerate(zip(layers, state.layers, strict=True)):
+            following = layers[index + 1].input_layernorm if index + 1 < len(layers) else self.weights.norm
+            if fits and (whole := decoder_layer(layer, x, normed, memory, state.accepted, certain, following)):
+                x, normed = whole
+                continue
             residual = Residual(x, layer.post_attention_layernorm, share)
             if isinstance(memory, Recurrent):
                 net, project = layer.linear_attn, self.family.project
@@ -225,7 +231,6 @@ class Model:
             else:
                 seen = partial(mask, self.family.window(layer))
                 x, normed = self.family.attention(layer.self_attn, normed, seen, memory, residual)
-            following = layers[index + 1].input_layernorm if index + 1 < len(layers) else self.weights.norm
             x, normed = feed_forward(layer.mlp, normed, Residual(x, following, share))
         return share.give(normed if share.ends and self.family.head.fed_after_norm else x)
 
@@ -277,10 +282,16 @@ class Model:
         layer, memory = self.weights.mtp.layers[module], state.layers[module]
         mask = partial(state.reserve(tokens.shape[1], ahead), self.family.window(layer))
         assert isinstance(memory, KV)
+        normed = layer.input_layernorm(x)
+        following = part(spec.names.norm)
+        fits = self.family.attention is attention
+        if fits and (whole := decoder_layer(layer, x, normed, memory, state.accepted, 1, following)):
+            x, normed = whole if last is None else [at_last(each, last) for each in whole]
+            return normed if spec.chains_after_norm else x
         alone = Alone()  # every machine has the whole head
         residual = Residual(x if last is None else at_last(x, last), layer.post_attention_layernorm, alone)
-        x, normed = self.family.attention(layer.self_attn, layer.input_layernorm(x), mask, memory, residual, last)
-        x, normed = feed_forward(layer.mlp, normed, Residual(x, part(spec.names.norm), alone))
+        x, normed = self.family.attention(layer.self_attn, normed, mask, memory, residual, last)
+        x, normed = feed_forward(layer.mlp, normed, Residual(x, following, alone))
         return normed if spec.chains_after_norm else x
 
     def draft_logits(self, hidden: mx.array, reduced: bool = False, *, module: int = 0) -> mx.array:

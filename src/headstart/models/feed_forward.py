@@ -5,7 +5,6 @@ The same as the modules' own calls; only the products go through `kernels`, seve
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.activations import swiglu
 from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
 
 from ..kernels import cpu
@@ -32,10 +31,11 @@ def mlp_or_mixture(module: nn.Module, x: mx.array) -> mx.array:
     if module.sharding_group is not None:  # its experts are on several machines
         return module(x)
     shared = module.shared_expert
-    logits, weight, gate, up = products(x, module.gate, module.shared_expert_gate, shared.gate_proj, shared.up_proj)
+    logits, weight = products(x, module.gate, module.shared_expert_gate)
     indices, scores = route(logits, module.top_k, module.norm_topk_prob)
     parts = chosen_experts(module.switch_mlp, x, indices)
-    return combine(parts, scores, product(swiglu(gate, up), shared.down_proj), weight)
+    always = product(swiglu_product(x, shared.gate_proj, shared.up_proj), shared.down_proj)
+    return combine(parts, scores, always, weight)
 
 
 def _mixture(module: nn.Module, x: mx.array) -> mx.array:

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..kernels.cuda import on_cuda
+from ..kernels.cuda.persistent import PERSISTENT
 from ..state import BLOCK, KV, BatchState, Recurrent
 
 WIDEST = 9  # windows; the widths of a prompt's chunks are too many to remember
@@ -34,8 +35,8 @@ class Graph:
 
     def __call__(self, rows: BatchState, *inputs: Any) -> mx.array:
         """Run the graph. `rows` must have room for the window already: a graph cannot grow what it is given."""
-        given = [each.shape if isinstance(each, mx.array) else each for each in inputs]
-        shape = (rows.capacity, *given, *(array.shape for array in rows.layers[0].arrays()))
+        shapes = [each.shape if isinstance(each, mx.array) else each for each in inputs]
+        shape = (rows.capacity, *shapes, *(array.shape for array in rows.layers[0].arrays()))
         if len(self.seen) >= MOST and shape not in self.seen:
             self.seen.clear()
             self.traced = mx.compile(self._from_arrays)
@@ -44,16 +45,25 @@ class Graph:
             return self.run(rows, *inputs)
         self.kinds = [type(memory) for memory in rows.layers]
         held = [memory.arrays() for memory in rows.layers]
-        output, held = self.traced(rows.lengths, rows.accepted, held, *inputs)
+        fused = PERSISTENT.claim()  # or not any more: another description
+        given = [PERSISTENT.status, rows.lengths, rows.accepted, held, fused, *inputs]
+        output, held, PERSISTENT.status = self.traced(*given)
         rows.layers = [kind.of(arrays) for kind, arrays in zip(self.kinds, held, strict=True)]
         return output
 
     def _from_arrays(
-        self, lengths: mx.array, accepted: mx.array, held: list[list[mx.array]], *inputs: Any
-    ) -> tuple[mx.array, list[list[mx.array]]]:
+        self,
+        status: mx.array,
+        lengths: mx.array,
+        accepted: mx.array,
+        held: list[list[mx.array]],
+        fused: bool,
+        *inputs: Any,
+    ) -> tuple[mx.array, list[list[mx.array]], mx.array]:
         layers = [kind.of(arrays) for kind, arrays in zip(self.kinds, held, strict=True)]
         rows = BatchState(layers, lengths, accepted)
         # Where the rows end changes from step to step; that all of the capacity is in reach does not.
         rows.bounds = [rows.capacity - BLOCK // 8] * lengths.shape[0]
+        PERSISTENT.status = status
         output = self.run(rows, *inputs)
-        return output, [memory.arrays() for memory in rows.layers]
+        return output, [memory.arrays() for memory in rows.layers], PERSISTENT.status

@@ -3,17 +3,19 @@
 A chat request from HTTP to tokens and back, file by file:
 
 1. `listen.py` accepts the connection, `middleware.py` checks host, key and body, `app.py` has the routes.
-2. `openai_request.py` or `anthropic_request.py` validates the body: ChatCompletionRequest, MessagesRequest.
+2. `openai_request.py`, `responses_request.py` or `anthropic_request.py` validates the body: ChatCompletionRequest,
+   ResponsesRequest, MessagesRequest. `responses_store.py` adds the conversation that a ResponsesRequest continues.
 3. `request_handler.py` takes it from there: `RequestHandler.reply` prepares the prompt, submits it, and responds.
-4. `chat.py`: both APIs' messages and tools become a `Chat`. The model's ChatTemplate renders it to text, the text
-   becomes tokens, and the answer gets its grammar (`markup/grammar.py`): a `Prompt`.
+4. `chat.py`: the messages and tools of every API become a `Chat`. The model's ChatTemplate renders it to text, the
+   text becomes tokens, and the answer gets its grammar (`markup/grammar.py`): a `Prompt`.
 5. That runs in the threads of `prepare.py`, except long texts and the first trial of a grammar: these run in worker
    processes (`workers.py` starts and kills them). What they run is `worker.py`, which also guards control tokens.
 6. `engine_request()` of the body adds the sampling parameters: an engine `Request`, submitted as a RunningRequest to
    the thread that runs the engine (`engine/engine_thread.py`).
 7. That thread's events come back through RunningRequest. `response.py`: ChoiceOutput passes their text through
    `markup/output_parser.py`, which turns it into deltas of content, reasoning and tool calls.
-8. `openai_response.py` or `anthropic_response.py` writes them as JSON, whole or as server-sent events.
+8. `openai_response.py`, `responses_response.py` or `anthropic_response.py` writes them as JSON, whole or as
+   server-sent events.
 9. A disconnect, the deadline or the cancel route cancels the engine's Handle: see RunningRequest. `listen.py` drops
    clients that stop reading.
 """

@@ -2,16 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
 from typing import Any
-
-from pydantic_core import from_json
 
 from ..engine import Event
 from .anthropic_request import MessagesRequest
 from .chat import Prompt
 from .errors import to_refusal
-from .markup import Delta, merge
+from .markup import CALL, Delta, loads, merge
 from .response import ChoiceOutput, Events, ResponseWriter, TokenSpan, encode_json, new_id
 from .served_model import ServedModel
 
@@ -91,18 +88,15 @@ def _content_blocks(deltas: list[Delta]) -> list[Json]:
     """Return the content of a whole message."""
     blocks: list[Json] = []
     for part in merge(deltas):
-        if part.kind == "arguments":
-            blocks[-1]["input"] = _input(part.text)
-        else:
+        if part.kind != "arguments":
             blocks.append(_block(part, part.text))
+            continue
+        try:
+            blocks[-1]["input"] = loads(part.text)
+        except ValueError:  # cut off or malformed: no client may run it
+            text = f'{CALL}\n{{"name": "{blocks[-1]["name"]}", "arguments": {part.text}'
+            blocks[-1] = {"type": "text", "text": text}
     return blocks
-
-
-def _input(arguments: str) -> Json:
-    """Return the arguments of a call as far as they go: it may be cut off or malformed."""
-    with suppress(ValueError):
-        return dict(from_json(arguments, allow_partial="trailing-strings"))
-    return {}
 
 
 def _block(delta: Delta, text: str) -> Json:

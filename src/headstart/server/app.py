@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -22,10 +23,13 @@ from .dashboard import add_dashboard
 from .errors import refuse, respond_to_error
 from .listen import Pool
 from .metrics import Metrics
-from .middleware import Keys, Limits, RequestChecks, RestOfBody
+from .middleware import Keys, Limits, RequestChecks, RestOfBody, client_of
 from .openai_request import ChatCompletionRequest, CompletionRequest
 from .openai_response import OpenAIWriter
 from .request_handler import RequestHandler
+from .responses_request import ResponsesRequest
+from .responses_response import ResponsesWriter
+from .responses_store import ResponseStore
 from .served_model import ServedModel
 
 
@@ -59,6 +63,7 @@ def create_app(
         exception_handlers={HTTPException: respond_to_error, RequestValidationError: respond_to_error},
     )
     add_generation_routes(app, handler)
+    add_responses_routes(app, handler)
     add_status_routes(app, engine_thread, served, metrics)
     add_settings_routes(app, engine_thread)
     add_dashboard(app)
@@ -94,6 +99,27 @@ def add_generation_routes(app: FastAPI, handler: RequestHandler) -> None:
     async def cancel(id: str, http: Request) -> dict[str, Any]:
         handler.cancel(id, http)
         return {"id": id, "cancelled": True}
+
+
+def add_responses_routes(app: FastAPI, handler: RequestHandler) -> None:
+    store = ResponseStore()
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesRequest, http: Request) -> Response:
+        client = client_of(http.scope, handler.keys)
+        writer = partial(ResponsesWriter, save=partial(store.put, client=client))
+        return await handler.reply(store.with_history(body, client), http, writer)
+
+    @app.get("/v1/responses/{id}")
+    async def stored_response(id: str, http: Request, stream: bool = False) -> Response:
+        if stream:
+            refuse("stream", "a stored response is not streamed again: leave it out", "unsupported")
+        return Response(store.get(id, client_of(http.scope, handler.keys)).json, media_type="application/json")
+
+    @app.delete("/v1/responses/{id}")
+    async def delete_response(id: str, http: Request) -> dict[str, Any]:
+        store.delete(id, client_of(http.scope, handler.keys))
+        return {"id": id, "object": "response.deleted", "deleted": True}
 
 
 def add_status_routes(app: FastAPI, engine_thread: EngineThread, served: ServedModel, metrics: Metrics) -> None:

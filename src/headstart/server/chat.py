@@ -1,6 +1,6 @@
 """From a conversation or a text to the tokens and the grammar that the engine gets.
 
-Both APIs make a `Chat` of their messages and tools. The model's ChatTemplate renders it, and `chat_prompt` makes a
+All APIs make a `Chat` of their messages and tools. The model's ChatTemplate renders it, and `chat_prompt` makes a
 `Prompt` of that; `text_prompt` makes one of a text that is to be continued.
 """
 
@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..sampling import GrammarSpec
 from ..sampling.bounds import MAX_NODES, count_nodes
 from ..sampling.grammar import Grammar
-from .errors import refuse
+from .errors import Refusal, refuse
 from .markup import CALL, Markup, OutputParser, Tools, any_of, call_grammar, thinking_state, with_thinking
 from .prepare import Preparation
 from .worker import Encoder, MarkedText
@@ -26,7 +26,7 @@ from .worker import Encoder, MarkedText
 if TYPE_CHECKING:
     from .served_model import ServedModel
 
-TextPrompt = str | list[int] | list[str] | list[list[int]]  # text or token ids, alone or in a list
+TextPrompt = str | list[int]  # text or token ids
 Objects = Sequence[Mapping[str, Any]]  # messages or tools, as templates take them
 
 
@@ -44,6 +44,7 @@ class Chat:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     grammar: GrammarSpec | None = None  # of the answer after the reasoning
     grammar_field: str = "response_format"  # the field that asked for it
+    param: str = "messages"  # the field that the messages came in
 
     @property
     def callable_tools(self) -> Tools:
@@ -108,11 +109,11 @@ class ChatTemplate:
         try:
             return encoder.render(self._apply, conversation)
         except (TemplateError, TypeError, ValueError) as error:  # whatever a template does with its input
-            refuse("messages", f"the model's chat template rejects them: {error}")
+            refuse(chat.param, f"the model's chat template rejects them: {error}")
 
     def _check(self, chat: Chat) -> None:
         if not self._tokenizer.has_chat_template:
-            refuse("messages", "the model has no chat template: use /v1/completions", "unsupported")
+            refuse(chat.param, "the model has no chat template: use /v1/completions", "unsupported")
         arguments = signature(self._tokenizer._tokenizer.apply_chat_template).parameters
         if reserved := sorted(arguments.keys() & chat.template_options.keys()):
             refuse("chat_template_kwargs", f"{', '.join(reserved)} cannot be set by clients: leave it out")
@@ -175,30 +176,36 @@ async def chat_prompt(make_chat: Callable[[], Chat], served: "ServedModel", work
 
     def render() -> tuple[Chat, str, str]:
         chat = make_chat()
-        work.check_characters(sum(len(message["content"]) for message in chat.messages), "messages")
+        work.check_characters(sum(len(message["content"]) for message in chat.messages), chat.param)
         chat.check(markup)
         return chat, *served.template.render(chat, work.preparer.encoder)
 
     chat, text, mark = await work.run(render)
-    tokens = await work.encode(text, "messages", kind="chat", mark=mark)
+    tokens = await work.encode(text, chat.param, kind="chat", mark=mark)
     state = thinking_state(tokens, served.tokenizer)
     await work.grammar(chat.grammar, chat.grammar_field)  # alone first, so that its size is checked by its kind
     answer = await work.run(chat.grammar_after_reasoning, markup) if chat.tools else chat.grammar
     # If a grammar requires the call after the reasoning, one inside it would be one too many.
     calls_in_thoughts = answer is None or not chat.callable_tools
     grammar = with_thinking(answer, markup, state, budget=chat.budget, calls=calls_in_thoughts)
-    if chat.grammar is not None:
-        grammar_field = chat.grammar_field
-    else:
-        grammar_field = "tools" if answer is not None else chat.budget_field
+    tools = chat.callable_tools
+    try:
+        compiled = await work.grammar(grammar, chat.budget_field if chat.budget is not None else chat.grammar_field)
+    except Refusal:
+        if answer is not chat.grammar:  # find the tool at fault
+            for i, name in enumerate(tool["function"]["name"] for tool in chat.tools):
+                spec = await work.run(call_grammar, {name: tools[name]}, markup) if name in tools else None
+                await work.grammar(spec, f"tools[{i}]")
+            await work.grammar(answer, "tools")
+        raise
     return Prompt(
         tokens,
-        "messages",
+        chat.param,
         thinking=state == "started",
-        tools=chat.callable_tools,
+        tools=tools,
         calls_in_thoughts=calls_in_thoughts,
         grammar=grammar,
-        compiled=await work.grammar(grammar, grammar_field),
+        compiled=compiled,
         bias={markup.ids[CALL]: -100.0} if chat.tool_choice == "none" and CALL in markup.ids else {},
         recommended=served.recommended_sampling(thinking=markup.thinks and state != "finished"),
     )
@@ -215,15 +222,13 @@ async def text_prompt(
 ) -> Prompt:
     """Tokenise a text that is to be continued as `grammar` says."""
     match prompt:
-        case str(text) | [str(text)]:
-            tokens = await work.encode(text, "prompt", kind="text" if parse_special else "literal")
-        case [[*ids]] | ([int(), *_] as ids):
-            tokens = [token for token in ids if isinstance(token, int)]
-            work.check_tokens(tokens, "prompt")
-        case [_, *_]:
-            refuse("prompt", "only one prompt per request is supported: send the others separately", "unsupported")
-        case _:
+        case str():
+            tokens = await work.encode(prompt, "prompt", kind="text" if parse_special else "literal")
+        case []:
             refuse("prompt", "no tokens: give at least one")
+        case _:
+            tokens = prompt
+            work.check_tokens(tokens, "prompt")
     compiled = await work.grammar(grammar, grammar_field)
     recommended = served.recommended_sampling(thinking=False)
     return Prompt(tokens, "prompt", is_chat=False, grammar=grammar, compiled=compiled, recommended=recommended)

@@ -20,7 +20,7 @@ OPENAI_TYPES = {
 }  # fmt: skip
 ANTHROPIC_TYPES = OPENAI_TYPES | {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/models")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/models")
 
 # The engine's names of fields that the API calls otherwise.
 API_FIELDS = {"k": "num_draft_tokens", "accept": "acceptance"}

@@ -2,6 +2,7 @@
 
 import logging
 import select
+import sys
 from contextlib import suppress
 from typing import Any, TextIO
 
@@ -38,3 +39,8 @@ class StderrHandler(logging.StreamHandler[TextIO]):
         with suppress(OSError, ValueError):  # its reader has gone, or it is closed
             if select.select([], [self.stream], [], 0)[1]:
                 super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # logging's name
+        """Do nothing where the reader has gone, instead of writing about it."""
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)

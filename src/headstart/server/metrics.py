@@ -183,9 +183,10 @@ class Meter:
         self._stats: defaultdict[int, Stats] = defaultdict(lambda: Stats(None, None))
         self._ended = False
 
-    def count(self, event: Event, when: float) -> None:
+    def count(self, event: Event, when: float, *, first: bool) -> None:
+        """`first`: the event is of the first answer to its prompt."""
         if event.stats is not None:
-            self._metrics.counters.add(self._stats[event.choice], event.stats, first=event.choice == 0)
+            self._metrics.counters.add(self._stats[event.choice], event.stats, first=first)
             if event.tokens:
                 self._time(event, when)
             self._stats[event.choice] = event.stats

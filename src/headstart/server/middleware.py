@@ -39,6 +39,7 @@ class Limits:
 
     body_bytes: int = 16 * 2**20  # a context of 262,144 tokens is a megabyte or two
     prompt_tokens: int | None = None  # None: what the model's context holds
+    requests_per_client: int | None = None  # waiting or running at a time; a client is a key, or an address without
     request_seconds: float = 600.0  # from arrival to the last token
     stall_seconds: float = 60.0  # that a client may leave a response unread
     body_seconds: float = 60.0  # that a client may take to send its body

@@ -1,6 +1,7 @@
 """Bodies of /v1/chat/completions and /v1/completions, and how they become a request for the engine."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import from_json
@@ -8,7 +9,7 @@ from pydantic_core import from_json
 from ..engine import Request
 from ..sampling import GrammarSpec
 from ..sampling_params import MAX_BIASES, MAX_TOP_LOGPROBS
-from .chat import Chat, Prompt, chat_prompt, text_prompt
+from .chat import Chat, Prompt, TextPrompt, chat_prompt, text_prompt
 from .errors import refuse
 from .markup import loads
 from .prepare import Preparation
@@ -25,14 +26,13 @@ from .request_fields import (
 )  # fmt: skip
 from .served_model import ServedModel
 
-# Known fields that are not supported, and the values with which they have no effect.
 UNSUPPORTED = ("best_of", "echo", "suffix", "functions", "function_call", "modalities", "prompt_logprobs")
 CHAT_ONLY = (
     "tools", "tool_choice", "enable_thinking", "reasoning_effort", "thinking_budget", "chat_template_kwargs",
     "top_logprobs",
 )  # fmt: skip
-NO_EFFECT: tuple[Any, ...] = (None, False, 0, "", "none", "auto", [], {}, ["text"])
 MAX_CHOICES = 16
+MAX_ANSWERS = 128  # to a list of prompts
 MAX_CLIENT_BIASES = MAX_BIASES - 1  # a chat that may not call tools adds one
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(strict=False)]  # names in JSON are strings
@@ -153,13 +153,8 @@ class OpenAIRequest(GenerationRequest):
 
     unsupported: ClassVar[tuple[str, ...]] = UNSUPPORTED
 
-    def ignored_fields(self) -> list[str]:
-        return sorted(set(self.unknown_fields()).difference(self.unsupported))
-
     def check(self) -> None:
-        for name, value in (self.model_extra or {}).items():
-            if name in self.unsupported and value not in NO_EFFECT and (name, value) != ("best_of", 1):
-                refuse(name, "not supported by this server: leave it out", "unsupported")
+        super().check()
         if self.stream_options is not None and not self.stream:
             refuse("stream_options", "only with stream: true")
 
@@ -238,17 +233,22 @@ class ChatCompletionRequest(OpenAIRequest):
 
     def _thinking(self) -> tuple[bool | None, str]:
         """Return whether to think, and the field that says so."""
-        options = self.chat_template_kwargs or {}
-        if "enable_thinking" in options:
-            return bool(options["enable_thinking"]), "chat_template_kwargs"
-        if self.enable_thinking is None and self.reasoning_effort is not None:
-            return self.reasoning_effort != "none", "reasoning_effort"
-        return self.enable_thinking, "enable_thinking"
+        effort, option = self.reasoning_effort, (self.chat_template_kwargs or {}).get("enable_thinking")
+        said = {
+            "enable_thinking": self.enable_thinking,
+            "reasoning_effort": None if effort is None else effort != "none",
+            "chat_template_kwargs": None if option is None else bool(option),
+        }
+        fields = [field for field, value in said.items() if value is not None] or ["enable_thinking"]
+        for field in fields:
+            if said[field] != said[fields[0]]:
+                refuse(field, f"contradicts {fields[0]}: leave out one of them")
+        return said[fields[0]], fields[0]
 
 
 class CompletionRequest(OpenAIRequest):
     prompt: Text | TokenIds | BoundedList[Text] | BoundedList[TokenIds] = Field(
-        description="Text or token ids; also as a list of one."
+        description="Text or token ids, or a list of either."
     )
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = Field(
         None, description="How many of the most probable tokens to report; 0: only its own."
@@ -259,10 +259,20 @@ class CompletionRequest(OpenAIRequest):
 
     unsupported: ClassVar[tuple[str, ...]] = (*UNSUPPORTED, *CHAT_ONLY)
 
+    def check(self) -> None:
+        super().check()
+        if (answers := len(self.parts()) * (self.n or 1)) > MAX_ANSWERS:
+            refuse("prompt", f"{answers} answers to its prompts; at most {MAX_ANSWERS} in one request: send fewer")
+
+    def parts(self) -> Sequence[Self]:
+        several = [each for each in self.prompt if not isinstance(each, int)] if isinstance(self.prompt, list) else []
+        return [self.model_copy(update={"prompt": each}) for each in several] or [self]
+
     def engine_request(self, prompt: Prompt, context: int) -> Request:
         max_tokens = 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default
         return self._request(prompt, max_tokens, self.logprobs)
 
     async def make_prompt(self, served: ServedModel, work: Preparation) -> Prompt:
         parse_special = self.parse_special is not False
-        return await text_prompt(self.prompt, *self.requested_grammar(), served, work, parse_special=parse_special)
+        prompt = cast(TextPrompt, self.prompt)  # one of its `parts`
+        return await text_prompt(prompt, *self.requested_grammar(), served, work, parse_special=parse_special)

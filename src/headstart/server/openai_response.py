@@ -27,7 +27,8 @@ class OpenAIWriter(ResponseWriter):
         self._usage_in_stream = bool(body.stream_options and body.stream_options.include_usage)
         self._include_origins = bool(body.include_origins)
         self._logprobs = body.logprobs is not None and body.logprobs is not False
-        self._choices = [ChoiceOutput(prompt, i) for i in range(body.n or 1)]
+        self._n = body.n or 1  # choices for each prompt
+        self._choices = [ChoiceOutput(prompt, i) for i in range(self._n * len(body.parts()))]
 
     async def complete(self, events: Events) -> str:
         async for event in events:
@@ -108,15 +109,16 @@ class OpenAIWriter(ResponseWriter):
         return {"generation_stats": self.generation_stats(Stats.of([choice.stats for choice in self._choices]))}
 
     def _usage(self) -> Json:
-        """Return the tokens of all choices and of the prompt, which was prefilled once."""
+        """Return the tokens of all choices and of the prompts, each of which was prefilled once."""
         stats = [choice.stats for choice in self._choices]
+        prompt_tokens = sum(each.prompt_tokens for each in stats[:: self._n])
         generated = sum(each.generation_tokens for each in stats)
         accepted = sum(each.accepted_draft_tokens for each in stats)
         return {
-            "prompt_tokens": stats[0].prompt_tokens,
+            "prompt_tokens": prompt_tokens,
             "completion_tokens": generated,
-            "total_tokens": stats[0].prompt_tokens + generated,
-            "prompt_tokens_details": {"cached_tokens": stats[0].prefix_cache_hit},
+            "total_tokens": prompt_tokens + generated,
+            "prompt_tokens_details": {"cached_tokens": sum(each.prefix_cache_hit for each in stats[:: self._n])},
             "completion_tokens_details": {
                 "reasoning_tokens": sum(choice.reasoning_tokens for choice in self._choices),
                 "accepted_prediction_tokens": accepted,

@@ -5,8 +5,8 @@ Every field may be null, which is the same as leaving it out. A field that is no
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -15,10 +15,12 @@ from ..engine import Request
 from ..limits import MAX_K
 from ..sampling import SamplingParams
 from .chat import Prompt
+from .errors import refuse
 from .markup import nested_too_deeply
 from .prepare import Preparation
 from .served_model import ServedModel
 
+NO_EFFECT: tuple[Any, ...] = (None, False, 0, "", "none", "auto", [], {}, ["text"])  # of an unsupported field
 MAX_ITEMS = 2**14  # messages, and parts of a message
 MAX_TOOLS = 512  # compiling the grammar of a call of any of them takes a second
 # Tokens of reasoning by effort; unlimited above these.
@@ -49,7 +51,8 @@ class RequestModel(BaseModel):
 
 def reject_media(kind: object) -> object:
     """Validate the type of a content part: say clearly that only text is supported."""
-    media = {"image_url": "image", "image": "image", "document": "document", "file": "file", "input_audio": "audio"}
+    media = {"image_url": "image", "image": "image", "input_image": "image", "document": "document", "file": "file"}
+    media |= {"input_file": "file", "input_audio": "audio"}
     if isinstance(kind, str) and kind in media:
         raise PydanticCustomError(
             "unsupported", f"{media[kind]} input is not supported by this server: send text only"
@@ -86,10 +89,21 @@ class GenerationRequest(RequestModel):
         None, description="Drafts per step; 0 disables drafting."
     )
     acceptance: Literal["auto", "ratio", "coupled", "optimistic"] | None = None
+    priority: Literal["interactive", "batch"] | None = Field(
+        None, description="batch: wait while interactive requests do."
+    )
+
+    unsupported: ClassVar[tuple[str, ...]] = ()  # known fields that are rejected unless they have no effect
 
     def check(self) -> None:
         """Reject what cannot be honoured, whatever the model."""
-        raise NotImplementedError
+        for name, value in (self.model_extra or {}).items():
+            if name in self.unsupported and value not in NO_EFFECT and (name, value) != ("best_of", 1):
+                refuse(name, "not supported by this server: leave it out", "unsupported")
+
+    def parts(self) -> Sequence[Self]:
+        """Return a request for each prompt. Their answers are the choices of one response."""
+        return [self]
 
     async def make_prompt(self, served: ServedModel, work: Preparation) -> Prompt:
         """Return the tokens of the prompt, and what else the model makes of the request."""
@@ -101,7 +115,7 @@ class GenerationRequest(RequestModel):
 
     def ignored_fields(self) -> list[str]:
         """Return the fields that have no effect."""
-        return sorted(set(self.unknown_fields()))
+        return sorted(set(self.unknown_fields()).difference(self.unsupported))
 
     def sampling_params(
         self, prompt: Prompt, *, logit_bias: Mapping[int, float] | None = None, **params: Any

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -12,8 +12,8 @@ from fastapi import Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ..engine import EngineThread, Event, Request
-from ..errors import HeadstartError
+from ..engine import EngineThread, Event, Handle, Request
+from ..errors import Busy, HeadstartError
 from .anthropic_request import CountTokensRequest
 from .chat import Prompt
 from .errors import Refusal, to_refusal
@@ -55,23 +55,27 @@ class RequestHandler:
         deadline = self._deadline()
         client = client_of(http.scope, self.keys)
 
-        async def make_request(work: Preparation) -> tuple[Prompt, Request]:
-            prompt = await body.make_prompt(self.served, work)
-            request = body.engine_request(prompt, self.served.model.context_length)
+        async def make_requests(work: Preparation) -> tuple[Prompt, list[Request]]:
+            requests: list[Request] = []
+            for part in body.parts():
+                prompt = await part.make_prompt(self.served, work)
+                request = part.engine_request(prompt, self.served.model.context_length)
+                requests.append(replace(request, priority=body.priority or "interactive"))
             if request.params.logprobs:
                 await work.run(self.served.token_bytes, 0)  # slow once, and must not block the event loop
-            return prompt, request
+            return prompt, requests
 
         try:
-            prompt, request = await self.preparer.prepare(make_request, http, client, deadline)
+            prompt, requests = await self.preparer.prepare(make_requests, http, client, deadline)
         except Refusal as refused:
             if refused.status_code in OUTCOMES:
                 meter.end(OUTCOMES[refused.status_code])
             raise
+        self._check_share(client)
         writer = writer_type(body, prompt, self.served)
         try:
             running = RunningRequest(
-                self.engine_thread, request, self.limits, client=client, deadline=deadline, meter=meter
+                self.engine_thread, requests, self.limits, client=client, deadline=deadline, meter=meter
             )
         except HeadstartError as error:
             self._check_open()  # it may have closed meanwhile
@@ -106,6 +110,12 @@ class RequestHandler:
             raise Refusal(404, f"no request {id[:100]!r} is running", param="id", code="not_found")
         running.cancel()
 
+    def _check_share(self, client: str) -> None:
+        most = self.limits.requests_per_client
+        if most is not None and sum(each.client == client for each in self.running.values()) >= most:
+            message = f"{most} of your requests are in progress, the most for one client: wait for one of them"
+            raise Busy(message, retry_after=1)
+
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self.limits.request_seconds
 
@@ -117,10 +127,20 @@ class RequestHandler:
 
 
 class RunningRequest:
-    """A request submitted to the engine, seen from the event loop. The engine never waits for its reader."""
+    """A request submitted to the engine, seen from the event loop. The engine never waits for its reader.
+
+    It has one engine request for each prompt. Their answers are numbered consecutively.
+    """
 
     def __init__(
-        self, thread: EngineThread, request: Request, limits: Limits, *, client: str, deadline: float, meter: Meter
+        self,
+        thread: EngineThread,
+        requests: Sequence[Request],
+        limits: Limits,
+        *,
+        client: str,
+        deadline: float,
+        meter: Meter,
     ):
         loop = asyncio.get_running_loop()
         self.client = client  # who may cancel it
@@ -129,15 +149,27 @@ class RunningRequest:
         self._cancelled = False  # by the client, not by the engine
         self._late = False
 
-        def listen(event: Event) -> None:  # in the engine's thread
+        def listen(before: int, event: Event) -> None:  # in the engine's thread
+            event = replace(event, choice=before + event.choice)
             loop.call_soon_threadsafe(self._events.put_nowait, (event, time.perf_counter()))
 
-        self._handle = thread.submit(request, client=client, listener=listen)
+        self._handles: list[Handle] = []
+        self._n = requests[0].n
+        try:
+            for i, request in enumerate(requests):
+                self._handles.append(thread.submit(request, client=client, listener=partial(listen, i * self._n)))
+        except HeadstartError:
+            self.cancel()
+            raise
         self._alarm = loop.call_at(deadline, self._time_out)
 
     def cancel(self) -> None:
         self._cancelled = True
-        self._handle.cancel()
+        self._cancel_all()
+
+    def _cancel_all(self) -> None:
+        for handle in self._handles:
+            handle.cancel()
 
     def close(self) -> None:
         """Release the request, however it ended.
@@ -155,12 +187,13 @@ class RunningRequest:
     async def events(self) -> AsyncIterator[Event]:
         """Yield events until all choices are finished. Raises if the request fails or takes too long."""
         finish_reasons: list[str] = []
-        while len(finish_reasons) < self._handle.request.n:
+        answers = self._n * len(self._handles)
+        while len(finish_reasons) < answers:
             timed = None if self._late else await self._events.get()
             if timed is None:  # events still in the queue are too late
                 raise timed_out(self._limits)
             event, when = timed
-            self._meter.count(event, when)
+            self._meter.count(event, when, first=event.choice % self._n == 0)
             if event.error is not None:
                 self._meter.end("error")
                 raise event.error
@@ -168,7 +201,7 @@ class RunningRequest:
                 message = "the server is shutting down: this response is incomplete"
                 raise Refusal(503, message, code="shutting_down")
             finish_reasons += [event.finish_reason] if event.finish_reason is not None else []
-            if len(finish_reasons) == self._handle.request.n:
+            if len(finish_reasons) == answers:
                 self._meter.end(next((each for each in ("cancelled", "length") if each in finish_reasons), "stop"))
             yield event
 
@@ -176,7 +209,7 @@ class RunningRequest:
         """Free the engine's resources at once, whether or not the events are being read."""
         self._late = True
         self._meter.end("timeout")
-        self._handle.cancel()
+        self._cancel_all()
         self._events.put_nowait(None)
 
 

@@ -66,7 +66,7 @@ class ChoiceOutput:
             self.finish_reason = event.finish_reason
             if self._parser is not None:
                 spans.append(TokenSpan(self._parser.finish()))
-                if self._parser.calls and self.finish_reason == "stop":
+                if self._parser.calls and not self._parser.broken and self.finish_reason == "stop":
                     self.finish_reason = "tool_calls"
         return spans
 

@@ -44,21 +44,31 @@ class KV:
         self.values = _write(self.values, values, self.offset)
         return self.keys[:, :, : self.reach], self.values[:, :, : self.reach]
 
+    def launch(self) -> None:
+        """Launch what is still to be computed. CUDA kernels write into these arrays in place; mlx orders that before
+        what it launches later, but knows of no dependency within one launch."""
+        if mx.cuda.is_available():
+            mx.async_eval(self.keys, self.values)
+
     def grow(self, capacity: int) -> None:
         """Grow to `capacity` positions. New ones are zero: masked positions still enter P·V as 0·x."""
         missing = capacity - self.capacity
         if missing > 0:
+            self.launch()
             padding = [(0, 0), (0, 0), (0, missing), (0, 0)]
             self.keys, self.values = mx.pad(self.keys, padding), mx.pad(self.values, padding)
 
     def keep(self, rows: mx.array, capacity: int) -> None:
         """Keep only these sequences, and at most `capacity` positions."""
+        self.launch()
         self.keys, self.values = self.keys[:, :, :capacity][rows], self.values[:, :, :capacity][rows]
         self.offset = self.offset[rows]
 
     def join(self, other: "KV") -> None:
         """Append the sequences of `other`."""
         capacity = max(self.capacity, other.capacity)
+        self.launch()
+        other.launch()
         self.grow(capacity)
         other.grow(capacity)
         self.keys = mx.concatenate([self.keys, other.keys])

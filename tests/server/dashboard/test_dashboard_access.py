@@ -77,7 +77,7 @@ def test_everything_can_be_done_with_the_keyboard(here: tuple[Running, PacedRoom
     page.keyboard.press("Enter")
     tab_to(page, "Speculative decoding")
     page.keyboard.press("Space")
-    expect(page.get_by_role("status")).to_have_text("Saved.")
+    expect(page.get_by_role("status")).to_have_text("Applied.")
     assert not server.room.settings.speculation
     server.room.configure(speculation=True)
     tab_to(page, "Clear cache")
@@ -131,7 +131,7 @@ def test_nothing_is_wider_than_the_screen(here: tuple[Running, PacedRoom], visit
         page.get_by_role("navigation").get_by_role("link", name=part.title()).click()
         expect(page.locator(f"#{part}")).to_be_visible()
         if part == "models":
-            expect(page.locator("#known article").first).to_be_visible()
+            expect(page.locator("#loaded article").first).to_be_visible()
         assert page.evaluate("() => document.documentElement.scrollWidth") <= width, part
 
 

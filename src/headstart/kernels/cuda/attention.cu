@@ -1,7 +1,7 @@
-// Attention of a short window over keys and values of different lengths, in three kernels.
+// Attention of a short window over keys and values of different lengths, in three stages.
 //
 // `arrange` makes queries, keys and values of a layer's products. The positions are cut into pieces of SPLIT at fixed
-// places: a block of `partials` has one piece of one key head of one row, and all queries that look at it; `merge`
+// places: `partials` takes one piece of one key head of one row, and all queries that look at it; `merge`
 // puts the pieces of a query together in a fixed order. A query is row w·GROUP + g of its block, wherever the window
 // ends, and sees zeros where nothing is written yet: what it gets depends neither on the width of the window nor on
 // the capacity nor on other rows.
@@ -9,15 +9,17 @@
 namespace headstart {
 
 constexpr int SPLIT = 128;  // positions
-constexpr int WARPS = 8;    // of a block
+constexpr int WARPS = 8;    // of a team of `partials`
 constexpr int MERGERS = 4;  // pieces that `merge` looks at side by side
 constexpr int TILE = 16;    // queries multiplied together
 constexpr int PAD = 8;      // elements at the end of a line of shared memory: eight lines, eight different banks
 
-// A layer's products as attention wants them: by head, queries and keys normed and rotated to their positions.
-// Grid: as many warps as B·W·(H + 2·HKV), in blocks of WARPS.
+// One head of one token of a layer's products as attention wants it, by a warp: queries and keys normed and rotated to
+// their positions. `index` counts through B·W·(H + 2·HKV). Keys and values go to position `start` + w of [B, HKV, S, D].
 template <int H, int HKV, int D, int DIMS, typename T, typename N>
-__device__ void arrange(
+__device__ __forceinline__ void arrange(
+    int index,
+    float* line,            // [D], this warp's
     const T* both,          // [B, W, H, 2·D], queries and gates
     const T* keys,          // [B, W, HKV, D]
     const T* values,        // [B, W, HKV, D]
@@ -29,27 +31,29 @@ __device__ void arrange(
     int B,
     int W,
     T* new_queries,         // [B, H, W, D]
-    T* new_keys,            // [B, HKV, W, D]
-    T* new_values) {        // [B, HKV, W, D]
-  __shared__ float lines[WARPS][D];
-  const int lane = threadIdx.x % 32, index = blockIdx.x * WARPS + threadIdx.x / 32;
+    T* new_keys,            // [B, HKV, S, D]
+    T* new_values,          // [B, HKV, S, D]
+    int S,
+    bool at_offset) {       // whether a window's keys and values stand at its offset, or at 0
+  const int lane = threadIdx.x % 32;
   const int head = index % (H + 2 * HKV), token = index / (H + 2 * HKV), b = token / W, w = token % W;
   if (b >= B) {
     return;
   }
+  const int position = w + (at_offset ? offset[b] : 0);
   if (head >= H + HKV) {
     const int h = head - H - HKV;
     for (int d = lane; d < D; d += 32) {
-      new_values[((long long)(b * HKV + h) * W + w) * D + d] = values[((long long)token * HKV + h) * D + d];
+      new_values[((long long)(b * HKV + h) * S + position) * D + d] = values[((long long)token * HKV + h) * D + d];
     }
     return;
   }
   const bool query = head < H;
   const int h = query ? head : head - H;
   const T* from = query ? both + ((long long)token * H + h) * 2 * D : keys + ((long long)token * HKV + h) * D;
-  T* to = query ? new_queries + ((long long)(b * H + h) * W + w) * D : new_keys + ((long long)(b * HKV + h) * W + w) * D;
+  T* to = query ? new_queries + ((long long)(b * H + h) * W + w) * D
+                : new_keys + ((long long)(b * HKV + h) * S + position) * D;
   const N* weight = query ? query_weight : key_weight;
-  float* line = lines[threadIdx.x / 32];
 
   float sum = 0.0f;
   for (int d = lane; d < D; d += 32) {
@@ -76,12 +80,19 @@ __device__ void arrange(
       to[d] = static_cast<T>(line[d]);
     }
   }
+  __syncwarp();
 }
 
-// [b, head, piece] of `out` gets Σ p·v and of `weights` (max, Σ p), for every query; p = 2^(score − max).
-// Grid: pieces by HKV by rows, of 32·WARPS threads.
+// [b, head, piece] of `out` gets Σ p·v and of `weights` (max, Σ p), for every query; p = 2^(score − max). By a team of
+// 32·WARPS threads.
 template <int H, int HKV, int D, typename T>
-__device__ void partials(
+__device__ __forceinline__ void partials(
+    const Team& team,
+    unsigned char* shared,
+    int piece,
+    int pieces,
+    int head,
+    int b,
     const T* q,         // [B, H, W, D]
     const T* keys,      // [B, HKV, S, D]
     const T* values,    // [B, HKV, S, D]
@@ -95,16 +106,14 @@ __device__ void partials(
   constexpr int LINE = D + PAD, P_LINE = SPLIT + PAD;
   constexpr int COLUMNS = (D / 8 + WARPS - 1) / WARPS;  // of eight, that a warp has of the output
   static_assert(SPLIT == 16 * WARPS, "a warp has sixteen keys");
-  extern __shared__ __align__(16) unsigned char dynamic_shared[];
-  T* const key_lines = reinterpret_cast<T*>(dynamic_shared);
+  T* const key_lines = reinterpret_cast<T*>(shared);
   T* const value_lines = key_lines + SPLIT * LINE;
   T* const query_lines = value_lines + SPLIT * LINE;
   T* const p_lines = query_lines + TILE * LINE;
   float* const maxima = reinterpret_cast<float*>(p_lines + TILE * P_LINE);  // [WARPS, TILE]
   float* const sums = maxima + WARPS * TILE;                                // [WARPS, TILE]
 
-  const int piece = blockIdx.x, head = blockIdx.y, b = blockIdx.z;
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int thread = team.thread, warp = thread / 32, lane = thread % 32;
   const int begin = piece * SPLIT, first = offset[b];
   const int written = min(SPLIT, first + W - begin);  // positions of this piece
   const int queries = GROUP * W;
@@ -126,6 +135,7 @@ __device__ void partials(
       copy_16_bytes(query_lines + line * LINE + column, q + at, row < queries ? 16 : 0);
     }
   };
+  team.sync();  // of the piece before, nothing is read any more
   copy_queries(0);
   copy(key_lines, keys);
   commit_copies();
@@ -136,12 +146,12 @@ __device__ void partials(
     if (row0 == 0) {
       wait_for_copies<1>();  // the values may still be on their way
     } else {
-      __syncthreads();
+      team.sync();
       copy_queries(row0);
       commit_copies();
       wait_for_copies<0>();
     }
-    __syncthreads();
+    team.sync();
 
     // Scores of sixteen queries and this warp's sixteen keys.
     float scores[2][4] = {};
@@ -173,7 +183,7 @@ __device__ void partials(
         maxima[warp * TILE + lane / 4 + 8 * half] = highest[half];
       }
     }
-    __syncthreads();
+    team.sync();
 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -200,7 +210,7 @@ __device__ void partials(
       }
     }
     wait_for_copies<0>();
-    __syncthreads();
+    team.sync();
 
     // Sixteen queries by this warp's columns of the values.
     float sum[COLUMNS][4] = {};
@@ -215,7 +225,7 @@ __device__ void partials(
         }
       }
     }
-    const long long of_piece = ((long long)(b * HKV + head) * gridDim.x + piece) * queries;
+    const long long of_piece = ((long long)(b * HKV + head) * pieces + piece) * queries;
 #pragma unroll
     for (int i = 0; i < COLUMNS; ++i) {
 #pragma unroll
@@ -239,10 +249,19 @@ __device__ void partials(
   }
 }
 
-// The pieces of one query, as one output, times the sigmoid of its gate.
-// Grid: H·W by rows, of D threads.
+// Shared memory that `merge` needs, in floats.
+template <int D>
+constexpr int MERGE_FLOATS = (MERGERS * D + D / 32 + MERGERS + 3) / 4 * 4;
+
+// The pieces of one query, as one output, times the sigmoid of its gate: head h of token w of row b, by a team of D
+// threads.
 template <int H, int HKV, int D, typename T>
-__device__ void merge(
+__device__ __forceinline__ void merge(
+    const Team& team,
+    float* shared,
+    int h,
+    int w,
+    int b,
     const float* partial,  // [B, HKV, pieces, GROUP·W, D]
     const float* weights,  // [B, HKV, pieces, GROUP·W, 2]
     const T* gates,        // [B, W, H, 2·D], the second half of each head
@@ -252,11 +271,10 @@ __device__ void merge(
     T* out) {              // [B, W, H, D]
   constexpr int GROUP = H / HKV;
   constexpr int LANES = D / MERGERS;  // of four columns
-  __shared__ float tops[D / 32];
-  __shared__ __align__(16) float sums[MERGERS][D];
-  __shared__ float totals[MERGERS];
-
-  const int h = blockIdx.x % H, w = blockIdx.x / H, b = blockIdx.y, thread = threadIdx.x;
+  float (*sums)[D] = reinterpret_cast<float (*)[D]>(shared);
+  float* tops = shared + MERGERS * D;
+  float* totals = tops + D / 32;
+  const int thread = team.thread;
   const int merger = thread / LANES, column = 4 * (thread % LANES);
   const int seen = (offset[b] + w) / SPLIT + 1;  // pieces
   const int queries = GROUP * W, row = w * GROUP + h % GROUP;
@@ -270,10 +288,11 @@ __device__ void merge(
   for (int step = 1; step < 32; step *= 2) {
     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
   }
+  team.sync();  // of the query before, nothing is read any more
   if (thread % 32 == 0) {
     tops[thread / 32] = top;
   }
-  __syncthreads();
+  team.sync();
   for (int i = 0; i < D / 32; ++i) {
     top = fmaxf(top, tops[i]);
   }
@@ -291,7 +310,7 @@ __device__ void merge(
   if (thread % LANES == 0) {
     totals[merger] = total;
   }
-  __syncthreads();
+  team.sync();
 
   float value = sums[0][thread], weight = totals[0];
   for (int i = 1; i < MERGERS; ++i) {

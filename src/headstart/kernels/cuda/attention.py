@@ -5,13 +5,12 @@ Stock attention picks its kernel, and with it the order of its sums, by the widt
 
 import math
 from functools import cache
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..types import ArrangedHeads, HeadNorms
-from .device import launch, make_kernel, on_cuda
+from .device import include, on_cuda
 
 WIDEST = 16  # windows; beyond, stock attention is the faster one
 SPLIT, WARPS, TILE, PAD = 128, 8, 16, 8  # as in attention.cu
@@ -31,15 +30,17 @@ def launch_arrange(
     B, W, _ = both.shape
     D = norms.queries.shape[0]
     H, Hkv = both.shape[-1] // (2 * D), keys.shape[-1] // D
-    made = launch(
-        _arrange(norms.eps, rope.base),
-        [both, keys, values, norms.queries, norms.keys, offset],
-        {"T": both.dtype, "H": H, "HKV": Hkv, "D": D, "DIMS": rope.dims},
-        (-(-B * W * (H + 2 * Hkv) // WARPS), 1, 1),
-        32 * WARPS,
-        [((B, heads, W, D), both.dtype) for heads in (H, Hkv, Hkv)],
+    blocks = -(-B * W * (H + 2 * Hkv) // WARPS)
+    return ArrangedHeads(
+        *_arrange(norms.eps, rope.base)(
+            inputs=[both, keys, values, norms.queries, norms.keys, offset],
+            template=[("T", both.dtype), ("H", H), ("HKV", Hkv), ("D", D), ("DIMS", rope.dims)],
+            grid=(32 * WARPS * blocks, 1, 1),
+            threadgroup=(32 * WARPS, 1, 1),
+            output_shapes=[(B, H, W, D), (B, Hkv, W, D), (B, Hkv, W, D)],
+            output_dtypes=[both.dtype] * 3,
+        )
     )
-    return ArrangedHeads(*made)
 
 
 def attention_fits(width: int, heads: int, keys: mx.array) -> bool:
@@ -60,45 +61,75 @@ def launch_attention(
     """
     B, H, W, D = queries.shape
     Hkv, pieces = keys.shape[1], -(-reach // SPLIT)
-    template = {"T": queries.dtype, "H": H, "HKV": Hkv, "D": D}
+    template = [("T", queries.dtype), ("H", H), ("HKV", Hkv), ("D", D)]
     lines = (B, Hkv, pieces, (H // Hkv) * W)
-    partial, weights = launch(
-        _partials(scale, D),
-        [queries, keys, values, offset],
-        template,
-        (pieces, Hkv, B),
-        32 * WARPS,
-        [((*lines, D), mx.float32), ((*lines, 2), mx.float32)],
+    partial, weights = _partials(scale, D)(
+        inputs=[queries, keys, values, offset],
+        template=template,
+        grid=(32 * WARPS * pieces, Hkv, B),
+        threadgroup=(32 * WARPS, 1, 1),
+        output_shapes=[(*lines, D), (*lines, 2)],
+        output_dtypes=[mx.float32, mx.float32],
     )
-    inputs, output = [partial, weights, gates, offset], ((B, W, H * D), queries.dtype)
-    return launch(_merge(), inputs, template, (H * W, B, 1), D, [output])[0]
+    (out,) = _merge()(
+        inputs=[partial, weights, gates, offset],
+        template=template,
+        grid=(D * H * W, B, 1),
+        threadgroup=(D, 1, 1),
+        output_shapes=[(B, W, H * D)],
+        output_dtypes=[queries.dtype],
+    )
+    return out
 
 
 @cache
-def _arrange(eps: float, base: float) -> Any:
-    call = f"""
-        headstart::arrange<H, HKV, D, DIMS>(
-            both, keys, values, query_weight, key_weight, offset, {eps!r}f, {math.log2(base)!r}f, both_shape[0],
-            both_shape[1], new_queries, new_keys, new_values);
-    """
-    inputs, outputs = "both keys values query_weight key_weight offset", "new_queries new_keys new_values"
-    return make_kernel("attention_arrange", inputs, outputs, "tensor_core attention", call)
+def _arrange(eps: float, base: float):  # type: ignore[no-untyped-def]
+    return mx.fast.cuda_kernel(
+        name="attention_arrange",
+        input_names=["both", "keys", "values", "query_weight", "key_weight", "offset"],
+        output_names=["new_queries", "new_keys", "new_values"],
+        source=f"""
+            __shared__ float lines[headstart::WARPS][D];
+            const int warp = threadIdx.x / 32;
+            headstart::arrange<H, HKV, D, DIMS>(
+                blockIdx.x * headstart::WARPS + warp, lines[warp], both, keys, values, query_weight, key_weight,
+                offset, {eps!r}f, {math.log2(base)!r}f, both_shape[0], both_shape[1], new_queries, new_keys,
+                new_values, both_shape[1], false);
+        """,
+        header=include("tensor_core", "team", "attention"),
+    )
 
 
 @cache
-def _partials(scale: float, D: int) -> Any:
-    call = f"""
-        headstart::partials<H, HKV, D>(
-            queries, keys, values, offset, {scale * math.log2(math.e)!r}f, queries_shape[2], keys_shape[2],
-            partial, weights);
-    """
+def _partials(scale: float, D: int):  # type: ignore[no-untyped-def]
     elements = 2 * SPLIT * (D + PAD) + TILE * (D + PAD) + TILE * (SPLIT + PAD)
-    shared = 2 * elements + 2 * 4 * WARPS * TILE
-    inputs, outputs = "queries keys values offset", "partial weights"
-    return make_kernel("attention_partials", inputs, outputs, "tensor_core attention", call, shared)
+    return mx.fast.cuda_kernel(
+        name="attention_partials",
+        input_names=["queries", "keys", "values", "offset"],
+        output_names=["partial", "weights"],
+        source=f"""
+            extern __shared__ __align__(128) unsigned char dynamic_shared[];
+            headstart::partials<H, HKV, D>(
+                headstart::Team::block(0, 1), dynamic_shared, blockIdx.x, gridDim.x, blockIdx.y, blockIdx.z, queries,
+                keys, values, offset, {scale * math.log2(math.e)!r}f, queries_shape[2], keys_shape[2],
+                partial, weights);
+        """,
+        header=include("tensor_core", "team", "attention"),
+        shared_memory=2 * elements + 2 * 4 * WARPS * TILE,
+    )
 
 
 @cache
-def _merge() -> Any:
-    call = "headstart::merge<H, HKV, D>(partial, weights, gates, offset, gates_shape[1], partial_shape[2], out);"
-    return make_kernel("attention_merge", "partial weights gates offset", "out", "tensor_core attention", call)
+def _merge():  # type: ignore[no-untyped-def]
+    return mx.fast.cuda_kernel(
+        name="attention_merge",
+        input_names=["partial", "weights", "gates", "offset"],
+        output_names=["out"],
+        source="""
+            __shared__ __align__(16) float shared[headstart::MERGE_FLOATS<D>];
+            headstart::merge<H, HKV, D>(
+                headstart::Team::block(0, 1), shared, blockIdx.x % H, blockIdx.x / H, blockIdx.y, partial, weights,
+                gates, offset, gates_shape[1], partial_shape[2], out);
+        """,
+        header=include("tensor_core", "team", "attention"),
+    )

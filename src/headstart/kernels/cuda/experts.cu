@@ -31,10 +31,20 @@ __device__ __forceinline__ bool gather_pairs(const unsigned* experts, int pairs,
   return true;
 }
 
+template <int BITS, int GROUP, typename T>
+__device__ __forceinline__ void move_to_expert(Part<T>& part, int K, unsigned expert) {
+  const long long rows = (long long)expert * part.N, codes = rows * (K / 8 * BITS), scales = rows * (K / GROUP);
+  part.w = static_cast<const char*>(part.w) + codes;
+  if (part.up) part.up = static_cast<const char*>(part.up) + codes;
+  if (BITS < 16) part.scales += scales, part.biases += scales;
+  if (BITS < 16 && part.up) part.up_scales += scales, part.up_biases += scales;
+}
+
 // Of E logits the TOP largest, the first of equals first, and their shares by softmax, of all or (`normed`) of the
 // TOP. One warp for a row.
 template <typename T, int E, int TOP>
 __device__ __forceinline__ void route(const T* logits, bool normed, unsigned* indices, T* scores) {
+  static_assert(TOP <= 32, "a lane has one");
   constexpr int EACH = (E + 31) / 32;
   const int lane = threadIdx.x % 32;
   float values[EACH], most = -INFINITY, all = 0;
@@ -45,33 +55,39 @@ __device__ __forceinline__ void route(const T* logits, bool normed, unsigned* in
     most = fmaxf(most, values[i]);
   }
   for (int mask = 16; mask; mask /= 2) most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFF, most, mask));
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < EACH; i++) all = __fadd_rn(all, expf(__fsub_rn(values[i], most)));
   for (int mask = 16; mask; mask /= 2) all = __fadd_rn(all, __shfl_xor_sync(0xFFFFFFFF, all, mask));
 
-  float shares[TOP], chosen = 0;
+  unsigned keys[EACH]; // ordered as the values are; zero is taken already
 #pragma unroll
-  for (int t = 0; t < TOP; t++) {
-    float best = -INFINITY;
-    int at = E;
-#pragma unroll
-    for (int i = 0; i < EACH; i++)
-      if (values[i] > best) best = values[i], at = lane + 32 * i;
-    for (int mask = 16; mask; mask /= 2) {
-      float other = __shfl_xor_sync(0xFFFFFFFF, best, mask);
-      int there = __shfl_xor_sync(0xFFFFFFFF, at, mask);
-      if (other > best || (other == best && there < at)) best = other, at = there;
-    }
-#pragma unroll
-    for (int i = 0; i < EACH; i++)
-      if (lane + 32 * i == at) values[i] = -INFINITY;
-    shares[t] = float(T(__fdiv_rn(expf(__fsub_rn(best, most)), all)));
-    chosen = __fadd_rn(chosen, shares[t]);
-    if (lane == 0) indices[t] = at;
+  for (int i = 0; i < EACH; i++) {
+    const int bits = __float_as_int(values[i]);
+    keys[i] = lane + 32 * i < E ? bits ^ (bits >> 31 | int(0x80000000)) : 0;
   }
+  unsigned key = 0; // lane t has the t-th of the chosen
+#pragma unroll 1 // in a persistent kernel code runs once: it is short rather than fast
+  for (int t = 0; t < TOP; t++) {
+    unsigned best = 0;
+    int at = E - 1;
 #pragma unroll
-  for (int t = 0; t < TOP; t++)
-    if (lane == 0) scores[t] = T(normed ? __fdiv_rn(shares[t], chosen) : shares[t]);
+    for (int i = 0; i < EACH; i++) best = max(best, keys[i]);
+    best = __reduce_max_sync(0xFFFFFFFF, best);
+#pragma unroll
+    for (int i = EACH - 1; i >= 0; i--)
+      if (keys[i] == best) at = lane + 32 * i;
+    at = __reduce_min_sync(0xFFFFFFFF, at);
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+      if (lane + 32 * i == at) keys[i] = 0;
+    if (lane == t) key = best, indices[t] = at;
+  }
+  const float value = __int_as_float(key & 0x80000000 ? key ^ 0x80000000 : ~key);
+  const float share = float(T(__fdiv_rn(expf(__fsub_rn(value, most)), all)));
+  float chosen = 0;
+#pragma unroll
+  for (int t = 0; t < TOP; t++) chosen = __fadd_rn(chosen, __shfl_sync(0xFFFFFFFF, share, t));
+  if (lane < TOP) scores[lane] = T(normed ? __fdiv_rn(share, chosen) : share);
 }
 
 // One element of a row: what its experts made, by their scores, and what all rows share, by its gate's sigmoid.

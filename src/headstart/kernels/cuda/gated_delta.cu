@@ -1,15 +1,15 @@
 // The gated delta rule over a window, with everything between a layer's projections: short convolution, silu,
 // norms of q and k, gates, the fold of what is certain, the run of the drafts, the gated norm of the output.
 //
-// A block is one value head of one row. Its state [DV, DK] lives in registers from the one read to the one write:
-// eight threads share a row of it, each thread has a part of two rows. Every sum has one order, written out with
-// intrinsics that the compiler may not fuse or reorder, and a token is computed without looking at the width of its
-// window, at its neighbours or at the tile it is in: the same bits for any number of drafts and rows.
+// A team has one value head of one row. Its state [DV, DK] lives in registers from the one read to the one write:
+// eight threads share a row of it, each thread has parts of two rows, or of GROUPS times two. Every sum has one order,
+// written out with intrinsics that the compiler may not fuse or reorder, and a token is computed without looking at the
+// width of its window, at its neighbours or at the tile it is in: the same bits for any number of drafts and rows.
 
 namespace headstart {
 
-constexpr int TILE = 8;   // tokens prepared together
-constexpr int LANES = 8;  // threads that share two rows of the state
+constexpr int TOKENS = 8;  // prepared together
+constexpr int LANES = 8;   // threads that share two rows of the state
 
 // The sum over N neighbouring lanes, in all of them.
 template <int N>
@@ -31,7 +31,7 @@ __device__ __forceinline__ float softplus(float x) {
 
 // A thread's part of two rows of the state: of each, the columns 4·(lane + LANES·i) to +3.
 template <int DK>
-struct Part {
+struct StatePart {
   static constexpr int N = DK / (4 * LANES);
   float at[2][4 * N];
 
@@ -117,9 +117,21 @@ struct Drafts {
   int width;
 };
 
-// Grid: HV blocks by the number of rows, of 4·DV threads.
-template <int HK, int HV, int DK, int DV, int TAPS, typename T, typename A, typename D, typename N>
-__device__ void fold_and_run(
+// Shared memory that `fold_and_run` needs, in floats.
+template <int DK, int DV>
+constexpr int GATED_DELTA_FLOATS = TOKENS * (2 * DK + 2 * DV + 2);
+
+// Value head `hv` of a row, by a team of 4·DV / GROUPS threads. What others write of the window may be read after
+// `ready`.
+template <
+    int HK, int HV, int DK, int DV, int TAPS, int GROUPS, typename T, typename A, typename D, typename N,
+    typename Ready>
+__device__ __forceinline__ void fold_and_run(
+    const Team& team,
+    float* shared,
+    int hv,
+    int row_of_batch,
+    Ready ready,
     const float* state,       // [B, HV, DV, DK]
     const T* conv,            // [B, TAPS - 1, C], the convolution's last inputs
     const int* accepted,      // [B], how many of the old drafts to fold
@@ -142,29 +154,42 @@ __device__ void fold_and_run(
   constexpr int C = 2 * HK * DK + HV * DV;
   constexpr int CHANNELS = 2 * DK + DV;  // those of this head
   constexpr int HISTORY = TAPS - 1;
-  constexpr int THREADS = 4 * DV;
-  constexpr int WARPS = THREADS / 32;
-  __shared__ __align__(16) float queries[TILE][DK];
-  __shared__ __align__(16) float keys[TILE][DK];
-  __shared__ float values[TILE][DV];
-  __shared__ float outputs[TILE][DV];
-  __shared__ float decays[TILE];
-  __shared__ float betas[TILE];
+  constexpr int THREADS = 4 * DV / GROUPS;
+  constexpr int N_WARPS = THREADS / 32;
+  float (*queries)[DK] = reinterpret_cast<float (*)[DK]>(shared);
+  float (*keys)[DK] = queries + TOKENS;
+  float (*values)[DV] = reinterpret_cast<float (*)[DV]>(keys + TOKENS);
+  float (*outputs)[DV] = values + TOKENS;
+  float* decays = reinterpret_cast<float*>(outputs + TOKENS);
+  float* betas = decays + TOKENS;
 
-  const int hv = blockIdx.x, row_of_batch = blockIdx.y, hk = hv / (HV / HK);
+  const int hk = hv / (HV / HK);
   const bool first = hv % (HV / HK) == 0;  // of those that share a key head: it writes what they share
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % LANES;
-  const int row = warp * 8 + (thread % 32) / LANES;  // and row + 4
+  const int thread = team.thread, warp = thread / 32, lane = thread % LANES;
+  auto row = [&](int group) { return (warp + N_WARPS * group) * 8 + (thread % 32) / LANES; };  // and + 4
   const int folded = old.width ? accepted[row_of_batch] : 0;
 
   const long long of_state = (long long)(row_of_batch * HV + hv) * DV * DK;
-  Part<DK> part;
-  part.load(state + of_state, row, lane);
+  if (thread < 3) {
+    const int channel = thread == 2 ? 2 * HK * DK + hv * DV : (thread * HK + hk) * DK;
+    const int bytes = (thread == 2 ? DV : DK) * sizeof(T);
+    prefetch(conv_weight + channel * TAPS, TAPS * bytes);
+#pragma unroll
+    for (int j = 0; j < HISTORY; ++j) {
+      prefetch(conv + ((long long)row_of_batch * HISTORY + j) * C + channel, bytes);
+    }
+    prefetch(norm_weight, DV * sizeof(N));
+  }
+  StatePart<DK> part[GROUPS];
+#pragma unroll
+  for (int i = 0; i < GROUPS; ++i) {
+    part[i].load(state + of_state, row(i), lane);
+  }
 
   // The old drafts that were accepted.
-  for (int t0 = 0; t0 < folded; t0 += TILE) {
-    const int count = min(TILE, folded - t0);
-    __syncthreads();
+  for (int t0 = 0; t0 < folded; t0 += TOKENS) {
+    const int count = min(TOKENS, folded - t0);
+    team.sync();
     const long long token = (long long)row_of_batch * old.width + t0;
 #pragma unroll 1
     for (int i = thread; i < count * DK; i += THREADS) {
@@ -178,12 +203,16 @@ __device__ void fold_and_run(
       decays[thread] = old.g[(token + thread) * HV + hv];
       betas[thread] = old.beta[(token + thread) * HV + hv];
     }
-    __syncthreads();
+    team.sync();
 #pragma unroll 1
     for (int t = 0; t < count; ++t) {
-      part.enter(keys[t], values[t], decays[t], betas[t], row, lane);
+#pragma unroll
+      for (int i = 0; i < GROUPS; ++i) {
+        part[i].enter(keys[t], values[t], decays[t], betas[t], row(i), lane);
+      }
     }
   }
+  ready();
 
   // The convolution's input at a position of the window; before it, what came last of all that is certain.
   auto input = [&](int t, int channel) -> T {
@@ -197,13 +226,13 @@ __device__ void fold_and_run(
     return old.qkv[((long long)row_of_batch * old.width + before - HISTORY) * C + channel];
   };
 
-  for (int t0 = 0; t0 < W; t0 += TILE) {
-    const int count = min(TILE, W - t0);
-    __syncthreads();
+  for (int t0 = 0; t0 < W; t0 += TOKENS) {
+    const int count = min(TOKENS, W - t0);
+    team.sync();
     for (int c = thread; c < CHANNELS; c += THREADS) {
       const bool shared = c < 2 * DK;
       const int channel = c < DK ? hk * DK + c : shared ? (HK - 1 + hk) * DK + c : 2 * HK * DK + hv * DV + c - 2 * DK;
-      float weights[TAPS], inputs[HISTORY + TILE];
+      float weights[TAPS], inputs[TAPS];
 #pragma unroll
       for (int j = 0; j < TAPS; ++j) {
         weights[j] = static_cast<float>(conv_weight[channel * TAPS + j]);
@@ -213,19 +242,25 @@ __device__ void fold_and_run(
         inputs[j] = static_cast<float>(input(t0 + j - HISTORY, channel));
       }
       const T* const here = qkv + ((long long)row_of_batch * W + t0) * C + channel;
+      float* const out = c < DK ? &queries[0][c] : shared ? &keys[0][c - DK] : &values[0][c - 2 * DK];
+      const int line = shared ? DK : DV;
 #pragma unroll
-      for (int t = 0; t < TILE; ++t) {
-        inputs[HISTORY + t] = t < count ? static_cast<float>(here[t * C]) : 0.0f;
+      for (int t = 0; t < TOKENS; ++t) {
+        if (t < count) out[t * line] = static_cast<float>(here[t * C]);
       }
-      float* out = c < DK ? &queries[0][c] : shared ? &keys[0][c - DK] : &values[0][c - 2 * DK];
-#pragma unroll
-      for (int t = 0; t < TILE; ++t) {
+#pragma unroll 1
+      for (int t = 0; t < count; ++t) {
+        inputs[HISTORY] = out[t * line];
         float sum = 0.0f;
 #pragma unroll
         for (int j = 0; j < TAPS; ++j) {
-          sum = __fmaf_rn(weights[j], inputs[t + j], sum);
+          sum = __fmaf_rn(weights[j], inputs[j], sum);
         }
-        out[t * (shared ? DK : DV)] = __fmul_rn(sum, sigmoid(sum));
+        out[t * line] = __fmul_rn(sum, sigmoid(sum));
+#pragma unroll
+        for (int j = 0; j < HISTORY; ++j) {
+          inputs[j] = inputs[j + 1];
+        }
       }
       if (first || !shared) {
         if (t0 == 0) {
@@ -246,10 +281,10 @@ __device__ void fold_and_run(
       decays[thread] = expf(-__fmul_rn(expf(static_cast<float>(A_log[hv])), softplus(x)));
       betas[thread] = sigmoid(static_cast<float>(b[at]));
     }
-    __syncthreads();
+    team.sync();
 
     // Queries and keys to unit length, the queries over √DK besides.
-    for (int n = warp; n < 2 * count; n += WARPS) {
+    for (int n = warp; n < 2 * count; n += N_WARPS) {
       float* x = n < count ? queries[n] : keys[n - count];
       float sum = 0.0f;
 #pragma unroll 1
@@ -263,14 +298,17 @@ __device__ void fold_and_run(
         x[d] = __fmul_rn(x[d], scale);
       }
     }
-    __syncthreads();
+    team.sync();
 
 #pragma unroll 1
     for (int t = 0; t < count; ++t) {
-      part.enter(keys[t], values[t], decays[t], betas[t], row, lane);
-      part.answer(queries[t], outputs[t], row, lane);
-      if (t0 + t == certain - 1) {
-        part.store(new_state + of_state, row, lane);
+#pragma unroll
+      for (int i = 0; i < GROUPS; ++i) {
+        part[i].enter(keys[t], values[t], decays[t], betas[t], row(i), lane);
+        part[i].answer(queries[t], outputs[t], row(i), lane);
+        if (t0 + t == certain - 1) {
+          part[i].store(new_state + of_state, row(i), lane);
+        }
       }
     }
 #pragma unroll 1
@@ -287,9 +325,9 @@ __device__ void fold_and_run(
         fresh.beta[token * HV + hv] = betas[t];
       }
     }
-    __syncthreads();
+    team.sync();
 
-    for (int t = warp; t < count; t += WARPS) {
+    for (int t = warp; t < count; t += N_WARPS) {
       float sum = 0.0f;
 #pragma unroll 1
       for (int d = thread % 32; d < DV; d += 32) {
@@ -309,7 +347,3 @@ __device__ void fold_and_run(
 }
 
 }  // namespace headstart
-
-// MLX writes the signature itself, without bounds; with more registers than these leave it, a block could not start.
-#undef __global__
-#define __global__ __attribute__((global)) __launch_bounds__(512)

@@ -5,7 +5,7 @@ from functools import cache
 import mlx.core as mx
 
 from ..types import Drafts, GatedDeltaWeights, Ran, Window
-from .device import launch, make_kernel, on_cuda
+from .device import include, launch_bounds, on_cuda
 
 
 def gated_delta_fits(state: mx.array, dtype: mx.Dtype) -> bool:
@@ -28,15 +28,22 @@ def launch_gated_delta(
     B, W, C = window.qkv.shape
     _, Hv, Dv, Dk = state.shape
     Hk, drafts, dtype = (C - Hv * Dv) // (2 * Dk), W - certain, window.qkv.dtype
-    outputs = [((B, W, Hv, Dv), dtype), (state.shape, mx.float32), (conv.shape, dtype)]
-    template = {"T": dtype, "HK": Hk, "HV": Hv, "DK": Dk, "DV": Dv, "TAPS": weights.conv.shape[1]}
-    if drafts:  # a prompt's chunks have any width: they share the kernel where everything is certain
-        template["CERTAIN"] = certain
-        shapes = [(B, drafts, Hk, Dk), (B, drafts, Hv, Dv), (B, drafts, Hv), (B, drafts, Hv)]
-        outputs += [((B, drafts, C), dtype), *((shape, mx.float32) for shape in shapes)]
     kernel = _gated_delta_kernel(pending is not None, drafts > 0, weights.eps)
-    inputs = [state, conv, accepted, *window, *weights[:-1], *(pending or ())]
-    y, state, conv, *fresh = launch(kernel, inputs, template, (Hv, B, 1), 4 * Dv, outputs)
+    shapes = [(B, W, Hv, Dv), state.shape, conv.shape]
+    dtypes = [dtype, mx.float32, dtype]
+    if drafts:
+        shapes += [(B, drafts, C), (B, drafts, Hk, Dk), (B, drafts, Hv, Dv), (B, drafts, Hv), (B, drafts, Hv)]
+        dtypes += [dtype, *[mx.float32] * 4]
+    y, state, conv, *fresh = kernel(
+        inputs=[state, conv, accepted, *window, *weights[:-1], *(pending or ())],
+        # A prompt's chunks have any width: they share the kernel where everything is certain.
+        template=[("T", dtype), ("HK", Hk), ("HV", Hv), ("DK", Dk), ("DV", Dv), ("TAPS", weights.conv.shape[1])]
+        + ([("CERTAIN", certain)] if drafts else []),
+        grid=(4 * Dv * Hv, B, 1),
+        threadgroup=(4 * Dv, 1, 1),
+        output_shapes=shapes,
+        output_dtypes=dtypes,
+    )
     return Ran(y, state, conv, Drafts(*fresh) if fresh else None)
 
 
@@ -50,12 +57,17 @@ def _gated_delta_kernel(pending: bool, drafts: bool, eps: float):  # type: ignor
     folds = f"{', '.join(old)}, old_k_shape[1]" if pending else ""
     keeps = f"{', '.join(fresh)}, {width} - CERTAIN" if drafts else ""
     call = f"""
-        headstart::fold_and_run<HK, HV, DK, DV, TAPS>(
-            state, conv, accepted, headstart::Drafts<const T, const float>{{{folds}}}, {", ".join(Window._fields)},
+        __shared__ __align__(16) float shared[headstart::GATED_DELTA_FLOATS<DK, DV>];
+        headstart::fold_and_run<HK, HV, DK, DV, TAPS, 1>(
+            headstart::Team::block(0, 1), shared, blockIdx.x, blockIdx.y, [] {{}}, state, conv, accepted,
+            headstart::Drafts<const T, const float>{{{folds}}}, {", ".join(Window._fields)},
             conv_weight, A_log, dt_bias, norm_weight, {eps!r}f, {width}, {"CERTAIN" if drafts else width},
             {", ".join(outputs)}, headstart::Drafts<T, float>{{{keeps}}});
     """
-    name = f"gated_delta{'_folds' * pending}{'_drafts' * drafts}"
-    return make_kernel(
-        name, " ".join(inputs + old * pending), " ".join(outputs + fresh * drafts), "gated_delta", call
+    return mx.fast.cuda_kernel(
+        name=f"gated_delta{'_folds' * pending}{'_drafts' * drafts}",
+        input_names=inputs + old * pending,
+        output_names=outputs + fresh * drafts,
+        source=call,
+        header=include("tensor_core", "team", "gated_delta") + launch_bounds(512),
     )

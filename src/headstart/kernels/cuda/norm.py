@@ -5,7 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .device import launch, make_kernel, on_cuda
+from .device import include, on_cuda
 
 
 def norm_fits(x: mx.array, weight: mx.array) -> bool:
@@ -13,19 +13,34 @@ def norm_fits(x: mx.array, weight: mx.array) -> bool:
     return on_cuda() and sizes and x.dtype in (mx.bfloat16, mx.float16) and weight.dtype == mx.float32
 
 
+def norm_threads(size: int) -> int:
+    """Return how many threads share a row: their number is the order in which it is summed."""
+    return min(256, -(-size // 256) * 32)
+
+
 def launch_norm(adds: bool, eps: float, inputs: list[mx.array]) -> list[mx.array]:
     """Norm `inputs` x and weight; where it `adds`, x, what is added and weight → the sum and its norm."""
-    x = inputs[0]
+    x, count = inputs[0], 1 + adds
     size = x.shape[-1]
-    threads = min(256, -(-size // 256) * 32)
-    template = {"T": x.dtype, "D": size, "THREADS": threads}
-    outputs = [(x.shape, x.dtype)] * (1 + adds)
-    return launch(_norm_kernel(adds, eps), inputs, template, (x.size // size, 1, 1), threads, outputs)
+    threads = norm_threads(size)
+    made: list[mx.array] = _norm_kernel(adds, eps)(
+        inputs=inputs,
+        template=[("T", x.dtype), ("D", size), ("THREADS", threads)],
+        grid=(x.size // size * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[x.shape] * count,
+        output_dtypes=[x.dtype] * count,
+    )
+    return made
 
 
 @cache
 def _norm_kernel(adds: bool, eps: float) -> Any:
     added, total = ("added", "total") if adds else ("static_cast<const T*>(nullptr)", "static_cast<T*>(nullptr)")
-    call = f"headstart::norm<D, THREADS>(x, {added}, weight, {eps!r}f, {total}, normed);"
-    names = ("add_and_norm", "x added weight", "total normed") if adds else ("norm", "x weight", "normed")
-    return make_kernel(*names, "norm", call)
+    return mx.fast.cuda_kernel(
+        name="add_and_norm" if adds else "norm",
+        input_names=["x", *["added"] * adds, "weight"],
+        output_names=[*["total"] * adds, "normed"],
+        header=include("tensor_core", "team", "norm"),
+        source=f"headstart::norm<D, THREADS, {str(adds).lower()}>(x, {added}, weight, {eps!r}f, {total}, normed);",
+    )

@@ -1,13 +1,14 @@
 // y = x · wᵀ for a few rows of x, with w in 4 or 8 bits (affine, by groups) or in 16.
 //
-// Tensor cores multiply 16 rows of w by 8 columns (rows of x), always all 8, the unused ones zero. A row of w is cut
+// Tensor cores multiply 16 rows of w by 8 columns (rows of x), always all 8, some unused. A row of w is cut
 // into SLICES along k, a slice into chunks of CHUNK bytes, a chunk into units. A column is summed by 16 within a unit,
 // by units within a slice, then over the slices: an order that depends on w's shape alone. Neither the number of
 // columns nor their neighbours matter, nor the height of a tile.
 //
-// A block has a warp for every slice, and takes one tile of TALL · 16 rows of w after another. Each warp reads its slice
+// A team has a warp for every slice, and takes one tile of TALL · 16 rows of w after another. Each warp reads its slice
 // through a ring of its own in shared memory, always STAGES chunks ahead, into the next tile too: so the memory has
-// work all the time, while a tile begins and while its slices are added.
+// work all the time, while a tile begins and while its slices are added. The first chunks are under way before the
+// activations are waited for.
 //
 // Codes enter the tensor cores as exact integers of type T; scale and bias meet float32 sums, once a unit:
 //   Σ (scale · code + bias) · x = scale · Σ code · x + bias · Σ x
@@ -85,15 +86,6 @@ struct Layout {
   static constexpr int SCALES = BITS < 16 && CODES > GROUP ? CODES / GROUP : 1; // that a row needs for a chunk
 };
 
-// What a tile is of: one of the matrices of a launch, [N, K], its rows from `first` on.
-template <typename T>
-struct Part {
-  const void* w;
-  const T *scales, *biases;
-  T* y;
-  int N, first;
-};
-
 // COUNT elements of type E in one read.
 template <int COUNT, typename E>
 struct alignas(COUNT * sizeof(E)) Several {
@@ -140,76 +132,99 @@ __device__ __forceinline__ void add_unit(
   }
 }
 
-// Tiles blockIdx.y, + gridDim.y, … of `tiles`; tile t is of choose(t). Column c goes to row outputs(c) of y, nowhere
-// if that is negative, and comes from row outputs(c) / share of x. No slice has fewer chunks than there are STAGES.
+// Tiles team.index, + team.count, … of `tiles`; tile t is of choose(t). Its column c goes to row outputs(t, c) of y,
+// nowhere if that is negative, and comes from row outputs(t, c) / share of x; MOVES: from other rows in other tiles. No
+// slice has fewer chunks than there are STAGES. What others write to x may be read after `ready`.
 template <
-    typename T, int BITS, int GROUP, int CHUNK, int SLICES, int TALL, int WIDE, int STAGES, typename Choose,
-    typename Outputs>
+    typename T, int BITS, int GROUP, int CHUNK, int SLICES, int TALL, int WIDE, int STAGES, bool MOVES,
+    typename Choose, typename Outputs, typename Ready>
 __device__ __forceinline__ void product(
-    const T* x, int K, int tiles, int share, Choose choose, Outputs outputs) {
+    const Team& team, unsigned char* shared, const T* x, int K, int tiles, int share, Choose choose, Outputs outputs,
+    Ready ready) {
   using S = Layout<T, BITS, GROUP, CHUNK>;
   constexpr int STAGE = TALL * 16 * CHUNK, PIECES = TALL * CHUNK / 32, SUMS = TALL * WIDE * 128;
-  extern __shared__ __align__(128) unsigned char dynamic_shared[];
-  const int lane = threadIdx.x % 32, slice = threadIdx.x / 32, group = lane / 4, quarter = lane % 4;
+  const int lane = team.thread % 32, slice = team.thread / 32, group = lane / 4, quarter = lane % 4;
   const int chunks = K / S::CODES, groups = BITS == 16 ? 0 : K / GROUP;
   const int begin = slice * chunks / SLICES, end = (slice + 1) * chunks / SLICES;
-  unsigned char* ring = dynamic_shared + slice * STAGES * STAGE;
-  float* all_sums = reinterpret_cast<float*>(dynamic_shared + SLICES * STAGES * STAGE); // of this tile, the next
+  unsigned char* ring = shared + slice * STAGES * STAGE;
+  float* all_sums = reinterpret_cast<float*>(shared + SLICES * STAGES * STAGE); // of this tile, the next
   T* all_scales = reinterpret_cast<T*>(all_sums + 2 * SLICES * SUMS); // scales and biases, likewise
 
-  // The scales of a tile stand together, and so do its biases: the whole block copies them.
+  // The first of a tile's r-th sixteen rows, and of which matrix: of a gate's tile the second half is `up`'s.
+  auto sixteen = [](const Part<T>& part, int r) {
+    return part.first + 16 * (part.up && 2 * r >= TALL ? r - TALL / 2 : r);
+  };
+  auto is_up = [](const Part<T>& part, int r) { return part.up && 2 * r >= TALL; };
+
+  // The scales of sixteen rows stand together, and so do their biases: the whole team copies them.
   auto fetch_scales = [&](int tile, T* to) {
     if (BITS == 16 || tile >= tiles) return;
     const Part<T> part = choose(tile);
-    const int bytes = 2 * groups * min(16 * TALL, part.N - part.first);
-    const long long from = (long long)part.first * groups;
-    for (int at = 16 * threadIdx.x; at < bytes; at += 16 * 32 * SLICES) {
-      copy_16_bytes(to + at / 2, part.scales + from + at / 2, min(16, bytes - at));
-      copy_16_bytes(to + at / 2 + 16 * TALL * groups, part.biases + from + at / 2, min(16, bytes - at));
+#pragma unroll
+    for (int r = 0; r < TALL; r++) {
+      const int row = sixteen(part, r), bytes = 2 * groups * min(16, part.N - row);
+      const T* scales = (is_up(part, r) ? part.up_scales : part.scales) + (long long)row * groups;
+      const T* biases = (is_up(part, r) ? part.up_biases : part.biases) + (long long)row * groups;
+      for (int at = 16 * team.thread; at < bytes; at += 16 * 32 * SLICES) {
+        T* there = to + 16 * r * groups + at / 2;
+        copy_16_bytes(there, scales + at / 2, min(16, bytes - at));
+        copy_16_bytes(there + 16 * TALL * groups, biases + at / 2, min(16, bytes - at));
+      }
     }
   };
 
   // A lane copies the same pieces of every chunk: of every ROWS-th row, beginning with its own.
   constexpr int ROWS = 512 / CHUNK;
   const int put = place<CHUNK>(lane / (CHUNK / 16), lane % (CHUNK / 16) * 16), row_bytes = K / 8 * BITS;
-  const char* from; // this lane's first piece of the next chunk
-  int rows; // that the tile has, counted from the lane's own
-  int fetched = blockIdx.y, left = end - begin; // the tile that is fetched, and how many of its chunks are to come
+  const char* from[TALL]; // this lane's first piece of the next chunk, in every sixteen rows
+  int rows[TALL]; // of these, counted from the lane's own
+  int fetched = team.index, left = end - begin; // the tile that is fetched, and how many of its chunks are to come
   auto aim = [&] {
     if (fetched >= tiles) return;
     const Part<T> part = choose(fetched);
-    const int row = part.first + lane / (CHUNK / 16);
-    from = static_cast<const char*>(part.w) + (long long)row * row_bytes + begin * CHUNK + lane % (CHUNK / 16) * 16;
-    rows = part.N - row;
+#pragma unroll
+    for (int r = 0; r < TALL; r++) {
+      const int row = sixteen(part, r) + lane / (CHUNK / 16);
+      from[r] = static_cast<const char*>(is_up(part, r) ? part.up : part.w) + (long long)row * row_bytes +
+                begin * CHUNK + lane % (CHUNK / 16) * 16;
+      rows[r] = part.N - row;
+    }
   };
   auto fetch = [&](unsigned char* stage) {
     if (fetched < tiles) {
 #pragma unroll
       for (int i = 0; i < PIECES; i++) {
+        const int r = ROWS * i / 16, row = ROWS * i % 16;
         unsigned char* to = stage + (ROWS == 4 && i % 2 ? put ^ 16 : put) + 512 * i; // as `place` says
-        if (ROWS * i < rows) copy_16_bytes(to, from + (long long)i * ROWS * row_bytes);
+        if (row < rows[r]) copy_16_bytes(to, from[r] + (long long)row * row_bytes);
       }
-      from += CHUNK;
+#pragma unroll
+      for (int r = 0; r < TALL; r++) from[r] += CHUNK;
       if (--left == 0) {
-        left = end - begin, fetched += gridDim.y;
+        left = end - begin, fetched += team.count;
         aim();
       }
     }
     commit_copies();
   };
 
-  fetch_scales(blockIdx.y, all_scales);
+  fetch_scales(team.index, all_scales);
   aim();
 #pragma unroll 1
   for (int i = 0; i < STAGES; i++) fetch(ring + i * STAGE);
+  ready();
 
   const T* columns[WIDE];
+  auto aim_columns = [&](int tile) {
 #pragma unroll
-  for (int c = 0; c < WIDE; c++) {
-    int output = outputs(8 * c + group);
-    columns[c] = output < 0 ? nullptr : x + (long long)(output / share) * K + quarter * S::EACH;
-  }
-  // Columns are read AHEAD units before they are multiplied. Those that are not there stay zero.
+    for (int c = 0; c < WIDE; c++) {
+      int output = tile < tiles ? outputs(tile, 8 * c + group) : -1;
+      columns[c] = output < 0 ? nullptr : x + (long long)(output / share) * K + quarter * S::EACH;
+    }
+  };
+  aim_columns(team.index);
+  // Columns are read AHEAD units before they are multiplied. Those that are not there are anything: no other column
+  // depends on them.
   constexpr int AHEAD = WIDE == 1 || S::UNITS == 1 ? S::UNITS : S::UNITS / 2;
   uint32_t coming[AHEAD][WIDE][S::EACH / 2] = {};
   auto read_columns = [&](int chunk, int unit) {
@@ -225,19 +240,19 @@ __device__ __forceinline__ void product(
 #pragma unroll
   for (int u = 0; u < AHEAD; u++) read_columns(begin, u);
   wait_for_copies<STAGES - 1>();
-  __syncthreads();
+  team.sync();
 
   const int mine = place<CHUNK>(group, quarter * S::EACH * BITS / 8);
   int turn = 0, odd = 0;
 #pragma unroll 1
-  for (int tile = blockIdx.y; tile < tiles; tile += gridDim.y, odd ^= 1) {
+  for (int tile = team.index; tile < tiles; tile += team.count, odd ^= 1) {
     const T* tile_scales = all_scales + odd * 32 * TALL * groups;
-    fetch_scales(tile + gridDim.y, all_scales + (1 - odd) * 32 * TALL * groups);
+    fetch_scales(tile + team.count, all_scales + (1 - odd) * 32 * TALL * groups);
     float total[TALL][WIDE][4] = {};
 #pragma unroll 1
     for (int chunk = begin; chunk < end; chunk++) {
       unsigned char* stage = ring + turn * STAGE;
-      const int following = chunk + 1 == end ? begin : chunk + 1; // of the next tile, the same columns
+      const int following = chunk + 1 == end ? begin : chunk + 1; // of the next tile
       wait_for_copies<STAGES - 1>();
       __syncwarp();
       Several<S::SCALES, T> scales[TALL][2], biases[TALL][2];
@@ -254,6 +269,7 @@ __device__ __forceinline__ void product(
         for (int i = 0; i < WIDE * S::EACH / 2; i++)
           pairs[i / (S::EACH / 2)][i % (S::EACH / 2)] =
               activation_pair<BITS>(coming[u % AHEAD][i / (S::EACH / 2)], i % (S::EACH / 2));
+        if (MOVES && u + AHEAD == S::UNITS && chunk + 1 == end) aim_columns(tile + team.count);
         if (u + AHEAD < S::UNITS)
           read_columns(chunk, u + AHEAD);
         else
@@ -285,16 +301,20 @@ __device__ __forceinline__ void product(
 #pragma unroll
         for (int i = 0; i < 4; i++) sums[(((slice * TALL + r) * WIDE + c) * 4 + i) * 32 + lane] = total[r][c][i];
     wait_for_copies<STAGES - 1>();
-    __syncthreads();
+    team.sync();
     const Part<T> part = choose(tile);
-#pragma unroll 1
-    for (int at = threadIdx.x; at < SUMS; at += SLICES * 32) {
+    auto sum_of = [&](int at) {
       float sum = 0;
 #pragma unroll
       for (int i = 0; i < SLICES; i++) sum += sums[i * SUMS + at];
+      return sum;
+    };
+#pragma unroll 1
+    for (int at = team.thread; at < (part.up ? SUMS / 2 : SUMS); at += SLICES * 32) {
       int i = at / 32 % 4, c = at / 128 % WIDE, r = at / (128 * WIDE);
-      int row = part.first + 16 * r + i / 2 * 8 + group, output = outputs(8 * c + 2 * quarter + i % 2);
-      if (row < part.N && output >= 0) part.y[(long long)output * part.N + row] = T(sum);
+      int row = part.first + 16 * r + i / 2 * 8 + group, output = outputs(tile, 8 * c + 2 * quarter + i % 2);
+      if (row < part.N && output >= 0)
+        part.y[(long long)output * part.N + row] = part.up ? swiglu<T>(sum_of(at), sum_of(at + SUMS / 2)) : T(sum_of(at));
     }
   }
 }

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .device import launch, make_kernel
+from .device import include
 
 MOST_ROWS = 144  # 16 sequences of 9 positions; a prompt's chunks are wider, and mlx's products good at them
 SLICES = 4  # of a row of weights, at most
@@ -71,9 +71,11 @@ class ProductTile:
     columns: int
 
     @classmethod
-    def of(cls, rows: int, outputs: int) -> "ProductTile":
+    def of(cls, rows: int, outputs: int, gated: bool = False) -> "ProductTile":
         """Measured: taller ones do less for each output, but smaller fill the card better. Every one is a kernel of
         its own, which takes its time to compile: so a matrix has two."""
+        if gated:
+            return cls(32, 8 if rows <= 8 else 16)
         if rows <= 8:
             return cls(32 if outputs >= 32 * FULL else 16, 8)
         return cls(48 if outputs >= 32 * FULL else 16, 16)
@@ -105,80 +107,77 @@ def product_refusal(dtype: mx.Dtype, weights: MatrixWeights) -> str | None:
     return None if weights.inputs % each == 0 else f"{weights.inputs} inputs are no multiple of {each}"
 
 
-def launch_products(x: mx.array, weights: list[MatrixWeights]) -> list[mx.array]:
-    """Multiply x [..., K] by every weight [N, K]. They are summed in one order."""
+def launch_products(x: mx.array, weights: list[MatrixWeights], gated: bool = False) -> list[mx.array]:
+    """Multiply x [..., K] by every weight [N, K], or, `gated`, by a gate and its `up`: `silu(gate) * up` alone is
+    returned. They are summed in one order."""
     rows, order = prod(x.shape[:-1]), SumOrder.of(weights[0])
-    tile = ProductTile.of(rows, sum(each.outputs for each in weights))
+    tile = ProductTile.of(rows, sum(each.outputs for each in weights), gated)
     tiles = sum(-(-each.outputs // tile.height) for each in weights)
-    shared = shared_bytes(weights[0], order, tile, several=tiles > FULL)
-    return launch(
-        product_kernel(len(weights), order, tile, shared),
-        [x, *(array for each in weights for array in each.arrays())],
-        product_template(x.dtype, weights[0], order, tile),
-        (-(-rows // tile.columns), min(tiles, FULL), 1),
-        32 * order.slices,
-        [((*x.shape[:-1], each.outputs), x.dtype) for each in weights],
+    made = weights[:1] if gated else weights
+    shared = shared_bytes(weights[0], order, tile, tile.stages(order.chunks(weights[0])), several=tiles > FULL)
+    return product_kernel(len(weights), gated, order, shared)(
+        inputs=[x, *(array for each in weights for array in each.arrays())],
+        template=product_template(x.dtype, weights[0], order, tile),
+        grid=(-(-rows // tile.columns) * 32 * order.slices, min(tiles, FULL), 1),
+        threadgroup=(32 * order.slices, 1, 1),
+        output_shapes=[(*x.shape[:-1], each.outputs) for each in made],
+        output_dtypes=[x.dtype] * len(made),
     )
 
 
-def product_template(dtype: mx.Dtype, weights: MatrixWeights, order: SumOrder, tile: ProductTile) -> dict[str, Any]:
-    sums = {"BITS": order.bits, "GROUP": order.group, "CHUNK": order.chunk, "SLICES": order.slices}
-    stages = tile.stages(order.chunks(weights))
-    return {"T": dtype, **sums, "HEIGHT": tile.height, "COLUMNS": tile.columns, "STAGES": stages}
+def product_template(
+    dtype: mx.Dtype, weights: MatrixWeights, order: SumOrder, tile: ProductTile
+) -> list[tuple[str, Any]]:
+    return [
+        ("T", dtype),
+        ("BITS", order.bits),
+        ("GROUP", order.group),
+        ("CHUNK", order.chunk),
+        ("SLICES", order.slices),
+        ("HEIGHT", tile.height),
+        ("COLUMNS", tile.columns),
+        ("STAGES", tile.stages(order.chunks(weights))),
+    ]
 
 
-# `choose` says which of the weights a tile is of: tiles count through all of them.
-START = """
-  const int K = x_shape[x_ndim - 1];
-  auto count = [](int N) {{ return (N + HEIGHT - 1) / HEIGHT; }};
-  const int tiles = {tiles};
-  auto choose = [&](int tile) {{
-    headstart::Part<T> part = {{{first}, 0}};
-"""
-NEXT = """
-    if (tile >= count(part.N)) {{
-    tile -= count(part.N);
-    part = {{{next}, 0}};
-"""
-END = """
-    part.first = tile * HEIGHT;
-    return part;
-  };
-"""
 ROWS = """
-  const int share = 1;
-  const int rows = x_shape[0] * (x_ndim > 2 ? x_shape[1] : 1) * (x_ndim > 3 ? x_shape[2] : 1);
-  auto outputs = [&](int column) {
+  const int share = 1, rows = x_shape[0] * (x_ndim > 2 ? x_shape[1] : 1) * (x_ndim > 3 ? x_shape[2] : 1);
+  auto choose = [&](int tile) { return headstart::tile_of<HEIGHT / 16>(matrices, tile); };
+  auto outputs = [&](int, int column) {
     int row = blockIdx.x * COLUMNS + column;
     return row < rows ? row : -1;
   };
 """
 RUN = """
-  headstart::product<T, BITS, GROUP, CHUNK, SLICES, HEIGHT / 16, COLUMNS / 8, STAGES>(
-      x, K, tiles, share, choose, outputs);
+  extern __shared__ __align__(128) unsigned char dynamic_shared[];
+  int tiles = 0;
+  for (const auto& matrix : matrices) tiles += headstart::count_tiles<T, HEIGHT / 16>(matrix);
+  headstart::product<T, BITS, GROUP, CHUNK, SLICES, HEIGHT / 16, COLUMNS / 8, STAGES, false>(
+      headstart::Team::block(blockIdx.y, gridDim.y), dynamic_shared, x, x_shape[x_ndim - 1], tiles, share, choose,
+      outputs, [] {});
 """
 
 
-def choose_weights(count: int, quantised: bool, axis: int, move: str = "") -> str:
-    """Return the start of a kernel for `count` weights, whose outputs are their `axis`; `move` is done to a part."""
-
-    def part(i: int) -> str:
-        scales = f"s{i}, b{i}" if quantised else "nullptr, nullptr"
-        return f"w{i}, {scales}, out{i}, w{i}_shape[{axis}]"
-
-    text = START.format(tiles=" + ".join(f"count(w{i}_shape[{axis}])" for i in range(count)), first=part(0))
-    text += "".join(NEXT.format(next=part(i)) for i in range(1, count))
-    return text + "    }\n" * (count - 1) + move + END
+def matrices(count: int, gated: bool, quantised: bool, axis: int) -> str:
+    """Return the declaration of a launch's matrices. `axis` of a weight is its outputs'."""
+    arrays = [f"w{i}, s{i}, b{i}" if quantised else f"w{i}, nullptr, nullptr" for i in range(count)]
+    each = [f"{{{arrays[i]}, w{i}_shape[{axis}], out{i}}}" for i in range(count)]
+    if gated:
+        each = [f"{{{arrays[0]}, w0_shape[{axis}], out0, {arrays[1]}}}"]
+    return f"  const headstart::Matrix<T> matrices[] = {{{', '.join(each)}}};\n"
 
 
 @cache
-def product_kernel(count: int, order: SumOrder, tile: ProductTile, shared: int) -> Any:
-    """Return a kernel for `count` weights. Its template arguments must be those of `order` and `tile`."""
+def product_kernel(count: int, gated: bool, order: SumOrder, shared: int) -> Any:
+    """Return a kernel for `count` weights. Its template arguments must be those of `order`."""
     quantised = order.bits < 16
-    inputs, outputs = f"x {weight_names(count, quantised)}", " ".join(f"out{i}" for i in range(count))
-    source = choose_weights(count, quantised, axis=0) + ROWS + RUN
-    return make_kernel(
-        f"product_{count}{name_suffix(shared)}", inputs, outputs, "tensor_core products", source, shared
+    return mx.fast.cuda_kernel(
+        name=f"product_{'gated' if gated else count}{name_suffix(shared)}",
+        input_names=["x", *weight_names(count, quantised)],
+        output_names=[f"out{i}" for i in range(1 if gated else count)],
+        header=include("tensor_core", "team", "matrix", "products"),
+        source=matrices(count, gated, quantised, axis=0) + ROWS + RUN,
+        shared_memory=shared,
     )
 
 
@@ -187,14 +186,14 @@ def name_suffix(shared: int) -> str:
     return f"_{shared}" if shared > 48000 else ""
 
 
-def weight_names(count: int, quantised: bool) -> str:
-    return " ".join(f"{letter}{i}" for i in range(count) for letter in ("wsb" if quantised else "w"))
+def weight_names(count: int, quantised: bool) -> list[str]:
+    return [f"{letter}{i}" for i in range(count) for letter in ("wsb" if quantised else "w")]
 
 
-def shared_bytes(weights: MatrixWeights, order: SumOrder, tile: ProductTile, several: bool) -> int:
-    """Return the shared memory of a block: chunks under way; the slices' sums of this tile and the next; scales and
-    biases of this tile and, where a block takes `several`, of the next."""
-    ring = order.slices * tile.stages(order.chunks(weights)) * tile.height * order.chunk
+def shared_bytes(weights: MatrixWeights, order: SumOrder, tile: ProductTile, stages: int, several: bool) -> int:
+    """Return the shared memory of a team: chunks under way; the slices' sums of this tile and the next; scales and
+    biases of this tile and, where a team takes `several`, of the next."""
+    ring = order.slices * stages * tile.height * order.chunk
     sums = 2 * 4 * order.slices * tile.height * tile.columns
     scales = 0 if weights.scales is None else 2 * 2 * tile.height * weights.inputs // weights.group
     return ring + sums + scales * (2 if several else 1)

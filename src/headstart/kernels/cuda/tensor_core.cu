@@ -24,6 +24,31 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+// Into the L2 cache, without waiting: `bytes` from an address, both multiples of 16.
+__device__ __forceinline__ void prefetch(const void* from, unsigned bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+
+// A barrier of `threads` of the block, whole warps; number 0 is that of __syncthreads.
+__device__ __forceinline__ void named_barrier(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// What another block released before it wrote this, is seen by what is read after it.
+__device__ __forceinline__ unsigned load_acquire(const unsigned* from) {
+  unsigned value;
+  asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ unsigned long long load_acquire(const unsigned long long* from) {
+  unsigned long long value;
+  asm volatile("ld.acquire.gpu.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
+
 // 8×8 matrices of two-byte elements; lane 8·m + r points to row r of matrix m.
 __device__ __forceinline__ void load_matrices_4(uint32_t (&out)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -41,7 +41,7 @@ inline void route(Logits logits, bool normed, device uint* indices, device T* sc
   float shares[TOP], chosen = 0.0f;
   for (int t = 0; t < TOP; ++t) {
     float best = -INFINITY;
-    int at = E;
+    int at = E - 1;  // also where nothing is larger: in a row of NaN
     for (int i = 0; i < EACH; ++i) {
       if (values[i] > best) {
         best = values[i];

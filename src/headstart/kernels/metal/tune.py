@@ -23,7 +23,7 @@ from ..norm import stock_norm
 from ..products import STOCK_ROWS, split_product
 from ..types import ArrangedHeads, Drafts, GatedDeltaWeights, HeadNorms, Ran, Window
 from .attention import WIDEST, heads_refusal, heads_shape, is_plain_rope, metal_arrange, metal_attend
-from .choice import MOST_ROWS, Operation, Run, choose, is_exact
+from .choice import MOST_ROWS, Operation, Run, Runs, choose, is_exact
 from .device import on_metal
 from .experts import metal_combine, metal_experts, metal_route
 from .gated_delta import gated_delta_refusal, gated_delta_shape, metal_gated_delta
@@ -31,13 +31,12 @@ from .norm import metal_norm, norm_shape
 from .products import SLICES, metal_products, metal_refusal, product_shape
 
 LOG = logging.getLogger("headstart")
-LENGTHS: tuple[int, ...] = (
-    1021,
-    300,
-    5,
-)  # of sequences, before the windows that attention is checked with; the first is timed
+# Of sequences, before the windows that attention is checked with; the first is timed. MLX passes arrays of 8 and more
+# elements in another address space.
+LENGTHS: tuple[int, ...] = (1021, 300, 5, 64, 0, 511, 255, 130)
 STRIDE = 64  # attention reads whole strides, as in `state/kv.py`
-DRAFTS = 3  # pending, of which each sequence accepts another number
+DRAFTS = 3  # pending, of which sequences accept 0 to all
+FUSED = 4  # products of one input at most
 
 
 def choose_kernels(weights: nn.Module, dtype: mx.Dtype) -> None:
@@ -88,17 +87,26 @@ def _random(*shape: int, dtype: mx.Dtype) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(sum(shape))).astype(dtype)
 
 
+def _same(made: list[mx.array]) -> mx.array:
+    """Return what several products with one weight made; NaN where they differ."""
+    first, *others = made
+    return mx.where(mx.all(mx.stack([first == other for other in others])), first, mx.nan) if others else first
+
+
 def _product(layer: nn.Module, dtype: mx.Dtype) -> Operation:
     weights = matrix_weights(layer)
 
-    def candidates() -> Mapping[str, Run | str]:
+    def candidates() -> Mapping[str, Runs | str]:
         x, refusal = _random(MOST_ROWS, 1, weights.inputs, dtype=dtype), metal_refusal(dtype, layer, weights)
 
-        def stock(least: int, most: int) -> Run:
-            return lambda b, w: split_product(x[b, w], layer, least, most)
+        def stock(least: int, most: int) -> Runs:
+            return (lambda b, w: split_product(x[b, w], layer, least, most),)
 
-        def ours(slices: int) -> Run | str:
-            return refusal or (lambda b, w: metal_products(x[b, w], [weights], slices)[0])
+        def ours(slices: int) -> Runs | str:
+            def fused(count: int) -> Run:
+                return lambda b, w: _same(metal_products(x[b, w], [weights] * count, slices))
+
+            return refusal or tuple(fused(count) for count in range(1, FUSED + 1))
 
         return {name: stock(*rows) for name, rows in STOCK_ROWS.items()} | {n: ours(s) for n, s in SLICES.items()}
 
@@ -108,7 +116,7 @@ def _product(layer: nn.Module, dtype: mx.Dtype) -> Operation:
 def _experts(layer: nn.Module, top: int, own: bool, dtype: mx.Dtype) -> Operation:
     weights = matrix_weights(layer)
 
-    def candidates() -> Mapping[str, Run | str]:
+    def candidates() -> Mapping[str, Runs | str]:
         x = _random(MOST_ROWS, 1, *[top] * own, weights.inputs, dtype=dtype)
         # Neighbours share experts, as rows of a window often do.
         indices = (mx.arange(MOST_ROWS)[:, None, None] // 2 + mx.arange(top)) % weights.weight.shape[0]
@@ -117,10 +125,13 @@ def _experts(layer: nn.Module, top: int, own: bool, dtype: mx.Dtype) -> Operatio
         def stock(b: slice, w: slice) -> mx.array:
             return stock_experts(x[b, w], indices[b, w], layer)
 
-        def ours(slices: int) -> Run | str:
-            return refusal or (lambda b, w: metal_experts(x[b, w], indices[b, w], [weights], slices)[0])
+        def ours(slices: int) -> Runs | str:
+            def fused(count: int) -> Run:
+                return lambda b, w: _same(metal_experts(x[b, w], indices[b, w], [weights] * count, slices))
 
-        return {"stock": stock, **{name: ours(slices) for name, slices in SLICES.items()}}
+            return refusal or tuple(fused(count) for count in range(1, 2 if own else 3))  # gate and up together
+
+        return {"stock": (stock,), **{name: ours(slices) for name, slices in SLICES.items()}}
 
     return Operation("experts", product_shape(dtype, layer, weights), candidates)
 
@@ -142,12 +153,12 @@ def _mixture(module: nn.Module, dtype: mx.Dtype) -> Iterator[Operation]:
     parts, shared = _random(MOST_ROWS, 1, top, size, dtype=dtype), _random(MOST_ROWS, 1, size, dtype=dtype)
     scores, gate = mx.softmax(_random(MOST_ROWS, 1, top, dtype=dtype), axis=-1), _random(MOST_ROWS, 1, 1, dtype=dtype)
 
-    def route(kernel: Callable[..., tuple[mx.array, mx.array]]) -> Run:
+    def route(kernel: Callable[..., tuple[mx.array, mx.array]]) -> Runs:
         def run(b: slice, w: slice) -> mx.array:
             indices, scores = kernel(logits[b, w], top, module.norm_topk_prob)
             return mx.concatenate([indices.astype(mx.float32), scores.astype(mx.float32)], axis=-1)
 
-        return run
+        return (run,)
 
     def by_expert(made: mx.array) -> mx.array:
         """Stock ops name the experts in any order."""
@@ -158,8 +169,8 @@ def _mixture(module: nn.Module, dtype: mx.Dtype) -> Iterator[Operation]:
     kernels = {"stock": route(stock_route), "metal": route(metal_route)}
     yield Operation("route", route_shape(logits, top), lambda: kernels, comparable=by_expert)
 
-    def combine(kernel: Callable[..., mx.array]) -> Run:
-        return lambda b, w: kernel(parts[b, w], scores[b, w], shared[b, w], gate[b, w])
+    def combine(kernel: Callable[..., mx.array]) -> Runs:
+        return (lambda b, w: kernel(parts[b, w], scores[b, w], shared[b, w], gate[b, w]),)
 
     sums = {"stock": combine(stock_combine), "metal": combine(metal_combine)}
     yield Operation("combine", combine_shape(parts), lambda: sums)
@@ -168,11 +179,14 @@ def _mixture(module: nn.Module, dtype: mx.Dtype) -> Iterator[Operation]:
 def _norm(module: nn.Module, dtype: mx.Dtype) -> Operation:
     x = mx.zeros((1, module.weight.shape[0]), dtype)
 
-    def candidates() -> Mapping[str, Run | str]:
+    def candidates() -> Mapping[str, Runs | str]:
         x, added = (_random(MOST_ROWS + i, 1, module.weight.shape[0], dtype=dtype)[i:] for i in (0, 1))
         return {
-            "stock": lambda b, w: stock_norm(x[b, w] + added[b, w], module.weight, module.eps),
-            "metal": lambda b, w: metal_norm(x[b, w], added[b, w], module.weight, module.eps)[1],
+            "stock": (lambda b, w: stock_norm(x[b, w] + added[b, w], module.weight, module.eps),),
+            "metal": (
+                lambda b, w: metal_norm(x[b, w], added[b, w], module.weight, module.eps)[1],
+                lambda b, w: metal_norm(x[b, w] + added[b, w], None, module.weight, module.eps)[0],
+            ),
         }
 
     return Operation("norm", norm_shape(x), candidates)
@@ -183,7 +197,7 @@ def _attention(layer: nn.Module, dtype: mx.Dtype) -> Iterator[Operation]:
     offset, refusal, shape = mx.array(LENGTHS, mx.int32), heads_refusal(layer), heads_shape(layer, dtype)
     norms = HeadNorms(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
 
-    def arrangements() -> Mapping[str, Run | str]:
+    def arrangements() -> Mapping[str, Runs | str]:
         both = _random(B, WIDEST, 2 * H * D, dtype=dtype)
         keys, values = (_random(B, WIDEST, Hkv * D + i, dtype=dtype)[..., i:] for i in (0, 1))
 
@@ -197,10 +211,10 @@ def _attention(layer: nn.Module, dtype: mx.Dtype) -> Iterator[Operation]:
             given = both[b, w], keys[b, w], values[b, w]
             return joined(metal_arrange(*given, norms, layer.rope, offset[b] + w.start))
 
-        plain = is_plain_rope(layer.rope)
-        return {"stock": stock, "metal": ours if plain and not refusal else refusal or "another rotation than RoPE"}
+        rotated = None if is_plain_rope(layer.rope) else "another rotation than RoPE"
+        return {"stock": (stock,), "metal": refusal or rotated or (ours,)}
 
-    def attentions() -> Mapping[str, Run | str]:
+    def attentions() -> Mapping[str, Runs | str]:
         def reach(b: slice, w: slice) -> int:
             """Return how many positions are read: where a neighbour is longer, more."""
             return -(-(max(LENGTHS[b]) + w.stop) // STRIDE) * STRIDE
@@ -219,7 +233,7 @@ def _attention(layer: nn.Module, dtype: mx.Dtype) -> Iterator[Operation]:
             first = offset[b] + w.start
             return metal_attend(queries[b, :, w], both[b, w], keys[b], values[b], first, layer.scale, reach(b, w))
 
-        return {"stock": stock, "metal": refusal or ours}
+        return {"stock": (stock,), "metal": refusal or (ours,)}
 
     yield Operation("heads", shape, arrangements, B, WIDEST)
     yield Operation("attention", shape, attentions, B, WIDEST)
@@ -235,7 +249,7 @@ class RecurrentState:
 
 
 def _gated_delta(net: nn.Module, dtype: mx.Dtype) -> Operation:
-    B, Hv, Dv, Dk = DRAFTS + 1, net.num_v_heads, net.head_v_dim, net.head_k_dim
+    B, Hv, Dv, Dk = 2 * (DRAFTS + 1), net.num_v_heads, net.head_v_dim, net.head_k_dim
     weights = GatedDeltaWeights(net.conv1d.weight, net.A_log, net.dt_bias, net.norm.weight, net.norm.eps)
 
     def window(width: int) -> Window:
@@ -248,7 +262,7 @@ def _gated_delta(net: nn.Module, dtype: mx.Dtype) -> Operation:
     def ours(_: nn.Module, window: Window, memory: RecurrentState, accepted: mx.array, certain: int) -> Ran:
         return metal_gated_delta(window, weights, memory.state, memory.conv, memory.pending, accepted, certain)
 
-    def run_of(kernel: Callable[..., Ran]) -> Run:
+    def runs_of(kernel: Callable[..., Ran]) -> Runs:
         before, text = window(1 + DRAFTS), window(WIDEST)
 
         @cache
@@ -256,21 +270,37 @@ def _gated_delta(net: nn.Module, dtype: mx.Dtype) -> Operation:
             """A window whose drafts are pending."""
             return kernel(net, before, RecurrentState(state, conv, None), mx.zeros((B,), mx.int32), 1)
 
-        def run(b: slice, w: slice) -> mx.array:
-            """Each sequence accepts another number of drafts, then all that `text` has before the window."""
-            _, state, conv, drafts = start()
+        def step(b: slice, w: slice, then: Ran, accepted: mx.array) -> Ran:
+            memory = RecurrentState(then.state, then.conv, then.drafts)
+            return kernel(net, Window(*[a[b, w] for a in text]), memory, accepted, 1)
+
+        def begin(b: slice) -> tuple[Ran, mx.array]:
+            """Each sequence accepts another number of drafts."""
+            y, state, conv, drafts = start()
             assert drafts is not None
-            memory = RecurrentState(state[b], conv[b], Drafts(*[array[b] for array in drafts]))
-            accepted = mx.arange(B, dtype=mx.int32)[b]
+            pending = Drafts(*[array[b] for array in drafts])
+            return Ran(y[b], state[b], conv[b], pending), (mx.arange(B, dtype=mx.int32) % (DRAFTS + 1))[b]
+
+        def run(b: slice, w: slice) -> mx.array:
+            """Run the window after a window of all that `text` has before it."""
+            ran, accepted = begin(b)
             if w.start:
-                ran = kernel(net, Window(*[a[b, : w.start] for a in text]), memory, accepted, 1)
-                memory = RecurrentState(ran.state, ran.conv, ran.drafts)
+                ran = step(b, slice(0, w.start), ran, accepted)
                 accepted = mx.full(accepted.shape, w.start - 1, mx.int32)
-            return kernel(net, Window(*[a[b, w] for a in text]), memory, accepted, 1).y
+            return step(b, w, ran, accepted).y
 
-        return run
+        def one_by_one(b: slice, w: slice) -> mx.array:
+            """Run the tokens as a plain decode does: from the second on nothing is pending."""
+            ran, accepted = begin(b)
+            made = []
+            for t in range(w.stop):
+                ran = step(b, slice(t, t + 1), ran, accepted)
+                made.append(ran.y)
+            return mx.concatenate(made[w.start :], axis=1)
 
-    def candidates() -> Mapping[str, Run | str]:
-        return {"stock": run_of(stock_fold_and_run), "metal": gated_delta_refusal(Dk, Dv) or run_of(ours)}
+        return run, one_by_one
+
+    def candidates() -> Mapping[str, Runs | str]:
+        return {"stock": runs_of(stock_fold_and_run), "metal": gated_delta_refusal(Dk, Dv) or runs_of(ours)}
 
     return Operation("gated delta", gated_delta_shape(window(1), state, conv), candidates, B, WIDEST)

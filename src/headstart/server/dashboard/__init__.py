@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fastapi import FastAPI, Response
 from fastapi.responses import FileResponse
+from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
@@ -31,7 +32,10 @@ class Assets(StaticFiles):
     """Static files with our headers."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        response = await super().get_response(path, scope)
+        try:
+            response = await super().get_response(path, scope)
+        except HTTPException as error:
+            raise HTTPException(error.status_code, error.detail, HEADERS) from error
         response.headers.update(HEADERS)
         return response
 

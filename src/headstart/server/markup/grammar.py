@@ -16,7 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ...sampling import GrammarSpec
 from ...sampling.grammar import JSON_OPTIONS
 from .output_parser import CALL, CALL_END, FUNCTION, THINK, THINK_END
-from .schema import STRING, Schema, Tools, Types, as_list, permitted_types
+from .schema import STRING, Permitted, Schema, Tools, as_list, permitted
 
 ThinkingState = Literal["started", "finished", "undecided"]  # at the end of a prompt
 
@@ -136,23 +136,24 @@ def _xml_functions(tools: Tools) -> Iterator[str]:
     yield r'any: "<parameter=" /[^\s<>]{1,64}/ ">\n" text "\n"'
     for i, (name, schema) in enumerate(tools.items()):
         properties, required = schema.get("properties"), as_list(schema.get("required"))
-        keys = list(properties) if isinstance(properties, Mapping) else []
-        parts = " ".join(f"f{i}p{j}" + ("" if key in required else "?") for j, key in enumerate(keys))
-        head = _literal(f"{FUNCTION}{name}>\n")
-        yield f'f{i}: {head} {parts if properties is not None else "any*"} "</function>"'
-        known: dict[str, Types] = {}
-        for j, key in enumerate(keys):
-            value = _xml_value(schema["properties"][key], schema, known)
+        known: dict[str, Permitted] = {}
+        parts = "any*"
+        if isinstance(properties, Mapping):
+            parts = " ".join(f"f{i}p{j}" + ("" if key in required else "?") for j, key in enumerate(properties))
+        yield f'f{i}: {_literal(f"{FUNCTION}{name}>" + chr(10))} {parts} "</function>"'
+        for j, (key, each) in enumerate(properties.items() if isinstance(properties, Mapping) else ()):
+            value = _xml_value(each, schema, known)
             yield rf'f{i}p{j}: {_literal(f"<parameter={key}>" + chr(10))} {value} "\n"'
 
 
-def _xml_value(schema: Any, root: Schema, known: dict[str, Types]) -> str:
-    """Return the rule of a value and its end tag. Of a string's constraints only `enum` is kept."""
-    words = as_list(schema.get("enum")) if isinstance(schema, Mapping) else []
-    if words and all(isinstance(word, str) for word in words):
-        value = " | ".join(map(_literal, words))
-    elif permitted_types(schema, root, known) >= STRING:
+def _xml_value(schema: Any, root: Schema, known: dict[str, Permitted]) -> str:
+    """Return the rule of a value and its end tag. Of a string's constraints only a choice of strings is kept."""
+    found = permitted(schema, root, known)
+    strings = found.strings if found.types >= STRING else frozenset()
+    if strings is None:
         return "text"
-    else:
-        value = _json({word: root[word] for word in ("$defs", "definitions") if word in root} | schema)
-    return f"({value})" + r' "\n</parameter>"'
+    choices = [_literal(word) for word in sorted(strings)]
+    if found.types != STRING:
+        others = {"allOf": [schema, {"type": sorted(found.types - STRING)}]} if choices else schema
+        choices.append(_json({word: root[word] for word in ("$defs", "definitions") if word in root} | others))
+    return f"({' | '.join(choices)})" + r' "\n</parameter>"'

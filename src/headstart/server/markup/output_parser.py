@@ -10,7 +10,8 @@ mlx-lm has parsers for both (`json_tools`, `qwen3_coder`). They take the text be
 so this module exists for what they do not do: arguments are streamed as they are generated, a marker inside an
 argument does not end the call, XML values get the types that the tool's schema states (through `$ref` and `anyOf`
 too), and a call of an unknown tool stays text. Complete calls parse to the same result as with mlx-lm, which a test
-asserts. The arguments of a call that is cut off or malformed are what the model wrote of them, as in OpenAI's API.
+asserts. The arguments of a call that is cut off or malformed are what the model wrote of them, as in OpenAI's API:
+they are never valid JSON.
 
 White space between markup and text belongs to the markup, since chat templates add it again.
 """
@@ -23,7 +24,7 @@ from typing import Literal, TypeVar
 
 import regex  # unlike `re`, it can report that more text might complete a match
 
-from .schema import STRING, Tools, dumps, loads, parameter_schema, permitted_types, to_json
+from .schema import STRING, Tools, dumps, loads, parameter_schema, permitted, to_json
 
 T = TypeVar("T")
 DeltaKind = Literal["content", "reasoning", "tool_call", "arguments"]
@@ -144,6 +145,8 @@ class OutputParser:
         self._calls_in_thoughts = calls_in_thoughts
         self.thinking = thinking  # what comes next is reasoning, as far as is known
         self.calls = 0  # that were begun
+        self.broken = False  # one of them is cut off or malformed
+        self._arguments: list[str] = []  # of the last call
         self._gap = ""  # white space before a call, kept only if text continues after it
         self._buffer = StreamBuffer()
         self._deltas: list[Delta] = []
@@ -193,6 +196,10 @@ class OutputParser:
         if self.calls == calls_before:  # it only looked like a call
             self._emit_text(opening + "".join(buffer.consumed))
             return
+        try:
+            loads("".join(self._arguments))
+        except ValueError:
+            self.broken = True
         self._gap = self._gap or opening[: -len(opening.lstrip(_SPACE))]
         if complete:
             yield from buffer.match(_CALL_END)
@@ -237,14 +244,15 @@ class OutputParser:
             return False
         schema = self._tools[found["name"]]
         self._start_call(found["name"])
-        opening = "{"
+        self._emit_arguments("{")
+        separator = ""
         while part := (yield from buffer.match(_PARAMETER)):
             if part["key"] is None:
-                self._emit_arguments("{}" if opening == "{" else "}")
+                self._emit_arguments("}")
                 return True
-            self._emit_arguments(f"{opening}{dumps(part['key'])}: ")
-            opening = ", "
-            types = permitted_types(parameter_schema(schema, part["key"]), schema)
+            self._emit_arguments(f"{separator}{dumps(part['key'])}: ")
+            separator = ", "
+            types = permitted(parameter_schema(schema, part["key"]), schema).types
             if types == STRING:  # so it can be streamed before it is complete
                 self._emit_arguments('"')
                 end = yield from buffer.until(_PARAMETER_END, lambda text: self._emit_arguments(dumps(text)[1:-1]))
@@ -266,7 +274,9 @@ class OutputParser:
     def _start_call(self, name: str) -> None:
         self._deltas.append(Delta("tool_call", name, self.calls))
         self.calls += 1
+        self._arguments = []
 
     def _emit_arguments(self, text: str) -> None:
         if text:
             self._deltas.append(Delta("arguments", text, self.calls - 1))
+            self._arguments.append(text)

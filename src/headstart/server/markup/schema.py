@@ -3,7 +3,9 @@
 import ast
 import json
 from collections.abc import Iterable, Mapping
-from functools import partial
+from dataclasses import dataclass
+from functools import partial, reduce
+from operator import or_
 from types import NoneType
 from typing import Any
 
@@ -19,6 +21,24 @@ MAX_DEPTH = 100  # of nesting: every JSON library has a limit somewhere, and som
 _NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", NoneType: "null", list: "array"}
 
 
+@dataclass(frozen=True)
+class Permitted:
+    """The values that a schema permits: their types, and which strings (None: any)."""
+
+    types: Types = ANY
+    strings: frozenset[str] | None = None
+
+    def __and__(self, other: "Permitted") -> "Permitted":
+        choices = [each.strings for each in (self, other) if each.strings is not None]
+        return Permitted(self.types & other.types, frozenset.intersection(*choices) if choices else None)
+
+    def __or__(self, other: "Permitted") -> "Permitted":
+        choices = [each.strings for each in (self, other) if each.types >= STRING]
+        known = [each for each in choices if each is not None]
+        strings = frozenset[str]().union(*known) if len(known) == len(choices) else None
+        return Permitted(self.types | other.types, strings)
+
+
 def parameter_schema(schema: Schema, key: str) -> Any:
     """Return the schema of one parameter of a tool."""
     properties = schema.get("properties")
@@ -27,36 +47,35 @@ def parameter_schema(schema: Schema, key: str) -> Any:
     return schema.get("additionalProperties")
 
 
-def permitted_types(schema: Any, root: Schema, known: dict[str, Types] | None = None, depth: int = 0) -> Types:
-    """Return the types that a schema within `root` permits; all of them if it does not state any.
+def permitted(schema: Any, root: Schema, known: dict[str, Permitted] | None = None, depth: int = 0) -> Permitted:
+    """Return the values that a schema within `root` permits; all of them if it does not state types.
 
     `known` holds the result for each `$ref`, since a small schema can have 2^30 paths to one.
     """
     if not isinstance(schema, Mapping) or depth == MAX_DEPTH:
-        return ANY
+        return Permitted()
     references = {} if known is None else known
 
-    def within(part: Any) -> Types:
-        return permitted_types(part, root, references, depth + 1)
+    def within(part: Any) -> Permitted:
+        return permitted(part, root, references, depth + 1)
 
-    types = ANY
+    found = Permitted()
     if isinstance(place := schema.get("$ref"), str):
         if place not in references:
-            references[place] = ANY  # meanwhile: a schema that refers to itself adds nothing by that
+            references[place] = Permitted()  # meanwhile: a schema that refers to itself adds nothing by that
             references[place] = within(resolve_reference(place, root))
-        types &= references[place]
+        found &= references[place]
     names = schema.get("type")
-    named = frozenset(each for each in as_list([names] if isinstance(names, str) else names) if isinstance(each, str))
-    if named & ANY:
-        types &= named | {"integer"} if "number" in named else named
+    if named := ANY.intersection(each for each in as_list(names) or [names] if isinstance(each, str)):
+        found &= Permitted(named | {"integer"} if "number" in named else named)
     for word in ("anyOf", "oneOf"):
         if parts := as_list(schema.get(word)):
-            types &= frozenset[str]().union(*map(within, parts))
+            found &= reduce(or_, map(within, parts))
     for each in as_list(schema.get("allOf")):
-        types &= within(each)
+        found &= within(each)
     if values := as_list(schema.get("enum")) or ([schema["const"]] if "const" in schema else []):
-        types &= frozenset(map(_type, values))
-    return types
+        found &= Permitted(frozenset(map(_type, values)), frozenset(v for v in values if isinstance(v, str)))
+    return found
 
 
 def as_list(value: Any) -> list[Any]:

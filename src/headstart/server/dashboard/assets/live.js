@@ -114,7 +114,7 @@ function draw() {
 
 function tiles(s, proposed, accepted) {
   const now = Math.max(s.time.findIndex((time) => time > last.time - NOW), 0);
-  const last = (name) => s[name].at(-1) ?? 0;
+  const latest = (name) => s[name].at(-1) ?? 0;
   const total = (name) => sum(s[name]);
   const speed = sum(s.generation_tokens.slice(now)) / sum(s.seconds.slice(now));
   const prompts = total("prompt_tokens");
@@ -125,9 +125,9 @@ function tiles(s, proposed, accepted) {
     ["Accepted", percent(accepted / proposed), shown],
     ["Depth", number(proposed / total("rounds"), 1), shown],
     ["First token", seconds(total("first_token_seconds") / total("first_tokens")), shown],
-    ["Sequences", number(last("running") + last("prefilling")), `${number(last("queued"))} waiting`],
+    ["Sequences", number(latest("running") + latest("prefilling")), `${number(latest("queued"))} waiting`],
     ["Prefix hits", prompts ? percent(total("cached_tokens") / prompts) : "–", shown],
-    ["Memory", bytes(last("active_bytes")), "in use"],
+    ["Memory", bytes(latest("active_bytes")), "in use"],
   ];
   const tile = ([label, value, note]) => make("div", {}, make("dt", {}, label), make("dd", {}, value, make("small", {}, note)));
   find("tiles").replaceChildren(...facts.map(tile));

@@ -1,0 +1,185 @@
+// The parts of a decoder layer as phases of one persistent kernel: as many blocks as the card holds at once, and a
+// barrier of all of them where a phase reads what the one before has written. Weights of the next phase are under way
+// while a barrier is awaited. Every phase is the code, and so the bits, of the kernel that does it alone.
+
+namespace headstart {
+
+// Which experts the rows take. Pairs (row, one of its experts) that share an expert are columns of one group, up to
+// eight; column -1 is none.
+constexpr int PAIRS = 128;
+
+template <typename T>
+struct Choice {
+  int groups;
+  unsigned experts[PAIRS];  // of a pair
+  T scores[PAIRS];
+  int ranks[PAIRS];
+  unsigned of[PAIRS];  // the expert of a group
+  int columns[PAIRS][8];
+};
+
+// Every warp has the same piece of shared memory all along, a team those of its warps: so a team may begin with the next
+// product while others are not yet done with the last, if that has teams of the same size.
+constexpr int WARP_ROOM = 18432;
+
+// x [rows, K] by several matrices. `turn`: the team that begins. The activations are there when `ready` has returned.
+template <
+    typename T, int BITS, int GROUP, int CHUNK, int SLICES, int K, int TALL, int WIDE, int STAGES, int COUNT,
+    typename Ready>
+__device__ __forceinline__ void multiply_rows(
+    unsigned char* shared, int turn, const T* x, int rows, const Matrix<T> (&matrices)[COUNT], Ready ready) {
+  const Team team = Team::part(32 * SLICES, turn);
+  int tiles = 0;
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) tiles += count_tiles<T, TALL>(matrices[i]);
+  auto choose = [&](int tile) { return tile_of<TALL>(matrices, tile); };
+  auto outputs = [&](int, int column) { return column < rows ? column : -1; };
+  team.sync();  // nobody reads what the team computed before
+  product<T, BITS, GROUP, CHUNK, SLICES, TALL, WIDE, STAGES, false>(
+      team, shared + threadIdx.x / (32 * SLICES) * (SLICES * WARP_ROOM), x, K, tiles, 1, choose, outputs, ready);
+}
+
+// Row pair / share of x by the pair's expert, for all pairs: [pairs, N].
+template <typename T, int BITS, int GROUP, int CHUNK, int SLICES, int K, int TALL, int STAGES>
+__device__ __forceinline__ void multiply_experts(
+    unsigned char* shared, const T* x, int share, const Choice<T>& choice, const Matrix<T>& matrix) {
+  const Team team = Team::part(32 * SLICES);
+  const int each = count_tiles<T, TALL>(matrix);
+  auto choose = [&](int tile) {
+    Part<T> part = {matrix, tile % each * (matrix.up ? 8 * TALL : 16 * TALL)};
+    move_to_expert<BITS, GROUP>(part, K, choice.of[tile / each]);
+    return part;
+  };
+  auto outputs = [&](int tile, int column) { return choice.columns[tile / each][column]; };
+  team.sync();
+  product<T, BITS, GROUP, CHUNK, SLICES, TALL, 1, STAGES, true>(
+      team, shared + threadIdx.x / (32 * SLICES) * (SLICES * WARP_ROOM), x, K, choice.groups * each, share, choose,
+      outputs, [] {});
+}
+
+// Every block routes all rows for itself.
+template <int E, int TOP, typename T>
+__device__ __noinline__ void choose_experts(const T* logits, int rows, bool normed, Choice<T>& choice) {
+  const int pairs = rows * TOP;
+  __syncthreads();  // nobody reads the choice before
+  for (int row = threadIdx.x / 32; row < rows; row += blockDim.x / 32)
+    route<T, E, TOP>(logits + row * E, normed, choice.experts + row * TOP, choice.scores + row * TOP);
+  for (int i = threadIdx.x; i < pairs * 8; i += blockDim.x) choice.columns[i / 8][i % 8] = -1;
+  __syncthreads();
+  const int pair = threadIdx.x;
+  int rank = 0;  // of this pair among those of its expert
+  if (pair < pairs) {
+    for (int p = 0; p < pair; p++) rank += choice.experts[p] == choice.experts[pair];
+    choice.ranks[pair] = rank;
+  }
+  __syncthreads();
+  if (pair < pairs) {  // every eighth of an expert begins a group
+    int groups = 0, mine = 0;
+    for (int p = 0; p <= pair; p++)
+      if (choice.ranks[p] % 8 == 0) {
+        if (choice.experts[p] == choice.experts[pair]) mine = groups;  // the last of them
+        groups++;
+      }
+    choice.columns[mine][rank % 8] = pair;
+    if (rank % 8 == 0) choice.of[mine] = choice.experts[pair];
+    if (pair == pairs - 1) choice.groups = groups;
+  }
+  __syncthreads();
+}
+
+// Into the L2 cache: what a norm will read after it has waited for all else.
+__device__ __forceinline__ void prefetch_norm(const float* weight, int size) {
+  const int at = 64 * threadIdx.x;
+  if (blockIdx.x == gridDim.x - 1 && at < size) prefetch(weight + at, 4 * min(64, size - at));
+}
+
+// sum = x + added, and its norm; added(row, at) gives eight elements. A block has a row.
+template <int D, int THREADS, typename T, typename Added>
+__device__ __forceinline__ void norm_rows(
+    int rows, const T* x, Added added, const float* weight, float eps, T* sum, T* normed) {
+  if (threadIdx.x >= THREADS) return;
+  const Team team = {0, 1, int(threadIdx.x), THREADS, 1};
+  for (int row = blockIdx.x; row < rows; row += gridDim.x) {
+    auto more = [&](int at) { return added(row, at); };
+    norm_row<D, THREADS, true>(
+        team, x + row * D, more, weight, eps, sum + row * D, normed + row * D);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ Eight<T> eight(const T* at) {
+  return *reinterpret_cast<const Eight<T>*>(at);
+}
+
+// What a row's experts made [TOP, D], by their scores, and the shared expert's part, by its gate: eight elements.
+template <int TOP, int D, typename T>
+__device__ __forceinline__ Eight<T> combined_eight(
+    const T* parts, const T* scores, const T* shared, T gate, int at) {
+  float sums[8] = {};
+#pragma unroll
+  for (int i = 0; i < TOP; i++) {
+    const Eight<T> part = eight(parts + i * D + at);
+    const float score = float(scores[i]);
+#pragma unroll
+    for (int j = 0; j < 8; j++) sums[j] = __fmaf_rn(float(part.at[j]), score, sums[j]);
+  }
+  const Eight<T> always = eight(shared + at);
+  const float opened = __fdiv_rn(1.0f, 1.0f + expf(-float(gate)));
+  Eight<T> out;
+#pragma unroll
+  for (int j = 0; j < 8; j++) out.at[j] = T(__fmaf_rn(opened, float(always.at[j]), sums[j]));
+  return out;
+}
+
+// All value heads of all rows. The states are on their way while the window is awaited, for which the block has
+// arrived already.
+template <int HK, int HV, int DK, int DV, int TAPS, int GROUPS, typename... Arguments>
+__device__ __forceinline__ void run_heads(const Grid& grid, int B, Arguments... arguments) {
+  extern __shared__ __align__(128) unsigned char dynamic_shared[];
+  float* const shared = reinterpret_cast<float*>(dynamic_shared);
+  constexpr int THREADS = 4 * DV / GROUPS;
+  const Team team = {0, 1, int(threadIdx.x), THREADS, 1};
+  bool waited = false;
+  auto ready = [&] {
+    if (!waited) grid.wait();
+    waited = true;
+  };
+  for (int head = blockIdx.x; head < B * HV; head += gridDim.x) {
+    if (threadIdx.x < THREADS)
+      fold_and_run<HK, HV, DK, DV, TAPS, GROUPS>(team, shared, head % HV, head / HV, ready, arguments...);
+    else
+      ready();
+  }
+  ready();
+}
+
+// Attention of the window to keys and values [B, HKV, S, D], into which its own are written. The block has arrived
+// already behind the products.
+template <int H, int HKV, int D, int DIMS, typename T, typename N>
+__device__ __noinline__ void attend(
+    const Grid& grid, int B, int W, int S, const T* both, const T* keys, const T* values,
+    const N* query_weight, const N* key_weight, const int* offset, float eps, float log2_base, float scale,
+    T* queries, T* all_keys, T* all_values, float* partial, T* out) {
+  const int warps = blockDim.x / 32, warp = threadIdx.x / 32, pieces = (S + SPLIT - 1) / SPLIT;
+  extern __shared__ __align__(128) unsigned char dynamic_shared[];
+  float* const lines = reinterpret_cast<float*>(dynamic_shared);
+  grid.wait();
+  for (int i = blockIdx.x + gridDim.x * warp; i < B * W * (H + 2 * HKV); i += gridDim.x * warps)
+    arrange<H, HKV, D, DIMS>(
+        i, lines + warp * D, both, keys, values, query_weight, key_weight, offset, eps, log2_base, B, W, queries,
+        all_keys, all_values, S, true);
+  grid.sync();
+  float* const weights = partial + (long long)B * H * pieces * W * D;
+  const Team team = {0, 1, int(threadIdx.x), 32 * WARPS, 1};
+  for (int i = blockIdx.x; i < pieces * HKV * B && threadIdx.x < 32 * WARPS; i += gridDim.x)
+    partials<H, HKV, D>(
+        team, dynamic_shared, i / (HKV * B), pieces, i % HKV, i / HKV % B, queries, all_keys, all_values, offset, scale,
+        W, S, partial, weights);
+  grid.sync();
+  const Team mergers = Team::part(D);
+  float* const mine = lines + (threadIdx.x / D) * MERGE_FLOATS<D>;
+  for (int i = mergers.index; i < H * W * B && threadIdx.x / D < blockDim.x / D; i += mergers.count)
+    merge<H, HKV, D>(mergers, mine, i % H, i / H % W, i / (H * W), partial, weights, both, offset, W, pieces, out);
+}
+
+}  // namespace headstart

@@ -1,0 +1,344 @@
+"""A decoder layer in one launch of a persistent kernel, for a few rows (see layer.cu).
+
+The kernel's text is put together from the phases of a layer. Between two phases all blocks meet, so all of them must
+be resident, and two such kernels must not run at once: every launch takes the `status` of the one before.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..types import Drafts, GatedDeltaWeights
+from .attention import SPLIT
+from .device import include, launch_bounds, resident_blocks
+from .norm import norm_threads
+from .persistent import SHARED_BYTES
+from .products import MatrixWeights, ProductTile, SumOrder, shared_bytes
+
+MOST_ROWS = 16
+MOST_PAIRS = 128  # of rows and their experts, as in layer.cu
+THREADS = 384  # of a block: three teams of a product's four slices
+WARP_ROOM = 18432  # bytes of shared memory, as in layer.cu
+STAGES = 4  # chunks of weights under way, at most
+
+
+class NormWeights(NamedTuple):
+    weight: mx.array
+    eps: float
+
+
+@dataclass(frozen=True)
+class Mlp:
+    gate: MatrixWeights
+    up: MatrixWeights
+    down: MatrixWeights
+
+
+@dataclass(frozen=True)
+class Mixture:
+    router: MatrixWeights
+    shared_gate: MatrixWeights
+    shared: Mlp
+    experts: Mlp  # their weights [E, N, K]
+    top: int
+    normed: bool
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """A GatedDeltaNet: its projections to qkv, z, b and a, and back; and what it holds."""
+
+    projections: list[MatrixWeights]
+    out: MatrixWeights
+    weights: GatedDeltaWeights
+    state: mx.array
+    conv: mx.array
+    accepted: mx.array
+    pending: Drafts | None
+    drafts: int  # of the window
+
+
+@dataclass(frozen=True)
+class GatedAttention:
+    projections: list[MatrixWeights]  # to queries and gates, keys, values
+    out: MatrixWeights
+    norms: tuple[mx.array, mx.array]  # of queries and keys
+    eps: float
+    rope: nn.RoPE
+    scale: float
+    keys: mx.array  # [B, Hkv, S, D]: the window's are written into it
+    values: mx.array
+    offset: mx.array
+
+
+def count_stages(weights: MatrixWeights, tile: ProductTile) -> int:
+    """Return how many chunks of these weights a team may have under way in its shared memory; 0 if it has too little
+    for such tiles."""
+    order = SumOrder.of(weights)
+    stages = min(STAGES, order.chunks(weights))
+    while stages and shared_bytes(weights, order, tile, stages, several=True) > WARP_ROOM * order.slices:
+        stages -= 1
+    return stages
+
+
+class LayerOutput(NamedTuple):
+    x: mx.array  # [B, W, H], the residual stream
+    normed: mx.array
+    status: mx.array  # [4]; its first element is 1 where a barrier of this launch or one before was given up, else 0
+    state: mx.array | None = None  # what a GatedDeltaNet leaves
+    conv: mx.array | None = None
+    drafts: Drafts | None = None
+
+
+def launch_layer(
+    x: mx.array,
+    normed: mx.array,
+    status: mx.array,
+    mixer: GatedDelta | GatedAttention,
+    after_mixer: NormWeights,
+    ahead: Mlp | Mixture,
+    after: NormWeights,
+) -> LayerOutput:
+    """Compute a layer of the residual stream x [B, W, H], whose norm is `normed`."""
+    text = _Text(x)
+    text.take("made", x.shape[-1])
+    text.take("middle", x.shape[-1])
+    text.take("middle_normed", x.shape[-1])
+    text.inputs |= {"x": x, "normed": normed, "status": status}
+    text.inputs |= {"mixer_norm": after_mixer.weight, "final_norm": after.weight}
+    text.outputs |= {"out": (x.shape, x.dtype), "out_normed": (x.shape, x.dtype), "new_status": ((4,), mx.int32)}
+    if isinstance(mixer, GatedDelta):
+        _delta(text, mixer)
+    else:
+        _attention(text, mixer)
+    text.lines.append("grid.sync();")
+    text.norm("x", ADDED, "mixer_norm", after_mixer, "middle", "middle_normed")
+    text.lines.append("grid.arrive();")
+    last = _mlp(text, ahead) if isinstance(ahead, Mlp) else _mixture(text, ahead)
+    text.lines.append("grid.sync();")
+    text.norm("middle", last, "final_norm", after, "out", "out_normed")
+    out, out_normed, new_status, *rest = text.launch()
+    if isinstance(mixer, GatedAttention):
+        return LayerOutput(out, out_normed, new_status)
+    state, conv, *fresh, _ = rest
+    return LayerOutput(out, out_normed, new_status, state, conv, Drafts(*fresh) if mixer.drafts else None)
+
+
+class _Text:
+    """A kernel as it is put together from phases, and what it is given."""
+
+    def __init__(self, x: mx.array):
+        self.rows, self.size, self.dtype = x.size // x.shape[-1], x.shape[-1], x.dtype
+        self.columns = 8 if self.rows <= 8 else 16
+        self.blocks = resident_blocks(SHARED_BYTES)
+        self.places: list[str] = []  # in scratch
+        self.lines: list[str] = []
+        self.inputs: dict[str, mx.array] = {}
+        self.outputs: dict[str, tuple[Sequence[int], mx.Dtype]] = {}
+        self.scratch = 0  # elements
+        self.slices = 0  # of the last product
+        self.turn = 0  # the team that begins with the next product
+
+    def take(self, name: str, each: int) -> None:
+        """Declare scratch for `each` elements of every row."""
+        self.scratch += -(-self.rows * each // 64) * 64
+        self.places.append(f"T* const {name} = take({each});")
+
+    def multiply(self, x: str, all_of_them: list[tuple[MatrixWeights, str]], waits: bool = False) -> None:
+        """Add products of the rows of x. Neighbours that are summed in one order are one phase."""
+        for order, some in groupby(all_of_them, key=lambda each: SumOrder.of(each[0])):
+            each = list(some)
+            teams = self.blocks * (THREADS // 32 // order.slices)
+            tall, low = ProductTile(32, self.columns), ProductTile(16, self.columns)
+            many = sum(weights.outputs for weights, _ in each) > 16 * teams
+            tile = tall if many and count_stages(each[0][0], tall) else low
+            self._rows(x, [weights for weights, _ in each], [self._matrix(*pair) for pair in each], tile, waits)
+            waits = False
+
+    def gate(self, x: str, gate: MatrixWeights, up: MatrixWeights, to: str, waits: bool = False) -> None:
+        """Add `silu(gate) * up` of the rows of x."""
+        self._rows(x, [gate, up], [self._matrix(gate, to, up)], ProductTile(32, self.columns), waits)
+
+    def _rows(
+        self, x: str, weights: list[MatrixWeights], matrices: list[str], tile: ProductTile, waits: bool
+    ) -> None:
+        sizes = self._sizes(weights[0], tile, f"{tile.columns // 8}, ")
+        ready = "[&] { grid.wait(); }" if waits else "[] {}"
+        arguments = f"{self.turn}, {x}, rows, {{{', '.join(matrices)}}}, {ready}"
+        self.lines.append(f"headstart::multiply_rows<{sizes}>(dynamic_shared, {arguments});")
+        self.turn += sum(-(-each.outputs // tile.height) for each in weights)
+
+    def experts(self, x: str, weights: list[MatrixWeights], to: str, share: int) -> None:
+        """Add a product with the chosen experts, or `silu(gate) * up` of theirs. `share` pairs have one row of x."""
+        sizes = self._sizes(weights[0], ProductTile(32 if len(weights) == 2 else 16, 8))
+        matrix = self._matrix(weights[0], to, *weights[1:])
+        self.lines.append(f"headstart::multiply_experts<{sizes}>(dynamic_shared, {x}, {share}, choice, {matrix});")
+
+    def _sizes(self, weights: MatrixWeights, tile: ProductTile, wide: str = "") -> str:
+        """Return the template arguments of a product."""
+        order, stages = SumOrder.of(weights), count_stages(weights, tile)
+        if self.slices != order.slices:
+            self.lines.append("__syncthreads();")  # no team works in the shared memory of another
+        self.slices = order.slices
+        shape = f"{order.bits}, {order.group}, {order.chunk}, {order.slices}, {weights.inputs}"
+        return f"T, {shape}, {tile.height // 16}, {wide}{stages}"
+
+    def _matrix(self, weights: MatrixWeights, to: str, up: MatrixWeights | None = None) -> str:
+        """Return the text of a matrix whose product goes `to` a place."""
+        gate = f", {self._arrays(up)}" if up is not None else ""
+        return f"headstart::Matrix<T>{{{self._arrays(weights)}, {weights.outputs}, {to}{gate}}}"
+
+    def _arrays(self, weights: MatrixWeights) -> str:
+        """Return the names of its weights, scales and biases, which become inputs."""
+        number = len(self.inputs)
+        arrays = zip("wsb", (weights.weight, weights.scales, weights.biases), strict=True)
+        names = {f"{letter}{number}": array for letter, array in arrays if array is not None}
+        self.inputs |= names
+        return ", ".join([*names, "nullptr", "nullptr"][:3])
+
+    def prefetch_norm(self, weight: str) -> None:
+        self.lines.append(f"headstart::prefetch_norm({weight}, {self.size});")
+
+    def norm(self, x: str, added: str, weight: str, norm: NormWeights, total: str, normed: str) -> None:
+        """Add the sum of x and what is `added`, eight elements of a row, and the sum's norm."""
+        added = added.format(size=self.size)
+        self.lines.append(
+            f"headstart::norm_rows<{self.size}, {norm_threads(self.size)}>(rows, {x}, "
+            f"[&](int row, int at) {{ return {added}; }}, {weight}, {norm.eps!r}f, {total}, {normed});"
+        )
+
+    def launch(self) -> list[mx.array]:
+        self.outputs["scratch"] = ((self.scratch,), self.dtype)
+        body = "\n".join(self.places + self.lines)
+        made: list[mx.array] = _layer_kernel(tuple(self.inputs), tuple(self.outputs), body)(
+            inputs=list(self.inputs.values()),
+            template=[("T", self.dtype)],
+            grid=(self.blocks * THREADS, 1, 1),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[shape for shape, _ in self.outputs.values()],
+            output_dtypes=[dtype for _, dtype in self.outputs.values()],
+        )
+        return made
+
+
+ADDED = "headstart::eight(made + row * {size} + at)"
+START = """
+extern __shared__ __align__(128) unsigned char dynamic_shared[];
+__shared__ headstart::Grid::Shared barrier;
+__shared__ headstart::Choice<T> choice;
+const headstart::Grid grid(status, new_status, &barrier);
+const int B = x_shape[0], W = x_shape[1], rows = B * W;
+T* free_scratch = scratch;
+auto take = [&](int each) {
+  T* const at = free_scratch;
+  free_scratch += (rows * each + 63) / 64 * 64;
+  return at;
+};
+"""
+
+
+@cache
+def _layer_kernel(inputs: tuple[str, ...], outputs: tuple[str, ...], text: str) -> Any:
+    names = ("tensor_core", "team", "matrix", "products", "experts", "norm", "gated_delta", "attention", "layer")
+    return mx.fast.cuda_kernel(
+        name="decoder_layer",
+        input_names=list(inputs),
+        output_names=list(outputs),
+        header=include(*names) + launch_bounds(THREADS),
+        source=START + text,
+        shared_memory=THREADS // 32 * WARP_ROOM,
+    )
+
+
+def _delta(text: _Text, net: GatedDelta) -> None:
+    B, Hv, Dv, Dk = net.state.shape
+    C = net.conv.shape[-1]
+    Hk, taps = (C - Hv * Dv) // (2 * Dk), net.weights.conv.shape[1]
+    names = ["qkv", "z", "b", "a"]
+    for name, weights in zip([*names, "y"], [*net.projections, net.projections[1]], strict=True):
+        text.take(name, weights.outputs)
+    text.multiply("normed", list(zip(net.projections, names, strict=True)))
+    text.inputs |= {"state": net.state, "conv": net.conv, "accepted": net.accepted}
+    text.inputs |= dict(zip(["conv_weight", "A_log", "dt_bias", "head_norm"], net.weights[:-1], strict=True))
+    text.outputs |= {"new_state": (net.state.shape, mx.float32), "new_conv": (net.conv.shape, text.dtype)}
+    folds, keeps, certain = "", "", "W"
+    if net.pending is not None:
+        old, fresh = ([f"{prefix}_{name}" for name in Drafts._fields] for prefix in ("old", "new"))
+        text.inputs |= dict(zip(old, net.pending, strict=True))
+        for name, array in zip(fresh, net.pending, strict=True):
+            text.outputs[name] = ((B, max(1, net.drafts), *array.shape[2:]), array.dtype)
+        folds, keeps, certain = f"{', '.join(old)}, old_k_shape[1]", f"{', '.join(fresh)}, W - 1", "1"
+    groups = next(n for n in range(1, 17) if 4 * Dv // n <= THREADS and Dv // 8 % n == 0)
+    text.lines.append(f"""grid.arrive();
+        headstart::run_heads<{Hk}, {Hv}, {Dk}, {Dv}, {taps}, {groups}>(
+            grid, B, state, conv, accepted,
+            headstart::Drafts<const T, const float>{{{folds}}}, (const T*)qkv, (const T*)z, (const T*)b, (const T*)a,
+            conv_weight, A_log, dt_bias, head_norm, {net.weights.eps!r}f, W, {certain}, y, new_state, new_conv,
+            headstart::Drafts<T, float>{{{keeps}}});
+        grid.arrive();""")
+    text.prefetch_norm("mixer_norm")
+    text.multiply("y", [(net.out, "made")], waits=True)
+
+
+def _attention(text: _Text, layer: GatedAttention) -> None:
+    B, Hkv, S, D = layer.keys.shape
+    H, W, pieces = layer.projections[0].outputs // (2 * D), text.rows // B, -(-S // SPLIT)
+    names = ["both", "new_keys", "new_values"]
+    for name, each in zip([*names, "queries", "y"], [2 * H * D, Hkv * D, Hkv * D, H * D, H * D], strict=True):
+        text.take(name, each)
+    text.multiply("normed", list(zip(layer.projections, names, strict=True)))
+    text.inputs |= {"keys": layer.keys, "values": layer.values, "offset": layer.offset}
+    text.inputs |= {"query_norm": layer.norms[0], "key_norm": layer.norms[1]}
+    text.outputs["partial"] = ((B * H * pieces * W * (D + 2),), mx.float32)
+    text.lines.append(f"""grid.arrive();
+        headstart::attend<{H}, {Hkv}, {D}, {layer.rope.dims}>(
+            grid, B, W, keys_shape[2], (const T*)both, (const T*)new_keys, (const T*)new_values,
+            query_norm, key_norm, offset, {layer.eps!r}f, {math.log2(layer.rope.base)!r}f,
+            {layer.scale * math.log2(math.e)!r}f, queries, const_cast<T*>(keys), const_cast<T*>(values), partial, y);
+        grid.arrive();""")
+    text.prefetch_norm("mixer_norm")
+    text.multiply("y", [(layer.out, "made")], waits=True)
+
+
+def _mlp(text: _Text, mlp: Mlp) -> str:
+    """Add the phases of an MLP → what it adds to the residual stream, eight elements of a row."""
+    text.take("hidden", mlp.gate.outputs)
+    text.gate("middle_normed", mlp.gate, mlp.up, "hidden", waits=True)
+    text.lines.append("grid.arrive();")
+    text.prefetch_norm("final_norm")
+    text.multiply("hidden", [(mlp.down, "made")], waits=True)
+    return ADDED
+
+
+def _mixture(text: _Text, moe: Mixture) -> str:
+    """Add the phases of a mixture of experts, likewise."""
+    shared, experts, count = moe.shared, moe.experts, moe.router.outputs
+    text.take("logits", count)
+    text.take("opening", 1)
+    text.take("shared_hidden", shared.gate.outputs)
+    text.take("hidden", moe.top * experts.gate.outputs)
+    text.take("parts", moe.top * text.size)
+    text.multiply("middle_normed", [(moe.router, "logits"), (moe.shared_gate, "opening")], waits=True)
+    text.gate("middle_normed", shared.gate, shared.up, "shared_hidden")
+    text.lines.append("grid.sync();")
+    text.lines.append(
+        f"headstart::choose_experts<{count}, {moe.top}>(logits, rows, {str(moe.normed).lower()}, choice);"
+    )
+    text.turn = 0
+    text.experts("middle_normed", [experts.gate, experts.up], "hidden", moe.top)
+    text.turn = moe.top * -(-experts.gate.outputs // 16)  # teams that have no expert, where there is one row
+    text.multiply("shared_hidden", [(shared.down, "made")])
+    text.lines.append("grid.sync();")
+    text.prefetch_norm("final_norm")
+    text.turn = 0
+    text.experts("hidden", [experts.down], "parts", 1)
+    return (
+        f"headstart::combined_eight<{moe.top}, {{size}}>(parts + row * {moe.top} * {{size}}, "
+        f"choice.scores + row * {moe.top}, made + row * {{size}}, opening[row], at)"
+    )

@@ -1,0 +1,49 @@
+// The matrices of a launch, cut into tiles of TALL · 16 rows.
+
+namespace headstart {
+
+// One of the matrices of a launch, [N, K], and where its product goes. With `up` it is a gate, and the product is
+// silu(gate) · up: such a tile has sixteen rows of each.
+template <typename T>
+struct Matrix {
+  const void* w;
+  const T *scales, *biases;
+  int N;
+  T* y;
+  const void* up = nullptr;
+  const T *up_scales = nullptr, *up_biases = nullptr;
+};
+
+// What a tile is of: a matrix, of which it takes the rows from `first` on; of a gate's, 16 · TALL / 2.
+template <typename T>
+struct Part : Matrix<T> {
+  int first;
+};
+
+template <typename T, int TALL>
+__device__ __forceinline__ int count_tiles(const Matrix<T>& matrix) {
+  const int each = matrix.up ? 8 * TALL : 16 * TALL;
+  return (matrix.N + each - 1) / each;
+}
+
+// Tile number `tile` of several matrices, one after the other.
+template <int TALL, typename T, int COUNT>
+__device__ __forceinline__ Part<T> tile_of(const Matrix<T> (&matrices)[COUNT], int tile) {
+  Part<T> part = {matrices[0], 0};
+#pragma unroll
+  for (int i = 1; i < COUNT; i++) {
+    const int before = count_tiles<T, TALL>(part);
+    if (tile < before) break;
+    tile -= before, part = {matrices[i], 0};
+  }
+  part.first = tile * (part.up ? 8 * TALL : 16 * TALL);
+  return part;
+}
+
+template <typename T>
+__device__ __forceinline__ T swiglu(float gate, float up) {
+  gate = float(T(gate)), up = float(T(up));
+  return T(__fmul_rn(__fdiv_rn(gate, __fadd_rn(1.0f, expf(-gate))), up));
+}
+
+} // namespace headstart

@@ -1,0 +1,44 @@
+"""When a persistent kernel may run: its blocks wait for each other, so all of them must be resident.
+
+One block per multiprocessor is, if no second such kernel holds some of them. So only one thread, which is one stream,
+launches them; in that stream each takes the `status` of the one before as an input, which orders them. A barrier that
+is not passed in time sets the status: the step is computed again, and from then on by separate kernels.
+"""
+
+import logging
+from threading import Thread, current_thread
+
+import mlx.core as mx
+
+from .device import on_cuda, resident_blocks
+
+LOG = logging.getLogger("headstart")
+SHARED_BYTES = 227 * 1024  # of a block, at most
+
+
+class Persistent:
+    """What is shared by all launches of a process."""
+
+    def __init__(self) -> None:
+        self.status = mx.zeros((4,), mx.int32)  # of the last launch: its first element is one where a barrier failed
+        self.launched = False
+        self.refusal: str | None = None  # why none is launched any more
+        self._owner: Thread | None = None
+
+    def claim(self) -> bool:
+        """Return whether this thread may launch persistent kernels: the first that asks, as long as it lives."""
+        if self.refusal is not None or not on_cuda() or not resident_blocks(SHARED_BYTES):
+            return False
+        if self._owner is None or not self._owner.is_alive():
+            self._owner = current_thread()
+            self.status = mx.zeros((4,), mx.int32)  # that of another thread may never be computed
+        return self._owner is current_thread()
+
+    def give_up(self, reason: str) -> None:
+        """Launch none from now on."""
+        LOG.error("%s: decoder layers are computed by separate kernels from now on", reason)
+        self.refusal, self.launched = reason, False
+        self.status = mx.zeros((4,), mx.int32)
+
+
+PERSISTENT = Persistent()

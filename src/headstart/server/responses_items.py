@@ -1,0 +1,146 @@
+"""The items of a conversation in /v1/responses, and the messages that templates take in their place."""
+
+from base64 import b64decode, b64encode
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Tag, TypeAdapter
+from pydantic_core import PydanticCustomError
+
+from .openai_request import FunctionCall
+from .request_fields import BoundedList, RequestModel, Text, reject_media
+
+SEALED = "headstart:"  # begins reasoning that this server has written as `encrypted_content`
+
+Messages = list[dict[str, Any]]
+
+
+def seal_reasoning(text: str) -> str:
+    """Return reasoning as clients keep it without looking inside. It is encoded and not encrypted: it is theirs."""
+    return SEALED + b64encode(text.encode()).decode()
+
+
+def open_reasoning(sealed: str) -> str:
+    """Return the reasoning; nothing if another server has sealed it."""
+    before, mark, encoded = sealed.partition(SEALED)
+    try:
+        return b64decode(encoded, validate=True).decode() if mark and not before else ""
+    except ValueError:
+        return ""
+
+
+class ResponsesTextPart(RequestModel):
+    type: Annotated[
+        Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"], BeforeValidator(reject_media)
+    ]
+    text: Text
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+Parts = Text | BoundedList[ResponsesTextPart]
+
+
+class Item(RequestModel):
+    """A part of the conversation."""
+
+    type: str
+    id: Text | None = None
+    status: Text | None = None
+
+    def add_to(self, messages: Messages) -> None:
+        """Add the item to the messages that a template takes."""
+        raise NotImplementedError
+
+
+class MessageItem(Item):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Parts
+    phase: Text | None = None
+
+    def add_to(self, messages: Messages) -> None:
+        if self.role == "assistant":
+            _assistant(messages)["content"] += _text(self.content)
+        else:
+            messages.append({"role": "user" if self.role == "user" else "system", "content": _text(self.content)})
+
+
+class ReasoningItem(Item):
+    type: Literal["reasoning"]
+    summary: BoundedList[ResponsesTextPart] | None = None
+    content: BoundedList[ResponsesTextPart] | None = None
+    encrypted_content: Text | None = None
+
+    def add_to(self, messages: Messages) -> None:
+        text = _text(self.content or []) or open_reasoning(self.encrypted_content or "") or _text(self.summary or [])
+        if not text:
+            return
+        last = messages[-1] if messages else {}
+        message = _assistant(messages, new=bool(last.get("content") or last.get("tool_calls")))
+        message["reasoning_content"] = message.get("reasoning_content", "") + text
+
+
+class FunctionCallItem(Item, FunctionCall):
+    type: Literal["function_call"]
+    call_id: Text
+    namespace: Text | None = None
+
+    def add_to(self, messages: Messages) -> None:
+        function = {"name": full_name(self.name, self.namespace), "arguments": self.arguments}
+        call = {"type": "function", "id": self.call_id, "function": function}
+        _assistant(messages).setdefault("tool_calls", []).append(call)
+
+
+class FunctionCallOutputItem(Item):
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Parts
+
+    def add_to(self, messages: Messages) -> None:
+        messages.append({"role": "tool", "tool_call_id": self.call_id, "content": _text(self.output)})
+
+
+ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
+
+
+def _item_type(item: Any) -> Any:
+    if not isinstance(item, dict):
+        return getattr(item, "type", None)
+    return item.get("type", "message" if "role" in item else None)
+
+
+def _reject_unknown(item: Any) -> Any:
+    if (kind := _item_type(item)) not in ITEM_TYPES:
+        raise PydanticCustomError(
+            "unsupported",
+            "items of the type {kind} are not supported by this server: send {known}",
+            {"kind": repr(kind)[:100], "known": ", ".join(ITEM_TYPES)},
+        )
+    return item
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionCallOutputItem, Tag("function_call_output")],
+    Discriminator(_item_type),
+    BeforeValidator(_reject_unknown),
+]
+ITEMS = TypeAdapter(list[InputItem])
+
+
+def _assistant(messages: Messages, *, new: bool = False) -> dict[str, Any]:
+    """Return the assistant's message at the end: the items of a turn are one message to templates."""
+    if new or not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def full_name(name: str, namespace: str | None) -> str:
+    """Return the name of a function as the model knows it."""
+    return name if namespace is None else f"{namespace}.{name}"
+
+
+def _text(parts: str | list[ResponsesTextPart]) -> str:
+    return parts if isinstance(parts, str) else "".join(part.text for part in parts)

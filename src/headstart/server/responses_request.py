@@ -1,0 +1,211 @@
+"""Bodies of /v1/responses, and how they become a request for the engine."""
+
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from ..engine import Request
+from ..sampling import GrammarSpec
+from .chat import Chat, Prompt, chat_prompt
+from .errors import Refusal
+from .prepare import Preparation
+from .request_fields import (
+    REASONING_BUDGETS,
+    BoundedList,
+    GenerationRequest,
+    JsonObject,
+    RequestModel,
+    Text,
+    ToolList,
+    ToolName,
+)  # fmt: skip
+from .responses_items import InputItem, Item, MessageItem, Messages, full_name
+from .served_model import ServedModel
+
+ENCRYPTED_CONTENT = "reasoning.encrypted_content"  # in `include`: for clients that store responses themselves
+MAX_METADATA = 16
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def _reject_built_in(kind: object) -> object:
+    if kind not in ("function", "namespace"):
+        raise PydanticCustomError(
+            "unsupported",
+            "tools of the type {kind} are not supported by this server: send functions",
+            {"kind": repr(kind)[:100]},
+        )
+    return kind
+
+
+def _reject_built_in_tool(tool: Any) -> Any:
+    if isinstance(tool, dict):
+        _reject_built_in(tool.get("type"))
+    return tool
+
+
+FunctionType = Annotated[Literal["function"], BeforeValidator(_reject_built_in)]
+
+
+class ResponsesFunction(RequestModel):
+    type: Literal["function"]
+    name: ToolName
+    description: Text | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+    def for_template(self, namespace: str | None = None) -> dict[str, Any]:
+        function = self.model_dump(include={"description", "parameters"}, exclude_none=True)
+        return {"type": "function", "function": {"name": full_name(self.name, namespace), **function}}
+
+
+class Namespace(RequestModel):
+    """Functions under a common name, which Codex groups its tools by."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    description: Text | None = None
+    tools: ToolList[Annotated[ResponsesFunction, BeforeValidator(_reject_built_in_tool)]]
+
+
+ResponsesTool = Annotated[
+    ResponsesFunction | Namespace, Field(discriminator="type"), BeforeValidator(_reject_built_in_tool)
+]
+
+
+class NamedTool(RequestModel):
+    type: FunctionType
+    name: Text
+    namespace: Text | None = None
+
+
+class TextFormat(RequestModel):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Text | None = None
+    description: Text | None = None
+    schema_: JsonObject | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    def grammar(self) -> GrammarSpec | None:
+        match self.type:
+            case "text":
+                return None
+            case "json_object":
+                return GrammarSpec("json_object")
+        if self.schema_ is None:
+            raise Refusal(400, "text.format: has no schema: send one", param="text.format", code="invalid_value")
+        return GrammarSpec.json_schema(self.schema_)
+
+
+class TextConfig(RequestModel):
+    format: TextFormat | None = None
+
+
+class ReasoningConfig(RequestModel):
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponsesRequest(GenerationRequest):
+    input: Text | BoundedList[InputItem]
+    instructions: Text | None = None
+    previous_response_id: Text | None = None
+    max_output_tokens: int | None = None
+    store: bool | None = Field(None, description="False: do not keep the response for later requests.")
+    metadata: Annotated[dict[Text, Text], Field(max_length=MAX_METADATA)] | None = None
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="auto: leave out the oldest turns of a conversation that is too long."
+    )
+    tools: ToolList[ResponsesTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = Field(None, description="False: one call, where one is required.")
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    include: BoundedList[Text] | None = None
+
+    unsupported: ClassVar[tuple[str, ...]] = (
+        "background", "conversation", "context_management", "prompt", "top_logprobs",
+    )  # fmt: skip
+
+    @property
+    def items(self) -> list[Item]:
+        return [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else list(self.input)
+
+    @property
+    def functions(self) -> list[tuple[str | None, ResponsesFunction]]:
+        """Return the functions that may be called, each with its namespace."""
+        functions: list[tuple[str | None, ResponsesFunction]] = []
+        for tool in self.tools or ():
+            if isinstance(tool, Namespace):
+                functions += [(tool.name, each) for each in tool.tools]
+            else:
+                functions.append((None, tool))
+        return functions
+
+    def call_name(self, called: str) -> dict[str, str]:
+        """Return the fields that name a function in a call. `called`: the name that the model knows it by."""
+        for namespace, function in self.functions:
+            if namespace is not None and full_name(function.name, namespace) == called:
+                return {"name": function.name, "namespace": namespace}
+        return {"name": called}
+
+    def engine_request(self, prompt: Prompt, context: int) -> Request:
+        most = context - len(prompt.tokens) if self.max_output_tokens is None else self.max_output_tokens
+        return Request(prompt.tokens, self.sampling_params(prompt, max_tokens=most))
+
+    async def make_prompt(self, served: ServedModel, work: Preparation) -> Prompt:
+        messages = self._messages()
+        if self.truncation != "auto":
+            return await chat_prompt(partial(self._chat, messages), served, work)
+        context = served.model.context_length
+        most = context - min(self.max_output_tokens or context // 8, context // 2)  # leaves room for an answer
+        turns = [i for i, message in enumerate(messages) if message["role"] == "user"] or [0]
+        first = [message for message in messages[: turns[0]] if message["role"] == "system"]
+
+        async def prompt_of(dropped: int, *, last: bool = False) -> Prompt | None:
+            """Return the prompt without the first `dropped` turns, if it fits or is the `last` one to try."""
+            kept = [*first, *messages[turns[dropped] :]] if dropped else messages
+            try:
+                prompt = await chat_prompt(partial(self._chat, kept), served, work)
+            except Refusal as refused:
+                if refused.code != "context_length_exceeded" or last:
+                    raise
+                return None
+            return prompt if last or len(prompt.tokens) <= most else None
+
+        prompt, fewest, enough = await prompt_of(0), 1, len(turns) - 1
+        if prompt is not None:
+            return prompt
+        while fewest < enough:
+            middle = (fewest + enough) // 2
+            fewest, enough = (fewest, middle) if await prompt_of(middle) else (middle + 1, enough)
+        prompt = await prompt_of(enough, last=True)
+        assert prompt is not None
+        return prompt
+
+    def _chat(self, messages: Messages) -> Chat:
+        choice, reasoning = self.tool_choice or "auto", self.reasoning or ReasoningConfig()
+        effort = reasoning.effort
+        return Chat(
+            messages,
+            [function.for_template(namespace) for namespace, function in self.functions],
+            tool_choice=choice if isinstance(choice, str) else "auto",
+            tool=full_name(choice.name, choice.namespace) if isinstance(choice, NamedTool) else None,
+            parallel_calls=self.parallel_tool_calls is not False,
+            thinking=None if effort is None else effort != "none",
+            thinking_field="reasoning.effort",
+            budget=REASONING_BUDGETS.get(effort or "high"),
+            budget_field="reasoning.effort",
+            template_options={"reasoning_effort": effort} if effort else {},
+            grammar=self.text.format.grammar() if self.text and self.text.format else None,
+            grammar_field="text.format",
+            param="input",
+        )
+
+    def _messages(self) -> Messages:
+        messages: Messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        for item in self.items:
+            item.add_to(messages)
+        return messages

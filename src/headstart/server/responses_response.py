@@ -1,0 +1,213 @@
+"""Responses of /v1/responses, whole or as a stream of typed events."""
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+from .chat import Prompt
+from .errors import to_refusal
+from .markup import Delta
+from .response import ChoiceOutput, Events, ResponseWriter, TokenSpan, encode_json, new_id
+from .responses_items import seal_reasoning
+from .responses_request import ENCRYPTED_CONTENT, ResponsesRequest
+from .served_model import ServedModel
+
+STATUSES = {"length": "incomplete", "cancelled": "cancelled"}  # by finish reason
+
+Json = dict[str, Any]
+Save = Callable[[ResponsesRequest, Json], None]
+
+
+class ResponsesWriter(ResponseWriter):
+    def __init__(self, body: ResponsesRequest, prompt: Prompt, served: ServedModel, *, save: Save):
+        """`save` is called with a response that has ended."""
+        super().__init__(body, prompt, served, "resp_")
+        self._body, self._save = body, save
+        self._created = int(time.time())
+        self._output = ChoiceOutput(prompt)
+        summarised = body.reasoning is not None and body.reasoning.summary is not None
+        self._items = ItemStream(body.call_name, summarised, sealed=ENCRYPTED_CONTENT in (body.include or ()))
+
+    async def complete(self, events: Events) -> str:
+        async for _ in self._events(events):
+            pass
+        return encode_json(self._end())
+
+    async def stream(self, events: Events) -> AsyncIterator[str]:
+        number = 0
+        async for event in self._all_events(events):
+            data = encode_json({**event, "sequence_number": number})
+            yield f"event: {event['type']}\ndata: {data}\n\n"
+            number += 1
+
+    async def _all_events(self, events: Events) -> AsyncIterator[Json]:
+        try:
+            for kind in ("response.created", "response.in_progress"):
+                yield {"type": kind, "response": self._response("in_progress")}
+            async for event in self._events(events):
+                yield event
+            response = self._end()
+            kind = "incomplete" if response["status"] == "incomplete" else "completed"
+            yield {"type": f"response.{kind}", "response": response}
+        except Exception as error:  # the status has been sent
+            refusal = to_refusal(error)
+            details = {"code": refusal.code or "server_error", "message": refusal.detail}
+            yield {"type": "response.failed", "response": self._response("failed", error=details)}
+
+    async def _events(self, events: Events) -> AsyncIterator[Json]:
+        """Yield the events of the output's items."""
+        async for event in events:
+            for delta in TokenSpan.join(self._output.read(event)).deltas:
+                for each in self._items.add(delta):
+                    yield each
+        for each in self._items.close("incomplete" if self._status() != "completed" else "completed"):
+            yield each
+
+    def _status(self) -> str:
+        return STATUSES.get(self._output.finish_reason or "", "completed")
+
+    def _end(self) -> Json:
+        """Return the whole response, and keep it for later requests."""
+        status = self._status()
+        details = {"incomplete_details": {"reason": "max_output_tokens"}} if status == "incomplete" else {}
+        stats = self.generation_stats(self._output.stats)
+        response = self._response(status, **details, usage=self._usage(), generation_stats=stats)
+        if self._body.store is not False:
+            self._save(self._body, response)
+        return response
+
+    def _response(self, status: str, **fields: Any) -> Json:
+        body = self._body
+        given = body.model_dump(
+            include={"tools", "text", "tool_choice", "reasoning"}, by_alias=True, exclude_none=True
+        )
+        response = {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self.served.id,
+            "output": self._items.items,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "store": body.store is not False,
+            "temperature": self._sampling("temperature"),
+            "top_p": self._sampling("top_p"),
+            "truncation": body.truncation or "disabled",
+            "usage": None,
+            "tools": [],
+            "tool_choice": "auto",
+            "text": {"format": {"type": "text"}},
+            "reasoning": {"effort": None, "summary": None},
+        }
+        return response | given | fields
+
+    def _sampling(self, name: str) -> float | None:
+        given: float | None = getattr(self._body, name)
+        return self.prompt.recommended.get(name) if given is None else given
+
+    def _usage(self) -> Json:
+        stats = self._output.stats
+        return {
+            "input_tokens": stats.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": stats.prefix_cache_hit, "cache_write_tokens": 0},
+            "output_tokens": stats.generation_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._output.reasoning_tokens},
+            "total_tokens": stats.prompt_tokens + stats.generation_tokens,
+        }
+
+
+class ItemStream:
+    """The output items so far, and the events that add to them: one item, with one part, after another."""
+
+    def __init__(self, call_name: Callable[[str], Json], summarised: bool, sealed: bool):
+        """Start without items.
+
+        Args:
+            call_name: Returns the fields that name a function in a call.
+            summarised: Send reasoning as its summary.
+            sealed: Also send it in a form that clients send back without looking inside.
+        """
+        self.items: list[Json] = []
+        self._call_name = call_name
+        self._summarised, self._sealed = summarised, sealed
+        self._open: str | None = None  # the kind of delta that the last item takes
+        self._texts: list[str] = []  # of the last item
+
+    def add(self, delta: Delta) -> Iterator[Json]:
+        if delta.kind == "tool_call" or delta.kind != self._open:
+            yield from self.close()
+            yield from self._begin(delta)
+        if delta.kind != "tool_call" and delta.text:
+            self._texts.append(delta.text)
+            yield self._event("delta", delta=delta.text)
+
+    def close(self, status: str = "completed") -> Iterator[Json]:
+        """End the open item."""
+        if self._open is None:
+            return
+        item, text = self.items[-1], "".join(self._texts)
+        if self._open == "arguments":
+            item |= {"arguments": text, "status": status}
+            yield self._event("done", arguments=text, name=item["name"])
+        else:
+            part = self._part(text)
+            yield self._event("done", text=text)
+            yield self._part_event("done", part)
+            item |= {self._parts: [part], "status": status}
+            if self._open == "reasoning" and self._sealed:
+                item["encrypted_content"] = seal_reasoning(text)
+        yield self._item_event("done")
+        self._open, self._texts = None, []
+
+    def _begin(self, delta: Delta) -> Iterator[Json]:
+        match delta.kind:
+            case "content":
+                item: Json = {"type": "message", "id": new_id("msg_"), "role": "assistant", "content": []}
+            case "reasoning":
+                item = {"type": "reasoning", "id": new_id("rs_"), "summary": []}
+                item |= {} if self._summarised else {"content": []}
+            case _:
+                item = {"type": "function_call", "id": new_id("fc_"), "call_id": new_id("call_")}
+                item |= {**self._call_name(delta.text), "arguments": ""}
+        self._open = "arguments" if delta.kind == "tool_call" else delta.kind
+        self.items.append(item | {"status": "in_progress"})
+        yield self._item_event("added")
+        if self._open != "arguments":
+            yield self._part_event("added", self._part(""))
+
+    @property
+    def _parts(self) -> str:
+        """Return the field of the open item that its part is in."""
+        return "summary" if self._open == "reasoning" and self._summarised else "content"
+
+    def _part(self, text: str) -> Json:
+        if self._open == "content":
+            return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "summary_text" if self._summarised else "reasoning_text", "text": text}
+
+    def _item_event(self, what: str) -> Json:
+        kind = f"response.output_item.{what}"
+        return {"type": kind, "output_index": len(self.items) - 1, "item": dict(self.items[-1])}
+
+    def _part_event(self, what: str, part: Json) -> Json:
+        kind = "reasoning_summary_part" if self._parts == "summary" else "content_part"
+        return {"type": f"response.{kind}.{what}", **self._place(), "part": part}
+
+    def _event(self, what: str, **fields: Any) -> Json:
+        """Return an event of the open item's text."""
+        kinds = {"content": "output_text", "arguments": "function_call_arguments", "reasoning": "reasoning_text"}
+        kind = "reasoning_summary_text" if self._parts == "summary" else kinds[self._open or ""]
+        logprobs: Json = {"logprobs": []} if self._open == "content" else {}
+        return {"type": f"response.{kind}.{what}", **self._place(), **fields, **logprobs}
+
+    def _place(self) -> Json:
+        place: Json = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+        if self._open == "arguments":
+            return place
+        return place | {f"{self._parts}_index": 0}

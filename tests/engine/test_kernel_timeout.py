@@ -1,0 +1,29 @@
+"""A persistent kernel that gave up costs time, not tokens, and is not used again."""
+
+import mlx.core as mx
+import pytest
+
+from fixtures import collect, random_model, random_prompt, submit
+from headstart.engine import Engine, pending_step
+from headstart.kernels.cuda.persistent import Persistent
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_the_step_is_computed_again_and_no_sequence_ends(sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("dense")
+    prompts = [random_prompt(model, 7 + n, n) for n in range(sequences)]
+    expected = [collect(submit(Engine(model), prompt, k=2, max_tokens=20)).tokens for prompt in prompts]
+    persistent = Persistent()
+    monkeypatch.setattr(pending_step, "PERSISTENT", persistent)
+    engine = Engine(model)
+    handles = [submit(engine, prompt, k=2, max_tokens=20) for prompt in prompts]
+    engine.prefill_all()
+    for _ in range(3):
+        engine.run_once()
+    persistent.status, persistent.launched = mx.array([1, 0, 0, 0], mx.int32), True
+    answers = [collect(handle) for handle in handles]
+    assert [answer.tokens for answer in answers] == expected
+    assert [answer.finish_reason for answer in answers] == ["length"] * sequences
+    assert persistent.refusal is not None
+    assert engine.recomputed["failure"] == sequences
+    assert engine.retries == 1

@@ -1,0 +1,153 @@
+"""A decoder layer in one persistent kernel, run on the CPU: the bits of the layer's kernels run one by one."""
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Thread
+
+import cuda_on_cpu
+import mlx.core as mx
+import pytest
+
+from checkpoints import write
+from headstart.checkpoint import load_model
+from headstart.kernels import cuda as cuda_kernels
+from headstart.kernels import experts, products
+from headstart.kernels.cuda import layer as cuda_layer
+from headstart.kernels.cuda import persistent
+from headstart.models import Model, base, decoder_layer
+from headstart.models.decoder_layer import PERSISTENT
+
+pytestmark = pytest.mark.usefixtures("stock_ops")  # the kernels for CUDA run on this CPU, not those for it
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_the_cpu() -> Iterator[None]:
+    kernels = [
+        cuda_kernels.products.product_kernel,
+        cuda_kernels.experts.experts_kernel,
+        cuda_kernels.experts._route,
+        cuda_kernels.experts._combine,
+        cuda_kernels.norm._norm_kernel,
+        cuda_kernels.gated_delta._gated_delta_kernel,
+        cuda_kernels.attention._arrange,
+        cuda_kernels.attention._partials,
+        cuda_kernels.attention._merge,
+        cuda_layer._layer_kernel,
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx.fast, "cuda_kernel", cuda_on_cpu.cuda_kernel)
+        for module in (
+            products, experts, cuda_kernels.norm, cuda_kernels.gated_delta, cuda_kernels.attention, persistent
+        ):  # fmt: skip
+            patch.setattr(module, "on_cuda", lambda: True)
+        for module in (persistent, cuda_layer):
+            patch.setattr(module, "resident_blocks", lambda shared: 2)
+        patch.setattr(cuda_layer, "THREADS", 256)
+        for kernel in kernels:
+            kernel.cache_clear()
+        yield
+    for kernel in kernels:
+        kernel.cache_clear()
+
+
+@cache
+def model(family: str, bits: int | None) -> Model:
+    """One GatedDeltaNet layer and one of attention, in bfloat16 or 4 bits."""
+    with TemporaryDirectory() as folder:
+        sizes = {"num_hidden_layers": 2, "full_attention_interval": 2, "linear_value_head_dim": 32}
+        sizes |= {"linear_key_head_dim": 32, "head_dim": 64, "hidden_size": 64}
+        layout = "raw" if bits is None else "converted"
+        write(Path(folder), family, layout, bits=bits, **sizes)
+        return load_model(folder, dtype=mx.bfloat16)
+
+
+def rounds(net: Model, rows: int, widths: list[int]) -> list[mx.array]:
+    """What windows of these widths leave, each accepting one of its drafts."""
+    state, head = net.make_state(rows), net.make_head_state(rows)
+    made, at = [], 0
+    for width in widths:
+        tokens = (mx.arange(rows * width).reshape(rows, width) * 37 + at * 11) % net.vocabulary
+        hidden = net._trunk(state, tokens, 1 if at else width)
+        committed = min(width, 2) if at else width
+        state.accepted = mx.full((rows,), committed - 1, mx.int32)
+        state.commit(mx.full((rows,), committed, mx.int32), most=committed)
+        made.append(hidden)
+        made.append(net._head(head, hidden, tokens, 0, 0, None))
+        head.commit(mx.full((rows,), committed, mx.int32), most=committed)
+        at += committed
+    lengths = int(state.lengths[0])
+    for layer in state.layers:
+        made += [a[:, :, :lengths] if isinstance(layer, base.KV) else a for a in layer.arrays()]
+    mx.eval(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("family", "bits", "rows"),
+    [
+        ("dense", 4, 1),
+        ("moe", 4, 2),
+        pytest.param("dense", None, 4, marks=pytest.mark.slow),
+        pytest.param("moe", None, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_layer_in_one_launch_has_the_bits_of_its_kernels(
+    family: str, bits: int | None, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, widths = model(family, bits), [2, 1, 3, 2] if rows == 1 else [2, 3, 1]
+    launched = []
+    monkeypatch.setattr(decoder_layer, "launch_layer", lambda *a: launched.append(1) or cuda_layer.launch_layer(*a))
+    together = rounds(net, rows, widths)
+    expected_launches = 3 * len(widths) - 2  # two layers and the head's; the first window is a prompt's
+    assert len(launched) == expected_launches
+    assert PERSISTENT.status.tolist()[0] == 0
+    monkeypatch.setattr(PERSISTENT, "refusal", "this test")
+    one_by_one = rounds(net, rows, widths)
+    assert len(launched) == expected_launches
+    for n, (found, expected) in enumerate(zip(together, one_by_one, strict=True)):
+        assert mx.array_equal(found, expected), n
+
+
+def test_a_barrier_that_a_block_does_not_reach_is_given_up_and_says_so(tmp_path: Path) -> None:
+    text = Path(cuda_layer.__file__).with_name("team.cu").read_text()
+    (tmp_path / "team.cu").write_text(text.replace("200'000'000", "20'000"))
+    blocks = cuda_on_cpu.cuda_kernel(
+        name="stuck",
+        input_names=["before"],
+        output_names=["after"],
+        header=f'#include "{tmp_path / "team.cu"}"\n',
+        source="""
+            __shared__ headstart::Grid::Shared barrier;
+            const headstart::Grid grid(before, after, &barrier);
+            if (blockIdx.x < STAYS) grid.sync();
+            grid.sync();
+        """,
+    )
+
+    def run(stays: int, before: int) -> int:
+        given = {"inputs": [mx.array([before, 0, 0, 0], mx.int32)], "template": [("STAYS", stays)]}
+        shape = {"output_shapes": [(4,)], "output_dtypes": [mx.int32], "grid": (96, 1, 1), "threadgroup": (32, 1, 1)}
+        return int(blocks(**given, **shape)[0][0])
+
+    assert run(3, 0) == 0
+    assert run(3, 1) == 1  # one before it had failed
+    assert run(2, 0) == 1
+    assert run(2, 0) == 1  # nobody waits any more
+
+
+def test_one_thread_at_a_time_launches_persistent_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, asked = persistent.Persistent(), []
+    thread = Thread(target=lambda: asked.append(ours.claim()))
+    thread.start()
+    thread.join()
+    assert ours.claim()  # the first has ended
+    other = Thread(target=lambda: asked.append(ours.claim()))
+    other.start()
+    other.join()
+    assert asked == [True, False]
+    ours.give_up("a test")
+    assert not ours.claim()
+    monkeypatch.setattr(persistent, "resident_blocks", lambda shared: 0)
+    assert not persistent.Persistent().claim()
