@@ -107,6 +107,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {**MOE, **LATENT, "first_k_dense_replace": 1},
     "deepseek_v3": {**MOE, **LATENT, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
     "mimo": {"num_nextn_predict_layers": 1},
+    "mimo_v2_flash": {
+        **{name: value for name, value in MOE.items() if name != "num_nextn_predict_layers"},
+        "n_shared_experts": None,
+        "routed_scaling_factor": None,
+        "hybrid_layer_pattern": [0, 1],
+        "moe_layer_freq": [0, 1],
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "sliding_window_size": 8,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "layernorm_epsilon": 1e-5,
+        "swa_rope_theta": 500.0,
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 24,
+        "swa_v_head_dim": 16,
+        "partial_rotary_factor": 0.334,
+        "attention_value_scale": 0.7,
+    },
 }
 HEADS = {  # where a release has the head's module, and its parts beside a decoder layer's
     "glm4_moe": ("model.layers.2.", NEXTN),
@@ -116,6 +138,7 @@ HEADS = {  # where a release has the head's module, and its parts beside a decod
         "model.mtp_layers.0.",
         ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"),
     ),
+    "mimo_v2_flash": ("model.mtp.layers.0.", ("eh_proj", "enorm", "hnorm", "final_layernorm")),
 }
 
 
@@ -163,6 +186,13 @@ def released_arrays(config: dict[str, Any], seed: int = 0) -> Arrays:
         prefix, parts = HEADS[config["model_type"]]
         last = f"model.layers.{text['num_hidden_layers'] - 1}."
         shapes = {prefix + name.removeprefix(last): a.shape for name, a in arrays.items() if name.startswith(last)}
+        if config["model_type"] == "mimo_v2_flash":  # without experts, and with another name for a norm
+            shapes = {
+                name.replace("post_attention", "pre_mlp"): s for name, s in shapes.items() if ".mlp." not in name
+            }
+            for part in ("gate_proj", "up_proj", "down_proj"):
+                sizes = (H, text["intermediate_size"])
+                shapes[f"{prefix}mlp.{part}.weight"] = sizes if part == "down_proj" else sizes[::-1]
         for part in parts:
             shapes[f"{prefix}{part}.weight"] = (H, 2 * H) if part.endswith("_proj") else (H,)
         for name, shape in shapes.items():
@@ -172,6 +202,10 @@ def released_arrays(config: dict[str, Any], seed: int = 0) -> Arrays:
                 half = np.concatenate([np.eye(H), np.zeros((H, H))][:: -1 if "input" in name else 1], axis=1)
                 made = half + made * 0.5
             arrays[name] = mx.array(made.astype(np.float32))
+        if config["model_type"] == "mimo_v2_flash":  # two more modules
+            first = {name: a for name, a in arrays.items() if name.startswith(prefix)}
+            for module in (1, 2):
+                arrays |= {name.replace("mtp.layers.0", f"mtp.layers.{module}"): a * 2 for name, a in first.items()}
     return as_released(arrays, text)
 
 

@@ -16,6 +16,7 @@ from families import CONFIGS, HEADS, write_family
 from headstart.checkpoint import load_model, read_layout
 from headstart.checkpoint.convert import SIDECAR
 from headstart.checkpoint.graft import graft, plan_graft
+from headstart.engine.invariance import is_batch_invariant
 from headstart.errors import CheckpointError, HeadError
 from headstart.models import text_config
 
@@ -44,6 +45,7 @@ def test_a_conversion_is_the_release_and_a_graft_brings_its_head_back(
     layout = read_layout(kept)
     assert layout.layout == "converted"
     assert layout.mtp.available == (family in HEADS)
+    assert is_batch_invariant(load_model(kept))  # in bfloat16 too, quantised or not
     if bits is None:
         assert_same(load_model(raw, dtype=mx.float32), load_model(kept, dtype=mx.float32))
     if family in HEADS:

@@ -253,16 +253,18 @@ def test_chips_without_bfloat16_compute_in_float16(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(mx, "device_info", lambda *device: MACS[mac])
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     for packed in (False, True):
-        assert compute_dtype("bfloat16", experts=packed, packed=packed) == getattr(mx, expected)
-        assert compute_dtype("float32", experts=packed, packed=packed) == mx.float32
-        assert compute_dtype("float16", experts=packed, packed=packed) == mx.float16
+        assert compute_dtype("bfloat16", experts=packed, modes={"affine"} if packed else set()) == getattr(
+            mx, expected
+        )
+        assert compute_dtype("float32", experts=packed, modes={"affine"} if packed else set()) == mx.float32
+        assert compute_dtype("float16", experts=packed, modes={"affine"} if packed else set()) == mx.float16
     monkeypatch.setenv("HEADSTART_DTYPE", "bfloat16")
-    assert compute_dtype("float16", experts=False, packed=False) == mx.bfloat16
+    assert compute_dtype("float16", experts=False, modes=set()) == mx.bfloat16
     monkeypatch.setenv("HEADSTART_DTYPE", "int4")
     with pytest.raises(
         CheckpointError, match="HEADSTART_DTYPE is 'int4'; set it to one of bfloat16, float16, float32"
     ):
-        compute_dtype("float16", experts=False, packed=False)
+        compute_dtype("float16", experts=False, modes=set())
 
 
 def test_a_model_can_be_loaded_without_its_head(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ DeepSeek-V3 and GLM-4 MoE: transformers' `modeling_deepseek_v3.py`, `modeling_gl
 MiMo-7B: vLLM's `mimo.py` and `mimo_mtp.py`. No cache, no batch, no windows: every token is computed from the first.
 """
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,8 @@ class Reference:
         return x @ self.tensors[f"{name}.weight"].T + self.tensors.get(f"{name}.bias", 0.0)
 
     def norm(self, x: Array, name: str, eps: float | None = None) -> Array:
-        return norm(x, self.tensors[f"{name}.weight"], eps or self.config["rms_norm_eps"])
+        eps = eps or self.config.get("layernorm_epsilon") or self.config["rms_norm_eps"]
+        return norm(x, self.tensors[f"{name}.weight"], eps)
 
     def attend(self, q: Array, k: Array, v: Array, scale: float) -> Array:
         """[T, H, D] each → [T, H·Dv]."""
@@ -84,6 +86,24 @@ class Reference:
         q = np.concatenate([q[..., :nope], q_turned], axis=-1)
         return self.linear(self.attend(q, k, expanded[..., nope:], (nope + rope) ** -0.5), f"{name}.o_proj")
 
+    def sliding(self, x: Array, name: str, *, window: int | None) -> Array:
+        """MiMo-V2: keys wider than values, which are scaled; in layers with a window also a sink for each head."""
+        c, T, swa = self.config, x.shape[0], "swa_" if window else ""
+        D = c[f"{swa}head_dim"]
+        q, k = (self.linear(x, f"{name}.{p}_proj").reshape(T, -1, D) for p in "qk")
+        v = self.linear(x, f"{name}.v_proj").reshape(T, -1, c[f"{swa}v_head_dim"]) * c["attention_value_scale"]
+        dims = int(D * c["partial_rotary_factor"])
+        q, k = (rotate(a, c[f"{swa}rope_theta"], dims, interleaved=False) for a in (q, k))
+        k, v = (np.repeat(a, q.shape[1] // a.shape[1], axis=1) for a in (k, v))
+        distance = np.arange(T)[:, None] - np.arange(T)
+        seen = (distance >= 0) & (distance < (window or T))
+        scores = np.where(seen, np.einsum("qhd,khd->hqk", q, k) * D**-0.5, -np.inf)
+        if window:
+            sinks = self.tensors[f"{name}.attention_sink_bias"][:, None, None]
+            scores = np.concatenate([scores, np.broadcast_to(sinks, (*scores.shape[:2], 1))], axis=-1)
+        shares = softmax(scores)[..., :T]
+        return self.linear(np.einsum("hqk,khd->qhd", shares, v).reshape(T, -1), f"{name}.o_proj")
+
     def mlp(self, x: Array, name: str) -> Array:
         gated = silu(self.linear(x, f"{name}.gate_proj")) * self.linear(x, f"{name}.up_proj")
         return self.linear(gated, f"{name}.down_proj")
@@ -91,7 +111,7 @@ class Reference:
     def mixture(self, x: Array, name: str) -> Array:
         """Route each token by sigmoid scores, biased for the choice alone, and limited to the best groups."""
         c, experts = self.config, self.config["n_routed_experts"]
-        out = self.mlp(x, f"{name}.shared_experts")
+        out = self.mlp(x, f"{name}.shared_experts") if c["n_shared_experts"] else np.zeros_like(x)
         for t, row in enumerate(x):
             scores = 1 / (1 + np.exp(-self.linear(row, f"{name}.gate")))
             choice = scores + self.tensors[f"{name}.gate.e_score_correction_bias"]
@@ -102,15 +122,21 @@ class Reference:
                 choice = np.where(kept, choice, 0.0)
             chosen = np.argsort(-choice)[: c["num_experts_per_tok"]]
             weights = scores[chosen] / scores[chosen].sum() if c["norm_topk_prob"] else scores[chosen]
-            for expert, weight in zip(chosen, weights * c["routed_scaling_factor"], strict=True):
+            for expert, weight in zip(chosen, weights * (c["routed_scaling_factor"] or 1), strict=True):
                 out[t] += weight * self.mlp(row, f"{name}.experts.{expert}")
         return out
 
     def layer(self, x: Array, name: str) -> Array:
         normed = self.norm(x, f"{name}.input_layernorm")
         attention = self.latent if "kv_lora_rank" in self.config else self.grouped
+        second = "post_attention_layernorm"
+        if self.config["model_type"] == "mimo_v2_flash":
+            head = ".mtp." in name
+            windowed = head or self.config["hybrid_layer_pattern"][int(name.rpartition(".")[2])]
+            attention = partial(self.sliding, window=self.config["sliding_window_size"] if windowed else None)
+            second = "pre_mlp_layernorm" if head else second
         x = x + attention(normed, f"{name}.self_attn")
-        normed = self.norm(x, f"{name}.post_attention_layernorm")
+        normed = self.norm(x, f"{name}.{second}")
         experts = f"{name}.mlp.gate.weight" in self.tensors
         return x + (self.mixture if experts else self.mlp)(normed, f"{name}.mlp")
 
@@ -127,7 +153,7 @@ class Reference:
     def fed(self, tokens: list[int]) -> Array:
         """What the head is given of the trunk: MiMo's before the final norm, the others' after it."""
         hidden = self.trunk(tokens)
-        return hidden if self.config["model_type"] == "mimo" else self.norm(hidden, "model.norm")
+        return hidden if self.config["model_type"].startswith("mimo") else self.norm(hidden, "model.norm")
 
     def head(self, hidden: Array, tokens: list[int]) -> tuple[Array, Array]:
         """Hidden states [T, H] and the token after each → the head's hidden states [T, H] and logits [T, V]."""
@@ -139,6 +165,12 @@ class Reference:
             x = self.layer(self.linear(np.concatenate(parts, axis=-1), f"{name}.input_proj"), name)
             x = self.norm(x, f"{name}.final_layernorm")
             return x, self.linear(x, "lm_head")
+        if self.config["model_type"] == "mimo_v2_flash":  # SGLang's `mimo_v2_nextn.py`: chained before the norm
+            name = "model.mtp.layers.0"
+            embedding = self.tensors["model.embed_tokens.weight"][tokens]
+            parts = [self.norm(embedding, f"{name}.enorm"), self.norm(hidden, f"{name}.hnorm")]
+            x = self.layer(self.linear(np.concatenate(parts, axis=-1), f"{name}.eh_proj"), name)
+            return x, self.linear(self.norm(x, f"{name}.final_layernorm"), "lm_head")
         name = f"model.layers.{self.config['num_hidden_layers']}"
         embedding = self.tensors[f"{name}.embed_tokens.weight"][tokens]
         parts = [self.norm(embedding, f"{name}.enorm"), self.norm(hidden, f"{name}.hnorm")]

@@ -15,7 +15,8 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": glm4_moe.GLM4_MOE,
     "glm4_moe_lite": glm4_moe.GLM4_MOE_LITE,
     "deepseek_v3": deepseek_v3.FAMILY,
-    "mimo": mimo.FAMILY,
+    "mimo": mimo.MIMO,
+    "mimo_v2_flash": mimo.MIMO_V2_FLASH,
     "llama": llama.LLAMA,
     "mistral": llama.LLAMA,
     "mistral3": llama.MISTRAL3,
@@ -34,9 +35,10 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 def head_modules(config: dict[str, Any]) -> int:
     """Return how many modules of a head config.json promises; 0 where it promises none."""
     text = text_config(config)
-    if FAMILIES[config["model_type"]].head_layer is None:
+    family = FAMILIES[config["model_type"]]
+    if family.head_layer is None:
         return 0
-    return int(text.get("mtp_num_hidden_layers") or text.get("num_nextn_predict_layers") or 0)
+    return family.head.modules or int(text.get("mtp_num_hidden_layers") or text.get("num_nextn_predict_layers") or 0)
 
 
 def build(config: dict[str, Any], head: bool = True) -> Model:

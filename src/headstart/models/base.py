@@ -53,8 +53,10 @@ class HeadSpec:
     own_embedding: bool = False  # or the trunk's
     first_embedding_is_zero: bool = False  # in the pair at position 0
     in_layer: bool = False  # every module has its own parts, beside its decoder layer's; or all share one set
+    modules: int | None = None  # that are used; None: as many as config.json says
     names: HeadNames = HeadNames()
     released_as: str = "mtp."  # prefix of a module's tensors: {layer} counts from the trunk's first, {module} from 0
+    renamed: tuple[tuple[str, str], ...] = ()  # parts of its decoder layer, as released and as mlx-lm calls them
 
 
 def _no_projection(net: nn.Module, x: mx.array) -> Window:

@@ -1,10 +1,26 @@
-"""MiMo-7B: its head is given the hidden first, before the trunk's final norm, as in the vendor's code for vLLM."""
+"""MiMo-7B: its head is given the hidden first, before the trunk's final norm, as in the vendor's code for vLLM.
 
-from mlx_lm.models import mimo
+MiMo-V2-Flash: sliding windows, attention sinks and experts. Of its three head modules the first drafts, chained to
+itself, as in vLLM; it is given hidden states before the norm, as in SGLang and llama.cpp.
+"""
 
+from functools import partial
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import mimo, mimo_v2_flash
+
+from ..kernels.types import ArrangedHeads
+from .attention import grouped_attention, rotate_heads
 from .base import HeadNames, HeadSpec, plain_family
 
-FAMILY = plain_family(
+
+def scale_values(layer: nn.Module, heads: ArrangedHeads, offset: mx.array) -> ArrangedHeads:
+    rotated = rotate_heads(layer, heads, offset)
+    return rotated if layer.value_scale is None else rotated._replace(values=rotated.values * layer.value_scale)
+
+
+MIMO = plain_family(
     "mimo",
     mimo,
     head_layer=lambda lm: mimo.TransformerBlock(lm.args),
@@ -15,5 +31,21 @@ FAMILY = plain_family(
         in_layer=True,
         names=HeadNames("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"),
         released_as="mtp_layers.{module}.",
+    ),
+)
+MIMO_V2_FLASH = plain_family(
+    "mimo_v2_flash",
+    mimo_v2_flash,
+    attention=partial(grouped_attention, arrange=scale_values),
+    window=lambda layer: layer.mlp.config.sliding_window_size if layer.is_sliding_window else None,
+    head_layer=lambda lm: mimo_v2_flash.DecoderLayer(lm.args, is_moe=False, is_sliding_window=True),
+    head=HeadSpec(
+        fed_after_norm=False,
+        chains_after_norm=False,
+        in_layer=True,
+        modules=1,
+        names=HeadNames("eh_proj", "enorm", "hnorm", "final_layernorm"),
+        released_as="mtp.layers.{module}.",
+        renamed=(("pre_mlp_layernorm", "post_attention_layernorm"),),
     ),
 )
