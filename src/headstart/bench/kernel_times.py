@@ -7,6 +7,7 @@ here.
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -160,7 +161,8 @@ def comparisons(model: Model) -> Iterator[Comparison]:
         experts = f"{mlp.num_experts} experts, {mlp.top_k} chosen" if "switch_mlp" in mlp else "dense"
         parts.setdefault(part.name, part)
         parts.setdefault(
-            f"mlp {experts}", Comparison("feed-forward", experts, hidden, _feed_forward(model, mlp), mlp)
+            f"mlp {experts}",
+            Comparison("feed-forward", experts, hidden, _feed_forward(model, mlp), _stock_feed_forward(mlp)),
         )
     yield from parts.values()
     tied = [] if "lm_head" in model.weights else [model.weights.embed_tokens]
@@ -178,6 +180,15 @@ def _shape(layer: nn.Module) -> tuple[int, str]:
         return inputs, f"{outputs}×{inputs}, {str(layer.weight.dtype).removeprefix('mlx.core.')}"
     inputs = layer.scales.shape[1] * layer.group_size
     return inputs, f"{outputs}×{inputs}, {layer.bits} bits in groups of {layer.group_size}"
+
+
+def _stock_feed_forward(module: nn.Module) -> Run:
+    """Return mlx-lm's module, in float32 where MLX multiplies experts in nothing else: on a CPU."""
+    if mx.default_device() != mx.cpu or "switch_mlp" not in module:
+        return module
+    in_float32 = deepcopy(module)
+    in_float32.set_dtype(mx.float32)
+    return lambda x: in_float32(x.astype(mx.float32))
 
 
 def _delta(model: Model, net: nn.Module, memory: Recurrent) -> Run:
