@@ -4,7 +4,8 @@ from typing import Any
 
 from ..errors import CheckpointError
 from . import deepseek_v3, glm4_moe, llama, mimo, qwen3, qwen3_5, qwen3_next
-from .base import Family, Head, HeadSpec, Model, Weights, use_float32_norms
+from .base import Family, Model, Weights, use_float32_norms
+from .head import Head, HeadSpec
 
 FAMILIES: dict[str, Family] = {
     "qwen3_5": qwen3_5.DENSE,

@@ -26,37 +26,9 @@ from .draft_vocabulary import DraftVocabulary
 from .feed_forward import feed_forward
 from .gated_delta_net import gated_delta_net
 from .graph import Graph, compiles
+from .head import QWEN_HEAD, Head, HeadSpec, find_part
 from .residual import Residual
 from .share import Alone, Share
-
-
-@dataclass(frozen=True)
-class HeadNames:
-    """Names of the parts of a head beside its decoder layers, as in released files."""
-
-    fc: str = "fc"
-    embedding_norm: str = "pre_fc_norm_embedding"
-    hidden_norm: str = "pre_fc_norm_hidden"
-    norm: str = "norm"
-    lm_head: str = "lm_head"
-    embedding: str = "embed_tokens"
-
-
-@dataclass(frozen=True)
-class HeadSpec:
-    """How a multi-token-prediction head is wired. The defaults are Qwen3.5's, as in vLLM, SGLang and llama.cpp."""
-
-    embedding_first: bool = True  # fc(concat[embedding, hidden]) or fc(concat[hidden, embedding])
-    fed_after_norm: bool = True  # the trunk's hidden after its final norm, or before
-    chains_after_norm: bool = True  # draft j+1 takes the head's hidden after its own norm, or before
-    own_lm_head: bool = False  # or the trunk's
-    own_embedding: bool = False  # or the trunk's
-    first_embedding_is_zero: bool = False  # in the pair at position 0
-    in_layer: bool = False  # every module has its own parts, beside its decoder layer's; or all share one set
-    modules: int | None = None  # that are used; None: as many as config.json says
-    names: HeadNames = HeadNames()
-    released_as: str = "mtp."  # prefix of a module's tensors: {layer} counts from the trunk's first, {module} from 0
-    renamed: tuple[tuple[str, str], ...] = ()  # parts of its decoder layer, as released and as mlx-lm calls them
 
 
 def _no_projection(net: nn.Module, x: mx.array) -> Window:
@@ -73,7 +45,7 @@ class Family:
     lm_head: Callable[[nn.Module], nn.Module | None]  # None where the embedding is tied
     head_layer: Callable[[nn.Module], nn.Module] | None = None  # that model → the decoder layer of a head's module
     project: Callable[[nn.Module, mx.array], Window] = _no_projection  # the input of a GatedDeltaNet layer
-    head: HeadSpec = HeadSpec()
+    head: HeadSpec = QWEN_HEAD
     attention: Callable[..., tuple[mx.array, mx.array]] = attention  # see `attention.py`
     kv_sizes: Callable[[nn.Module], tuple[int, int, int]] = gated_kv_sizes  # heads, sizes of a key and of a value
     window: Callable[[nn.Module], int | None] = lambda layer: None  # positions that a decoder layer sees; None: all
@@ -116,40 +88,6 @@ def use_float32_norms(module: nn.Module) -> None:
         return Norm(leaf.weight.shape[0], leaf.eps) if type(leaf) is nn.RMSNorm else leaf
 
     module.update_modules(tree_map(swap, module.leaf_modules(), is_leaf=nn.Module.is_module))
-
-
-class Head(nn.Module):
-    """The weights under `mtp.*`, with upstream's names for what is in a module."""
-
-    def __init__(self, spec: HeadSpec, layers: list[nn.Module], hidden: int, vocabulary: int, eps: float):
-        super().__init__()
-        self.layers = layers
-        for owner in layers if spec.in_layer else [self]:
-            _put(owner, spec.names.fc, nn.Linear(2 * hidden, hidden, bias=False))
-            for name in (spec.names.embedding_norm, spec.names.hidden_norm, spec.names.norm):
-                _put(owner, name, nn.RMSNorm(hidden, eps))
-            if spec.own_lm_head:
-                _put(owner, spec.names.lm_head, nn.Linear(hidden, vocabulary, bias=False))
-            if spec.own_embedding:
-                _put(owner, spec.names.embedding, nn.Embedding(vocabulary, hidden))
-
-
-def _put(owner: nn.Module, path: str, part: nn.Module) -> None:
-    *outer, name = path.split(".")
-    for each in outer:
-        if each not in owner:
-            setattr(owner, each, nn.Module())
-        owner = owner[each]
-    setattr(owner, name, part)
-
-
-def _find(owner: nn.Module, path: str) -> Any:
-    """Return a part by its dotted name, None if there is none."""
-    for name in path.split("."):
-        if name not in owner:
-            return None
-        owner = owner[name]
-    return owner
 
 
 class Weights(nn.Module):
@@ -310,7 +248,7 @@ class Model:
     def _part(self, module: int, path: str) -> Any:
         """Return a part of a head's module by its name, None if the trunk's is used."""
         mtp = self.weights.mtp
-        return _find(mtp.layers[module] if self.family.head.in_layer else mtp, path)
+        return find_part(mtp.layers[module] if self.family.head.in_layer else mtp, path)
 
     def share_missing(self, stored: Container[str]) -> None:
         """Use the trunk's embedding and output layer where a head's `stored` parameters lack its own copies."""
@@ -318,7 +256,7 @@ class Model:
         for module, layer in enumerate(self.weights.mtp.layers if spec.in_layer else []):
             for path in (spec.names.embedding, spec.names.lm_head):
                 outer, _, name = path.rpartition(".")
-                owner = _find(layer, outer) if outer else layer
+                owner = find_part(layer, outer) if outer else layer
                 if owner is not None and f"mtp.layers.{module}.{path}.weight" not in stored:
                     owner.pop(name, None)
 

@@ -6,7 +6,8 @@ from functools import partial
 import mlx.nn as nn
 from mlx_lm.models import deepseek_v3
 
-from .base import HeadNames, HeadSpec, plain_family
+from .base import plain_family
+from .head import HeadNames, HeadSpec
 from .latent_attention import latent_attention, latent_kv_sizes
 
 # As in SGLang and transformers. vLLM sets the embedding of the first pair to zero, which only it does.

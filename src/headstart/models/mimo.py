@@ -12,7 +12,8 @@ from mlx_lm.models import mimo, mimo_v2_flash
 
 from ..kernels.types import ArrangedHeads
 from .attention import grouped_attention, rotate_heads
-from .base import HeadNames, HeadSpec, plain_family
+from .base import plain_family
+from .head import HeadNames, HeadSpec
 
 
 def scale_values(layer: nn.Module, heads: ArrangedHeads, offset: mx.array) -> ArrangedHeads:
