@@ -1,5 +1,6 @@
 """Failures put in on purpose: whose requests they end, whose they do not, and what /health says meanwhile."""
 
+import logging
 import re
 import threading
 from collections.abc import Callable
@@ -282,6 +283,7 @@ def test_an_error_that_nobody_foresaw_is_counted_and_logged_without_what_was_ask
 def test_requests_that_go_well_or_are_refused_are_not_logged(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    caplog.set_level(logging.WARNING, "uvicorn.access")
     with running(key="sesame") as server, server.http() as http:
         body: dict[str, Any] = {"prompt": "the secret prompt", "max_tokens": 3}
         assert http.post("/v1/completions", json=body).status_code == 200

@@ -41,7 +41,9 @@ def encoder() -> Encoder:
 
 
 def ids(request: type[Any], body: Body) -> list[int]:
-    return list(read(request.model_validate(body), served()).tokens)
+    parsed = request.model_validate(body)
+    (only,) = parsed.parts() if isinstance(parsed, CompletionRequest) else (parsed,)
+    return list(read(only, served()).tokens)
 
 
 def controls(tokens: list[int]) -> list[int]:

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..engine import EngineThread
 from ..errors import HeadstartError, RequestError
+from .log import drop_query
 from .middleware import Limits
 
 LOG = logging.getLogger("uvicorn.error")
@@ -80,6 +81,7 @@ class Server(uvicorn.Server):
         )
         self._engine_thread = engine_thread
         self._deadline = deadline
+        logging.getLogger("uvicorn.access").addFilter(drop_query)
         for name in ("uvicorn.error", "asyncio"):  # clients can cause what they log
             logging.getLogger(name).addFilter(_is_new)
 

@@ -25,6 +25,14 @@ def configure_log(level: str, *, access: bool) -> None:
     logging.getLogger("uvicorn.access").setLevel(logging.INFO if access else logging.WARNING)
 
 
+def drop_query(record: logging.LogRecord) -> bool:
+    """Leave what follows the path out of a line of the access log: a client may have put its key there."""
+    if isinstance(record.args, tuple) and len(record.args) == 5:
+        client, method, path, version, status = record.args
+        record.args = (client, method, str(path).partition("?")[0], version, status)
+    return True
+
+
 class TracebackFormatter(logging.Formatter):
     """Format exceptions without their messages, which may quote a client."""
 
