@@ -24,6 +24,10 @@ class HeldLinear(NamedTuple):
     linear: Linear
     types: tuple[mx.Dtype, ...]  # of the activations that it takes
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "HeldLinear":
+        """Return itself: MLX's types cannot be copied, and a copied module finds that its weight is another."""
+        return self
+
 
 def linear(layer: nn.Module, dtype: mx.Dtype) -> Linear | None:
     """Return a layer as the extension takes it, None if it does not fit activations of this type.
