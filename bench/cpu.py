@@ -21,6 +21,7 @@ from mlx.utils import tree_flatten
 import headstart
 from headstart.bench.prompts import KINDS, builtin_prompts
 from headstart.engine import Engine, Request
+from headstart.engine.batch import Batch
 from headstart.engine.step import prefill_prompts, step
 from headstart.kernels.cpu import load
 from headstart.kernels.products import product
@@ -70,7 +71,10 @@ def main() -> None:
     native, names = load.loaded(), args.models.split(",")
     speed = bandwidth()
     loaded = {name: headstart.load(name) for name in names}
-    cases = [*product_cases(), *(case for name in names for case in model_cases(name, *loaded[name]))]
+    load._loaded = STOCK  # which loads experts in float32, the only type that MLX multiplies them in
+    stock = {name: headstart.load(name)[0] for name in names}
+    load._loaded = native
+    cases = [*product_cases(), *(case for name in names for case in model_cases(name, *loaded[name], stock[name]))]
     for _ in range(args.repeats):
         for case in cases:
             case.time(native)
@@ -117,35 +121,38 @@ def product_cases() -> Iterator[Case]:
                 )
 
 
-def model_cases(name: str, model: Model, tokenizer: Any) -> Iterator[Case]:
+def model_cases(name: str, model: Model, tokenizer: Any, stock: Model) -> Iterator[Case]:
     size = sum(array.nbytes for _, array in tree_flatten(model.weights.parameters()))
     prompt = list(tokenizer.encode(PROMPT * 40))[:401]
-    sides = (True, False)
+
+    def batches(k: int) -> dict[bool, tuple[Model, Batch]]:
+        return {each is model: (each, prefill_prompts(each, [prompt[:60]], k)) for each in (model, stock)}
 
     def steps(k: int) -> Callable[[], None]:
-        batches = {ours: prefill_prompts(model, [prompt[:60]], 8) for ours in sides}
+        by_side = batches(8)
 
         def one() -> None:
-            batch = batches[load._loaded is not STOCK]
+            model, batch = by_side[load._loaded is not STOCK]
             mx.eval(step(model, batch, k).tokens, batch.arrays())
 
         return one
 
     def windows(width: int) -> Callable[[], None]:
-        batches = {ours: prefill_prompts(model, [prompt[:60]], 0) for ours in sides}
+        by_side = batches(0)
 
         def one() -> None:
-            rows = batches[load._loaded is not STOCK].trunk_state
+            model, batch = by_side[load._loaded is not STOCK]
+            rows = batch.trunk_state
             mx.eval(model.logits(model.trunk(mx.array([prompt[:width]]), rows, certain=1)), rows.arrays())
 
         return one
 
-    drafting = prefill_prompts(model, [prompt[:60]], 8)
-    hidden = mx.zeros((1, 1, model.config["hidden_size"]), model.dtype)
+    drafting = batches(8)
 
     def draft() -> None:
-        assert drafting.head_state is not None
-        mx.eval(mx.argmax(model.draft_logits(model.head(hidden, mx.array([[5]]), drafting.head_state)), axis=-1))
+        model, batch = drafting[load._loaded is not STOCK]
+        hidden = mx.zeros((1, 1, model.config["hidden_size"]), model.dtype)
+        mx.eval(mx.argmax(model.draft_logits(model.head(hidden, mx.array([[5]]), batch.head_state)), axis=-1))
 
     def describe(k: int) -> Callable[[], None]:
         batch = prefill_prompts(model, [prompt[:60]], 8)
@@ -154,6 +161,9 @@ def model_cases(name: str, model: Model, tokenizer: Any) -> Iterator[Case]:
             step(model, batch, k)  # described, not computed
 
         return run
+
+    def prompts() -> None:
+        prefill_prompts(model if load._loaded is not STOCK else stock, [prompt], 0)
 
     for k in (0, 3):
         yield Case(f"{name}: step, k = {k}", steps(k), size, calls=4)
@@ -166,7 +176,7 @@ def model_cases(name: str, model: Model, tokenizer: Any) -> Iterator[Case]:
     yield Case(f"{name}: one draft", draft, head, calls=4)
     for k in (0, 3):
         yield Case(f"{name}: Python for a step, k = {k}", describe(k), 0, native_only=True)
-    yield Case(f"{name}: prompt of {len(prompt) - 1} tokens", lambda: prefill_prompts(model, [prompt], 0), size)
+    yield Case(f"{name}: prompt of {len(prompt) - 1} tokens", prompts, size)
 
 
 def texts(name: str, model: Model, tokenizer: Any, tokens: int) -> None:
