@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer as load_mlx_lm_tokenizer
 
@@ -85,12 +85,12 @@ def load_model(
     if model.has_head:
         model.share_missing(stored)
     model = _quantized(model, packed)
-    if split is None:
-        _check_memory(layout.path, sum(part.nbytes for part in stored.values()), Footprint.of(model))
     norms = {f"{name}.weight" for name, module in model.weights.named_modules() if isinstance(module, Norm)}
     if dtype is None:
         experts = any(".switch_mlp." in name for name in stored)
         dtype = compute_dtype(layout.dtype, experts=experts, modes={how["mode"] for how in packed.values()})
+    if split is None:
+        _check_memory(layout.path, _nbytes(model.weights, dtype), Footprint.of(model))
 
     files = LazyFiles()
     part = split(models.text_config(layout.config)) if split is not None else None
@@ -113,6 +113,12 @@ def load_model(
         model = model.with_draft_vocabulary(*listed)
     k, max_k, reason, copies = decision.k, decision.max_k, decision.reason, decision.copies
     return replace(model, head_unavailable=reason, default_k=k, max_k=max_k, copies=copies)
+
+
+def _nbytes(weights: nn.Module, dtype: mx.Dtype) -> int:
+    """Return the bytes that weights take in memory: those of a float8 file are twice as large as on disk."""
+    arrays: Any = dict(tree_flatten(weights.parameters())).values()
+    return sum(a.size * (dtype.size if mx.issubdtype(a.dtype, mx.floating) else a.itemsize) for a in arrays)
 
 
 def _check_memory(path: Path, weights: int, footprint: Footprint) -> None:
