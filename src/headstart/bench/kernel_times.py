@@ -57,7 +57,7 @@ class KernelTime:
     stock_exact: bool = False
     stock_seconds: dict[int, float] = field(default_factory=dict)
     distance: float | None = None  # from stock ops, relative
-    refused: str = ""  # candidates that may not be used, and why
+    others: str = ""  # candidates that are not used, and why
     failed: bool = False  # a candidate did not run, or is wrong
 
 
@@ -77,7 +77,7 @@ def of_check(check: Any) -> KernelTime:
     """Return what the tuning on Metal found out about an operation."""
     by_name = {candidate.name: candidate for candidate in check.candidates}
     used, stock = by_name[check.chosen], by_name["stock"]
-    refused = "; ".join(f"{each.name}: {each.refused}" for each in check.candidates if each.refused)
+    others = [each for each in check.candidates if each not in (used, stock)]
     return KernelTime(
         check.operation,
         check.shape,
@@ -87,9 +87,13 @@ def of_check(check: Any) -> KernelTime:
         stock.exact,
         stock.seconds,
         used.error,
-        refused,
+        "; ".join(f"{each.name}: {each.refused or _measured(each)}" for each in others),
         any((each.refused or "").startswith(("failed", "differs")) for each in check.candidates),
     )
+
+
+def _measured(candidate: Any) -> str:
+    return f"{_microseconds(candidate.seconds)} µs" + ("" if candidate.exact else ", rows do not agree")
 
 
 def compare(operation: Comparison, rows: mx.array) -> KernelTime:
@@ -115,7 +119,7 @@ def compare(operation: Comparison, rows: mx.array) -> KernelTime:
         used = "stock" if selected().startswith("stock") else "ours"
         return KernelTime(name, shape, used, exact[0], ours, exact[1], stock, float(distance))
     except Exception as error:  # of a device's compiler, whose classes differ
-        return KernelTime(name, shape, "failed", False, refused=f"{type(error).__name__}: {error}", failed=True)
+        return KernelTime(name, shape, "failed", False, others=f"{type(error).__name__}: {error}", failed=True)
 
 
 def kernel_table(times: Sequence[KernelTime]) -> str:
@@ -124,7 +128,7 @@ def kernel_table(times: Sequence[KernelTime]) -> str:
         [
             *(each.operation, each.shape, each.used, "yes" if each.exact else "no", _microseconds(each.seconds)),
             *("yes" if each.stock_exact else "no", _microseconds(each.stock_seconds)),
-            *("" if each.distance is None else f"{each.distance:.0e}", each.refused),
+            *("" if each.distance is None else f"{each.distance:.0e}", each.others),
         ]
         for each in times
     ]
@@ -139,7 +143,7 @@ def kernel_table(times: Sequence[KernelTime]) -> str:
         "stock: rows agree",
         f"stock {at}",
         "distance",
-        "refused",
+        "others",
     ]
     return table(heads, rows)
 
