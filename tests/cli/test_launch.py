@@ -79,6 +79,9 @@ def start(home: Path, *arguments: str, agents: tuple[str, ...] = ("claude", "cod
     for name in agents:
         (programs / name).write_text(AGENT.format(python=sys.executable, hang=HANG))
         (programs / name).chmod(0o755)
+    compiled = Path(os.environ["TMPDIR"]) / "mlx"  # by mx.compile: another $TMPDIR would have all of it again
+    compiled.mkdir(exist_ok=True)
+    (home.parent / "mlx").symlink_to(compiled)
     changed = {"HOME": str(home), "PATH": f"{programs}:/usr/bin:/bin", "REPORT": str(home.parent / "report")}
     changed |= {"ANTHROPIC_API_KEY": "the user's", "TMPDIR": str(home.parent)}
     changed["XDG_CACHE_HOME"] = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))  # has compiled kernels

@@ -91,6 +91,7 @@ def test_two_machines_generate_what_one_does(folder: str) -> None:
     assert "error" not in errors
 
 
+@pytest.mark.slow
 def test_a_refusal_ends_all_of_them() -> None:
     with launched("generate", "--prompt", "Hello", "--model", os.devnull) as process:
         output, errors = process.communicate(timeout=120)

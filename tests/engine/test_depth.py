@@ -20,7 +20,8 @@ from headstart.models import Model
 EVERY = [(machine, text) for machine, text in product(MACHINES, TEXTS) if machine != "drifting"]
 
 
-@pytest.mark.parametrize("rows", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 4])
 def test_speed_is_close_to_the_oracle_on_every_machine_and_text(rows: int) -> None:
     """The oracle knows all acceptance rates and step times, and when they change. The controller measures them, with
     noise and outliers. Over 600 rounds, exploration included."""
@@ -28,7 +29,7 @@ def test_speed_is_close_to_the_oracle_on_every_machine_and_text(rows: int) -> No
     assert min(shares.values()) >= (0.95 if rows == 1 else 0.94), shares
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_rising_cost_of_drafts_is_followed(rows: int) -> None:
     """From a tenth of a step to more than a whole one, within 600 rounds. Only exploration tells that from a machine
     that slows down, and it costs more and more where the text is poor."""

@@ -14,6 +14,7 @@ from headstart.kernels.cuda.products import MOST_ROWS, MatrixWeights, launch_pro
 
 K = 384  # few chunks of 4-bit codes, more of 8-bit ones: not the same number for every slice
 LONG = 2560  # of 4-bit codes: chunks of a line of memory, two or three of them a slice
+SLOW = pytest.mark.slow
 
 
 pytestmark = pytest.mark.usefixtures("stock_ops")  # the kernels for CUDA run on this CPU, not those for it
@@ -66,18 +67,18 @@ def error(found: mx.array, expected: mx.array) -> float:
     ("bits", "group", "inputs", "outputs", "dtype"),
     [
         (4, 64, K, 48, mx.bfloat16),
-        (4, 32, K, 33, mx.float16),
-        (4, 128, K, 16, mx.bfloat16),
+        pytest.param(4, 32, K, 33, mx.float16, marks=SLOW),
+        pytest.param(4, 128, K, 16, mx.bfloat16, marks=SLOW),
         (4, 64, 64, 1, mx.bfloat16),  # less than a chunk, less than a tile
-        (8, 64, K, 48, mx.bfloat16),
+        pytest.param(8, 64, K, 48, mx.bfloat16, marks=SLOW),
         (8, 32, 96, 33, mx.float16),
-        (16, 1, K, 48, mx.bfloat16),
-        (4, 64, LONG, 100, mx.bfloat16),
-        (8, 128, 1280, 40, mx.bfloat16),
+        pytest.param(16, 1, K, 48, mx.bfloat16, marks=SLOW),
+        pytest.param(4, 64, LONG, 100, mx.bfloat16, marks=SLOW),
+        pytest.param(8, 128, 1280, 40, mx.bfloat16, marks=SLOW),
         (16, 1, 640, 40, mx.float16),
     ],
 )
-@pytest.mark.parametrize("rows", [3, pytest.param(19, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [3, pytest.param(19, marks=SLOW)])
 def test_a_product_is_that_of_the_weights_that_the_codes_stand_for(
     bits: int, group: int, inputs: int, outputs: int, dtype: mx.Dtype, rows: int
 ) -> None:
@@ -89,7 +90,10 @@ def test_a_product_is_that_of_the_weights_that_the_codes_stand_for(
 
 @pytest.mark.parametrize(
     ("inputs", "bits", "group"),
-    [(K, 4, 64), pytest.param(LONG, 4, 32, marks=pytest.mark.slow), (LONG // 2, 8, 64), (640, 16, 1)],
+    [
+        (K, 4, 64),
+        *(pytest.param(*case, marks=SLOW) for case in ((LONG, 4, 32), (LONG // 2, 8, 64), (640, 16, 1))),
+    ],
 )
 def test_a_row_has_the_same_bits_among_any_number_of_rows(inputs: int, bits: int, group: int) -> None:
     # Everything cancels, so that what is left is the rounding of the sums: another order would show in every bit.
@@ -102,7 +106,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(inputs: int, bits: int
         assert mx.array_equal(launch_products(x[70 - rows :], [weights])[0], together[70 - rows :]), rows
 
 
-@pytest.mark.parametrize("rows", [2, 12])
+@pytest.mark.parametrize("rows", [pytest.param(2, marks=SLOW), 12])
 def test_a_block_that_takes_tile_after_tile_has_the_bits_of_one_that_takes_one(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +125,7 @@ def test_layers_that_share_an_input_have_the_bits_of_each_alone() -> None:
         assert mx.array_equal(found, launch_products(x, [weights])[0])
 
 
-@pytest.mark.parametrize(("bits", "rows"), [(4, 3), (16, 11)])
+@pytest.mark.parametrize(("bits", "rows"), [(4, 3), pytest.param(16, 11, marks=SLOW)])
 def test_a_gated_product_is_silu_of_the_gate_times_up(bits: int, rows: int) -> None:
     both, x = random_weights((2, 40, K), bits, 64 if bits < 16 else 1), normal(rows, K, seed=4)
     gate, up = (MatrixWeights(*[a[i] for a in both.arrays()], bits=bits, group=both.group) for i in (0, 1))
@@ -137,7 +141,7 @@ def test_a_gated_product_is_silu_of_the_gate_times_up(bits: int, rows: int) -> N
 
 
 # Three experts for nine rows of four choices each: some have more rows than a tile has columns.
-@pytest.mark.parametrize(("bits", "count"), [(4, 3), (16, 8)])
+@pytest.mark.parametrize(("bits", "count"), [(4, 3), pytest.param(16, 8, marks=SLOW)])
 def test_experts_multiply_the_rows_that_chose_them(bits: int, count: int) -> None:
     weights = random_weights((count, 32, 128), bits, 64 if bits < 16 else 1)
     indices = mx.random.randint(0, count, (9, 1, 4), key=mx.random.key(5))

@@ -89,6 +89,7 @@ def worst(results: dict[tuple[str, int], tuple[float, int]]) -> float:
     return 2 * min(together, len(results) * min(tail(*result) for result in results.values()))
 
 
+@pytest.mark.slow
 def test_a_mixed_batch_follows_the_law_of_its_own_logits() -> None:
     found = measured([*SAMPLED, *GREEDY], SAMPLES)
     results = against({name: found[name] for name in SAMPLED})

@@ -38,6 +38,7 @@ def test_the_deepest_that_is_allowed_works(server: Target, case: Case) -> None:
     server.assert_serving()
 
 
+@pytest.mark.slow
 def test_many_at_a_time_keep_nobody_waiting(server: Target) -> None:
     hard = [Case("hard", CHAT, shaped(wide(4_000 + i)), 400, "invalid_value") for i in range(3)]
     with ThreadPoolExecutor(len(hard)) as pool, server.http(timeout=600) as http:

@@ -52,6 +52,7 @@ def test_long_texts_keep_no_small_request_waiting(vast: Target) -> None:
         assert {each.result().status_code for each in pending} <= {400, 408, 429}
 
 
+@pytest.mark.slow
 def test_work_for_a_client_that_has_gone_is_stopped(vast: Target) -> None:
     host, port = vast.url.removeprefix("http://").split(":")
     text = "1" * 15_000_000

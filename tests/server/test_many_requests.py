@@ -96,6 +96,7 @@ def endure(count: int) -> tuple[int, int]:
         return after[0] - before[0], after[1] - before[1]
 
 
+@pytest.mark.slow
 def test_a_hundred_requests_leave_nothing_behind() -> None:
     grown, _ = endure(100)
     assert grown < 200_000
