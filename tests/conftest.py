@@ -4,15 +4,19 @@ import os
 import shutil
 import signal
 import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-# mx.compile on CPU builds shared libraries in a folder under $TMPDIR, without a lock: every worker gets its
-# own. A worker inherits its parent's $TMPDIR, so its folder lies inside the parent's and goes with it.
-# tempfile has cached the old place by then, so pytest keeps tmp_path where it always does.
+from compiled import CompiledFunctions
+
+# Every process gets a $TMPDIR of its own: mx.compile on CPU builds shared libraries there, without a lock. A worker's
+# lies inside its parent's and goes with it. pytest keeps tmp_path where it always does.
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
 _tmpdir = tempfile.mkdtemp(prefix="headstart-tests-")
-os.environ["TMPDIR"] = _tmpdir
+tempfile.tempdir = os.environ["TMPDIR"] = _tmpdir
+_compiled = CompiledFunctions(Path(_tmpdir))
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -37,7 +41,12 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(_tmpdir, ignore_errors=True)
 
 
+def pytest_runtest_logfinish() -> None:
+    _compiled.publish()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    _compiled.fetch()
     if item.get_closest_marker("gpu"):
         import mlx.core as mx
 

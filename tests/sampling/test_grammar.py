@@ -122,6 +122,19 @@ def test_a_completed_answer_follows_its_grammar() -> None:
             jsonschema.validate(json.loads(text), PERSON if spec is JSON else {"type": "object"})
 
 
+@pytest.mark.parametrize("gap", ["", " ", "\n", "\n    ", "\n\t\t"])
+def test_json_may_have_one_space_or_a_new_line_and_its_indentation(gap: str) -> None:
+    tokens = ids("{" + gap + '"name"')
+    assert matcher_of(JSON).advance(tokens) == len(tokens)
+
+
+@pytest.mark.parametrize("gap", ["  ", "\t", "\n\n", "\n \n", "\n" + " " * 40])
+def test_json_has_no_longer_gaps(gap: str) -> None:
+    """A model could spend all its tokens on them."""
+    tokens = ids("{" + gap + '"name"')
+    assert matcher_of(JSON).advance(tokens) < len(tokens)
+
+
 @pytest.mark.parametrize("way", [{}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "seeded"])
 def test_an_answer_is_the_same_for_every_k_alone_and_in_a_batch(way: dict[str, Any]) -> None:
     spec = GrammarSpec("regex", r"(red|green|blue)berr(y|ies) cost [0-9]{1,3} pence( each)?")
