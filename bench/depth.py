@@ -30,7 +30,7 @@ def controller(rows: int) -> tuple[float, float]:
     for round, count in enumerate(visits + [rows] * ROUNDS):
         running = histories[:count]
         started = time.perf_counter()
-        k = depth.choose(running)
+        k = depth.choose(running).k
         spent = time.perf_counter() - started
         outcomes = [(rng.randint(0, k), k) for _ in running]
         seconds = (1 + 0.2 * k + 0.1 * len(running)) * rng.lognormvariate(0, 0.1)

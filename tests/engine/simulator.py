@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from headstart.engine.depth import DepthController, DraftHistory
+from headstart.engine.depth import DepthController, DraftHistory, Plan
 from headstart.limits import MAX_K
 
 Costs = Callable[[int, int, int], float]  # rows, k, round → seconds a step
@@ -94,7 +94,7 @@ def simulate(
     for round in range(rounds):
         count = rows(round)
         running = drafters[:count]
-        k = depth.choose(running)
+        k = depth.choose(running).k
         outcomes = []
         for _ in running:
             accepted = 0
@@ -122,10 +122,10 @@ class Informed:
     def __init__(self, costs: Costs, chances: tuple[float, float], turn: int):
         self.costs, self.chances, self.turn, self.belief = costs, chances, turn, 0.5  # in the second
 
-    def choose(self, rows: Sequence[DraftHistory]) -> int:
+    def choose(self, rows: Sequence[DraftHistory]) -> Plan:
         tokens = [expected(lambda round, j, chance=chance: chance, 0) for chance in self.chances]
         likely = [(1 - self.belief) * a + self.belief * b for a, b in zip(*tokens, strict=True)]
-        return max(range(MAX_K + 1), key=lambda k: likely[k] / self.costs(len(rows), k, 0))
+        return Plan(max(range(MAX_K + 1), key=lambda k: likely[k] / self.costs(len(rows), k, 0)))
 
     def observe(
         self, rows: Sequence[DraftHistory], k: int, outcomes: Sequence[tuple[int, int]], seconds: float | None

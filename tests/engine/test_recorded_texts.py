@@ -42,7 +42,7 @@ def chosen_rate(depth: DepthController, clock: Clock, texts: Sequence[Sequence[i
         before.append(k)
         return taken
 
-    return _decode(texts, lambda: depth.choose(rows), seconds)
+    return _decode(texts, lambda: depth.choose(rows).k, seconds)
 
 
 def _decode(

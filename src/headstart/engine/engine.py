@@ -293,7 +293,7 @@ class Engine(Scheduler):
                     self.depth.observe_coverage(*listed.count(line[: outcomes[-1][0] + 1]))
         timed = seconds if pending.steady and len(running) == len(pending.sequences) else None
         histories = [sequence.history for sequence in running]
-        self.depth.observe(histories, pending.k, outcomes, timed, pending.plan.head)
+        self.depth.observe(histories, pending.k, outcomes, timed, pending.plan.source)
         for sequence in running:
             sequence.stats.count_depth(min(pending.k, sequence.max_k), seconds)
             if sequence.auto_depth:
