@@ -301,7 +301,7 @@ def trusted() -> CopyIndex:
 
 def test_a_copy_that_goes_on_is_drafted_without_the_head() -> None:
     plan = calibrated(0.1, 0.1).plan([DraftHistory()], [trusted()])
-    assert plan == Plan(8, Source.NONE, distances=(60,))
+    assert plan == Plan(MAX_K, Source.NONE, distances=(60,))
 
 
 def test_a_copy_is_left_alone_where_the_head_earns_more() -> None:

@@ -11,16 +11,17 @@ bias the output.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
+from types import MappingProxyType
 from typing import NamedTuple
 
-from ..limits import DEFAULT_K, MAX_K
+from ..limits import DEFAULT_K, MAX_HEAD_K
 from ..models import Model
 from .copies import CopyIndex
-from .draft import Source
+from .draft import Source, draft_limits
 from .draft_history import DraftHistory
 from .step_time import StepTime
 
@@ -41,6 +42,11 @@ class Plan(NamedTuple):
     source: int = Source.HEAD
     distances: tuple[int, ...] = ()  # how far back each sequence copies from, 0 for none; empty if none does
 
+    @classmethod
+    def fixed(cls, model: Model, k: int) -> "Plan":
+        """Return the plan of k drafts where no controller chooses."""
+        return next((cls(min(k, most), source) for source, most in draft_limits(model).items()), cls(0))
+
 
 @dataclass
 class Exploration:
@@ -56,10 +62,17 @@ class Exploration:
 class DepthController:
     """Depth controller of one model. All sequences of a batch share a depth, so it maximises their total."""
 
-    def __init__(self, max_k: int = MAX_K, start: int = DEFAULT_K, sources: Sequence[Source] = (Source.HEAD,)):
-        """Start at depth `start` with the first of the sources."""
+    def __init__(
+        self,
+        max_k: int = MAX_HEAD_K,
+        start: int = DEFAULT_K,
+        sources: Sequence[Source] = (Source.HEAD,),
+        limits: Mapping[Source, int] = MappingProxyType({}),
+    ):
+        """Start at depth `start` with the first of the sources. `limits`: where a source drafts less than `max_k`."""
         self.max_k = max_k
         self.sources = sources
+        self.limits = limits
         self.coverage = COVERAGE  # share of the generated tokens that are in the draft vocabulary
         self.step_time = StepTime()
         self.gains: list[float] = []  # tokens per second relative to k = 0, by k, as of the last choice
@@ -75,8 +88,8 @@ class DepthController:
 
     @classmethod
     def of(cls, model: Model) -> "DepthController":
-        reduced = [Source.REDUCED] if model.draft_vocabulary is not None else []
-        return cls(model.max_k, model.default_k, [Source.HEAD, *reduced])
+        limits = draft_limits(model)
+        return cls(max(limits.values(), default=0), model.default_k, [*limits] or [Source.HEAD], limits)
 
     def plan(self, histories: Sequence[DraftHistory], copies: Sequence[CopyIndex | None], unread: int = 0) -> Plan:
         """Return what to draft in the next step.
@@ -155,8 +168,9 @@ class DepthController:
         n = len(histories)
         values, seconds = {}, {}
         for source in self.sources:
-            tokens, survivals = float(n), self._survivals(histories, most, source)
-            for k in range(most + 1):
+            limit = min(most, self.limits.get(source, most))
+            tokens, survivals = float(n), self._survivals(histories, limit, source)
+            for k in range(limit + 1):
                 tokens += sum(each[k - 1] for each in survivals if 0 < k <= len(each))
                 plan = Plan(k, source) if k else Plan(0)
                 seconds[plan] = self.step_time.seconds(n, k, source)
@@ -178,7 +192,7 @@ class DepthController:
         return survivals
 
     def _explore(self, n: int, values: dict[Plan, float], seconds: dict[Plan, float], new: bool) -> Plan:
-        """Return the current plan, or another one that is due to be explored: a neighbour or the second best.
+        """Return the current plan, or another one that is due to be explored: a neighbour or the best of a source.
 
         `new`: the only sequence was never drafted for. Other texts say little of it, so it is tried at once."""
         current, running = self._current, self._exploration
@@ -190,10 +204,10 @@ class DepthController:
         if not self._timed:  # sequences come and go: a step that is not timed teaches little
             return current
         others = [plan for plan in values if plan != current]
-        second = max(others, key=values.__getitem__)
+        best = {max((p for p in others if p.source == plan.source), key=values.__getitem__) for plan in others}
         for plan in others:
             changed = abs(plan.k - current.k) + bool(plan.k and current.k and plan.source != current.source)
-            if plan != second and changed > 1:
+            if plan not in best and changed > 1:
                 continue
             # Expected loss in rounds of the current plan.
             loss = EXPLORE_ROUNDS * seconds[plan] / seconds[current] * max(1 - values[plan] / values[current], 0.0)

@@ -24,6 +24,17 @@ class Source(IntEnum):
     NONE = 0
     HEAD = 1
     REDUCED = 2  # the head, which scores the model's draft vocabulary only
+    BLOCK = 3  # the block drafter
+
+
+def draft_limits(model: Model) -> dict[Source, int]:
+    """Return the most drafts per step of every source that a model has. A fixed k asks for drafts of the first."""
+    limits = {Source.BLOCK: model.drafter.max_k} if model.drafter is not None else {}
+    if model.has_head:
+        limits[Source.HEAD] = model.max_k
+    if model.draft_vocabulary is not None:
+        limits[Source.REDUCED] = model.max_k
+    return limits
 
 
 def head_drafts(
@@ -60,6 +71,23 @@ def head_drafts(
     return proposal
 
 
+def block_drafts(model: Model, batch: Batch, k: int, certain: mx.array | None = None) -> Proposal:
+    """Return k drafts of the block drafter, all from one pass: each has a distribution of its own given the context.
+
+    Its caches of the context are up to date: the trunk's passes fill them.
+    """
+    proposal = Proposal(mx.zeros((batch.size, 0), mx.int32), [])
+    if k == 0:
+        return proposal
+    context = batch.context()
+    logits = model.block_logits(batch.last, k, batch.trunk_state)
+    width = 1 if context.controls.adjusts else k  # with penalties, what is drafted changes what follows
+    for j in range(0, k, width):
+        given = certain[:, j : j + width] if certain is not None else None
+        proposal = propose(logits[:, j : j + width], proposal, context, given)
+    return proposal
+
+
 def no_drafts(model: Model, batch: Batch, k: int, certain: mx.array | None = None) -> Proposal:
     """Return the certain drafts alone. The head, if there is one, does not run."""
     if certain is None:
@@ -87,6 +115,7 @@ SOURCES: dict[int, Callable[[Model, Batch, int, mx.array | None], Proposal]] = {
     Source.NONE: no_drafts,
     Source.HEAD: head_drafts,
     Source.REDUCED: partial(head_drafts, reduced=True),
+    Source.BLOCK: block_drafts,
 }
 
 

@@ -163,7 +163,7 @@ class Engine(Scheduler):
     def _try_alone(self, sequence: SequenceState) -> None:
         """Run a step of this sequence alone, after a batch with it failed, to find out whether it is the cause."""
         assert sequence.batch is not None
-        pending = build_step(self.model, sequence.batch, [sequence], Plan(sequence.history.max_k))
+        pending = build_step(self.model, sequence.batch, [sequence], Plan.fixed(self.model, sequence.history.max_k))
         pending.start()
         self._emit(pending)
         sequence.suspect, sequence.cleared = False, True
@@ -242,7 +242,7 @@ class Engine(Scheduler):
         if any(sequence.auto_depth for sequence in self.running):
             plan = self._choose()
         else:
-            plan = Plan(max(sequence.history.max_k for sequence in self.running))
+            plan = Plan.fixed(self.model, max(sequence.history.max_k for sequence in self.running))
         plan = plan._replace(k=invariant_k(self.model, self.running, min(plan.k, remaining - 1)))
         following = build_step(self.model, self._batch, self.running, plan, steady=self._steady)
         self._steady = True

@@ -3,7 +3,8 @@
 log(seconds) = pace + level(n, k). The pace is the machine's speed right now: a busy or hot machine slows every step
 alike. The level is what n and k cost beside each other. A pair (n, k) that was timed has a level of its own; any
 other follows a linear model, fixed + sequence·n + draft·k + position·n·k, shifted to the nearest depth that was
-timed with n sequences. `draft` depends on the source; steps of copies alone have none.
+timed with n sequences. `draft` depends on the source; steps of copies alone have none, and a block costs the same
+for any k.
 
 While one depth runs on, an unexpected timing is put down to the pace. Only the steps just after a change of depth
 compare two depths at one pace, so only those change the levels.
@@ -19,15 +20,15 @@ import mlx.core as mx
 
 from ..models import Model
 from .batch import Batch
-from .draft import Source
+from .draft import Source, draft_limits
 from .step import prefill_prompts, step
 
 SMOOTHING = 0.25  # share of a surprise that the pace takes up, and the resume cost
 CLIP = 0.35  # largest surprise that counts, as a logarithm: one outlier must not rule a depth out
 COMPARED = 4  # steps after a change of depth, the first not timed, that compare it with the depth before
 FADING = 0.992  # weight that earlier timings of a pair keep per step: what drafts cost may drift
-# Before anything was timed: fixed, sequence, draft, draft of the reduced head, position.
-INITIAL_MODEL = (0.6, 0.15, 0.06, 0.05, 0.1)
+# Before anything was timed: fixed, sequence, draft, draft of the reduced head, block of drafts, position.
+INITIAL_MODEL = (0.6, 0.15, 0.06, 0.05, 0.1, 0.1)
 
 PROMPT = [3, 5, 7, 11, 13, 17, 19, 23]
 DEEPER = (3, 7)  # depths timed besides 0 and 1
@@ -132,7 +133,7 @@ class StepTime:
 def _factors(cell: Cell) -> tuple[int, ...]:
     """Return what the terms of the linear model are multiplied with."""
     drafts = [cell.k * (cell.source == each) for each in (Source.HEAD, Source.REDUCED)]
-    return 1, cell.n, *drafts, cell.n * cell.k
+    return 1, cell.n, *drafts, int(cell.source == Source.BLOCK and cell.k > 0), cell.n * cell.k
 
 
 def _clipped(surprise: float) -> float:
@@ -149,10 +150,13 @@ def time_steps(model: Model, max_k: int, max_sequences: int, budget: float = BUD
     prompts = [tokens[i:] + tokens[:i] for i in range(CALIBRATION_BATCH)]  # different ones use more MoE experts
     batched = min(CALIBRATION_BATCH, max_sequences)
     plan = [Cell(1, 0), Cell(1, COPIED, Source.NONE), Cell(batched, 0)]
-    if max_k:
-        plan = [Cell(1, 0), Cell(1, 1), *plan, Cell(batched, 1), *(Cell(1, k) for k in DEEPER if k <= max_k)]
-        if model.draft_vocabulary is not None:
-            plan += [Cell(1, min(DEEPER[0], max_k), Source.REDUCED)]
+    limits = {source: min(most, max_k) for source, most in draft_limits(model).items() if max_k}
+    if head := limits.get(Source.HEAD):
+        plan = [Cell(1, 0), Cell(1, 1), *plan, Cell(batched, 1), *(Cell(1, k) for k in DEEPER if k <= head)]
+    if block := limits.get(Source.BLOCK):
+        plan[1:1] = [Cell(1, min(DEEPER[0], block), Source.BLOCK), Cell(1, block, Source.BLOCK)]
+    if reduced := limits.get(Source.REDUCED):
+        plan += [Cell(1, min(DEEPER[0], reduced), Source.REDUCED)]
     plan = list(dict.fromkeys(plan))
     times: dict[Cell, list[float]] = {}
     batches: dict[int, Batch] = {}

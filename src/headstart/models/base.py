@@ -18,7 +18,7 @@ from ..kernels.attention import at_last
 from ..kernels.norm import rms_norm
 from ..kernels.products import product
 from ..kernels.types import Window
-from ..limits import DEFAULT_K, MAX_K
+from ..limits import DEFAULT_K, MAX_HEAD_K
 from ..state import KV, BatchState, Recurrent
 from .attention import attention, gated_kv_sizes, grouped_attention, grouped_kv_sizes
 from .decoder_layer import decoder_layer
@@ -115,7 +115,7 @@ class Model:
     weights: Weights
     head_unavailable: str | None = None  # why there is no head
     default_k: int = DEFAULT_K  # drafts a round to begin with
-    max_k: int = MAX_K  # most drafts of the head a round
+    max_k: int = MAX_HEAD_K  # most drafts of the head a round
     copies: bool = True  # drafts may be copied from the context
     draft_vocabulary: DraftVocabulary | None = None  # the tokens that drafts may be limited to
     drafter: DFlash | None = None
