@@ -66,7 +66,8 @@ class PendingStep:
         """Hand the sequence at `index` its tokens, and what it wants of logits and log-probabilities."""
         logits = None if self.logits is None else self.logits[index]
         logprobs = None if self.logprobs is None else Logprobs(*[a[index] for a in self.logprobs])
-        self.sequences[index].emit(tokens, proposed, copied, logits, logprobs)
+        block = self.plan.source == Source.BLOCK
+        self.sequences[index].emit(tokens, proposed, copied, logits, logprobs, block=block)
 
 
 def launches_ahead() -> bool:

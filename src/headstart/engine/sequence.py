@@ -126,6 +126,8 @@ class SequenceState:
         copied: int = 0,
         logits: mx.array | None = None,
         logprobs: Logprobs | None = None,
+        *,
+        block: bool = False,
     ) -> None:
         """Send a round's tokens to the request, up to the end of the answer.
 
@@ -135,6 +137,7 @@ class SequenceState:
             copied: How many of the drafts were copied from the context.
             logits: [k+1, V], for each of the tokens.
             logprobs: Of each of the tokens.
+            block: The other drafts are the block drafter's, not the head's.
         """
         accepted = len(tokens) - 1
         tokens = tokens[: self.limit - self.num_generated]
@@ -143,7 +146,7 @@ class SequenceState:
         texts, reason = self._decode(tokens)
         tokens = tokens[: len(texts)]
         self.tokens += tokens
-        self.stats.count(len(tokens), accepted, proposed, copied, time.perf_counter() - self.started)
+        self.stats.count(len(tokens), accepted, proposed, copied, time.perf_counter() - self.started, block=block)
         if reason is None and self.matcher is not None and self.matcher.stopped:
             reason = "stop"
         if reason is None and self.num_generated >= self.limit:
