@@ -15,7 +15,7 @@ import mlx.core as mx
 from headstart import load
 from headstart.checkpoint.draft_vocabulary import LOWEST, choose_draft_tokens
 from headstart.engine.batch import Batch
-from headstart.engine.draft import HeadUse
+from headstart.engine.draft import Source
 from headstart.engine.step import prefill_prompts, step
 from headstart.models import Model
 
@@ -30,11 +30,11 @@ def model_of(name: str | None) -> Model:
     return random_model(SHAPES[name])[0]
 
 
-def seconds(model: Model, batch: Batch, k: int, head: HeadUse, steps: int) -> float:
+def seconds(model: Model, batch: Batch, k: int, source: Source, steps: int) -> float:
     """Return the seconds per step, launched ahead as the engine does on a GPU."""
 
     def run() -> mx.array:
-        tokens = step(model, batch, k, head=head, distances=() if head else [1]).tokens
+        tokens = step(model, batch, k, source=source, distances=() if source else [1]).tokens
         mx.async_eval(tokens, *batch.arrays())
         return tokens
 
@@ -67,9 +67,9 @@ def main() -> None:
         batch = prefill_prompts(model, [PROMPT], max_k=k)
         turns = []
         for turn in range(arguments.turns + 1):
-            found = {head: seconds(model, batch, k, head, arguments.steps) for head in HeadUse}
+            found = {each: seconds(model, batch, k, each, arguments.steps) for each in Source}
             if turn:  # the first warms up
-                turns.append((found[HeadUse.FULL], found[HeadUse.REDUCED], found[HeadUse.NONE]))
+                turns.append((found[Source.HEAD], found[Source.REDUCED], found[Source.NONE]))
         times = [f"{1e3 * median(column):.2f}" for column in zip(*turns, strict=True)]
         drafts = median((some - none) / (full - none) for full, some, none in turns)
         steps = median(full / some for full, some, _ in turns)

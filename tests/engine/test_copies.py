@@ -20,7 +20,7 @@ from fixtures import (
 from headstart.engine import DepthController, Engine, Request
 from headstart.engine.copies import MATCH, CopyIndex
 from headstart.engine.depth import Plan
-from headstart.engine.draft import copy_drafts
+from headstart.engine.draft import Source, copy_drafts
 from headstart.engine.draft_history import DraftHistory
 from headstart.engine.step import step
 from headstart.limits import MAX_K
@@ -154,7 +154,7 @@ class Eager(DepthController):
         self._round += 1
         distances = tuple(each.distance if each is not None else 0 for each in copies)
         return Plan(
-            (3, 8, 1, 5, 0, 2)[self._round % 6], head=self.max_k > 0 and self._round % 3 == 0, distances=distances
+            (3, 8, 1, 5, 0, 2)[self._round % 6], source=self.max_k > 0 and self._round % 3 == 0, distances=distances
         )
 
 
@@ -301,7 +301,7 @@ def trusted() -> CopyIndex:
 
 def test_a_copy_that_goes_on_is_drafted_without_the_head() -> None:
     plan = calibrated(0.1, 0.1).plan([DraftHistory()], [trusted()])
-    assert plan == Plan(8, head=False, distances=(60,))
+    assert plan == Plan(MAX_K, Source.NONE, distances=(60,))
 
 
 def test_a_copy_is_left_alone_where_the_head_earns_more() -> None:
@@ -310,7 +310,7 @@ def test_a_copy_is_left_alone_where_the_head_earns_more() -> None:
         depth.observe([head], 3, [(3, 3)], None)
     short = fed([1, 2, 3, 4, 5, 1, 2, 3], step=1)
     plan = depth.plan([head], [short])
-    assert plan.head
+    assert plan.source
     assert plan.distances == ()
 
 
@@ -320,15 +320,15 @@ def test_in_a_mixed_batch_the_head_drafts_for_those_that_do_not_copy() -> None:
     for _ in range(30):
         depth.observe([good, bad], 3, [(3, 3), (0, 3)], None)
     plan = depth.plan([good, good, bad], [None, None, trusted()])
-    assert plan.head
+    assert plan.source
     assert plan.distances == (0, 0, 60)
 
 
 def test_steps_of_copies_have_times_of_their_own() -> None:
     depth = calibrated(0.1, 0.3)
-    with_head, alone = depth.step_time.seconds(1, 5), depth.step_time.seconds(1, 5, head=False)
+    with_head, alone = depth.step_time.seconds(1, 5), depth.step_time.seconds(1, 5, Source.NONE)
     assert alone == pytest.approx(1.5, rel=0.1)
     assert with_head == pytest.approx(3.0, rel=0.1)
     for _ in range(6):
-        depth.observe([DraftHistory()], 5, [(5, 0)], 2.0, head=False)
-    assert depth.step_time.seconds(1, 5, head=False) > 1.2 * alone
+        depth.observe([DraftHistory()], 5, [(5, 0)], 2.0, Source.NONE)
+    assert depth.step_time.seconds(1, 5, Source.NONE) > 1.2 * alone

@@ -117,7 +117,7 @@ def test_exploration_is_rarer_where_it_costs_more_to_resume() -> None:
         depth, row, begun, last = DepthController(), DraftHistory(1), 0, 0
         depth.step_time.calibrate({(1, 0): [1.0], (1, 1): [1.82]})
         for round in range(1500):
-            k = depth.choose([row])
+            k = depth.choose([row]).k
             first = k > last
             accepted = round % 5 != 0
             depth.observe([row], k, [(k * accepted, k)], 1 + 0.82 * k + resume * first)
@@ -137,7 +137,7 @@ def play(
     """Run rounds in which every draft is accepted or none is, on a machine where a draft costs .8 of a step."""
     depths = []
     for _ in range(rounds):
-        k = depth.choose(rows)
+        k = depth.choose(rows).k
         seconds = len(rows) * (1 + 0.8 * k)
         depth.observe(rows, k, [(k * accepted, k)] * len(rows), seconds if timed else None)
         depths.append(k)
@@ -205,10 +205,10 @@ def test_a_cancelled_round_is_not_learned_from(k: object) -> None:
 
 def test_depth_stays_within_the_ceilings() -> None:
     depth = DepthController()
-    assert all(depth.choose([DraftHistory(0), DraftHistory(0)]) == 0 for _ in range(30))
-    assert all(depth.choose([DraftHistory(2), DraftHistory(0)]) <= 2 for _ in range(30))
+    assert all(depth.choose([DraftHistory(0), DraftHistory(0)]).k == 0 for _ in range(30))
+    assert all(depth.choose([DraftHistory(2), DraftHistory(0)]).k <= 2 for _ in range(30))
     depth = DepthController(max_k=3)
-    assert max(depth.choose([DraftHistory(8)]) for _ in range(30)) <= 3
+    assert max(depth.choose([DraftHistory(8)]).k for _ in range(30)) <= 3
     assert len(depth.gains) == 4
 
 

@@ -15,7 +15,7 @@ from headstart.checkpoint.draft_vocabulary import LOWEST, choose_draft_tokens, r
 from headstart.engine import DepthController, Engine
 from headstart.engine.copies import CopyIndex
 from headstart.engine.depth import Plan
-from headstart.engine.draft import HeadUse, head_drafts
+from headstart.engine.draft import Source, head_drafts
 from headstart.engine.draft_history import DraftHistory
 from headstart.errors import CheckpointError
 from headstart.kernels.products import product
@@ -36,7 +36,7 @@ class Reduced(DepthController):
     def plan(self, histories: Sequence[DraftHistory], copies: Sequence[CopyIndex | None], unread: int = 0) -> Plan:
         self._round += 1
         distances = tuple(each.distance if each is not None and self._round % 2 else 0 for each in copies)
-        return Plan((3, 8, 1, 5)[self._round % 4], HeadUse.REDUCED, distances)
+        return Plan((3, 8, 1, 5)[self._round % 4], Source.REDUCED, distances)
 
 
 @pytest.mark.parametrize("name", ["builtin", "moe"])
@@ -96,18 +96,18 @@ def test_a_model_is_loaded_with_the_list_beside_it(tmp_path: Path) -> None:
 
 
 def calibrated(full: float, some: float) -> DepthController:
-    depth = DepthController(reduced=True)
+    depth = DepthController(sources=[Source.HEAD, Source.REDUCED])
     times = {(1, k): [1 + (0.1 + full) * k] for k in (0, 1, 3, 7)}
-    depth.step_time.calibrate(times | {(1, 3, HeadUse.REDUCED): [1 + 3 * (0.1 + some)]})
+    depth.step_time.calibrate(times | {(1, 3, Source.REDUCED): [1 + 3 * (0.1 + some)]})
     return depth
 
 
 def test_the_controller_uses_the_better_head() -> None:
     history = DraftHistory()
     for full, some, inside, expected in (
-        (0.3, 0.1, 100, HeadUse.REDUCED),  # cheaper, and knows every token
-        (0.3, 0.1, 30, HeadUse.FULL),  # cheaper, but knows few
-        (0.11, 0.1, 80, HeadUse.FULL),  # hardly cheaper
+        (0.3, 0.1, 100, Source.REDUCED),  # cheaper, and knows every token
+        (0.3, 0.1, 30, Source.HEAD),  # cheaper, but knows few
+        (0.11, 0.1, 80, Source.HEAD),  # hardly cheaper
     ):
         depth = calibrated(full, some)
         for _ in range(60):
@@ -115,11 +115,11 @@ def test_the_controller_uses_the_better_head() -> None:
             depth.observe([history], 3, [(3, 3)], None)
         plan = depth.plan([history], [None])
         assert plan.k > 0
-        assert plan.head == expected, (full, inside)
+        assert plan.source == expected, (full, inside)
 
 
 def test_a_token_outside_the_list_says_nothing_of_the_full_head() -> None:
     model = reduced("moe")
-    engine = Engine(model, depth=Reduced(reduced=True))
+    engine = Engine(model, depth=Reduced(sources=[Source.REDUCED]))
     collect(submit(engine, random_prompt(model, 9), max_tokens=30))
     assert engine.depth.coverage < 0.85  # a third of the tokens are in the list

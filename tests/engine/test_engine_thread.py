@@ -159,7 +159,7 @@ def test_settings_bound_the_depth_of_what_comes_after(room: EngineThread) -> Non
     assert plain.stats.bypass_reason == "speculation is switched off"
     assert shallow.stats is not None
     assert (set(shallow.stats.depths), shallow.stats.clamped_to) == ({1}, 1)
-    for wrong in ({"max_k": 9}, {"max_k": True}, {"speculation": 1}):
+    for wrong in ({"max_k": 16}, {"max_k": True}, {"speculation": 1}):
         with pytest.raises(RequestError):
             room.configure(**wrong)
 

@@ -13,7 +13,7 @@ import pytest
 from simulator import Clock, calibrated
 
 from headstart.engine.depth import DepthController, DraftHistory
-from headstart.limits import MAX_K
+from headstart.limits import MAX_HEAD_K
 
 ROWS, FIXED, TURNS = (1, 2, 4), range(4), 4
 _lines = [line.split() for line in Path(__file__).with_name("recorded.txt").read_text().splitlines()]
@@ -32,7 +32,7 @@ def rate(texts: Sequence[Sequence[int]], k: int) -> float:
 
 
 def chosen_rate(depth: DepthController, clock: Clock, texts: Sequence[Sequence[int]]) -> float:
-    rows, before = [DraftHistory(MAX_K) for _ in texts], list[int]()
+    rows, before = [DraftHistory(MAX_HEAD_K) for _ in texts], list[int]()
 
     def seconds(outcomes: Outcomes, k: int) -> float:
         paused = next((i for i, each in enumerate(reversed(before)) if each), len(before))
@@ -42,7 +42,7 @@ def chosen_rate(depth: DepthController, clock: Clock, texts: Sequence[Sequence[i
         before.append(k)
         return taken
 
-    return _decode(texts, lambda: depth.choose(rows), seconds)
+    return _decode(texts, lambda: depth.choose(rows).k, seconds)
 
 
 def _decode(

@@ -14,7 +14,7 @@ from families import CONFIGS, HEADS, make_config, released_arrays, write_family
 from fixtures import batch_of, collect, generate, random_prompt, submit
 from headstart.checkpoint import load_model
 from headstart.engine import Engine
-from headstart.engine.draft import HeadUse, head_drafts
+from headstart.engine.draft import Source, head_drafts
 from headstart.engine.step import step
 from headstart.models import Model
 from headstart.state import PrefixCache
@@ -117,7 +117,7 @@ def test_copies_from_the_context_change_no_token(family: str) -> None:
     plain = generate(model, prompt, max_tokens=16, k=0).tokens
     batch, tokens, drafted = batch_of(model, prompt, k="auto"), list[int](), 0
     while len(tokens) < 16:
-        made = step(model, batch, 4, head=HeadUse.NONE, distances=[7])
+        made = step(model, batch, 4, source=Source.NONE, distances=[7])
         tokens += made.tokens[0, : made.accepted.item() + 1].tolist()
         drafted += made.copied.item()
     assert tokens[:16] == plain

@@ -14,7 +14,7 @@ from crowd import LENGTH, Case, exact_law, first_tokens, small_model
 from fixtures import assert_greedy, collect, submit
 from headstart.engine import Engine, Request
 from headstart.engine.batch import Batch
-from headstart.engine.draft import HeadUse
+from headstart.engine.draft import Source
 from headstart.engine.step import StepResult, step
 from headstart.models import Model
 from headstart.sampling import SamplingParams
@@ -99,13 +99,13 @@ def test_a_mixed_batch_follows_the_law_of_its_own_logits() -> None:
         assert (found[name] == np.unravel_index(laws()[name].argmax(), laws()[name].shape)).all()
 
 
-@pytest.mark.parametrize("head", HeadUse)
-def test_copies_and_the_reduced_head_leave_the_law_as_it_is(head: HeadUse) -> None:
+@pytest.mark.parametrize("source", Source)
+def test_copies_and_the_reduced_head_leave_the_law_as_it_is(source: Source) -> None:
     """A copy is drafted with certainty; for every other row the head drafts, of all tokens or of half, or nothing."""
 
     def run(model: Model, batch: Batch, k: int) -> StepResult:
         half = model.with_draft_vocabulary(list(range(0, model.vocabulary, 2)), "every other")
-        return step(half, batch, k, head=head, distances=[4 * (row % 2) for row in range(batch.size)])
+        return step(half, batch, k, source=source, distances=[4 * (row % 2) for row in range(batch.size)])
 
     found = measured([*SAMPLED, *GREEDY], SAMPLES, prompt=REPEATED, run=run)
     results = against({name: found[name] for name in SAMPLED}, REPEATED)

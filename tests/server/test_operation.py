@@ -120,7 +120,7 @@ def test_settings_apply_to_what_comes_after() -> None:
         assert after["generation_stats"]["drafter_kind"] is None
         assert after["generation_stats"]["bypass_reason"]
         assert after["choices"] == before["choices"]
-        for wrong in ({"max_k": 9}, {"max_k": -1}, {"max_k": "2"}, {"speculation": 1}, {"speculations": True}):
+        for wrong in ({"max_k": 16}, {"max_k": -1}, {"max_k": "2"}, {"speculation": 1}, {"speculations": True}):
             refusal = http.patch("/v1/settings", json=wrong)
             assert refusal.status_code == 400
             assert refusal.json()["error"]["param"] == next(iter(wrong))

@@ -93,11 +93,10 @@ class Rigged:
         self.sequences, self.vocabulary = sequences, vocabulary
         self.said = list(LENGTHS)
         self.pattern: list[int] = []
-        self.honest = loop.head_drafts
-        monkeypatch.setattr(loop, "head_drafts", self.draft)
+        monkeypatch.setitem(drafts.SOURCES, drafts.Source.HEAD, self.draft)
 
-    def draft(self, model: Model, batch: Batch, k: int, forced: object, reduced: bool) -> Proposal:
-        own = self.honest(model, batch, k)
+    def draft(self, model: Model, batch: Batch, k: int, certain: object) -> Proposal:
+        own = drafts.head_drafts(model, batch, k)
         assert own.tokens.shape == (batch.size, k)
         rows = []
         for b, (sequence, said) in enumerate(zip(self.sequences, self.said, strict=True)):

@@ -12,7 +12,7 @@ import typer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..errors import CheckpointError
-from ..limits import DEFAULT_K, MAX_K
+from ..limits import DEFAULT_K, MAX_HEAD_K
 
 BUILTIN_CARDS = Path(__file__).parent
 OFF = ("0", "false", "no", "off")  # values of HEADSTART_MTP
@@ -33,7 +33,7 @@ class NativeMtp(StrictModel):
 
     num_layers: Positive
     default_k: Positive
-    max_k: Annotated[int, Field(ge=1, le=MAX_K)]
+    max_k: Annotated[int, Field(ge=1, le=MAX_HEAD_K)]
 
     @model_validator(mode="after")
     def _in_order(self) -> "NativeMtp":
@@ -147,7 +147,7 @@ def dispatch(
         return Dispatch(0, 0, "switched off by HEADSTART_MTP", copies=False)
     if unusable:
         return Dispatch(0, 0, unusable)
-    return Dispatch(declared.default_k, declared.max_k) if declared else Dispatch(DEFAULT_K, MAX_K)
+    return Dispatch(declared.default_k, declared.max_k) if declared else Dispatch(DEFAULT_K, MAX_HEAD_K)
 
 
 def _read(path: Path) -> Card:

@@ -19,7 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer as load_mlx_lm_tokenizer
 
 from .. import models
-from ..errors import CheckpointError, HeadError
+from ..errors import CheckpointError, DrafterError, HeadError
 from ..kernels import cpu
 from ..kernels.metal.tune import choose_kernels
 from ..models import memory
@@ -28,6 +28,7 @@ from ..models.compiler import ensure_compiles
 from ..models.memory import Footprint
 from .config import printable_error, read_object
 from .draft_vocabulary import read_draft_tokens
+from .drafter import check_drafter, read_drafter, read_drafter_weights
 from .hub import resolve, resolve_head
 from .layout import read_layout
 from .names import is_head, without_prefix
@@ -57,6 +58,7 @@ def load_model(
     *,
     mtp: bool | None = None,
     head: str | Path | None = None,
+    drafter: str | Path | None = None,
     dtype: mx.Dtype | None = None,
     split: MakePart | None = None,
 ) -> models.Model:
@@ -66,22 +68,29 @@ def load_model(
         name: See `resolve`.
         mtp: False loads no head; None leaves it to HEADSTART_MTP.
         head: A model or a drafter (`qwen3_5_mtp`) whose head is taken, by a name as `resolve` takes it.
+        drafter: A block drafter for this model (DFlash), by a name as `resolve` takes it.
         dtype: Of all weights that are not quantised; None chooses it by `compute_dtype`.
         split: Read only this machine's part of the model.
 
     Raises:
         HeadError: There is a head but it cannot be used. Where there is none, `Model.head_unavailable` says why.
+        DrafterError: The drafter cannot be used, or was made for another model.
     """
     layout = read_layout(resolve(name), resolve_head(head) if head is not None and mtp is not False else None)
     decision = layout.dispatch(mtp)
     if layout.mtp.location and not layout.mtp.available and decision.reason == layout.mtp.reason:
         raise HeadError(f"{layout.path}: {layout.mtp.reason}")
+    block = read_drafter(resolve(drafter)) if drafter is not None else None
+    if block is not None:
+        check_drafter(block, layout.path, layout.config)
     ensure_compiles()
     stored = {name: part for name, part in layout.stored.items() if decision.drafts or not is_head(name)}
     packed = {name: how for name, how in layout.quantized.items() if f"{name}.scales" in stored}  # not float8
     model = models.build(layout.config, head=decision.drafts)
     if split is not None and not model.family.divisible:
         raise CheckpointError(f"{layout.path}: {layout.family} models cannot be divided among several machines yet.")
+    if split is not None and block is not None:
+        raise DrafterError(f"{block.path}: block drafters run on one machine only. Leave --drafter out.")
     if model.has_head:
         model.share_missing(stored)
     model = _quantized(model, packed)
@@ -89,8 +98,10 @@ def load_model(
     if dtype is None:
         experts = any(".switch_mlp." in name for name in stored)
         dtype = compute_dtype(layout.dtype, experts=experts, modes={how["mode"] for how in packed.values()})
+    if block is not None:
+        model = replace(model, drafter=block.drafter)
     if split is None:
-        _check_memory(layout.path, _nbytes(model.weights, dtype), Footprint.of(model))
+        _check_memory(layout.path, model, dtype)
 
     files = LazyFiles()
     part = split(models.text_config(layout.config)) if split is not None else None
@@ -105,6 +116,9 @@ def load_model(
         model.weights.update(tree_unflatten([(name, array)]))
         del array
         mx.clear_cache()
+    if block is not None:
+        read_drafter_weights(block, dtype)
+        choose_kernels(block.drafter.weights, model.dtype)
     if part is None:
         choose_kernels(model.weights, model.dtype)
     else:  # machines that time kernels may choose different ones, and must not: they draft the same tokens
@@ -121,14 +135,19 @@ def _nbytes(weights: nn.Module, dtype: mx.Dtype) -> int:
     return sum(a.size * (dtype.size if mx.issubdtype(a.dtype, mx.floating) else a.itemsize) for a in arrays)
 
 
-def _check_memory(path: Path, weights: int, footprint: Footprint) -> None:
+def _check_memory(path: Path, model: models.Model, dtype: mx.Dtype) -> None:
     """Refuse a model that does not fit with one short request: the machine would swap, or the system end the process
     without a message."""
-    request = int(footprint.bytes([1]) / memory.SHARE)
-    if weights + request > (free := memory.unused()):
+    weights, drafter = _nbytes(model.weights, dtype), 0
+    if model.drafter is not None:
+        drafter = _nbytes(model.drafter.weights, dtype)
+    request = int(Footprint.of(model).bytes([1]) / memory.SHARE)
+    if weights + drafter + request > (free := memory.unused()):
+        beside = f", its drafter's {drafter / 1e9:.2f} GB" if drafter else ""
         raise CheckpointError(
-            f"{path}: its weights take {weights / 1e9:.2f} GB, and {free / 1e9:.2f} GB of this device's memory "
-            f"are left{memory.system_share()}; a short request takes {request / 1e9:.2f} GB more. Take a smaller "
+            f"{path}: its weights take {weights / 1e9:.2f} GB{beside}, and {free / 1e9:.2f} GB of this device's memory "
+            f"are left{memory.system_share()}; a short request takes {request / 1e9:.2f} GB more. "
+            f"{'Leave the drafter out, take' if drafter else 'Take'} a smaller "
             "model, a conversion of fewer bits (`headstart convert --bits 4`), or several machines. If you know that "
             f"it fits, set {memory.VARIABLE} to the gigabytes that Headstart may take."
         )

@@ -25,7 +25,7 @@ DRY_RUN = Option(False, "--dry-run", help="Show the plan and its sizes, and writ
 MTP_BITS = Option(
     None, metavar="keep|2..8", help="Bits of the head, but of `mtp.fc`.", show_default="8 if the rest is quantised"
 )
-FEWEST_TOKENS = 20  # that can be timed: a step may produce nine, and the first step is not timed
+FEWEST_TOKENS = 20  # that can be timed: a step may produce sixteen, and the first step is not timed
 JSON = Option(False, "--json", help="Print JSON.")
 OUTPUT = Option(None, metavar="FILE", help="Also write the report: JSON to a .json, else Markdown.")
 MODEL = Argument(

@@ -1,13 +1,14 @@
 """Sources of drafts. The trunk verifies them all alike (`step.py`): a bad source costs time, never a token.
 
-A source is a function that makes a `Proposal` of k drafts per sequence. Some drafts are certain before it runs: the
-tokens that a grammar leaves no choice about, and copies from the context. They come from the left, and the source
-goes on after them. So far there are two: `head_drafts`, the model's multi-token-prediction head, and `no_drafts`,
-which leaves it at the certain ones and serves models without a head.
+A source is a function in `SOURCES` that makes a `Proposal` of k drafts per sequence. Some drafts are certain before
+it runs: the tokens that a grammar leaves no choice about, and copies from the context. They come from the left, and
+the source goes on after them. What a source remembers of a sequence is a state of the `Batch`, which follows commits,
+joins and leaves. The depth controller learns what each source earns, and names the one that drafts in a step.
 """
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 
 import mlx.core as mx
 
@@ -17,16 +18,23 @@ from .batch import Batch, UnseenPairs
 from .copies import MATCH
 
 
-class HeadUse(IntEnum):
-    """What the head does in a step."""
+class Source(IntEnum):
+    """What drafts in a step, after the certain drafts."""
 
     NONE = 0
-    FULL = 1
-    REDUCED = 2  # it scores the model's draft vocabulary only
+    HEAD = 1
+    REDUCED = 2  # the head, which scores the model's draft vocabulary only
+    BLOCK = 3  # the block drafter
 
 
-# (model, batch, k, certain): `certain` are tokens [B, k] from the left, then -1; None if there are none.
-Source = Callable[[Model, Batch, int, mx.array | None], Proposal]
+def draft_limits(model: Model) -> dict[Source, int]:
+    """Return the most drafts per step of every source that a model has. A fixed k asks for drafts of the first."""
+    limits = {Source.BLOCK: model.drafter.max_k} if model.drafter is not None else {}
+    if model.has_head:
+        limits[Source.HEAD] = model.max_k
+    if model.draft_vocabulary is not None:
+        limits[Source.REDUCED] = model.max_k
+    return limits
 
 
 def head_drafts(
@@ -63,6 +71,23 @@ def head_drafts(
     return proposal
 
 
+def block_drafts(model: Model, batch: Batch, k: int, certain: mx.array | None = None) -> Proposal:
+    """Return k drafts of the block drafter, all from one pass: each has a distribution of its own given the context.
+
+    Its caches of the context are up to date: the trunk's passes fill them.
+    """
+    proposal = Proposal(mx.zeros((batch.size, 0), mx.int32), [])
+    if k == 0:
+        return proposal
+    context = batch.context()
+    logits = model.block_logits(batch.last, k, batch.trunk_state)
+    width = 1 if context.controls.adjusts else k  # with penalties, what is drafted changes what follows
+    for j in range(0, k, width):
+        given = certain[:, j : j + width] if certain is not None else None
+        proposal = propose(logits[:, j : j + width], proposal, context, given)
+    return proposal
+
+
 def no_drafts(model: Model, batch: Batch, k: int, certain: mx.array | None = None) -> Proposal:
     """Return the certain drafts alone. The head, if there is one, does not run."""
     if certain is None:
@@ -83,6 +108,15 @@ def copy_drafts(batch: Batch, k: int, distances: Sequence[int]) -> mx.array:
     at = last + 1 - distance + mx.arange(k) % mx.maximum(distance, 1)
     copied = repeats.all(axis=1, keepdims=True) & (distance > 0)
     return mx.where(copied, batch.tokens_at(mx.maximum(at, 0)), -1)
+
+
+# (model, batch, k, certain): `certain` are tokens [B, k] from the left, then -1; None if there are none.
+SOURCES: dict[int, Callable[[Model, Batch, int, mx.array | None], Proposal]] = {
+    Source.NONE: no_drafts,
+    Source.HEAD: head_drafts,
+    Source.REDUCED: partial(head_drafts, reduced=True),
+    Source.BLOCK: block_drafts,
+}
 
 
 def catch_up(model: Model, batch: Batch) -> mx.array:

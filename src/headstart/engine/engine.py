@@ -161,7 +161,7 @@ class Engine(Scheduler):
     def _try_alone(self, sequence: SequenceState) -> None:
         """Run a step of this sequence alone, after a batch with it failed, to find out whether it is the cause."""
         assert sequence.batch is not None
-        pending = build_step(self.model, sequence.batch, [sequence], Plan(sequence.history.max_k))
+        pending = build_step(self.model, sequence.batch, [sequence], Plan.fixed(self.model, sequence.history.max_k))
         pending.start()
         self._emit(pending)
         sequence.suspect, sequence.cleared = False, True
@@ -240,7 +240,7 @@ class Engine(Scheduler):
         if any(sequence.auto_depth for sequence in self.running):
             plan = self._choose()
         else:
-            plan = Plan(max(sequence.history.max_k for sequence in self.running))
+            plan = Plan.fixed(self.model, max(sequence.history.max_k for sequence in self.running))
         plan = plan._replace(k=invariant_k(self.model, self.running, min(plan.k, remaining - 1)))
         following = build_step(self.model, self._batch, self.running, plan, steady=self._steady)
         self._steady = True
@@ -291,7 +291,7 @@ class Engine(Scheduler):
                     self.depth.observe_coverage(*listed.count(line[: outcomes[-1][0] + 1]))
         timed = seconds if pending.steady and len(running) == len(pending.sequences) else None
         histories = [sequence.history for sequence in running]
-        self.depth.observe(histories, pending.k, outcomes, timed, pending.plan.head)
+        self.depth.observe(histories, pending.k, outcomes, timed, pending.plan.source)
         for sequence in running:
             sequence.stats.count_depth(min(pending.k, sequence.max_k), seconds)
             if sequence.auto_depth:

@@ -17,16 +17,16 @@ from ..models import Model
 from ..models.attention import attention
 from .sequence import SequenceState
 
-TOKENS = [3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41]
+TOKENS = [3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71]
 PREFILLED = 3  # of these, before the window
-SHAPES = ((9, 1), (1, 5), (2, 16), (9, 16))  # window, sequences: kernels mostly switch below sixteen rows
-CPU_SHAPES = ((9, 1), (1, 5), (9, 4))  # slower, and the same kernels for any number of rows
-METAL_SHAPES = ((9, 1), (1, 5), (2, 8), (1, 16))  # at most `metal.MOST_ROWS` rows
+SHAPES = ((16, 1), (1, 5), (2, 16), (9, 16))  # window, sequences: kernels mostly switch below sixteen rows
+CPU_SHAPES = ((16, 1), (1, 5), (16, 4))  # slower, and the same kernels for any number of rows
+METAL_SHAPES = ((16, 1), (1, 5), (2, 8), (1, 16))  # at most `metal.MOST_ROWS` rows
 _measured: WeakKeyDictionary[Model, bool] = WeakKeyDictionary()
 
 
 def is_batch_invariant(model: Model) -> bool:
-    """Return whether logits are the same for a token alone, in a window of nine, and in a batch of such windows.
+    """Return whether logits are the same for a token alone, in a window of sixteen, and in a batch of such windows.
 
     Measured once per model.
     """

@@ -14,6 +14,7 @@ from ..models import Model
 from ..sampling import Logprobs, Matcher, SamplingParams, SequenceParams, compile_grammar
 from .batch import Batch
 from .copies import CopyIndex
+from .draft import draft_limits
 from .draft_history import DraftHistory
 from .log import LOG, log_error
 from .memory import is_out_of_memory, out_of_memory
@@ -66,7 +67,8 @@ class SequenceState:
             key = params.seed if params.seed is not None else secrets.randbits(64)
         k, bypass_reason = _max_k(params.k, model, max_k)
         copied = _max_copied(params, model, max_k)
-        sources = [*(["native_mtp"] if k else []), *(["copy"] if copied else [])]
+        named = {"dflash": model.drafter is not None and k, "native_mtp": model.has_head and k, "copy": copied}
+        sources = [name for name, used in named.items() if used]
         stats = Stats(
             "+".join(sources) or None,
             bypass_reason,
@@ -123,6 +125,8 @@ class SequenceState:
         copied: int = 0,
         logits: mx.array | None = None,
         logprobs: Logprobs | None = None,
+        *,
+        block: bool = False,
     ) -> None:
         """Send a round's tokens to the request, up to the end of the answer.
 
@@ -132,6 +136,7 @@ class SequenceState:
             copied: How many of the drafts were copied from the context.
             logits: [k+1, V], for each of the tokens.
             logprobs: Of each of the tokens.
+            block: The other drafts are the block drafter's, not the head's.
         """
         accepted = len(tokens) - 1
         tokens = tokens[: self.limit - self.num_generated]
@@ -140,7 +145,7 @@ class SequenceState:
         texts, reason = self._decode(tokens)
         tokens = tokens[: len(texts)]
         self.tokens += tokens
-        self.stats.count(len(tokens), accepted, proposed, copied, time.perf_counter() - self.started)
+        self.stats.count(len(tokens), accepted, proposed, copied, time.perf_counter() - self.started, block=block)
         if reason is None and self.matcher is not None and self.matcher.stopped:
             reason = "stop"
         if reason is None and self.num_generated >= self.limit:
@@ -205,14 +210,15 @@ class SequenceState:
 
 def _max_k(k: int | Literal["auto"], model: Model, max_k: int) -> tuple[int, str | None]:
     """Return the most drafts per round, and the reason if there are none."""
-    most = min(max_k, model.max_k)
-    if not model.has_head:
+    limits = draft_limits(model)
+    most = min(max_k, max(limits.values(), default=0))
+    if not limits:
         return 0, model.head_unavailable or "the model has no head"
     if k == 0:
         return 0, "the request asked for no drafts"
     if most == 0:
         return 0, "speculation is switched off"
-    return (most if k == "auto" else min(k, most)), None
+    return (most if k == "auto" else min(k, most, next(iter(limits.values())))), None
 
 
 def not_finite(model: Model) -> HeadstartError:
@@ -224,11 +230,12 @@ def not_finite(model: Model) -> HeadstartError:
 def _max_copied(params: SamplingParams, model: Model, max_k: int) -> int:
     """Return the most drafts per round that are copied from the context, 0 for none.
 
-    A fixed k asks for drafts of the head. The optimistic rule would accept a copy that never ends.
+    A fixed k asks for drafts of one source. The optimistic rule would accept a copy that never ends.
     """
     if params.k != "auto" or not model.copies or params.rule == "optimistic":
         return 0
-    return MAX_K if 0 < model.max_k <= max_k else max_k  # a limit below the head's own was set by the user
+    most = max(draft_limits(model).values(), default=0)
+    return MAX_K if 0 < most <= max_k else max_k  # a limit below what its sources can was set by the user
 
 
 def youngest(sequences: list[SequenceState]) -> SequenceState:

@@ -18,10 +18,11 @@ from ..kernels.attention import at_last
 from ..kernels.norm import rms_norm
 from ..kernels.products import product
 from ..kernels.types import Window
-from ..limits import DEFAULT_K, MAX_K
+from ..limits import DEFAULT_K, MAX_HEAD_K
 from ..state import KV, BatchState, Recurrent
 from .attention import attention, gated_kv_sizes, grouped_attention, grouped_kv_sizes
 from .decoder_layer import decoder_layer
+from .dflash import DFlash
 from .draft_vocabulary import DraftVocabulary
 from .feed_forward import feed_forward
 from .gated_delta_net import gated_delta_net
@@ -114,9 +115,10 @@ class Model:
     weights: Weights
     head_unavailable: str | None = None  # why there is no head
     default_k: int = DEFAULT_K  # drafts a round to begin with
-    max_k: int = MAX_K  # most drafts of the head a round
+    max_k: int = MAX_HEAD_K  # most drafts of the head a round
     copies: bool = True  # drafts may be copied from the context
     draft_vocabulary: DraftVocabulary | None = None  # the tokens that drafts may be limited to
+    drafter: DFlash | None = None
     share: Share = field(default_factory=Alone)  # what of the trunk is on this machine
 
     @property
@@ -157,7 +159,9 @@ class Model:
         normed = layers[0].input_layernorm(x)
         fits = share.ranks == 1 and self.family.attention is attention  # may be a layer in one launch
         # Every part of a layer is added to x; with it comes the norm that the next part is given.
-        for index, (layer, memory) in enumerate(zip(layers, state.layers, strict=True)):
+        inputs = []  # of every layer
+        for index, (layer, memory) in enumerate(zip(layers, state.layers, strict=False)):  # then the drafter's
+            inputs.append(x)
             following = layers[index + 1].input_layernorm if index + 1 < len(layers) else self.weights.norm
             if fits and (whole := decoder_layer(layer, x, normed, memory, state.accepted, certain, following)):
                 x, normed = whole
@@ -170,6 +174,8 @@ class Model:
                 seen = partial(mask, self.family.window(layer))
                 x, normed = self.family.attention(layer.self_attn, normed, seen, memory, residual)
             x, normed = feed_forward(layer.mlp, normed, Residual(x, following, share))
+        if self.drafter is not None:
+            self.drafter.remember([*inputs[1:], x], state.layers[len(layers) :])
         return share.give(normed if share.ends and self.family.head.fed_after_norm else x)
 
     @cached_property
@@ -241,6 +247,14 @@ class Model:
         reduced_to = self.draft_vocabulary if reduced else None
         return product(hidden, self._draft_lm_head(module) if reduced_to is None else reduced_to.lm_head)
 
+    def block_logits(self, last: mx.array, k: int, state: BatchState) -> mx.array:
+        """Return the block drafter's logits [B, k, V] for the k tokens after `last` [B], the first that the trunk's
+        `state` does not hold."""
+        assert self.drafter is not None
+        masks = mx.full((last.shape[0], k), self.drafter.spec.mask_token, mx.int32)
+        block = self.weights.embed_tokens(mx.concatenate([last[:, None], masks], axis=1))
+        return product(self.drafter(block, state)[:, 1:], self._lm_head)
+
     def with_draft_vocabulary(self, ids: list[int], origin: str) -> "Model":
         """Return the model with a copy of the rows of these tokens, for drafts."""
         return replace(self, draft_vocabulary=DraftVocabulary.of(self._draft_lm_head(), ids, origin))
@@ -261,7 +275,8 @@ class Model:
                     owner.pop(name, None)
 
     def make_state(self, rows: int) -> BatchState:
-        return BatchState.empty([self._memory(layer, rows) for layer in self.weights.layers], rows)
+        caches = self.drafter.make_caches(rows, self.dtype) if self.drafter is not None else []
+        return BatchState.empty([*(self._memory(layer, rows) for layer in self.weights.layers), *caches], rows)
 
     def make_head_state(self, rows: int) -> BatchState:
         return BatchState.empty([self._memory(layer, rows) for layer in self.weights.mtp.layers], rows)

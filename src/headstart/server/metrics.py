@@ -33,7 +33,7 @@ class Counters:
     rounds: Counter[int] = field(default_factory=Counter)  # by depth
     proposed: Counter[int] = field(default_factory=Counter)  # drafts by position, from 1
     accepted: Counter[int] = field(default_factory=Counter)
-    accepted_by_source: Counter[str] = field(default_factory=Counter)  # head, copy
+    accepted_by_source: Counter[str] = field(default_factory=Counter)  # head, drafter, copy
     paused_seconds: float = 0.0
     depth: int | None = None  # of the last round
 
@@ -69,7 +69,7 @@ class Counters:
             "rounds_by_depth": {str(k): self.rounds[k] for k in sorted(self.rounds)},
             "proposed_draft_tokens": proposed,
             "accepted_draft_tokens": accepted,
-            "accepted_by_source": {source: self.accepted_by_source[source] for source in ("head", "copy")},
+            "accepted_by_source": {source: self.accepted_by_source[source] for source in ("head", "drafter", "copy")},
             "acceptance_rate": accepted / proposed if proposed else 0.0,
             "proposed_by_position": [self.proposed[j] for j in positions],
             "accepted_by_position": [self.accepted[j] for j in positions],

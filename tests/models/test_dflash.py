@@ -1,0 +1,69 @@
+"""A DFlash drafter drafts what transformers and mlx-vlm draft, and its caches follow what the trunk commits."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from checkpoints import write, write_drafter
+from headstart.checkpoint import load_model
+from headstart.models import Model
+
+RECORDED = json.loads((Path(__file__).parents[1] / "reference/dflash.json").read_text())
+
+
+def tiny_pair(place: Path, **fields: Any) -> Model:
+    target = write(place / "target", dtype=mx.float32)
+    return load_model(target, drafter=write_drafter(place / "drafter", target, dtype=mx.float32, **fields))
+
+
+@pytest.mark.parametrize("other", ["transformers", "mlx-vlm"])
+@pytest.mark.parametrize("flat", [False, True])
+def test_both_rounds_draft_what_others_draft(other: str, flat: bool, tmp_path: Path) -> None:
+    model, state = tiny_pair(tmp_path, flat=flat), None
+    *prompt, last = RECORDED["prompt"]
+    state = model.make_state(1)
+    model.trunk(mx.array([prompt]), state, certain=len(prompt))
+    state.commit(mx.array([len(prompt)]), most=len(prompt))
+    for expected in RECORDED[other]:
+        logits = model.block_logits(mx.array([last]), 15, state)[0]
+        assert mx.argmax(logits, axis=-1).tolist() == expected["drafts"]
+        assert mx.allclose(logits[mx.array([0, -1])], mx.array(expected["logits"]), rtol=0, atol=2e-4)
+        # The block's own entries are overwritten by the pass that verifies, and the rejected ones by the next.
+        window, accepted = RECORDED["window"], RECORDED["accepted"]
+        model.trunk(mx.array([[last, *window]]), state, certain=1)
+        state.accepted = mx.array([accepted])
+        state.commit(mx.array([accepted + 1]), most=len(window) + 1)
+        last = window[accepted]
+
+
+def test_sequences_of_a_batch_draft_as_alone(tmp_path: Path) -> None:
+    model, lengths = tiny_pair(tmp_path, kinds=("full_attention", "sliding_attention")), (3, 11, 7)
+    tokens = mx.array([[(11 * row + 7 * n) % 255 for n in range(12)] for row in range(3)])
+    together = model.make_state(3)
+    model.trunk(tokens, together, certain=12)
+    together.commit(mx.array(lengths), most=12)
+    drafts = model.block_logits(tokens[:, 0], 5, together)
+    for row, length in enumerate(lengths):
+        alone = model.make_state(1)
+        model.trunk(tokens[row : row + 1, :length], alone, certain=length)
+        alone.commit(mx.array([length]), most=length)
+        assert mx.allclose(model.block_logits(tokens[row : row + 1, 0], 5, alone)[0], drafts[row], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "seen"),
+    [
+        ({}, lambda q, k, end: k < end),  # full: the context, and all of the block
+        ({"kinds": ("sliding_attention",) * 2}, lambda q, k, end: q - 6 < k <= q),  # released ones are causal
+        ({"kinds": ("sliding_attention",) * 2, "is_causal": False}, lambda q, k, end: abs(q - k) < 6 and k < end),
+    ],
+)
+def test_every_kind_of_layer_sees_what_it_was_trained_to_see(fields: Any, seen: Any, tmp_path: Path) -> None:
+    drafter = tiny_pair(tmp_path, **fields).drafter
+    assert drafter is not None
+    positions = list(range(9, 13))
+    mask = drafter._mask(0, mx.array([positions]), 20)
+    assert mask[0, 0].tolist() == [[seen(q, k, 13) for k in range(20)] for q in positions]
