@@ -133,7 +133,7 @@ class Engine(Scheduler):
             if sequence.batch is None and sequence.auto_depth:
                 self._calibrate()
             self._steady = False
-            if not prefill_chunk(self.model, sequence, self.prefix):
+            if not prefill_chunk(self.model, sequence, self.prefix, self.turn_marker):
                 return
             if sequence.suspect:
                 self._try_alone(sequence)

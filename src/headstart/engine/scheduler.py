@@ -17,6 +17,7 @@ from ..state import PrefixCache
 from .memory import ANSWER, memory_for_sequences
 from .request import Event, Handle, Request
 from .sequence import SequenceState
+from .turns import TurnMarker
 
 LEVELS = {"interactive": 1, "batch": 2}  # lower ones go first; 0: was running before
 
@@ -95,6 +96,7 @@ class Scheduler:
             raise RequestError(f"max_sequences is {max_sequences}; it must be at least 1")
         self.model = model
         self.tokenizer = tokenizer
+        self.turn_marker = TurnMarker.of(tokenizer)
         self.max_sequences = max_sequences
         self.footprint = Footprint.of(model)
         reserved = prefix.max_bytes if prefix is not None else 0

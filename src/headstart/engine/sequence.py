@@ -12,6 +12,7 @@ from ..errors import HeadstartError, RequestError
 from ..limits import MAX_K
 from ..models import Model
 from ..sampling import Logprobs, Matcher, SamplingParams, SequenceParams, compile_grammar
+from ..state import Chunks
 from .batch import Batch
 from .copies import CopyIndex
 from .draft import draft_limits
@@ -35,6 +36,7 @@ class SequenceState:
     tokens: list[int] = field(default_factory=list)  # the prompt and what was generated
     siblings: list["SequenceState"] = field(default_factory=list)  # other answers to its prompt, until that is in
     batch: Batch | None = None  # its own, during prefill
+    chunks: Chunks | None = None  # in which it is prefilled
     num_prefilled: int = 0
     num_reported: int = 0  # tokens of the prompt that were reported as prefilled
     started: float = 0.0

@@ -2,7 +2,7 @@
 
 from .batch_state import BatchState
 from .kv import BLOCK, KV
-from .prefix import CHUNK, PrefixCache, PrefixStats
+from .prefix import CHUNK, Chunks, PrefixCache, PrefixStats
 from .recurrent import Pending, Recurrent
 
-__all__ = ["BLOCK", "CHUNK", "KV", "BatchState", "Pending", "PrefixCache", "PrefixStats", "Recurrent"]
+__all__ = ["BLOCK", "CHUNK", "KV", "BatchState", "Chunks", "Pending", "PrefixCache", "PrefixStats", "Recurrent"]

@@ -4,16 +4,21 @@ A piece never shares a buffer with a larger array, which it would keep alive. It
 sequence writes into its state in place.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from .batch_state import BatchState
-from .kv import BLOCK, KV
+from .kv import BLOCK
 
 GROUP = 32  # numbers that share a scale in eight bits
 
 PackedArray = tuple[mx.array, ...]  # an array as it is, or its eight-bit codes, scales and biases
+
+# All states of one sequence, the trunk's first, each with the number of tokens that it is behind the trunk. The head
+# is one behind: its entry t is made from hidden t and token t+1, and a prefix has no token after its end.
+States = Sequence[tuple[BatchState, int]]
 
 
 class Snapshot(NamedTuple):
@@ -36,32 +41,25 @@ def take_snapshot(trunk: BatchState, hidden: mx.array) -> Snapshot:
     return Snapshot(mx.contiguous(hidden), recurrent)
 
 
-def cut_kv(
-    trunk: BatchState, head: BatchState | None, start: int, end: int, eight_bits: bool = False
-) -> list[PackedArray]:
-    """Return keys and values [1, H, T, D] of the tokens from `start` to `end`, first the trunk's and then the head's.
-
-    The head is one behind: its entry t is made from hidden t and token t+1, and a prefix has no token after its end.
-    """
-    pieces = [a[:, :, start:end] for layer in trunk.kv_layers for a in layer.arrays()]
-    if head is not None:
-        pieces += [a[:, :, max(0, start - 1) : end - 1] for layer in head.kv_layers for a in layer.arrays()]
-    return [_pack(mx.contiguous(piece), eight_bits) for piece in pieces]
+def cut_kv(states: States, start: int, end: int, eight_bits: bool = False) -> list[PackedArray]:
+    """Return keys and values [1, H, T, D] of the tokens from `start` to `end`, state by state."""
+    return [
+        _pack(mx.contiguous(array[:, :, max(0, start - behind) : end - behind]), eight_bits)
+        for state, behind in states
+        for layer in state.kv_layers
+        for array in layer.arrays()
+    ]
 
 
-def restore(
-    chunks: list[list[PackedArray]], after: Snapshot, trunk: BatchState, head: BatchState | None, length: int
-) -> None:
-    """Fill the state of a new sequence as if it had prefilled the `length` tokens of the chunks itself."""
-    layers: list[KV] = trunk.kv_layers + (head.kv_layers if head is not None else [])
-    for n, layer in enumerate(layers):
-        layer.keys = _concatenate([chunk[2 * n] for chunk in chunks], length)
-        layer.values = _concatenate([chunk[2 * n + 1] for chunk in chunks], length)
-    for recurrent, (state, conv) in zip(trunk.recurrent_layers, after.recurrent, strict=True):
-        recurrent.state, recurrent.conv = mx.contiguous(state), mx.contiguous(conv)
-    trunk.lengths, trunk.bounds = mx.array([length], mx.int32), [length]
-    if head is not None:
-        head.lengths, head.bounds = mx.array([length - 1], mx.int32), [length]
+def restore(chunks: list[list[PackedArray]], after: Snapshot, states: States, length: int) -> None:
+    """Fill the states of a new sequence as if it had prefilled the `length` tokens of the chunks itself."""
+    pieces = iter(zip(*chunks, strict=True))  # of every array, those of all chunks
+    for state, behind in states:
+        for layer in state.kv_layers:
+            layer.keys, layer.values = (_concatenate(next(pieces), length) for _ in range(2))
+        state.lengths, state.bounds = mx.array([length - behind], mx.int32), [length]
+    for recurrent, (state_of_layer, conv) in zip(states[0][0].recurrent_layers, after.recurrent, strict=True):
+        recurrent.state, recurrent.conv = mx.contiguous(state_of_layer), mx.contiguous(conv)
 
 
 def _pack(piece: mx.array, eight_bits: bool) -> PackedArray:
@@ -77,7 +75,7 @@ def _unpack(packed: PackedArray) -> mx.array:
     return mx.dequantize(codes, scales, biases, group_size=GROUP, bits=8)
 
 
-def _concatenate(packed: list[PackedArray], length: int) -> mx.array:
+def _concatenate(packed: Sequence[PackedArray], length: int) -> mx.array:
     """Return the pieces in one array, padded to whole blocks as those of a running sequence are."""
     pieces = [_unpack(each) for each in packed]
     B, H, _, D = pieces[0].shape
