@@ -7,10 +7,10 @@ the next. So loading needs little more memory than the weights that stay.
 import os
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as shortened
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,6 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer as load_mlx_lm_tokenizer
 
 from .. import models
+from ..cards import Dispatch
 from ..errors import CheckpointError, HeadError
 from ..kernels import cpu
 from ..kernels.metal.tune import choose_kernels
@@ -29,9 +30,9 @@ from ..models.memory import Footprint
 from .config import printable_error, read_object
 from .draft_vocabulary import read_draft_tokens
 from .hub import resolve, resolve_head
-from .layout import read_layout
+from .layout import Layout, read_layout
 from .names import is_head, without_prefix
-from .parameters import parameter_shapes
+from .parameters import Stored, parameter_shapes
 from .read import LazyFiles, read_parameter
 
 
@@ -52,6 +53,54 @@ TYPES = ("bfloat16", "float16", "float32")  # values of HEADSTART_DTYPE
 WITHOUT_BFLOAT16 = re.compile(r"applegpu_g1[34]\D")  # Metal's names of M1's and M2's GPUs
 
 
+class Needs(NamedTuple):
+    """The bytes that a model takes in memory."""
+
+    weights: int
+    request: int  # of one short request
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """A model that is not read yet: its modules, and where their parameters come from."""
+
+    layout: Layout
+    decision: Dispatch
+    model: models.Model
+    stored: Stored
+    dtype: mx.Dtype
+
+    @classmethod
+    def of(
+        cls,
+        name: str | Path | None = None,
+        *,
+        mtp: bool | None = None,
+        head: str | Path | None = None,
+        dtype: mx.Dtype | None = None,
+    ) -> "LoadPlan":
+        """Take the arguments of `load_model`."""
+        layout = read_layout(resolve(name), resolve_head(head) if head is not None and mtp is not False else None)
+        decision = layout.dispatch(mtp)
+        if layout.mtp.location and not layout.mtp.available and decision.reason == layout.mtp.reason:
+            raise HeadError(f"{layout.path}: {layout.mtp.reason}")
+        stored = {name: part for name, part in layout.stored.items() if decision.drafts or not is_head(name)}
+        packed = {name: how for name, how in layout.quantized.items() if f"{name}.scales" in stored}  # not float8
+        model = models.build(layout.config, head=decision.drafts)
+        if model.has_head:
+            model.share_missing(stored)
+        model = _quantized(model, packed)
+        if dtype is None:
+            experts = any(".switch_mlp." in name for name in stored)
+            dtype = compute_dtype(layout.dtype, experts=experts, modes={how["mode"] for how in packed.values()})
+        return cls(layout, decision, model, stored, dtype)
+
+    @property
+    def needs(self) -> Needs:
+        request = int(Footprint.of(self.model).bytes([1]) / memory.SHARE)
+        return Needs(_nbytes(self.model.weights, self.dtype), request)
+
+
 def load_model(
     name: str | Path | None = None,
     *,
@@ -59,6 +108,7 @@ def load_model(
     head: str | Path | None = None,
     dtype: mx.Dtype | None = None,
     split: MakePart | None = None,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> models.Model:
     """Load a model with its head, if it has one.
 
@@ -68,43 +118,35 @@ def load_model(
         head: A model or a drafter (`qwen3_5_mtp`) whose head is taken, by a name as `resolve` takes it.
         dtype: Of all weights that are not quantised; None chooses it by `compute_dtype`.
         split: Read only this machine's part of the model.
+        progress: Called after every parameter with the share of all that have been read.
 
     Raises:
         HeadError: There is a head but it cannot be used. Where there is none, `Model.head_unavailable` says why.
     """
-    layout = read_layout(resolve(name), resolve_head(head) if head is not None and mtp is not False else None)
-    decision = layout.dispatch(mtp)
-    if layout.mtp.location and not layout.mtp.available and decision.reason == layout.mtp.reason:
-        raise HeadError(f"{layout.path}: {layout.mtp.reason}")
+    plan = LoadPlan.of(name, mtp=mtp, head=head, dtype=dtype)
+    layout, decision, model, stored = plan.layout, plan.decision, plan.model, plan.stored
     ensure_compiles()
-    stored = {name: part for name, part in layout.stored.items() if decision.drafts or not is_head(name)}
-    packed = {name: how for name, how in layout.quantized.items() if f"{name}.scales" in stored}  # not float8
-    model = models.build(layout.config, head=decision.drafts)
     if split is not None and not model.family.divisible:
         raise CheckpointError(f"{layout.path}: {layout.family} models cannot be divided among several machines yet.")
-    if model.has_head:
-        model.share_missing(stored)
-    model = _quantized(model, packed)
     norms = {f"{name}.weight" for name, module in model.weights.named_modules() if isinstance(module, Norm)}
-    if dtype is None:
-        experts = any(".switch_mlp." in name for name in stored)
-        dtype = compute_dtype(layout.dtype, experts=experts, modes={how["mode"] for how in packed.values()})
     if split is None:
-        _check_memory(layout.path, _nbytes(model.weights, dtype), Footprint.of(model))
+        _check_memory(layout.path, plan.needs)
 
     files = LazyFiles()
     part = split(models.text_config(layout.config)) if split is not None else None
-    for name in parameter_shapes(model.weights):
+    names = parameter_shapes(model.weights)
+    for number, name in enumerate(names, 1):
         if part is not None and not part.holds(name):
             continue
         offset = model.family.norm_offset if name in norms else None
-        array = read_parameter(name, stored, files, dtype, norm_offset=offset)
+        array = read_parameter(name, stored, files, plan.dtype, norm_offset=offset)
         if part is not None:
             array = part.cut(name, array)
         mx.eval(array)
         model.weights.update(tree_unflatten([(name, array)]))
         del array
         mx.clear_cache()
+        progress(number / len(names))
     if part is None:
         choose_kernels(model.weights, model.dtype)
     else:  # machines that time kernels may choose different ones, and must not: they draft the same tokens
@@ -121,16 +163,15 @@ def _nbytes(weights: nn.Module, dtype: mx.Dtype) -> int:
     return sum(a.size * (dtype.size if mx.issubdtype(a.dtype, mx.floating) else a.itemsize) for a in arrays)
 
 
-def _check_memory(path: Path, weights: int, footprint: Footprint) -> None:
+def _check_memory(path: Path, needs: Needs) -> None:
     """Refuse a model that does not fit with one short request: the machine would swap, or the system end the process
     without a message."""
-    request = int(footprint.bytes([1]) / memory.SHARE)
-    if weights + request > (free := memory.unused()):
+    if sum(needs) > (free := memory.unused()):
         raise CheckpointError(
-            f"{path}: its weights take {weights / 1e9:.2f} GB, and {free / 1e9:.2f} GB of this device's memory "
-            f"are left{memory.system_share()}; a short request takes {request / 1e9:.2f} GB more. Take a smaller "
-            "model, a conversion of fewer bits (`headstart convert --bits 4`), or several machines. If you know that "
-            f"it fits, set {memory.VARIABLE} to the gigabytes that Headstart may take."
+            f"{path}: its weights take {needs.weights / 1e9:.2f} GB, and {free / 1e9:.2f} GB of this device's memory "
+            f"are left{memory.system_share()}; a short request takes {needs.request / 1e9:.2f} GB more. Take a "
+            "smaller model, a conversion of fewer bits (`headstart convert --bits 4`), or several machines. If you "
+            f"know that it fits, set {memory.VARIABLE} to the gigabytes that Headstart may take."
         )
 
 
