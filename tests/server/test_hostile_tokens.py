@@ -11,10 +11,9 @@ import pytest
 from hostile import target
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from running import CONTEXT, Running, folder, read, tiny, tokenizer
+from running import Running, read, served_model, tokenizer
 from tokenizers import Tokenizer
 
-from headstart.checkpoint import read_layout
 from headstart.server import ServedModel
 from headstart.server.anthropic_request import CountTokensRequest, MessagesRequest
 from headstart.server.openai_request import ChatCompletionRequest, CompletionRequest
@@ -32,7 +31,7 @@ USER = {"role": "user", "content": "Hello"}
 
 @cache
 def served() -> ServedModel:
-    return ServedModel.of(read_layout(folder(True, CONTEXT)), tiny(True, CONTEXT), tokenizer(), id="tiny")
+    return served_model()
 
 
 @cache

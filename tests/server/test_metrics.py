@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from running import CONTEXT, Running, running, tiny, tokenizer, wait_until
+from running import CONTEXT, Running, running, served_model, tiny, tokenizer, wait_until
 
 from headstart.engine import Engine, EngineThread, Event, FinishReason, Request, Stats
 from headstart.engine.request import Handle
-from headstart.server import Limits
+from headstart.server import Limits, ModelPool
 from headstart.server.metrics import Meter, Metrics
 from headstart.server.request_handler import RunningRequest
 from headstart.state import PrefixCache
@@ -44,6 +44,7 @@ def test_counts_are_the_sums_of_what_every_answer_says() -> None:
         report = http.get("/v1/mtp/stats").json()["models"]["tiny"]
 
     def count(name: str, **labels: str) -> float:
+        labels = labels if name == "engine_healthy" else {"model": "tiny", **labels}
         return counted[f"headstart_{name}", frozenset(labels.items())]
 
     assert count("requests_total", endpoint=COMPLETIONS, outcome="length") == 3
@@ -68,8 +69,9 @@ def test_counts_are_the_sums_of_what_every_answer_says() -> None:
 
 def test_latency_is_counted_by_tokens_and_not_by_chunks() -> None:
     """Otherwise drafts that are accepted together would look slow, or fast."""
-    metrics = Metrics(EngineThread(Engine(tiny(True, CONTEXT), tokenizer())))
-    meter = Meter(metrics, COMPLETIONS, arrived=10.0)
+    pool = ModelPool.of_one(EngineThread(Engine(tiny(True, CONTEXT), tokenizer())), served_model())
+    metrics = Metrics(pool.device, pool.models)
+    meter = Meter(metrics, pool.models[0], COMPLETIONS, arrived=10.0)
     for rounds, tokens, said, when in ((1, 2, 2, 11.0), (2, 4, 6, 11.4), (3, 1, 7, 11.5)):
         stats = Stats("native_mtp", None, rounds=rounds, generation_tokens=said)
         meter.count(Event(tokens=[7] * tokens, stats=stats), when, first=True)
@@ -91,11 +93,14 @@ def test_latency_is_counted_by_tokens_and_not_by_chunks() -> None:
 )
 def test_a_request_for_several_answers_is_cut_off_if_one_is(reasons: list[FinishReason], outcome: str) -> None:
     room = EngineThread(Engine(tiny(True, CONTEXT), tokenizer()))
-    metrics = Metrics(room)
+    (model,) = ModelPool.of_one(room, served_model()).models
 
     async def main() -> None:
         room.submit = lambda request, **_: Handle(request, None)  # type: ignore[method-assign]
-        request, meter = Request([5], n=len(reasons)), Meter(metrics, COMPLETIONS, arrived=0.0)
+        request, meter = (
+            Request([5], n=len(reasons)),
+            Meter(Metrics(room.device, [model]), model, COMPLETIONS, arrived=0.0),
+        )
         running = RunningRequest(room, [request], Limits(), client="", deadline=inf, meter=meter)
         running.cancel()  # otherwise a cancelled answer is an error of the server's
         for choice, reason in enumerate(reasons):
@@ -104,7 +109,7 @@ def test_a_request_for_several_answers_is_cut_off_if_one_is(reasons: list[Finish
         running.close()
 
     asyncio.run(main())
-    assert metrics.counters.requests == {(COMPLETIONS, outcome): 1}
+    assert model.counters.requests == {(COMPLETIONS, outcome): 1}
 
 
 def test_rows_and_queue_are_seen_while_they_last() -> None:

@@ -13,7 +13,7 @@ from running import Running, read, running, wait_until
 
 from checkpoints import write
 from headstart.checkpoint import load_model, load_tokenizer, read_layout
-from headstart.server import Limits, ServedModel
+from headstart.server import Limits, ModelInfo, ServedModel
 from headstart.server.anthropic_request import MessagesRequest
 from headstart.server.errors import Refusal
 from headstart.server.openai_request import ChatCompletionRequest, CompletionRequest
@@ -295,7 +295,7 @@ def test_what_the_chat_template_refuses_is_refused(tmp_path: Path, template: str
     config["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").unlink()
-    served = ServedModel.of(read_layout(folder), load_model(folder), load_tokenizer(folder))
+    served = ServedModel.of(ModelInfo.of(read_layout(folder)), load_model(folder), load_tokenizer(folder))
     with pytest.raises(Refusal) as refusal:
         read(ChatCompletionRequest.model_validate({"messages": HI}), served)
     assert (refusal.value.status_code, refusal.value.param, refusal.value.code) == (400, "messages", code)

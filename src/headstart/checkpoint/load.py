@@ -7,10 +7,10 @@ the next. So loading needs little more memory than the weights that stay.
 import os
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as shortened
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,6 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer as load_mlx_lm_tokenizer
 
 from .. import models
+from ..cards import Dispatch
 from ..errors import CheckpointError, DrafterError, HeadError
 from ..kernels import cpu
 from ..kernels.metal.tune import choose_kernels
@@ -28,11 +29,11 @@ from ..models.compiler import ensure_compiles
 from ..models.memory import Footprint
 from .config import printable_error, read_object
 from .draft_vocabulary import read_draft_tokens
-from .drafter import check_drafter, read_drafter, read_drafter_weights
+from .drafter import DrafterLayout, check_drafter, read_drafter, read_drafter_weights
 from .hub import resolve, resolve_head
-from .layout import read_layout
+from .layout import Layout, read_layout
 from .names import is_head, without_prefix
-from .parameters import parameter_shapes
+from .parameters import Stored, parameter_shapes
 from .read import LazyFiles, read_parameter
 
 
@@ -53,6 +54,63 @@ TYPES = ("bfloat16", "float16", "float32")  # values of HEADSTART_DTYPE
 WITHOUT_BFLOAT16 = re.compile(r"applegpu_g1[34]\D")  # Metal's names of M1's and M2's GPUs
 
 
+class Needs(NamedTuple):
+    """The bytes that a model takes in memory."""
+
+    weights: int
+    drafter: int  # its weights
+    request: int  # of one short request
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """A model that is not read yet: its modules, and where their parameters come from."""
+
+    layout: Layout
+    decision: Dispatch
+    model: models.Model
+    stored: Stored
+    dtype: mx.Dtype
+    drafter: DrafterLayout | None
+
+    @classmethod
+    def of(
+        cls,
+        name: str | Path | None = None,
+        *,
+        mtp: bool | None = None,
+        head: str | Path | None = None,
+        drafter: str | Path | None = None,
+        dtype: mx.Dtype | None = None,
+    ) -> "LoadPlan":
+        """Take the arguments of `load_model`."""
+        layout = read_layout(resolve(name), resolve_head(head) if head is not None and mtp is not False else None)
+        decision = layout.dispatch(mtp)
+        if layout.mtp.location and not layout.mtp.available and decision.reason == layout.mtp.reason:
+            raise HeadError(f"{layout.path}: {layout.mtp.reason}")
+        block = read_drafter(resolve(drafter)) if drafter is not None else None
+        if block is not None:
+            check_drafter(block, layout.path, layout.config)
+        stored = {name: part for name, part in layout.stored.items() if decision.drafts or not is_head(name)}
+        packed = {name: how for name, how in layout.quantized.items() if f"{name}.scales" in stored}  # not float8
+        model = models.build(layout.config, head=decision.drafts)
+        if model.has_head:
+            model.share_missing(stored)
+        model = _quantized(model, packed)
+        if dtype is None:
+            experts = any(".switch_mlp." in name for name in stored)
+            dtype = compute_dtype(layout.dtype, experts=experts, modes={how["mode"] for how in packed.values()})
+        if block is not None:
+            model = replace(model, drafter=block.drafter)
+        return cls(layout, decision, model, stored, dtype, block)
+
+    @property
+    def needs(self) -> Needs:
+        request = int(Footprint.of(self.model).bytes([1]) / memory.SHARE)
+        drafter = _nbytes(self.drafter.drafter.weights, self.dtype) if self.drafter is not None else 0
+        return Needs(_nbytes(self.model.weights, self.dtype), drafter, request)
+
+
 def load_model(
     name: str | Path | None = None,
     *,
@@ -61,6 +119,7 @@ def load_model(
     drafter: str | Path | None = None,
     dtype: mx.Dtype | None = None,
     split: MakePart | None = None,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> models.Model:
     """Load a model with its head, if it has one.
 
@@ -71,54 +130,41 @@ def load_model(
         drafter: A block drafter for this model (DFlash), by a name as `resolve` takes it.
         dtype: Of all weights that are not quantised; None chooses it by `compute_dtype`.
         split: Read only this machine's part of the model.
+        progress: Called after every parameter with the share of all that have been read.
 
     Raises:
         HeadError: There is a head but it cannot be used. Where there is none, `Model.head_unavailable` says why.
         DrafterError: The drafter cannot be used, or was made for another model.
     """
-    layout = read_layout(resolve(name), resolve_head(head) if head is not None and mtp is not False else None)
-    decision = layout.dispatch(mtp)
-    if layout.mtp.location and not layout.mtp.available and decision.reason == layout.mtp.reason:
-        raise HeadError(f"{layout.path}: {layout.mtp.reason}")
-    block = read_drafter(resolve(drafter)) if drafter is not None else None
-    if block is not None:
-        check_drafter(block, layout.path, layout.config)
+    plan = LoadPlan.of(name, mtp=mtp, head=head, drafter=drafter, dtype=dtype)
+    layout, decision, model, stored = plan.layout, plan.decision, plan.model, plan.stored
     ensure_compiles()
-    stored = {name: part for name, part in layout.stored.items() if decision.drafts or not is_head(name)}
-    packed = {name: how for name, how in layout.quantized.items() if f"{name}.scales" in stored}  # not float8
-    model = models.build(layout.config, head=decision.drafts)
     if split is not None and not model.family.divisible:
         raise CheckpointError(f"{layout.path}: {layout.family} models cannot be divided among several machines yet.")
-    if split is not None and block is not None:
-        raise DrafterError(f"{block.path}: block drafters run on one machine only. Leave --drafter out.")
-    if model.has_head:
-        model.share_missing(stored)
-    model = _quantized(model, packed)
+    if split is not None and plan.drafter is not None:
+        raise DrafterError(f"{plan.drafter.path}: block drafters run on one machine only. Leave --drafter out.")
     norms = {f"{name}.weight" for name, module in model.weights.named_modules() if isinstance(module, Norm)}
-    if dtype is None:
-        experts = any(".switch_mlp." in name for name in stored)
-        dtype = compute_dtype(layout.dtype, experts=experts, modes={how["mode"] for how in packed.values()})
-    if block is not None:
-        model = replace(model, drafter=block.drafter)
     if split is None:
-        _check_memory(layout.path, model, dtype)
+        _check_memory(layout.path, plan.needs)
 
     files = LazyFiles()
     part = split(models.text_config(layout.config)) if split is not None else None
-    for name in parameter_shapes(model.weights):
+    names = parameter_shapes(model.weights)
+    for number, name in enumerate(names, 1):
         if part is not None and not part.holds(name):
             continue
         offset = model.family.norm_offset if name in norms else None
-        array = read_parameter(name, stored, files, dtype, norm_offset=offset)
+        array = read_parameter(name, stored, files, plan.dtype, norm_offset=offset)
         if part is not None:
             array = part.cut(name, array)
         mx.eval(array)
         model.weights.update(tree_unflatten([(name, array)]))
         del array
         mx.clear_cache()
-    if block is not None:
-        read_drafter_weights(block, dtype)
-        choose_kernels(block.drafter.weights, model.dtype)
+        progress(number / len(names))
+    if plan.drafter is not None:
+        read_drafter_weights(plan.drafter, plan.dtype)
+        choose_kernels(plan.drafter.drafter.weights, model.dtype)
     if part is None:
         choose_kernels(model.weights, model.dtype)
     else:  # machines that time kernels may choose different ones, and must not: they draft the same tokens
@@ -135,21 +181,17 @@ def _nbytes(weights: nn.Module, dtype: mx.Dtype) -> int:
     return sum(a.size * (dtype.size if mx.issubdtype(a.dtype, mx.floating) else a.itemsize) for a in arrays)
 
 
-def _check_memory(path: Path, model: models.Model, dtype: mx.Dtype) -> None:
+def _check_memory(path: Path, needs: Needs) -> None:
     """Refuse a model that does not fit with one short request: the machine would swap, or the system end the process
     without a message."""
-    weights, drafter = _nbytes(model.weights, dtype), 0
-    if model.drafter is not None:
-        drafter = _nbytes(model.drafter.weights, dtype)
-    request = int(Footprint.of(model).bytes([1]) / memory.SHARE)
-    if weights + drafter + request > (free := memory.unused()):
-        beside = f", its drafter's {drafter / 1e9:.2f} GB" if drafter else ""
+    if sum(needs) > (free := memory.unused()):
+        beside = f", its drafter's {needs.drafter / 1e9:.2f} GB" if needs.drafter else ""
         raise CheckpointError(
-            f"{path}: its weights take {weights / 1e9:.2f} GB{beside}, and {free / 1e9:.2f} GB of this device's memory "
-            f"are left{memory.system_share()}; a short request takes {request / 1e9:.2f} GB more. "
-            f"{'Leave the drafter out, take' if drafter else 'Take'} a smaller "
-            "model, a conversion of fewer bits (`headstart convert --bits 4`), or several machines. If you know that "
-            f"it fits, set {memory.VARIABLE} to the gigabytes that Headstart may take."
+            f"{path}: its weights take {needs.weights / 1e9:.2f} GB{beside}, and {free / 1e9:.2f} GB of this device's "
+            f"memory are left{memory.system_share()}; a short request takes {needs.request / 1e9:.2f} GB more. "
+            f"{'Leave the drafter out, take' if needs.drafter else 'Take'} a smaller model, a conversion of fewer bits "
+            "(`headstart convert --bits 4`), or several machines. If you know that it fits, set "
+            f"{memory.VARIABLE} to the gigabytes that Headstart may take."
         )
 
 

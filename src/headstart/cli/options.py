@@ -59,6 +59,23 @@ def with_model(command: Command) -> Command:
     return _replace_parameter(command, "model", {"model": (str, MODEL), "model_option": (str, option)}, model)
 
 
+def with_models(command: Command) -> Command:
+    """Give a command MODELs as arguments and as --model. It gets those that the user wrote, as `models`."""
+
+    def models(given: dict[str, Any]) -> list[str]:
+        if all(given.values()):
+            named = [", ".join(each) for each in given.values()]
+            raise RequestError(f"MODEL is {named[0]}, and --model is {named[1]}: name it once")
+        return given["model"] or given["model_option"] or []
+
+    many = Argument(
+        None, metavar="MODEL…", help="Folders, built-in or cached models, or hub ids.", show_default="built-in"
+    )
+    option = Option(None, "--model", "-m", metavar="MODEL", help="The same as MODEL.")
+    flags = {"model": (list[str], many), "model_option": (list[str], option)}
+    return _replace_parameter(command, "models", flags, models)
+
+
 def with_sampling(command: Command) -> Command:
     """Give a command the flags in SAMPLING, except those that it has itself. It gets those that the user gave as
     `sampling`, keyword arguments for SamplingParams."""

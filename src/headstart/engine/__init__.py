@@ -1,12 +1,13 @@
 """Batched speculative decoding: `step.py` is one step, `engine.py` the loop around it."""
 
 from .depth import DepthController
+from .device_thread import DeviceThread
 from .engine import Engine
 from .engine_thread import AsyncEngine, EngineThread, Settings
 from .request import Event, FinishReason, Handle, Request, TokenLogprobs
 from .stats import Origin, Stats
 
 __all__ = [
-    "AsyncEngine", "DepthController", "Engine", "EngineThread", "Event", "FinishReason", "Handle", "Origin",
-    "Request", "Settings", "Stats", "TokenLogprobs",
+    "AsyncEngine", "DepthController", "DeviceThread", "Engine", "EngineThread", "Event", "FinishReason", "Handle",
+    "Origin", "Request", "Settings", "Stats", "TokenLogprobs",
 ]  # fmt: skip

@@ -218,7 +218,7 @@ class Engine(Scheduler):
     def _requeue_for_memory(self) -> None:
         """Requeue the youngest sequences while the next step of the batch would not fit into memory."""
         while len(self.running) > 1 and self._batch is not None:
-            if self.footprint.bytes([bound + MAX_K + 1 for bound in self._batch.trunk_state.bounds]) <= self.memory:
+            if self.footprint.bytes([bound + MAX_K + 1 for bound in self._batch.trunk_state.bounds]) <= self.left:
                 return
             last = youngest(self.running)
             self._batch.keep([i for i, each in enumerate(self.running) if each is not last], self.model)

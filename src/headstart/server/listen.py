@@ -17,7 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ..engine import EngineThread
+from ..engine import DeviceThread
 from ..errors import HeadstartError, RequestError
 from .log import drop_query
 from .middleware import Limits
@@ -59,13 +59,13 @@ def _cannot_listen(host: str, port: int, error: OSError) -> HeadstartError:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which closes the engine's thread when it stops.
+    """uvicorn, which closes the device's thread when it stops.
 
     Running answers have `deadline` seconds to end by themselves, then the rest end with an error, and then the
     connections close. A second Ctrl-C ends the wait.
     """
 
-    def __init__(self, app: FastAPI, engine_thread: EngineThread, *, deadline: float = 30.0):
+    def __init__(self, app: FastAPI, device: DeviceThread, *, deadline: float = 30.0):
         super().__init__(
             uvicorn.Config(
                 app,
@@ -79,7 +79,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(deadline + GRACE_SECONDS) + 1,
             )
         )
-        self._engine_thread = engine_thread
+        self._device = device
         self._deadline = deadline
         logging.getLogger("uvicorn.access").addFilter(drop_query)
         for name in ("uvicorn.error", "asyncio"):  # clients can cause what they log
@@ -94,10 +94,10 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
         if self.force_exit:  # the second signal: do not wait
-            Thread(target=self._engine_thread.close, args=(0,), daemon=True).start()
+            Thread(target=self._device.close, args=(0,), daemon=True).start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        closing = asyncio.create_task(asyncio.to_thread(self._engine_thread.close, self._deadline))
+        closing = asyncio.create_task(asyncio.to_thread(self._device.close, self._deadline))
         await super().shutdown(sockets)
         await closing
         if self.force_exit:  # uvicorn skips it then, and logs a traceback as the loop closes

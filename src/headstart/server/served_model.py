@@ -1,4 +1,4 @@
-"""The model of this server, as clients see it."""
+"""A model as clients see it: what is known of its files, and more once it is loaded."""
 
 import time
 from dataclasses import dataclass, field, replace
@@ -12,63 +12,57 @@ from ..cards import Card
 from ..checkpoint import Layout
 from ..checkpoint.layout import hub_id
 from ..kernels import selected
-from ..models import Model
+from ..models import Model, text_config
 from ..sampling import token_bytes
 from .chat import ChatTemplate
-from .errors import Refusal
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class ModelInfo:
     id: str
-    model: Model
-    tokenizer: TokenizerWrapper
     path: Path
     family: str
+    context_length: int
     quantization: dict[str, Any] | None
+    native_mtp: dict[str, Any]
     card: Card | None
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
-    def of(cls, layout: Layout, model: Model, tokenizer: TokenizerWrapper, *, id: str | None = None) -> "ServedModel":
+    def of(cls, layout: Layout, *, id: str | None = None, mtp: bool | None = None) -> "ModelInfo":
         path = layout.path.absolute()
         name = id or hub_id(path) or path.name
-        if model.head_unavailable and layout.path.is_absolute():  # do not tell remote clients the folder
-            model = replace(model, head_unavailable=model.head_unavailable.replace(str(layout.path), name))
-        return cls(name, model, tokenizer, path, layout.family, layout.quantization, layout.card)
+        decision = layout.dispatch(mtp)
+        reason = decision.reason
+        if reason and layout.path.is_absolute():  # do not tell remote clients the folder
+            reason = reason.replace(str(layout.path), name)
+        head = {"available": decision.drafts, "default_k": decision.k, "max_k": decision.max_k, "reason": reason}
+        context = int(text_config(layout.config)["max_position_embeddings"])
+        return cls(name, path, layout.family, context, layout.quantization, head, layout.card)
 
-    def check_name(self, name: str | None) -> None:
-        """Reject a request for another model. This one is known by its id, folder and hub id."""
+    def answers_to(self, name: str) -> bool:
+        """Return whether clients may mean this model: by its id, folder or hub id."""
         card = self.card.hub_id if self.card else None
-        if name in (None, self.id, self.path.name, hub_id(self.path), card) or Path(str(name)) == self.path:
-            return
-        message = f"model {str(name)[:100]!r} is not served here: this server has {self.id!r}"
-        raise Refusal(404, message, param="model", code="model_not_found")
+        return name in (self.id, self.path.name, hub_id(self.path), card) or Path(name) == self.path
 
     def describe(self) -> dict[str, Any]:
         """Return the entry of /v1/models."""
-        model = self.model
-        head = {"available": model.has_head, "default_k": model.default_k, "max_k": model.max_k}
         return {
             "id": self.id,
             "object": "model",
             "created": self.created,
             "owned_by": "headstart",
-            "context_length": model.context_length,
+            "context_length": self.context_length,
             "family": self.family,
             "quantization": self.quantization,
             "kernels": selected(),
             "capabilities": list(self.card.capabilities) if self.card else ["text"],
-            "native_mtp": {**head, "reason": model.head_unavailable},
+            "native_mtp": self.native_mtp,
             "sampling_defaults": {
                 "thinking": self.recommended_sampling(thinking=True),
                 "not_thinking": self.recommended_sampling(thinking=False),
             },
         }
-
-    @cached_property
-    def template(self) -> ChatTemplate:
-        return ChatTemplate(self.tokenizer)
 
     def recommended_sampling(self, *, thinking: bool) -> dict[str, Any]:
         """Return the makers' recommendation, as fields of SamplingParams."""
@@ -78,6 +72,30 @@ class ServedModel:
         first, second = defaults.thinking, defaults.not_thinking
         chosen = (first or second) if thinking else (second or first)
         return chosen.model_dump(exclude_none=True) if chosen else {}
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that is loaded."""
+
+    info: ModelInfo
+    model: Model
+    tokenizer: TokenizerWrapper
+
+    @classmethod
+    def of(cls, info: ModelInfo, model: Model, tokenizer: TokenizerWrapper) -> "ServedModel":
+        return cls(info, replace(model, head_unavailable=info.native_mtp["reason"]), tokenizer)
+
+    @property
+    def id(self) -> str:
+        return self.info.id
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer)
+
+    def recommended_sampling(self, *, thinking: bool) -> dict[str, Any]:
+        return self.info.recommended_sampling(thinking=thinking)
 
     def token_bytes(self, token: int) -> bytes:
         return token_bytes(token, self.tokenizer)
