@@ -73,8 +73,9 @@ def _resume(model: Model, batch: Batch, tokens: Sequence[int], prefix: PrefixCac
         return 0
     length, hidden = found
     if batch.head_state is not None:  # the last hidden state pairs with this sequence's own next token
-        following = mx.array([tokens[length : length + 1]], mx.int32)
-        batch.unseen = UnseenPairs(hidden, following, mx.ones((1,), mx.int32))
+        first = length + 1 - hidden.shape[1]
+        following = mx.array([tokens[first : length + 1]], mx.int32)
+        batch.unseen = UnseenPairs(hidden, following, mx.array([hidden.shape[1]], mx.int32))
     return length
 
 

@@ -102,8 +102,8 @@ class PrefixCache:
     ) -> tuple[int, mx.array] | None:
         """Fill the state of a new sequence with the longest known prefix of its prompt.
 
-        Returns its length, less than the prompt's, and the hidden state [1, 1, H] of its last token: the pair that it
-        makes with the prompt's next token is the first that the head has not seen.
+        Returns its length, less than the prompt's, and the hidden states [1, T, H] of its last tokens: the pairs that
+        they make with the tokens after them are the first that the head has still to see.
         """
         if len(prompt) <= self.chunk:
             return None
@@ -142,7 +142,8 @@ class PrefixCache:
                     return
             # Chunks before the last may be missing too, if they were evicted since the sequence stored them.
             starts = range(known, end, self.chunk)
-            packs = [cut_kv(trunk, head, start, start + self.chunk, self.eight_bits) for start in starts]
+            behind, eight = hidden.shape[1], self.eight_bits
+            packs = [cut_kv(trunk, head, start, start + self.chunk, behind, eight) for start in starts]
             arrays = [*after.arrays(), *(part for node in packs for pack in node for part in pack)]
             nbytes = sum(a.nbytes for a in arrays)
             if self.sizes is not None:

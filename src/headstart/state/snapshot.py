@@ -19,7 +19,7 @@ PackedArray = tuple[mx.array, ...]  # an array as it is, or its eight-bit codes,
 class Snapshot(NamedTuple):
     """The state after a token that cannot be cut by position."""
 
-    hidden: mx.array  # [1, 1, H], of the last token
+    hidden: mx.array  # [1, T, H], of the last tokens, whose pairs the head has still to see
     recurrent: list[tuple[mx.array, mx.array]]  # state and convolution inputs of each recurrent layer
 
     def arrays(self) -> list[mx.array]:
@@ -31,21 +31,22 @@ class Snapshot(NamedTuple):
 
 
 def take_snapshot(trunk: BatchState, hidden: mx.array) -> Snapshot:
-    """Return the state of a sequence after its last token, whose hidden state is [1, 1, H]."""
+    """Return the state of a sequence after its last token; `hidden` [1, T, H] are those of its last tokens."""
     recurrent = [(mx.contiguous(layer.state), mx.contiguous(layer.conv)) for layer in trunk.recurrent_layers]
     return Snapshot(mx.contiguous(hidden), recurrent)
 
 
 def cut_kv(
-    trunk: BatchState, head: BatchState | None, start: int, end: int, eight_bits: bool = False
+    trunk: BatchState, head: BatchState | None, start: int, end: int, behind: int, eight_bits: bool = False
 ) -> list[PackedArray]:
     """Return keys and values [1, H, T, D] of the tokens from `start` to `end`, first the trunk's and then the head's.
 
-    The head is one behind: its entry t is made from hidden t and token t+1, and a prefix has no token after its end.
+    The head is `behind` by the number of its modules: entry t of module j is made from hidden t and token t+1+j, and
+    a prefix has no token after its end.
     """
     pieces = [a[:, :, start:end] for layer in trunk.kv_layers for a in layer.arrays()]
     if head is not None:
-        pieces += [a[:, :, max(0, start - 1) : end - 1] for layer in head.kv_layers for a in layer.arrays()]
+        pieces += [a[:, :, max(0, start - behind) : end - behind] for layer in head.kv_layers for a in layer.arrays()]
     return [_pack(mx.contiguous(piece), eight_bits) for piece in pieces]
 
 
@@ -61,7 +62,7 @@ def restore(
         recurrent.state, recurrent.conv = mx.contiguous(state), mx.contiguous(conv)
     trunk.lengths, trunk.bounds = mx.array([length], mx.int32), [length]
     if head is not None:
-        head.lengths, head.bounds = mx.array([length - 1], mx.int32), [length]
+        head.lengths, head.bounds = mx.array([length - after.hidden.shape[1]], mx.int32), [length]
 
 
 def _pack(piece: mx.array, eight_bits: bool) -> PackedArray:
