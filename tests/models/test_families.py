@@ -110,6 +110,17 @@ def test_output_is_the_same_for_every_k_batch_and_prefix(family: str) -> None:
             assert 0 < accepted < drafted
 
 
+def test_after_a_prefix_hit_all_modules_draft_as_after_a_miss() -> None:
+    model = loaded("mimo_v2_flash")
+    assert model.head_modules == 3
+    engine, prompt = Engine(model, prefix=PrefixCache(10**8)), random_prompt(model, 514, 514)
+    miss, hit = (collect(submit(engine, prompt, max_tokens=7, k=3)) for _ in range(2))
+    assert hit.stats.prefix_cache_hit == 512
+    assert hit.tokens == miss.tokens
+    drafted = [[getattr(answer.stats, name) for name in (*ACCEPTED, "rounds")] for answer in (miss, hit)]
+    assert drafted[0] == drafted[1]
+
+
 @pytest.mark.parametrize("family", [name for name in CONFIGS if name not in HEADS])
 def test_copies_from_the_context_change_no_token(family: str) -> None:
     model = loaded(family)

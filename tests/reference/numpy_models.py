@@ -48,7 +48,7 @@ class Reference:
 
     def norm(self, x: Array, name: str, eps: float | None = None) -> Array:
         eps = eps or self.config.get("layernorm_epsilon") or self.config["rms_norm_eps"]
-        return norm(x, self.tensors[f"{name}.weight"], eps)
+        return norm(x, self.tensors[f"{name}.weight"] + (self.config["model_type"] == "step3p5"), eps)
 
     def attend(self, q: Array, k: Array, v: Array, scale: float) -> Array:
         """[T, H, D] each → [T, H·Dv]."""
@@ -104,17 +104,55 @@ class Reference:
         shares = softmax(scores)[..., :T]
         return self.linear(np.einsum("hqk,khd->qhd", shares, v).reshape(T, -1), f"{name}.o_proj")
 
-    def mlp(self, x: Array, name: str) -> Array:
-        gated = silu(self.linear(x, f"{name}.gate_proj")) * self.linear(x, f"{name}.up_proj")
-        return self.linear(gated, f"{name}.down_proj")
+    def windowed(self, x: Array, name: str, *, index: int) -> Array:
+        """Step's and EXAONE's: norms of queries and keys, windows; Step's has a gate for each head."""
+        c, T, step = self.config, x.shape[0], self.config["model_type"] == "step3p5"
+        kinds = [*c["layer_types"][: c["num_hidden_layers"]], *c.get("mtp_layer_types", ["sliding_attention"] * 3)]
+        sliding = kinds[index] == "sliding_attention"
+        q, k, v = (self.linear(x, f"{name}.{p}_proj").reshape(T, -1, c["head_dim"]) for p in "qkv")
+        q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
+        if step or sliding:
+            theta = c["rope_theta"][index] if step else c["rope_theta"]
+            dims = int(c["head_dim"] * c["partial_rotary_factors"][index]) if step else c["head_dim"]
+            q, k = (rotate(a, theta, dims, interleaved=False) for a in (q, k))
+        k, v = (np.repeat(a, q.shape[1] // a.shape[1], axis=1) for a in (k, v))
+        distance = np.arange(T)[:, None] - np.arange(T)
+        seen = (distance >= 0) & (distance < (c["sliding_window"] if sliding else T))
+        scores = np.where(seen, np.einsum("qhd,khd->hqk", q, k) * c["head_dim"] ** -0.5, -np.inf)
+        out = np.einsum("hqk,khd->qhd", softmax(scores), v)
+        if step:
+            out = out / (1 + np.exp(-self.linear(x, f"{name}.g_proj")))[..., None]
+        return self.linear(out.reshape(T, -1), f"{name}.o_proj")
+
+    def mlp(self, x: Array, name: str, limit: float = 0.0) -> Array:
+        gate, up = silu(self.linear(x, f"{name}.gate_proj")), self.linear(x, f"{name}.up_proj")
+        if limit:
+            gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+        return self.linear(gate * up, f"{name}.down_proj")
+
+    def step_mixture(self, x: Array, name: str, index: int) -> Array:
+        """vLLM's `step3p5.py`: sigmoid scores, chosen with a bias; activations limited, the shared expert's too."""
+        c, t = self.config, self.tensors
+        out = self.mlp(x, f"{name}.share_expert", c["swiglu_limits_shared"][index])
+        limit = c["swiglu_limits"][index] or np.inf
+        for n, row in enumerate(x):
+            scores = 1 / (1 + np.exp(-self.linear(row, f"{name}.moe.gate")))
+            chosen = np.argsort(-(scores + t[f"{name}.moe.router_bias"]))[: c["moe_top_k"]]
+            weights = scores[chosen] / scores[chosen].sum() * c["moe_router_scaling_factor"]
+            for e, weight in zip(chosen, weights, strict=True):
+                gate, up, down = (t[f"{name}.moe.{part}_proj.weight"][e] for part in ("gate", "up", "down"))
+                hidden = np.minimum(silu(gate @ row), limit) * np.clip(up @ row, -limit, limit)
+                out[n] += weight * (down @ hidden)
+        return out
 
     def mixture(self, x: Array, name: str) -> Array:
         """Route each token by sigmoid scores, biased for the choice alone, and limited to the best groups."""
-        c, experts = self.config, self.config["n_routed_experts"]
-        out = self.mlp(x, f"{name}.shared_experts") if c["n_shared_experts"] else np.zeros_like(x)
+        c, exaone = self.config, self.config["model_type"] == "exaone_moe"
+        experts, many = (c["num_experts"], 1) if exaone else (c["n_routed_experts"], c["n_shared_experts"])
+        out = self.mlp(x, f"{name}.shared_experts") if many else np.zeros_like(x)
         for t, row in enumerate(x):
             scores = 1 / (1 + np.exp(-self.linear(row, f"{name}.gate")))
-            choice = scores + self.tensors[f"{name}.gate.e_score_correction_bias"]
+            choice = scores + self.tensors[f"{name}{'' if exaone else '.gate'}.e_score_correction_bias"]
             if c["n_group"] > 1:
                 groups = choice.reshape(c["n_group"], -1)
                 best = np.argsort(-np.sort(groups, axis=1)[:, -2:].sum(axis=1))[: c["topk_group"]]
@@ -135,8 +173,16 @@ class Reference:
             windowed = head or self.config["hybrid_layer_pattern"][int(name.rpartition(".")[2])]
             attention = partial(self.sliding, window=self.config["sliding_window_size"] if windowed else None)
             second = "pre_mlp_layernorm" if head else second
+        windowed, index = self.config["model_type"] in ("step3p5", "exaone_moe"), int(name.rpartition(".")[2])
+        if windowed:
+            index += self.config["num_hidden_layers"] if name.startswith("mtp.") else 0
+            attention = partial(self.windowed, index=index)
         x = x + attention(normed, f"{name}.self_attn")
         normed = self.norm(x, f"{name}.{second}")
+        if f"{name}.moe.gate.weight" in self.tensors:
+            return x + self.step_mixture(normed, name, index)
+        if self.config["model_type"] == "step3p5":
+            return x + self.mlp(normed, f"{name}.mlp", self.config["swiglu_limits_shared"][index])
         experts = f"{name}.mlp.gate.weight" in self.tensors
         return x + (self.mixture if experts else self.mlp)(normed, f"{name}.mlp")
 
@@ -153,10 +199,11 @@ class Reference:
     def fed(self, tokens: list[int]) -> Array:
         """What the head is given of the trunk: MiMo's before the final norm, the others' after it."""
         hidden = self.trunk(tokens)
-        return hidden if self.config["model_type"].startswith("mimo") else self.norm(hidden, "model.norm")
+        before = self.config["model_type"].startswith(("mimo", "step"))
+        return hidden if before else self.norm(hidden, "model.norm")
 
-    def head(self, hidden: Array, tokens: list[int]) -> tuple[Array, Array]:
-        """Hidden states [T, H] and the token after each → the head's hidden states [T, H] and logits [T, V]."""
+    def head(self, hidden: Array, tokens: list[int], module: int = 0) -> tuple[Array, Array]:
+        """Hidden states [T, H] and a token for each → a module's hidden states [T, H] and logits [T, V]."""
         if self.config["model_type"] == "mimo":
             name = "model.mtp_layers.0"
             embedding = self.tensors["model.embed_tokens.weight"][tokens].copy()
@@ -166,12 +213,23 @@ class Reference:
             x = self.norm(x, f"{name}.final_layernorm")
             return x, self.linear(x, "lm_head")
         if self.config["model_type"] == "mimo_v2_flash":  # SGLang's `mimo_v2_nextn.py`: chained before the norm
-            name = "model.mtp.layers.0"
+            name = f"model.mtp.layers.{module}"
             embedding = self.tensors["model.embed_tokens.weight"][tokens]
             parts = [self.norm(embedding, f"{name}.enorm"), self.norm(hidden, f"{name}.hnorm")]
             x = self.layer(self.linear(np.concatenate(parts, axis=-1), f"{name}.eh_proj"), name)
             return x, self.linear(self.norm(x, f"{name}.final_layernorm"), "lm_head")
-        name = f"model.layers.{self.config['num_hidden_layers']}"
+        if self.config["model_type"] == "exaone_moe":  # vLLM's `exaone_moe_mtp.py`
+            embedding = self.norm(self.tensors["model.embed_tokens.weight"][tokens], "mtp.pre_fc_norm_embedding")
+            both = np.concatenate([embedding, self.norm(hidden, "mtp.pre_fc_norm_hidden")], axis=-1)
+            x = self.norm(self.layer(self.linear(both, "mtp.fc"), "mtp.layers.0"), "mtp.norm")
+            return x, self.linear(x, "lm_head")
+        name = f"model.layers.{self.config['num_hidden_layers'] + module}"
+        if self.config["model_type"] == "step3p5":  # vLLM's `step3p5_mtp.py`: chained before the norm
+            embedding = self.tensors["model.embed_tokens.weight"][tokens]
+            parts = [self.norm(embedding, f"{name}.enorm"), self.norm(hidden, f"{name}.hnorm")]
+            x = self.layer(self.linear(np.concatenate(parts, axis=-1), f"{name}.eh_proj"), name)
+            head = f"{name}.transformer.shared_head"
+            return x, self.linear(self.norm(x, f"{head}.norm"), f"{head}.output")
         embedding = self.tensors[f"{name}.embed_tokens.weight"][tokens]
         parts = [self.norm(embedding, f"{name}.enorm"), self.norm(hidden, f"{name}.hnorm")]
         x = self.layer(self.linear(np.concatenate(parts, axis=-1), f"{name}.eh_proj"), name)
@@ -179,11 +237,18 @@ class Reference:
         return x, self.linear(x, f"{name}.shared_head.head")
 
     def chain(self, tokens: list[int], k: int) -> list[int]:
-        """k drafts after `tokens`: each pairs the head's last hidden state with the draft before."""
-        hidden, following = self.fed(tokens[:-1]), tokens[1:]
-        drafts: list[int] = []
-        for _ in range(k):
-            outputs, logits = self.head(hidden, following)
+        """k drafts after `tokens`. Module j runs over all positions with the token that is j further on, as in
+        SGLang's `multi_layer_eagle_worker_v2.py`; then the last pairs its last hidden state with the draft before."""
+        modules = {"mimo_v2_flash": 3, "step3p5": 3}.get(self.config["model_type"], 1)
+        hidden, following, drafts = self.fed(tokens[:-1]), tokens[1:], list[int]()
+        for module in range(min(k, modules)):
+            outputs, logits = self.head(hidden, following, module)
             drafts.append(int(logits[-1].argmax()))
+            if module < modules - 1:
+                following = [*following[1:], drafts[-1]]
+                hidden = outputs if self.config["model_type"] == "step3p5" else hidden
+        for _ in range(k - modules):
             hidden, following = np.concatenate([hidden, outputs[-1:]]), [*following, drafts[-1]]
+            outputs, logits = self.head(hidden, following, modules - 1)
+            drafts.append(int(logits[-1].argmax()))
         return drafts

@@ -160,9 +160,10 @@ def _check(config: dict[str, Any]) -> None:
         _require_object(field, text.get(field), nullable=True)
         rope = text.get(field) or {}
         numbers |= {f"{field}.{name}": rope[name] for name in ROPE_NUMBERS if name in rope}
-    for field, value in numbers.items():
-        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
-            raise _wrong(field, value, "a number above 0")
+    for field, value in numbers.items():  # of Step one for every layer
+        for number in value if isinstance(value, list) and field == "rope_theta" else [value]:
+            if type(number) not in (int, float) or not 0 < number <= sys.float_info.max:
+                raise _wrong(field, value, "a number above 0")
 
 
 def _require_object(field: str, value: object, *, nullable: bool) -> None:

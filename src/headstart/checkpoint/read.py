@@ -9,7 +9,7 @@ from ..errors import CheckpointError
 from .config import printable_error
 from .parameters import FP8_BLOCK, Source, Stored
 
-FLOAT32 = (".A_log", ".e_score_correction_bias")
+FLOAT32 = (".A_log", ".e_score_correction_bias", ".router_bias")
 LazyFiles = dict[Path, dict[str, mx.array]]  # what `mx.load` returned and is not used up
 
 

@@ -56,6 +56,15 @@ class UnseenPairs(NamedTuple):
             mx.minimum(self.counts, most),
         )
 
+    def following(self, drafts: mx.array, distance: int) -> mx.array:
+        """Return the tokens [B, T] that are `distance` further on: after the last pair's come `drafts` [B, j], then
+        undefined ones."""
+        if not distance:
+            return self.tokens
+        tokens = mx.pad(self.tokens, [(0, 0), (0, max(distance, drafts.shape[1]))])
+        at = self.counts[:, None] + mx.arange(drafts.shape[1])  # [B, j]
+        return mx.put_along_axis(tokens, at, drafts, axis=1)[:, distance : distance + self.width]
+
     def pad(self, width: int) -> "UnseenPairs":
         more = width - self.width
         hidden = mx.pad(self.hidden, [(0, 0), (0, more), (0, 0)])

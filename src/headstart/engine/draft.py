@@ -12,9 +12,10 @@ from functools import partial
 
 import mlx.core as mx
 
+from ..kernels.attention import at_last
 from ..models import Model
 from ..sampling import Proposal, propose, propose_certain
-from .batch import Batch, UnseenPairs
+from .batch import Batch
 from .copies import MATCH
 
 
@@ -37,14 +38,18 @@ def draft_limits(model: Model) -> dict[Source, int]:
     return limits
 
 
+Extend = Callable[[mx.array, int], mx.array]  # the output of a head's module [B, 1, H] → the drafts so far [B, j]
+
+
 def head_drafts(
     model: Model, batch: Batch, k: int, certain: mx.array | None = None, *, reduced: bool = False
 ) -> Proposal:
     """Return k drafts [B, k] after `batch.last`, and let the head catch up with what was committed.
 
     The head predicts a token from a pair: the hidden state of one position and the token of the next. The newest pair
-    that it has not seen is the trunk's hidden state before `last`, and `last`: its output there gives draft 0. Draft
-    j+1 comes from the pair of the head's own output for draft j, and draft j.
+    that it has not seen is the trunk's hidden state before `last`, and `last`: its output there gives draft 0. Of
+    several modules each makes the draft after the one before it (`catch_up`). Once all have made theirs, the last
+    goes on alone, from the pair of its own output for a draft, and that draft.
 
     At k = 0 the head does not run. When drafting resumes it replays at most the last `RESUME_PAIRS` pairs that it
     missed, written directly after what its cache holds: older ones never enter it, and its positions stay behind the
@@ -56,18 +61,20 @@ def head_drafts(
     if k == 0:
         return proposal
     batch.collect_unseen()
-    hidden = catch_up(model, batch)  # [B, 1, H]
     context = batch.context()
-    for j in range(k):
-        given = certain[:, j : j + 1] if certain is not None else None
-        logits = model.draft_logits(hidden, reduced)
-        if reduced and model.draft_vocabulary is not None:
-            logits = model.draft_vocabulary.full(logits, model.vocabulary)
-        proposal = propose(logits, proposal, context, given)
-        if j < k - 1:
-            # This pair is written past the head's committed ones: later drafts see it, the next step overwrites it.
-            outputs = run_head(model, batch, hidden, proposal.tokens[:, -1:], ahead=j)
-            hidden = outputs[(j + 1) % len(outputs)]  # module j makes draft j, cyclically; `catch_up` gave module 0's
+
+    def extend(hidden: mx.array, module: int) -> mx.array:
+        """Return the drafts so far, with one more from a module's output [B, 1, H] unless there are k."""
+        nonlocal proposal
+        if (j := proposal.tokens.shape[1]) < k:
+            given = certain[:, j : j + 1] if certain is not None else None
+            logits = model.draft_logits(hidden, reduced, module=module)
+            if reduced and model.draft_vocabulary is not None:
+                logits = model.draft_vocabulary.full(logits, model.vocabulary)
+            proposal = propose(logits, proposal, context, given)
+        return proposal.tokens
+
+    catch_up(model, batch, extend, k)
     return proposal
 
 
@@ -119,28 +126,33 @@ SOURCES: dict[int, Callable[[Model, Batch, int, mx.array | None], Proposal]] = {
 }
 
 
-def catch_up(model: Model, batch: Batch) -> mx.array:
-    """Run the head over the committed pairs it has not seen, and return its output at the last one, [B, 1, H]."""
-    hidden, tokens, counts = batch.unseen
-    if not batch.unseen.width:  # after a prompt of one token the head has nothing to draft from: any draft will do
-        return mx.zeros((batch.size, 1, hidden.shape[-1]), hidden.dtype)
-    # A sequence without pairs gets the output of padding: a bad draft costs time, not correctness.
-    output = run_head(model, batch, hidden, tokens, last=mx.maximum(counts - 1, 0))[0]
-    assert batch.head_state is not None
-    batch.head_state.commit(counts, most=0)  # run_head takes the trunk's bounds before every pass
-    batch.unseen = UnseenPairs(hidden[:, :0], tokens[:, :0], mx.zeros_like(counts))
-    return output
+def catch_up(model: Model, batch: Batch, extend: Extend | None = None, k: int = 0) -> None:
+    """Run the head over the committed pairs it has not seen, and pass what follows the last one to `extend`, k times.
 
-
-def run_head(
-    model: Model, batch: Batch, hidden: mx.array, tokens: mx.array, ahead: int = 0, last: mx.array | None = None
-) -> list[mx.array]:
-    """Return each head module's output for these pairs: [B, W, H], or [B, 1, H] at index `last` [B].
-
-    The pairs are written `ahead` positions past the committed ones. Every module has a KV cache of its own and must
-    see every pair, although only one module's output is used.
+    Every module has a KV cache of its own and sees every pair: module j the token that is j further on, and the
+    hidden state that module j - 1 made of the same position, or the trunk's (`HeadSpec.chained`). Tokens after the
+    last committed one are drafts, so the last pairs of all modules but the first are not final. They stay in
+    `batch.unseen`, to be run again with the next ones.
     """
-    state = batch.head_state
+    pairs, state, modules = batch.unseen, batch.head_state, model.head_modules
     assert state is not None, "a batch without a head has no drafts"
     state.bounds = batch.trunk_state.bounds  # the head holds at most as many pairs as the trunk holds tokens
-    return [model.head(hidden, tokens, state, ahead, module, last) for module in range(len(state.layers))]
+    drafts, fed = mx.zeros((batch.size, 0), mx.int32), pairs.hidden
+    # A sequence without pairs gets the output of padding: a bad draft costs time, not correctness.
+    last = mx.maximum(pairs.counts - 1, 0)
+    hidden = mx.zeros((batch.size, 1, fed.shape[-1]), fed.dtype)  # after a prompt of one token any draft will do
+    for module in range(modules):
+        if pairs.width:
+            chains = model.family.head.chained and module < modules - 1
+            hidden = model.head(fed, pairs.following(drafts, module), state, 0, module, None if chains else last)
+            fed, hidden = (hidden, at_last(hidden, last)) if chains else (fed, hidden)
+        if extend is not None:
+            drafts = extend(hidden, module)
+    state.commit(pairs.counts, most=0)
+    if extend is not None:
+        for ahead in range(k - modules):
+            # This pair is written past the committed ones: later drafts see it, the next step overwrites it.
+            hidden = model.head(hidden, drafts[:, -1:], state, ahead, modules - 1)
+            drafts = extend(hidden, modules - 1)
+    batch.unseen = pairs.latest(modules - 1)
+    state.commit(-batch.unseen.counts, most=0)

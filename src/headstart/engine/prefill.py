@@ -34,7 +34,7 @@ def prefill_chunk(
     if done:  # wait for the chunk before: progress is real, memory bounded, and a cancelled request stops soon
         mx.eval(sequence.batch.arrays())
         if prefix is not None:
-            _store(sequence.batch, sequence.chunks, done, prefix)
+            _store(model, sequence.batch, sequence.chunks, done, prefix)
         if not sequence.num_generated and done > sequence.num_reported:  # not again if it is recomputed
             sequence.num_reported = done
             sequence.put(Event(prompt_processed=done))
@@ -46,7 +46,7 @@ def prefill_chunk(
     if end < len(tokens) - 1:
         return False
     if prefix is not None:
-        _store(sequence.batch, sequence.chunks, end, prefix)
+        _store(model, sequence.batch, sequence.chunks, end, prefix)
     return True
 
 
@@ -69,8 +69,9 @@ def _start(model: Model, sequence: SequenceState, prefix: PrefixCache | None) ->
     stats.exact = stats.exact and exact
 
 
-def _states(batch: Batch) -> States:
-    return [(batch.trunk_state, 0), *([(batch.head_state, 1)] if batch.head_state is not None else [])]
+def _states(model: Model, batch: Batch) -> States:
+    head = [(batch.head_state, model.head_modules)] if batch.head_state is not None else []
+    return [(batch.trunk_state, 0), *head]
 
 
 def _resume(model: Model, batch: Batch, tokens: Sequence[int], chunks: Chunks, prefix: PrefixCache) -> int:
@@ -80,21 +81,22 @@ def _resume(model: Model, batch: Batch, tokens: Sequence[int], chunks: Chunks, p
     """
     if model.has_head and batch.head_state is None:
         batch.head_state = model.make_head_state(1)
-    if (found := prefix.resume(chunks, _states(batch))) is None:
+    if (found := prefix.resume(chunks, _states(model, batch))) is None:
         return 0
     length, hidden = found
     if batch.head_state is not None:  # the last hidden state pairs with this sequence's own next token
-        following = mx.array([tokens[length : length + 1]], mx.int32)
-        batch.unseen = UnseenPairs(hidden, following, mx.ones((1,), mx.int32))
+        first = length + 1 - hidden.shape[1]
+        following = mx.array([tokens[first : length + 1]], mx.int32)
+        batch.unseen = UnseenPairs(hidden, following, mx.array([hidden.shape[1]], mx.int32))
     return length
 
 
-def _store(batch: Batch, chunks: Chunks, length: int, prefix: PrefixCache) -> None:
+def _store(model: Model, batch: Batch, chunks: Chunks, length: int, prefix: PrefixCache) -> None:
     """Add the first `length` tokens to the prefix cache, if a chunk ends there."""
     if length in chunks.ends:
         mx.eval(batch.arrays())
         try:
-            prefix.store(chunks, chunks.ends.index(length) + 1, _states(batch), batch.unseen.hidden)
+            prefix.store(chunks, chunks.ends.index(length) + 1, _states(model, batch), batch.unseen.hidden)
         except Exception as error:  # the sequence does not depend on it
             if not is_out_of_memory(error):
                 raise

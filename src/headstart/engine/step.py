@@ -119,7 +119,7 @@ def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array) -
         if inside:
             batch.unseen = UnseenPairs(hidden[:, :-1], tokens[:, :-1], inside * one)
             catch_up(model, batch)
-        batch.unseen = UnseenPairs(hidden[:, -1:], tokens[:, -1:], one)
+        batch.unseen = batch.unseen.extend(hidden[:, -1:], tokens[:, -1:], one)
 
 
 def prefill_prompts(model: Model, prompts: Sequence[Sequence[int]], max_k: int, limit: int = 10**6) -> Batch:

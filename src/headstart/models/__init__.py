@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..errors import CheckpointError
-from . import deepseek_v3, glm4_moe, llama, mimo, qwen3, qwen3_5, qwen3_next
+from . import deepseek_v3, exaone_moe, glm4_moe, llama, mimo, qwen3, qwen3_5, qwen3_next, step3p5
 from .base import Family, Model, Weights, use_float32_norms
 from .head import Head, HeadSpec
 
@@ -18,6 +18,8 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": deepseek_v3.FAMILY,
     "mimo": mimo.MIMO,
     "mimo_v2_flash": mimo.MIMO_V2_FLASH,
+    "step3p5": step3p5.FAMILY,
+    "exaone_moe": exaone_moe.FAMILY,
     "llama": llama.LLAMA,
     "mistral": llama.LLAMA,
     "mistral3": llama.MISTRAL3,
@@ -39,7 +41,8 @@ def head_modules(config: dict[str, Any]) -> int:
     family = FAMILIES[config["model_type"]]
     if family.head_layer is None:
         return 0
-    return family.head.modules or int(text.get("mtp_num_hidden_layers") or text.get("num_nextn_predict_layers") or 0)
+    count = int(text.get("mtp_num_hidden_layers") or text.get("num_nextn_predict_layers") or 0)
+    return family.head.modules or (min(count, 1) if text.get("mtp_share_layers") else count)
 
 
 def build(config: dict[str, Any], head: bool = True) -> Model:

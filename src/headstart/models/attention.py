@@ -67,6 +67,9 @@ def grouped_attention(
         queries, seen = at_last(queries, last, 2), at_last(seen, last, 2)
     sinks = layer.get("attention_sink_bias")
     out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=layer.scale, mask=seen, sinks=sinks)
+    if "g_proj" in layer:  # Step's, one gate for a head
+        gates = mx.sigmoid(product(x if last is None else at_last(x, last), layer.g_proj))  # [B, W, H]
+        out = out * gates.swapaxes(1, 2)[..., None]
     out = out.transpose(0, 2, 1, 3).reshape(B, out.shape[2], -1)
     return residual.add(product(out, layer.o_proj))
 

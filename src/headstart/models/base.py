@@ -50,6 +50,7 @@ class Family:
     attention: Callable[..., tuple[mx.array, mx.array]] = attention  # see `attention.py`
     kv_sizes: Callable[[nn.Module], tuple[int, int, int]] = gated_kv_sizes  # heads, sizes of a key and of a value
     window: Callable[[nn.Module], int | None] = lambda layer: None  # positions that a decoder layer sees; None: all
+    renamed: tuple[tuple[str, str], ...] = ()  # parts of tensors' names: patterns as released, and mlx-lm's
     norm_offset: float = 0.0  # what released norms leave out: 1 where they are stored as w of 1 + w
     divisible: bool = False  # `cluster` knows how to divide its trunk
 
@@ -82,11 +83,11 @@ class Norm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-def use_float32_norms(module: nn.Module) -> None:
-    """Swap RMSNorm leaves for `Norm`, the way `nn.quantize` swaps linear ones."""
+def use_float32_norms(module: nn.Module, kind: type[nn.Module] = nn.RMSNorm) -> None:
+    """Swap leaves of a kind of RMSNorm for `Norm`, the way `nn.quantize` swaps linear ones."""
 
     def swap(leaf: nn.Module) -> nn.Module:
-        return Norm(leaf.weight.shape[0], leaf.eps) if type(leaf) is nn.RMSNorm else leaf
+        return Norm(leaf.weight.shape[0], leaf.eps) if type(leaf) is kind else leaf
 
     module.update_modules(tree_map(swap, module.leaf_modules(), is_leaf=nn.Module.is_module))
 
@@ -124,6 +125,10 @@ class Model:
     @property
     def has_head(self) -> bool:
         return "mtp" in self.weights
+
+    @property
+    def head_modules(self) -> int:
+        return len(self.weights.mtp.layers)
 
     @property
     def vocabulary(self) -> int:

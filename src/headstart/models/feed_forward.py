@@ -3,9 +3,12 @@
 The same as the modules' own calls; only the products go through `kernels`, several at once where they share an input.
 """
 
+from collections.abc import Callable
+
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
+from mlx_lm.models.step3p5 import Step3p5MLP, clamped_swiglu
+from mlx_lm.models.switch_layers import SwiGLU
 
 from ..kernels import cpu
 from ..kernels.experts import combine, expert_products, route, swiglu_experts
@@ -15,7 +18,7 @@ from .residual import Residual
 
 def feed_forward(module: nn.Module, x: mx.array, residual: Residual) -> tuple[mx.array, mx.array]:
     """Add `module(x)` of an MLP or a mixture of experts to the residual → the sum and its norm."""
-    if (native := cpu.native()) is not None:
+    if (native := cpu.native()) is not None and _activation(module) is None:
         made = cpu.native_feed_forward(native, module, x, residual.native)
         if made is not None:
             return residual.added(made)
@@ -25,7 +28,7 @@ def feed_forward(module: nn.Module, x: mx.array, residual: Residual) -> tuple[mx
 def mlp_or_mixture(module: nn.Module, x: mx.array) -> mx.array:
     """Return `module(x)`, [B, W, H] → [B, W, H]."""
     if "switch_mlp" not in module:
-        return product(swiglu_product(x, module.gate_proj, module.up_proj), module.down_proj)
+        return _mlp(module, x)
     if "shared_expert_gate" not in module:
         return _mixture(module, x)
     if module.sharding_group is not None:  # its experts are on several machines
@@ -38,21 +41,37 @@ def mlp_or_mixture(module: nn.Module, x: mx.array) -> mx.array:
     return combine(parts, scores, always, weight)
 
 
+def _activation(module: nn.Module) -> Callable[[mx.array, mx.array], mx.array] | None:
+    """Return what an MLP makes of its gate and its input, None for SwiGLU."""
+    limited = isinstance(module, Step3p5MLP) and module.limit is not None
+    return (lambda gate, x: clamped_swiglu(x, gate, module.limit)) if limited else None
+
+
+def _mlp(module: nn.Module, x: mx.array) -> mx.array:
+    if (activation := _activation(module)) is not None:
+        return product(activation(*products(x, module.gate_proj, module.up_proj)), module.down_proj)
+    return product(swiglu_product(x, module.gate_proj, module.up_proj), module.down_proj)
+
+
 def _mixture(module: nn.Module, x: mx.array) -> mx.array:
-    """Run Qwen3's mixture, or DeepSeek's, whose shared experts have no gate."""
+    """Run Qwen3's mixture, or DeepSeek's and Step's, whose shared experts have no gate."""
     if isinstance(module.gate, nn.Linear | nn.QuantizedLinear):
         indices, scores = route(product(x, module.gate), module.top_k, module.norm_topk_prob)
     else:
         indices, scores = module.gate(x)
     parts = chosen_experts(module.switch_mlp, x, indices)
     out = (parts * scores[..., None]).sum(axis=-2).astype(x.dtype)
-    return out + mlp_or_mixture(module.shared_experts, x) if "shared_experts" in module else out
+    shared = module.get("shared_experts", module.get("share_expert"))
+    return out if shared is None else out + _mlp(shared, x)
 
 
 def chosen_experts(module: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
     """Return `module(x, indices)` for mlx-lm's SwitchGLU: [B, W, H] and [B, W, E] → [B, W, E, H]."""
-    plain = isinstance(module, SwitchGLU) and isinstance(module.activation, SwiGLU)
-    hidden = swiglu_experts(x, indices, module.gate_proj, module.up_proj) if plain else None
+    if isinstance(module.activation, SwiGLU):
+        hidden = swiglu_experts(x, indices, module.gate_proj, module.up_proj)
+    else:
+        both = expert_products(x, indices, module.up_proj, module.gate_proj)
+        hidden = None if both is None else module.activation(*both)
     if hidden is None:
         return module(x, indices)
     down = expert_products(hidden, indices, module.down_proj)

@@ -28,11 +28,11 @@ class HeadSpec:
     own_lm_head: bool = False  # or the trunk's
     own_embedding: bool = False  # or the trunk's
     first_embedding_is_zero: bool = False  # in the pair at position 0
+    chained: bool = True  # module j > 0 is given module j-1's hidden of the same position, or the trunk's
     in_layer: bool = False  # every module has its own parts, beside its decoder layer's; or all share one set
-    modules: int | None = None  # that are used; None: as many as config.json says
+    modules: int | None = None  # None: as many as config.json says
     names: HeadNames = HeadNames()
     released_as: str = "mtp."  # prefix of a module's tensors: {layer} counts from the trunk's first, {module} from 0
-    renamed: tuple[tuple[str, str], ...] = ()  # parts of its decoder layer, as released and as mlx-lm calls them
 
 
 QWEN_HEAD = HeadSpec()

@@ -119,8 +119,8 @@ class PrefixCache:
     def resume(self, prompt: Chunks, states: States) -> tuple[int, mx.array] | None:
         """Fill the states of a new sequence with the longest known prefix of its prompt.
 
-        Returns its length, less than the prompt's, and the hidden state [1, 1, H] of its last token: the pair that it
-        makes with the prompt's next token is the first that the head has not seen.
+        Returns its length, less than the prompt's, and the hidden states [1, T, H] of its last tokens: the pairs that
+        they make with the tokens after them are the first that the head has still to see.
         """
         if not prompt.ends:
             return None

@@ -17,14 +17,15 @@ GROUP = 32  # numbers that share a scale in eight bits
 PackedArray = tuple[mx.array, ...]  # an array as it is, or its eight-bit codes, scales and biases
 
 # All states of one sequence, the trunk's first, each with the number of tokens that it is behind the trunk. The head
-# is one behind: its entry t is made from hidden t and token t+1, and a prefix has no token after its end.
+# is behind by the number of its modules: entry t of module j is made from hidden t and token t+1+j, and a prefix has
+# no token after its end.
 States = Sequence[tuple[BatchState, int]]
 
 
 class Snapshot(NamedTuple):
     """The state after a token that cannot be cut by position."""
 
-    hidden: mx.array  # [1, 1, H], of the last token
+    hidden: mx.array  # [1, T, H], of the last tokens, whose pairs the head has still to see
     recurrent: list[tuple[mx.array, mx.array]]  # state and convolution inputs of each recurrent layer
 
     def arrays(self) -> list[mx.array]:
@@ -36,7 +37,7 @@ class Snapshot(NamedTuple):
 
 
 def take_snapshot(trunk: BatchState, hidden: mx.array) -> Snapshot:
-    """Return the state of a sequence after its last token, whose hidden state is [1, 1, H]."""
+    """Return the state of a sequence after its last token; `hidden` [1, T, H] are those of its last tokens."""
     recurrent = [(mx.contiguous(layer.state), mx.contiguous(layer.conv)) for layer in trunk.recurrent_layers]
     return Snapshot(mx.contiguous(hidden), recurrent)
 
