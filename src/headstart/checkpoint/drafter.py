@@ -18,7 +18,7 @@ from mlx.utils import tree_unflatten
 
 from .. import models
 from ..errors import DrafterError
-from ..models.base import Norm
+from ..models.base import Norm, use_float32_norms
 from ..models.dflash import DFlash, DFlashSpec, DFlashWeights
 from .config import MAX_LAYERS, printable_error, read_config
 from .names import ParameterPart
@@ -149,7 +149,7 @@ def _expected_drafter(path: Path, config: dict[str, Any]) -> DFlash:
         weights = DFlashWeights(config, len(spec.target_layers))
     except Exception as error:  # whatever mlx-lm raises, only the config can be its cause
         raise DrafterError(f"{file}: a field is missing or wrong ({printable_error(error)}).") from error
-    models.use_float32_norms(weights)
+    use_float32_norms(weights)
     return DFlash(spec, weights)
 
 

@@ -57,8 +57,7 @@ WITHOUT_BFLOAT16 = re.compile(r"applegpu_g1[34]\D")  # Metal's names of M1's and
 class Needs(NamedTuple):
     """The bytes that a model takes in memory."""
 
-    weights: int
-    drafter: int  # its weights
+    weights: int  # with its drafter's
     request: int  # of one short request
 
 
@@ -107,8 +106,11 @@ class LoadPlan:
     @property
     def needs(self) -> Needs:
         request = int(Footprint.of(self.model).bytes([1]) / memory.SHARE)
-        drafter = _nbytes(self.drafter.drafter.weights, self.dtype) if self.drafter is not None else 0
-        return Needs(_nbytes(self.model.weights, self.dtype), drafter, request)
+        return Needs(_nbytes(self.model.weights, self.dtype) + self.drafter_nbytes, request)
+
+    @property
+    def drafter_nbytes(self) -> int:
+        return _nbytes(self.drafter.drafter.weights, self.dtype) if self.drafter is not None else 0
 
 
 def load_model(
@@ -145,7 +147,7 @@ def load_model(
         raise DrafterError(f"{plan.drafter.path}: block drafters run on one machine only. Leave --drafter out.")
     norms = {f"{name}.weight" for name, module in model.weights.named_modules() if isinstance(module, Norm)}
     if split is None:
-        _check_memory(layout.path, plan.needs)
+        _check_memory(plan)
 
     files = LazyFiles()
     part = split(models.text_config(layout.config)) if split is not None else None
@@ -181,16 +183,17 @@ def _nbytes(weights: nn.Module, dtype: mx.Dtype) -> int:
     return sum(a.size * (dtype.size if mx.issubdtype(a.dtype, mx.floating) else a.itemsize) for a in arrays)
 
 
-def _check_memory(path: Path, needs: Needs) -> None:
+def _check_memory(plan: LoadPlan) -> None:
     """Refuse a model that does not fit with one short request: the machine would swap, or the system end the process
     without a message."""
+    needs, drafter = plan.needs, plan.drafter_nbytes
     if sum(needs) > (free := memory.unused()):
-        beside = f", its drafter's {needs.drafter / 1e9:.2f} GB" if needs.drafter else ""
+        beside = f" (its drafter's {drafter / 1e9:.2f} of them)" if drafter else ""
         raise CheckpointError(
-            f"{path}: its weights take {needs.weights / 1e9:.2f} GB{beside}, and {free / 1e9:.2f} GB of this device's "
-            f"memory are left{memory.system_share()}; a short request takes {needs.request / 1e9:.2f} GB more. "
-            f"{'Leave the drafter out, take' if needs.drafter else 'Take'} a smaller model, a conversion of fewer bits "
-            "(`headstart convert --bits 4`), or several machines. If you know that it fits, set "
+            f"{plan.layout.path}: its weights take {needs.weights / 1e9:.2f} GB{beside}, and {free / 1e9:.2f} GB of "
+            f"this device's memory are left{memory.system_share()}; a short request takes {needs.request / 1e9:.2f} "
+            f"GB more. {'Leave the drafter out, take' if drafter else 'Take'} a smaller model, a conversion of fewer "
+            "bits (`headstart convert --bits 4`), or several machines. If you know that it fits, set "
             f"{memory.VARIABLE} to the gigabytes that Headstart may take."
         )
 
