@@ -182,7 +182,8 @@ def test_a_server_that_runs_is_used_and_left_running(home: Path) -> None:
     class Running(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             known = self.path in ("/v1/models", "/v1/models/someone%2Fmodel")
-            body = {"data": [{"id": "someone/model", "owned_by": "headstart", "context_length": 5000}]}
+            model = {"id": "someone/model", "owned_by": "headstart", "context_length": 5000}
+            body = {"data": [model, {"id": "other"}]} if self.path == "/v1/models" else model
             self.send_response(200 if known else 404)
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())

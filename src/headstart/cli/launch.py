@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -194,14 +194,15 @@ def _find_server(port: int, model: str | None) -> LocalServer | None:
     key = os.environ.get("HEADSTART_API_KEY", "").split(" ")[0] or "none"
     with suppress(OSError, ValueError, LookupError, TypeError):  # nothing there, or something else
         server = _describe(f"http://127.0.0.1:{port}", key)
-        if model is not None:
-            _get(f"{server.url}/v1/models/{quote(model, safe='')}", key)
-        return server
+        if model is None:
+            return server
+        named = _get(f"{server.url}/v1/models/{quote(model, safe='')}", key)
+        return replace(server, model=str(named["id"]), context=int(named["context_length"]))
     return None
 
 
 def _describe(url: str, key: str) -> LocalServer:
-    (model,) = _get(f"{url}/v1/models", key)["data"]
+    model = _get(f"{url}/v1/models", key)["data"][0]
     if model["owned_by"] != "headstart":
         raise URLError("another server")
     return LocalServer(url, key, str(model["id"]), int(model["context_length"]))
