@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import mlx.core as mx
 import pytest
+import running
 from running import HANG, tokenizer, wait_until
 
 import headstart.checkpoint.load
@@ -19,7 +20,7 @@ from checkpoints import write
 from headstart.checkpoint import load_model
 from headstart.engine import DeviceThread, Engine, Request
 from headstart.sampling import SamplingParams
-from headstart.server import ModelPool, PooledModel, Server, bind, create_app
+from headstart.server import ModelPool, PooledModel
 
 NAMES = ("red", "green", "blue")
 PROMPTS = ("one", "two and", "three, then")
@@ -38,20 +39,9 @@ def budget_for(models: int, one: PooledModel) -> int:
 
 
 @contextmanager
-def serving(pool: ModelPool, **options: Any) -> Iterator[httpx.Client]:
-    app = create_app(pool, **options)
-    with bind("127.0.0.1", 0) as place:
-        server = Server(app, pool.device, deadline=5.0)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
-        thread.start()
-        try:
-            wait_until(lambda: server.started)
-            with httpx.Client(base_url=f"http://127.0.0.1:{place.getsockname()[1]}", timeout=HANG) as http:
-                yield http
-        finally:
-            server.should_exit = True
-            thread.join(HANG)
-            assert not thread.is_alive()
+def serving(pool: ModelPool) -> Iterator[httpx.Client]:
+    with running.serving(pool) as server, server.http() as http:
+        yield http
 
 
 def complete(http: httpx.Client, model: str | None, prompt: str, tokens: int = 8, **fields: Any) -> str:
