@@ -1,4 +1,4 @@
-"""The file of `headstart serve --config`, which may hold every flag, and `headstart config`, which writes or checks one.
+"""The file of `headstart serve --config`, which may hold every flag; `headstart config` prints or checks one.
 
 A value of the file is what the flag of that name would be given. Flags go before the environment, which goes before
 the file.
