@@ -17,9 +17,10 @@ from openai import OpenAI
 from typer.testing import CliRunner
 
 import headstart
+from checkpoints import write
 from headstart.cli.main import app
 from headstart.cli.show import chat_tokens
-from headstart.server import Server
+from headstart.server import ModelPool, Server
 
 KEY, PROMPT = "sk-never-to-be-seen", "Write a function that adds two secret-looking numbers."
 
@@ -132,3 +133,25 @@ def test_a_model_that_is_not_there_is_one_line() -> None:
 @pytest.mark.parametrize("key", ["", " padded", "ümlaut"])
 def test_a_key_that_no_header_can_carry_is_refused(key: str) -> None:
     assert "api_key" in refused("--api-key", key)
+
+
+def test_several_models_are_served_and_the_first_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools: list[ModelPool] = []
+    monkeypatch.setattr(Server, "run", lambda self, sockets: None)
+    monkeypatch.setattr(ModelPool, "load_now", lambda self, model: pools.append(self))
+    folders = [str(write(tmp_path / name, "dense")) for name in ("one", "two")]
+    result = CliRunner().invoke(app, ["serve", *folders, "--pin", "tiny-qwen3.5", "--memory-gb", "1", "--port", "0"])
+    assert result.exit_code == 0, result.stderr
+    assert "Model:       one; when needed two, tiny-qwen3.5\n" in result.stdout
+    assert [(model.id, model.pinned) for model in pools[0].models] == [
+        ("one", False), ("two", False), ("tiny-qwen3.5", True),
+    ]  # fmt: skip
+    assert len(pools) == 2, "the first and the pinned one are loaded at the start"
+
+
+def test_models_that_cannot_be_served_together_are_refused(tmp_path: Path) -> None:
+    folders = [str(write(tmp_path / name, "dense")) for name in ("one", "two", "again/one")]
+    said = refused(*folders[:2], "--memory-gb", "0.0001", "--port", "0")
+    assert "model 'one' does not fit: its weights take 0.00 GB" in said
+    assert "two are called the same" in refused(folders[0], folders[2], "--port", "0")
+    assert "--model-id is for one model" in refused(*folders[:2], "--model-id", "mine")

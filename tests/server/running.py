@@ -134,6 +134,31 @@ def running(
             assert not thread.is_alive(), "the server does not stop"
 
 
+@dataclass
+class Address:
+    """A server of several models."""
+
+    url: str
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=HANG)
+
+
+@contextmanager
+def serving(pool: ModelPool) -> Iterator[Address]:
+    with bind("127.0.0.1", 0) as place:
+        server = Server(create_app(pool), pool.device, deadline=5.0)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
+        thread.start()
+        try:
+            wait_until(lambda: server.started)
+            yield Address(f"http://127.0.0.1:{place.getsockname()[1]}")
+        finally:
+            server.should_exit = True
+            thread.join(HANG)
+            assert not thread.is_alive(), "the server does not stop"
+
+
 class Reader:
     """A client that waits for its answer."""
 

@@ -15,6 +15,7 @@ from ..errors import HeadstartError
 from . import (
     bench,
     chat,
+    config,
     convert,
     demo,
     draft_vocabulary,
@@ -81,7 +82,8 @@ def headstart_command(
 app.command("demo")(demo.demo_command)
 app.command("generate")(generate.generate_command)
 app.command("chat")(chat.chat_command)
-app.command("serve")(serve.serve_command)
+app.command("serve", cls=config.ConfiguredCommand)(serve.serve_command)
+app.command("config")(config.config_command)
 app.command("launch", cls=launch.LaunchCommand)(launch.launch_command)
 app.command("recommend")(recommend.recommend_command)
 app.command("models")(inspect.models_command)

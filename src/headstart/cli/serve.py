@@ -3,6 +3,8 @@
 import os
 import shlex
 from contextlib import nullcontext, suppress
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import typer
@@ -10,12 +12,13 @@ from typer import Option
 
 from ..errors import HeadstartError, RequestError
 from . import machines, options
+from .config import read_again, use_config_file
 from .download import find_model
 
 if TYPE_CHECKING:
     from ..cluster import Machines
     from ..engine import EngineThread
-    from ..server import ModelPool, PooledModel, ServedModel
+    from ..server import Keys, Limits, ModelPool, PooledModel, ServedModel
 
 OPEN_FILES = 65_536
 QUESTION = '{"messages": [{"role": "user", "content": "Write a function that adds two numbers."}], "max_tokens": 200}'
@@ -23,7 +26,11 @@ QUESTION = '{"messages": [{"role": "user", "content": "Write a function that add
 
 @options.with_models
 def serve_command(
+    context: typer.Context,
     models: list[str],
+    config: Path | None = Option(
+        None, metavar="FILE", is_eager=True, callback=use_config_file, help="Defaults for all flags: a TOML file."
+    ),
     host: str = Option("127.0.0.1", help="Where to listen. Beyond this machine a key is needed."),
     port: int = Option(8000, min=0, max=65535, help="0 takes a free one."),
     all_models: bool = Option(False, "--all", help="Serve every model on this machine, loaded when it is needed."),
@@ -118,7 +125,25 @@ def serve_command(
         with suppress(OSError):  # a closed standard output must not stop the server
             typer.echo(_greeting(pool, host, bound.getsockname()[1], key=bool(keys)))
         with suppress(KeyboardInterrupt):  # uvicorn has stopped by then, and raises it again
-            server.Server(app, pool.device, deadline=shutdown_timeout).run(sockets=[bound])
+            reload = partial(_reload, context, keys, limits) if config is not None else None
+            server.Server(app, pool.device, deadline=shutdown_timeout, reload=reload).run(sockets=[bound])
+
+
+def _reload(context: typer.Context, keys: "Keys", limits: "Limits") -> None:
+    """Take keys and limits from the file of --config as it is now. If it is wrong, log that and change nothing."""
+    from .. import server
+
+    try:
+        now = read_again(context)
+        changed = server.Keys(now["api_key"] or ())
+        server.check_reach(context.params["host"], changed, no_key=now["no_key"])
+    except (HeadstartError, typer.BadParameter) as error:
+        server.LOG.error("keys and limits stay as they were: %s", error)
+        return
+    keys.replace(changed)
+    limits.prompt_tokens, limits.requests_per_client = now["max_prompt_tokens"], now["max_client_requests"]
+    limits.request_seconds = now["timeout"]
+    server.LOG.warning("keys and limits were read again")
 
 
 def _find_models(

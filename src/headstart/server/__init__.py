@@ -23,13 +23,13 @@ A chat request from HTTP to tokens and back, file by file:
 
 from .app import create_app
 from .listen import Server, bind, connection_limit, listen
-from .log import configure_log
+from .log import LOG, configure_log
 from .middleware import Keys, Limits, check_reach, hosts_for
 from .model_pool import ModelPool
 from .pooled_model import PooledModel
 from .served_model import ModelInfo, ServedModel
 
 __all__ = [
-    "Keys", "Limits", "ModelInfo", "ModelPool", "PooledModel", "ServedModel", "Server", "bind", "check_reach",
+    "LOG", "Keys", "Limits", "ModelInfo", "ModelPool", "PooledModel", "ServedModel", "Server", "bind", "check_reach",
     "configure_log", "connection_limit", "create_app", "hosts_for", "listen",
 ]  # fmt: skip

@@ -6,8 +6,10 @@ uvicorn waits without limit for headers, and after closing for the client to rea
 import asyncio
 import logging
 import resource
+import signal
 import socket
 import time
+from collections.abc import Callable
 from threading import Thread
 from types import FrameType
 from typing import Any
@@ -23,6 +25,7 @@ from .log import drop_query
 from .middleware import Limits
 
 LOG = logging.getLogger("uvicorn.error")
+Reload = Callable[[], None]
 BACKLOG = 2048  # connections that may wait to be accepted, as in uvicorn
 GRACE_SECONDS = 5.0  # for the last bytes, after the last answer has ended
 REPEAT_SECONDS = 60.0  # in which the same line is logged once
@@ -65,7 +68,8 @@ class Server(uvicorn.Server):
     connections close. A second Ctrl-C ends the wait.
     """
 
-    def __init__(self, app: FastAPI, device: DeviceThread, *, deadline: float = 30.0):
+    def __init__(self, app: FastAPI, device: DeviceThread, *, deadline: float = 30.0, reload: Reload | None = None):
+        """`reload` is called on SIGHUP."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -80,13 +84,15 @@ class Server(uvicorn.Server):
             )
         )
         self._device = device
-        self._deadline = deadline
+        self._deadline, self._reload = deadline, reload
         logging.getLogger("uvicorn.access").addFilter(drop_query)
         for name in ("uvicorn.error", "asyncio"):  # clients can cause what they log
             logging.getLogger(name).addFilter(_is_new)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(_log_loop_error)
+        if self._reload is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
         await super().startup(sockets)
         for bound in sockets or ():
             listen(bound)  # asyncio has made the queue as short as its backlog

@@ -95,8 +95,16 @@ class PooledModel:
 
     def report(self) -> dict[str, Any]:
         """Return the entry of /v1/mtp/stats."""
-        gains = [round(gain, 3) for gain in self.engine.depth.gains] if self.engine is not None else []
-        return {**self.counters.report(), "expected_speed_by_depth": gains, "state": self.state, "loads": self.loads}
+        engine = self.engine
+        return {
+            **self.counters.report(),
+            "expected_speed_by_depth": [round(gain, 3) for gain in engine.depth.gains] if engine else [],
+            "state": self.state,
+            "loads": self.loads,
+            "running": len(engine.running) if engine else 0,
+            "prefilling": len(engine.prefilling) if engine else 0,
+            "queued": (len(engine.queue) if engine else 0) + len(self.waiters),
+        }
 
     def describe(self) -> dict[str, Any]:
         """Return the entry of /v1/models."""

@@ -1,6 +1,7 @@
 // A conversation with the model that is served.
 
 import { Answer } from "./answer.js";
+import { chosen } from "./api.js";
 import { find, make } from "./page.js";
 import { race } from "./race.js";
 
@@ -16,7 +17,8 @@ export function show() {
 /** Set the options for the served model. */
 export function serve(model) {
   drafts = model.native_mtp.available;
-  for (let k = 1; k <= model.native_mtp.max_k; k++) find("depth").append(make("option", { value: k }, String(k)));
+  const depths = ["auto", ...Array.from({ length: model.native_mtp.max_k }, (_, k) => String(k + 1))];
+  find("depth").replaceChildren(...depths.map((k) => make("option", { value: k }, k)));
   for (const id of ["speculation", "depth", "race"]) find(id).disabled = !drafts;
   find("speculation").checked = drafts;
   find("thinking-choice").hidden = !model.capabilities.includes("thinking");
@@ -46,7 +48,7 @@ async function ask(reply) {
   find("thread").scrollTop = find("thread").scrollHeight;
   find("question").value = find("heard").textContent = "";
   busy(true);
-  const text = await reply(place, { messages: asked, ...options() }, running.signal);
+  const text = await reply(place, { messages: asked, ...chosen(), ...options() }, running.signal);
   if (text !== null) messages = [...asked, { role: "assistant", content: text }];
   running = null;
   busy(false);

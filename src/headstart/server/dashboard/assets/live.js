@@ -19,14 +19,20 @@ let last = null; // the newest sample: its counts are totals
 const samples = Object.fromEntries(NAMES.map((name) => [name, []]));
 let charts = null;
 
-/** Add a sample: the statistics of the model, the load and the prefix cache, as the server reports them now. */
-export function update(stats, load, cache) {
-  const sample = { ...stats, ...load, prefix_bytes: cache.bytes ?? 0, time: Date.now() / 1000 };
+/** Add a sample: the statistics of the model and of its prefix cache, as the server reports them now. */
+export function update(stats, cache) {
+  const sample = { ...stats, prefix_bytes: cache.bytes ?? 0, time: Date.now() / 1000 };
   if (last !== null) add(sample);
   last = sample;
   const old = samples.time.findIndex((time) => time > last.time - HOUR);
   for (const column of Object.values(samples)) column.splice(0, old);
   draw();
+}
+
+/** Forget all samples: the page shows another model. */
+export function reset() {
+  last = null;
+  for (const column of Object.values(samples)) column.length = 0;
 }
 
 function add(sample) {
