@@ -30,7 +30,7 @@ from .config import printable_error, read_object
 from .draft_vocabulary import read_draft_tokens
 from .hub import resolve, resolve_head
 from .layout import read_layout
-from .names import is_head, without_prefix
+from .names import Names, is_head
 from .parameters import parameter_shapes
 from .read import LazyFiles, read_parameter
 
@@ -84,7 +84,7 @@ def load_model(
         raise CheckpointError(f"{layout.path}: {layout.family} models cannot be divided among several machines yet.")
     if model.has_head:
         model.share_missing(stored)
-    model = _quantized(model, packed)
+    model = _quantized(model, packed, Names(layout.config))
     norms = {f"{name}.weight" for name, module in model.weights.named_modules() if isinstance(module, Norm)}
     if dtype is None:
         experts = any(".switch_mlp." in name for name in stored)
@@ -175,11 +175,11 @@ def compute_dtype(stored: str, *, experts: bool, modes: set[str]) -> mx.Dtype:
     return dtype
 
 
-def _quantized(model: models.Model, packed: dict[str, dict[str, Any]]) -> models.Model:
+def _quantized(model: models.Model, packed: dict[str, dict[str, Any]], names: Names) -> models.Model:
     """Return the model with quantised modules where the files hold quantised weights."""
 
     def how(prefix: str) -> Callable[[str, nn.Module], dict[str, Any] | bool]:
-        return lambda path, module: packed.get(prefix + without_prefix(path), False)
+        return lambda path, module: packed.get(names.canonical(f"{prefix}{path}.").removesuffix("."), False)
 
     nn.quantize(model.lm, class_predicate=how(""))
     mtp = model.weights.mtp if model.has_head else None
