@@ -269,7 +269,7 @@ def released_arrays(config: dict[str, Any], seed: int = 0) -> Arrays:
             shapes |= {f"{prefix}{part}.weight": (H, 2 * H) if part in fc else (H,) for part in parts}
             for name, shape in shapes.items():
                 made = values(name, shape)
-                if shape == (H, 2 * H):
+                if name.removeprefix(prefix).removesuffix(".weight") in fc:
                     # The head starts from the embedding of the last token, as the trunk does.
                     half = np.concatenate([np.eye(H), np.zeros((H, H))][:: -1 if "input" in name else 1], axis=1)
                     made = half + made * 0.5

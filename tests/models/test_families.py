@@ -72,12 +72,14 @@ def test_drafts_are_those_of_the_float64_reference(family: str) -> None:
         assert head_drafts(model, batch_of(model, prompt), 4).tokens[0].tolist() == expected.chain(prompt, 4)
 
 
-RECORDED = json.loads((Path(__file__).parents[1] / "reference" / "transformers-heads.json").read_text())
+REFERENCE = Path(__file__).parents[1] / "reference"
+FILES = [json.loads((REFERENCE / f"{name}-heads.json").read_text()) for name in ("transformers", "mlx-vlm")]
+RECORDED = {family: (file["prompt"], file[family]) for file in FILES for family in HEADS if family in file}
 
 
-@pytest.mark.parametrize("family", [name for name in HEADS if name in RECORDED])
-def test_trunk_and_head_are_those_of_transformers(family: str) -> None:
-    model, prompt, expected = loaded(family), RECORDED["prompt"], RECORDED[family]
+@pytest.mark.parametrize("family", RECORDED)
+def test_trunk_and_head_are_those_of_transformers_or_mlx_vlm(family: str) -> None:
+    model, (prompt, expected) = loaded(family), RECORDED[family]
     hidden = trunk(model, mx.array([prompt[:-1]]))
     made = model.head(hidden, mx.array([prompt[1:]]), model.make_head_state(1))
     for name, logits in (("logits", model.logits(hidden)), ("draft_logits", model.draft_logits(made))):

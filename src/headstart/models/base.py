@@ -247,7 +247,8 @@ class Model:
         spec = self.family.head
         if not spec.chains_after_norm:
             hidden = self._part(module, spec.names.norm)(hidden)
-        reduced_to = self.draft_vocabulary if reduced else None
+        # Its rows are those of the first module's output layer.
+        reduced_to = self.draft_vocabulary if reduced and (module == 0 or not spec.own_lm_head) else None
         return product(hidden, self._draft_lm_head(module) if reduced_to is None else reduced_to.lm_head)
 
     def with_draft_vocabulary(self, ids: list[int], origin: str) -> "Model":
