@@ -77,6 +77,24 @@ def test_configs_of_transformers_4_and_5_are_the_same_model(tmp_path: Path, fami
     assert mx.array_equal(*(m.logits(m.trunk(tokens, m.make_state(1), certain=7)) for m in (first, second)))
 
 
+def test_nemotrons_config_of_transformers_5_is_the_same_model(tmp_path: Path) -> None:
+    old = write_family(tmp_path / "old", "nemotron_h", time_step_limit=[0.0, float("inf")])
+    new = Path(shutil.copytree(old, tmp_path / "new"))
+    config = json.loads((new / "config.json").read_text())
+    kinds = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+    for pattern, types in (
+        ("hybrid_override_pattern", "layer_types"),
+        ("mtp_hybrid_override_pattern", "mtp_layers_block_type"),
+    ):
+        config[types] = [kinds[each] for each in config.pop(pattern)]
+    del config["num_hidden_layers"]
+    config["time_step_limit"] = [0.0, {"__float__": "Infinity"}]
+    (new / "config.json").write_text(json.dumps(config))
+    models = [load_model(folder) for folder in (old, new)]
+    assert_same(*models)
+    assert [list(model.lm.args.time_step_limit) for model in models] == 2 * [[0.0, float("inf")]]
+
+
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
 def test_a_head_without_copies_of_embedding_and_output_layer_uses_the_trunks(tmp_path: Path, family: str) -> None:
     whole = write_family(tmp_path / "whole", family)
@@ -192,9 +210,22 @@ def test_a_missing_part_of_a_head_is_named(tmp_path: Path, family: str, part: st
         load_model(tmp_path)
 
 
-def test_a_family_that_cannot_be_divided_is_refused_by_name(tmp_path: Path) -> None:
-    write_family(tmp_path, "glm4_moe")
-    with pytest.raises(CheckpointError, match="glm4_moe models cannot be divided among several machines yet"):
+def test_a_missing_module_of_a_head_is_named(tmp_path: Path) -> None:
+    drop(write_family(tmp_path, "step3p5"), "layers.4.")
+    with pytest.raises(HeadError, match=r"tensors missing \(mtp.layers.2\."):
+        load_model(tmp_path)
+
+
+def test_another_pattern_of_nemotrons_head_is_named(tmp_path: Path) -> None:
+    write_family(tmp_path, "nemotron_h", mtp_hybrid_override_pattern="*E*E")
+    with pytest.raises(CheckpointError, match=r"the head's layers are '\*E\*E'; only '\*E' is known"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "nemotron_h"])
+def test_a_family_that_cannot_be_divided_is_refused_by_name(tmp_path: Path, family: str) -> None:
+    write_family(tmp_path, family)
+    with pytest.raises(CheckpointError, match=f"{family} models cannot be divided among several machines yet"):
         load_model(tmp_path, split=lambda config: pytest.fail("not asked"))
 
 

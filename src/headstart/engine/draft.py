@@ -119,4 +119,5 @@ def catch_up(model: Model, batch: Batch, extend: Extend | None = None, k: int = 
             hidden = model.head(hidden, drafts[:, -1:], state, ahead, modules - 1)
             drafts = extend(hidden, modules - 1)
     batch.unseen = pairs.latest(modules - 1)
-    state.commit(-batch.unseen.counts, most=0)
+    if modules > 1:
+        state.commit(-batch.unseen.counts, most=0)
