@@ -165,6 +165,27 @@ CONFIGS["exaone_moe"] = {
     "num_nextn_predict_layers": 1,
     "mtp_layer_types": ["sliding_attention"],
 }
+CONFIGS["nemotron_h"] = {
+    **MOE,
+    "head_dim": 16,
+    "hybrid_override_pattern": "ME*-M",
+    "num_hidden_layers": 5,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "mamba_proj_bias": False,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "conv_kernel": 4,
+    "n_groups": 2,
+    "layer_norm_epsilon": 1e-5,
+    "moe_shared_expert_intermediate_size": 96,
+    "moe_latent_size": 32,
+    "time_step_limit": [0.0, 50.0],
+    "mtp_hybrid_override_pattern": "*E",
+}
 HEADS = {  # where a release has a module of the head, its parts beside a decoder layer's, how many modules there are
     "glm4_moe": ("model.layers.{layer}.", NEXTN, 1),
     "glm4_moe_lite": ("model.layers.{layer}.", NEXTN, 1),
@@ -172,6 +193,7 @@ HEADS = {  # where a release has a module of the head, its parts beside a decode
     "mimo": ("model.mtp_layers.0.", ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"), 1),
     "mimo_v2_flash": ("model.mtp.layers.{module}.", ("eh_proj", "enorm", "hnorm", "final_layernorm"), 3),
     "step3p5": ("model.layers.{layer}.", NEXTN[:-1], 3),
+    "nemotron_h": ("mtp.layers.0.", ("eh_proj", "enorm", "hnorm"), 1),
     "exaone_moe": ("mtp.", ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), 1),
 }
 
@@ -213,7 +235,7 @@ def released_arrays(config: dict[str, Any], seed: int = 0) -> Arrays:
     arrays: Arrays = {}
 
     def values(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        if name.endswith("embed_tokens.weight"):
+        if name.endswith(("embed_tokens.weight", "embeddings.weight")):
             return embedding
         if name.endswith(("lm_head.weight", "shared_head.head.weight")):
             return lm_head
@@ -238,11 +260,16 @@ def released_arrays(config: dict[str, Any], seed: int = 0) -> Arrays:
                 sizes = (H, text["intermediate_size"])
                 shapes |= {f"{layer}mlp.{part}.weight": sizes[::-1] for part in ("gate_proj", "up_proj")}
                 shapes[f"{layer}mlp.down_proj.weight"] = sizes
+            if config["model_type"] == "nemotron_h":  # a layer of attention and one of experts, like the trunk's
+                found = {n.replace("backbone.layers.2", "mtp.layers.0"): a.shape for n, a in arrays.items()}
+                found |= {n.replace("backbone.layers.1", "mtp.layers.1"): a.shape for n, a in arrays.items()}
+                shapes = {name: shape for name, shape in found.items() if name.startswith("mtp.")}
+                shapes["mtp.layers.1.final_layernorm.weight"] = (H,)
             fc = ("eh_proj", "input_proj", "fc")
             shapes |= {f"{prefix}{part}.weight": (H, 2 * H) if part in fc else (H,) for part in parts}
             for name, shape in shapes.items():
                 made = values(name, shape)
-                if shape == (H, 2 * H):
+                if name.removeprefix(prefix).removesuffix(".weight") in fc:
                     # The head starts from the embedding of the last token, as the trunk does.
                     half = np.concatenate([np.eye(H), np.zeros((H, H))][:: -1 if "input" in name else 1], axis=1)
                     made = half + made * 0.5
@@ -260,6 +287,9 @@ def as_released(arrays: Arrays, text: dict[str, Any]) -> Arrays:
             out[name] = array - 1 if "norm" in name else array
         return out
     for name, array in arrays.items():
+        if text["model_type"] == "nemotron_h":
+            name = name.replace(".fc1.", ".up_proj.").replace(".fc2.", ".down_proj.")
+            array = array.moveaxis(1, 2) if name.endswith("conv1d.weight") else array
         if text["model_type"] == "exaone_moe":
             name = name.replace("mlp.gate.e_score", "mlp.e_score")
         if text["model_type"] == "mimo_v2_flash" and ".mtp." in name:

@@ -72,12 +72,14 @@ def test_drafts_are_those_of_the_float64_reference(family: str) -> None:
         assert head_drafts(model, batch_of(model, prompt), 4).tokens[0].tolist() == expected.chain(prompt, 4)
 
 
-RECORDED = json.loads((Path(__file__).parents[1] / "reference" / "transformers-heads.json").read_text())
+REFERENCE = Path(__file__).parents[1] / "reference"
+FILES = [json.loads((REFERENCE / f"{name}-heads.json").read_text()) for name in ("transformers", "mlx-vlm")]
+RECORDED = {family: (file["prompt"], file[family]) for file in FILES for family in HEADS if family in file}
 
 
-@pytest.mark.parametrize("family", [name for name in HEADS if name in RECORDED])
-def test_trunk_and_head_are_those_of_transformers(family: str) -> None:
-    model, prompt, expected = loaded(family), RECORDED["prompt"], RECORDED[family]
+@pytest.mark.parametrize("family", RECORDED)
+def test_trunk_and_head_are_those_of_transformers_or_mlx_vlm(family: str) -> None:
+    model, (prompt, expected) = loaded(family), RECORDED[family]
     hidden = trunk(model, mx.array([prompt[:-1]]))
     made = model.head(hidden, mx.array([prompt[1:]]), model.make_head_state(1))
     for name, logits in (("logits", model.logits(hidden)), ("draft_logits", model.draft_logits(made))):
@@ -86,28 +88,41 @@ def test_trunk_and_head_are_those_of_transformers(family: str) -> None:
     assert int(mx.argmax(model.draft_logits(made)[0, -1])) == expected["draft"]
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_output_is_the_same_for_every_k_batch_and_prefix(family: str) -> None:
-    """Greedy and seeded; sequences join and leave, and a prompt of two chunks is found in the prefix cache."""
+PROMPTS = (5, 11, 520, 520)  # tokens; the last two are the same, of two chunks
+KINDS = ({}, {"temperature": 0.8, "seed": 3}, {}, {"temperature": 0.8, "seed": 4})
+DEPTHS = [
+    pytest.param(family, k, marks=[pytest.mark.slow] if k in (0, 1, 2, 4) else [])
+    for family in CONFIGS
+    for k in ((1, 2, 3, 4) if family in HEADS else (0, "auto"))
+]
+
+
+@lru_cache
+def plain(family: str) -> list[tuple[list[int], list[int]]]:
+    """Prompts, and what follows each at k = 0, alone and without a prefix cache."""
     model = loaded(family)
-    prompts = [random_prompt(model, length, length) for length in (5, 11, 520, 520)]
-    prompts[3] = prompts[2]
-    kinds = [{}, {"temperature": 0.8, "seed": 3}, {}, {"temperature": 0.8, "seed": 4}]
-    plain = [generate(model, p, max_tokens=16, k=0, **kind).tokens for p, kind in zip(prompts, kinds, strict=True)]
-    for k in (1, 2, 3, 4) if model.has_head else (0, "auto"):
-        engine = Engine(model, max_sequences=3, prefix=PrefixCache(10**8))
-        handles = [
-            submit(engine, prompt, max_tokens=16 - 3 * n, k=k, **kind)
-            for n, (prompt, kind) in enumerate(zip(prompts, kinds, strict=True))
-        ]
-        answers = [collect(handle) for handle in handles]
-        for n, (answer, expected) in enumerate(zip(answers, plain, strict=True)):
-            assert answer.tokens == expected[: 16 - 3 * n], (k, n)
-            assert answer.stats.exact
-        assert answers[3].stats.prefix_cache_hit == 512
-        if model.has_head:
-            accepted, drafted = (sum(getattr(a.stats, name) for a in answers) for name in ACCEPTED)
-            assert 0 < accepted < drafted
+    prompts = [random_prompt(model, length, length) for length in PROMPTS]
+    answers = [generate(model, p, max_tokens=16, k=0, **kind) for p, kind in zip(prompts, KINDS, strict=True)]
+    return [(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+@pytest.mark.parametrize(("family", "k"), DEPTHS)
+def test_output_is_the_same_for_every_k_batch_and_prefix(family: str, k: int | str) -> None:
+    """Greedy and seeded; sequences join and leave, and a prompt of two chunks is found in the prefix cache."""
+    model, expected = loaded(family), plain(family)
+    engine = Engine(model, max_sequences=3, prefix=PrefixCache(10**8))
+    handles = [
+        submit(engine, prompt, max_tokens=16 - 3 * n, k=k, **kind)
+        for n, ((prompt, _), kind) in enumerate(zip(expected, KINDS, strict=True))
+    ]
+    answers = [collect(handle) for handle in handles]
+    for n, (answer, (_, tokens)) in enumerate(zip(answers, expected, strict=True)):
+        assert answer.tokens == tokens[: 16 - 3 * n], n
+        assert answer.stats.exact
+    assert answers[3].stats.prefix_cache_hit == 512
+    if model.has_head:
+        accepted, drafted = (sum(getattr(a.stats, name) for a in answers) for name in ACCEPTED)
+        assert 0 < accepted < drafted
 
 
 def test_after_a_prefix_hit_all_modules_draft_as_after_a_miss() -> None:
@@ -119,6 +134,14 @@ def test_after_a_prefix_hit_all_modules_draft_as_after_a_miss() -> None:
     assert hit.tokens == miss.tokens
     drafted = [[getattr(answer.stats, name) for name in (*ACCEPTED, "rounds")] for answer in (miss, hit)]
     assert drafted[0] == drafted[1]
+
+
+def test_a_draft_vocabulary_limits_the_first_of_several_output_layers() -> None:
+    model = loaded("step3p5").with_draft_vocabulary([3, 5, 9], "test")
+    prompt = random_prompt(model, 9)
+    first, *rest = head_drafts(model, batch_of(model, prompt), 3, reduced=True).tokens[0].tolist()
+    assert first in (3, 5, 9)
+    assert not set(rest) <= {3, 5, 9}  # their rows would be those of another module
 
 
 @pytest.mark.parametrize("family", [name for name in CONFIGS if name not in HEADS])

@@ -47,7 +47,8 @@ class Reference:
         return x @ self.tensors[f"{name}.weight"].T + self.tensors.get(f"{name}.bias", 0.0)
 
     def norm(self, x: Array, name: str, eps: float | None = None) -> Array:
-        eps = eps or self.config.get("layernorm_epsilon") or self.config["rms_norm_eps"]
+        c = self.config
+        eps = eps or c.get("layernorm_epsilon") or c.get("layer_norm_epsilon") or c["rms_norm_eps"]
         return norm(x, self.tensors[f"{name}.weight"] + (self.config["model_type"] == "step3p5"), eps)
 
     def attend(self, q: Array, k: Array, v: Array, scale: float) -> Array:
@@ -164,6 +165,50 @@ class Reference:
                 out[t] += weight * self.mlp(row, f"{name}.experts.{expert}")
         return out
 
+    def mamba(self, x: Array, name: str) -> Array:
+        """transformers' `torch_forward` of Nemotron-H, one token after the other."""
+        c, t, T = self.config, self.tensors, x.shape[0]
+        heads, D, N, groups = (c[n] for n in ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups"))
+        gate, mixed, dt = np.split(self.linear(x, f"{name}.in_proj"), [heads * D, 2 * heads * D + 2 * groups * N], 1)
+        padded = np.concatenate([np.zeros((c["conv_kernel"] - 1, mixed.shape[1])), mixed])
+        kernel = t[f"{name}.conv1d.weight"][:, 0]  # [C, K]
+        mixed = np.stack([(padded[n : n + c["conv_kernel"]] * kernel.T).sum(axis=0) for n in range(T)])
+        mixed = silu(mixed + t[f"{name}.conv1d.bias"])
+        values, B, C = np.split(mixed, [heads * D, heads * D + groups * N], axis=1)
+        values = values.reshape(T, heads, D)
+        B, C = (np.repeat(a.reshape(T, groups, N), heads // groups, axis=1) for a in (B, C))
+        dt = np.clip(np.log1p(np.exp(dt + t[f"{name}.dt_bias"])), *c["time_step_limit"])  # [T, heads]
+        decay, state, out = np.exp(-np.exp(t[f"{name}.A_log"]) * dt), np.zeros((heads, D, N)), np.zeros_like(values)
+        for n in range(T):
+            state = decay[n][:, None, None] * state + (dt[n][:, None] * values[n])[..., None] * B[n][:, None]
+            out[n] = (state * C[n][:, None]).sum(axis=-1) + t[f"{name}.D"][:, None] * values[n]
+        gated = (out.reshape(T, -1) * silu(gate)).reshape(T, groups, -1)
+        gated = gated / np.sqrt((gated**2).mean(axis=-1, keepdims=True) + c["layer_norm_epsilon"])
+        return self.linear(gated.reshape(T, -1) * t[f"{name}.norm.weight"], f"{name}.out_proj")
+
+    def relu2(self, x: Array, name: str) -> Array:
+        return self.linear(np.maximum(self.linear(x, f"{name}.up_proj"), 0) ** 2, f"{name}.down_proj")
+
+    def latent_mixture(self, x: Array, name: str) -> Array:
+        """Nemotron 3's: experts work in a smaller space."""
+        c, small, out = self.config, self.linear(x, f"{name}.fc1_latent_proj"), np.zeros((len(x), 32))
+        for n, row in enumerate(x):
+            scores = 1 / (1 + np.exp(-self.linear(row, f"{name}.gate")))
+            choice = scores + self.tensors[f"{name}.gate.e_score_correction_bias"]
+            chosen = np.argsort(-choice)[: c["num_experts_per_tok"]]
+            for e, weight in zip(chosen, scores[chosen] / scores[chosen].sum(), strict=True):
+                out[n] += weight * c["routed_scaling_factor"] * self.relu2(small[n], f"{name}.experts.{e}")
+        return self.linear(out, f"{name}.fc2_latent_proj") + self.relu2(x, f"{name}.shared_experts")
+
+    def block(self, x: Array, name: str, kind: str) -> Array:
+        """A layer of Nemotron-H: attention has no positions."""
+        normed, part = self.norm(x, f"{name}.norm"), f"{name}.mixer"
+        if kind == "*":
+            D = self.config["head_dim"]
+            q, k, v = (self.linear(normed, f"{part}.{p}_proj").reshape(len(x), -1, D) for p in "qkv")
+            return x + self.linear(self.attend(q, k, v, D**-0.5), f"{part}.o_proj")
+        return x + {"M": self.mamba, "-": self.relu2, "E": self.latent_mixture}[kind](normed, part)
+
     def layer(self, x: Array, name: str) -> Array:
         normed = self.norm(x, f"{name}.input_layernorm")
         attention = self.latent if "kv_lora_rank" in self.config else self.grouped
@@ -188,19 +233,28 @@ class Reference:
 
     def trunk(self, tokens: list[int]) -> Array:
         """[T, H] before the final norm."""
+        if self.config["model_type"] == "nemotron_h":
+            x = self.tensors["backbone.embeddings.weight"][tokens]
+            for n, kind in enumerate(self.config["hybrid_override_pattern"]):
+                x = self.block(x, f"backbone.layers.{n}", kind)
+            return x
         x = self.tensors["model.embed_tokens.weight"][tokens]
         for n in range(self.config["num_hidden_layers"]):
             x = self.layer(x, f"model.layers.{n}")
         return x
 
     def logits(self, tokens: list[int]) -> Array:
-        return self.linear(self.norm(self.trunk(tokens), "model.norm"), "lm_head")
+        return self.linear(self.norm(self.trunk(tokens), self.final_norm), "lm_head")
+
+    @property
+    def final_norm(self) -> str:
+        return "backbone.norm_f" if self.config["model_type"] == "nemotron_h" else "model.norm"
 
     def fed(self, tokens: list[int]) -> Array:
         """What the head is given of the trunk: MiMo's before the final norm, the others' after it."""
         hidden = self.trunk(tokens)
         before = self.config["model_type"].startswith(("mimo", "step"))
-        return hidden if before else self.norm(hidden, "model.norm")
+        return hidden if before else self.norm(hidden, self.final_norm)
 
     def head(self, hidden: Array, tokens: list[int], module: int = 0) -> tuple[Array, Array]:
         """Hidden states [T, H] and a token for each → a module's hidden states [T, H] and logits [T, V]."""
@@ -222,6 +276,12 @@ class Reference:
             embedding = self.norm(self.tensors["model.embed_tokens.weight"][tokens], "mtp.pre_fc_norm_embedding")
             both = np.concatenate([embedding, self.norm(hidden, "mtp.pre_fc_norm_hidden")], axis=-1)
             x = self.norm(self.layer(self.linear(both, "mtp.fc"), "mtp.layers.0"), "mtp.norm")
+            return x, self.linear(x, "lm_head")
+        if self.config["model_type"] == "nemotron_h":  # vLLM's `nemotron_h_mtp.py`
+            embedding = self.norm(self.tensors["backbone.embeddings.weight"][tokens], "mtp.layers.0.enorm")
+            both = np.concatenate([embedding, self.norm(hidden, "mtp.layers.0.hnorm")], axis=-1)
+            x = self.block(self.linear(both, "mtp.layers.0.eh_proj"), "mtp.layers.0", "*")
+            x = self.norm(self.block(x, "mtp.layers.1", "E"), "mtp.layers.1.final_layernorm")
             return x, self.linear(x, "lm_head")
         name = f"model.layers.{self.config['num_hidden_layers'] + module}"
         if self.config["model_type"] == "step3p5":  # vLLM's `step3p5_mtp.py`: chained before the norm

@@ -192,8 +192,11 @@ def _add_rope_names(text: dict[str, Any], family: str) -> None:
         text["rope_parameters"] = {"rope_type": "default", **(text.get("rope_scaling") or {}), **numbers}
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> Any:
+    """Return a JSON object; as a float where transformers 5 writes one for a number that JSON lacks."""
     found = dict(pairs)
+    if list(found) == ["__float__"] and found["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(found["__float__"])
     if len(found) < len(pairs):
         repeated, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise Malformed(f"{shortened(repeated)} comes twice in one JSON object")

@@ -32,7 +32,7 @@ from .draft_vocabulary import read_draft_tokens
 from .drafter import DrafterLayout, check_drafter, read_drafter, read_drafter_weights
 from .hub import resolve, resolve_head
 from .layout import Layout, read_layout
-from .names import is_head, without_prefix
+from .names import Names, is_head
 from .parameters import Stored, parameter_shapes
 from .read import LazyFiles, read_parameter
 
@@ -95,7 +95,7 @@ class LoadPlan:
         model = models.build(layout.config, head=decision.drafts)
         if model.has_head:
             model.share_missing(stored)
-        model = _quantized(model, packed)
+        model = _quantized(model, packed, Names(layout.config))
         if dtype is None:
             experts = any(".switch_mlp." in name for name in stored)
             dtype = compute_dtype(layout.dtype, experts=experts, modes={how["mode"] for how in packed.values()})
@@ -239,11 +239,11 @@ def compute_dtype(stored: str, *, experts: bool, modes: set[str]) -> mx.Dtype:
     return dtype
 
 
-def _quantized(model: models.Model, packed: dict[str, dict[str, Any]]) -> models.Model:
+def _quantized(model: models.Model, packed: dict[str, dict[str, Any]], names: Names) -> models.Model:
     """Return the model with quantised modules where the files hold quantised weights."""
 
     def how(prefix: str) -> Callable[[str, nn.Module], dict[str, Any] | bool]:
-        return lambda path, module: packed.get(prefix + without_prefix(path), False)
+        return lambda path, module: packed.get(names.canonical(f"{prefix}{path}.").removesuffix("."), False)
 
     nn.quantize(model.lm, class_predicate=how(""))
     mtp = model.weights.mtp if model.has_head else None

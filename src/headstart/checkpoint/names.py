@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from .. import models
 
-PREFIX = re.compile(r"^(?:(?:model|language_model)\.)+")
+PREFIX = re.compile(r"^(?:(?:model|language_model|backbone)\.)+")
 VISION = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
-EXPERT = re.compile(r"^(.+\.mlp)\.experts\.(\d{1,6})\.(gate_proj|up_proj|down_proj)\.(\w+)$")
+EXPERT = re.compile(r"^(.+\.(?:mlp|mixer))\.experts\.(\d{1,6})\.(gate_proj|up_proj|down_proj|fc1|fc2)\.(\w+)$")
 FUSED = re.compile(r"^(.+\.mlp)\.experts\.(gate_up_proj|down_proj)(?:\.(weight|scales|biases))?$")
 LATENT = re.compile(r"^(.+\.self_attn)\.kv_b_proj\.(weight|weight_scale_inv)$")
 

@@ -69,7 +69,7 @@ def head_drafts(
         if (j := proposal.tokens.shape[1]) < k:
             given = certain[:, j : j + 1] if certain is not None else None
             logits = model.draft_logits(hidden, reduced, module=module)
-            if reduced and model.draft_vocabulary is not None:
+            if model.draft_vocabulary is not None and logits.shape[-1] < model.vocabulary:
                 logits = model.draft_vocabulary.full(logits, model.vocabulary)
             proposal = propose(logits, proposal, context, given)
         return proposal.tokens
@@ -155,4 +155,5 @@ def catch_up(model: Model, batch: Batch, extend: Extend | None = None, k: int = 
             hidden = model.head(hidden, drafts[:, -1:], state, ahead, modules - 1)
             drafts = extend(hidden, modules - 1)
     batch.unseen = pairs.latest(modules - 1)
-    state.commit(-batch.unseen.counts, most=0)
+    if modules > 1:
+        state.commit(-batch.unseen.counts, most=0)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..errors import CheckpointError
-from . import deepseek_v3, exaone_moe, glm4_moe, llama, mimo, qwen3, qwen3_5, qwen3_next, step3p5
+from . import deepseek_v3, exaone_moe, glm4_moe, llama, mimo, nemotron_h, qwen3, qwen3_5, qwen3_next, step3p5
 from .base import Family, Model, Weights, use_float32_norms
 from .head import Head, HeadSpec
 
@@ -20,6 +20,7 @@ FAMILIES: dict[str, Family] = {
     "mimo_v2_flash": mimo.MIMO_V2_FLASH,
     "step3p5": step3p5.FAMILY,
     "exaone_moe": exaone_moe.FAMILY,
+    "nemotron_h": nemotron_h.FAMILY,
     "llama": llama.LLAMA,
     "mistral": llama.LLAMA,
     "mistral3": llama.MISTRAL3,
@@ -55,8 +56,8 @@ def build(config: dict[str, Any], head: bool = True) -> Model:
         )
     family, shape = FAMILIES[model_type], text_config(config)
     lm = family.build(config)
+    use_float32_norms(lm)
     text, mtp = family.text(lm), None
-    use_float32_norms(text)
     if head and family.head_layer is not None:
         layers = [family.head_layer(lm) for _ in range(head_modules(config) or 1)]
         mtp = Head(family.head, layers, shape["hidden_size"], shape["vocab_size"], text.norm.eps)

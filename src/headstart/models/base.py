@@ -17,7 +17,6 @@ from mlx.utils import tree_map
 from ..kernels.attention import at_last
 from ..kernels.norm import rms_norm
 from ..kernels.products import product
-from ..kernels.types import Window
 from ..limits import DEFAULT_K, MAX_HEAD_K
 from ..state import KV, BatchState, Recurrent
 from .attention import attention, gated_kv_sizes, grouped_attention, grouped_kv_sizes
@@ -25,15 +24,12 @@ from .decoder_layer import decoder_layer
 from .dflash import DFlash
 from .draft_vocabulary import DraftVocabulary
 from .feed_forward import feed_forward
-from .gated_delta_net import gated_delta_net
+from .gated_delta_net import gated_delta_net, gated_delta_sizes
 from .graph import Graph, compiles
 from .head import QWEN_HEAD, Head, HeadSpec, find_part
+from .part import Part, PartKind, decoder_parts
 from .residual import Residual
 from .share import Alone, Share
-
-
-def _no_projection(net: nn.Module, x: mx.array) -> Window:
-    raise NotImplementedError("a family with recurrent layers says how they project")
 
 
 @dataclass(frozen=True)
@@ -42,10 +38,12 @@ class Family:
 
     name: str
     build: Callable[[dict[str, Any]], nn.Module]  # config.json → mlx-lm's model
-    text: Callable[[nn.Module], nn.Module]  # that model → the module with `embed_tokens`, `layers` and `norm`
+    text: Callable[[nn.Module], Any]  # that model → what has `embed_tokens`, `layers` and `norm`
     lm_head: Callable[[nn.Module], nn.Module | None]  # None where the embedding is tied
     head_layer: Callable[[nn.Module], nn.Module] | None = None  # that model → the decoder layer of a head's module
-    project: Callable[[nn.Module, mx.array], Window] = _no_projection  # the input of a GatedDeltaNet layer
+    parts: Callable[[nn.Module], list[Part]] = decoder_parts  # of a layer; at most one of them has a state
+    recurrent: Callable[..., tuple[mx.array, mx.array]] = gated_delta_net  # a recurrent layer
+    state_sizes: Callable[[nn.Module], tuple[int, int, int, int, int]] = gated_delta_sizes  # see `Recurrent.empty`
     head: HeadSpec = QWEN_HEAD
     attention: Callable[..., tuple[mx.array, mx.array]] = attention  # see `attention.py`
     kv_sizes: Callable[[nn.Module], tuple[int, int, int]] = gated_kv_sizes  # heads, sizes of a key and of a value
@@ -160,27 +158,33 @@ class Model:
 
     def _trunk(self, state: BatchState, tokens: mx.array, certain: int = 1) -> mx.array:
         mask, share, layers = state.reserve(tokens.shape[1]), self.share, self.weights.layers
+        parts, memories = [self.family.parts(layer) for layer in layers], iter(state.layers)
+        accepted = state.accepted
         x = share.take(self.weights.embed_tokens(tokens))
-        normed = layers[0].input_layernorm(x)
+        normed = parts[0][0].norm(x)
         fits = share.ranks == 1 and self.family.attention is attention  # may be a layer in one launch
         # Every part of a layer is added to x; with it comes the norm that the next part is given.
-        inputs = []  # of every layer
-        for index, (layer, memory) in enumerate(zip(layers, state.layers, strict=False)):  # then the drafter's
-            inputs.append(x)
-            following = layers[index + 1].input_layernorm if index + 1 < len(layers) else self.weights.norm
-            if fits and (whole := decoder_layer(layer, x, normed, memory, state.accepted, certain, following)):
+        outputs = []  # of every layer but the last, for the drafter
+        for index, layer in enumerate(layers):
+            if self.drafter is not None and index:
+                outputs.append(x)
+            after = parts[index + 1][0].norm if index + 1 < len(layers) else self.weights.norm
+            memory = next(memories) if any(part.kind is not PartKind.MLP for part in parts[index]) else None
+            if fits and memory and (whole := decoder_layer(layer, x, normed, memory, accepted, certain, after)):
                 x, normed = whole
                 continue
-            residual = Residual(x, layer.post_attention_layernorm, share)
-            if isinstance(memory, Recurrent):
-                net, project = layer.linear_attn, self.family.project
-                x, normed = gated_delta_net(net, project, normed, memory, state.accepted, certain, residual)
-            else:
-                seen = partial(mask, self.family.window(layer))
-                x, normed = self.family.attention(layer.self_attn, normed, seen, memory, residual)
-            x, normed = feed_forward(layer.mlp, normed, Residual(x, following, share))
+            norms = [part.norm for part in parts[index][1:]] + [after]
+            for (kind, _, module), norm in zip(parts[index], norms, strict=True):
+                residual = Residual(x, norm, share)
+                if kind is PartKind.MLP:
+                    x, normed = feed_forward(module, normed, residual)
+                elif kind is PartKind.ATTENTION:
+                    seen = partial(mask, self.family.window(layer))
+                    x, normed = self.family.attention(module, normed, seen, memory, residual)
+                else:
+                    x, normed = self.family.recurrent(module, normed, memory, accepted, certain, residual)
         if self.drafter is not None:
-            self.drafter.remember([*inputs[1:], x], state.layers[len(layers) :])
+            self.drafter.remember([*outputs, x], list(memories))
         return share.give(normed if share.ends and self.family.head.fed_after_norm else x)
 
     @cached_property
@@ -231,16 +235,17 @@ class Model:
         layer, memory = self.weights.mtp.layers[module], state.layers[module]
         mask = partial(state.reserve(tokens.shape[1], ahead), self.family.window(layer))
         assert isinstance(memory, KV)
-        normed = layer.input_layernorm(x)
+        (_, norm, mixer), (_, second_norm, mlp) = self.family.parts(layer)
+        normed = norm(x)
         following = part(spec.names.norm)
         fits = self.family.attention is attention
         if fits and (whole := decoder_layer(layer, x, normed, memory, state.accepted, 1, following)):
             x, normed = whole if last is None else [at_last(each, last) for each in whole]
             return normed if spec.chains_after_norm else x
         alone = Alone()  # every machine has the whole head
-        residual = Residual(x if last is None else at_last(x, last), layer.post_attention_layernorm, alone)
-        x, normed = self.family.attention(layer.self_attn, normed, mask, memory, residual, last)
-        x, normed = feed_forward(layer.mlp, normed, Residual(x, following, alone))
+        residual = Residual(x if last is None else at_last(x, last), second_norm, alone)
+        x, normed = self.family.attention(mixer, normed, mask, memory, residual, last)
+        x, normed = feed_forward(mlp, normed, Residual(x, following, alone))
         return normed if spec.chains_after_norm else x
 
     def draft_logits(self, hidden: mx.array, reduced: bool = False, *, module: int = 0) -> mx.array:
@@ -249,7 +254,8 @@ class Model:
         spec = self.family.head
         if not spec.chains_after_norm:
             hidden = self._part(module, spec.names.norm)(hidden)
-        reduced_to = self.draft_vocabulary if reduced else None
+        # Its rows are those of the first module's output layer.
+        reduced_to = self.draft_vocabulary if reduced and (module == 0 or not spec.own_lm_head) else None
         return product(hidden, self._draft_lm_head(module) if reduced_to is None else reduced_to.lm_head)
 
     def block_logits(self, last: mx.array, k: int, state: BatchState) -> mx.array:
@@ -280,11 +286,13 @@ class Model:
                     owner.pop(name, None)
 
     def make_state(self, rows: int) -> BatchState:
-        caches = self.drafter.make_caches(rows, self.dtype) if self.drafter is not None else []
-        return BatchState.empty([*(self._memory(layer, rows) for layer in self.weights.layers), *caches], rows)
+        state = self._empty_state(self.weights.layers, rows)
+        if self.drafter is not None:
+            state.layers += self.drafter.make_caches(rows, self.dtype)
+        return state
 
     def make_head_state(self, rows: int) -> BatchState:
-        return BatchState.empty([self._memory(layer, rows) for layer in self.weights.mtp.layers], rows)
+        return self._empty_state(self.weights.mtp.layers, rows)
 
     @property
     def _lm_head(self) -> nn.Module:
@@ -294,17 +302,12 @@ class Model:
         own = self._part(module, self.family.head.names.lm_head)
         return own if own is not None else self._lm_head
 
-    def _memory(self, layer: nn.Module, rows: int) -> KV | Recurrent:
-        if "linear_attn" not in layer:
-            heads, key, value = self.family.kv_sizes(layer.self_attn)
-            return KV.empty(rows, heads, key, self.dtype, value)
-        net = layer.linear_attn
-        return Recurrent.empty(
-            rows,
-            net.num_v_heads,
-            net.head_v_dim,
-            net.head_k_dim,
-            net.conv_kernel_size,
-            net.conv_dim,
-            self.dtype,
-        )
+    def _empty_state(self, layers: list[nn.Module], rows: int) -> BatchState:
+        memories: list[KV | Recurrent] = []
+        for part in (part for layer in layers for part in self.family.parts(layer)):
+            if part.kind is PartKind.ATTENTION:
+                heads, key, value = self.family.kv_sizes(part.module)
+                memories.append(KV.empty(rows, heads, key, self.dtype, value))
+            elif part.kind is PartKind.RECURRENT:
+                memories.append(Recurrent.empty(rows, *self.family.state_sizes(part.module), self.dtype))
+        return BatchState.empty(memories, rows)
