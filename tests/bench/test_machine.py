@@ -61,7 +61,7 @@ def test_a_mac_is_described_without_its_numbers(monkeypatch: pytest.MonkeyPatch)
     assert "C02X" not in said
 
 
-def test_where_the_commands_do_not_exist_the_rest_is_said() -> None:
+def test_where_the_commands_do_not_exist_the_rest_is_reported() -> None:
     assert re.fullmatch(r"load \d+\.\d", current_load(lambda *command: ""))
     assert {"processor", "cores", "device", "system", "kernels", "mlx"} <= device_facts(lambda *command: "").keys()
     assert {"total", "available", "left for Headstart"} <= memory_facts(lambda *command: "").keys()

@@ -170,7 +170,7 @@ def check_again(tasks: list[dict[str, Any]]) -> None:
         pytest.param("pipeline", "moe", 2, marks=pytest.mark.slow),
     ],
 )
-def test_two_ranks_say_what_one_process_says_with_as_many_collectives_as_rounds(
+def test_two_ranks_generate_what_one_process_does_with_as_many_collectives_as_rounds(
     split: str, family: str, operations: int, folder: Folders, tmp_path: Path
 ) -> None:
     where, exactly = folder(family), split == "pipeline"
@@ -207,7 +207,7 @@ def test_two_ranks_say_what_one_process_says_with_as_many_collectives_as_rounds(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("split", "ranks"), [("tensor", 2), ("tensor", 4), ("pipeline", 2), ("pipeline", 3)])
-def test_ranks_say_the_same_for_every_depth(split: str, ranks: int, folder: Folders, tmp_path: Path) -> None:
+def test_ranks_generate_the_same_at_every_depth(split: str, ranks: int, folder: Folders, tmp_path: Path) -> None:
     packed = str(write(tmp_path / "packed", "dense", "converted", bits=4, group_size=32, **SIZES))
     folders = [folder("dense"), folder("moe"), folder("next"), packed]
     tasks = {each: [*at_depths(each, range(5)), *again(each), *everything(each)] for each in folders}

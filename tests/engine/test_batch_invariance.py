@@ -43,7 +43,7 @@ def assert_as_alone(family: str, length: int, limit: int, cancelled: bool, answe
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 2, 5, 16])
-def test_a_sequence_says_the_same_whoever_joins_leaves_or_is_cancelled_beside_it(
+def test_a_sequence_generates_the_same_whichever_join_leave_or_are_cancelled(
     family: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headstart.engine.prefill.CHUNK", 64)
@@ -72,7 +72,7 @@ def test_a_sequence_says_the_same_whoever_joins_leaves_or_is_cancelled_beside_it
         assert_as_alone(family, length, limit, cancel_after is not None, collect(handle))
 
 
-def test_sequences_say_the_same_when_they_cross_a_block_of_room_at_different_times() -> None:
+def test_sequences_generate_the_same_when_their_kv_caches_grow_at_different_times() -> None:
     """The host's bounds of the lengths stay bounds: what a landed round gives back, it had not used."""
     model = random_model("dense")
     prompts = [random_prompt(model, BLOCK - length, length) for length in (40, 20, 4, 1)]

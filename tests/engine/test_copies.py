@@ -71,7 +71,7 @@ def test_an_index_finds_the_same_however_the_tokens_come() -> None:
         assert bool(prompt.distance) == bool(one.distance)
 
 
-def test_tokens_that_share_a_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_share_a_hash_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.engine.copies.hash", lambda tokens: 0, raising=False)
     assert fed([1, 2, 3, 4, 5, 6, 7, 8], step=1).distance == 0
     assert fed([4, 4, 4, 4, 4], step=1).distance == 1

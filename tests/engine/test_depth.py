@@ -292,7 +292,7 @@ def test_the_pause_reason_gives_the_best_estimate() -> None:
     assert pause_reason(paused().gains) is not None
 
 
-def test_an_answer_without_drafts_says_that_they_did_not_pay() -> None:
+def test_an_answer_without_drafts_reports_that_they_did_not_pay() -> None:
     """No draft of random weights is accepted, and a draft costs more than any machine takes for it."""
 
     class Unpaid(DepthController):

@@ -118,7 +118,7 @@ def test_the_controller_uses_the_better_head() -> None:
         assert plan.head == expected, (full, inside)
 
 
-def test_a_token_outside_the_list_says_nothing_of_the_full_head() -> None:
+def test_a_token_outside_the_list_does_not_count_against_the_full_head() -> None:
     model = reduced("moe")
     engine = Engine(model, depth=Reduced(reduced=True))
     collect(submit(engine, random_prompt(model, 9), max_tokens=30))

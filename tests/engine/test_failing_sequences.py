@@ -104,7 +104,7 @@ def test_a_single_nan_among_the_logits_is_noticed(token: int, k: int) -> None:
     assert (answer.finish_reason, answer.tokens) == ("error", [])
 
 
-def test_only_what_is_said_must_be_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_logits_of_emitted_tokens_must_be_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the model makes of a draft that falls is nobody's concern; what it makes of one that stands is said."""
     model = random_model("dense")
     prompts = [random_prompt(model, length, length) for length in (9, 12)]

@@ -119,7 +119,7 @@ def read(model: Model, tokens: list[int]) -> Batch:
         ),
     ],
 )
-def test_a_hit_a_partial_hit_and_a_miss_say_the_same_as_an_engine_without_a_cache(
+def test_a_hit_a_partial_hit_and_a_miss_generate_the_same_as_an_engine_without_a_cache(
     family: str, params: dict[str, object]
 ) -> None:
     model = random_model(family)
@@ -237,7 +237,7 @@ def test_hit_poison_probe_again(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["dense", pytest.param("moe", marks=pytest.mark.slow), "next"])
-def test_a_mixed_load_says_the_same_and_leaves_only_what_reading_leaves(family: str) -> None:
+def test_a_mixed_load_generates_the_same_and_leaves_only_what_prefill_leaves(family: str) -> None:
     """Hits, partial hits, misses and evictions, at many depths, side by side, some cancelled: nothing that was
     drafted is ever stored, and every answer is that of its request alone."""
     model, rng = random_model(family), random.Random(family)
@@ -365,7 +365,7 @@ def test_the_next_turn_of_a_chat_reads_only_the_last_chunk_of_the_one_before_aga
         prompt = following
 
 
-def test_clearing_and_looking_from_another_thread_change_no_answer() -> None:
+def test_clearing_and_reading_statistics_from_another_thread_change_no_answer() -> None:
     model = random_model("dense")
     prompt = random_prompt(model, 5 * C + 7)
     expected = ask(Engine(model), prompt)

@@ -100,7 +100,7 @@ def test_more_answers_than_places_are_refused() -> None:
             Engine(MODEL, max_sequences=3).submit(Request(PROMPT, n=n))
 
 
-def test_what_was_thought_of_the_prompt_is_reported_once_though_the_sequences_begin_again() -> None:
+def test_log_probabilities_of_the_prompt_are_reported_once_though_the_sequences_are_recomputed() -> None:
     engine = Engine(MODEL)
     handle = engine.submit(Request(PROMPT, SamplingParams(max_tokens=3, logprobs=True), n=3, score="too"))
     while len(engine.running) < 3:

@@ -75,7 +75,7 @@ def test_drafts_of_one_module_are_the_plain_computation(spec: HeadSpec) -> None:
         assert drafts[0].tolist() == plain_chain(model, prompt, 8)
 
 
-def test_drafts_of_ragged_rows_are_the_plain_computation_after_every_round() -> None:
+def test_drafts_of_ragged_sequences_are_the_plain_computation_after_every_round() -> None:
     """Rows catch up by different counts, after drafts that stood and drafts that fell, and after a parked stretch."""
     model = made_up(HeadSpec(), modules=1)
     sequences = [random_prompt(model, length, length) for length in (5, 9, 14)]

@@ -145,7 +145,7 @@ def test_resampling_from_the_target_instead_of_the_residual_is_detected(monkeypa
     assert worst(against(measured(["temperature 1", "top_p"], SAMPLES))) < SIGNIFICANT
 
 
-def test_greedy_rows_stay_greedy_among_sampled_ones() -> None:
+def test_greedy_sequences_stay_greedy_among_sampled_ones() -> None:
     """Sixteen rows through the engine's own turns, with everything that SAMPLED asks for around four greedy ones."""
     model = small_model()
     engine, greedy = Engine(model, max_sequences=16), []

@@ -119,7 +119,7 @@ def test_the_copy_of_xtc_above_is_mlx_lms() -> None:
         assert np.allclose(np.array(theirs[0]), in_mlx_lm(logits[0], params), atol=1e-7)
 
 
-def test_xtc_leaves_a_position_alone_where_its_coin_says_so() -> None:
+def test_xtc_leaves_a_position_alone_where_its_coin_decides_so() -> None:
     params, logits = P(temperature=1.0, xtc_probability=0.3, xtc_threshold=0.05), random_logits(1, 3, VOCABULARY)
     coins = mx.array([[0.2, 0.31, 0.3]])
     found = sampling_distribution(logits, ruled(params), coins).dense(VOCABULARY)
@@ -219,7 +219,7 @@ def test_the_bounded_support_is_the_full_one(name: str) -> None:
     assert np.allclose(a, b, rtol=2e-6)
 
 
-def test_greedy_rows_are_greedy_beside_any_others_even_where_logits_tie() -> None:
+def test_greedy_sequences_are_greedy_beside_any_others_even_where_logits_tie() -> None:
     logits = np.array(random_logits(2, 3, VOCABULARY))
     logits[0, :, [11, 40, 41]] = logits.max() + 1
     for other in SAMPLERS.values():
@@ -228,7 +228,7 @@ def test_greedy_rows_are_greedy_beside_any_others_even_where_logits_tie() -> Non
         assert best.tolist() == [11, 11, 11]
 
 
-def test_chance_and_alignment_look_up_the_right_tokens() -> None:
+def test_chance_and_alignment_read_the_right_tokens() -> None:
     logits = random_logits(2, 4, VOCABULARY)
     for params in (P(temperature=0.9), P(temperature=0.9, top_k=5), P(temperature=0.9, top_p=0.8)):
         found = probabilities(logits, params, params)

@@ -188,7 +188,7 @@ def test_a_late_system_message_is_read_where_it_is_whatever_the_template_thinks(
     [(None, None), ({"type": "disabled"}, False), ({"type": "adaptive"}, True),
      ({"type": "enabled", "budget_tokens": 1024}, True)],
 )  # fmt: skip
-def test_the_model_thinks_when_it_is_told_to(
+def test_the_model_thinks_when_the_request_asks_for_it(
     here: Here, monkeypatch: pytest.MonkeyPatch, thinking: Any, expected: bool | None
 ) -> None:
     render, chats = ChatTemplate.render, list[Chat]()
@@ -224,7 +224,7 @@ def test_a_tool_choice_is_kept_to(here: Here, choice: Any, script: str, calls: i
 
 
 @pytest.mark.parametrize(("choice", "script"), [(ANY, "words"), ({**NAMED, "name": "subtract"}, CALLED)])
-def test_what_a_tool_choice_forbids_cannot_be_said(here: Here, choice: Any, script: str) -> None:
+def test_what_a_tool_choice_forbids_cannot_be_generated(here: Here, choice: Any, script: str) -> None:
     with pytest.raises(InternalServerError, match="grammar"):  # where a model would have chosen another token
         create(here, script, tools=[ADD, {**ADD, "name": "subtract"}], tool_choice=choice)
 
@@ -274,7 +274,7 @@ def test_stop_sequences_are_named(here: Here) -> None:
     assert (blocks(streamed), streamed.stop_sequence) == (blocks(answer), " three")
 
 
-def test_an_answer_at_its_limit_says_so(here: Here) -> None:
+def test_an_answer_at_its_limit_reports_it(here: Here) -> None:
     answer = create(here, "one two three four five", max_tokens=3)
     assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", 3)
 

@@ -327,7 +327,7 @@ def test_a_budget_leaves_calls_and_ends_as_they_are() -> None:
     assert not permits(spent, "Hm.")  # it ends in the answer now
 
 
-def test_a_thought_with_a_budget_is_followed_by_what_the_grammar_says() -> None:
+def test_reasoning_with_a_budget_is_followed_by_the_grammar() -> None:
     for spec in (ANSWER, call_grammar({"now": SHORT["now"]}, XML, parallel=False)):
         grammar = with_thinking(spec, JSON, "started", budget=5)
         ((tokens, text),) = answers((grammar, {"temperature": 1.0, "seed": 1}))

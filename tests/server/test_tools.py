@@ -204,7 +204,7 @@ def test_beside_a_shape_a_call_comes_after_the_thought(here: Here) -> None:
         ask(here, f"<think>\n{CALLED}\n</think>\n\n{{}}", **fields)
 
 
-def test_tools_are_told_to_the_model_unless_it_may_not_call_them(here: Here) -> None:
+def test_tools_are_shown_to_the_model_unless_it_may_not_call_them(here: Here) -> None:
     ask(here, "Hello.")
     assert '"name": "get_weather"' in tokenizer().decode(here[1].requests[-1].prompt)
     ask(here, "Hello.", tool_choice="none")
@@ -257,7 +257,7 @@ def forced(server: Running, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("k", [0, 4])
-def test_a_named_tool_is_called_and_nothing_else_said(server: Running, k: int) -> None:
+def test_a_named_tool_is_called_and_nothing_else_generated(server: Running, k: int) -> None:
     named = {"type": "function", "function": {"name": "set_light"}}
     (choice,) = forced(server, tool_choice=named, extra_body={"num_draft_tokens": k}).choices
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)

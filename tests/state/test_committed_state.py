@@ -129,7 +129,7 @@ def test_committed_state_is_what_plain_reading_leaves(
             assert_equals_plain(model, batch, row, sequence[:said])
 
 
-def test_committed_state_survives_rows_leaving_and_joining(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_committed_state_survives_sequences_leaving_and_joining(monkeypatch: pytest.MonkeyPatch) -> None:
     model, rng = random_model("dense"), random.Random(1)
     prompts = [s[:n] for s, n in zip(sequences("dense"), LENGTHS, strict=True)]
     batch = batch_of(model, *prompts)
@@ -189,7 +189,7 @@ def test_after_a_prompt_of_2000_tokens_the_heads_cache_is_that_of_a_run_token_by
 
 
 @pytest.mark.parametrize("rounds", [9, RESUME_PAIRS, 40])
-def test_a_parked_head_is_shown_the_latest_of_what_it_missed(rounds: int) -> None:
+def test_a_head_that_resumes_is_shown_the_latest_pairs_it_missed(rounds: int) -> None:
     """After few rounds at k = 0 that is all of it: the state it would have had. Later pairs follow those it saw."""
     model = random_model("dense")
     sequence, start = sequences("dense")[0], LENGTHS[0]

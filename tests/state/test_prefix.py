@@ -104,7 +104,7 @@ def prompt_of(chunks: int, seed: int = 0, more: int = C - 1) -> list[int]:
 @pytest.mark.parametrize(
     "kind", [{}, {"head": False}, {"hybrid": False}], ids=["hybrid", "no head", "attention only"]
 )
-def test_a_prompt_resumes_with_exactly_what_a_row_holds_there(kind: dict[str, bool]) -> None:
+def test_a_prompt_resumes_with_exactly_what_a_sequence_holds_there(kind: dict[str, bool]) -> None:
     prefix = PrefixCache(LOTS, chunk=C)
     prompt = prompt_of(5)
     assert prefill_prompts(prefix, prompt, **kind) == 0
@@ -313,7 +313,7 @@ def test_what_is_not_finite_is_not_kept() -> None:
         assert resumed(prefix, prompt) == C
 
 
-def test_a_row_that_was_resumed_may_overwrite_its_memory() -> None:
+def test_a_sequence_that_was_resumed_may_overwrite_its_state() -> None:
     prefix = PrefixCache(LOTS, chunk=C)
     prompt = prompt_of(1)
     prefill_prompts(prefix, prompt)
@@ -326,7 +326,7 @@ def test_a_row_that_was_resumed_may_overwrite_its_memory() -> None:
     assert resumed(prefix, prompt) == C
 
 
-def test_a_row_that_was_stored_may_overwrite_its_memory() -> None:
+def test_a_sequence_that_was_stored_may_overwrite_its_state() -> None:
     prefix = PrefixCache(LOTS, chunk=C)
     prompt = prompt_of(1)
     rows, head, hidden = memory(prompt[:C])
@@ -390,7 +390,7 @@ def test_stats_count_hits_misses_and_tokens_served() -> None:
     assert (stats.hits, stats.misses, stats.tokens, stats.entries, stats.max_bytes) == (1, 1, 2 * C, 2, LOTS)
 
 
-def test_clearing_forgets_everything_and_a_row_under_way_stores_all_of_its_prompt_again() -> None:
+def test_clearing_forgets_everything_and_a_running_sequence_stores_all_of_its_prompt_again() -> None:
     prefix = PrefixCache(LOTS, chunk=C)
     prompt = prompt_of(6)
     prefill_prompts(prefix, prompt, until=3 * C)

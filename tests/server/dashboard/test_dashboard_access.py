@@ -188,7 +188,7 @@ def test_switches_stand_out_from_their_ground(
     assert contrast(knob, track) >= 3
 
 
-def test_nothing_is_told_by_colours_alone(here: tuple[Running, PacedRoom], visit: Visit) -> None:
+def test_nothing_is_shown_by_colours_alone(here: tuple[Running, PacedRoom], visit: Visit) -> None:
     """As it is where the system has its own colours, and grounds are all one."""
     page = visit(here[0], "settings", forced_colors="active")
     expect(page.get_by_role("switch")).to_be_enabled()
