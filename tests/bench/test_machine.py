@@ -1,4 +1,4 @@
-"""What a report says of a machine, by what a Mac's commands print, and the verdict on its tokens.
+"""What a report contains about a machine, from what a Mac's commands print, and the verdict on its tokens.
 
 The commands' output was written down from documentation and others' reports, not on a Mac of ours.
 """

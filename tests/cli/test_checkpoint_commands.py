@@ -1,4 +1,4 @@
-"""The commands that write checkpoints say what they will do, do it, and name what is wrong in one line."""
+"""The commands that write checkpoints print what they will do, do it, and name what is wrong in one line."""
 
 import json
 from collections.abc import Iterator

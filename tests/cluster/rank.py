@@ -31,7 +31,7 @@ ANSWER = 16  # tokens that are counted ahead: so long answers are let in togethe
 
 @contextmanager
 def noted() -> Iterator[dict[int, dict[str, Any]]]:
-    """What every request is told, in the order in which they came in: its answers' tokens and log-probabilities, how
+    """What every request receives, in the order in which they came in: its answers' tokens and log-probabilities, how
     they ended, and what was thought of the prompt. Nobody asks a follower's sequences."""
     said: dict[int, dict[str, Any]] = {}
     kept: list[Handle] = []  # an id is only good for as long as its owner lives

@@ -1,4 +1,4 @@
-"""Several ranks on loopback say what one process says, whatever the depth and whatever is asked."""
+"""Several ranks on loopback generate what one process does, whatever the depth and the request."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -108,7 +108,7 @@ def cramped(folder: str) -> dict[str, Any]:
 
 @cache
 def stop(folder: str) -> str:
-    """Something that the answer to the second question says in its middle."""
+    """A text in the middle of the answer to the second question."""
     tokenizer = load_tokenizer(Path(folder))
     said = said_alone(folder, [[asked(questions(folder)[1])]])[0]["answers"]["0"]
     texts = [tokenizer.decode([token]) for token, _ in said]
@@ -116,7 +116,7 @@ def stop(folder: str) -> str:
 
 
 def said_alone(folder: str, tasks: list[Task]) -> list[Output]:
-    """What one process says that has room for everything."""
+    """What one process with enough memory generates."""
     engine = Engine(alone(folder), load_tokenizer(Path(folder)), max_sequences=3, prefix=PrefixCache(10**8))
     mx.disable_compile()  # as in the ranks
     with noted() as said:

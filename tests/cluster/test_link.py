@@ -1,4 +1,4 @@
-"""The sockets between ranks: decisions come in order, and whoever is gone is named."""
+"""The sockets between ranks: decisions come in order, and a lost rank is named."""
 
 import json
 import socket
@@ -18,7 +18,7 @@ from headstart.errors import ClusterError
 
 
 class Noted(Link):
-    """Notes how it would have ended the process, with the others told first, as it is."""
+    """Notes how it would have ended the process, after it has notified the others, as it does."""
 
     def __init__(self, *arguments: object):
         self.ended: list[tuple[int, str]] = []
@@ -168,7 +168,7 @@ def test_an_error_of_one_is_reported_to_all(links: list[Noted]) -> None:
 
 @dataclass
 class Communicator:
-    """On which everybody hears what the first says, in one process."""
+    """On which all ranks receive what the first sends, in one process."""
 
     rank: int
     ranks: int = 2

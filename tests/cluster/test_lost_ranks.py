@@ -102,7 +102,7 @@ def test_a_rank_that_fails_does_not_wait_for_its_device(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_server_that_is_stopped_does_so_in_peace_on_every_rank(tmp_path: Path) -> None:
-    """By whoever ends a service, and that may tell all of them."""
+    """By a service manager, which may signal all of them."""
     folder = str(write(tmp_path / "model", "dense", **SIZES, vocab_size=8192))
     command = [f"{sysconfig.get_path('scripts')}/headstart", "serve", folder, "--port", "0"]
     with started(2, command, tmp_path) as processes:

@@ -1,4 +1,4 @@
-"""A sequence never depends on its neighbours: they join, leave, end and are cancelled, and it says the same."""
+"""A sequence never depends on its neighbours: they join, leave, end and are cancelled, and it generates the same."""
 
 import random
 from dataclasses import replace
@@ -154,7 +154,7 @@ def test_every_pass_is_made_whatever_the_first_ones_show(monkeypatch: pytest.Mon
 
 
 def limits(model: Model, *counts: int) -> list[tuple[int, bool]]:
-    """For so many sequences, how many of 200 drafts remain, and whether their stats still say that they are exact."""
+    """For so many sequences, how many of 200 drafts remain, and whether their stats still report them as exact."""
     found = []
     for count in counts:
         running: Any = [SimpleNamespace(stats=Stats(None, None, exact=True)) for _ in range(count)]

@@ -169,7 +169,7 @@ HOW: dict[str, dict[str, object]] = {
 
 
 def repeated(model: Model, length: int, seed: int) -> list[int]:
-    """A prompt that ends in the middle of what it says again."""
+    """A prompt that ends in the middle of a repetition."""
     tokens = random_prompt(model, length, seed)
     return [*tokens, *tokens[: length // 2]]
 

@@ -153,7 +153,7 @@ def paused() -> DepthController:
 
 
 def test_a_new_text_is_tried_at_once_and_drafts_that_pay_go_on() -> None:
-    """Other sequences' texts say little of it. Where the first drafts are accepted it does not go back to zero."""
+    """Other sequences' texts are little evidence. Where the first drafts are accepted it does not go back to zero."""
     depths = play(paused(), [DraftHistory(8)], 30, accepted=True)
     first = depths.index(max(depths[:6], key=bool))
     assert first < 6

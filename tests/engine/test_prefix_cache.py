@@ -1,5 +1,5 @@
-"""An answer does not tell whether its prompt was read or remembered: tokens, logits and accepted drafts are the same,
-bit for bit. And what is remembered is, bit for bit, what reading the same tokens leaves."""
+"""An answer is the same whether its prompt was prefilled or cached: tokens, logits and accepted drafts are the same,
+bit for bit. And what is cached is, bit for bit, what prefilling the same tokens leaves."""
 
 import random
 import threading
@@ -100,7 +100,7 @@ def assert_true(prefix: PrefixCache, model: Model) -> int:
 
 
 def read(model: Model, tokens: list[int]) -> Batch:
-    """A sequence that has taken in just these, chunk by chunk, by the loop's own `prefill`."""
+    """A sequence that has prefilled just these, chunk by chunk, by the loop's own `prefill`."""
     asked = SequenceParams(SamplingParams(), key=0, choice=0, limit=1)
     batch = Batch.of_one(model, tokens, asked, max_k=1 if model.has_head else 0)
     for start in range(0, len(tokens), C):
@@ -144,7 +144,7 @@ def test_a_hit_a_partial_hit_and_a_miss_generate_the_same_as_an_engine_without_a
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_sequence_that_was_resumed_holds_what_one_holds_that_read_its_prompt(family: str) -> None:
-    """All of it, the head's part and the pair that waits for the head included: tokens would not tell."""
+    """All of it, the head's part and the pair that waits for the head included: tokens would not show it."""
     model = random_model(family)
     base = random_prompt(model, 4 * C + 6)
     engine, prefix = cached(model)
@@ -158,7 +158,7 @@ def test_a_sequence_that_was_resumed_holds_what_one_holds_that_read_its_prompt(f
 
 
 def entered(engine: Engine, prompt: Sequence[int]) -> Batch:
-    """The sequence as it is when its prompt is in and nothing was said."""
+    """The sequence as it is when its prompt is prefilled and nothing was generated."""
     handle = submit(engine, prompt)
     engine._admit()
     while engine.prefilling:

@@ -1,4 +1,4 @@
-"""The stats of an answer add up, and count what the request was told: nothing more, nothing less."""
+"""The stats of an answer add up, and count what was emitted: nothing more, nothing less."""
 
 import random
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""How many drafts stand: as a block at least as many as one by one, and greedy rows as many as ever."""
+"""How many drafts are accepted: in a block at least as many as one by one, and when greedy the same number."""
 
 import random
 import secrets

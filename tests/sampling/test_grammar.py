@@ -82,7 +82,7 @@ def tiny_model() -> Model:
 
 
 def answers(rows: Sequence[tuple[GrammarSpec | None, dict[str, Any]]], model: Model | None = None) -> list[Answer]:
-    """Of rows that decode together."""
+    """Of sequences that decode together."""
     engine = Engine(model or tiny_model(), tokenizer())
     return [Answer(list(handle)) for handle in [submit(engine, grammar, **params) for grammar, params in rows]]
 

@@ -13,7 +13,7 @@ from headstart.sampling.accept import (
 
 
 def said(verdict: AcceptResult) -> list[list[int]]:
-    """What each row says, the token that follows last."""
+    """What each sequence generates, the correction or bonus token last."""
     assert verdict.accepted.dtype == mx.int32
     pairs = zip(verdict.tokens.tolist(), verdict.accepted.tolist(), strict=True)
     tokens = [tokens[: n + 1] for tokens, n in pairs]
@@ -59,7 +59,7 @@ def test_a_target_that_broke_down_lets_nothing_stand() -> None:
 
 
 def test_after_a_rejection_comes_the_residual_and_after_a_full_accept_the_target() -> None:
-    """In a single row, with fewer tokens than drafts: no axis stands in for another."""
+    """In a single sequence, with fewer tokens than drafts: no axis is taken for another."""
     p = mx.array([[[0.75, 0.25], [0.25, 0.75], [0.5, 0.5], [0.25, 0.75]]])
     q = mx.array([[[0.5, 0.5], [0.5, 0.5], [0.125, 0.875]]])
     carry = mx.array([[1, 1, 0.5, 1]])

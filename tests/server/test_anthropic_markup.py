@@ -123,7 +123,7 @@ def test_events_come_in_anthropics_order(here: Here) -> None:
 
 
 def test_tools_over_two_rounds(here: Here) -> None:
-    """The second prompt goes on from the first and what was said, to the letter: so it is found in the cache."""
+    """The second prompt continues the first and its answer, to the letter: so it is found in the cache."""
     tools = [ADD, {**ADD, "name": "subtract"}]
     said = THOUGHT + "Let me see.\n" + CALL % (2, 3) + "\n" + CALL % (4, 5)
     fields = {"tools": tools, "thinking": {"type": "enabled", "budget_tokens": 1024}, "system": "Be brief."}
@@ -237,7 +237,7 @@ def test_no_tool_is_called_where_none_may_be(here: Here) -> None:
 
 
 def test_a_call_that_breaks_off_is_no_call(here: Here) -> None:
-    """A stream has told of it by then. Neither has the stop reason for which clients run calls."""
+    """A stream has sent part of it by then. Neither has the stop reason for which clients run calls."""
     written = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b":'
     for script, most, reason in ((f"So:\n{written}", 999, "end_turn"), (f"So:\n{written} 3, ", 0, "max_tokens")):
         most = most or len(tokenizer().encode(f"So:\n{written}", add_special_tokens=False))

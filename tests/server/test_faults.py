@@ -1,4 +1,4 @@
-"""Failures put in on purpose: whose requests they end, whose they do not, and what /health says meanwhile."""
+"""Failures put in on purpose: whose requests they end, whose they do not, and what /health reports meanwhile."""
 
 import logging
 import re

@@ -118,7 +118,7 @@ def test_a_server_that_was_killed_can_be_started_on_its_port_at_once() -> None:
 
 @contextmanager
 def started(**streams: Any) -> Iterator[Target]:
-    """A server that cannot say where it is, since nobody can read it."""
+    """A server that cannot print its address, since its output is closed."""
     with socket.create_server(("127.0.0.1", 0)) as place:
         port = place.getsockname()[1]
     command = [Path(sysconfig.get_path("scripts")) / "headstart", "serve", "--port", str(port), "--access-log"]

@@ -130,7 +130,7 @@ def _message(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _add(told: dict[str, Any], more: dict[str, Any]) -> None:
-    """To what was told so far. Texts and lists grow, calls by their index; of a type all are told."""
+    """To what was received so far. Texts and lists grow, calls by their index; of a type all are received."""
     for name, value in more.items():
         if name == "tool_calls":
             calls = told.setdefault(name, {})

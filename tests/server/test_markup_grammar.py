@@ -69,7 +69,7 @@ SequenceState = tuple[GrammarSpec | None, dict[str, Any]]
 
 
 def answers(*rows: SequenceState, model: Model | None = None) -> list[tuple[list[int], str]]:
-    """Of rows that decode together: the tokens, and the text without the one that ends it."""
+    """Of sequences that decode together: the tokens, and the text without the one that ends it."""
     engine, ends = Engine(model or clueless(), tokenizer()), tokenizer().eos_token_ids
     prompt, common = ids("def read_config(path):\n"), {"max_tokens": 60, "k": 3}
     requests = [Request(prompt, SamplingParams(grammar=spec, **common | params)) for spec, params in rows]

@@ -1,4 +1,4 @@
-"""What /metrics and /v1/mtp/stats count, held against what the answers say of themselves."""
+"""What /metrics and /v1/mtp/stats count, compared with the answers' own stats."""
 
 import asyncio
 import re

@@ -107,7 +107,7 @@ WRONG_ELEMENTS: list[tuple[type[RequestModel], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("shape", "body"), WRONG_ELEMENTS, ids=lambda value: str(value)[:60])
 def test_of_many_wrong_elements_the_first_is_reported(shape: type[RequestModel], body: dict[str, Any]) -> None:
-    """To tell of each takes seconds, in which nobody else is heard."""
+    """To report each takes seconds, in which no other request is served."""
     with pytest.raises(ValidationError) as error:
         shape.model_validate(body)
     assert error.value.error_count() <= 4  # one for each type that it could have had

@@ -1,4 +1,4 @@
-"""The memory of a layer by itself: how it begins, grows, loses and gains rows, and is taken apart."""
+"""The state of a layer by itself: how it begins, grows, loses and gains sequences, and is split."""
 
 import mlx.core as mx
 import pytest

@@ -34,7 +34,7 @@ def keys_and_values(prompt: Sequence[int], length: int, heads: int) -> KV:
 def memory(
     prompt: Sequence[int], *, head: bool = True, hybrid: bool = True
 ) -> tuple[BatchState, BatchState | None, mx.array]:
-    """Of a row that has taken in `prompt`: the trunk's, the head's and the last hidden."""
+    """Of a sequence that has prefilled `prompt`: the trunk's, the head's and the last hidden."""
     last = numbers(prompt)[:, :, -1:]
     layers: list[KV | Recurrent] = [keys_and_values(prompt, len(prompt), 2)]
     if hybrid:
@@ -63,7 +63,7 @@ def prefill_prompts(prefix: PrefixCache, prompt: Sequence[int], until: int | Non
 
 
 def resumed(prefix: PrefixCache, prompt: Sequence[int], **kind: bool) -> int:
-    """Resume, and hold what comes back against what the row would have made itself."""
+    """Resume, and compare what comes back with what the sequence would have computed itself."""
     rows, head = blank(**kind)
     found = prefix.resume(prompt, rows, head)
     if found is None:
@@ -338,7 +338,7 @@ def test_a_sequence_that_was_stored_may_overwrite_its_state() -> None:
 
 
 def test_an_entry_keeps_no_more_memory_alive_than_it_counts() -> None:
-    """Not the row's whole buffers, of which it holds a slice."""
+    """Not the sequence's whole buffers, of which it holds a slice."""
     prefix = PrefixCache(LOTS)
     gc.collect()
     before = mx.get_active_memory()

@@ -1,4 +1,4 @@
-"""The live page: charts and numbers follow what the server does, and trouble is told."""
+"""The live page: charts and numbers follow what the server does, and trouble is shown."""
 
 import threading
 from collections.abc import Iterator
