@@ -183,7 +183,13 @@ def run(model: Model, requests: Sequence[tuple[list[int], dict[str, object]]], *
     return [answer.tokens for answer in answers]
 
 
-@pytest.mark.parametrize("name", HOW)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("seeded", "penalised", "ended early") else [])
+        for name in HOW
+    ],
+)
 def test_an_answer_is_the_same_with_copies_alone_and_in_a_batch(name: str) -> None:
     model = random_model("dense")
     requests = [

@@ -17,6 +17,9 @@ from headstart.engine.draft_history import DraftHistory
 from headstart.engine.step_time import StepTime, time_steps
 from headstart.models import Model
 
+SOME = [  # a machine where drafts are cheap and one where they are not; the others are slow tests
+    pytest.param(machine, marks=[] if machine in ("flat", "cpu") else pytest.mark.slow) for machine in MACHINES
+]
 EVERY = [(machine, text) for machine, text in product(MACHINES, TEXTS) if machine != "drifting"]
 
 
@@ -55,7 +58,7 @@ def test_alternating_texts_are_followed_almost_as_well_as_possible() -> None:
         assert ours >= 0.94 * statistics.mean(run.share() for run in told), machine
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", SOME)
 def test_depth_converges_within_30_rounds(machine: str) -> None:
     for text in ("good", "falling", "poor"):
         runs = [simulate(MACHINES[machine], TEXTS[text], 80, seed=seed) for seed in range(16)]
@@ -64,7 +67,7 @@ def test_depth_converges_within_30_rounds(machine: str) -> None:
         assert min(shares) >= 0.85, text  # in the worst run
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", SOME)
 def test_depth_is_found_again_within_50_rounds_of_a_burst(machine: str) -> None:
     rows = lambda round: 8 if 300 <= round < 400 else 1  # noqa: E731
     runs = [simulate(MACHINES[machine], TEXTS["falling"], 520, rows=rows, seed=seed) for seed in range(8)]

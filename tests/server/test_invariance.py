@@ -64,9 +64,22 @@ PROMPTS = {
     COMPLETION: {"prompt": "def add(a, b):", "max_tokens": 24},
     MESSAGES: {"messages": [{"role": "user", "content": "Tell me of cats."}], "max_tokens": 50},
 }
-ALL = [(route, fields) for route, asked in ASKED.items() for fields in asked.values()]
-IDS = [f"{route.rpartition('v1/')[2]}: {name}" for route, asked in ASKED.items() for name in asked]
-EVERY_REQUEST = pytest.mark.parametrize(("route", "fields"), ALL, ids=IDS)
+OFTEN = {  # what every route adds to an answer, once; the others are slow tests
+    CHAT: ("several", "penalties", "logprobs", "seeded call", "thinking and shape"),
+    COMPLETION: ("stop", "several and logprobs", "regex"),
+    MESSAGES: ("named call", "thinking", "shape"),
+}
+ALL = [
+    pytest.param(
+        route,
+        fields,
+        id=f"{route.rpartition('v1/')[2]}: {name}",
+        marks=[] if name in OFTEN[route] else pytest.mark.slow,
+    )
+    for route, asked in ASKED.items()
+    for name, fields in asked.items()
+]
+EVERY_REQUEST = pytest.mark.parametrize(("route", "fields"), ALL)
 
 
 @pytest.fixture

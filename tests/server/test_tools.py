@@ -184,7 +184,7 @@ CALLED = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 @pytest.mark.parametrize("choice", [NAMED, "required"], ids=["named", "required"])
 def test_a_call_that_must_come_is_the_only_one(here: Here, choice: Any) -> None:
-    """What looks like another in the reasoning is reasoning. The token that opens calls is not even permitted there."""
+    """What looks like another in the reasoning is reasoning. The token that opens calls is not permitted there."""
     fields = {"tool_choice": choice, "parallel_tool_calls": False, "extra_body": {"enable_thinking": True}}
     bare = OSLO.removeprefix("<tool_call>\n")
     (choice,) = ask(here, f"<think>\nPerhaps {bare}\n</think>\n\n{CALLED}", **fields).choices

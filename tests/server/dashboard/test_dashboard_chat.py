@@ -175,8 +175,15 @@ def test_thoughts_are_folded(script: tuple[Running, PacedRoom], visit: Visit) ->
     expect(page.get_by_text("What a question.").first).to_be_visible()
 
 
-@pytest.mark.parametrize("thought", [False, True])
-@pytest.mark.parametrize("coloured", [False, True])
+@pytest.mark.parametrize(
+    ("thought", "coloured"),
+    [
+        (False, True),
+        (True, False),
+        pytest.param(False, False, marks=pytest.mark.slow),
+        pytest.param(True, True, marks=pytest.mark.slow),
+    ],
+)
 def test_html_is_shown_as_text(
     script: tuple[Running, PacedRoom], visit: Visit, thought: bool, coloured: bool
 ) -> None:
