@@ -98,7 +98,7 @@ def test_what_exists_is_not(tmp_path: Path) -> None:
     assert problems(page) == []
 
 
-def test_a_block_says_why_it_is_not_run(tmp_path: Path) -> None:
+def test_a_block_gives_the_reason_why_it_is_not_run(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("<!-- not run: takes an hour -->\n```sh\nheadstart bench\n```\n\n```sh\nheadstart demo\n```\n")
     assert [block.not_run for block in blocks(page)] == ["takes an hour", None]

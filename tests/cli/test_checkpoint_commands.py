@@ -1,4 +1,4 @@
-"""The commands that write checkpoints say what they will do, do it, and name what is wrong in one line."""
+"""The commands that write checkpoints print what they will do, do it, and name what is wrong in one line."""
 
 import json
 from collections.abc import Iterator
@@ -149,13 +149,13 @@ def test_a_head_that_config_did_not_promise_drafts_once_it_is_converted(tmp_path
         (["--recipe", "mine"], "mine: mlx-lm has the recipes"),
     ],
 )
-def test_wrong_options_are_named_before_the_source_is_looked_for(
+def test_wrong_options_are_named_before_the_source_is_searched(
     tmp_path: Path, options: list[str], message: str
 ) -> None:
     assert message in error("convert", "no/such", str(tmp_path / "out"), *options)
 
 
-def test_a_group_size_that_there_is_not_is_named_before_the_model_is_looked_for() -> None:
+def test_an_unknown_group_size_is_named_before_the_model_is_searched() -> None:
     assert "groups of 48" in error("graft", "no/such", "--group-size", "48")
 
 

@@ -53,7 +53,7 @@ def test_more_connections_than_open_files_are_refused() -> None:
     assert "max_connections is 100000000" in refused("--max-connections", "100000000")
 
 
-def test_it_says_where_it_is_and_answers_like_the_library() -> None:
+def test_it_prints_its_address_and_answers_like_the_library() -> None:
     loaded, tokenizer = headstart.load()
     tokens = chat_tokens(tokenizer, [{"role": "user", "content": PROMPT}])
     expected = headstart.generate(loaded, tokenizer, tokens, max_tokens=24)

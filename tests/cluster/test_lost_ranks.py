@@ -57,7 +57,7 @@ def test_of_three_both_others_name_the_rank_that_was_killed(lost: int, tmp_path:
 
 
 @pytest.mark.slow
-def test_the_rest_exit_and_name_the_rank_that_stands_still(tmp_path: Path) -> None:
+def test_the_rest_exit_and_name_the_rank_that_hangs(tmp_path: Path) -> None:
     with started(2, job(tmp_path, "tensor"), tmp_path) as processes:
         running(processes)
         processes[1].send_signal(signal.SIGSTOP)
@@ -75,7 +75,7 @@ def test_a_rank_that_cannot_read_its_model_ends_all(tmp_path: Path) -> None:
     assert str(tmp_path / "model-1") in second  # whoever of its threads said it first
 
 
-def test_a_rank_that_says_something_else_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_generates_something_else_is_named(tmp_path: Path) -> None:
     for rank in (0, 1):
         write(tmp_path / f"model-{rank}", "dense", seed=rank, **SIZES)
     models = [{"folder": str(tmp_path / "model-{rank}"), "stream": PROMPT, "tasks": []}]
@@ -102,7 +102,7 @@ def test_a_rank_that_fails_does_not_wait_for_its_device(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_server_that_is_stopped_does_so_in_peace_on_every_rank(tmp_path: Path) -> None:
-    """By whoever ends a service, and that may tell all of them."""
+    """By a service manager, which may signal all of them."""
     folder = str(write(tmp_path / "model", "dense", **SIZES, vocab_size=8192))
     command = [f"{sysconfig.get_path('scripts')}/headstart", "serve", folder, "--port", "0"]
     with started(2, command, tmp_path) as processes:

@@ -71,7 +71,7 @@ def test_an_index_finds_the_same_however_the_tokens_come() -> None:
         assert bool(prompt.distance) == bool(one.distance)
 
 
-def test_tokens_that_share_a_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_share_a_hash_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.engine.copies.hash", lambda tokens: 0, raising=False)
     assert fed([1, 2, 3, 4, 5, 6, 7, 8], step=1).distance == 0
     assert fed([4, 4, 4, 4, 4], step=1).distance == 1
@@ -169,7 +169,7 @@ HOW: dict[str, dict[str, object]] = {
 
 
 def repeated(model: Model, length: int, seed: int) -> list[int]:
-    """A prompt that ends in the middle of what it says again."""
+    """A prompt that ends in the middle of a repetition."""
     tokens = random_prompt(model, length, seed)
     return [*tokens, *tokens[: length // 2]]
 
@@ -183,7 +183,13 @@ def run(model: Model, requests: Sequence[tuple[list[int], dict[str, object]]], *
     return [answer.tokens for answer in answers]
 
 
-@pytest.mark.parametrize("name", HOW)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("seeded", "penalised", "ended early") else [])
+        for name in HOW
+    ],
+)
 def test_an_answer_is_the_same_with_copies_alone_and_in_a_batch(name: str) -> None:
     model = random_model("dense")
     requests = [

@@ -17,6 +17,9 @@ from headstart.engine.draft_history import DraftHistory
 from headstart.engine.step_time import StepTime, time_steps
 from headstart.models import Model
 
+SOME = [  # a machine where drafts are cheap and one where they are not; the others are slow tests
+    pytest.param(machine, marks=[] if machine in ("flat", "cpu") else pytest.mark.slow) for machine in MACHINES
+]
 EVERY = [(machine, text) for machine, text in product(MACHINES, TEXTS) if machine != "drifting"]
 
 
@@ -55,7 +58,7 @@ def test_alternating_texts_are_followed_almost_as_well_as_possible() -> None:
         assert ours >= 0.94 * statistics.mean(run.share() for run in told), machine
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", SOME)
 def test_depth_converges_within_30_rounds(machine: str) -> None:
     for text in ("good", "falling", "poor"):
         runs = [simulate(MACHINES[machine], TEXTS[text], 80, seed=seed) for seed in range(16)]
@@ -64,7 +67,7 @@ def test_depth_converges_within_30_rounds(machine: str) -> None:
         assert min(shares) >= 0.85, text  # in the worst run
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", SOME)
 def test_depth_is_found_again_within_50_rounds_of_a_burst(machine: str) -> None:
     rows = lambda round: 8 if 300 <= round < 400 else 1  # noqa: E731
     runs = [simulate(MACHINES[machine], TEXTS["falling"], 520, rows=rows, seed=seed) for seed in range(8)]
@@ -153,7 +156,7 @@ def paused() -> DepthController:
 
 
 def test_a_new_text_is_tried_at_once_and_drafts_that_pay_go_on() -> None:
-    """Other sequences' texts say little of it. Where the first drafts are accepted it does not go back to zero."""
+    """Other sequences' texts are little evidence. Where the first drafts are accepted it does not go back to zero."""
     depths = play(paused(), [DraftHistory(8)], 30, accepted=True)
     first = depths.index(max(depths[:6], key=bool))
     assert first < 6
@@ -292,7 +295,7 @@ def test_the_pause_reason_gives_the_best_estimate() -> None:
     assert pause_reason(paused().gains) is not None
 
 
-def test_an_answer_without_drafts_says_that_they_did_not_pay() -> None:
+def test_an_answer_without_drafts_reports_that_they_did_not_pay() -> None:
     """No draft of random weights is accepted, and a draft costs more than any machine takes for it."""
 
     class Unpaid(DepthController):

@@ -103,7 +103,7 @@ def test_a_thread_that_dies_is_started_once_more_and_nobody_loses_a_token(
     assert room.device.problem == "SystemExit: killed"
 
 
-def test_a_thread_that_dies_again_ends_everything_and_says_so(
+def test_a_thread_that_dies_again_ends_all_requests_and_reports_it(
     room: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dying(room.engine, monkeypatch, times=2)

@@ -1,4 +1,4 @@
-"""The CPU kernels are compiled once, safely, and whatever goes wrong leaves stock ops and one line that says why."""
+"""The CPU kernels are compiled once, safely, and any failure leaves stock ops and one line with the reason."""
 
 import os
 import subprocess

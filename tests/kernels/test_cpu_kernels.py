@@ -464,7 +464,7 @@ def test_a_feed_forward_is_that_of_stock_ops(
 
 
 def test_the_first_of_equal_experts_is_chosen_and_scores_are_a_softmax() -> None:
-    """Experts that say their own number show who was chosen: routers alone are not a function in Python."""
+    """Experts that return their own number show which were chosen: routers alone are not a function in Python."""
     E, H, top = 6, 32, 2
     say = mx.zeros((E, H, H))
     identity = (mx.eye(H), None, None, 0, 0)

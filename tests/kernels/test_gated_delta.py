@@ -53,7 +53,7 @@ def net(dtype: mx.Dtype = mx.float32) -> nn.Module:
 
 
 def tokens(count: int, rows: int = 1, seed: int = 0, dtype: mx.Dtype = mx.float32) -> Window:
-    """Projections of `count` tokens, another text in every row."""
+    """Projections of `count` tokens, another text in every sequence."""
     mx.random.seed(seed)
     channels = net().conv_dim
     shapes = [(rows, count, channels), (rows, count, HV, DV), (rows, count, HV), (rows, count, HV)]

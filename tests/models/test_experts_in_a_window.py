@@ -12,7 +12,7 @@ SORTED_FROM = 64  # choices in a pass from which mlx-lm's SwitchGLU sorts them
 
 
 def experts_by_token(model: Model, prompts: list[list[int]], k: int) -> list[list[list[list[int]]]]:
-    """[row][token said][layer] → the experts that token met when it was read."""
+    """[sequence][generated token][layer] → the experts chosen for that token."""
     batch = batch_of(model, *prompts, k=k)
     met: list[list[list[list[int]]]] = [[] for _ in prompts]
     with recorded_experts(model) as layers:

@@ -19,7 +19,7 @@ SPECS = [
 
 
 def made_up(spec: HeadSpec, modules: int) -> Model:
-    """A dense model whose head is wired as `spec` says, with weights under which every wiring matters."""
+    """A dense model whose head is wired by `spec`, with weights under which every wiring matters."""
     model = random_model.__wrapped__("dense", mtp_num_hidden_layers=modules)  # our own: its norms are changed here
     old, lm_head, H = model.weights.mtp, model.weights.lm_head.weight, 64
     mtp = Head(spec, old.layers, H, model.vocabulary, model.config["rms_norm_eps"])
@@ -85,8 +85,8 @@ def test_drafts_of_one_module_are_the_plain_computation(spec: HeadSpec) -> None:
 
 
 @pytest.mark.parametrize(("modules", "chained"), [(1, True), (3, True), (3, False)])
-def test_drafts_of_ragged_rows_are_the_plain_computation_after_every_round(modules: int, chained: bool) -> None:
-    """Rows catch up by different counts, after drafts that stood and drafts that fell, and after a parked stretch."""
+def test_drafts_of_ragged_sequences_are_the_plain_computation_after_every_round(modules: int, chained: bool) -> None:
+    """Sequences catch up by different counts, after accepted and rejected drafts, and after a pause."""
     model = made_up(HeadSpec(chained=chained), modules)
     sequences = [random_prompt(model, length, length) for length in (2, 9, 14)]
     batch = batch_of(model, *sequences)

@@ -1,4 +1,4 @@
-"""What the engine says follows the law of its own logits: every rule, parameter and depth in one mixed batch."""
+"""What the engine generates follows the law of its own logits: every rule, parameter and depth in one mixed batch."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -101,7 +101,7 @@ def test_a_mixed_batch_follows_the_law_of_its_own_logits() -> None:
 
 @pytest.mark.parametrize("source", Source)
 def test_copies_and_the_reduced_head_leave_the_law_as_it_is(source: Source) -> None:
-    """A copy is drafted with certainty; for every other row the head drafts, of all tokens or of half, or nothing."""
+    """A copy is drafted with certainty; for other sequences the head drafts, of all tokens or of half, or nothing."""
 
     def run(model: Model, batch: Batch, k: int) -> StepResult:
         half = model.with_draft_vocabulary(list(range(0, model.vocabulary, 2)), "every other")
@@ -116,7 +116,7 @@ def test_copies_and_the_reduced_head_leave_the_law_as_it_is(source: Source) -> N
 
 
 def biased(original: Callable[..., Distribution], off: float) -> Callable[..., Distribution]:
-    """The target's first token moved by a total variation of `off` to the least probable token that can be said."""
+    """The target's first token moved by a total variation of `off` to the least probable token that is possible."""
 
     def distribution(logits, context, drafts, first, permitted=None):
         found = original(logits, context, drafts, first, permitted)
@@ -145,8 +145,8 @@ def test_resampling_from_the_target_instead_of_the_residual_is_detected(monkeypa
     assert worst(against(measured(["temperature 1", "top_p"], SAMPLES))) < SIGNIFICANT
 
 
-def test_greedy_rows_stay_greedy_among_sampled_ones() -> None:
-    """Sixteen rows through the engine's own turns, with everything that SAMPLED asks for around four greedy ones."""
+def test_greedy_sequences_stay_greedy_among_sampled_ones() -> None:
+    """Sixteen sequences through the engine's own loop, with everything in SAMPLED around four greedy ones."""
     model = small_model()
     engine, greedy = Engine(model, max_sequences=16), []
     for n, (params, ceiling) in enumerate([*SAMPLED.values()][:12]):

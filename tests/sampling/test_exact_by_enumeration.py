@@ -105,7 +105,7 @@ def test_two_rounds_of_coupling_are_the_target_whatever_is_drafted(vocabulary: i
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
-def test_coupling_says_the_targets_own_sequence_for_every_draft_and_choice(k: int) -> None:
+def test_coupling_generates_the_targets_own_sequence_for_every_draft_and_choice(k: int) -> None:
     """Not only in law: token for token, so the text of a seeded request does not depend on the drafts."""
     V = 3 if k < 4 else 2
     every = np.array(list(itertools.product(range(V), repeat=2 * k + 1)), np.int32)
@@ -193,7 +193,7 @@ def test_coins_of_xtc_may_be_tossed_again_each_round() -> None:
     assert total_variation(pairs[0].law(), mean.law()) > 0.05, "the coins do nothing here"
 
 
-def test_shared_noise_says_the_targets_own_sequence() -> None:
+def test_shared_noise_generates_the_targets_own_sequence() -> None:
     """Coupling with its noise: one number a position, for drafts and target, in both rounds. For each of them."""
     k, points, V = 2, 4, 3
     pair = on_grid(make_pair(SamplingParams(temperature=1.0), V, 2 * (k + 1)), points)

@@ -82,7 +82,7 @@ def tiny_model() -> Model:
 
 
 def answers(rows: Sequence[tuple[GrammarSpec | None, dict[str, Any]]], model: Model | None = None) -> list[Answer]:
-    """Of rows that decode together."""
+    """Of sequences that decode together."""
     engine = Engine(model or tiny_model(), tokenizer())
     return [Answer(list(handle)) for handle in [submit(engine, grammar, **params) for grammar, params in rows]]
 
@@ -155,7 +155,7 @@ def test_a_seeded_answer_of_the_builtin_model_is_the_same_for_every_k(temperatur
     assert [answer.tokens for answer in together] == [alone.tokens] * len(depths)
 
 
-def test_a_row_without_grammar_says_the_same_beside_one_with() -> None:
+def test_a_sequence_without_grammar_generates_the_same_beside_one_with() -> None:
     plain: list[tuple[GrammarSpec | None, dict[str, Any]]]
     plain = [(None, {"max_tokens": 20}), (None, {"max_tokens": 20, "temperature": 0.8, "seed": 4})]
     beside = answers([*plain, (JSON, {"temperature": 0.8})])
@@ -252,7 +252,7 @@ def test_a_mask_permits_exactly_the_tokens_that_can_follow() -> None:
     assert permitted(masks[3]) == {ids("ar")[0]}
 
 
-def test_looking_ahead_leaves_no_trace() -> None:
+def test_computing_masks_ahead_leaves_no_trace() -> None:
     matcher, fresh = matcher_of(JSON), matcher_of(JSON)
     for text in ('{"', "name", '":"', "x", '", "'):
         matcher.masks([*ids(text), 5, 6])
@@ -329,7 +329,7 @@ def test_what_is_no_grammar_is_refused_by_name() -> None:
             build()
 
 
-def test_a_row_whose_grammar_leads_nowhere_ends_alone_with_what_it_said() -> None:
+def test_a_sequence_whose_grammar_leads_nowhere_ends_alone_with_what_it_generated() -> None:
     """The request's own stop id is what the grammar needs next, where it may not end."""
     needed = ids("!")[0]
     matcher = matcher_of(GrammarSpec("regex", "[ab]{2}!c"), stop_ids=[needed])
@@ -347,7 +347,7 @@ def test_a_row_whose_grammar_leads_nowhere_ends_alone_with_what_it_said() -> Non
     assert beside.tokens == answers([(None, {"max_tokens": 12})])[0].tokens
 
 
-def test_a_matcher_that_breaks_ends_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matcher_that_breaks_ends_its_sequence_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(builtin_model(), tokenizer())
     broken, sound, cancelled = (submit(engine, REGEX) for _ in range(3))
     matcher = engine.queue.all()[0].matcher

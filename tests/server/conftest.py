@@ -53,7 +53,7 @@ def _repo(root: Path, name: str) -> Path:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Prompts are taken in no further until it is set."""
+    """Prefill waits until it is set."""
     opened, prefill = threading.Event(), headstart.engine.prefill.prefill
 
     def waiting(*arguments: Any) -> None:

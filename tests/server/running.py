@@ -52,7 +52,7 @@ def folder(head: bool, context: int) -> Path:
 
 @cache
 def tiny(head: bool, context: int) -> Model:
-    """It says all kinds of tokens, whole characters and parts of them, and accepts some drafts."""
+    """It generates all kinds of tokens, whole characters and parts of them, and accepts some drafts."""
     return load_model(folder(head, context), dtype=mx.float32)
 
 
@@ -201,7 +201,7 @@ class Alone(Answer):
 
 
 def alone(prompt: list[int], **params: Any) -> Alone:
-    """What a fresh engine that has nothing else to do says."""
+    """What a fresh engine that has nothing else to do generates."""
     engine = Engine(tiny(True, CONTEXT), tokenizer())
     handle = engine.submit(Request(prompt, SamplingParams(**params)))
     texts: list[str] = []

@@ -20,7 +20,7 @@ def answer(room: EngineThread, model: PooledModel, seconds: float) -> RunningReq
     return RunningRequest(room, [Request([5])], Limits(), client="", deadline=deadline, meter=meter)
 
 
-def test_what_was_said_in_time_and_read_too_late_is_too_late() -> None:
+def test_tokens_generated_in_time_and_read_too_late_are_too_late() -> None:
     room = ScriptedRoom(Engine(tiny(True, CONTEXT), tokenizer()))
     room.scripts.append("All of this was said at once.")
     room.start()
@@ -39,7 +39,7 @@ def test_what_was_said_in_time_and_read_too_late_is_too_late() -> None:
     room.close(10)
 
 
-def test_a_row_that_nobody_listens_to_is_freed_at_the_deadline() -> None:
+def test_a_sequence_without_a_listener_is_freed_at_the_deadline() -> None:
     room = EngineThread(Engine(tiny(True, CONTEXT), tokenizer()))
 
     async def never_read() -> None:

@@ -69,6 +69,6 @@ def test_work_for_a_client_that_has_gone_is_stopped(vast: Target) -> None:
 
 
 def _children(server: Target) -> list[int]:
-    """Return the worker processes of a server, where the system tells."""
+    """Return the worker processes of a server, where the system lists them."""
     path = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
     return [int(pid) for pid in path.read_text().split()] if path.exists() else []

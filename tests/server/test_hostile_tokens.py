@@ -224,7 +224,7 @@ def blank(value: Any, name: str = "") -> Any:
     ("parse", "control"),
     [({}, True), ({"parse_special": None}, True), ({"parse_special": True}, True), ({"parse_special": False}, False)],
 )
-def test_completions_parse_added_tokens_unless_told_not_to(parse: Body, control: bool) -> None:
+def test_completions_parse_added_tokens_unless_asked_not_to(parse: Body, control: bool) -> None:
     for text in HOSTILE:
         for prompt in (text, [text]):
             tokens = ids(CompletionRequest, {"prompt": prompt, **parse})

@@ -1,4 +1,4 @@
-"""Many requests at once: each says what it would say alone, and nothing is left behind."""
+"""Many requests at once: each generates what it would alone, and nothing is left behind."""
 
 import asyncio
 import gc
@@ -68,7 +68,7 @@ def test_every_answer_of_a_mixed_load_is_what_it_would_be_alone() -> None:
 
 
 def resident() -> int:
-    """Bytes of memory that this process holds, where the system says so; else 0."""
+    """Bytes of memory that this process holds, where the system reports them; else 0."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
     except OSError:

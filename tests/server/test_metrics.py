@@ -1,4 +1,4 @@
-"""What /metrics and /v1/mtp/stats count, held against what the answers say of themselves."""
+"""What /metrics and /v1/mtp/stats count, compared with the answers' own stats."""
 
 import asyncio
 import re
@@ -31,7 +31,7 @@ def samples(server: Running) -> dict[tuple[str, frozenset[tuple[str, str]]], flo
     return {(sample.name, frozenset(sample.labels.items())): sample.value for sample in told}
 
 
-def test_counts_are_the_sums_of_what_every_answer_says() -> None:
+def test_counts_are_the_sums_of_all_answers_stats() -> None:
     with running() as server, server.http() as http:
         bodies: list[dict[str, Any]] = [
             {"prompt": "one", "max_tokens": 20, "min_tokens": 20},

@@ -106,8 +106,8 @@ WRONG_ELEMENTS: list[tuple[type[RequestModel], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("shape", "body"), WRONG_ELEMENTS, ids=lambda value: str(value)[:60])
-def test_of_many_wrong_elements_the_first_is_told_of(shape: type[RequestModel], body: dict[str, Any]) -> None:
-    """To tell of each takes seconds, in which nobody else is heard."""
+def test_of_many_wrong_elements_the_first_is_reported(shape: type[RequestModel], body: dict[str, Any]) -> None:
+    """To report each takes seconds, in which no other request is served."""
     with pytest.raises(ValidationError) as error:
         shape.model_validate(body)
     assert error.value.error_count() <= 4  # one for each type that it could have had
@@ -138,7 +138,7 @@ def test_a_completion_does_nothing_that_only_chats_can(server: Running, name: st
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
-def test_input_other_than_text_is_said_to_be_unsupported(server: Running, kind: str) -> None:
+def test_input_other_than_text_is_refused_as_unsupported(server: Running, kind: str) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "Look:"}, {"type": kind, kind: {}}]}]
     error = refused(post(server, {"messages": messages}))
     assert error["param"] == "messages[0].content[1].type"
@@ -146,7 +146,7 @@ def test_input_other_than_text_is_said_to_be_unsupported(server: Running, kind: 
     assert f"{name} input is not supported by this server" in error["message"]
 
 
-def test_such_fields_may_say_what_goes_without_saying(server: Running) -> None:
+def test_such_fields_may_have_their_default_value(server: Running) -> None:
     harmless = {
         "n": 1, "logprobs": False, "top_logprobs": None, "tools": [], "tool_choice": "auto",
         "response_format": {"type": "text"}, "chat_template_kwargs": {}, "enable_thinking": None,
@@ -182,7 +182,7 @@ def test_a_body_that_is_not_a_json_object_is_a_400(server: Running, body: bytes)
     refused(post(server, body))
 
 
-def test_a_body_without_its_content_type_is_told_what_to_send(server: Running) -> None:
+def test_a_body_without_its_content_type_is_refused_with_a_remedy(server: Running) -> None:
     with server.http() as http:
         response = http.post("/v1/chat/completions", content=json.dumps({"messages": HI}))
     assert "Content-Type" in refused(response)["message"]
@@ -239,7 +239,7 @@ def test_limits_are_kept() -> None:
         assert post(server, {"messages": HI, "max_tokens": 2}).status_code == 200
 
 
-def test_a_full_queue_is_a_429_that_says_when_to_come_back() -> None:
+def test_a_full_queue_is_a_429_with_retry_after() -> None:
     with running(max_sequences=1, max_queue=1) as server:
         client = server.openai()
         fields: dict[str, Any] = {"model": "tiny", "messages": HI, "max_tokens": 2000, "stream": True}
@@ -270,7 +270,7 @@ def test_what_no_memory_will_do_for_is_refused_by_the_field_it_came_in(
     assert error["message"].startswith(f"{param} has ")
 
 
-def test_a_model_without_a_head_refuses_drafts_and_says_why_elsewhere() -> None:
+def test_a_model_without_a_head_refuses_drafts_and_reports_why_elsewhere() -> None:
     with running(head=False) as server:
         error = refused(post(server, {"messages": HI, "num_draft_tokens": 3}))
         assert error["param"] == "num_draft_tokens"

@@ -24,14 +24,14 @@ MOST = ROUNDS * 9
 
 @lru_cache
 def sequences(family: str) -> list[list[int]]:
-    """Each row's prompt and what the model says after it, for as long as any test can run."""
+    """Each sequence's prompt and what the model generates after it, for as long as any test can run."""
     model = random_model(family)
     prompts = [random_prompt(model, length, length) for length in LENGTHS]
     return [prompt + mlx_lm_greedy(model, prompt, MOST + 9) for prompt in prompts]
 
 
 def committed(memory: KV | Recurrent, row: int, length: int, accepted: int) -> list[mx.array]:
-    """What `memory` holds of a row: keys and values, or the convolution's inputs and the state with the accepted
+    """What `memory` holds of a sequence: keys and values, or the convolution's inputs and the state with the accepted
     drafts folded in. Folded here one by one and without a mask, so not by the code under test."""
     if isinstance(memory, KV):
         return [memory.keys[row, :, :length], memory.values[row, :, :length]]
@@ -60,7 +60,7 @@ def plain(model: Model, tokens: list[int]) -> tuple[list[list[mx.array]], mx.arr
 
 
 def assert_equals_plain(model: Model, batch: Batch, row: int, sequence: list[int]) -> None:
-    """`sequence` is all that the row has read and said; its last token is not in the trunk yet."""
+    """`sequence` has all prefilled and generated tokens; its last token is not in the trunk yet."""
     length = len(sequence) - 1
     assert batch.trunk_state.lengths[row].item() == length
     assert batch.trunk_state.bounds[row] >= length
@@ -128,7 +128,7 @@ def test_committed_state_is_what_plain_reading_leaves(
             assert_equals_plain(model, batch, row, sequence[:said])
 
 
-def test_committed_state_survives_rows_leaving_and_joining(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_committed_state_survives_sequences_leaving_and_joining(monkeypatch: pytest.MonkeyPatch) -> None:
     model, rng = random_model("dense"), random.Random(1)
     prompts = [s[:n] for s, n in zip(sequences("dense"), LENGTHS, strict=True)]
     batch = batch_of(model, *prompts)
@@ -188,7 +188,7 @@ def test_after_a_prompt_of_2000_tokens_the_heads_cache_is_that_of_a_run_token_by
 
 
 @pytest.mark.parametrize("rounds", [9, RESUME_PAIRS, 40])
-def test_a_parked_head_is_shown_the_latest_of_what_it_missed(rounds: int) -> None:
+def test_a_head_that_resumes_is_shown_the_latest_pairs_it_missed(rounds: int) -> None:
     """After few rounds at k = 0 that is all of it: the state it would have had. Later pairs follow those it saw."""
     model = random_model("dense")
     sequence, start = sequences("dense")[0], LENGTHS[0]

@@ -33,7 +33,7 @@ def keys_and_values(prompt: Sequence[int], length: int, heads: int) -> KV:
 
 
 def memory(prompt: Sequence[int], *, head: bool = True, hybrid: bool = True) -> tuple[States, mx.array]:
-    """Of a row that has taken in `prompt`: the trunk's, the head's and the last hidden."""
+    """Of a sequence that has prefilled `prompt`: the trunk's, the head's and the last hidden."""
     last = numbers(prompt)[:, :, -1:]
     layers: list[KV | Recurrent] = [keys_and_values(prompt, len(prompt), 2)]
     if hybrid:
@@ -75,7 +75,7 @@ def prefill_prompts(prefix: PrefixCache, prompt: Sequence[int], until: int | Non
 
 
 def resumed(prefix: PrefixCache, prompt: Sequence[int], ends: list[int] | None = None, **kind: bool) -> int:
-    """Resume, and hold what comes back against what the row would have made itself."""
+    """Resume, and compare what comes back with what the sequence would have computed itself."""
     states = blank(**kind)
     found = prefix.resume(chunks(prompt, ends), states)
     if found is None:
@@ -111,7 +111,7 @@ def prompt_of(chunks: int, seed: int = 0, more: int = C - 1) -> list[int]:
 @pytest.mark.parametrize(
     "kind", [{}, {"head": False}, {"hybrid": False}], ids=["hybrid", "no head", "attention only"]
 )
-def test_a_prompt_resumes_with_exactly_what_a_row_holds_there(kind: dict[str, bool]) -> None:
+def test_a_prompt_resumes_with_exactly_what_a_sequence_holds_there(kind: dict[str, bool]) -> None:
     prefix = PrefixCache(LOTS, chunk=C)
     prompt = prompt_of(5)
     assert prefill_prompts(prefix, prompt, **kind) == 0
@@ -340,7 +340,7 @@ def test_what_is_not_finite_is_not_kept() -> None:
         assert resumed(prefix, prompt) == C
 
 
-def test_a_row_that_was_resumed_may_overwrite_its_memory() -> None:
+def test_a_sequence_that_was_resumed_may_overwrite_its_state() -> None:
     prefix = PrefixCache(LOTS, chunk=C)
     prompt = prompt_of(1)
     prefill_prompts(prefix, prompt)
@@ -352,7 +352,7 @@ def test_a_row_that_was_resumed_may_overwrite_its_memory() -> None:
     assert resumed(prefix, prompt) == C
 
 
-def test_a_row_that_was_stored_may_overwrite_its_memory() -> None:
+def test_a_sequence_that_was_stored_may_overwrite_its_state() -> None:
     prefix = PrefixCache(LOTS, chunk=C)
     prompt = prompt_of(1)
     states, hidden = memory(prompt[:C])
@@ -363,7 +363,7 @@ def test_a_row_that_was_stored_may_overwrite_its_memory() -> None:
 
 
 def test_an_entry_keeps_no_more_memory_alive_than_it_counts() -> None:
-    """Not the row's whole buffers, of which it holds a slice."""
+    """Not the sequence's whole buffers, of which it holds a slice."""
     prefix = PrefixCache(LOTS)
     gc.collect()
     before = mx.get_active_memory()
@@ -415,7 +415,7 @@ def test_stats_count_hits_misses_and_tokens_served() -> None:
     assert (stats.hits, stats.misses, stats.tokens, stats.entries, stats.max_bytes) == (1, 1, 2 * C, 2, LOTS)
 
 
-def test_clearing_forgets_everything_and_a_row_under_way_stores_all_of_its_prompt_again() -> None:
+def test_clearing_forgets_everything_and_a_running_sequence_stores_all_of_its_prompt_again() -> None:
     prefix = PrefixCache(LOTS, chunk=C)
     prompt = prompt_of(6)
     prefill_prompts(prefix, prompt, until=3 * C)

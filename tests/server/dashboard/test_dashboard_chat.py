@@ -130,7 +130,7 @@ def sent(room: ScriptedRoom) -> list[dict[str, str]]:
     return [{"role": role, "content": said.split("<|im_end|>")[0]} for role, said in parts]
 
 
-def test_the_talk_goes_on_from_what_was_said(script: tuple[Running, PacedRoom], visit: Visit) -> None:
+def test_the_conversation_goes_on_from_earlier_messages(script: tuple[Running, PacedRoom], visit: Visit) -> None:
     server, room = script
     room.scripts += ["It is **4**.", "Yes."]
     page = visit(server, "chat")
@@ -175,8 +175,15 @@ def test_thoughts_are_folded(script: tuple[Running, PacedRoom], visit: Visit) ->
     expect(page.get_by_text("What a question.").first).to_be_visible()
 
 
-@pytest.mark.parametrize("thought", [False, True])
-@pytest.mark.parametrize("coloured", [False, True])
+@pytest.mark.parametrize(
+    ("thought", "coloured"),
+    [
+        (False, True),
+        (True, False),
+        pytest.param(False, False, marks=pytest.mark.slow),
+        pytest.param(True, True, marks=pytest.mark.slow),
+    ],
+)
 def test_html_is_shown_as_text(
     script: tuple[Running, PacedRoom], visit: Visit, thought: bool, coloured: bool
 ) -> None:
@@ -209,7 +216,7 @@ def test_the_policy_stops_what_would_slip_through(script: tuple[Running, PacedRo
     assert page.evaluate(tried) == "TypeError"
 
 
-def test_an_error_is_told_in_the_servers_words(model: Running, visit: Visit) -> None:
+def test_an_error_is_shown_in_the_servers_words(model: Running, visit: Visit) -> None:
     page = visit(model, "chat", expect="400")
     ask(page, "word " * 5000)
     expect(page.get_by_role("alert").filter(has_text="prompt is too long")).to_be_visible()
@@ -282,7 +289,7 @@ def test_the_limits_in_the_form_are_those_of_the_api(model: Running, visit: Visi
                 SamplingParams(**{name: outside})  # type: ignore[arg-type]
 
 
-def test_a_race_says_the_same_twice(model: Running, visit: Visit) -> None:
+def test_both_sides_of_a_race_have_the_same_text(model: Running, visit: Visit) -> None:
     page = visit(model, "chat")
     page.get_by_label("Max tokens").fill("40")
     page.get_by_label("Temperature").fill("0.8")

@@ -1,4 +1,4 @@
-"""The live page: charts and numbers follow what the server does, and trouble is told."""
+"""The live page: charts and numbers follow what the server does, and trouble is shown."""
 
 import threading
 from collections.abc import Iterator
@@ -131,7 +131,7 @@ def test_another_model_in_its_place_begins_anew(server: Running, visit: Visit) -
     expect(page.locator("#served")).to_have_text("tiny")
 
 
-def test_a_server_that_hangs_is_told(server: Running, visit: Visit) -> None:
+def test_a_server_that_hangs_is_reported(server: Running, visit: Visit) -> None:
     hasty = """
         const timeout = AbortSignal.timeout.bind(AbortSignal);
         AbortSignal.timeout = (milliseconds) => timeout(milliseconds / 20);
@@ -149,7 +149,7 @@ def test_an_address_that_leads_nowhere_shows_the_live_page(server: Running, visi
     expect(page.get_by_role("heading", name="Live")).to_be_visible()
 
 
-def test_a_server_that_is_gone_is_told(visit: Visit) -> None:
+def test_a_server_that_is_gone_is_reported(visit: Visit) -> None:
     with running() as server:
         page = visit(server, expect="ERR_")
         expect(page.locator("#served")).to_have_text("tiny")
@@ -157,7 +157,7 @@ def test_a_server_that_is_gone_is_told(visit: Visit) -> None:
     expect(page.get_by_role("alert")).to_have_text("The server does not respond.", timeout=30_000)
 
 
-def test_an_engine_that_is_down_is_told(visit: Visit) -> None:
+def test_an_engine_that_is_down_is_reported(visit: Visit) -> None:
     with running() as server:
         server.room.close(0)
         page = visit(server, expect="503")

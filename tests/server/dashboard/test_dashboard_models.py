@@ -29,7 +29,7 @@ def test_a_model_has_a_badge_and_what_is_known_of_it(visit: Visit) -> None:
         expect(fact(loaded, "Quantisation")).to_have_text("none")
 
 
-def test_a_model_without_a_head_says_why(visit: Visit) -> None:
+def test_a_model_without_a_head_shows_the_reason(visit: Visit) -> None:
     with running(head=False) as server:
         page = visit(server, "models")
         loaded = card(page, "loaded", "tiny")

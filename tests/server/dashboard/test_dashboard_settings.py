@@ -61,7 +61,7 @@ def test_a_max_depth_of_none_is_shown_as_such(visit: Visit) -> None:
         assert server.room.settings.max_k == 3
 
 
-def test_settings_that_cannot_be_had_are_told(visit: Visit) -> None:
+def test_settings_that_cannot_be_fetched_are_reported(visit: Visit) -> None:
     with running() as server:
         page = visit(server, expect="404")
         expect(page.locator("#served")).to_have_text("tiny")
