@@ -3,6 +3,7 @@
 import os
 import shlex
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import typer
@@ -47,6 +48,10 @@ def serve_command(
         None, min=0, help="Memory for the prefix cache; 0 is off.", show_default="2, or a quarter of what is left"
     ),
     prefix_cache_8bit: bool = Option(False, "--prefix-cache-8bit", help="Cache prefixes in 8 bits: not exact."),
+    prefix_cache_dir: Path | None = Option(
+        None, metavar="DIR", help="Also keep prefixes in this folder, across restarts.", show_default="memory only"
+    ),
+    prefix_cache_dir_gb: float = Option(20.0, min=0, help="Most that --prefix-cache-dir may take."),
     log_level: Literal["debug", "info", "warning", "error"] = Option("warning", help="Log to standard error."),
     access_log: bool = Option(False, "--access-log", help="Log a line per request: no prompts, answers or keys."),
     split: options.Split = options.SPLIT,
@@ -58,6 +63,8 @@ def serve_command(
     from ..cluster import Follower, Leader, SharedPrefix
     from ..engine import Engine, EngineThread
     from ..engine.memory import memory_for_prefixes
+    from ..engine.prefix_disk import open_disk_prefix
+    from ..errors import ClusterError
     from ..open_files import raise_limit
     from ..state import PrefixCache
 
@@ -71,12 +78,18 @@ def serve_command(
         machines.connect_machines() as cluster,
         nullcontext() if cluster and cluster.rank else server.bind(host, port) as bound,
     ):
+        if cluster is not None and prefix_cache_dir is not None:
+            raise ClusterError("--prefix-cache-dir is not available on several machines: leave it out")
         folder = find_model(model)
         loaded, tokenizer = machines.load_share(folder, cluster, split, mtp=mtp, head=head)
         served = server.ServedModel.of(read_layout(folder), loaded, tokenizer, id=model_id)
         cache_bytes = memory_for_prefixes() if prefix_cache_gb is None else int(prefix_cache_gb * 1e9)
         if cluster is None:
-            prefix = PrefixCache(cache_bytes, eight_bits=prefix_cache_8bit) if cache_bytes else None
+            disk = None
+            if prefix_cache_dir is not None and cache_bytes:
+                disk_bytes = int(prefix_cache_dir_gb * 1e9)
+                disk = open_disk_prefix(prefix_cache_dir, disk_bytes, loaded, eight_bits=prefix_cache_8bit)
+            prefix = PrefixCache(cache_bytes, eight_bits=prefix_cache_8bit, disk=disk) if cache_bytes else None
             engine = Engine(loaded, tokenizer, prefix=prefix, max_sequences=max_sequences, max_queue=max_queue)
         else:
             shared = SharedPrefix(cache_bytes, eight_bits=prefix_cache_8bit) if cache_bytes else None

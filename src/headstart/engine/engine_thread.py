@@ -118,6 +118,8 @@ class EngineThread:
         if self._thread.is_alive():
             self.engine.cancel_all()
             self._thread.join(10)
+        if self.engine.prefix is not None:
+            self.engine.prefix.close()
 
     def _run(self) -> None:
         try:
