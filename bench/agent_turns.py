@@ -132,12 +132,13 @@ def replay(engine: Engine, prompts: Sequence[list[int]]) -> Replay:
 
 
 class CutAt(TurnMarker):
-    """Cut prompts at one position, whatever their tokens are."""
+    """Also cut prompts at one position, whatever their tokens are."""
 
     position = 0
 
     def find(self, tokens: Sequence[int]) -> Iterator[int]:
         yield from [self.position] if self.position < len(tokens) else []
+        yield from (turn for turn in super().find(tokens) if turn > self.position)
 
 
 def first_token(engine: Engine, prompt: list[int]) -> tuple[float, int]:
@@ -155,8 +156,9 @@ def time_turns(model: Model, tokenizer: TokenizerWrapper, prompts: list[list[int
         shared = max(common(prompts[n], other) for other in prompts[:n])
         prefix, ideal = PrefixCache(1 << 31), PrefixCache(1 << 31)
         engine, control = Engine(model, tokenizer, prefix=prefix), Engine(model, tokenizer, prefix=ideal)
-        control.turn_marker = CutAt([0])
-        control.turn_marker.position = shared  # type: ignore[attr-defined]
+        assert engine.turn_marker is not None
+        control.turn_marker = marker = CutAt(*engine.turn_marker)
+        marker.position = shared
         runs, read = [], 0
         for _ in range(repeats):
             prefix.clear()

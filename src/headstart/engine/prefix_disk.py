@@ -39,7 +39,9 @@ def state_identity(model: Model) -> str:
     proof = hashlib.sha256(bytes(hidden.view(mx.uint8))).hexdigest()
     versions = [version(name) for name in ("headstart", "mlx", "mlx-lm")]
     device = [selected(), *(mx.device_info().get(name) for name in ("architecture", "device_name"))]
-    return repr((versions, sources.hexdigest(), device, model.config, model.dtype_name, weights, proof))
+    return repr(
+        (versions, sources.hexdigest(), device, model.config, model.dtype_name, model.eight_bit_kv, weights, proof)
+    )
 
 
 def _sum_bits(array: mx.array) -> mx.array:

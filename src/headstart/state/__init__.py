@@ -2,19 +2,11 @@
 
 from .batch_state import BatchState
 from .disk_prefix import DiskPrefix
-from .kv import BLOCK, KV
+from .kv import BLOCK, GROUP, KV
 from .prefix import CHUNK, Chunks, PrefixCache, PrefixStats
 from .recurrent import Pending, Recurrent
 
 __all__ = [
-    "BLOCK",
-    "CHUNK",
-    "KV",
-    "BatchState",
-    "Chunks",
-    "DiskPrefix",
-    "Pending",
-    "PrefixCache",
-    "PrefixStats",
+    "BLOCK", "CHUNK", "GROUP", "KV", "BatchState", "Chunks", "DiskPrefix", "Pending", "PrefixCache", "PrefixStats",
     "Recurrent",
-]
+]  # fmt: skip
