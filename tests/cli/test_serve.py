@@ -106,6 +106,27 @@ def test_a_stop_in_mid_stream_lets_the_answer_end() -> None:
         assert "Traceback" not in process.stderr.read()
 
 
+@pytest.mark.slow
+def test_a_restarted_server_resumes_from_the_disk_and_answers_the_same(tmp_path: Path) -> None:
+    """Also after kill -9, and beside a folder that it may not use."""
+    answers = []
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "thesis.txt").write_text("irreplaceable")
+    for folder, stop in (("cache", signal.SIGTERM), ("cache", signal.SIGKILL), ("cache", None), ("foreign", None)):
+        with serving("--prefix-cache-dir", str(tmp_path / folder)) as (process, printed):
+            create: Any = OpenAI(base_url=printed["Address"], api_key="none").chat.completions.create
+            message = {"role": "user", "content": PROMPT + " It must be correct." * 60}
+            answers.append(create(model="tiny-qwen3.5", messages=[message], max_tokens=16, temperature=0))
+            if stop is not None:
+                process.send_signal(stop)
+                assert process.wait(300) == -stop
+    cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
+    assert cached[0] == cached[3] == 0
+    assert cached[1] == cached[2] > 0.9 * answers[0].usage.prompt_tokens
+    assert len({answer.choices[0].message.content for answer in answers}) == 1
+    assert [path.name for path in (tmp_path / "foreign").iterdir()] == ["thesis.txt"]
+
+
 def test_a_client_that_calls_once_the_address_is_printed_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def call(self: Server, sockets: list[socket.socket]) -> None:
         socket.create_connection(sockets[0].getsockname()).close()

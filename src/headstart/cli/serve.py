@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import typer
 from typer import Option
 
-from ..errors import HeadstartError, RequestError
+from ..errors import ClusterError, HeadstartError, RequestError
 from . import machines, options
 from .config import read_again, use_config_file
 from .download import find_model
@@ -62,6 +62,10 @@ def serve_command(
         None, min=0, help="Memory for the prefix cache; 0 is off.", show_default="2, or a quarter of what is left"
     ),
     prefix_cache_8bit: bool = Option(False, "--prefix-cache-8bit", help="Cache prefixes in 8 bits: not exact."),
+    prefix_cache_dir: Path | None = Option(
+        None, metavar="DIR", help="Also keep prefixes in this folder, across restarts.", show_default="memory only"
+    ),
+    prefix_cache_dir_gb: float = Option(20.0, min=0, help="Most that --prefix-cache-dir may take."),
     log_level: Literal["debug", "info", "warning", "error"] = Option("warning", help="Log to standard error."),
     access_log: bool = Option(False, "--access-log", help="Log a line per request: no prompts, answers or keys."),
     split: options.Split = options.SPLIT,
@@ -71,6 +75,7 @@ def serve_command(
     _reopen_closed_streams()
     from .. import server
     from ..engine import DeviceThread
+    from ..engine.prefix_disk import PrefixOptions
     from ..open_files import raise_limit
 
     server.configure_log(log_level, access=access_log)
@@ -93,6 +98,7 @@ def serve_command(
     ):
         sizes = {"max_sequences": max_sequences, "max_queue": max_queue}
         cache_bytes = None if prefix_cache_gb is None else int(prefix_cache_gb * 1e9)
+        prefixes = PrefixOptions(prefix_cache_8bit, prefix_cache_dir, int(prefix_cache_dir_gb * 1e9))
         if cluster is None:
             pool = server.ModelPool(
                 DeviceThread(),
@@ -100,7 +106,7 @@ def serve_command(
                 limits=limits,
                 budget=_budget(memory_gb, several),
                 prefix_bytes=cache_bytes,
-                prefix_8bit=prefix_cache_8bit,
+                prefix_options=prefixes,
                 **sizes,
             )
             for number, each in enumerate(pool.models):
@@ -112,6 +118,8 @@ def serve_command(
         else:
             if several or memory_gb is not None:
                 raise RequestError("MODEL: several machines share one model, and all of their memory: name one")
+            if prefix_cache_dir is not None:
+                raise ClusterError("--prefix-cache-dir is not available on several machines: leave it out")
             leader = _join_cluster(
                 cluster, models, split, cache_bytes, prefix_cache_8bit, sizes, mtp=mtp, head=head, id=model_id
             )

@@ -83,6 +83,8 @@ class DeviceThread:
             for engine in self.engines:
                 engine.cancel_all()
             self._thread.join(10)
+        for engine in self.engines:
+            engine.close()
 
     def _run(self) -> None:
         wait_at_exit()

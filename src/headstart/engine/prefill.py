@@ -56,7 +56,7 @@ def _start(model: Model, sequence: SequenceState, prefix: PrefixCache | None) ->
     batch = Batch.of_one(model, sequence.tokens, sequence.params, sequence.max_k, generated, stats.rounds)
     sequence.batch = batch
     sequence.started = sequence.started or time.perf_counter()
-    exact = is_batch_invariant(model) and sequence.params.params.rule != "optimistic"
+    exact = is_batch_invariant(model) and sequence.params.params.rule != "optimistic" and not model.eight_bit_kv
     if generated and (on_cuda() or metal.on_metal()):  # they are recomputed as a prompt, by other kernels
         exact = False
     if prefix is not None:

@@ -169,6 +169,11 @@ class Scheduler:
         waiting = [] if self._admitted() else self.queue.all()[:1]
         return bool(waiting and self.others) and self._bytes(waiting) > self.left
 
+    def close(self) -> None:
+        """Write what the prefix cache on the disk is still to get. Requests have ended."""
+        if self.prefix is not None:
+            self.prefix.close()
+
     def clear_prefix(self) -> None:
         """Empty the prefix cache, from any thread."""
         if self.prefix is not None:

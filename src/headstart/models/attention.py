@@ -24,7 +24,7 @@ def attention(
     layer: nn.Module, x: mx.array, mask: Mask, memory: KV, residual: Residual, last: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
     """Run Qwen3.5's attention, whose output has a gate. `mask` says the same as `memory.offset`."""
-    if (native := cpu.native()) is not None:
+    if not memory.eight_bits and (native := cpu.native()) is not None:
         made = cpu.native_attention(native, layer, x, memory, last, residual.native)
         if made is not None:
             return residual.added(made)

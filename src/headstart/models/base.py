@@ -14,11 +14,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
+from ..errors import CheckpointError
 from ..kernels.attention import at_last
 from ..kernels.norm import rms_norm
 from ..kernels.products import product
 from ..limits import DEFAULT_K, MAX_HEAD_K
-from ..state import KV, BatchState, Recurrent
+from ..state import GROUP, KV, BatchState, Recurrent
 from .attention import attention, gated_kv_sizes, grouped_attention, grouped_kv_sizes
 from .decoder_layer import decoder_layer
 from .dflash import DFlash
@@ -119,6 +120,7 @@ class Model:
     draft_vocabulary: DraftVocabulary | None = None  # the tokens that drafts may be limited to
     drafter: DFlash | None = None
     share: Share = field(default_factory=Alone)  # what of the trunk is on this machine
+    eight_bit_kv: bool = False  # sequences keep keys and values in eight bits
 
     @property
     def has_head(self) -> bool:
@@ -270,6 +272,15 @@ class Model:
         """Return the model with a copy of the rows of these tokens, for drafts."""
         return replace(self, draft_vocabulary=DraftVocabulary.of(self._draft_lm_head(), ids, origin))
 
+    def with_eight_bit_kv(self) -> "Model":
+        """Return the model with the KV caches of its sequences in 8 bits: about half the memory, and not exact."""
+        attends = [layer.self_attn for layer in self.weights.layers if "linear_attn" not in layer]
+        if odd := next((dim for each in attends for dim in self.family.kv_sizes(each)[1:] if dim % GROUP), None):
+            raise CheckpointError(
+                f"heads of {odd} numbers cannot be kept in 8 bits: they must be a multiple of {GROUP}"
+            )
+        return replace(self, eight_bit_kv=True)
+
     def _part(self, module: int, path: str) -> Any:
         """Return a part of a head's module by its name, None if the trunk's is used."""
         mtp = self.weights.mtp
@@ -307,7 +318,7 @@ class Model:
         for part in (part for layer in layers for part in self.family.parts(layer)):
             if part.kind is PartKind.ATTENTION:
                 heads, key, value = self.family.kv_sizes(part.module)
-                memories.append(KV.empty(rows, heads, key, self.dtype, value))
+                memories.append(KV.empty(rows, heads, key, self.dtype, value, eight_bits=self.eight_bit_kv))
             elif part.kind is PartKind.RECURRENT:
                 memories.append(Recurrent.empty(rows, *self.family.state_sizes(part.module), self.dtype))
         return BatchState.empty(memories, rows)

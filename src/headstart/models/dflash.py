@@ -15,8 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import qwen3
 
-from ..limits import MAX_K
 from ..kernels.products import product, products
+from ..limits import MAX_K
 from ..state import KV, BatchState
 from .feed_forward import feed_forward
 from .residual import Residual

@@ -23,9 +23,9 @@ from ..checkpoint import Needs
 from ..engine import DeviceThread, Engine, EngineThread
 from ..engine.log import log_error
 from ..engine.memory import MAX_PREFIX_CACHE, memory_for_prefixes
+from ..engine.prefix_disk import PrefixOptions
 from ..errors import Busy, HeadstartError, RequestError
 from ..models.memory import SHARE
-from ..state import PrefixCache
 from .errors import Refusal
 from .log import LOG
 from .middleware import Limits
@@ -47,7 +47,7 @@ class ModelPool:
         limits: Limits | None = None,
         budget: int | None = None,
         prefix_bytes: int | None = None,
-        prefix_8bit: bool = False,
+        prefix_options: PrefixOptions | None = None,
         max_sequences: int = 16,
         max_queue: int | None = 256,
         idle_seconds: float = IDLE_SECONDS,
@@ -62,7 +62,7 @@ class ModelPool:
         self.device, self.models, self.limits, self.budget = device, list(models), limits or Limits(), budget
         self._max_sequences, self.max_queue = max_sequences, max_queue
         self._idle, self._turn = idle_seconds, turn_seconds
-        self._prefix_bytes, self._prefix_8bit = prefix_bytes, prefix_8bit
+        self._prefix_bytes, self._prefix_options = prefix_bytes, prefix_options or PrefixOptions()
         self._changed = asyncio.Event()
         self._lock = asyncio.Lock()  # held while a model is loaded or unloaded
         self._manager: asyncio.Task[None] | None = None
@@ -281,7 +281,7 @@ class ModelPool:
         engine = Engine(
             served.model,
             tokenizer,
-            prefix=PrefixCache(model.prefix_bytes, eight_bits=self._prefix_8bit) if model.prefix_bytes else None,
+            prefix=self._prefix_options.open(model.prefix_bytes, served.model),
             memory_limit=self.device.memory,
             max_sequences=self._max_sequences,
             max_queue=self.max_queue,
@@ -294,6 +294,7 @@ class ModelPool:
         model.settings = loaded.thread.settings
         self.device.remove(loaded.thread.engine)
         await loaded.preparer.close()
+        await asyncio.to_thread(loaded.thread.engine.close)
         del loaded
         await asyncio.wrap_future(self.device.call(_collect))
         model.draining = False

@@ -2,66 +2,96 @@
 
 Every sequence writes at its own length, and lengths advance only by accepted tokens. What a rejected draft wrote lies
 beyond the length: it is masked, and the next window overwrites it. Rollback costs nothing.
+
+In eight bits keys and values are codes, and GROUP of them share a scale and a bias. Each token is rounded by itself,
+so rows stay independent. Whoever reads gets numbers again, in an array of its own: this saves memory, not time.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
 BLOCK = 256  # positions; capacity grows by whole blocks
 STRIDE = 64  # positions; attention reads whole strides, as few as hold every sequence
+GROUP = 32  # numbers that share a scale in eight bits
 
 
 @dataclass
 class KV:
-    keys: mx.array  # [B, H, S, Dk]
-    values: mx.array  # [B, H, S, Dv]
+    keys: mx.array  # [B, H, S, Dk], or codes [B, H, S, Dk/4]
+    values: mx.array  # [B, H, S, Dv], or codes
     offset: mx.array  # [B], where the running pass writes
     reach: int = 0  # positions that the running pass reads
+    scales: list[mx.array] = field(default_factory=list)  # in eight bits: scales and biases of keys, of values
 
     @classmethod
-    def empty(cls, rows: int, heads: int, dim: int, dtype: mx.Dtype, value_dim: int | None = None) -> "KV":
+    def empty(
+        cls,
+        rows: int,
+        heads: int,
+        dim: int,
+        dtype: mx.Dtype,
+        value_dim: int | None = None,
+        *,
+        eight_bits: bool = False,
+    ) -> "KV":
         """Return the cache of sequences without tokens. `value_dim` is `dim` unless it is given."""
         dims = (dim, dim if value_dim is None else value_dim)
-        return cls.of([mx.zeros((rows, heads, 0, each), dtype) for each in dims])
+        if not eight_bits:
+            return cls.of([mx.zeros((rows, heads, 0, each), dtype) for each in dims])
+        codes = [mx.zeros((rows, heads, 0, each // 4), mx.uint32) for each in dims]
+        scales = [mx.zeros((rows, heads, 0, each // GROUP), dtype) for each in dims for _ in range(2)]
+        return cls.of(codes + scales)
 
     @classmethod
     def of(cls, arrays: list[mx.array]) -> "KV":
         """Return the cache that holds `arrays`, as `arrays()` lists them."""
-        keys, values = arrays
-        return cls(keys, values, mx.zeros((keys.shape[0],), mx.int32))
+        keys, values, *scales = arrays
+        return cls(keys, values, mx.zeros((keys.shape[0],), mx.int32), scales=scales)
 
     def arrays(self) -> list[mx.array]:
-        return [self.keys, self.values]
+        return [self.keys, self.values, *self.scales]
 
     @property
     def capacity(self) -> int:
         return int(self.keys.shape[2])
 
+    @property
+    def eight_bits(self) -> bool:
+        return bool(self.scales)
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write `[B, H, W, D]` at each sequence's offset. mlx-lm's attention calls this method by this name."""
-        self.keys = _write(self.keys, keys, self.offset)
-        self.values = _write(self.values, values, self.offset)
-        return self.keys[:, :, : self.reach], self.values[:, :, : self.reach]
+        new = [keys, values]
+        if self.eight_bits:
+            (keys, *key_scales), (values, *value_scales) = (mx.quantize(a, group_size=GROUP, bits=8) for a in new)
+            new = [keys, values, *key_scales, *value_scales]
+        written = [_write(into, a, self.offset) for into, a in zip(self.arrays(), new, strict=True)]
+        self.keys, self.values, *self.scales = written
+        keys, values, *scales = (a[:, :, : self.reach] for a in written)
+        if self.eight_bits:
+            keys = mx.dequantize(keys, scales[0], scales[1], group_size=GROUP, bits=8)
+            values = mx.dequantize(values, scales[2], scales[3], group_size=GROUP, bits=8)
+        return keys, values
 
     def launch(self) -> None:
         """Launch what is still to be computed. CUDA kernels write into these arrays in place; mlx orders that before
         what it launches later, but knows of no dependency within one launch."""
         if mx.cuda.is_available():
-            mx.async_eval(self.keys, self.values)
+            mx.async_eval(self.arrays())
 
     def grow(self, capacity: int) -> None:
         """Grow to `capacity` positions. New ones are zero: masked positions still enter P·V as 0·x."""
         missing = capacity - self.capacity
         if missing > 0:
             self.launch()
-            padding = [(0, 0), (0, 0), (0, missing), (0, 0)]
-            self.keys, self.values = mx.pad(self.keys, padding), mx.pad(self.values, padding)
+            self._change(lambda a: mx.pad(a, [(0, 0), (0, 0), (0, missing), (0, 0)]))
 
     def keep(self, rows: mx.array, capacity: int) -> None:
         """Keep only these sequences, and at most `capacity` positions."""
         self.launch()
-        self.keys, self.values = self.keys[:, :, :capacity][rows], self.values[:, :, :capacity][rows]
+        self._change(lambda a: a[:, :, :capacity][rows])
         self.offset = self.offset[rows]
 
     def join(self, other: "KV") -> None:
@@ -71,9 +101,12 @@ class KV:
         other.launch()
         self.grow(capacity)
         other.grow(capacity)
-        self.keys = mx.concatenate([self.keys, other.keys])
-        self.values = mx.concatenate([self.values, other.values])
+        theirs = iter(other.arrays())
+        self._change(lambda a: mx.concatenate([a, next(theirs)]))
         self.offset = mx.concatenate([self.offset, other.offset])
+
+    def _change(self, change: Callable[[mx.array], mx.array]) -> None:
+        self.keys, self.values, *self.scales = [change(a) for a in self.arrays()]
 
 
 def _write(into: mx.array, new: mx.array, offset: mx.array) -> mx.array:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..errors import RequestError
+from .disk_prefix import DiskPrefix
 from .snapshot import PackedArray, Snapshot, States, cut_kv, restore, take_snapshot
 
 CHUNK = 512  # tokens; prompts are prefilled in steps of at most so many, and can be resumed between them
@@ -45,6 +46,7 @@ class PrefixStats:
     bytes: int = 0
     max_bytes: int = 0
     evictions: int = 0
+    disk_tokens: int = 0  # tokens of the prompts that were read from the disk
 
 
 class Sizes(NamedTuple):
@@ -102,19 +104,22 @@ class Node:
 class PrefixCache:
     """The prefix cache of one model. The engine's thread uses it; any thread may call `stats` and `clear`."""
 
-    def __init__(self, max_bytes: int, *, eight_bits: bool = False, chunk: int = CHUNK):
+    def __init__(
+        self, max_bytes: int, *, eight_bits: bool = False, disk: DiskPrefix | None = None, chunk: int = CHUNK
+    ):
         """Create a cache of at most `max_bytes`. With `eight_bits` keys and values take about half of the bytes, and
-        a hit is no longer exact."""
+        a hit is no longer exact. `disk` also keeps what memory has no room for, and survives the process."""
         if max_bytes < 0:
             raise RequestError(f"the prefix cache's max_bytes is {max_bytes}; it must be 0 or more")
         self.max_bytes = max_bytes
         self.eight_bits = eight_bits
+        self.disk = disk
         self.chunk = chunk
         self.sizes: Sizes | None = None  # bytes to count instead of the actual ones
         self._lock = Lock()
         self._root = Node(None, b"", [])
         self._clock = 0
-        self._hits = self._misses = self._tokens = self._evictions = 0
+        self._hits = self._misses = self._tokens = self._evictions = self._disk_tokens = 0
 
     def resume(self, prompt: Chunks, states: States) -> tuple[int, mx.array] | None:
         """Fill the states of a new sequence with the longest known prefix of its prompt.
@@ -124,6 +129,8 @@ class PrefixCache:
         """
         if not prompt.ends:
             return None
+        if self.disk is not None:
+            self._load(prompt, self.disk)
         with self._lock:
             path = self._walk(prompt.tokens)
             if path and path[-1].children:  # this prompt ends here or diverges, so others may too
@@ -166,27 +173,72 @@ class PrefixCache:
             mx.eval(arrays)  # a slice that is not evaluated would keep the sequence's whole state alive
             if not self._are_finite(arrays):
                 return  # the model broke down: other prompts must not inherit it
-            node = path[-1] if path else self._root
-            if packs and node.retention is Retention.PASSING:
-                node.states = None
-            for i, new in zip(missing, packs, strict=True):
-                child = Node(node, prompt.tokens[i], new, self.sizes, used=self._clock)
-                node.children[child.chunk] = child
-                node = child
-            node.states, node.retention = after, retention
+            self._add(prompt, path, packs, after, retention)
+            if self.disk is not None and retention is not Retention.PASSING:
+                kept = [node.packs for node in path]
+                self.disk.save(self.disk.names(prompt.tokens[:count]), [*kept, *packs], after)
+
+    def _load(self, prompt: Chunks, disk: DiskPrefix) -> None:
+        """Add what the disk holds of a prompt, if it can be resumed later there than in memory.
+
+        Files are read without the lock: only the engine's thread adds nodes, but another may clear the cache.
+        """
+        with self._lock:
+            path = self._walk(prompt.tokens)
+        resumable = max((n for n, node in enumerate(path, 1) if node.states is not None), default=0)
+        names = disk.names(prompt.tokens)
+        for count in disk.longest(names, len(path)):
+            if count <= resumable:
+                return
+            known = min(len(path), count)
+            if (found := disk.load(names, known, count)) is None:
+                continue
+            packs, after = found
+            with self._lock:
+                nbytes = after.nbytes + sum(a.nbytes for node in packs for pack in node for a in pack)
+                path = self._walk(prompt.tokens[:count])
+                if len(path) == known and self._make_room(nbytes, path):
+                    self._add(prompt, path, packs, after, Retention.SPARE)
+                    self._disk_tokens += prompt.ends[count - 1] - (prompt.ends[resumable - 1] if resumable else 0)
+            return
+
+    def _add(
+        self, prompt: Chunks, path: list[Node], packs: list[list[PackedArray]], after: Snapshot, retention: Retention
+    ) -> None:
+        """Add nodes for the chunks after `path`, and a snapshot at the last."""
+        node = path[-1] if path else self._root
+        if packs and node.retention is Retention.PASSING:
+            node.states = None
+        for chunk, new in zip(prompt.tokens[len(path) :], packs, strict=False):
+            child = Node(node, chunk, new, self.sizes, used=self._clock)
+            node.children[chunk] = child
+            node = child
+        node.states, node.retention = after, max(retention, node.retention)
 
     def clear(self) -> None:
-        """Remove everything. Sequences that were resumed keep their state."""
+        """Remove everything from memory. Sequences that were resumed keep their state."""
         with self._lock:
             for node in list(self._nodes()):  # break the cycles of parents and children, or memory is freed late
                 node.parent, node.children = None, {}
             self._root = Node(None, b"", [])
 
+    def close(self) -> None:
+        """Write what the disk is still to get."""
+        if self.disk is not None:
+            self.disk.close()
+
     def stats(self) -> PrefixStats:
         with self._lock:
             sizes = [node.nbytes for node in self._nodes()]
             return PrefixStats(
-                self._hits, self._misses, self._tokens, len(sizes), sum(sizes), self.max_bytes, self._evictions
+                self._hits,
+                self._misses,
+                self._tokens,
+                len(sizes),
+                sum(sizes),
+                self.max_bytes,
+                self._evictions,
+                self._disk_tokens,
             )
 
     def _are_finite(self, arrays: list[mx.array]) -> bool:

@@ -10,9 +10,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .batch_state import BatchState
-from .kv import BLOCK
-
-GROUP = 32  # numbers that share a scale in eight bits
+from .kv import BLOCK, GROUP
 
 PackedArray = tuple[mx.array, ...]  # an array as it is, or its eight-bit codes, scales and biases
 
@@ -57,14 +55,14 @@ def restore(chunks: list[list[PackedArray]], after: Snapshot, states: States, le
     pieces = iter(zip(*chunks, strict=True))  # of every array, those of all chunks
     for state, behind in states:
         for layer in state.kv_layers:
-            layer.keys, layer.values = (_concatenate(next(pieces), length) for _ in range(2))
+            layer.keys, layer.values, *layer.scales = [_concatenate(next(pieces), length) for _ in layer.arrays()]
         state.lengths, state.bounds = mx.array([length - behind], mx.int32), [length]
     for recurrent, (state_of_layer, conv) in zip(states[0][0].recurrent_layers, after.recurrent, strict=True):
         recurrent.state, recurrent.conv = mx.contiguous(state_of_layer), mx.contiguous(conv)
 
 
 def _pack(piece: mx.array, eight_bits: bool) -> PackedArray:
-    if not eight_bits or piece.shape[-1] % GROUP:
+    if not eight_bits or piece.shape[-1] % GROUP or not mx.issubdtype(piece.dtype, mx.floating):
         return (piece,)
     return tuple(mx.quantize(piece, group_size=GROUP, bits=8))
 
