@@ -19,7 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer as load_mlx_lm_tokenizer
 
 from .. import models
-from ..errors import CheckpointError, DrafterError, HeadError
+from ..errors import CheckpointError, HeadError
 from ..kernels import cpu
 from ..kernels.metal.tune import choose_kernels
 from ..models import memory
@@ -89,8 +89,6 @@ def load_model(
     model = models.build(layout.config, head=decision.drafts)
     if split is not None and not model.family.divisible:
         raise CheckpointError(f"{layout.path}: {layout.family} models cannot be divided among several machines yet.")
-    if split is not None and block is not None:
-        raise DrafterError(f"{block.path}: block drafters run on one machine only. Leave --drafter out.")
     if model.has_head:
         model.share_missing(stored)
     model = _quantized(model, packed)
@@ -145,10 +143,10 @@ def _check_memory(path: Path, model: models.Model, dtype: mx.Dtype) -> None:
     if weights + drafter + request > (free := memory.unused()):
         beside = f", its drafter's {drafter / 1e9:.2f} GB" if drafter else ""
         raise CheckpointError(
-            f"{path}: its weights take {weights / 1e9:.2f} GB{beside}, and {free / 1e9:.2f} GB of this device's memory "
-            f"are left{memory.system_share()}; a short request takes {request / 1e9:.2f} GB more. "
-            f"{'Leave the drafter out, take' if drafter else 'Take'} a smaller "
-            "model, a conversion of fewer bits (`headstart convert --bits 4`), or several machines. If you know that "
+            f"{path}: its weights take {weights / 1e9:.2f} GB{beside}, and {free / 1e9:.2f} GB of this device's "
+            f"memory are left{memory.system_share()}; a short request takes {request / 1e9:.2f} GB more. "
+            f"{'Leave the drafter out, take' if drafter else 'Take'} a smaller model, a "
+            "conversion of fewer bits (`headstart convert --bits 4`), or several machines. If you know that "
             f"it fits, set {memory.VARIABLE} to the gigabytes that Headstart may take."
         )
 

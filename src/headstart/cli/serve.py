@@ -26,6 +26,7 @@ def serve_command(
     model_id: str | None = Option(None, help="What clients call it.", show_default="its hub id or folder's name"),
     mtp: bool | None = options.MTP,
     head: str | None = options.HEAD,
+    drafter: str | None = options.DRAFTER,
     api_key: list[str] | None = Option(
         None, metavar="KEY", envvar="HEADSTART_API_KEY", help="A key that clients must send. Repeat for more."
     ),
@@ -72,7 +73,7 @@ def serve_command(
         nullcontext() if cluster and cluster.rank else server.bind(host, port) as bound,
     ):
         folder = find_model(model)
-        loaded, tokenizer = machines.load_share(folder, cluster, split, mtp=mtp, head=head)
+        loaded, tokenizer = machines.load_share(folder, cluster, split, mtp=mtp, head=head, drafter=drafter)
         served = server.ServedModel.of(read_layout(folder), loaded, tokenizer, id=model_id)
         cache_bytes = memory_for_prefixes() if prefix_cache_gb is None else int(prefix_cache_gb * 1e9)
         if cluster is None:
@@ -119,9 +120,9 @@ def _reopen_closed_streams() -> None:
 
 
 def _drafts(model: "Model") -> str:
-    if not model.has_head:
+    if not model.most_drafts:
         return f"off: {model.head_unavailable}"
-    return f"on, up to {model.max_k} drafts per step"
+    return f"on, up to {model.most_drafts} drafts per step"
 
 
 def _greeting(name: str, drafts: str, host: str, port: int, *, key: bool) -> str:

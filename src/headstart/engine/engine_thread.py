@@ -16,7 +16,6 @@ from ..errors import Busy, EngineDown, RequestError
 from ..limits import MAX_K
 from ..models import Model
 from ..sampling.bounds import start_deep
-from .draft import draft_limits
 from .engine import Engine
 from .log import LOG, log_error
 from .request import Event, Handle, Request
@@ -46,7 +45,7 @@ class EngineThread:
     def __init__(self, engine: Engine):
         engine.threaded = True
         self.engine = engine
-        self.settings = Settings(max_k=max(draft_limits(engine.model).values(), default=0))
+        self.settings = Settings(max_k=engine.model.most_drafts)
         self.restarts = 0
         self.problem: str | None = None  # why the thread died
         self.closing = False  # new requests are refused
@@ -96,7 +95,7 @@ class EngineThread:
             raise Busy("the server is shutting down", retry_after=5)
         if not self.healthy:
             raise EngineDown(f"the engine is down ({self.problem or 'it was not started'}): start it again")
-        limit = self.settings.max_k if draft_limits(self.engine.model) else MAX_K  # copies alone have no limit
+        limit = self.settings.max_k if self.engine.model.most_drafts else MAX_K  # otherwise there are copies
         max_k = limit if self.settings.speculation else 0
         handle = self.engine.submit(request, client=client, listener=listener, max_k=max_k)
         with self._wake:

@@ -176,10 +176,10 @@ def add_settings_routes(app: FastAPI, engine_thread: EngineThread) -> None:
     async def change_settings(change: SettingsChange) -> dict[str, Any]:
         given = change.model_dump(exclude_none=True)
         for name, value in given.items():
-            if value and not model.has_head:
+            if value and not model.most_drafts:
                 refuse(name, f"this model cannot draft: {model.head_unavailable}", "unsupported")
-        if given.get("max_k", 0) > model.max_k:
-            refuse("max_k", f"is {given['max_k']}; this model drafts at most {model.max_k}")
+        if given.get("max_k", 0) > model.most_drafts:
+            refuse("max_k", f"is {given['max_k']}; this model drafts at most {model.most_drafts}")
         engine_thread.configure(**given)
         return asdict(engine_thread.settings)
 

@@ -126,7 +126,7 @@ class Metrics(Collector):
         yield _counter("rounds", "Rounds of sequences, by depth.", counters.rounds, "depth")
         yield _counter("proposed_draft_tokens", "Drafts proposed, by position.", counters.proposed, "position")
         yield _counter("accepted_draft_tokens", "Drafts accepted, by position.", counters.accepted, "position")
-        by_source = "Drafts accepted, by source: the head, or copied from the context."
+        by_source = "Drafts accepted, by source: the head, a block drafter, or copied from the context."
         yield _counter("accepted_drafts_by_source", by_source, counters.accepted_by_source, "source")
         paused = "Time that sequences decoded without drafts because speculation was paused."
         yield _counter("paused_seconds", paused, counters.paused_seconds)

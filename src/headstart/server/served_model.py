@@ -60,6 +60,7 @@ class ServedModel:
             "kernels": selected(),
             "capabilities": list(self.card.capabilities) if self.card else ["text"],
             "native_mtp": {**head, "reason": model.head_unavailable},
+            "drafter": {"kind": "dflash", "max_k": model.drafter.max_k} if model.drafter is not None else None,
             "sampling_defaults": {
                 "thinking": self.recommended_sampling(thinking=True),
                 "not_thinking": self.recommended_sampling(thinking=False),

@@ -1,7 +1,7 @@
 // A conversation with the model that is served.
 
 import { Answer } from "./answer.js";
-import { find, make } from "./page.js";
+import { drafting, find, make } from "./page.js";
 import { race } from "./race.js";
 
 let messages = [];
@@ -15,8 +15,9 @@ export function show() {
 
 /** Set the options for the served model. */
 export function serve(model) {
-  drafts = model.native_mtp.available;
-  for (let k = 1; k <= model.native_mtp.max_k; k++) find("depth").append(make("option", { value: k }, String(k)));
+  const head = drafting(model);
+  drafts = head.available;
+  for (let k = 1; k <= head.max_k; k++) find("depth").append(make("option", { value: k }, String(k)));
   for (const id of ["speculation", "depth", "race"]) find(id).disabled = !drafts;
   find("speculation").checked = drafts;
   find("thinking-choice").hidden = !model.capabilities.includes("thinking");
