@@ -125,7 +125,7 @@ def convert_drafter(layout: DrafterLayout, destination: Path, recipe: Recipe, *,
     if destination.exists():
         raise DrafterError(f"{destination}: exists already. Name a new folder, or remove it first.")
     files, modules = LazyFiles(), dict(layout.drafter.weights.named_modules())
-    how = {"group_size": recipe.group_size, "bits": recipe.bits}
+    how: dict[str, Any] = {"group_size": recipe.group_size, "bits": recipe.bits}
     arrays: dict[str, mx.array] = {}
     for name in parameter_shapes(layout.drafter.weights):
         path, array = name.removesuffix(".weight"), read_parameter(name, layout.stored, files, recipe.dtype)

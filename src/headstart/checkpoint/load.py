@@ -99,7 +99,8 @@ def load_model(
     if block is not None:
         model = replace(model, drafter=block.drafter)
     if split is None:
-        _check_memory(layout.path, model, dtype)
+        drafter_bytes = _nbytes(block.drafter.weights, dtype) if block is not None else 0
+        _check_memory(layout.path, _nbytes(model.weights, dtype), Footprint.of(model), drafter_bytes)
 
     files = LazyFiles()
     part = split(models.text_config(layout.config)) if split is not None else None
@@ -133,13 +134,10 @@ def _nbytes(weights: nn.Module, dtype: mx.Dtype) -> int:
     return sum(a.size * (dtype.size if mx.issubdtype(a.dtype, mx.floating) else a.itemsize) for a in arrays)
 
 
-def _check_memory(path: Path, model: models.Model, dtype: mx.Dtype) -> None:
+def _check_memory(path: Path, weights: int, footprint: Footprint, drafter: int = 0) -> None:
     """Refuse a model that does not fit with one short request: the machine would swap, or the system end the process
     without a message."""
-    weights, drafter = _nbytes(model.weights, dtype), 0
-    if model.drafter is not None:
-        drafter = _nbytes(model.drafter.weights, dtype)
-    request = int(Footprint.of(model).bytes([1]) / memory.SHARE)
+    request = int(footprint.bytes([1]) / memory.SHARE)
     if weights + drafter + request > (free := memory.unused()):
         beside = f", its drafter's {drafter / 1e9:.2f} GB" if drafter else ""
         raise CheckpointError(
