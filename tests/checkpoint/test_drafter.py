@@ -95,19 +95,17 @@ def test_a_model_and_a_drafter_are_not_each_other(target: Path, tmp_path: Path) 
 def test_a_drafter_that_does_not_fit_in_memory_is_refused(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter, one = write_drafter(tmp_path, target), load_model(target)
-    pair = load_model(target, drafter=drafter)
+    drafter, one = write_drafter(tmp_path, target), load_model(target, dtype=mx.float32)
+    pair = load_model(target, drafter=drafter, dtype=mx.float32)
     # Keys and values of two layers with two heads of 16: counted for every position, at admission too.
-    assert Footprint.of(pair).position - Footprint.of(one).position == 2 * 2 * 2 * 16 * 2
+    assert Footprint.of(pair).position - Footprint.of(one).position == 2 * 2 * 2 * 16 * 4
     assert Engine(pair).footprint == Footprint.of(pair)
-    nbytes = read_drafter(drafter).bytes
     monkeypatch.setattr(mx, "get_active_memory", lambda: 0)
-    weights = _nbytes(one.weights, one.dtype)
-    limit = (weights + Footprint.of(pair).bytes([1]) / 0.9 + nbytes / 2) / 1e9
-    monkeypatch.setenv("HEADSTART_MEMORY_GB", str(limit))
-    load_model(target)
+    needed = _nbytes(one.weights, mx.float32) + Footprint.of(pair).bytes([1]) / 0.9
+    monkeypatch.setenv("HEADSTART_MEMORY_GB", str((needed + read_drafter(drafter).bytes) / 1e9))
+    load_model(target, dtype=mx.float32)
     with pytest.raises(HeadstartError, match=r"GB, its drafter's 0\.00 GB, and .*Leave the drafter out, take a"):
-        load_model(target, drafter=drafter)
+        load_model(target, drafter=drafter, dtype=mx.float32)  # twice as large as in the file
 
 
 def test_a_drafter_is_quantised_and_drafts_nearly_the_same(target: Path, tmp_path: Path) -> None:
