@@ -29,7 +29,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(*arguments: object) -> str:
     result = CliRunner().invoke(app, [*map(str, arguments)])
     assert result.exit_code == 0, result.output
-    return result.output
+    return result.stdout
 
 
 @pytest.mark.parametrize(
