@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from running import CONTEXT, Running, running, tiny, tokenizer, wait_until
 
-from headstart.engine import Engine, EngineThread, Event, FinishReason, Request, Stats
+from headstart.engine import DepthController, Engine, EngineThread, Event, FinishReason, Request, Stats
+from headstart.engine.copies import CopyIndex
+from headstart.engine.depth import Plan
+from headstart.engine.draft import Source
+from headstart.engine.draft_history import DraftHistory
 from headstart.engine.request import Handle
 from headstart.server import Limits
 from headstart.server.metrics import Meter, Metrics
@@ -31,11 +36,20 @@ def samples(server: Running) -> dict[tuple[str, frozenset[tuple[str, str]]], flo
     return {(sample.name, frozenset(sample.labels.items())): sample.value for sample in told}
 
 
+class Copying(DepthController):
+    """Copies wherever something repeats, with the head after that."""
+
+    def plan(self, histories: Sequence[DraftHistory], copies: Sequence[CopyIndex | None], unread: int = 0) -> Plan:
+        distances = tuple(each.distance if each is not None else 0 for each in copies)
+        return super().plan(histories, copies, unread)._replace(k=3, source=Source.HEAD, distances=distances)
+
+
 def test_counts_are_the_sums_of_what_every_answer_says() -> None:
-    with running() as server, server.http() as http:
+    with running(depth=Copying()) as server, server.http() as http:
         bodies: list[dict[str, Any]] = [
             {"prompt": "one", "max_tokens": 20, "min_tokens": 20},
             {"prompt": "two", "max_tokens": 30, "min_tokens": 30, "num_draft_tokens": 3},
+            {"prompt": [5] * 40, "max_tokens": 30, "logit_bias": {"5": 100}},  # repeats itself
             {"prompt": "three", "max_tokens": 10, "min_tokens": 10, "num_draft_tokens": 0},
         ]
         told = [http.post(COMPLETIONS, json=body).json() for body in bodies]
@@ -46,12 +60,12 @@ def test_counts_are_the_sums_of_what_every_answer_says() -> None:
     def count(name: str, **labels: str) -> float:
         return counted[f"headstart_{name}", frozenset(labels.items())]
 
-    assert count("requests_total", endpoint=COMPLETIONS, outcome="length") == 3
-    assert count("generation_tokens_total") == report["generation_tokens"] == 60
+    assert count("requests_total", endpoint=COMPLETIONS, outcome="length") == 4
+    assert count("generation_tokens_total") == report["generation_tokens"] == 90
     assert count("prompt_tokens_total") == sum(answer["usage"]["prompt_tokens"] for answer in told)
-    assert count("time_to_first_token_seconds_count") == 3
+    assert count("time_to_first_token_seconds_count") == 4
     assert report["rounds"] == sum(each["rounds"] for each in stats)
-    assert report["tokens_per_round"] == pytest.approx(60 / report["rounds"])
+    assert report["tokens_per_round"] == pytest.approx(90 / report["rounds"])
     assert report["proposed_draft_tokens"] == sum(each["proposed_draft_tokens"] for each in stats)
     assert report["accepted_draft_tokens"] == sum(each["accepted_draft_tokens"] for each in stats) > 0
     for name in ("proposed", "accepted"):
@@ -62,6 +76,10 @@ def test_counts_are_the_sums_of_what_every_answer_says() -> None:
         assert count("rounds_total", depth=depth) == report["rounds_by_depth"][depth] == rounds
     assert report["bypasses"] == {"the request asked for no drafts": 1}
     assert count("bypasses_total", reason="the request asked for no drafts") == 1
+    for source in ("head", "copy"):
+        accepted = sum(each["accepted_by_source"][source] for each in stats)
+        assert count("accepted_drafts_by_source_total", source=source) == accepted > 0
+        assert report["accepted_by_source"][source] == accepted
     assert report["depth"] == 0
     assert count("engine_healthy") == 1
 

@@ -81,7 +81,7 @@ def test_a_model_without_a_head_has_nothing_to_set(visit: Visit) -> None:
         page.get_by_label("Max tokens").fill("5")
         page.get_by_label("Message").fill("Hi")
         page.get_by_role("button", name="Send").click()
-        expect(page.locator(".stats")).to_contain_text("no drafts: ")
+        expect(page.locator(".stats")).to_contain_text("no drafts of the head: ")
 
 
 def test_the_prefix_cache_can_be_emptied(visit: Visit) -> None:

@@ -12,8 +12,9 @@ const GAP = 5; // samples that may be missing before a line is broken
 // The columns of the charts: what was counted since the previous sample, and what was at the time of each.
 const COUNTS = ["generation_tokens", "rounds", "prompt_tokens", "cached_tokens", "first_tokens", "first_token_seconds"];
 const BY_POSITION = ["proposed_by_position", "accepted_by_position"];
+const SOURCES = ["head", "copy"]; // of accepted drafts
 const LEVELS = ["running", "prefilling", "queued", "active_bytes", "cache_bytes", "prefix_bytes"];
-const NAMES = ["time", "seconds", ...COUNTS, ...BY_POSITION, ...LEVELS];
+const NAMES = ["time", "seconds", ...COUNTS, ...BY_POSITION, ...SOURCES, ...LEVELS];
 
 let last = null; // the newest sample: its counts are totals
 const samples = Object.fromEntries(NAMES.map((name) => [name, []]));
@@ -21,7 +22,7 @@ let charts = null;
 
 /** Add a sample: the statistics of the model, the load and the prefix cache, as the server reports them now. */
 export function update(stats, load, cache) {
-  const sample = { ...stats, ...load, prefix_bytes: cache.bytes ?? 0, time: Date.now() / 1000 };
+  const sample = { ...stats, ...stats.accepted_by_source, ...load, prefix_bytes: cache.bytes ?? 0, time: Date.now() / 1000 };
   if (last !== null) add(sample);
   last = sample;
   const old = samples.time.findIndex((time) => time > last.time - HOUR);
@@ -34,7 +35,7 @@ function add(sample) {
   const before = sample.rounds < last.rounds ? {} : last; // a server that was restarted counts anew
   samples.time.push(sample.time);
   samples.seconds.push(sample.time - last.time);
-  for (const name of COUNTS) samples[name].push(sample[name] - (before[name] ?? 0));
+  for (const name of [...COUNTS, ...SOURCES]) samples[name].push(sample[name] - (before[name] ?? 0));
   for (const name of BY_POSITION) samples[name].push(sample[name].map((count, j) => count - (before[name]?.[j] ?? 0)));
   for (const name of LEVELS) samples[name].push(sample[name]);
 }
@@ -69,6 +70,8 @@ function makeCharts() {
       [["tokens per round", "accent", (v) => number(v, 2)]], { atLeast: 2, write: whole }),
     acceptance: bars("acceptance", "Acceptance by position", "share of the drafts proposed at each position",
       { write: percent }),
+    sources: overTime("sources", "Accepted drafts by source", "per round: from the head, and copied from the context",
+      [["head", "accent", (v) => number(v, 2)], ["copy", "blue", (v) => number(v, 2)]], { write: whole }),
     depth: overTime("depth-chart", "Depth", "drafts per round, on average", [["depth", "accent", (v) => number(v, 2)]],
       { atLeast: 2, write: whole }),
     gains: bars("gains", "Expected speed by depth", "relative to no drafts; highlighted: the last round",
@@ -97,6 +100,7 @@ function draw() {
 
   over(charts.speed, ratio("generation_tokens", "seconds"));
   over(charts.yield, ratio("generation_tokens", "rounds"));
+  over(charts.sources, ...SOURCES.map((source) => ratio(source, "rounds")));
   over(charts.depth, moving(s.proposed_by_position.map((row) => row && sum(row)), s.rounds, wide));
   over(charts.sequences, s.running, s.prefilling, s.queued);
   over(charts.first, ratio("first_token_seconds", "first_tokens"));
