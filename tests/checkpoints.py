@@ -445,11 +445,14 @@ def write_drafter(
         for name, out, inp in (
             (f"{part}.q_proj", heads * dim, hidden), (f"{part}.k_proj", kv * dim, hidden),
             (f"{part}.v_proj", kv * dim, hidden), (f"{part}.o_proj", hidden, heads * dim),
-            (f"{mlp}.gate_proj", inner, hidden), (f"{mlp}.up_proj", inner, hidden), (f"{mlp}.down_proj", hidden, inner),
+            (f"{mlp}.gate_proj", inner, hidden), (f"{mlp}.up_proj", inner, hidden),
+            (f"{mlp}.down_proj", hidden, inner),
         ):  # fmt: skip
             arrays[f"{name}.weight"] = matrix(out, inp)
         arrays |= {f"{part}.{name}.weight": norm(dim) for name in ("q_norm", "k_norm")}
-        arrays |= {f"layers.{n}.{name}.weight": norm(hidden) for name in ("input_layernorm", "post_attention_layernorm")}
+        arrays |= {
+            f"layers.{n}.{name}.weight": norm(hidden) for name in ("input_layernorm", "post_attention_layernorm")
+        }
     arrays["norm.weight"] = norm(hidden)
     folder.mkdir(parents=True, exist_ok=True)
     save(folder / "model.safetensors", arrays, {"format": "pt"})

@@ -28,7 +28,7 @@ Progress = Callable[[int, int], None]
 # Arguments of mlx-lm that would change the output or the memory, and what to do instead.
 REFUSED = {
     "logits_processors": "use SamplingParams' repetition_penalty, presence_penalty, frequency_penalty or logit_bias",
-    "draft_model": "the model drafts with its own head, up to k tokens per step",
+    "draft_model": "the model drafts with its own head; a block drafter is an argument of load",
     "num_draft_tokens": "use k",
     "prompt_cache": "give the whole prompt",
     "input_embeddings": "give the prompt as text or token ids",
@@ -45,7 +45,11 @@ SAMPLER_FIELDS = {  # what make_sampler sets
 
 
 def load(
-    path: str | Path | None = None, *, mtp: bool | None = None, head: str | Path | None = None
+    path: str | Path | None = None,
+    *,
+    mtp: bool | None = None,
+    head: str | Path | None = None,
+    drafter: str | Path | None = None,
 ) -> tuple[Model, TokenizerWrapper]:
     """Load a model and its tokenizer.
 
@@ -53,9 +57,10 @@ def load(
         path: A folder, a built-in model, a name in the Hugging Face cache or a hub id; by default the built-in model.
         mtp: Load the multi-token-prediction head; by default if there is one and HEADSTART_MTP is not 0.
         head: Another model or a drafter (`qwen3_5_mtp`) whose head is taken, named like `path`.
+        drafter: A block drafter (DFlash) that was made for the model, named like `path`.
     """
     folder = resolve(path)
-    return load_model(folder, mtp=mtp, head=head), load_tokenizer(folder)
+    return load_model(folder, mtp=mtp, head=head, drafter=drafter), load_tokenizer(folder)
 
 
 @dataclass(frozen=True)

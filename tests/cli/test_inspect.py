@@ -7,7 +7,18 @@ from typer.testing import CliRunner
 from checkpoints import write
 from headstart.cli.main import app
 
-KEYS = ["path", "family", "layout", "dtype", "quantization", "parameters", "bytes", "native_mtp", "card"]
+KEYS = [
+    "path",
+    "family",
+    "layout",
+    "dtype",
+    "quantization",
+    "parameters",
+    "bytes",
+    "native_mtp",
+    "card",
+    "known_drafter",
+]
 MTP_KEYS = ["available", "reason", "location", "num_layers", "quantization"]
 
 

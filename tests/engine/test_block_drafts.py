@@ -1,11 +1,12 @@
 """A block drafter changes no token: whatever the block, the rule, the batch, or what the prefix cache held.
 
-A random drafter is right too seldom to test much. So its logits are raised for what usually follows in the model's own
-greedy text: some blocks are accepted whole, and most in part.
+A random drafter is right too seldom to test much. So its logits are raised for what usually follows in the model's
+own greedy text: some blocks are accepted whole, and most in part.
 """
 
 from collections import Counter, defaultdict
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -50,7 +51,7 @@ def successors() -> mx.array:
     counts: dict[int, Counter[int]] = defaultdict(Counter)
     for seed in range(3):
         text = generate(pair(), random_prompt(pair(), 9, seed), k=0, max_tokens=150).tokens
-        for before, after in zip(text, text[1:], strict=False):
+        for before, after in pairwise(text):
             counts[before][after] += 1
     return mx.array([counts[token].most_common(1)[0][0] if token in counts else 0 for token in range(256)])
 
@@ -117,7 +118,8 @@ def test_sequences_join_leave_and_resume_beside_each_other(monkeypatch: pytest.M
     for n in range(10):
         prompt = (common if n % 2 else []) + random_prompt(model, 5 + 9 * n, n)
         params: dict[str, Any] = {"seed": n, "temperature": 0.6} if n % 3 == 1 else {}
-        asked.append((prompt, {**params, "max_tokens": 10 + 7 * (n % 4), "k": (0, 15, 4)[n % 3] if n % 5 == 4 else "auto"}))
+        k = (0, 15, 4)[n % 3] if n % 5 == 4 else "auto"
+        asked.append((prompt, {**params, "max_tokens": 10 + 7 * (n % 4), "k": k}))
     handles = []
     for prompt, params in asked:
         handles.append(submit(engine, prompt, **params))
@@ -168,9 +170,7 @@ def test_a_grammar_is_obeyed_and_its_text_the_same() -> None:
     with TemporaryDirectory() as place:
         model = load_model(builtin, dtype=mx.float32, drafter=write_drafter(Path(place), builtin, layers=(0, 1)))
     grammar = GrammarSpec("regex", r"(yes|no|maybe)( or (yes|no|maybe)){3}")
-    texts = {
-        batch_generate(model, tokenizer, ["Is it?"], 30, k=k, grammar=grammar).texts[0] for k in (0, 2, 15)
-    }
+    texts = {batch_generate(model, tokenizer, ["Is it?"], 30, k=k, grammar=grammar).texts[0] for k in (0, 2, 15)}
     assert len(texts) == 1
     assert texts.pop().count(" or ") == 3
 

@@ -2,8 +2,9 @@
 
 python tests/reference/make_dflash.py        in an environment with torch, transformers 5.17 and mlx-vlm 0.7.10
 
-Two rounds over one text: the prompt is the context, then three tokens of the verified block are accepted. transformers
-runs its candidate generator, and its only released DFlash architecture, which has the same layers under other names.
+Two rounds over one text: the prompt is the context, then three tokens of the verified block are accepted.
+transformers runs its candidate generator, and its only DFlash architecture, which has the same layers under other
+names.
 """
 
 import json
@@ -64,7 +65,9 @@ def with_transformers(target: Path, folder: Path, window: list[int], config: dic
         positions = torch.arange(len(tokens))[None]
         given = {"position_ids": positions, "attention_mask": torch.ones_like(positions)}
         with torch.no_grad():
-            drafter.get_candidates(torch.tensor([tokens]), given, SimpleNamespace(hidden_states=hidden), False, accepted)
+            drafter.get_candidates(
+                torch.tensor([tokens]), given, SimpleNamespace(hidden_states=hidden), False, accepted
+            )
 
     candidates(PROMPT, outputs(PROMPT[:-1]), 0)
     text = [*PROMPT, *window]

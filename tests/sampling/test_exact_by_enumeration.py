@@ -97,6 +97,16 @@ def test_two_rounds_of_copies_or_of_a_reduced_head_are_the_target(
 
 
 @pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize(("vocabulary", "k"), [(3, 3), (2, 5)])
+def test_two_rounds_of_blocks_are_the_target(vocabulary: int, k: int, name: str) -> None:
+    """All drafts of a block are drawn given the context alone; only penalties know of the drafts before."""
+    pair = make_pair(PARAMS[name], vocabulary, 2 * (k + 1), seed=k, block=True)
+    for rule in ("block_acceptance", "coupled"):
+        for depths in (full(k), ragged(k, shift=k)):
+            assert total_variation(law(pair, k, EXACT[rule], depths), pair.law()) < 1e-12
+
+
+@pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize(("vocabulary", "k"), [(4, 1), (3, 2), (3, 3), (2, 4)])
 def test_two_rounds_of_coupling_are_the_target_whatever_is_drafted(vocabulary: int, k: int, name: str) -> None:
     pair = make_pair(PARAMS[name], vocabulary, 2 * (k + 1), seed=k)

@@ -77,6 +77,7 @@ class Card(StrictModel):
     context_length: Positive | None = None
     capabilities: tuple[Capability, ...] = ()
     native_mtp: NativeMtp | None = None
+    drafter: str | None = None  # hub id of a block drafter that was made for it
     gain: Gain | None = None
     sampling_defaults: SamplingDefaults = SamplingDefaults()
 

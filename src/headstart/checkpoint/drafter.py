@@ -4,8 +4,8 @@ A drafter is a folder of its own with a config.json of a small Qwen3 and the fie
 `target_layer_ids` and `num_target_layers`, flat or under `dflash_config`. It has no embedding and no output layer.
 """
 
+import json
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -20,13 +20,19 @@ from .. import models
 from ..errors import DrafterError
 from ..models.base import Norm, use_float32_norms
 from ..models.dflash import DFlash, DFlashSpec, DFlashWeights
-from .config import MAX_LAYERS, printable_error, read_config
+from .atomic import publish, require_space, staging_folder
+from .config import MAX_LAYERS, REMEDY, printable_error, read_config
 from .names import ParameterPart
 from .parameters import Source, Stored, StoredParameter, find_misfit, parameter_shapes, quantization_of
+from .quantize import Recipe, choose_quantization
 from .read import LazyFiles, read_parameter
-from .safetensors import read_header, shard_files
+from .safetensors import read_header, shard_files, write_safetensors
 
 ARCHITECTURE = "DFlashDraftModel"
+KINDS = {"full_attention", "sliding_attention"}
+MAX_BLOCK = 2**16
+# What must be equal, by the model's name and the drafter's.
+TARGET = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "num_hidden_layers": "num_target_layers"}
 
 
 @dataclass(frozen=True)
@@ -54,9 +60,6 @@ class DrafterLayout:
         }
 
 
-TARGET = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "num_hidden_layers": "num_target_layers"}
-
-
 def is_drafter(path: Path) -> bool:
     """Return whether a folder holds a block drafter instead of a model."""
     return (path / "config.json").exists() and "target_layer_ids" in _fields(read_config(path, drafter=True))
@@ -66,7 +69,9 @@ def read_drafter(path: Path) -> DrafterLayout:
     """Recognise the drafter in the folder `path` from its config and the headers of its files."""
     config = read_config(path)
     drafter = _expected_drafter(path, config)
-    tensors = [tensor for file in shard_files(path, lambda name: True) for tensor in read_header(file).tensors.values()]
+    tensors = [
+        tensor for file in shard_files(path, lambda name: True) for tensor in read_header(file).tensors.values()
+    ]
     stored = {}
     for tensor in tensors:
         name = tensor.name.removeprefix("model.")
@@ -98,8 +103,8 @@ def check_drafter(layout: DrafterLayout, path: Path, config: dict[str, Any]) -> 
     for name, field_ in TARGET.items():
         if theirs.get(field_, ours.get(name)) != ours.get(name):
             raise DrafterError(
-                f"{layout.path}: a drafter for another model: its {field_} is {shortened(theirs.get(field_))} and the "
-                f"{name} of {path} is {ours.get(name)}. Name the drafter that was released for this model."
+                f"{layout.path}: a drafter for another model: its {field_} is {shortened(theirs.get(field_))}, "
+                f"and the {name} of {path} is {ours.get(name)}. Name the drafter that was released for this model."
             )
 
 
@@ -113,6 +118,34 @@ def read_drafter_weights(layout: DrafterLayout, dtype: mx.Dtype) -> None:
         weights.update(tree_unflatten([(name, array)]))
 
 
+def convert_drafter(layout: DrafterLayout, destination: Path, recipe: Recipe, *, dry_run: bool = False) -> int:
+    """Write the drafter to a new folder, quantised as `recipe` says but for `fc` and norms. Return its bytes."""
+    if layout.quantization is not None:
+        raise DrafterError(f"{layout.path}: quantised already. Name the original.")
+    if destination.exists():
+        raise DrafterError(f"{destination}: exists already. Name a new folder, or remove it first.")
+    files, modules = LazyFiles(), dict(layout.drafter.weights.named_modules())
+    how: dict[str, Any] = {"group_size": recipe.group_size, "bits": recipe.bits}
+    arrays: dict[str, mx.array] = {}
+    for name in parameter_shapes(layout.drafter.weights):
+        path, array = name.removesuffix(".weight"), read_parameter(name, layout.stored, files, recipe.dtype)
+        if recipe.bits and path != "fc" and choose_quantization(path, modules[path], lambda *_: how):
+            parts = zip(("weight", "scales", "biases"), mx.quantize(array, **how), strict=True)
+            arrays |= {f"{path}.{part}": values for part, values in parts}
+        else:
+            arrays[name] = array
+    nbytes = sum(array.nbytes for array in arrays.values())
+    if dry_run:
+        return nbytes
+    require_space(destination, nbytes)
+    config = layout.config | ({"quantization": {**how, "mode": "affine"}} if recipe.bits else {})
+    with staging_folder(destination.absolute()) as folder:
+        write_safetensors(folder / "model.safetensors", arrays, lambda written: None)
+        (folder / "config.json").write_text(json.dumps(config, indent=4))
+        publish(folder, destination.absolute())
+    return nbytes
+
+
 def _choose(packed: dict[str, dict[str, Any]]) -> Callable[[str, nn.Module], dict[str, Any] | bool]:
     return lambda path, module: packed.get(path, False)
 
@@ -124,37 +157,43 @@ def _fields(config: dict[str, Any]) -> dict[str, Any]:
 
 def _expected_drafter(path: Path, config: dict[str, Any]) -> DFlash:
     """Return the drafter that config.json describes, not computed."""
-    fields, file = _fields(config), path / "config.json"
-    if "target_layer_ids" not in fields:
-        raise DrafterError(f"{path}: not a block drafter: config.json has no target_layer_ids. Name a DFlash drafter.")
-    named = config.get("architectures") or [ARCHITECTURE]
-    if named != [ARCHITECTURE]:
-        raise DrafterError(f"{file}: architectures is {shortened(named)}; Headstart runs {ARCHITECTURE} only.")
-    layers, targets = fields["target_layer_ids"], fields.get("num_target_layers", MAX_LAYERS)
-    if type(targets) is not int or not _are_layers(layers, targets):
-        wanted = "rising numbers of layers below num_target_layers"
-        raise DrafterError(f"{file}: target_layer_ids is {shortened(layers)}; it must be {wanted} ({targets}).")
-    limits = {"block_size": (2, 2**16), "mask_token_id": (0, int(fields.get("vocab_size") or 0) - 1)}
-    for name, (least, most) in limits.items():
-        if type(value := fields.get(name)) is not int or not least <= value <= most:
-            raise DrafterError(f"{file}: {name} is {shortened(value)}; it must be a whole number, {least} to {most:,}.")
-    kinds = config.get("layer_types") or ["full_attention"] * int(fields.get("num_hidden_layers") or 0)
-    sliding = isinstance(kinds, list) and "sliding_attention" in kinds
-    if not isinstance(kinds, list) or not {*map(str, kinds)} <= {"full_attention", "sliding_attention"}:
-        raise DrafterError(f"{file}: layer_types is {shortened(kinds)}; layers are full_attention or sliding_attention.")
-    if len(kinds) != fields.get("num_hidden_layers") or (sliding and type(config.get("sliding_window")) is not int):
-        raise DrafterError(f"{file}: layer_types needs one entry per layer, and sliding ones a sliding_window.")
+    file = path / "config.json"
+    if problem := _config_problem(_fields(config)):
+        raise DrafterError(f"{file}: {problem}. Name a DFlash drafter, or download this one again.")
     try:
-        spec = DFlashSpec.of({**deepcopy(config), "layer_types": kinds})
+        spec = DFlashSpec.of(config)
         weights = DFlashWeights(config, len(spec.target_layers))
     except Exception as error:  # whatever mlx-lm raises, only the config can be its cause
-        raise DrafterError(f"{file}: a field is missing or wrong ({printable_error(error)}).") from error
+        raise DrafterError(f"{file}: a field is missing or wrong ({printable_error(error)}). {REMEDY}") from error
     use_float32_norms(weights)
     return DFlash(spec, weights)
 
 
-def _are_layers(layers: object, count: int) -> bool:
+def _config_problem(fields: dict[str, Any]) -> str | None:
+    """Return what is wrong with the fields that are a drafter's own."""
+    named, layers = fields.get("architectures") or [ARCHITECTURE], fields.get("target_layer_ids")
+    if layers is None:
+        return "not a block drafter's: it has no target_layer_ids"
+    if named != [ARCHITECTURE]:
+        return f"architectures is {shortened(named)}, and Headstart runs {ARCHITECTURE}"
+    targets = fields.get("num_target_layers") or MAX_LAYERS
     if not isinstance(layers, list) or not layers or not all(type(layer) is int for layer in layers):
-        return False
-    return sorted({*layers}) == layers and 0 <= layers[0] and layers[-1] < count
-
+        return f"target_layer_ids is {shortened(layers)}; it must be a list of layers"
+    if sorted({*layers}) != layers or not 0 <= layers[0] <= layers[-1] < targets:
+        return f"target_layer_ids is {shortened(layers)}; they must rise, from 0 to {targets - 1} at most"
+    limits = {"block_size": (2, MAX_BLOCK), "mask_token_id": (0, int(fields.get("vocab_size") or 0) - 1)}
+    for name, (least, most) in limits.items():
+        if type(value := fields.get(name)) is not int or not least <= value <= most:
+            return f"{name} is {shortened(value)}; it must be a whole number from {least} to {most:,}"
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        return None
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != fields.get("num_hidden_layers")
+        or not {*map(str, kinds)} <= KINDS
+    ):
+        return f"layer_types is {shortened(kinds)}; it must name {' or '.join(sorted(KINDS))} for every layer"
+    if "sliding_attention" in kinds and type(fields.get("sliding_window")) is not int:
+        return f"sliding_window is {shortened(fields.get('sliding_window'))}, and some layers slide"
+    return None

@@ -71,6 +71,7 @@ class Layout:
             **{name: getattr(self, name) for name in public},
             "native_mtp": asdict(self.mtp),
             "card": card.name if (card := self.card) else None,
+            "known_drafter": card.drafter if card else None,
         }
 
 

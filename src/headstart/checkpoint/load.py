@@ -20,7 +20,7 @@ from mlx_lm.utils import load_tokenizer as load_mlx_lm_tokenizer
 
 from .. import models
 from ..cards import Dispatch
-from ..errors import CheckpointError, DrafterError, HeadError
+from ..errors import CheckpointError, HeadError
 from ..kernels import cpu
 from ..kernels.metal.tune import choose_kernels
 from ..models import memory
@@ -143,8 +143,6 @@ def load_model(
     ensure_compiles()
     if split is not None and not model.family.divisible:
         raise CheckpointError(f"{layout.path}: {layout.family} models cannot be divided among several machines yet.")
-    if split is not None and plan.drafter is not None:
-        raise DrafterError(f"{plan.drafter.path}: block drafters run on one machine only. Leave --drafter out.")
     norms = {f"{name}.weight" for name, module in model.weights.named_modules() if isinstance(module, Norm)}
     if split is None:
         _check_memory(plan)

@@ -15,11 +15,16 @@ def inspect_command(model: str | None, as_json: bool = options.JSON) -> None:
     """Show what a checkpoint is. Family, layout, quantisation, and where its MTP head is. Only headers are read: a
     hub id that is not in the cache is not downloaded."""
     from ..checkpoint import read_layout
+    from ..checkpoint.drafter import is_drafter, read_drafter
     from ..checkpoint.hub import header_folder
 
     with header_folder(model) as (folder, name):
-        report = read_layout(folder).report()
+        drafter = read_drafter(folder) if is_drafter(folder) else None
+        report = (drafter or read_layout(folder)).report()
     report["path"] = name
+    if drafter is not None:
+        _show_drafter(report, as_json)
+        return
     mtp = report["native_mtp"]
     mtp["reason"] = mtp["reason"] and mtp["reason"].replace(str(folder), name)
     if as_json:
@@ -35,6 +40,20 @@ def inspect_command(model: str | None, as_json: bool = options.JSON) -> None:
         rows |= {"  location": mtp["location"], "  layers": str(mtp["num_layers"])}
         rows["  quantization"] = _describe(mtp["quantization"])
     rows["card"] = report["card"] or "none"
+    if report["known_drafter"]:
+        rows["block drafter"] = f"{report['known_drafter']} (--drafter)"
+    print_table([[name, value] for name, value in rows.items()])
+
+
+def _show_drafter(report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(report))
+        return
+    rows = {name: str(report[name]) for name in ("path", "family", "dtype")}
+    rows["quantization"] = _describe(report["quantization"])
+    rows |= {name: f"{report[name]:,}" for name in ("parameters", "bytes", "block_size", "mask_token_id")}
+    rows["target layers"] = ", ".join(map(str, report["target_layer_ids"]))
+    rows["for a model of"] = ", ".join(f"{name} {size}" for name, size in report["target"].items() if size)
     print_table([[name, value] for name, value in rows.items()])
 
 

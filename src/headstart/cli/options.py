@@ -17,6 +17,9 @@ MTP = Option(None, "--mtp/--no-mtp", help="Load the MTP head or not.", show_defa
 HEAD = Option(
     None, metavar="MODEL", help="Draft with the head of another model or drafter.", show_default="the model's own"
 )
+DRAFTER = Option(
+    None, metavar="DRAFTER", help="Draft with a block drafter (DFlash) made for the model: a folder or hub id."
+)
 SPLIT = Option("tensor", help="Under mlx.launch: machines share every layer, or have some layers each.")
 SHOW_DRAFTS = Option(
     False, "--show-drafts", help="Show where tokens came from: draft, copy, correction, bonus or plain."

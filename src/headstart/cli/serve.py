@@ -13,7 +13,7 @@ from typer import Option
 from ..errors import ClusterError, HeadstartError, RequestError
 from . import machines, options
 from .config import read_again, use_config_file
-from .download import find_model
+from .download import find_drafter, find_model
 
 if TYPE_CHECKING:
     from ..cluster import Machines
@@ -41,6 +41,7 @@ def serve_command(
     model_id: str | None = Option(None, help="What clients call it.", show_default="its hub id or folder's name"),
     mtp: bool | None = options.MTP,
     head: str | None = options.HEAD,
+    drafter: str | None = options.DRAFTER,
     api_key: list[str] | None = Option(
         None, metavar="KEY", envvar="HEADSTART_API_KEY", help="A key that clients must send. Repeat for more."
     ),
@@ -89,8 +90,10 @@ def serve_command(
         connections=server.connection_limit(max_connections),
     )
     several = len(models) > 1 or all_models
-    if several and (model_id or head):
-        raise RequestError(f"{'--model-id' if model_id else '--head'} is for one model, and there are several")
+    for flag, given in {"--model-id": model_id, "--head": head, "--drafter": drafter}.items():
+        if several and given:
+            raise RequestError(f"{flag} is for one model, and there are several")
+    parts: machines.Parts = {"mtp": mtp, "head": head, "drafter": drafter}
     # Bind first: a port that is taken is known before a model is loaded.
     with (
         machines.connect_machines() as cluster,
@@ -102,7 +105,7 @@ def serve_command(
         if cluster is None:
             pool = server.ModelPool(
                 DeviceThread(),
-                _find_models(models, all_models, pin or [], mtp=mtp, head=head, id=model_id),
+                _find_models(models, all_models, pin or [], parts, model_id),
                 limits=limits,
                 budget=_budget(memory_gb, several),
                 prefix_bytes=cache_bytes,
@@ -120,9 +123,7 @@ def serve_command(
                 raise RequestError("MODEL: several machines share one model, and all of their memory: name one")
             if prefix_cache_dir is not None:
                 raise ClusterError("--prefix-cache-dir is not available on several machines: leave it out")
-            leader = _join_cluster(
-                cluster, models, split, cache_bytes, prefix_cache_8bit, sizes, mtp=mtp, head=head, id=model_id
-            )
+            leader = _join_cluster(cluster, models, split, cache_bytes, prefix_cache_8bit, sizes, parts, model_id)
             if leader is None:
                 return
             pool = server.ModelPool.of_one(*leader, limits)
@@ -155,7 +156,7 @@ def _reload(context: typer.Context, keys: "Keys", limits: "Limits") -> None:
 
 
 def _find_models(
-    names: list[str], all_models: bool, pinned: list[str], *, mtp: bool | None, head: str | None, id: str | None
+    names: list[str], all_models: bool, pinned: list[str], parts: machines.Parts, id: str | None
 ) -> "list[PooledModel]":
     """Return the models to serve, in the order of the command line, and those to pin if they are not among them."""
     from ..checkpoint.hub import local_models
@@ -163,8 +164,10 @@ def _find_models(
 
     pins = [find_model(name) for name in pinned]
     folders = [find_model(name) for name in names or [*pinned, None][:1]] + pins
+    mtp, head, drafter = parts["mtp"], parts["head"], find_drafter(parts["drafter"])
     found = [
-        PooledModel.of(folder, id=id, mtp=mtp, head=head, pinned=folder in pins) for folder in dict.fromkeys(folders)
+        PooledModel.of(folder, id=id, mtp=mtp, head=head, drafter=drafter, pinned=folder in pins)
+        for folder in dict.fromkeys(folders)
     ]
     for local in local_models() if all_models else ():
         if local.layout is not None and local.layout.path not in folders:
@@ -189,9 +192,7 @@ def _join_cluster(
     cache_bytes: int | None,
     prefix_8bit: bool,
     sizes: dict[str, int],
-    *,
-    mtp: bool | None,
-    head: str | None,
+    parts: machines.Parts,
     id: str | None,
 ) -> "tuple[EngineThread, ServedModel] | None":
     """Load this machine's part of a model. Return the engine that leads; one that follows runs here to its end."""
@@ -202,13 +203,15 @@ def _join_cluster(
     from ..engine.memory import memory_for_prefixes
 
     folder = find_model(models[0] if models else None)
-    loaded, tokenizer = machines.load_share(folder, cluster, split, mtp=mtp, head=head)
+    loaded, tokenizer = machines.load_share(folder, cluster, split, **parts)
     size = memory_for_prefixes() if cache_bytes is None else cache_bytes
     shared = SharedPrefix(size, eight_bits=prefix_8bit) if size else None
     if cluster.rank:
         Follower(cluster, loaded, tokenizer, prefix=shared).run(warm_up=True)
         return None
-    served = server.ServedModel.of(server.ModelInfo.of(read_layout(folder), id=id, mtp=mtp), loaded, tokenizer)
+    served = server.ServedModel.of(
+        server.ModelInfo.of(read_layout(folder), id=id, mtp=parts["mtp"]), loaded, tokenizer
+    )
     engine = Leader(cluster, served.model, tokenizer, prefix=shared, **sizes)
     engine.warm_up()
     return EngineThread(engine), served
@@ -225,8 +228,8 @@ def _reopen_closed_streams() -> None:
 
 def _greeting(pool: "ModelPool", host: str, port: int, *, key: bool) -> str:
     first, *others = pool.models
-    head = first.info.native_mtp
-    drafts = f"on, up to {head['max_k']} drafts per step" if head["available"] else f"off: {head['reason']}"
+    most = first.info.most_drafts
+    drafts = f"on, up to {most} drafts per step" if most else f"off: {first.info.native_mtp['reason']}"
     name = f"{first.id}; when needed {', '.join(each.id for each in others)}" if others else first.id
     here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     address = f"http://[{here}]:{port}" if ":" in here else f"http://{here}:{port}"

@@ -89,7 +89,7 @@ class DepthController:
     @classmethod
     def of(cls, model: Model) -> "DepthController":
         limits = draft_limits(model)
-        return cls(max(limits.values(), default=0), model.default_k, [*limits] or [Source.HEAD], limits)
+        return cls(model.most_drafts, model.default_k, [*limits] or [Source.HEAD], limits)
 
     def plan(self, histories: Sequence[DraftHistory], copies: Sequence[CopyIndex | None], unread: int = 0) -> Plan:
         """Return what to draft in the next step.

@@ -12,7 +12,6 @@ from ..errors import Busy, EngineDown, RequestError
 from ..limits import MAX_K
 from ..models import Model
 from .device_thread import DeviceThread
-from .draft import draft_limits
 from .engine import Engine
 from .request import Event, Handle, Request
 
@@ -42,7 +41,7 @@ class EngineThread:
         """Run an engine in a thread of its own, or in one that runs others too."""
         engine.threaded = True
         self.engine = engine
-        self.settings = Settings(max_k=max(draft_limits(engine.model).values(), default=0))
+        self.settings = Settings(max_k=engine.model.most_drafts)
         self.device = device or DeviceThread()
         self.device.add(engine)
 
@@ -88,7 +87,7 @@ class EngineThread:
             raise Busy("the server is shutting down", retry_after=5)
         if not device.healthy:
             raise EngineDown(f"the engine is down ({device.problem or 'it was not started'}): start it again")
-        limit = self.settings.max_k if draft_limits(self.engine.model) else MAX_K  # copies alone have no limit
+        limit = self.settings.max_k if self.engine.model.most_drafts else MAX_K  # otherwise there are copies
         max_k = limit if self.settings.speculation else 0
         handle = self.engine.submit(request, client=client, listener=listener, max_k=max_k)
         device.wake(self.engine)  # it may have stopped since the checks above

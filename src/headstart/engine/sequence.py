@@ -213,7 +213,7 @@ class SequenceState:
 def _max_k(k: int | Literal["auto"], model: Model, max_k: int) -> tuple[int, str | None]:
     """Return the most drafts per round, and the reason if there are none."""
     limits = draft_limits(model)
-    most = min(max_k, max(limits.values(), default=0))
+    most = min(max_k, model.most_drafts)
     if not limits:
         return 0, model.head_unavailable or "the model has no head"
     if k == 0:
@@ -236,8 +236,7 @@ def _max_copied(params: SamplingParams, model: Model, max_k: int) -> int:
     """
     if params.k != "auto" or not model.copies or params.rule == "optimistic":
         return 0
-    most = max(draft_limits(model).values(), default=0)
-    return MAX_K if 0 < most <= max_k else max_k  # a limit below what its sources can was set by the user
+    return MAX_K if 0 < model.most_drafts <= max_k else max_k  # a limit below that was set by the user
 
 
 def youngest(sequences: list[SequenceState]) -> SequenceState:

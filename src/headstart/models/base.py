@@ -131,6 +131,12 @@ class Model:
         return len(self.weights.mtp.layers)
 
     @property
+    def most_drafts(self) -> int:
+        """Return the most drafts per step of the head or the drafter, 0 without either."""
+        block = self.drafter.max_k if self.drafter is not None else 0
+        return max(block, self.max_k if self.has_head else 0)
+
+    @property
     def vocabulary(self) -> int:
         return int(self.config["vocab_size"])
 

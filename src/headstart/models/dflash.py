@@ -37,14 +37,14 @@ class DFlashSpec:
     def of(cls, config: dict[str, Any]) -> "DFlashSpec":
         """Read a config.json that was checked: fields are under `dflash_config`, or flat."""
         fields = {**config, **(config.get("dflash_config") or {})}
-        kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+        kinds = fields.get("layer_types") or ["full_attention"] * fields["num_hidden_layers"]
         sliding = [kind == "sliding_attention" for kind in kinds]
         causal = fields.get("causal", fields.get("is_causal"))
         return cls(
             fields["block_size"],
             fields["mask_token_id"],
             tuple(fields["target_layer_ids"]),
-            tuple(config["sliding_window"] if each else None for each in sliding),
+            tuple(fields["sliding_window"] if each else None for each in sliding),
             tuple(each if causal is None else bool(causal) for each in sliding),
         )
 

@@ -195,12 +195,12 @@ def add_settings_routes(app: FastAPI, pool: ModelPool) -> None:
     @app.patch("/v1/settings")
     async def change_settings(change: SettingsChange, model: str | None = None) -> dict[str, Any]:
         found, given = pool.find(model), change.model_dump(exclude_none=True)
-        head = found.info.native_mtp
+        info = found.info
         for name, value in given.items():
-            if value and not head["available"]:
-                refuse(name, f"this model cannot draft: {head['reason']}", "unsupported")
-        if given.get("max_k", 0) > head["max_k"]:
-            refuse("max_k", f"is {given['max_k']}; this model drafts at most {head['max_k']}")
+            if value and not info.most_drafts:
+                refuse(name, f"this model cannot draft: {info.native_mtp['reason']}", "unsupported")
+        if given.get("max_k", 0) > info.most_drafts:
+            refuse("max_k", f"is {given['max_k']}; this model drafts at most {info.most_drafts}")
         return asdict(found.configure(**given))
 
     @app.get("/v1/cache")

@@ -140,7 +140,7 @@ class Metrics(Collector):
         proposed, accepted = "Drafts proposed, by position.", "Drafts accepted, by position."
         yield _counter("proposed_draft_tokens", proposed, each("proposed"), "model", "position")
         yield _counter("accepted_draft_tokens", accepted, each("accepted"), "model", "position")
-        by_source = "Drafts accepted, by source: the head, or copied from the context."
+        by_source = "Drafts accepted, by source: the head, a block drafter, or copied from the context."
         yield _counter("accepted_drafts_by_source", by_source, each("accepted_by_source"), "model", "source")
         paused = "Time that sequences decoded without drafts because speculation was paused."
         yield _counter("paused_seconds", paused, each("paused_seconds"), "model")

@@ -55,12 +55,16 @@ class PooledModel:
         id: str | None = None,
         mtp: bool | None = None,
         head: str | None = None,
+        drafter: Path | None = None,
         pinned: bool = False,
     ) -> "PooledModel":
         """Read what a folder's files say of a model. The other arguments are those of `load_model`."""
-        plan = LoadPlan.of(folder, mtp=mtp, head=head)
-        load = partial(_load, folder, mtp, head)
-        info = ModelInfo.of(plan.layout, id=id, mtp=mtp)
+        plan = LoadPlan.of(folder, mtp=mtp, head=head, drafter=drafter)
+
+        def load(progress: Callable[[float], None]) -> Model:
+            return load_model(folder, mtp=mtp, head=head, drafter=drafter, progress=progress)
+
+        info = ModelInfo.of(plan.layout, id=id, mtp=mtp, drafter=plan.model.drafter)
         return cls(info, load, partial(load_tokenizer, folder), plan.needs, pinned=pinned)
 
     @property
@@ -85,7 +89,7 @@ class PooledModel:
     def current_settings(self) -> Settings:
         if self.loaded is not None:
             return self.loaded.thread.settings
-        return self.settings or Settings(max_k=self.info.native_mtp["max_k"])
+        return self.settings or Settings(max_k=self.info.most_drafts)
 
     def configure(self, **changes: Any) -> Settings:
         self.settings = replace(self.current_settings, **changes)
@@ -111,7 +115,3 @@ class PooledModel:
         waiting = {"progress": round(self.progress, 3)} if self.loading else {}
         place = {"pinned": self.pinned, "loads": self.loads, "memory_bytes": self.needs.weights, **waiting}
         return {**self.info.describe(), "state": self.state, "problem": self.problem, **place}
-
-
-def _load(folder: Path, mtp: bool | None, head: str | None, progress: Callable[[float], None]) -> Model:
-    return load_model(folder, mtp=mtp, head=head, progress=progress)

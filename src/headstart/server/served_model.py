@@ -13,6 +13,7 @@ from ..checkpoint import Layout
 from ..checkpoint.layout import hub_id
 from ..kernels import selected
 from ..models import Model, text_config
+from ..models.dflash import DFlash
 from ..sampling import token_bytes
 from .chat import ChatTemplate
 
@@ -26,10 +27,13 @@ class ModelInfo:
     quantization: dict[str, Any] | None
     native_mtp: dict[str, Any]
     card: Card | None
+    drafter: dict[str, Any] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
-    def of(cls, layout: Layout, *, id: str | None = None, mtp: bool | None = None) -> "ModelInfo":
+    def of(
+        cls, layout: Layout, *, id: str | None = None, mtp: bool | None = None, drafter: DFlash | None = None
+    ) -> "ModelInfo":
         path = layout.path.absolute()
         name = id or hub_id(path) or path.name
         decision = layout.dispatch(mtp)
@@ -38,7 +42,14 @@ class ModelInfo:
             reason = reason.replace(str(layout.path), name)
         head = {"available": decision.drafts, "default_k": decision.k, "max_k": decision.max_k, "reason": reason}
         context = int(text_config(layout.config)["max_position_embeddings"])
-        return cls(name, path, layout.family, context, layout.quantization, head, layout.card)
+        block = {"kind": "dflash", "max_k": drafter.max_k} if drafter is not None else None
+        return cls(name, path, layout.family, context, layout.quantization, head, layout.card, block)
+
+    @property
+    def most_drafts(self) -> int:
+        """Return the most drafts per step of the head or the drafter, 0 without either."""
+        head = self.native_mtp["max_k"] if self.native_mtp["available"] else 0
+        return max(head, self.drafter["max_k"] if self.drafter is not None else 0)
 
     def answers_to(self, name: str) -> bool:
         """Return whether clients may mean this model: by its id, folder or hub id."""
@@ -58,6 +69,7 @@ class ModelInfo:
             "kernels": selected(),
             "capabilities": list(self.card.capabilities) if self.card else ["text"],
             "native_mtp": self.native_mtp,
+            "drafter": self.drafter,
             "sampling_defaults": {
                 "thinking": self.recommended_sampling(thinking=True),
                 "not_thinking": self.recommended_sampling(thinking=False),

@@ -2,7 +2,7 @@
 
 import { Answer } from "./answer.js";
 import { chosen } from "./api.js";
-import { find, make } from "./page.js";
+import { drafting, find, make } from "./page.js";
 import { race } from "./race.js";
 
 let messages = [];
@@ -16,8 +16,9 @@ export function show() {
 
 /** Set the options for the served model. */
 export function serve(model) {
-  drafts = model.native_mtp.available;
-  const depths = ["auto", ...Array.from({ length: model.native_mtp.max_k }, (_, k) => String(k + 1))];
+  const head = drafting(model);
+  drafts = head.available;
+  const depths = ["auto", ...Array.from({ length: head.max_k }, (_, k) => String(k + 1))];
   find("depth").replaceChildren(...depths.map((k) => make("option", { value: k }, k)));
   for (const id of ["speculation", "depth", "race"]) find(id).disabled = !drafts;
   find("speculation").checked = drafts;

@@ -80,7 +80,8 @@ function download({ id, state, bytes: done, total_bytes, problem }) {
   return make("li", { class: problem ? "bad" : "" }, text, ...(state === "downloading" ? [bar] : []));
 }
 
-function badge({ native_mtp: head }) {
+function badge({ native_mtp: head, drafter }) {
+  if (drafter) return make("p", { class: "badge good" }, `DFlash · k up to ${drafter.max_k}`);
   if (!head.available) return make("p", { class: "badge" }, "no MTP");
   return make("p", { class: "badge good" }, `MTP · k = ${head.default_k}, up to ${head.max_k}`);
 }

@@ -1,15 +1,15 @@
 // Speculation and the maximum depth for all requests, the prefix cache, and the API key of this tab.
 
 import { forgetKey, hasKey, of, read } from "./api.js";
-import { bytes, count, find, make, number } from "./page.js";
+import { bytes, count, drafting, find, make, number } from "./page.js";
 
-let head = null; // the served model's
+let head = null; // what the served model drafts with: its head, a drafter, or both
 let turn = Promise.resolve(); // requests go one after the other, so that the last change wins
 let asked = 0; // only the response to the last is shown
 
 /** Set the choices for the served model. */
 export function serve(model) {
-  head = model.native_mtp;
+  head = drafting(model);
   find("set-depth").replaceChildren(
     ...Array.from({ length: head.max_k + 1 }, (_, k) => make("option", { value: k }, String(k))),
   );
