@@ -23,7 +23,7 @@ def prepare_step(layer: nn.Module, args: step3p5.ModelArgs) -> nn.Module:
     return layer
 
 
-def build_step(config: dict[str, Any]) -> nn.Module:
+def build_step3p5(config: dict[str, Any]) -> nn.Module:
     lm = step3p5.Model(step3p5.ModelArgs.from_dict(config))
     use_float32_norms(lm, step3p5.ZeroCenteredRMSNorm)
     for layer in lm.layers:
@@ -39,7 +39,7 @@ def step_head_layer(lm: nn.Module) -> nn.Module:
 FAMILY = plain_family(
     "step3p5",
     step3p5,
-    build=build_step,
+    build=build_step3p5,
     window=lambda layer: layer.window,
     head_layer=step_head_layer,
     head=replace(NEXTN, fed_after_norm=False, chains_after_norm=False),
