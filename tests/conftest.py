@@ -1,11 +1,13 @@
 """Runs before any test module, and so before anything imports mlx: what is set here holds for all of them."""
 
+import atexit
 import os
 import shutil
 import signal
 import tempfile
 from pathlib import Path
 
+import certifi
 import pytest
 from hypothesis import settings
 
@@ -16,10 +18,16 @@ from compiled import CompiledFunctions
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
 _tmpdir = tempfile.mkdtemp(prefix="headstart-tests-")
 tempfile.tempdir = os.environ["TMPDIR"] = _tmpdir
+atexit.register(shutil.rmtree, _tmpdir, ignore_errors=True)  # after what multiprocessing does at exit
 _compiled = CompiledFunctions(Path(_tmpdir))
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# No test speaks TLS, and every HTTP client would read certifi's authorities, 50 ms each time: one is enough.
+_certificates = Path(certifi.where()).read_text().partition(_END := "-----END CERTIFICATE-----\n")
+os.environ["SSL_CERT_FILE"] = str(Path(_tmpdir) / "one-authority.pem")
+Path(os.environ["SSL_CERT_FILE"]).write_text(_certificates[0] + _END)
 
 # A shell has its background jobs ignore Ctrl-C, and what tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -35,10 +43,6 @@ def stock_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     from headstart.kernels.cpu import load
 
     monkeypatch.setattr(load, "_loaded", load.Loaded(None, "stock (this test)"))
-
-
-def pytest_unconfigure() -> None:
-    shutil.rmtree(_tmpdir, ignore_errors=True)
 
 
 def pytest_runtest_logfinish() -> None:
