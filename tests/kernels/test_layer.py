@@ -93,6 +93,8 @@ def rounds(net: Model, rows: int, widths: list[int]) -> list[mx.array]:
         pytest.param("dense", None, 4, [2, 3, 1], marks=pytest.mark.slow),
         pytest.param("moe", None, 1, [2, 1, 3, 2], marks=pytest.mark.slow),
         pytest.param("moe", 4, 2, [2, 3, 1], marks=pytest.mark.slow),
+        pytest.param("dense", 4, 1, [2, 16, 16, 1], marks=pytest.mark.slow),  # 15 pending drafts
+        pytest.param("moe", 4, 1, [2, 16, 16, 1], marks=pytest.mark.slow),
     ],
 )
 def test_a_layer_in_one_launch_has_the_bits_of_its_kernels(
@@ -149,6 +151,12 @@ def test_one_thread_at_a_time_launches_persistent_kernels(monkeypatch: pytest.Mo
     other.start()
     other.join()
     assert asked == [True, False]
+    ours.release()
+    other = Thread(target=lambda: asked.append(ours.claim()))
+    other.start()
+    other.join()
+    assert asked.pop()
+    assert ours.claim()
     ours.give_up("a test")
     assert not ours.claim()
     monkeypatch.setattr(persistent, "resident_blocks", lambda shared: 0)

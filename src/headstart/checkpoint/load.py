@@ -171,6 +171,8 @@ def load_model(
         model = part.fit(model)
     if decision.drafts and split is None and (listed := read_draft_tokens(layout.path, model.vocabulary)):
         model = model.with_draft_vocabulary(*listed)
+        assert model.draft_vocabulary is not None
+        choose_kernels(model.draft_vocabulary.lm_head, model.dtype)
     k, max_k, reason, copies = decision.k, decision.max_k, decision.reason, decision.copies
     return replace(model, head_unavailable=reason, default_k=k, max_k=max_k, copies=copies)
 

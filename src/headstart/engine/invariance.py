@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from ..kernels import metal
 from ..kernels.cuda import on_cuda
+from ..kernels.cuda.compiler import compiled_together
 from ..kernels.cuda.products import MOST_ROWS
 from ..kernels.metal.tune import computes_rows_independently
 from ..models import Model
@@ -31,12 +32,13 @@ def is_batch_invariant(model: Model) -> bool:
     Measured once per model.
     """
     if model not in _measured:
-        alone = {n: _logits(model, window=n + 1, sequences=1)[0, -1] for n in (0, 1, 4)}
-        same = []
-        # All shapes run whatever the result: the ranks of a cluster take part in each other's passes.
-        for window, sequences in _shapes():
-            logits = _logits(model, window, sequences)[-1]
-            same += [mx.array_equal(expected, logits[n]) for n, expected in alone.items() if n < window]
+        with compiled_together():
+            alone = {n: _logits(model, window=n + 1, sequences=1)[0, -1] for n in (0, 1, 4)}
+            same = []
+            # All shapes run whatever the result: the ranks of a cluster take part in each other's passes.
+            for window, sequences in _shapes():
+                logits = _logits(model, window, sequences)[-1]
+                same += [mx.array_equal(expected, logits[n]) for n, expected in alone.items() if n < window]
         invariant = all(bool(each) for each in same)
         if metal.on_metal() or on_cuda():  # MLX's attention changes its kernel with the length of a text
             invariant = invariant and model.family.attention is attention

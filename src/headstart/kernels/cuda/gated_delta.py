@@ -5,6 +5,7 @@ from functools import cache
 import mlx.core as mx
 
 from ..types import Drafts, GatedDeltaWeights, Ran, Window
+from .compiler import cuda_kernel
 from .device import include, launch_bounds, on_cuda
 
 
@@ -64,7 +65,7 @@ def _gated_delta_kernel(pending: bool, drafts: bool, eps: float):  # type: ignor
             conv_weight, A_log, dt_bias, norm_weight, {eps!r}f, {width}, {"CERTAIN" if drafts else width},
             {", ".join(outputs)}, headstart::Drafts<T, float>{{{keeps}}});
     """
-    return mx.fast.cuda_kernel(
+    return cuda_kernel(
         name=f"gated_delta{'_folds' * pending}{'_drafts' * drafts}",
         input_names=inputs + old * pending,
         output_names=outputs + fresh * drafts,
