@@ -186,6 +186,17 @@ CONFIGS["nemotron_h"] = {
     "time_step_limit": [0.0, 50.0],
     "mtp_hybrid_override_pattern": "*E",
 }
+CONFIGS["ernie4_5_moe"] = {
+    "use_bias": False,
+    "moe_num_experts": 8,
+    "moe_k": 2,
+    "moe_intermediate_size": 64,
+    "moe_num_shared_experts": 1,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": -1,
+    "moe_layer_interval": 1,
+    "num_nextn_predict_layers": 1,
+}
 HEADS = {  # where a release has a module of the head, its parts beside a decoder layer's, how many modules there are
     "glm4_moe": ("model.layers.{layer}.", NEXTN, 1),
     "glm4_moe_lite": ("model.layers.{layer}.", NEXTN, 1),
@@ -194,6 +205,7 @@ HEADS = {  # where a release has a module of the head, its parts beside a decode
     "mimo_v2_flash": ("model.mtp.layers.{module}.", ("eh_proj", "enorm", "hnorm", "final_layernorm"), 3),
     "step3p5": ("model.layers.{layer}.", NEXTN[:-1], 3),
     "nemotron_h": ("mtp.layers.0.", ("eh_proj", "enorm", "hnorm"), 1),
+    "ernie4_5_moe": ("model.mtp_block.0.", (), 1),
     "exaone_moe": ("mtp.", ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), 1),
 }
 
@@ -220,6 +232,8 @@ def make_config(family: str, **changed: Any) -> dict[str, Any]:
 
 def mlx_lm_model(config: dict[str, Any]) -> nn.Module:
     """mlx-lm's own model, with random weights."""
+    if config.get("moe_layer_end_index") == -1:  # which it takes for none
+        config = {**config, "moe_layer_end_index": None}
     kind = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
     module = importlib.import_module(f"mlx_lm.models.{kind}")
     return module.Model(module.ModelArgs.from_dict(config))
@@ -248,6 +262,8 @@ def released_arrays(config: dict[str, Any], seed: int = 0) -> Arrays:
 
     for name, array in tree_flatten(mlx_lm_model(json.loads(json.dumps(config))).parameters()):
         arrays[name] = mx.array(values(name, array.shape).astype(np.float32))
+    if config["model_type"] == "ernie4_5_moe":
+        arrays["model.layers.1.mlp.moe_statics.e_score_correction_bias"] = mx.array(rng.normal(0, 0.1, (1, 8)))
     if config["model_type"] in HEADS:
         released, parts, modules = HEADS[config["model_type"]]
         last = f"model.layers.{text['num_hidden_layers'] - 1}."
@@ -255,7 +271,7 @@ def released_arrays(config: dict[str, Any], seed: int = 0) -> Arrays:
             prefix = released.format(layer=text["num_hidden_layers"] + module, module=module)
             layer = prefix + "layers.0." * (prefix == "mtp.")
             shapes = {layer + name.removeprefix(last): a.shape for name, a in arrays.items() if name.startswith(last)}
-            if config["model_type"] in ("mimo_v2_flash", "step3p5", "exaone_moe"):  # without experts
+            if config["model_type"] in ("mimo_v2_flash", "step3p5", "exaone_moe", "ernie4_5_moe"):  # without experts
                 shapes = {name: shape for name, shape in shapes.items() if ".mlp." not in name}
                 sizes = (H, text["intermediate_size"])
                 shapes |= {f"{layer}mlp.{part}.weight": sizes[::-1] for part in ("gate_proj", "up_proj")}
@@ -265,7 +281,10 @@ def released_arrays(config: dict[str, Any], seed: int = 0) -> Arrays:
                 found |= {n.replace("backbone.layers.1", "mtp.layers.1"): a.shape for n, a in arrays.items()}
                 shapes = {name: shape for name, shape in found.items() if name.startswith("mtp.")}
                 shapes["mtp.layers.1.final_layernorm.weight"] = (H,)
-            fc = ("eh_proj", "input_proj", "fc")
+            if config["model_type"] == "ernie4_5_moe":
+                own = {"mtp_linear_proj": (H, 2 * H), "mtp_emb_norm": (H,), "mtp_hidden_norm": (H,)}
+                shapes |= {f"model.{part}.0.weight": shape for part, shape in own.items()}
+            fc = ("eh_proj", "input_proj", "fc", "model.mtp_linear_proj.0")
             shapes |= {f"{prefix}{part}.weight": (H, 2 * H) if part in fc else (H,) for part in parts}
             for name, shape in shapes.items():
                 made = values(name, shape)

@@ -66,7 +66,8 @@ class Reference:
         if c.get("use_qk_norm"):
             q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
         dims = int(D * c.get("partial_rotary_factor", 1.0))
-        q, k = (rotate(a, c["rope_theta"], dims, interleaved=False) for a in (q, k))
+        turned = c["model_type"] == "ernie4_5_moe"
+        q, k = (rotate(a, c["rope_theta"], dims, interleaved=turned) for a in (q, k))
         return self.linear(self.attend(q, k, v, D**-0.5), f"{name}.o_proj")
 
     def latent(self, x: Array, name: str) -> Array:
@@ -209,6 +210,17 @@ class Reference:
             return x + self.linear(self.attend(q, k, v, D**-0.5), f"{part}.o_proj")
         return x + {"M": self.mamba, "-": self.relu2, "E": self.latent_mixture}[kind](normed, part)
 
+    def ernie_mixture(self, x: Array, name: str) -> Array:
+        """transformers' `modeling_ernie4_5_moe.py`: softmax scores, a bias for the choice alone."""
+        out = self.mlp(x, f"{name}.shared_experts")
+        for t, row in enumerate(x):
+            scores = softmax(self.linear(row, f"{name}.gate"))
+            choice = scores + self.tensors[f"{name}.moe_statics.e_score_correction_bias"][0]
+            chosen = np.argsort(-choice)[: self.config["moe_k"]]
+            for e, weight in zip(chosen, scores[chosen] / scores[chosen].sum(), strict=True):
+                out[t] += weight * self.mlp(row, f"{name}.experts.{e}")
+        return out
+
     def layer(self, x: Array, name: str) -> Array:
         normed = self.norm(x, f"{name}.input_layernorm")
         attention = self.latent if "kv_lora_rank" in self.config else self.grouped
@@ -224,6 +236,8 @@ class Reference:
             attention = partial(self.windowed, index=index)
         x = x + attention(normed, f"{name}.self_attn")
         normed = self.norm(x, f"{name}.{second}")
+        if f"{name}.mlp.moe_statics.e_score_correction_bias" in self.tensors:
+            return x + self.ernie_mixture(normed, f"{name}.mlp")
         if f"{name}.moe.gate.weight" in self.tensors:
             return x + self.step_mixture(normed, name, index)
         if self.config["model_type"] == "step3p5":
@@ -276,6 +290,12 @@ class Reference:
             embedding = self.norm(self.tensors["model.embed_tokens.weight"][tokens], "mtp.pre_fc_norm_embedding")
             both = np.concatenate([embedding, self.norm(hidden, "mtp.pre_fc_norm_hidden")], axis=-1)
             x = self.norm(self.layer(self.linear(both, "mtp.fc"), "mtp.layers.0"), "mtp.norm")
+            return x, self.linear(x, "lm_head")
+        if self.config["model_type"] == "ernie4_5_moe":  # FastDeploy's `ernie4_5_mtp.py`: the trunk's norm at the end
+            embedding = self.norm(self.tensors["model.embed_tokens.weight"][tokens], "model.mtp_emb_norm.0")
+            both = np.concatenate([embedding, self.norm(hidden, "model.mtp_hidden_norm.0")], axis=-1)
+            x = self.layer(self.linear(both, "model.mtp_linear_proj.0"), "model.mtp_block.0")
+            x = self.norm(x, "model.norm")
             return x, self.linear(x, "lm_head")
         if self.config["model_type"] == "nemotron_h":  # vLLM's `nemotron_h_mtp.py`
             embedding = self.norm(self.tensors["backbone.embeddings.weight"][tokens], "mtp.layers.0.enorm")

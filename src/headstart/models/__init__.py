@@ -3,7 +3,19 @@
 from typing import Any
 
 from ..errors import CheckpointError
-from . import deepseek_v3, exaone_moe, glm4_moe, llama, mimo, nemotron_h, qwen3, qwen3_5, qwen3_next, step3p5
+from . import (
+    deepseek_v3,
+    ernie4_5_moe,
+    exaone_moe,
+    glm4_moe,
+    llama,
+    mimo,
+    nemotron_h,
+    qwen3,
+    qwen3_5,
+    qwen3_next,
+    step3p5,
+)
 from .base import Family, Model, Weights, use_float32_norms
 from .head import Head, HeadSpec
 
@@ -21,6 +33,7 @@ FAMILIES: dict[str, Family] = {
     "step3p5": step3p5.FAMILY,
     "exaone_moe": exaone_moe.FAMILY,
     "nemotron_h": nemotron_h.FAMILY,
+    "ernie4_5_moe": ernie4_5_moe.FAMILY,
     "llama": llama.LLAMA,
     "mistral": llama.LLAMA,
     "mistral3": llama.MISTRAL3,

@@ -245,7 +245,7 @@ class Model:
         assert isinstance(memory, KV)
         (_, norm, mixer), (_, second_norm, mlp) = self.family.parts(layer)
         normed = norm(x)
-        following = part(spec.names.norm)
+        following = self._head_norm(module)
         fits = self.family.attention is attention
         if fits and (whole := decoder_layer(layer, x, normed, memory, state.accepted, 1, following)):
             x, normed = whole if last is None else [at_last(each, last) for each in whole]
@@ -261,7 +261,7 @@ class Model:
         vocabulary."""
         spec = self.family.head
         if not spec.chains_after_norm:
-            hidden = self._part(module, spec.names.norm)(hidden)
+            hidden = self._head_norm(module)(hidden)
         # Its rows are those of the first module's output layer.
         reduced_to = self.draft_vocabulary if reduced and (module == 0 or not spec.own_lm_head) else None
         return product(hidden, self._draft_lm_head(module) if reduced_to is None else reduced_to.lm_head)
@@ -291,6 +291,10 @@ class Model:
         """Return a part of a head's module by its name, None if the trunk's is used."""
         mtp = self.weights.mtp
         return find_part(mtp.layers[module] if self.family.head.in_layer else mtp, path)
+
+    def _head_norm(self, module: int) -> Any:
+        spec = self.family.head
+        return self._part(module, spec.names.norm) if spec.own_norm else self.weights.norm
 
     def share_missing(self, stored: Container[str]) -> None:
         """Use the trunk's embedding and output layer where a head's `stored` parameters lack its own copies."""

@@ -25,6 +25,7 @@ class HeadSpec:
     embedding_first: bool = True  # fc(concat[embedding, hidden]) or fc(concat[hidden, embedding])
     fed_after_norm: bool = True  # the trunk's hidden after its final norm, or before
     chains_after_norm: bool = True  # draft j+1 takes the head's hidden after its own norm, or before
+    own_norm: bool = True  # at the head's end, or the trunk's
     own_lm_head: bool = False  # or the trunk's
     own_embedding: bool = False  # or the trunk's
     first_embedding_is_zero: bool = False  # in the pair at position 0
@@ -46,7 +47,8 @@ class Head(nn.Module):
         self.layers = layers
         for owner in layers if spec.in_layer else [self]:
             _put(owner, spec.names.fc, nn.Linear(2 * hidden, hidden, bias=False))
-            for name in (spec.names.embedding_norm, spec.names.hidden_norm, spec.names.norm):
+            norms = (spec.names.embedding_norm, spec.names.hidden_norm, spec.names.norm)
+            for name in norms if spec.own_norm else norms[:2]:
                 _put(owner, name, nn.RMSNorm(hidden, eps))
             if spec.own_lm_head:
                 _put(owner, spec.names.lm_head, nn.Linear(hidden, vocabulary, bias=False))
