@@ -59,6 +59,7 @@ def serve_command(
     ),
     timeout: float = Option(600.0, min=1, help="Seconds that one request may take."),
     shutdown_timeout: float = Option(30.0, min=0, help="Seconds to finish running requests when it stops."),
+    kv_8bit: bool = Option(False, "--kv-8bit", help="Keep KV caches in 8 bits: half the memory, not exact."),
     prefix_cache_gb: float | None = Option(
         None, min=0, help="Memory for the prefix cache; 0 is off.", show_default="2, or a quarter of what is left"
     ),
@@ -105,7 +106,7 @@ def serve_command(
         if cluster is None:
             pool = server.ModelPool(
                 DeviceThread(),
-                _find_models(models, all_models, pin or [], parts, model_id),
+                _find_models(models, all_models, pin or [], parts, model_id, kv_8bit=kv_8bit),
                 limits=limits,
                 budget=_budget(memory_gb, several),
                 prefix_bytes=cache_bytes,
@@ -121,8 +122,9 @@ def serve_command(
         else:
             if several or memory_gb is not None:
                 raise RequestError("MODEL: several machines share one model, and all of their memory: name one")
-            if prefix_cache_dir is not None:
-                raise ClusterError("--prefix-cache-dir is not available on several machines: leave it out")
+            if prefix_cache_dir is not None or kv_8bit:
+                flag = "--kv-8bit" if kv_8bit else "--prefix-cache-dir"
+                raise ClusterError(f"{flag} is not available on several machines: leave it out")
             leader = _join_cluster(cluster, models, split, cache_bytes, prefix_cache_8bit, sizes, parts, model_id)
             if leader is None:
                 return
@@ -156,7 +158,7 @@ def _reload(context: typer.Context, keys: "Keys", limits: "Limits") -> None:
 
 
 def _find_models(
-    names: list[str], all_models: bool, pinned: list[str], parts: machines.Parts, id: str | None
+    names: list[str], all_models: bool, pinned: list[str], parts: machines.Parts, id: str | None, *, kv_8bit: bool
 ) -> "list[PooledModel]":
     """Return the models to serve, in the order of the command line, and those to pin if they are not among them."""
     from ..checkpoint.hub import local_models
@@ -165,14 +167,14 @@ def _find_models(
     pins = [find_model(name) for name in pinned]
     folders = [find_model(name) for name in names or [*pinned, None][:1]] + pins
     mtp, head, drafter = parts["mtp"], parts["head"], find_drafter(parts["drafter"])
+    read = partial(PooledModel.of, mtp=mtp, kv_8bit=kv_8bit)
     found = [
-        PooledModel.of(folder, id=id, mtp=mtp, head=head, drafter=drafter, pinned=folder in pins)
-        for folder in dict.fromkeys(folders)
+        read(folder, id=id, head=head, drafter=drafter, pinned=folder in pins) for folder in dict.fromkeys(folders)
     ]
     for local in local_models() if all_models else ():
         if local.layout is not None and local.layout.path not in folders:
             with suppress(HeadstartError):  # `headstart models` says why
-                found.append(PooledModel.of(local.layout.path, mtp=mtp))
+                found.append(read(local.layout.path))
     return found
 
 

@@ -122,6 +122,7 @@ class ClusterEngine(Engine):
             "config.json": json.dumps(self.model.config, sort_keys=True, default=str),
             "dtype": self.model.dtype,
             "chat template": self.turn_marker,
+            "KV cache": self.model.eight_bit_kv,
             "multi-token-prediction head": (self.model.has_head, self.model.max_k),
             "prefix cache": prefix is not None and (prefix.eight_bits, prefix.chunk),
         }

@@ -56,13 +56,16 @@ class PooledModel:
         mtp: bool | None = None,
         head: str | None = None,
         drafter: Path | None = None,
+        kv_8bit: bool = False,
         pinned: bool = False,
     ) -> "PooledModel":
-        """Read what a folder's files say of a model. The other arguments are those of `load_model`."""
+        """Read what a folder's files say of a model. The other arguments are those of `load_model`; with
+        `kv_8bit` sequences keep their keys and values in eight bits."""
         plan = LoadPlan.of(folder, mtp=mtp, head=head, drafter=drafter)
 
         def load(progress: Callable[[float], None]) -> Model:
-            return load_model(folder, mtp=mtp, head=head, drafter=drafter, progress=progress)
+            model = load_model(folder, mtp=mtp, head=head, drafter=drafter, progress=progress)
+            return model.with_eight_bit_kv() if kv_8bit else model
 
         info = ModelInfo.of(plan.layout, id=id, mtp=mtp, drafter=plan.model.drafter)
         return cls(info, load, partial(load_tokenizer, folder), plan.needs, pinned=pinned)

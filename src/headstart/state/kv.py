@@ -3,8 +3,8 @@
 Every sequence writes at its own length, and lengths advance only by accepted tokens. What a rejected draft wrote lies
 beyond the length: it is masked, and the next window overwrites it. Rollback costs nothing.
 
-In eight bits keys and values are codes, and GROUP of them share a scale and a bias. Each token is rounded by itself,
-so rows stay independent. Whoever reads gets numbers again, in an array of its own: this saves memory, not time.
+In eight bits keys and values are whole numbers up to 127, and GROUP of them share a scale. Each token is rounded
+by itself, so rows stay independent. Attention gets the numbers in an array of its own: this saves memory, not time.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,11 @@ GROUP = 32  # numbers that share a scale in eight bits
 
 @dataclass
 class KV:
-    keys: mx.array  # [B, H, S, Dk], or codes [B, H, S, Dk/4]
-    values: mx.array  # [B, H, S, Dv], or codes
+    keys: mx.array  # [B, H, S, Dk]
+    values: mx.array  # [B, H, S, Dv]
     offset: mx.array  # [B], where the running pass writes
     reach: int = 0  # positions that the running pass reads
-    scales: list[mx.array] = field(default_factory=list)  # in eight bits: scales and biases of keys, of values
+    scales: list[mx.array] = field(default_factory=list)  # [B, H, S, D/GROUP] of keys and values, in eight bits
 
     @classmethod
     def empty(
@@ -38,11 +38,9 @@ class KV:
     ) -> "KV":
         """Return the cache of sequences without tokens. `value_dim` is `dim` unless it is given."""
         dims = (dim, dim if value_dim is None else value_dim)
-        if not eight_bits:
-            return cls.of([mx.zeros((rows, heads, 0, each), dtype) for each in dims])
-        codes = [mx.zeros((rows, heads, 0, each // 4), mx.uint32) for each in dims]
-        scales = [mx.zeros((rows, heads, 0, each // GROUP), dtype) for each in dims for _ in range(2)]
-        return cls.of(codes + scales)
+        numbers = [mx.zeros((rows, heads, 0, each), mx.int8 if eight_bits else dtype) for each in dims]
+        scales = [mx.zeros((rows, heads, 0, each // GROUP), dtype) for each in dims] if eight_bits else []
+        return cls.of(numbers + scales)
 
     @classmethod
     def of(cls, arrays: list[mx.array]) -> "KV":
@@ -65,14 +63,12 @@ class KV:
         """Write `[B, H, W, D]` at each sequence's offset. mlx-lm's attention calls this method by this name."""
         new = [keys, values]
         if self.eight_bits:
-            (keys, *key_scales), (values, *value_scales) = (mx.quantize(a, group_size=GROUP, bits=8) for a in new)
-            new = [keys, values, *key_scales, *value_scales]
+            new = [part for pair in zip(_round(keys), _round(values), strict=True) for part in pair]
         written = [_write(into, a, self.offset) for into, a in zip(self.arrays(), new, strict=True)]
         self.keys, self.values, *self.scales = written
         keys, values, *scales = (a[:, :, : self.reach] for a in written)
         if self.eight_bits:
-            keys = mx.dequantize(keys, scales[0], scales[1], group_size=GROUP, bits=8)
-            values = mx.dequantize(values, scales[2], scales[3], group_size=GROUP, bits=8)
+            keys, values = _multiply(keys, scales[0]), _multiply(values, scales[1])
         return keys, values
 
     def launch(self) -> None:
@@ -119,3 +115,15 @@ def _write(into: mx.array, new: mx.array, offset: mx.array) -> mx.array:
         return mx.slice_update(into, new, offset, axes=(2,))
     positions = offset[:, None] + mx.arange(new.shape[2])  # [B, W]
     return mx.put_along_axis(into, positions[:, None, :, None], new, axis=2)
+
+
+def _round(x: mx.array) -> tuple[mx.array, mx.array]:
+    """Return numbers [..., D] as whole ones in eight bits and their scales [..., D/GROUP]."""
+    groups = mx.unflatten(x.astype(mx.float32), -1, (-1, GROUP))
+    scales = (mx.abs(groups).max(axis=-1) / 127).astype(x.dtype)
+    divisors = mx.maximum(scales.astype(mx.float32), 1e-30)[..., None]
+    return mx.clip(mx.round(groups / divisors), -127, 127).astype(mx.int8).flatten(-2), scales
+
+
+def _multiply(numbers: mx.array, scales: mx.array) -> mx.array:
+    return (mx.unflatten(numbers.astype(scales.dtype), -1, (-1, GROUP)) * scales[..., None]).flatten(-2)
