@@ -145,7 +145,7 @@ def load_model(
         raise CheckpointError(f"{layout.path}: {layout.family} models cannot be divided among several machines yet.")
     norms = {f"{name}.weight" for name, module in model.weights.named_modules() if isinstance(module, Norm)}
     if split is None:
-        _check_memory(plan)
+        _check_memory(layout.path, plan.needs, plan.drafter_nbytes)
 
     files = LazyFiles()
     part = split(models.text_config(layout.config)) if split is not None else None
@@ -183,14 +183,13 @@ def _nbytes(weights: nn.Module, dtype: mx.Dtype) -> int:
     return sum(a.size * (dtype.size if mx.issubdtype(a.dtype, mx.floating) else a.itemsize) for a in arrays)
 
 
-def _check_memory(plan: LoadPlan) -> None:
+def _check_memory(path: Path, needs: Needs, drafter: int = 0) -> None:
     """Refuse a model that does not fit with one short request: the machine would swap, or the system end the process
     without a message."""
-    needs, drafter = plan.needs, plan.drafter_nbytes
     if sum(needs) > (free := memory.unused()):
         beside = f" (its drafter's {drafter / 1e9:.2f} of them)" if drafter else ""
         raise CheckpointError(
-            f"{plan.layout.path}: its weights take {needs.weights / 1e9:.2f} GB{beside}, and {free / 1e9:.2f} GB of "
+            f"{path}: its weights take {needs.weights / 1e9:.2f} GB{beside}, and {free / 1e9:.2f} GB of "
             f"this device's memory are left{memory.system_share()}; a short request takes {needs.request / 1e9:.2f} "
             f"GB more. {'Leave the drafter out, take' if drafter else 'Take'} a smaller model, a conversion of fewer "
             "bits (`headstart convert --bits 4`), or several machines. If you know that it fits, set "
