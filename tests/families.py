@@ -197,6 +197,22 @@ CONFIGS["ernie4_5_moe"] = {
     "moe_layer_interval": 1,
     "num_nextn_predict_layers": 1,
 }
+CONFIGS["longcat_flash"] = {
+    **LATENT,
+    "attention_method": "MLA",
+    "attention_bias": False,
+    "zero_expert_type": "identity",
+    "zero_expert_num": 4,
+    "n_routed_experts": 8,
+    "moe_topk": 3,
+    "ffn_hidden_size": 128,
+    "expert_ffn_hidden_size": 64,
+    "num_layers": 2,
+    "routed_scaling_factor": 1.5,
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+    "rms_norm_eps": 1e-5,
+}
 HEADS = {  # where a release has a module of the head, its parts beside a decoder layer's, how many modules there are
     "glm4_moe": ("model.layers.{layer}.", NEXTN, 1),
     "glm4_moe_lite": ("model.layers.{layer}.", NEXTN, 1),
@@ -206,6 +222,7 @@ HEADS = {  # where a release has a module of the head, its parts beside a decode
     "step3p5": ("model.layers.{layer}.", NEXTN[:-1], 3),
     "nemotron_h": ("mtp.layers.0.", ("eh_proj", "enorm", "hnorm"), 1),
     "ernie4_5_moe": ("model.mtp_block.0.", (), 1),
+    "longcat_flash": ("model.mtp.layers.0.", ("eh_proj", "enorm.m", "hnorm.m"), 1),
     "exaone_moe": ("mtp.", ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), 1),
 }
 
@@ -249,6 +266,8 @@ def released_arrays(config: dict[str, Any], seed: int = 0) -> Arrays:
     arrays: Arrays = {}
 
     def values(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        if name.endswith("mtp.embed_tokens.weight"):  # LongCat's; others have copies of the trunk's
+            return embedding + rng.standard_normal(shape) * 0.3
         if name.endswith(("embed_tokens.weight", "embeddings.weight")):
             return embedding
         if name.endswith(("lm_head.weight", "shared_head.head.weight")):
@@ -281,6 +300,12 @@ def released_arrays(config: dict[str, Any], seed: int = 0) -> Arrays:
                 found |= {n.replace("backbone.layers.1", "mtp.layers.1"): a.shape for n, a in arrays.items()}
                 shapes = {name: shape for name, shape in found.items() if name.startswith("mtp.")}
                 shapes["mtp.layers.1.final_layernorm.weight"] = (H,)
+            if config["model_type"] == "longcat_flash":
+                own = {name.removeprefix(last): a.shape for name, a in arrays.items() if name.startswith(last)}
+                own = {re.sub(r"mlps\.0", "transformer_layer.mlp", name): shape for name, shape in own.items()}
+                own = {re.sub(r"^(self_attn|\w+_layernorm)\.0", r"\1", name): shape for name, shape in own.items()}
+                shapes = {prefix + n: shape for n, shape in own.items() if not re.match(r"mlps?\.|\w+\.1\.", n)}
+                shapes |= {"model.mtp.norm.weight": (H,), "model.mtp.embed_tokens.weight": (text["vocab_size"], H)}
             if config["model_type"] == "ernie4_5_moe":
                 own = {"mtp_linear_proj": (H, 2 * H), "mtp_emb_norm": (H,), "mtp_hidden_norm": (H,)}
                 shapes |= {f"model.{part}.0.weight": shape for part, shape in own.items()}

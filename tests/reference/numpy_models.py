@@ -78,10 +78,13 @@ class Reference:
         q = self.linear(
             self.norm(self.linear(x, f"{name}.q_a_proj"), f"{name}.q_a_layernorm", eps), f"{name}.q_b_proj"
         )
-        q = q.reshape(T, heads, nope + rope)
+        scaled = c["model_type"] == "longcat_flash"  # transformers' `modeling_longcat_flash.py`
+        q = q.reshape(T, heads, nope + rope) * ((c["hidden_size"] / c["q_lora_rank"]) ** 0.5 if scaled else 1)
         both = self.linear(x, f"{name}.kv_a_proj_with_mqa")
         latents, turned = both[:, : c["kv_lora_rank"]], both[:, None, c["kv_lora_rank"] :]
-        expanded = self.linear(self.norm(latents, f"{name}.kv_a_layernorm", eps), f"{name}.kv_b_proj")
+        latents = self.norm(latents, f"{name}.kv_a_layernorm", eps)
+        latents = latents * ((c["hidden_size"] / c["kv_lora_rank"]) ** 0.5 if scaled else 1)
+        expanded = self.linear(latents, f"{name}.kv_b_proj")
         expanded = expanded.reshape(T, heads, nope + value)
         q_turned, turned = (rotate(a, c["rope_theta"], rope, interleaved=True) for a in (q[..., nope:], turned))
         k = np.concatenate([expanded[..., :nope], np.repeat(turned, heads, axis=1)], axis=-1)
@@ -221,7 +224,26 @@ class Reference:
                 out[t] += weight * self.mlp(row, f"{name}.experts.{e}")
         return out
 
+    def longcat(self, x: Array, name: str) -> Array:
+        """Two attentions and two MLPs; experts beside them, of which those past the last return their input."""
+        c = self.config
+        for i in range(2):
+            x = x + self.latent(self.norm(x, f"{name}.input_layernorm.{i}"), f"{name}.self_attn.{i}")
+            normed = self.norm(x, f"{name}.post_attention_layernorm.{i}")
+            if i == 0:
+                late = np.zeros_like(x)
+                for t, row in enumerate(normed):
+                    scores = softmax(self.linear(row, f"{name}.mlp.router.classifier"))
+                    choice = scores + self.tensors[f"{name}.mlp.router.e_score_correction_bias"]
+                    for e in np.argsort(-choice)[: c["moe_topk"]]:
+                        made = self.mlp(row, f"{name}.mlp.experts.{e}") if e < c["n_routed_experts"] else row
+                        late[t] += scores[e] * c["routed_scaling_factor"] * made
+            x = x + self.mlp(normed, f"{name}.mlps.{i}")
+        return x + late
+
     def layer(self, x: Array, name: str) -> Array:
+        if f"{name}.mlps.0.up_proj.weight" in self.tensors:
+            return self.longcat(x, name)
         normed = self.norm(x, f"{name}.input_layernorm")
         attention = self.latent if "kv_lora_rank" in self.config else self.grouped
         second = "post_attention_layernorm"
@@ -290,6 +312,15 @@ class Reference:
             embedding = self.norm(self.tensors["model.embed_tokens.weight"][tokens], "mtp.pre_fc_norm_embedding")
             both = np.concatenate([embedding, self.norm(hidden, "mtp.pre_fc_norm_hidden")], axis=-1)
             x = self.norm(self.layer(self.linear(both, "mtp.fc"), "mtp.layers.0"), "mtp.norm")
+            return x, self.linear(x, "lm_head")
+        if self.config["model_type"] == "longcat_flash":  # vLLM's `longcat_flash_mtp.py`
+            name = "model.mtp.layers.0"
+            embedding = self.norm(self.tensors["model.mtp.embed_tokens.weight"][tokens], f"{name}.enorm.m")
+            both = np.concatenate([embedding, self.norm(hidden, f"{name}.hnorm.m")], axis=-1)
+            x = self.linear(both, f"{name}.eh_proj")
+            x = x + self.latent(self.norm(x, f"{name}.input_layernorm"), f"{name}.self_attn")
+            x = x + self.mlp(self.norm(x, f"{name}.post_attention_layernorm"), f"{name}.transformer_layer.mlp")
+            x = self.norm(x, "model.mtp.norm")
             return x, self.linear(x, "lm_head")
         if self.config["model_type"] == "ernie4_5_moe":  # FastDeploy's `ernie4_5_mtp.py`: the trunk's norm at the end
             embedding = self.norm(self.tensors["model.embed_tokens.weight"][tokens], "model.mtp_emb_norm.0")

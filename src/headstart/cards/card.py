@@ -18,8 +18,8 @@ BUILTIN_CARDS = Path(__file__).parent
 OFF = ("0", "false", "no", "off")  # values of HEADSTART_MTP
 FamilyName = Literal[
     "qwen3_5", "qwen3_5_moe", "qwen3_next", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "mimo", "mimo_v2_flash",
-    "step3p5", "exaone_moe", "nemotron_h", "ernie4_5_moe", "llama", "mistral3", "ministral3", "qwen2", "qwen3",
-    "qwen3_moe",
+    "step3p5", "exaone_moe", "nemotron_h", "ernie4_5_moe", "longcat_flash", "llama", "mistral3", "ministral3",
+    "qwen2", "qwen3", "qwen3_moe",
 ]  # fmt: skip
 Capability = Literal["text", "vision", "thinking", "tools"]
 Positive = Annotated[int, Field(ge=1)]

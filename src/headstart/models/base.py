@@ -24,7 +24,7 @@ from .attention import attention, gated_kv_sizes, grouped_attention, grouped_kv_
 from .decoder_layer import decoder_layer
 from .dflash import DFlash
 from .draft_vocabulary import DraftVocabulary
-from .feed_forward import feed_forward
+from .feed_forward import feed_forward, mlp_or_mixture
 from .gated_delta_net import gated_delta_net, gated_delta_sizes
 from .graph import Graph, compiles
 from .head import QWEN_HEAD, Head, HeadSpec, find_part
@@ -42,7 +42,7 @@ class Family:
     text: Callable[[nn.Module], Any]  # that model → what has `embed_tokens`, `layers` and `norm`
     lm_head: Callable[[nn.Module], nn.Module | None]  # None where the embedding is tied
     head_layer: Callable[[nn.Module], nn.Module] | None = None  # that model → the decoder layer of a head's module
-    parts: Callable[[nn.Module], list[Part]] = decoder_parts  # of a layer; at most one of them has a state
+    parts: Callable[[nn.Module], list[Part]] = decoder_parts  # of a layer
     recurrent: Callable[..., tuple[mx.array, mx.array]] = gated_delta_net  # a recurrent layer
     state_sizes: Callable[[nn.Module], tuple[int, int, int, int, int]] = gated_delta_sizes  # see `Recurrent.empty`
     head: HeadSpec = QWEN_HEAD
@@ -177,20 +177,24 @@ class Model:
             if self.drafter is not None and index:
                 outputs.append(x)
             after = parts[index + 1][0].norm if index + 1 < len(layers) else self.weights.norm
-            memory = next(memories) if any(part.kind is not PartKind.MLP for part in parts[index]) else None
-            if fits and memory and (whole := decoder_layer(layer, x, normed, memory, accepted, certain, after)):
+            held = [next(memories) for part in parts[index] if part.kind is not PartKind.MLP]
+            if fits and (whole := decoder_layer(layer, x, normed, held[0], accepted, certain, after)):
                 x, normed = whole
                 continue
             norms = [part.norm for part in parts[index][1:]] + [after]
-            for (kind, _, module), norm in zip(parts[index], norms, strict=True):
+            late = None
+            for (kind, _, module, beside), norm in zip(parts[index], norms, strict=True):
                 residual = Residual(x, norm, share)
+                late = late if beside is None else mlp_or_mixture(beside, normed)
                 if kind is PartKind.MLP:
                     x, normed = feed_forward(module, normed, residual)
                 elif kind is PartKind.ATTENTION:
                     seen = partial(mask, self.family.window(layer))
-                    x, normed = self.family.attention(module, normed, seen, memory, residual)
+                    x, normed = self.family.attention(module, normed, seen, held.pop(0), residual)
                 else:
-                    x, normed = self.family.recurrent(module, normed, memory, accepted, certain, residual)
+                    x, normed = self.family.recurrent(module, normed, held.pop(0), accepted, certain, residual)
+            if late is not None:
+                x, normed = Residual(x, after, share).add(late)
         if self.drafter is not None:
             self.drafter.remember([*outputs, x], list(memories))
         return share.give(normed if share.ends and self.family.head.fed_after_norm else x)
@@ -243,17 +247,17 @@ class Model:
         layer, memory = self.weights.mtp.layers[module], state.layers[module]
         mask = partial(state.reserve(tokens.shape[1], ahead), self.family.window(layer))
         assert isinstance(memory, KV)
-        (_, norm, mixer), (_, second_norm, mlp) = self.family.parts(layer)
-        normed = norm(x)
+        first, second = self.family.parts(layer)
+        normed = first.norm(x)
         following = self._head_norm(module)
         fits = self.family.attention is attention
         if fits and (whole := decoder_layer(layer, x, normed, memory, state.accepted, 1, following)):
             x, normed = whole if last is None else [at_last(each, last) for each in whole]
             return normed if spec.chains_after_norm else x
         alone = Alone()  # every machine has the whole head
-        residual = Residual(x if last is None else at_last(x, last), second_norm, alone)
-        x, normed = self.family.attention(mixer, normed, mask, memory, residual, last)
-        x, normed = feed_forward(mlp, normed, Residual(x, following, alone))
+        residual = Residual(x if last is None else at_last(x, last), second.norm, alone)
+        x, normed = self.family.attention(first.module, normed, mask, memory, residual, last)
+        x, normed = feed_forward(second.module, normed, Residual(x, following, alone))
         return normed if spec.chains_after_norm else x
 
     def draft_logits(self, hidden: mx.array, reduced: bool = False, *, module: int = 0) -> mx.array:

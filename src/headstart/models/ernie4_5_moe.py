@@ -39,7 +39,7 @@ def build_ernie(config: dict[str, Any]) -> nn.Module:
     lm = ernie4_5_moe.Model(ernie4_5_moe.ModelArgs.from_dict({"use_bias": False, **config}))
     for layer in lm.layers:
         if isinstance(layer.mlp, ernie4_5_moe.Ernie4_5_MoeMLP):
-            layer.mlp.gate = BiasedRouter(lm.args.hidden_size, lm.args.moe_num_experts, lm.args.moe_k)
+            layer.mlp["gate"] = BiasedRouter(lm.args.hidden_size, lm.args.moe_num_experts, lm.args.moe_k)
     return lm
 
 

@@ -56,6 +56,8 @@ def _mlp(module: nn.Module, x: mx.array) -> mx.array:
 
 def _mixture(module: nn.Module, x: mx.array) -> mx.array:
     """Run Qwen3's mixture, or DeepSeek's, Step's and Nemotron's, whose shared experts have no gate."""
+    if "router" in module:
+        return _mixture_with_identity(module, x)
     if isinstance(module.gate, nn.Linear | nn.QuantizedLinear):
         indices, scores = route(product(x, module.gate), module.top_k, module.norm_topk_prob)
     else:
@@ -66,6 +68,15 @@ def _mixture(module: nn.Module, x: mx.array) -> mx.array:
     out = product(out, module.fc2_latent_proj) if "fc2_latent_proj" in module else out
     shared = module.get("shared_experts", module.get("share_expert"))
     return out if shared is None else out + _mlp(shared, x)
+
+
+def _mixture_with_identity(module: nn.Module, x: mx.array) -> mx.array:
+    """Run LongCat's mixture: experts past the last return their input."""
+    indices, scores = module.router(x)
+    same = indices >= module.n_routed_experts
+    parts = chosen_experts(module.switch_mlp, x, mx.where(same, 0, indices))
+    out = (parts * mx.where(same, 0.0, scores)[..., None]).sum(axis=-2)
+    return out + x * mx.where(same, scores, 0.0).sum(axis=-1, keepdims=True)
 
 
 def chosen_experts(module: nn.Module, x: mx.array, indices: mx.array) -> mx.array:

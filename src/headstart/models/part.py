@@ -16,6 +16,7 @@ class Part(NamedTuple):
     kind: PartKind
     norm: nn.Module
     module: nn.Module
+    beside: nn.Module | None = None  # experts that are given the same; what they make is added at the layer's end
 
 
 def decoder_parts(layer: nn.Module) -> list[Part]:

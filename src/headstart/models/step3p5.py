@@ -14,7 +14,7 @@ from .base import plain_family, use_float32_norms
 from .deepseek_v3 import NEXTN
 
 
-def prepare_step(layer: nn.Module, args: step3p5.ModelArgs) -> nn.Module:
+def prepare_step3p5(layer: nn.Module, args: step3p5.ModelArgs) -> nn.Module:
     """Give a decoder layer the norms and fields that our forward reads."""
     use_float32_norms(layer, step3p5.ZeroCenteredRMSNorm)
     attention = layer.self_attn
@@ -27,13 +27,13 @@ def build_step3p5(config: dict[str, Any]) -> nn.Module:
     lm = step3p5.Model(step3p5.ModelArgs.from_dict(config))
     use_float32_norms(lm, step3p5.ZeroCenteredRMSNorm)
     for layer in lm.layers:
-        prepare_step(layer, lm.args)
+        prepare_step3p5(layer, lm.args)
     return lm
 
 
-def step_head_layer(lm: nn.Module) -> nn.Module:
+def step3p5_head_layer(lm: nn.Module) -> nn.Module:
     """Return the layer after the trunk's last. `layer_types` and other lists of a release include the head's."""
-    return prepare_step(step3p5.Step3p5DecoderLayer(lm.args, lm.args.num_hidden_layers), lm.args)
+    return prepare_step3p5(step3p5.Step3p5DecoderLayer(lm.args, lm.args.num_hidden_layers), lm.args)
 
 
 FAMILY = plain_family(
@@ -41,7 +41,7 @@ FAMILY = plain_family(
     step3p5,
     build=build_step3p5,
     window=lambda layer: layer.window,
-    head_layer=step_head_layer,
+    head_layer=step3p5_head_layer,
     head=replace(NEXTN, fed_after_norm=False, chains_after_norm=False),
     renamed=(
         (r"\.transformer\.", "."),
