@@ -16,12 +16,6 @@ CONTEXT = 8_000_000
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Target]:
-    with target() as here:
-        yield here
-
-
-@pytest.fixture(scope="module")
 def vast(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     """A server whose context holds any body: only time limits what is tokenised."""
     folder = tmp_path_factory.mktemp("models") / "vast"
@@ -33,10 +27,10 @@ def vast(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 
 @pytest.mark.parametrize("case", PROMPTS, ids=lambda case: case.name)
-def test_it_is_refused_while_others_are_served(server: Target, case: Case) -> None:
+def test_it_is_refused_while_others_are_served(attacked: Target, case: Case) -> None:
     with ThreadPoolExecutor(1) as pool:
-        refused = pool.submit(server.check, case)
-        server.assert_serving()
+        refused = pool.submit(attacked.check, case)
+        attacked.assert_serving()
         refused.result()
 
 
