@@ -84,15 +84,24 @@ def test_the_list_holds_the_most_frequent_tokens_and_then_the_lowest_ids() -> No
 def test_a_model_is_loaded_with_the_list_beside_it(tmp_path: Path) -> None:
     write(tmp_path, "dense")
     assert load_model(tmp_path).draft_vocabulary is None
-    path = write_draft_tokens(tmp_path, [5, 2, 9], "a test")
+    vocabulary = load_model(tmp_path).vocabulary
+    path = write_draft_tokens(tmp_path, [5, 2, 9], "a test", vocabulary)
     listed = load_model(tmp_path).draft_vocabulary
     assert listed is not None
     assert (listed.ids.tolist(), listed.origin) == ([5, 2, 9], "a test")
     assert load_model(tmp_path, mtp=False).draft_vocabulary is None
-    for wrong in ("[", '{"ids": [1]}', '{"ids": [3, 3], "origin": ""}', '{"ids": [], "origin": ""}'):
-        path.write_text(wrong)
-        with pytest.raises(CheckpointError, match=r"draft_vocabulary\.json"):
+    for ids in ("[3, 3]", "[]", "[-1]", "[64]", "[1.5]", "[true]", '"12"', '["5"]', "{}"):
+        path.write_text(f'{{"ids": {ids}, "vocabulary": 64, "origin": ""}}')
+        with pytest.raises(CheckpointError, match=r"draft_vocabulary\.json: ids must be different tokens below 64"):
             read_draft_tokens(tmp_path, 64)
+    number = b'{"ids": 3, "vocabulary": 64, "origin": ""}'
+    for wrong in (b"", b"[", b"\xff", b"7", b'{"ids": [1]}', number, b"[" * 10**5):
+        path.write_bytes(wrong)
+        with pytest.raises(CheckpointError, match=r"draft_vocabulary\.json: not a list of tokens .* Delete it"):
+            read_draft_tokens(tmp_path, 64)
+    write_draft_tokens(tmp_path, [5, 2, 9], "another model's", vocabulary + 1)
+    with pytest.raises(CheckpointError, match=f"made for {vocabulary + 1} tokens; this model has {vocabulary}"):
+        load_model(tmp_path)
 
 
 def calibrated(full: float, some: float) -> DepthController:
