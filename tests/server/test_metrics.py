@@ -56,6 +56,7 @@ def test_counts_are_the_sums_of_all_answers_stats() -> None:
         http.post(COMPLETIONS, json={"prompt": 5})
         stats, counted = [answer["generation_stats"] for answer in told], samples(server)
         report = http.get("/v1/mtp/stats").json()["models"]["tiny"]
+        tokens = http.get("/v1/mtp/tokens").json()["models"]["tiny"]
 
     def count(name: str, **labels: str) -> float:
         labels = labels if name == "engine_healthy" else {"model": "tiny", **labels}
@@ -81,6 +82,7 @@ def test_counts_are_the_sums_of_all_answers_stats() -> None:
         accepted = sum(each["accepted_by_source"][source] for each in stats)
         assert count("accepted_drafts_by_source_total", source=source) == accepted > 0
         assert report["accepted_by_source"][source] == accepted
+    assert (tokens["5"], sum(tokens.values())) == (30, 90)  # nothing else was biased
     assert report["depth"] == 0
     assert count("engine_healthy") == 1
 

@@ -191,7 +191,7 @@ def _server(running: LocalServer | None, model: str | None, port: int | None) ->
 
 def _find_server(port: int, model: str | None) -> LocalServer | None:
     """Return the Headstart server on this machine that serves the model, or any if none is named."""
-    key = os.environ.get("HEADSTART_API_KEY", "").split(" ")[0] or "none"
+    key = server_key()
     with suppress(OSError, ValueError, LookupError, TypeError):  # nothing there, or something else
         return _describe(f"http://127.0.0.1:{port}", key, model, FIND_SECONDS)
     return None
@@ -200,13 +200,23 @@ def _find_server(port: int, model: str | None) -> LocalServer | None:
 def _describe(url: str, key: str, model: str | None = None, timeout: float | None = None) -> LocalServer:
     """Ask a server for a model, by default the first that it lists."""
     path = f"/v1/models/{quote(model, safe='')}" if model is not None else "/v1/models"
-    request = Request(url + path, headers={"Authorization": f"Bearer {key}"})
-    with build_opener(ProxyHandler({})).open(request, timeout=timeout) as response:
-        answer = json.load(response)
+    answer = get_json(url + path, key, timeout)
     found = answer if model is not None else answer["data"][0]
     if found["owned_by"] != "headstart":
         raise URLError("another server")
     return LocalServer(url, key, str(found["id"]), int(found["context_length"]))
+
+
+def server_key() -> str:
+    """Return the key that a server asks for, as far as it is known here."""
+    return os.environ.get("HEADSTART_API_KEY", "").split(" ")[0] or "none"
+
+
+def get_json(url: str, key: str, timeout: float | None = None) -> Any:
+    """Ask a server of this machine, past any proxy."""
+    request = Request(url, headers={"Authorization": f"Bearer {key}"})
+    with build_opener(ProxyHandler({})).open(request, timeout=timeout) as response:
+        return json.load(response)
 
 
 def _stop(process: "subprocess.Popen[Any]") -> None:

@@ -135,6 +135,10 @@ def add_status_routes(app: FastAPI, pool: ModelPool, metrics: Metrics) -> None:
         memory = {"active_bytes": mx.get_active_memory(), "cache_bytes": mx.get_cache_memory()}
         return {"models": {each.id: each.report() for each in wanted}, "memory": memory}
 
+    @app.get("/v1/mtp/tokens")
+    async def generated_tokens() -> dict[str, Any]:
+        return {"models": {each.id: each.counters.tokens for each in pool.models}}
+
     @app.get("/health", responses={503: {"description": "The engine's thread is not alive."}})
     async def health() -> JSONResponse:
         device = pool.device
