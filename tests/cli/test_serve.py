@@ -174,5 +174,5 @@ def test_models_that_cannot_be_served_together_are_refused(tmp_path: Path) -> No
     folders = [str(write(tmp_path / name, "dense")) for name in ("one", "two", "again/one")]
     said = refused(*folders[:2], "--memory-gb", "0.0001", "--port", "0")
     assert "model 'one' does not fit: its weights take 0.00 GB" in said
-    assert "two are called the same" in refused(folders[0], folders[2], "--port", "0")
+    assert "two are called one" in refused(folders[0], folders[2], "--port", "0")
     assert "--model-id is for one model" in refused(*folders[:2], "--model-id", "mine")

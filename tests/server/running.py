@@ -145,9 +145,9 @@ class Address:
 
 
 @contextmanager
-def serving(pool: ModelPool) -> Iterator[Address]:
+def serving(pool: ModelPool, **options: Any) -> Iterator[Address]:
     with bind("127.0.0.1", 0) as place:
-        server = Server(create_app(pool), pool.device, deadline=5.0)
+        server = Server(create_app(pool, **options), pool.device, deadline=5.0)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
         thread.start()
         try:

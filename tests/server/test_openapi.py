@@ -17,12 +17,15 @@ ROUTES = {
     ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/requests/{id}/cancel"),
     ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"), ("POST", "/v1/responses"),
     ("GET", "/v1/responses/{id}"), ("DELETE", "/v1/responses/{id}"),
+    ("POST", "/v1/embeddings"), ("POST", "/v1/models/pull"),
     ("POST", "/v1/models/load"), ("POST", "/v1/models/unload"),
     ("GET", "/v1/models"), ("GET", "/v1/models/{name}"), ("GET", "/v1/mtp/stats"), ("GET", "/v1/mtp/tokens"),
     ("GET", "/v1/settings"),
     ("PATCH", "/v1/settings"), ("GET", "/v1/cache"), ("DELETE", "/v1/cache"), ("GET", "/health"), ("GET", "/metrics"),
 }  # fmt: skip
 
+
+NAMED = ("/v1/embeddings", "/v1/models/load", "/v1/models/unload", "/v1/models/pull")  # no such model, mostly
 
 WITH_BODY = [
     ("PATCH", "/v1/settings"), ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"),
@@ -59,7 +62,7 @@ def send_all(document: Any, method: str, path: str, mode: GenerationMode) -> Cou
 @pytest.mark.parametrize(("method", "path"), sorted(ROUTES))
 def test_nothing_that_the_document_allows_breaks_the_server(document: Any, method: str, path: str) -> None:
     answered = send_all(document, method, path, GenerationMode.POSITIVE)
-    assert answered[200] or "{" in path, answered
+    assert answered[200] or "{" in path or path in NAMED, answered
 
 
 @pytest.mark.parametrize(("method", "path"), WITH_BODY)

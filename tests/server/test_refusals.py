@@ -300,3 +300,11 @@ def test_what_the_chat_template_refuses_is_refused(tmp_path: Path, template: str
         read(ChatCompletionRequest.model_validate({"messages": HI}), served)
     assert (refusal.value.status_code, refusal.value.param, refusal.value.code) == (400, "messages", code)
     assert template is None or "roles must alternate" in refusal.value.detail
+
+
+def test_embeddings_are_refused_in_words(server: Running) -> None:
+    with pytest.raises(openai.BadRequestError, match="its card names no pooling") as error:
+        server.openai().embeddings.create(model="tiny", input="hi")
+    assert error.value.param == "model"
+    with pytest.raises(openai.NotFoundError):
+        server.openai().embeddings.create(model="other", input="hi")

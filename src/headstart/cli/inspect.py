@@ -1,4 +1,4 @@
-"""`headstart inspect`: what one checkpoint is. `headstart models`: which ones are on this machine, or known."""
+"""`headstart inspect`: what one checkpoint is. `headstart list`: which ones are on this machine, or known."""
 
 import json
 from pathlib import Path
@@ -63,13 +63,13 @@ def _describe(quantization: dict[str, Any] | None) -> str:
     return f"{quantization['bits']} bits, groups of {quantization['group_size']}, {quantization['mode']}"
 
 
-def models_command(
+def list_command(
     folders: list[Path] | None = typer.Argument(None, help="Also these: models, or folders with models in them."),
     as_json: bool = options.JSON,
 ) -> None:
     """List the models on this machine. Says whether their heads can draft and how far, and which others are known."""
     from ..cards import all_cards
-    from ..checkpoint.hub import local_models
+    from ..checkpoint.local import local_models
 
     found = [model.report() for model in local_models(folders or ())]
     here = {model["card"] for model in found}

@@ -24,6 +24,7 @@ from . import (
     launch,
     machines,
     probe,
+    pull,
     recommend,
     report,
     serve,
@@ -86,7 +87,9 @@ app.command("serve", cls=config.ConfiguredCommand)(serve.serve_command)
 app.command("config")(config.config_command)
 app.command("launch", cls=launch.LaunchCommand)(launch.launch_command)
 app.command("recommend")(recommend.recommend_command)
-app.command("models")(inspect.models_command)
+app.command("list")(inspect.list_command)
+app.command("pull")(pull.pull_command)
+app.command("remove")(pull.remove_command)
 app.command("inspect")(inspect.inspect_command)
 app.command("convert")(convert.convert_command)
 app.command("graft")(convert.graft_command)

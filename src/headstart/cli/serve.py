@@ -35,6 +35,7 @@ def serve_command(
     port: int = Option(8000, min=0, max=65535, help="0 takes a free one."),
     all_models: bool = Option(False, "--all", help="Serve every model on this machine, loaded when it is needed."),
     pin: list[str] | None = Option(None, metavar="MODEL", help="Load this one at the start, and never unload it."),
+    allow_download: bool = Option(False, "--allow-download", help="Let clients have models downloaded from the hub."),
     memory_gb: float | None = Option(
         None, min=0, help="Memory for all loaded models and their requests.", show_default="what is free"
     ),
@@ -131,7 +132,9 @@ def serve_command(
             pool = server.ModelPool.of_one(*leader, limits)
         assert bound is not None, "only followers do not listen"
         hosts = server.hosts_for(host, allowed_host or (), key=bool(keys))
-        app = server.create_app(pool, keys=keys, allowed_hosts=hosts, cors_origins=cors_origin or ())
+        app = server.create_app(
+            pool, keys=keys, allowed_hosts=hosts, cors_origins=cors_origin or (), allow_download=allow_download
+        )
         server.listen(bound)
         with suppress(OSError):  # a closed standard output must not stop the server
             typer.echo(_greeting(pool, host, bound.getsockname()[1], key=bool(keys)))
@@ -161,7 +164,7 @@ def _find_models(
     names: list[str], all_models: bool, pinned: list[str], parts: machines.Parts, id: str | None, *, kv_8bit: bool
 ) -> "list[PooledModel]":
     """Return the models to serve, in the order of the command line, and those to pin if they are not among them."""
-    from ..checkpoint.hub import local_models
+    from ..checkpoint.local import local_models
     from ..server import PooledModel
 
     pins = [find_model(name) for name in pinned]
@@ -173,7 +176,7 @@ def _find_models(
     ]
     for local in local_models() if all_models else ():
         if local.layout is not None and local.layout.path not in folders:
-            with suppress(HeadstartError):  # `headstart models` says why
+            with suppress(HeadstartError):  # `headstart list` says why
                 found.append(read(local.layout.path))
     return found
 

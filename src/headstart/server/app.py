@@ -20,6 +20,7 @@ from .. import __version__
 from .anthropic_request import CountTokensRequest, MessagesRequest
 from .anthropic_response import AnthropicWriter
 from .dashboard import add_dashboard
+from .downloads import Downloads
 from .errors import refuse, respond_to_error
 from .listen import Pool
 from .metrics import Metrics
@@ -39,10 +40,15 @@ def create_app(
     keys: Keys | None = None,
     allowed_hosts: Collection[str] = (),
     cors_origins: Collection[str] = (),
+    allow_download: bool = False,
 ) -> FastAPI:
-    """Return the app for some models. It starts the device's thread; the Server that runs it closes it."""
+    """Return the app for some models. It starts the device's thread; the Server that runs it closes it.
+
+    `allow_download`: clients may have models downloaded from the hub.
+    """
+    downloads = Downloads(pool) if allow_download else None
     keys, limits, metrics = keys or Keys(), pool.limits, Metrics(pool.device, pool.models)
-    handler = RequestHandler(pool, keys, limits, metrics)
+    handler = RequestHandler(pool, keys, limits, metrics, find=downloads.find if downloads else pool.find)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
@@ -62,7 +68,7 @@ def create_app(
     add_generation_routes(app, handler)
     add_responses_routes(app, handler)
     add_status_routes(app, pool, metrics)
-    add_model_routes(app, pool)
+    add_model_routes(app, pool, downloads)
     add_settings_routes(app, pool)
     add_dashboard(app)
     # The last one added is the first to see a request.
@@ -74,6 +80,11 @@ def create_app(
         app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(RestOfBody, limits=limits)
     return app
+
+
+class EmbeddingsRequest(BaseModel):
+    model: str | None = None
+    input: Any = None
 
 
 def add_generation_routes(app: FastAPI, handler: RequestHandler) -> None:
@@ -92,6 +103,11 @@ def add_generation_routes(app: FastAPI, handler: RequestHandler) -> None:
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest, http: Request) -> dict[str, int]:
         return {"input_tokens": await handler.count_tokens(body, http)}
+
+    @app.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingsRequest) -> None:
+        model = handler.find(body.model)
+        refuse("model", f"{model.id} has no embeddings: its card names no pooling", "unsupported")
 
     @app.post("/v1/requests/{id}/cancel")
     async def cancel(id: str, http: Request) -> dict[str, Any]:
@@ -121,14 +137,6 @@ def add_responses_routes(app: FastAPI, handler: RequestHandler) -> None:
 
 
 def add_status_routes(app: FastAPI, pool: ModelPool, metrics: Metrics) -> None:
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model.describe() for model in pool.models]}
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        return pool.find(name).describe()
-
     @app.get("/v1/mtp/stats")
     async def mtp_stats(model: str | None = None) -> dict[str, Any]:
         wanted = pool.models if model is None else [pool.find(model)]
@@ -164,7 +172,22 @@ class ModelName(BaseModel):
     model: str
 
 
-def add_model_routes(app: FastAPI, pool: ModelPool) -> None:
+def add_model_routes(app: FastAPI, pool: ModelPool, downloads: Downloads | None) -> None:
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        others = {"downloads": downloads.describe()} if downloads is not None else {}
+        return {"object": "list", "data": [model.describe() for model in pool.models], **others}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        return pool.find(name).describe()
+
+    @app.post("/v1/models/pull")
+    async def start_download(body: ModelName) -> dict[str, Any]:
+        if downloads is None:
+            refuse("model", "downloads are off: start the server with --allow-download", "unsupported")
+        return asdict(downloads.start(body.model))
+
     @app.post("/v1/models/load")
     async def load(body: ModelName) -> dict[str, Any]:
         model = pool.find(body.model)

@@ -59,19 +59,16 @@ class ModelPool:
             budget: Bytes for the weights and sequences of all loaded models; None if all may be loaded.
             prefix_bytes: Of each model's prefix cache; None: what the budget suggests.
         """
-        self.device, self.models, self.limits, self.budget = device, list(models), limits or Limits(), budget
+        self.device, self.limits, self.budget = device, limits or Limits(), budget
+        self.models: list[PooledModel] = []
         self._max_sequences, self.max_queue = max_sequences, max_queue
         self._idle, self._turn = idle_seconds, turn_seconds
         self._prefix_bytes, self._prefix_options = prefix_bytes, prefix_options or PrefixOptions()
         self._changed = asyncio.Event()
         self._lock = asyncio.Lock()  # held while a model is loaded or unloaded
         self._manager: asyncio.Task[None] | None = None
-        if len({model.id for model in self.models}) < len(self.models):
-            raise RequestError(f"MODEL: two are called the same: {', '.join(sorted(m.id for m in self.models))}")
-        if budget is not None:
-            for model in self.models:
-                suggested = int(PREFIX_SHARE * SHARE * max(0, budget - model.needs.weights))
-                model.prefix_bytes = min(MAX_PREFIX_CACHE, suggested) if prefix_bytes is None else prefix_bytes
+        for model in models:
+            self.add(model)
 
     @classmethod
     def of_one(cls, thread: EngineThread, served: ServedModel, limits: Limits | None = None) -> "ModelPool":
@@ -81,6 +78,17 @@ class ModelPool:
         pool = cls(thread.device, [model], limits=limits, max_queue=thread.engine.queue.max_size)
         pool.put(model, served, thread)
         return pool
+
+    def add(self, model: PooledModel) -> None:
+        """Serve one more model, which is not loaded."""
+        if any(each.id == model.id for each in self.models):
+            raise RequestError(f"MODEL: two are called {model.id}: give one of their folders another name")
+        if self.budget is not None:
+            suggested = int(PREFIX_SHARE * SHARE * max(0, self.budget - model.needs.weights))
+            model.prefix_bytes = (
+                min(MAX_PREFIX_CACHE, suggested) if self._prefix_bytes is None else self._prefix_bytes
+            )
+        self.models.append(model)
 
     def load_now(self, model: PooledModel) -> ServedModel:
         """Load a model before the server starts, and do the measurements that its first request would wait for."""

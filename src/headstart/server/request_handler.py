@@ -38,6 +38,7 @@ class RequestHandler:
     keys: Keys
     limits: Limits
     metrics: Metrics
+    find: Callable[[str | None], PooledModel]
     running: "dict[str, RunningRequest]" = field(default_factory=dict)  # by id
 
     async def reply(
@@ -45,7 +46,7 @@ class RequestHandler:
     ) -> Response:
         """Return the response to a request, in the format that `writer_type` writes."""
         body.check()
-        model = self.pool.find(body.model)
+        model = self.find(body.model)
         self._check_open()
         meter = Meter(self.metrics, model, http.url.path, time.perf_counter())
         submit = partial(self._submit, body, http, writer_type, meter, deadline := self._deadline())
@@ -169,7 +170,7 @@ class RequestHandler:
 
     async def count_tokens(self, body: CountTokensRequest, http: HTTPRequest) -> int:
         body.check()
-        model, client, deadline = self.pool.find(body.model), client_of(http.scope, self.keys), self._deadline()
+        model, client, deadline = self.find(body.model), client_of(http.scope, self.keys), self._deadline()
         loaded = await self._acquire(model, http, deadline)
         try:
             make_prompt = partial(body.make_prompt, loaded.served)

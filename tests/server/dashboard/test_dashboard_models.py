@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+import pytest
 from browsing import Visit
 from playwright.sync_api import Locator, Page, expect
-from running import running, serving
+from running import running, serving, wait_until
 
 from checkpoints import write
 from headstart.engine import DeviceThread
 from headstart.server import ModelPool, PooledModel
+from loopback_hub import running_hub
 
 
 def card(page: Page, part: str, name: str) -> Locator:
@@ -63,3 +65,41 @@ def test_models_are_loaded_and_unloaded_from_the_page_and_the_header_chooses_one
         page.get_by_role("link", name="Models").click()
         green.get_by_role("button", name="Unload green").click()
         expect(fact(green, "State")).to_have_text("unloaded")
+
+
+def test_a_model_is_downloaded_from_the_page_with_progress_and_then_chatted_with(
+    visit: Visit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = ModelPool(DeviceThread(), [PooledModel.of(write(tmp_path / "red", "dense", vocab_size=8192))])
+    with running_hub(monkeypatch, tmp_path / "cache") as hub, serving(pool, allow_download=True) as server:
+        hub.models["org/green"] = write(tmp_path / "green", "dense", seed=1, vocab_size=8192)
+        hub.held = "model-00002-of-00002.safetensors"
+        page = visit(server, "models")
+        page.get_by_label("Hub id").fill("org/grey")
+        page.get_by_role("button", name="Download").click()
+        listed = page.get_by_role("list", name="Downloads")
+        expect(listed).to_contain_text("org/grey: could not be downloaded")
+        page.get_by_label("Hub id").fill("org/green")
+        page.keyboard.press("Enter")
+        progress = page.get_by_role("progressbar", name="Download of org/green")
+        expect(progress).to_be_visible()
+        wait_until(lambda: float(progress.get_attribute("value") or 0) > 0)
+        with server.http() as http:  # a request for it waits for nothing, and says how far it is
+            waiting = http.post("/v1/completions", json={"model": "org/green", "prompt": "hi"})
+        assert (waiting.status_code, waiting.json()["error"]["code"]) == (503, "model_downloading")
+        assert waiting.headers["Retry-After"] == "30"
+        hub.gate.set()
+        expect(listed).to_contain_text("org/green: complete")
+        green = card(page, "loaded", "org/green")
+        green.get_by_role("button", name="Load org/green").click()
+        expect(fact(green, "State")).to_have_text("loaded")
+
+
+def test_a_server_downloads_nothing_unless_it_was_told_so(visit: Visit) -> None:
+    with running() as server, server.http() as http:
+        refused = http.post("/v1/models/pull", json={"model": "org/green"})
+        assert "--allow-download" in refused.json()["error"]["message"]
+        assert http.post("/v1/completions", json={"model": "org/green", "prompt": "hi"}).status_code == 404
+        page = visit(server, "models")
+        expect(card(page, "loaded", "tiny")).to_be_visible()
+        expect(page.get_by_label("Hub id")).to_be_hidden()
