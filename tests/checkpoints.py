@@ -401,16 +401,20 @@ def write_drafter(
     flat: bool = False,
     seed: int = 1,
     dtype: mx.Dtype = mx.bfloat16,
-    scale: float = 1.0,
+    second: bool = False,
     **fields: Any,
 ) -> Path:
-    """Write a random DFlash drafter for the model at `target`, in the released layout. `scale` of its matrices."""
+    """Write a random DFlash drafter for the model at `target`, or with `second` a DFlash2, in the released layout."""
     config = json.loads((target / "config.json").read_text())
     text = config.get("text_config", config)
     hidden, heads, kv, dim, inner = text["hidden_size"], 4, 2, 16, 96
     ours = {"mask_token_id": text["vocab_size"] - 1, "target_layer_ids": list(layers)}
+    taps, group, rank = 2, 16, 8
+    if second:
+        ours |= {"conv_kernel_size": taps, "conv_group_size": group, "selector_rank": rank, "selector_top_k": 4}
+        fields = {"is_causal": False, **fields}
     drafter = {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": ["DFlash2DraftModel" if second else "DFlashDraftModel"],
         "model_type": "qwen3",
         "hidden_size": hidden,
         "vocab_size": text["vocab_size"],
@@ -434,7 +438,7 @@ def write_drafter(
     rng = np.random.default_rng(seed)
 
     def matrix(out: int, inp: int) -> mx.array:
-        return mx.array((rng.standard_normal((out, inp)) * scale / inp**0.5).astype(np.float32)).astype(dtype)
+        return mx.array((rng.standard_normal((out, inp)) / inp**0.5).astype(np.float32)).astype(dtype)
 
     def norm(size: int) -> mx.array:
         return mx.array(1 + rng.integers(-24, 25, size).astype(np.float32) / 128).astype(dtype)
@@ -453,7 +457,14 @@ def write_drafter(
         arrays |= {
             f"layers.{n}.{name}.weight": norm(hidden) for name in ("input_layernorm", "post_attention_layernorm")
         }
+        for conv in ("attention_conv", "mlp_conv") if second else ():
+            arrays[f"layers.{n}.{conv}.base_kernel"] = matrix(2 * taps, hidden).reshape(2, taps, hidden) * 4
+            arrays[f"layers.{n}.{conv}.kernel_projection.weight"] = matrix(2 * taps * (hidden // group), hidden)
     arrays["norm.weight"] = norm(hidden)
+    if second:
+        for name in ("predecessor_codebook", "successor_codebook"):
+            arrays[f"candidate_selector.{name}"] = matrix(text["vocab_size"], rank) * 3
+        arrays["candidate_selector.hidden_projection.weight"] = matrix(rank, hidden)
     folder.mkdir(parents=True, exist_ok=True)
     save(folder / "model.safetensors", arrays, {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(drafter, indent=2))

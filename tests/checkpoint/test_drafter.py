@@ -56,7 +56,8 @@ def test_a_drafter_for_another_model_is_refused(target: Path, tmp_path: Path, ot
         ({"target_layer_ids": "all"}, "target_layer_ids is 'all'; it must be a list of layers"),
         ({"target_layer_ids": None}, "not a block drafter's: it has no target_layer_ids"),
         ({"block_size": 1}, "block_size is 1; it must be a whole number from 2"),
-        ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel.*, and Headstart runs DFlashDraftModel"),
+        ({"architectures": ["DSparkDraftModel"]}, "DSparkDraftModel.*, and Headstart runs DFlashDraftModel and DFl"),
+        ({"architectures": ["DFlash2DraftModel"]}, "conv_kernel_size is None; it must be a whole number from 1"),
         ({"layer_types": ["full_attention"]}, "layer_types is .*; it must name"),
         ({"layer_types": ["sliding_attention"] * 2}, "sliding_window is None, and some layers slide"),
         ({"num_hidden_layers": 3, "layer_types": None}, r"11 tensors missing \(layers\.2\."),
@@ -119,7 +120,7 @@ def test_a_drafter_is_quantised_and_drafts_nearly_the_same(target: Path, tmp_pat
         state = model.make_state(1)
         model.trunk(mx.array([[1, 2, 3]]), state, certain=3)
         state.commit(mx.array([3]), most=3)
-        logits.append(model.block_logits(mx.array([4]), 3, state))
+        logits.append(model.block_logits(mx.array([4]), 3, state)[0])
     assert mx.allclose(*logits, atol=0.5)
     assert not mx.array_equal(*logits)
     report = json.loads(run("inspect", small, "--json"))

@@ -60,11 +60,11 @@ def successors() -> mx.array:
 def _good_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     follows, drafted = successors(), Model.block_logits
 
-    def raised(self: Model, last: mx.array, k: int, state: BatchState) -> mx.array:
-        logits, tokens = drafted(self, last, k, state), [last]
+    def raised(self: Model, last: mx.array, k: int, state: BatchState) -> tuple[mx.array, mx.array]:
+        (logits, hidden), tokens = drafted(self, last, k, state), [last]
         for _ in range(k):
             tokens.append(follows[tokens[-1] % 256])
-        return logits + 25.0 * (mx.arange(logits.shape[-1]) == mx.stack(tokens[1:], axis=1)[..., None])
+        return logits + 25.0 * (mx.arange(logits.shape[-1]) == mx.stack(tokens[1:], axis=1)[..., None]), hidden
 
     monkeypatch.setattr(Model, "block_logits", raised)
 
@@ -91,6 +91,19 @@ def test_text_is_that_of_plain_decoding_for_every_block(params: Any) -> None:
         assert 0 in [answer.origins.count(each) for each in ("copy", "plain")]
         most = max(most, *map(len, answer.bursts))
     assert most > 4, "blocks are hardly accepted: the test shows little"
+
+
+def test_a_drafter_that_selects_changes_no_token_either(tmp_path: Path) -> None:
+    _, target, _ = folders()
+    drafter = write_drafter(tmp_path, target, second=True, block_size=8)
+    model, prompt = load_model(target, drafter=drafter, dtype=mx.float32), random_prompt(pair(), 30, 7)
+    for params in ({}, {"seed": 4, "temperature": 0.7}):
+        plain = generate(model, prompt, k=0, max_tokens=40, **params)
+        answer = generate(model, prompt, k=15, max_tokens=40, **params)
+        assert answer.tokens == plain.tokens
+        assert answer.stats is not None
+        assert answer.stats.clamped_to == 7
+        assert answer.stats.accepted_by_source["drafter"] > 8
 
 
 class EverySource(DepthController):
@@ -180,7 +193,7 @@ def test_a_block_is_drawn_at_once_as_it_would_be_one_by_one(params: Any) -> None
     model = pair()
     batch = prefill_prompts(model, [random_prompt(model, 12, 5)], max_k=15)
     batch._set_params([SequenceParams(SamplingParams(**params), key=3, choice=0, limit=99)], model)
-    logits = model.block_logits(batch.last, 6, batch.trunk_state)
+    logits, _ = model.block_logits(batch.last, 6, batch.trunk_state)
     alone = Proposal(mx.zeros((1, 0), mx.int32), [])
     for j in range(6):
         alone = propose(logits[:, j : j + 1], alone, batch.context())

@@ -9,6 +9,8 @@ import pytest
 
 from checkpoints import write, write_drafter
 from headstart.checkpoint import load_model
+from headstart.engine.draft import block_drafts
+from headstart.engine.step import prefill_prompts
 from headstart.models import Model
 
 RECORDED = json.loads((Path(__file__).parents[1] / "reference/dflash.json").read_text())
@@ -19,24 +21,27 @@ def tiny_pair(place: Path, **fields: Any) -> Model:
     return load_model(target, drafter=write_drafter(place / "drafter", target, dtype=mx.float32, **fields))
 
 
-@pytest.mark.parametrize("other", ["transformers", "mlx-vlm"])
-@pytest.mark.parametrize("flat", [False, True])
-def test_both_rounds_draft_what_others_draft(other: str, flat: bool, tmp_path: Path) -> None:
-    model, state = tiny_pair(tmp_path, flat=flat), None
-    *prompt, last = RECORDED["prompt"]
-    state = model.make_state(1)
-    model.trunk(mx.array([prompt]), state, certain=len(prompt))
-    state.commit(mx.array([len(prompt)]), most=len(prompt))
+@pytest.mark.parametrize(
+    ("other", "fields"),
+    [
+        ("transformers", {}),
+        ("mlx-vlm", {"flat": True}),
+        ("mlx-vlm, DFlash2", {"second": True}),
+    ],
+)
+def test_both_rounds_draft_what_others_draft(other: str, fields: Any, tmp_path: Path) -> None:
+    model, prompt = tiny_pair(tmp_path, **fields), RECORDED["prompt"]
+    batch = prefill_prompts(model, [prompt], max_k=15)
     for expected in RECORDED[other]:
-        logits = model.block_logits(mx.array([last]), 15, state)[0]
-        assert mx.argmax(logits, axis=-1).tolist() == expected["drafts"]
-        assert mx.allclose(logits[mx.array([0, -1])], mx.array(expected["logits"]), rtol=0, atol=2e-4)
+        logits, _ = model.block_logits(batch.last, 15, batch.trunk_state)
+        assert mx.allclose(logits[0, mx.array([0, -1])], mx.array(expected["logits"]), rtol=0, atol=2e-4)
+        assert block_drafts(model, batch, 15).tokens[0].tolist() == expected["drafts"]
         # The block's own entries are overwritten by the pass that verifies, and the rejected ones by the next.
         window, accepted = RECORDED["window"], RECORDED["accepted"]
-        model.trunk(mx.array([[last, *window]]), state, certain=1)
-        state.accepted = mx.array([accepted])
-        state.commit(mx.array([accepted + 1]), most=len(window) + 1)
-        last = window[accepted]
+        model.trunk(mx.array([[int(batch.last[0]), *window]]), batch.trunk_state, certain=1)
+        batch.trunk_state.accepted = mx.array([accepted])
+        batch.trunk_state.commit(mx.array([accepted + 1]), most=len(window) + 1)
+        batch.last = mx.array([window[accepted]])
 
 
 def test_sequences_of_a_batch_draft_as_alone(tmp_path: Path) -> None:
@@ -45,12 +50,13 @@ def test_sequences_of_a_batch_draft_as_alone(tmp_path: Path) -> None:
     together = model.make_state(3)
     model.trunk(tokens, together, certain=12)
     together.commit(mx.array(lengths), most=12)
-    drafts = model.block_logits(tokens[:, 0], 5, together)
+    drafts, _ = model.block_logits(tokens[:, 0], 5, together)
     for row, length in enumerate(lengths):
         alone = model.make_state(1)
         model.trunk(tokens[row : row + 1, :length], alone, certain=length)
         alone.commit(mx.array([length]), most=length)
-        assert mx.allclose(model.block_logits(tokens[row : row + 1, 0], 5, alone)[0], drafts[row], atol=1e-4)
+        logits, _ = model.block_logits(tokens[row : row + 1, 0], 5, alone)
+        assert mx.allclose(logits[0], drafts[row], atol=1e-4)
 
 
 @pytest.mark.parametrize(

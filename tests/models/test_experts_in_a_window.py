@@ -33,10 +33,10 @@ def test_a_token_meets_the_same_experts_in_a_window_as_alone(family: str) -> Non
     prompts = [random_prompt(model, 6 + 5 * n, n) for n in range(5)]
     alone = [experts_by_token(model, [prompt], k=0)[0] for prompt in prompts]
     assert len({str(layer) for row in alone for layer in row}) > 20  # the router does choose
-    for k in (0, 1, 3, 8):
+    for k in (0, 1, 3, 15):
         assert experts_by_token(model, prompts, k) == alone
     top_k = model.config["num_experts_per_tok"]
-    assert 5 * 1 * top_k < SORTED_FROM <= 5 * 9 * top_k  # both of mlx-lm's paths were taken
+    assert 5 * 1 * top_k < SORTED_FROM <= 5 * 16 * top_k  # both of mlx-lm's paths were taken
 
 
 @pytest.mark.parametrize("family", ["moe", "next"])

@@ -1,10 +1,10 @@
-"""Record what transformers and mlx-vlm draft with a tiny DFlash drafter: `dflash.json` beside this file.
+"""Record what transformers and mlx-vlm draft with tiny DFlash drafters: `dflash.json` beside this file.
 
 python tests/reference/make_dflash.py        in an environment with torch, transformers 5.17 and mlx-vlm 0.7.10
 
 Two rounds over one text: the prompt is the context, then three tokens of the verified block are accepted.
 transformers runs its candidate generator, and its only DFlash architecture, which has the same layers under other
-names.
+names. mlx-vlm also runs a DFlash2.
 """
 
 import json
@@ -19,6 +19,8 @@ import mlx.core as mx
 import numpy as np
 import torch
 import transformers
+from mlx_vlm.speculative.drafters.dflash2 import DFlash2DraftModel
+from mlx_vlm.speculative.drafters.dflash2.config import DFlash2Config
 from mlx_vlm.speculative.drafters.qwen3_dflash import DFlashDraftModel
 from mlx_vlm.speculative.drafters.qwen3_dflash.config import DFlashConfig
 from mlx_vlm.utils import load_model
@@ -34,7 +36,7 @@ NAMES = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
 
 
 def with_transformers(target: Path, folder: Path, window: list[int], config: dict[str, Any]) -> list[Any]:
-    """Return the logits [15, V] of both rounds."""
+    """Return the drafts and the logits [15, V] of both rounds."""
     model = Qwen3_5ForConditionalGeneration.from_pretrained(target, dtype=torch.float32)
     layers = config["dflash_config"]["target_layer_ids"]
     shared = {name: config[name] for name in MuseGlimmerAssistantConfig().to_dict().keys() & config.keys()}
@@ -74,12 +76,14 @@ def with_transformers(target: Path, folder: Path, window: list[int], config: dic
     last = len(PROMPT) - 1  # the window begins with it
     hidden = {layer: each[:, last:] for layer, each in outputs(text).items()}
     candidates(text[: last + ACCEPTED + 2], hidden, ACCEPTED)
-    return [each.numpy() for each in logits]
+    return [(each.argmax(-1).tolist(), each.numpy()) for each in logits]
 
 
 def with_mlx_vlm(target: Path, folder: Path, window: list[int], config: dict[str, Any]) -> list[Any]:
     model = load_model(target)
-    drafter = DFlashDraftModel(DFlashConfig.from_dict(config))
+    second = config["architectures"] == ["DFlash2DraftModel"]
+    kinds = (DFlash2DraftModel, DFlash2Config) if second else (DFlashDraftModel, DFlashConfig)
+    drafter = kinds[0](kinds[1].from_dict(config))
     drafter.load_weights(list(drafter.sanitize(dict(mx.load(str(folder / "model.safetensors")))).items()))
     cache = drafter.reset(model)
     layers = config["dflash_config"]["target_layer_ids"]
@@ -90,7 +94,12 @@ def with_mlx_vlm(target: Path, folder: Path, window: list[int], config: dict[str
 
     def logits(last: int, hidden: mx.array) -> Any:
         block = mx.array([[last, *[config["dflash_config"]["mask_token_id"]] * (config["block_size"] - 1)]])
-        return np.array(drafter(block, hidden, cache)[0, 1:])
+        made = drafter._hidden(block, hidden, cache)[:, 1:]
+        scores = drafter._logits(made)
+        drafts = mx.argmax(scores, axis=-1)
+        if second:
+            drafts = drafter.candidate_selector.select(made, scores, mx.array([last]), None)
+        return drafts[0].tolist(), np.array(scores[0])
 
     text, last = [*PROMPT, *window], len(PROMPT) - 1
     first = logits(PROMPT[-1], outputs(PROMPT[:-1]))
@@ -108,16 +117,19 @@ def main() -> None:
             "transformers": with_transformers(target, folder, window, config),
             "mlx-vlm": with_mlx_vlm(target, folder, window, config),
         }
+        folder = write_drafter(Path(place, "second"), target, dtype=mx.float32, second=True)
+        config = json.loads((folder / "config.json").read_text())
+        found["mlx-vlm, DFlash2"] = with_mlx_vlm(target, folder, window, config)
     recorded: dict[str, Any] = {"versions": {"transformers": transformers.__version__, "mlx-vlm": version("mlx-vlm")}}
     recorded |= {"prompt": PROMPT, "window": window, "accepted": ACCEPTED}
     for name, rounds in found.items():
         # All drafts, and the logits of the first and the last.
         recorded[name] = [
             {
-                "drafts": logits.argmax(-1).tolist(),
+                "drafts": drafts,
                 "logits": [[round(float(x), 5) for x in logits[at]] for at in (0, -1)],
             }
-            for logits in rounds
+            for drafts, logits in rounds
         ]
     Path(__file__).with_name("dflash.json").write_text(json.dumps(recorded) + "\n")
 

@@ -12,6 +12,7 @@ import headstart.engine.draft as drafts
 import headstart.engine.step as loop
 from fixtures import FAMILIES, batch_of, mlx_lm_greedy, random_model, random_prompt
 from headstart.engine.batch import RESUME_PAIRS, Batch, UnseenPairs
+from headstart.limits import MAX_K
 from headstart.models import Model
 from headstart.sampling import Proposal
 from headstart.state import KV, Recurrent
@@ -19,7 +20,7 @@ from headstart.state import KV, Recurrent
 pytestmark = pytest.mark.usefixtures("stock_ops")  # tests/kernels/test_cpu_kernels.py has our kernels'
 LENGTHS = (5, 19, 33)  # prompts of three ragged rows
 ROUNDS = 8
-MOST = ROUNDS * 9
+MOST = ROUNDS * (MAX_K + 1)
 
 
 @lru_cache
@@ -27,7 +28,7 @@ def sequences(family: str) -> list[list[int]]:
     """Each sequence's prompt and what the model generates after it, for as long as any test can run."""
     model = random_model(family)
     prompts = [random_prompt(model, length, length) for length in LENGTHS]
-    return [prompt + mlx_lm_greedy(model, prompt, MOST + 9) for prompt in prompts]
+    return [prompt + mlx_lm_greedy(model, prompt, MOST + MAX_K + 1) for prompt in prompts]
 
 
 def committed(memory: KV | Recurrent, row: int, length: int, accepted: int) -> list[mx.array]:
@@ -119,9 +120,10 @@ def test_committed_state_is_what_plain_reading_leaves(
 ) -> None:
     model, rng = random_model(family), random.Random(0)
     batch = batch_of(model, *[s[:n] for s, n in zip(sequences(family), LENGTHS, strict=True)])
+    batch.max_k = mx.full(len(LENGTHS), MAX_K)  # as other sources than the head draft
     rigged = Rigged(monkeypatch, sequences(family), model.vocabulary)
     for round in range(ROUNDS if pattern == "random" else 4):
-        k = rng.randint(0, 8) if pattern == "random" else (8, 1, 3, 4)[round]
+        k = rng.choice((0, 1, 3, 8, 12, 15)) if pattern == "random" else (15, 1, 3, 9)[round]
         accepted = {"random": [rng.randint(0, k) for _ in LENGTHS], "all": [k] * 3, "none": [0] * 3}[pattern]
         rigged.step(model, batch, k, accepted)
         for row, (sequence, said) in enumerate(zip(rigged.sequences, rigged.said, strict=True)):

@@ -1,4 +1,4 @@
-"""Block drafters on disk, as released for DFlash: recognise one, check that it fits a model, and read it.
+"""Block drafters on disk, as released for DFlash and DFlash2: recognise one, check that it fits a model, and read it.
 
 A drafter is a folder of its own with a config.json of a small Qwen3 and the fields `block_size`, `mask_token_id`,
 `target_layer_ids` and `num_target_layers`, flat or under `dflash_config`. It has no embedding and no output layer.
@@ -28,7 +28,7 @@ from .quantize import Recipe, choose_quantization
 from .read import LazyFiles, read_parameter
 from .safetensors import read_header, shard_files, write_safetensors
 
-ARCHITECTURE = "DFlashDraftModel"
+ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
 KINDS = {"full_attention", "sliding_attention"}
 MAX_BLOCK = 2**16
 # What must be equal, by the model's name and the drafter's.
@@ -69,13 +69,11 @@ def read_drafter(path: Path) -> DrafterLayout:
     """Recognise the drafter in the folder `path` from its config and the headers of its files."""
     config = read_config(path)
     drafter = _expected_drafter(path, config)
-    tensors = [
-        tensor for file in shard_files(path, lambda name: True) for tensor in read_header(file).tensors.values()
-    ]
     stored = {}
-    for tensor in tensors:
-        name = tensor.name.removeprefix("model.")
-        stored[name] = StoredParameter((TensorSource(tensor, "raw", ParameterPart(name)),), tensor.shape)
+    for file in shard_files(path, lambda name: True):
+        for tensor in read_header(file).tensors.values():
+            name = tensor.name.removeprefix("model.").replace("_codebook.weight", "_codebook")
+            stored[name] = StoredParameter((TensorSource(tensor, "raw", ParameterPart(name)),), tensor.shape)
     if problem := find_misfit(stored, drafter.weights):
         remedy = "Download the drafter again: config.json and the weights must come from one place."
         raise DrafterError(f"{path}: {problem}. {remedy}")
@@ -129,7 +127,8 @@ def convert_drafter(layout: DrafterLayout, destination: Path, recipe: Recipe, *,
     arrays: dict[str, mx.array] = {}
     for name in parameter_shapes(layout.drafter.weights):
         path, array = name.removesuffix(".weight"), read_parameter(name, layout.stored, files, recipe.dtype)
-        if recipe.bits and path != "fc" and choose_quantization(path, modules[path], lambda *_: how):
+        module = modules.get(path)
+        if recipe.bits and path != "fc" and module is not None and choose_quantization(path, module, lambda *_: how):
             parts = zip(("weight", "scales", "biases"), mx.quantize(array, **how), strict=True)
             arrays |= {f"{path}.{part}": values for part, values in parts}
         else:
@@ -162,7 +161,7 @@ def _expected_drafter(path: Path, config: dict[str, Any]) -> DFlash:
         raise DrafterError(f"{file}: {problem}. Name a DFlash drafter, or download this one again.")
     try:
         spec = DFlashSpec.of(config)
-        weights = DFlashWeights(config, len(spec.target_layers))
+        weights = DFlashWeights(config, spec)
     except Exception as error:  # whatever mlx-lm raises, only the config can be its cause
         raise DrafterError(f"{file}: a field is missing or wrong ({printable_error(error)}). {REMEDY}") from error
     use_float32_norms(weights)
@@ -171,17 +170,21 @@ def _expected_drafter(path: Path, config: dict[str, Any]) -> DFlash:
 
 def _config_problem(fields: dict[str, Any]) -> str | None:
     """Return what is wrong with the fields that are a drafter's own."""
-    named, layers = fields.get("architectures") or [ARCHITECTURE], fields.get("target_layer_ids")
+    named, layers = fields.get("architectures") or [ARCHITECTURES[0]], fields.get("target_layer_ids")
     if layers is None:
         return "not a block drafter's: it has no target_layer_ids"
-    if named != [ARCHITECTURE]:
-        return f"architectures is {shortened(named)}, and Headstart runs {ARCHITECTURE}"
+    if named not in ([each] for each in ARCHITECTURES):
+        return f"architectures is {shortened(named)}, and Headstart runs {' and '.join(ARCHITECTURES)}"
     targets = fields.get("num_target_layers") or MAX_LAYERS
     if not isinstance(layers, list) or not layers or not all(type(layer) is int for layer in layers):
         return f"target_layer_ids is {shortened(layers)}; it must be a list of layers"
     if sorted({*layers}) != layers or not 0 <= layers[0] <= layers[-1] < targets:
         return f"target_layer_ids is {shortened(layers)}; they must rise, from 0 to {targets - 1} at most"
     limits = {"block_size": (2, MAX_BLOCK), "mask_token_id": (0, int(fields.get("vocab_size") or 0) - 1)}
+    if named == [ARCHITECTURES[1]]:
+        hidden = int(fields.get("hidden_size") or 0)
+        limits |= {"conv_kernel_size": (1, MAX_BLOCK), "conv_group_size": (1, hidden), "selector_rank": (1, hidden)}
+        limits |= {"selector_top_k": (1, int(fields.get("vocab_size") or 0))}
     for name, (least, most) in limits.items():
         if type(value := fields.get(name)) is not int or not least <= value <= most:
             return f"{name} is {shortened(value)}; it must be a whole number from {least} to {most:,}"

@@ -18,7 +18,9 @@ HEAD = Option(
     None, metavar="MODEL", help="Draft with the head of another model or drafter.", show_default="the model's own"
 )
 DRAFTER = Option(
-    None, metavar="DRAFTER", help="Draft with a block drafter (DFlash) made for the model: a folder or hub id."
+    None,
+    metavar="DRAFTER",
+    help="Draft with a block drafter (DFlash, DFlash2) made for the model: a folder or hub id.",
 )
 SPLIT = Option("tensor", help="Under mlx.launch: machines share every layer, or have some layers each.")
 SHOW_DRAFTS = Option(

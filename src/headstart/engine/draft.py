@@ -79,19 +79,24 @@ def head_drafts(
 
 
 def block_drafts(model: Model, batch: Batch, k: int, certain: mx.array | None = None) -> Proposal:
-    """Return k drafts of the block drafter, all from one pass: each has a distribution of its own given the context.
+    """Return k drafts of the block drafter, all from one pass: each has a distribution of its own given the context,
+    or, if the drafter selects, given the draft before it.
 
     Its caches of the context are up to date: the trunk's passes fill them.
     """
     proposal = Proposal(mx.zeros((batch.size, 0), mx.int32), [])
     if k == 0:
         return proposal
-    context = batch.context()
-    logits = model.block_logits(batch.last, k, batch.trunk_state)
-    width = 1 if context.controls.adjusts else k  # with penalties, what is drafted changes what follows
+    assert model.drafter is not None
+    context, selects = batch.context(), model.drafter.selects
+    logits, hidden = model.block_logits(batch.last, k, batch.trunk_state)
+    width = 1 if selects or context.controls.adjusts else k  # with penalties, a draft changes what follows
     for j in range(0, k, width):
         given = certain[:, j : j + width] if certain is not None else None
-        proposal = propose(logits[:, j : j + width], proposal, context, given)
+        here = logits[:, j : j + width]
+        if selects:
+            here = model.drafter.rescore(here, hidden[:, j : j + 1], proposal.tokens[:, -1] if j else batch.last)
+        proposal = propose(here, proposal, context, given)
     return proposal
 
 

@@ -242,18 +242,15 @@ class Engine(Scheduler):
             return None
         # A fixed k is a limit for its own sequence only: if any sequence leaves k open, the controller chooses.
         if any(sequence.auto_depth for sequence in self.running):
-            plan = self._choose()
+            copies = [sequence.find_copies(self.depth.copy_pool) for sequence in self.running]
+            unread = self._pending.k + 1 if self._pending is not None else 0
+            plan = self.depth.plan([sequence.history for sequence in self.running], copies, unread)
         else:
             plan = Plan.fixed(self.model, max(sequence.history.max_k for sequence in self.running))
         plan = plan._replace(k=invariant_k(self.model, self.running, min(plan.k, remaining - 1)))
         following = build_step(self.model, self._batch, self.running, plan, steady=self._steady)
         self._steady = True
         return following
-
-    def _choose(self) -> Plan:
-        copies = [sequence.find_copies(self.depth.copy_pool) for sequence in self.running]
-        unread = self._pending.k + 1 if self._pending is not None else 0
-        return self.depth.plan([sequence.history for sequence in self.running], copies, unread)
 
     def _finish_pending(self) -> None:
         """Wait for the pending step, if there is one, and hand out its tokens."""

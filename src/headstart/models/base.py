@@ -270,13 +270,14 @@ class Model:
         reduced_to = self.draft_vocabulary if reduced and (module == 0 or not spec.own_lm_head) else None
         return product(hidden, self._draft_lm_head(module) if reduced_to is None else reduced_to.lm_head)
 
-    def block_logits(self, last: mx.array, k: int, state: BatchState) -> mx.array:
-        """Return the block drafter's logits [B, k, V] for the k tokens after `last` [B], the first that the trunk's
-        `state` does not hold."""
+    def block_logits(self, last: mx.array, k: int, state: BatchState) -> tuple[mx.array, mx.array]:
+        """Return the block drafter's logits [B, k, V] and hidden states [B, k, H] for the k tokens after `last` [B],
+        the first that the trunk's `state` does not hold."""
         assert self.drafter is not None
         masks = mx.full((last.shape[0], k), self.drafter.spec.mask_token, mx.int32)
         block = self.weights.embed_tokens(mx.concatenate([last[:, None], masks], axis=1))
-        return product(self.drafter(block, state)[:, 1:], self._lm_head)
+        hidden = self.drafter(block, state)[:, 1:]
+        return self.drafter.scaled(product(hidden, self._lm_head)), hidden
 
     def with_draft_vocabulary(self, ids: list[int], origin: str) -> "Model":
         """Return the model with a copy of the rows of these tokens, for drafts."""
