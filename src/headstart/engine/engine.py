@@ -93,8 +93,7 @@ class Engine(Scheduler):
         return self.busy
 
     def warm_up(self) -> None:
-        """Do the measurements that the first request would otherwise wait for. Call it before `run_once`, which may
-        then run in another thread."""
+        """Measure what the first request would wait for. `run_once` may then be called in another thread."""
         is_batch_invariant(self.model)
         self._calibrate(WARM_UP_BUDGET)
         mx.synchronize()
@@ -242,15 +241,18 @@ class Engine(Scheduler):
             return None
         # A fixed k is a limit for its own sequence only: if any sequence leaves k open, the controller chooses.
         if any(sequence.auto_depth for sequence in self.running):
-            copies = [sequence.find_copies(self.depth.copy_pool) for sequence in self.running]
-            unread = self._pending.k + 1 if self._pending is not None else 0
-            plan = self.depth.plan([sequence.history for sequence in self.running], copies, unread)
+            plan = self._choose()
         else:
             plan = Plan.fixed(self.model, max(sequence.history.max_k for sequence in self.running))
         plan = plan._replace(k=invariant_k(self.model, self.running, min(plan.k, remaining - 1)))
         following = build_step(self.model, self._batch, self.running, plan, steady=self._steady)
         self._steady = True
         return following
+
+    def _choose(self) -> Plan:
+        copies = [sequence.find_copies(self.depth.copy_pool) for sequence in self.running]
+        unread = self._pending.k + 1 if self._pending is not None else 0
+        return self.depth.plan([sequence.history for sequence in self.running], copies, unread)
 
     def _finish_pending(self) -> None:
         """Wait for the pending step, if there is one, and hand out its tokens."""
