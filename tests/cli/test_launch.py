@@ -125,7 +125,9 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("agent", ["claude", "codex", "opencode"])
+@pytest.mark.parametrize(
+    "agent", ["claude", *(pytest.param(agent, marks=pytest.mark.slow) for agent in ("codex", "opencode"))]
+)
 def test_an_agent_gets_a_server_and_the_user_keeps_their_settings(home: Path, agent: str) -> None:
     before = files(home)
     process = start(home, agent, "tiny-qwen3.5", "--", "-p", "hi", "--port")
@@ -216,7 +218,10 @@ def test_ctrl_c_is_the_agents_and_the_server_ends_with_it(home: Path) -> None:
     assert not listens(port)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGINT, id="Ctrl-C", marks=pytest.mark.slow), pytest.param(signal.SIGTERM, id="SIGTERM")],
+)
 def test_nothing_is_left_of_a_launch_that_ends_while_it_loads(home: Path, number: signal.Signals) -> None:
     process = start(home, "claude", "tiny-qwen3.5", "--", "--wait")
     started = wait_for(lambda: children(process.pid))

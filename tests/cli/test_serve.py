@@ -87,6 +87,7 @@ def test_it_prints_its_address_and_answers_like_the_library() -> None:
     assert "Traceback" not in seen
 
 
+@pytest.mark.slow  # tests/server/test_hostile_signals.py has it with drafts
 def test_a_stop_in_mid_stream_lets_the_answer_end() -> None:
     with serving("--model-id", "mine", "--no-mtp", "--shutdown-timeout", "600") as (process, printed):
         assert printed["Model"] == "mine"

@@ -72,14 +72,22 @@ def earned(seed: int, busy: bool) -> tuple[list[float], list[float]]:
     return to_best, to_plain
 
 
-@pytest.mark.parametrize(("busy", "least"), [(False, 0.96), (True, 0.945)], ids=["quiet", "busy"])
-def test_speed_on_recorded_texts_is_close_to_the_best_fixed_depth(busy: bool, least: float) -> None:
+@pytest.mark.parametrize(
+    ("busy", "least", "seeds"),
+    [
+        pytest.param(False, 0.96, 6, id="quiet"),
+        pytest.param(False, 0.96, 24, id="quiet, often", marks=pytest.mark.slow),
+        pytest.param(True, 0.945, 24, id="busy, often", marks=pytest.mark.slow),
+    ],
+)
+def test_speed_on_recorded_texts_is_close_to_the_best_fixed_depth(busy: bool, least: float, seeds: int) -> None:
     """The best fixed depth is chosen with the whole text known."""
-    cells = [earned(seed, busy) for seed in range(24)]  # with fewer the worst cell is noise
+    cells = [earned(seed, busy) for seed in range(seeds)]
     to_best = statistics.geometric_mean(x for best, _ in cells for x in best)
     to_plain = [statistics.mean(column) for column in zip(*(plain for _, plain in cells), strict=True)]
     assert to_best >= least
-    assert min(to_plain) >= 0.94
+    if seeds >= 24:  # with fewer the worst cell is noise
+        assert min(to_plain) >= 0.94
     assert statistics.geometric_mean(to_plain) >= 1.05
 
 

@@ -99,7 +99,9 @@ def test_a_mixed_batch_follows_the_law_of_its_own_logits() -> None:
         assert (found[name] == np.unravel_index(laws()[name].argmax(), laws()[name].shape)).all()
 
 
-@pytest.mark.parametrize("source", Source)
+@pytest.mark.parametrize(
+    "source", [pytest.param(each, marks=[] if each == Source.REDUCED else pytest.mark.slow) for each in Source]
+)
 def test_copies_and_the_reduced_head_leave_the_law_as_it_is(source: Source) -> None:
     """A copy is drafted with certainty; for other sequences the head drafts, of all tokens or of half, or nothing."""
 
@@ -132,6 +134,7 @@ def biased(original: Callable[..., Distribution], off: float) -> Callable[..., D
     return distribution
 
 
+@pytest.mark.slow
 def test_a_bias_of_two_hundredths_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judging, "_distribution", biased(judging._distribution, 0.02))
     assert worst(against(measured([*SAMPLED], SAMPLES))) < SIGNIFICANT
