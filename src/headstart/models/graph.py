@@ -13,10 +13,9 @@ import mlx.core as mx
 
 from ..kernels.cuda import on_cuda
 from ..kernels.cuda.persistent import PERSISTENT
-from ..limits import MAX_K
 from ..state import BLOCK, KV, BatchState, Recurrent
 
-WIDEST = MAX_K + 1  # windows; the widths of a prompt's chunks are too many to remember
+WIDEST = 9  # windows; the widths of a prompt's chunks are too many to remember
 OFTEN = 8  # times that a shape is described before it is remembered
 MOST = 512  # shapes; then all are forgotten, since a long text has a new capacity again and again
 
