@@ -150,6 +150,7 @@ class Metrics(Collector):
             yield _gauge("prefix_cache_entries", "Chunks in the prefix cache.", stats.entries)
             yield _counter("prefix_cache_hits", "Prompts that found a prefix in the cache.", stats.hits)
             yield _counter("prefix_cache_misses", "Prompts that found none.", stats.misses)
+            yield _counter("prefix_cache_disk_tokens", "Prompt tokens read from the disk.", stats.disk_tokens)
             yield _counter("prefix_cache_evictions", "Chunks evicted from the prefix cache.", stats.evictions)
 
 
