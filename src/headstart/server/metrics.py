@@ -179,6 +179,8 @@ class Metrics(Collector):
             hits, misses = "Prompts that found a prefix in the cache.", "Prompts that found none."
             yield _counter("prefix_cache_hits", hits, of_cache("hits"), "model")
             yield _counter("prefix_cache_misses", misses, of_cache("misses"), "model")
+            disk = "Prompt tokens read from the disk."
+            yield _counter("prefix_cache_disk_tokens", disk, of_cache("disk_tokens"), "model")
             evictions = "Chunks evicted from the prefix cache."
             yield _counter("prefix_cache_evictions", evictions, of_cache("evictions"), "model")
 
