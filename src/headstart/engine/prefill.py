@@ -54,7 +54,7 @@ def _start(model: Model, sequence: SequenceState, prefix: PrefixCache | None) ->
     if generated and (on_cuda() or metal.on_metal()):  # they are recomputed as a prompt, by other kernels
         exact = False
     if prefix is not None:
-        sequence.num_prefilled = _resume(model, batch, sequence.tokens, prefix)
+        sequence.num_prefilled = resume_prefix(model, batch, sequence.tokens, prefix)
         exact = exact and not (sequence.num_prefilled and prefix.eight_bits)
     if not generated:
         stats.prefix_cache_hit = sequence.num_prefilled
@@ -62,7 +62,7 @@ def _start(model: Model, sequence: SequenceState, prefix: PrefixCache | None) ->
     stats.exact = stats.exact and exact
 
 
-def _resume(model: Model, batch: Batch, tokens: Sequence[int], prefix: PrefixCache) -> int:
+def resume_prefix(model: Model, batch: Batch, tokens: Sequence[int], prefix: PrefixCache) -> int:
     """Load the longest cached prefix of `tokens` into the batch, and return its length.
 
     A sequence that does not draft gets a head state all the same, so that every entry serves every sequence.
