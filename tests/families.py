@@ -270,6 +270,8 @@ def released_arrays(config: dict[str, Any], seed: int = 0) -> Arrays:
             return embedding + rng.standard_normal(shape) * 0.3
         if name.endswith(("embed_tokens.weight", "embeddings.weight")):
             return embedding
+        if re.search(r"layers\.[34]\.shared_head\.head\.", name):  # Step's later modules have others
+            return lm_head[::-1]
         if name.endswith(("lm_head.weight", "shared_head.head.weight")):
             return lm_head
         if "norm" in name:

@@ -14,10 +14,12 @@ from families import CONFIGS, HEADS, make_config, released_arrays, write_family
 from fixtures import batch_of, collect, generate, random_prompt, submit
 from headstart.checkpoint import load_model
 from headstart.engine import Engine
+from headstart.engine.batch import Batch
 from headstart.engine.draft import Source, head_drafts
+from headstart.engine.prefill import resume_prefix
 from headstart.engine.step import step
 from headstart.models import Model
-from headstart.state import PrefixCache
+from headstart.state import Chunks, PrefixCache
 from reference.numpy_models import Reference
 
 ACCEPTED = ("accepted_draft_tokens", "proposed_draft_tokens")
@@ -62,10 +64,13 @@ def test_trunk_and_head_are_the_float64_reference_to_rounding(family: str) -> No
     hidden = trunk(model, mx.array([prompt[:-1]]))
     logits = expected.logits(prompt[:-1])
     assert np.abs(np.array(model.logits(hidden)[0]) - logits).max() < 2e-5 * np.abs(logits).max()
-    made = model.head(hidden, mx.array([prompt[1:]]), model.make_head_state(1))
-    outputs, logits = expected.head(expected.fed(prompt[:-1]), prompt[1:])
-    assert np.abs(np.array(made[0]) - outputs).max() < 2e-5 * np.abs(outputs).max()
-    assert np.abs(np.array(model.draft_logits(made)[0]) - logits).max() < 2e-5 * np.abs(logits).max()
+    fed, state = expected.fed(prompt[:-1]), model.make_head_state(1)
+    for module in range(model.head_modules):  # all over the same pairs: their chain is in `test_drafts_…`
+        made = model.head(mx.array(fed[None].astype(np.float32)), mx.array([prompt[1:]]), state, 0, module)
+        outputs, logits = expected.head(fed, prompt[1:], module)
+        assert np.abs(np.array(made[0]) - outputs).max() < 2e-5 * np.abs(outputs).max()
+        scores = model.draft_logits(made, module=module)
+        assert np.abs(np.array(scores[0]) - logits).max() < 2e-5 * np.abs(logits).max()
 
 
 @pytest.mark.parametrize("family", HEADS)
@@ -129,15 +134,22 @@ def test_output_is_the_same_for_every_k_batch_and_prefix(family: str, k: int | s
         assert 0 < accepted < drafted
 
 
-def test_after_a_prefix_hit_all_modules_draft_as_after_a_miss() -> None:
+def test_after_a_prefix_hit_all_modules_have_the_state_of_a_miss() -> None:
     model = loaded("mimo_v2_flash")
     assert model.head_modules == 3
-    engine, prompt = Engine(model, prefix=PrefixCache(10**8)), random_prompt(model, 514, 514)
-    miss, hit = (collect(submit(engine, prompt, max_tokens=7, k=3)) for _ in range(2))
-    assert hit.stats.prefix_cache_hit == 512
-    assert hit.tokens == miss.tokens
-    drafted = [[getattr(answer.stats, name) for name in (*ACCEPTED, "rounds")] for answer in (miss, hit)]
-    assert drafted[0] == drafted[1]
+    cache, prompt = PrefixCache(10**8), random_prompt(model, 513, 513)
+    miss = batch_of(model, prompt)
+    chunks = Chunks.of(prompt, [512])
+    cache.store(chunks, 1, [(miss.trunk_state, 0), (miss.head_state, 3)], miss.unseen.hidden)
+    hit = Batch.of_one(model, prompt, miss.params[0], max_k=4)
+    assert resume_prefix(model, hit, prompt, chunks, cache) == 512
+    for ours, theirs in zip(hit.unseen, miss.unseen, strict=True):
+        assert mx.array_equal(ours, theirs)
+    length = miss.head_state.lengths.item()
+    assert hit.head_state.lengths.tolist() == [length] == [513 - 1 - 3]
+    for ours, theirs in zip(hit.head_state.layers, miss.head_state.layers, strict=True):
+        assert mx.array_equal(ours.keys[:, :, :length], theirs.keys[:, :, :length])
+        assert mx.array_equal(ours.values[:, :, :length], theirs.values[:, :, :length])
 
 
 def test_a_draft_vocabulary_limits_the_first_of_several_output_layers() -> None:

@@ -61,7 +61,7 @@ def _start(model: Model, sequence: SequenceState, prefix: PrefixCache | None) ->
         exact = False
     if prefix is not None:
         assert sequence.chunks is not None
-        sequence.num_prefilled = _resume(model, batch, sequence.tokens, sequence.chunks, prefix)
+        sequence.num_prefilled = resume_prefix(model, batch, sequence.tokens, sequence.chunks, prefix)
         exact = exact and not (sequence.num_prefilled and prefix.eight_bits)
     if not generated:
         stats.prefix_cache_hit = sequence.num_prefilled
@@ -74,7 +74,7 @@ def _states(model: Model, batch: Batch) -> States:
     return [(batch.trunk_state, 0), *head]
 
 
-def _resume(model: Model, batch: Batch, tokens: Sequence[int], chunks: Chunks, prefix: PrefixCache) -> int:
+def resume_prefix(model: Model, batch: Batch, tokens: Sequence[int], chunks: Chunks, prefix: PrefixCache) -> int:
     """Load the longest cached prefix of `tokens` into the batch, and return its length.
 
     A sequence that does not draft gets a head state all the same, so that every entry serves every sequence.
