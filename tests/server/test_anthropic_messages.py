@@ -10,7 +10,7 @@ import pytest
 from running import CONTEXT, Running, alone, chat_tokens, running, wait_until
 
 import headstart.server.anthropic_response
-from headstart.limits import MAX_K
+from headstart.limits import MAX_HEAD_K
 from headstart.server import Limits
 from headstart.state import PrefixCache
 
@@ -87,7 +87,7 @@ def test_sampling_parameters_reach_the_engine(server: Running) -> None:
 
 
 def test_more_drafts_than_the_model_has_are_clamped_and_reported(server: Running) -> None:
-    for asked, told in ((MAX_K, None), (MAX_K + 1, MAX_K)):
+    for asked, told in ((MAX_HEAD_K, None), (MAX_HEAD_K + 1, MAX_HEAD_K)):
         stats = create(server, extra_body={"num_draft_tokens": asked}).generation_stats
         assert stats["num_draft_tokens_clamped_to"] == told
 

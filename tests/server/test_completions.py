@@ -8,7 +8,7 @@ import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 from running import CONTEXT, HUB_ID, Running, alone, chat_tokens, folder, tokenizer
 
-from headstart.limits import MAX_K
+from headstart.limits import MAX_HEAD_K
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -222,7 +222,7 @@ def test_unknown_fields_are_ignored_and_named(client: OpenAI) -> None:
 
 
 def test_more_drafts_than_the_model_has_are_clamped_and_reported(client: OpenAI) -> None:
-    for asked, told in ((MAX_K, None), (MAX_K + 1, MAX_K), (10**30, MAX_K)):
+    for asked, told in ((MAX_HEAD_K, None), (MAX_HEAD_K + 1, MAX_HEAD_K), (10**30, MAX_HEAD_K)):
         answer = chat(client, extra_body={"num_draft_tokens": asked})
         assert answer.generation_stats["num_draft_tokens_clamped_to"] == told
 
