@@ -99,8 +99,9 @@ def test_trunk_and_head_are_those_of_transformers_or_mlx_vlm(family: str) -> Non
 
 PROMPTS = (5, 11, 520, 520)  # tokens; the last two are the same, of two chunks
 KINDS = ({}, {"temperature": 0.8, "seed": 3}, {}, {"temperature": 0.8, "seed": 4})
+FAST = {3: HEADS, "auto": ("llama", "sliding", "ministral3", "qwen3_moe")}  # the others are slow tests
 DEPTHS = [
-    pytest.param(family, k, marks=[pytest.mark.slow] if k in (0, 1, 2, 4) else [])
+    pytest.param(family, k, marks=[] if family in FAST.get(k, ()) else [pytest.mark.slow])
     for family in CONFIGS
     for k in ((1, 2, 3, 4) if family in HEADS else (0, "auto"))
 ]

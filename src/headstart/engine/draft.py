@@ -68,10 +68,7 @@ def head_drafts(
         nonlocal proposal
         if (j := proposal.tokens.shape[1]) < k:
             given = certain[:, j : j + 1] if certain is not None else None
-            logits = model.draft_logits(hidden, reduced, module=module)
-            if model.draft_vocabulary is not None and logits.shape[-1] < model.vocabulary:
-                logits = model.draft_vocabulary.full(logits, model.vocabulary)
-            proposal = propose(logits, proposal, context, given)
+            proposal = propose(model.draft_logits(hidden, reduced, module=module), proposal, context, given)
         return proposal.tokens
 
     catch_up(model, batch, extend, k)

@@ -261,14 +261,14 @@ class Model:
         return normed if spec.chains_after_norm else x
 
     def draft_logits(self, hidden: mx.array, reduced: bool = False, *, module: int = 0) -> mx.array:
-        """Return the logits […, V] of hidden states […, H] from a module of `head`; `reduced`: those of the draft
-        vocabulary."""
-        spec = self.family.head
+        """Return the logits [B, W, V] of hidden states [B, W, H] from a module of `head`. `reduced`: only the draft
+        vocabulary can be drawn, where the module's output layer is the first's."""
+        spec, reduced_to = self.family.head, self.draft_vocabulary
         if not spec.chains_after_norm:
             hidden = self._head_norm(module)(hidden)
-        # Its rows are those of the first module's output layer.
-        reduced_to = self.draft_vocabulary if reduced and (module == 0 or not spec.own_lm_head) else None
-        return product(hidden, self._draft_lm_head(module) if reduced_to is None else reduced_to.lm_head)
+        if reduced and reduced_to is not None and (module == 0 or not spec.own_lm_head):
+            return reduced_to.full(product(hidden, reduced_to.lm_head), self.vocabulary)
+        return product(hidden, self._draft_lm_head(module))
 
     def block_logits(self, last: mx.array, k: int, state: BatchState) -> tuple[mx.array, mx.array]:
         """Return the block drafter's logits [B, k, V] and hidden states [B, k, H] for the k tokens after `last` [B],

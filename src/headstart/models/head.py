@@ -25,11 +25,11 @@ class HeadSpec:
     embedding_first: bool = True  # fc(concat[embedding, hidden]) or fc(concat[hidden, embedding])
     fed_after_norm: bool = True  # the trunk's hidden after its final norm, or before
     chains_after_norm: bool = True  # draft j+1 takes the head's hidden after its own norm, or before
-    own_norm: bool = True  # at the head's end, or the trunk's
     own_lm_head: bool = False  # or the trunk's
     own_embedding: bool = False  # or the trunk's
     first_embedding_is_zero: bool = False  # in the pair at position 0
     chained: bool = True  # module j > 0 is given module j-1's hidden of the same position, or the trunk's
+    own_norm: bool = True  # at the head's end, or the trunk's
     in_layer: bool = False  # every module has its own parts, beside its decoder layer's; or all share one set
     modules: int | None = None  # None: as many as config.json says
     names: HeadNames = HeadNames()
