@@ -13,6 +13,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import Busy, EngineDown, RequestError
+from ..kernels.cuda.persistent import PERSISTENT
 from ..limits import MAX_K
 from ..models import Model
 from ..sampling.bounds import start_deep
@@ -77,6 +78,7 @@ class EngineThread:
         return len(self.engine.queue)
 
     def start(self) -> None:
+        PERSISTENT.release()  # by the thread that warmed the engine up
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         start_deep(self._thread)  # grammars recurse
 
