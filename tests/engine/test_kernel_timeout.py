@@ -1,12 +1,13 @@
 """A persistent kernel that gave up costs time, not tokens, and is not used again."""
 
-from threading import Thread
+import time
 
 import mlx.core as mx
 import pytest
 
 from fixtures import collect, random_model, random_prompt, submit
-from headstart.engine import Engine, pending_step
+from headstart.engine import Engine, EngineThread, pending_step
+from headstart.errors import HeadstartError
 from headstart.kernels.cuda import persistent
 from headstart.kernels.cuda.persistent import PERSISTENT, Persistent
 
@@ -32,14 +33,19 @@ def test_the_step_is_computed_again_and_no_sequence_ends(sequences: int, monkeyp
     assert engine.retries == 1
 
 
-def test_a_warm_up_leaves_the_kernels_to_the_thread_that_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_of_an_engine_launches_them_though_another_warmed_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(persistent, "on_cuda", lambda: True)
     monkeypatch.setattr(persistent, "resident_blocks", lambda shared: 2)
     monkeypatch.setattr(PERSISTENT, "_owner", None)
-    assert PERSISTENT.claim()  # as the passes of a warm-up do
-    Engine(random_model("dense")).warm_up()
+    engine = Engine(random_model("dense"))
+    monkeypatch.setattr(engine, "run_once", lambda: asked.append(PERSISTENT.claim()))
     asked: list[bool] = []
-    thread = Thread(target=lambda: asked.append(PERSISTENT.claim()))
-    thread.start()
-    thread.join()
-    assert asked == [True]
+    assert PERSISTENT.claim()  # as a warm-up does
+    with EngineThread(engine) as thread:
+        submit(engine, [1, 2, 3])
+        with thread._wake:
+            thread._wake.notify()
+        while not asked:
+            time.sleep(0.01)
+        engine.end_all(HeadstartError("enough"))
+    assert asked[0]

@@ -11,6 +11,7 @@ from threading import Condition, Thread
 from typing import Any
 
 from ..errors import EngineDown
+from ..kernels.cuda.persistent import PERSISTENT
 from ..sampling.bounds import start_deep
 from ..thread_exit import wait_at_exit
 from .engine import Engine
@@ -41,6 +42,7 @@ class DeviceThread:
         self.engines = tuple(each for each in self.engines if each is not engine)
 
     def start(self) -> None:
+        PERSISTENT.release()  # by the thread that warmed the engines up
         self._thread = Thread(target=self._run, name="device", daemon=True)
         start_deep(self._thread)  # grammars recurse
 

@@ -19,7 +19,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..errors import HeadstartError
-from ..kernels.cuda.persistent import PERSISTENT
 from ..limits import MAX_K
 from ..models import Model
 from ..state import PrefixCache
@@ -93,11 +92,9 @@ class Engine(Scheduler):
         return self.busy
 
     def warm_up(self) -> None:
-        """Measure what the first request would wait for. `run_once` may then be called in another thread."""
+        """Do the measurements that the first request would otherwise wait for. Call it before `run_once`."""
         is_batch_invariant(self.model)
         self._calibrate(WARM_UP_BUDGET)
-        mx.synchronize()
-        PERSISTENT.release()
 
     def prefill_all(self) -> None:
         """Prefill all requests that can be admitted, so that they start to decode together."""

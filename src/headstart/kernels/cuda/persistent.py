@@ -36,8 +36,9 @@ class Persistent:
         return self._owner is current_thread()
 
     def release(self) -> None:
-        """Let another thread launch them. What this one launched must have been computed."""
+        """Let another thread launch them, if this one did, once all that it launched has been computed."""
         if self._owner is current_thread():
+            mx.synchronize()
             self._owner = None
 
     def give_up(self, reason: str) -> None:
