@@ -19,7 +19,7 @@ def half() -> Model:
     return load_model("tiny-qwen3.5", dtype=mx.float16)
 
 
-@pytest.mark.parametrize("kind", ["code", "prose"])
+@pytest.mark.parametrize("kind", ["code", pytest.param("prose", marks=pytest.mark.slow)])
 def test_float16_continues_a_text_as_bfloat16_does(half: Model, kind: str) -> None:
     tokenizer = load_tokenizer(resolve("tiny-qwen3.5"))
     prompt = builtin_prompts([kind])[0].tokens(tokenizer)
