@@ -48,6 +48,9 @@ class Plan(NamedTuple):
         return next((cls(min(k, most), source) for source, most in draft_limits(model).items()), cls(0))
 
 
+PLAIN = Plan(0)
+
+
 @dataclass
 class Exploration:
     """A few rounds of `plan` instead of `current`, with n sequences."""
@@ -119,17 +122,19 @@ class DepthController:
         n = len(histories)
         most = min(self.max_k, max((each.max_k for each in histories), default=0))
         if most == 0:
-            return Plan(0)
+            return PLAIN
         self._round += 1
         self._rounds[n] += 1
         values, seconds = self._values(histories, most)
-        self.gains = [max(values[plan] for plan in values if plan.k == k) / values[Plan(0)] for k in range(most + 1)]
+        self.gains = [0.0] * (most + 1)
+        for plan, value in values.items():
+            self.gains[plan.k] = max(self.gains[plan.k], value / values[PLAIN])
         best, current = max(values, key=values.__getitem__), self._current
         least = 1 + HYSTERESIS if best.k > current.k or (best.k and best.source != current.source) else 1.0
         if current not in values or values[best] > least * values[current]:
             self._current = best
         self._value = values[self._current]
-        new = n == 1 and not histories[0].tried
+        new = n == 1 and not histories[0].counts
         plan = self._explore(n, values, seconds, new)
         self._ran[n, plan] = self._rounds[n]
         return plan
@@ -172,7 +177,7 @@ class DepthController:
             tokens, survivals = float(n), self._survivals(histories, limit, source)
             for k in range(limit + 1):
                 tokens += sum(each[k - 1] for each in survivals if 0 < k <= len(each))
-                plan = Plan(k, source) if k else Plan(0)
+                plan = Plan(k, source) if k else PLAIN
                 seconds[plan] = self.step_time.seconds(n, k, source)
                 values[plan] = tokens / seconds[plan]
         return values, seconds

@@ -1,6 +1,5 @@
 """How often drafts were accepted."""
 
-from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -19,8 +18,7 @@ class DraftHistory:
 
     max_k: int = MAX_K  # most drafts per step
     memory: float = MEMORY
-    tried: dict[Hashable, float] = field(default_factory=lambda: defaultdict(float))
-    accepted: dict[Hashable, float] = field(default_factory=lambda: defaultdict(float))
+    counts: dict[Hashable, tuple[float, float]] = field(default_factory=dict)  # tried, accepted
 
     def observe(self, source: int, accepted: int, proposed: int) -> None:
         """Count a round. The first rejected draft was tried too; those after it were not."""
@@ -28,11 +26,10 @@ class DraftHistory:
             self.count((source, j), j < accepted)
 
     def count(self, kind: Hashable, accepted: bool) -> None:
-        self.tried[kind] = self.memory * self.tried[kind] + 1
-        self.accepted[kind] = self.memory * self.accepted[kind] + accepted
+        before = self.counts.get(kind, (0.0, 0.0))
+        self.counts[kind] = (self.memory * before[0] + 1, self.memory * before[1] + accepted)
 
     def rate(self, kind: Hashable, prior: float) -> float:
         """Return the acceptance rate of a kind, close to `prior` where it was hardly tried."""
-        if kind not in self.tried:
-            return prior
-        return (self.accepted[kind] + PRIOR_WEIGHT * prior) / (self.tried[kind] + PRIOR_WEIGHT)
+        tried, accepted = self.counts.get(kind, (0.0, 0.0))
+        return (accepted + PRIOR_WEIGHT * prior) / (tried + PRIOR_WEIGHT)
