@@ -94,7 +94,7 @@ class Running:
     def metric(self, name: str, **labels: str) -> float:
         """A sample of /metrics, 0 where there is none yet. The model is the first unless `labels` names another."""
         labels = labels if name in WITHOUT_MODEL else {"model": self.served.id} | labels
-        wanted = name + ("{" + ",".join(f'{k}="{v}"' for k, v in labels.items()) + "}" if labels else "")
+        wanted = name + ("{" + ",".join(f'{k}="{v}"' for k, v in sorted(labels.items())) + "}" if labels else "")
         with self.http() as client:
             lines = client.get("/metrics").text.splitlines()
         return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.rsplit(" ", 1)[0] == wanted), 0.0)

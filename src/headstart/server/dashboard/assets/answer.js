@@ -32,6 +32,15 @@ export class Answer {
     this.element = make("div", { class: "answer" }, this.thinking, this.reply.element, this.trouble, this.legend, this.numbers);
   }
 
+  /** An answer from an earlier visit: its text is all that was kept. */
+  static of(text) {
+    const answer = new Answer();
+    answer.content = text;
+    answer.reply.text(text);
+    answer.reply.settle();
+    return answer;
+  }
+
   /** Send the request and read to the end. Errors are shown here; returns whether there was none. */
   async ask(body, signal) {
     this.asked = performance.now();
