@@ -16,7 +16,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -25,13 +28,12 @@ from edits import edits, records
 
 from headstart import load
 from headstart.bench.prompts import builtin_prompts
-from headstart.engine.batch import Batch
-from headstart.engine.draft import Source, catch_up, run_head
+from headstart.engine.draft import Source, head_drafts
 from headstart.engine.draft_history import DraftHistory
 from headstart.engine.step import prefill_prompts, step, verify
 from headstart.limits import MAX_K
 from headstart.models import Model
-from headstart.sampling import Proposal, propose
+from headstart.sampling import Proposal
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
 from simulator import Clock, calibrated
@@ -44,31 +46,39 @@ Text = list[tuple[int, list[float]]]  # by token: drafts that match what follows
 Costs = tuple[float, float, float]  # of a verified position, a draft, a wait, in plain steps
 
 
-def draft(model: Model, batch: Batch, k: int, wait: bool) -> tuple[Proposal, list[mx.array]]:
-    """Return k drafts and the head's largest probability for each; `wait` for every one before the next."""
-    proposal, probabilities = Proposal(mx.zeros((1, 0), mx.int32), []), []
-    batch.collect_unseen()
-    hidden = catch_up(model, batch)
-    for j in range(k):
-        logits = model.draft_logits(hidden)
-        proposal = propose(logits, proposal, batch.context())
-        probabilities.append(mx.exp(logits.max() - mx.logsumexp(logits)).astype(mx.float32))
-        if wait:
-            mx.eval(proposal.tokens, hidden)
-            probabilities[-1].item()
-        if j < k - 1:
-            hidden = run_head(model, batch, hidden, proposal.tokens[:, -1:], ahead=j)[0]
-    return proposal, probabilities
+@dataclass(frozen=True, eq=False)
+class Observed(Imposed):
+    """A model that notes the head's largest probability for every draft, and may wait for each; for one sequence."""
+
+    probabilities: list[mx.array] = field(default_factory=list)
+    waits: bool = False
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        return super().logits(hidden) if self.text else Model.logits(self, hidden)
+
+    def draft_logits(self, hidden: mx.array, *rest: Any, **more: Any) -> mx.array:
+        logits = super().draft_logits(hidden, *rest, **more)
+        scores = logits.astype(mx.float32)
+        self.probabilities.append(mx.exp(scores.max() - mx.logsumexp(scores)))
+        if self.waits:
+            self.probabilities[-1].item()
+        return logits
 
 
-def record(model: Model, prompt: list[int], tokens: int, end: Collection[int]) -> Text:
+def observed(model: Model, text: Sequence[int] = (), *, waits: bool = False) -> Observed:
+    fields = {name: getattr(model, name) for name in Model.__dataclass_fields__}
+    return Observed(**fields, text=list(text), waits=waits)
+
+
+def record(model: Observed, prompt: list[int], tokens: int, end: Collection[int]) -> Text:
     batch, found, said = prefill_prompts(model, [prompt], MAX_K), [], []
     while len(said) < tokens and not (said and said[-1] in end):
-        proposal, probabilities = draft(model, batch, MAX_K, wait=False)
+        model.probabilities.clear()
+        proposal = head_drafts(model, batch, MAX_K)
         result = verify(model, batch, Proposal(proposal.tokens[:, :0], []))  # every token is a round of its own
         mx.eval(result.tokens, batch.arrays())
         said.append(int(result.tokens.item()))
-        found.append((proposal.tokens[0].tolist(), [round(each.item(), 3) for each in probabilities]))
+        found.append((proposal.tokens[0].tolist(), [round(each.item(), 3) for each in model.probabilities]))
     text = []
     for at, (drafts, probabilities) in enumerate(found):
         pairs = zip(drafts, said[at:], strict=False)
@@ -80,17 +90,16 @@ def record(model: Model, prompt: list[int], tokens: int, end: Collection[int]) -
 def recordings(texts: int) -> list[tuple[str, bool, Text]]:
     """Return kind, whether the constant is chosen on it, and what was recorded of each text."""
     model, tokenizer = load()
-    fields = {name: getattr(model, name) for name in Model.__dataclass_fields__}
     made: list[tuple[str, bool, Text]] = []
     for each in [*edits(), *records()]:
         chat = [{"role": "user", "content": each.question}]
         prompt = list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, enable_thinking=False))
         answer = list(tokenizer.encode(each.answer))[:TOKENS]
         if sum((each.kind, each.tuned) == made_of[:2] for made_of in made) < texts:
-            imposed = Imposed(**fields, text=[*prompt, *answer])
+            imposed = observed(model, [*prompt, *answer])
             made.append((each.kind, each.tuned, record(imposed, prompt, len(answer), ())))
     for number, each in enumerate(builtin_prompts(["prose", "code", "chat"])):
-        text = record(model, each.tokens(tokenizer), TOKENS, tokenizer.eos_token_ids)
+        text = record(observed(model), each.tokens(tokenizer), TOKENS, tokenizer.eos_token_ids)
         made.append((each.kind, number % 2 == 0, text))
     return made
 
@@ -100,23 +109,21 @@ def measure(clock: Callable[[], float], turns: int = 25) -> Costs:
     model = load()[0]
     batch = prefill_prompts(model, [[3, 5, 7, 11, 13, 17, 19, 23]], MAX_K)
 
-    def drafted(wait: bool) -> None:
-        mx.eval(verify(model, batch, draft(model, batch, 3, wait)[0]).tokens, batch.arrays())
+    ahead, waiting = (observed(model, waits=waits) for waits in (False, True))
 
-    def stepped(k: int) -> None:
-        copied = {"source": Source.NONE, "distances": [1]} if k else {}
-        mx.eval(step(model, batch, k, **copied).tokens, batch.arrays())
+    def stepped(model: Model, k: int, copied: bool = False) -> None:
+        how = {"source": Source.NONE, "distances": [1]} if copied else {}
+        mx.eval(step(model, batch, k, **how).tokens, batch.arrays())
 
     found = []
     for _ in range(turns):
         seconds = []
-        for run in (lambda: stepped(0), lambda: stepped(3), lambda: drafted(False), lambda: drafted(True)):
-            run()  # also finishes what the step before left over
+        for how in ((model, 0), (model, 3, True), (ahead, 3), (waiting, 3)):
+            stepped(*how)  # also finishes what the step before left over
             started = clock()
-            run()
+            stepped(*how)
             seconds.append(clock() - started)
-        plain, copied, ahead, waited = seconds
-        found.append(((copied - plain) / 3 / plain, (ahead - copied) / 3 / plain, (waited - ahead) / 3 / plain))
+        found.append([(b - a) / 3 / seconds[0] for a, b in pairwise(seconds)])
     position, passes, wait = (statistics.median(column) for column in zip(*found, strict=True))
     return position, passes, wait
 

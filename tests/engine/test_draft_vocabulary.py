@@ -30,13 +30,14 @@ def reduced(name: str = "builtin") -> Model:
     return model.with_draft_vocabulary(choose_draft_tokens({}, size, model.vocabulary), LOWEST)
 
 
-class Reduced(DepthController):
-    """Always the reduced head, at another depth each time, with what copies there are."""
+class InTurns(DepthController):
+    """The reduced head, the full one and none in turns, at another depth each time, with what copies there are."""
 
     def plan(self, histories: Sequence[DraftHistory], copies: Sequence[CopyIndex | None], unread: int = 0) -> Plan:
         self._round += 1
-        distances = tuple(each.distance if each is not None and self._round % 2 else 0 for each in copies)
-        return Plan((3, 8, 1, 5)[self._round % 4], Source.REDUCED, distances)
+        distances = tuple(each.distance if each is not None and self._round % 5 else 0 for each in copies)
+        source = (Source.REDUCED, Source.HEAD, Source.REDUCED, Source.NONE)[self._round % 4]
+        return Plan((3, 8, 1, 5, 2)[self._round % 5], source, distances)
 
 
 @pytest.mark.parametrize("name", ["builtin", "moe"])
@@ -56,13 +57,15 @@ def test_drafts_are_the_best_tokens_of_the_list(name: str) -> None:
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.8, "seed": 3}, {"repetition_penalty": 1.2}], ids=str)
 @pytest.mark.parametrize("name", ["builtin", "moe"])
-def test_an_answer_is_the_same_with_the_reduced_head(name: str, how: dict[str, object]) -> None:
+def test_an_answer_is_the_same_with_every_source_in_turns(name: str, how: dict[str, object]) -> None:
     model = reduced(name)
-    engine = Engine(model, depth=Reduced())
-    prompts = [random_prompt(model, length, length) for length in (5, 12)]
+    engine = Engine(model, depth=InTurns())
+    prompts = [2 * random_prompt(model, length, length) for length in (5, 12)]
     handles = [submit(engine, prompt, max_tokens=16, **how) for prompt in prompts]
-    for prompt, handle in zip(prompts, handles, strict=True):
-        assert collect(handle).tokens == generate(model, prompt, max_tokens=16, **{**how, "k": 0}).tokens
+    answers = [collect(handle) for handle in handles]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == generate(model, prompt, max_tokens=16, **{**how, "k": 0}).tokens
+    assert min(sum(a.stats.proposed_by_source[source] for a in answers) for source in ("head", "copy")) > 0
 
 
 @pytest.mark.parametrize("kind", ["linear", "embedding"])
@@ -84,15 +87,24 @@ def test_the_list_holds_the_most_frequent_tokens_and_then_the_lowest_ids() -> No
 def test_a_model_is_loaded_with_the_list_beside_it(tmp_path: Path) -> None:
     write(tmp_path, "dense")
     assert load_model(tmp_path).draft_vocabulary is None
-    path = write_draft_tokens(tmp_path, [5, 2, 9], "a test")
+    vocabulary = load_model(tmp_path).vocabulary
+    path = write_draft_tokens(tmp_path, [5, 2, 9], "a test", vocabulary)
     listed = load_model(tmp_path).draft_vocabulary
     assert listed is not None
     assert (listed.ids.tolist(), listed.origin) == ([5, 2, 9], "a test")
     assert load_model(tmp_path, mtp=False).draft_vocabulary is None
-    for wrong in ("[", '{"ids": [1]}', '{"ids": [3, 3], "origin": ""}', '{"ids": [], "origin": ""}'):
-        path.write_text(wrong)
-        with pytest.raises(CheckpointError, match=r"draft_vocabulary\.json"):
+    for ids in ("[3, 3]", "[]", "[-1]", "[64]", "[1.5]", "[true]", '"12"', '["5"]', "{}"):
+        path.write_text(f'{{"ids": {ids}, "vocabulary": 64, "origin": ""}}')
+        with pytest.raises(CheckpointError, match=r"draft_vocabulary\.json: ids must be different tokens below 64"):
             read_draft_tokens(tmp_path, 64)
+    number = b'{"ids": 3, "vocabulary": 64, "origin": ""}'
+    for wrong in (b"", b"[", b"\xff", b"7", b'{"ids": [1]}', number, b"[" * 10**5):
+        path.write_bytes(wrong)
+        with pytest.raises(CheckpointError, match=r"draft_vocabulary\.json: not a list of tokens .* Delete it"):
+            read_draft_tokens(tmp_path, 64)
+    write_draft_tokens(tmp_path, [5, 2, 9], "another model's", vocabulary + 1)
+    with pytest.raises(CheckpointError, match=f"made for {vocabulary + 1} tokens; this model has {vocabulary}"):
+        load_model(tmp_path)
 
 
 def calibrated(full: float, some: float) -> DepthController:
@@ -118,8 +130,20 @@ def test_the_controller_uses_the_better_head() -> None:
         assert plan.source == expected, (full, inside)
 
 
+def test_a_head_that_became_faster_is_found() -> None:
+    """Both heads are explored: calibration alone would keep the full one."""
+    depth, history, used = calibrated(0.3, 0.4), DraftHistory(), []
+    depth.coverage = 1.0
+    for _ in range(600):
+        k, source, _ = plan = depth.plan([history], [None])
+        used.append(plan)
+        depth.observe([history], k, [(k, k)], 1 + k * (0.2 if source == Source.REDUCED else 0.4), source)
+    assert used[0].source == Source.HEAD
+    assert sum(plan.source == Source.REDUCED for plan in used[-50:]) > 40
+
+
 def test_a_token_outside_the_list_says_nothing_of_the_full_head() -> None:
     model = reduced("moe")
-    engine = Engine(model, depth=Reduced(sources=[Source.REDUCED]))
+    engine = Engine(model, depth=InTurns(sources=[Source.REDUCED]))
     collect(submit(engine, random_prompt(model, 9), max_tokens=30))
     assert engine.depth.coverage < 0.85  # a third of the tokens are in the list

@@ -56,6 +56,7 @@ def test_counts_are_the_sums_of_what_every_answer_says() -> None:
         http.post(COMPLETIONS, json={"prompt": 5})
         stats, counted = [answer["generation_stats"] for answer in told], samples(server)
         report = http.get("/v1/mtp/stats").json()["models"]["tiny"]
+        tokens = http.get("/v1/mtp/tokens").json()["models"]["tiny"]
 
     def count(name: str, **labels: str) -> float:
         return counted[f"headstart_{name}", frozenset(labels.items())]
@@ -80,6 +81,7 @@ def test_counts_are_the_sums_of_what_every_answer_says() -> None:
         accepted = sum(each["accepted_by_source"][source] for each in stats)
         assert count("accepted_drafts_by_source_total", source=source) == accepted > 0
         assert report["accepted_by_source"][source] == accepted
+    assert (tokens["5"], sum(tokens.values())) == (30, 90)  # nothing else was biased
     assert report["depth"] == 0
     assert count("engine_healthy") == 1
 

@@ -17,7 +17,8 @@ ROUTES = {
     ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/requests/{id}/cancel"),
     ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"), ("POST", "/v1/responses"),
     ("GET", "/v1/responses/{id}"), ("DELETE", "/v1/responses/{id}"),
-    ("GET", "/v1/models"), ("GET", "/v1/models/{name}"), ("GET", "/v1/mtp/stats"), ("GET", "/v1/settings"),
+    ("GET", "/v1/models"), ("GET", "/v1/models/{name}"), ("GET", "/v1/mtp/stats"), ("GET", "/v1/mtp/tokens"),
+    ("GET", "/v1/settings"),
     ("PATCH", "/v1/settings"), ("GET", "/v1/cache"), ("DELETE", "/v1/cache"), ("GET", "/health"), ("GET", "/metrics"),
 }  # fmt: skip
 

@@ -38,7 +38,15 @@ def cancelled(server: Running) -> float:
 
 def test_without_the_key_only_health_and_metrics_are_open() -> None:
     with running(key="sesame") as server, httpx.Client(base_url=server.url) as stranger:
-        for path in ("/v1/models", "/v1/settings", "/v1/cache", "/v1/mtp/stats", "/openapi.json", "/nothing"):
+        for path in (
+            "/v1/models",
+            "/v1/settings",
+            "/v1/cache",
+            "/v1/mtp/stats",
+            "/v1/mtp/tokens",
+            "/openapi.json",
+            "/nothing",
+        ):
             response = stranger.get(path)
             assert response.status_code == 401, path
             assert response.json()["error"]["code"] == "invalid_api_key"

@@ -23,7 +23,7 @@ from ..models.dflash import DFlash, DFlashSpec, DFlashWeights
 from .atomic import publish, require_space, staging_folder
 from .config import MAX_LAYERS, REMEDY, printable_error, read_config
 from .names import ParameterPart
-from .parameters import Source, Stored, StoredParameter, find_misfit, parameter_shapes, quantization_of
+from .parameters import Stored, StoredParameter, TensorSource, find_misfit, parameter_shapes, quantization_of
 from .quantize import Recipe, choose_quantization
 from .read import LazyFiles, read_parameter
 from .safetensors import read_header, shard_files, write_safetensors
@@ -73,7 +73,7 @@ def read_drafter(path: Path) -> DrafterLayout:
     for file in shard_files(path, lambda name: True):
         for tensor in read_header(file).tensors.values():
             name = tensor.name.removeprefix("model.").replace("_codebook.weight", "_codebook")
-            stored[name] = StoredParameter((Source(tensor, "raw", ParameterPart(name)),), tensor.shape)
+            stored[name] = StoredParameter((TensorSource(tensor, "raw", ParameterPart(name)),), tensor.shape)
     if problem := find_misfit(stored, drafter.weights):
         remedy = "Download the drafter again: config.json and the weights must come from one place."
         raise DrafterError(f"{path}: {problem}. {remedy}")

@@ -191,25 +191,31 @@ def _server(running: LocalServer | None, model: str | None, port: int | None) ->
 
 def _find_server(port: int, model: str | None) -> LocalServer | None:
     """Return the Headstart server on this machine that serves the model, or any if none is named."""
-    key = os.environ.get("HEADSTART_API_KEY", "").split(" ")[0] or "none"
+    key = server_key()
     with suppress(OSError, ValueError, LookupError, TypeError):  # nothing there, or something else
         server = _describe(f"http://127.0.0.1:{port}", key)
         if model is not None:
-            _get(f"{server.url}/v1/models/{quote(model, safe='')}", key)
+            get_json(f"{server.url}/v1/models/{quote(model, safe='')}", key)
         return server
     return None
 
 
 def _describe(url: str, key: str) -> LocalServer:
-    (model,) = _get(f"{url}/v1/models", key)["data"]
+    (model,) = get_json(f"{url}/v1/models", key)["data"]
     if model["owned_by"] != "headstart":
         raise URLError("another server")
     return LocalServer(url, key, str(model["id"]), int(model["context_length"]))
 
 
-def _get(url: str, key: str) -> Any:
+def server_key() -> str:
+    """Return the key that a server asks for, as far as it is known here."""
+    return os.environ.get("HEADSTART_API_KEY", "").split(" ")[0] or "none"
+
+
+def get_json(url: str, key: str, timeout: float = FIND_SECONDS) -> Any:
+    """Ask a server of this machine, past any proxy."""
     request = Request(url, headers={"Authorization": f"Bearer {key}"})
-    with build_opener(ProxyHandler({})).open(request, timeout=FIND_SECONDS) as response:
+    with build_opener(ProxyHandler({})).open(request, timeout=timeout) as response:
         return json.load(response)
 
 

@@ -136,6 +136,10 @@ def add_status_routes(app: FastAPI, engine_thread: EngineThread, served: ServedM
     async def mtp_stats() -> dict[str, Any]:
         return {"models": {served.id: metrics.report()}}
 
+    @app.get("/v1/mtp/tokens")
+    async def generated_tokens() -> dict[str, Any]:
+        return {"models": {served.id: metrics.counters.tokens}}
+
     @app.get("/health", responses={503: {"description": "The engine's thread is not alive."}})
     async def health() -> JSONResponse:
         state = {

@@ -34,6 +34,7 @@ class Counters:
     proposed: Counter[int] = field(default_factory=Counter)  # drafts by position, from 1
     accepted: Counter[int] = field(default_factory=Counter)
     accepted_by_source: Counter[str] = field(default_factory=Counter)  # head, drafter, copy
+    tokens: Counter[int] = field(default_factory=Counter)  # generated, by id
     paused_seconds: float = 0.0
     depth: int | None = None  # of the last round
 
@@ -188,6 +189,7 @@ class Meter:
         if event.stats is not None:
             self._metrics.counters.add(self._stats[event.choice], event.stats, first=first)
             if event.tokens:
+                self._metrics.counters.tokens.update(event.tokens)
                 self._time(event, when)
             self._stats[event.choice] = event.stats
 

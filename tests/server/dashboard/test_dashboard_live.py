@@ -12,9 +12,7 @@ from running import Running, running, tokenizer, wait_until
 
 from headstart.state import PrefixCache
 
-CHARTS = (
-    "speed", "yield", "acceptance", "sources", "depth-chart", "gains", "sequences", "first", "prefix-chart", "memory"
-)  # fmt: skip
+CHARTS = ("speed", "yield", "acceptance", "depth-chart", "gains", "sequences", "first", "prefix-chart", "memory")
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +103,7 @@ def test_accepted_drafts_are_shown_by_source(server: Running, visit: Visit) -> N
 
     page = visit(server)
     page.route("**/v1/mtp/stats", told)
-    wait_until(lambda: "head 1.50, at most 1.50; copy 0.50, at most 0.50" in words(page, "sources"))
+    wait_until(lambda: "head 1.50, at most 1.50; copies 0.50, at most 0.50" in words(page, "yield"))
 
 
 def test_a_longer_range_shows_more_of_the_past(server: Running, visit: Visit) -> None:

@@ -63,16 +63,15 @@ export function retheme() {
 }
 
 function makeCharts() {
+  const exact = (value) => number(value, 2);
   const whole = (value) => number(value, Number.isInteger(value) ? 0 : 1);
   return {
     speed: overTime("speed", "Tokens per second", "all sequences together", [["tokens/s", "accent", (v) => number(v, 1)]]),
-    yield: overTime("yield", "Tokens per round", "1 without speculation",
-      [["tokens per round", "accent", (v) => number(v, 2)]], { atLeast: 2, write: whole }),
+    yield: overTime("yield", "Tokens per round", "1 and the accepted drafts: of the head, and copies",
+      [["all", "accent", exact], ["head", "blue", exact], ["copies", "amber", exact]], { atLeast: 2, write: whole }),
     acceptance: bars("acceptance", "Acceptance by position", "share of the drafts proposed at each position",
       { write: percent }),
-    sources: overTime("sources", "Accepted drafts by source", "per round: from the head, and copied from the context",
-      [["head", "accent", (v) => number(v, 2)], ["copy", "blue", (v) => number(v, 2)]], { write: whole }),
-    depth: overTime("depth-chart", "Depth", "drafts per round, on average", [["depth", "accent", (v) => number(v, 2)]],
+    depth: overTime("depth-chart", "Depth", "drafts per round, on average", [["depth", "accent", exact]],
       { atLeast: 2, write: whole }),
     gains: bars("gains", "Expected speed by depth", "relative to no drafts; highlighted: the last round",
       { write: (gain) => number(gain, 2) }),
@@ -99,8 +98,7 @@ function draw() {
   const over = (chart, ...columns) => chart.draw([s.time, ...columns], to - range, to);
 
   over(charts.speed, ratio("generation_tokens", "seconds"));
-  over(charts.yield, ratio("generation_tokens", "rounds"));
-  over(charts.sources, ...SOURCES.map((source) => ratio(source, "rounds")));
+  over(charts.yield, ...["generation_tokens", ...SOURCES].map((name) => ratio(name, "rounds")));
   over(charts.depth, moving(s.proposed_by_position.map((row) => row && sum(row)), s.rounds, wide));
   over(charts.sequences, s.running, s.prefilling, s.queued);
   over(charts.first, ratio("first_token_seconds", "first_tokens"));
