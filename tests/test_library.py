@@ -242,7 +242,7 @@ def test_a_sampler_and_further_parameters_reach_the_engine(loaded: Any, prompt: 
         ({"max_kv_size": 128}, "max_kv_size "),
         ({"kv_bits": 4}, "kv_bits "),
         ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"k": 9}, "k is 9"),
+        ({"k": 16}, "k is 16"),
         (
             {"sampler": headstart.make_sampler(0.7), "temperature": 0.5, "seed": 1},
             "^temperature: also set by",

@@ -83,7 +83,7 @@ def test_the_error_for_a_model_without_a_head_names_the_remedy(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--k", "9"], "Invalid value for '--k': Input should be less than or equal to 8"),
+        (["--k", "16"], "Invalid value for '--k': Input should be less than or equal to 15"),
         (["--tokens", "2"], "Input should be greater than or equal to 20"),
         (["--output", "nowhere/page.md"], "--output nowhere/page.md: cannot be written"),
     ],

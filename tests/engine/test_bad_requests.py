@@ -44,11 +44,11 @@ def test_a_token_outside_the_vocabulary_is_refused_by_its_id(token: int) -> None
     assert "255" in message
 
 
-@pytest.mark.parametrize("k", [-1, 9, 2.5, "3", None, True])
+@pytest.mark.parametrize("k", [-1, 16, 2.5, "3", None, True])
 def test_a_depth_out_of_range_is_refused(k: object) -> None:
     message = refused([3, 4], k=k)
     assert repr(k) in message
-    assert "0 to 8" in message
+    assert "0 to 15" in message
 
 
 @pytest.mark.parametrize("max_tokens", [0, -5])
