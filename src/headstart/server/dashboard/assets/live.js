@@ -12,7 +12,7 @@ const GAP = 5; // samples that may be missing before a line is broken
 // The columns of the charts: what was counted since the previous sample, and what was at the time of each.
 const COUNTS = ["generation_tokens", "rounds", "prompt_tokens", "cached_tokens", "first_tokens", "first_token_seconds"];
 const BY_POSITION = ["proposed_by_position", "accepted_by_position"];
-const SOURCES = ["head", "copy"]; // of accepted drafts
+const SOURCES = ["head", "copy"]; // of accepted drafts; a block drafter's count as the head's
 const LEVELS = ["running", "prefilling", "queued", "active_bytes", "cache_bytes", "prefix_bytes"];
 const NAMES = ["time", "seconds", ...COUNTS, ...BY_POSITION, ...SOURCES, ...LEVELS];
 
@@ -22,7 +22,8 @@ let charts = null;
 
 /** Add a sample: the statistics of the model and of its prefix cache, as the server reports them now. */
 export function update(stats, cache) {
-  const sample = { ...stats, ...stats.accepted_by_source, prefix_bytes: cache.bytes ?? 0, time: Date.now() / 1000 };
+  const { head, drafter, copy } = stats.accepted_by_source;
+  const sample = { ...stats, head: head + drafter, copy, prefix_bytes: cache.bytes ?? 0, time: Date.now() / 1000 };
   if (last !== null) add(sample);
   last = sample;
   const old = samples.time.findIndex((time) => time > last.time - HOUR);
@@ -73,7 +74,7 @@ function makeCharts() {
   const whole = (value) => number(value, Number.isInteger(value) ? 0 : 1);
   return {
     speed: overTime("speed", "Tokens per second", "all sequences together", [["tokens/s", "accent", (v) => number(v, 1)]]),
-    yield: overTime("yield", "Tokens per round", "1 and the accepted drafts: of the head, and copies",
+    yield: overTime("yield", "Tokens per round", "1 and the accepted drafts: of the head or drafter, and copies",
       [["all", "accent", exact], ["head", "blue", exact], ["copies", "amber", exact]], { atLeast: 2, write: whole }),
     acceptance: bars("acceptance", "Acceptance by position", "share of the drafts proposed at each position",
       { write: percent }),
