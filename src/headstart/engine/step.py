@@ -106,14 +106,14 @@ def verify(model: Model, batch: Batch, proposal: Proposal, grammar: GrammarMasks
     return StepResult(result.tokens, result.accepted, allowed, none, finite.all(axis=1), logits, scores)
 
 
-def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array) -> mx.array:
-    """Run the trunk and the head over a chunk of the prompt [B, T], and return the trunk's output [B, T, H].
+def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array) -> None:
+    """Run the trunk and the head over a chunk of the prompt [B, T].
 
     `following` [B] is the token after the chunk. The pair that it makes with the chunk's last hidden state is left
     unseen: the head's state here goes into the prefix cache, and must not depend on the token after the chunk.
     """
     width = tokens.shape[1]
-    output = hidden = model.trunk(tokens, batch.trunk_state, certain=width)
+    hidden = model.trunk(tokens, batch.trunk_state, certain=width)
     batch.trunk_state.commit(mx.full((batch.size,), width, mx.int32), most=width)
     if batch.head_state is not None:
         hidden = mx.concatenate([batch.unseen.hidden, hidden], axis=1)
@@ -124,7 +124,6 @@ def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array) -
             batch.unseen = UnseenPairs(hidden[:, :-1], tokens[:, :-1], inside * one)
             catch_up(model, batch)
         batch.unseen = UnseenPairs(hidden[:, -1:], tokens[:, -1:], one)
-    return output
 
 
 def prefill_prompts(model: Model, prompts: Sequence[Sequence[int]], max_k: int, limit: int = 10**6) -> Batch:
