@@ -107,7 +107,9 @@ def test_a_drafter_that_does_not_fit_in_memory_is_refused(
     needed = _nbytes(one.weights, mx.float32) + Footprint.of(pair).bytes([1]) / 0.9
     monkeypatch.setenv("HEADSTART_MEMORY_GB", str((needed + read_drafter(drafter).bytes) / 1e9))
     load_model(target, dtype=mx.float32)
-    with pytest.raises(HeadstartError, match=r"GB, its drafter's 0\.00 GB, and .*Leave the drafter out, take a"):
+    with pytest.raises(
+        HeadstartError, match=r"GB \(its drafter's 0\.00 of them\), and .*Leave the drafter out, take a"
+    ):
         load_model(target, drafter=drafter, dtype=mx.float32)  # twice as large as in the file
 
 

@@ -217,7 +217,7 @@ def test_a_conversation_longer_than_the_context_is_refused(client: OpenAI) -> No
 def test_unknown_paths_and_methods_have_the_same_shape(server: Running) -> None:
     with server.http() as http:
         refused(http.get("/v1/nothing"), 404)
-        for path in ("/v1/embeddings", "/v1/audio/speech"):
+        for path in ("/v1/audio/speech", "/v1/images/generations"):
             message = refused(http.post(path, json={}), 404)["message"]
             assert message.startswith("no such endpoint: this server has /v1/chat/completions, /v1/completions")
         refused(http.get("/v1/chat/completions"), 405)
