@@ -91,9 +91,9 @@ def test_a_message_that_is_too_long_is_refused_and_the_conversation_goes_on(load
 
 
 def test_bad_options_are_one_line_and_exit_code_1() -> None:
-    result = CliRunner().invoke(app, ["chat", "tiny-qwen3.5", "--k", "9"])
+    result = CliRunner().invoke(app, ["chat", "tiny-qwen3.5", "--k", "16"])
     assert result.exit_code == 1
-    assert result.stderr == "error: k is 9; it must be 'auto' or a whole number from 0 to 8\n"
+    assert result.stderr == "error: k is 16; it must be 'auto' or a whole number from 0 to 15\n"
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program() -> None:

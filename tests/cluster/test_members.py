@@ -55,7 +55,14 @@ class Another(Communicator):
 
 @pytest.mark.parametrize(
     ("place", "thing"),
-    [(0, "version of headstart"), (1, "version of mlx"), (3, "split"), (4, "config.json"), (6, "multi-token.* head")],
+    [
+        (0, "version of headstart"),
+        (1, "version of mlx"),
+        (3, "split"),
+        (4, "config.json"),
+        (6, "chat template"),
+        (7, "multi-token.* head"),
+    ],
 )
 def test_a_rank_that_has_loaded_something_else_is_named(place: int, thing: str, folder: Path) -> None:
     comm = Another(mx.distributed.init())

@@ -107,7 +107,7 @@ def test_a_thread_that_dies_is_logged_and_its_sequences_counted(
     room.close(10)
     assert "SystemExit" in logged(caplog, "the engine's thread died")
     assert "was restarted" in caplog.text
-    assert (room.restarts, room.engine.recomputed) == (1, {"restart": 1})
+    assert (room.device.restarts, room.engine.recomputed) == (1, {"restart": 1})
 
 
 def test_a_listener_that_fails_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

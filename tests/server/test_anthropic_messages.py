@@ -147,7 +147,7 @@ def test_a_coding_agents_second_turn_is_found_in_the_cache() -> None:
         history = [turn, {"role": "assistant", "content": first.content}, {"role": "user", "content": "Go on."}]
         second = ask(server, *history)
         for usage in (again.usage, second.usage):
-            assert usage.cache_read_input_tokens == length // 512 * 512
+            assert length - 8 < usage.cache_read_input_tokens < length  # all but the header of the model's turn
         assert second.usage.input_tokens + second.usage.cache_read_input_tokens > length
         other = ask(server, turn, first="You are another agent.")
         assert other.usage.cache_read_input_tokens < 512
