@@ -46,7 +46,7 @@ class Graph:
         self.kinds = [type(memory) for memory in rows.layers]
         held = [memory.arrays() for memory in rows.layers]
         fused = PERSISTENT.claim()  # or not any more: another description
-        given = [PERSISTENT.status, rows.lengths, rows.accepted, held, fused, *inputs]
+        given = [PERSISTENT.status, rows.lengths, rows.accepted, rows.shift, held, fused, *inputs]
         output, held, PERSISTENT.status = self.traced(*given)
         rows.layers = [kind.of(arrays) for kind, arrays in zip(self.kinds, held, strict=True)]
         return output
@@ -56,12 +56,13 @@ class Graph:
         status: mx.array,
         lengths: mx.array,
         accepted: mx.array,
+        shift: mx.array | None,
         held: list[list[mx.array]],
         fused: bool,
         *inputs: Any,
     ) -> tuple[mx.array, list[list[mx.array]], mx.array]:
         layers = [kind.of(arrays) for kind, arrays in zip(self.kinds, held, strict=True)]
-        rows = BatchState(layers, lengths, accepted)
+        rows = BatchState(layers, lengths, accepted, shift=shift)
         # Where the rows end changes from step to step; that all of the capacity is in reach does not.
         rows.bounds = [rows.capacity - BLOCK // 8] * lengths.shape[0]
         PERSISTENT.status = status

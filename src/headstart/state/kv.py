@@ -5,11 +5,19 @@ beyond the length: it is masked, and the next window overwrites it. Rollback cos
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 
 BLOCK = 256  # positions; capacity grows by whole blocks
 STRIDE = 64  # positions; attention reads whole strides, as few as hold every sequence
+
+
+class TokenPositions(NamedTuple):
+    """Where RoPE puts tokens: those of an image are at a time, a row and a column, and do not follow one another."""
+
+    ids: mx.array  # [B, 3, W]
+    axes: tuple[int, ...]  # which of the three each frequency of RoPE takes
 
 
 @dataclass
@@ -18,6 +26,8 @@ class KV:
     values: mx.array  # [B, H, S, Dv]
     offset: mx.array  # [B], where the running pass writes
     reach: int = 0  # positions that the running pass reads
+    start: mx.array | None = None  # [B], where RoPE counts the pass from, if not from `offset`
+    positions: TokenPositions | None = None  # of the pass's tokens, if they do not follow one another
 
     @classmethod
     def empty(cls, rows: int, heads: int, dim: int, dtype: mx.Dtype, value_dim: int | None = None) -> "KV":
