@@ -20,6 +20,7 @@ from mlx_lm.utils import load_tokenizer as load_mlx_lm_tokenizer
 
 from .. import models
 from ..errors import CheckpointError, HeadError
+from ..images import MAX_PIXELS
 from ..kernels import cpu
 from ..kernels.metal.tune import choose_kernels
 from ..models import memory
@@ -33,6 +34,7 @@ from .layout import read_layout
 from .names import is_head, without_prefix
 from .parameters import parameter_shapes
 from .read import LazyFiles, read_parameter
+from .vision import empty_tower, find_tower, read_tower
 
 
 class ModelPart(Protocol):
@@ -59,6 +61,8 @@ def load_model(
     head: str | Path | None = None,
     dtype: mx.Dtype | None = None,
     split: MakePart | None = None,
+    vision: bool = False,
+    max_image_pixels: int = MAX_PIXELS,
 ) -> models.Model:
     """Load a model with its head, if it has one.
 
@@ -68,6 +72,8 @@ def load_model(
         head: A model or a drafter (`qwen3_5_mtp`) whose head is taken, by a name as `resolve` takes it.
         dtype: Of all weights that are not quantised; None chooses it by `compute_dtype`.
         split: Read only this machine's part of the model.
+        vision: Also load the vision tower; where there is none, `Model.tower_unavailable` says why.
+        max_image_pixels: Larger images are scaled down.
 
     Raises:
         HeadError: There is a head but it cannot be used. Where there is none, `Model.head_unavailable` says why.
@@ -89,8 +95,15 @@ def load_model(
     if dtype is None:
         experts = any(".switch_mlp." in name for name in stored)
         dtype = compute_dtype(layout.dtype, experts=experts, modes={how["mode"] for how in packed.values()})
+    tower, without_tower = None, "the model was loaded without its vision tower: load it with vision=True"
+    if vision and split is None:
+        stored_tower = find_tower(layout.path, layout.config)
+        without_tower = stored_tower.reason
+        if stored_tower.available:
+            tower = empty_tower(layout.path, layout.config, max_image_pixels)
     if split is None:
-        _check_memory(layout.path, _nbytes(model.weights, dtype), Footprint.of(model))
+        held = [model.weights, *([tower] if tower is not None else [])]
+        _check_memory(layout.path, sum(_nbytes(each, dtype) for each in held), Footprint.of(model))
 
     files = LazyFiles()
     part = split(models.text_config(layout.config)) if split is not None else None
@@ -105,12 +118,15 @@ def load_model(
         model.weights.update(tree_unflatten([(name, array)]))
         del array
         mx.clear_cache()
+    if tower is not None:
+        read_tower(tower, stored_tower, dtype)
     if part is None:
         choose_kernels(model.weights, model.dtype)
     else:  # machines that time kernels may choose different ones, and must not: they draft the same tokens
         model = part.fit(model)
     if decision.drafts and split is None and (listed := read_draft_tokens(layout.path, model.vocabulary)):
         model = model.with_draft_vocabulary(*listed)
+    model = replace(model, tower=tower, tower_unavailable=without_tower)
     k, max_k, reason, copies = decision.k, decision.max_k, decision.reason, decision.copies
     return replace(model, head_unavailable=reason, default_k=k, max_k=max_k, copies=copies)
 

@@ -29,6 +29,7 @@ from .graph import Graph, compiles
 from .head import QWEN_HEAD, Head, HeadSpec, find_part
 from .residual import Residual
 from .share import Alone, Share
+from .vision import VisionTower
 
 
 def _no_projection(net: nn.Module, x: mx.array) -> Window:
@@ -118,6 +119,8 @@ class Model:
     copies: bool = True  # drafts may be copied from the context
     draft_vocabulary: DraftVocabulary | None = None  # the tokens that drafts may be limited to
     share: Share = field(default_factory=Alone)  # what of the trunk is on this machine
+    tower: VisionTower | None = None
+    tower_unavailable: str | None = None  # why there is no tower
 
     @property
     def has_head(self) -> bool:
@@ -140,20 +143,25 @@ class Model:
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("mlx.core.")
 
-    def trunk(self, tokens: mx.array, state: BatchState, certain: int) -> mx.array:
-        """Run the trunk over [B, W] tokens after what `state` holds → [B, W, H], the head's input.
+    def trunk(
+        self, tokens: mx.array, state: BatchState, certain: int, embeddings: mx.array | None = None
+    ) -> mx.array:
+        """Run the trunk over [B, W] tokens after what `state` holds → [B, W, H], the head's input. `embeddings`
+        [B, W, H] take the place of the tokens' own.
 
         Recurrent states advance now, by the accepted of the pending drafts and the first `certain` tokens, so no
         window may run twice; the rest become the new pending drafts. KV entries count after `state.commit` only.
         """
-        if certain == 1 and self.share.ranks == 1 and compiles(tokens.shape[1]):
+        if certain == 1 and self.share.ranks == 1 and embeddings is None and compiles(tokens.shape[1]):
             state.reserve(tokens.shape[1])
             return self._trunk_graph(state, tokens)
-        return self._trunk(state, tokens, certain)
+        return self._trunk(state, tokens, certain, embeddings)
 
-    def _trunk(self, state: BatchState, tokens: mx.array, certain: int = 1) -> mx.array:
+    def _trunk(
+        self, state: BatchState, tokens: mx.array, certain: int = 1, embeddings: mx.array | None = None
+    ) -> mx.array:
         mask, share, layers = state.reserve(tokens.shape[1]), self.share, self.weights.layers
-        x = share.take(self.weights.embed_tokens(tokens))
+        x = share.take(self.weights.embed_tokens(tokens) if embeddings is None else embeddings)
         normed = layers[0].input_layernorm(x)
         fits = share.ranks == 1 and self.family.attention is attention  # may be a layer in one launch
         # Every part of a layer is added to x; with it comes the norm that the next part is given.
@@ -194,24 +202,34 @@ class Model:
         ahead: int = 0,
         module: int = 0,
         last: mx.array | None = None,
+        embeddings: mx.array | None = None,
     ) -> mx.array:
         """Run the head over pairs (hidden of position t, token t+1), [B, W, H] and [B, W] → [B, W, H].
 
         The output predicts token t+2 and, with that token, is the next pair of the chain. The pairs are written
         `ahead` positions past what `state` holds. With `last` [B] only the output at that index is returned, [B, 1,
-        H].
+        H]. `embeddings` [B, W, H] take the place of the tokens' own.
         """
-        if compiles(tokens.shape[1]):
+        if compiles(tokens.shape[1]) and embeddings is None:
             state.reserve(tokens.shape[1], ahead)
             return self._head_graph(state, hidden, tokens, ahead, module, last)
-        return self._head(state, hidden, tokens, ahead, module, last)
+        return self._head(state, hidden, tokens, ahead, module, last, embeddings)
 
     def _head(
-        self, state: BatchState, hidden: mx.array, tokens: mx.array, ahead: int, module: int, last: mx.array | None
+        self,
+        state: BatchState,
+        hidden: mx.array,
+        tokens: mx.array,
+        ahead: int,
+        module: int,
+        last: mx.array | None,
+        embeddings: mx.array | None = None,
     ) -> mx.array:
         spec, part = self.family.head, partial(self._part, module)
         own = part(spec.names.embedding)
-        embedding = (own if own is not None else self.weights.embed_tokens)(tokens)
+        embedding = embeddings
+        if embedding is None:
+            embedding = (own if own is not None else self.weights.embed_tokens)(tokens)
         if spec.first_embedding_is_zero:
             positions = state.lengths[:, None] + ahead + mx.arange(tokens.shape[1])  # [B, W]
             embedding = embedding * (positions > 0)[..., None].astype(embedding.dtype)
