@@ -21,7 +21,8 @@ from reference.pictures import END, IMAGE, START
 TOKENS = {IMAGE: "<|image_pad|>", START: "<|vision_start|>", END: "<|vision_end|>"}
 VISION = {
     "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "in_channels": 3, "patch_size": 4,
-    "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 16, "hidden_act": "gelu_pytorch_tanh",
+    "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 16,
+    "hidden_act": "gelu_pytorch_tanh",
 }  # fmt: skip
 PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "temporal_patch_size": 2, "merge_size": 2,
@@ -36,7 +37,12 @@ def write_with_tower(folder: Path, family: str = "dense", layout: str = "raw", *
     checkpoints.write(folder, family, layout, vocab_size=8200, **options)
     config = json.loads((folder / "config.json").read_text())
     vision = VISION | {"out_hidden_size": config["text_config"]["hidden_size"], "model_type": config["model_type"]}
-    ids = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": 8195}
+    ids = {
+        "image_token_id": IMAGE,
+        "vision_start_token_id": START,
+        "vision_end_token_id": END,
+        "video_token_id": 8195,
+    }
     (folder / "config.json").write_text(json.dumps({**config, **ids, "vision_config": vision}, indent=2))
     raw = layout.startswith("raw") and layout != "raw-sidecar"
     arrays = tower_arrays(vision, options.get("dtype", mx.bfloat16), raw=raw)
@@ -52,6 +58,10 @@ def write_with_tower(folder: Path, family: str = "dense", layout: str = "raw", *
     first = tokenizer["added_tokens"][0]
     tokenizer["added_tokens"] += [{**first, "id": id, "content": text} for id, text in TOKENS.items()]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    first = settings["added_tokens_decoder"]["8185"]
+    settings["added_tokens_decoder"] |= {str(id): {**first, "content": text} for id, text in TOKENS.items()}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 MAX_FILE_PIXELS = 64 * 10**6  # of a file, known before it is decoded: 256 MB in memory
-MAX_PIXELS = 1280 * 1024  # that a model is shown, by default: 1,280 tokens of Qwen3.5
 MAX_ASPECT_RATIO = 200
 FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
 
@@ -32,12 +31,12 @@ class ImageRules:
     merge: int = 2  # patches by side that become one token
     frames: int = 2  # an image is so many equal frames
     min_pixels: int = 65536
-    max_pixels: int = MAX_PIXELS
+    max_pixels: int = 16777216
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
     @classmethod
-    def of(cls, config: dict[str, Any], max_pixels: int = MAX_PIXELS) -> "ImageRules":
+    def of(cls, config: dict[str, Any], max_pixels: int) -> "ImageRules":
         """Return the rules of a preprocessor_config.json, but images of at most `max_pixels`."""
         size = config.get("size") or {}
         most = int(config.get("max_pixels") or size.get("longest_edge") or max_pixels)
@@ -74,8 +73,8 @@ class ImageRules:
 
         The patches of a token follow one another.
         """
-        levels = (np.arange(256, dtype=np.float64) * (1 / 255)).astype(np.float32)[:, None]
-        levels = (levels - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)  # [256, 3]
+        mean, std = (np.array(each, np.float32) for each in (self.mean, self.std))
+        levels = ((np.arange(256) * (1 / 255)).astype(np.float32)[:, None] - mean) / std  # [256, 3]
         rows, columns = self.grid(pixels)
         m, p = self.merge, self.patch
         values = levels[pixels, np.arange(3)].reshape(rows // m, m, p, columns // m, m, p, 3)

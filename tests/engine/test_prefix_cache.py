@@ -82,7 +82,7 @@ def assert_true(prefix: PrefixCache, model: Model) -> int:
     seen = 0
     while waiting:
         before, node = waiting.pop()
-        tokens = before + list(array("i", node.chunk))
+        tokens = before + list(array("q", node.chunk))
         batch, start, end = read(model, tokens), len(before), len(tokens)
         expected = [a[:, :, start:end] for m in batch.trunk_state.layers if hasattr(m, "keys") for a in m.arrays()]
         if batch.head_state is not None:
@@ -306,7 +306,7 @@ def test_a_prompt_that_fails_midway_leaves_only_what_was_computed(monkeypatch: p
     engine, prefix = cached(model)
     chunks = 0
 
-    def failing(model, batch, tokens, following):  # type: ignore[no-untyped-def]
+    def failing(model, batch, tokens, following, embeddings):  # type: ignore[no-untyped-def]
         nonlocal chunks
         chunks += 1
         prefill(model, batch, tokens, following)

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 import transformers
+from pictures import CASES, IMAGE, MODES, picture, prompt_of
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-from pictures import CASES, IMAGE, MODES, picture, prompt_of
 
 GREEDY = 24
 TOP = 8

@@ -34,15 +34,16 @@ MAX_HEADER = 2**28  # bytes, should the length in the file be nonsense
 Announce = Callable[[dict[str, int]], None]
 
 
-def resolve(name: str | Path | None = None) -> Path:
+def resolve(name: str | Path | None = None, *, vision: bool = False) -> Path:
     """Return the folder of a model, downloaded if it is not on this machine.
 
     Args:
         name: A path, a built-in model, a name in the Hugging Face cache, or a hub id. None: the built-in model. A
             hub id in the cache is not looked up again.
+        vision: With the tensors of its vision part.
     """
     found = locate(name)
-    return found if isinstance(found, Path) else download(found)
+    return found if isinstance(found, Path) else download(found, vision=vision)
 
 
 def resolve_head(name: str | Path) -> Path:

@@ -20,9 +20,9 @@ from mlx_lm.utils import load_tokenizer as load_mlx_lm_tokenizer
 
 from .. import models
 from ..errors import CheckpointError, HeadError
-from ..images import MAX_PIXELS
 from ..kernels import cpu
 from ..kernels.metal.tune import choose_kernels
+from ..limits import MAX_IMAGE_PIXELS
 from ..models import memory
 from ..models.base import Norm
 from ..models.compiler import ensure_compiles
@@ -34,7 +34,7 @@ from .layout import read_layout
 from .names import is_head, without_prefix
 from .parameters import parameter_shapes
 from .read import LazyFiles, read_parameter
-from .vision import empty_tower, find_tower, read_tower
+from .vision import StoredTower, empty_tower, find_tower, read_tower
 
 
 class ModelPart(Protocol):
@@ -50,6 +50,7 @@ class ModelPart(Protocol):
 
 
 MakePart = Callable[[dict[str, Any]], ModelPart]  # config.json's text part → this machine's part
+WITHOUT_TOWER = "its vision tower is not loaded: load it with vision=True, or serve it with --images"
 TYPES = ("bfloat16", "float16", "float32")  # values of HEADSTART_DTYPE
 WITHOUT_BFLOAT16 = re.compile(r"applegpu_g1[34]\D")  # Metal's names of M1's and M2's GPUs
 
@@ -62,7 +63,7 @@ def load_model(
     dtype: mx.Dtype | None = None,
     split: MakePart | None = None,
     vision: bool = False,
-    max_image_pixels: int = MAX_PIXELS,
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> models.Model:
     """Load a model with its head, if it has one.
 
@@ -95,10 +96,9 @@ def load_model(
     if dtype is None:
         experts = any(".switch_mlp." in name for name in stored)
         dtype = compute_dtype(layout.dtype, experts=experts, modes={how["mode"] for how in packed.values()})
-    tower, without_tower = None, "the model was loaded without its vision tower: load it with vision=True"
+    tower, stored_tower = None, StoredTower(WITHOUT_TOWER)
     if vision and split is None:
         stored_tower = find_tower(layout.path, layout.config)
-        without_tower = stored_tower.reason
         if stored_tower.available:
             tower = empty_tower(layout.path, layout.config, max_image_pixels)
     if split is None:
@@ -126,7 +126,7 @@ def load_model(
         model = part.fit(model)
     if decision.drafts and split is None and (listed := read_draft_tokens(layout.path, model.vocabulary)):
         model = model.with_draft_vocabulary(*listed)
-    model = replace(model, tower=tower, tower_unavailable=without_tower)
+    model = replace(model, tower=tower, tower_unavailable=stored_tower.reason)
     k, max_k, reason, copies = decision.k, decision.max_k, decision.reason, decision.copies
     return replace(model, head_unavailable=reason, default_k=k, max_k=max_k, copies=copies)
 

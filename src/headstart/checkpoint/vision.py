@@ -58,7 +58,7 @@ def find_tower(path: Path, config: dict[str, Any]) -> StoredTower:
                 if is_vision(name) and not name.endswith("position_ids"):
                     tensors[without_prefix(name).partition(".")[2]] = tensor
     if not tensors:
-        return StoredTower("config.json promises a vision tower, and no file here holds it. Download or convert it again.")
+        return StoredTower("config.json promises a vision tower, and no file here holds it. Download it again.")
     return StoredTower(_misfit(tensors, config), tensors)
 
 
@@ -100,7 +100,9 @@ def empty_tower(path: Path, config: dict[str, Any], max_pixels: int) -> VisionTo
     try:
         rules = ImageRules.of(found, max_pixels)
     except (TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path / name}: a field is wrong ({printable_error(error)}). Download it again.") from error
+        raise CheckpointError(
+            f"{path / name}: a field is wrong ({printable_error(error)}). Download it again."
+        ) from error
     if (rules.patch, rules.merge, rules.frames) != (shape.patch, shape.merge, shape.frames):
         raise CheckpointError(f"{path / name}: its patches are not those of config.json. Download both again.")
     return VisionTower(shape, rules)

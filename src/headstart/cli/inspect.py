@@ -36,9 +36,7 @@ def inspect_command(model: str | None, as_json: bool = options.JSON) -> None:
         rows["  quantization"] = _describe(mtp["quantization"])
     vision = report["vision"]
     size = f"{vision['parameters']:,} parameters, {vision['bytes']:,} bytes, {vision['dtype']}"
-    rows["vision tower"] = size if vision["available"] else "not available"
-    if vision["reason"]:
-        rows["  reason "] = vision["reason"]
+    rows["vision tower"] = size if vision["available"] else f"not available: {vision['reason']}"
     rows["card"] = report["card"] or "none"
     print_table([[name, value] for name, value in rows.items()])
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ClusterError
+from ..limits import MAX_IMAGE_PIXELS
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -56,11 +57,20 @@ def connect_machines() -> Iterator["Machines | None"]:
 
 
 def load_share(
-    folder: Path, machines: "Machines | None", split: "Split", *, mtp: bool | None, head: str | None
+    folder: Path,
+    machines: "Machines | None",
+    split: "Split",
+    *,
+    mtp: bool | None,
+    head: str | None,
+    max_image_pixels: int | None = None,
 ) -> "tuple[Model, TokenizerWrapper]":
-    """Load the model, or this machine's share of it."""
+    """Load the model, or this machine's share of it. `max_image_pixels`: with its vision tower, on one machine."""
     from .. import cluster, library
 
     if machines is None:
-        return library.load(folder, mtp=mtp, head=head)
+        most = max_image_pixels or MAX_IMAGE_PIXELS
+        return library.load(folder, mtp=mtp, head=head, vision=bool(max_image_pixels), max_image_pixels=most)
+    if max_image_pixels:
+        raise ClusterError("--images is for one machine: images are not supported on several yet")
     return cluster.load_part(folder, machines.comm, split, mtp=mtp, head=head)

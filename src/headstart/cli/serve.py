@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Literal
 import typer
 from typer import Option
 
+from ..errors import RequestError
+from ..limits import MAX_IMAGE_PIXELS
 from . import machines, options
 from .download import find_model
 
@@ -46,6 +48,8 @@ def serve_command(
     prefix_cache_gb: float | None = Option(
         None, min=0, help="Memory for the prefix cache; 0 is off.", show_default="2, or a quarter of what is left"
     ),
+    images: bool = Option(False, "--images", help="Load the model's vision tower and accept images."),
+    max_image_pixels: int = Option(MAX_IMAGE_PIXELS, min=1024, help="Larger images are scaled down to this."),
     prefix_cache_8bit: bool = Option(False, "--prefix-cache-8bit", help="Cache prefixes in 8 bits: not exact."),
     log_level: Literal["debug", "info", "warning", "error"] = Option("warning", help="Log to standard error."),
     access_log: bool = Option(False, "--access-log", help="Log a line per request: no prompts, answers or keys."),
@@ -71,8 +75,13 @@ def serve_command(
         machines.connect_machines() as cluster,
         nullcontext() if cluster and cluster.rank else server.bind(host, port) as bound,
     ):
-        folder = find_model(model)
-        loaded, tokenizer = machines.load_share(folder, cluster, split, mtp=mtp, head=head)
+        folder = find_model(model, vision=images)
+        most_pixels = max_image_pixels if images else None
+        loaded, tokenizer = machines.load_share(
+            folder, cluster, split, mtp=mtp, head=head, max_image_pixels=most_pixels
+        )
+        if images and loaded.tower is None:
+            raise RequestError(f"--images: this model cannot see: {loaded.tower_unavailable}")
         served = server.ServedModel.of(read_layout(folder), loaded, tokenizer, id=model_id)
         cache_bytes = memory_for_prefixes() if prefix_cache_gb is None else int(prefix_cache_gb * 1e9)
         if cluster is None:
@@ -93,6 +102,7 @@ def serve_command(
             served,
             keys=keys,
             limits=server.Limits(
+                body_bytes=server.Limits.body_bytes + (server.Limits.image_bytes if images else 0),
                 prompt_tokens=max_prompt_tokens,
                 requests_per_client=max_client_requests,
                 request_seconds=timeout,

@@ -85,13 +85,16 @@ def copy_drafts(batch: Batch, k: int, distances: Sequence[int]) -> mx.array:
     return mx.where(copied, batch.tokens_at(mx.maximum(at, 0)), -1)
 
 
-def catch_up(model: Model, batch: Batch) -> mx.array:
-    """Run the head over the committed pairs it has not seen, and return its output at the last one, [B, 1, H]."""
+def catch_up(model: Model, batch: Batch, embeddings: mx.array | None = None) -> mx.array:
+    """Run the head over the committed pairs it has not seen, and return its output at the last one, [B, 1, H].
+
+    `embeddings` [B, W, H] take the place of the pairs' tokens.
+    """
     hidden, tokens, counts = batch.unseen
     if not batch.unseen.width:  # after a prompt of one token the head has nothing to draft from: any draft will do
         return mx.zeros((batch.size, 1, hidden.shape[-1]), hidden.dtype)
     # A sequence without pairs gets the output of padding: a bad draft costs time, not correctness.
-    output = run_head(model, batch, hidden, tokens, last=mx.maximum(counts - 1, 0))[0]
+    output = run_head(model, batch, hidden, tokens, last=mx.maximum(counts - 1, 0), embeddings=embeddings)[0]
     assert batch.head_state is not None
     batch.head_state.commit(counts, most=0)  # run_head takes the trunk's bounds before every pass
     batch.unseen = UnseenPairs(hidden[:, :0], tokens[:, :0], mx.zeros_like(counts))
@@ -99,7 +102,13 @@ def catch_up(model: Model, batch: Batch) -> mx.array:
 
 
 def run_head(
-    model: Model, batch: Batch, hidden: mx.array, tokens: mx.array, ahead: int = 0, last: mx.array | None = None
+    model: Model,
+    batch: Batch,
+    hidden: mx.array,
+    tokens: mx.array,
+    ahead: int = 0,
+    last: mx.array | None = None,
+    embeddings: mx.array | None = None,
 ) -> list[mx.array]:
     """Return each head module's output for these pairs: [B, W, H], or [B, 1, H] at index `last` [B].
 
@@ -109,4 +118,4 @@ def run_head(
     state = batch.head_state
     assert state is not None, "a batch without a head has no drafts"
     state.bounds = batch.trunk_state.bounds  # the head holds at most as many pairs as the trunk holds tokens
-    return [model.head(hidden, tokens, state, ahead, module, last) for module in range(len(state.layers))]
+    return [model.head(hidden, tokens, state, ahead, module, last, embeddings) for module in range(len(state.layers))]

@@ -29,18 +29,24 @@ def prefill_chunk(model: Model, sequence: SequenceState, prefix: PrefixCache | N
     if sequence.batch is None:
         _start(model, sequence, prefix)
     assert sequence.batch is not None
-    done = sequence.num_prefilled
+    done, images = sequence.num_prefilled, sequence.images
     end = min((done // CHUNK + 1) * CHUNK, len(tokens) - 1)
+    if images is not None and not images.advance(done, end):
+        return False
     if done:  # wait for the chunk before: progress is real, memory bounded, and a cancelled request stops soon
         mx.eval(sequence.batch.arrays())
         if prefix is not None:
-            _store(sequence.batch, tokens, done, prefix)
+            _store(sequence.batch, sequence.cache_keys, done, prefix)
         if not sequence.num_generated and done > sequence.num_reported:  # not again if it is recomputed
             sequence.num_reported = done
             sequence.put(Event(prompt_processed=done))
     if end > done:
         chunk = mx.array([tokens[done:end]], mx.int32)
-        hidden = prefill(model, sequence.batch, chunk, mx.array([tokens[end]], mx.int32))
+        embeddings = None
+        if images is not None:
+            images.place(sequence.batch, done, end)
+            embeddings = images.embed(model, tokens, done, end)
+        hidden = prefill(model, sequence.batch, chunk, mx.array([tokens[end]], mx.int32), embeddings)
         mx.async_eval(sequence.batch.arrays())
         if scored:
             _score(model, sequence, hidden, end)
@@ -48,7 +54,9 @@ def prefill_chunk(model: Model, sequence: SequenceState, prefix: PrefixCache | N
     if end < len(tokens) - 1:
         return False
     if prefix is not None:
-        _store(sequence.batch, tokens, end, prefix)
+        _store(sequence.batch, sequence.cache_keys, end, prefix)
+    if images is not None:
+        images.finish(sequence.batch)
     return True
 
 
@@ -62,7 +70,7 @@ def _start(model: Model, sequence: SequenceState, prefix: PrefixCache | None) ->
     if generated and (on_cuda() or metal.on_metal()):  # they are recomputed as a prompt, by other kernels
         exact = False
     if prefix is not None:
-        sequence.num_prefilled = _resume(model, batch, sequence.tokens, prefix)
+        sequence.num_prefilled = _resume(model, batch, sequence, prefix)
         exact = exact and not (sequence.num_prefilled and prefix.eight_bits)
     if not generated:
         stats.prefix_cache_hit = sequence.num_prefilled
@@ -70,18 +78,18 @@ def _start(model: Model, sequence: SequenceState, prefix: PrefixCache | None) ->
     stats.exact = stats.exact and exact
 
 
-def _resume(model: Model, batch: Batch, tokens: Sequence[int], prefix: PrefixCache) -> int:
-    """Load the longest cached prefix of `tokens` into the batch, and return its length.
+def _resume(model: Model, batch: Batch, sequence: SequenceState, prefix: PrefixCache) -> int:
+    """Load the longest cached prefix of the sequence's tokens into the batch, and return its length.
 
     A sequence that does not draft gets a head state all the same, so that every entry serves every sequence.
     """
     if model.has_head and batch.head_state is None:
         batch.head_state = model.make_head_state(1)
-    if (found := prefix.resume(tokens, batch.trunk_state, batch.head_state)) is None:
+    if (found := prefix.resume(sequence.cache_keys, batch.trunk_state, batch.head_state)) is None:
         return 0
     length, hidden = found
     if batch.head_state is not None:  # the last hidden state pairs with this sequence's own next token
-        following = mx.array([tokens[length : length + 1]], mx.int32)
+        following = mx.array([sequence.tokens[length : length + 1]], mx.int32)
         batch.unseen = UnseenPairs(hidden, following, mx.ones((1,), mx.int32))
     return length
 

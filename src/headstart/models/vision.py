@@ -22,7 +22,7 @@ MAX_SCORES = 2**25  # attention scores that exist at a time: a large image has t
 
 @dataclass(frozen=True)
 class VisionShape:
-    """The sizes in config.json's `vision_config`, and the tokens that stand for images."""
+    """The sizes in config.json's `vision_config`, and what the trunk must know of images."""
 
     depth: int
     hidden: int
@@ -34,24 +34,26 @@ class VisionShape:
     frames: int  # of a patch
     merge: int  # patches by side that become one token
     channels: int
-    image_token: int
-    start_token: int
-    end_token: int
+    image_token: int  # stands for images in prompts
     axes: tuple[int, ...]  # which of time, row and column each frequency of the trunk's RoPE takes
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> "VisionShape":
         vision, rope = config["vision_config"], config["text_config"]["rope_parameters"]
-        names = ("depth", "hidden_size", "intermediate_size", "num_heads", "out_hidden_size", "num_position_embeddings",
-                 "patch_size", "temporal_patch_size", "spatial_merge_size")  # fmt: skip
-        sizes = [int(vision[name]) for name in names]
-        tokens = [int(config[f"{name}_token_id"]) for name in ("image", "vision_start", "vision_end")]
-        head_dim = config["text_config"]["head_dim"]
+        rotated = int(config["text_config"]["head_dim"] * rope.get("partial_rotary_factor", 1.0))
         return cls(
-            *sizes,
-            int(vision.get("in_channels", 3)),
-            *tokens,
-            mrope_axes(rope["mrope_section"], int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2),
+            depth=int(vision["depth"]),
+            hidden=int(vision["hidden_size"]),
+            intermediate=int(vision["intermediate_size"]),
+            heads=int(vision["num_heads"]),
+            out=int(vision["out_hidden_size"]),
+            table=int(vision["num_position_embeddings"]),
+            patch=int(vision["patch_size"]),
+            frames=int(vision["temporal_patch_size"]),
+            merge=int(vision["spatial_merge_size"]),
+            channels=int(vision.get("in_channels", 3)),
+            image_token=int(config["image_token_id"]),
+            axes=mrope_axes(rope["mrope_section"], rotated // 2),
         )
 
 
@@ -116,6 +118,17 @@ class VisionTower(nn.Module):
     def rules(self) -> ImageRules:
         return self._rules
 
+    def count_tokens(self, pixels: np.ndarray) -> int:
+        """Return how many tokens an image [H, W, 3] takes that `images.read_image` has resized."""
+        rows, columns = self.rules.grid(pixels)
+        return rows * columns // self.shape.merge**2
+
+    def working_bytes(self, size: int) -> int:
+        """Return the memory that the largest image takes on its way, in activations of `size` bytes."""
+        shape, patches = self.shape, self.rules.max_pixels // self.shape.patch**2
+        scores = min(MAX_SCORES, shape.heads * patches**2)
+        return patches * (4 * shape.hidden + 2 * max(shape.intermediate, 3 * shape.hidden)) * size + 8 * scores
+
     def run(self, patches: mx.array, grid: tuple[int, int]) -> Iterator[mx.array]:
         """Compute the embeddings [N / merge², out] of an image's patches [N, …], laid out in `grid` rows and columns.
 
@@ -153,7 +166,7 @@ class VisionTower(nn.Module):
         for axis, size in enumerate(grid):
             at = places[:, axis].astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
             floor = np.floor(at)
-            taps = np.clip(floor + np.float32([[0], [1]]), 0, side - 1).astype(np.int32)  # [2, N]
+            taps = np.clip(floor + np.array([[0], [1]]), 0, side - 1).astype(np.int32)  # [2, N]
             shares = np.stack([1 - (at - floor), at - floor])
             indices = (indices[:, None] * side + taps).reshape(-1, len(places))
             weights = (weights[:, None] * shares).reshape(-1, len(places))

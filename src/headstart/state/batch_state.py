@@ -73,7 +73,7 @@ class BatchState:
         return mask
 
     def place(self, shifts: list[int], positions: TokenPositions | None = None) -> None:
-        """Say where RoPE puts tokens from now on: every sequence's at `shifts` from their indices, or at `positions`."""
+        """Say where RoPE puts tokens from now on: at `shifts` from their indices, or at `positions`."""
         self.shifts, self.positions = shifts, positions
         self.shift = mx.array(shifts, mx.int32) if any(shifts) else None
 

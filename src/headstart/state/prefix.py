@@ -192,7 +192,7 @@ class PrefixCache:
         return path
 
     def _key(self, prompt: Sequence[int], start: int) -> bytes:
-        return array("i", prompt[start : start + self.chunk]).tobytes()
+        return array("q", prompt[start : start + self.chunk]).tobytes()  # negative for images: see `engine/images.py`
 
     def _retention(self, prompt: Sequence[int], end: int, after: Snapshot) -> Retention:
         """Return how long to keep the snapshot at `end`.
