@@ -50,6 +50,7 @@ def serve_command(
     ),
     images: bool = Option(False, "--images", help="Load the model's vision tower and accept images."),
     max_image_pixels: int = Option(MAX_IMAGE_PIXELS, min=1024, help="Larger images are scaled down to this."),
+    allow_image_urls: bool = Option(False, "--allow-image-urls", help="Fetch images from public web addresses."),
     prefix_cache_8bit: bool = Option(False, "--prefix-cache-8bit", help="Cache prefixes in 8 bits: not exact."),
     log_level: Literal["debug", "info", "warning", "error"] = Option("warning", help="Log to standard error."),
     access_log: bool = Option(False, "--access-log", help="Log a line per request: no prompts, answers or keys."),
@@ -103,6 +104,7 @@ def serve_command(
             keys=keys,
             limits=server.Limits(
                 body_bytes=server.Limits.body_bytes + (server.Limits.image_bytes if images else 0),
+                image_urls=allow_image_urls,
                 prompt_tokens=max_prompt_tokens,
                 requests_per_client=max_client_requests,
                 request_seconds=timeout,

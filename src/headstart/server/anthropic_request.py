@@ -16,7 +16,7 @@ from ..sampling import GrammarSpec
 from ..sampling_params import MAX_STOP_CHARACTERS, MAX_STOPS
 from .chat import Chat, Prompt, chat_prompt
 from .errors import refuse
-from .images import EncodedImage, ImagePart, parse_data_url, template_content
+from .images import EncodedImage, ImagePart, parse_image_url, template_content
 from .prepare import Preparation
 from .request_fields import (
     REASONING_BUDGETS,
@@ -69,7 +69,7 @@ class ImageBlock(Cacheable, ImagePart):
     def encoded(self) -> EncodedImage:
         if isinstance(self.source, Base64Source):
             return EncodedImage(self.source.data, self.source.media_type.lower())
-        return parse_data_url(self.source.url)
+        return parse_image_url(self.source.url)
 
 
 class MediaBlock(Cacheable):

@@ -4,7 +4,7 @@ They are decoded in worker processes, which can be killed: a file may be made to
 """
 
 from abc import abstractmethod
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from ..images import ImageRules
 from .errors import Refusal, refuse
+from .image_urls import fetch_image
 from .prepare import Preparation
 from .workers import WorkerDied
 
@@ -24,11 +25,12 @@ UNSUPPORTED = "image input is not supported by this model"
 
 
 class EncodedImage(NamedTuple):
-    """An image as a client sends it: the base64 of a file."""
+    """An image as a client sends it: the base64 of a file, or the address of one."""
 
     data: str
     media_type: str | None
     low: bool = False  # fewer pixels will do
+    remote: bool = False  # `data` is a URL
 
 
 class ImagePart(BaseModel):
@@ -39,17 +41,15 @@ class ImagePart(BaseModel):
         """Return the image, or raise ValueError with what is wrong."""
 
 
-def parse_data_url(url: str, *, low: bool = False) -> EncodedImage:
-    """Return the image in a URL `data:image/…;base64,…`."""
+def parse_image_url(url: str, *, low: bool = False) -> EncodedImage:
+    """Return the image in a URL `data:image/…;base64,…`, or at another one."""
     scheme, _, rest = url.partition(":")
     head, comma, data = rest.partition(",")
     if scheme.lower() != "data":
-        raise ValueError(
-            "is not a data URL, and this server fetches no others: send data:image/png;base64,… or the like"
-        )
+        return EncodedImage(url, None, low, remote=True)
     media_type, *parameters = head.split(";")
     if not comma or "base64" not in [each.strip().lower() for each in parameters]:
-        raise ValueError("is not a data URL of base64: send data:image/png;base64,… or the like")
+        raise ValueError("is not a data URL of base64: send data:image/png;base64,…")
     return EncodedImage(data, media_type.strip().lower(), low)
 
 
@@ -108,11 +108,16 @@ async def read_images(
         try:
             found.append(await _decode(part.encoded(), rules, work))
         except ValueError as problem:
-            raise Refusal(400, f"{where}: {problem}", param=where, code="invalid_image") from problem
+            raise Refusal(400, f"{where}: the image {problem}", param=where, code="invalid_image") from problem
     return found
 
 
 async def _decode(image: EncodedImage, rules: ImageRules, work: Preparation) -> np.ndarray:
+    if image.remote:
+        if not work.preparer.limits.image_urls:
+            raise ValueError("is not a data URL, and this server fetches no others: send data:image/png;base64,…")
+        fetched = await fetch_image(image.data)
+        image = image._replace(data=b64encode(fetched.data).decode(), media_type=fetched.media_type)
     if image.low:
         rules = replace(rules, max_pixels=min(rules.max_pixels, LOW_DETAIL))
     message = {
@@ -122,9 +127,9 @@ async def _decode(image: EncodedImage, rules: ImageRules, work: Preparation) -> 
         async with work.preparer.workers.worker(work.client) as worker:
             answer = await worker.call(message)
     except TimeoutError:
-        raise ValueError(f"the image could not be decoded within {DECODE_SECONDS:g} s: scale it down") from None
+        raise ValueError(f"could not be decoded within {DECODE_SECONDS:g} s: scale it down") from None
     except WorkerDied:
-        raise ValueError("the image could not be decoded within the server's memory: scale it down") from None
+        raise ValueError("could not be decoded within the server's memory: scale it down") from None
     if "error" in answer:
-        raise ValueError(f"the image {answer['error']}")
+        raise ValueError(answer["error"])
     return np.frombuffer(b64decode(answer["pixels"]), np.uint8).reshape(*answer["size"], 3)

@@ -11,7 +11,7 @@ from ..sampling import GrammarSpec
 from ..sampling_params import MAX_BIASES, MAX_TOP_LOGPROBS
 from .chat import Chat, Prompt, TextPrompt, chat_prompt, text_prompt
 from .errors import refuse
-from .images import EncodedImage, ImagePart, parse_data_url, template_content
+from .images import EncodedImage, ImagePart, parse_image_url, template_content
 from .markup import loads
 from .prepare import Preparation
 from .request_fields import (
@@ -65,7 +65,7 @@ class ImageUrlPart(RequestModel, ImagePart):
     image_url: ImageUrl
 
     def encoded(self) -> EncodedImage:
-        return parse_data_url(self.image_url.url, low=self.image_url.detail == "low")
+        return parse_image_url(self.image_url.url, low=self.image_url.detail == "low")
 
 
 ContentPart = Annotated[TextPart | ImageUrlPart, Field(discriminator="type"), BeforeValidator(reject_media_part)]

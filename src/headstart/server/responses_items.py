@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 from pydantic_core import PydanticCustomError
 
-from .images import EncodedImage, ImagePart, parse_data_url, template_content
+from .images import EncodedImage, ImagePart, parse_image_url, template_content
 from .openai_request import FunctionCall
 from .request_fields import BoundedList, RequestModel, Text, reject_media_part
 
@@ -45,8 +45,8 @@ class InputImage(RequestModel, ImagePart):
 
     def encoded(self) -> EncodedImage:
         if self.image_url is None:
-            raise ValueError("the image has no image_url, and files are not supported: send a data URL")
-        return parse_data_url(self.image_url, low=self.detail == "low")
+            raise ValueError("has no image_url, and files are not supported: send a data URL")
+        return parse_image_url(self.image_url, low=self.detail == "low")
 
 
 Parts = (
