@@ -31,8 +31,8 @@ ANSWER = 16  # tokens that are counted ahead: so long answers are let in togethe
 
 @contextmanager
 def noted() -> Iterator[dict[int, dict[str, Any]]]:
-    """What every request is told, in the order in which they came in: its answers' tokens and log-probabilities, how
-    they ended, and what was thought of the prompt. Nobody asks a follower's sequences."""
+    """Record the events of every request, in order of arrival: tokens and log-probabilities of its answers, and how
+    they ended. Followers' sequences have no client."""
     said: dict[int, dict[str, Any]] = {}
     kept: list[Handle] = []  # an id is only good for as long as its owner lives
     put = Handle.put
@@ -40,11 +40,10 @@ def noted() -> Iterator[dict[int, dict[str, Any]]]:
     def note(handle: Handle, event: Event) -> None:
         if id(handle) not in said:
             kept.append(handle)
-            said[id(handle)] = {"answers": {}, "ends": {}, "prompt": []}
+            said[id(handle)] = {"answers": {}, "ends": {}}
         told = said[id(handle)]
         scores = [each.logprob for each in event.logprobs or ()]
         told["answers"].setdefault(event.choice, []).extend(zip(event.tokens, scores, strict=True))
-        told["prompt"] += [each.logprob for each in event.prompt_logprobs or ()]
         if event.finish_reason is not None:
             told["ends"][event.choice] = [event.finish_reason, event.stop, event.error and str(event.error)]
         put(handle, event)
@@ -66,7 +65,7 @@ def request(each: dict[str, Any]) -> Request:
     params = dict(each["params"])
     if "grammar" in params:
         params["grammar"] = GrammarSpec("regex", params["grammar"])
-    return Request(each["prompt"], SamplingParams(**params), each.get("n", 1), each.get("score", "no"))
+    return Request(each["prompt"], SamplingParams(**params), each.get("n", 1))
 
 
 def lead(engine: Engine, tasks: list[list[dict[str, Any]]], comm: Communicator | None = None) -> list[dict[str, Any]]:

@@ -151,7 +151,8 @@ def test_head_reads_pictures_too(models: dict[str, Model]) -> None:
     tokens, following = mx.array([asked.prompt[:-1]]), mx.array(asked.prompt[-1:])
     for batch in batches:
         images.place(batch, 0, end)
-    hidden = prefill(model, batches[0], tokens, following, embeddings)
+    prefill(model, batches[0], tokens, following, embeddings)
+    hidden = model.trunk(tokens, batches[1].trunk_state, end, embeddings)
     first, state = batches[0].head_state, batches[1].head_state
     assert first is not None
     assert state is not None

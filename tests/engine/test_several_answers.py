@@ -100,15 +100,6 @@ def test_more_answers_than_places_are_refused() -> None:
             Engine(MODEL, max_sequences=3).submit(Request(PROMPT, n=n))
 
 
-def test_what_was_thought_of_the_prompt_is_reported_once_though_the_sequences_begin_again() -> None:
-    engine = Engine(MODEL)
-    handle = engine.submit(Request(PROMPT, SamplingParams(max_tokens=3, logprobs=True), n=3, score="too"))
-    while len(engine.running) < 3:
-        engine.run_once()
-    engine.recompute_all()
-    assert sum(len(event.prompt_logprobs or ()) for event in handle) == len(PROMPT) - 1
-
-
 class CancelledWhileAsked(Handle):
     """Another thread cancels it after it was asked whether it is."""
 

@@ -135,9 +135,7 @@ class Engine(Scheduler):
             self._steady = False
             if not prefill_chunk(self.model, sequence, self.prefix):
                 return
-            if sequence.handle.request.score == "only":
-                sequence.finish("length")
-            elif sequence.suspect:
+            if sequence.suspect:
                 self._try_alone(sequence)
             else:
                 self._join(sequence)

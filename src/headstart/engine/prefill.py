@@ -8,24 +8,18 @@ import mlx.core as mx
 from ..kernels import metal
 from ..kernels.cuda import on_cuda
 from ..models import Model
-from ..sampling import Logprobs, logprobs
 from ..state import CHUNK, PrefixCache
 from .batch import Batch, UnseenPairs
 from .invariance import is_batch_invariant
 from .memory import is_out_of_memory
 from .request import Event
-from .sequence import SequenceState, read_logprobs
+from .sequence import SequenceState
 from .step import prefill
-
-SCORED_AT_ONCE = 64  # tokens of a prompt whose logits are computed together: logits are large
 
 
 def prefill_chunk(model: Model, sequence: SequenceState, prefix: PrefixCache | None) -> bool:
     """Prefill one more chunk. Return True once all tokens but the last are in: that one opens the first window."""
     tokens = sequence.tokens
-    scored = sequence.handle.request.score != "no"
-    if scored:  # every token of the prompt must run through the trunk
-        prefix = None
     if sequence.batch is None:
         _start(model, sequence, prefix)
     assert sequence.batch is not None
@@ -46,10 +40,8 @@ def prefill_chunk(model: Model, sequence: SequenceState, prefix: PrefixCache | N
         if images is not None:
             images.place(sequence.batch, done, end)
             embeddings = images.embed(model, tokens, done, end)
-        hidden = prefill(model, sequence.batch, chunk, mx.array([tokens[end]], mx.int32), embeddings)
+        prefill(model, sequence.batch, chunk, mx.array([tokens[end]], mx.int32), embeddings)
         mx.async_eval(sequence.batch.arrays())
-        if scored:
-            _score(model, sequence, hidden, end)
         sequence.num_prefilled = end
     if end < len(tokens) - 1:
         return False
@@ -104,20 +96,3 @@ def _store(batch: Batch, tokens: Sequence[int], length: int, prefix: PrefixCache
             if not is_out_of_memory(error):
                 raise
             prefix.clear()
-
-
-def _score(model: Model, sequence: SequenceState, hidden: mx.array, end: int) -> None:
-    """Emit log-probabilities of the prompt's tokens up to `end`, given the trunk's output [1, T, H] for the chunk."""
-    begin = max(sequence.num_prefilled, sequence.num_scored)
-    end = min(end, len(sequence.handle.request.prompt) - 1)
-    if begin >= end:  # recomputed, or past the prompt
-        return
-    top = sequence.params.params.top_logprobs
-    scores = []
-    for start in range(begin, end, SCORED_AT_ONCE):
-        tokens = mx.array([sequence.tokens[start + 1 : min(start + SCORED_AT_ONCE, end) + 1]], mx.int32)  # [1, W]
-        first = start - sequence.num_prefilled
-        logits = model.logits(hidden[:, first : first + tokens.shape[1]])
-        scores += read_logprobs(Logprobs(*[a[0] for a in logprobs(logits, tokens, top)]), top)
-    sequence.put(Event(prompt_logprobs=scores, prompt_processed=end))
-    sequence.num_scored = end

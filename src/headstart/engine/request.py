@@ -27,7 +27,6 @@ class Request:
         prompt: Token ids.
         params: How each answer is generated.
         n: Answers to the prompt, which is prefilled once. Under one seed they differ from each other.
-        score: Report log-probabilities of the prompt's own tokens: "no", "too" (beside an answer) or "only".
         keep_logits: Hand out the target's logits with every token.
         priority: Batch requests wait while interactive ones do. Once started they run like others.
         images: The images that placeholder tokens in the prompt stand for, see `insert_images`.
@@ -36,7 +35,6 @@ class Request:
     prompt: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     n: int = 1
-    score: Literal["no", "too", "only"] = "no"
     keep_logits: bool = False
     priority: Priority = "interactive"
     images: Sequence[PromptImage] = ()
@@ -85,7 +83,6 @@ class Event:
     origins: list[Origin] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)  # what each token adds; empty if the engine has no tokenizer
     logprobs: list[TokenLogprobs] | None = None  # if requested
-    prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt, from its second token on
     logits: mx.array | None = None  # [len(tokens), V], if requested
     finish_reason: FinishReason | None = None
     stop: str | None = None  # the stop string that ended it

@@ -37,7 +37,6 @@ class SequenceState:
     siblings: list["SequenceState"] = field(default_factory=list)  # other answers to its prompt, until that is in
     batch: Batch | None = None  # its own, during prefill
     num_prefilled: int = 0
-    num_scored: int = 0  # tokens of the prompt whose log-probabilities were sent
     num_reported: int = 0  # tokens of the prompt that were reported as prefilled
     started: float = 0.0
     finished: bool = False
@@ -196,7 +195,7 @@ class SequenceState:
         siblings, self.siblings = self.siblings, []
         for sibling in siblings:
             sibling.stats, sibling.started = self.stats.copy(), self.started
-            sibling.num_scored, sibling.num_reported = self.num_scored, self.num_reported
+            sibling.num_reported = self.num_reported
         return [self, *siblings]
 
     def reset_prefill(self) -> None:

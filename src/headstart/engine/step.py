@@ -108,15 +108,15 @@ def verify(model: Model, batch: Batch, proposal: Proposal, grammar: GrammarMasks
 
 def prefill(
     model: Model, batch: Batch, tokens: mx.array, following: mx.array, embeddings: mx.array | None = None
-) -> mx.array:
-    """Run the trunk and the head over a chunk of the prompt [B, T], and return the trunk's output [B, T, H].
+) -> None:
+    """Run the trunk and the head over a chunk of the prompt [B, T].
 
     `following` [B] is the token after the chunk. The pair that it makes with the chunk's last hidden state is left
     unseen: the head's state here goes into the prefix cache, and must not depend on the token after the chunk.
     `embeddings` [B, T, H] take the place of the chunk's tokens where it holds an image.
     """
     width = tokens.shape[1]
-    output = hidden = model.trunk(tokens, batch.trunk_state, width, embeddings)
+    hidden = model.trunk(tokens, batch.trunk_state, width, embeddings)
     batch.trunk_state.commit(mx.full((batch.size,), width, mx.int32), most=width)
     if batch.head_state is not None:
         hidden = mx.concatenate([batch.unseen.hidden, hidden], axis=1)
@@ -127,7 +127,6 @@ def prefill(
             batch.unseen = UnseenPairs(hidden[:, :-1], tokens[:, :-1], inside * one)
             catch_up(model, batch, None if embeddings is None else embeddings[:, width - inside :])
         batch.unseen = UnseenPairs(hidden[:, -1:], tokens[:, -1:], one)
-    return output
 
 
 def prefill_prompts(model: Model, prompts: Sequence[Sequence[int]], max_k: int, limit: int = 10**6) -> Batch:
