@@ -76,6 +76,10 @@ class MediaBlock(Cacheable):
     type: Annotated[Literal["document", "video"], AfterValidator(reject_media)]
 
 
+class SystemMediaBlock(Cacheable):
+    type: Annotated[Literal["image", "document", "video"], AfterValidator(reject_media)]
+
+
 class ThinkingBlock(RequestModel):
     type: Literal["thinking"]
     thinking: Text
@@ -99,7 +103,7 @@ class ToolUseBlock(Cacheable):
         return {"type": "function", "id": self.id, "function": {"name": self.name, "arguments": self.input}}
 
 
-Texts = Text | BoundedList[Annotated[TextBlock | MediaBlock, Field(discriminator="type")]]
+Texts = Text | BoundedList[Annotated[TextBlock | SystemMediaBlock, Field(discriminator="type")]]
 TextsAndImages = Text | BoundedList[Annotated[TextBlock | ImageBlock | MediaBlock, Field(discriminator="type")]]
 
 

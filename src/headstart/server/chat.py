@@ -21,7 +21,7 @@ from ..sampling import GrammarSpec
 from ..sampling.bounds import MAX_NODES, count_nodes
 from ..sampling.grammar import Grammar
 from .errors import Refusal, refuse
-from .images import ImagePart, count_characters, read_images, take_images
+from .images import ImagePart, check_images_allowed, count_characters, read_images, take_images
 from .markup import CALL, Markup, OutputParser, Tools, any_of, call_grammar, thinking_state, with_thinking
 from .prepare import Preparation
 from .worker import Encoder, MarkedText
@@ -183,6 +183,7 @@ async def chat_prompt(make_chat: Callable[[], Chat], served: "ServedModel", work
         chat = make_chat()
         messages, parts = take_images(chat.messages)
         chat = replace(chat, messages=messages)
+        check_images_allowed(parts, served.model, chat.body)
         work.check_characters(sum(map(count_characters, messages)), chat.param)
         chat.check(markup)
         return chat, parts, *served.template.render(chat, work.preparer.encoder)
@@ -190,11 +191,8 @@ async def chat_prompt(make_chat: Callable[[], Chat], served: "ServedModel", work
     chat, parts, text, mark = await work.run(render)
     tokens = await work.encode(text, chat.param, kind="chat", mark=mark)
     images: Sequence[PromptImage] = ()
-    if parts:
-        tower = served.model.tower
-        rules = tower.rules if tower is not None else None
-        pixels = await read_images(parts, rules, served.model.tower_unavailable, chat.body, work)
-        assert tower is not None, "otherwise refused"
+    if parts and (tower := served.model.tower) is not None:
+        pixels = await read_images(parts, tower.rules, chat.body, work)
         try:
             tokens, images = await work.run(insert_images, tokens, pixels, tower)
         except RequestError as error:

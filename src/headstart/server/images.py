@@ -13,6 +13,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from ..images import ImageRules
+from ..models import Model
 from .errors import Refusal, refuse
 from .image_urls import fetch_image
 from .prepare import Preparation
@@ -93,18 +94,22 @@ def path_of(part: object, body: Any, path: str = "") -> str | None:
     return next((found for name, value in inner if (found := path_of(part, value, name)) is not None), None)
 
 
-async def read_images(
-    parts: Sequence[ImagePart], rules: ImageRules | None, unavailable: str | None, body: Any, work: Preparation
-) -> list[np.ndarray]:
-    """Return the pixels [H, W, 3] of images, decoded and resized, or refuse the part that is at fault."""
+def check_images_allowed(parts: Sequence[ImagePart], model: Model, body: Any) -> None:
+    """Refuse images if the model sees none, or not so many."""
+    if parts and model.tower is None:
+        refuse(path_of(parts[0], body) or "messages", f"{UNSUPPORTED}: {model.tower_unavailable}", "unsupported")
     if len(parts) > MAX_IMAGES:
         where = path_of(parts[MAX_IMAGES], body) or "messages"
         refuse(where, f"one of {len(parts)} images; at most {MAX_IMAGES} in a request: leave out the oldest")
+
+
+async def read_images(
+    parts: Sequence[ImagePart], rules: ImageRules, body: Any, work: Preparation
+) -> list[np.ndarray]:
+    """Return the pixels [H, W, 3] of images, decoded and resized, or refuse the part that is at fault."""
     found = []
     for part in parts:
         where = path_of(part, body) or "messages"
-        if rules is None:
-            refuse(where, f"{UNSUPPORTED}: {unavailable or 'it has no vision tower'}", "unsupported")
         try:
             found.append(await _decode(part.encoded(), rules, work))
         except ValueError as problem:

@@ -51,12 +51,10 @@ class RequestModel(BaseModel):
 
 def reject_media(kind: object) -> object:
     """Validate the type of a content part: say clearly what is not supported."""
-    media = {"document": "document", "file": "file", "input_file": "file", "input_audio": "audio"}
+    media = {"image": "image", "document": "document", "file": "file", "input_file": "file", "input_audio": "audio"}
     media |= dict.fromkeys(("video", "video_url", "input_video"), "video")
     if isinstance(kind, str) and kind in media:
-        raise PydanticCustomError(
-            "unsupported", f"{media[kind]} input is not supported by this server: send text and images only"
-        )
+        raise PydanticCustomError("unsupported", f"{media[kind]} input is not supported here")
     return kind
 
 

@@ -58,13 +58,20 @@ class ServedModel:
             "family": self.family,
             "quantization": self.quantization,
             "kernels": selected(),
-            "capabilities": list(self.card.capabilities) if self.card else ["text"],
+            "capabilities": self.capabilities,
             "native_mtp": {**head, "reason": model.head_unavailable},
             "sampling_defaults": {
                 "thinking": self.recommended_sampling(thinking=True),
                 "not_thinking": self.recommended_sampling(thinking=False),
             },
         }
+
+    @property
+    def capabilities(self) -> list[str]:
+        """Return what the model can do here: it sees only with its vision tower."""
+        known = self.card.capabilities if self.card else ["text"]
+        vision = ["vision"] if self.model.tower is not None else []
+        return [*(each for each in known if each != "vision"), *vision]
 
     @cached_property
     def template(self) -> ChatTemplate:

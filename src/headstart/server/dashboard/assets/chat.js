@@ -2,6 +2,7 @@
 
 import { Answer } from "./answer.js";
 import { find, make } from "./page.js";
+import * as pictures from "./pictures.js";
 import { race } from "./race.js";
 
 let messages = [];
@@ -20,6 +21,7 @@ export function serve(model) {
   for (const id of ["speculation", "depth", "race"]) find(id).disabled = !drafts;
   find("speculation").checked = drafts;
   find("thinking-choice").hidden = !model.capabilities.includes("thinking");
+  pictures.allow(model.capabilities.includes("vision"));
   find("question").placeholder = `Ask ${model.id}. Enter sends, Shift+Enter is a new line.`;
 }
 
@@ -40,9 +42,12 @@ async function ask(reply) {
   const question = find("question").value.trim();
   if (!question || running !== null) return;
   running = new AbortController();
-  const asked = [...messages, { role: "user", content: question }];
+  const { parts, previews } = pictures.take();
+  const content = parts.length ? [...parts, { type: "text", text: question }] : question;
+  const asked = [...messages, { role: "user", content }];
   const place = make("article", { class: "turn", "aria-label": "Answer" });
-  find("thread").append(make("article", { class: "turn question", "aria-label": "Question" }, question), place);
+  const shown = make("article", { class: "turn question", "aria-label": "Question" }, ...previews, question);
+  find("thread").append(shown, place);
   find("thread").scrollTop = find("thread").scrollHeight;
   find("question").value = find("heard").textContent = "";
   busy(true);

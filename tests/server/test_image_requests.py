@@ -7,22 +7,19 @@ import threading
 import zlib
 from base64 import b64encode
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
-import running
 from PIL import Image
 from running import Running
+from seeing import running_with_tower
 
-from headstart.checkpoint import load_model, load_tokenizer
 from headstart.library import generate
-from headstart.models import Model
 from headstart.server import Limits
 from headstart.server.images import MAX_IMAGES
 from reference.pictures import picture
-from vision_models import encoded, write_with_tower
+from vision_models import encoded
 
 QUESTION = "What is in it?"
 IMAGE = {"type": "image"}
@@ -54,22 +51,8 @@ def chat(*parts: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = write_with_tower(tmp_path_factory.mktemp("seeing"))
-    model, tokenizer = load_model(folder, vision=True), load_tokenizer(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "tiny", lambda head, context: model)
-        patch.setattr(running, "folder", lambda head, context: folder)
-        patch.setattr(running, "tokenizer", lambda: tokenizer)
-        started = running.running(max_sequences=4)
-        here = started.__enter__()
-    with ExitStack() as stack:  # not patched for other servers
-        stack.push(started)
+    with running_with_tower(tmp_path_factory.mktemp("seeing")) as here:
         yield here
-
-
-@pytest.fixture(scope="module")
-def model(seeing: Running) -> Model:
-    return seeing.served.model
 
 
 def expected(seeing: Running, messages: list[dict[str, Any]], *images: bytes) -> str:
