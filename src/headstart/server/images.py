@@ -113,7 +113,7 @@ async def read_images(
         try:
             found.append(await _decode(part.encoded(), rules, work))
         except ValueError as problem:
-            raise Refusal(400, f"{where}: the image {problem}", param=where, code="invalid_image") from problem
+            raise Refusal(400, f"{where}: the image {problem}", param=where, code="invalid_value") from problem
     return found
 
 
