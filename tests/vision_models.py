@@ -25,18 +25,21 @@ VISION = {
     "hidden_act": "gelu_pytorch_tanh",
 }  # fmt: skip
 PROCESSOR = {
-    "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "temporal_patch_size": 2, "merge_size": 2,
-    "size": {"shortest_edge": 256, "longest_edge": 4096}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+    "image_processor_type": "Qwen2VLImageProcessor", "temporal_patch_size": 2, "merge_size": 2,
+    "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
 }  # fmt: skip
 PART = "{%- if p.text is defined %}{{- p.text }}{%- endif %}"
 IMAGE_PART = "{%- if p.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}{%- endif %}"
 
 
-def write_with_tower(folder: Path, family: str = "dense", layout: str = "raw", **options: Any) -> Path:
-    """Write the checkpoint of `checkpoints.write` with a tower beside it, in a shard of its own."""
+def write_with_tower(
+    folder: Path, family: str = "dense", layout: str = "raw", tower: dict[str, Any] | None = None, **options: Any
+) -> Path:
+    """Write the checkpoint of `checkpoints.write` with a tower in a shard of its own; `tower`: its sizes."""
     checkpoints.write(folder, family, layout, vocab_size=8200, **options)
     config = json.loads((folder / "config.json").read_text())
-    vision = VISION | {"out_hidden_size": config["text_config"]["hidden_size"], "model_type": config["model_type"]}
+    vision = VISION | (tower or {})
+    vision |= {"out_hidden_size": config["text_config"]["hidden_size"], "model_type": config["model_type"]}
     ids = {
         "image_token_id": IMAGE,
         "vision_start_token_id": START,
@@ -50,7 +53,9 @@ def write_with_tower(folder: Path, family: str = "dense", layout: str = "raw", *
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     index["weight_map"] |= dict.fromkeys(arrays, "model-visual.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    side = vision["patch_size"]
+    size = {"shortest_edge": 16 * side**2, "longest_edge": 256 * side**2}
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | {"patch_size": side, "size": size}))
     template = (folder / "chat_template.jinja").read_text()
     assert PART in template
     (folder / "chat_template.jinja").write_text(template.replace(PART, PART + IMAGE_PART))

@@ -110,6 +110,23 @@ def test_same_for_every_k_in_a_batch_and_with_short_chunks(
     assert alone(model, of_case(model, "several", **params))[0] == expected[0][0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("params", [{}, SEEDED, {"temperature": 0.8}], ids=["greedy", "seeded", "unseeded"])
+@pytest.mark.parametrize("name", ["half", "moe"])
+def test_every_k_with_and_without_a_prefix_hit(
+    models: dict[str, Model], name: str, params: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(headstart.engine.prefill, "CHUNK", C)
+    model, cache = models[name], PrefixCache(1 << 28, chunk=C)
+    expected = alone(model, of_case(model, "in the middle", k=0, **params))
+    for k in range(9):
+        for prefix in (None, cache):
+            answer = read(Engine(model, prefix=prefix).submit(of_case(model, "in the middle", k=k, **params)))
+            assert len(answer[0]) == 12
+            assert same(answer, expected) or ("seed" not in params and params)
+    assert cache.stats().hits >= 8
+
+
 def test_prefix_cache_knows_pictures(models: dict[str, Model], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(headstart.engine.prefill, "CHUNK", C)
     model, prompt = models["half"], [*range(30, 40), -1, *range(60, 90)]
