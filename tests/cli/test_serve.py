@@ -52,6 +52,10 @@ def test_more_connections_than_open_files_are_refused() -> None:
     assert "max_connections is 100000000" in refused("--max-connections", "100000000")
 
 
+def test_images_need_a_model_that_sees() -> None:
+    assert "--images: this model cannot see: config.json has no vision_config" in refused("--images", "--port", "0")
+
+
 def test_it_says_where_it_is_and_answers_like_the_library() -> None:
     loaded, tokenizer = headstart.load()
     tokens = chat_tokens(tokenizer, [{"role": "user", "content": PROMPT}])

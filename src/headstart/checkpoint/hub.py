@@ -155,7 +155,7 @@ def header_folder(name: str | Path | None = None) -> Iterator[tuple[Path, str]]:
         folder = resolve(name)
         yield folder, str(folder)
         return
-    folder, files = missing_files(repo)
+    folder, files = missing_files(repo, vision=True)
     with _hub_errors(repo), TemporaryDirectory() as temporary:
         place = Path(temporary, repo)
         shutil.copytree(folder, place, copy_function=lambda file, link: os.symlink(os.path.realpath(file), link))
