@@ -90,6 +90,17 @@ def test_answers_of_transformers(models: dict[str, Model], family: str, case: st
     np.testing.assert_allclose(np.array(logits[0])[expected["top"]], expected["logits"], atol=1e-3)
 
 
+def test_stock_operations_give_the_same_answers(models: dict[str, Model], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.kernels.cpu.native", lambda: None)
+    model = models["dense"]
+    text = Request(TEXT, SamplingParams(max_tokens=12, k=2), keep_logits=True)
+    alone_text, engine = alone(model, text), Engine(model)
+    handles = [engine.submit(text), engine.submit(of_case(model, "several", max_tokens=24))]
+    first, second = (read(handle) for handle in handles)
+    assert first[0] == alone_text[0]
+    assert second[0] == REFERENCE["dense"]["several"]["greedy"]
+
+
 @pytest.mark.parametrize("params", [{}, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("name", ["half", "moe"])
 def test_same_for_every_k_in_a_batch_and_with_short_chunks(
