@@ -109,10 +109,10 @@ async def read_images(
     """Return the pixels [H, W, 3] of images, decoded and resized, or refuse the part that is at fault."""
     found = []
     for part in parts:
-        where = path_of(part, body) or "messages"
         try:
             found.append(await _decode(part.encoded(), rules, work))
         except ValueError as problem:
+            where = path_of(part, body) or "messages"
             raise Refusal(400, f"{where}: the image {problem}", param=where, code="invalid_value") from problem
     return found
 
