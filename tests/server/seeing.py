@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import running
@@ -13,14 +14,14 @@ from vision_models import write_with_tower
 
 
 @contextmanager
-def running_with_tower(folder: Path) -> Iterator[Running]:
+def running_with_tower(folder: Path, **options: Any) -> Iterator[Running]:
     write_with_tower(folder)
     model, tokenizer = load_model(folder, vision=True), load_tokenizer(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(running, "tiny", lambda head, context: model)
         patch.setattr(running, "folder", lambda head, context: folder)
         patch.setattr(running, "tokenizer", lambda: tokenizer)
-        started = running.running(max_sequences=4)
+        started = running.running(max_sequences=4, **options)
         here = started.__enter__()
     try:  # other servers are not patched
         yield here

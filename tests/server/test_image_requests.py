@@ -1,5 +1,6 @@
 """Pictures in requests of every API, with real clients; and what is wrong with pictures is answered by name."""
 
+import asyncio
 import io
 import json
 import struct
@@ -7,6 +8,7 @@ import threading
 import zlib
 from base64 import b64encode
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +17,11 @@ from PIL import Image
 from running import Running
 from seeing import running_with_tower
 
+from headstart.images import ImageRules
 from headstart.library import generate
 from headstart.server import Limits
-from headstart.server.images import MAX_IMAGES
+from headstart.server.image_urls import Fetched
+from headstart.server.images import MAX_IMAGES, _decode, parse_image_url
 from reference.pictures import picture
 from vision_models import encoded
 
@@ -51,7 +55,7 @@ def chat(*parts: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running_with_tower(tmp_path_factory.mktemp("seeing")) as here:
+    with running_with_tower(tmp_path_factory.mktemp("seeing"), limits=Limits(image_urls=True)) as here:
         yield here
 
 
@@ -161,8 +165,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (openai_part(encoded(np.zeros((2, 900, 3), np.uint8))), "200 times"),
     ({"type": "image_url", "image_url": {"url": "data:image/png;base64,@@@@"}}, "not valid base64"),
     ({"type": "image_url", "image_url": {"url": "data:image/png,abc"}}, "not a data URL of base64"),
-    ({"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}, "fetches no others"),
-    ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "fetches no others"),
+    ({"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}, "not public"),
+    ({"type": "image_url", "image_url": {"url": "http://localhost/x.png"}}, "an address that is not public"),
+    ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "not at an http or https URL"),
     ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}, "video input is not supported"),
 ]
 
@@ -191,6 +196,21 @@ def test_bad_pictures_of_other_apis_are_named(seeing: Running) -> None:
             answer = client.post(path, json=body)
             assert answer.status_code == 400
             assert problem in answer.json()["error"]["message"]
+
+
+def test_urls_are_fetched_only_where_that_is_allowed(seeing: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    work: Any = SimpleNamespace(preparer=SimpleNamespace(limits=Limits()))
+    with pytest.raises(ValueError, match="fetches no others"):
+        asyncio.run(_decode(parse_image_url("http://example.com/x.png"), ImageRules(), work))
+
+    async def fetched(url: str) -> Fetched:
+        assert url == "http://example.com/x.png"
+        return Fetched(PNG, "image/png")
+
+    monkeypatch.setattr("headstart.server.images.fetch_image", fetched)
+    client, remote = seeing.openai(), {"type": "image_url", "image_url": {"url": "http://example.com/x.png"}}
+    answers = [client.chat.completions.create(**chat(part)).choices[0].message for part in (remote, openai_part())]
+    assert answers[0].content == answers[1].content
 
 
 def test_too_many_pictures(seeing: Running) -> None:

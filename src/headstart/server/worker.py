@@ -292,6 +292,7 @@ def decode_image(image: str, declared: str | None, rules: dict[str, Any], second
 @cache
 def load_images() -> dict[str, Any]:
     """Return what is in `headstart.images`, without the package around it."""
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads would reserve more memory than the limit
     return run_path(str(Path(__file__).parents[1] / "images.py"))
 
 
