@@ -278,8 +278,7 @@ def encode(encoder: Encoder, text: str, kind: Kind, mark: str, limit: int | None
 
 
 def decode_image(image: str, declared: str | None, rules: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Return the pixels of an image, decoded and resized, or what is wrong with it. SIGPROF kills the process after
-    `seconds` of CPU time."""
+    """Return the pixels of an image, resized, or what is wrong with it, within `seconds` of CPU time."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     images = load_images()
     try:
