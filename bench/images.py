@@ -3,7 +3,7 @@
     python bench/images.py [--mlx-vlm PYTHON] [--sizes 512x512 1280x960] [--repeats 3] [--depth 12] [--hidden 768]
 
 `--mlx-vlm` is the interpreter of an environment with `mlx-vlm[cpu]`; without it only Headstart is measured. The model
-is random, its tower by default of the shape of Qwen3.5-0.8B's. Both run in processes of their own, and take turns, so
+is random, its tower by default twelve blocks of width 768. Both run in processes of their own, and take turns, so
 that a noisy machine shifts both; medians are printed, and the ratio within each repeat. Embeddings are compared.
 """
 
