@@ -20,7 +20,7 @@ from playwright.sync_api import Browser, expect, sync_playwright
 from headstart.checkpoint import read_layout, resolve
 from headstart.engine import Engine, EngineThread
 from headstart.library import load
-from headstart.server import ServedModel, Server, bind, create_app
+from headstart.server import ModelInfo, ModelPool, ServedModel, Server, bind, create_app
 
 BODY = {
     "messages": [{"role": "user", "content": "Write a Python function that sorts a list."}],
@@ -38,9 +38,9 @@ def serving() -> Iterator[str]:
     model, tokenizer = load(folder)
     engine_thread = EngineThread(Engine(model, tokenizer))
     engine_thread.engine.warm_up()
-    served = ServedModel.of(read_layout(folder), model, tokenizer)
+    served = ServedModel.of(ModelInfo.of(read_layout(folder)), model, tokenizer)
     with bind("127.0.0.1", 0) as bound:
-        server = Server(create_app(engine_thread, served), engine_thread)
+        server = Server(create_app(ModelPool.of_one(engine_thread, served)), engine_thread.device)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         while not server.started:

@@ -16,7 +16,7 @@ from step import ours
 from headstart import load
 from headstart.engine import DepthController
 from headstart.engine.depth import DraftHistory
-from headstart.limits import MAX_K
+from headstart.limits import MAX_HEAD_K
 
 ROUNDS, TURNS, MOST_ROWS = 1000, 5, 16
 VISITS = 20  # rounds with each batch size before
@@ -25,12 +25,12 @@ VISITS = 20  # rounds with each batch size before
 def controller(rows: int) -> tuple[float, float]:
     """Return the mean and median seconds of a round with `rows` sequences."""
     rng, depth, times = random.Random(0), DepthController(), []
-    histories = [DraftHistory(MAX_K) for _ in range(max(rows, MOST_ROWS))]
+    histories = [DraftHistory(MAX_HEAD_K) for _ in range(max(rows, MOST_ROWS))]
     visits = [count for count in range(1, MOST_ROWS + 1) for _ in range(VISITS)]
     for round, count in enumerate(visits + [rows] * ROUNDS):
         running = histories[:count]
         started = time.perf_counter()
-        k = depth.choose(running)
+        k = depth.choose(running).k
         spent = time.perf_counter() - started
         outcomes = [(rng.randint(0, k), k) for _ in running]
         seconds = (1 + 0.2 * k + 0.1 * len(running)) * rng.lognormvariate(0, 0.1)

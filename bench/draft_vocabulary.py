@@ -15,7 +15,7 @@ import mlx.core as mx
 from headstart import load
 from headstart.checkpoint.draft_vocabulary import LOWEST, choose_draft_tokens
 from headstart.engine.batch import Batch
-from headstart.engine.draft import HeadUse
+from headstart.engine.draft import Source
 from headstart.engine.step import prefill_prompts, step
 from headstart.models import Model
 
@@ -30,11 +30,11 @@ def model_of(name: str | None) -> Model:
     return random_model(SHAPES[name])[0]
 
 
-def seconds(model: Model, batch: Batch, k: int, head: HeadUse, steps: int) -> float:
+def seconds(model: Model, batch: Batch, k: int, source: Source, steps: int) -> float:
     """Return the seconds per step, launched ahead as the engine does on a GPU."""
 
     def run() -> mx.array:
-        tokens = step(model, batch, k, head=head, distances=() if head else [1]).tokens
+        tokens = step(model, batch, k, source=source, distances=() if source else [1]).tokens
         mx.async_eval(tokens, *batch.arrays())
         return tokens
 
@@ -49,6 +49,26 @@ def seconds(model: Model, batch: Batch, k: int, head: HeadUse, steps: int) -> fl
     return (time.perf_counter() - started) / steps
 
 
+def compare_heads(model: Model, size: int, depths: list[int], steps: int, turns: int) -> None:
+    ids = choose_draft_tokens({}, min(size, model.vocabulary // 2), model.vocabulary)
+    model = model.with_draft_vocabulary(ids, LOWEST)
+    print(f"{len(ids)} of {model.vocabulary} tokens\n")
+    print("| k | ms a step: full | reduced | copies alone | draft, reduced ÷ full | step, full ÷ reduced |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for k in depths:
+        batch = prefill_prompts(model, [PROMPT], max_k=k)
+        measured = []
+        for turn in range(turns + 1):
+            used = (Source.NONE, Source.HEAD, Source.REDUCED)
+            found = {each: seconds(model, batch, k, each, steps) for each in used}
+            if turn:  # the first warms up
+                measured.append((found[Source.HEAD], found[Source.REDUCED], found[Source.NONE]))
+        times = [f"{1e3 * median(column):.2f}" for column in zip(*measured, strict=True)]
+        drafts = median((some - none) / (full - none) for full, some, none in measured)
+        ratio = median(full / some for full, some, _ in measured)
+        print(f"| {k} | {' | '.join(times)} | {drafts:.2f} | {ratio:.3f} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
@@ -56,24 +76,8 @@ def main() -> None:
     parser.add_argument("--k", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--turns", type=int, default=5)
-    arguments = parser.parse_args()
-    model = model_of(arguments.model)
-    ids = choose_draft_tokens({}, min(arguments.size, model.vocabulary // 2), model.vocabulary)
-    model = model.with_draft_vocabulary(ids, LOWEST)
-    print(f"{len(ids)} of {model.vocabulary} tokens\n")
-    print("| k | ms a step: full | reduced | copies alone | draft, reduced ÷ full | step, full ÷ reduced |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for k in arguments.k:
-        batch = prefill_prompts(model, [PROMPT], max_k=k)
-        turns = []
-        for turn in range(arguments.turns + 1):
-            found = {head: seconds(model, batch, k, head, arguments.steps) for head in HeadUse}
-            if turn:  # the first warms up
-                turns.append((found[HeadUse.FULL], found[HeadUse.REDUCED], found[HeadUse.NONE]))
-        times = [f"{1e3 * median(column):.2f}" for column in zip(*turns, strict=True)]
-        drafts = median((some - none) / (full - none) for full, some, none in turns)
-        steps = median(full / some for full, some, _ in turns)
-        print(f"| {k} | {' | '.join(times)} | {drafts:.2f} | {steps:.3f} |", flush=True)
+    given = parser.parse_args()
+    compare_heads(model_of(given.model), given.size, given.k, given.steps, given.turns)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Impose an acceptance on a model, to study what depth would gain if its own head cannot show it.
 
 Random weights of a large model cost what trained ones do, but none of their drafts is accepted. So the greedy text is
-recorded first and then decoded again: the head drafts at its full cost, and each draft is replaced on the device by
+recorded first and then decoded again: the source drafts at its full cost, and each draft is replaced on the device by
 the recorded token or by a wrong one, as the pattern says. The trunk verifies as always, so the text must come out as
-it was recorded; where it does not, the figures would mean nothing, and an error says so. Used by gpu.py.
+it was recorded; where it does not, the figures would mean nothing, and an error says so. Used by gpu.py and
+gpu_blocks.py.
 """
 
 import time
@@ -15,7 +16,7 @@ import mlx.core as mx
 from headstart.bench.local import decode_batch
 from headstart.bench.measurement import Trial
 from headstart.engine.batch import Batch
-from headstart.engine.draft import head_drafts
+from headstart.engine.draft import SOURCES, Source
 from headstart.engine.step import prefill_prompts, verify
 from headstart.errors import HeadstartError, RequestError
 from headstart.models import Model
@@ -44,7 +45,9 @@ def check_pattern(pattern: Sequence[float], k: int) -> None:
         raise RequestError(f"acceptance {shares}: give {k} shares from 1 to 0, never rising, such as .88, .75, .62")
 
 
-def decode_imposed(model: Model, recording: Recording, k: int, pattern: Sequence[float]) -> Trial:
+def decode_imposed(
+    model: Model, recording: Recording, k: int, pattern: Sequence[float], source: int = Source.HEAD
+) -> Trial:
     """Decode the recording again with k drafts per step, accepted by the pattern. Timed as in `decode_batch`."""
     check_pattern(pattern, k)
     limit = len(recording.texts[0])
@@ -53,9 +56,9 @@ def decode_imposed(model: Model, recording: Recording, k: int, pattern: Sequence
     sequences: list[list[int]] = [[] for _ in recording.prompts]
     outcomes: list[tuple[int, int]] = []  # of each round: drafts accepted, drafts proposed
     started, first = 0.0, 0
-    pending = _launch(model, batch, k, pattern, script)
+    pending = _launch(model, batch, k, pattern, script, source)
     while not any(len(sequence) >= limit for sequence in sequences):
-        following = _launch(model, batch, k, pattern, script)  # the host is one step ahead, as in the engine
+        following = _launch(model, batch, k, pattern, script, source)  # the host is one step ahead, as in the engine
         report: list[list[int]] = pending.tolist()  # type: ignore[assignment]
         for index, (*tokens, accepted, proposed) in enumerate(report):
             batch.trunk_state.bounds[index] -= k - accepted
@@ -80,9 +83,9 @@ def decode_imposed(model: Model, recording: Recording, k: int, pattern: Sequence
     )
 
 
-def _launch(model: Model, batch: Batch, k: int, pattern: Sequence[float], script: mx.array) -> mx.array:
+def _launch(model: Model, batch: Batch, k: int, pattern: Sequence[float], script: mx.array, source: int) -> mx.array:
     """Launch a step and return its report [B, k+3]: tokens, accepted, proposed."""
-    drafted = head_drafts(model, batch, k)
+    drafted = SOURCES[source](model, batch, k, None)
     result = verify(model, batch, impose(drafted, batch, pattern, script, model.vocabulary))
     report = mx.concatenate([result.tokens, mx.stack([result.accepted, result.proposed], axis=1)], axis=1)
     mx.async_eval(report, *batch.arrays())

@@ -388,3 +388,84 @@ def write_empty(folder: Path, config: dict[str, Any], shapes: dict[str, list[int
         file.truncate(8 + len(text) + at)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def write_drafter(
+    folder: Path,
+    target: Path,
+    *,
+    layers: tuple[int, ...] = (0, 2),
+    block_size: int = 16,
+    kinds: tuple[str, ...] = ("full_attention", "full_attention"),
+    window: int = 6,
+    flat: bool = False,
+    seed: int = 1,
+    dtype: mx.Dtype = mx.bfloat16,
+    second: bool = False,
+    **fields: Any,
+) -> Path:
+    """Write a random DFlash drafter for the model at `target`, or with `second` a DFlash2, in the released layout."""
+    config = json.loads((target / "config.json").read_text())
+    text = config.get("text_config", config)
+    hidden, heads, kv, dim, inner = text["hidden_size"], 4, 2, 16, 96
+    ours = {"mask_token_id": text["vocab_size"] - 1, "target_layer_ids": list(layers)}
+    taps, group, rank = 2, 16, 8
+    if second:
+        ours |= {"conv_kernel_size": taps, "conv_group_size": group, "selector_rank": rank, "selector_top_k": 4}
+        fields = {"is_causal": False, **fields}
+    drafter = {
+        "architectures": ["DFlash2DraftModel" if second else "DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "vocab_size": text["vocab_size"],
+        "num_target_layers": text["num_hidden_layers"],
+        "num_hidden_layers": len(kinds),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": dim,
+        "intermediate_size": inner,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": text["max_position_embeddings"],
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "block_size": block_size,
+        "layer_types": list(kinds),
+        "sliding_window": window if "sliding_attention" in kinds else None,
+        **(ours if flat else {"dflash_config": ours}),
+        **fields,
+    }
+    rng = np.random.default_rng(seed)
+
+    def matrix(out: int, inp: int) -> mx.array:
+        return mx.array((rng.standard_normal((out, inp)) / inp**0.5).astype(np.float32)).astype(dtype)
+
+    def norm(size: int) -> mx.array:
+        return mx.array(1 + rng.integers(-24, 25, size).astype(np.float32) / 128).astype(dtype)
+
+    arrays = {"fc.weight": matrix(hidden, len(layers) * hidden), "hidden_norm.weight": norm(hidden)}
+    for n in range(len(kinds)):
+        part, mlp = f"layers.{n}.self_attn", f"layers.{n}.mlp"
+        for name, out, inp in (
+            (f"{part}.q_proj", heads * dim, hidden), (f"{part}.k_proj", kv * dim, hidden),
+            (f"{part}.v_proj", kv * dim, hidden), (f"{part}.o_proj", hidden, heads * dim),
+            (f"{mlp}.gate_proj", inner, hidden), (f"{mlp}.up_proj", inner, hidden),
+            (f"{mlp}.down_proj", hidden, inner),
+        ):  # fmt: skip
+            arrays[f"{name}.weight"] = matrix(out, inp)
+        arrays |= {f"{part}.{name}.weight": norm(dim) for name in ("q_norm", "k_norm")}
+        arrays |= {
+            f"layers.{n}.{name}.weight": norm(hidden) for name in ("input_layernorm", "post_attention_layernorm")
+        }
+        for conv in ("attention_conv", "mlp_conv") if second else ():
+            arrays[f"layers.{n}.{conv}.base_kernel"] = matrix(2 * taps, hidden).reshape(2, taps, hidden) * 4
+            arrays[f"layers.{n}.{conv}.kernel_projection.weight"] = matrix(2 * taps * (hidden // group), hidden)
+    arrays["norm.weight"] = norm(hidden)
+    if second:
+        for name in ("predecessor_codebook", "successor_codebook"):
+            arrays[f"candidate_selector.{name}"] = matrix(text["vocab_size"], rank) * 3
+        arrays["candidate_selector.hidden_projection.weight"] = matrix(rank, hidden)
+    folder.mkdir(parents=True, exist_ok=True)
+    save(folder / "model.safetensors", arrays, {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(drafter, indent=2))
+    return folder

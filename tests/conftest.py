@@ -1,21 +1,33 @@
 """Runs before any test module, and so before anything imports mlx: what is set here holds for all of them."""
 
+import atexit
 import os
 import shutil
 import signal
 import tempfile
+from pathlib import Path
 
+import certifi
 import pytest
 from hypothesis import settings
 
-# mx.compile on CPU builds shared libraries in a folder under $TMPDIR, without a lock: every worker gets its
-# own. A worker inherits its parent's $TMPDIR, so its folder lies inside the parent's and goes with it.
-# tempfile has cached the old place by then, so pytest keeps tmp_path where it always does.
+from compiled import CompiledFunctions
+
+# Every process gets a $TMPDIR of its own: mx.compile on CPU builds shared libraries there, without a lock. A worker's
+# lies inside its parent's and goes with it. pytest keeps tmp_path where it always does.
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
 _tmpdir = tempfile.mkdtemp(prefix="headstart-tests-")
-os.environ["TMPDIR"] = _tmpdir
+tempfile.tempdir = os.environ["TMPDIR"] = _tmpdir
+atexit.register(shutil.rmtree, _tmpdir, ignore_errors=True)  # after what multiprocessing does at exit
+_compiled = CompiledFunctions(Path(_tmpdir))
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# No test speaks TLS, and every HTTP client would read certifi's authorities, 50 ms each time: one is enough.
+_certificates = Path(certifi.where()).read_text().partition(_END := "-----END CERTIFICATE-----\n")
+os.environ["SSL_CERT_FILE"] = str(Path(_tmpdir) / "one-authority.pem")
+Path(os.environ["SSL_CERT_FILE"]).write_text(_certificates[0] + _END)
 
 # A shell has its background jobs ignore Ctrl-C, and what tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,11 +45,12 @@ def stock_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "_loaded", load.Loaded(None, "stock (this test)"))
 
 
-def pytest_unconfigure() -> None:
-    shutil.rmtree(_tmpdir, ignore_errors=True)
+def pytest_runtest_logfinish() -> None:
+    _compiled.publish()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    _compiled.fetch()
     if item.get_closest_marker("gpu"):
         import mlx.core as mx
 

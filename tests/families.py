@@ -7,6 +7,7 @@ accepted and some are not.
 
 import importlib
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -130,16 +131,110 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_value_scale": 0.7,
     },
 }
-HEADS = {  # where a release has the head's module, and its parts beside a decoder layer's
-    "glm4_moe": ("model.layers.2.", NEXTN),
-    "glm4_moe_lite": ("model.layers.2.", NEXTN),
-    "deepseek_v3": ("model.layers.2.", NEXTN),
-    "mimo": (
-        "model.mtp_layers.0.",
-        ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"),
-    ),
-    "mimo_v2_flash": ("model.mtp.layers.0.", ("eh_proj", "enorm", "hnorm", "final_layernorm")),
+CONFIGS["step3p5"] = {
+    "num_attention_groups": 2,
+    "head_dim": 32,
+    "layer_types": ["full_attention", *["sliding_attention"] * 4],
+    "sliding_window": 8,
+    "attention_other_setting": {"num_attention_heads": 6, "num_attention_groups": 2, "head_dim": 32},
+    "rope_theta": [10000.0, *[500.0] * 4],
+    "partial_rotary_factors": [0.5, *[1.0] * 4],
+    "use_head_wise_attn_gate": True,
+    "moe_num_experts": 8,
+    "moe_top_k": 2,
+    "moe_intermediate_size": 64,
+    "share_expert_dim": 64,
+    "moe_layers_enum": "1",
+    "moe_router_scaling_factor": 1.5,
+    "norm_expert_weight": True,
+    "swiglu_limits": [0.0, 0.5, 0.0, 0.0, 0.0],
+    "swiglu_limits_shared": [0.0, 0.7, 0.9, 0.9, 0.9],
+    "num_nextn_predict_layers": 3,
 }
+CONFIGS["exaone_moe"] = {
+    **{name: MOE[name] for name in ("num_experts_per_tok", "moe_intermediate_size", "routed_scaling_factor")},
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_shared_experts": 1,
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "is_moe_layer": [False, True],
+    "num_nextn_predict_layers": 1,
+    "mtp_layer_types": ["sliding_attention"],
+}
+CONFIGS["nemotron_h"] = {
+    **MOE,
+    "head_dim": 16,
+    "hybrid_override_pattern": "ME*-M",
+    "num_hidden_layers": 5,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "mamba_proj_bias": False,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "conv_kernel": 4,
+    "n_groups": 2,
+    "layer_norm_epsilon": 1e-5,
+    "moe_shared_expert_intermediate_size": 96,
+    "moe_latent_size": 32,
+    "time_step_limit": [0.0, 50.0],
+    "mtp_hybrid_override_pattern": "*E",
+}
+CONFIGS["ernie4_5_moe"] = {
+    "use_bias": False,
+    "moe_num_experts": 8,
+    "moe_k": 2,
+    "moe_intermediate_size": 64,
+    "moe_num_shared_experts": 1,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": -1,
+    "moe_layer_interval": 1,
+    "num_nextn_predict_layers": 1,
+}
+CONFIGS["longcat_flash"] = {
+    **LATENT,
+    "attention_method": "MLA",
+    "attention_bias": False,
+    "zero_expert_type": "identity",
+    "zero_expert_num": 4,
+    "n_routed_experts": 8,
+    "moe_topk": 3,
+    "ffn_hidden_size": 128,
+    "expert_ffn_hidden_size": 64,
+    "num_layers": 2,
+    "routed_scaling_factor": 1.5,
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+    "rms_norm_eps": 1e-5,
+}
+HEADS = {  # where a release has a module of the head, its parts beside a decoder layer's, how many modules there are
+    "glm4_moe": ("model.layers.{layer}.", NEXTN, 1),
+    "glm4_moe_lite": ("model.layers.{layer}.", NEXTN, 1),
+    "deepseek_v3": ("model.layers.{layer}.", NEXTN, 1),
+    "mimo": ("model.mtp_layers.0.", ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"), 1),
+    "mimo_v2_flash": ("model.mtp.layers.{module}.", ("eh_proj", "enorm", "hnorm", "final_layernorm"), 3),
+    "step3p5": ("model.layers.{layer}.", NEXTN[:-1], 3),
+    "nemotron_h": ("mtp.layers.0.", ("eh_proj", "enorm", "hnorm"), 1),
+    "ernie4_5_moe": ("model.mtp_block.0.", (), 1),
+    "longcat_flash": ("model.mtp.layers.0.", ("eh_proj", "enorm.m", "hnorm.m"), 1),
+    "exaone_moe": ("mtp.", ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), 1),
+}
+
+
+STEP = (  # from mlx-lm's names to the released ones
+    (r"\.mlp\.switch_mlp\.", ".moe."),
+    (r"\.mlp\.gate\.gate\.", ".moe.gate."),
+    (r"\.mlp\.gate\.router_bias", ".moe.router_bias"),
+    (r"\.mlp\.share_expert\.", ".share_expert."),
+    (r"\.shared_head\.head\.", ".transformer.shared_head.output."),
+    (r"\.shared_head\.norm\.", ".transformer.shared_head.norm."),
+)
 
 
 def make_config(family: str, **changed: Any) -> dict[str, Any]:
@@ -154,6 +249,8 @@ def make_config(family: str, **changed: Any) -> dict[str, Any]:
 
 def mlx_lm_model(config: dict[str, Any]) -> nn.Module:
     """mlx-lm's own model, with random weights."""
+    if config.get("moe_layer_end_index") == -1:  # which it takes for none
+        config = {**config, "moe_layer_end_index": None}
     kind = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
     module = importlib.import_module(f"mlx_lm.models.{kind}")
     return module.Model(module.ModelArgs.from_dict(config))
@@ -169,8 +266,12 @@ def released_arrays(config: dict[str, Any], seed: int = 0) -> Arrays:
     arrays: Arrays = {}
 
     def values(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        if name.endswith("embed_tokens.weight"):
+        if name.endswith("mtp.embed_tokens.weight"):  # LongCat's; others have copies of the trunk's
+            return embedding + rng.standard_normal(shape) * 0.3
+        if name.endswith(("embed_tokens.weight", "embeddings.weight")):
             return embedding
+        if re.search(r"layers\.[34]\.shared_head\.head\.", name):  # Step's later modules have others
+            return lm_head[::-1]
         if name.endswith(("lm_head.weight", "shared_head.head.weight")):
             return lm_head
         if "norm" in name:
@@ -182,37 +283,63 @@ def released_arrays(config: dict[str, Any], seed: int = 0) -> Arrays:
 
     for name, array in tree_flatten(mlx_lm_model(json.loads(json.dumps(config))).parameters()):
         arrays[name] = mx.array(values(name, array.shape).astype(np.float32))
+    if config["model_type"] == "ernie4_5_moe":
+        arrays["model.layers.1.mlp.moe_statics.e_score_correction_bias"] = mx.array(rng.normal(0, 0.1, (1, 8)))
     if config["model_type"] in HEADS:
-        prefix, parts = HEADS[config["model_type"]]
+        released, parts, modules = HEADS[config["model_type"]]
         last = f"model.layers.{text['num_hidden_layers'] - 1}."
-        shapes = {prefix + name.removeprefix(last): a.shape for name, a in arrays.items() if name.startswith(last)}
-        if config["model_type"] == "mimo_v2_flash":  # without experts, and with another name for a norm
-            shapes = {
-                name.replace("post_attention", "pre_mlp"): s for name, s in shapes.items() if ".mlp." not in name
-            }
-            for part in ("gate_proj", "up_proj", "down_proj"):
+        for module in range(modules):
+            prefix = released.format(layer=text["num_hidden_layers"] + module, module=module)
+            layer = prefix + "layers.0." * (prefix == "mtp.")
+            shapes = {layer + name.removeprefix(last): a.shape for name, a in arrays.items() if name.startswith(last)}
+            if config["model_type"] in ("mimo_v2_flash", "step3p5", "exaone_moe", "ernie4_5_moe"):  # without experts
+                shapes = {name: shape for name, shape in shapes.items() if ".mlp." not in name}
                 sizes = (H, text["intermediate_size"])
-                shapes[f"{prefix}mlp.{part}.weight"] = sizes if part == "down_proj" else sizes[::-1]
-        for part in parts:
-            shapes[f"{prefix}{part}.weight"] = (H, 2 * H) if part.endswith("_proj") else (H,)
-        for name, shape in shapes.items():
-            made = values(name, shape)
-            if name.endswith(("eh_proj.weight", "input_proj.weight")):
-                # The head starts from the embedding of the last token, as the trunk does.
-                half = np.concatenate([np.eye(H), np.zeros((H, H))][:: -1 if "input" in name else 1], axis=1)
-                made = half + made * 0.5
-            arrays[name] = mx.array(made.astype(np.float32))
-        if config["model_type"] == "mimo_v2_flash":  # two more modules
-            first = {name: a for name, a in arrays.items() if name.startswith(prefix)}
-            for module in (1, 2):
-                arrays |= {name.replace("mtp.layers.0", f"mtp.layers.{module}"): a * 2 for name, a in first.items()}
+                shapes |= {f"{layer}mlp.{part}.weight": sizes[::-1] for part in ("gate_proj", "up_proj")}
+                shapes[f"{layer}mlp.down_proj.weight"] = sizes
+            if config["model_type"] == "nemotron_h":  # a layer of attention and one of experts, like the trunk's
+                found = {n.replace("backbone.layers.2", "mtp.layers.0"): a.shape for n, a in arrays.items()}
+                found |= {n.replace("backbone.layers.1", "mtp.layers.1"): a.shape for n, a in arrays.items()}
+                shapes = {name: shape for name, shape in found.items() if name.startswith("mtp.")}
+                shapes["mtp.layers.1.final_layernorm.weight"] = (H,)
+            if config["model_type"] == "longcat_flash":
+                own = {name.removeprefix(last): a.shape for name, a in arrays.items() if name.startswith(last)}
+                own = {re.sub(r"mlps\.0", "transformer_layer.mlp", name): shape for name, shape in own.items()}
+                own = {re.sub(r"^(self_attn|\w+_layernorm)\.0", r"\1", name): shape for name, shape in own.items()}
+                shapes = {prefix + n: shape for n, shape in own.items() if not re.match(r"mlps?\.|\w+\.1\.", n)}
+                shapes |= {"model.mtp.norm.weight": (H,), "model.mtp.embed_tokens.weight": (text["vocab_size"], H)}
+            if config["model_type"] == "ernie4_5_moe":
+                own = {"mtp_linear_proj": (H, 2 * H), "mtp_emb_norm": (H,), "mtp_hidden_norm": (H,)}
+                shapes |= {f"model.{part}.0.weight": shape for part, shape in own.items()}
+            fc = ("eh_proj", "input_proj", "fc", "model.mtp_linear_proj.0")
+            shapes |= {f"{prefix}{part}.weight": (H, 2 * H) if part in fc else (H,) for part in parts}
+            for name, shape in shapes.items():
+                made = values(name, shape)
+                if name.removeprefix(prefix).removesuffix(".weight") in fc:
+                    # The head starts from the embedding of the last token, as the trunk does.
+                    half = np.concatenate([np.eye(H), np.zeros((H, H))][:: -1 if "input" in name else 1], axis=1)
+                    made = half + made * 0.5
+                arrays[name] = mx.array(made.astype(np.float32))
     return as_released(arrays, text)
 
 
 def as_released(arrays: Arrays, text: dict[str, Any]) -> Arrays:
     """Undo what mlx-lm's `sanitize` does: one tensor per expert, latent attention's two expansions in one."""
     out: Arrays = {}
+    if text["model_type"] == "step3p5":
+        for name, array in arrays.items():
+            for pattern, released in STEP:
+                name = re.sub(pattern, released, name)
+            out[name] = array - 1 if "norm" in name else array
+        return out
     for name, array in arrays.items():
+        if text["model_type"] == "nemotron_h":
+            name = name.replace(".fc1.", ".up_proj.").replace(".fc2.", ".down_proj.")
+            array = array.moveaxis(1, 2) if name.endswith("conv1d.weight") else array
+        if text["model_type"] == "exaone_moe":
+            name = name.replace("mlp.gate.e_score", "mlp.e_score")
+        if text["model_type"] == "mimo_v2_flash" and ".mtp." in name:
+            name = name.replace("post_attention", "pre_mlp")
         if ".switch_mlp." in name:
             for expert in range(array.shape[0]):
                 out[name.replace(".switch_mlp.", f".experts.{expert}.")] = array[expert]

@@ -59,7 +59,7 @@ class Answer:
 
 
 def collect(handle: Handle) -> Answer:
-    """Everything a request was told, to its end."""
+    """All events of a request, to its end."""
     answer = Answer()
     for event in handle:
         answer.tokens += event.tokens
@@ -79,7 +79,7 @@ def generate(model: Model, prompt: Sequence[int], **params: object) -> Answer:
 
 
 def mlx_lm_greedy(model: Model, prompt: Sequence[int], count: int) -> list[int]:
-    """What mlx-lm's own generator says."""
+    """What mlx-lm's own generator generates."""
     steps = generate_step(mx.array(prompt), model.lm, max_tokens=count)
     return [int(token) for token, _ in steps]
 
@@ -91,7 +91,7 @@ def assert_greedy(model: Model, prompt: Sequence[int], tokens: Sequence[int]) ->
 
 
 def batch_of(model: Model, *prompts: Sequence[int], k: int | str = 8, chunk: int = CHUNK) -> Batch:
-    """Sequences that have prefilled their prompts, by the engine's own hand, and have said nothing yet."""
+    """Sequences whose prompts the engine itself has prefilled, and that have generated nothing yet."""
     engine = Engine(model, max_sequences=len(prompts))
     for prompt in prompts:
         submit(engine, prompt, k=k, max_tokens=2000)

@@ -8,6 +8,8 @@ import pytest
 from docs import api
 from docs.pages import ROOT, blocks, pages, problems
 
+from headstart import errors
+from headstart.errors import HeadstartError
 from headstart.server.anthropic_request import MessagesRequest
 from headstart.server.openai_request import ChatCompletionRequest, CompletionRequest
 from headstart.server.request_fields import GenerationRequest
@@ -41,6 +43,12 @@ def test_generated_pages_are_current(name: str) -> None:
 def test_every_request_field_is_on_the_page_of_the_http_api(request_model: type[GenerationRequest]) -> None:
     page = (ROOT / "docs/reference/http-api.md").read_text()
     assert [name for name in request_model.model_fields if not re.search(rf"`{name}\b", page)] == []
+
+
+def test_every_error_is_on_the_page_of_errors() -> None:
+    page = (ROOT / "docs/reference/errors.md").read_text()
+    classes = [name for name, each in vars(errors).items() if isinstance(each, type) and each is not HeadstartError]
+    assert [name for name in classes if f"`{name}`" not in page] == []
 
 
 @pytest.mark.parametrize(
@@ -90,7 +98,7 @@ def test_what_exists_is_not(tmp_path: Path) -> None:
     assert problems(page) == []
 
 
-def test_a_block_says_why_it_is_not_run(tmp_path: Path) -> None:
+def test_a_block_gives_the_reason_why_it_is_not_run(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("<!-- not run: takes an hour -->\n```sh\nheadstart bench\n```\n\n```sh\nheadstart demo\n```\n")
     assert [block.not_run for block in blocks(page)] == ["takes an hour", None]

@@ -1,4 +1,4 @@
-"""The examples do what they say."""
+"""The examples run, and do what their docstrings promise."""
 
 import socket
 import sys

@@ -92,7 +92,7 @@ def test_a_response_has_every_field_of_mlx_lm() -> None:
     assert theirs <= ours
 
 
-def test_from_draft_says_which_tokens_were_drafted(loaded: Any, prompt: list[int]) -> None:
+def test_from_draft_marks_the_tokens_that_were_drafted(loaded: Any, prompt: list[int]) -> None:
     drafted = list(headstart.stream_generate(*loaded, prompt, 12, k=3))
     assert any(r.from_draft for r in drafted)
     assert [r.from_draft for r in drafted] == [r.origin == "draft" for r in drafted]
@@ -110,7 +110,7 @@ def test_multi_byte_characters_come_out_whole(loaded: Any) -> None:
     assert len("".join(ours)) != len("".join(ours).encode()), "the model wrote ASCII only: choose another prompt"
 
 
-def test_generate_returns_the_text_and_says_what_it_did(loaded: Any, prompt: list[int], capsys: Any) -> None:
+def test_generate_returns_the_text_and_prints_the_rates(loaded: Any, prompt: list[int], capsys: Any) -> None:
     text = headstart.generate(*loaded, prompt, max_tokens=8)
     assert capsys.readouterr().out == ""
     assert text == mlx_lm.generate(loaded[0].lm, loaded[1], prompt, max_tokens=8)
@@ -171,7 +171,7 @@ def test_no_limit_means_the_end_of_the_context(loaded: Any, prompt: list[int]) -
     assert last.generation_tokens == 9
 
 
-def test_progress_is_told_at_both_ends_of_the_prompt(loaded: Any, prompt: list[int]) -> None:
+def test_progress_is_reported_at_both_ends_of_the_prompt(loaded: Any, prompt: list[int]) -> None:
     told: list[tuple[int, int]] = []
     headstart.generate(
         *loaded, prompt, max_tokens=2, prompt_progress_callback=lambda done, total: told.append((done, total))
@@ -179,7 +179,7 @@ def test_progress_is_told_at_both_ends_of_the_prompt(loaded: Any, prompt: list[i
     assert told == [(0, len(prompt)), (len(prompt), len(prompt))]
 
 
-def test_progress_of_a_long_prompt_is_told_chunk_by_chunk(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_of_a_long_prompt_is_reported_chunk_by_chunk(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.engine.prefill.CHUNK", 16)
     told: list[tuple[int, int]] = []
     long = [1 + i % 50 for i in range(40)]
@@ -201,7 +201,7 @@ def test_a_greedy_sampler_is_taken(loaded: Any, prompt: list[int], sampler: Any)
     assert plain == headstart.generate(*loaded, prompt, max_tokens=3, sampler=sampler)
 
 
-def test_make_sampler_says_what_mlx_lm_means_in_sampling_params() -> None:
+def test_make_sampler_returns_mlx_lms_sampler_as_sampling_params() -> None:
     """mlx-lm's defaults are off; so is its top_p of 0."""
     assert headstart.make_sampler() == SamplingParams()
     sampler = headstart.make_sampler(0.7, 0.9, 0.05, 2, 20, 0.1, 0.2, [1, 2])
@@ -242,7 +242,7 @@ def test_a_sampler_and_further_parameters_reach_the_engine(loaded: Any, prompt: 
         ({"max_kv_size": 128}, "max_kv_size "),
         ({"kv_bits": 4}, "kv_bits "),
         ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"k": 9}, "k is 9"),
+        ({"k": 16}, "k is 16"),
         (
             {"sampler": headstart.make_sampler(0.7), "temperature": 0.5, "seed": 1},
             "^temperature: also set by",
@@ -282,7 +282,7 @@ def test_a_model_of_mlx_lm_is_refused_with_the_way_out(loaded: Any, prompt: list
         headstart.stream_generate(model.lm, tokenizer, prompt)
 
 
-def test_an_answer_that_others_ended_is_an_error_that_says_so(loaded: Any, prompt: list[int]) -> None:
+def test_an_answer_that_others_ended_is_an_error_with_that_reason(loaded: Any, prompt: list[int]) -> None:
     model, tokenizer = loaded
     engine = headstart.Engine(model, tokenizer)
     responses = headstart.stream_generate(model, tokenizer, prompt, max_tokens=20, k=0, engine=engine)
@@ -305,7 +305,7 @@ def test_a_misspelt_argument_is_named_with_what_was_meant(
             call(*loaded, "Hello", **{argument: 1})
 
 
-def test_a_request_of_text_says_what_to_do() -> None:
+def test_a_request_of_text_is_refused_with_a_remedy() -> None:
     with pytest.raises(RequestError, match="encode it with the tokenizer"):
         headstart.Request("text")  # type: ignore[arg-type]
 

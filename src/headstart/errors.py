@@ -13,6 +13,10 @@ class HeadError(CheckpointError):
     """A multi-token-prediction head is present but cannot be used; the trunk can."""
 
 
+class DrafterError(CheckpointError):
+    """A block drafter cannot be used, or not with this model."""
+
+
 class HubError(HeadstartError):
     """The Hugging Face hub cannot be reached, or has no such model."""
 

@@ -30,7 +30,7 @@ Progress = Callable[[int, int], None]
 # Arguments of mlx-lm that would change the output or the memory, and what to do instead.
 REFUSED = {
     "logits_processors": "use SamplingParams' repetition_penalty, presence_penalty, frequency_penalty or logit_bias",
-    "draft_model": "the model drafts with its own head, up to k tokens per step",
+    "draft_model": "the model drafts with its own head; a block drafter is an argument of load",
     "num_draft_tokens": "use k",
     "prompt_cache": "give the whole prompt",
     "input_embeddings": "give the prompt as text or token ids",
@@ -51,6 +51,7 @@ def load(
     *,
     mtp: bool | None = None,
     head: str | Path | None = None,
+    drafter: str | Path | None = None,
     vision: bool = False,
     max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> tuple[Model, TokenizerWrapper]:
@@ -60,11 +61,12 @@ def load(
         path: A folder, a built-in model, a name in the Hugging Face cache or a hub id; by default the built-in model.
         mtp: Load the multi-token-prediction head; by default if there is one and HEADSTART_MTP is not 0.
         head: Another model or a drafter (`qwen3_5_mtp`) whose head is taken, named like `path`.
+        drafter: A block drafter (DFlash) that was made for the model, named like `path`.
         vision: Also load the vision tower, if there is one, to answer about images.
         max_image_pixels: Larger images are scaled down to so many pixels.
     """
     folder = resolve(path, vision=vision)
-    model = load_model(folder, mtp=mtp, head=head, vision=vision, max_image_pixels=max_image_pixels)
+    model = load_model(folder, mtp=mtp, head=head, drafter=drafter, vision=vision, max_image_pixels=max_image_pixels)
     return model, load_tokenizer(folder)
 
 

@@ -125,7 +125,7 @@ def test_tokens_are_given_to_pieces_by_their_text(total: int, sizes: list[int], 
         ((200, {"choices": [{"message": {"content": "whole"}}]}), "not a stream, but application/json"),
     ],
 )
-def test_an_answer_that_is_none_says_why(schedule: Scheduled, message: str) -> None:
+def test_an_invalid_answer_is_reported_with_the_reason(schedule: Scheduled, message: str) -> None:
     assert failure(schedule).startswith(message)
 
 

@@ -18,7 +18,7 @@ def recording() -> Recording:
     return record(model, [random_prompt(model, length, seed=length) for length in (3, 9, 1)], tokens=60)
 
 
-def test_a_recording_is_what_plain_decoding_says(recording: Recording) -> None:
+def test_a_recording_is_what_plain_decoding_generates(recording: Recording) -> None:
     for prompt, text in zip(recording.prompts, recording.texts, strict=True):
         assert text == mlx_lm_greedy(random_model(), prompt, 60)
 

@@ -1,4 +1,4 @@
-"""What a report says of a machine, by what a Mac's commands print, and the verdict on its tokens.
+"""What a report contains about a machine, from what a Mac's commands print, and the verdict on its tokens.
 
 The commands' output was written down from documentation and others' reports, not on a Mac of ours.
 """
@@ -61,7 +61,7 @@ def test_a_mac_is_described_without_its_numbers(monkeypatch: pytest.MonkeyPatch)
     assert "C02X" not in said
 
 
-def test_where_the_commands_do_not_exist_the_rest_is_said() -> None:
+def test_where_the_commands_do_not_exist_the_rest_is_reported() -> None:
     assert re.fullmatch(r"load \d+\.\d", current_load(lambda *command: ""))
     assert {"processor", "cores", "device", "system", "kernels", "mlx"} <= device_facts(lambda *command: "").keys()
     assert {"total", "available", "left for Headstart"} <= memory_facts(lambda *command: "").keys()

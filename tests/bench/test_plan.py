@@ -53,7 +53,7 @@ def test_trials_until_an_interruption_are_kept(error: BaseException, why: str) -
         run_plan(PLAN, stop_after(12), lambda doing: None)
 
 
-def test_a_plan_says_what_it_will_do() -> None:
+def test_a_plan_describes_what_it_will_do() -> None:
     assert str(PLAN) == (
         "k=0, k=1, k=2 on code, chat prompts, batch of 1, batch of 4: 48 runs of 64 tokens per sequence (3 repeats "
         "and one to warm up)"

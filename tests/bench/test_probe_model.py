@@ -115,7 +115,7 @@ def test_every_divergence_is_reported_with_its_tokens() -> None:
     assert "| 2    | 0 of 2 " in report.markdown()
 
 
-def test_rounding_excuses_a_divergence_and_is_said() -> None:
+def test_rounding_excuses_a_divergence_and_is_reported() -> None:
     report = probed(different(rounding=True), exact=False)
     assert report.passed
     assert not probed(different(rounding=True), different(), exact=False).passed

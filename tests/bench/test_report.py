@@ -1,4 +1,4 @@
-"""A report says the same as Markdown and as JSON."""
+"""A report has the same content as Markdown and as JSON."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Cards say what is true of our models, find theirs, and give way to the user's."""
+"""Cards describe our models correctly, are found for theirs, and give way to the user's."""
 
 import json
 from pathlib import Path

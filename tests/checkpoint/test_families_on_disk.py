@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model as mlx_lm_load
 from test_convert import converted
 from test_load import assert_same
 
@@ -19,6 +20,8 @@ from headstart.checkpoint.graft import graft, plan_graft
 from headstart.engine.invariance import is_batch_invariant
 from headstart.errors import CheckpointError, HeadError
 from headstart.models import text_config
+
+OTHER_ROPE = ("ministral3", "mistral3", "step3p5", "nemotron_h")  # rope_parameters in both, a list, none at all
 
 
 def stripped(kept: Path, folder: Path) -> Path:
@@ -35,8 +38,13 @@ def change(folder: Path, **fields: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("bits", [None, 4])
+CONVERSIONS = [(family, None) for family in CONFIGS] + [
+    pytest.param(family, 4, marks=[] if family in ("glm4_moe", "nemotron_h") else [pytest.mark.slow])
+    for family in CONFIGS
+]
+
+
+@pytest.mark.parametrize(("family", "bits"), CONVERSIONS)
 def test_a_conversion_is_the_release_and_a_graft_brings_its_head_back(
     tmp_path: Path, family: str, bits: int | None
 ) -> None:
@@ -46,6 +54,8 @@ def test_a_conversion_is_the_release_and_a_graft_brings_its_head_back(
     assert layout.layout == "converted"
     assert layout.mtp.available == (family in HEADS)
     assert is_batch_invariant(load_model(kept))  # in bfloat16 too, quantised or not
+    if family != "ernie4_5_moe":  # of which mlx-lm takes `moe_layer_end_index: -1` for no experts at all
+        mlx_lm_load(kept, lazy=True)
     if bits is None:
         assert_same(load_model(raw, dtype=mx.float32), load_model(kept, dtype=mx.float32))
     if family in HEADS:
@@ -55,7 +65,7 @@ def test_a_conversion_is_the_release_and_a_graft_brings_its_head_back(
         assert_same(load_model(kept), load_model(lost))
 
 
-@pytest.mark.parametrize("family", [name for name in CONFIGS if name not in ("ministral3", "mistral3")])
+@pytest.mark.parametrize("family", [name for name in CONFIGS if name not in OTHER_ROPE])
 def test_configs_of_transformers_4_and_5_are_the_same_model(tmp_path: Path, family: str) -> None:
     old = write_family(tmp_path / "old", family)
     new = Path(shutil.copytree(old, tmp_path / "new"))
@@ -67,10 +77,30 @@ def test_configs_of_transformers_4_and_5_are_the_same_model(tmp_path: Path, fami
     }
     if "partial_rotary_factor" in config:
         parameters["partial_rotary_factor"] = config.pop("partial_rotary_factor")
+    if family == "exaone_moe":
+        config["mlp_layer_types"] = ["sparse" if experts else "dense" for experts in config.pop("is_moe_layer")]
     (new / "config.json").write_text(json.dumps({**config, "rope_parameters": parameters}))
     tokens = mx.array([[5, 17, 3, 200, 41, 8, 99]])
     first, second = (load_model(folder, dtype=mx.float32) for folder in (old, new))
     assert mx.array_equal(*(m.logits(m.trunk(tokens, m.make_state(1), certain=7)) for m in (first, second)))
+
+
+def test_nemotrons_config_of_transformers_5_is_the_same_model(tmp_path: Path) -> None:
+    old = write_family(tmp_path / "old", "nemotron_h", time_step_limit=[0.0, float("inf")])
+    new = Path(shutil.copytree(old, tmp_path / "new"))
+    config = json.loads((new / "config.json").read_text())
+    kinds = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+    for pattern, types in (
+        ("hybrid_override_pattern", "layer_types"),
+        ("mtp_hybrid_override_pattern", "mtp_layers_block_type"),
+    ):
+        config[types] = [kinds[each] for each in config.pop(pattern)]
+    del config["num_hidden_layers"]
+    config["time_step_limit"] = [0.0, {"__float__": "Infinity"}]
+    (new / "config.json").write_text(json.dumps(config))
+    models = [load_model(folder) for folder in (old, new)]
+    assert_same(*models)
+    assert [list(model.lm.args.time_step_limit) for model in models] == 2 * [[0.0, float("inf")]]
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
@@ -188,9 +218,22 @@ def test_a_missing_part_of_a_head_is_named(tmp_path: Path, family: str, part: st
         load_model(tmp_path)
 
 
-def test_a_family_that_cannot_be_divided_is_refused_by_name(tmp_path: Path) -> None:
-    write_family(tmp_path, "glm4_moe")
-    with pytest.raises(CheckpointError, match="glm4_moe models cannot be divided among several machines yet"):
+def test_a_missing_module_of_a_head_is_named(tmp_path: Path) -> None:
+    drop(write_family(tmp_path, "step3p5"), "layers.4.")
+    with pytest.raises(HeadError, match=r"tensors missing \(mtp.layers.2\."):
+        load_model(tmp_path)
+
+
+def test_another_pattern_of_nemotrons_head_is_named(tmp_path: Path) -> None:
+    write_family(tmp_path, "nemotron_h", mtp_hybrid_override_pattern="*E*E")
+    with pytest.raises(CheckpointError, match=r"the head's layers are '\*E\*E'; only '\*E' is known"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "nemotron_h"])
+def test_a_family_that_cannot_be_divided_is_refused_by_name(tmp_path: Path, family: str) -> None:
+    write_family(tmp_path, family)
+    with pytest.raises(CheckpointError, match=f"{family} models cannot be divided among several machines yet"):
         load_model(tmp_path, split=lambda config: pytest.fail("not asked"))
 
 

@@ -49,15 +49,20 @@ def stripped(source: Path, destination: Path, **how: Any) -> Path:
     return destination
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("how", "mtp_bits"),
+    ("family", "how", "mtp_bits"),
     [
-        ({}, None),
-        ({"bits": 4}, None),
-        ({"bits": 4}, "keep"),
-        ({"bits": 8, "group_size": 32}, 4),
-        ({"group_size": 32}, 6),
+        pytest.param(family, how, mtp_bits, marks=[] if family == "moe" or number == 1 else pytest.mark.slow)
+        for family in FAMILIES
+        for number, (how, mtp_bits) in enumerate(
+            [
+                ({}, None),
+                ({"bits": 4}, None),
+                ({"bits": 4}, "keep"),
+                ({"bits": 8, "group_size": 32}, 4),
+                ({"group_size": 32}, 6),
+            ]
+        )
     ],
 )
 def test_a_graft_is_the_head_that_a_conversion_keeps(

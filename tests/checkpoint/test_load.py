@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from checkpoints import FAMILIES, write
-from headstart.checkpoint import load, load_model, load_tokenizer, read_layout, resolve
+from headstart.checkpoint import Needs, load, load_model, load_tokenizer, read_layout, resolve
 from headstart.checkpoint.load import compute_dtype
 from headstart.errors import CheckpointError, HeadstartError
 from headstart.models import Model, build
@@ -196,7 +196,7 @@ def test_a_model_that_memory_does_not_hold_is_refused_before_it_is_read(
 def test_float8_weights_are_counted_as_they_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path / "eight", "moe", "fp8", moe_intermediate_size=160, hidden_size=192)
     checked: list[int] = []
-    monkeypatch.setattr(load, "_check_memory", lambda path, weights, footprint: checked.append(weights))
+    monkeypatch.setattr(load, "_check_memory", lambda path, needs, _: checked.append(needs.weights))
     model = load_model(folder, dtype=mx.bfloat16)
     assert checked[0] == pytest.approx(sum(array.nbytes for array in arrays_of(model).values()), rel=0.01)
     assert checked[0] > 1.5 * read_layout(folder).bytes
@@ -223,7 +223,7 @@ def test_a_mac_refuses_weights_that_leave_the_system_too_little(
     """A model of 15 GB, such as 27B in 4 bits."""
     monkeypatch.setattr(mx, "device_info", lambda *device: MACS[mac])
     monkeypatch.setattr(mx, "get_active_memory", lambda: 0)
-    check = partial(load._check_memory, tmp_path, 15 * GB, Footprint(10**6, 10**4, 10**4))
+    check = partial(load._check_memory, tmp_path, Needs(15 * GB, GB // 100))
     if fits:
         check()
         return

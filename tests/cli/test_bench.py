@@ -73,9 +73,11 @@ def test_progress_in_a_log_has_the_first_estimate_and_then_a_line_now_and_then(
 def test_own_prompts_are_measured_by_their_kinds(tmp_path: Path) -> None:
     own = tmp_path / "own.jsonl"
     own.write_text('{"kind": "sums", "text": "1 + 1 = 2"}\n{"kind": "lists", "text": "a, b, c"}\n')
-    result = bench("--prompts", own, "--batch-size", 1, "--tokens", 20, "--repeats", 1, "--k", 0, "--json")
+    which = f"{own},edit"
+    result = bench("--prompts", which, "--batch-size", 1, "--tokens", 20, "--repeats", 1, "--k", 0, "--json")
     assert result.exit_code == 0, result.stderr
-    assert [each["condition"]["prompts"] for each in json.loads(result.stdout)["measurements"]] == ["sums", "lists"]
+    measured = [each["condition"]["prompts"] for each in json.loads(result.stdout)["measurements"]]
+    assert measured == ["sums", "lists", "edit"]
 
 
 def test_ctrl_c_reports_what_there_is_and_marks_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The commands that write checkpoints say what they will do, do it, and name what is wrong in one line."""
+"""The commands that write checkpoints print what they will do, do it, and name what is wrong in one line."""
 
 import json
 from collections.abc import Iterator
@@ -149,13 +149,13 @@ def test_a_head_that_config_did_not_promise_drafts_once_it_is_converted(tmp_path
         (["--recipe", "mine"], "mine: mlx-lm has the recipes"),
     ],
 )
-def test_wrong_options_are_named_before_the_source_is_looked_for(
+def test_wrong_options_are_named_before_the_source_is_searched(
     tmp_path: Path, options: list[str], message: str
 ) -> None:
     assert message in error("convert", "no/such", str(tmp_path / "out"), *options)
 
 
-def test_a_group_size_that_there_is_not_is_named_before_the_model_is_looked_for() -> None:
+def test_an_unknown_group_size_is_named_before_the_model_is_searched() -> None:
     assert "groups of 48" in error("graft", "no/such", "--group-size", "48")
 
 
@@ -179,7 +179,7 @@ def test_models_lists_what_is_here_and_what_is_known(tmp_path: Path, hub: Hub) -
     hub.models["mlx-community/Qwen3.5-0.8B-4bit"] = write(tmp_path / "stripped", "dense", "stripped", bits=4)
     for name in hub.models:
         resolve(name)
-    listed = json.loads(run("models", "--json"))
+    listed = json.loads(run("list", "--json"))
     here = {model["id"]: model for model in listed["on_disk"]}
     assert here.keys() == {"tiny-qwen3.5", "tiny-qwen3.5-moe", *hub.models}
     assert here["tiny-qwen3.5"]["native_mtp"] == {"available": True, "reason": None, "default_k": 2, "max_k": 8}
@@ -193,18 +193,18 @@ def test_models_lists_what_is_here_and_what_is_known(tmp_path: Path, hub: Hub) -
     assert known["Qwen3.6-27B"]["native_mtp"] == {"num_layers": 1, "default_k": 2, "max_k": 5}
 
     (next((tmp_path / "cache").rglob("snapshots/*/model-00001-of-00002.safetensors"))).unlink()
-    shown = run("models")
+    shown = run("list")
     for word in ("tiny-qwen3.5", "usable", "Qwen/Qwen3.6-27B", "397B, 17B active"):
         assert word in shown
-    assert any(model["problem"] for model in json.loads(run("models", "--json"))["on_disk"])
+    assert any(model["problem"] for model in json.loads(run("list", "--json"))["on_disk"])
 
 
 def test_models_in_folders_are_listed_where_they_are_named(tmp_path: Path, hub: Hub) -> None:
     one, two = write(tmp_path / "mine" / "one", "dense"), write(tmp_path / "mine" / "two", "dense", "stripped")
     (tmp_path / "mine" / "notes").mkdir()
-    here = {model["id"]: model for model in json.loads(run("models", str(tmp_path / "mine"), "--json"))["on_disk"]}
+    here = {model["id"]: model for model in json.loads(run("list", str(tmp_path / "mine"), "--json"))["on_disk"]}
     assert here.keys() == {"tiny-qwen3.5", "tiny-qwen3.5-moe", str(one), str(two)}
     assert [here[str(path)]["native_mtp"]["available"] for path in (one, two)] == [True, False]
-    assert str(one) in [model["id"] for model in json.loads(run("models", str(one), "--json"))["on_disk"]]
-    assert "no model, and no folder of a model in it" in error("models", str(tmp_path / "mine" / "notes"))
-    assert "no such folder" in error("models", str(tmp_path / "nowhere"))
+    assert str(one) in [model["id"] for model in json.loads(run("list", str(one), "--json"))["on_disk"]]
+    assert "no model, and no folder of a model in it" in error("list", str(tmp_path / "mine" / "notes"))
+    assert "no such folder" in error("list", str(tmp_path / "nowhere"))

@@ -19,7 +19,7 @@ def test_a_list_is_chosen_from_a_text_and_used(tmp_path: Path) -> None:
     assert listed is not None
     assert listed.tokens == frozenset(range(64))
     result = CliRunner().invoke(app, ["draft-vocabulary", str(folder), "--size", "64", "--text", str(text)])
-    assert "token frequencies of" in result.output
+    assert "64 of 8192 tokens, frequencies of 36 tokens" in result.output
     listed = load_model(folder).draft_vocabulary
     assert listed is not None
     assert set(load_tokenizer(folder).encode(text.read_text())) <= listed.tokens

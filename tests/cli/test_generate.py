@@ -167,13 +167,13 @@ def test_an_acceptance_rule_that_there_is_not_is_no_command_line() -> None:
         (["-p", "a", "--prompt-file", "b"], "either --prompt or --prompt-file"),
         (["-p", ""], "--prompt is empty"),
         (["--prompt-file", "/nowhere/at/all"], "--prompt-file /nowhere/at/all: cannot be read"),
-        (["-p", "a", "--k", "9"], "k is 9"),
-        (["-p", "a", "--k", "many"], "k is 'many'; it must be 'auto' or a whole number from 0 to 8"),
+        (["-p", "a", "--k", "16"], "k is 16"),
+        (["-p", "a", "--k", "many"], "k is 'many'; it must be 'auto' or a whole number from 0 to 15"),
         (["-p", "a", "--k", "3", "--no-mtp"], "k is 3, but this model cannot draft: loaded without the head"),
         (["-p", "a", "--max-tokens", "0"], "max_tokens is 0"),
         (["-p", "a", "--temperature", "-1"], "temperature is -1"),
         (["-p", "a", "--model", "nowhere"], "nowhere: no such folder"),
-        (["-p", "a", "--model", "nowhere", "--k", "9"], "k is 9"),  # known before a model is looked for
+        (["-p", "a", "--model", "nowhere", "--k", "16"], "k is 16"),  # known before a model is looked for
         (["-p", "a " * 5000, "--raw"], "the model's context of 4096 leaves no room"),
     ],
 )

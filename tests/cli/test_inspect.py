@@ -8,7 +8,19 @@ from checkpoints import write
 from headstart.cli.main import app
 from vision_models import write_with_tower
 
-KEYS = ["path", "family", "layout", "dtype", "quantization", "parameters", "bytes", "native_mtp", "vision", "card"]
+KEYS = [
+    "path",
+    "family",
+    "layout",
+    "dtype",
+    "quantization",
+    "parameters",
+    "bytes",
+    "native_mtp",
+    "vision",
+    "card",
+    "known_drafter",
+]
 MTP_KEYS = ["available", "reason", "location", "num_layers", "quantization"]
 
 

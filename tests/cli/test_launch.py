@@ -125,7 +125,9 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("agent", ["claude", "codex", "opencode"])
+@pytest.mark.parametrize(
+    "agent", ["claude", *(pytest.param(agent, marks=pytest.mark.slow) for agent in ("codex", "opencode"))]
+)
 def test_an_agent_gets_a_server_and_the_user_keeps_their_settings(home: Path, agent: str) -> None:
     before = files(home)
     process = start(home, agent, "tiny-qwen3.5", "--", "-p", "hi", "--port")
@@ -178,12 +180,14 @@ def test_a_port_that_something_else_uses_is_refused(home: Path) -> None:
     assert not (home.parent / "report").exists()
 
 
-def test_a_server_that_runs_is_used_and_left_running(home: Path) -> None:
+@pytest.mark.parametrize(("named", "context"), [(["some6000/model"], 6000), ([], 5000)], ids=["named", "first"])
+def test_a_server_that_runs_is_used_and_left_running(home: Path, named: list[str], context: int) -> None:
     class Running(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            known = self.path in ("/v1/models", "/v1/models/someone%2Fmodel")
-            body = {"data": [{"id": "someone/model", "owned_by": "headstart", "context_length": 5000}]}
-            self.send_response(200 if known else 404)
+            listed = [{"id": f"some{n}/model", "owned_by": "headstart", "context_length": n} for n in (5000, 6000)]
+            known = {f"/v1/models/{each['id'].replace('/', '%2F')}": each for each in listed}  # type: ignore[attr-defined]
+            body = {"data": listed} if self.path == "/v1/models" else known.get(self.path)
+            self.send_response(200 if body else 404)
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())
 
@@ -192,14 +196,14 @@ def test_a_server_that_runs_is_used_and_left_running(home: Path) -> None:
 
     with HTTPServer(("127.0.0.1", 0), Running) as running:
         threading.Thread(target=running.serve_forever, daemon=True).start()
-        process = start(home, "codex", "someone/model", "--port", str(running.server_port), "--", "--no-request")
+        process = start(home, "codex", *named, "--port", str(running.server_port), "--", "--no-request")
         _, errors = process.communicate(timeout=HANG)
         assert listens(running.server_port)
         running.shutdown()
     assert process.returncode == 7, errors
     report = json.loads((home.parent / "report").read_text())
     assert report["url"] == f"http://127.0.0.1:{running.server_port}/v1/responses"
-    assert (report["key"], report["context"]) == ("none", 5000)
+    assert (report["key"], report["context"]) == ("none", context)
 
 
 def test_ctrl_c_is_the_agents_and_the_server_ends_with_it(home: Path) -> None:
@@ -214,7 +218,10 @@ def test_ctrl_c_is_the_agents_and_the_server_ends_with_it(home: Path) -> None:
     assert not listens(port)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGINT, id="Ctrl-C", marks=pytest.mark.slow), pytest.param(signal.SIGTERM, id="SIGTERM")],
+)
 def test_nothing_is_left_of_a_launch_that_ends_while_it_loads(home: Path, number: signal.Signals) -> None:
     process = start(home, "claude", "tiny-qwen3.5", "--", "--wait")
     started = wait_for(lambda: children(process.pid))

@@ -70,7 +70,7 @@ def test_a_damaged_head_fails_with_the_way_out(tmp_path: Path) -> None:
     assert page.read_text().rstrip().endswith("- Failed.")
 
 
-def test_the_error_for_a_model_without_a_head_says_how_to_get_one(tmp_path: Path) -> None:
+def test_the_error_for_a_model_without_a_head_names_the_remedy(tmp_path: Path) -> None:
     write(tmp_path, "dense", "stripped")
     result = probe(tmp_path)
     assert result.exit_code == 1
@@ -83,12 +83,12 @@ def test_the_error_for_a_model_without_a_head_says_how_to_get_one(tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--k", "9"], "Invalid value for '--k': Input should be less than or equal to 8"),
+        (["--k", "16"], "Invalid value for '--k': Input should be less than or equal to 15"),
         (["--tokens", "2"], "Input should be greater than or equal to 20"),
         (["--output", "nowhere/page.md"], "--output nowhere/page.md: cannot be written"),
     ],
 )
-def test_what_cannot_be_done_is_refused_before_a_model_is_looked_for(arguments: list[str], message: str) -> None:
+def test_what_cannot_be_done_is_refused_before_a_model_is_searched(arguments: list[str], message: str) -> None:
     result = probe("no-such-model", *arguments)
     assert result.exit_code != 0
     assert result.stdout == ""

@@ -41,7 +41,7 @@ def titles(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("#")]
 
 
-def test_a_kernel_that_failed_and_a_load_that_is_not_told_are_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_failed_and_an_unknown_load_are_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = kernel_times.KernelTime("product", "8×8", "stock", True, others="metal-split: failed: x", failed=True)
     monkeypatch.setattr(machine_report, "kernel_times", lambda model: [wrong])
     monkeypatch.setattr(machine_report, "current_load", lambda: 1 // 0)
@@ -87,7 +87,7 @@ def test_a_named_model_is_measured_too_and_may_have_no_head(tmp_path: Path, monk
     assert "ada" not in result.stdout
 
 
-def test_a_part_that_fails_says_so_and_the_others_still_print(
+def test_a_part_that_fails_is_reported_and_the_others_still_print(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*arguments: object, **named: object) -> None:

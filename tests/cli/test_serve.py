@@ -17,9 +17,10 @@ from openai import OpenAI
 from typer.testing import CliRunner
 
 import headstart
+from checkpoints import write
 from headstart.cli.main import app
 from headstart.cli.show import chat_tokens
-from headstart.server import Server
+from headstart.server import ModelPool, Server
 
 KEY, PROMPT = "sk-never-to-be-seen", "Write a function that adds two secret-looking numbers."
 
@@ -56,7 +57,7 @@ def test_images_need_a_model_that_sees() -> None:
     assert "--images: this model cannot see: config.json has no vision_config" in refused("--images", "--port", "0")
 
 
-def test_it_says_where_it_is_and_answers_like_the_library() -> None:
+def test_it_prints_its_address_and_answers_like_the_library() -> None:
     loaded, tokenizer = headstart.load()
     tokens = chat_tokens(tokenizer, [{"role": "user", "content": PROMPT}])
     expected = headstart.generate(loaded, tokenizer, tokens, max_tokens=24)
@@ -90,6 +91,7 @@ def test_it_says_where_it_is_and_answers_like_the_library() -> None:
     assert "Traceback" not in seen
 
 
+@pytest.mark.slow  # tests/server/test_hostile_signals.py has it with drafts
 def test_a_stop_in_mid_stream_lets_the_answer_end() -> None:
     with serving("--model-id", "mine", "--no-mtp", "--shutdown-timeout", "600") as (process, printed):
         assert printed["Model"] == "mine"
@@ -107,6 +109,27 @@ def test_a_stop_in_mid_stream_lets_the_answer_end() -> None:
         assert process.wait(300) == -signal.SIGTERM
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.slow
+def test_a_restarted_server_resumes_from_the_disk_and_answers_the_same(tmp_path: Path) -> None:
+    """Also after kill -9, and beside a folder that it may not use."""
+    answers = []
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "thesis.txt").write_text("irreplaceable")
+    for folder, stop in (("cache", signal.SIGTERM), ("cache", signal.SIGKILL), ("cache", None), ("foreign", None)):
+        with serving("--prefix-cache-dir", str(tmp_path / folder)) as (process, printed):
+            create: Any = OpenAI(base_url=printed["Address"], api_key="none").chat.completions.create
+            message = {"role": "user", "content": PROMPT + " It must be correct." * 60}
+            answers.append(create(model="tiny-qwen3.5", messages=[message], max_tokens=16, temperature=0))
+            if stop is not None:
+                process.send_signal(stop)
+                assert process.wait(300) == -stop
+    cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
+    assert cached[0] == cached[3] == 0
+    assert cached[1] == cached[2] > 0.9 * answers[0].usage.prompt_tokens
+    assert len({answer.choices[0].message.content for answer in answers}) == 1
+    assert [path.name for path in (tmp_path / "foreign").iterdir()] == ["thesis.txt"]
 
 
 def test_a_client_that_calls_once_the_address_is_printed_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,3 +159,25 @@ def test_a_model_that_is_not_there_is_one_line() -> None:
 @pytest.mark.parametrize("key", ["", " padded", "ümlaut"])
 def test_a_key_that_no_header_can_carry_is_refused(key: str) -> None:
     assert "api_key" in refused("--api-key", key)
+
+
+def test_several_models_are_served_and_the_first_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools: list[ModelPool] = []
+    monkeypatch.setattr(Server, "run", lambda self, sockets: None)
+    monkeypatch.setattr(ModelPool, "load_now", lambda self, model: pools.append(self))
+    folders = [str(write(tmp_path / name, "dense")) for name in ("one", "two")]
+    result = CliRunner().invoke(app, ["serve", *folders, "--pin", "tiny-qwen3.5", "--memory-gb", "1", "--port", "0"])
+    assert result.exit_code == 0, result.stderr
+    assert "Model:       one; when needed two, tiny-qwen3.5\n" in result.stdout
+    assert [(model.id, model.pinned) for model in pools[0].models] == [
+        ("one", False), ("two", False), ("tiny-qwen3.5", True),
+    ]  # fmt: skip
+    assert len(pools) == 2, "the first and the pinned one are loaded at the start"
+
+
+def test_models_that_cannot_be_served_together_are_refused(tmp_path: Path) -> None:
+    folders = [str(write(tmp_path / name, "dense")) for name in ("one", "two", "again/one")]
+    said = refused(*folders[:2], "--memory-gb", "0.0001", "--port", "0")
+    assert "model 'one' does not fit: its weights take 0.00 GB" in said
+    assert "two are called one" in refused(folders[0], folders[2], "--port", "0")
+    assert "--model-id is for one model" in refused(*folders[:2], "--model-id", "mine")

@@ -21,7 +21,7 @@ import headstart.engine.scheduler
 from headstart.cluster import Follower, Leader, SharedPrefix, join_machines, load_part
 from headstart.cluster.communicator import Communicator
 from headstart.engine import DepthController, Engine, Event, Handle, Request
-from headstart.engine.depth import DraftHistory
+from headstart.engine.depth import DraftHistory, Plan
 from headstart.engine.sequence import SequenceState
 from headstart.limits import MAX_K
 from headstart.sampling import GrammarSpec, SamplingParams
@@ -56,9 +56,9 @@ def noted() -> Iterator[dict[int, dict[str, Any]]]:
 class Restless(DepthController):
     """Another depth every time, as a clock might have it."""
 
-    def choose(self, rows: Sequence[DraftHistory]) -> int:
+    def choose(self, rows: Sequence[DraftHistory]) -> Plan:
         super().choose(rows)
-        return self._round % 5
+        return Plan(self._round % 5)
 
 
 def request(each: dict[str, Any]) -> Request:

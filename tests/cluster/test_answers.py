@@ -1,4 +1,4 @@
-"""Several ranks on loopback say what one process says, whatever the depth and whatever is asked."""
+"""Several ranks on loopback generate what one process does, whatever the depth and the request."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -108,7 +108,7 @@ def cramped(folder: str) -> dict[str, Any]:
 
 @cache
 def stop(folder: str) -> str:
-    """Something that the answer to the second question says in its middle."""
+    """A text in the middle of the answer to the second question."""
     tokenizer = load_tokenizer(Path(folder))
     said = said_alone(folder, [[asked(questions(folder)[1])]])[0]["answers"]["0"]
     texts = [tokenizer.decode([token]) for token, _ in said]
@@ -116,7 +116,7 @@ def stop(folder: str) -> str:
 
 
 def said_alone(folder: str, tasks: list[Task]) -> list[Output]:
-    """What one process says that has room for everything."""
+    """What one process with enough memory generates."""
     engine = Engine(alone(folder), load_tokenizer(Path(folder)), max_sequences=3, prefix=PrefixCache(10**8))
     mx.disable_compile()  # as in the ranks
     with noted() as said:
@@ -169,7 +169,7 @@ def check_again(tasks: list[dict[str, Any]]) -> None:
         pytest.param("pipeline", "moe", 2, marks=pytest.mark.slow),
     ],
 )
-def test_two_ranks_say_what_one_process_says_with_as_many_collectives_as_rounds(
+def test_two_ranks_generate_what_one_process_does_with_as_many_collectives_as_rounds(
     split: str, family: str, operations: int, folder: Folders, tmp_path: Path
 ) -> None:
     where, exactly = folder(family), split == "pipeline"
@@ -206,7 +206,7 @@ def test_two_ranks_say_what_one_process_says_with_as_many_collectives_as_rounds(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("split", "ranks"), [("tensor", 2), ("tensor", 4), ("pipeline", 2), ("pipeline", 3)])
-def test_ranks_say_the_same_for_every_depth(split: str, ranks: int, folder: Folders, tmp_path: Path) -> None:
+def test_ranks_generate_the_same_at_every_depth(split: str, ranks: int, folder: Folders, tmp_path: Path) -> None:
     packed = str(write(tmp_path / "packed", "dense", "converted", bits=4, group_size=32, **SIZES))
     folders = [folder("dense"), folder("moe"), folder("next"), packed]
     tasks = {each: [*at_depths(each, range(5)), *again(each), *everything(each)] for each in folders}

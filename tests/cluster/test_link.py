@@ -1,4 +1,4 @@
-"""The sockets between ranks: decisions come in order, and whoever is gone is named."""
+"""The sockets between ranks: decisions come in order, and a lost rank is named."""
 
 import json
 import socket
@@ -18,7 +18,7 @@ from headstart.errors import ClusterError
 
 
 class Noted(Link):
-    """Notes how it would have ended the process, with the others told first, as it is."""
+    """Notes how it would have ended the process, after it has notified the others, as it does."""
 
     def __init__(self, *arguments: object):
         self.ended: list[tuple[int, str]] = []
@@ -74,7 +74,7 @@ def test_a_rank_that_falls_silent_is_named(links: list[Noted]) -> None:
     assert links[0].ended == [(2, "has been silent for 1 s")]
 
 
-def test_a_rank_that_says_what_nobody_understands_is_named(links: list[Noted]) -> None:
+def test_a_rank_that_sends_an_invalid_message_is_named(links: list[Noted]) -> None:
     links[2]._send(0, headstart.cluster.link.CHECKSUM, b"?")
     wait(lambda: links[0].ended)
     rank, reason = links[0].ended[0]
@@ -88,7 +88,7 @@ def test_who_is_gone_is_reported_to_the_others(links: list[Noted]) -> None:
     assert links[2].ended == [(1, "is gone")]
 
 
-def test_ranks_that_say_the_same_go_on(links: list[Noted]) -> None:
+def test_ranks_with_the_same_checksums_go_on(links: list[Noted]) -> None:
     for round in range(5):
         for link in reversed(links):
             link.check(round, 1000 + round)
@@ -97,7 +97,7 @@ def test_ranks_that_say_the_same_go_on(links: list[Noted]) -> None:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_rank_that_says_something_else_is_named(links: list[Noted], first: bool) -> None:
+def test_a_rank_that_generates_something_else_is_named(links: list[Noted], first: bool) -> None:
     for link in links if first else reversed(links):
         link.check(7, 1000 + (link.rank == 2))
     wait(lambda: links[0].ended)
@@ -113,7 +113,7 @@ def test_a_rank_that_says_something_else_is_named(links: list[Noted], first: boo
         ((4, 4, 4), 1),
     ],
 )
-def test_a_turn_that_does_not_end_names_whoever_is_behind(
+def test_an_iteration_that_does_not_end_names_the_rank_that_is_behind(
     turns: tuple[int, ...], named: int, links: list[Noted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rank waits for the others, so it is the last to be named."""
@@ -144,7 +144,7 @@ def test_the_cause_of_a_failure_is_reported(links: list[Noted], monkeypatch: pyt
     ]
 
 
-def test_whoever_leaves_in_peace_is_not_missed(links: list[Noted]) -> None:
+def test_a_rank_that_closes_is_not_reported_as_lost(links: list[Noted]) -> None:
     for link in reversed(links):
         link.close()
     assert [link.receive() for link in links[1:]] == [None, None]
@@ -168,7 +168,7 @@ def test_an_error_of_one_is_reported_to_all(links: list[Noted]) -> None:
 
 @dataclass
 class Communicator:
-    """On which everybody hears what the first says, in one process."""
+    """On which all ranks receive what the first sends, in one process."""
 
     rank: int
     ranks: int = 2
@@ -201,7 +201,7 @@ def met(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[A
     return [found[0], found[1]]
 
 
-def test_a_first_rank_that_cannot_listen_says_so_to_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_rank_that_cannot_listen_reports_it_to_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """203.0.113.1 is kept for documentation: nobody has it."""
     first, second = met("203.0.113.1", tmp_path, monkeypatch)
     assert "rank 0 cannot listen at 203.0.113.1" in str(first)

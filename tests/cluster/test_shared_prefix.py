@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from headstart.cluster import SharedPrefix
-from headstart.state import CHUNK, KV, BatchState
+from headstart.state import CHUNK, KV, BatchState, Chunks
 from headstart.state.prefix import Sizes
 
 
@@ -28,10 +28,10 @@ class Communicator:
 def test_what_is_not_finite_on_one_machine_is_kept_by_none(here: bool, others: bool) -> None:
     comm: Any = Communicator(others)
     prefix = SharedPrefix(10**9)
-    prefix.agree(comm, 10**9, Sizes(1000, 100))
+    prefix.agree(comm, 10**9, Sizes(2, 100))
     keys = mx.full((1, 1, CHUNK, 32), 1.0 if here else mx.nan)
     length = mx.array([CHUNK], mx.int32)
     rows = BatchState([KV(keys, keys, mx.zeros((1,), mx.int32))], length, mx.zeros((1,), mx.int32), [CHUNK])
-    prefix.store(list(range(CHUNK + 1)), CHUNK, rows, None, mx.zeros((1, 1, 16)))
+    prefix.store(Chunks.of(range(CHUNK + 1), [CHUNK]), 1, [(rows, 0)], mx.zeros((1, 1, 16)))
     assert comm.asked == [here]
     assert prefix.stats().entries == (here and others)

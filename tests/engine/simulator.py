@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from headstart.engine.depth import DepthController, DraftHistory
-from headstart.limits import MAX_K
+from headstart.engine.depth import DepthController, DraftHistory, Plan
+from headstart.limits import MAX_HEAD_K
 
 Costs = Callable[[int, int, int], float]  # rows, k, round → seconds a step
 Text = Callable[[int, int], float]  # round, position → chance that the draft there is accepted, given those before it
@@ -61,7 +61,7 @@ class Clock:
 def expected(text: Text, round: int) -> list[float]:
     """Return the expected tokens of a sequence by k."""
     tokens, survival = [1.0], 1.0
-    for j in range(MAX_K):
+    for j in range(MAX_HEAD_K):
         survival *= text(round, j)
         tokens.append(tokens[-1] + survival)
     return tokens
@@ -88,13 +88,13 @@ def simulate(
 ) -> Result:
     rng = random.Random(seed)
     clock = Clock(rng, busy)
-    depth, drafters = controller or calibrated(costs, clock), [DraftHistory(MAX_K) for _ in range(64)]
+    depth, drafters = controller or calibrated(costs, clock), [DraftHistory(MAX_HEAD_K) for _ in range(64)]
     result = Result()
     landed: tuple[list[DraftHistory], int, list[tuple[int, int]], float] | None = None
     for round in range(rounds):
         count = rows(round)
         running = drafters[:count]
-        k = depth.choose(running)
+        k = depth.choose(running).k
         outcomes = []
         for _ in running:
             accepted = 0
@@ -106,7 +106,7 @@ def simulate(
             depth.observe(*landed)
         landed = running, k, outcomes, clock.measure(seconds)
         tokens = expected(text, round)
-        rate = max(tokens[each] / costs(count, each, round) for each in range(MAX_K + 1))
+        rate = max(tokens[each] / costs(count, each, round) for each in range(MAX_HEAD_K + 1))
         result.depths.append(k)
         result.tokens.append(count * tokens[k])
         result.best.append(count * rate * seconds)
@@ -122,10 +122,10 @@ class Informed:
     def __init__(self, costs: Costs, chances: tuple[float, float], turn: int):
         self.costs, self.chances, self.turn, self.belief = costs, chances, turn, 0.5  # in the second
 
-    def choose(self, rows: Sequence[DraftHistory]) -> int:
+    def choose(self, rows: Sequence[DraftHistory]) -> Plan:
         tokens = [expected(lambda round, j, chance=chance: chance, 0) for chance in self.chances]
         likely = [(1 - self.belief) * a + self.belief * b for a, b in zip(*tokens, strict=True)]
-        return max(range(MAX_K + 1), key=lambda k: likely[k] / self.costs(len(rows), k, 0))
+        return Plan(max(range(MAX_HEAD_K + 1), key=lambda k: likely[k] / self.costs(len(rows), k, 0)))
 
     def observe(
         self, rows: Sequence[DraftHistory], k: int, outcomes: Sequence[tuple[int, int]], seconds: float | None

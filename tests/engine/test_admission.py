@@ -41,7 +41,7 @@ def test_interactive_requests_go_before_batch_requests() -> None:
     assert order == ["interactive b", "interactive b", "batch a", "batch b", "batch a"]
 
 
-def test_a_full_queue_says_when_to_try_again() -> None:
+def test_a_full_queue_reports_when_to_try_again() -> None:
     model = random_model("dense")
     engine = Engine(model, max_queue=2)
     first = [submit(engine, random_prompt(model, 5), max_tokens=2) for _ in range(2)]
@@ -157,7 +157,7 @@ def test_room_that_only_the_longest_needed_goes_with_it(k: int) -> None:
         assert answer.stats.accepted_by_position == alone.stats.accepted_by_position  # nor did the head forget
 
 
-def test_what_several_answers_need_is_said_of_them() -> None:
+def test_what_several_answers_need_is_reported_for_all_of_them() -> None:
     model = random_model("dense")
     engine = Engine(model, memory_limit=needed(model, 300))
     with pytest.raises(RequestError, match=r"with 4 answers, .* lower max_tokens or n$"):

@@ -20,7 +20,7 @@ def test_an_empty_prompt_is_refused() -> None:
     assert "empty" in refused([])
 
 
-def test_a_prompt_over_the_context_is_refused_and_told_how_long_it_may_be() -> None:
+def test_a_prompt_over_the_context_is_refused_with_the_limit() -> None:
     context = random_model("dense").context_length
     for length in (context, context + 1):
         message = refused([1] * length)
@@ -44,11 +44,11 @@ def test_a_token_outside_the_vocabulary_is_refused_by_its_id(token: int) -> None
     assert "255" in message
 
 
-@pytest.mark.parametrize("k", [-1, 9, 2.5, "3", None, True])
+@pytest.mark.parametrize("k", [-1, 16, 2.5, "3", None, True])
 def test_a_depth_out_of_range_is_refused(k: object) -> None:
     message = refused([3, 4], k=k)
     assert repr(k) in message
-    assert "0 to 8" in message
+    assert "0 to 15" in message
 
 
 @pytest.mark.parametrize("max_tokens", [0, -5])
@@ -64,7 +64,7 @@ def test_a_depth_without_a_head_is_refused_with_the_reason() -> None:
     assert model.head_unavailable in str(raised.value)
 
 
-def test_without_a_head_the_default_depth_copies_at_most_and_says_why() -> None:
+def test_without_a_head_the_default_depth_copies_at_most_and_gives_the_reason() -> None:
     model = random_model("dense", head=False)
     prompt = random_prompt(model, 9)
     for k in ("auto", 0):

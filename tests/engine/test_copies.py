@@ -20,7 +20,7 @@ from fixtures import (
 from headstart.engine import DepthController, Engine, Request
 from headstart.engine.copies import MATCH, CopyIndex
 from headstart.engine.depth import Plan
-from headstart.engine.draft import copy_drafts
+from headstart.engine.draft import Source, copy_drafts
 from headstart.engine.draft_history import DraftHistory
 from headstart.engine.step import step
 from headstart.limits import MAX_K
@@ -71,7 +71,7 @@ def test_an_index_finds_the_same_however_the_tokens_come() -> None:
         assert bool(prompt.distance) == bool(one.distance)
 
 
-def test_tokens_that_share_a_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_share_a_hash_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.engine.copies.hash", lambda tokens: 0, raising=False)
     assert fed([1, 2, 3, 4, 5, 6, 7, 8], step=1).distance == 0
     assert fed([4, 4, 4, 4, 4], step=1).distance == 1
@@ -154,7 +154,7 @@ class Eager(DepthController):
         self._round += 1
         distances = tuple(each.distance if each is not None else 0 for each in copies)
         return Plan(
-            (3, 8, 1, 5, 0, 2)[self._round % 6], head=self.max_k > 0 and self._round % 3 == 0, distances=distances
+            (3, 8, 1, 5, 0, 2)[self._round % 6], source=self.max_k > 0 and self._round % 3 == 0, distances=distances
         )
 
 
@@ -169,7 +169,7 @@ HOW: dict[str, dict[str, object]] = {
 
 
 def repeated(model: Model, length: int, seed: int) -> list[int]:
-    """A prompt that ends in the middle of what it says again."""
+    """A prompt that ends in the middle of a repetition."""
     tokens = random_prompt(model, length, seed)
     return [*tokens, *tokens[: length // 2]]
 
@@ -183,7 +183,13 @@ def run(model: Model, requests: Sequence[tuple[list[int], dict[str, object]]], *
     return [answer.tokens for answer in answers]
 
 
-@pytest.mark.parametrize("name", HOW)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("seeded", "penalised", "ended early") else [])
+        for name in HOW
+    ],
+)
 def test_an_answer_is_the_same_with_copies_alone_and_in_a_batch(name: str) -> None:
     model = random_model("dense")
     requests = [
@@ -301,7 +307,7 @@ def trusted() -> CopyIndex:
 
 def test_a_copy_that_goes_on_is_drafted_without_the_head() -> None:
     plan = calibrated(0.1, 0.1).plan([DraftHistory()], [trusted()])
-    assert plan == Plan(8, head=False, distances=(60,))
+    assert plan == Plan(MAX_K, Source.NONE, distances=(60,))
 
 
 def test_a_copy_is_left_alone_where_the_head_earns_more() -> None:
@@ -310,7 +316,7 @@ def test_a_copy_is_left_alone_where_the_head_earns_more() -> None:
         depth.observe([head], 3, [(3, 3)], None)
     short = fed([1, 2, 3, 4, 5, 1, 2, 3], step=1)
     plan = depth.plan([head], [short])
-    assert plan.head
+    assert plan.source
     assert plan.distances == ()
 
 
@@ -320,15 +326,15 @@ def test_in_a_mixed_batch_the_head_drafts_for_those_that_do_not_copy() -> None:
     for _ in range(30):
         depth.observe([good, bad], 3, [(3, 3), (0, 3)], None)
     plan = depth.plan([good, good, bad], [None, None, trusted()])
-    assert plan.head
+    assert plan.source
     assert plan.distances == (0, 0, 60)
 
 
 def test_steps_of_copies_have_times_of_their_own() -> None:
     depth = calibrated(0.1, 0.3)
-    with_head, alone = depth.step_time.seconds(1, 5), depth.step_time.seconds(1, 5, head=False)
+    with_head, alone = depth.step_time.seconds(1, 5), depth.step_time.seconds(1, 5, Source.NONE)
     assert alone == pytest.approx(1.5, rel=0.1)
     assert with_head == pytest.approx(3.0, rel=0.1)
     for _ in range(6):
-        depth.observe([DraftHistory()], 5, [(5, 0)], 2.0, head=False)
-    assert depth.step_time.seconds(1, 5, head=False) > 1.2 * alone
+        depth.observe([DraftHistory()], 5, [(5, 0)], 2.0, Source.NONE)
+    assert depth.step_time.seconds(1, 5, Source.NONE) > 1.2 * alone

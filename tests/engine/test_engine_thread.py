@@ -99,11 +99,11 @@ def test_a_thread_that_dies_is_started_once_more_and_nobody_loses_a_token(
     dying(room.engine, monkeypatch, times=1)
     handles = [room.submit(request(i)) for i in range(6)]
     assert [collect(handle).tokens for handle in handles] == [expected(i) for i in range(6)]
-    assert (room.healthy, room.restarts) == (True, 1)
-    assert room.problem == "SystemExit: killed"
+    assert (room.healthy, room.device.restarts) == (True, 1)
+    assert room.device.problem == "SystemExit: killed"
 
 
-def test_a_thread_that_dies_again_ends_everything_and_says_so(
+def test_a_thread_that_dies_again_ends_all_requests_and_reports_it(
     room: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dying(room.engine, monkeypatch, times=2)
@@ -122,7 +122,7 @@ def test_a_thread_that_cannot_be_started_again_ends_everything(
         raise RuntimeError("can't start new thread")
 
     dying(room.engine, monkeypatch, times=1)
-    monkeypatch.setattr(room, "start", full)
+    monkeypatch.setattr(room.device, "start", full)
     answers = [collect(handle) for handle in [room.submit(request(i)) for i in range(2)]]
     assert all("killed; then RuntimeError: can't start" in str(answer.error) for answer in answers)
 
@@ -159,7 +159,7 @@ def test_settings_bound_the_depth_of_what_comes_after(room: EngineThread) -> Non
     assert plain.stats.bypass_reason == "speculation is switched off"
     assert shallow.stats is not None
     assert (set(shallow.stats.depths), shallow.stats.clamped_to) == ({1}, 1)
-    for wrong in ({"max_k": 9}, {"max_k": True}, {"speculation": 1}):
+    for wrong in ({"max_k": 16}, {"max_k": True}, {"speculation": 1}):
         with pytest.raises(RequestError):
             room.configure(**wrong)
 

@@ -1,4 +1,4 @@
-"""A sequence that fails ends alone, and says so; its neighbours say what they would have said."""
+"""A sequence that fails ends alone, with its error; its neighbours generate what they would have generated."""
 
 from collections.abc import Callable
 
@@ -104,8 +104,8 @@ def test_a_single_nan_among_the_logits_is_noticed(token: int, k: int) -> None:
     assert (answer.finish_reason, answer.tokens) == ("error", [])
 
 
-def test_only_what_is_said_must_be_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the model makes of a draft that falls is nobody's concern; what it makes of one that stands is said."""
+def test_only_logits_of_emitted_tokens_must_be_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits after a rejected draft are not used; those after an accepted one are."""
     model = random_model("dense")
     prompts = [random_prompt(model, length, length) for length in (9, 12)]
     truth = [mlx_lm_greedy(model, prompt, 1)[0] for prompt in prompts]
@@ -277,7 +277,7 @@ def alone(handle: Handle, model: Model) -> list[int]:
 
 
 def failing_where(monkeypatch: pytest.MonkeyPatch, error: Exception, bad: Callable[[Batch], bool]) -> list[int]:
-    """From now on a step fails where `bad` says so. Returns the sizes of the batches that did, as they come."""
+    """From now on a step fails where `bad` is true. Returns the sizes of the batches that did, as they come."""
     honest, failed = loop.step, []
 
     def step(model: Model, batch: Batch, k: int, guide: object, **sources: object) -> object:
@@ -304,7 +304,7 @@ def test_a_step_that_fails_once_costs_nobody_a_token(family: str, monkeypatch: p
 
 
 def test_a_sequence_that_makes_every_step_fail_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody can tell from the batch whose fault it was."""
+    """The batch does not show whose fault it was."""
     model = random_model("dense")
     engine = Engine(model)
     handles = start(model, engine)

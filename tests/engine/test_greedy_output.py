@@ -105,7 +105,7 @@ def test_a_prompt_of_one_token_is_drafted_for_too() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_output_is_the_same_when_the_depth_changes_every_step(family: str) -> None:
-    """With a stretch at k = 0 long enough for the parked head to miss something."""
+    """With a stretch at k = 0 long enough for the head, which does not run, to miss something."""
     model, rng = random_model(family), random.Random(family)
     prompts = [random_prompt(model, length, length) for length in (3, 11, 26)]
     batch = batch_of(model, *prompts)

@@ -147,7 +147,7 @@ def test_a_failure_that_repeats_does_not_fill_the_log(
     assert fail(2) == [f"it failed ({1000 - log.MOST} more like it were not logged)", "it failed"]
 
 
-def test_causes_and_groups_are_told_by_type_and_place() -> None:
+def test_causes_and_groups_are_logged_by_type_and_place() -> None:
     def nested() -> None:
         try:
             raise KeyError(SECRET)

@@ -1,5 +1,5 @@
-"""An answer does not tell whether its prompt was read or remembered: tokens, logits and accepted drafts are the same,
-bit for bit. And what is remembered is, bit for bit, what reading the same tokens leaves."""
+"""An answer is the same whether its prompt was prefilled or cached: tokens, logits and accepted drafts are the same,
+bit for bit. And what is cached is, bit for bit, what prefilling the same tokens leaves."""
 
 import random
 import threading
@@ -100,7 +100,7 @@ def assert_true(prefix: PrefixCache, model: Model) -> int:
 
 
 def read(model: Model, tokens: list[int]) -> Batch:
-    """A sequence that has taken in just these, chunk by chunk, by the loop's own `prefill`."""
+    """A sequence that has prefilled just these, chunk by chunk, by the loop's own `prefill`."""
     asked = SequenceParams(SamplingParams(), key=0, choice=0, limit=1)
     batch = Batch.of_one(model, tokens, asked, max_k=1 if model.has_head else 0)
     for start in range(0, len(tokens), C):
@@ -119,7 +119,7 @@ def read(model: Model, tokens: list[int]) -> Batch:
         ),
     ],
 )
-def test_a_hit_a_partial_hit_and_a_miss_say_the_same_as_an_engine_without_a_cache(
+def test_a_hit_a_partial_hit_and_a_miss_generate_the_same_as_an_engine_without_a_cache(
     family: str, params: dict[str, object]
 ) -> None:
     model = random_model(family)
@@ -144,7 +144,7 @@ def test_a_hit_a_partial_hit_and_a_miss_say_the_same_as_an_engine_without_a_cach
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_sequence_that_was_resumed_holds_what_one_holds_that_read_its_prompt(family: str) -> None:
-    """All of it, the head's part and the pair that waits for the head included: tokens would not tell."""
+    """All of it, the head's part and the pair that waits for the head included: tokens would not show it."""
     model = random_model(family)
     base = random_prompt(model, 4 * C + 6)
     engine, prefix = cached(model)
@@ -158,7 +158,7 @@ def test_a_sequence_that_was_resumed_holds_what_one_holds_that_read_its_prompt(f
 
 
 def entered(engine: Engine, prompt: Sequence[int]) -> Batch:
-    """The sequence as it is when its prompt is in and nothing was said."""
+    """The sequence as it is when its prompt is prefilled and nothing was generated."""
     handle = submit(engine, prompt)
     engine._admit()
     while engine.prefilling:
@@ -237,7 +237,7 @@ def test_hit_poison_probe_again(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["dense", pytest.param("moe", marks=pytest.mark.slow), "next"])
-def test_a_mixed_load_says_the_same_and_leaves_only_what_reading_leaves(family: str) -> None:
+def test_a_mixed_load_generates_the_same_and_leaves_only_what_prefill_leaves(family: str) -> None:
     """Hits, partial hits, misses and evictions, at many depths, side by side, some cancelled: nothing that was
     drafted is ever stored, and every answer is that of its request alone."""
     model, rng = random_model(family), random.Random(family)
@@ -365,7 +365,7 @@ def test_the_next_turn_of_a_chat_reads_only_the_last_chunk_of_the_one_before_aga
         prompt = following
 
 
-def test_clearing_and_looking_from_another_thread_change_no_answer() -> None:
+def test_clearing_and_reading_statistics_from_another_thread_change_no_answer() -> None:
     model = random_model("dense")
     prompt = random_prompt(model, 5 * C + 7)
     expected = ask(Engine(model), prompt)

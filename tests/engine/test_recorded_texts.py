@@ -13,7 +13,7 @@ import pytest
 from simulator import Clock, calibrated
 
 from headstart.engine.depth import DepthController, DraftHistory
-from headstart.limits import MAX_K
+from headstart.limits import MAX_HEAD_K
 
 ROWS, FIXED, TURNS = (1, 2, 4), range(4), 4
 _lines = [line.split() for line in Path(__file__).with_name("recorded.txt").read_text().splitlines()]
@@ -32,7 +32,7 @@ def rate(texts: Sequence[Sequence[int]], k: int) -> float:
 
 
 def chosen_rate(depth: DepthController, clock: Clock, texts: Sequence[Sequence[int]]) -> float:
-    rows, before = [DraftHistory(MAX_K) for _ in texts], list[int]()
+    rows, before = [DraftHistory(MAX_HEAD_K) for _ in texts], list[int]()
 
     def seconds(outcomes: Outcomes, k: int) -> float:
         paused = next((i for i, each in enumerate(reversed(before)) if each), len(before))
@@ -42,7 +42,7 @@ def chosen_rate(depth: DepthController, clock: Clock, texts: Sequence[Sequence[i
         before.append(k)
         return taken
 
-    return _decode(texts, lambda: depth.choose(rows), seconds)
+    return _decode(texts, lambda: depth.choose(rows).k, seconds)
 
 
 def _decode(
@@ -72,14 +72,22 @@ def earned(seed: int, busy: bool) -> tuple[list[float], list[float]]:
     return to_best, to_plain
 
 
-@pytest.mark.parametrize(("busy", "least"), [(False, 0.96), (True, 0.945)], ids=["quiet", "busy"])
-def test_speed_on_recorded_texts_is_close_to_the_best_fixed_depth(busy: bool, least: float) -> None:
+@pytest.mark.parametrize(
+    ("busy", "least", "seeds"),
+    [
+        pytest.param(False, 0.96, 6, id="quiet"),
+        pytest.param(False, 0.96, 24, id="quiet, often", marks=pytest.mark.slow),
+        pytest.param(True, 0.945, 24, id="busy, often", marks=pytest.mark.slow),
+    ],
+)
+def test_speed_on_recorded_texts_is_close_to_the_best_fixed_depth(busy: bool, least: float, seeds: int) -> None:
     """The best fixed depth is chosen with the whole text known."""
-    cells = [earned(seed, busy) for seed in range(24)]  # with fewer the worst cell is noise
+    cells = [earned(seed, busy) for seed in range(seeds)]
     to_best = statistics.geometric_mean(x for best, _ in cells for x in best)
     to_plain = [statistics.mean(column) for column in zip(*(plain for _, plain in cells), strict=True)]
     assert to_best >= least
-    assert min(to_plain) >= 0.94
+    if seeds >= 24:  # with fewer the worst cell is noise
+        assert min(to_plain) >= 0.94
     assert statistics.geometric_mean(to_plain) >= 1.05
 
 

@@ -1,4 +1,4 @@
-"""The stats of an answer add up, and count what the request was told: nothing more, nothing less."""
+"""The stats of an answer add up, and count what was emitted: nothing more, nothing less."""
 
 import random
 from itertools import pairwise
@@ -134,7 +134,7 @@ def test_one_who_insists_on_a_depth_does_not_choose_it_for_others() -> None:
     assert len(collect(insists).tokens) == 12
 
 
-def test_auto_drafts_by_default_and_plain_decoding_says_why() -> None:
+def test_auto_drafts_by_default_and_plain_decoding_gives_its_reason() -> None:
     model = random_model("dense")
     stats = generate(model, random_prompt(model, 9), max_tokens=30).stats
     assert stats.proposed_draft_tokens > 0

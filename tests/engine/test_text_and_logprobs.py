@@ -1,4 +1,4 @@
-"""Stop strings, wherever they fall, and what the model thought of the tokens it said."""
+"""Stop strings, wherever they fall, and log-probabilities of generated tokens."""
 
 import random
 from typing import Any

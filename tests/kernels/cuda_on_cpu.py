@@ -5,22 +5,17 @@ The signature is put together as mlx/backend/cuda/custom_kernel.cpp does it. Slo
 """
 
 import ctypes
-import hashlib
-import os
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-import pytest
 
-FOLDER = Path(__file__).parent
+from compiled import library
+
+HEADER = Path(__file__).with_name("cuda_on_cpu.h")
+FLAGS = ["-std=c++20", "-O1", "-ffp-contract=off", "-march=native", "-fPIC"]
 NAMES = {
     mx.float32: "float",
     mx.bfloat16: "__nv_bfloat16",
@@ -83,7 +78,9 @@ def cuda_kernel(
         shapes = np.array([[*array.shape, *[0] * (10 - array.ndim)] for array in arrays], np.int32)
         blocks = [-(-g // t) for g, t in zip(grid, threadgroup, strict=True)]
         launch = np.array([*blocks, *threadgroup], np.int32)
-        built(text).run(pointers, ctypes.c_void_p(shapes.ctypes.data), ctypes.c_void_p(launch.ctypes.data))
+        library(text, HEADER, *FLAGS).run(
+            pointers, ctypes.c_void_p(shapes.ctypes.data), ctypes.c_void_p(launch.ctypes.data)
+        )
         for name, array, after in zip(input_names, inputs, arrays, strict=False):
             if f"const_cast<T*>({name})" in source:  # written in place
                 np.asarray(memoryview(array.view(mx.uint16)))[...] = after
@@ -91,44 +88,3 @@ def cuda_kernel(
         return [mx.array(array).view(dtype) for array, dtype in outputs]
 
     return call
-
-
-FLAGS = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-march=native", "-fPIC"]
-
-
-@cache
-def built(text: str) -> ctypes.CDLL:
-    """Return the compiled source, from an earlier run if there was one with the same source, header and flags."""
-    if shutil.which("g++") is None or sys.platform == "darwin":  # whose g++ is clang
-        pytest.skip("the kernels' source runs on a CPU where there is a g++")
-    header = compiled_header()
-    key = hashlib.sha256("\n".join([header.name, *FLAGS, text]).encode()).hexdigest()[:24]
-    library = header / f"{key}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=header) as folder:
-            source, made = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
-            source.write_text(text)
-            subprocess.run([*FLAGS, "-shared", f"-I{header}", str(source), "-o", str(made)], check=True)
-            made.replace(library)
-    return ctypes.CDLL(str(library))
-
-
-@cache
-def compiled_header() -> Path:
-    """Return a folder with `cuda_on_cpu.h`, compiled: it takes five times as long to read as a kernel.
-
-    Compilers and processors differ between the machines that share a folder, so both are part of its name.
-    """
-    target = ["--version"], ["-Q", "--help=target"]  # the latter says what -march=native is here
-    version = [subprocess.run([*FLAGS, *each], check=True, capture_output=True, text=True).stdout for each in target]
-    text = (FOLDER / "cuda_on_cpu.h").read_text()
-    key = hashlib.sha256("\n".join([*version, *FLAGS, text]).encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"cuda-on-cpu-{os.getuid()}-{key}"
-    if not (folder / "cuda_on_cpu.h.gch").exists():
-        folder.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            made = Path(temporary) / "cuda_on_cpu.h.gch"
-            subprocess.run([*FLAGS, "-x", "c++-header", str(FOLDER / "cuda_on_cpu.h"), "-o", str(made)], check=True)
-            shutil.copy(FOLDER / "cuda_on_cpu.h", folder)
-            made.replace(folder / made.name)
-    return folder

@@ -6,21 +6,20 @@ the `constant` address space, and only what the source names is declared.
 """
 
 import ctypes
-import hashlib
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-import pytest
-from cuda_on_cpu import FOLDER
 
+from compiled import library, precompiled
+
+HEADER = Path(__file__).with_name("metal_on_cpu.h")
 NAMES = {
     mx.float32: "float",
     mx.bfloat16: "bfloat16_t",
@@ -30,7 +29,7 @@ NAMES = {
 }
 MOST_CONSTANT = 7  # elements
 MOST_BUFFERS, MOST_THREADS = 31, 1024  # Metal's limits
-FLAGS = ["-std=c++20", "-O0", "-ffp-contract=off", "-march=native", "-shared", "-fPIC"]
+FLAGS = ["-std=c++20", "-O0", "-ffp-contract=off", "-march=native", "-fPIC"]
 # What Metal does not have.
 FORBIDDEN = ["-Werror=vla-extension", "-Werror=vla", "-Werror=double-promotion", "-fno-exceptions", "-fno-rtti"]
 CHECK = ["-std=c++20", "-D_Float16=float", *FORBIDDEN]
@@ -109,7 +108,9 @@ def metal_kernel(
         shapes = np.array([[*array.shape, *[0] * (10 - array.ndim)] for array in arrays], np.int32)
         blocks = [-(-g // t) for g, t in zip(grid, threadgroup, strict=True)]
         launch = np.array([*blocks, *threadgroup, grid[0]], np.int32)
-        built(text).run(pointers, ctypes.c_void_p(shapes.ctypes.data), ctypes.c_void_p(launch.ctypes.data))
+        library(text, HEADER, *FLAGS).run(
+            pointers, ctypes.c_void_p(shapes.ctypes.data), ctypes.c_void_p(launch.ctypes.data)
+        )
         outputs = zip(arrays[len(inputs) :], output_dtypes, strict=True)
         return [mx.array(array).view(dtype) for array, dtype in outputs]
 
@@ -117,30 +118,10 @@ def metal_kernel(
 
 
 @cache
-def precompiled(compiler: str, *flags: str) -> Path:
-    """Return the header as the compiler reads it fastest: most of the time goes into the standard library."""
-    made = Path(tempfile.mkdtemp(prefix="metal-on-cpu-")) / "metal_on_cpu.h.gch"
-    header = str(FOLDER / "metal_on_cpu.h")
-    subprocess.run([compiler, *flags, "-x", "c++-header", header, "-o", str(made)], check=True)
-    return made
-
-
-@cache
 def check(text: str) -> None:
     """Compile with clang, where there is one, without what Metal does not have."""
     if shutil.which("clang++") is None or sys.platform == "darwin":
         return
-    header = ["-include-pch", str(precompiled("clang++", *CHECK))]
-    command = ["clang++", "-x", "c++", *CHECK, *header, f"-I{FOLDER}", "-fsyntax-only", "-"]
+    header = ["-include-pch", str(precompiled("clang++", HEADER, *CHECK) / f"{HEADER.name}.gch")]
+    command = ["clang++", "-x", "c++", *CHECK, *header, f"-I{HEADER.parent}", "-fsyntax-only", "-"]
     subprocess.run(command, input=text, text=True, check=True)
-
-
-@cache
-def built(text: str) -> ctypes.CDLL:
-    if shutil.which("g++") is None or sys.platform == "darwin":  # whose g++ is clang
-        pytest.skip("the kernels' source runs on a CPU where there is a g++")
-    folder = precompiled("g++", *FLAGS).parent
-    made = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
-    command = ["g++", *FLAGS, f"-I{folder}", f"-I{FOLDER}", "-x", "c++", "-", "-o", str(made)]
-    subprocess.run(command, input=text, text=True, check=True)
-    return ctypes.CDLL(str(made))

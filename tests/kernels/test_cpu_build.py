@@ -1,15 +1,17 @@
-"""The CPU kernels are compiled once, safely, and whatever goes wrong leaves stock ops and one line that says why."""
+"""The CPU kernels are compiled once, safely, and any failure leaves stock ops and one line with the reason."""
 
 import os
 import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from headstart.kernels.cpu import available_cores, build
+from headstart.errors import HeadstartError
+from headstart.kernels.cpu import VARIABLE, available_cores, build, load
 
 LOAD = "from headstart.kernels.cpu import loaded; print(loaded())"
 
@@ -33,6 +35,21 @@ def told(process: subprocess.Popen[str]) -> tuple[str, list[str]]:
     return out.strip(), err.splitlines()
 
 
+@pytest.fixture
+def load_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Load the kernels in this process, as if for the first time, and return what computes."""
+
+    def loaded(**environment: str) -> str:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(load, "_loaded", None)
+        return str(load.loaded())
+
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    return loaded
+
+
 def stub(folder: Path, text: str) -> Path:
     """A compiler that is a shell script."""
     path = folder / "c++"
@@ -50,67 +67,68 @@ def test_no_compiler(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("build-*"))
 
 
-def test_no_compiler_is_no_matter_where_a_gpu_computes(tmp_path: Path) -> None:
-    on_gpu = f"import mlx.core as mx; mx.default_device = lambda: mx.gpu; {LOAD}"
-    said, warned = told(run(on_gpu, PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path)))
+def test_no_compiler_is_no_matter_where_a_gpu_computes(
+    tmp_path: Path, load_with: Callable[..., str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(load.mx, "default_device", lambda: load.mx.gpu)
+        said = load_with(PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path))
     assert said.startswith("stock (no C++ compiler found")
-    assert not any("several times slower" in line for line in warned)
+    assert "several times slower" not in caplog.text
+    assert load_with() == said
+    assert "several times slower" in caplog.text
 
 
-def test_a_broken_compiler(tmp_path: Path) -> None:
+def test_a_broken_compiler(tmp_path: Path, load_with: Callable[..., str]) -> None:
     compiler = stub(tmp_path, "echo 'error: cannot find the end of the world' >&2; exit 3")
-    said, _ = told(run(LOAD, CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path)))
+    said = load_with(CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path))
     assert said == "stock (c++ failed with status 3: error: cannot find the end of the world)"
     assert not list(tmp_path.rglob("*.so")), "nothing half built is left"
     assert not list(tmp_path.rglob("build-*"))
 
 
-def test_a_compiler_that_makes_rubbish(tmp_path: Path) -> None:
+def test_a_compiler_that_makes_rubbish(tmp_path: Path, load_with: Callable[..., str]) -> None:
     """It exits with success; what it made is tried in a process of its own and never gets its name."""
     compiler = stub(tmp_path, 'while [ $# -gt 1 ]; do [ "$1" = -o ] && echo rubbish > "$2"; shift; done')
-    said, _ = told(run(LOAD, CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path)))
+    said = load_with(CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path))
     assert said.startswith("stock (python"), said
     assert not list(tmp_path.rglob("*.so"))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_home(tmp_path: Path) -> None:
+def test_a_read_only_home(tmp_path: Path, load_with: Callable[..., str]) -> None:
     tmp_path.chmod(0o500)
-    said, _ = told(run(LOAD, HOME=str(tmp_path)))
-    assert "XDG_CACHE_HOME" in said
+    assert "XDG_CACHE_HOME" in load_with(HOME=str(tmp_path))
 
 
-def test_a_home_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_home_that_cannot_be_written(tmp_path: Path, load_with: Callable[..., str]) -> None:
     (tmp_path / "file").write_text("")
-    said, _ = told(run(LOAD, HOME=str(tmp_path / "file")))  # nobody can make a folder in a file, not even root
+    said = load_with(HOME=str(tmp_path / "file"))  # nobody can make a folder in a file, not even root
     assert said.startswith("stock (")
     assert "XDG_CACHE_HOME" in said
 
 
-def test_a_folder_that_others_may_write(tmp_path: Path) -> None:
+def test_a_folder_that_others_may_write(tmp_path: Path, load_with: Callable[..., str]) -> None:
     folder = tmp_path / "headstart" / "kernels"
     folder.mkdir(parents=True)
     folder.chmod(0o777)
-    said, _ = told(run(LOAD, XDG_CACHE_HOME=str(tmp_path)))
-    assert f"chmod 700 {folder}" in said
+    assert f"chmod 700 {folder}" in load_with(XDG_CACHE_HOME=str(tmp_path))
 
 
-def test_another_nanobind(tmp_path: Path) -> None:
-    other = "import nanobind\nnanobind.source_dir = lambda: " + repr(str(tmp_path)) + "\n" + LOAD
+def test_another_nanobind(tmp_path: Path, load_with: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.nanobind, "source_dir", lambda: str(tmp_path))
     (tmp_path / "nb_internals.h").write_text("#define NB_INTERNALS_VERSION 7\n")
-    said, _ = told(run(other, XDG_CACHE_HOME=str(tmp_path)))
-    assert "was built with another nanobind" in said
+    assert "was built with another nanobind" in load_with(XDG_CACHE_HOME=str(tmp_path))
 
 
-def test_stock_ops_can_be_forced() -> None:
-    said, warned = told(run(LOAD, HEADSTART_KERNELS="stock"))
-    assert said == "stock (HEADSTART_KERNELS=stock)"
-    assert not warned, "who asks for it need not be told"
+def test_stock_ops_can_be_forced(load_with: Callable[..., str], caplog: pytest.LogCaptureFixture) -> None:
+    assert load_with(HEADSTART_KERNELS="stock") == "stock (HEADSTART_KERNELS=stock)"
+    assert not caplog.records, "no warning: the user asked for it"
 
 
-def test_an_unknown_choice_is_refused() -> None:
-    process = run(LOAD, HEADSTART_KERNELS="fast")
-    assert "set it to 'auto' or 'stock'" in process.communicate()[1]
+def test_an_unknown_choice_is_refused(load_with: Callable[..., str]) -> None:
+    with pytest.raises(HeadstartError, match="set it to 'auto' or 'stock'"):
+        load_with(HEADSTART_KERNELS="fast")
 
 
 def counting(folder: Path) -> Path:
@@ -132,7 +150,7 @@ def test_two_processes_at_once_build_once_and_both_run(tmp_path: Path) -> None:
     assert not warned
 
 
-def test_a_cancelled_build_is_no_harm(tmp_path: Path) -> None:
+def test_a_cancelled_build_is_no_harm(tmp_path: Path, load_with: Callable[..., str]) -> None:
     compiler = stub(tmp_path, f"touch {tmp_path}/begun; exec sleep 20")
     process = run(LOAD, CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path))
     while not (tmp_path / "begun").exists():
@@ -141,7 +159,7 @@ def test_a_cancelled_build_is_no_harm(tmp_path: Path) -> None:
     process.communicate()
     folder = tmp_path / "headstart" / "kernels"
     assert list(folder.glob("build-*")), "what a killed process leaves"
-    said, _ = told(run(LOAD, CXX=str(stub(tmp_path, "exit 1")), XDG_CACHE_HOME=str(tmp_path)))
+    said = load_with(CXX=str(stub(tmp_path, "exit 1")), XDG_CACHE_HOME=str(tmp_path))
     assert said.startswith("stock (c++ failed"), "its lock went with it"
     assert not list(folder.glob("build-*"))
     assert not list(folder.glob("*.so"))

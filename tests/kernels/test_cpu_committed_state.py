@@ -41,13 +41,13 @@ def test_the_state_after_drafts_is_that_of_decoding_token_by_token(family: str, 
     model, rng = random_model(family, seed=70 + (dtype == mx.float32)), random.Random(1)
     model.weights.set_dtype(dtype)
     vocabulary = model.vocabulary
-    texts = [[rng.randrange(vocabulary) for _ in range(prompt + 5 * ROUNDS + 5)] for prompt in PROMPTS]
+    texts = [[rng.randrange(vocabulary) for _ in range(prompt + 5 * ROUNDS + 21)] for prompt in PROMPTS]
     read = list(PROMPTS)  # tokens of each sequence that are committed
     batch = prefilled(model, texts[0], PROMPTS[0])
     for text, prompt in zip(texts[1:], PROMPTS[1:], strict=True):
         batch.join(prefilled(model, text, prompt))
     hidden: list[list[mx.array]] = [[], [], []]
-    for k in [rng.randrange(5) for _ in range(ROUNDS)] + [0]:  # the last pass folds what is pending
+    for k in [rng.randrange(5) for _ in range(ROUNDS)] + [15, 0]:  # the last pass folds what is pending
         accepted = [rng.randint(0, k) for _ in PROMPTS]
         window = []
         for text, at, right in zip(texts, read, accepted, strict=True):

@@ -19,9 +19,9 @@ from headstart.kernels.gated_delta import stock_fold_and_run
 from headstart.kernels.products import product
 from headstart.kernels.types import Window
 from headstart.models.attention import attention
-from headstart.models.base import Norm
 from headstart.models.feed_forward import feed_forward, mlp_or_mixture
 from headstart.models.gated_delta_net import gated_delta_net, run_window
+from headstart.models.norm import Norm
 from headstart.models.qwen3_5 import qwen3_5_project
 from headstart.models.residual import Residual
 from headstart.models.share import Alone
@@ -464,7 +464,7 @@ def test_a_feed_forward_is_that_of_stock_ops(
 
 
 def test_the_first_of_equal_experts_is_chosen_and_scores_are_a_softmax() -> None:
-    """Experts that say their own number show who was chosen: routers alone are not a function in Python."""
+    """Experts that return their own number show which were chosen: routers alone are not a function in Python."""
     E, H, top = 6, 32, 2
     say = mx.zeros((E, H, H))
     identity = (mx.eye(H), None, None, 0, 0)

@@ -1,6 +1,6 @@
 """The CUDA kernel of the gated delta rule, run on the CPU: what it computes, and on what its bits depend."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import cuda_on_cpu
@@ -11,8 +11,8 @@ from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
 
 from headstart.kernels import gated_delta
 from headstart.kernels.cuda.gated_delta import _gated_delta_kernel, gated_delta_fits
-from headstart.kernels.gated_delta import stock_fold_and_run
-from headstart.kernels.types import Window
+from headstart.kernels.gated_delta import fold_and_run, stock_fold_and_run
+from headstart.kernels.types import Ran, Window
 from headstart.models.gated_delta_net import run_window
 from headstart.state import Recurrent
 
@@ -53,7 +53,7 @@ def net(dtype: mx.Dtype = mx.float32) -> nn.Module:
 
 
 def tokens(count: int, rows: int = 1, seed: int = 0, dtype: mx.Dtype = mx.float32) -> Window:
-    """Projections of `count` tokens, another text in every row."""
+    """Projections of `count` tokens, another text in every sequence."""
     mx.random.seed(seed)
     channels = net().conv_dim
     shapes = [(rows, count, channels), (rows, count, HV, DV), (rows, count, HV), (rows, count, HV)]
@@ -141,6 +141,31 @@ def test_folded_drafts_leave_the_bits_of_tokens_that_were_never_in_doubt(accepte
         assert mx.array_equal(speculated.state[only], plain.state)
         assert mx.array_equal(speculated.conv[only], plain.conv)
         assert mx.array_equal(y[only, 1:], one_by_one(part(then, 1, 3, only), plain, 2))
+
+
+def folds_any_number_of_pending_drafts(drafts: int, run: Callable[..., Ran] = fold_and_run) -> None:
+    """Two windows of 1 + `drafts`: row r accepts r drafts of the first. All must have the bits of single tokens."""
+    rows = drafts + 1
+    first, then = tokens(rows, rows, seed=1), tokens(rows, rows, seed=2)
+    speculated = memory(rows)
+    run_window(net(), first, speculated, none_accepted(rows), 1, run)
+    y = run_window(net(), then, speculated, mx.arange(rows, dtype=mx.int32), 1, run)
+    plain, ys, states = memory(rows), [], []
+    for t in range(2 * rows):  # of each row: what it accepted, then the second window
+        at = [t if t <= row else min(rows + t - row - 1, 2 * rows - 1) for row in range(rows)]
+        both = [mx.concatenate(pair, axis=1) for pair in zip(first, then, strict=True)]
+        token = Window(*[mx.stack([a[row, i : i + 1] for row, i in enumerate(at)]) for a in both])
+        ys.append(run_window(net(), token, plain, none_accepted(rows), 1, run))
+        states.append(plain.state)
+    alone = mx.concatenate(ys, axis=1)
+    for row in range(rows):
+        assert mx.array_equal(y[row], alone[row, row + 1 : row + 1 + rows]), row
+        assert mx.array_equal(speculated.state[row], states[row + 1][row]), row
+
+
+@pytest.mark.slow
+def test_any_number_of_fifteen_pending_drafts_is_folded() -> None:
+    folds_any_number_of_pending_drafts(15)
 
 
 def test_a_row_has_the_same_bits_whatever_stands_beside_it() -> None:

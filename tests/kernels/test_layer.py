@@ -85,18 +85,22 @@ def rounds(net: Model, rows: int, widths: list[int]) -> list[mx.array]:
 
 
 @pytest.mark.parametrize(
-    ("family", "bits", "rows"),
+    ("family", "bits", "rows", "widths"),
     [
-        ("dense", 4, 1),
-        ("moe", 4, 2),
-        pytest.param("dense", None, 4, marks=pytest.mark.slow),
-        pytest.param("moe", None, 1, marks=pytest.mark.slow),
+        ("dense", 4, 1, [2, 2, 1]),
+        ("moe", 4, 2, [2, 2]),
+        pytest.param("dense", 4, 2, [2, 1, 3, 2], marks=pytest.mark.slow),
+        pytest.param("dense", None, 4, [2, 3, 1], marks=pytest.mark.slow),
+        pytest.param("moe", None, 1, [2, 1, 3, 2], marks=pytest.mark.slow),
+        pytest.param("moe", 4, 2, [2, 3, 1], marks=pytest.mark.slow),
+        pytest.param("dense", 4, 1, [2, 16, 16, 1], marks=pytest.mark.slow),  # 15 pending drafts
+        pytest.param("moe", 4, 1, [2, 16, 16, 1], marks=pytest.mark.slow),
     ],
 )
 def test_a_layer_in_one_launch_has_the_bits_of_its_kernels(
-    family: str, bits: int | None, rows: int, monkeypatch: pytest.MonkeyPatch
+    family: str, bits: int | None, rows: int, widths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    net, widths = model(family, bits), [2, 1, 3, 2] if rows == 1 else [2, 3, 1]
+    net = model(family, bits)
     launched = []
     monkeypatch.setattr(decoder_layer, "launch_layer", lambda *a: launched.append(1) or cuda_layer.launch_layer(*a))
     together = rounds(net, rows, widths)
@@ -147,6 +151,12 @@ def test_one_thread_at_a_time_launches_persistent_kernels(monkeypatch: pytest.Mo
     other.start()
     other.join()
     assert asked == [True, False]
+    ours.release()
+    other = Thread(target=lambda: asked.append(ours.claim()))
+    other.start()
+    other.join()
+    assert asked.pop()
+    assert ours.claim()
     ours.give_up("a test")
     assert not ours.claim()
     monkeypatch.setattr(persistent, "resident_blocks", lambda shared: 0)

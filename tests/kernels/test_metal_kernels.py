@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from test_gated_delta import DV, HV, memory, net, none_accepted, part, tokens
+from test_gated_delta import DV, HV, folds_any_number_of_pending_drafts, memory, net, none_accepted, part, tokens
 
 from headstart.kernels import metal, norm
 from headstart.kernels.attention import stock_arrange
@@ -16,7 +16,7 @@ from headstart.kernels.cuda.products import MatrixWeights
 from headstart.kernels.gated_delta import stock_fold_and_run
 from headstart.kernels.metal import attention, device, experts, products
 from headstart.kernels.metal.attention import heads_refusal, metal_arrange, metal_attend
-from headstart.kernels.metal.experts import metal_combine, metal_experts, metal_route
+from headstart.kernels.metal.experts import PAIR_ROWS, metal_combine, metal_experts, metal_route
 from headstart.kernels.metal.gated_delta import metal_gated_delta
 from headstart.kernels.metal.norm import metal_norm
 from headstart.kernels.metal.products import SLICES, metal_products, metal_refusal
@@ -133,24 +133,34 @@ def test_weights_that_do_not_fit_are_refused_with_a_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "slices", "bits"),
+    ("own", "slices", "bits", "group", "rows"),
     [
-        pytest.param(False, SPLIT, 4, id="one input"),
-        pytest.param(True, COLUMNS, 16, id="an input of its own", marks=SLOW),
-        pytest.param(False, COLUMNS, 8, id="8 bits", marks=SLOW),
+        (False, SPLIT, 4, 32, 8),
+        pytest.param(True, COLUMNS, 16, 1, 16, marks=SLOW),
+        pytest.param(False, SPLIT, 16, 1, 16, marks=SLOW),
+        pytest.param(False, COLUMNS, 8, 32, 16, marks=SLOW),
+        pytest.param(True, SPLIT, 4, 64, 16, marks=SLOW),
+        pytest.param(False, COLUMNS, 4, 128, 16, marks=SLOW),
+        pytest.param(True, SPLIT, 8, 128, 16, marks=SLOW),
+        pytest.param(False, SPLIT, 8, 64, 16, marks=SLOW),
+        pytest.param(True, COLUMNS, 4, 32, 16, marks=SLOW),
     ],
 )
-def test_experts_are_chosen_by_index_and_share_their_weights(own: bool, slices: int, bits: int) -> None:
-    weights = random_weights((6, 6, 96), bits, 32 if bits < 16 else 1)
-    indices = mx.array([[1, 4], [4, 0], [5, 4], [4, 1], [4, 2], [4, 3]], mx.uint32)  # six rows chose expert 4
-    x = normal(6, 2, 96, seed=4) if own else normal(6, 96, seed=4)
+def test_experts_are_chosen_by_index_and_share_their_weights(
+    own: bool, slices: int, bits: int, group: int, rows: int
+) -> None:
+    inputs = 96 if group < 64 else 128
+    weights = random_weights((6, 6, inputs), bits, group)
+    indices = mx.array([[4, (3 * row) % 4] if row % 3 else [row % 2, 5] for row in range(rows)], mx.uint32)
+    assert mx.sum(indices == 4) > PAIR_ROWS  # more than share a read
+    x = normal(rows, 2, inputs, seed=4) if own else normal(rows, inputs, seed=4)
     found = metal_experts(x, indices, [weights], slices)[0]
     each = x if own else mx.repeat(x[:, None], 2, 1)
     expected = (dequantised(weights)[np.array(indices)] @ exact(each)[..., None])[..., 0]
     assert error(found, expected) < rounding(mx.bfloat16)
-    for rows in range(1, 6):
-        alone = metal_experts(x[6 - rows :], indices[6 - rows :], [weights], slices)[0]
-        assert mx.array_equal(alone, found[6 - rows :]), rows
+    for count in range(1, rows):
+        alone = metal_experts(x[rows - count :], indices[rows - count :], [weights], slices)[0]
+        assert mx.array_equal(alone, found[rows - count :]), count
 
 
 @pytest.mark.parametrize("normed", [True, pytest.param(False, marks=SLOW)])
@@ -180,6 +190,20 @@ def test_experts_are_combined(rows: int) -> None:
     found = metal_combine(parts, scores, shared, gate)
     expected = (exact(parts) * exact(scores)[..., None]).sum(axis=-2) + exact(shared) / (1 + np.exp(-exact(gate)))
     assert error(found, expected) < rounding(mx.bfloat16)
+
+
+@SLOW
+def test_routing_combining_and_norms_are_the_same_among_one_to_sixteen_rows() -> None:
+    logits, gate, weight = normal(16, 300, seed=5), normal(16, 1, seed=9), mx.random.uniform(0.5, 1.5, (40,))
+    parts, shared, added = normal(16, 4, 40, seed=6), normal(16, 40, seed=8), normal(16, 40, seed=7)
+    indices, scores = metal_route(logits, 4, True)
+    together = [indices, scores, metal_combine(parts, scores, shared, gate), *metal_norm(shared, added, weight, 1e-6)]
+    for rows in range(1, 16):
+        some = slice(16 - rows, 16)
+        indices, scores = metal_route(logits[some], 4, True)
+        alone = [indices, scores, metal_combine(parts[some], scores, shared[some], gate[some])]
+        alone += metal_norm(shared[some], added[some], weight, 1e-6)
+        assert all(mx.array_equal(a, b[some]) for a, b in zip(alone, together, strict=True)), rows
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(72, mx.bfloat16), pytest.param(1000, mx.float32, marks=SLOW)])
@@ -234,6 +258,21 @@ def test_queries_keys_and_values_are_arranged_as_stock_ops_do(dim: int, rotated:
     assert all(mx.array_equal(a, b[1:, :, 2:]) for a, b in zip(alone, found, strict=True))
 
 
+@SLOW
+def test_a_token_is_arranged_with_the_same_bits_in_windows_of_one_to_sixteen() -> None:
+    layer, offset = Heads(6, 2, 64, 32), mx.array([3, 500, 0], mx.int32)
+    norms = HeadNorms(layer.q_norm.weight, layer.k_norm.weight, 1e-6)
+    given = [normal(3, 16, n * 64, seed=i) for i, n in enumerate((12, 2, 2))]
+    together = metal_arrange(*given, norms, layer.rope, offset)
+    for width in range(1, 16):
+        for first in {0, 16 - width}:
+            window = [a[:, first : first + width] for a in given]
+            alone = metal_arrange(*window, norms, layer.rope, offset + first)
+            assert all(
+                mx.array_equal(a, b[:, :, first : first + width]) for a, b in zip(alone, together, strict=True)
+            )
+
+
 def test_heads_that_do_not_fit_are_refused_with_a_reason() -> None:
     assert heads_refusal(Heads(4, 2, 64, 32)) is None
     assert heads_refusal(Heads(1, 1, 64, 32)) == "fewer than 2 query heads"
@@ -245,7 +284,11 @@ def test_heads_that_do_not_fit_are_refused_with_a_reason() -> None:
     ("heads", "kv_heads", "dim", "width", "dtype"),
     [
         (3, 1, 64, 5, mx.bfloat16),
-        pytest.param(8, 1, 64, 6, mx.bfloat16, marks=SLOW),  # more queries times heads than stock kernels take: 48
+        pytest.param(8, 1, 64, 16, mx.bfloat16, marks=SLOW),  # more queries times heads than stock kernels take: 128
+        pytest.param(4, 2, 32, 16, mx.bfloat16, marks=SLOW),
+        pytest.param(4, 1, 64, 16, mx.bfloat16, marks=SLOW),
+        pytest.param(6, 1, 32, 16, mx.float16, marks=SLOW),
+        pytest.param(16, 1, 32, 16, mx.bfloat16, marks=SLOW),
         pytest.param(6, 2, 128, 9, mx.float16, marks=SLOW),
         pytest.param(2, 2, 256, 16, mx.bfloat16, marks=SLOW),
     ],
@@ -270,7 +313,7 @@ def test_attention_is_right_and_a_query_has_the_same_bits_in_any_window(
     assert error(found, (out.transpose(0, 2, 1, 3) * opened).reshape(B, width, -1)) < rounding(dtype)
 
     for row in range(B):
-        for count in {1, 2, 3, width}:
+        for count in range(1, width + 1):
             last = slice(width - count, width)
             own = slice(row, row + 1)
             first = offset[own] + width - count
@@ -319,3 +362,8 @@ def test_a_window_of_gated_delta_has_the_bits_of_its_tokens_one_by_one(dtype: mx
     run_window(layer, following, alone, none_accepted(), 1, delta)
     assert mx.array_equal(together.state, alone.state)
     assert found.shape == (1, width, HV, DV)
+
+
+@SLOW
+def test_gated_delta_folds_any_number_of_fifteen_pending_drafts() -> None:
+    folds_any_number_of_pending_drafts(15, delta)

@@ -14,10 +14,12 @@ from families import CONFIGS, HEADS, make_config, released_arrays, write_family
 from fixtures import batch_of, collect, generate, random_prompt, submit
 from headstart.checkpoint import load_model
 from headstart.engine import Engine
-from headstart.engine.draft import HeadUse, head_drafts
+from headstart.engine.batch import Batch
+from headstart.engine.draft import Source, head_drafts
+from headstart.engine.prefill import resume_prefix
 from headstart.engine.step import step
 from headstart.models import Model
-from headstart.state import PrefixCache
+from headstart.state import Chunks, PrefixCache
 from reference.numpy_models import Reference
 
 ACCEPTED = ("accepted_draft_tokens", "proposed_draft_tokens")
@@ -36,8 +38,12 @@ def trunk(model: Model, tokens: mx.array) -> mx.array:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_trunk_logits_are_those_of_mlx_lms_own_loader_to_rounding(family: str, tmp_path: Path) -> None:
     # mlx-lm knows the head of the released DeepSeek-V3 alone, at layer 61, as what to drop.
-    theirs, _ = mlx_lm_load(write_family(tmp_path, family), strict=family != "deepseek_v3")
-    model = loaded(family)
+    folder, model = write_family(tmp_path, family), loaded(family)
+    if family == "ernie4_5_moe":  # it has no bias for the choice of experts, and takes the last layer for none
+        folder = write_family(tmp_path, family, moe_layer_end_index=1)
+        model = load_model(folder, dtype=mx.float32)
+        model.weights.layers[1].mlp.gate.e_score_correction_bias *= 0
+    theirs, _ = mlx_lm_load(folder, strict=family != "deepseek_v3")
     tokens = mx.array([random_prompt(model, 40, seed) for seed in range(2)])
     ours, expected = model.logits(trunk(model, tokens)), theirs(tokens)
     assert mx.abs(ours - expected).max() < 2e-5 * mx.abs(expected).max()
@@ -58,10 +64,13 @@ def test_trunk_and_head_are_the_float64_reference_to_rounding(family: str) -> No
     hidden = trunk(model, mx.array([prompt[:-1]]))
     logits = expected.logits(prompt[:-1])
     assert np.abs(np.array(model.logits(hidden)[0]) - logits).max() < 2e-5 * np.abs(logits).max()
-    made = model.head(hidden, mx.array([prompt[1:]]), model.make_head_state(1))
-    outputs, logits = expected.head(expected.fed(prompt[:-1]), prompt[1:])
-    assert np.abs(np.array(made[0]) - outputs).max() < 2e-5 * np.abs(outputs).max()
-    assert np.abs(np.array(model.draft_logits(made)[0]) - logits).max() < 2e-5 * np.abs(logits).max()
+    fed, state = expected.fed(prompt[:-1]), model.make_head_state(1)
+    for module in range(model.head_modules):  # all over the same pairs: their chain is in `test_drafts_…`
+        made = model.head(mx.array(fed[None].astype(np.float32)), mx.array([prompt[1:]]), state, 0, module)
+        outputs, logits = expected.head(fed, prompt[1:], module)
+        assert np.abs(np.array(made[0]) - outputs).max() < 2e-5 * np.abs(outputs).max()
+        scores = model.draft_logits(made, module=module)
+        assert np.abs(np.array(scores[0]) - logits).max() < 2e-5 * np.abs(logits).max()
 
 
 @pytest.mark.parametrize("family", HEADS)
@@ -72,12 +81,14 @@ def test_drafts_are_those_of_the_float64_reference(family: str) -> None:
         assert head_drafts(model, batch_of(model, prompt), 4).tokens[0].tolist() == expected.chain(prompt, 4)
 
 
-RECORDED = json.loads((Path(__file__).parents[1] / "reference" / "transformers-heads.json").read_text())
+REFERENCE = Path(__file__).parents[1] / "reference"
+FILES = [json.loads((REFERENCE / f"{name}-heads.json").read_text()) for name in ("transformers", "mlx-vlm")]
+RECORDED = {family: (file["prompt"], file[family]) for file in FILES for family in HEADS if family in file}
 
 
-@pytest.mark.parametrize("family", [name for name in HEADS if name in RECORDED])
-def test_trunk_and_head_are_those_of_transformers(family: str) -> None:
-    model, prompt, expected = loaded(family), RECORDED["prompt"], RECORDED[family]
+@pytest.mark.parametrize("family", RECORDED)
+def test_trunk_and_head_are_those_of_transformers_or_mlx_vlm(family: str) -> None:
+    model, (prompt, expected) = loaded(family), RECORDED[family]
     hidden = trunk(model, mx.array([prompt[:-1]]))
     made = model.head(hidden, mx.array([prompt[1:]]), model.make_head_state(1))
     for name, logits in (("logits", model.logits(hidden)), ("draft_logits", model.draft_logits(made))):
@@ -86,28 +97,68 @@ def test_trunk_and_head_are_those_of_transformers(family: str) -> None:
     assert int(mx.argmax(model.draft_logits(made)[0, -1])) == expected["draft"]
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_output_is_the_same_for_every_k_batch_and_prefix(family: str) -> None:
-    """Greedy and seeded; sequences join and leave, and a prompt of two chunks is found in the prefix cache."""
+PROMPTS = (5, 11, 520, 520)  # tokens; the last two are the same, of two chunks
+KINDS = ({}, {"temperature": 0.8, "seed": 3}, {}, {"temperature": 0.8, "seed": 4})
+FAST = {3: HEADS, "auto": ("llama", "sliding", "ministral3", "qwen3_moe")}  # the others are slow tests
+DEPTHS = [
+    pytest.param(family, k, marks=[] if family in FAST.get(k, ()) else [pytest.mark.slow])
+    for family in CONFIGS
+    for k in ((1, 2, 3, 4) if family in HEADS else (0, "auto"))
+]
+
+
+@lru_cache
+def plain(family: str) -> list[tuple[list[int], list[int]]]:
+    """Prompts, and what follows each at k = 0, alone and without a prefix cache."""
     model = loaded(family)
-    prompts = [random_prompt(model, length, length) for length in (5, 11, 520, 520)]
-    prompts[3] = prompts[2]
-    kinds = [{}, {"temperature": 0.8, "seed": 3}, {}, {"temperature": 0.8, "seed": 4}]
-    plain = [generate(model, p, max_tokens=16, k=0, **kind).tokens for p, kind in zip(prompts, kinds, strict=True)]
-    for k in (1, 2, 3, 4) if model.has_head else (0, "auto"):
-        engine = Engine(model, max_sequences=3, prefix=PrefixCache(10**8))
-        handles = [
-            submit(engine, prompt, max_tokens=16 - 3 * n, k=k, **kind)
-            for n, (prompt, kind) in enumerate(zip(prompts, kinds, strict=True))
-        ]
-        answers = [collect(handle) for handle in handles]
-        for n, (answer, expected) in enumerate(zip(answers, plain, strict=True)):
-            assert answer.tokens == expected[: 16 - 3 * n], (k, n)
-            assert answer.stats.exact
-        assert answers[3].stats.prefix_cache_hit == 512
-        if model.has_head:
-            accepted, drafted = (sum(getattr(a.stats, name) for a in answers) for name in ACCEPTED)
-            assert 0 < accepted < drafted
+    prompts = [random_prompt(model, length, length) for length in PROMPTS]
+    answers = [generate(model, p, max_tokens=16, k=0, **kind) for p, kind in zip(prompts, KINDS, strict=True)]
+    return [(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+@pytest.mark.parametrize(("family", "k"), DEPTHS)
+def test_output_is_the_same_for_every_k_batch_and_prefix(family: str, k: int | str) -> None:
+    """Greedy and seeded; sequences join and leave, and a prompt of two chunks is found in the prefix cache."""
+    model, expected = loaded(family), plain(family)
+    engine = Engine(model, max_sequences=3, prefix=PrefixCache(10**8))
+    handles = [
+        submit(engine, prompt, max_tokens=16 - 3 * n, k=k, **kind)
+        for n, ((prompt, _), kind) in enumerate(zip(expected, KINDS, strict=True))
+    ]
+    answers = [collect(handle) for handle in handles]
+    for n, (answer, (_, tokens)) in enumerate(zip(answers, expected, strict=True)):
+        assert answer.tokens == tokens[: 16 - 3 * n], n
+        assert answer.stats.exact
+    assert answers[3].stats.prefix_cache_hit == 512
+    if model.has_head:
+        accepted, drafted = (sum(getattr(a.stats, name) for a in answers) for name in ACCEPTED)
+        assert 0 < accepted < drafted
+
+
+def test_after_a_prefix_hit_all_modules_have_the_state_of_a_miss() -> None:
+    model = loaded("mimo_v2_flash")
+    assert model.head_modules == 3
+    cache, prompt = PrefixCache(10**8), random_prompt(model, 513, 513)
+    miss = batch_of(model, prompt)
+    chunks = Chunks.of(prompt, [512])
+    cache.store(chunks, 1, [(miss.trunk_state, 0), (miss.head_state, 3)], miss.unseen.hidden)
+    hit = Batch.of_one(model, prompt, miss.params[0], max_k=4)
+    assert resume_prefix(model, hit, prompt, chunks, cache) == 512
+    for ours, theirs in zip(hit.unseen, miss.unseen, strict=True):
+        assert mx.array_equal(ours, theirs)
+    length = miss.head_state.lengths.item()
+    assert hit.head_state.lengths.tolist() == [length] == [513 - 1 - 3]
+    for ours, theirs in zip(hit.head_state.layers, miss.head_state.layers, strict=True):
+        assert mx.array_equal(ours.keys[:, :, :length], theirs.keys[:, :, :length])
+        assert mx.array_equal(ours.values[:, :, :length], theirs.values[:, :, :length])
+
+
+def test_a_draft_vocabulary_limits_the_first_of_several_output_layers() -> None:
+    model = loaded("step3p5").with_draft_vocabulary([3, 5, 9], "test")
+    prompt = random_prompt(model, 9)
+    first, *rest = head_drafts(model, batch_of(model, prompt), 3, reduced=True).tokens[0].tolist()
+    assert first in (3, 5, 9)
+    assert not set(rest) <= {3, 5, 9}  # their rows would be those of another module
 
 
 @pytest.mark.parametrize("family", [name for name in CONFIGS if name not in HEADS])
@@ -117,7 +168,7 @@ def test_copies_from_the_context_change_no_token(family: str) -> None:
     plain = generate(model, prompt, max_tokens=16, k=0).tokens
     batch, tokens, drafted = batch_of(model, prompt, k="auto"), list[int](), 0
     while len(tokens) < 16:
-        made = step(model, batch, 4, head=HeadUse.NONE, distances=[7])
+        made = step(model, batch, 4, source=Source.NONE, distances=[7])
         tokens += made.tokens[0, : made.accepted.item() + 1].tolist()
         drafted += made.copied.item()
     assert tokens[:16] == plain

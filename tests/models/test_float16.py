@@ -19,7 +19,7 @@ def half() -> Model:
     return load_model("tiny-qwen3.5", dtype=mx.float16)
 
 
-@pytest.mark.parametrize("kind", ["code", "prose"])
+@pytest.mark.parametrize("kind", ["code", pytest.param("prose", marks=pytest.mark.slow)])
 def test_float16_continues_a_text_as_bfloat16_does(half: Model, kind: str) -> None:
     tokenizer = load_tokenizer(resolve("tiny-qwen3.5"))
     prompt = builtin_prompts([kind])[0].tokens(tokenizer)
@@ -36,7 +36,7 @@ def test_float16_continues_a_text_as_bfloat16_does(half: Model, kind: str) -> No
     assert {layer.keys.dtype for layer in state.layers if isinstance(layer, KV)} == {mx.float16}
 
 
-def test_float16_is_the_same_at_every_depth_and_says_so(half: Model) -> None:
+def test_float16_is_the_same_at_every_depth_and_reported(half: Model) -> None:
     plain, drafted = (generate(half, [5, 17, 130, 9], max_tokens=6, k=k) for k in (0, 2))
     assert drafted.tokens == plain.tokens
     assert plain.stats.as_dict()["dtype"] == "float16"

@@ -19,7 +19,7 @@ SPECS = [
 
 
 def made_up(spec: HeadSpec, modules: int) -> Model:
-    """A dense model whose head is wired as `spec` says, with weights under which every wiring matters."""
+    """A dense model whose head is wired by `spec`, with weights under which every wiring matters."""
     model = random_model.__wrapped__("dense", mtp_num_hidden_layers=modules)  # our own: its norms are changed here
     old, lm_head, H = model.weights.mtp, model.weights.lm_head.weight, 64
     mtp = Head(spec, old.layers, H, model.vocabulary, model.config["rms_norm_eps"])
@@ -53,16 +53,25 @@ def plain_chain(model: Model, tokens: list[int], k: int) -> list[int]:
         hidden = mtp.pre_fc_norm_hidden(hidden)
         return mtp.fc(mx.concatenate([embedding, hidden] if spec.embedding_first else [hidden, embedding], axis=-1))
 
-    x = trunk_hidden(model, mx.array([tokens[:-1]]))
-    committed = pair(norm(x) if spec.fed_after_norm else x, mx.array([tokens[1:]]))
-    inputs, drafts = committed, list[int]()  # every module sees every pair
-    for j in range(k):
-        before = mtp.layers[j % len(mtp.layers)](inputs, "causal", None)[:, -1:]
+    def run(module: int, hidden: mx.array, following: list[int]) -> tuple[mx.array, int]:
+        """What the module hands on, [1, T, H], and its draft."""
+        before = mtp.layers[module](pair(hidden, mx.array([following])), "causal", None)
         after = mtp.norm(before)
-        token = mx.argmax((mtp.lm_head if spec.own_lm_head else model.weights.lm_head)(after), axis=-1)
-        drafts.append(int(token.item()))
-        chained = pair(after if spec.chains_after_norm else before, token)
-        inputs = mx.concatenate([inputs, chained], axis=1)
+        logits = (mtp.lm_head if spec.own_lm_head else model.weights.lm_head)(after[:, -1])
+        return after if spec.chains_after_norm else before, int(mx.argmax(logits).item())
+
+    x = trunk_hidden(model, mx.array([tokens[:-1]]))
+    hidden = outputs = norm(x) if spec.fed_after_norm else x
+    following, drafts, last = tokens[1:], list[int](), len(mtp.layers) - 1
+    for j in range(k):
+        if j <= last:  # module j over all positions, with the token that is j further on
+            hidden = outputs if spec.chained else hidden
+            following = [*following[1:], drafts[-1]] if j else following
+        else:  # the last goes on alone
+            hidden = mx.concatenate([hidden, outputs[:, -1:]], axis=1)
+            following = [*following, drafts[-1]]
+        outputs, token = run(min(j, last), hidden, following)
+        drafts.append(token)
     return drafts
 
 
@@ -75,10 +84,11 @@ def test_drafts_of_one_module_are_the_plain_computation(spec: HeadSpec) -> None:
         assert drafts[0].tolist() == plain_chain(model, prompt, 8)
 
 
-def test_drafts_of_ragged_rows_are_the_plain_computation_after_every_round() -> None:
-    """Rows catch up by different counts, after drafts that stood and drafts that fell, and after a parked stretch."""
-    model = made_up(HeadSpec(), modules=1)
-    sequences = [random_prompt(model, length, length) for length in (5, 9, 14)]
+@pytest.mark.parametrize(("modules", "chained"), [(1, True), (3, True), (3, False)])
+def test_drafts_of_ragged_sequences_are_the_plain_computation_after_every_round(modules: int, chained: bool) -> None:
+    """Sequences catch up by different counts, after accepted and rejected drafts, and after a pause."""
+    model = made_up(HeadSpec(chained=chained), modules)
+    sequences = [random_prompt(model, length, length) for length in (2, 9, 14)]
     batch = batch_of(model, *sequences)
     accepted = set()
     for k in (3, 8, 1, 0, 0, 4, 2):
@@ -90,8 +100,8 @@ def test_drafts_of_ragged_rows_are_the_plain_computation_after_every_round() -> 
             again = copy(batch)  # drafting moves the head on, which the next round shall not see
             again.head_state = copy(batch.head_state)
             again.head_state.layers = [copy(memory) for memory in batch.head_state.layers]
-            drafts = draft(model, again, 4).tokens.tolist()
-            assert drafts == [plain_chain(model, sequence, 4) for sequence in sequences]
+            drafts = draft(model, again, 5).tokens.tolist()
+            assert drafts == [plain_chain(model, sequence, 5) for sequence in sequences]
     assert any(len(set(counts)) > 1 for counts in accepted)
 
 

@@ -1,4 +1,4 @@
-"""Many rows of few requests through the engine's own step, and the exact law of their first tokens.
+"""Many sequences of few requests through the engine's own step, and the exact law of their first tokens.
 
 A prompt is taken in once, by the engine; its row is then copied as often as there are samples wanted, each copy with
 a key of its own. So thousands of samples take a few steps, in batches that mix every request with every other.
@@ -107,7 +107,7 @@ def first_tokens(
 
 
 def said(model: Model, batch: Batch, k: int, run: Callable[[Model, Batch, int], StepResult]) -> np.ndarray:
-    """[B, LENGTH]: run until every row has said so many."""
+    """[B, LENGTH]: run until every sequence has generated so many."""
     tokens = np.zeros((batch.size, LENGTH + k + 1), np.int32)
     count = np.zeros(batch.size, int)
     while count.min() < LENGTH:

@@ -52,11 +52,13 @@ def make_pair(
     closeness: float = 0.6,
     coins: Sequence[float] | None = None,
     forbidden: Callable[[int], int] | None = None,
+    block: bool = False,
 ) -> Pair:
     """Random logits after every prefix, through process_logits and sampling_distribution.
 
     `coins`: XTC's, by position.
     `forbidden`: a token that a grammar does not permit after a prefix of that length; the drafter does not know.
+    `block`: the drafter's logits do not depend on the drafts before, as those of a block drafter.
     """
     rng = np.random.default_rng(seed)
     logits = [rng.normal(0, 1.5, (vocabulary**n, vocabulary)) for n in range(length)]
@@ -74,6 +76,8 @@ def make_pair(
     for start in range(length // 2 + 1):
         for n in range(start, min(start + length // 2, length)):
             mixed = closeness * logits[n] + (1 - closeness) * rng.normal(0, 2, logits[n].shape)
+            if block:  # that of the first continuation, for all
+                mixed = np.repeat(mixed[:: vocabulary ** (n - start)], vocabulary ** (n - start), axis=0)
             drafter[start, n] = table(mixed, n, masked=False)
     return Pair(vocabulary, target, drafter)
 

@@ -1,4 +1,4 @@
-"""How many drafts stand: as a block at least as many as one by one, and greedy rows as many as ever."""
+"""How many drafts are accepted: in a block at least as many as one by one, and when greedy the same number."""
 
 import random
 import secrets
@@ -62,7 +62,7 @@ def test_a_block_accepts_at_least_as_much_as_token_by_token(monkeypatch: pytest.
     assert together >= single > 0
 
 
-def test_greedy_acceptance_does_not_depend_on_sampled_rows() -> None:
+def test_greedy_acceptance_does_not_depend_on_sampled_sequences() -> None:
     def greedy(*others: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
         engine = Engine(builtin_model())
         handles = [submit(engine, prompt, k=3, max_tokens=12) for prompt in PROMPTS[:2]]

@@ -27,7 +27,7 @@ NUMBERS = {  # a value that is right, and those just outside
     "frequency_penalty": (0.5, [-100.5, 100.5]),
     "frequency_context_size": (20, [0, 4097]),
     "top_logprobs": (0, [-1, 21]),
-    "k": (3, [-1, 9]),
+    "k": (3, [-1, 16]),
 }
 WHOLE = {"max_tokens", "min_tokens", "min_tokens_to_keep", "top_k", "top_logprobs", "k"} | {
     f"{kind}_context_size" for kind in ("repetition", "presence", "frequency")

@@ -1,4 +1,4 @@
-"""What the engine says follows the law of its own logits: every rule, parameter and depth in one mixed batch."""
+"""What the engine generates follows the law of its own logits: every rule, parameter and depth in one mixed batch."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +14,7 @@ from crowd import LENGTH, Case, exact_law, first_tokens, small_model
 from fixtures import assert_greedy, collect, submit
 from headstart.engine import Engine, Request
 from headstart.engine.batch import Batch
-from headstart.engine.draft import HeadUse
+from headstart.engine.draft import Source
 from headstart.engine.step import StepResult, step
 from headstart.models import Model
 from headstart.sampling import SamplingParams
@@ -99,13 +99,15 @@ def test_a_mixed_batch_follows_the_law_of_its_own_logits() -> None:
         assert (found[name] == np.unravel_index(laws()[name].argmax(), laws()[name].shape)).all()
 
 
-@pytest.mark.parametrize("head", HeadUse)
-def test_copies_and_the_reduced_head_leave_the_law_as_it_is(head: HeadUse) -> None:
-    """A copy is drafted with certainty; for every other row the head drafts, of all tokens or of half, or nothing."""
+@pytest.mark.parametrize(
+    "source", [pytest.param(each, marks=[] if each == Source.REDUCED else pytest.mark.slow) for each in Source]
+)
+def test_copies_and_the_reduced_head_leave_the_law_as_it_is(source: Source) -> None:
+    """A copy is drafted with certainty; for other sequences the head drafts, of all tokens or of half, or nothing."""
 
     def run(model: Model, batch: Batch, k: int) -> StepResult:
         half = model.with_draft_vocabulary(list(range(0, model.vocabulary, 2)), "every other")
-        return step(half, batch, k, head=head, distances=[4 * (row % 2) for row in range(batch.size)])
+        return step(half, batch, k, source=source, distances=[4 * (row % 2) for row in range(batch.size)])
 
     found = measured([*SAMPLED, *GREEDY], SAMPLES, prompt=REPEATED, run=run)
     results = against({name: found[name] for name in SAMPLED}, REPEATED)
@@ -116,7 +118,7 @@ def test_copies_and_the_reduced_head_leave_the_law_as_it_is(head: HeadUse) -> No
 
 
 def biased(original: Callable[..., Distribution], off: float) -> Callable[..., Distribution]:
-    """The target's first token moved by a total variation of `off` to the least probable token that can be said."""
+    """The target's first token moved by a total variation of `off` to the least probable token that is possible."""
 
     def distribution(logits, context, drafts, first, permitted=None):
         found = original(logits, context, drafts, first, permitted)
@@ -132,6 +134,7 @@ def biased(original: Callable[..., Distribution], off: float) -> Callable[..., D
     return distribution
 
 
+@pytest.mark.slow
 def test_a_bias_of_two_hundredths_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judging, "_distribution", biased(judging._distribution, 0.02))
     assert worst(against(measured([*SAMPLED], SAMPLES))) < SIGNIFICANT
@@ -145,8 +148,8 @@ def test_resampling_from_the_target_instead_of_the_residual_is_detected(monkeypa
     assert worst(against(measured(["temperature 1", "top_p"], SAMPLES))) < SIGNIFICANT
 
 
-def test_greedy_rows_stay_greedy_among_sampled_ones() -> None:
-    """Sixteen rows through the engine's own turns, with everything that SAMPLED asks for around four greedy ones."""
+def test_greedy_sequences_stay_greedy_among_sampled_ones() -> None:
+    """Sixteen sequences through the engine's own loop, with everything in SAMPLED around four greedy ones."""
     model = small_model()
     engine, greedy = Engine(model, max_sequences=16), []
     for n, (params, ceiling) in enumerate([*SAMPLED.values()][:12]):

@@ -1,4 +1,4 @@
-"""What is drawn from is what mlx-lm would draw from, row by row, whoever else is in the batch."""
+"""Each sequence is sampled from mlx-lm's distribution, whatever else is in the batch."""
 
 import itertools
 from dataclasses import replace
@@ -63,7 +63,7 @@ def random_logits(*shape: int, seed: int = 0) -> mx.array:
 
 
 def random_text(rows: int, width: int, seed: int = 0) -> mx.array:
-    """[B, W, L]: few different tokens, so that they repeat; the first row's context begins with nothing."""
+    """[B, W, L]: few different tokens, so that they repeat; the first sequence's context begins with nothing."""
     text = np.random.default_rng(seed).integers(0, 12, (rows, width, CONTEXT)).astype(np.int32)
     text[0, :, : CONTEXT - 4] = -1
     return mx.array(text)
@@ -119,7 +119,7 @@ def test_the_copy_of_xtc_above_is_mlx_lms() -> None:
         assert np.allclose(np.array(theirs[0]), in_mlx_lm(logits[0], params), atol=1e-7)
 
 
-def test_xtc_leaves_a_position_alone_where_its_coin_says_so() -> None:
+def test_xtc_leaves_a_position_alone_where_its_coin_decides_so() -> None:
     params, logits = P(temperature=1.0, xtc_probability=0.3, xtc_threshold=0.05), random_logits(1, 3, VOCABULARY)
     coins = mx.array([[0.2, 0.31, 0.3]])
     found = sampling_distribution(logits, ruled(params), coins).dense(VOCABULARY)
@@ -173,7 +173,7 @@ def scores(found: Distribution) -> np.ndarray:
 
 @pytest.mark.parametrize("step", [None, 0.5])
 def test_what_a_draw_compares_is_bitwise_the_same_beside_any_others(step: float | None) -> None:
-    """Otherwise the seeded text of a row would hang on its neighbours: rarely, by the last bit of a sum, or, where
+    """Else the seeded text of a sequence would depend on its neighbours: rarely, by the last bit of a sum, or, where
     logits tie as they do in bfloat16, by which of the equals a truncation keeps."""
     logits, text = random_logits(len(ALL), 5, VOCABULARY), random_text(len(ALL), 5)
     if step is not None:
@@ -207,7 +207,7 @@ BOUNDED = [name for name, p in SAMPLERS.items() if 0 < p.top_k < VOCABULARY]
 
 @pytest.mark.parametrize("name", BOUNDED)
 def test_the_bounded_support_is_the_full_one(name: str) -> None:
-    """All rows have a top_k: only so many tokens are sorted. A row without one makes it all of them."""
+    """All sequences have a top_k: only so many tokens are sorted. With one that has none, all are."""
     logits = random_logits(2, 3, VOCABULARY, seed=9)
     bounded = probabilities(logits, SAMPLERS[name], SAMPLERS[name])
     full = probabilities(logits, SAMPLERS[name], SAMPLERS["temperature"])
@@ -219,7 +219,7 @@ def test_the_bounded_support_is_the_full_one(name: str) -> None:
     assert np.allclose(a, b, rtol=2e-6)
 
 
-def test_greedy_rows_are_greedy_beside_any_others_even_where_logits_tie() -> None:
+def test_greedy_sequences_are_greedy_beside_any_others_even_where_logits_tie() -> None:
     logits = np.array(random_logits(2, 3, VOCABULARY))
     logits[0, :, [11, 40, 41]] = logits.max() + 1
     for other in SAMPLERS.values():
@@ -228,7 +228,7 @@ def test_greedy_rows_are_greedy_beside_any_others_even_where_logits_tie() -> Non
         assert best.tolist() == [11, 11, 11]
 
 
-def test_chance_and_alignment_look_up_the_right_tokens() -> None:
+def test_chance_and_alignment_read_the_right_tokens() -> None:
     logits = random_logits(2, 4, VOCABULARY)
     for params in (P(temperature=0.9), P(temperature=0.9, top_k=5), P(temperature=0.9, top_p=0.8)):
         found = probabilities(logits, params, params)
@@ -258,7 +258,7 @@ def test_no_stop_before_min_tokens() -> None:
 
 
 def test_nothing_is_drawn_where_everybody_takes_the_best_token() -> None:
-    """Penalties on greedy rows must not cost noise over the whole vocabulary."""
+    """Penalties on greedy sequences must not cost noise over the whole vocabulary."""
     logits = random_logits(2, 3, VOCABULARY)
     for params in (P(presence_penalty=1.0), P(temperature=0.8, top_k=1)):
         found = probabilities(logits, params, P())

@@ -1,6 +1,7 @@
 """Every rule but the optimistic one leaves the target's distribution as it is: shown by adding up every case."""
 
 import itertools
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -44,6 +45,15 @@ PARAMS = {
 EXACT = {"block_acceptance": by_block, "token-wise": by_token, "coupled": by_coupling}
 
 
+def cases(*sizes: tuple[int, int]) -> list[Any]:
+    """Every parameter at k = 2, and every k with all parameters together and with XTC; the others are slow tests."""
+    return [
+        pytest.param(vocabulary, k, name, marks=[] if k == 2 or name in ("xtc", "everything") else pytest.mark.slow)
+        for vocabulary, k in sizes
+        for name in PARAMS
+    ]
+
+
 def full(k: int):
     return lambda lines: np.full(len(lines), k, np.int32)
 
@@ -53,8 +63,7 @@ def ragged(k: int, shift: int = 0):
     return lambda lines: ((lines * 7 + lines // 3 + shift) % (k + 1)).astype(np.int32)
 
 
-@pytest.mark.parametrize("name", PARAMS)
-@pytest.mark.parametrize(("vocabulary", "k"), [(4, 1), (4, 2), (3, 3), (3, 4)])
+@pytest.mark.parametrize(("vocabulary", "k", "name"), cases((4, 1), (4, 2), (3, 3), (3, 4)))
 @pytest.mark.parametrize("rule", ["block_acceptance", "token-wise"])
 def test_two_rounds_of_ratio_are_the_target(rule: str, vocabulary: int, k: int, name: str) -> None:
     pair = make_pair(PARAMS[name], vocabulary, 2 * (k + 1), seed=k)
@@ -84,8 +93,7 @@ def reduced(pair: Pair) -> Pair:
     return Pair(pair.vocabulary, pair.target, drafter)
 
 
-@pytest.mark.parametrize("name", PARAMS)
-@pytest.mark.parametrize(("vocabulary", "k"), [(4, 1), (4, 2), (3, 3)])
+@pytest.mark.parametrize(("vocabulary", "k", "name"), cases((4, 1), (4, 2), (3, 3)))
 @pytest.mark.parametrize("rule", ["block_acceptance", "coupled"])
 def test_two_rounds_of_copies_or_of_a_reduced_head_are_the_target(
     rule: str, vocabulary: int, k: int, name: str
@@ -96,8 +104,16 @@ def test_two_rounds_of_copies_or_of_a_reduced_head_are_the_target(
             assert total_variation(law(drafter, k, EXACT[rule], depths), pair.law()) < 1e-12
 
 
-@pytest.mark.parametrize("name", PARAMS)
-@pytest.mark.parametrize(("vocabulary", "k"), [(4, 1), (3, 2), (3, 3), (2, 4)])
+@pytest.mark.parametrize(("vocabulary", "k", "name"), cases((3, 3), (2, 5)))
+def test_two_rounds_of_blocks_are_the_target(vocabulary: int, k: int, name: str) -> None:
+    """All drafts of a block are drawn given the context alone; only penalties know of the drafts before."""
+    pair = make_pair(PARAMS[name], vocabulary, 2 * (k + 1), seed=k, block=True)
+    for rule in ("block_acceptance", "coupled"):
+        for depths in (full(k), ragged(k, shift=k)):
+            assert total_variation(law(pair, k, EXACT[rule], depths), pair.law()) < 1e-12
+
+
+@pytest.mark.parametrize(("vocabulary", "k", "name"), cases((4, 1), (3, 2), (3, 3), (2, 4)))
 def test_two_rounds_of_coupling_are_the_target_whatever_is_drafted(vocabulary: int, k: int, name: str) -> None:
     pair = make_pair(PARAMS[name], vocabulary, 2 * (k + 1), seed=k)
     for depths in (full(k), ragged(k)):
@@ -105,7 +121,7 @@ def test_two_rounds_of_coupling_are_the_target_whatever_is_drafted(vocabulary: i
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
-def test_coupling_says_the_targets_own_sequence_for_every_draft_and_choice(k: int) -> None:
+def test_coupling_generates_the_targets_own_sequence_for_every_draft_and_choice(k: int) -> None:
     """Not only in law: token for token, so the text of a seeded request does not depend on the drafts."""
     V = 3 if k < 4 else 2
     every = np.array(list(itertools.product(range(V), repeat=2 * k + 1)), np.int32)
@@ -193,7 +209,7 @@ def test_coins_of_xtc_may_be_tossed_again_each_round() -> None:
     assert total_variation(pairs[0].law(), mean.law()) > 0.05, "the coins do nothing here"
 
 
-def test_shared_noise_says_the_targets_own_sequence() -> None:
+def test_shared_noise_generates_the_targets_own_sequence() -> None:
     """Coupling with its noise: one number a position, for drafts and target, in both rounds. For each of them."""
     k, points, V = 2, 4, 3
     pair = on_grid(make_pair(SamplingParams(temperature=1.0), V, 2 * (k + 1)), points)

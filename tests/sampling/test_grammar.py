@@ -82,7 +82,7 @@ def tiny_model() -> Model:
 
 
 def answers(rows: Sequence[tuple[GrammarSpec | None, dict[str, Any]]], model: Model | None = None) -> list[Answer]:
-    """Of rows that decode together."""
+    """Of sequences that decode together."""
     engine = Engine(model or tiny_model(), tokenizer())
     return [Answer(list(handle)) for handle in [submit(engine, grammar, **params) for grammar, params in rows]]
 
@@ -122,6 +122,19 @@ def test_a_completed_answer_follows_its_grammar() -> None:
             jsonschema.validate(json.loads(text), PERSON if spec is JSON else {"type": "object"})
 
 
+@pytest.mark.parametrize("gap", ["", " ", "\n", "\n    ", "\n\t\t"])
+def test_json_may_have_one_space_or_a_new_line_and_its_indentation(gap: str) -> None:
+    tokens = ids("{" + gap + '"name"')
+    assert matcher_of(JSON).advance(tokens) == len(tokens)
+
+
+@pytest.mark.parametrize("gap", ["  ", "\t", "\n\n", "\n \n", "\n" + " " * 40])
+def test_json_has_no_longer_gaps(gap: str) -> None:
+    """A model could spend all its tokens on them."""
+    tokens = ids("{" + gap + '"name"')
+    assert matcher_of(JSON).advance(tokens) < len(tokens)
+
+
 @pytest.mark.parametrize("way", [{}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "seeded"])
 def test_an_answer_is_the_same_for_every_k_alone_and_in_a_batch(way: dict[str, Any]) -> None:
     spec = GrammarSpec("regex", r"(red|green|blue)berr(y|ies) cost [0-9]{1,3} pence( each)?")
@@ -142,7 +155,7 @@ def test_a_seeded_answer_of_the_builtin_model_is_the_same_for_every_k(temperatur
     assert [answer.tokens for answer in together] == [alone.tokens] * len(depths)
 
 
-def test_a_row_without_grammar_says_the_same_beside_one_with() -> None:
+def test_a_sequence_without_grammar_generates_the_same_beside_one_with() -> None:
     plain: list[tuple[GrammarSpec | None, dict[str, Any]]]
     plain = [(None, {"max_tokens": 20}), (None, {"max_tokens": 20, "temperature": 0.8, "seed": 4})]
     beside = answers([*plain, (JSON, {"temperature": 0.8})])
@@ -239,7 +252,7 @@ def test_a_mask_permits_exactly_the_tokens_that_can_follow() -> None:
     assert permitted(masks[3]) == {ids("ar")[0]}
 
 
-def test_looking_ahead_leaves_no_trace() -> None:
+def test_computing_masks_ahead_leaves_no_trace() -> None:
     matcher, fresh = matcher_of(JSON), matcher_of(JSON)
     for text in ('{"', "name", '":"', "x", '", "'):
         matcher.masks([*ids(text), 5, 6])
@@ -316,7 +329,7 @@ def test_what_is_no_grammar_is_refused_by_name() -> None:
             build()
 
 
-def test_a_row_whose_grammar_leads_nowhere_ends_alone_with_what_it_said() -> None:
+def test_a_sequence_whose_grammar_leads_nowhere_ends_alone_with_what_it_generated() -> None:
     """The request's own stop id is what the grammar needs next, where it may not end."""
     needed = ids("!")[0]
     matcher = matcher_of(GrammarSpec("regex", "[ab]{2}!c"), stop_ids=[needed])
@@ -334,7 +347,7 @@ def test_a_row_whose_grammar_leads_nowhere_ends_alone_with_what_it_said() -> Non
     assert beside.tokens == answers([(None, {"max_tokens": 12})])[0].tokens
 
 
-def test_a_matcher_that_breaks_ends_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matcher_that_breaks_ends_its_sequence_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(builtin_model(), tokenizer())
     broken, sound, cancelled = (submit(engine, REGEX) for _ in range(3))
     matcher = engine.queue.all()[0].matcher

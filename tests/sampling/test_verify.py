@@ -13,7 +13,7 @@ from headstart.sampling.accept import (
 
 
 def said(verdict: AcceptResult) -> list[list[int]]:
-    """What each row says, the token that follows last."""
+    """What each sequence generates, the correction or bonus token last."""
     assert verdict.accepted.dtype == mx.int32
     pairs = zip(verdict.tokens.tolist(), verdict.accepted.tolist(), strict=True)
     tokens = [tokens[: n + 1] for tokens, n in pairs]
@@ -34,7 +34,7 @@ def test_coupled_drafts_stand_up_to_the_first_that_the_target_would_not_say() ->
     assert said(accept_coupled(choices, drafts, mx.array([3, 3, 3, 1]))) == [[1, 2, 3, 4], [1, 2], [1], [1, 2]]
 
 
-def test_the_longest_prefix_that_stands_counts_whatever_came_before_it() -> None:
+def test_the_longest_accepted_prefix_counts_whatever_came_before_it() -> None:
     chance = mx.array([[0.5, 0.5, 0.5]] * 4)
     tried = mx.array([[0.9, 0.9, 0.9], [0.1, 0.9, 0.9], [0.9, 0.1, 0.9], [0.9, 0.9, 0.1]])
     accepted = longest_accepted(chance, tried)
@@ -43,7 +43,7 @@ def test_the_longest_prefix_that_stands_counts_whatever_came_before_it() -> None
     assert longest_accepted(chance, chance).tolist() == [0] * 4  # a number that equals its chance is not below it
 
 
-def test_every_draft_stands_where_the_drafter_says_what_the_target_says() -> None:
+def test_every_draft_is_accepted_where_drafter_and_target_agree() -> None:
     """Then nothing else could follow, and the share of nothing in nothing counts as all."""
     p = mx.softmax(mx.random.normal((5, 4, 6), key=mx.random.key(0)), axis=-1)
     allowed = mx.array([0, 1, 2, 3, 3])
@@ -58,8 +58,8 @@ def test_a_target_that_broke_down_lets_nothing_stand() -> None:
     assert longest_accepted(found.probability, mx.full((2, 3), 1e-9)).tolist() == [0, 0]
 
 
-def test_after_a_rejection_comes_what_the_drafter_could_not_have_said_and_after_a_full_accept_the_target() -> None:
-    """In a single row, with fewer tokens than drafts: no axis stands in for another."""
+def test_after_a_rejection_comes_the_residual_and_after_a_full_accept_the_target() -> None:
+    """In a single sequence, with fewer tokens than drafts: no axis is taken for another."""
     p = mx.array([[[0.75, 0.25], [0.25, 0.75], [0.5, 0.5], [0.25, 0.75]]])
     q = mx.array([[[0.5, 0.5], [0.5, 0.5], [0.125, 0.875]]])
     carry = mx.array([[1, 1, 0.5, 1]])

@@ -108,7 +108,7 @@ def test_one_number_for_acceptance_and_residual(rule: str, k: int) -> None:
 
 @pytest.mark.parametrize("k", [2, 3])
 def test_noise_reused_for_a_position_that_is_drafted_again(k: int) -> None:
-    """Block verification looks at drafts beyond those it accepts, so what remains of their noise is not fair any
+    """Block verification reads drafts beyond those it accepts, so what remains of their noise is not fair any
     more. Token by token it would be: nothing was read past the rejection. One round cannot show it."""
     points = 4 if k == 2 else 3
     pair = on_grid(make_pair(SamplingParams(temperature=1.0), 3, 2 * (k + 1), seed=k), points)

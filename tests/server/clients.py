@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 
@@ -16,11 +17,12 @@ CONCURRENT = 16
 
 @dataclass(frozen=True)
 class Kind:
-    """A request whose answer is known."""
+    """A request whose answer is known: token ids for completions, or what a user says, by one of the other APIs."""
 
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...] | str
     params: tuple[tuple[str, Any], ...]
     text: str
+    api: str = "completions"
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -54,33 +56,87 @@ async def malformed(http: httpx.AsyncClient, rng: random.Random, outcomes: Outco
         outcomes.wrong.append(f"{body!r} was answered {status}")
 
 
+class Clients:
+    """The official clients of one server."""
+
+    def __init__(self, url: str):
+        known: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 60}
+        self.openai = openai.AsyncOpenAI(base_url=f"{url}/v1", **known)
+        self.anthropic = anthropic.AsyncAnthropic(base_url=url, **known)
+
+    async def ask(self, kind: Kind, stream: bool) -> Any:
+        fields, said = dict(kind.fields), [{"role": "user", "content": kind.prompt}]
+        if kind.api == "completions":
+            create: Any = self.openai.completions.create
+            return await create(model="tiny", prompt=list(kind.prompt), stream=stream, extra_body=fields)
+        tokens = fields.pop("max_tokens")
+        if kind.api == "messages":
+            make: Any = self.anthropic.messages.create
+            return await make(model="tiny", max_tokens=tokens, messages=said, stream=stream, extra_body=fields)
+        if kind.api == "responses":
+            respond: Any = self.openai.responses.create
+            return await respond(
+                model="tiny", max_output_tokens=tokens, input=said, stream=stream, store=tokens % 2 == 0,
+                extra_body=fields,
+            )  # fmt: skip
+        chat: Any = self.openai.chat.completions.create
+        return await chat(model="tiny", max_tokens=tokens, messages=said, stream=stream, extra_body=fields)
+
+
+def whole_text(api: str, answer: Any) -> str:
+    match api:
+        case "completions":
+            return str(answer.choices[0].text)
+        case "messages":
+            return "".join(block.text for block in answer.content)
+        case "responses":
+            return str(answer.output_text)
+        case _:
+            return answer.choices[0].message.content or ""
+
+
+def text_of(api: str, event: Any) -> str | None:
+    """What an event of a stream adds; None if it is of another kind."""
+    match api:
+        case "completions":
+            return str(event.choices[0].text)
+        case "messages":
+            return str(event.delta.text) if event.type == "content_block_delta" else None
+        case "responses":
+            return str(event.delta) if event.type == "response.output_text.delta" else None
+        case _:
+            return event.choices[0].delta.content if event.choices else None
+
+
 async def well_formed(
-    client: openai.AsyncOpenAI, kind: Kind, stream: bool, leave_after: int | None, outcomes: Outcomes
+    clients: Clients, kind: Kind, stream: bool, leave_after: int | None, outcomes: Outcomes
 ) -> None:
-    create: Any = client.completions.create
+    outcomes.counts[kind.api] += 1
     if not stream:
-        answer = await create(model="tiny", prompt=list(kind.prompt), extra_body=kind.fields)
+        text = whole_text(kind.api, await clients.ask(kind, False))
         outcomes.counts["whole"] += 1
-        if answer.choices[0].text != kind.text:
-            outcomes.wrong.append(f"{answer.choices[0].text!r} instead of {kind.text!r}")
+        if text != kind.text:
+            outcomes.wrong.append(f"{kind.api}: {text!r} instead of {kind.text!r}")
         return
     text, chunks = "", 0
-    async with await create(model="tiny", prompt=list(kind.prompt), stream=True, extra_body=kind.fields) as events:
-        async for chunk in events:
-            text, chunks = text + chunk.choices[0].text, chunks + 1
-            if chunks == 1:
-                outcomes.ids.append(chunk.id)
+    async with await clients.ask(kind, True) as events:
+        async for event in events:
+            if (more := text_of(kind.api, event)) is None:
+                continue
+            text, chunks = text + more, chunks + 1
+            if chunks == 1 and kind.api == "completions":
+                outcomes.ids.append(event.id)
             if chunks == leave_after:
                 break
     outcomes.counts["streamed" if leave_after is None else "left"] += 1
     if not (text == kind.text if leave_after is None else kind.text.startswith(text)):
-        outcomes.wrong.append(f"{text!r} instead of {kind.text!r}")
+        outcomes.wrong.append(f"{kind.api}: {text!r} instead of {kind.text!r}")
 
 
 async def _load(url: str, known: list[Kind], count: int, seed: int, bad: float) -> Outcomes:
     outcomes, rng, places = Outcomes(), random.Random(seed), asyncio.Semaphore(CONCURRENT)
-    known_as: dict[str, Any] = {"base_url": f"{url}/v1", "api_key": "none", "max_retries": 0, "timeout": 60}
-    async with openai.AsyncOpenAI(**known_as) as client, httpx.AsyncClient(base_url=url, timeout=60) as http:
+    clients = Clients(url)
+    async with clients.openai, clients.anthropic, httpx.AsyncClient(base_url=url, timeout=60) as http:
 
         async def one() -> None:
             async with places:
@@ -90,7 +146,7 @@ async def _load(url: str, known: list[Kind], count: int, seed: int, bad: float) 
                     return
                 leave_after = rng.randint(1, 4) if lot < bad + 0.2 else None
                 stream = leave_after is not None or rng.random() < 0.5
-                await well_formed(client, rng.choice(known), stream, leave_after, outcomes)
+                await well_formed(clients, rng.choice(known), stream, leave_after, outcomes)
 
         await asyncio.gather(*(one() for _ in range(count)))
     return outcomes

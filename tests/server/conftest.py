@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hostile import Target, target
 from huggingface_hub import constants
 from openai import OpenAI
 from running import CONTEXT, HUB_ID, Running, folder, running
@@ -23,6 +24,13 @@ def server() -> Iterator[Running]:
 @pytest.fixture(scope="session")
 def client(server: Running) -> OpenAI:
     return server.openai()
+
+
+@pytest.fixture(scope="session")
+def attacked() -> Iterator[Target]:
+    """One server process for all attacks that it survives with its defaults."""
+    with target() as here:
+        yield here
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +61,7 @@ def _repo(root: Path, name: str) -> Path:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Prompts are taken in no further until it is set."""
+    """Prefill waits until it is set."""
     opened, prefill = threading.Event(), headstart.engine.prefill.prefill
 
     def waiting(*arguments: Any) -> None:

@@ -105,7 +105,7 @@ def document(rng: Random) -> Document:
 
 
 def _passage(rng: Random, written: Document, behind_a_mark: bool, cut: str = "") -> str:
-    """Text and calls in turn → what is said in it. Blanks are lost beside calls, but for the first before a text."""
+    """Text and calls in turn → the generated text. Blanks are lost beside calls, but for the first before a text."""
     said, gap, after_call = "", "", behind_a_mark
     texts = [_text(rng) if rng.random() < 0.5 else None for _ in range(rng.randrange(6))]
     for text in [*texts, f"At last:{cut}"] if cut else texts:

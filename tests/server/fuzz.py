@@ -14,9 +14,8 @@ from typing import Any
 
 from hostile_bodies import body
 from pydantic import ValidationError
-from running import CONTEXT, folder, tiny, tokenizer
+from running import served_model, tokenizer
 
-from headstart.checkpoint import read_layout
 from headstart.errors import HeadstartError
 from headstart.sampling.bounds import on_deep_stack
 from headstart.server import Limits, ServedModel
@@ -76,7 +75,7 @@ def follow(prompt: Prompt, served: ServedModel, steps: int = 8) -> None:
 
 
 async def main(seed: str, first: int, last: int) -> None:
-    served = ServedModel.of(read_layout(folder(True, CONTEXT)), tiny(True, CONTEXT), tokenizer(), id="tiny")
+    served = served_model()
     preparer = Preparer(tokenizer(), Limits(grammar_seconds=1, prepare_seconds=120), context=10**6, max_waiting=None)
     outcomes: Counter[str] = Counter()
     for i in range(first, last):

@@ -25,7 +25,7 @@ from headstart.checkpoint import load_model, load_tokenizer, read_layout, resolv
 from headstart.engine import Engine, EngineThread, Request
 from headstart.models import Model
 from headstart.sampling import SamplingParams
-from headstart.server import Keys, Limits, ServedModel, Server, bind, create_app
+from headstart.server import Keys, Limits, ModelInfo, ModelPool, ServedModel, Server, bind, create_app
 from headstart.server.anthropic_request import CountTokensRequest
 from headstart.server.chat import Prompt
 from headstart.server.prepare import Preparer
@@ -33,6 +33,7 @@ from headstart.server.request_fields import GenerationRequest
 
 HUB_ID = "someone/tiny-random"
 CONTEXT = 4096
+WITHOUT_MODEL = ("headstart_engine_healthy", "headstart_engine_restarts_total", "headstart_memory_bytes")
 HANG = 300.0  # seconds after which a test gives up, however slow the machine: the first steps compile kernels
 
 
@@ -51,8 +52,14 @@ def folder(head: bool, context: int) -> Path:
 
 @cache
 def tiny(head: bool, context: int) -> Model:
-    """It says all kinds of tokens, whole characters and parts of them, and accepts some drafts."""
+    """It generates all kinds of tokens, whole characters and parts of them, and accepts some drafts."""
     return load_model(folder(head, context), dtype=mx.float32)
+
+
+def served_model(head: bool = True, context: int = CONTEXT) -> ServedModel:
+    model = tiny(head, context)
+    info = ModelInfo.of(read_layout(folder(head, context)), id="tiny", vision=model.tower is not None)
+    return ServedModel.of(info, model, tokenizer())
 
 
 @dataclass
@@ -86,8 +93,9 @@ class Running:
         return {"base_url": f"{self.url}/v1", "api_key": self.key or "none", "max_retries": 0, "timeout": HANG}
 
     def metric(self, name: str, **labels: str) -> float:
-        """A sample of /metrics, 0 where there is none yet."""
-        wanted = name + ("{" + ",".join(f'{k}="{v}"' for k, v in labels.items()) + "}" if labels else "")
+        """A sample of /metrics, 0 where there is none yet. The model is the first unless `labels` names another."""
+        labels = labels if name in WITHOUT_MODEL else {"model": self.served.id} | labels
+        wanted = name + ("{" + ",".join(f'{k}="{v}"' for k, v in sorted(labels.items())) + "}" if labels else "")
         with self.http() as client:
             lines = client.get("/metrics").text.splitlines()
         return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.rsplit(" ", 1)[0] == wanted), 0.0)
@@ -107,26 +115,45 @@ def running(
     room_type: type[EngineThread] = EngineThread,
     **engine: Any,
 ) -> Iterator[Running]:
-    model = tiny(head, context)
-    served = ServedModel.of(read_layout(folder(head, context)), model, tokenizer(), id="tiny")
+    served = served_model(head, context)
     burst = {"burst": engine.pop("burst")} if "burst" in engine else {}
     room = room_type(Engine(served.model, tokenizer(), **{"max_queue": 256} | engine), **burst)
-    app = create_app(
-        room,
-        served,
-        keys=Keys([*([key] if key else []), *other_keys]),
-        limits=limits,
-        cors_origins=cors_origins,
-    )
+    keys = Keys([*([key] if key else []), *other_keys])
+    app = create_app(ModelPool.of_one(room, served, limits), keys=keys, cors_origins=cors_origins)
     with bind("127.0.0.1", 0) as place:
         if send_buffer is not None:
             place.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        server = Server(app, room, deadline=deadline)
+        server = Server(app, room.device, deadline=deadline)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
         thread.start()
         try:
             wait_until(lambda: server.started)
             yield Running(f"http://127.0.0.1:{place.getsockname()[1]}", room, served, server, key)
+        finally:
+            server.should_exit = True
+            thread.join(HANG)
+            assert not thread.is_alive(), "the server does not stop"
+
+
+@dataclass
+class Address:
+    """A server of several models."""
+
+    url: str
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=HANG)
+
+
+@contextmanager
+def serving(pool: ModelPool, **options: Any) -> Iterator[Address]:
+    with bind("127.0.0.1", 0) as place:
+        server = Server(create_app(pool, **options), pool.device, deadline=5.0)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
+        thread.start()
+        try:
+            wait_until(lambda: server.started)
+            yield Address(f"http://127.0.0.1:{place.getsockname()[1]}")
         finally:
             server.should_exit = True
             thread.join(HANG)
@@ -175,7 +202,7 @@ class Alone(Answer):
 
 
 def alone(prompt: list[int], **params: Any) -> Alone:
-    """What a fresh engine that has nothing else to do says."""
+    """What a fresh engine that has nothing else to do generates."""
     engine = Engine(tiny(True, CONTEXT), tokenizer())
     handle = engine.submit(Request(prompt, SamplingParams(**params)))
     texts: list[str] = []

@@ -25,14 +25,15 @@ class ScriptedRoom(EngineThread):
         self.scripts: deque[str] = deque()
         self.requests: list[Request] = []  # what was asked
         self._burst, self._rng = burst, Random(0)
+        engine.run_once = self._answer  # type: ignore[method-assign]
 
-    def _run(self) -> None:
-        while self._wait_for_work():
-            row = self.engine.queue.all()[0]
-            self.engine.queue.remove(row)
-            self.requests.append(row.handle.request)
-            for each in row.fork():
-                self._say(each, self.scripts.popleft())
+    def _answer(self) -> bool:
+        row = self.engine.queue.all()[0]
+        self.engine.queue.remove(row)
+        self.requests.append(row.handle.request)
+        for each in row.fork():
+            self._say(each, self.scripts.popleft())
+        return self.engine.busy
 
     def _say(self, row: SequenceState, script: str) -> None:
         end = min(tokenizer().eos_token_ids)

@@ -123,7 +123,7 @@ def test_events_come_in_anthropics_order(here: Here) -> None:
 
 
 def test_tools_over_two_rounds(here: Here) -> None:
-    """The second prompt goes on from the first and what was said, to the letter: so it is found in the cache."""
+    """The second prompt continues the first and its answer, to the letter: so it is found in the cache."""
     tools = [ADD, {**ADD, "name": "subtract"}]
     said = THOUGHT + "Let me see.\n" + CALL % (2, 3) + "\n" + CALL % (4, 5)
     fields = {"tools": tools, "thinking": {"type": "enabled", "budget_tokens": 1024}, "system": "Be brief."}
@@ -188,7 +188,7 @@ def test_a_late_system_message_is_read_where_it_is_whatever_the_template_thinks(
     [(None, None), ({"type": "disabled"}, False), ({"type": "adaptive"}, True),
      ({"type": "enabled", "budget_tokens": 1024}, True)],
 )  # fmt: skip
-def test_the_model_thinks_when_it_is_told_to(
+def test_the_model_thinks_when_the_request_asks_for_it(
     here: Here, monkeypatch: pytest.MonkeyPatch, thinking: Any, expected: bool | None
 ) -> None:
     render, chats = ChatTemplate.render, list[Chat]()
@@ -224,7 +224,7 @@ def test_a_tool_choice_is_kept_to(here: Here, choice: Any, script: str, calls: i
 
 
 @pytest.mark.parametrize(("choice", "script"), [(ANY, "words"), ({**NAMED, "name": "subtract"}, CALLED)])
-def test_what_a_tool_choice_forbids_cannot_be_said(here: Here, choice: Any, script: str) -> None:
+def test_what_a_tool_choice_forbids_cannot_be_generated(here: Here, choice: Any, script: str) -> None:
     with pytest.raises(InternalServerError, match="grammar"):  # where a model would have chosen another token
         create(here, script, tools=[ADD, {**ADD, "name": "subtract"}], tool_choice=choice)
 
@@ -237,7 +237,7 @@ def test_no_tool_is_called_where_none_may_be(here: Here) -> None:
 
 
 def test_a_call_that_breaks_off_is_no_call(here: Here) -> None:
-    """A stream has told of it by then. Neither has the stop reason for which clients run calls."""
+    """A stream has sent part of it by then. Neither has the stop reason for which clients run calls."""
     written = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b":'
     for script, most, reason in ((f"So:\n{written}", 999, "end_turn"), (f"So:\n{written} 3, ", 0, "max_tokens")):
         most = most or len(tokenizer().encode(f"So:\n{written}", add_special_tokens=False))
@@ -274,7 +274,7 @@ def test_stop_sequences_are_named(here: Here) -> None:
     assert (blocks(streamed), streamed.stop_sequence) == (blocks(answer), " three")
 
 
-def test_an_answer_at_its_limit_says_so(here: Here) -> None:
+def test_an_answer_at_its_limit_reports_it(here: Here) -> None:
     answer = create(here, "one two three four five", max_tokens=3)
     assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", 3)
 

@@ -10,7 +10,7 @@ import pytest
 from running import CONTEXT, Running, alone, chat_tokens, running, wait_until
 
 import headstart.server.anthropic_response
-from headstart.limits import MAX_K
+from headstart.limits import MAX_HEAD_K
 from headstart.server import Limits
 from headstart.state import PrefixCache
 
@@ -38,7 +38,7 @@ def cancelled(server: Running) -> float:
     return server.metric("headstart_requests_total", endpoint="/v1/messages", outcome="cancelled")
 
 
-def test_a_message_is_what_the_engine_says_alone(server: Running) -> None:
+def test_a_message_is_what_the_engine_generates_alone(server: Running) -> None:
     answer, expected = create(server), alone(chat_tokens("hi"), max_tokens=24)
     assert [block.text for block in answer.content] == [expected.text]
     assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", 24)
@@ -46,7 +46,7 @@ def test_a_message_is_what_the_engine_says_alone(server: Running) -> None:
     assert (stats["drafter_kind"], stats["ignored_fields"]) == ("native_mtp+copy", [])
 
 
-def test_the_streaming_helper_says_the_same(server: Running) -> None:
+def test_the_streaming_helper_has_the_same_text(server: Running) -> None:
     with server.anthropic().messages.stream(model="tiny", max_tokens=24, messages=HI) as stream:  # type: ignore[arg-type]
         texts, message = list(stream.text_stream), stream.get_final_message()
     whole = create(server)
@@ -86,8 +86,8 @@ def test_sampling_parameters_reach_the_engine(server: Running) -> None:
     assert expected.text != alone(chat_tokens("hi"), max_tokens=24).text
 
 
-def test_more_drafts_than_there_are_is_clamped_and_said(server: Running) -> None:
-    for asked, told in ((MAX_K, None), (MAX_K + 1, MAX_K)):
+def test_more_drafts_than_the_model_has_are_clamped_and_reported(server: Running) -> None:
+    for asked, told in ((MAX_HEAD_K, None), (MAX_HEAD_K + 1, MAX_HEAD_K)):
         stats = create(server, extra_body={"num_draft_tokens": asked}).generation_stats
         assert stats["num_draft_tokens_clamped_to"] == told
 

@@ -112,7 +112,7 @@ def test_a_body_that_cannot_be_read_is_a_bad_request(server: Running, body: byte
             refused(response, 400, "invalid_request_error")
 
 
-def test_a_prompt_that_is_too_long_is_said_to_be_in_the_words_that_claude_code_knows(server: Running) -> None:
+def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_claude_code_knows(server: Running) -> None:
     long = [{"role": "user", "content": "word " * 5000}]
     with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 4095 maximum"):
         ask(server, {"messages": long})
@@ -163,7 +163,7 @@ def test_a_full_queue_is_a_rate_limit() -> None:
         assert int(error.value.response.headers["retry-after"]) >= 1
 
 
-def test_a_server_whose_engine_is_down_says_so() -> None:
+def test_a_server_whose_engine_is_down_reports_it() -> None:
     with running() as server:
         server.room.close(0)
         with pytest.raises(anthropic.ServiceUnavailableError) as error:

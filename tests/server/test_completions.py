@@ -8,7 +8,7 @@ import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 from running import CONTEXT, HUB_ID, Running, alone, chat_tokens, folder, tokenizer
 
-from headstart.limits import MAX_K
+from headstart.limits import MAX_HEAD_K
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -28,7 +28,7 @@ def text_of(chunks: list[Any]) -> str:
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
 
-def test_an_answer_is_what_the_engine_says_alone(client: OpenAI) -> None:
+def test_an_answer_is_what_the_engine_generates_alone(client: OpenAI) -> None:
     answer, expected = chat(client), alone(chat_tokens("hi"), max_tokens=24)
     assert answer.object == "chat.completion"
     assert answer.model == "tiny"
@@ -37,7 +37,7 @@ def test_an_answer_is_what_the_engine_says_alone(client: OpenAI) -> None:
     assert choice.message.content == expected.text
 
 
-def test_a_stream_says_the_same_in_chunks(client: OpenAI) -> None:
+def test_a_stream_has_the_same_text_in_chunks(client: OpenAI) -> None:
     chunks = streamed(client)
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     assert len({chunk.id for chunk in chunks}) == 1
@@ -127,7 +127,7 @@ def test_max_completion_tokens_is_max_tokens(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 6, 7])
-def test_nothing_is_said_past_max_tokens(client: OpenAI, most: int) -> None:
+def test_nothing_is_generated_past_max_tokens(client: OpenAI, most: int) -> None:
     expected = alone(chat_tokens("hi"), max_tokens=most)
     *chunks, last = streamed(client, max_tokens=most, stream_options={"include_usage": True})
     assert text_of(chunks) == expected.text
@@ -185,7 +185,7 @@ def test_roles_and_contents_become_what_the_template_reads(client: OpenAI) -> No
     assert answer.choices[0].message.content == alone(prompt, max_tokens=24).text
 
 
-def test_stats_say_what_ran(client: OpenAI) -> None:
+def test_stats_report_what_ran(client: OpenAI) -> None:
     stats = chat(client, extra_body={"num_draft_tokens": 2}).generation_stats
     assert stats["drafter_kind"] == "native_mtp"
     assert stats["accepted_draft_tokens"] <= stats["proposed_draft_tokens"]
@@ -201,7 +201,7 @@ def test_stats_say_what_ran(client: OpenAI) -> None:
     assert expected <= stats.keys()
 
 
-def test_stats_say_why_nothing_was_drafted(client: OpenAI) -> None:
+def test_stats_report_why_nothing_was_drafted(client: OpenAI) -> None:
     stats = chat(client, extra_body={"num_draft_tokens": 0}).generation_stats
     assert (stats["drafter_kind"], stats["bypass_reason"]) == (None, "the request asked for no drafts")
 
@@ -221,8 +221,8 @@ def test_unknown_fields_are_ignored_and_named(client: OpenAI) -> None:
     assert answer.choices[0].message.content == chat(client).choices[0].message.content
 
 
-def test_more_drafts_than_there_are_is_clamped_and_said(client: OpenAI) -> None:
-    for asked, told in ((MAX_K, None), (MAX_K + 1, MAX_K), (10**30, MAX_K)):
+def test_more_drafts_than_the_model_has_are_clamped_and_reported(client: OpenAI) -> None:
+    for asked, told in ((MAX_HEAD_K, None), (MAX_HEAD_K + 1, MAX_HEAD_K), (10**30, MAX_HEAD_K)):
         answer = chat(client, extra_body={"num_draft_tokens": asked})
         assert answer.generation_stats["num_draft_tokens_clamped_to"] == told
 

@@ -4,29 +4,29 @@ import asyncio
 import time
 
 import pytest
-from running import CONTEXT, tiny, tokenizer, wait_until
+from running import CONTEXT, served_model, tiny, tokenizer, wait_until
 from scripted import ScriptedRoom
 
 from headstart.engine import Engine, EngineThread, Request
-from headstart.server import Limits
+from headstart.server import Limits, ModelPool, PooledModel
 from headstart.server.errors import Refusal
 from headstart.server.metrics import Meter, Metrics
 from headstart.server.request_handler import RunningRequest
 
 
-def answer(room: EngineThread, metrics: Metrics, seconds: float) -> RunningRequest:
-    meter = Meter(metrics, "/v1/completions", time.perf_counter())
+def answer(room: EngineThread, model: PooledModel, seconds: float) -> RunningRequest:
+    meter = Meter(Metrics(room.device, [model]), model, "/v1/completions", time.perf_counter())
     deadline = asyncio.get_running_loop().time() + seconds
     return RunningRequest(room, [Request([5])], Limits(), client="", deadline=deadline, meter=meter)
 
 
-def test_what_was_said_in_time_and_read_too_late_is_too_late() -> None:
+def test_tokens_generated_in_time_and_read_too_late_are_too_late() -> None:
     room = ScriptedRoom(Engine(tiny(True, CONTEXT), tokenizer()))
     room.scripts.append("All of this was said at once.")
     room.start()
 
     async def read_late() -> None:
-        late = answer(room, Metrics(room), seconds=0.2)
+        late = answer(room, ModelPool.of_one(room, served_model()).models[0], seconds=0.2)
         while late._events.empty():
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.3)
@@ -39,16 +39,16 @@ def test_what_was_said_in_time_and_read_too_late_is_too_late() -> None:
     room.close(10)
 
 
-def test_a_row_that_nobody_listens_to_is_freed_at_the_deadline() -> None:
+def test_a_sequence_without_a_listener_is_freed_at_the_deadline() -> None:
     room = EngineThread(Engine(tiny(True, CONTEXT), tokenizer()))
 
     async def never_read() -> None:
-        metrics = Metrics(room)
+        model = ModelPool.of_one(room, served_model()).models[0]
         room.start()
-        late = answer(room, metrics, seconds=0.1)
+        late = answer(room, model, seconds=0.1)
         await asyncio.sleep(0.3)
         assert late._handles[0].cancelled
-        assert metrics.counters.requests["/v1/completions", "timeout"] == 1
+        assert model.counters.requests["/v1/completions", "timeout"] == 1
 
     asyncio.run(never_read())
     wait_until(lambda: not room.engine.busy)

@@ -1,4 +1,4 @@
-"""Failures put in on purpose: whose requests they end, whose they do not, and what /health says meanwhile."""
+"""Failures put in on purpose: whose requests they end, whose they do not, and what /health reports meanwhile."""
 
 import logging
 import re
@@ -181,7 +181,9 @@ def test_a_dead_engine_thread_is_started_again_and_every_answer_goes_on(monkeypa
             ask(server, "sorting")
 
 
-def test_an_engine_thread_that_dies_again_stays_dead_and_the_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_thread_that_dies_again_stays_dead_and_the_server_reports_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def dying(self: Engine) -> bool:
         raise SystemExit("killed")
 
@@ -209,7 +211,7 @@ def while_reading(patch: pytest.MonkeyPatch, happens: Callable[[], None]) -> Non
     patch.setattr(openai_request, "chat_prompt", preparing)
 
 
-def test_a_server_that_begins_to_stop_while_a_prompt_is_read_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_begins_to_stop_during_prefill_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with running() as server:
         while_reading(monkeypatch, lambda: server.room.close(0))
         with pytest.raises(openai.APIStatusError, match="shutting down") as error:

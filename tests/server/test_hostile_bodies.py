@@ -1,4 +1,4 @@
-"""Bodies that are not JSON, or none that can be read: a 400 that says so, on every route that takes one."""
+"""Bodies that are not JSON, or none that can be read: a 400 with the reason, on every route that takes one."""
 
 import gzip
 import json

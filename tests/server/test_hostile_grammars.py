@@ -1,12 +1,11 @@
 """Grammars that a client made up to end or block the server."""
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from attacks import CHAT, GRAMMARS, TEXT, Case, chain, lark, rules, shaped, wide
-from hostile import Target, target
+from hostile import Target
 
 ACCEPTED = [  # as deep as is allowed: compiled, and followed in the engine's thread
     Case("references", CHAT, shaped(chain(300)), 200, None),
@@ -16,36 +15,30 @@ ACCEPTED = [  # as deep as is allowed: compiled, and followed in the engine's th
 ]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Target]:
-    with target() as here:
-        yield here
-
-
 @pytest.mark.parametrize("case", GRAMMARS, ids=lambda case: case.name)
-def test_it_is_refused_while_others_are_served(server: Target, case: Case) -> None:
+def test_it_is_refused_while_others_are_served(attacked: Target, case: Case) -> None:
     with ThreadPoolExecutor(1) as pool:
-        refused = pool.submit(server.check, case)
-        server.assert_serving()
+        refused = pool.submit(attacked.check, case)
+        attacked.assert_serving()
         refused.result()
 
 
 @pytest.mark.parametrize("case", ACCEPTED, ids=lambda case: case.name)
-def test_the_deepest_that_is_allowed_works(server: Target, case: Case) -> None:
-    with server.http() as http:
+def test_the_deepest_that_is_allowed_works(attacked: Target, case: Case) -> None:
+    with attacked.http() as http:
         response = case.send(http)
     assert response.status_code == case.status, response.text[:500]
-    server.assert_serving()
+    attacked.assert_serving()
 
 
 @pytest.mark.slow
-def test_many_at_a_time_keep_nobody_waiting(server: Target) -> None:
+def test_many_at_a_time_keep_nobody_waiting(attacked: Target) -> None:
     hard = [Case("hard", CHAT, shaped(wide(4_000 + i)), 400, "invalid_value") for i in range(3)]
-    with ThreadPoolExecutor(len(hard)) as pool, server.http(timeout=600) as http:
+    with ThreadPoolExecutor(len(hard)) as pool, attacked.http(timeout=600) as http:
         pending = [pool.submit(case.send, http) for case in hard]
         for _ in range(3):
-            server.assert_serving()
+            attacked.assert_serving()
         assert not all(each.done() for each in pending), "they were over before the small ones"
         # A fast machine compiles them in time, a slow one does not, or one fails while it is followed.
         assert {each.result().status_code for each in pending} <= {200, 400, 408, 500}
-    server.assert_serving()
+    attacked.assert_serving()

@@ -11,8 +11,10 @@ from checkpoints import write
 MISSING = "/proc/nowhere"  # cannot be made, not even by root
 
 
-def test_a_server_without_a_home_or_a_temporary_folder_serves() -> None:
-    with target(HOME=MISSING, XDG_CONFIG_HOME=MISSING, XDG_CACHE_HOME=MISSING, TMPDIR=MISSING) as server:
+def test_a_server_without_a_home_or_a_temporary_folder_serves(tmp_path: Path) -> None:
+    model = str(write(tmp_path / "model", vocab_size=8192))
+    missing = dict.fromkeys(("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "TMPDIR"), MISSING)
+    with target(model=model, **missing) as server:
         server.assert_serving()
         with server.http() as http:
             changed = http.patch("/v1/settings", json={"max_k": 2}).json()

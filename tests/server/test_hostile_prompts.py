@@ -16,12 +16,6 @@ CONTEXT = 8_000_000
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Target]:
-    with target() as here:
-        yield here
-
-
-@pytest.fixture(scope="module")
 def vast(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     """A server whose context holds any body: only time limits what is tokenised."""
     folder = tmp_path_factory.mktemp("models") / "vast"
@@ -33,10 +27,10 @@ def vast(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 
 @pytest.mark.parametrize("case", PROMPTS, ids=lambda case: case.name)
-def test_it_is_refused_while_others_are_served(server: Target, case: Case) -> None:
+def test_it_is_refused_while_others_are_served(attacked: Target, case: Case) -> None:
     with ThreadPoolExecutor(1) as pool:
-        refused = pool.submit(server.check, case)
-        server.assert_serving()
+        refused = pool.submit(attacked.check, case)
+        attacked.assert_serving()
         refused.result()
 
 
@@ -69,6 +63,6 @@ def test_work_for_a_client_that_has_gone_is_stopped(vast: Target) -> None:
 
 
 def _children(server: Target) -> list[int]:
-    """Return the worker processes of a server, where the system tells."""
+    """Return the worker processes of a server, where the system lists them."""
     path = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
     return [int(pid) for pid in path.read_text().split()] if path.exists() else []

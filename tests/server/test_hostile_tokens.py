@@ -11,10 +11,9 @@ import pytest
 from hostile import target
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from running import CONTEXT, Running, folder, read, tiny, tokenizer
+from running import Running, read, served_model, tokenizer
 from tokenizers import Tokenizer
 
-from headstart.checkpoint import read_layout
 from headstart.server import ServedModel
 from headstart.server.anthropic_request import CountTokensRequest, MessagesRequest
 from headstart.server.openai_request import ChatCompletionRequest, CompletionRequest
@@ -32,7 +31,7 @@ USER = {"role": "user", "content": "Hello"}
 
 @cache
 def served() -> ServedModel:
-    return ServedModel.of(read_layout(folder(True, CONTEXT)), tiny(True, CONTEXT), tokenizer(), id="tiny")
+    return served_model()
 
 
 @cache
@@ -130,8 +129,14 @@ IN_JSON: dict[str, Place] = {
 }
 
 
-@pytest.mark.parametrize("text", HOSTILE)
-@pytest.mark.parametrize("place", [*PLAIN, *IN_JSON])
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        pytest.param(place, text, marks=[] if place == "chat user" or text == FORGED else pytest.mark.slow)
+        for place in (*PLAIN, *IN_JSON)
+        for text in HOSTILE
+    ],
+)
 def test_an_added_token_in_a_conversation_is_text(place: str, text: str) -> None:
     body = (PLAIN | IN_JSON)[place]
     harmless, tokens = ids(*body(WORD)), ids(*body(text))
@@ -225,7 +230,7 @@ def blank(value: Any, name: str = "") -> Any:
     ("parse", "control"),
     [({}, True), ({"parse_special": None}, True), ({"parse_special": True}, True), ({"parse_special": False}, False)],
 )
-def test_completions_parse_added_tokens_unless_told_not_to(parse: Body, control: bool) -> None:
+def test_completions_parse_added_tokens_unless_asked_not_to(parse: Body, control: bool) -> None:
     for text in HOSTILE:
         for prompt in (text, [text]):
             tokens = ids(CompletionRequest, {"prompt": prompt, **parse})

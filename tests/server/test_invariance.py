@@ -64,9 +64,22 @@ PROMPTS = {
     COMPLETION: {"prompt": "def add(a, b):", "max_tokens": 24},
     MESSAGES: {"messages": [{"role": "user", "content": "Tell me of cats."}], "max_tokens": 50},
 }
-ALL = [(route, fields) for route, asked in ASKED.items() for fields in asked.values()]
-IDS = [f"{route.rpartition('v1/')[2]}: {name}" for route, asked in ASKED.items() for name in asked]
-EVERY_REQUEST = pytest.mark.parametrize(("route", "fields"), ALL, ids=IDS)
+OFTEN = {  # what every route adds to an answer, once; the others are slow tests
+    CHAT: ("several", "penalties", "logprobs", "seeded call", "thinking and shape"),
+    COMPLETION: ("stop", "several and logprobs", "regex"),
+    MESSAGES: ("named call", "thinking", "shape"),
+}
+ALL = [
+    pytest.param(
+        route,
+        fields,
+        id=f"{route.rpartition('v1/')[2]}: {name}",
+        marks=[] if name in OFTEN[route] else pytest.mark.slow,
+    )
+    for route, asked in ASKED.items()
+    for name, fields in asked.items()
+]
+EVERY_REQUEST = pytest.mark.parametrize(("route", "fields"), ALL)
 
 
 @pytest.fixture
@@ -130,7 +143,7 @@ def _message(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _add(told: dict[str, Any], more: dict[str, Any]) -> None:
-    """To what was told so far. Texts and lists grow, calls by their index; of a type all are told."""
+    """To what was received so far. Texts and lists grow, calls by their index; of a type all are received."""
     for name, value in more.items():
         if name == "tool_calls":
             calls = told.setdefault(name, {})

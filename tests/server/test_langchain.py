@@ -39,14 +39,14 @@ def here() -> Iterator[tuple[Running, ScriptedRoom]]:
         yield server
 
 
-def test_a_chat_is_what_the_engine_says_alone(server: Running) -> None:
+def test_a_chat_is_what_the_engine_generates_alone(server: Running) -> None:
     answer = model(server).invoke("hi")
     assert answer.content == alone(chat_tokens("hi"), max_tokens=24).text
     assert answer.usage_metadata["output_tokens"] == 24
     assert answer.response_metadata["finish_reason"] == "length"
 
 
-def test_a_stream_says_the_same(server: Running) -> None:
+def test_a_stream_has_the_same_text(server: Running) -> None:
     chunks = list(model(server, stream_usage=True).stream("hi"))
     assert len(chunks) > 4
     whole = sum(chunks[1:], chunks[0])

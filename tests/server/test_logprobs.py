@@ -52,7 +52,7 @@ def test_parts_of_characters_have_bytes_of_their_own(server: Running) -> None:
     assert [each.bytes for each in told] == [[0xC3], [0xA9]]
 
 
-def test_nothing_is_told_unasked(server: Running) -> None:
+def test_log_probabilities_come_only_on_request(server: Running) -> None:
     assert ask(server, logprobs=False).choices[0].logprobs is None
     assert all(not entry.top_logprobs for entry in ask(server).choices[0].logprobs.content)
 
@@ -60,14 +60,14 @@ def test_nothing_is_told_unasked(server: Running) -> None:
 @pytest.mark.parametrize(
     "fields", [{"logprobs": False, "top_logprobs": 2}, {"top_logprobs": 21}, {"top_logprobs": -1}], ids=str
 )
-def test_what_cannot_be_told_is_refused(server: Running, fields: dict[str, Any]) -> None:
+def test_log_probabilities_that_are_not_available_are_refused(server: Running, fields: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError) as error:
         ask(server, **fields)
     assert error.value.param == "top_logprobs"
 
 
 @pytest.mark.parametrize("logprobs", [-1, 21, True])
-def test_what_cannot_be_told_of_a_completion_is_refused(server: Running, logprobs: Any) -> None:
+def test_log_probabilities_that_a_completion_does_not_have_are_refused(server: Running, logprobs: Any) -> None:
     with pytest.raises(openai.BadRequestError) as error:
         server.openai().completions.create(model="tiny", prompt="hi", logprobs=logprobs)
     assert error.value.param == "logprobs"

@@ -54,7 +54,7 @@ def arguments(text: str) -> Any:
 # Thoughts
 
 
-def test_a_thought_is_told_from_what_is_said() -> None:
+def test_reasoning_is_separated_from_content() -> None:
     assert message("<think>\nHm.\n\nYes.\n</think>\n\nFour.\n") == Message("Four.\n", "Hm.\n\nYes.", ())
 
 
@@ -139,7 +139,7 @@ def test_values_are_typed_by_the_schema() -> None:
         ("indoors", "yes", "yes"),
     ],
 )  # fmt: skip
-def test_a_value_is_what_its_schema_says_or_else_text(key: str, text: str, value: Any) -> None:
+def test_a_value_has_the_type_of_its_schema_or_is_text(key: str, text: str, value: Any) -> None:
     assert arguments(xml("get_weather", **{key: text})) == {key: value}
     assert type(arguments(xml("get_weather", **{key: text}))[key]) is type(value)
 
@@ -175,7 +175,7 @@ def test_a_parameter_may_have_any_name_on_one_line(key: str) -> None:
     assert Message.of(read(*text, tools=tools)).calls == (call,)
 
 
-def test_half_a_character_is_told_as_such() -> None:
+def test_half_a_character_is_emitted_as_such() -> None:
     """JSON can hold one half of a pair, and UTF-8 cannot: what is passed on must be possible to send."""
     at_its_end = '<tool_call>{"arguments": {"city": "a\\ud83d"}, "name": "get_weather"}</tool_call>'
     for text in (
@@ -214,7 +214,7 @@ def test_a_json_call_without_arguments_has_none() -> None:
     assert message('<tool_call>{"name": "get"}</tool_call>').calls == (Call("get", "{}"),)
 
 
-def test_several_calls_come_in_their_order_with_what_is_said_before() -> None:
+def test_several_calls_come_in_their_order_with_the_content_before_them() -> None:
     text = (
         "I look.\n\n"
         + xml("get")
@@ -408,7 +408,7 @@ def test_a_value_that_needs_its_end_waits_for_it() -> None:
     assert fragments(head, "1", "2", "\n</parameter>") == ['{"days": ', "", "", "12"]
 
 
-def test_reasoning_and_content_are_said_as_they_come() -> None:
+def test_reasoning_and_content_are_emitted_as_they_come() -> None:
     parser = OutputParser(TOOLS)
     told: Sequence[list[Delta]] = [
         parser.feed(piece) for piece in ("<think>\n", "a", " b", "\n</think>\n", "\nc", "d")

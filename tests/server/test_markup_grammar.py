@@ -69,7 +69,7 @@ SequenceState = tuple[GrammarSpec | None, dict[str, Any]]
 
 
 def answers(*rows: SequenceState, model: Model | None = None) -> list[tuple[list[int], str]]:
-    """Of rows that decode together: the tokens, and the text without the one that ends it."""
+    """Of sequences that decode together: the tokens, and the text without the one that ends it."""
     engine, ends = Engine(model or clueless(), tokenizer()), tokenizer().eos_token_ids
     prompt, common = ids("def read_config(path):\n"), {"max_tokens": 60, "k": 3}
     requests = [Request(prompt, SamplingParams(grammar=spec, **common | params)) for spec, params in rows]
@@ -327,7 +327,7 @@ def test_a_budget_leaves_calls_and_ends_as_they_are() -> None:
     assert not permits(spent, "Hm.")  # it ends in the answer now
 
 
-def test_a_thought_with_a_budget_is_followed_by_what_the_grammar_says() -> None:
+def test_reasoning_with_a_budget_is_followed_by_the_grammar() -> None:
     for spec in (ANSWER, call_grammar({"now": SHORT["now"]}, XML, parallel=False)):
         grammar = with_thinking(spec, JSON, "started", budget=5)
         ((tokens, text),) = answers((grammar, {"temperature": 1.0, "seed": 1}))

@@ -25,7 +25,7 @@ def tokens_of(piece: str) -> list[int]:
 
 
 def bursts(text: str, rng: Random) -> list[str]:
-    """Cut at random places, each piece made tokens of by itself, and these told in rounds of several."""
+    """Cut at random places, each piece made tokens of by itself, and these emitted in rounds of several."""
     often = rng.choice([0.0, 0.1, 0.5, 1.0])
     places = [0, *(at for at in range(1, len(text)) if rng.random() < often), len(text)]
     cuts = [text[a:b] for a, b in pairwise(places)]

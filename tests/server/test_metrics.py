@@ -1,18 +1,23 @@
-"""What /metrics and /v1/mtp/stats count, held against what the answers say of themselves."""
+"""What /metrics and /v1/mtp/stats count, compared with the answers' own stats."""
 
 import asyncio
 import re
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from running import CONTEXT, Running, running, tiny, tokenizer, wait_until
+from running import CONTEXT, Running, running, served_model, tiny, tokenizer, wait_until
 
-from headstart.engine import Engine, EngineThread, Event, FinishReason, Request, Stats
+from headstart.engine import DepthController, Engine, EngineThread, Event, FinishReason, Request, Stats
+from headstart.engine.copies import CopyIndex
+from headstart.engine.depth import Plan
+from headstart.engine.draft import Source
+from headstart.engine.draft_history import DraftHistory
 from headstart.engine.request import Handle
-from headstart.server import Limits
+from headstart.server import Limits, ModelPool
 from headstart.server.metrics import Meter, Metrics
 from headstart.server.request_handler import RunningRequest
 from headstart.state import PrefixCache
@@ -31,27 +36,38 @@ def samples(server: Running) -> dict[tuple[str, frozenset[tuple[str, str]]], flo
     return {(sample.name, frozenset(sample.labels.items())): sample.value for sample in told}
 
 
-def test_counts_are_the_sums_of_what_every_answer_says() -> None:
-    with running() as server, server.http() as http:
+class Copying(DepthController):
+    """Copies wherever something repeats, with the head after that."""
+
+    def plan(self, histories: Sequence[DraftHistory], copies: Sequence[CopyIndex | None], unread: int = 0) -> Plan:
+        distances = tuple(each.distance if each is not None else 0 for each in copies)
+        return super().plan(histories, copies, unread)._replace(k=3, source=Source.HEAD, distances=distances)
+
+
+def test_counts_are_the_sums_of_all_answers_stats() -> None:
+    with running(depth=Copying()) as server, server.http() as http:
         bodies: list[dict[str, Any]] = [
             {"prompt": "one", "max_tokens": 20, "min_tokens": 20},
             {"prompt": "two", "max_tokens": 30, "min_tokens": 30, "num_draft_tokens": 3},
+            {"prompt": [5] * 40, "max_tokens": 30, "logit_bias": {"5": 100}},  # repeats itself
             {"prompt": "three", "max_tokens": 10, "min_tokens": 10, "num_draft_tokens": 0},
         ]
         told = [http.post(COMPLETIONS, json=body).json() for body in bodies]
         http.post(COMPLETIONS, json={"prompt": 5})
         stats, counted = [answer["generation_stats"] for answer in told], samples(server)
         report = http.get("/v1/mtp/stats").json()["models"]["tiny"]
+        tokens = http.get("/v1/mtp/tokens").json()["models"]["tiny"]
 
     def count(name: str, **labels: str) -> float:
+        labels = labels if name == "engine_healthy" else {"model": "tiny", **labels}
         return counted[f"headstart_{name}", frozenset(labels.items())]
 
-    assert count("requests_total", endpoint=COMPLETIONS, outcome="length") == 3
-    assert count("generation_tokens_total") == report["generation_tokens"] == 60
+    assert count("requests_total", endpoint=COMPLETIONS, outcome="length") == 4
+    assert count("generation_tokens_total") == report["generation_tokens"] == 90
     assert count("prompt_tokens_total") == sum(answer["usage"]["prompt_tokens"] for answer in told)
-    assert count("time_to_first_token_seconds_count") == 3
+    assert count("time_to_first_token_seconds_count") == 4
     assert report["rounds"] == sum(each["rounds"] for each in stats)
-    assert report["tokens_per_round"] == pytest.approx(60 / report["rounds"])
+    assert report["tokens_per_round"] == pytest.approx(90 / report["rounds"])
     assert report["proposed_draft_tokens"] == sum(each["proposed_draft_tokens"] for each in stats)
     assert report["accepted_draft_tokens"] == sum(each["accepted_draft_tokens"] for each in stats) > 0
     for name in ("proposed", "accepted"):
@@ -62,14 +78,20 @@ def test_counts_are_the_sums_of_what_every_answer_says() -> None:
         assert count("rounds_total", depth=depth) == report["rounds_by_depth"][depth] == rounds
     assert report["bypasses"] == {"the request asked for no drafts": 1}
     assert count("bypasses_total", reason="the request asked for no drafts") == 1
+    for source in ("head", "copy"):
+        accepted = sum(each["accepted_by_source"][source] for each in stats)
+        assert count("accepted_drafts_by_source_total", source=source) == accepted > 0
+        assert report["accepted_by_source"][source] == accepted
+    assert (tokens["5"], sum(tokens.values())) == (30, 90)  # nothing else was biased
     assert report["depth"] == 0
     assert count("engine_healthy") == 1
 
 
 def test_latency_is_counted_by_tokens_and_not_by_chunks() -> None:
     """Otherwise drafts that are accepted together would look slow, or fast."""
-    metrics = Metrics(EngineThread(Engine(tiny(True, CONTEXT), tokenizer())))
-    meter = Meter(metrics, COMPLETIONS, arrived=10.0)
+    pool = ModelPool.of_one(EngineThread(Engine(tiny(True, CONTEXT), tokenizer())), served_model())
+    metrics = Metrics(pool.device, pool.models)
+    meter = Meter(metrics, pool.models[0], COMPLETIONS, arrived=10.0)
     for rounds, tokens, said, when in ((1, 2, 2, 11.0), (2, 4, 6, 11.4), (3, 1, 7, 11.5)):
         stats = Stats("native_mtp", None, rounds=rounds, generation_tokens=said)
         meter.count(Event(tokens=[7] * tokens, stats=stats), when, first=True)
@@ -91,11 +113,14 @@ def test_latency_is_counted_by_tokens_and_not_by_chunks() -> None:
 )
 def test_a_request_for_several_answers_is_cut_off_if_one_is(reasons: list[FinishReason], outcome: str) -> None:
     room = EngineThread(Engine(tiny(True, CONTEXT), tokenizer()))
-    metrics = Metrics(room)
+    (model,) = ModelPool.of_one(room, served_model()).models
 
     async def main() -> None:
         room.submit = lambda request, **_: Handle(request, None)  # type: ignore[method-assign]
-        request, meter = Request([5], n=len(reasons)), Meter(metrics, COMPLETIONS, arrived=0.0)
+        request, meter = (
+            Request([5], n=len(reasons)),
+            Meter(Metrics(room.device, [model]), model, COMPLETIONS, arrived=0.0),
+        )
         running = RunningRequest(room, [request], Limits(), client="", deadline=inf, meter=meter)
         running.cancel()  # otherwise a cancelled answer is an error of the server's
         for choice, reason in enumerate(reasons):
@@ -104,7 +129,7 @@ def test_a_request_for_several_answers_is_cut_off_if_one_is(reasons: list[Finish
         running.close()
 
     asyncio.run(main())
-    assert metrics.counters.requests == {(COMPLETIONS, outcome): 1}
+    assert model.counters.requests == {(COMPLETIONS, outcome): 1}
 
 
 def test_rows_and_queue_are_seen_while_they_last() -> None:

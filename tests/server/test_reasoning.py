@@ -86,7 +86,7 @@ def test_thoughts_come_back_in_the_history(here: Here, name: str) -> None:
     ],
     ids=str,
 )
-def test_whether_to_think_can_be_said_in_every_way(here: Here, extra: dict[str, Any], thinks: bool) -> None:
+def test_thinking_can_be_set_in_every_way(here: Here, extra: dict[str, Any], thinks: bool) -> None:
     answer = ask(here, "Yes.", extra)
     assert prompt(here).endswith("assistant\n" if thinks else "</think>\n\n")
     assert answer.generation_stats["ignored_fields"] == []

@@ -13,7 +13,7 @@ from running import Running, read, running, wait_until
 
 from checkpoints import write
 from headstart.checkpoint import load_model, load_tokenizer, read_layout
-from headstart.server import Limits, ServedModel
+from headstart.server import Limits, ModelInfo, ServedModel
 from headstart.server.anthropic_request import MessagesRequest
 from headstart.server.errors import Refusal
 from headstart.server.openai_request import ChatCompletionRequest, CompletionRequest
@@ -106,8 +106,8 @@ WRONG_ELEMENTS: list[tuple[type[RequestModel], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("shape", "body"), WRONG_ELEMENTS, ids=lambda value: str(value)[:60])
-def test_of_many_wrong_elements_the_first_is_told_of(shape: type[RequestModel], body: dict[str, Any]) -> None:
-    """To tell of each takes seconds, in which nobody else is heard."""
+def test_of_many_wrong_elements_the_first_is_reported(shape: type[RequestModel], body: dict[str, Any]) -> None:
+    """To report each takes seconds, in which no other request is served."""
     with pytest.raises(ValidationError) as error:
         shape.model_validate(body)
     assert error.value.error_count() <= 4  # one for each type that it could have had
@@ -138,7 +138,7 @@ def test_a_completion_does_nothing_that_only_chats_can(server: Running, name: st
 
 
 @pytest.mark.parametrize("kind", ["video_url", "input_audio", "file"])
-def test_input_other_than_text_and_images_is_said_to_be_unsupported(server: Running, kind: str) -> None:
+def test_input_other_than_text_and_images_is_refused_as_unsupported(server: Running, kind: str) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "Look:"}, {"type": kind, kind: {}}]}]
     error = refused(post(server, {"messages": messages}))
     assert error["param"] == "messages[0].content[1]"
@@ -146,7 +146,7 @@ def test_input_other_than_text_and_images_is_said_to_be_unsupported(server: Runn
     assert f"{name} input is not supported here" in error["message"]
 
 
-def test_such_fields_may_say_what_goes_without_saying(server: Running) -> None:
+def test_such_fields_may_have_their_default_value(server: Running) -> None:
     harmless = {
         "n": 1, "logprobs": False, "top_logprobs": None, "tools": [], "tool_choice": "auto",
         "response_format": {"type": "text"}, "chat_template_kwargs": {}, "enable_thinking": None,
@@ -182,7 +182,7 @@ def test_a_body_that_is_not_a_json_object_is_a_400(server: Running, body: bytes)
     refused(post(server, body))
 
 
-def test_a_body_without_its_content_type_is_told_what_to_send(server: Running) -> None:
+def test_a_body_without_its_content_type_is_refused_with_a_remedy(server: Running) -> None:
     with server.http() as http:
         response = http.post("/v1/chat/completions", content=json.dumps({"messages": HI}))
     assert "Content-Type" in refused(response)["message"]
@@ -239,7 +239,7 @@ def test_limits_are_kept() -> None:
         assert post(server, {"messages": HI, "max_tokens": 2}).status_code == 200
 
 
-def test_a_full_queue_is_a_429_that_says_when_to_come_back() -> None:
+def test_a_full_queue_is_a_429_with_retry_after() -> None:
     with running(max_sequences=1, max_queue=1) as server:
         client = server.openai()
         fields: dict[str, Any] = {"model": "tiny", "messages": HI, "max_tokens": 2000, "stream": True}
@@ -270,7 +270,7 @@ def test_what_no_memory_will_do_for_is_refused_by_the_field_it_came_in(
     assert error["message"].startswith(f"{param} has ")
 
 
-def test_a_model_without_a_head_refuses_drafts_and_says_why_elsewhere() -> None:
+def test_a_model_without_a_head_refuses_drafts_and_reports_why_elsewhere() -> None:
     with running(head=False) as server:
         error = refused(post(server, {"messages": HI, "num_draft_tokens": 3}))
         assert error["param"] == "num_draft_tokens"
@@ -295,8 +295,16 @@ def test_what_the_chat_template_refuses_is_refused(tmp_path: Path, template: str
     config["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").unlink()
-    served = ServedModel.of(read_layout(folder), load_model(folder), load_tokenizer(folder))
+    served = ServedModel.of(ModelInfo.of(read_layout(folder)), load_model(folder), load_tokenizer(folder))
     with pytest.raises(Refusal) as refusal:
         read(ChatCompletionRequest.model_validate({"messages": HI}), served)
     assert (refusal.value.status_code, refusal.value.param, refusal.value.code) == (400, "messages", code)
     assert template is None or "roles must alternate" in refusal.value.detail
+
+
+def test_embeddings_are_refused_in_words(server: Running) -> None:
+    with pytest.raises(openai.BadRequestError, match="its card names no pooling") as error:
+        server.openai().embeddings.create(model="tiny", input="hi")
+    assert error.value.param == "model"
+    with pytest.raises(openai.NotFoundError):
+        server.openai().embeddings.create(model="other", input="hi")

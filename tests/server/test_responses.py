@@ -312,7 +312,7 @@ def test_the_store_is_bounded_and_nobody_displaces_others() -> None:
     assert len(store) == 8
 
 
-def test_a_real_model_says_the_same_as_in_a_chat() -> None:
+def test_a_real_model_generates_the_same_as_in_a_chat() -> None:
     with running() as here:
         client = here.openai()
         chat = client.chat.completions.create(

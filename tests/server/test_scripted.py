@@ -25,7 +25,7 @@ def ask(here: tuple[Running, ScriptedRoom], script: str, **options: Any) -> Any:
     return client.completions.create(model="tiny", prompt="2 + 2", **options)
 
 
-def test_a_script_is_said_word_for_word(here: tuple[Running, ScriptedRoom]) -> None:
+def test_a_script_is_generated_word_for_word(here: tuple[Running, ScriptedRoom]) -> None:
     answer = ask(here, TEXT)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (TEXT, "stop")
     assert here[1].requests[-1].params.max_tokens == 200

@@ -45,7 +45,7 @@ def streamed(server: Running, **fields: Any) -> tuple[list[Any], Any]:
         return list(stream), stream.get_final_completion()
 
 
-def test_a_chat_is_what_the_engine_says_alone(server: Running) -> None:
+def test_a_chat_is_what_the_engine_generates_alone(server: Running) -> None:
     text = alone(chat_tokens("hi"), max_tokens=24).text
     stop = text[-6:]
     fields = {"stop": stop, "logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True}}
@@ -91,7 +91,7 @@ def test_calls_are_parsed_as_they_come(here: Here) -> None:
     assert "".join(event.arguments_delta for event in pieces if event.index == 0) == '{"food": "fish", "grams": 50}'
 
 
-def test_what_was_said_goes_into_the_next_round(here: Here) -> None:
+def test_an_answer_goes_into_the_next_turn(here: Here) -> None:
     """As it is: the client's own message, with all that it adds to it."""
     here[1].scripts.extend([SCRIPT, "It has eaten."])
     _, completion = streamed(here[0], tools=[FEED])
@@ -110,7 +110,7 @@ def test_an_answer_that_is_cut_off_is_an_error_where_it_was_to_be_parsed(here: H
         streamed(here[0], tools=[FEED], max_tokens=20)
 
 
-def test_the_asynchronous_client_says_the_same(here: Here) -> None:
+def test_the_asynchronous_client_receives_the_same(here: Here) -> None:
     here[1].scripts.append(SCRIPT)
 
     async def ask() -> Any:
@@ -122,7 +122,7 @@ def test_the_asynchronous_client_says_the_same(here: Here) -> None:
     assert [call.function.parsed_arguments.grams for call in choice.message.tool_calls] == [50, 20]
 
 
-def test_what_waits_to_be_told_is_put_together_once(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_that_wait_to_be_sent_are_joined_once(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """A value that needs its end, of as many tokens as it likes: not all of them again with every round."""
     touched, join = 0, TokenSpan.join
 

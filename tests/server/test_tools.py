@@ -159,7 +159,7 @@ def test_a_second_round_carries_calls_thoughts_and_results(here: Here) -> None:
 
 @pytest.mark.parametrize("script", [PARIS, OSLO], ids=["json", "xml"])
 def test_a_call_that_was_cut_off_can_be_sent_back(here: Here, script: str) -> None:
-    """A stream has told of it by then, and what clients make of that is part of a JSON object, or nothing."""
+    """A stream has sent part of it by then, and what clients make of that is part of a JSON object, or nothing."""
     for most in range(8, len(tokenizer().encode(script, add_special_tokens=False)) - 1, 3):
         message, reason, deltas = gathered(ask(here, script, max_tokens=most, stream=True))
         assert reason == "length"
@@ -184,7 +184,7 @@ CALLED = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 @pytest.mark.parametrize("choice", [NAMED, "required"], ids=["named", "required"])
 def test_a_call_that_must_come_is_the_only_one(here: Here, choice: Any) -> None:
-    """What looks like another in the thought is thought. The token that opens calls cannot even be said there."""
+    """What looks like another in the reasoning is reasoning. The token that opens calls is not permitted there."""
     fields = {"tool_choice": choice, "parallel_tool_calls": False, "extra_body": {"enable_thinking": True}}
     bare = OSLO.removeprefix("<tool_call>\n")
     (choice,) = ask(here, f"<think>\nPerhaps {bare}\n</think>\n\n{CALLED}", **fields).choices
@@ -204,7 +204,7 @@ def test_beside_a_shape_a_call_comes_after_the_thought(here: Here) -> None:
         ask(here, f"<think>\n{CALLED}\n</think>\n\n{{}}", **fields)
 
 
-def test_tools_are_told_to_the_model_unless_it_may_not_call_them(here: Here) -> None:
+def test_tools_are_shown_to_the_model_unless_it_may_not_call_them(here: Here) -> None:
     ask(here, "Hello.")
     assert '"name": "get_weather"' in tokenizer().decode(here[1].requests[-1].prompt)
     ask(here, "Hello.", tool_choice="none")
@@ -257,7 +257,7 @@ def forced(server: Running, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("k", [0, 4])
-def test_a_named_tool_is_called_and_nothing_else_said(server: Running, k: int) -> None:
+def test_a_named_tool_is_called_and_nothing_else_generated(server: Running, k: int) -> None:
     named = {"type": "function", "function": {"name": "set_light"}}
     (choice,) = forced(server, tool_choice=named, extra_body={"num_draft_tokens": k}).choices
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)

@@ -19,7 +19,7 @@ def kv_layers(batch: Batch) -> list[KV]:
 
 
 def say(model: Model, batch: Batch, depths: list[int]) -> tuple[list[list[int]], list[mx.array]]:
-    """What the rows say in a step for each of the depths, and the logits of those tokens."""
+    """What the sequences generate in a step for each of the depths, and the logits of those tokens."""
     said: list[list[int]] = [[] for _ in range(batch.size)]
     logits = []
     for k in depths:
@@ -53,7 +53,7 @@ def test_a_write_lands_at_each_rows_own_offset_and_nowhere_else(rows: int) -> No
 
 @pytest.mark.parametrize("lengths", [(BLOCK - 9, 6, BLOCK + 1), (BLOCK, BLOCK - 1, 2)])
 def test_growing_at_a_block_border_changes_nothing(lengths: tuple[int, ...]) -> None:
-    """Ragged rows, so that one of them crosses the border while others are far from it."""
+    """Ragged sequences, so that one of them crosses the border while others are far from it."""
     model, rng = random_model("dense"), random.Random(3)
     prompts = [random_prompt(model, length, seed) for seed, length in enumerate(lengths)]
     depths = [rng.choice([0, 1, 3, 8]) for _ in range(10)]
@@ -102,7 +102,7 @@ def test_new_room_is_zero() -> None:
 
 @pytest.mark.usefixtures("stock_ops")  # our kernels never read it
 def test_room_beyond_a_rows_length_matters_only_if_it_is_not_finite() -> None:
-    """What rejected drafts leave behind is finite, so it does no harm; a NaN there breaks the row, and is noticed."""
+    """What rejected drafts leave is finite, so it does no harm; a NaN there breaks the sequence, and is noticed."""
     model = random_model("dense")
     prompts = [random_prompt(model, 20, seed) for seed in range(2)]
     expected = [mlx_lm_greedy(model, prompt, 4) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""The memory of a layer by itself: how it begins, grows, loses and gains rows, and is taken apart."""
+"""The state of a layer by itself: how it begins, grows, loses and gains sequences, and is split."""
 
 import mlx.core as mx
 import pytest
@@ -64,7 +64,7 @@ def test_a_pass_reads_what_it_wrote_in_the_memorys_own_type(rows: int, heads: in
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [(5, 9), (9, 5), (5, 5)])
-def test_keys_and_values_of_joining_rows_come_last(mine: int, theirs: int) -> None:
+def test_keys_and_values_of_joining_sequences_come_last(mine: int, theirs: int) -> None:
     memory, other = kv(2, mine), kv(1, theirs)
     memory.join(other)
     assert memory.capacity == max(mine, theirs)
@@ -105,7 +105,7 @@ def test_recurrent_states_are_kept_with_their_drafts(drafts: int | None) -> None
 
 
 @pytest.mark.parametrize("drafts", [None, 2])
-def test_a_joining_row_brings_blanks_for_drafts(drafts: int | None) -> None:
+def test_a_joining_sequence_brings_blanks_for_drafts(drafts: int | None) -> None:
     memory, other = recurrent(3, drafts), recurrent(1, None)
     memory.join(other)
     blanks = [mx.zeros((1, *a.shape[1:]), a.dtype) for a in memory.arrays()[2:]]

@@ -12,8 +12,9 @@ import mlx.core as mx
 import pytest
 
 from headstart.errors import RequestError
-from headstart.state import BLOCK, CHUNK, KV, BatchState, PrefixCache, Recurrent
+from headstart.state import BLOCK, CHUNK, KV, BatchState, Chunks, PrefixCache, Recurrent
 from headstart.state.prefix import TAIL, Node, Retention
+from headstart.state.snapshot import States
 
 C = 32  # tokens a chunk
 LOTS = 1 << 30
@@ -31,57 +32,63 @@ def keys_and_values(prompt: Sequence[int], length: int, heads: int) -> KV:
     return KV(keys, -keys, mx.zeros((1,), mx.int32))
 
 
-def memory(
-    prompt: Sequence[int], *, head: bool = True, hybrid: bool = True
-) -> tuple[BatchState, BatchState | None, mx.array]:
-    """Of a row that has taken in `prompt`: the trunk's, the head's and the last hidden."""
+def memory(prompt: Sequence[int], *, head: bool = True, hybrid: bool = True) -> tuple[States, mx.array]:
+    """Of a sequence that has prefilled `prompt`: the trunk's, the head's and the last hidden."""
     last = numbers(prompt)[:, :, -1:]
     layers: list[KV | Recurrent] = [keys_and_values(prompt, len(prompt), 2)]
     if hybrid:
         layers.insert(0, Recurrent(last * mx.ones((1, 4, 8, 8)), last.reshape(1, 1, 1) * mx.ones((1, 3, 16))))
     length = mx.array([len(prompt)], mx.int32)
-    rows = BatchState(layers, length, mx.zeros((1,), mx.int32), [len(prompt)])
-    pairs = [a + 10 * b for a, b in pairwise(prompt)]
-    memory = keys_and_values(pairs, len(prompt), 1)
-    behind = BatchState([memory], length - 1, mx.zeros((1,), mx.int32), [len(prompt)]) if head else None
-    return rows, behind, last.reshape(1, 1, 1) * mx.ones((1, 1, 16))
+    states = [(BatchState(layers, length, mx.zeros((1,), mx.int32), [len(prompt)]), 0)]
+    if head:
+        pairs = keys_and_values([a + 10 * b for a, b in pairwise(prompt)], len(prompt), 1)
+        states.append((BatchState([pairs], length - 1, mx.zeros((1,), mx.int32), [len(prompt)]), 1))
+    return states, last.reshape(1, 1, 1) * mx.ones((1, 1, 16))
 
 
-def blank(*, head: bool = True, hybrid: bool = True) -> tuple[BatchState, BatchState | None]:
+def blank(*, head: bool = True, hybrid: bool = True) -> States:
     layers: list[KV | Recurrent] = [KV.empty(1, 2, 32, mx.float32)]
     if hybrid:
         layers.insert(0, Recurrent.empty(1, 4, 8, 8, 4, 16, mx.float32))
-    return BatchState.empty(layers, 1), BatchState.empty([KV.empty(1, 1, 32, mx.float32)], 1) if head else None
+    states = [(BatchState.empty(layers, 1), 0)]
+    return [*states, (BatchState.empty([KV.empty(1, 1, 32, mx.float32)], 1), 1)] if head else states
+
+
+def chunks(prompt: Sequence[int], ends: list[int] | None = None) -> Chunks:
+    return Chunks.of(prompt, list(range(C, len(prompt), C)) if ends is None else ends)
+
+
+def store(prefix: PrefixCache, prompt: Sequence[int], end: int, **kind: bool) -> None:
+    prefix.store(chunks(prompt), end // C, *memory(prompt[:end], **kind))
+
+
+def arrays(states: States) -> list[mx.array]:
+    return [array for state, _ in states for layer in state.layers for array in layer.arrays()]
 
 
 def prefill_prompts(prefix: PrefixCache, prompt: Sequence[int], until: int | None = None, **kind: bool) -> int:
     """Do as the engine does → the tokens that did not have to be read."""
     taken = resumed(prefix, prompt, **kind)
-    for end in range(taken + C, len(prompt) if until is None else until + 1, C):
-        prefix.store(prompt, end, *memory(prompt[:end], **kind))
+    for end in range(taken + C, min(len(prompt), until + 1 if until else len(prompt)), C):
+        store(prefix, prompt, end, **kind)
     return taken
 
 
-def resumed(prefix: PrefixCache, prompt: Sequence[int], **kind: bool) -> int:
-    """Resume, and hold what comes back against what the row would have made itself."""
-    rows, head = blank(**kind)
-    found = prefix.resume(prompt, rows, head)
+def resumed(prefix: PrefixCache, prompt: Sequence[int], ends: list[int] | None = None, **kind: bool) -> int:
+    """Resume, and compare what comes back with what the sequence would have computed itself."""
+    states = blank(**kind)
+    found = prefix.resume(chunks(prompt, ends), states)
     if found is None:
         return 0
     taken, hidden = found
     assert taken < len(prompt)
-    true_rows, true_head, true_hidden = memory(prompt[:taken], **kind)
+    expected, true_hidden = memory(prompt[:taken], **kind)
     assert mx.array_equal(hidden, true_hidden)
-    assert rows.bounds == true_rows.bounds
-    for mine, true in ((rows, true_rows), (head, true_head)):
-        if mine is None or true is None:
-            assert mine is true
-            continue
+    for (mine, _), (true, _) in zip(states, expected, strict=True):
+        assert mine.bounds == true.bounds
         assert mx.array_equal(mine.lengths, true.lengths)
         assert mx.array_equal(mine.accepted, true.accepted)
-        for layer, expected in zip(mine.layers, true.layers, strict=True):
-            for a, b in zip(layer.arrays(), expected.arrays(), strict=True):
-                assert mx.array_equal(a, b)
+    assert all(mx.array_equal(a, b) for a, b in zip(arrays(states), arrays(expected), strict=True))
     return taken
 
 
@@ -93,7 +100,7 @@ def nodes(prefix: PrefixCache) -> Iterator[Node]:
 
 
 def depths_with_states(prefix: PrefixCache, prompt: Sequence[int]) -> list[int]:
-    return [n + 1 for n, node in enumerate(prefix._walk(prompt, len(prompt))) if node.states is not None]
+    return [n + 1 for n, node in enumerate(prefix._walk(chunks(prompt).tokens)) if node.states is not None]
 
 
 def prompt_of(chunks: int, seed: int = 0, more: int = C - 1) -> list[int]:
@@ -104,7 +111,7 @@ def prompt_of(chunks: int, seed: int = 0, more: int = C - 1) -> list[int]:
 @pytest.mark.parametrize(
     "kind", [{}, {"head": False}, {"hybrid": False}], ids=["hybrid", "no head", "attention only"]
 )
-def test_a_prompt_resumes_with_exactly_what_a_row_holds_there(kind: dict[str, bool]) -> None:
+def test_a_prompt_resumes_with_exactly_what_a_sequence_holds_there(kind: dict[str, bool]) -> None:
     prefix = PrefixCache(LOTS, chunk=C)
     prompt = prompt_of(5)
     assert prefill_prompts(prefix, prompt, **kind) == 0
@@ -149,6 +156,27 @@ def test_chunks_that_prompts_have_in_common_are_kept_once() -> None:
     assert prefix.stats().bytes == before.bytes
     prefill_prompts(prefix, prompt[: 4 * C] + prompt_of(2, seed=1))
     assert (before.entries, prefix.stats().entries) == (6, 8)
+
+
+def test_chunks_of_any_length_are_found_by_prompts_that_are_cut_alike() -> None:
+    """A prompt that has the same tokens but other chunks would compute them in other steps, and finds nothing."""
+    prefix, prompt, ends = PrefixCache(LOTS, chunk=C), prompt_of(4), [C, C + 7, 2 * C + 7, 2 * C + 10]
+    for count, end in enumerate(ends, 1):
+        prefix.store(chunks(prompt, ends), count, *memory(prompt[:end]))
+    assert resumed(prefix, prompt, ends) == 2 * C + 10
+    assert resumed(prefix, [*prompt[: 2 * C + 8], 9, 9, 9, 9], ends) == 2 * C + 7
+    assert resumed(prefix, prompt, [C, 2 * C]) == C
+    assert resumed(prefix, prompt, [7, C + 7]) == 0
+
+
+def test_a_conversation_goes_on_where_forks_alone_would_fill_the_cache() -> None:
+    """States at forks outlive other prompts, but not the newest turn of their own."""
+    prefix = PrefixCache(size_of(prompt_of(11)), chunk=C)
+    for n in range(2, 12):
+        assert prefill_prompts(prefix, prompt_of(n)) == ((n - 1) * C if n > 2 else 0)
+        assert resumed(prefix, [*prompt_of(n)[: (n - 1) * C], *[9] * C]) == (n - 1) * C
+    assert prefix.stats().evictions
+    assert resumed(prefix, prompt_of(11)) == 11 * C
 
 
 def test_states_are_kept_at_powers_of_two_and_where_the_prompt_ends() -> None:
@@ -268,7 +296,7 @@ def test_a_prompt_too_large_for_the_cache_leaves_its_beginning() -> None:
     prefill_prompts(prefix, large, until=6 * C)
     before, taken = prefix.stats(), resumed(prefix, large)
     assert 4 * C <= taken <= 6 * C
-    prefix.store(large, 12 * C, *memory(large[: 12 * C]))
+    store(prefix, large, 12 * C)
     assert (prefix.stats().bytes, prefix.stats().evictions) == (before.bytes, before.evictions)
     assert resumed(prefix, large) == taken
 
@@ -290,9 +318,9 @@ def test_bytes_stay_within_their_bound_whatever_comes(share: float) -> None:
         served += prefill_prompts(prefix, prompt, until=rng.choice([None, None, 2 * C]))
         kept = list(nodes(prefix))
         stats = prefix.stats()
-        arrays = [part for node in kept for pack in node.packs for part in pack]
-        arrays += [a for node in kept if node.states is not None for a in node.states.arrays()]
-        assert stats.bytes == sum(a.nbytes for a in arrays) <= prefix.max_bytes
+        held = [part for node in kept for pack in node.packs for part in pack]
+        held += [a for node in kept if node.states is not None for a in node.states.arrays()]
+        assert stats.bytes == sum(a.nbytes for a in held) <= prefix.max_bytes
         assert stats.entries == len(kept)
         assert all(node.states is not None for node in kept if not node.children)
     assert prefix.stats().evictions
@@ -303,42 +331,39 @@ def test_what_is_not_finite_is_not_kept() -> None:
     prompt = prompt_of(2)
     for broken in range(3):
         prefix = PrefixCache(LOTS, chunk=C)
-        rows, head, hidden = memory(prompt[:C])
-        assert head is not None
-        target = (rows.layers[0].state, rows.layers[1].values, head.layers[0].keys)[broken]  # type: ignore[union-attr]
+        states, hidden = memory(prompt[:C])
+        target = arrays(states)[(0, 3, 4)[broken]]  # recurrent state, values, the head's keys
         target[0, 0, 3] = mx.array(mx.nan)
-        prefix.store(prompt, C, rows, head, hidden)
+        prefix.store(chunks(prompt), 1, states, hidden)
         assert prefix.stats().entries == 0
-        prefix.store(prompt, C, *memory(prompt[:C]))
+        store(prefix, prompt, C)
         assert resumed(prefix, prompt) == C
 
 
-def test_a_row_that_was_resumed_may_overwrite_its_memory() -> None:
+def test_a_sequence_that_was_resumed_may_overwrite_its_state() -> None:
     prefix = PrefixCache(LOTS, chunk=C)
     prompt = prompt_of(1)
     prefill_prompts(prefix, prompt)
-    rows, head = blank()
-    found = prefix.resume(prompt, rows, head)
+    states = blank()
+    found = prefix.resume(chunks(prompt), states)
     assert found is not None
-    assert head is not None
-    for array in (found[1], *(a for layer in (*rows.layers, *head.layers) for a in layer.arrays())):
+    for array in (found[1], *arrays(states)):
         array[:] = mx.array(mx.nan)
     assert resumed(prefix, prompt) == C
 
 
-def test_a_row_that_was_stored_may_overwrite_its_memory() -> None:
+def test_a_sequence_that_was_stored_may_overwrite_its_state() -> None:
     prefix = PrefixCache(LOTS, chunk=C)
     prompt = prompt_of(1)
-    rows, head, hidden = memory(prompt[:C])
-    assert head is not None
-    prefix.store(prompt, C, rows, head, hidden)
-    for array in (hidden, *(a for layer in (*rows.layers, *head.layers) for a in layer.arrays())):
+    states, hidden = memory(prompt[:C])
+    prefix.store(chunks(prompt), 1, states, hidden)
+    for array in (hidden, *arrays(states)):
         array[:] = mx.array(mx.nan)
     assert resumed(prefix, prompt) == C
 
 
 def test_an_entry_keeps_no_more_memory_alive_than_it_counts() -> None:
-    """Not the row's whole buffers, of which it holds a slice."""
+    """Not the sequence's whole buffers, of which it holds a slice."""
     prefix = PrefixCache(LOTS)
     gc.collect()
     before = mx.get_active_memory()
@@ -352,7 +377,7 @@ def test_an_entry_keeps_no_more_memory_alive_than_it_counts() -> None:
     hidden = mx.zeros((1, CHUNK, 512))[:, -1:]
     rows = BatchState.empty(layers, 1)
     mx.eval(rows.arrays(), hidden)
-    prefix.store(prompt, CHUNK, rows, None, hidden)
+    prefix.store(Chunks.of(prompt, [CHUNK]), 1, [(rows, 0)], hidden)
     held = mx.get_active_memory() - before
     del rows, layers, hidden, conv
     gc.collect()
@@ -367,12 +392,12 @@ def test_eight_bits_keep_keys_and_values_nearly_and_the_rest_exactly() -> None:
     for prefix in (whole, small):
         prefill_prompts(prefix, prompt, until=C)
     assert small.stats().bytes < 0.6 * whole.stats().bytes
-    rows, head = blank()
-    found = small.resume(prompt, rows, head)
+    states = blank()
+    found = small.resume(chunks(prompt), states)
     assert found is not None
-    true, _, hidden = memory(prompt[: found[0]])
-    recurrent, kv = rows.layers
-    expected, exact_kv = true.layers
+    true, hidden = memory(prompt[: found[0]])
+    recurrent, kv = states[0][0].layers
+    expected, exact_kv = true[0][0].layers
     assert mx.array_equal(found[1], hidden)
     for a, b in zip(recurrent.arrays(), expected.arrays(), strict=True):
         assert mx.array_equal(a, b)
@@ -390,14 +415,14 @@ def test_stats_count_hits_misses_and_tokens_served() -> None:
     assert (stats.hits, stats.misses, stats.tokens, stats.entries, stats.max_bytes) == (1, 1, 2 * C, 2, LOTS)
 
 
-def test_clearing_forgets_everything_and_a_row_under_way_stores_all_of_its_prompt_again() -> None:
+def test_clearing_forgets_everything_and_a_running_sequence_stores_all_of_its_prompt_again() -> None:
     prefix = PrefixCache(LOTS, chunk=C)
     prompt = prompt_of(6)
     prefill_prompts(prefix, prompt, until=3 * C)
     prefix.clear()
     assert (prefix.stats().entries, prefix.stats().bytes) == (0, 0)
     for end in range(4 * C, 6 * C + 1, C):
-        prefix.store(prompt, end, *memory(prompt[:end]))
+        store(prefix, prompt, end)
     assert resumed(prefix, prompt) == 6 * C
 
 

@@ -27,6 +27,6 @@ def test_a_corpus_that_is_written_again_leaves_no_part_of_the_old_one(
     assert tokens.read("chat", tmp_path).tokens.tolist() == [7, 8]
 
 
-def test_a_missing_corpus_says_how_to_make_it(tmp_path: Path) -> None:
+def test_a_missing_corpus_is_reported_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"training\.corpus"):
         tokens.read("chat", tmp_path)

@@ -1,4 +1,4 @@
-"""The PyTorch model, headstart and the recorded outputs say the same of the shipped weights."""
+"""The PyTorch model, headstart and the recorded outputs agree on the shipped weights."""
 
 import json
 from functools import lru_cache

@@ -21,7 +21,6 @@ from ..kernels.products import product, stock_product
 from ..models import Model
 from ..models.attention import attention
 from ..models.feed_forward import feed_forward
-from ..models.gated_delta_net import gated_delta_net
 from ..models.residual import Residual
 from ..models.share import Alone
 from ..state import KV, BatchState, Recurrent
@@ -200,7 +199,7 @@ def _delta(model: Model, net: nn.Module, memory: Recurrent) -> Run:
 
     def run(x: mx.array) -> mx.array:
         fresh = Recurrent.of(memory.arrays())
-        return gated_delta_net(net, model.family.project, x, fresh, none, 1, _residual(model, x))[0]
+        return model.family.recurrent(net, x, fresh, none, 1, _residual(model, x))[0]
 
     return run
 

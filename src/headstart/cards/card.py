@@ -12,13 +12,14 @@ import typer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..errors import CheckpointError
-from ..limits import DEFAULT_K, MAX_K
+from ..limits import DEFAULT_K, MAX_HEAD_K
 
 BUILTIN_CARDS = Path(__file__).parent
 OFF = ("0", "false", "no", "off")  # values of HEADSTART_MTP
 FamilyName = Literal[
     "qwen3_5", "qwen3_5_moe", "qwen3_next", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "mimo", "mimo_v2_flash",
-    "llama", "mistral3", "ministral3", "qwen2", "qwen3", "qwen3_moe",
+    "step3p5", "exaone_moe", "nemotron_h", "ernie4_5_moe", "longcat_flash", "llama", "mistral3", "ministral3",
+    "qwen2", "qwen3", "qwen3_moe",
 ]  # fmt: skip
 Capability = Literal["text", "vision", "thinking", "tools"]
 Positive = Annotated[int, Field(ge=1)]
@@ -33,7 +34,7 @@ class NativeMtp(StrictModel):
 
     num_layers: Positive
     default_k: Positive
-    max_k: Annotated[int, Field(ge=1, le=MAX_K)]
+    max_k: Annotated[int, Field(ge=1, le=MAX_HEAD_K)]
 
     @model_validator(mode="after")
     def _in_order(self) -> "NativeMtp":
@@ -77,6 +78,7 @@ class Card(StrictModel):
     context_length: Positive | None = None
     capabilities: tuple[Capability, ...] = ()
     native_mtp: NativeMtp | None = None
+    drafter: str | None = None  # hub id of a block drafter that was made for it
     gain: Gain | None = None
     sampling_defaults: SamplingDefaults = SamplingDefaults()
 
@@ -147,7 +149,7 @@ def dispatch(
         return Dispatch(0, 0, "switched off by HEADSTART_MTP", copies=False)
     if unusable:
         return Dispatch(0, 0, unusable)
-    return Dispatch(declared.default_k, declared.max_k) if declared else Dispatch(DEFAULT_K, MAX_K)
+    return Dispatch(declared.default_k, declared.max_k) if declared else Dispatch(DEFAULT_K, MAX_HEAD_K)
 
 
 def _read(path: Path) -> Card:

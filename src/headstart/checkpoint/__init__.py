@@ -3,6 +3,6 @@ write it."""
 
 from .hub import resolve
 from .layout import Layout, read_layout
-from .load import load_model, load_tokenizer
+from .load import LoadPlan, Needs, load_model, load_tokenizer
 
-__all__ = ["Layout", "load_model", "load_tokenizer", "read_layout", "resolve"]
+__all__ = ["Layout", "LoadPlan", "Needs", "load_model", "load_tokenizer", "read_layout", "resolve"]

@@ -160,9 +160,10 @@ def _check(config: dict[str, Any]) -> None:
         _require_object(field, text.get(field), nullable=True)
         rope = text.get(field) or {}
         numbers |= {f"{field}.{name}": rope[name] for name in ROPE_NUMBERS if name in rope}
-    for field, value in numbers.items():
-        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
-            raise _wrong(field, value, "a number above 0")
+    for field, value in numbers.items():  # of Step one for every layer
+        for number in value if isinstance(value, list) and field == "rope_theta" else [value]:
+            if type(number) not in (int, float) or not 0 < number <= sys.float_info.max:
+                raise _wrong(field, value, "a number above 0")
 
 
 def _require_object(field: str, value: object, *, nullable: bool) -> None:
@@ -191,8 +192,11 @@ def _add_rope_names(text: dict[str, Any], family: str) -> None:
         text["rope_parameters"] = {"rope_type": "default", **(text.get("rope_scaling") or {}), **numbers}
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> Any:
+    """Return a JSON object; as a float where transformers 5 writes one for a number that JSON lacks."""
     found = dict(pairs)
+    if list(found) == ["__float__"] and found["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(found["__float__"])
     if len(found) < len(pairs):
         repeated, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise Malformed(f"{shortened(repeated)} comes twice in one JSON object")

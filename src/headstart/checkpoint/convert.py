@@ -22,11 +22,11 @@ from mlx_lm.utils import make_shards
 
 from .. import models
 from ..errors import CheckpointError, HeadError
-from ..models.base import Norm
+from ..models.norm import Norm
 from .atomic import publish, require_space, staging_folder
 from .hub import COMPANION_FILES
 from .layout import NORMS, Layout, head_field, readme_metadata
-from .names import is_head, is_vision, without_prefix
+from .names import Names, is_head, is_vision
 from .parameters import Stored, parameter_shapes
 from .quantize import Choose, Quantization, Recipe, choose_quantization
 from .read import LazyFiles, open_file, read_parameter
@@ -68,7 +68,7 @@ def plan_conversion(source: Layout, destination: Path, recipe: Recipe, original:
     model = models.build(deepcopy(source.config))
     if source.mtp.available:
         model.share_missing(source.stored)
-    mlx_lm_names = {without_prefix(name): name for name in parameter_shapes(model.lm)}
+    mlx_lm_names = {Names(source.config).canonical(name): name for name in parameter_shapes(model.lm)}
     names = {name: mlx_lm_names[name] for name in parameter_shapes(model.weights) if not is_head(name)}
     choose = recipe.for_trunk(model.lm)
     trunk, quantized = _convert_parameters(names, source.stored, model, choose, recipe.dtype)

@@ -17,9 +17,9 @@ def choose_draft_tokens(counts: Mapping[int, int], size: int, vocabulary: int) -
     return sorted(list(chosen)[:size])
 
 
-def write_draft_tokens(folder: Path, ids: list[int], origin: str) -> Path:
+def write_draft_tokens(folder: Path, ids: list[int], origin: str, vocabulary: int) -> Path:
     path = folder / NAME
-    path.write_text(json.dumps({"origin": origin, "ids": ids}), encoding="utf-8")
+    path.write_text(json.dumps({"origin": origin, "vocabulary": vocabulary, "ids": ids}), encoding="utf-8")
     return path
 
 
@@ -30,9 +30,12 @@ def read_draft_tokens(folder: Path, vocabulary: int) -> tuple[list[int], str] | 
         return None
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        ids, origin = [int(token) for token in stored["ids"]], str(stored["origin"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        ids, size, origin = list(stored["ids"]), stored["vocabulary"], str(stored["origin"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a list of tokens ({error}). Delete it or write it again.") from error
-    if not ids or len(set(ids)) < len(ids) or not 0 <= min(ids) <= max(ids) < vocabulary:
+    if size != vocabulary:
+        raise CheckpointError(f"{path}: made for {size} tokens; this model has {vocabulary}. Write the list again.")
+    known = all(type(token) is int and 0 <= token < vocabulary for token in ids)
+    if not ids or not known or len(set(ids)) < len(ids):
         raise CheckpointError(f"{path}: ids must be different tokens below {vocabulary}. Write the list again.")
     return ids, origin

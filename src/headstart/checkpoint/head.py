@@ -17,8 +17,8 @@ SIDECARS = ("mtp.safetensors", "model-mtp.safetensors", "mtp/weights.safetensors
 ROUNDING = 2**-6  # a norm of the same model may have been through bfloat16, as w or as 1 + w
 # What must be equal for a head to fit, the most telling difference first; the head's own shapes tell the rest.
 SIZES = (
-    "num_experts", "n_routed_experts", "hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads",
-    "intermediate_size",
+    "num_experts", "n_routed_experts", "moe_num_experts", "hidden_size", "vocab_size", "num_hidden_layers",
+    "num_attention_heads", "intermediate_size",
 )  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def check_sizes(path: Path, config: dict[str, Any], source: str, other: dict[str
     for field in SIZES:
         if theirs.get(field) != ours.get(field):
             remedy = f"Name the original that {path.name} was converted from."
-            if field in ("num_experts", "n_routed_experts"):
+            if field.endswith("_experts"):
                 remedy = "A model whose experts were merged or pruned has no head that fits: run it without one."
             sizes = f"its {field} is {theirs.get(field)} and that of {path} is {ours.get(field)}"
             raise HeadError(f"{source}: another model, {sizes}. {remedy}")

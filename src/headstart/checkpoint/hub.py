@@ -3,23 +3,21 @@
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from huggingface_hub import HfApi, HfFileSystem, constants, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import GatedRepoError, HFValidationError, HTTPError, RepositoryNotFoundError
+from huggingface_hub.errors import GatedRepoError, HTTPError, RepositoryNotFoundError
 
 from .. import cards, models
 from ..errors import CheckpointError, HubError
 from .atomic import DISK_FULL, NOT_WRITABLE, free_space
 from .config import read_config
 from .head import find_sidecar, sidecar_names
-from .layout import HEAD_DOWNLOAD_ERRORS, HUB_ID, NO_WEIGHTS, NORMS, Layout, read_layout
+from .layout import HEAD_DOWNLOAD_ERRORS, HUB_ID, NO_WEIGHTS, NORMS
 from .names import Names, is_vision
 from .safetensors import INDEX, read_header, shard_names
 
@@ -75,7 +73,7 @@ def locate(name: str | Path | None = None) -> Path | str:
         return name
     if (card := cards.find_card(name)) and card.hub_id:
         return card.hub_id
-    builtin = ", ".join(folder.name for folder in _builtin_models())
+    builtin = ", ".join(folder.name for folder in builtin_models())
     raise CheckpointError(
         f"{name}: no such folder, no model of that name in {constants.HF_HUB_CACHE}, and not a hub id "
         f"(org/name). Built in: {builtin}."
@@ -234,13 +232,13 @@ def _disk_full(repo: str, needed: int) -> HubError:
 
 def _cached_repo(name: str) -> str | None:
     """Return org/name of the model `name` in the cache."""
-    repos = [repo for repo in _cached_repos() if repo.partition("/")[2] == name]
+    repos = [repo for repo in cached_repos() if repo.partition("/")[2] == name]
     if len(repos) > 1:
         raise CheckpointError(f"{name}: several models of that name are cached. Say {' or '.join(repos)}.")
     return repos[0] if repos else None
 
 
-def _cached_repos() -> list[str]:
+def cached_repos() -> list[str]:
     folders = sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*"))
     return [folder.name.removeprefix("models--").replace("--", "/", 1) for folder in folders]
 
@@ -267,70 +265,5 @@ def _lacks_head(folder: Path) -> bool:
     return not all(file.exists() for file in files) or not any(map(is_head, names))
 
 
-# -- All models on this machine
-
-
-@dataclass(frozen=True)
-class LocalModel:
-    """A model on disk. Without a layout it cannot be loaded, and `problem` says why."""
-
-    name: str  # as `--model` takes it
-    folder: Path
-    layout: Layout | None
-    problem: str | None = None
-
-    @property
-    def dispatch(self) -> cards.Dispatch | None:
-        """Return what its head would do if HEADSTART_MTP did not turn it off."""
-        return self.layout.dispatch(mtp=True) if self.layout else None
-
-    def report(self) -> dict[str, Any]:
-        """Return the JSON of `headstart models`."""
-        decision = self.dispatch
-        return {
-            "id": self.name,
-            "card": card.name if self.layout and (card := self.layout.card) else None,
-            "path": str(self.layout.path) if self.layout else None,
-            "bytes": self.layout.bytes if self.layout else None,
-            "problem": self.problem,
-            "native_mtp": {
-                "available": bool(decision and decision.drafts),
-                "reason": decision.reason if decision else None,
-                "default_k": decision.k if decision else 0,
-                "max_k": decision.max_k if decision else 0,
-            },
-        }
-
-
-def local_models(folders: Sequence[Path] = ()) -> list[LocalModel]:
-    """Return the built-in models, those of our families in the Hugging Face cache, and those in `folders`.
-
-    A folder is a model, or holds models: what `convert` wrote may be anywhere.
-    """
-    found = [_local_model(path.name, path) for path in _builtin_models()]
-    for repo in _cached_repos():
-        try:
-            config = try_to_load_from_cache(repo, "config.json")
-            if isinstance(config, str) and read_config(Path(config).parent):
-                found.append(_local_model(repo, Path(config).parent))
-        except (HFValidationError, CheckpointError):  # not a model's folder, or a model that is not of our families
-            continue
-    for folder in folders:
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder}: no such folder.")
-        paths = [path for path in (folder, *sorted(folder.iterdir())) if (path / "config.json").is_file()]
-        if not paths:
-            raise CheckpointError(f"{folder}: no model, and no folder of a model in it.")
-        found += [_local_model(str(path), path) for path in paths]
-    return found
-
-
-def _builtin_models() -> list[Path]:
+def builtin_models() -> list[Path]:
     return sorted(path for path in BUILTIN.iterdir() if path.is_dir())
-
-
-def _local_model(name: str, folder: Path) -> LocalModel:
-    try:
-        return LocalModel(name, folder, read_layout(folder))
-    except CheckpointError as error:
-        return LocalModel(name, folder, None, str(error))

@@ -73,6 +73,7 @@ class Layout:
             "native_mtp": asdict(self.mtp),
             "vision": find_tower(self.path, self.config).report(),
             "card": card.name if (card := self.card) else None,
+            "known_drafter": card.drafter if card else None,
         }
 
 

@@ -7,10 +7,10 @@ the next. So loading needs little more memory than the weights that stay.
 import os
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as shortened
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,20 +19,22 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer as load_mlx_lm_tokenizer
 
 from .. import models
+from ..cards import Dispatch
 from ..errors import CheckpointError, HeadError
 from ..kernels import cpu
 from ..kernels.metal.tune import choose_kernels
 from ..limits import MAX_IMAGE_PIXELS
 from ..models import memory
-from ..models.base import Norm
 from ..models.compiler import ensure_compiles
 from ..models.memory import Footprint
+from ..models.norm import Norm
 from .config import printable_error, read_object
 from .draft_vocabulary import read_draft_tokens
+from .drafter import DrafterLayout, check_drafter, read_drafter, read_drafter_weights
 from .hub import resolve, resolve_head
-from .layout import read_layout
-from .names import is_head, without_prefix
-from .parameters import parameter_shapes
+from .layout import Layout, read_layout
+from .names import Names, is_head
+from .parameters import Stored, parameter_shapes
 from .read import LazyFiles, read_parameter
 from .vision import StoredTower, empty_tower, find_tower, read_tower
 
@@ -55,15 +57,84 @@ TYPES = ("bfloat16", "float16", "float32")  # values of HEADSTART_DTYPE
 WITHOUT_BFLOAT16 = re.compile(r"applegpu_g1[34]\D")  # Metal's names of M1's and M2's GPUs
 
 
+class Needs(NamedTuple):
+    """The bytes that a model takes in memory."""
+
+    weights: int  # with its drafter's and its vision tower's
+    request: int  # of one short request
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """A model that is not read yet: its modules, and where their parameters come from."""
+
+    layout: Layout
+    decision: Dispatch
+    model: models.Model
+    stored: Stored
+    dtype: mx.Dtype
+    drafter: DrafterLayout | None
+    tower: StoredTower
+
+    @classmethod
+    def of(
+        cls,
+        name: str | Path | None = None,
+        *,
+        mtp: bool | None = None,
+        head: str | Path | None = None,
+        drafter: str | Path | None = None,
+        dtype: mx.Dtype | None = None,
+        vision: bool = False,
+        max_image_pixels: int = MAX_IMAGE_PIXELS,
+    ) -> "LoadPlan":
+        """Take the arguments of `load_model`."""
+        layout = read_layout(resolve(name), resolve_head(head) if head is not None and mtp is not False else None)
+        decision = layout.dispatch(mtp)
+        if layout.mtp.location and not layout.mtp.available and decision.reason == layout.mtp.reason:
+            raise HeadError(f"{layout.path}: {layout.mtp.reason}")
+        block = read_drafter(resolve(drafter)) if drafter is not None else None
+        if block is not None:
+            check_drafter(block, layout.path, layout.config)
+        stored = {name: part for name, part in layout.stored.items() if decision.drafts or not is_head(name)}
+        packed = {name: how for name, how in layout.quantized.items() if f"{name}.scales" in stored}  # not float8
+        model = models.build(layout.config, head=decision.drafts)
+        if model.has_head:
+            model.share_missing(stored)
+        model = _quantized(model, packed, Names(layout.config))
+        if dtype is None:
+            experts = any(".switch_mlp." in name for name in stored)
+            dtype = compute_dtype(layout.dtype, experts=experts, modes={how["mode"] for how in packed.values()})
+        if block is not None:
+            model = replace(model, drafter=block.drafter)
+        tower = find_tower(layout.path, layout.config) if vision else StoredTower(WITHOUT_TOWER)
+        if tower.available:
+            model = replace(model, tower=empty_tower(layout.path, layout.config, max_image_pixels))
+        model = replace(model, tower_unavailable=tower.reason)
+        return cls(layout, decision, model, stored, dtype, block, tower)
+
+    @property
+    def needs(self) -> Needs:
+        request = int(Footprint.of(self.model).bytes([1]) / memory.SHARE)
+        tower = _nbytes(self.model.tower, self.dtype) if self.model.tower is not None else 0
+        return Needs(_nbytes(self.model.weights, self.dtype) + self.drafter_nbytes + tower, request)
+
+    @property
+    def drafter_nbytes(self) -> int:
+        return _nbytes(self.drafter.drafter.weights, self.dtype) if self.drafter is not None else 0
+
+
 def load_model(
     name: str | Path | None = None,
     *,
     mtp: bool | None = None,
     head: str | Path | None = None,
+    drafter: str | Path | None = None,
     dtype: mx.Dtype | None = None,
     split: MakePart | None = None,
     vision: bool = False,
     max_image_pixels: int = MAX_IMAGE_PIXELS,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> models.Model:
     """Load a model with its head, if it has one.
 
@@ -71,62 +142,62 @@ def load_model(
         name: See `resolve`.
         mtp: False loads no head; None leaves it to HEADSTART_MTP.
         head: A model or a drafter (`qwen3_5_mtp`) whose head is taken, by a name as `resolve` takes it.
+        drafter: A block drafter for this model (DFlash), by a name as `resolve` takes it.
         dtype: Of all weights that are not quantised; None chooses it by `compute_dtype`.
         split: Read only this machine's part of the model.
         vision: Also load the vision tower; where there is none, `Model.tower_unavailable` says why.
         max_image_pixels: Larger images are scaled down.
+        progress: Called after every parameter with the share of all that have been read.
 
     Raises:
         HeadError: There is a head but it cannot be used. Where there is none, `Model.head_unavailable` says why.
+        DrafterError: The drafter cannot be used, or was made for another model.
     """
-    layout = read_layout(resolve(name), resolve_head(head) if head is not None and mtp is not False else None)
-    decision = layout.dispatch(mtp)
-    if layout.mtp.location and not layout.mtp.available and decision.reason == layout.mtp.reason:
-        raise HeadError(f"{layout.path}: {layout.mtp.reason}")
+    plan = LoadPlan.of(
+        name,
+        mtp=mtp,
+        head=head,
+        drafter=drafter,
+        dtype=dtype,
+        vision=vision and split is None,
+        max_image_pixels=max_image_pixels,
+    )
+    layout, decision, model, stored = plan.layout, plan.decision, plan.model, plan.stored
     ensure_compiles()
-    stored = {name: part for name, part in layout.stored.items() if decision.drafts or not is_head(name)}
-    packed = {name: how for name, how in layout.quantized.items() if f"{name}.scales" in stored}  # not float8
-    model = models.build(layout.config, head=decision.drafts)
     if split is not None and not model.family.divisible:
         raise CheckpointError(f"{layout.path}: {layout.family} models cannot be divided among several machines yet.")
-    if model.has_head:
-        model.share_missing(stored)
-    model = _quantized(model, packed)
     norms = {f"{name}.weight" for name, module in model.weights.named_modules() if isinstance(module, Norm)}
-    if dtype is None:
-        experts = any(".switch_mlp." in name for name in stored)
-        dtype = compute_dtype(layout.dtype, experts=experts, modes={how["mode"] for how in packed.values()})
-    tower, stored_tower = None, StoredTower(WITHOUT_TOWER)
-    if vision and split is None:
-        stored_tower = find_tower(layout.path, layout.config)
-        if stored_tower.available:
-            tower = empty_tower(layout.path, layout.config, max_image_pixels)
     if split is None:
-        held = [model.weights, *([tower] if tower is not None else [])]
-        _check_memory(layout.path, sum(_nbytes(each, dtype) for each in held), Footprint.of(model))
+        _check_memory(layout.path, plan.needs, plan.drafter_nbytes)
 
     files = LazyFiles()
     part = split(models.text_config(layout.config)) if split is not None else None
-    for name in parameter_shapes(model.weights):
+    names = parameter_shapes(model.weights)
+    for number, name in enumerate(names, 1):
         if part is not None and not part.holds(name):
             continue
         offset = model.family.norm_offset if name in norms else None
-        array = read_parameter(name, stored, files, dtype, norm_offset=offset)
+        array = read_parameter(name, stored, files, plan.dtype, norm_offset=offset)
         if part is not None:
             array = part.cut(name, array)
         mx.eval(array)
         model.weights.update(tree_unflatten([(name, array)]))
         del array
         mx.clear_cache()
-    if tower is not None:
-        read_tower(tower, stored_tower, dtype)
+        progress(number / len(names))
+    if plan.drafter is not None:
+        read_drafter_weights(plan.drafter, plan.dtype)
+        choose_kernels(plan.drafter.drafter.weights, model.dtype)
+    if model.tower is not None:
+        read_tower(model.tower, plan.tower, plan.dtype)
     if part is None:
         choose_kernels(model.weights, model.dtype)
     else:  # machines that time kernels may choose different ones, and must not: they draft the same tokens
         model = part.fit(model)
     if decision.drafts and split is None and (listed := read_draft_tokens(layout.path, model.vocabulary)):
         model = model.with_draft_vocabulary(*listed)
-    model = replace(model, tower=tower, tower_unavailable=stored_tower.reason)
+        assert model.draft_vocabulary is not None
+        choose_kernels(model.draft_vocabulary.lm_head, model.dtype)
     k, max_k, reason, copies = decision.k, decision.max_k, decision.reason, decision.copies
     return replace(model, head_unavailable=reason, default_k=k, max_k=max_k, copies=copies)
 
@@ -137,16 +208,17 @@ def _nbytes(weights: nn.Module, dtype: mx.Dtype) -> int:
     return sum(a.size * (dtype.size if mx.issubdtype(a.dtype, mx.floating) else a.itemsize) for a in arrays)
 
 
-def _check_memory(path: Path, weights: int, footprint: Footprint) -> None:
+def _check_memory(path: Path, needs: Needs, drafter: int = 0) -> None:
     """Refuse a model that does not fit with one short request: the machine would swap, or the system end the process
     without a message."""
-    request = int(footprint.bytes([1]) / memory.SHARE)
-    if weights + request > (free := memory.unused()):
+    if sum(needs) > (free := memory.unused()):
+        beside = f" (its drafter's {drafter / 1e9:.2f} of them)" if drafter else ""
         raise CheckpointError(
-            f"{path}: its weights take {weights / 1e9:.2f} GB, and {free / 1e9:.2f} GB of this device's memory "
-            f"are left{memory.system_share()}; a short request takes {request / 1e9:.2f} GB more. Take a smaller "
-            "model, a conversion of fewer bits (`headstart convert --bits 4`), or several machines. If you know that "
-            f"it fits, set {memory.VARIABLE} to the gigabytes that Headstart may take."
+            f"{path}: its weights take {needs.weights / 1e9:.2f} GB{beside}, and {free / 1e9:.2f} GB of "
+            f"this device's memory are left{memory.system_share()}; a short request takes {needs.request / 1e9:.2f} "
+            f"GB more. {'Leave the drafter out, take' if drafter else 'Take'} a smaller model, a conversion of fewer "
+            "bits (`headstart convert --bits 4`), or several machines. If you know that it fits, set "
+            f"{memory.VARIABLE} to the gigabytes that Headstart may take."
         )
 
 
@@ -191,11 +263,11 @@ def compute_dtype(stored: str, *, experts: bool, modes: set[str]) -> mx.Dtype:
     return dtype
 
 
-def _quantized(model: models.Model, packed: dict[str, dict[str, Any]]) -> models.Model:
+def _quantized(model: models.Model, packed: dict[str, dict[str, Any]], names: Names) -> models.Model:
     """Return the model with quantised modules where the files hold quantised weights."""
 
     def how(prefix: str) -> Callable[[str, nn.Module], dict[str, Any] | bool]:
-        return lambda path, module: packed.get(prefix + without_prefix(path), False)
+        return lambda path, module: packed.get(names.canonical(f"{prefix}{path}.").removesuffix("."), False)
 
     nn.quantize(model.lm, class_predicate=how(""))
     mtp = model.weights.mtp if model.has_head else None

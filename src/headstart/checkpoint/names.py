@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 
 from .. import models
 
-PREFIX = re.compile(r"^(?:(?:model|language_model)\.)+")
+PREFIX = re.compile(r"^(?:(?:model|language_model|backbone)\.)+")
 VISION = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
-EXPERT = re.compile(r"^(.+\.mlp)\.experts\.(\d{1,6})\.(gate_proj|up_proj|down_proj)\.(\w+)$")
+EXPERT = re.compile(r"^(.+\.(?:mlp|mixer))\.experts\.(\d{1,6})\.(gate_proj|up_proj|down_proj|fc1|fc2)\.(\w+)$")
 FUSED = re.compile(r"^(.+\.mlp)\.experts\.(gate_up_proj|down_proj)(?:\.(weight|scales|biases))?$")
-MODULE = re.compile(r"^mtp\.layers\.(\d{1,6})\.")
-LATENT = re.compile(r"^(.+\.self_attn)\.kv_b_proj\.(weight|weight_scale_inv)$")
+LATENT = re.compile(r"^(.+\.self_attn(?:\.\d)?)\.kv_b_proj\.(weight|weight_scale_inv)$")
 
 
 FINAL_NORM = "norm.weight"
@@ -57,8 +56,7 @@ class Names:
         self.drafter = "drafter" in config  # every tensor is the head's
         self.heads = tuple(text.get(name) for name in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
         layers, spec = int(text.get("num_hidden_layers") or 0), family.head
-        self.renamed = dict(spec.renamed)
-        self.modules = spec.modules
+        self.renamed = [(re.compile(pattern), ours) for pattern, ours in family.renamed]
         self.released = {
             spec.released_as.format(layer=layers + module, module=module): f"mtp.layers.{module}."
             for module in range(models.head_modules(config) or 1)
@@ -70,10 +68,11 @@ class Names:
         name = without_prefix(name)
         if self.drafter:
             return f"mtp.{name.removeprefix('mtp.')}"
+        for pattern, ours in self.renamed:
+            name = pattern.sub(ours, name)
         for released, ours in self.released.items():
             if name.startswith(released):
-                part, _, rest = name.removeprefix(released).partition(".")
-                return f"{ours}{self.renamed.get(part, part)}.{rest}"
+                return ours + name.removeprefix(released)
         return name
 
     def is_head(self, name: str) -> bool:
@@ -88,8 +87,6 @@ class Names:
     def parts(self, name: str) -> list[ParameterPart]:
         """Return what the tensor `name` holds."""
         name = self.canonical(name)
-        if self.modules is not None and (match := MODULE.match(name)) and int(match[1]) >= self.modules:
-            return []  # a module that is not used
         if match := EXPERT.match(name):
             mlp, expert, projection, leaf = match.groups()
             return [ParameterPart(f"{mlp}.switch_mlp.{projection}.{leaf}", int(expert))]

@@ -28,7 +28,7 @@ FP8_BLOCK = 128
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """A tensor in a file, and which part of a parameter it is."""
 
     tensor: TensorInfo
@@ -40,7 +40,7 @@ class Source:
 class StoredParameter:
     """A parameter as the files hold it, with the shape it has once its experts are stacked."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[TensorSource, ...]
     shape: tuple[int, ...]
 
     @property
@@ -69,7 +69,7 @@ def find_parameters(headers: list[Header], names: Names, *, head: bool, sidecar:
 
     A `sidecar` is a file beside the shards. If none of its names has the prefix `mtp.`, all are the head's.
     """
-    sources: dict[str, list[Source]] = {}
+    sources: dict[str, list[TensorSource]] = {}
     # A file's conv1d tells its provenance, or the conv1d of another file that was saved in the same format.
     by_format = {header.format: found for header in headers if (found := _provenance_of_conv1d(header))}
     for header in headers:
@@ -84,11 +84,11 @@ def find_parameters(headers: list[Header], names: Names, *, head: bool, sidecar:
                 continue
             for part in names.parts(name):
                 parameter = f"mtp.{part.parameter}" if unprefixed else part.parameter
-                sources.setdefault(parameter, []).append(Source(tensor, provenance, part))
+                sources.setdefault(parameter, []).append(TensorSource(tensor, provenance, part))
     return {name: _stored_parameter(name, parts) for name, parts in sources.items()}
 
 
-def _stored_parameter(name: str, sources: list[Source]) -> StoredParameter:
+def _stored_parameter(name: str, sources: list[TensorSource]) -> StoredParameter:
     sources.sort(key=lambda source: source.part.expert or 0)
     first, part = sources[0], sources[0].part
     shape = first.tensor.shape

@@ -12,7 +12,7 @@ from ..errors import CheckpointError
 from ..models import HeadSpec
 from .parameters import BITS, GROUP_SIZES
 
-ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
+ROUTERS = ("mlp.gate", "mlp.gate.gate", "mlp.router.classifier", "mlp.shared_expert_gate")
 ROUTER = {"group_size": 64, "bits": 8}
 
 Quantization = dict[str, Any]  # group_size, bits

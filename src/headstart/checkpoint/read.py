@@ -7,9 +7,9 @@ import mlx.core as mx
 
 from ..errors import CheckpointError
 from .config import printable_error
-from .parameters import FP8_BLOCK, Source, Stored
+from .parameters import FP8_BLOCK, Stored, TensorSource
 
-FLOAT32 = (".A_log", ".e_score_correction_bias")
+FLOAT32 = (".A_log", ".e_score_correction_bias", ".router_bias")
 LazyFiles = dict[Path, dict[str, mx.array]]  # what `mx.load` returned and is not used up
 
 
@@ -55,7 +55,7 @@ def open_file(path: Path, files: LazyFiles) -> dict[str, mx.array]:
     return files[path]
 
 
-def _take(source: Source, files: LazyFiles) -> mx.array:
+def _take(source: TensorSource, files: LazyFiles) -> mx.array:
     arrays, name = open_file(source.tensor.file, files), source.tensor.name
     # The first half of a fused tensor, `gate_proj` or `embed_q`, is read before the second.
     return arrays[name] if source.part.half == 0 else arrays.pop(name)

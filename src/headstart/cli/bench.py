@@ -7,7 +7,7 @@ from typer import Option
 
 from ..errors import HeadstartError, RequestError
 from . import options
-from .download import find_model
+from .download import find_drafter, find_model
 from .progress import Progress
 from .show import check_output, print_report
 
@@ -23,6 +23,7 @@ def bench_command(
     k: str = Option("0-3,auto", metavar="LIST", help="Depths (drafts per step), such as 0-5,auto."),
     batch_size: str = Option("1,4", metavar="LIST", help="Sequences decoded together."),
     tokens: int = Option(64, "--tokens", "-n", min=options.FEWEST_TOKENS, help="Tokens per sequence."),
+    drafter: str | None = options.DRAFTER,
     repeats: int = Option(3, min=1, help="Interleaved repeats of everything."),
     as_json: bool = options.JSON,
     output: Path | None = options.OUTPUT,
@@ -45,12 +46,12 @@ def bench_command(
     if model is None:
         typer.echo("No model given: measuring the small built-in one. Name a model to measure yours.", err=True)
     folder = find_model(model)
-    loaded, tokenizer = load(folder)
-    if not loaded.has_head:
+    loaded, tokenizer = load(folder, drafter=find_drafter(drafter))
+    if not loaded.most_drafts:
         raise RequestError(f"there is no depth to measure: {loaded.head_unavailable or 'the model has no head'}")
     deepest = max(int(depth.removeprefix("k=")) for depth in plan.variants if depth != "k=auto")
-    if deepest > loaded.max_k:
-        raise RequestError(f"--k goes to {deepest}, and this model drafts at most {loaded.max_k} tokens")
+    if deepest > loaded.most_drafts:
+        raise RequestError(f"--k goes to {deepest}, and this model drafts at most {loaded.most_drafts} tokens")
     texts = {kind: [prompt.tokens(tokenizer) for prompt in each] for kind, each in chosen.items()}
     name = hub_id(folder) or folder.absolute().name  # never the path, which is private
     typer.echo(f"Measuring {name}: {plan}.", err=True)

@@ -8,7 +8,7 @@ from typer import Option
 
 from ..errors import HeadstartError, RequestError
 from . import options, show
-from .download import find_model
+from .download import find_drafter, find_model
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,6 +23,7 @@ def chat_command(
     model: str | None,
     mtp: bool | None = options.MTP,
     head: str | None = options.HEAD,
+    drafter: str | None = options.DRAFTER,
     show_drafts: bool = options.SHOW_DRAFTS,
     max_tokens: int = Option(1024, "--max-tokens", "-n", min=1, help="Most tokens of an answer."),
     *,
@@ -36,7 +37,7 @@ def chat_command(
     from ..library import load, stream_generate
     from ..state import PrefixCache
 
-    loaded, tokenizer = load(find_model(model), mtp=mtp, head=head)
+    loaded, tokenizer = load(find_model(model), mtp=mtp, head=head, drafter=find_drafter(drafter))
     console, aside = Console(highlight=False), Console(stderr=True, highlight=False)
     aside.print(HELP, style="dim")
     if show_drafts:

@@ -30,16 +30,21 @@ def convert_command(
     ),
     dry_run: bool = options.DRY_RUN,
 ) -> None:
-    """Convert a released model to MLX and keep its MTP head. mlx-lm runs the result too, without the head."""
+    """Convert a released model to MLX and keep its MTP head. mlx-lm runs the result too, without the head. A block
+    drafter is quantised but for `fc`."""
     import mlx.core as mx
 
     from ..checkpoint import read_layout
     from ..checkpoint.convert import convert, plan_conversion
+    from ..checkpoint.drafter import is_drafter
     from ..checkpoint.layout import release_id
     from ..checkpoint.quantize import Recipe
 
     Recipe(mx.bfloat16, bits, group_size, recipe, mtp_bits)  # refuse wrong options before anything is downloaded
     folder = find_model(source, vision=True, dry_run=dry_run)
+    if is_drafter(folder):
+        _convert_drafter(folder, destination, bits, group_size, dtype, dry_run)
+        return
     layout = read_layout(folder)
     original = release_id(folder, layout.family)
     settings = Recipe(getattr(mx, dtype or layout.dtype), bits, group_size, recipe, mtp_bits)
@@ -50,6 +55,20 @@ def convert_command(
     with Progress(plan.nbytes, "bytes") as progress:
         convert(plan, progress.add)
     typer.echo(f"Written to {destination}. See it with `headstart inspect {destination}`.")
+
+
+def _convert_drafter(
+    folder: Path, destination: Path, bits: int | None, group_size: int, dtype: str | None, dry_run: bool
+) -> None:
+    import mlx.core as mx
+
+    from ..checkpoint.drafter import convert_drafter, read_drafter
+    from ..checkpoint.quantize import Recipe
+
+    layout = read_drafter(folder)
+    recipe = Recipe(getattr(mx, dtype or layout.dtype), bits, group_size)
+    nbytes = convert_drafter(layout, destination, recipe, dry_run=dry_run)
+    typer.echo(f"{destination}: a block drafter, {nbytes:,} bytes{', not written' if dry_run else ''}.")
 
 
 def _print_plan(plan: "Conversion") -> None:

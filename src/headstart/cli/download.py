@@ -20,6 +20,11 @@ def find_model(name: str | None, *, vision: bool = False, dry_run: bool = False)
     return download(found, vision=vision, announce=partial(announce_download, found, dry_run=dry_run))
 
 
+def find_drafter(name: str | None) -> Path | None:
+    """Return the folder of a block drafter, downloaded where needed; None without a name."""
+    return None if name is None else find_model(name)
+
+
 def announce_download(repo: str, files: Mapping[str, int], *, dry_run: bool) -> None:
     """Say how much will be downloaded, if anything: files and their sizes. A dry run ends here."""
     if not files:

@@ -27,6 +27,7 @@ def generate_command(
     prompt_file: str | None = Option(None, help="Read the prompt from a file; - is standard input."),
     mtp: bool | None = options.MTP,
     head: str | None = options.HEAD,
+    drafter: str | None = options.DRAFTER,
     raw: bool = Option(False, "--raw", help="Continue the prompt as it is, without a chat template."),
     as_json: bool = Option(False, "--json", help="Print a JSON object: text, tokens, finish_reason, stats."),
     show_drafts: bool = options.SHOW_DRAFTS,
@@ -40,12 +41,13 @@ def generate_command(
     from ..cluster import Follower, Leader
     from ..library import stream_generate
 
+    parts: machines.Parts = {"mtp": mtp, "head": head, "drafter": drafter}
     with machines.connect_machines() as cluster:
         if cluster is not None and cluster.rank:
-            Follower(cluster, *machines.load_share(find_model(model), cluster, split, mtp=mtp, head=head)).run()
+            Follower(cluster, *machines.load_share(find_model(model), cluster, split, **parts)).run()
             return
         text = _read_prompt(prompt, prompt_file)
-        loaded, tokenizer = machines.load_share(find_model(model), cluster, split, mtp=mtp, head=head)
+        loaded, tokenizer = machines.load_share(find_model(model), cluster, split, **parts)
         engine = Leader(cluster, loaded, tokenizer, max_sequences=1) if cluster is not None else None
         tokens = text if raw else show.chat_tokens(tokenizer, [{"role": "user", "content": text}])
         aside = Console(stderr=True, highlight=False)

@@ -1,4 +1,4 @@
-"""`headstart inspect`: what one checkpoint is. `headstart models`: which ones are on this machine, or known."""
+"""`headstart inspect`: what one checkpoint is. `headstart list`: which ones are on this machine, or known."""
 
 import json
 from pathlib import Path
@@ -15,11 +15,16 @@ def inspect_command(model: str | None, as_json: bool = options.JSON) -> None:
     """Show what a checkpoint is. Family, layout, quantisation, and where its MTP head is. Only headers are read: a
     hub id that is not in the cache is not downloaded."""
     from ..checkpoint import read_layout
+    from ..checkpoint.drafter import is_drafter, read_drafter
     from ..checkpoint.hub import header_folder
 
     with header_folder(model) as (folder, name):
-        report = read_layout(folder).report()
+        drafter = read_drafter(folder) if is_drafter(folder) else None
+        report = (drafter or read_layout(folder)).report()
     report["path"] = name
+    if drafter is not None:
+        _show_drafter(report, as_json)
+        return
     mtp = report["native_mtp"]
     mtp["reason"] = mtp["reason"] and mtp["reason"].replace(str(folder), name)
     if as_json:
@@ -38,6 +43,20 @@ def inspect_command(model: str | None, as_json: bool = options.JSON) -> None:
     size = f"{vision['parameters']:,} parameters, {vision['bytes']:,} bytes, {vision['dtype']}"
     rows["vision tower"] = size if vision["available"] else f"not available: {vision['reason']}"
     rows["card"] = report["card"] or "none"
+    if report["known_drafter"]:
+        rows["block drafter"] = f"{report['known_drafter']} (--drafter)"
+    print_table([[name, value] for name, value in rows.items()])
+
+
+def _show_drafter(report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(report))
+        return
+    rows = {name: str(report[name]) for name in ("path", "family", "dtype")}
+    rows["quantization"] = _describe(report["quantization"])
+    rows |= {name: f"{report[name]:,}" for name in ("parameters", "bytes", "block_size", "mask_token_id")}
+    rows["target layers"] = ", ".join(map(str, report["target_layer_ids"]))
+    rows["for a model of"] = ", ".join(f"{name} {size}" for name, size in report["target"].items() if size)
     print_table([[name, value] for name, value in rows.items()])
 
 
@@ -47,13 +66,13 @@ def _describe(quantization: dict[str, Any] | None) -> str:
     return f"{quantization['bits']} bits, groups of {quantization['group_size']}, {quantization['mode']}"
 
 
-def models_command(
+def list_command(
     folders: list[Path] | None = typer.Argument(None, help="Also these: models, or folders with models in them."),
     as_json: bool = options.JSON,
 ) -> None:
     """List the models on this machine. Says whether their heads can draft and how far, and which others are known."""
     from ..cards import all_cards
-    from ..checkpoint.hub import local_models
+    from ..checkpoint.local import local_models
 
     found = [model.report() for model in local_models(folders or ())]
     here = {model["card"] for model in found}

@@ -24,7 +24,7 @@ from typer.core import TyperCommand
 from ..errors import HeadstartError, RequestError
 
 DEFAULT_PORT = 8000  # where a running server is looked for: the default of `headstart serve`
-FIND_SECONDS = 2.0
+FIND_SECONDS = 10.0  # for the answer of a server that may be another program's
 STOP_SECONDS = 15.0
 AGENT_ARGUMENTS = "headstart.agent_arguments"
 STARTED = "Address:"  # begins the line that `headstart serve` prints once it listens
@@ -191,25 +191,31 @@ def _server(running: LocalServer | None, model: str | None, port: int | None) ->
 
 def _find_server(port: int, model: str | None) -> LocalServer | None:
     """Return the Headstart server on this machine that serves the model, or any if none is named."""
-    key = os.environ.get("HEADSTART_API_KEY", "").split(" ")[0] or "none"
+    key = server_key()
     with suppress(OSError, ValueError, LookupError, TypeError):  # nothing there, or something else
-        server = _describe(f"http://127.0.0.1:{port}", key)
-        if model is not None:
-            _get(f"{server.url}/v1/models/{quote(model, safe='')}", key)
-        return server
+        return _describe(f"http://127.0.0.1:{port}", key, model, FIND_SECONDS)
     return None
 
 
-def _describe(url: str, key: str) -> LocalServer:
-    (model,) = _get(f"{url}/v1/models", key)["data"]
-    if model["owned_by"] != "headstart":
+def _describe(url: str, key: str, model: str | None = None, timeout: float | None = None) -> LocalServer:
+    """Ask a server for a model, by default the first that it lists."""
+    path = f"/v1/models/{quote(model, safe='')}" if model is not None else "/v1/models"
+    answer = get_json(url + path, key, timeout)
+    found = answer if model is not None else answer["data"][0]
+    if found["owned_by"] != "headstart":
         raise URLError("another server")
-    return LocalServer(url, key, str(model["id"]), int(model["context_length"]))
+    return LocalServer(url, key, str(found["id"]), int(found["context_length"]))
 
 
-def _get(url: str, key: str) -> Any:
+def server_key() -> str:
+    """Return the key that a server asks for, as far as it is known here."""
+    return os.environ.get("HEADSTART_API_KEY", "").split(" ")[0] or "none"
+
+
+def get_json(url: str, key: str, timeout: float | None = None) -> Any:
+    """Ask a server of this machine, past any proxy."""
     request = Request(url, headers={"Authorization": f"Bearer {key}"})
-    with build_opener(ProxyHandler({})).open(request, timeout=FIND_SECONDS) as response:
+    with build_opener(ProxyHandler({})).open(request, timeout=timeout) as response:
         return json.load(response)
 
 

@@ -8,10 +8,10 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
-from ..errors import ClusterError
-from ..limits import MAX_IMAGE_PIXELS
+from ..errors import ClusterError, DrafterError
+from .download import find_drafter
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -56,21 +56,23 @@ def connect_machines() -> Iterator["Machines | None"]:
         yield machines
 
 
+class Parts(TypedDict):
+    """What of a model is loaded beside its trunk."""
+
+    mtp: bool | None
+    head: str | None
+    drafter: str | None
+
+
 def load_share(
-    folder: Path,
-    machines: "Machines | None",
-    split: "Split",
-    *,
-    mtp: bool | None,
-    head: str | None,
-    max_image_pixels: int | None = None,
+    folder: Path, machines: "Machines | None", split: "Split", **parts: Unpack[Parts]
 ) -> "tuple[Model, TokenizerWrapper]":
-    """Load the model, or this machine's share of it. `max_image_pixels`: with its vision tower, on one machine."""
+    """Load the model, or this machine's share of it."""
     from .. import cluster, library
 
+    mtp, head, drafter = parts["mtp"], parts["head"], find_drafter(parts["drafter"])
     if machines is None:
-        most = max_image_pixels or MAX_IMAGE_PIXELS
-        return library.load(folder, mtp=mtp, head=head, vision=bool(max_image_pixels), max_image_pixels=most)
-    if max_image_pixels:
-        raise ClusterError("--images is for one machine: images are not supported on several yet")
+        return library.load(folder, mtp=mtp, head=head, drafter=drafter)
+    if drafter is not None:
+        raise DrafterError(f"{drafter}: block drafters run on one machine only. Leave --drafter out.")
     return cluster.load_part(folder, machines.comm, split, mtp=mtp, head=head)

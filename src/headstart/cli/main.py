@@ -15,6 +15,7 @@ from ..errors import HeadstartError
 from . import (
     bench,
     chat,
+    config,
     convert,
     demo,
     draft_vocabulary,
@@ -23,6 +24,7 @@ from . import (
     launch,
     machines,
     probe,
+    pull,
     recommend,
     report,
     serve,
@@ -81,10 +83,13 @@ def headstart_command(
 app.command("demo")(demo.demo_command)
 app.command("generate")(generate.generate_command)
 app.command("chat")(chat.chat_command)
-app.command("serve")(serve.serve_command)
+app.command("serve", cls=config.ConfiguredCommand)(serve.serve_command)
+app.command("config")(config.config_command)
 app.command("launch", cls=launch.LaunchCommand)(launch.launch_command)
 app.command("recommend")(recommend.recommend_command)
-app.command("models")(inspect.models_command)
+app.command("list")(inspect.list_command)
+app.command("pull")(pull.pull_command)
+app.command("remove")(pull.remove_command)
 app.command("inspect")(inspect.inspect_command)
 app.command("convert")(convert.convert_command)
 app.command("graft")(convert.graft_command)

@@ -17,6 +17,11 @@ MTP = Option(None, "--mtp/--no-mtp", help="Load the MTP head or not.", show_defa
 HEAD = Option(
     None, metavar="MODEL", help="Draft with the head of another model or drafter.", show_default="the model's own"
 )
+DRAFTER = Option(
+    None,
+    metavar="DRAFTER",
+    help="Draft with a block drafter (DFlash, DFlash2) made for the model: a folder or hub id.",
+)
 SPLIT = Option("tensor", help="Under mlx.launch: machines share every layer, or have some layers each.")
 SHOW_DRAFTS = Option(
     False, "--show-drafts", help="Show where tokens came from: draft, copy, correction, bonus or plain."
@@ -25,7 +30,7 @@ DRY_RUN = Option(False, "--dry-run", help="Show the plan and its sizes, and writ
 MTP_BITS = Option(
     None, metavar="keep|2..8", help="Bits of the head, but of `mtp.fc`.", show_default="8 if the rest is quantised"
 )
-FEWEST_TOKENS = 20  # that can be timed: a step may produce nine, and the first step is not timed
+FEWEST_TOKENS = 20  # that can be timed: a step may produce sixteen, and the first step is not timed
 JSON = Option(False, "--json", help="Print JSON.")
 OUTPUT = Option(None, metavar="FILE", help="Also write the report: JSON to a .json, else Markdown.")
 MODEL = Argument(
@@ -57,6 +62,23 @@ def with_model(command: Command) -> Command:
 
     option = Option(None, "--model", "-m", metavar="MODEL", help="The same as MODEL.")
     return _replace_parameter(command, "model", {"model": (str, MODEL), "model_option": (str, option)}, model)
+
+
+def with_models(command: Command) -> Command:
+    """Give a command MODELs as arguments and as --model. It gets those that the user wrote, as `models`."""
+
+    def models(given: dict[str, Any]) -> list[str]:
+        if all(given.values()):
+            named = [", ".join(each) for each in given.values()]
+            raise RequestError(f"MODEL is {named[0]}, and --model is {named[1]}: name it once")
+        return given["model"] or given["model_option"] or []
+
+    many = Argument(
+        None, metavar="MODEL…", help="Folders, built-in or cached models, or hub ids.", show_default="built-in"
+    )
+    option = Option(None, "--model", "-m", metavar="MODEL", help="The same as MODEL.")
+    flags = {"model": (list[str], many), "model_option": (list[str], option)}
+    return _replace_parameter(command, "models", flags, models)
 
 
 def with_sampling(command: Command) -> Command:

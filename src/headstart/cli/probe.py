@@ -9,7 +9,7 @@ from typer import Option
 from ..errors import HeadError
 from ..limits import MAX_K
 from . import options
-from .download import find_model
+from .download import find_drafter, find_model
 from .progress import Progress
 from .show import check_output, print_report
 
@@ -22,14 +22,16 @@ def probe_command(
     model: str | None,
     k: int = Option(3, min=1, max=MAX_K, help="Most drafts per step."),
     tokens: int = Option(40, "--tokens", "-n", min=options.FEWEST_TOKENS, help="Tokens per prompt."),
+    drafter: str | None = options.DRAFTER,
     as_json: bool = options.JSON,
     output: Path | None = options.OUTPUT,
 ) -> None:
-    """Check a model's MTP head. Is the output the same at every depth, are enough drafts accepted, and which depth
-    pays on this machine? Exits with status 1 when something is wrong."""
+    """Check a model's MTP head, or a block drafter. Is the output the same at every depth, are enough drafts
+    accepted, and which depth pays on this machine? Exits with status 1 when something is wrong."""
     from ..bench.probe import ProbeReport, decode_depths, find_divergences, probe_prompts
     from ..bench.system import system_info
     from ..checkpoint import load_model, load_tokenizer, read_layout
+    from ..checkpoint.drafter import read_drafter
     from ..checkpoint.layout import head_field, hub_id
 
     check_output(output)
@@ -37,21 +39,25 @@ def probe_command(
         typer.echo("No model given: probing the small built-in one. Name a model to probe yours.", err=True)
     layout = read_layout(find_model(model))
     decision = layout.dispatch(mtp=True)
-    if not decision.drafts:
+    block = find_drafter(drafter)
+    if block is None and not decision.drafts:
         declare = f" Declare it in config.json, `{head_field(layout.config)}`: 1." if layout.mtp.available else ""
         raise HeadError(f"{layout.path}: no head to probe: {decision.reason}{declare}")
-    k = min(k, decision.max_k)
+    k = min(k, decision.max_k if block is None else read_drafter(block).drafter.max_k)
     name = hub_id(layout.path) or layout.path.absolute().name  # never the path, which is private
     tokenizer = load_tokenizer(layout.path)
     prompts = probe_prompts(tokenizer)
     runs = (k + 2) * (1 + len(prompts))
     typer.echo(f"Probing {name}: {runs} runs of {tokens} tokens, at k=0 to {k} and auto.", err=True)
     with Progress(runs, "runs") as progress:
-        loaded = load_model(layout.path, mtp=True)
+        loaded = load_model(layout.path, mtp=True, drafter=block)
         depths = decode_depths(loaded, prompts, k, tokens, progress.begin)
     different = find_divergences(loaded, tokenizer, prompts, depths[0], depths)
     about = {"id": name, **_about(layout), "computed_in": loaded.dtype_name}
-    report = ProbeReport(about, system_info(), depths, different, _remedy(layout))
+    if block is not None:
+        about["drafter"] = hub_id(block) or block.absolute().name
+    remedy = _remedy(layout) if block is None else "Name the drafter that was released for this model."
+    report = ProbeReport(about, system_info(), depths, different, remedy)
     print_report(report, as_json, output)
     if not report.passed:
         raise typer.Exit(1)

@@ -5,11 +5,10 @@ from pathlib import Path
 import typer
 from typer import Option
 
-from ..errors import HeadstartError
 from . import options
 from .download import find_model
 from .progress import Progress
-from .show import check_output
+from .show import check_output, write_output
 
 
 @options.with_model
@@ -44,9 +43,6 @@ def report_command(
     text = report.markdown()
     typer.echo(text, nl=False)
     if output is not None:
-        try:
-            output.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise HeadstartError(f"--output {output}: cannot be written: {error}") from error
+        write_output(output, text)
     if report.failed:
         raise typer.Exit(130 if "interrupted" in report.failed else 1)

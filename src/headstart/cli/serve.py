@@ -1,33 +1,49 @@
-"""`headstart serve`: the model behind an HTTP server."""
+"""`headstart serve`: models behind an HTTP server."""
 
 import os
 import shlex
 from contextlib import nullcontext, suppress
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import typer
 from typer import Option
 
-from ..errors import RequestError
+from ..errors import ClusterError, HeadstartError, RequestError
 from ..limits import MAX_IMAGE_PIXELS
 from . import machines, options
-from .download import find_model
+from .config import read_again, use_config_file
+from .download import find_drafter, find_model
 
 if TYPE_CHECKING:
-    from ..models import Model
+    from ..cluster import Machines
+    from ..engine import EngineThread
+    from ..server import Keys, Limits, ModelPool, PooledModel, ServedModel
 
 OPEN_FILES = 65_536
 QUESTION = '{"messages": [{"role": "user", "content": "Write a function that adds two numbers."}], "max_tokens": 200}'
 
 
-@options.with_model
+@options.with_models
 def serve_command(
-    model: str | None,
+    context: typer.Context,
+    models: list[str],
+    config: Path | None = Option(
+        None, metavar="FILE", is_eager=True, callback=use_config_file, help="Defaults for all flags: a TOML file."
+    ),
     host: str = Option("127.0.0.1", help="Where to listen. Beyond this machine a key is needed."),
     port: int = Option(8000, min=0, max=65535, help="0 takes a free one."),
+    all_models: bool = Option(False, "--all", help="Serve every model on this machine, loaded when it is needed."),
+    pin: list[str] | None = Option(None, metavar="MODEL", help="Load this one at the start, and never unload it."),
+    allow_download: bool = Option(False, "--allow-download", help="Let clients have models downloaded from the hub."),
+    memory_gb: float | None = Option(
+        None, min=0, help="Memory for all loaded models and their requests.", show_default="what is free"
+    ),
     model_id: str | None = Option(None, help="What clients call it.", show_default="its hub id or folder's name"),
     mtp: bool | None = options.MTP,
     head: str | None = options.HEAD,
+    drafter: str | None = options.DRAFTER,
     api_key: list[str] | None = Option(
         None, metavar="KEY", envvar="HEADSTART_API_KEY", help="A key that clients must send. Repeat for more."
     ),
@@ -45,6 +61,7 @@ def serve_command(
     ),
     timeout: float = Option(600.0, min=1, help="Seconds that one request may take."),
     shutdown_timeout: float = Option(30.0, min=0, help="Seconds to finish running requests when it stops."),
+    kv_8bit: bool = Option(False, "--kv-8bit", help="Keep KV caches in 8 bits: half the memory, not exact."),
     prefix_cache_gb: float | None = Option(
         None, min=0, help="Memory for the prefix cache; 0 is off.", show_default="2, or a quarter of what is left"
     ),
@@ -52,73 +69,175 @@ def serve_command(
     max_image_pixels: int = Option(MAX_IMAGE_PIXELS, min=1024, help="Larger images are scaled down to this."),
     allow_image_urls: bool = Option(False, "--allow-image-urls", help="Fetch images from public web addresses."),
     prefix_cache_8bit: bool = Option(False, "--prefix-cache-8bit", help="Cache prefixes in 8 bits: not exact."),
+    prefix_cache_dir: Path | None = Option(
+        None, metavar="DIR", help="Also keep prefixes in this folder, across restarts.", show_default="memory only"
+    ),
+    prefix_cache_dir_gb: float = Option(20.0, min=0, help="Most that --prefix-cache-dir may take."),
     log_level: Literal["debug", "info", "warning", "error"] = Option("warning", help="Log to standard error."),
     access_log: bool = Option(False, "--access-log", help="Log a line per request: no prompts, answers or keys."),
     split: options.Split = options.SPLIT,
 ) -> None:
-    """Serve a model to OpenAI and Anthropic clients. Ctrl-C stops it once the running requests have finished."""
+    """Serve models to OpenAI and Anthropic clients. The first is loaded at the start, and used where a request names
+    none; others are loaded when a request names them. Ctrl-C stops it once the running requests have finished."""
     _reopen_closed_streams()
     from .. import server
-    from ..checkpoint import read_layout
-    from ..cluster import Follower, Leader, SharedPrefix
-    from ..engine import Engine, EngineThread
-    from ..engine.memory import memory_for_prefixes
+    from ..engine import DeviceThread
+    from ..engine.prefix_disk import PrefixOptions
     from ..open_files import raise_limit
-    from ..state import PrefixCache
 
     server.configure_log(log_level, access=access_log)
     keys = server.Keys(api_key or ())
     server.check_reach(host, keys, no_key=no_key)
     raise_limit(OPEN_FILES)
-    connections = server.connection_limit(max_connections)
+    limits = server.Limits(
+        body_bytes=server.Limits.body_bytes + (server.Limits.image_bytes if images else 0),
+        image_urls=allow_image_urls,
+        prompt_tokens=max_prompt_tokens,
+        requests_per_client=max_client_requests,
+        request_seconds=timeout,
+        connections=server.connection_limit(max_connections),
+    )
+    several = len(models) > 1 or all_models
+    for flag, given in {"--model-id": model_id, "--head": head, "--drafter": drafter, "--images": images}.items():
+        if several and given:
+            raise RequestError(f"{flag} is for one model, and there are several")
+    parts: machines.Parts = {"mtp": mtp, "head": head, "drafter": drafter}
+    pixels = max_image_pixels if images else None
     # Bind first: a port that is taken is known before a model is loaded.
     with (
         machines.connect_machines() as cluster,
         nullcontext() if cluster and cluster.rank else server.bind(host, port) as bound,
     ):
-        folder = find_model(model, vision=images)
-        most_pixels = max_image_pixels if images else None
-        loaded, tokenizer = machines.load_share(
-            folder, cluster, split, mtp=mtp, head=head, max_image_pixels=most_pixels
-        )
-        if images and loaded.tower is None:
-            raise RequestError(f"--images: this model cannot see: {loaded.tower_unavailable}")
-        served = server.ServedModel.of(read_layout(folder), loaded, tokenizer, id=model_id)
-        cache_bytes = memory_for_prefixes() if prefix_cache_gb is None else int(prefix_cache_gb * 1e9)
+        sizes = {"max_sequences": max_sequences, "max_queue": max_queue}
+        cache_bytes = None if prefix_cache_gb is None else int(prefix_cache_gb * 1e9)
+        prefixes = PrefixOptions(prefix_cache_8bit, prefix_cache_dir, int(prefix_cache_dir_gb * 1e9))
         if cluster is None:
-            prefix = PrefixCache(cache_bytes, eight_bits=prefix_cache_8bit) if cache_bytes else None
-            engine = Engine(loaded, tokenizer, prefix=prefix, max_sequences=max_sequences, max_queue=max_queue)
+            pool = server.ModelPool(
+                DeviceThread(),
+                _find_models(models, all_models, pin or [], parts, model_id, kv_8bit=kv_8bit, pixels=pixels),
+                limits=limits,
+                budget=_budget(memory_gb, several),
+                prefix_bytes=cache_bytes,
+                prefix_options=prefixes,
+                **sizes,
+            )
+            for number, each in enumerate(pool.models):
+                if number < max(1, len(models)) and (problem := pool.misfit(each)):
+                    raise RequestError(problem)
+            for each in pool.models:
+                if each.pinned or each is pool.models[0]:
+                    pool.load_now(each)
         else:
-            shared = SharedPrefix(cache_bytes, eight_bits=prefix_cache_8bit) if cache_bytes else None
-            if bound is None:
-                Follower(cluster, loaded, tokenizer, prefix=shared).run(warm_up=True)
+            if several or memory_gb is not None:
+                raise RequestError("MODEL: several machines share one model, and all of their memory: name one")
+            alone = {"--kv-8bit": kv_8bit, "--prefix-cache-dir": prefix_cache_dir is not None, "--images": images}
+            if flag := next((flag for flag, given in alone.items() if given), None):
+                raise ClusterError(f"{flag} is not available on several machines: leave it out")
+            leader = _join_cluster(cluster, models, split, cache_bytes, prefix_cache_8bit, sizes, parts, model_id)
+            if leader is None:
                 return
-            sizes = {"max_sequences": max_sequences, "max_queue": max_queue}
-            engine = Leader(cluster, loaded, tokenizer, prefix=shared, **sizes)
+            pool = server.ModelPool.of_one(*leader, limits)
         assert bound is not None, "only followers do not listen"
-        engine.warm_up()
-        engine_thread = EngineThread(engine)
+        hosts = server.hosts_for(host, allowed_host or (), key=bool(keys))
         app = server.create_app(
-            engine_thread,
-            served,
-            keys=keys,
-            limits=server.Limits(
-                body_bytes=server.Limits.body_bytes + (server.Limits.image_bytes if images else 0),
-                image_urls=allow_image_urls,
-                prompt_tokens=max_prompt_tokens,
-                requests_per_client=max_client_requests,
-                request_seconds=timeout,
-                connections=connections,
-            ),
-            allowed_hosts=server.hosts_for(host, allowed_host or (), key=bool(keys)),
-            cors_origins=cors_origin or (),
+            pool, keys=keys, allowed_hosts=hosts, cors_origins=cors_origin or (), allow_download=allow_download
         )
-        drafts = _drafts(loaded)
         server.listen(bound)
         with suppress(OSError):  # a closed standard output must not stop the server
-            typer.echo(_greeting(served.id, drafts, host, bound.getsockname()[1], key=bool(keys)))
+            typer.echo(_greeting(pool, host, bound.getsockname()[1], key=bool(keys)))
         with suppress(KeyboardInterrupt):  # uvicorn has stopped by then, and raises it again
-            server.Server(app, engine_thread, deadline=shutdown_timeout).run(sockets=[bound])
+            reload = partial(_reload, context, keys, limits) if config is not None else None
+            server.Server(app, pool.device, deadline=shutdown_timeout, reload=reload).run(sockets=[bound])
+
+
+def _reload(context: typer.Context, keys: "Keys", limits: "Limits") -> None:
+    """Take keys and limits from the file of --config as it is now. If it is wrong, log that and change nothing."""
+    from .. import server
+
+    try:
+        now = read_again(context)
+        changed = server.Keys(now["api_key"] or ())
+        server.check_reach(context.params["host"], changed, no_key=now["no_key"])
+    except (HeadstartError, typer.BadParameter) as error:
+        server.LOG.error("keys and limits stay as they were: %s", error)
+        return
+    keys.replace(changed)
+    limits.prompt_tokens, limits.requests_per_client = now["max_prompt_tokens"], now["max_client_requests"]
+    limits.request_seconds = now["timeout"]
+    server.LOG.warning("keys and limits were read again")
+
+
+def _find_models(
+    names: list[str],
+    all_models: bool,
+    pinned: list[str],
+    parts: machines.Parts,
+    id: str | None,
+    *,
+    kv_8bit: bool,
+    pixels: int | None,
+) -> "list[PooledModel]":
+    """Return the models to serve, in the order of the command line, and those to pin if they are not among them.
+
+    `pixels`: with their vision towers, for images of at most so many.
+    """
+    from ..checkpoint.local import local_models
+    from ..server import PooledModel
+
+    vision = pixels is not None
+    pins = [find_model(name, vision=vision) for name in pinned]
+    folders = [find_model(name, vision=vision) for name in names or [*pinned, None][:1]] + pins
+    mtp, head, drafter = parts["mtp"], parts["head"], find_drafter(parts["drafter"])
+    read = partial(PooledModel.of, mtp=mtp, kv_8bit=kv_8bit, max_image_pixels=pixels)
+    found = [
+        read(folder, id=id, head=head, drafter=drafter, pinned=folder in pins) for folder in dict.fromkeys(folders)
+    ]
+    for local in local_models() if all_models else ():
+        if local.layout is not None and local.layout.path not in folders:
+            with suppress(HeadstartError):  # `headstart list` says why
+                found.append(read(local.layout.path))
+    return found
+
+
+def _budget(memory_gb: float | None, several: bool) -> int | None:
+    """Return the bytes for all models. One model without a limit of its own takes what it finds."""
+    from ..models.memory import unused
+
+    if memory_gb is not None:
+        return int(memory_gb * 1e9)
+    return unused() if several else None
+
+
+def _join_cluster(
+    cluster: "Machines",
+    models: list[str],
+    split: options.Split,
+    cache_bytes: int | None,
+    prefix_8bit: bool,
+    sizes: dict[str, int],
+    parts: machines.Parts,
+    id: str | None,
+) -> "tuple[EngineThread, ServedModel] | None":
+    """Load this machine's part of a model. Return the engine that leads; one that follows runs here to its end."""
+    from .. import server
+    from ..checkpoint import read_layout
+    from ..cluster import Follower, Leader, SharedPrefix
+    from ..engine import EngineThread
+    from ..engine.memory import memory_for_prefixes
+
+    folder = find_model(models[0] if models else None)
+    loaded, tokenizer = machines.load_share(folder, cluster, split, **parts)
+    size = memory_for_prefixes() if cache_bytes is None else cache_bytes
+    shared = SharedPrefix(size, eight_bits=prefix_8bit) if size else None
+    if cluster.rank:
+        Follower(cluster, loaded, tokenizer, prefix=shared).run(warm_up=True)
+        return None
+    served = server.ServedModel.of(
+        server.ModelInfo.of(read_layout(folder), id=id, mtp=parts["mtp"]), loaded, tokenizer
+    )
+    engine = Leader(cluster, served.model, tokenizer, prefix=shared, **sizes)
+    engine.warm_up()
+    return EngineThread(engine), served
 
 
 def _reopen_closed_streams() -> None:
@@ -130,13 +249,11 @@ def _reopen_closed_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
 
 
-def _drafts(model: "Model") -> str:
-    if not model.has_head:
-        return f"off: {model.head_unavailable}"
-    return f"on, up to {model.max_k} drafts per step"
-
-
-def _greeting(name: str, drafts: str, host: str, port: int, *, key: bool) -> str:
+def _greeting(pool: "ModelPool", host: str, port: int, *, key: bool) -> str:
+    first, *others = pool.models
+    most = first.info.most_drafts
+    drafts = f"on, up to {most} drafts per step" if most else f"off: {first.info.native_mtp['reason']}"
+    name = f"{first.id}; when needed {', '.join(each.id for each in others)}" if others else first.id
     here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     address = f"http://[{here}]:{port}" if ":" in here else f"http://{here}:{port}"
     # The first key, where the variable holds several.

@@ -146,8 +146,12 @@ def print_report(report: Reportable, as_json: bool, output: Path | None) -> None
     """Print Markdown or JSON, and write the file of `--output`: JSON where its name ends in .json, else Markdown."""
     typer.echo(json.dumps(report.as_dict()) if as_json else report.markdown(), nl=as_json)
     if output is not None:
-        text = json.dumps(report.as_dict()) if output.suffix == ".json" else report.markdown()
-        try:
-            output.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise HeadstartError(f"--output {output}: cannot be written: {error}") from error
+        write_output(output, json.dumps(report.as_dict()) if output.suffix == ".json" else report.markdown())
+
+
+def write_output(output: Path, text: str) -> None:
+    """Write the file of `--output`."""
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise HeadstartError(f"--output {output}: cannot be written: {error}") from error

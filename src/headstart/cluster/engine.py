@@ -121,6 +121,8 @@ class ClusterEngine(Engine):
             "split": type(self.model.share).__name__,
             "config.json": json.dumps(self.model.config, sort_keys=True, default=str),
             "dtype": self.model.dtype,
+            "chat template": self.turn_marker,
+            "KV cache": self.model.eight_bit_kv,
             "multi-token-prediction head": (self.model.has_head, self.model.max_k),
             "prefix cache": prefix is not None and (prefix.eight_bits, prefix.chunk),
         }
@@ -146,7 +148,7 @@ class ClusterEngine(Engine):
         self.memory = min(memory)
         self._ahead = all(ahead)
         if prefix is not None:
-            prefix.agree(self.comm, min(cache), Sizes(prefix.chunk * self.footprint.position, self.footprint.fixed))
+            prefix.agree(self.comm, min(cache), Sizes(self.footprint.position, self.footprint.fixed))
 
     def _gather(self, numbers: mx.array) -> list[list[int]]:
         return self.comm.gather(numbers).tolist()  # type: ignore[return-value]

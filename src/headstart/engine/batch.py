@@ -49,12 +49,25 @@ class UnseenPairs(NamedTuple):
         """Return the last pairs of every sequence, at most `most` each."""
         if self.width <= most:
             return self
+        if not most:
+            return UnseenPairs(self.hidden[:, :0], self.tokens[:, :0], mx.zeros_like(self.counts))
         at = mx.maximum(self.counts - most, 0)[:, None] + mx.arange(most)  # [B, most]
         return UnseenPairs(
             mx.take_along_axis(self.hidden, at[..., None], axis=1),
             mx.take_along_axis(self.tokens, at, axis=1),
             mx.minimum(self.counts, most),
         )
+
+    def following(self, drafts: mx.array, distance: int) -> mx.array:
+        """Return the tokens [B, T] that are `distance` further on: after the last pair's come `drafts` [B, j], at
+        most `distance` of them, then undefined ones."""
+        if not distance:
+            return self.tokens
+        tokens = mx.pad(self.tokens, [(0, 0), (0, distance)])
+        if drafts.shape[1]:
+            at = self.counts[:, None] + mx.arange(drafts.shape[1])  # [B, j]
+            tokens = mx.put_along_axis(tokens, at, drafts, axis=1)
+        return tokens[:, distance:]
 
     def pad(self, width: int) -> "UnseenPairs":
         more = width - self.width

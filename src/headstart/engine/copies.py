@@ -12,7 +12,7 @@ from ..limits import MAX_K
 from .draft_history import DraftHistory
 
 MATCH = 3  # least tokens that must repeat; the device compares as many
-LONGEST = 2 ** (MAX_K - 1)  # longer matches count like this one
+LONGEST = 128  # longer matches count like this one
 MEMORY = 0.97  # weight that earlier tokens of a sequence keep per token: some 30 tokens count
 
 
@@ -74,4 +74,4 @@ def _repeated(tokens: Sequence[int], end: int, before: int) -> int:
 
 def _class(length: int) -> int:
     """Return the class of a match by its length: each is twice as long as the one before."""
-    return min(length.bit_length(), MAX_K) - 1
+    return min(length, LONGEST).bit_length()

@@ -1,32 +1,44 @@
 """Sources of drafts. The trunk verifies them all alike (`step.py`): a bad source costs time, never a token.
 
-A source is a function that makes a `Proposal` of k drafts per sequence. Some drafts are certain before it runs: the
-tokens that a grammar leaves no choice about, and copies from the context. They come from the left, and the source
-goes on after them. So far there are two: `head_drafts`, the model's multi-token-prediction head, and `no_drafts`,
-which leaves it at the certain ones and serves models without a head.
+A source is a function in `SOURCES` that makes a `Proposal` of k drafts per sequence. Some drafts are certain before
+it runs: the tokens that a grammar leaves no choice about, and copies from the context. They come from the left, and
+the source goes on after them. What a source remembers of a sequence is a state of the `Batch`, which follows commits,
+joins and leaves. The depth controller learns what each source earns, and names the one that drafts in a step.
 """
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 
 import mlx.core as mx
 
+from ..kernels.attention import at_last
 from ..models import Model
 from ..sampling import Proposal, propose, propose_certain
-from .batch import Batch, UnseenPairs
+from .batch import Batch
 from .copies import MATCH
 
 
-class HeadUse(IntEnum):
-    """What the head does in a step."""
+class Source(IntEnum):
+    """What drafts in a step, after the certain drafts."""
 
     NONE = 0
-    FULL = 1
-    REDUCED = 2  # it scores the model's draft vocabulary only
+    HEAD = 1
+    REDUCED = 2  # the head, which scores the model's draft vocabulary only
+    BLOCK = 3  # the block drafter
 
 
-# (model, batch, k, certain): `certain` are tokens [B, k] from the left, then -1; None if there are none.
-Source = Callable[[Model, Batch, int, mx.array | None], Proposal]
+def draft_limits(model: Model) -> dict[Source, int]:
+    """Return the most drafts per step of every source that a model has. A fixed k asks for drafts of the first."""
+    limits = {Source.BLOCK: model.drafter.max_k} if model.drafter is not None else {}
+    if model.has_head:
+        limits[Source.HEAD] = model.max_k
+    if model.draft_vocabulary is not None:
+        limits[Source.REDUCED] = model.max_k
+    return limits
+
+
+Extend = Callable[[mx.array, int], mx.array]  # the output of a head's module [B, 1, H] → the drafts so far [B, j]
 
 
 def head_drafts(
@@ -35,8 +47,9 @@ def head_drafts(
     """Return k drafts [B, k] after `batch.last`, and let the head catch up with what was committed.
 
     The head predicts a token from a pair: the hidden state of one position and the token of the next. The newest pair
-    that it has not seen is the trunk's hidden state before `last`, and `last`: its output there gives draft 0. Draft
-    j+1 comes from the pair of the head's own output for draft j, and draft j.
+    that it has not seen is the trunk's hidden state before `last`, and `last`: its output there gives draft 0. Of
+    several modules each makes the draft after the one before it (`catch_up`). Once all have made theirs, the last
+    goes on alone, from the pair of its own output for a draft, and that draft.
 
     At k = 0 the head does not run. When drafting resumes it replays at most the last `RESUME_PAIRS` pairs that it
     missed, written directly after what its cache holds: older ones never enter it, and its positions stay behind the
@@ -48,18 +61,39 @@ def head_drafts(
     if k == 0:
         return proposal
     batch.collect_unseen()
-    hidden = catch_up(model, batch)  # [B, 1, H]
     context = batch.context()
-    for j in range(k):
-        given = certain[:, j : j + 1] if certain is not None else None
-        logits = model.draft_logits(hidden, reduced)
-        if reduced and model.draft_vocabulary is not None:
-            logits = model.draft_vocabulary.full(logits, model.vocabulary)
-        proposal = propose(logits, proposal, context, given)
-        if j < k - 1:
-            # This pair is written past the head's committed ones: later drafts see it, the next step overwrites it.
-            outputs = run_head(model, batch, hidden, proposal.tokens[:, -1:], ahead=j)
-            hidden = outputs[(j + 1) % len(outputs)]  # module j makes draft j, cyclically; `catch_up` gave module 0's
+
+    def extend(hidden: mx.array, module: int) -> mx.array:
+        """Return the drafts so far, with one more from a module's output [B, 1, H] unless there are k."""
+        nonlocal proposal
+        if (j := proposal.tokens.shape[1]) < k:
+            given = certain[:, j : j + 1] if certain is not None else None
+            proposal = propose(model.draft_logits(hidden, reduced, module=module), proposal, context, given)
+        return proposal.tokens
+
+    catch_up(model, batch, extend, k)
+    return proposal
+
+
+def block_drafts(model: Model, batch: Batch, k: int, certain: mx.array | None = None) -> Proposal:
+    """Return k drafts of the block drafter, all from one pass: each has a distribution of its own given the context,
+    or, if the drafter selects, given the draft before it.
+
+    Its caches of the context are up to date: the trunk's passes fill them.
+    """
+    proposal = Proposal(mx.zeros((batch.size, 0), mx.int32), [])
+    if k == 0:
+        return proposal
+    assert model.drafter is not None
+    context, selects = batch.context(), model.drafter.selects
+    logits, hidden = model.block_logits(batch.last, k, batch.trunk_state)
+    width = 1 if selects or context.controls.adjusts else k  # with penalties, a draft changes what follows
+    for j in range(0, k, width):
+        given = certain[:, j : j + width] if certain is not None else None
+        here = logits[:, j : j + width]
+        if selects:
+            here = model.drafter.rescore(here, hidden[:, j : j + 1], proposal.tokens[:, -1] if j else batch.last)
+        proposal = propose(here, proposal, context, given)
     return proposal
 
 
@@ -85,37 +119,47 @@ def copy_drafts(batch: Batch, k: int, distances: Sequence[int]) -> mx.array:
     return mx.where(copied, batch.tokens_at(mx.maximum(at, 0)), -1)
 
 
-def catch_up(model: Model, batch: Batch, embeddings: mx.array | None = None) -> mx.array:
-    """Run the head over the committed pairs it has not seen, and return its output at the last one, [B, 1, H].
+# (model, batch, k, certain): `certain` are tokens [B, k] from the left, then -1; None if there are none.
+SOURCES: dict[int, Callable[[Model, Batch, int, mx.array | None], Proposal]] = {
+    Source.NONE: no_drafts,
+    Source.HEAD: head_drafts,
+    Source.REDUCED: partial(head_drafts, reduced=True),
+    Source.BLOCK: block_drafts,
+}
 
-    `embeddings` [B, W, H] take the place of the pairs' tokens.
+
+def catch_up(
+    model: Model, batch: Batch, extend: Extend | None = None, k: int = 0, *, embeddings: mx.array | None = None
+) -> None:
+    """Run the head over the committed pairs it has not seen, and pass what follows the last one to `extend`, k times.
+
+    Every module has a KV cache of its own and sees every pair: module j the token that is j further on, and the
+    hidden state that module j - 1 made of the same position, or the trunk's (`HeadSpec.chained`). Tokens after the
+    last committed one are drafts, so the last pairs of all modules but the first are not final. They stay in
+    `batch.unseen`, to be run again with the next ones. `embeddings` [B, T, H] take the place of the pairs' tokens;
+    several modules do without: their drafts are worse.
     """
-    hidden, tokens, counts = batch.unseen
-    if not batch.unseen.width:  # after a prompt of one token the head has nothing to draft from: any draft will do
-        return mx.zeros((batch.size, 1, hidden.shape[-1]), hidden.dtype)
-    # A sequence without pairs gets the output of padding: a bad draft costs time, not correctness.
-    output = run_head(model, batch, hidden, tokens, last=mx.maximum(counts - 1, 0), embeddings=embeddings)[0]
-    assert batch.head_state is not None
-    batch.head_state.commit(counts, most=0)  # run_head takes the trunk's bounds before every pass
-    batch.unseen = UnseenPairs(hidden[:, :0], tokens[:, :0], mx.zeros_like(counts))
-    return output
-
-
-def run_head(
-    model: Model,
-    batch: Batch,
-    hidden: mx.array,
-    tokens: mx.array,
-    ahead: int = 0,
-    last: mx.array | None = None,
-    embeddings: mx.array | None = None,
-) -> list[mx.array]:
-    """Return each head module's output for these pairs: [B, W, H], or [B, 1, H] at index `last` [B].
-
-    The pairs are written `ahead` positions past the committed ones. Every module has a KV cache of its own and must
-    see every pair, although only one module's output is used.
-    """
-    state = batch.head_state
+    pairs, state, modules = batch.unseen, batch.head_state, model.head_modules
     assert state is not None, "a batch without a head has no drafts"
     state.bounds = batch.trunk_state.bounds  # the head holds at most as many pairs as the trunk holds tokens
-    return [model.head(hidden, tokens, state, ahead, module, last, embeddings) for module in range(len(state.layers))]
+    drafts, fed = mx.zeros((batch.size, 0), mx.int32), pairs.hidden
+    # A sequence without pairs gets the output of padding: a bad draft costs time, not correctness.
+    last = mx.maximum(pairs.counts - 1, 0)
+    hidden = mx.zeros((batch.size, 1, fed.shape[-1]), fed.dtype)  # after a prompt of one token any draft will do
+    for module in range(modules):
+        if pairs.width:
+            chains = model.family.head.chained and module < modules - 1
+            tokens, at = pairs.following(drafts, module), None if chains else last
+            hidden = model.head(fed, tokens, state, 0, module, at, embeddings if modules == 1 else None)
+            fed, hidden = (hidden, at_last(hidden, last)) if chains else (fed, hidden)
+        if extend is not None:
+            drafts = extend(hidden, module)
+    state.commit(pairs.counts, most=0)
+    if extend is not None:
+        for ahead in range(k - modules):
+            # This pair is written past the committed ones: later drafts see it, the next step overwrites it.
+            hidden = model.head(hidden, drafts[:, -1:], state, ahead, modules - 1)
+            drafts = extend(hidden, modules - 1)
+    batch.unseen = pairs.latest(modules - 1)
+    if modules > 1:
+        state.commit(-batch.unseen.counts, most=0)

@@ -1,5 +1,6 @@
 """How often drafts were accepted."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from ..limits import MAX_K
@@ -10,22 +11,25 @@ PRIOR_WEIGHT = 3.0  # rounds for which the prior of a position counts: the pool'
 
 @dataclass(eq=False)
 class DraftHistory:
-    """How often drafts were accepted at each position, given that all before them were. Recent rounds weigh most."""
+    """How often drafts of each kind were accepted, given that all before them were. Recent rounds weigh most.
+
+    A kind is a source and a position, or whatever else its user tells apart.
+    """
 
     max_k: int = MAX_K  # most drafts per step
     memory: float = MEMORY
-    tried: list[float] = field(default_factory=lambda: [0.0] * MAX_K)
-    accepted: list[float] = field(default_factory=lambda: [0.0] * MAX_K)
+    counts: dict[Hashable, tuple[float, float]] = field(default_factory=dict)  # tried, accepted
 
-    def observe(self, accepted: int, proposed: int) -> None:
+    def observe(self, source: int, accepted: int, proposed: int) -> None:
         """Count a round. The first rejected draft was tried too; those after it were not."""
         for j in range(min(proposed, accepted + 1)):
-            self.count(j, j < accepted)
+            self.count((source, j), j < accepted)
 
-    def count(self, j: int, accepted: bool) -> None:
-        self.tried[j] = self.memory * self.tried[j] + 1
-        self.accepted[j] = self.memory * self.accepted[j] + accepted
+    def count(self, kind: Hashable, accepted: bool) -> None:
+        before = self.counts.get(kind, (0.0, 0.0))
+        self.counts[kind] = (self.memory * before[0] + 1, self.memory * before[1] + accepted)
 
-    def rate(self, j: int, prior: float) -> float:
-        """Return the acceptance rate at position j, close to `prior` where it was hardly tried."""
-        return (self.accepted[j] + PRIOR_WEIGHT * prior) / (self.tried[j] + PRIOR_WEIGHT)
+    def rate(self, kind: Hashable, prior: float) -> float:
+        """Return the acceptance rate of a kind, close to `prior` where it was hardly tried."""
+        tried, accepted = self.counts.get(kind, (0.0, 0.0))
+        return (accepted + PRIOR_WEIGHT * prior) / (tried + PRIOR_WEIGHT)

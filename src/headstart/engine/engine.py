@@ -133,7 +133,7 @@ class Engine(Scheduler):
             if sequence.batch is None and sequence.auto_depth:
                 self._calibrate()
             self._steady = False
-            if not prefill_chunk(self.model, sequence, self.prefix):
+            if not prefill_chunk(self.model, sequence, self.prefix, self.turn_marker):
                 return
             if sequence.suspect:
                 self._try_alone(sequence)
@@ -161,7 +161,7 @@ class Engine(Scheduler):
     def _try_alone(self, sequence: SequenceState) -> None:
         """Run a step of this sequence alone, after a batch with it failed, to find out whether it is the cause."""
         assert sequence.batch is not None
-        pending = build_step(self.model, sequence.batch, [sequence], Plan(sequence.history.max_k))
+        pending = build_step(self.model, sequence.batch, [sequence], Plan.fixed(self.model, sequence.history.max_k))
         pending.start()
         self._emit(pending)
         sequence.suspect, sequence.cleared = False, True
@@ -218,7 +218,7 @@ class Engine(Scheduler):
     def _requeue_for_memory(self) -> None:
         """Requeue the youngest sequences while the next step of the batch would not fit into memory."""
         while len(self.running) > 1 and self._batch is not None:
-            if self.footprint.bytes([bound + MAX_K + 1 for bound in self._batch.trunk_state.bounds]) <= self.memory:
+            if self.footprint.bytes([bound + MAX_K + 1 for bound in self._batch.trunk_state.bounds]) <= self.left:
                 return
             last = youngest(self.running)
             self._batch.keep([i for i, each in enumerate(self.running) if each is not last], self.model)
@@ -240,7 +240,7 @@ class Engine(Scheduler):
         if any(sequence.auto_depth for sequence in self.running):
             plan = self._choose()
         else:
-            plan = Plan(max(sequence.history.max_k for sequence in self.running))
+            plan = Plan.fixed(self.model, max(sequence.history.max_k for sequence in self.running))
         plan = plan._replace(k=invariant_k(self.model, self.running, min(plan.k, remaining - 1)))
         following = build_step(self.model, self._batch, self.running, plan, steady=self._steady)
         self._steady = True
@@ -291,7 +291,7 @@ class Engine(Scheduler):
                     self.depth.observe_coverage(*listed.count(line[: outcomes[-1][0] + 1]))
         timed = seconds if pending.steady and len(running) == len(pending.sequences) else None
         histories = [sequence.history for sequence in running]
-        self.depth.observe(histories, pending.k, outcomes, timed, pending.plan.head)
+        self.depth.observe(histories, pending.k, outcomes, timed, pending.plan.source)
         for sequence in running:
             sequence.stats.count_depth(min(pending.k, sequence.max_k), seconds)
             if sequence.auto_depth:

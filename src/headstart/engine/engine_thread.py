@@ -1,13 +1,9 @@
-"""A thread that owns the device and runs an engine, and the engine for asyncio on top of it.
-
-The engine recovers from failed steps by itself. If the thread dies all the same, it is restarted once and every
-request continues; if it dies again, all requests end with the error.
-"""
+"""An engine that runs in the device's thread, and the engine for asyncio on top of it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
-from threading import TIMEOUT_MAX, Condition, Thread
+from threading import TIMEOUT_MAX
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -15,9 +11,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import Busy, EngineDown, RequestError
 from ..limits import MAX_K
 from ..models import Model
-from ..sampling.bounds import start_deep
+from .device_thread import DeviceThread
 from .engine import Engine
-from .log import LOG, log_error
 from .request import Event, Handle, Request
 
 
@@ -42,16 +37,13 @@ class EngineThread:
     in one batch. Leaving the block waits for running requests.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, device: DeviceThread | None = None):
+        """Run an engine in a thread of its own, or in one that runs others too."""
         engine.threaded = True
         self.engine = engine
-        self.settings = Settings(max_k=engine.model.max_k)
-        self.restarts = 0
-        self.problem: str | None = None  # why the thread died
-        self.closing = False  # new requests are refused
-        self._stopped = False  # the engine is not run any more
-        self._wake = Condition()
-        self._thread: Thread | None = None
+        self.settings = Settings(max_k=engine.model.most_drafts)
+        self.device = device or DeviceThread()
+        self.device.add(engine)
 
     def __enter__(self) -> "EngineThread":
         self.start()
@@ -62,7 +54,7 @@ class EngineThread:
 
     @property
     def healthy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive() and not self.closing
+        return self.device.healthy
 
     @property
     def running(self) -> int:
@@ -77,8 +69,7 @@ class EngineThread:
         return len(self.engine.queue)
 
     def start(self) -> None:
-        self._thread = Thread(target=self._run, name="engine", daemon=True)
-        start_deep(self._thread)  # grammars recurse
+        self.device.start()
 
     def submit(
         self, request: Request, *, client: str = "", listener: Callable[[Event], None] | None = None
@@ -91,17 +82,15 @@ class EngineThread:
             Busy: The queue is full, or the engine is closing.
             EngineDown: The engine is not running.
         """
-        if self.closing:
+        device = self.device
+        if device.closing:
             raise Busy("the server is shutting down", retry_after=5)
-        if not self.healthy:
-            raise EngineDown(f"the engine is down ({self.problem or 'it was not started'}): start it again")
-        limit = self.settings.max_k if self.engine.model.has_head else MAX_K  # without a head there are copies
+        if not device.healthy:
+            raise EngineDown(f"the engine is down ({device.problem or 'it was not started'}): start it again")
+        limit = self.settings.max_k if self.engine.model.most_drafts else MAX_K  # otherwise there are copies
         max_k = limit if self.settings.speculation else 0
         handle = self.engine.submit(request, client=client, listener=listener, max_k=max_k)
-        with self._wake:
-            if self._stopped:  # since the checks above
-                self.engine.end_all(EngineDown(f"the engine is down ({self.problem or 'it was closed'})"))
-            self._wake.notify()
+        device.wake(self.engine)  # it may have stopped since the checks above
         return handle
 
     def configure(self, **changes: Any) -> None:
@@ -109,51 +98,7 @@ class EngineThread:
 
     def close(self, deadline: float) -> None:
         """Refuse new requests, wait up to `deadline` seconds for the running ones, and cancel the rest."""
-        self.closing = True
-        with self._wake:
-            self._wake.notify()
-        if self._thread is None:
-            return
-        self._thread.join(deadline)
-        if self._thread.is_alive():
-            self.engine.cancel_all()
-            self._thread.join(10)
-
-    def _run(self) -> None:
-        try:
-            while self._wait_for_work():
-                self.engine.run_once()
-        except BaseException as error:
-            self.problem = f"{type(error).__name__}: {error}"
-            log_error(LOG, "the engine's thread died", error=error)
-            if not self._restart():
-                with self._wake:  # `submit` ends requests that come after this
-                    self._stopped = True
-                    self.engine.end_all(EngineDown(f"the engine died: {self.problem}"))
-
-    def _restart(self) -> bool:
-        if self.restarts or self.closing:
-            return False
-        self.restarts += 1
-        try:
-            self.engine.recompute_all()
-            self.start()
-        except Exception as error:  # the device is lost, or no thread can be started
-            log_error(LOG, "the engine's thread could not be restarted", error=error)
-            self.problem = f"{self.problem}; then {type(error).__name__}: {error}"
-            return False
-        LOG.warning("the engine's thread was restarted: all requests continue")
-        return True
-
-    def _wait_for_work(self) -> bool:
-        """Sleep until there is something to do. Return False if the engine is closing and nothing is left."""
-        with self._wake:
-            while not self.engine.busy:
-                if self.closing:
-                    self._stopped = True
-                    return False
-                self._wake.wait()
-        return True
+        self.device.close(deadline)
 
 
 class AsyncEngine:

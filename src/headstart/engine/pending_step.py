@@ -13,7 +13,7 @@ from ..models.draft_vocabulary import DraftVocabulary
 from ..sampling import GrammarMasks, Logprobs
 from .batch import Batch
 from .depth import Plan
-from .draft import HeadUse
+from .draft import Source
 from .sequence import SequenceState
 from .step import step
 
@@ -52,21 +52,22 @@ class PendingStep:
         return report
 
     def outcome(self, line: list[int], listed: DraftVocabulary | None) -> tuple[int, int]:
-        """Return from a line of the report how many drafts were accepted, and how many the head proposed.
+        """Return from a line of the report how many drafts were accepted, and how many the source proposed.
 
         A token that the reduced head does not know says nothing of how often the full head is right.
         """
         *tokens, accepted, proposed, copied, _ = line
         if copied:
             return accepted, 0
-        unknown = self.plan.head == HeadUse.REDUCED and listed is not None and tokens[accepted] not in listed.tokens
+        unknown = self.plan.source == Source.REDUCED and listed is not None and tokens[accepted] not in listed.tokens
         return accepted, accepted if unknown else proposed
 
     def emit(self, index: int, tokens: list[int], proposed: int, copied: int) -> None:
         """Hand the sequence at `index` its tokens, and what it wants of logits and log-probabilities."""
         logits = None if self.logits is None else self.logits[index]
         logprobs = None if self.logprobs is None else Logprobs(*[a[index] for a in self.logprobs])
-        self.sequences[index].emit(tokens, proposed, copied, logits, logprobs)
+        block = self.plan.source == Source.BLOCK
+        self.sequences[index].emit(tokens, proposed, copied, logits, logprobs, block=block)
 
 
 def launches_ahead() -> bool:
@@ -83,7 +84,7 @@ def build_step(
     """Return a step for the sequences of a batch, ready to start."""
     matchers = [sequence.matcher for sequence in sequences]
     grammar = GrammarMasks(matchers, model.vocabulary) if any(matchers) else None
-    result = step(model, batch, plan.k, grammar, head=plan.head, distances=plan.distances)
+    result = step(model, batch, plan.k, grammar, source=plan.source, distances=plan.distances)
     finite = result.finite.astype(mx.int32)
     if PERSISTENT.launched:
         finite = finite - 2 * PERSISTENT.status[0]

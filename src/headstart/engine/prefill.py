@@ -8,29 +8,35 @@ import mlx.core as mx
 from ..kernels import metal
 from ..kernels.cuda import on_cuda
 from ..models import Model
-from ..state import CHUNK, PrefixCache
+from ..state import CHUNK, Chunks, PrefixCache
+from ..state.snapshot import States
 from .batch import Batch, UnseenPairs
 from .invariance import is_batch_invariant
 from .memory import is_out_of_memory
 from .request import Event
 from .sequence import SequenceState
 from .step import prefill
+from .turns import TurnMarker, chunk_ends
 
 
-def prefill_chunk(model: Model, sequence: SequenceState, prefix: PrefixCache | None) -> bool:
+def prefill_chunk(
+    model: Model, sequence: SequenceState, prefix: PrefixCache | None, marker: TurnMarker | None = None
+) -> bool:
     """Prefill one more chunk. Return True once all tokens but the last are in: that one opens the first window."""
     tokens = sequence.tokens
     if sequence.batch is None:
+        sequence.chunks = Chunks.of(sequence.cache_keys, chunk_ends(tokens, marker, CHUNK))
         _start(model, sequence, prefix)
     assert sequence.batch is not None
+    assert sequence.chunks is not None
     done, images = sequence.num_prefilled, sequence.images
-    end = min((done // CHUNK + 1) * CHUNK, len(tokens) - 1)
+    end = next((end for end in sequence.chunks.ends if end > done), len(tokens) - 1)
     if images is not None and not images.advance(done, end):
         return False
     if done:  # wait for the chunk before: progress is real, memory bounded, and a cancelled request stops soon
         mx.eval(sequence.batch.arrays())
         if prefix is not None:
-            _store(sequence.batch, sequence.cache_keys, done, prefix)
+            _store(model, sequence.batch, sequence.chunks, done, prefix)
         if not sequence.num_generated and done > sequence.num_reported:  # not again if it is recomputed
             sequence.num_reported = done
             sequence.put(Event(prompt_processed=done))
@@ -46,7 +52,7 @@ def prefill_chunk(model: Model, sequence: SequenceState, prefix: PrefixCache | N
     if end < len(tokens) - 1:
         return False
     if prefix is not None:
-        _store(sequence.batch, sequence.cache_keys, end, prefix)
+        _store(model, sequence.batch, sequence.chunks, end, prefix)
     if images is not None:
         images.finish(sequence.batch)
     return True
@@ -58,11 +64,12 @@ def _start(model: Model, sequence: SequenceState, prefix: PrefixCache | None) ->
     batch = Batch.of_one(model, sequence.tokens, sequence.params, sequence.max_k, generated, stats.rounds)
     sequence.batch = batch
     sequence.started = sequence.started or time.perf_counter()
-    exact = is_batch_invariant(model) and sequence.params.params.rule != "optimistic"
+    exact = is_batch_invariant(model) and sequence.params.params.rule != "optimistic" and not model.eight_bit_kv
     if generated and (on_cuda() or metal.on_metal()):  # they are recomputed as a prompt, by other kernels
         exact = False
     if prefix is not None:
-        sequence.num_prefilled = _resume(model, batch, sequence, prefix)
+        assert sequence.chunks is not None
+        sequence.num_prefilled = resume_prefix(model, batch, sequence.tokens, sequence.chunks, prefix)
         exact = exact and not (sequence.num_prefilled and prefix.eight_bits)
     if not generated:
         stats.prefix_cache_hit = sequence.num_prefilled
@@ -70,28 +77,34 @@ def _start(model: Model, sequence: SequenceState, prefix: PrefixCache | None) ->
     stats.exact = stats.exact and exact
 
 
-def _resume(model: Model, batch: Batch, sequence: SequenceState, prefix: PrefixCache) -> int:
-    """Load the longest cached prefix of the sequence's tokens into the batch, and return its length.
+def _states(model: Model, batch: Batch) -> States:
+    head = [(batch.head_state, model.head_modules)] if batch.head_state is not None else []
+    return [(batch.trunk_state, 0), *head]
+
+
+def resume_prefix(model: Model, batch: Batch, tokens: Sequence[int], chunks: Chunks, prefix: PrefixCache) -> int:
+    """Load the longest cached prefix of `tokens` into the batch, and return its length.
 
     A sequence that does not draft gets a head state all the same, so that every entry serves every sequence.
     """
     if model.has_head and batch.head_state is None:
         batch.head_state = model.make_head_state(1)
-    if (found := prefix.resume(sequence.cache_keys, batch.trunk_state, batch.head_state)) is None:
+    if (found := prefix.resume(chunks, _states(model, batch))) is None:
         return 0
     length, hidden = found
     if batch.head_state is not None:  # the last hidden state pairs with this sequence's own next token
-        following = mx.array([sequence.tokens[length : length + 1]], mx.int32)
-        batch.unseen = UnseenPairs(hidden, following, mx.ones((1,), mx.int32))
+        first = length + 1 - hidden.shape[1]
+        following = mx.array([tokens[first : length + 1]], mx.int32)
+        batch.unseen = UnseenPairs(hidden, following, mx.array([hidden.shape[1]], mx.int32))
     return length
 
 
-def _store(batch: Batch, tokens: Sequence[int], length: int, prefix: PrefixCache) -> None:
-    """Add the first `length` tokens to the prefix cache, if that is a multiple of its chunk."""
-    if length and length % prefix.chunk == 0:
+def _store(model: Model, batch: Batch, chunks: Chunks, length: int, prefix: PrefixCache) -> None:
+    """Add the first `length` tokens to the prefix cache, if a chunk ends there."""
+    if length in chunks.ends:
         mx.eval(batch.arrays())
         try:
-            prefix.store(tokens, length, batch.trunk_state, batch.head_state, batch.unseen.hidden)
+            prefix.store(chunks, chunks.ends.index(length) + 1, _states(model, batch), batch.unseen.hidden)
         except Exception as error:  # the sequence does not depend on it
             if not is_out_of_memory(error):
                 raise

@@ -17,6 +17,7 @@ from ..state import PrefixCache
 from .memory import ANSWER, memory_for_sequences
 from .request import Event, Handle, Request
 from .sequence import SequenceState
+from .turns import TurnMarker
 
 LEVELS = {"interactive": 1, "batch": 2}  # lower ones go first; 0: was running before
 
@@ -95,6 +96,7 @@ class Scheduler:
             raise RequestError(f"max_sequences is {max_sequences}; it must be at least 1")
         self.model = model
         self.tokenizer = tokenizer
+        self.turn_marker = TurnMarker.of(tokenizer)
         self.max_sequences = max_sequences
         self.footprint = Footprint.of(model)
         reserved = prefix.max_bytes if prefix is not None else 0
@@ -105,6 +107,8 @@ class Scheduler:
                 "are left beside the model. Make it smaller"
             )
         self.memory = max(0, available - reserved) if memory_limit is None else memory_limit
+        self.others = 0  # of that, what the sequences of other engines hold: see DeviceThread
+        self.admits = True  # if False, another engine's request comes first
         self.prefix = prefix
         self.queue = Queue(max_queue)
         self.prefilling: deque[SequenceState] = deque()
@@ -148,6 +152,27 @@ class Scheduler:
             )
         self.queue.put(sequence, client)
         return handle
+
+    @property
+    def left(self) -> int:
+        """Return the memory for the sequences of this engine, which other engines leave."""
+        return self.memory - self.others
+
+    @property
+    def admitted_bytes(self) -> int:
+        """Return the memory that the admitted sequences will need."""
+        return self._bytes(self._admitted())
+
+    @property
+    def starved(self) -> bool:
+        """Return whether the first request in the queue waits for memory that other engines hold."""
+        waiting = [] if self._admitted() else self.queue.all()[:1]
+        return bool(waiting and self.others) and self._bytes(waiting) > self.left
+
+    def close(self) -> None:
+        """Write what the prefix cache on the disk is still to get. Requests have ended."""
+        if self.prefix is not None:
+            self.prefix.close()
 
     def clear_prefix(self) -> None:
         """Empty the prefix cache, from any thread."""
@@ -197,11 +222,11 @@ class Scheduler:
     def _admit(self) -> list[SequenceState]:
         """Move sequences from the queue to `prefilling`, as many as fit. None overtakes the first in the queue."""
         admitted: list[SequenceState] = []
-        for sequence in self.queue.all():
+        for sequence in self.queue.all() if self.admits else ():
             inside = self._admitted()
             if sum(1 + len(each.siblings) for each in (*inside, sequence)) > self.max_sequences:
                 break
-            if inside and self._bytes([*inside, sequence]) > self.memory:
+            if (inside or self.others) and self._bytes([*inside, sequence]) > self.left:
                 break
             self.queue.remove(sequence)
             self.prefilling.append(sequence)

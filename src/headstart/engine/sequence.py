@@ -12,8 +12,10 @@ from ..errors import HeadstartError, RequestError
 from ..limits import MAX_K
 from ..models import Model
 from ..sampling import Logprobs, Matcher, SamplingParams, SequenceParams, compile_grammar
+from ..state import Chunks
 from .batch import Batch
 from .copies import CopyIndex
+from .draft import draft_limits
 from .draft_history import DraftHistory
 from .images import SequenceImages
 from .log import LOG, log_error
@@ -36,6 +38,7 @@ class SequenceState:
     images: SequenceImages | None = None
     siblings: list["SequenceState"] = field(default_factory=list)  # other answers to its prompt, until that is in
     batch: Batch | None = None  # its own, during prefill
+    chunks: Chunks | None = None  # in which it is prefilled
     num_prefilled: int = 0
     num_reported: int = 0  # tokens of the prompt that were reported as prefilled
     started: float = 0.0
@@ -68,7 +71,8 @@ class SequenceState:
             key = params.seed if params.seed is not None else secrets.randbits(64)
         k, bypass_reason = _max_k(params.k, model, max_k)
         copied = _max_copied(params, model, max_k)
-        sources = [*(["native_mtp"] if k else []), *(["copy"] if copied else [])]
+        named = {"dflash": model.drafter is not None and k, "native_mtp": model.has_head and k, "copy": copied}
+        sources = [name for name, used in named.items() if used]
         stats = Stats(
             "+".join(sources) or None,
             bypass_reason,
@@ -134,6 +138,8 @@ class SequenceState:
         copied: int = 0,
         logits: mx.array | None = None,
         logprobs: Logprobs | None = None,
+        *,
+        block: bool = False,
     ) -> None:
         """Send a round's tokens to the request, up to the end of the answer.
 
@@ -143,6 +149,7 @@ class SequenceState:
             copied: How many of the drafts were copied from the context.
             logits: [k+1, V], for each of the tokens.
             logprobs: Of each of the tokens.
+            block: The other drafts are the block drafter's, not the head's.
         """
         accepted = len(tokens) - 1
         tokens = tokens[: self.limit - self.num_generated]
@@ -151,7 +158,7 @@ class SequenceState:
         texts, reason = self._decode(tokens)
         tokens = tokens[: len(texts)]
         self.tokens += tokens
-        self.stats.count(len(tokens), accepted, proposed, copied, time.perf_counter() - self.started)
+        self.stats.count(len(tokens), accepted, proposed, copied, time.perf_counter() - self.started, block=block)
         if reason is None and self.matcher is not None and self.matcher.stopped:
             reason = "stop"
         if reason is None and self.num_generated >= self.limit:
@@ -218,14 +225,15 @@ class SequenceState:
 
 def _max_k(k: int | Literal["auto"], model: Model, max_k: int) -> tuple[int, str | None]:
     """Return the most drafts per round, and the reason if there are none."""
-    most = min(max_k, model.max_k)
-    if not model.has_head:
+    limits = draft_limits(model)
+    most = min(max_k, model.most_drafts)
+    if not limits:
         return 0, model.head_unavailable or "the model has no head"
     if k == 0:
         return 0, "the request asked for no drafts"
     if most == 0:
         return 0, "speculation is switched off"
-    return (most if k == "auto" else min(k, most)), None
+    return (most if k == "auto" else min(k, most, next(iter(limits.values())))), None
 
 
 def not_finite(model: Model) -> HeadstartError:
@@ -237,11 +245,11 @@ def not_finite(model: Model) -> HeadstartError:
 def _max_copied(params: SamplingParams, model: Model, max_k: int) -> int:
     """Return the most drafts per round that are copied from the context, 0 for none.
 
-    A fixed k asks for drafts of the head. The optimistic rule would accept a copy that never ends.
+    A fixed k asks for drafts of one source. The optimistic rule would accept a copy that never ends.
     """
     if params.k != "auto" or not model.copies or params.rule == "optimistic":
         return 0
-    return MAX_K if 0 < model.max_k <= max_k else max_k  # a limit below the head's own was set by the user
+    return MAX_K if 0 < model.most_drafts <= max_k else max_k  # a limit below that was set by the user
 
 
 def youngest(sequences: list[SequenceState]) -> SequenceState:

@@ -11,6 +11,8 @@ SUMMED = (
     "rounds",
     "proposed_copies",
     "accepted_copies",
+    "proposed_blocks",
+    "accepted_blocks",
     "paused_seconds",
     "first_round_tokens",
 )
@@ -28,8 +30,8 @@ def origins(count: int, accepted: int, proposed: int, copied: int = 0) -> list[O
 
 @dataclass
 class Stats:
-    drafter_kind: str | None  # the sources of drafts that it may use: native_mtp, copy, or both with a plus sign
-    bypass_reason: str | None  # why the head drafted nothing
+    drafter_kind: str | None  # the sources of drafts that it may use, with plus signs: dflash, native_mtp, copy
+    bypass_reason: str | None  # why neither the drafter nor the head drafted
     clamped_to: int | None = None  # the highest depth used, if the request asked for more
     exact: bool = False  # the output is that of plain decoding, bit for bit
     prompt_tokens: int = 0
@@ -44,6 +46,8 @@ class Stats:
     accepted_by_position: list[int] = field(default_factory=list)
     proposed_copies: int = 0  # drafts copied from the context
     accepted_copies: int = 0
+    proposed_blocks: int = 0  # drafts of the block drafter
+    accepted_blocks: int = 0
     prompt_seconds: float = 0.0  # from admission to the end of the first round
     generation_seconds: float = 0.0  # since then
     first_round_tokens: int = 0
@@ -73,8 +77,11 @@ class Stats:
             accepted_by_position=self.accepted_by_position.copy(),
         )
 
-    def count(self, tokens: int, accepted: int, proposed: int, copied: int, seconds: float) -> None:
-        """Count a round that ended `seconds` after admission. `copied` of the proposed drafts are from the context.
+    def count(
+        self, tokens: int, accepted: int, proposed: int, copied: int, seconds: float, *, block: bool = False
+    ) -> None:
+        """Count a round that ended `seconds` after admission. `copied` of the proposed drafts are from the context,
+        the others from the block drafter if `block`, else from the head.
 
         `tokens` were sent to the client: fewer than `accepted` + 1 if the answer ended within the round.
         """
@@ -89,6 +96,8 @@ class Stats:
         self.accepted_by_position += [0] * missing
         self.proposed_copies += min(copied, proposed)
         self.accepted_copies += min(copied, accepted, tokens)
+        self.proposed_blocks += block * max(proposed - copied, 0)
+        self.accepted_blocks += block * max(min(accepted, tokens) - copied, 0)
         for j in range(proposed):
             self.proposed_by_position[j] += 1
             self.accepted_by_position[j] += j < min(tokens, accepted)
@@ -113,12 +122,14 @@ class Stats:
 
     @property
     def accepted_by_source(self) -> dict[str, int]:
-        """Return the accepted drafts of the head and those copied from the context."""
-        return {"head": self.accepted_draft_tokens - self.accepted_copies, "copy": self.accepted_copies}
+        """Return the accepted drafts of the head, of the block drafter, and those copied from the context."""
+        head = self.accepted_draft_tokens - self.accepted_blocks - self.accepted_copies
+        return {"head": head, "drafter": self.accepted_blocks, "copy": self.accepted_copies}
 
     @property
     def proposed_by_source(self) -> dict[str, int]:
-        return {"head": self.proposed_draft_tokens - self.proposed_copies, "copy": self.proposed_copies}
+        head = self.proposed_draft_tokens - self.proposed_blocks - self.proposed_copies
+        return {"head": head, "drafter": self.proposed_blocks, "copy": self.proposed_copies}
 
     @property
     def acceptance_by_position(self) -> list[float]:

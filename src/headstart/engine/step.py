@@ -30,7 +30,7 @@ from ..sampling import (
 )
 from ..state import CHUNK
 from .batch import Batch, UnseenPairs
-from .draft import HeadUse, catch_up, copy_drafts, head_drafts, no_drafts
+from .draft import SOURCES, Source, catch_up, copy_drafts
 
 
 class StepResult(NamedTuple):
@@ -51,13 +51,13 @@ def step(
     k: int,
     grammar: GrammarMasks | None = None,
     *,
-    head: int = HeadUse.FULL,
+    source: int = Source.HEAD,
     distances: Sequence[int] = (),
 ) -> StepResult:
     """Generate 1 to k+1 tokens for every sequence.
 
     Args:
-        head: Whether the head drafts, see `HeadUse`. Otherwise only copies and what a grammar forces are verified.
+        source: What drafts after the copies and what a grammar forces.
         distances: How many tokens back each sequence copies from, 0 for those that do not; empty if none does.
     """
     copied = copy_drafts(batch, k, distances) if k and any(distances) else None
@@ -67,11 +67,7 @@ def step(
         certain = mx.maximum(certain, copied)
     elif copied is not None:
         certain = copied
-    if head:
-        proposal = head_drafts(model, batch, k, certain, reduced=head == HeadUse.REDUCED)
-    else:
-        proposal = no_drafts(model, batch, k, certain)
-    result = verify(model, batch, proposal, grammar)
+    result = verify(model, batch, SOURCES[source](model, batch, k, certain), grammar)
     return result if copied is None else result._replace(copied=(copied >= 0).sum(axis=1))
 
 
@@ -125,8 +121,8 @@ def prefill(
         inside = tokens.shape[1] - 1  # pairs whose token lies in the chunk
         if inside:
             batch.unseen = UnseenPairs(hidden[:, :-1], tokens[:, :-1], inside * one)
-            catch_up(model, batch, None if embeddings is None else embeddings[:, width - inside :])
-        batch.unseen = UnseenPairs(hidden[:, -1:], tokens[:, -1:], one)
+            catch_up(model, batch, embeddings=None if embeddings is None else embeddings[:, width - inside :])
+        batch.unseen = batch.unseen.extend(hidden[:, -1:], tokens[:, -1:], one)
 
 
 def prefill_prompts(model: Model, prompts: Sequence[Sequence[int]], max_k: int, limit: int = 10**6) -> Batch:

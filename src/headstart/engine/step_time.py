@@ -1,9 +1,10 @@
-"""Estimate how long a decode step takes, by batch size n and depth k, with the head or without it.
+"""Estimate how long a decode step takes, by batch size n, depth k and source of drafts.
 
 log(seconds) = pace + level(n, k). The pace is the machine's speed right now: a busy or hot machine slows every step
 alike. The level is what n and k cost beside each other. A pair (n, k) that was timed has a level of its own; any
 other follows a linear model, fixed + sequence·n + draft·k + position·n·k, shifted to the nearest depth that was
-timed with n sequences. `draft` depends on what the head does: it scores all tokens, or some, or does not run.
+timed with n sequences. `draft` depends on the source; steps of copies alone have none, and a block costs the same
+for any k.
 
 While one depth runs on, an unexpected timing is put down to the pace. Only the steps just after a change of depth
 compare two depths at one pace, so only those change the levels.
@@ -19,15 +20,15 @@ import mlx.core as mx
 
 from ..models import Model
 from .batch import Batch
-from .draft import HeadUse
+from .draft import Source, draft_limits
 from .step import prefill_prompts, step
 
 SMOOTHING = 0.25  # share of a surprise that the pace takes up, and the resume cost
 CLIP = 0.35  # largest surprise that counts, as a logarithm: one outlier must not rule a depth out
 COMPARED = 4  # steps after a change of depth, the first not timed, that compare it with the depth before
 FADING = 0.992  # weight that earlier timings of a pair keep per step: what drafts cost may drift
-# Before anything was timed: fixed, sequence, draft, draft of the reduced head, position.
-INITIAL_MODEL = (0.6, 0.15, 0.06, 0.05, 0.1)
+# Before anything was timed: fixed, sequence, draft, draft of the reduced head, block of drafts, position.
+INITIAL_MODEL = (0.6, 0.15, 0.06, 0.05, 0.1, 0.1)
 
 PROMPT = [3, 5, 7, 11, 13, 17, 19, 23]
 DEEPER = (3, 7)  # depths timed besides 0 and 1
@@ -43,7 +44,7 @@ class Cell(NamedTuple):
 
     n: int  # sequences
     k: int
-    head: int = HeadUse.FULL  # what the head does; at k = 0 without meaning
+    source: int = Source.HEAD  # at k = 0 without meaning
 
 
 @dataclass
@@ -79,25 +80,25 @@ class StepTime:
             cell = Cell(*each)
             self.timings.setdefault(cell.n, {})[cell] = Timing(logs[cell] - self._pace, len(times))
 
-    def seconds(self, n: int, k: int, head: int = HeadUse.FULL) -> float:
+    def seconds(self, n: int, k: int, source: int = Source.HEAD) -> float:
         """Return the estimated seconds of a step of n sequences with k drafts each."""
-        return math.exp(self._pace + self._level(Cell(n, k, head if k else HeadUse.FULL)))
+        return math.exp(self._pace + self._level(Cell(n, k, source if k else Source.HEAD)))
 
-    def observe(self, n: int, k: int, seconds: float | None, head: int = HeadUse.FULL) -> None:
+    def observe(self, n: int, k: int, seconds: float | None, source: int = Source.HEAD) -> None:
         """Learn from a step that took `seconds`; None if its time is not known.
 
         The first step at another depth also pays for what the depth before left over (drafts to drop, tokens the
         head has not seen), so it only updates the cost of resuming.
         """
-        before, cell = self._last, Cell(n, k, head if k else HeadUse.FULL)
+        before, cell = self._last, Cell(n, k, source if k else Source.HEAD)
         self._last = cell if seconds is not None else None
         self._steps += 1
         self._repeats = self._repeats + 1 if before == cell else 1
         if seconds is None:
             return
         if self._repeats == 1:
-            if k and head and before == Cell(n, 0):
-                self.resume += SMOOTHING * (_clipped(math.log(seconds / self.seconds(n, k, head))) - self.resume)
+            if k and source and before == Cell(n, 0):
+                self.resume += SMOOTHING * (_clipped(math.log(seconds / self.seconds(n, k, source))) - self.resume)
             return
         if not self.timings:
             self._pace = math.log(seconds) - self._modelled(cell)
@@ -115,7 +116,7 @@ class StepTime:
             return self._modelled(cell)
         if cell in timed:
             return timed[cell].level
-        nearest = min(timed, key=lambda other: (other.head != cell.head, abs(other.k - cell.k), other))
+        nearest = min(timed, key=lambda other: (other.source != cell.source, abs(other.k - cell.k), other))
         return timed[nearest].level + self._modelled(cell) - self._modelled(nearest)
 
     def _modelled(self, cell: Cell) -> float:
@@ -131,8 +132,8 @@ class StepTime:
 
 def _factors(cell: Cell) -> tuple[int, ...]:
     """Return what the terms of the linear model are multiplied with."""
-    drafts = [cell.k * (cell.head == each) for each in (HeadUse.FULL, HeadUse.REDUCED)]
-    return 1, cell.n, *drafts, cell.n * cell.k
+    drafts = [cell.k * (cell.source == each) for each in (Source.HEAD, Source.REDUCED)]
+    return 1, cell.n, *drafts, int(cell.source == Source.BLOCK and cell.k > 0), cell.n * cell.k
 
 
 def _clipped(surprise: float) -> float:
@@ -148,11 +149,14 @@ def time_steps(model: Model, max_k: int, max_sequences: int, budget: float = BUD
     tokens = [token % model.vocabulary for token in PROMPT]
     prompts = [tokens[i:] + tokens[:i] for i in range(CALIBRATION_BATCH)]  # different ones use more MoE experts
     batched = min(CALIBRATION_BATCH, max_sequences)
-    plan = [Cell(1, 0), Cell(1, COPIED, HeadUse.NONE), Cell(batched, 0)]
-    if max_k:
-        plan = [Cell(1, 0), Cell(1, 1), *plan, Cell(batched, 1), *(Cell(1, k) for k in DEEPER if k <= max_k)]
-        if model.draft_vocabulary is not None:
-            plan += [Cell(1, min(DEEPER[0], max_k), HeadUse.REDUCED)]
+    plan = [Cell(1, 0), Cell(1, COPIED, Source.NONE), Cell(batched, 0)]
+    limits = {source: min(most, max_k) for source, most in draft_limits(model).items() if max_k}
+    if head := limits.get(Source.HEAD):
+        plan = [Cell(1, 0), Cell(1, 1), *plan, Cell(batched, 1), *(Cell(1, k) for k in DEEPER if k <= head)]
+    if block := limits.get(Source.BLOCK):
+        plan[1:1] = [Cell(1, min(DEEPER[0], block), Source.BLOCK), Cell(1, block, Source.BLOCK)]
+    if reduced := limits.get(Source.REDUCED):
+        plan += [Cell(1, min(DEEPER[0], reduced), Source.REDUCED)]
     plan = list(dict.fromkeys(plan))
     times: dict[Cell, list[float]] = {}
     batches: dict[int, Batch] = {}
@@ -169,7 +173,7 @@ def _seconds_per_step(model: Model, batch: Batch, cell: Cell) -> float:
     """Run steps as the engine does on a GPU: the next graph is built while the device works on a step."""
 
     def run() -> mx.array:
-        return step(model, batch, cell.k, head=cell.head, distances=() if cell.head else [1] * cell.n).tokens
+        return step(model, batch, cell.k, source=cell.source, distances=() if cell.source else [1] * cell.n).tokens
 
     for _ in range(2):  # the first also finishes what the depth before left over; both may compile kernels
         mx.eval(run(), *batch.arrays())

@@ -27,7 +27,8 @@ def gated_attention(
     W = both.shape[1]
     H, D, offset = layer.num_attention_heads, layer.head_dim, memory.offset
     start = offset if memory.start is None else memory.start
-    if (native := cpu.native()) is not None and cpu.native_attention_fits(both.dtype, layer):
+    native = cpu.native() if not memory.eight_bits else None
+    if native is not None and cpu.native_attention_fits(both.dtype, layer):
         return cpu.attend_window(native, layer, both, keys, values, memory, last)
     shape = heads_shape(layer, both.dtype) if metal.on_metal() else None
     norms = HeadNorms(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
@@ -43,7 +44,8 @@ def gated_attention(
     if attention_fits(W, H, memory.keys):
         out = launch_attention(queries, both, memory.keys, memory.values, offset, layer.scale, memory.reach)
         return out if last is None else at_last(out, last)
-    if shape is not None and W <= WIDEST and metal.chosen_kernel("attention", shape) == "metal":
+    fits = W <= WIDEST and not memory.eight_bits
+    if shape is not None and fits and metal.chosen_kernel("attention", shape) == "metal":
         out = metal_attend(queries, both, memory.keys, memory.values, offset, layer.scale, memory.reach)
         return out if last is None else at_last(out, last)
     seen = mask()

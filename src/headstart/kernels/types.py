@@ -1,6 +1,6 @@
-"""What kernels are given and give back, on every device."""
+"""What kernels are given and give back, on every device, and the launch that CUDA and Metal share."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -53,3 +53,34 @@ class Ran(NamedTuple):
     state: mx.array  # [B, Hv, Dv, Dk], after everything certain
     conv: mx.array  # [B, taps - 1, C], likewise
     drafts: Drafts | None
+
+
+def run_gated_delta(
+    kernel: Any,
+    inputs: list[mx.array],
+    window: Window,
+    weights: GatedDeltaWeights,
+    state: mx.array,
+    conv: mx.array,
+    certain: int,
+) -> Ran:
+    """Launch a kernel of CUDA or Metal: a threadgroup for each head of each sequence, four threads for each value."""
+    B, W, C = window.qkv.shape
+    _, Hv, Dv, Dk = state.shape
+    Hk, drafts, dtype = (C - Hv * Dv) // (2 * Dk), W - certain, window.qkv.dtype
+    shapes = [(B, W, Hv, Dv), state.shape, conv.shape]
+    dtypes = [dtype, mx.float32, dtype]
+    template = [("T", dtype), ("HK", Hk), ("HV", Hv), ("DK", Dk), ("DV", Dv), ("TAPS", weights.conv.shape[1])]
+    if drafts:  # a prompt's chunks have any width: they share the kernel where everything is certain
+        shapes += [(B, drafts, C), (B, drafts, Hk, Dk), (B, drafts, Hv, Dv), (B, drafts, Hv), (B, drafts, Hv)]
+        dtypes += [dtype, *[mx.float32] * 4]
+        template += [("CERTAIN", certain)]
+    y, state, conv, *fresh = kernel(
+        inputs=inputs,
+        template=template,
+        grid=(4 * Dv * Hv, B, 1),
+        threadgroup=(4 * Dv, 1, 1),
+        output_shapes=shapes,
+        output_dtypes=dtypes,
+    )
+    return Ran(y, state, conv, Drafts(*fresh) if fresh else None)

@@ -3,9 +3,23 @@
 from typing import Any
 
 from ..errors import CheckpointError
-from . import deepseek_v3, glm4_moe, llama, mimo, qwen3, qwen3_5, qwen3_next
-from .base import Family, Model, Weights, use_float32_norms
+from . import (
+    deepseek_v3,
+    ernie4_5_moe,
+    exaone_moe,
+    glm4_moe,
+    llama,
+    longcat_flash,
+    mimo,
+    nemotron_h,
+    qwen3,
+    qwen3_5,
+    qwen3_next,
+    step3p5,
+)
+from .base import Family, Model, Weights
 from .head import Head, HeadSpec
+from .norm import use_float32_norms
 
 FAMILIES: dict[str, Family] = {
     "qwen3_5": qwen3_5.DENSE,
@@ -18,6 +32,11 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": deepseek_v3.FAMILY,
     "mimo": mimo.MIMO,
     "mimo_v2_flash": mimo.MIMO_V2_FLASH,
+    "step3p5": step3p5.FAMILY,
+    "exaone_moe": exaone_moe.FAMILY,
+    "nemotron_h": nemotron_h.FAMILY,
+    "ernie4_5_moe": ernie4_5_moe.FAMILY,
+    "longcat_flash": longcat_flash.FAMILY,
     "llama": llama.LLAMA,
     "mistral": llama.LLAMA,
     "mistral3": llama.MISTRAL3,
@@ -39,7 +58,8 @@ def head_modules(config: dict[str, Any]) -> int:
     family = FAMILIES[config["model_type"]]
     if family.head_layer is None:
         return 0
-    return family.head.modules or int(text.get("mtp_num_hidden_layers") or text.get("num_nextn_predict_layers") or 0)
+    count = int(text.get("mtp_num_hidden_layers") or text.get("num_nextn_predict_layers") or 0)
+    return family.head.modules or (min(count, 1) if text.get("mtp_share_layers") else count)
 
 
 def build(config: dict[str, Any], head: bool = True) -> Model:
@@ -52,8 +72,8 @@ def build(config: dict[str, Any], head: bool = True) -> Model:
         )
     family, shape = FAMILIES[model_type], text_config(config)
     lm = family.build(config)
+    use_float32_norms(lm)
     text, mtp = family.text(lm), None
-    use_float32_norms(text)
     if head and family.head_layer is not None:
         layers = [family.head_layer(lm) for _ in range(head_modules(config) or 1)]
         mtp = Head(family.head, layers, shape["hidden_size"], shape["vocab_size"], text.norm.eps)

@@ -24,7 +24,7 @@ def attention(
     layer: nn.Module, x: mx.array, mask: Mask, memory: KV, residual: Residual, last: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
     """Run Qwen3.5's attention, whose output has a gate. `mask` says the same as `memory.offset`."""
-    if (native := cpu.native()) is not None:
+    if not memory.eight_bits and (native := cpu.native()) is not None:
         made = cpu.native_attention(native, layer, x, memory, last, residual.native)
         if made is not None:
             return residual.added(made)
@@ -67,6 +67,9 @@ def grouped_attention(
         queries, seen = at_last(queries, last, 2), at_last(seen, last, 2)
     sinks = layer.get("attention_sink_bias")
     out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=layer.scale, mask=seen, sinks=sinks)
+    if "g_proj" in layer:  # Step's, one gate for a head
+        gates = mx.sigmoid(product(x if last is None else at_last(x, last), layer.g_proj))  # [B, W, H]
+        out = out * gates.swapaxes(1, 2)[..., None]
     out = out.transpose(0, 2, 1, 3).reshape(B, out.shape[2], -1)
     return residual.add(product(out, layer.o_proj))
 

@@ -12,28 +12,24 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map
 
+from ..errors import CheckpointError
 from ..kernels.attention import at_last
-from ..kernels.norm import rms_norm
 from ..kernels.products import product
-from ..kernels.types import Window
-from ..limits import DEFAULT_K, MAX_K
-from ..state import KV, BatchState, Recurrent
+from ..limits import DEFAULT_K, MAX_HEAD_K
+from ..state import GROUP, KV, BatchState, Recurrent
 from .attention import attention, gated_kv_sizes, grouped_attention, grouped_kv_sizes
 from .decoder_layer import decoder_layer
+from .dflash import DFlash
 from .draft_vocabulary import DraftVocabulary
-from .feed_forward import feed_forward
-from .gated_delta_net import gated_delta_net
+from .feed_forward import feed_forward, mlp_or_mixture
+from .gated_delta_net import gated_delta_net, gated_delta_sizes
 from .graph import Graph, compiles
 from .head import QWEN_HEAD, Head, HeadSpec, find_part
+from .part import Part, PartKind, decoder_parts
 from .residual import Residual
 from .share import Alone, Share
 from .vision import VisionTower
-
-
-def _no_projection(net: nn.Module, x: mx.array) -> Window:
-    raise NotImplementedError("a family with recurrent layers says how they project")
 
 
 @dataclass(frozen=True)
@@ -42,14 +38,17 @@ class Family:
 
     name: str
     build: Callable[[dict[str, Any]], nn.Module]  # config.json → mlx-lm's model
-    text: Callable[[nn.Module], nn.Module]  # that model → the module with `embed_tokens`, `layers` and `norm`
+    text: Callable[[nn.Module], Any]  # that model → what has `embed_tokens`, `layers` and `norm`
     lm_head: Callable[[nn.Module], nn.Module | None]  # None where the embedding is tied
     head_layer: Callable[[nn.Module], nn.Module] | None = None  # that model → the decoder layer of a head's module
-    project: Callable[[nn.Module, mx.array], Window] = _no_projection  # the input of a GatedDeltaNet layer
+    parts: Callable[[nn.Module], list[Part]] = decoder_parts  # of a layer
+    recurrent: Callable[..., tuple[mx.array, mx.array]] = gated_delta_net  # a recurrent layer
+    state_sizes: Callable[[nn.Module], tuple[int, int, int, int, int]] = gated_delta_sizes  # see `Recurrent.empty`
     head: HeadSpec = QWEN_HEAD
     attention: Callable[..., tuple[mx.array, mx.array]] = attention  # see `attention.py`
     kv_sizes: Callable[[nn.Module], tuple[int, int, int]] = gated_kv_sizes  # heads, sizes of a key and of a value
     window: Callable[[nn.Module], int | None] = lambda layer: None  # positions that a decoder layer sees; None: all
+    renamed: tuple[tuple[str, str], ...] = ()  # parts of tensors' names: patterns as released, and mlx-lm's
     norm_offset: float = 0.0  # what released norms leave out: 1 where they are stored as w of 1 + w
     divisible: bool = False  # `cluster` knows how to divide its trunk
 
@@ -64,31 +63,6 @@ def plain_family(name: str, module: ModuleType, **fields: Any) -> Family:
         "kv_sizes": grouped_kv_sizes,
     }
     return Family(name, **defaults | fields)
-
-
-class Norm(nn.Module):
-    """RMSNorm with its weight in float32 and its output in the input's type.
-
-    Raw checkpoints store `w` of `1 + w`; that sum rounded to bfloat16 moves logits by 0.02. mlx's RMSNorm with a
-    float32 weight would turn everything after it into float32.
-    """
-
-    def __init__(self, dims: int, eps: float):
-        super().__init__()
-        self.weight = mx.ones((dims,))
-        self.eps = eps
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return rms_norm(x, self.weight, self.eps)
-
-
-def use_float32_norms(module: nn.Module) -> None:
-    """Swap RMSNorm leaves for `Norm`, the way `nn.quantize` swaps linear ones."""
-
-    def swap(leaf: nn.Module) -> nn.Module:
-        return Norm(leaf.weight.shape[0], leaf.eps) if type(leaf) is nn.RMSNorm else leaf
-
-    module.update_modules(tree_map(swap, module.leaf_modules(), is_leaf=nn.Module.is_module))
 
 
 class Weights(nn.Module):
@@ -115,16 +89,28 @@ class Model:
     weights: Weights
     head_unavailable: str | None = None  # why there is no head
     default_k: int = DEFAULT_K  # drafts a round to begin with
-    max_k: int = MAX_K  # most drafts of the head a round
+    max_k: int = MAX_HEAD_K  # most drafts of the head a round
     copies: bool = True  # drafts may be copied from the context
     draft_vocabulary: DraftVocabulary | None = None  # the tokens that drafts may be limited to
+    drafter: DFlash | None = None
     share: Share = field(default_factory=Alone)  # what of the trunk is on this machine
     tower: VisionTower | None = None
     tower_unavailable: str | None = None  # why there is no tower
+    eight_bit_kv: bool = False  # sequences keep keys and values in eight bits
 
     @property
     def has_head(self) -> bool:
         return "mtp" in self.weights
+
+    @property
+    def head_modules(self) -> int:
+        return len(self.weights.mtp.layers)
+
+    @property
+    def most_drafts(self) -> int:
+        """Return the most drafts per step of the head or the drafter, 0 without either."""
+        block = self.drafter.max_k if self.drafter is not None else 0
+        return max(block, self.max_k if self.has_head else 0)
 
     @property
     def vocabulary(self) -> int:
@@ -161,23 +147,37 @@ class Model:
         self, state: BatchState, tokens: mx.array, certain: int = 1, embeddings: mx.array | None = None
     ) -> mx.array:
         mask, share, layers = state.reserve(tokens.shape[1]), self.share, self.weights.layers
+        parts, memories = [self.family.parts(layer) for layer in layers], iter(state.layers)
+        accepted = state.accepted
         x = share.take(self.weights.embed_tokens(tokens) if embeddings is None else embeddings)
-        normed = layers[0].input_layernorm(x)
+        normed = parts[0][0].norm(x)
         fits = share.ranks == 1 and self.family.attention is attention  # may be a layer in one launch
         # Every part of a layer is added to x; with it comes the norm that the next part is given.
-        for index, (layer, memory) in enumerate(zip(layers, state.layers, strict=True)):
-            following = layers[index + 1].input_layernorm if index + 1 < len(layers) else self.weights.norm
-            if fits and (whole := decoder_layer(layer, x, normed, memory, state.accepted, certain, following)):
+        outputs = []  # of every layer but the last, for the drafter
+        for index, layer in enumerate(layers):
+            if self.drafter is not None and index:
+                outputs.append(x)
+            after = parts[index + 1][0].norm if index + 1 < len(layers) else self.weights.norm
+            held = [next(memories) for part in parts[index] if part.kind is not PartKind.MLP]
+            if fits and (whole := decoder_layer(layer, x, normed, held[0], accepted, certain, after)):
                 x, normed = whole
                 continue
-            residual = Residual(x, layer.post_attention_layernorm, share)
-            if isinstance(memory, Recurrent):
-                net, project = layer.linear_attn, self.family.project
-                x, normed = gated_delta_net(net, project, normed, memory, state.accepted, certain, residual)
-            else:
-                seen = partial(mask, self.family.window(layer))
-                x, normed = self.family.attention(layer.self_attn, normed, seen, memory, residual)
-            x, normed = feed_forward(layer.mlp, normed, Residual(x, following, share))
+            norms = [part.norm for part in parts[index][1:]] + [after]
+            late = None
+            for (kind, _, module, beside), norm in zip(parts[index], norms, strict=True):
+                residual = Residual(x, norm, share)
+                late = late if beside is None else mlp_or_mixture(beside, normed)
+                if kind is PartKind.MLP:
+                    x, normed = feed_forward(module, normed, residual)
+                elif kind is PartKind.ATTENTION:
+                    seen = partial(mask, self.family.window(layer))
+                    x, normed = self.family.attention(module, normed, seen, held.pop(0), residual)
+                else:
+                    x, normed = self.family.recurrent(module, normed, held.pop(0), accepted, certain, residual)
+            if late is not None:
+                x, normed = Residual(x, after, share).add(late)
+        if self.drafter is not None:
+            self.drafter.remember([*outputs, x], list(memories))
         return share.give(normed if share.ends and self.family.head.fed_after_norm else x)
 
     @cached_property
@@ -227,9 +227,8 @@ class Model:
     ) -> mx.array:
         spec, part = self.family.head, partial(self._part, module)
         own = part(spec.names.embedding)
-        embedding = embeddings
-        if embedding is None:
-            embedding = (own if own is not None else self.weights.embed_tokens)(tokens)
+        embed = own if own is not None else self.weights.embed_tokens
+        embedding = embed(tokens) if embeddings is None else embeddings
         if spec.first_embedding_is_zero:
             positions = state.lengths[:, None] + ahead + mx.arange(tokens.shape[1])  # [B, W]
             embedding = embedding * (positions > 0)[..., None].astype(embedding.dtype)
@@ -238,35 +237,59 @@ class Model:
         layer, memory = self.weights.mtp.layers[module], state.layers[module]
         mask = partial(state.reserve(tokens.shape[1], ahead), self.family.window(layer))
         assert isinstance(memory, KV)
-        normed = layer.input_layernorm(x)
-        following = part(spec.names.norm)
+        first, second = self.family.parts(layer)
+        normed = first.norm(x)
+        following = self._head_norm(module)
         fits = self.family.attention is attention
         if fits and (whole := decoder_layer(layer, x, normed, memory, state.accepted, 1, following)):
             x, normed = whole if last is None else [at_last(each, last) for each in whole]
             return normed if spec.chains_after_norm else x
         alone = Alone()  # every machine has the whole head
-        residual = Residual(x if last is None else at_last(x, last), layer.post_attention_layernorm, alone)
-        x, normed = self.family.attention(layer.self_attn, normed, mask, memory, residual, last)
-        x, normed = feed_forward(layer.mlp, normed, Residual(x, following, alone))
+        residual = Residual(x if last is None else at_last(x, last), second.norm, alone)
+        x, normed = self.family.attention(first.module, normed, mask, memory, residual, last)
+        x, normed = feed_forward(second.module, normed, Residual(x, following, alone))
         return normed if spec.chains_after_norm else x
 
     def draft_logits(self, hidden: mx.array, reduced: bool = False, *, module: int = 0) -> mx.array:
-        """Return the logits […, V] of hidden states […, H] from a module of `head`; `reduced`: those of the draft
-        vocabulary."""
-        spec = self.family.head
+        """Return the logits [B, W, V] of hidden states [B, W, H] from a module of `head`. `reduced`: only the draft
+        vocabulary can be drawn, where the module's output layer is the first's."""
+        spec, reduced_to = self.family.head, self.draft_vocabulary
         if not spec.chains_after_norm:
-            hidden = self._part(module, spec.names.norm)(hidden)
-        reduced_to = self.draft_vocabulary if reduced else None
-        return product(hidden, self._draft_lm_head(module) if reduced_to is None else reduced_to.lm_head)
+            hidden = self._head_norm(module)(hidden)
+        if reduced and reduced_to is not None and (module == 0 or not spec.own_lm_head):
+            return reduced_to.full(product(hidden, reduced_to.lm_head), self.vocabulary)
+        return product(hidden, self._draft_lm_head(module))
+
+    def block_logits(self, last: mx.array, k: int, state: BatchState) -> tuple[mx.array, mx.array]:
+        """Return the block drafter's logits [B, k, V] and hidden states [B, k, H] for the k tokens after `last` [B],
+        the first that the trunk's `state` does not hold."""
+        assert self.drafter is not None
+        masks = mx.full((last.shape[0], k), self.drafter.spec.mask_token, mx.int32)
+        block = self.weights.embed_tokens(mx.concatenate([last[:, None], masks], axis=1))
+        hidden = self.drafter(block, state)[:, 1:]
+        return self.drafter.scaled(product(hidden, self._lm_head)), hidden
 
     def with_draft_vocabulary(self, ids: list[int], origin: str) -> "Model":
         """Return the model with a copy of the rows of these tokens, for drafts."""
         return replace(self, draft_vocabulary=DraftVocabulary.of(self._draft_lm_head(), ids, origin))
 
+    def with_eight_bit_kv(self) -> "Model":
+        """Return the model with the KV caches of its sequences in 8 bits: about half the memory, and not exact."""
+        attends = [layer.self_attn for layer in self.weights.layers if "linear_attn" not in layer]
+        if odd := next((dim for each in attends for dim in self.family.kv_sizes(each)[1:] if dim % GROUP), None):
+            raise CheckpointError(
+                f"heads of {odd} numbers cannot be kept in 8 bits: they must be a multiple of {GROUP}"
+            )
+        return replace(self, eight_bit_kv=True)
+
     def _part(self, module: int, path: str) -> Any:
         """Return a part of a head's module by its name, None if the trunk's is used."""
         mtp = self.weights.mtp
         return find_part(mtp.layers[module] if self.family.head.in_layer else mtp, path)
+
+    def _head_norm(self, module: int) -> Any:
+        spec = self.family.head
+        return self._part(module, spec.names.norm) if spec.own_norm else self.weights.norm
 
     def share_missing(self, stored: Container[str]) -> None:
         """Use the trunk's embedding and output layer where a head's `stored` parameters lack its own copies."""
@@ -279,10 +302,13 @@ class Model:
                     owner.pop(name, None)
 
     def make_state(self, rows: int) -> BatchState:
-        return BatchState.empty([self._memory(layer, rows) for layer in self.weights.layers], rows)
+        state = self._empty_state(self.weights.layers, rows)
+        if self.drafter is not None:
+            state.layers += self.drafter.make_caches(rows, self.dtype)
+        return state
 
     def make_head_state(self, rows: int) -> BatchState:
-        return BatchState.empty([self._memory(layer, rows) for layer in self.weights.mtp.layers], rows)
+        return self._empty_state(self.weights.mtp.layers, rows)
 
     @property
     def _lm_head(self) -> nn.Module:
@@ -292,17 +318,12 @@ class Model:
         own = self._part(module, self.family.head.names.lm_head)
         return own if own is not None else self._lm_head
 
-    def _memory(self, layer: nn.Module, rows: int) -> KV | Recurrent:
-        if "linear_attn" not in layer:
-            heads, key, value = self.family.kv_sizes(layer.self_attn)
-            return KV.empty(rows, heads, key, self.dtype, value)
-        net = layer.linear_attn
-        return Recurrent.empty(
-            rows,
-            net.num_v_heads,
-            net.head_v_dim,
-            net.head_k_dim,
-            net.conv_kernel_size,
-            net.conv_dim,
-            self.dtype,
-        )
+    def _empty_state(self, layers: list[nn.Module], rows: int) -> BatchState:
+        memories: list[KV | Recurrent] = []
+        for part in (part for layer in layers for part in self.family.parts(layer)):
+            if part.kind is PartKind.ATTENTION:
+                heads, key, value = self.family.kv_sizes(part.module)
+                memories.append(KV.empty(rows, heads, key, self.dtype, value, eight_bits=self.eight_bit_kv))
+            elif part.kind is PartKind.RECURRENT:
+                memories.append(Recurrent.empty(rows, *self.family.state_sizes(part.module), self.dtype))
+        return BatchState.empty(memories, rows)

@@ -5,7 +5,8 @@ The same as the modules' own calls; only the products go through `kernels`, seve
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
+from mlx_lm.models.step3p5 import Step3p5MLP, clamped_swiglu
+from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU, SwitchMLP
 
 from ..kernels import cpu
 from ..kernels.experts import combine, expert_products, route, swiglu_experts
@@ -15,7 +16,7 @@ from .residual import Residual
 
 def feed_forward(module: nn.Module, x: mx.array, residual: Residual) -> tuple[mx.array, mx.array]:
     """Add `module(x)` of an MLP or a mixture of experts to the residual → the sum and its norm."""
-    if (native := cpu.native()) is not None:
+    if (native := cpu.native()) is not None and ("switch_mlp" in module or _is_swiglu(module)):
         made = cpu.native_feed_forward(native, module, x, residual.native)
         if made is not None:
             return residual.added(made)
@@ -25,7 +26,7 @@ def feed_forward(module: nn.Module, x: mx.array, residual: Residual) -> tuple[mx
 def mlp_or_mixture(module: nn.Module, x: mx.array) -> mx.array:
     """Return `module(x)`, [B, W, H] → [B, W, H]."""
     if "switch_mlp" not in module:
-        return product(swiglu_product(x, module.gate_proj, module.up_proj), module.down_proj)
+        return _mlp(module, x)
     if "shared_expert_gate" not in module:
         return _mixture(module, x)
     if module.sharding_group is not None:  # its experts are on several machines
@@ -38,23 +39,60 @@ def mlp_or_mixture(module: nn.Module, x: mx.array) -> mx.array:
     return combine(parts, scores, always, weight)
 
 
+def _is_swiglu(module: nn.Module) -> bool:
+    return "gate_proj" in module and not (isinstance(module, Step3p5MLP) and module.limit is not None)
+
+
+def _mlp(module: nn.Module, x: mx.array) -> mx.array:
+    if _is_swiglu(module):
+        hidden = swiglu_product(x, module.gate_proj, module.up_proj)
+    elif "gate_proj" in module:
+        up, gate = products(x, module.up_proj, module.gate_proj)
+        hidden = clamped_swiglu(up, gate, module.limit)
+    else:
+        hidden = nn.relu2(product(x, module.up_proj))
+    return product(hidden, module.down_proj)
+
+
 def _mixture(module: nn.Module, x: mx.array) -> mx.array:
-    """Run Qwen3's mixture, or DeepSeek's, whose shared experts have no gate."""
+    """Run Qwen3's mixture, or DeepSeek's, Step's and Nemotron's, whose shared experts have no gate."""
+    if "router" in module:
+        return _mixture_with_identity(module, x)
     if isinstance(module.gate, nn.Linear | nn.QuantizedLinear):
         indices, scores = route(product(x, module.gate), module.top_k, module.norm_topk_prob)
     else:
         indices, scores = module.gate(x)
-    parts = chosen_experts(module.switch_mlp, x, indices)
+    latent = product(x, module.fc1_latent_proj) if "fc1_latent_proj" in module else x
+    parts = chosen_experts(module.switch_mlp, latent, indices)
     out = (parts * scores[..., None]).sum(axis=-2).astype(x.dtype)
-    return out + mlp_or_mixture(module.shared_experts, x) if "shared_experts" in module else out
+    out = product(out, module.fc2_latent_proj) if "fc2_latent_proj" in module else out
+    shared = module.get("shared_experts", module.get("share_expert"))
+    return out if shared is None else out + _mlp(shared, x)
+
+
+def _mixture_with_identity(module: nn.Module, x: mx.array) -> mx.array:
+    """Run LongCat's mixture: experts past the last return their input."""
+    indices, scores = module.router(x)
+    same = indices >= module.n_routed_experts
+    parts = chosen_experts(module.switch_mlp, x, mx.where(same, 0, indices))
+    out = (parts * mx.where(same, 0.0, scores)[..., None]).sum(axis=-2)
+    return out + x * mx.where(same, scores, 0.0).sum(axis=-1, keepdims=True)
 
 
 def chosen_experts(module: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
-    """Return `module(x, indices)` for mlx-lm's SwitchGLU: [B, W, H] and [B, W, E] → [B, W, E, H]."""
-    plain = isinstance(module, SwitchGLU) and isinstance(module.activation, SwiGLU)
-    hidden = swiglu_experts(x, indices, module.gate_proj, module.up_proj) if plain else None
+    """Return `module(x, indices)` for mlx-lm's SwitchGLU or SwitchMLP: [B, W, H] and [B, W, E] → [B, W, E, H]."""
+    if not isinstance(module, SwitchGLU | SwitchMLP):
+        return module(x, indices)
+    if isinstance(module, SwitchMLP):
+        made, last = expert_products(x, indices, module.fc1), module.fc2
+        hidden = None if made is None else module.activation(made[0])
+    elif isinstance(module.activation, SwiGLU):
+        hidden, last = swiglu_experts(x, indices, module.gate_proj, module.up_proj), module.down_proj
+    else:
+        made, last = expert_products(x, indices, module.up_proj, module.gate_proj), module.down_proj
+        hidden = None if made is None else module.activation(*made)
     if hidden is None:
         return module(x, indices)
-    down = expert_products(hidden, indices, module.down_proj)
+    down = expert_products(hidden, indices, last)
     assert down is not None, "an MLP's layers are quantised alike"
     return down[0]

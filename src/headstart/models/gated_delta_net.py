@@ -15,12 +15,13 @@ from .residual import Residual
 
 def gated_delta_net(
     net: nn.Module,
-    project: Callable[[nn.Module, mx.array], Window],
     x: mx.array,
     memory: Recurrent,
     accepted: mx.array,
     certain: int,
     residual: Residual,
+    *,
+    project: Callable[[nn.Module, mx.array], Window],
 ) -> tuple[mx.array, mx.array]:
     """Fold what is certain into `memory`, run the rest of the window from there, and add the layer's output for x
     [B, W, H] to the residual → the sum and its norm.
@@ -50,3 +51,7 @@ def run_window(
     y, memory.state, memory.conv, drafts = run(net, window, memory, accepted, certain)
     memory.pending = Pending(*drafts) if drafts is not None else None
     return y
+
+
+def gated_delta_sizes(net: nn.Module) -> tuple[int, int, int, int, int]:
+    return net.num_v_heads, net.head_v_dim, net.head_k_dim, net.conv_kernel_size, net.conv_dim

@@ -28,11 +28,12 @@ class HeadSpec:
     own_lm_head: bool = False  # or the trunk's
     own_embedding: bool = False  # or the trunk's
     first_embedding_is_zero: bool = False  # in the pair at position 0
+    chained: bool = True  # module j > 0 is given module j-1's hidden of the same position, or the trunk's
+    own_norm: bool = True  # at the head's end, or the trunk's
     in_layer: bool = False  # every module has its own parts, beside its decoder layer's; or all share one set
-    modules: int | None = None  # that are used; None: as many as config.json says
+    modules: int | None = None  # None: as many as config.json says
     names: HeadNames = HeadNames()
     released_as: str = "mtp."  # prefix of a module's tensors: {layer} counts from the trunk's first, {module} from 0
-    renamed: tuple[tuple[str, str], ...] = ()  # parts of its decoder layer, as released and as mlx-lm calls them
 
 
 QWEN_HEAD = HeadSpec()
@@ -46,7 +47,8 @@ class Head(nn.Module):
         self.layers = layers
         for owner in layers if spec.in_layer else [self]:
             _put(owner, spec.names.fc, nn.Linear(2 * hidden, hidden, bias=False))
-            for name in (spec.names.embedding_norm, spec.names.hidden_norm, spec.names.norm):
+            norms = (spec.names.embedding_norm, spec.names.hidden_norm, spec.names.norm)
+            for name in norms if spec.own_norm else norms[:2]:
                 _put(owner, name, nn.RMSNorm(hidden, eps))
             if spec.own_lm_head:
                 _put(owner, spec.names.lm_head, nn.Linear(hidden, vocabulary, bias=False))

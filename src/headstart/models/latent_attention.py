@@ -5,6 +5,8 @@ expansion where it has one. These round differently. A window must give the bits
 always multiplied.
 """
 
+from collections.abc import Callable
+
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -16,9 +18,18 @@ from .residual import Residual
 
 
 def latent_attention(
-    layer: nn.Module, x: mx.array, mask: Mask, memory: KV, residual: Residual, last: mx.array | None = None
+    layer: nn.Module,
+    x: mx.array,
+    mask: Mask,
+    memory: KV,
+    residual: Residual,
+    last: mx.array | None = None,
+    *,
+    scales: Callable[[nn.Module], tuple[float, float]] = lambda layer: (1.0, 1.0),
 ) -> tuple[mx.array, mx.array]:
-    """Attend to latents [B, 1, S, R] and rotated keys [B, 1, S, D], see `attention.py`."""
+    """Attend to latents [B, 1, S, R] and rotated keys [B, 1, S, D], see `attention.py`. `scales`: of queries and
+    latents."""
+    query_scale, latent_scale = scales(layer)
     B, W, _ = x.shape
     if layer.q_lora_rank is None:
         queries, compressed = products(x, layer.q_proj, layer.kv_a_proj_with_mqa)
@@ -26,10 +37,13 @@ def latent_attention(
         queries, compressed = products(x, layer.q_a_proj, layer.kv_a_proj_with_mqa)
         queries = product(layer.q_a_layernorm(queries), layer.q_b_proj)
     queries = queries.reshape(B, W, layer.num_heads, layer.q_head_dim).transpose(0, 2, 1, 3)
+    if query_scale != 1:
+        queries = queries * query_scale
     queries, rotated = mx.split(queries, [layer.qk_nope_head_dim], axis=-1)
     latents, keys = mx.split(compressed[:, None], [layer.kv_lora_rank], axis=-1)  # [B, 1, W, …]
     rotated, keys = layer.rope(rotated, memory.offset), layer.rope(keys, memory.offset)
-    latents, keys = memory.update_and_fetch(layer.kv_a_layernorm(latents), keys)
+    latents = layer.kv_a_layernorm(latents)
+    latents, keys = memory.update_and_fetch(latents if latent_scale == 1 else latents * latent_scale, keys)
     seen = mask()
     if last is not None:
         queries, rotated, seen = (at_last(a, last, 2) for a in (queries, rotated, seen))

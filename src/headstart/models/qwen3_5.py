@@ -1,5 +1,6 @@
 """Qwen3.5, Qwen3.6 and Qwen3.8, dense and mixture of experts: mlx-lm keeps both in one module."""
 
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -9,6 +10,7 @@ from mlx_lm.models import qwen3_5, qwen3_5_moe
 from ..kernels.products import products
 from ..kernels.types import Window
 from .base import Family
+from .gated_delta_net import gated_delta_net
 
 
 def build_qwen3_5(config: dict[str, Any]) -> nn.Module:
@@ -41,7 +43,7 @@ QWEN3_5: dict[str, Any] = {
     "text": qwen3_5_text,
     "lm_head": qwen3_5_lm_head,
     "head_layer": qwen3_5_head_layer,
-    "project": qwen3_5_project,
+    "recurrent": partial(gated_delta_net, project=qwen3_5_project),
     "norm_offset": 1.0,
     "divisible": True,
 }

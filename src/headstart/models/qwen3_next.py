@@ -1,5 +1,6 @@
 """Qwen3-Next: Qwen3.5's shape with the GatedDeltaNet's projections fused by key head."""
 
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -9,6 +10,7 @@ from mlx_lm.models import qwen3_next
 from ..kernels.products import products
 from ..kernels.types import Window
 from .base import Family
+from .gated_delta_net import gated_delta_net
 
 
 def build_qwen3_next(config: dict[str, Any]) -> nn.Module:
@@ -39,7 +41,7 @@ FAMILY = Family(
     qwen3_next_text,
     qwen3_next_lm_head,
     qwen3_next_head_layer,
-    qwen3_next_project,
+    recurrent=partial(gated_delta_net, project=qwen3_next_project),
     norm_offset=1.0,
     divisible=True,
 )

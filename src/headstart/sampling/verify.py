@@ -40,12 +40,13 @@ class Proposal(NamedTuple):
 
 
 def propose(logits: mx.array, proposal: Proposal, context: BatchContext, certain: mx.array | None = None) -> Proposal:
-    """Add one draft to each sequence, sampled from the head's logits [B, 1, V] as the target would be.
+    """Add W drafts to each sequence, sampled from a drafter's logits [B, W, V] as the target would be.
 
-    Tokens with a logit of -inf are never drafted: the ratio rule then draws them after a rejection.
+    Tokens with a logit of -inf are never drafted: the ratio rule then draws them after a rejection. With penalties,
+    W must be 1: every draft changes what the next is drawn from.
 
     Args:
-        certain: [B, 1], a draft that is certain whatever the head says, -1 where there is none.
+        certain: [B, W], drafts that are certain whatever the drafter says, -1 where there is none.
     """
     controls = context.controls
     j = proposal.tokens.shape[1]
@@ -54,7 +55,7 @@ def propose(logits: mx.array, proposal: Proposal, context: BatchContext, certain
         token = mx.argmax(logits, axis=-1).astype(mx.int32)
     else:
         distribution = _distribution(logits, context, proposal.tokens, j)
-        positions = (context.position + j)[:, None]
+        positions = context.position[:, None] + j + mx.arange(logits.shape[1])
         token = distribution.sample(controls.noise_keys(Purpose.DRAFT, context.rounds, positions))
         if "ratio" in controls.rules:
             q = distribution.dense(logits.shape[-1])

@@ -5,7 +5,8 @@ A chat request from HTTP to tokens and back, file by file:
 1. `listen.py` accepts the connection, `middleware.py` checks host, key and body, `app.py` has the routes.
 2. `openai_request.py`, `responses_request.py` or `anthropic_request.py` validates the body: ChatCompletionRequest,
    ResponsesRequest, MessagesRequest. `responses_store.py` adds the conversation that a ResponsesRequest continues.
-3. `request_handler.py` takes it from there: `RequestHandler.reply` prepares the prompt, submits it, and responds.
+3. `request_handler.py` takes it from there: `RequestHandler.reply` waits until the model is loaded
+   (`model_pool.py`), prepares the prompt, submits it, and responds.
 4. `chat.py`: the messages and tools of every API become a `Chat`. The model's ChatTemplate renders it to text, the
    text becomes tokens, and the answer gets its grammar (`markup/grammar.py`): a `Prompt`.
 5. That runs in the threads of `prepare.py`, except long texts and the first trial of a grammar: these run in worker
@@ -22,11 +23,13 @@ A chat request from HTTP to tokens and back, file by file:
 
 from .app import create_app
 from .listen import Server, bind, connection_limit, listen
-from .log import configure_log
+from .log import LOG, configure_log
 from .middleware import Keys, Limits, check_reach, hosts_for
-from .served_model import ServedModel
+from .model_pool import ModelPool
+from .pooled_model import PooledModel
+from .served_model import ModelInfo, ServedModel
 
 __all__ = [
-    "Keys", "Limits", "ServedModel", "Server", "bind", "check_reach", "configure_log", "connection_limit",
-    "create_app", "hosts_for", "listen",
+    "LOG", "Keys", "Limits", "ModelInfo", "ModelPool", "PooledModel", "ServedModel", "Server", "bind", "check_reach",
+    "configure_log", "connection_limit", "create_app", "hosts_for", "listen",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import mlx.core as mx
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
@@ -16,42 +17,44 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.exceptions import ExceptionMiddleware
 
 from .. import __version__
-from ..engine import EngineThread
 from .anthropic_request import CountTokensRequest, MessagesRequest
 from .anthropic_response import AnthropicWriter
 from .dashboard import add_dashboard
+from .downloads import Downloads
 from .errors import refuse, respond_to_error
 from .listen import Pool
 from .metrics import Metrics
-from .middleware import Keys, Limits, RequestChecks, RestOfBody, client_of
+from .middleware import Keys, RequestChecks, RestOfBody, client_of
+from .model_pool import ModelPool
 from .openai_request import ChatCompletionRequest, CompletionRequest
 from .openai_response import OpenAIWriter
 from .request_handler import RequestHandler
 from .responses_request import ResponsesRequest
 from .responses_response import ResponsesWriter
 from .responses_store import ResponseStore
-from .served_model import ServedModel
 
 
 def create_app(
-    engine_thread: EngineThread,
-    served: ServedModel,
+    pool: ModelPool,
     *,
     keys: Keys | None = None,
-    limits: Limits | None = None,
     allowed_hosts: Collection[str] = (),
     cors_origins: Collection[str] = (),
+    allow_download: bool = False,
 ) -> FastAPI:
-    """Return the app for a model. It starts the engine's thread; the Server that runs it closes it."""
-    keys, limits, metrics = keys or Keys(), limits or Limits(), Metrics(engine_thread)
-    handler = RequestHandler(engine_thread, served, keys, limits, metrics)
+    """Return the app for some models. It starts the device's thread; the Server that runs it closes it.
+
+    `allow_download`: clients may have models downloaded from the hub.
+    """
+    downloads = Downloads(pool) if allow_download else None
+    keys, limits, metrics = keys or Keys(), pool.limits, Metrics(pool.device, pool.models)
+    handler = RequestHandler(pool, keys, limits, metrics, find=downloads.find if downloads else pool.find)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
-        engine_thread.start()
-        handler.preparer.start()
+        pool.start()
         yield {"limits": limits, "pool": Pool(limits)}  # for connections: see listen.py
-        await handler.preparer.close()
+        await pool.close()
 
     app = FastAPI(
         title="Headstart",
@@ -64,11 +67,12 @@ def create_app(
     )
     add_generation_routes(app, handler)
     add_responses_routes(app, handler)
-    add_status_routes(app, engine_thread, served, metrics)
-    add_settings_routes(app, engine_thread)
+    add_status_routes(app, pool, metrics)
+    add_model_routes(app, pool, downloads)
+    add_settings_routes(app, pool)
     add_dashboard(app)
     # The last one added is the first to see a request.
-    context = served.model.context_length
+    context = max(model.info.context_length for model in pool.models)
     app.add_middleware(RequestChecks, keys=keys, hosts=allowed_hosts, limits=limits, context_length=context)
     # Starlette's own handler of unexpected errors is outside of CORS: web pages could not read its response.
     app.add_middleware(ExceptionMiddleware, handlers={Exception: respond_to_error, HTTPException: respond_to_error})
@@ -76,6 +80,11 @@ def create_app(
         app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(RestOfBody, limits=limits)
     return app
+
+
+class EmbeddingsRequest(BaseModel):
+    model: str | None = None
+    input: Any = None
 
 
 def add_generation_routes(app: FastAPI, handler: RequestHandler) -> None:
@@ -94,6 +103,11 @@ def add_generation_routes(app: FastAPI, handler: RequestHandler) -> None:
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest, http: Request) -> dict[str, int]:
         return {"input_tokens": await handler.count_tokens(body, http)}
+
+    @app.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingsRequest) -> None:
+        model = handler.find(body.model)
+        refuse("model", f"{model.id} has no embeddings: its card names no pooling", "unsupported")
 
     @app.post("/v1/requests/{id}/cancel")
     async def cancel(id: str, http: Request) -> dict[str, Any]:
@@ -122,36 +136,70 @@ def add_responses_routes(app: FastAPI, handler: RequestHandler) -> None:
         return {"id": id, "object": "response.deleted", "deleted": True}
 
 
-def add_status_routes(app: FastAPI, engine_thread: EngineThread, served: ServedModel, metrics: Metrics) -> None:
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [served.describe()]}
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        served.check_name(name)
-        return served.describe()
-
+def add_status_routes(app: FastAPI, pool: ModelPool, metrics: Metrics) -> None:
     @app.get("/v1/mtp/stats")
-    async def mtp_stats() -> dict[str, Any]:
-        return {"models": {served.id: metrics.report()}}
+    async def mtp_stats(model: str | None = None) -> dict[str, Any]:
+        wanted = pool.models if model is None else [pool.find(model)]
+        memory = {"active_bytes": mx.get_active_memory(), "cache_bytes": mx.get_cache_memory()}
+        return {"models": {each.id: each.report() for each in wanted}, "memory": memory}
+
+    @app.get("/v1/mtp/tokens")
+    async def generated_tokens() -> dict[str, Any]:
+        return {"models": {each.id: each.counters.tokens for each in pool.models}}
 
     @app.get("/health", responses={503: {"description": "The engine's thread is not alive."}})
     async def health() -> JSONResponse:
+        device = pool.device
         state = {
-            "status": "ok" if engine_thread.healthy else "unhealthy",
-            "model": served.id,
-            "problem": engine_thread.problem,
-            "restarts": engine_thread.restarts,
-            "running": engine_thread.running,
-            "prefilling": engine_thread.prefilling,
-            "queued": engine_thread.queued,
+            "status": "ok" if device.healthy else "unhealthy",
+            "model": pool.models[0].id,
+            "problem": device.problem,
+            "restarts": device.restarts,
+            "running": sum(len(engine.running) for engine in device.engines),
+            "prefilling": sum(len(engine.prefilling) for engine in device.engines),
+            "queued": sum(len(engine.queue) for engine in device.engines) + pool.waiting,
         }
-        return JSONResponse(state, 200 if engine_thread.healthy else 503)
+        return JSONResponse(state, 200 if device.healthy else 503)
 
     @app.get("/metrics")
     def prometheus() -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+class ModelName(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str
+
+
+def add_model_routes(app: FastAPI, pool: ModelPool, downloads: Downloads | None) -> None:
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        others = {"downloads": downloads.describe()} if downloads is not None else {}
+        return {"object": "list", "data": [model.describe() for model in pool.models], **others}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        return pool.find(name).describe()
+
+    @app.post("/v1/models/pull")
+    async def start_download(body: ModelName) -> dict[str, Any]:
+        if downloads is None:
+            refuse("model", "downloads are off: start the server with --allow-download", "unsupported")
+        return asdict(downloads.start(body.model))
+
+    @app.post("/v1/models/load")
+    async def load(body: ModelName) -> dict[str, Any]:
+        model = pool.find(body.model)
+        await pool.acquire(model)
+        pool.release(model)
+        return model.describe()
+
+    @app.post("/v1/models/unload")
+    async def unload(body: ModelName) -> dict[str, Any]:
+        model = pool.find(body.model)
+        await pool.unload(model)
+        return model.describe()
 
 
 class SettingsChange(BaseModel):
@@ -163,31 +211,34 @@ class SettingsChange(BaseModel):
     max_k: int | None = None
 
 
-def add_settings_routes(app: FastAPI, engine_thread: EngineThread) -> None:
-    """Add the routes of the settings and the prefix cache. Those that wait for the engine, which may hold the cache
-    for a while, run in a thread of their own."""
-    prefix, model = engine_thread.engine.prefix, engine_thread.engine.model
+def add_settings_routes(app: FastAPI, pool: ModelPool) -> None:
+    """Add the routes of the settings and the prefix cache, of the first model unless `?model=` names another. Those
+    that wait for the engine, which may hold the cache for a while, run in a thread of their own."""
 
     @app.get("/v1/settings")
-    async def settings() -> dict[str, Any]:
-        return asdict(engine_thread.settings)
+    async def settings(model: str | None = None) -> dict[str, Any]:
+        return asdict(pool.find(model).current_settings)
 
     @app.patch("/v1/settings")
-    async def change_settings(change: SettingsChange) -> dict[str, Any]:
-        given = change.model_dump(exclude_none=True)
+    async def change_settings(change: SettingsChange, model: str | None = None) -> dict[str, Any]:
+        found, given = pool.find(model), change.model_dump(exclude_none=True)
+        info = found.info
         for name, value in given.items():
-            if value and not model.has_head:
-                refuse(name, f"this model cannot draft: {model.head_unavailable}", "unsupported")
-        if given.get("max_k", 0) > model.max_k:
-            refuse("max_k", f"is {given['max_k']}; this model drafts at most {model.max_k}")
-        engine_thread.configure(**given)
-        return asdict(engine_thread.settings)
+            if value and not info.most_drafts:
+                refuse(name, f"this model cannot draft: {info.native_mtp['reason']}", "unsupported")
+        if given.get("max_k", 0) > info.most_drafts:
+            refuse("max_k", f"is {given['max_k']}; this model drafts at most {info.most_drafts}")
+        return asdict(found.configure(**given))
 
     @app.get("/v1/cache")
-    def cache() -> dict[str, Any]:
-        return {"enabled": prefix is not None, **(asdict(prefix.stats()) if prefix else {})}
+    def cache(model: str | None = None) -> dict[str, Any]:
+        engine = pool.find(model).engine
+        stats = engine.prefix.stats() if engine is not None and engine.prefix is not None else None
+        return {"enabled": stats is not None, **(asdict(stats) if stats else {})}
 
     @app.delete("/v1/cache")
-    def clear_cache() -> dict[str, Any]:
-        engine_thread.engine.clear_prefix()
-        return cache()
+    def clear_cache(model: str | None = None) -> dict[str, Any]:
+        engine = pool.find(model).engine
+        if engine is not None:
+            engine.clear_prefix()
+        return cache(model)

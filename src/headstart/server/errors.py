@@ -1,5 +1,6 @@
 """Errors as HTTP responses, in the shape that the clients of each API turn into their typed exceptions."""
 
+import json
 from collections.abc import Mapping
 from math import ceil
 from typing import Any, NoReturn
@@ -14,6 +15,7 @@ from ..errors import Busy, EngineDown, HeadstartError, OutOfMemory, RequestError
 from .log import LOG
 
 MESSAGES_ROUTE = "/v1/messages"  # Anthropic's shape is used here and below
+RESPONSES_ROUTE = "/v1/responses"
 OPENAI_TYPES = {
     401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error",
     500: "server_error", 503: "unavailable_error",
@@ -55,6 +57,15 @@ class Refusal(HTTPException):
         """Return the error in the shape that clients of `path` know."""
         is_anthropic = path == MESSAGES_ROUTE or path.startswith(MESSAGES_ROUTE + "/")
         return JSONResponse(self.anthropic_body if is_anthropic else self.openai_body, self.status_code, self.headers)
+
+    def event(self, path: str) -> str:
+        """Return the error as the last event of a stream, in the shape that clients of `path` know."""
+        if path == RESPONSES_ROUTE:
+            data = {"type": "error", "code": self.code, "message": self.detail, "param": self.param}
+            return f"event: error\ndata: {json.dumps({**data, 'sequence_number': 0})}\n\n"
+        if path == MESSAGES_ROUTE:
+            return f"event: error\ndata: {json.dumps(self.anthropic_body)}\n\n"
+        return f"data: {json.dumps(self.openai_body)}\n\ndata: [DONE]\n\n"
 
     def _type(self, types: dict[int, str]) -> str:
         return types.get(self.status_code, "invalid_request_error" if self.status_code < 500 else types[500])

@@ -6,8 +6,10 @@ uvicorn waits without limit for headers, and after closing for the client to rea
 import asyncio
 import logging
 import resource
+import signal
 import socket
 import time
+from collections.abc import Callable
 from threading import Thread
 from types import FrameType
 from typing import Any
@@ -17,12 +19,13 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ..engine import EngineThread
+from ..engine import DeviceThread
 from ..errors import HeadstartError, RequestError
 from .log import drop_query
 from .middleware import Limits
 
 LOG = logging.getLogger("uvicorn.error")
+Reload = Callable[[], None]
 BACKLOG = 2048  # connections that may wait to be accepted, as in uvicorn
 GRACE_SECONDS = 5.0  # for the last bytes, after the last answer has ended
 REPEAT_SECONDS = 60.0  # in which the same line is logged once
@@ -59,13 +62,14 @@ def _cannot_listen(host: str, port: int, error: OSError) -> HeadstartError:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which closes the engine's thread when it stops.
+    """uvicorn, which closes the device's thread when it stops.
 
     Running answers have `deadline` seconds to end by themselves, then the rest end with an error, and then the
     connections close. A second Ctrl-C ends the wait.
     """
 
-    def __init__(self, app: FastAPI, engine_thread: EngineThread, *, deadline: float = 30.0):
+    def __init__(self, app: FastAPI, device: DeviceThread, *, deadline: float = 30.0, reload: Reload | None = None):
+        """`reload` is called on SIGHUP."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -79,14 +83,16 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(deadline + GRACE_SECONDS) + 1,
             )
         )
-        self._engine_thread = engine_thread
-        self._deadline = deadline
+        self._device = device
+        self._deadline, self._reload = deadline, reload
         logging.getLogger("uvicorn.access").addFilter(drop_query)
         for name in ("uvicorn.error", "asyncio"):  # clients can cause what they log
             logging.getLogger(name).addFilter(_is_new)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(_log_loop_error)
+        if self._reload is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
         await super().startup(sockets)
         for bound in sockets or ():
             listen(bound)  # asyncio has made the queue as short as its backlog
@@ -94,10 +100,10 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
         if self.force_exit:  # the second signal: do not wait
-            Thread(target=self._engine_thread.close, args=(0,), daemon=True).start()
+            Thread(target=self._device.close, args=(0,), daemon=True).start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        closing = asyncio.create_task(asyncio.to_thread(self._engine_thread.close, self._deadline))
+        closing = asyncio.create_task(asyncio.to_thread(self._device.close, self._deadline))
         await super().shutdown(sockets)
         await closing
         if self.force_exit:  # uvicorn skips it then, and logs a traceback as the loop closes

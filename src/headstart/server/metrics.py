@@ -4,16 +4,20 @@ docs/reference/http-api.md lists the metrics.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..engine import EngineThread, Event, Stats
+from ..engine import DeviceThread, Engine, Event, Stats
+
+if TYPE_CHECKING:
+    from .pooled_model import PooledModel
 
 FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 1)
@@ -33,7 +37,8 @@ class Counters:
     rounds: Counter[int] = field(default_factory=Counter)  # by depth
     proposed: Counter[int] = field(default_factory=Counter)  # drafts by position, from 1
     accepted: Counter[int] = field(default_factory=Counter)
-    accepted_by_source: Counter[str] = field(default_factory=Counter)  # head, copy
+    accepted_by_source: Counter[str] = field(default_factory=Counter)  # head, drafter, copy
+    tokens: Counter[int] = field(default_factory=Counter)  # generated, by id
     paused_seconds: float = 0.0
     depth: int | None = None  # of the last round
 
@@ -69,7 +74,7 @@ class Counters:
             "rounds_by_depth": {str(k): self.rounds[k] for k in sorted(self.rounds)},
             "proposed_draft_tokens": proposed,
             "accepted_draft_tokens": accepted,
-            "accepted_by_source": {source: self.accepted_by_source[source] for source in ("head", "copy")},
+            "accepted_by_source": {source: self.accepted_by_source[source] for source in ("head", "drafter", "copy")},
             "acceptance_rate": accepted / proposed if proposed else 0.0,
             "proposed_by_position": [self.proposed[j] for j in positions],
             "accepted_by_position": [self.accepted[j] for j in positions],
@@ -88,96 +93,132 @@ def _by_position(counts: list[int]) -> Counter[int]:
 
 
 class Metrics(Collector):
-    """What Prometheus reads: the counters and the engine as they are when it asks, and two histograms."""
+    """What Prometheus reads: counters and engines as they are when it asks, and two histograms."""
 
-    def __init__(self, engine_thread: EngineThread):
-        self.counters = Counters()
-        self._engine_thread = engine_thread
+    def __init__(self, device: DeviceThread, models: "Sequence[PooledModel]"):
+        self._device, self._models = device, models
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self.first_token = Histogram(
             "headstart_time_to_first_token_seconds",
             "From a request's arrival to its first token.",
+            ["model"],
             buckets=FIRST_TOKEN_BUCKETS,
             registry=self._registry,
         )
         self.inter_token = Histogram(
             "headstart_inter_token_seconds",
             "Between two tokens of an answer. The tokens of a round share the time since the previous round.",
+            ["model"],
             buckets=INTER_TOKEN_BUCKETS,
             registry=self._registry,
         )
-
-    def report(self) -> dict[str, Any]:
-        """Return a model's entry in /v1/mtp/stats."""
-        gains = [round(gain, 3) for gain in self._engine_thread.engine.depth.gains]
-        memory = {"active_bytes": mx.get_active_memory(), "cache_bytes": mx.get_cache_memory()}
-        return {**self.counters.report(), "expected_speed_by_depth": gains, **memory}
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        counters, thread, engine = self.counters, self._engine_thread, self._engine_thread.engine
-        yield _counter("requests", "Requests by outcome.", counters.requests, "endpoint", "outcome")
-        yield _counter("prompt_tokens", "Prompt tokens.", counters.prompt_tokens)
-        yield _counter("cached_prompt_tokens", "Prompt tokens found in the prefix cache.", counters.cached_tokens)
-        yield _counter("generation_tokens", "Generated tokens.", counters.generation_tokens)
-        yield _counter("rounds", "Rounds of sequences, by depth.", counters.rounds, "depth")
-        yield _counter("proposed_draft_tokens", "Drafts proposed, by position.", counters.proposed, "position")
-        yield _counter("accepted_draft_tokens", "Drafts accepted, by position.", counters.accepted, "position")
-        by_source = "Drafts accepted, by source: the head, or copied from the context."
-        yield _counter("accepted_drafts_by_source", by_source, counters.accepted_by_source, "source")
-        paused = "Time that sequences decoded without drafts because speculation was paused."
-        yield _counter("paused_seconds", paused, counters.paused_seconds)
-        yield _counter("bypasses", "Answers without drafts, by reason.", counters.bypasses, "reason")
-        if counters.depth is not None:
-            yield _gauge("depth", "Drafts in the last round.", counters.depth)
-        yield _gauge("engine_healthy", "1 while the engine's thread is alive.", thread.healthy)
-        yield _counter("engine_restarts", "Restarts of the engine's thread.", thread.restarts)
-        yield _counter("engine_retries", "Steps and prefill chunks that failed and were run again.", engine.retries)
-        recomputed = "Sequences prefilled again from their tokens, by reason."
-        yield _counter("recomputed_sequences", recomputed, engine.recomputed, "reason")
-        yield _gauge("ranks", "Machines that share the model.", engine.model.share.ranks)
-        yield _gauge("queued_requests", "Requests waiting for admission.", thread.queued)
-        sequences = {"running": thread.running, "prefilling": thread.prefilling}
-        yield _gauge("sequences", "Sequences in the batch, by state.", sequences, "state")
+        device = self._device
+        yield _gauge("engine_healthy", "1 while the engine's thread is alive.", {(): device.healthy})
+        yield _counter("engine_restarts", "Restarts of the engine's thread.", {(): device.restarts})
         memory = {"active": mx.get_active_memory(), "cache": mx.get_cache_memory(), "peak": mx.get_peak_memory()}
         yield _gauge("memory_bytes", "Memory as MLX counts it.", memory, "kind")
-        if engine.prefix is not None:
-            stats = engine.prefix.stats()
-            yield _gauge("prefix_cache_bytes", "Bytes in the prefix cache.", stats.bytes)
-            yield _gauge("prefix_cache_entries", "Chunks in the prefix cache.", stats.entries)
-            yield _counter("prefix_cache_hits", "Prompts that found a prefix in the cache.", stats.hits)
-            yield _counter("prefix_cache_misses", "Prompts that found none.", stats.misses)
-            yield _counter("prefix_cache_evictions", "Chunks evicted from the prefix cache.", stats.evictions)
+        yield from self._of_models()
+        yield from self._of_engines()
+
+    def _of_models(self) -> Iterator[Metric]:
+        counters = {model.id: model.counters for model in self._models}
+
+        def each(name: str) -> dict[str, Any]:
+            return {id: getattr(of_model, name) for id, of_model in counters.items()}
+
+        yield _counter("requests", "Requests by outcome.", each("requests"), "model", "endpoint", "outcome")
+        yield _counter("prompt_tokens", "Prompt tokens.", each("prompt_tokens"), "model")
+        cached = "Prompt tokens found in the prefix cache."
+        yield _counter("cached_prompt_tokens", cached, each("cached_tokens"), "model")
+        yield _counter("generation_tokens", "Generated tokens.", each("generation_tokens"), "model")
+        yield _counter("rounds", "Rounds of sequences, by depth.", each("rounds"), "model", "depth")
+        proposed, accepted = "Drafts proposed, by position.", "Drafts accepted, by position."
+        yield _counter("proposed_draft_tokens", proposed, each("proposed"), "model", "position")
+        yield _counter("accepted_draft_tokens", accepted, each("accepted"), "model", "position")
+        by_source = "Drafts accepted, by source: the head, a block drafter, or copied from the context."
+        yield _counter("accepted_drafts_by_source", by_source, each("accepted_by_source"), "model", "source")
+        paused = "Time that sequences decoded without drafts because speculation was paused."
+        yield _counter("paused_seconds", paused, each("paused_seconds"), "model")
+        yield _counter("bypasses", "Answers without drafts, by reason.", each("bypasses"), "model", "reason")
+        depths = {id: depth for id, depth in each("depth").items() if depth is not None}
+        yield _gauge("depth", "Drafts in the last round.", depths, "model")
+        loaded = {model.id: model.state == "loaded" for model in self._models}
+        yield _gauge("model_loaded", "1 while the model is loaded.", loaded, "model")
+        yield _counter(
+            "model_loads", "How often the model was loaded.", {m.id: m.loads for m in self._models}, "model"
+        )
+
+    def _of_engines(self) -> Iterator[Metric]:
+        engines = {model.id: engine for model in self._models if (engine := model.engine) is not None}
+
+        def each(value: Callable[[Engine], Any]) -> dict[str, Any]:
+            return {id: value(engine) for id, engine in engines.items()}
+
+        retries = "Steps and prefill chunks that failed and were run again."
+        yield _counter("engine_retries", retries, each(lambda engine: engine.retries), "model")
+        recomputed = "Sequences prefilled again from their tokens, by reason."
+        yield _counter("recomputed_sequences", recomputed, each(lambda engine: engine.recomputed), "model", "reason")
+        yield _gauge(
+            "ranks", "Machines that share the model.", each(lambda engine: engine.model.share.ranks), "model"
+        )
+        queued = each(lambda engine: len(engine.queue))
+        yield _gauge("queued_requests", "Requests waiting for admission.", queued, "model")
+        sequences = each(lambda each: {"running": len(each.running), "prefilling": len(each.prefilling)})
+        yield _gauge("sequences", "Sequences in the batch, by state.", sequences, "model", "state")
+        stats = {id: prefix.stats() for id, engine in engines.items() if (prefix := engine.prefix) is not None}
+        if stats:
+            of_cache = partial(_fields, stats)
+            yield _gauge("prefix_cache_bytes", "Bytes in the prefix cache.", of_cache("bytes"), "model")
+            yield _gauge("prefix_cache_entries", "Chunks in the prefix cache.", of_cache("entries"), "model")
+            hits, misses = "Prompts that found a prefix in the cache.", "Prompts that found none."
+            yield _counter("prefix_cache_hits", hits, of_cache("hits"), "model")
+            yield _counter("prefix_cache_misses", misses, of_cache("misses"), "model")
+            disk = "Prompt tokens read from the disk."
+            yield _counter("prefix_cache_disk_tokens", disk, of_cache("disk_tokens"), "model")
+            evictions = "Chunks evicted from the prefix cache."
+            yield _counter("prefix_cache_evictions", evictions, of_cache("evictions"), "model")
 
 
-def _counter(name: str, text: str, values: float | Mapping[Any, float], *labels: str) -> Metric:
+def _fields(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: getattr(value, name) for key, value in values.items()}
+
+
+def _counter(name: str, text: str, values: Mapping[Any, Any], *labels: str) -> Metric:
     return _fill(CounterMetricFamily(f"headstart_{name}", text, labels=labels), values)
 
 
-def _gauge(name: str, text: str, values: float | Mapping[Any, float], *labels: str) -> Metric:
+def _gauge(name: str, text: str, values: Mapping[Any, Any], *labels: str) -> Metric:
     return _fill(GaugeMetricFamily(f"headstart_{name}", text, labels=labels), values)
 
 
 def _fill(
-    family: CounterMetricFamily | GaugeMetricFamily, values: float | Mapping[Any, float]
+    family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[Any, Any], before: tuple[Any, ...] = ()
 ) -> CounterMetricFamily | GaugeMetricFamily:
-    """Add one value, or one for each label or tuple of labels."""
-    if not isinstance(values, Mapping):
-        values = {(): values}
+    """Add a value for each label or tuple of labels, or for each of a mapping below it."""
     for key, value in list(values.items()):  # a copy: another thread may add a key meanwhile
-        labels = key if isinstance(key, tuple) else (key,)
-        family.add_metric([str(label) for label in labels], value)
+        labels = (*before, *(key if isinstance(key, tuple) else (key,)))
+        if isinstance(value, Mapping):
+            _fill(family, value, labels)
+        else:
+            family.add_metric([str(label) for label in labels], value)
     return family
 
 
 class Meter:
     """Count one request. Times are those of time.perf_counter."""
 
-    def __init__(self, metrics: Metrics, endpoint: str, arrived: float):
-        self._metrics = metrics
+    def __init__(self, metrics: Metrics, model: "PooledModel", endpoint: str, arrived: float):
+        self._counters = model.counters
+        self._first_token, self._inter_token = (
+            metrics.first_token.labels(model.id),
+            metrics.inter_token.labels(model.id),
+        )
         self._endpoint = endpoint
         self._last: defaultdict[int, float] = defaultdict(lambda: arrived)  # time of the last token, by choice
         self._stats: defaultdict[int, Stats] = defaultdict(lambda: Stats(None, None))
@@ -186,24 +227,25 @@ class Meter:
     def count(self, event: Event, when: float, *, first: bool) -> None:
         """`first`: the event is of the first answer to its prompt."""
         if event.stats is not None:
-            self._metrics.counters.add(self._stats[event.choice], event.stats, first=first)
+            self._counters.add(self._stats[event.choice], event.stats, first=first)
             if event.tokens:
+                self._counters.tokens.update(event.tokens)
                 self._time(event, when)
             self._stats[event.choice] = event.stats
 
     def end(self, outcome: str) -> None:
         """Count how the request ended. Only the first call counts."""
         if not self._ended:
-            self._metrics.counters.requests[self._endpoint, outcome] += 1
+            self._counters.requests[self._endpoint, outcome] += 1
         self._ended = True
 
     def _time(self, event: Event, when: float) -> None:
         passed = when - self._last[event.choice]
         self._last[event.choice] = when
         if self._stats[event.choice].generation_tokens == 0:
-            self._metrics.first_token.observe(passed)
-            self._metrics.counters.first_tokens += 1
-            self._metrics.counters.first_token_seconds += passed
+            self._first_token.observe(passed)
+            self._counters.first_tokens += 1
+            self._counters.first_token_seconds += passed
             return
         for _ in event.tokens:
-            self._metrics.inter_token.observe(passed / len(event.tokens))
+            self._inter_token.observe(passed / len(event.tokens))

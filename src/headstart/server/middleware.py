@@ -33,9 +33,9 @@ DISCARD_SECONDS = 30.0  # for all of it
 PAUSE_SECONDS = 2.0  # without data: the client has stopped sending
 
 
-@dataclass(frozen=True)
+@dataclass
 class Limits:
-    """What a client may send, and how long it may take."""
+    """What a client may send, and how long it may take. One object for the whole server, which a reload changes."""
 
     body_bytes: int = 16 * 2**20  # a context of 262,144 tokens is a megabyte or two
     image_bytes: int = 48 * 2**20  # that a body may have beyond that where the model sees images
@@ -61,6 +61,10 @@ class Keys:
 
     def __bool__(self) -> bool:
         return bool(self._digests)
+
+    def replace(self, other: "Keys") -> None:
+        """Accept the keys of `other` from now on, and no others."""
+        self._digests = other._digests
 
     def allows(self, headers: Headers) -> bool:
         """Return whether the headers hold a valid key. Without keys, every request is allowed."""

@@ -42,7 +42,7 @@ class Preparer:
         """Create threads and worker processes. At most `max_waiting` prompts may wait while others are prepared."""
         self.tokenizer = tokenizer
         self.limits = limits
-        self.max_tokens = min(context - 1, limits.prompt_tokens or context)  # of a prompt
+        self._context = context
         self.workers = Workers(tokenizer)
         self.places = ClientPlaces(THREADS - 1)  # one thread is always left to others
         self.threads = ThreadPoolExecutor(THREADS, "prepare")
@@ -62,10 +62,19 @@ class Preparer:
     def encoder(self) -> Encoder:
         return Encoder(self.tokenizer._tokenizer.backend_tokenizer)
 
-    @cached_property
+    @property
+    def max_tokens(self) -> int:
+        """Return the most tokens of a prompt."""
+        return min(self._context - 1, self.limits.prompt_tokens or self._context)
+
+    @property
     def max_characters(self) -> int:
         """Return the length above which any text has too many tokens."""
-        return self.max_tokens * max(len(token.encode()) for token in self.tokenizer.get_vocab())
+        return self.max_tokens * self._longest_token
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(len(token.encode()) for token in self.tokenizer.get_vocab())
 
     async def prepare(
         self,

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -19,11 +19,14 @@ from .chat import Prompt
 from .errors import Refusal, to_refusal
 from .metrics import Meter, Metrics
 from .middleware import Keys, Limits, client_of
-from .prepare import Preparation, Preparer, disconnected, timed_out
+from .model_pool import ModelPool
+from .pooled_model import LoadedModel, PooledModel
+from .prepare import Preparation, disconnected, timed_out
 from .request_fields import GenerationRequest
 from .response import ResponseWriter
 from .served_model import ServedModel
 
+PROGRESS_SECONDS = 2.0  # between two comments in a stream whose model is being loaded
 OUTCOMES = {408: "timeout", 499: "cancelled"}  # of requests whose prompt was not prepared
 
 Body = TypeVar("Body", bound=GenerationRequest)
@@ -31,60 +34,34 @@ Body = TypeVar("Body", bound=GenerationRequest)
 
 @dataclass
 class RequestHandler:
-    engine_thread: EngineThread
-    served: ServedModel
+    pool: ModelPool
     keys: Keys
     limits: Limits
     metrics: Metrics
+    find: Callable[[str | None], PooledModel]
     running: "dict[str, RunningRequest]" = field(default_factory=dict)  # by id
-    preparer: Preparer = field(init=False)
-
-    def __post_init__(self) -> None:
-        most = self.engine_thread.engine.queue.max_size  # requests that may wait for the engine
-        context = self.served.model.context_length
-        self.preparer = Preparer(self.served.tokenizer, self.limits, context=context, max_waiting=most)
 
     async def reply(
         self, body: Body, http: HTTPRequest, writer_type: Callable[[Body, Prompt, ServedModel], ResponseWriter]
     ) -> Response:
         """Return the response to a request, in the format that `writer_type` writes."""
         body.check()
-        self.served.check_name(body.model)
+        model = self.find(body.model)
         self._check_open()
-        meter = Meter(self.metrics, http.url.path, time.perf_counter())
-        deadline = self._deadline()
-        client = client_of(http.scope, self.keys)
-
-        async def make_requests(work: Preparation) -> tuple[Prompt, list[Request]]:
-            requests: list[Request] = []
-            for part in body.parts():
-                prompt = await part.make_prompt(self.served, work)
-                request = part.engine_request(prompt, self.served.model.context_length)
-                requests.append(replace(request, priority=body.priority or "interactive"))
-            if request.params.logprobs:
-                await work.run(self.served.token_bytes, 0)  # slow once, and must not block the event loop
-            return prompt, requests
-
+        meter = Meter(self.metrics, model, http.url.path, time.perf_counter())
+        submit = partial(self._submit, body, http, writer_type, meter, deadline := self._deadline())
+        acquired = asyncio.ensure_future(self._acquire(model, http, deadline, meter))
+        if body.stream and not model.ready and not self.pool.misfit(model):
+            return self._stream_when_loaded(model, acquired, submit, http.url.path)
         try:
-            prompt, requests = await self.preparer.prepare(make_requests, http, client, deadline)
-        except Refusal as refused:
-            if refused.status_code in OUTCOMES:
-                meter.end(OUTCOMES[refused.status_code])
+            writer, running = await submit(await acquired)
+        except BaseException:
+            self.pool.abandon(model, acquired)
             raise
-        self._check_share(client)
-        writer = writer_type(body, prompt, self.served)
-        try:
-            running = RunningRequest(
-                self.engine_thread, requests, self.limits, client=client, deadline=deadline, meter=meter
-            )
-        except HeadstartError as error:
-            self._check_open()  # it may have closed meanwhile
-            raise to_refusal(error, prompt=prompt.param) from error
-        self.running[writer.id] = running
 
         def close() -> None:
-            running.close()
-            del self.running[writer.id]
+            self._end(writer, running)
+            self.pool.release(model)
 
         if body.stream:
             # StreamingResponse watches for the disconnect itself, and `close` follows.
@@ -96,11 +73,110 @@ class RequestHandler:
             watcher.cancel()
             close()
 
+    def _stream_when_loaded(
+        self,
+        model: PooledModel,
+        acquired: asyncio.Future[LoadedModel],
+        submit: "Callable[[LoadedModel], Awaitable[tuple[ResponseWriter, RunningRequest]]]",
+        path: str,
+    ) -> "EventStream":
+        """Stream how far the model is loaded, as comments that clients skip, and then the response."""
+        submitted = []
+
+        async def events() -> AsyncIterator[str]:
+            try:
+                while not acquired.done():
+                    yield f": {model.id} is {model.state}, {model.progress:.0%} read\n\n"
+                    await asyncio.wait((acquired,), timeout=PROGRESS_SECONDS)
+                writer, running = await submit(acquired.result())
+                submitted.append((writer, running))
+                async for event in writer.stream(running.events()):
+                    yield event
+            except Exception as error:  # the status has been sent
+                yield to_refusal(error).event(path)
+
+        def close() -> None:
+            for each in submitted:
+                self._end(*each)
+            self.pool.abandon(model, acquired)
+
+        return EventStream(events(), close=close)
+
+    async def _submit(
+        self,
+        body: Body,
+        http: HTTPRequest,
+        writer_type: Callable[[Body, Prompt, ServedModel], ResponseWriter],
+        meter: Meter,
+        deadline: float,
+        loaded: LoadedModel,
+    ) -> "tuple[ResponseWriter, RunningRequest]":
+        """Prepare the prompts of a request and submit them to the engine."""
+        served, client = loaded.served, client_of(http.scope, self.keys)
+
+        async def make_requests(work: Preparation) -> tuple[Prompt, list[Request]]:
+            requests: list[Request] = []
+            for part in body.parts():
+                prompt = await part.make_prompt(served, work)
+                request = part.engine_request(prompt, served.model.context_length)
+                requests.append(replace(request, priority=body.priority or "interactive"))
+            if request.params.logprobs:
+                await work.run(served.token_bytes, 0)  # slow once, and must not block the event loop
+            return prompt, requests
+
+        try:
+            prompt, requests = await loaded.preparer.prepare(make_requests, http, client, deadline)
+        except Refusal as refused:
+            if refused.status_code in OUTCOMES:
+                meter.end(OUTCOMES[refused.status_code])
+            raise
+        self._check_share(client)
+        writer = writer_type(body, prompt, served)
+        try:
+            running = RunningRequest(
+                loaded.thread, requests, self.limits, client=client, deadline=deadline, meter=meter
+            )
+        except HeadstartError as error:
+            self._check_open()  # it may have closed meanwhile
+            raise to_refusal(error, prompt=prompt.param) from error
+        self.running[writer.id] = running
+        return writer, running
+
+    def _end(self, writer: ResponseWriter, running: "RunningRequest") -> None:
+        running.close()
+        del self.running[writer.id]
+
+    async def _acquire(
+        self, model: PooledModel, http: HTTPRequest, deadline: float, meter: Meter | None = None
+    ) -> LoadedModel:
+        """Wait until a model is loaded. Raises if the client disconnects or the time is up before."""
+        if model.ready:
+            return await self.pool.acquire(model)
+        loading, gone = asyncio.ensure_future(self.pool.acquire(model)), asyncio.create_task(disconnected(http))
+        try:
+            left = max(0.0, deadline - asyncio.get_running_loop().time())
+            await asyncio.wait((loading, gone), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                return loading.result()
+            if meter is not None:
+                meter.end("cancelled" if gone.done() else "timeout")
+            raise Refusal(499, "client disconnected", code="gone") if gone.done() else timed_out(self.limits)
+        except asyncio.CancelledError:
+            self.pool.abandon(model, loading)
+            raise
+        finally:
+            loading.cancel()  # unless it is done
+            gone.cancel()
+
     async def count_tokens(self, body: CountTokensRequest, http: HTTPRequest) -> int:
         body.check()
-        self.served.check_name(body.model)
-        client, make_prompt = client_of(http.scope, self.keys), partial(body.make_prompt, self.served)
-        prompt = await self.preparer.prepare(make_prompt, http, client, self._deadline(), counting=True)
+        model, client, deadline = self.find(body.model), client_of(http.scope, self.keys), self._deadline()
+        loaded = await self._acquire(model, http, deadline)
+        try:
+            make_prompt = partial(body.make_prompt, loaded.served)
+            prompt = await loaded.preparer.prepare(make_prompt, http, client, deadline, counting=True)
+        finally:
+            self.pool.release(model)
         return len(prompt.tokens)
 
     def cancel(self, id: str, http: HTTPRequest) -> None:
@@ -120,9 +196,9 @@ class RequestHandler:
         return asyncio.get_running_loop().time() + self.limits.request_seconds
 
     def _check_open(self) -> None:
-        thread = self.engine_thread
-        if not thread.healthy:
-            why = "it is shutting down" if thread.closing else thread.problem or "its engine is not running"
+        device = self.pool.device
+        if not device.healthy:
+            why = "it is shutting down" if device.closing else device.problem or "its engine is not running"
             raise Refusal(503, f"this server accepts no more requests: {why}", code="unavailable")
 
 

@@ -1,4 +1,4 @@
-"""The model of this server, as clients see it."""
+"""A model as clients see it: what is known of its files, and more once it is loaded."""
 
 import time
 from dataclasses import dataclass, field, replace
@@ -12,54 +12,71 @@ from ..cards import Card
 from ..checkpoint import Layout
 from ..checkpoint.layout import hub_id
 from ..kernels import selected
-from ..models import Model
+from ..models import Model, text_config
+from ..models.dflash import DFlash
 from ..sampling import token_bytes
 from .chat import ChatTemplate
-from .errors import Refusal
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class ModelInfo:
     id: str
-    model: Model
-    tokenizer: TokenizerWrapper
     path: Path
     family: str
+    context_length: int
     quantization: dict[str, Any] | None
+    native_mtp: dict[str, Any]
     card: Card | None
+    drafter: dict[str, Any] | None = None
+    vision: bool = False  # with its vision tower
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
-    def of(cls, layout: Layout, model: Model, tokenizer: TokenizerWrapper, *, id: str | None = None) -> "ServedModel":
+    def of(
+        cls,
+        layout: Layout,
+        *,
+        id: str | None = None,
+        mtp: bool | None = None,
+        drafter: DFlash | None = None,
+        vision: bool = False,
+    ) -> "ModelInfo":
         path = layout.path.absolute()
         name = id or hub_id(path) or path.name
-        if model.head_unavailable and layout.path.is_absolute():  # do not tell remote clients the folder
-            model = replace(model, head_unavailable=model.head_unavailable.replace(str(layout.path), name))
-        return cls(name, model, tokenizer, path, layout.family, layout.quantization, layout.card)
+        decision = layout.dispatch(mtp)
+        reason = decision.reason
+        if reason and layout.path.is_absolute():  # do not tell remote clients the folder
+            reason = reason.replace(str(layout.path), name)
+        head = {"available": decision.drafts, "default_k": decision.k, "max_k": decision.max_k, "reason": reason}
+        context = int(text_config(layout.config)["max_position_embeddings"])
+        block = {"kind": "dflash", "max_k": drafter.max_k} if drafter is not None else None
+        return cls(name, path, layout.family, context, layout.quantization, head, layout.card, block, vision)
 
-    def check_name(self, name: str | None) -> None:
-        """Reject a request for another model. This one is known by its id, folder and hub id."""
+    @property
+    def most_drafts(self) -> int:
+        """Return the most drafts per step of the head or the drafter, 0 without either."""
+        head = self.native_mtp["max_k"] if self.native_mtp["available"] else 0
+        return max(head, self.drafter["max_k"] if self.drafter is not None else 0)
+
+    def answers_to(self, name: str) -> bool:
+        """Return whether clients may mean this model: by its id, folder or hub id."""
         card = self.card.hub_id if self.card else None
-        if name in (None, self.id, self.path.name, hub_id(self.path), card) or Path(str(name)) == self.path:
-            return
-        message = f"model {str(name)[:100]!r} is not served here: this server has {self.id!r}"
-        raise Refusal(404, message, param="model", code="model_not_found")
+        return name in (self.id, self.path.name, hub_id(self.path), card) or Path(name) == self.path
 
     def describe(self) -> dict[str, Any]:
         """Return the entry of /v1/models."""
-        model = self.model
-        head = {"available": model.has_head, "default_k": model.default_k, "max_k": model.max_k}
         return {
             "id": self.id,
             "object": "model",
             "created": self.created,
             "owned_by": "headstart",
-            "context_length": model.context_length,
+            "context_length": self.context_length,
             "family": self.family,
             "quantization": self.quantization,
             "kernels": selected(),
             "capabilities": self.capabilities,
-            "native_mtp": {**head, "reason": model.head_unavailable},
+            "native_mtp": self.native_mtp,
+            "drafter": self.drafter,
             "sampling_defaults": {
                 "thinking": self.recommended_sampling(thinking=True),
                 "not_thinking": self.recommended_sampling(thinking=False),
@@ -70,12 +87,7 @@ class ServedModel:
     def capabilities(self) -> list[str]:
         """Return what the model can do here: it sees only with its vision tower."""
         known = self.card.capabilities if self.card else ["text"]
-        vision = ["vision"] if self.model.tower is not None else []
-        return [*(each for each in known if each != "vision"), *vision]
-
-    @cached_property
-    def template(self) -> ChatTemplate:
-        return ChatTemplate(self.tokenizer)
+        return [*(each for each in known if each != "vision"), *(["vision"] if self.vision else [])]
 
     def recommended_sampling(self, *, thinking: bool) -> dict[str, Any]:
         """Return the makers' recommendation, as fields of SamplingParams."""
@@ -85,6 +97,30 @@ class ServedModel:
         first, second = defaults.thinking, defaults.not_thinking
         chosen = (first or second) if thinking else (second or first)
         return chosen.model_dump(exclude_none=True) if chosen else {}
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that is loaded."""
+
+    info: ModelInfo
+    model: Model
+    tokenizer: TokenizerWrapper
+
+    @classmethod
+    def of(cls, info: ModelInfo, model: Model, tokenizer: TokenizerWrapper) -> "ServedModel":
+        return cls(info, replace(model, head_unavailable=info.native_mtp["reason"]), tokenizer)
+
+    @property
+    def id(self) -> str:
+        return self.info.id
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer)
+
+    def recommended_sampling(self, *, thinking: bool) -> dict[str, Any]:
+        return self.info.recommended_sampling(thinking=thinking)
 
     def token_bytes(self, token: int) -> bytes:
         return token_bytes(token, self.tokenizer)

@@ -2,15 +2,20 @@
 
 Every sequence writes at its own length, and lengths advance only by accepted tokens. What a rejected draft wrote lies
 beyond the length: it is masked, and the next window overwrites it. Rollback costs nothing.
+
+In eight bits keys and values are whole numbers up to 127, and GROUP of them share a scale. Each token is rounded
+by itself, so rows stay independent. Attention gets the numbers in an array of its own: this saves memory, not time.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import mlx.core as mx
 
 BLOCK = 256  # positions; capacity grows by whole blocks
 STRIDE = 64  # positions; attention reads whole strides, as few as hold every sequence
+GROUP = 32  # numbers that share a scale in eight bits
 
 
 class TokenPositions(NamedTuple):
@@ -28,50 +33,71 @@ class KV:
     reach: int = 0  # positions that the running pass reads
     start: mx.array | None = None  # [B], where RoPE counts the pass from, if not from `offset`
     positions: TokenPositions | None = None  # of the pass's tokens, if they do not follow one another
+    scales: list[mx.array] = field(default_factory=list)  # [B, H, S, D/GROUP] of keys and values, in eight bits
 
     @classmethod
-    def empty(cls, rows: int, heads: int, dim: int, dtype: mx.Dtype, value_dim: int | None = None) -> "KV":
+    def empty(
+        cls,
+        rows: int,
+        heads: int,
+        dim: int,
+        dtype: mx.Dtype,
+        value_dim: int | None = None,
+        *,
+        eight_bits: bool = False,
+    ) -> "KV":
         """Return the cache of sequences without tokens. `value_dim` is `dim` unless it is given."""
         dims = (dim, dim if value_dim is None else value_dim)
-        return cls.of([mx.zeros((rows, heads, 0, each), dtype) for each in dims])
+        numbers = [mx.zeros((rows, heads, 0, each), mx.int8 if eight_bits else dtype) for each in dims]
+        scales = [mx.zeros((rows, heads, 0, each // GROUP), dtype) for each in dims] if eight_bits else []
+        return cls.of(numbers + scales)
 
     @classmethod
     def of(cls, arrays: list[mx.array]) -> "KV":
         """Return the cache that holds `arrays`, as `arrays()` lists them."""
-        keys, values = arrays
-        return cls(keys, values, mx.zeros((keys.shape[0],), mx.int32))
+        keys, values, *scales = arrays
+        return cls(keys, values, mx.zeros((keys.shape[0],), mx.int32), scales=scales)
 
     def arrays(self) -> list[mx.array]:
-        return [self.keys, self.values]
+        return [self.keys, self.values, *self.scales]
 
     @property
     def capacity(self) -> int:
         return int(self.keys.shape[2])
 
+    @property
+    def eight_bits(self) -> bool:
+        return bool(self.scales)
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write `[B, H, W, D]` at each sequence's offset. mlx-lm's attention calls this method by this name."""
-        self.keys = _write(self.keys, keys, self.offset)
-        self.values = _write(self.values, values, self.offset)
-        return self.keys[:, :, : self.reach], self.values[:, :, : self.reach]
+        new = [keys, values]
+        if self.eight_bits:
+            new = [part for pair in zip(_round(keys), _round(values), strict=True) for part in pair]
+        written = [_write(into, a, self.offset) for into, a in zip(self.arrays(), new, strict=True)]
+        self.keys, self.values, *self.scales = written
+        keys, values, *scales = (a[:, :, : self.reach] for a in written)
+        if self.eight_bits:
+            keys, values = _multiply(keys, scales[0]), _multiply(values, scales[1])
+        return keys, values
 
     def launch(self) -> None:
         """Launch what is still to be computed. CUDA kernels write into these arrays in place; mlx orders that before
         what it launches later, but knows of no dependency within one launch."""
         if mx.cuda.is_available():
-            mx.async_eval(self.keys, self.values)
+            mx.async_eval(self.arrays())
 
     def grow(self, capacity: int) -> None:
         """Grow to `capacity` positions. New ones are zero: masked positions still enter P·V as 0·x."""
         missing = capacity - self.capacity
         if missing > 0:
             self.launch()
-            padding = [(0, 0), (0, 0), (0, missing), (0, 0)]
-            self.keys, self.values = mx.pad(self.keys, padding), mx.pad(self.values, padding)
+            self._change(lambda a: mx.pad(a, [(0, 0), (0, 0), (0, missing), (0, 0)]))
 
     def keep(self, rows: mx.array, capacity: int) -> None:
         """Keep only these sequences, and at most `capacity` positions."""
         self.launch()
-        self.keys, self.values = self.keys[:, :, :capacity][rows], self.values[:, :, :capacity][rows]
+        self._change(lambda a: a[:, :, :capacity][rows])
         self.offset = self.offset[rows]
 
     def join(self, other: "KV") -> None:
@@ -81,9 +107,12 @@ class KV:
         other.launch()
         self.grow(capacity)
         other.grow(capacity)
-        self.keys = mx.concatenate([self.keys, other.keys])
-        self.values = mx.concatenate([self.values, other.values])
+        theirs = iter(other.arrays())
+        self._change(lambda a: mx.concatenate([a, next(theirs)]))
         self.offset = mx.concatenate([self.offset, other.offset])
+
+    def _change(self, change: Callable[[mx.array], mx.array]) -> None:
+        self.keys, self.values, *self.scales = [change(a) for a in self.arrays()]
 
 
 def _write(into: mx.array, new: mx.array, offset: mx.array) -> mx.array:
@@ -96,3 +125,15 @@ def _write(into: mx.array, new: mx.array, offset: mx.array) -> mx.array:
         return mx.slice_update(into, new, offset, axes=(2,))
     positions = offset[:, None] + mx.arange(new.shape[2])  # [B, W]
     return mx.put_along_axis(into, positions[:, None, :, None], new, axis=2)
+
+
+def _round(x: mx.array) -> tuple[mx.array, mx.array]:
+    """Return numbers [..., D] as whole ones in eight bits and their scales [..., D/GROUP]."""
+    groups = mx.unflatten(x.astype(mx.float32), -1, (-1, GROUP))
+    scales = (mx.abs(groups).max(axis=-1) / 127).astype(x.dtype)
+    divisors = mx.maximum(scales.astype(mx.float32), 1e-30)[..., None]
+    return mx.clip(mx.round(groups / divisors), -127, 127).astype(mx.int8).flatten(-2), scales
+
+
+def _multiply(numbers: mx.array, scales: mx.array) -> mx.array:
+    return (mx.unflatten(numbers.astype(scales.dtype), -1, (-1, GROUP)) * scales[..., None]).flatten(-2)

@@ -1,10 +1,11 @@
 """Prefix cache: the state that prompts leave behind, so that a prompt with the same beginning resumes after it.
 
 A tree of chunks. A node is one chunk of a prompt after those of its ancestors, and holds the KV cache of that chunk
-alone, so prompts share what they have in common. Resuming after a chunk takes more: the recurrent states and the last
-hidden state at its end, a `Snapshot`. Those of a large hybrid model are several times the size of the chunk's KV
-cache, so they are kept only at some nodes (`Retention`) and at every leaf: a chunk that no prompt can resume from is
-useless.
+alone, so prompts share what they have in common. A prompt follows the tree by its own chunks: what it finds was
+computed in the steps in which it would compute it itself. Resuming after a chunk takes more: the recurrent states and
+the last hidden state at its end, a `Snapshot`. Those of a large hybrid model are several times the size of the
+chunk's KV cache, so they are kept only at some nodes (`Retention`) and at every leaf: a chunk that no prompt can
+resume from is useless.
 
 Only sequences in prefill are stored. They have no drafts, so all of their state is committed, and a hit repeats the
 computation of a miss bit for bit.
@@ -21,10 +22,10 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..errors import RequestError
-from .batch_state import BatchState
-from .snapshot import PackedArray, Snapshot, cut_kv, restore, take_snapshot
+from .disk_prefix import DiskPrefix
+from .snapshot import PackedArray, Snapshot, States, cut_kv, restore, take_snapshot
 
-CHUNK = 512  # tokens; prompts are prefilled in these steps, and can be resumed there
+CHUNK = 512  # tokens; prompts are prefilled in steps of at most so many, and can be resumed between them
 TAIL = 32  # last tokens of a prompt, which a chat template may write differently in the next turn
 
 
@@ -32,26 +33,44 @@ class Retention(IntEnum):
     """How long a node keeps its snapshot once it has children."""
 
     PASSING = 0  # until the prompt has gone further
-    SPARE = 1  # while there is room: a prompt ended here, or the node is 2^n chunks deep
-    FORK = 2  # as long as the node: prompts have diverged here, and others may
+    SPARE = 1  # while there is room: a prompt ended here, or it is the first after 2^n full chunks
+    FORK = 2  # as long as there are other prompts to evict: prompts have diverged here, and others may
 
 
 @dataclass(frozen=True)
 class PrefixStats:
     hits: int = 0  # prompts that were resumed
-    misses: int = 0  # prompts of more than a chunk that were not
+    misses: int = 0  # prompts of more than one chunk that were not
     tokens: int = 0  # prompt tokens that were not computed again
     entries: int = 0  # chunks
     bytes: int = 0
     max_bytes: int = 0
     evictions: int = 0
+    disk_tokens: int = 0  # tokens of the prompts that were read from the disk
 
 
 class Sizes(NamedTuple):
     """Bytes to count, where machines share a model: their own sizes differ, and they must evict the same."""
 
-    packs: int  # of a chunk
+    position: int  # of a token's keys and values
     states: int
+
+
+class Chunks(NamedTuple):
+    """A prompt in the chunks in which it is prefilled, and by which it is found."""
+
+    length: int  # tokens of the prompt; those after the last chunk are not cached
+    ends: list[int]  # of the chunks, less than `length`
+    tokens: list[bytes]  # of the chunks
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], ends: list[int]) -> "Chunks":
+        """`tokens` tell prompts apart. They may differ from the ids that are run, where these do not say it all."""
+        starts = [0, *ends[:-1]]
+        return cls(len(tokens), ends, [array("q", tokens[a:b]).tobytes() for a, b in zip(starts, ends, strict=False)])
+
+    def start(self, index: int) -> int:
+        return self.ends[index - 1] if index else 0
 
 
 @dataclass(eq=False)
@@ -67,7 +86,9 @@ class Node:
 
     @cached_property
     def packs_nbytes(self) -> int:
-        return self.sizes.packs if self.sizes else sum(part.nbytes for pack in self.packs for part in pack)
+        if self.sizes:
+            return self.sizes.position * (len(self.chunk) // 8)
+        return sum(part.nbytes for pack in self.packs for part in pack)
 
     @property
     def states_nbytes(self) -> int:
@@ -83,32 +104,35 @@ class Node:
 class PrefixCache:
     """The prefix cache of one model. The engine's thread uses it; any thread may call `stats` and `clear`."""
 
-    def __init__(self, max_bytes: int, *, eight_bits: bool = False, chunk: int = CHUNK):
+    def __init__(
+        self, max_bytes: int, *, eight_bits: bool = False, disk: DiskPrefix | None = None, chunk: int = CHUNK
+    ):
         """Create a cache of at most `max_bytes`. With `eight_bits` keys and values take about half of the bytes, and
-        a hit is no longer exact."""
+        a hit is no longer exact. `disk` also keeps what memory has no room for, and survives the process."""
         if max_bytes < 0:
             raise RequestError(f"the prefix cache's max_bytes is {max_bytes}; it must be 0 or more")
         self.max_bytes = max_bytes
         self.eight_bits = eight_bits
+        self.disk = disk
         self.chunk = chunk
         self.sizes: Sizes | None = None  # bytes to count instead of the actual ones
         self._lock = Lock()
         self._root = Node(None, b"", [])
         self._clock = 0
-        self._hits = self._misses = self._tokens = self._evictions = 0
+        self._hits = self._misses = self._tokens = self._evictions = self._disk_tokens = 0
 
-    def resume(
-        self, prompt: Sequence[int], trunk: BatchState, head: BatchState | None
-    ) -> tuple[int, mx.array] | None:
-        """Fill the state of a new sequence with the longest known prefix of its prompt.
+    def resume(self, prompt: Chunks, states: States) -> tuple[int, mx.array] | None:
+        """Fill the states of a new sequence with the longest known prefix of its prompt.
 
-        Returns its length, less than the prompt's, and the hidden state [1, 1, H] of its last token: the pair that it
-        makes with the prompt's next token is the first that the head has not seen.
+        Returns its length, less than the prompt's, and the hidden states [1, T, H] of its last tokens: the pairs that
+        they make with the tokens after them are the first that the head has still to see.
         """
-        if len(prompt) <= self.chunk:
+        if not prompt.ends:
             return None
+        if self.disk is not None:
+            self._load(prompt, self.disk)
         with self._lock:
-            path = self._walk(prompt, len(prompt) - 1)
+            path = self._walk(prompt.tokens)
             if path and path[-1].children:  # this prompt ends here or diverges, so others may too
                 path[-1].retention = Retention.FORK
             while path and path[-1].states is None:
@@ -116,74 +140,116 @@ class PrefixCache:
             if not path:
                 self._misses += 1
                 return None
-            length, after = len(path) * self.chunk, path[-1].states
+            length, after = prompt.ends[len(path) - 1], path[-1].states
             assert after is not None
             self._hits += 1
             self._tokens += length
-            restore([node.packs for node in path], after, trunk, head, length)
+            restore([node.packs for node in path], after, states, length)
             return length, mx.contiguous(after.hidden)
 
-    def store(
-        self, prompt: Sequence[int], end: int, trunk: BatchState, head: BatchState | None, hidden: mx.array
-    ) -> None:
-        """Store the state of a sequence that has prefilled exactly `prompt[:end]`, a multiple of the chunk.
+    def store(self, prompt: Chunks, count: int, states: States, hidden: mx.array) -> None:
+        """Store the states of a sequence that has prefilled exactly the first `count` chunks of its prompt.
 
-        It must have been evaluated: otherwise a failure that is still to come would be stored too.
+        They must have been evaluated: otherwise a failure that is still to come would be stored too.
         """
-        assert end % self.chunk == 0
         with self._lock:
-            path = self._walk(prompt, end)
-            after = take_snapshot(trunk, hidden)
-            known = len(path) * self.chunk
-            retention = self._retention(prompt, end, after)
-            if known == end:
+            path = self._walk(prompt.tokens[:count])
+            after = take_snapshot(states[0][0], hidden)
+            retention = self._retention(prompt, count - 1, after)
+            if len(path) == count:
                 path[-1].retention = retention = max(retention, path[-1].retention)
                 if path[-1].states is not None or retention is Retention.PASSING:
                     return
             # Chunks before the last may be missing too, if they were evicted since the sequence stored them.
-            starts = range(known, end, self.chunk)
-            packs = [cut_kv(trunk, head, start, start + self.chunk, self.eight_bits) for start in starts]
+            missing = range(len(path), count)
+            packs = [cut_kv(states, prompt.start(i), prompt.ends[i], self.eight_bits) for i in missing]
             arrays = [*after.arrays(), *(part for node in packs for pack in node for part in pack)]
             nbytes = sum(a.nbytes for a in arrays)
             if self.sizes is not None:
-                nbytes = len(packs) * self.sizes.packs + self.sizes.states
+                computed = prompt.ends[count - 1] - prompt.start(len(path)) if missing else 0
+                nbytes = computed * self.sizes.position + self.sizes.states
             if not self._make_room(nbytes, path):
                 return
             mx.eval(arrays)  # a slice that is not evaluated would keep the sequence's whole state alive
             if not self._are_finite(arrays):
                 return  # the model broke down: other prompts must not inherit it
-            node = path[-1] if path else self._root
-            if packs and node.retention is Retention.PASSING:
-                node.states = None
-            for start, new in zip(starts, packs, strict=True):
-                child = Node(node, self._key(prompt, start), new, self.sizes, used=self._clock)
-                node.children[child.chunk] = child
-                node = child
-            node.states, node.retention = after, retention
+            self._add(prompt, path, packs, after, retention)
+            if self.disk is not None and retention is not Retention.PASSING:
+                kept = [node.packs for node in path]
+                self.disk.save(self.disk.names(prompt.tokens[:count]), [*kept, *packs], after)
+
+    def _load(self, prompt: Chunks, disk: DiskPrefix) -> None:
+        """Add what the disk holds of a prompt, if it can be resumed later there than in memory.
+
+        Files are read without the lock: only the engine's thread adds nodes, but another may clear the cache.
+        """
+        with self._lock:
+            path = self._walk(prompt.tokens)
+        resumable = max((n for n, node in enumerate(path, 1) if node.states is not None), default=0)
+        names = disk.names(prompt.tokens)
+        for count in disk.longest(names, len(path)):
+            if count <= resumable:
+                return
+            known = min(len(path), count)
+            if (found := disk.load(names, known, count)) is None:
+                continue
+            packs, after = found
+            with self._lock:
+                nbytes = after.nbytes + sum(a.nbytes for node in packs for pack in node for a in pack)
+                path = self._walk(prompt.tokens[:count])
+                if len(path) == known and self._make_room(nbytes, path):
+                    self._add(prompt, path, packs, after, Retention.SPARE)
+                    self._disk_tokens += prompt.ends[count - 1] - (prompt.ends[resumable - 1] if resumable else 0)
+            return
+
+    def _add(
+        self, prompt: Chunks, path: list[Node], packs: list[list[PackedArray]], after: Snapshot, retention: Retention
+    ) -> None:
+        """Add nodes for the chunks after `path`, and a snapshot at the last."""
+        node = path[-1] if path else self._root
+        if packs and node.retention is Retention.PASSING:
+            node.states = None
+        for chunk, new in zip(prompt.tokens[len(path) :], packs, strict=False):
+            child = Node(node, chunk, new, self.sizes, used=self._clock)
+            node.children[chunk] = child
+            node = child
+        node.states, node.retention = after, max(retention, node.retention)
 
     def clear(self) -> None:
-        """Remove everything. Sequences that were resumed keep their state."""
+        """Remove everything from memory. Sequences that were resumed keep their state."""
         with self._lock:
             for node in list(self._nodes()):  # break the cycles of parents and children, or memory is freed late
                 node.parent, node.children = None, {}
             self._root = Node(None, b"", [])
 
+    def close(self) -> None:
+        """Write what the disk is still to get."""
+        if self.disk is not None:
+            self.disk.close()
+
     def stats(self) -> PrefixStats:
         with self._lock:
             sizes = [node.nbytes for node in self._nodes()]
             return PrefixStats(
-                self._hits, self._misses, self._tokens, len(sizes), sum(sizes), self.max_bytes, self._evictions
+                self._hits,
+                self._misses,
+                self._tokens,
+                len(sizes),
+                sum(sizes),
+                self.max_bytes,
+                self._evictions,
+                self._disk_tokens,
             )
 
     def _are_finite(self, arrays: list[mx.array]) -> bool:
         return bool(mx.stack([mx.isfinite(a).all() for a in arrays]).all().item())
 
-    def _walk(self, prompt: Sequence[int], end: int) -> list[Node]:
-        """Return the known chunks of `prompt[:end]` from the first on, and mark them as used."""
+    def _walk(self, chunks: Sequence[bytes]) -> list[Node]:
+        """Return the known ones of these chunks, from the first on, and mark them as used."""
         self._clock += 1
         path, node = [], self._root
-        for start in range(0, end - self.chunk + 1, self.chunk):
-            found = node.children.get(self._key(prompt, start))
+        for chunk in chunks:
+            found = node.children.get(chunk)
             if found is None:
                 break
             node = found
@@ -191,42 +257,41 @@ class PrefixCache:
             path.append(node)
         return path
 
-    def _key(self, prompt: Sequence[int], start: int) -> bytes:
-        return array("q", prompt[start : start + self.chunk]).tobytes()  # negative for images: see `engine/images.py`
-
-    def _retention(self, prompt: Sequence[int], end: int, after: Snapshot) -> Retention:
-        """Return how long to keep the snapshot at `end`.
+    def _retention(self, prompt: Chunks, index: int, after: Snapshot) -> Retention:
+        """Return how long to keep the snapshot at the end of a chunk.
 
         The next turn of a chat resumes at the last boundary of this prompt, or at the one before it if its template
         changes the text between. Powers of two halve what is computed again by a prompt that diverges elsewhere.
         """
-        chunks = end // self.chunk
+        full, before = (end // self.chunk for end in (prompt.ends[index], prompt.start(index)))
+        following = prompt.ends[index + 1] if index + 1 < len(prompt.ends) else prompt.length
         large = self.sizes.states if self.sizes else after.recurrent
-        spare = end + self.chunk > len(prompt) - TAIL or chunks & (chunks - 1) == 0 or not large
+        spare = following > prompt.length - TAIL or full.bit_length() > before.bit_length() or not large
         return Retention.SPARE if spare else Retention.PASSING
 
     def _make_room(self, nbytes: int, path: list[Node]) -> bool:
         """Evict the least recently used until `nbytes` fit after `path`. If they cannot fit, evict nothing and return
         False."""
-        last = path[-1:]
-        stays = sum(n.nbytes if n in last or n.retention is Retention.FORK else n.packs_nbytes for n in path)
+        stays = sum(node.packs_nbytes for node in path) + sum(node.states_nbytes for node in path[-1:])
         if stays + nbytes > self.max_bytes:
             return False
         used = sum(node.nbytes for node in self._nodes())
         while used + nbytes > self.max_bytes:
-            used -= self._evict(last)
+            used -= self._evict(path[-1:])
         return True
 
     def _evict(self, needed: list[Node]) -> int:
-        """Evict one snapshot within a prompt, or else a leaf, and return the bytes freed."""
+        """Evict a snapshot within a prompt, or else a leaf, or else a fork's snapshot. Return the bytes freed."""
         self._evictions += 1
         nodes = [node for node in self._nodes() if node not in needed]
-        within = [n for n in nodes if n.children and n.states is not None and n.retention is not Retention.FORK]
-        if within:
-            node = min(within, key=lambda node: node.used)
+        within = [node for node in nodes if node.children and node.states is not None]
+        leaves = [node for node in nodes if not node.children]
+        spare = [node for node in within if node.retention is not Retention.FORK]
+        if spare or not leaves:
+            node = min(spare or within, key=lambda node: node.used)
             freed, node.states = node.states_nbytes, None
             return freed
-        leaf = min((node for node in nodes if not node.children), key=lambda node: node.used)
+        leaf = min(leaves, key=lambda node: node.used)
         freed = 0
         while leaf.parent is not None and not leaf.children and leaf not in needed:
             freed += leaf.nbytes

@@ -1,4 +1,4 @@
-"""State of one GatedDeltaNet layer. It cannot be rolled back, so it is never advanced past accepted tokens.
+"""State of one GatedDeltaNet or Mamba-2 layer. It cannot be rolled back: it never advances past accepted tokens.
 
 The first token of a window is always committed; only the drafts after it can be rejected. `state` and `conv` include
 everything up to that first token. For the drafts only the inputs of the recurrence are kept in `pending`, a few

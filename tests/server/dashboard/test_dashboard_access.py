@@ -86,7 +86,7 @@ def test_everything_can_be_done_with_the_keyboard(here: tuple[Running, PacedRoom
     assert told.value.json()["entries"] == 0
 
 
-@pytest.mark.parametrize("way", ["Escape", "Stop"])
+@pytest.mark.parametrize("way", ["Escape", pytest.param("Stop", marks=pytest.mark.slow)])
 def test_an_answer_is_stopped_with_the_keyboard_however_it_was_sent(
     here: tuple[Running, PacedRoom], visit: Visit, way: str
 ) -> None:
@@ -115,7 +115,7 @@ def test_the_focus_can_be_seen(here: tuple[Running, PacedRoom], visit: Visit) ->
     assert page.evaluate("() => getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
-@pytest.mark.parametrize("width", [320, pytest.param(390, marks=pytest.mark.slow), 768])
+@pytest.mark.parametrize("width", [320, *(pytest.param(width, marks=pytest.mark.slow) for width in (390, 768))])
 def test_nothing_is_wider_than_the_screen(here: tuple[Running, PacedRoom], visit: Visit, width: int) -> None:
     server, room = here
     page = visit(server, "chat", viewport={"width": width, "height": 700})
@@ -172,8 +172,15 @@ def test_text_stands_out_from_its_ground(here: tuple[Running, PacedRoom], visit:
             assert contrast(values[text], values[ground]) >= 4.5, (text, ground)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize(
+    ("scheme", "on"),
+    [
+        ("light", True),
+        ("dark", False),
+        pytest.param("light", False, marks=pytest.mark.slow),
+        pytest.param("dark", True, marks=pytest.mark.slow),
+    ],
+)
 def test_switches_stand_out_from_their_ground(
     here: tuple[Running, PacedRoom], visit: Visit, scheme: str, on: bool
 ) -> None:
@@ -188,7 +195,7 @@ def test_switches_stand_out_from_their_ground(
     assert contrast(knob, track) >= 3
 
 
-def test_nothing_is_told_by_colours_alone(here: tuple[Running, PacedRoom], visit: Visit) -> None:
+def test_nothing_is_shown_by_colours_alone(here: tuple[Running, PacedRoom], visit: Visit) -> None:
     """As it is where the system has its own colours, and grounds are all one."""
     page = visit(here[0], "settings", forced_colors="active")
     expect(page.get_by_role("switch")).to_be_enabled()

@@ -130,7 +130,7 @@ def sent(room: ScriptedRoom) -> list[dict[str, str]]:
     return [{"role": role, "content": said.split("<|im_end|>")[0]} for role, said in parts]
 
 
-def test_the_talk_goes_on_from_what_was_said(script: tuple[Running, PacedRoom], visit: Visit) -> None:
+def test_the_conversation_goes_on_from_earlier_messages(script: tuple[Running, PacedRoom], visit: Visit) -> None:
     server, room = script
     room.scripts += ["It is **4**.", "Yes."]
     page = visit(server, "chat")
@@ -175,8 +175,15 @@ def test_thoughts_are_folded(script: tuple[Running, PacedRoom], visit: Visit) ->
     expect(page.get_by_text("What a question.").first).to_be_visible()
 
 
-@pytest.mark.parametrize("thought", [False, True])
-@pytest.mark.parametrize("coloured", [False, True])
+@pytest.mark.parametrize(
+    ("thought", "coloured"),
+    [
+        (False, True),
+        (True, False),
+        pytest.param(False, False, marks=pytest.mark.slow),
+        pytest.param(True, True, marks=pytest.mark.slow),
+    ],
+)
 def test_html_is_shown_as_text(
     script: tuple[Running, PacedRoom], visit: Visit, thought: bool, coloured: bool
 ) -> None:
@@ -209,7 +216,7 @@ def test_the_policy_stops_what_would_slip_through(script: tuple[Running, PacedRo
     assert page.evaluate(tried) == "TypeError"
 
 
-def test_an_error_is_told_in_the_servers_words(model: Running, visit: Visit) -> None:
+def test_an_error_is_shown_in_the_servers_words(model: Running, visit: Visit) -> None:
     page = visit(model, "chat", expect="400")
     ask(page, "word " * 5000)
     expect(page.get_by_role("alert").filter(has_text="prompt is too long")).to_be_visible()
@@ -282,7 +289,7 @@ def test_the_limits_in_the_form_are_those_of_the_api(model: Running, visit: Visi
                 SamplingParams(**{name: outside})  # type: ignore[arg-type]
 
 
-def test_a_race_says_the_same_twice(model: Running, visit: Visit) -> None:
+def test_both_sides_of_a_race_have_the_same_text(model: Running, visit: Visit) -> None:
     page = visit(model, "chat")
     page.get_by_label("Max tokens").fill("40")
     page.get_by_label("Temperature").fill("0.8")
@@ -327,3 +334,98 @@ def test_a_race_without_drafts_is_none(model: Running, visit: Visit) -> None:
         expect(page.locator(".verdict")).to_have_text(verdict)
     finally:
         model.room.configure(speculation=True)
+
+
+def test_a_chat_is_kept_after_a_reload_and_goes_on_with_its_system_prompt(
+    script: tuple[Running, PacedRoom], visit: Visit
+) -> None:
+    server, room = script
+    room.scripts += ["It is **4**.", "Yes.", "Other."]
+    page = visit(server, "chat")
+    page.get_by_label("System prompt").fill("Be brief.")
+    ask(page, "2 + 2?")
+    answered(page)
+    page.reload()
+    expect(page.locator(".question")).to_have_text("2 + 2?")
+    expect(page.locator(".answer strong")).to_have_text("4")
+    expect(page.get_by_label("System prompt")).to_have_value("Be brief.")
+    ask(page, "Sure?")
+    answered(page)
+    assert [message["role"] for message in sent(room)] == ["system", "user", "assistant", "user"]
+    assert sent(room)[0]["content"] == "Be brief."
+    page.get_by_role("button", name="New chat").click()
+    expect(page.get_by_label("System prompt")).to_have_value("")
+    ask(page, "Something else")
+    answered(page)
+    page.get_by_label("Conversation", exact=True).first.select_option("2 + 2?")
+    expect(page.locator(".question")).to_have_text(["2 + 2?", "Sure?"])
+    page.get_by_role("button", name="Delete this chat").press("Enter")
+    expect(page.locator(".question")).to_have_text("Something else")
+    page.reload()
+    expect(page.locator("#chats option")).to_have_text(["Something else"])
+
+
+def test_answers_are_copied_regenerated_and_edited(script: tuple[Running, PacedRoom], visit: Visit) -> None:
+    server, room = script
+    room.scripts += ["First.", "Second.", "Third.", "Fourth."]
+    page = visit(server, "chat", permissions=["clipboard-read", "clipboard-write"])
+    ask(page, "One?")
+    answered(page)
+    page.get_by_role("button", name="Copy the answer").press("Enter")
+    expect(page.get_by_role("status").filter(has_text="Copied.")).to_have_count(1)
+    assert page.evaluate("navigator.clipboard.readText()") == "First."
+    page.get_by_role("button", name="Regenerate the answer").press("Enter")
+    expect(page.locator(".answer .markdown").last).to_have_text("Second.")
+    answered(page)
+    assert [message["content"] for message in sent(room)] == ["One?"]
+    ask(page, "Two?")
+    answered(page)
+    page.get_by_role("button", name="Edit the question").first.press("Enter")
+    expect(page.get_by_label("Message")).to_have_value("One?")
+    expect(page.get_by_label("Message")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(page.get_by_label("Message")).to_have_value("")
+    expect(page.locator(".question")).to_have_count(2)
+    page.get_by_role("button", name="Edit the question").first.click()
+    ask(page, "One, again?")
+    expect(page.locator(".answer .markdown").last).to_have_text("Fourth.")
+    expect(page.locator(".question")).to_have_text(["One, again?"])
+    answered(page)
+    page.reload()
+    expect(page.locator(".question")).to_have_text(["One, again?"])
+    expect(page.locator(".answer .markdown").last).to_have_text("Fourth.")
+
+
+def test_code_has_colours_and_keeps_its_text(script: tuple[Running, PacedRoom], visit: Visit) -> None:
+    server, room = script
+    code = 'def add(a):  # <b>sum</b>\n    return a + 12, "text # no comment"\n'
+    room.scripts.append(f"```python\n{code}```\n\n```\nreturn 1\n```")
+    page = visit(server, "chat")
+    ask(page)
+    answered(page)
+    shown = page.locator(".answer code").first
+    assert shown.inner_text() == code
+    parts = {kind: shown.locator(f".{kind}").all_inner_texts() for kind in ("keyword", "comment", "string", "number")}
+    assert parts == {
+        "keyword": ["def", "return"],
+        "comment": ["# <b>sum</b>"],
+        "string": ['"text # no comment"'],
+        "number": ["12"],
+    }
+    expect(page.locator(".answer code").nth(1).locator("span")).to_have_count(0)
+
+
+def test_what_the_browser_keeps_that_is_not_ours_does_no_harm(
+    script: tuple[Running, PacedRoom], visit: Visit
+) -> None:
+    server, room = script
+    room.scripts.append("Fine.")
+    for kept in ("nonsense", '{"a": 1}', '[null, {"id": 3}, {"id": "x", "system": "", "turns": 5}]'):
+        page = visit(
+            server,
+            "chat",
+            before=f"localStorage.getItem('headstart-chats') ?? localStorage.setItem('headstart-chats', `{kept}`)",
+        )
+        expect(page.get_by_placeholder("Ask tiny.")).to_be_visible()
+    ask(page)
+    answered(page)

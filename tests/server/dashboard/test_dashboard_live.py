@@ -1,12 +1,13 @@
-"""The live page: charts and numbers follow what the server does, and trouble is told."""
+"""The live page: charts and numbers follow what the server does, and trouble is shown."""
 
 import threading
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import pytest
 from browsing import Visit
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 from running import Running, running, tokenizer, wait_until
 
 from headstart.state import PrefixCache
@@ -57,11 +58,10 @@ def test_charts_and_numbers_move_under_load(server: Running, visit: Visit) -> No
     assert before["speed"][1] == "Tokens per second: tokens/s 0.0, at most 0.0"
     load(server, 5)
     wait_until(lambda: not tile(page, "Prefix hits").startswith(("0%", "–")))
-    after = {chart: (picture(page, chart), words(page, chart)) for chart in CHARTS}
     for chart in CHARTS:
-        assert before[chart][0] != after[chart][0], chart
+        wait_until(lambda chart=chart: picture(page, chart) != before[chart][0])
         if chart != "sequences":  # short answers may run between two samples
-            assert before[chart][1] != after[chart][1], chart
+            assert words(page, chart) != before[chart][1], chart
     assert float(tile(page, "Tokens/s").split()[0]) > 0
     assert float(tile(page, "Tokens/round").split()[0]) >= 1
     assert tile(page, "Accepted")[0].isdigit()
@@ -88,6 +88,22 @@ def test_numbers_are_those_of_the_server(server: Running, visit: Visit) -> None:
     accepted = float(tile(page, "Accepted").split()[0].rstrip("%"))
     rate = gained["accepted_draft_tokens"] / gained["proposed_draft_tokens"]
     assert abs(accepted - 100 * rate) <= 0.5, "rounded: a half goes up in the page, to even here"
+
+
+def test_accepted_drafts_are_shown_by_source(server: Running, visit: Visit) -> None:
+    samples = count()
+
+    def told(route: Route) -> None:
+        number, body = next(samples), route.fetch().json()
+        stats = body["models"]["tiny"]
+        stats["rounds"] += 20 * number
+        for source, accepted in (("head", 30), ("copy", 10)):
+            stats["accepted_by_source"][source] += accepted * number
+        route.fulfill(json=body)
+
+    page = visit(server)
+    page.route("**/v1/mtp/stats", told)
+    wait_until(lambda: "head 1.50, at most 1.50; copies 0.50, at most 0.50" in words(page, "yield"))
 
 
 def test_a_longer_range_shows_more_of_the_past(server: Running, visit: Visit) -> None:
@@ -131,7 +147,7 @@ def test_another_model_in_its_place_begins_anew(server: Running, visit: Visit) -
     expect(page.locator("#served")).to_have_text("tiny")
 
 
-def test_a_server_that_hangs_is_told(server: Running, visit: Visit) -> None:
+def test_a_server_that_hangs_is_reported(server: Running, visit: Visit) -> None:
     hasty = """
         const timeout = AbortSignal.timeout.bind(AbortSignal);
         AbortSignal.timeout = (milliseconds) => timeout(milliseconds / 20);
@@ -149,7 +165,7 @@ def test_an_address_that_leads_nowhere_shows_the_live_page(server: Running, visi
     expect(page.get_by_role("heading", name="Live")).to_be_visible()
 
 
-def test_a_server_that_is_gone_is_told(visit: Visit) -> None:
+def test_a_server_that_is_gone_is_reported(visit: Visit) -> None:
     with running() as server:
         page = visit(server, expect="ERR_")
         expect(page.locator("#served")).to_have_text("tiny")
@@ -157,7 +173,7 @@ def test_a_server_that_is_gone_is_told(visit: Visit) -> None:
     expect(page.get_by_role("alert")).to_have_text("The server does not respond.", timeout=30_000)
 
 
-def test_an_engine_that_is_down_is_told(visit: Visit) -> None:
+def test_an_engine_that_is_down_is_reported(visit: Visit) -> None:
     with running() as server:
         server.room.close(0)
         page = visit(server, expect="503")

@@ -1,8 +1,16 @@
 """The cards on the page: badges and reasons, and what is known of each model."""
 
+from pathlib import Path
+
+import pytest
 from browsing import Visit
 from playwright.sync_api import Locator, Page, expect
-from running import running
+from running import running, serving, wait_until
+
+from checkpoints import write
+from headstart.engine import DeviceThread
+from headstart.server import ModelPool, PooledModel
+from loopback_hub import running_hub
 
 
 def card(page: Page, part: str, name: str) -> Locator:
@@ -23,9 +31,75 @@ def test_a_model_has_a_badge_and_what_is_known_of_it(visit: Visit) -> None:
         expect(fact(loaded, "Quantisation")).to_have_text("none")
 
 
-def test_a_model_without_a_head_says_why(visit: Visit) -> None:
+def test_a_model_without_a_head_shows_the_reason(visit: Visit) -> None:
     with running(head=False) as server:
         page = visit(server, "models")
         loaded = card(page, "loaded", "tiny")
         expect(loaded.locator(".badge")).to_have_text("no MTP")
         expect(loaded).to_contain_text("no file holds it. `headstart graft tiny ")
+
+
+def test_models_are_loaded_and_unloaded_from_the_page_and_the_header_chooses_one(
+    visit: Visit, tmp_path: Path
+) -> None:
+    models = [PooledModel.of(write(tmp_path / name, "dense", vocab_size=8192)) for name in ("red", "green")]
+    pool = ModelPool(DeviceThread(), models)
+    with serving(pool) as server:
+        page = visit(server, "models")
+        green = card(page, "loaded", "green")
+        expect(fact(green, "State")).to_have_text("unloaded")
+        green.get_by_role("button", name="Load green").press("Enter")
+        expect(fact(green, "State")).to_have_text("loaded")
+        expect(fact(card(page, "loaded", "red"), "State")).to_have_text("unloaded")
+        page.get_by_label("Model", exact=True).select_option("green")
+        page.get_by_role("link", name="Settings").click()
+        page.get_by_label("Max depth").select_option("3")
+        expect(page.get_by_role("status")).to_have_text("Applied.")
+        assert (models[0].current_settings.max_k, models[1].current_settings.max_k) == (8, 3)
+        page.get_by_role("link", name="Chat").click()
+        page.get_by_label("Max tokens").fill("5")
+        page.get_by_label("Message").fill("Hi")
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator(".stats")).to_contain_text("5 tokens")
+        assert models[1].counters.generation_tokens == 5
+        page.get_by_role("link", name="Models").click()
+        green.get_by_role("button", name="Unload green").click()
+        expect(fact(green, "State")).to_have_text("unloaded")
+
+
+def test_a_model_is_downloaded_from_the_page_with_progress_and_then_chatted_with(
+    visit: Visit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = ModelPool(DeviceThread(), [PooledModel.of(write(tmp_path / "red", "dense", vocab_size=8192))])
+    with running_hub(monkeypatch, tmp_path / "cache") as hub, serving(pool, allow_download=True) as server:
+        hub.models["org/green"] = write(tmp_path / "green", "dense", seed=1, vocab_size=8192)
+        hub.held = "model-00002-of-00002.safetensors"
+        page = visit(server, "models")
+        page.get_by_label("Hub id").fill("org/grey")
+        page.get_by_role("button", name="Download").click()
+        listed = page.get_by_role("list", name="Downloads")
+        expect(listed).to_contain_text("org/grey: could not be downloaded")
+        page.get_by_label("Hub id").fill("org/green")
+        page.keyboard.press("Enter")
+        progress = page.get_by_role("progressbar", name="Download of org/green")
+        expect(progress).to_be_visible()
+        wait_until(lambda: float(progress.get_attribute("value") or 0) > 0)
+        with server.http() as http:  # a request for it waits for nothing, and says how far it is
+            waiting = http.post("/v1/completions", json={"model": "org/green", "prompt": "hi"})
+        assert (waiting.status_code, waiting.json()["error"]["code"]) == (503, "model_downloading")
+        assert waiting.headers["Retry-After"] == "30"
+        hub.gate.set()
+        expect(listed).to_contain_text("org/green: complete")
+        green = card(page, "loaded", "org/green")
+        green.get_by_role("button", name="Load org/green").click()
+        expect(fact(green, "State")).to_have_text("loaded")
+
+
+def test_a_server_downloads_nothing_unless_it_was_told_so(visit: Visit) -> None:
+    with running() as server, server.http() as http:
+        refused = http.post("/v1/models/pull", json={"model": "org/green"})
+        assert "--allow-download" in refused.json()["error"]["message"]
+        assert http.post("/v1/completions", json={"model": "org/green", "prompt": "hi"}).status_code == 404
+        page = visit(server, "models")
+        expect(card(page, "loaded", "tiny")).to_be_visible()
+        expect(page.get_by_label("Hub id")).to_be_hidden()

@@ -61,7 +61,7 @@ def test_a_max_depth_of_none_is_shown_as_such(visit: Visit) -> None:
         assert server.room.settings.max_k == 3
 
 
-def test_settings_that_cannot_be_had_are_told(visit: Visit) -> None:
+def test_settings_that_cannot_be_fetched_are_reported(visit: Visit) -> None:
     with running() as server:
         page = visit(server, expect="404")
         expect(page.locator("#served")).to_have_text("tiny")
@@ -81,7 +81,7 @@ def test_a_model_without_a_head_has_nothing_to_set(visit: Visit) -> None:
         page.get_by_label("Max tokens").fill("5")
         page.get_by_label("Message").fill("Hi")
         page.get_by_role("button", name="Send").click()
-        expect(page.locator(".stats")).to_contain_text("no drafts: ")
+        expect(page.locator(".stats")).to_contain_text("no drafts of the head: ")
 
 
 def test_the_prefix_cache_can_be_emptied(visit: Visit) -> None:

@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..types import ArrangedHeads, HeadNorms
+from .compiler import cuda_kernel
 from .device import include, on_cuda
 
 WIDEST = 16  # windows; beyond, stock attention is the faster one
@@ -84,7 +85,7 @@ def launch_attention(
 
 @cache
 def _arrange(eps: float, base: float):  # type: ignore[no-untyped-def]
-    return mx.fast.cuda_kernel(
+    return cuda_kernel(
         name="attention_arrange",
         input_names=["both", "keys", "values", "query_weight", "key_weight", "offset"],
         output_names=["new_queries", "new_keys", "new_values"],
@@ -103,7 +104,7 @@ def _arrange(eps: float, base: float):  # type: ignore[no-untyped-def]
 @cache
 def _partials(scale: float, D: int):  # type: ignore[no-untyped-def]
     elements = 2 * SPLIT * (D + PAD) + TILE * (D + PAD) + TILE * (SPLIT + PAD)
-    return mx.fast.cuda_kernel(
+    return cuda_kernel(
         name="attention_partials",
         input_names=["queries", "keys", "values", "offset"],
         output_names=["partial", "weights"],
@@ -121,7 +122,7 @@ def _partials(scale: float, D: int):  # type: ignore[no-untyped-def]
 
 @cache
 def _merge():  # type: ignore[no-untyped-def]
-    return mx.fast.cuda_kernel(
+    return cuda_kernel(
         name="attention_merge",
         input_names=["partial", "weights", "gates", "offset"],
         output_names=["out"],

@@ -25,13 +25,15 @@ def launch_bounds(threads: int) -> str:
 
 
 @cache
+def device_attribute(number: int) -> int:
+    """Return an attribute of the device by its number in CUDA's driver; 0 where the driver does not say."""
+    value, driver = ctypes.c_int(), ctypes.CDLL("libcuda.so.1")
+    failed = driver.cuInit(0) or driver.cuDeviceGetAttribute(ctypes.byref(value), number, 0)
+    return 0 if failed else value.value
+
+
 def resident_blocks(shared: int) -> int:
     """Return how many blocks with `shared` bytes of shared memory are on the device at once: one per multiprocessor
     that this process may use, or none where a block may not have so much."""
-    driver, found = ctypes.CDLL("libcuda.so.1"), []
-    for attribute in (16, 97):  # multiprocessors; shared memory of a block
-        value = ctypes.c_int()
-        if driver.cuInit(0) or driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, 0):
-            return 0
-        found.append(value.value)
-    return found[0] if found[1] >= shared else 0
+    multiprocessors, shared_of_a_block = device_attribute(16), device_attribute(97)
+    return multiprocessors if shared_of_a_block >= shared else 0

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .compiler import cuda_kernel
 from .device import include
 from .products import (
     RUN,
@@ -93,7 +94,7 @@ PAIRS = """
 def experts_kernel(count: int, gated: bool, order: SumOrder, shared: int, own_inputs: bool) -> Any:
     quantised = order.bits < 16
     share = f"  const int share = {'1' if own_inputs else 'top'};\n"
-    return mx.fast.cuda_kernel(
+    return cuda_kernel(
         name=f"experts_{'gated' if gated else count}_{'each' if own_inputs else 'shared'}{name_suffix(shared)}",
         input_names=["x", "indices", *weight_names(count, quantised)],
         output_names=[f"out{i}" for i in range(1 if gated else count)],
@@ -105,7 +106,7 @@ def experts_kernel(count: int, gated: bool, order: SumOrder, shared: int, own_in
 
 @cache
 def _route(normed: bool) -> Any:
-    return mx.fast.cuda_kernel(
+    return cuda_kernel(
         name=f"route{'_normed' * normed}",
         input_names=["logits"],
         output_names=["indices", "scores"],
@@ -120,7 +121,7 @@ def _route(normed: bool) -> Any:
 
 @cache
 def _combine() -> Any:
-    return mx.fast.cuda_kernel(
+    return cuda_kernel(
         name="combine_experts",
         input_names=["parts", "scores", "shared", "gate"],
         output_names=["out"],

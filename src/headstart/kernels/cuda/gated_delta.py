@@ -4,7 +4,8 @@ from functools import cache
 
 import mlx.core as mx
 
-from ..types import Drafts, GatedDeltaWeights, Ran, Window
+from ..types import Drafts, GatedDeltaWeights, Ran, Window, run_gated_delta
+from .compiler import cuda_kernel
 from .device import include, launch_bounds, on_cuda
 
 
@@ -25,26 +26,9 @@ def launch_gated_delta(
     certain: int,
 ) -> Ran:
     """Fold and run a window: the state is read once and written once."""
-    B, W, C = window.qkv.shape
-    _, Hv, Dv, Dk = state.shape
-    Hk, drafts, dtype = (C - Hv * Dv) // (2 * Dk), W - certain, window.qkv.dtype
-    kernel = _gated_delta_kernel(pending is not None, drafts > 0, weights.eps)
-    shapes = [(B, W, Hv, Dv), state.shape, conv.shape]
-    dtypes = [dtype, mx.float32, dtype]
-    if drafts:
-        shapes += [(B, drafts, C), (B, drafts, Hk, Dk), (B, drafts, Hv, Dv), (B, drafts, Hv), (B, drafts, Hv)]
-        dtypes += [dtype, *[mx.float32] * 4]
-    y, state, conv, *fresh = kernel(
-        inputs=[state, conv, accepted, *window, *weights[:-1], *(pending or ())],
-        # A prompt's chunks have any width: they share the kernel where everything is certain.
-        template=[("T", dtype), ("HK", Hk), ("HV", Hv), ("DK", Dk), ("DV", Dv), ("TAPS", weights.conv.shape[1])]
-        + ([("CERTAIN", certain)] if drafts else []),
-        grid=(4 * Dv * Hv, B, 1),
-        threadgroup=(4 * Dv, 1, 1),
-        output_shapes=shapes,
-        output_dtypes=dtypes,
-    )
-    return Ran(y, state, conv, Drafts(*fresh) if fresh else None)
+    kernel = _gated_delta_kernel(pending is not None, window.qkv.shape[1] > certain, weights.eps)
+    inputs = [state, conv, accepted, *window, *weights[:-1], *(pending or ())]
+    return run_gated_delta(kernel, inputs, window, weights, state, conv, certain)
 
 
 @cache
@@ -64,7 +48,7 @@ def _gated_delta_kernel(pending: bool, drafts: bool, eps: float):  # type: ignor
             conv_weight, A_log, dt_bias, norm_weight, {eps!r}f, {width}, {"CERTAIN" if drafts else width},
             {", ".join(outputs)}, headstart::Drafts<T, float>{{{keeps}}});
     """
-    return mx.fast.cuda_kernel(
+    return cuda_kernel(
         name=f"gated_delta{'_folds' * pending}{'_drafts' * drafts}",
         input_names=inputs + old * pending,
         output_names=outputs + fresh * drafts,

@@ -16,6 +16,7 @@ import mlx.nn as nn
 
 from ..types import Drafts, GatedDeltaWeights
 from .attention import SPLIT
+from .compiler import cuda_kernel
 from .device import include, launch_bounds, resident_blocks
 from .norm import norm_threads
 from .persistent import SHARED_BYTES
@@ -246,7 +247,7 @@ auto take = [&](int each) {
 @cache
 def _layer_kernel(inputs: tuple[str, ...], outputs: tuple[str, ...], text: str) -> Any:
     names = ("tensor_core", "team", "matrix", "products", "experts", "norm", "gated_delta", "attention", "layer")
-    return mx.fast.cuda_kernel(
+    return cuda_kernel(
         name="decoder_layer",
         input_names=list(inputs),
         output_names=list(outputs),

@@ -5,6 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .compiler import cuda_kernel
 from .device import include, on_cuda
 
 
@@ -37,7 +38,7 @@ def launch_norm(adds: bool, eps: float, inputs: list[mx.array]) -> list[mx.array
 @cache
 def _norm_kernel(adds: bool, eps: float) -> Any:
     added, total = ("added", "total") if adds else ("static_cast<const T*>(nullptr)", "static_cast<T*>(nullptr)")
-    return mx.fast.cuda_kernel(
+    return cuda_kernel(
         name="add_and_norm" if adds else "norm",
         input_names=["x", *["added"] * adds, "weight"],
         output_names=[*["total"] * adds, "normed"],

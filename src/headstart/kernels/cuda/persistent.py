@@ -26,13 +26,20 @@ class Persistent:
         self._owner: Thread | None = None
 
     def claim(self) -> bool:
-        """Return whether this thread may launch persistent kernels: the first that asks, as long as it lives."""
+        """Return whether this thread may launch persistent kernels: the first that asks, until it ends or releases
+        them."""
         if self.refusal is not None or not on_cuda() or not resident_blocks(SHARED_BYTES):
             return False
         if self._owner is None or not self._owner.is_alive():
             self._owner = current_thread()
             self.status = mx.zeros((4,), mx.int32)  # that of another thread may never be computed
         return self._owner is current_thread()
+
+    def release(self) -> None:
+        """Let another thread launch them, if this one did, once all that it launched has been computed."""
+        if self._owner is current_thread():
+            mx.synchronize()
+            self._owner = None
 
     def give_up(self, reason: str) -> None:
         """Launch none from now on."""

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from .compiler import cuda_kernel
 from .device import include
 
 MOST_ROWS = 144  # 16 sequences of 9 positions; a prompt's chunks are wider, and mlx's products good at them
@@ -171,7 +172,7 @@ def matrices(count: int, gated: bool, quantised: bool, axis: int) -> str:
 def product_kernel(count: int, gated: bool, order: SumOrder, shared: int) -> Any:
     """Return a kernel for `count` weights. Its template arguments must be those of `order`."""
     quantised = order.bits < 16
-    return mx.fast.cuda_kernel(
+    return cuda_kernel(
         name=f"product_{'gated' if gated else count}{name_suffix(shared)}",
         input_names=["x", *weight_names(count, quantised)],
         output_names=[f"out{i}" for i in range(1 if gated else count)],

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from ..types import Drafts, GatedDeltaWeights, Ran, Window
+from ..types import Drafts, GatedDeltaWeights, Ran, Window, run_gated_delta
 from .device import metal_kernel, type_name
 
 
@@ -28,15 +28,7 @@ def metal_gated_delta(
     certain: int,
 ) -> Ran:
     """Fold the `accepted` [B] first pending drafts and the window's first `certain` tokens, and run the rest."""
-    B, W, C = window.qkv.shape
-    _, Hv, Dv, Dk = state.shape
-    Hk, drafts, dtype = (C - Hv * Dv) // (2 * Dk), W - certain, window.qkv.dtype
-    shapes = [(B, W, Hv, Dv), state.shape, conv.shape]
-    dtypes = [dtype, mx.float32, dtype]
-    if drafts:
-        shapes += [(B, drafts, C), (B, drafts, Hk, Dk), (B, drafts, Hv, Dv), (B, drafts, Hv), (B, drafts, Hv)]
-        dtypes += [dtype, *[mx.float32] * 4]
-    folds, keeps = pending is not None, drafts > 0
+    folds, keeps = pending is not None, window.qkv.shape[1] > certain
     old = [f"old_{name}" for name in Drafts._fields] if folds else ["conv", "state", "state", "state", "state"]
     written = [f"new_{name}" for name in Drafts._fields] if keeps else ["conv_out", *["new_state"] * 4]
     source = f"""
@@ -60,13 +52,5 @@ def metal_gated_delta(
         inputs += ["accepted", *old]
         arrays += [accepted, *pending]
     outputs = ("y", "new_state", "conv_out", *(written if keeps else ()))
-    y, state, conv, *fresh = metal_kernel("gated_delta", tuple(inputs), outputs, source, "gated_delta")(
-        inputs=arrays,
-        template=[("T", dtype), ("HK", Hk), ("HV", Hv), ("DK", Dk), ("DV", Dv), ("TAPS", weights.conv.shape[1])]
-        + ([("CERTAIN", certain)] if keeps else []),
-        grid=(4 * Dv * Hv, B, 1),
-        threadgroup=(4 * Dv, 1, 1),
-        output_shapes=shapes,
-        output_dtypes=dtypes,
-    )
-    return Ran(y, state, conv, Drafts(*fresh) if fresh else None)
+    kernel = metal_kernel("gated_delta", tuple(inputs), outputs, source, "gated_delta")
+    return run_gated_delta(kernel, arrays, window, weights, state, conv, certain)

@@ -35,7 +35,8 @@ LOG = logging.getLogger("headstart")
 # elements in another address space.
 LENGTHS: tuple[int, ...] = (1021, 300, 5, 64, 0, 511, 255, 130)
 STRIDE = 64  # attention reads whole strides, as in `state/kv.py`
-DRAFTS = 3  # pending, of which sequences accept 0 to all
+DRAFTS = 15  # pending
+ACCEPTED = (0, 1, 3, 7, 8, 9, 14, 15)  # of these, by sequence; tiles have 8
 FUSED = 4  # products of one input at most
 
 
@@ -256,7 +257,7 @@ class RecurrentState:
 
 
 def _gated_delta(net: nn.Module, dtype: mx.Dtype) -> Operation:
-    B, Hv, Dv, Dk = 2 * (DRAFTS + 1), net.num_v_heads, net.head_v_dim, net.head_k_dim
+    B, Hv, Dv, Dk = len(ACCEPTED), net.num_v_heads, net.head_v_dim, net.head_k_dim
     weights = GatedDeltaWeights(net.conv1d.weight, net.A_log, net.dt_bias, net.norm.weight, net.norm.eps)
 
     def window(width: int) -> Window:
@@ -286,7 +287,7 @@ def _gated_delta(net: nn.Module, dtype: mx.Dtype) -> Operation:
             y, state, conv, drafts = start()
             assert drafts is not None
             pending = Drafts(*[array[b] for array in drafts])
-            return Ran(y[b], state[b], conv[b], pending), (mx.arange(B, dtype=mx.int32) % (DRAFTS + 1))[b]
+            return Ran(y[b], state[b], conv[b], pending), mx.array(ACCEPTED, mx.int32)[b]
 
         def run(b: slice, w: slice) -> mx.array:
             """Run the window after a window of all that `text` has before it."""

@@ -32,6 +32,15 @@ export class Answer {
     this.element = make("div", { class: "answer" }, this.thinking, this.reply.element, this.trouble, this.legend, this.numbers);
   }
 
+  /** An answer from an earlier visit: its text is all that was kept. */
+  static of(text) {
+    const answer = new Answer();
+    answer.content = text;
+    answer.reply.text(text);
+    answer.reply.settle();
+    return answer;
+  }
+
   /** Send the request and read to the end. Errors are shown here; returns whether there was none. */
   async ask(body, signal) {
     this.asked = performance.now();
@@ -142,7 +151,7 @@ function statements({ stats, usage, asked, begun, finish }) {
     stats.proposed_draft_tokens > 0 &&
       `accepted ${number(stats.accepted_draft_tokens)} of ${number(stats.proposed_draft_tokens)} drafts${shares}`,
     stats.paused_reason,
-    stats.bypass_reason && `no drafts: ${stats.bypass_reason}`,
+    stats.bypass_reason && `${stats.drafter_kind ? "no drafts of the head" : "no drafts"}: ${stats.bypass_reason}`,
     stats.num_draft_tokens_clamped_to && `depth limited to ${stats.num_draft_tokens_clamped_to}`,
     `${number(stats.generation_tps, 1)} tokens/s`,
     begun && `first token ${seconds((begun - asked) / 1000)}`,

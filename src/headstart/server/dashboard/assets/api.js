@@ -6,6 +6,14 @@ const TIMEOUT = 15_000; // milliseconds, except for answers of the model
 const kept = store("sessionStorage", "headstart-key");
 let asking = null; // one dialog for all requests that wait for a key
 
+let model = null; // that the page shows, where it is not the server's first
+
+export const choose = (id) => (model = id);
+export const chosen = () => (model === null ? {} : { model });
+
+/** A path whose answer is about the chosen model. */
+export const of = (path) => (model === null ? path : `${path}?model=${encodeURIComponent(model)}`);
+
 export const hasKey = () => kept.get() !== null;
 export const forgetKey = kept.forget;
 

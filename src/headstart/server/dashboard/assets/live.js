@@ -12,16 +12,18 @@ const GAP = 5; // samples that may be missing before a line is broken
 // The columns of the charts: what was counted since the previous sample, and what was at the time of each.
 const COUNTS = ["generation_tokens", "rounds", "prompt_tokens", "cached_tokens", "first_tokens", "first_token_seconds"];
 const BY_POSITION = ["proposed_by_position", "accepted_by_position"];
+const SOURCES = ["head", "copy"]; // of accepted drafts; a block drafter's count as the head's
 const LEVELS = ["running", "prefilling", "queued", "active_bytes", "cache_bytes", "prefix_bytes"];
-const NAMES = ["time", "seconds", ...COUNTS, ...BY_POSITION, ...LEVELS];
+const NAMES = ["time", "seconds", ...COUNTS, ...BY_POSITION, ...SOURCES, ...LEVELS];
 
 let last = null; // the newest sample: its counts are totals
 const samples = Object.fromEntries(NAMES.map((name) => [name, []]));
 let charts = null;
 
-/** Add a sample: the statistics of the model, the load and the prefix cache, as the server reports them now. */
-export function update(stats, load, cache) {
-  const sample = { ...stats, ...load, prefix_bytes: cache.bytes ?? 0, time: Date.now() / 1000 };
+/** Add a sample: the statistics of the model and of its prefix cache, as the server reports them now. */
+export function update(stats, cache) {
+  const { head, drafter, copy } = stats.accepted_by_source;
+  const sample = { ...stats, head: head + drafter, copy, prefix_bytes: cache.bytes ?? 0, time: Date.now() / 1000 };
   if (last !== null) add(sample);
   last = sample;
   const old = samples.time.findIndex((time) => time > last.time - HOUR);
@@ -29,12 +31,18 @@ export function update(stats, load, cache) {
   draw();
 }
 
+/** Forget all samples: the page shows another model. */
+export function reset() {
+  last = null;
+  for (const column of Object.values(samples)) column.length = 0;
+}
+
 function add(sample) {
   if (sample.time - last.time > GAP * INTERVAL) addGap(last.time + INTERVAL);
   const before = sample.rounds < last.rounds ? {} : last; // a server that was restarted counts anew
   samples.time.push(sample.time);
   samples.seconds.push(sample.time - last.time);
-  for (const name of COUNTS) samples[name].push(sample[name] - (before[name] ?? 0));
+  for (const name of [...COUNTS, ...SOURCES]) samples[name].push(sample[name] - (before[name] ?? 0));
   for (const name of BY_POSITION) samples[name].push(sample[name].map((count, j) => count - (before[name]?.[j] ?? 0)));
   for (const name of LEVELS) samples[name].push(sample[name]);
 }
@@ -62,14 +70,15 @@ export function retheme() {
 }
 
 function makeCharts() {
+  const exact = (value) => number(value, 2);
   const whole = (value) => number(value, Number.isInteger(value) ? 0 : 1);
   return {
     speed: overTime("speed", "Tokens per second", "all sequences together", [["tokens/s", "accent", (v) => number(v, 1)]]),
-    yield: overTime("yield", "Tokens per round", "1 without speculation",
-      [["tokens per round", "accent", (v) => number(v, 2)]], { atLeast: 2, write: whole }),
+    yield: overTime("yield", "Tokens per round", "1 and the accepted drafts: of the head or drafter, and copies",
+      [["all", "accent", exact], ["head", "blue", exact], ["copies", "amber", exact]], { atLeast: 2, write: whole }),
     acceptance: bars("acceptance", "Acceptance by position", "share of the drafts proposed at each position",
       { write: percent }),
-    depth: overTime("depth-chart", "Depth", "drafts per round, on average", [["depth", "accent", (v) => number(v, 2)]],
+    depth: overTime("depth-chart", "Depth", "drafts per round, on average", [["depth", "accent", exact]],
       { atLeast: 2, write: whole }),
     gains: bars("gains", "Expected speed by depth", "relative to no drafts; highlighted: the last round",
       { write: (gain) => number(gain, 2) }),
@@ -96,7 +105,7 @@ function draw() {
   const over = (chart, ...columns) => chart.draw([s.time, ...columns], to - range, to);
 
   over(charts.speed, ratio("generation_tokens", "seconds"));
-  over(charts.yield, ratio("generation_tokens", "rounds"));
+  over(charts.yield, ...["generation_tokens", ...SOURCES].map((name) => ratio(name, "rounds")));
   over(charts.depth, moving(s.proposed_by_position.map((row) => row && sum(row)), s.rounds, wide));
   over(charts.sequences, s.running, s.prefilling, s.queued);
   over(charts.first, ratio("first_token_seconds", "first_tokens"));

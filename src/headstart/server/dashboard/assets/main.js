@@ -1,10 +1,10 @@
 // The entry point: which part of the page is shown, in which theme, and polling the server every two seconds.
 
-import { isUnreachable, read } from "./api.js";
+import { choose, isUnreachable, of, read } from "./api.js";
 import * as chat from "./chat.js";
 import * as live from "./live.js";
 import * as models from "./models.js";
-import { find } from "./page.js";
+import { find, make } from "./page.js";
 import * as settings from "./settings.js";
 import { store } from "./store.js";
 
@@ -13,7 +13,7 @@ const TIMEOUT = 10_000; // milliseconds
 const kept = store("localStorage", "headstart-theme");
 const THEMES = { auto: "◐", light: "☀", dark: "☾" };
 const shown = { live: live.show, chat: chat.show, models: models.show, settings: settings.show };
-let served = null; // the model's id, once the page knows the model
+let served = null; // the id of the model that the page shows, once it knows the models
 
 function route() {
   const asked = location.hash.slice(1);
@@ -53,22 +53,36 @@ function showTrouble(trouble) {
 async function poll() {
   try {
     const health = await (await fetch("/health", { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT) })).json();
-    const [[id, stats]] = Object.entries((await read("/v1/mtp/stats", { timeout: TIMEOUT })).models);
-    if (served !== null && served !== id) return location.reload(); // the page shows another model
-    live.update(stats, health, await read("/v1/cache", { timeout: TIMEOUT }));
-    if (served === null) await loadModel(id);
+    const stats = await read("/v1/mtp/stats", { timeout: TIMEOUT });
+    if (served !== null && !Object.hasOwn(stats.models, served)) return location.reload(); // another server
+    const shown = served ?? Object.keys(stats.models)[0];
+    live.update({ ...stats.memory, ...stats.models[shown] }, await read(of("/v1/cache"), { timeout: TIMEOUT }));
+    if (served === null) await loadModels();
     showTrouble(health.status === "ok" ? "" : `The engine is down: ${health.problem ?? "the server is stopping"}.`);
   } catch (error) {
     showTrouble(isUnreachable(error) ? "The server does not respond." : error.message);
   }
 }
 
-async function loadModel(id) {
-  const [model] = (await read("/v1/models", { timeout: TIMEOUT })).data;
-  find("served").textContent = model.id;
+async function loadModels() {
+  const models = (await read("/v1/models", { timeout: TIMEOUT })).data;
+  const several = models.length > 1;
+  find("served").hidden = several;
+  find("served").textContent = models[0].id;
+  find("model").hidden = !several;
+  find("model").replaceChildren(...models.map(({ id }) => make("option", { value: id }, id)));
+  find("model").onchange = ({ target }) => {
+    choose(target.selectedIndex === 0 ? null : target.value);
+    live.reset();
+    serve(models[target.selectedIndex]);
+  };
+  serve(models[0]);
+}
+
+function serve(model) {
   chat.serve(model);
   settings.serve(model);
-  served = id;
+  served = model.id;
 }
 
 async function watch() {

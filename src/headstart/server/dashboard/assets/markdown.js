@@ -1,5 +1,6 @@
 // Render markdown as HTML, the only place where text becomes HTML. HTML in a model's answer is shown as text.
 
+import { highlight } from "./highlight.js";
 import MarkdownIt from "./vendor/markdown-it/markdown-it.esm.min.mjs";
 
 const markdown = new MarkdownIt({ html: false, linkify: true, breaks: true });
@@ -24,4 +25,5 @@ const policy = globalThis.trustedTypes?.createPolicy("markdown", html) ?? html;
 
 export function render(element, text) {
   element.innerHTML = policy.createHTML(text);
+  for (const code of element.querySelectorAll("pre > code")) highlight(code);
 }

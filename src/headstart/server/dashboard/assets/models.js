@@ -1,12 +1,22 @@
-// The model that the server has loaded.
+// The models of the server: which are loaded, loading and unloading them, and downloading others.
 
 import { read } from "./api.js";
-import { find, make, number } from "./page.js";
+import { bytes, find, make, number, percent } from "./page.js";
+
+const INTERVAL = 1000; // milliseconds between two looks while something changes
+let timer = null;
 
 export async function show() {
+  clearTimeout(timer);
   try {
-    const loaded = (await read("/v1/models")).data;
-    find("loaded").replaceChildren(...loaded.map(card));
+    const { data, downloads } = await read("/v1/models");
+    const held = document.activeElement?.dataset.does; // buttons are made anew, and the focus stays
+    find("loaded").replaceChildren(...data.map(card));
+    if (held) document.querySelector(`[data-does="${CSS.escape(held)}"]`)?.focus();
+    find("pull").hidden = downloads === undefined;
+    find("downloads").replaceChildren(...(downloads ?? []).map(download));
+    const changing = data.some(({ state }) => state === "loading") || downloads?.some(({ state }) => state === "downloading");
+    if (changing && !find("models").hidden) timer = setTimeout(show, INTERVAL);
   } catch (error) {
     find("loaded").replaceChildren(make("p", { role: "alert" }, error.message));
   }
@@ -14,8 +24,10 @@ export async function show() {
 
 function card(model) {
   const facts = [
+    ["State", [state(model)]],
     ["Family", [model.family]],
     ["Quantisation", [quantization(model)]],
+    ["Weights", [model.memory_bytes && bytes(model.memory_bytes)]],
     ["Context", [model.context_length && `${number(model.context_length)} tokens`]],
     ["Capabilities", model.capabilities],
   ];
@@ -24,18 +36,52 @@ function card(model) {
     const text = (values ?? []).filter(Boolean).join(", ");
     if (text) list.append(make("dt", {}, name), make("dd", {}, text));
   }
-  const why = model.native_mtp.available ? null : model.native_mtp.reason;
+  const why = model.problem ?? (model.native_mtp.available ? null : model.native_mtp.reason);
   return make(
     "article",
-    { class: "panel card" },
+    { class: "panel card", "aria-label": model.id },
     make("h3", {}, model.id),
     badge(model),
     ...(why ? [make("p", { class: "quiet" }, why)] : []),
     list,
+    ...(model.pinned ? [] : [button(model)]),
   );
 }
 
-function badge({ native_mtp: head }) {
+function state({ state, progress, pinned }) {
+  if (state === "loading") return `loading, ${percent(progress)}`;
+  return pinned ? `${state}, pinned` : state;
+}
+
+function button({ id, state }) {
+  const action = state === "loaded" ? "unload" : "load";
+  const name = action === "load" ? "Load" : "Unload";
+  const element = make("button", { type: "button", "aria-label": `${name} ${id}`, "data-does": id }, name);
+  element.disabled = state === "loading";
+  element.addEventListener("click", () => act(action, id));
+  return element;
+}
+
+async function act(action, id) {
+  const done = read(`/v1/models/${action}`, { method: "POST", body: { model: id }, timeout: undefined });
+  timer = setTimeout(show, INTERVAL / 4); // loading takes a while: show how far it is
+  try {
+    await done;
+    await show();
+  } catch (error) {
+    await show();
+    find("loaded").prepend(make("p", { role: "alert", class: "bad" }, error.message));
+  }
+}
+
+function download({ id, state, bytes: done, total_bytes, problem }) {
+  const text = state === "downloading" ? `${id}: ${bytes(done)} of ${bytes(total_bytes)}` : `${id}: ${problem ?? state}`;
+  const bar = make("progress", { max: total_bytes || 1, value: done, "aria-label": `Download of ${id}` });
+  return make("li", { class: problem ? "bad" : "" }, text, ...(state === "downloading" ? [bar] : []));
+}
+
+function badge({ native_mtp: head, drafter }) {
+  if (drafter) return make("p", { class: "badge good" }, `DFlash · k up to ${drafter.max_k}`);
   if (!head.available) return make("p", { class: "badge" }, "no MTP");
   return make("p", { class: "badge good" }, `MTP · k = ${head.default_k}, up to ${head.max_k}`);
 }
@@ -43,3 +89,15 @@ function badge({ native_mtp: head }) {
 function quantization({ quantization: how }) {
   return how === null ? "none" : `${how.bits} bits, groups of ${how.group_size}`;
 }
+
+find("pull").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  try {
+    await read("/v1/models/pull", { method: "POST", body: { model: find("repo").value.trim() } });
+    find("pull-state").textContent = "Download started.";
+    find("repo").value = "";
+  } catch (error) {
+    find("pull-state").textContent = error.message;
+  }
+  show();
+});

@@ -43,3 +43,8 @@ export function colour(name) {
 }
 
 const probe = document.body.appendChild(make("span", { class: "probe", hidden: true }));
+
+/** How far the served model drafts, with its head or with a drafter beside it. */
+export function drafting({ native_mtp: head, drafter }) {
+  return { ...head, available: head.available || drafter !== null, max_k: Math.max(head.max_k, drafter?.max_k ?? 0) };
+}

@@ -13,15 +13,12 @@ export function allow(yes) {
   allowed = yes;
 }
 
-/** The pictures as parts of a message, and their previews. They are then gone from the form. */
+/** The pictures, each a data URL and its preview. They are then gone from the form. */
 export function take() {
   const taken = pictures;
   pictures = [];
   show();
-  return {
-    parts: taken.map(({ url }) => ({ type: "image_url", image_url: { url } })),
-    previews: taken.map(({ preview }) => preview),
-  };
+  return taken;
 }
 
 async function add(file) {

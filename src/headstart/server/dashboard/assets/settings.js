@@ -1,15 +1,15 @@
 // Speculation and the maximum depth for all requests, the prefix cache, and the API key of this tab.
 
-import { forgetKey, hasKey, read } from "./api.js";
-import { bytes, count, find, make, number } from "./page.js";
+import { forgetKey, hasKey, of, read } from "./api.js";
+import { bytes, count, drafting, find, make, number } from "./page.js";
 
-let head = null; // the served model's
+let head = null; // what the served model drafts with: its head, a drafter, or both
 let turn = Promise.resolve(); // requests go one after the other, so that the last change wins
 let asked = 0; // only the response to the last is shown
 
 /** Set the choices for the served model. */
 export function serve(model) {
-  head = model.native_mtp;
+  head = drafting(model);
   find("set-depth").replaceChildren(
     ...Array.from({ length: head.max_k + 1 }, (_, k) => make("option", { value: k }, String(k))),
   );
@@ -31,9 +31,9 @@ function inTurn(question) {
 
 async function load(isLast) {
   try {
-    const now = await read("/v1/settings");
+    const now = await read(of("/v1/settings"));
     if (isLast()) fill(now);
-    showCache(await read("/v1/cache"));
+    showCache(await read(of("/v1/cache")));
   } catch (error) {
     tell(error.message, true);
   }
@@ -53,7 +53,7 @@ function tell(words, bad = false) {
 
 const change = (wanted) => inTurn(async (isLast) => {
   try {
-    const now = await read("/v1/settings", { method: "PATCH", body: wanted });
+    const now = await read(of("/v1/settings"), { method: "PATCH", body: wanted });
     if (!isLast()) return;
     fill(now);
     tell("Applied.");
@@ -68,7 +68,7 @@ function showCache(cache) {
   find("prefix-state").textContent = cache.enabled
     ? `${count(cache.entries, "chunk")} in ${bytes(cache.bytes)} of ${bytes(cache.max_bytes)}; ` +
       `hits: ${number(cache.hits)}, misses: ${number(cache.misses)}.`
-    : "Off: the server was started without a prefix cache.";
+    : "Off, or the model is not loaded.";
 }
 
 find("set-speculation").addEventListener("change", (event) => change({ speculation: event.target.checked }));
@@ -77,7 +77,7 @@ find("preferences").addEventListener("submit", (event) => event.preventDefault()
 find("prefix").addEventListener("submit", async (event) => {
   event.preventDefault();
   try {
-    showCache(await read("/v1/cache", { method: "DELETE" }));
+    showCache(await read(of("/v1/cache"), { method: "DELETE" }));
   } catch (error) {
     find("prefix-state").textContent = error.message;
   }

@@ -1,0 +1,65 @@
+"""Open the prefix cache of a model, on a disk under a name of everything that decides the bits of its states."""
+
+import hashlib
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from ..kernels import selected
+from ..models import Model
+from ..state import CHUNK, DiskPrefix, PrefixCache
+from ..state.disk_prefix import PrefixFolderError
+from .log import LOG
+
+SOURCES = {".py", ".cpp", ".h", ".cu", ".metal"}
+
+
+@dataclass(frozen=True)
+class PrefixOptions:
+    """How prefixes are kept: in eight bits, which is not exact, and besides memory in a folder, across restarts."""
+
+    eight_bits: bool = False
+    folder: Path | None = None
+    folder_bytes: int = 0
+
+    def open(self, max_bytes: int, model: Model) -> PrefixCache | None:
+        """Return a prefix cache for a model, None if it may take no memory. A folder that cannot be used is left out
+        with a warning."""
+        if not max_bytes:
+            return None
+        disk = None
+        if self.folder is not None:
+            try:
+                identity = f"{state_identity(model)}, 8 bits: {self.eight_bits}"
+                disk = DiskPrefix(self.folder, identity, self.folder_bytes)
+            except PrefixFolderError as error:
+                LOG.warning("prefixes are kept in memory only: %s", error)
+        return PrefixCache(max_bytes, eight_bits=self.eight_bits, disk=disk)
+
+
+def state_identity(model: Model) -> str:
+    """Return what must be the same for two processes to compute the same states: versions, sources, the device and
+    its kernels, every weight, and, as a proof, what they make of a chunk of tokens."""
+    package = Path(__file__).parents[1]
+    sources = hashlib.sha256()
+    for file in sorted(path for path in package.rglob("*") if path.suffix in SOURCES):
+        sources.update(file.read_bytes())
+    parameters: dict[str, mx.array] = dict(tree_flatten(model.weights.parameters()))
+    weights = [(name, a.shape, str(a.dtype), _sum_bits(a).item()) for name, a in parameters.items()]
+    tokens = mx.arange(min(CHUNK, model.context_length - 1))[None] % model.vocabulary
+    hidden = model.trunk(tokens, model.make_state(1), certain=tokens.shape[1])
+    proof = hashlib.sha256(bytes(hidden.view(mx.uint8))).hexdigest()
+    versions = [version(name) for name in ("headstart", "mlx", "mlx-lm")]
+    device = [selected(), *(mx.device_info().get(name) for name in ("architecture", "device_name"))]
+    return repr(
+        (versions, sources.hexdigest(), device, model.config, model.dtype_name, model.eight_bit_kv, weights, proof)
+    )
+
+
+def _sum_bits(array: mx.array) -> mx.array:
+    """Return the sum of an array's bits as whole numbers, modulo 2^32."""
+    flat = array.reshape(-1)
+    return flat.view(mx.uint8 if flat.nbytes % 4 else mx.uint32).astype(mx.uint32).sum()

@@ -1,0 +1,50 @@
+"""K-EXAONE: sliding windows with RoPE, full attention without. Its head is wired as Qwen3.5's and has no experts."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import exaone_moe
+
+from ..kernels.types import ArrangedHeads
+from .attention import grouped_attention, rotate_heads
+from .base import plain_family
+
+
+def rotate_sliding(layer: nn.Module, heads: ArrangedHeads, offset: mx.array) -> ArrangedHeads:
+    """Rotate queries and keys where the layer does; norm them everywhere."""
+    if layer.use_rope:
+        return rotate_heads(layer, heads, offset)
+    return heads._replace(queries=layer.q_norm(heads.queries), keys=layer.k_norm(heads.keys))
+
+
+def build_exaone(config: dict[str, Any]) -> nn.Module:
+    """Build mlx-lm's model. transformers 5 says `mlp_layer_types` where releases said `is_moe_layer`."""
+    if "is_moe_layer" not in config:
+        config = {**config, "is_moe_layer": [kind == "sparse" for kind in config["mlp_layer_types"]]}
+    lm = exaone_moe.Model(exaone_moe.ModelArgs.from_dict(config))
+    for layer in lm.layers:
+        layer.window = lm.args.sliding_window if layer.is_sliding_window else None
+    lm.mtp_layer_type = (config.get("mtp_layer_types") or config["layer_types"])[0]
+    lm.mtp_window = (config.get("mtp_sliding_windows") or [lm.args.sliding_window])[0]
+    return lm
+
+
+def exaone_head_layer(lm: nn.Module) -> nn.Module:
+    kinds = [lm.mtp_layer_type, *lm.args.layer_types]  # whether full attention has RoPE depends on all of them
+    layer = exaone_moe.DecoderLayer(replace(lm.args, layer_types=kinds, is_moe_layer=[False]), 0)
+    layer.window = lm.mtp_window if layer.is_sliding_window else None
+    return layer
+
+
+FAMILY = plain_family(
+    "exaone_moe",
+    exaone_moe,
+    build=build_exaone,
+    attention=partial(grouped_attention, arrange=rotate_sliding),
+    window=lambda layer: layer.window,
+    head_layer=exaone_head_layer,
+    renamed=((r"\.mlp\.e_score_correction_bias$", ".mlp.gate.e_score_correction_bias"),),
+)

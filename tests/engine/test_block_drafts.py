@@ -1,0 +1,214 @@
+"""A block drafter changes no token: whatever the block, the rule, the batch, or what the prefix cache held.
+
+A random drafter is right too seldom to test much. So its logits are raised for what usually follows in the model's
+own greedy text: some blocks are accepted whole, and most in part.
+"""
+
+from collections import Counter, defaultdict
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from checkpoints import write, write_drafter
+from fixtures import collect, generate, random_prompt, submit
+from headstart import batch_generate
+from headstart.checkpoint import load_model, load_tokenizer, resolve
+from headstart.engine import Engine
+from headstart.engine.batch import Batch
+from headstart.engine.depth import DepthController, Plan
+from headstart.engine.draft import Source, block_drafts, draft_limits
+from headstart.engine.step import prefill_prompts, step
+from headstart.models import Model
+from headstart.models.dflash import DFlash
+from headstart.sampling import GrammarSpec, Proposal, SamplingParams, SequenceParams, propose
+from headstart.state import BatchState, PrefixCache
+
+BLOCKS = (2, 3, 6, 9, 16)
+WINDOWED = ("full_attention", "sliding_attention")
+
+
+@lru_cache
+def folders() -> tuple[TemporaryDirectory[str], Path, Path]:
+    place = TemporaryDirectory()
+    target = write(Path(place.name, "target"))
+    return place, target, write_drafter(Path(place.name, "drafter"), target, kinds=WINDOWED, window=24)
+
+
+@lru_cache
+def pair() -> Model:
+    _, target, drafter = folders()
+    return load_model(target, drafter=drafter, dtype=mx.float32)
+
+
+@lru_cache
+def successors() -> mx.array:
+    """What usually follows each token, [V]."""
+    counts: dict[int, Counter[int]] = defaultdict(Counter)
+    for seed in range(3):
+        text = generate(pair(), random_prompt(pair(), 9, seed), k=0, max_tokens=150).tokens
+        for before, after in pairwise(text):
+            counts[before][after] += 1
+    return mx.array([counts[token].most_common(1)[0][0] if token in counts else 0 for token in range(256)])
+
+
+@pytest.fixture(autouse=True)
+def _good_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    follows, drafted = successors(), Model.block_logits
+
+    def raised(self: Model, last: mx.array, k: int, state: BatchState) -> tuple[mx.array, mx.array]:
+        (logits, hidden), tokens = drafted(self, last, k, state), [last]
+        for _ in range(k):
+            tokens.append(follows[tokens[-1] % 256])
+        return logits + 25.0 * (mx.arange(logits.shape[-1]) == mx.stack(tokens[1:], axis=1)[..., None]), hidden
+
+    monkeypatch.setattr(Model, "block_logits", raised)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"seed": 4, "temperature": 0.7, "top_p": 0.9},
+        {"seed": 5, "temperature": 0.6, "presence_penalty": 0.4, "repetition_penalty": 1.2},
+    ],
+    ids=["greedy", "seeded", "penalties"],
+)
+def test_text_is_that_of_plain_decoding_for_every_block(params: Any) -> None:
+    prompt, most = random_prompt(pair(), 30, 7), 0
+    plain = generate(pair(), prompt, k=0, max_tokens=60, **params)
+    for block in BLOCKS:
+        answer = generate(pair(), prompt, k=block - 1, max_tokens=60, **params)
+        assert answer.tokens == plain.tokens
+        assert answer.stats is not None
+        assert answer.stats.exact
+        assert answer.stats.drafter_kind == "dflash+native_mtp"
+        assert answer.stats.accepted_by_source["drafter"] == answer.stats.accepted_draft_tokens > 8
+        assert 0 in [answer.origins.count(each) for each in ("copy", "plain")]
+        most = max(most, *map(len, answer.bursts))
+    assert most > 4, "blocks are hardly accepted: the test shows little"
+
+
+def test_a_drafter_that_selects_changes_no_token_either(tmp_path: Path) -> None:
+    _, target, _ = folders()
+    drafter = write_drafter(tmp_path, target, second=True, block_size=8)
+    model, prompt = load_model(target, drafter=drafter, dtype=mx.float32), random_prompt(pair(), 30, 7)
+    for params in ({}, {"seed": 4, "temperature": 0.7}):
+        plain = generate(model, prompt, k=0, max_tokens=40, **params)
+        answer = generate(model, prompt, k=15, max_tokens=40, **params)
+        assert answer.tokens == plain.tokens
+        assert answer.stats is not None
+        assert answer.stats.clamped_to == 7
+        assert answer.stats.accepted_by_source["drafter"] > 8
+
+
+class EverySource(DepthController):
+    """Lets the drafter, the head and nothing draft in turn, at many depths, and copies with all of them."""
+
+    rounds = 0
+
+    def plan(self, histories: Any, copies: Any, unread: int = 0) -> Plan:
+        found = super().plan(histories, copies, unread)
+        self.rounds += 1
+        source = (Source.BLOCK, Source.HEAD, Source.BLOCK, Source.NONE)[self.rounds % 4]
+        k = (15, 3, 4, 9, 0, 8)[self.rounds % 6]
+        distances = found.distances if self.rounds % 3 else ()
+        if not distances and source == Source.NONE:
+            k = 0
+        return Plan(min(k, 8) if source == Source.HEAD else k, source, distances)
+
+
+def test_sequences_join_leave_and_resume_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sources in turn, every rule but the unseeded, prompts with a common prefix, and answers of every length."""
+    monkeypatch.setattr("headstart.engine.prefill.CHUNK", 16)
+    model, common = pair(), random_prompt(pair(), 40, 1)
+    engine = Engine(model, max_sequences=4, depth=EverySource.of(model), prefix=PrefixCache(10**8, chunk=16))
+    asked: list[Any] = []
+    for n in range(10):
+        prompt = (common if n % 2 else []) + random_prompt(model, 5 + 9 * n, n)
+        params: dict[str, Any] = {"seed": n, "temperature": 0.6} if n % 3 == 1 else {}
+        k = (0, 15, 4)[n % 3] if n % 5 == 4 else "auto"
+        asked.append((prompt, {**params, "max_tokens": 10 + 7 * (n % 4), "k": k}))
+    handles = []
+    for prompt, params in asked:
+        handles.append(submit(engine, prompt, **params))
+        engine.run_once()
+    answers = [collect(handle) for handle in handles]
+    assert any(answer.stats.prefix_cache_hit for answer in answers if answer.stats)
+    sources = Counter[str]()
+    for (prompt, params), answer in zip(asked, answers, strict=True):
+        assert answer.tokens == generate(model, prompt, **{**params, "k": 0}).tokens
+        assert answer.stats is not None
+        sources += Counter(answer.stats.accepted_by_source)
+    assert all(sources[each] for each in ("head", "drafter")), sources
+
+
+def caches(batch: Batch) -> list[mx.array]:
+    """Committed keys and values of the drafter for the first sequence."""
+    length = int(batch.trunk_state.lengths[0])
+    return [a[0, :, :length] for layer in batch.trunk_state.kv_layers[-len(WINDOWED) :] for a in layer.arrays()]
+
+
+def test_caches_hold_what_a_prefill_of_the_same_text_makes() -> None:
+    """After blocks that were accepted in part, and steps of other sources and of none."""
+    model, prompt = pair(), random_prompt(pair(), 20, 3)
+    batch, text = prefill_prompts(model, [prompt, prompt[:9]], max_k=15), list(prompt)
+    for k, source in ((15, Source.BLOCK), (0, Source.HEAD), (3, Source.HEAD), (7, Source.BLOCK), (1, Source.BLOCK)):
+        result = step(model, batch, k, source=source)
+        text += result.tokens[0, : int(result.accepted[0]) + 1].tolist()  # type: ignore[arg-type]
+    batch.keep([0], model)
+    fresh = prefill_prompts(model, [text], max_k=15)
+    for mine, theirs in zip(caches(batch), caches(fresh), strict=True):
+        assert mine.shape == theirs.shape
+        assert mx.allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_recomputed_sequence_goes_on_as_if_nothing_had_happened() -> None:
+    model, prompt = pair(), random_prompt(pair(), 33, 2)
+    engine = Engine(model)
+    handle = submit(engine, prompt, k=6, max_tokens=40)
+    for _ in range(5):
+        engine.run_once()
+    engine.recompute_all()
+    assert collect(handle).tokens == generate(model, prompt, k=0, max_tokens=40).tokens
+
+
+def test_a_grammar_is_obeyed_and_its_text_the_same() -> None:
+    builtin = resolve("tiny-qwen3.5")
+    tokenizer = load_tokenizer(builtin)
+    with TemporaryDirectory() as place:
+        model = load_model(builtin, dtype=mx.float32, drafter=write_drafter(Path(place), builtin, layers=(0, 1)))
+    grammar = GrammarSpec("regex", r"(yes|no|maybe)( or (yes|no|maybe)){3}")
+    texts = {batch_generate(model, tokenizer, ["Is it?"], 30, k=k, grammar=grammar).texts[0] for k in (0, 2, 15)}
+    assert len(texts) == 1
+    assert texts.pop().count(" or ") == 3
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "top_k": 9}, {"temperature": 0.8, "seed": 1}])
+def test_a_block_is_drawn_at_once_as_it_would_be_one_by_one(params: Any) -> None:
+    model = pair()
+    batch = prefill_prompts(model, [random_prompt(model, 12, 5)], max_k=15)
+    batch._set_params([SequenceParams(SamplingParams(**params), key=3, choice=0, limit=99)], model)
+    logits, _ = model.block_logits(batch.last, 6, batch.trunk_state)
+    alone = Proposal(mx.zeros((1, 0), mx.int32), [])
+    for j in range(6):
+        alone = propose(logits[:, j : j + 1], alone, batch.context())
+    block = block_drafts(model, batch, 6)
+    assert mx.array_equal(block.tokens, alone.tokens)
+    assert len(block.q) == (1 if alone.q else 0)
+    if alone.q:
+        assert mx.allclose(mx.concatenate(alone.q, axis=1), block.q[0], atol=1e-6)
+
+
+def test_limits_and_plans_name_the_drafter_first() -> None:
+    model = pair()
+    assert draft_limits(model) == {Source.BLOCK: 15, Source.HEAD: 8}
+    assert Plan.fixed(model, 12) == Plan(12, Source.BLOCK)
+    assert isinstance(model.drafter, DFlash)
+    answer = generate(model, [1, 2, 3], k=15, max_tokens=20)
+    assert answer.stats is not None
+    assert answer.stats.clamped_to is None

@@ -1,0 +1,172 @@
+"""CUDA kernels are compiled before MLX would, and put where it looks. Whether it takes them only a card can show."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from headstart.kernels.cuda import compiler
+from headstart.kernels.cuda.compiler import compiled_folder, compiled_together, cuda_kernel, standard_hash
+from headstart.kernels.cuda.device import on_cuda
+
+# As mlx/backend/cuda/custom_kernel.cpp (0.32) puts it together.
+EXPECTED = """
+#include "mlx/backend/cuda/device/utils.cuh"
+
+#include <cooperative_groups.h>
+
+// stamp
+#include "a.cu"
+namespace mlx::core::cu {
+
+namespace cg = cooperative_groups;
+
+__global__ void custom_kernel_twice_bfloat16_t_3(
+    const __nv_bfloat16* x,
+    const __grid_constant__ Shape x_shape,
+    const __grid_constant__ int x_ndim,
+    const float* w,
+    __nv_bfloat16* y,
+    int32_t* z) {
+  using T = __nv_bfloat16;
+  constexpr int N = 3;
+
+y[0] = T(x_shape[x_ndim - 1] * N);
+}
+
+} // namespace mlx::core::cu
+"""
+NAME = "custom_kernel_twice_bfloat16_t_3"
+
+
+@pytest.fixture(autouse=True)
+def simulated_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "ptx"))
+    if on_cuda():
+        return
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **text: lambda **given: [given["inputs"][0]])
+    monkeypatch.setattr(compiler, "version", lambda package: "0.32.4")
+    monkeypatch.setattr(compiler, "_stamp", lambda: "stamp")
+    compiler._warn.cache_clear()
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that were given to the compiler."""
+    texts: list[str] = []
+
+    def compile_text(kernel: str, text: str) -> tuple[bytes, str]:
+        assert kernel == f"mlx::core::cu::{NAME}"
+        texts.append(text)
+        return b"\x7fELF code", "_Z5twice"
+
+    monkeypatch.setattr(compiler, "compile_text", compile_text)
+    return texts
+
+
+def twice() -> Callable[..., list[mx.array]]:
+    source = "y[0] = T(x_shape[x_ndim - 1] * N);"
+    kernel: Callable[..., list[mx.array]] = cuda_kernel("twice", ["x", "w"], ["y", "z"], source, '#include "a.cu"\n')
+    return kernel
+
+
+def run(kernel: Callable[..., list[mx.array]], number: int = 3, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
+    given: dict[str, Any] = {"inputs": [mx.ones((2,), dtype), mx.ones((2,))], "output_dtypes": [dtype, mx.int32]}
+    return kernel(**given, template=[("T", dtype), ("N", number)], output_shapes=[(2,)] * 2)[0]
+
+
+def test_the_hash_is_that_of_cpp() -> None:
+    assert standard_hash(b"hello") == 0x26553298FDBE39C8  # std::hash<std::string>{}("hello")
+
+
+def test_a_kernel_is_put_where_mlx_looks_for_it_once(compiled: list[str]) -> None:
+    kernel = twice()
+    assert run(kernel).tolist() == [1, 1]
+    assert compiled == [EXPECTED]
+    path = compiled_folder() / f"{NAME}_{standard_hash(EXPECTED.encode()):x}.ptx"
+    assert path.read_bytes() == b"\x7fELF code"
+    assert path.with_suffix(".txt").read_text() == f"mlx::core::cu::{NAME}\t_Z5twice\n"
+    assert len(list(compiled_folder().iterdir())) == 2
+    run(kernel)
+    run(twice())  # as in another process
+    assert len(compiled) == 1
+    path.write_bytes(b"")  # of a machine that lost its power
+    run(twice())
+    assert len(compiled) == 2
+    assert path.read_bytes()
+
+
+def test_every_form_of_a_kernel_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    def compile_text(kernel: str, text: str) -> tuple[bytes, str]:
+        names.append(kernel.removeprefix("mlx::core::cu::custom_kernel_"))
+        return b"\x7fELF", ""
+
+    monkeypatch.setattr(compiler, "compile_text", compile_text)
+    kernel = twice()
+    for number, dtype in ((3, mx.bfloat16), (4, mx.bfloat16), (3, mx.float16), (3, mx.float32), (4, mx.bfloat16)):
+        run(kernel, number, dtype)
+    assert names == ["twice_bfloat16_t_3", "twice_bfloat16_t_4", "twice_float16_t_3", "twice_float_3"]
+
+
+def test_kernels_are_compiled_side_by_side_and_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = Barrier(3, timeout=60)
+
+    def compile_text(kernel: str, text: str) -> tuple[bytes, str]:
+        together.wait()  # until the others are here
+        return b"\x7fELF", ""
+
+    monkeypatch.setattr(compiler, "compile_text", compile_text)
+    kernel = twice()
+    with compiled_together():
+        for number in range(3):
+            run(kernel, number)
+    assert len(list(compiled_folder().glob("*.ptx"))) == 3
+    monkeypatch.setattr(compiler, "compile_text", lambda kernel, text: (b"\x7fELF", ""))
+    run(kernel, 4)  # described outside: ready when it is evaluated
+    assert len(list(compiled_folder().glob("*.ptx"))) == 4
+
+
+@pytest.mark.parametrize("fault", ["compiler", "folder", "type"])
+def test_what_cannot_be_compiled_is_left_to_mlx(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(kernel: str, text: str) -> tuple[bytes, str]:
+        raise RuntimeError("kernel.cu(3): error: no such name")
+
+    def succeeds(kernel: str, text: str) -> tuple[bytes, str]:
+        return b"\x7fELF", ""
+
+    monkeypatch.setattr(compiler, "compile_text", fails if fault == "compiler" else succeeds)
+    if fault == "folder":
+        compiled_folder().write_text("a file, no folder")
+    kernel, dtype = twice(), mx.int64 if fault == "type" else mx.bfloat16
+    with caplog.at_level(logging.WARNING, "headstart"):
+        for number in range(3):
+            assert run(kernel, number, dtype).tolist() == [1, 1]
+    assert caplog.text.count("left to MLX to compile") == 1
+
+
+def test_another_mlx_compiles_its_kernels_itself(monkeypatch: pytest.MonkeyPatch, compiled: list[str]) -> None:
+    monkeypatch.setattr(compiler, "version", lambda package: "0.33.0")
+    run(twice())
+    assert not compiled
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a card")
+def test_mlx_runs_what_was_compiled_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code of another text under the name of this one shows who was asked."""
+    compile_text = compiler.compile_text
+    monkeypatch.setattr(compiler, "compile_text", lambda name, text: compile_text(name, text.replace("1.5f", "2.5f")))
+    kernel = cuda_kernel("add", ["x"], ["y"], "y[threadIdx.x] = x[threadIdx.x] + 1.5f;", "")
+    given: dict[str, Any] = {"inputs": [mx.zeros((32,))], "output_shapes": [(32,)], "output_dtypes": [mx.float32]}
+    monkeypatch.delenv("MLX_PTX_CACHE_DIR")  # MLX reads it once
+    made = kernel(**given, template=[("N", 1)], grid=(32, 1, 1), threadgroup=(32, 1, 1))[0]
+    assert made.tolist() == [2.5] * 32
