@@ -131,8 +131,8 @@ def serve_command(
             if several or memory_gb is not None:
                 raise RequestError("MODEL: several machines share one model, and all of their memory: name one")
             alone = {"--kv-8bit": kv_8bit, "--prefix-cache-dir": prefix_cache_dir is not None, "--images": images}
-            if flag := next((flag for flag, given in alone.items() if given), None):
-                raise ClusterError(f"{flag} is not available on several machines: leave it out")
+            if refused := next((flag for flag, given in alone.items() if given), None):
+                raise ClusterError(f"{refused} is not available on several machines: leave it out")
             leader = _join_cluster(cluster, models, split, cache_bytes, prefix_cache_8bit, sizes, parts, model_id)
             if leader is None:
                 return
