@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -10,10 +11,11 @@ from typer.testing import CliRunner
 
 from checkpoints import save, write, write_drafter
 from headstart import load
-from headstart.checkpoint import load_model
+from headstart.checkpoint import load_model, resolve
 from headstart.checkpoint.drafter import convert_drafter, read_drafter
 from headstart.checkpoint.load import _nbytes
 from headstart.checkpoint.quantize import Recipe
+from headstart.cli.machines import load_share
 from headstart.cli.main import app
 from headstart.engine import Engine
 from headstart.errors import DrafterError, HeadstartError
@@ -105,7 +107,9 @@ def test_a_drafter_that_does_not_fit_in_memory_is_refused(
     needed = _nbytes(one.weights, mx.float32) + Footprint.of(pair).bytes([1]) / 0.9
     monkeypatch.setenv("HEADSTART_MEMORY_GB", str((needed + read_drafter(drafter).bytes) / 1e9))
     load_model(target, dtype=mx.float32)
-    with pytest.raises(HeadstartError, match=r"GB, its drafter's 0\.00 GB, and .*Leave the drafter out, take a"):
+    with pytest.raises(
+        HeadstartError, match=r"GB \(its drafter's 0\.00 of them\), and .*Leave the drafter out, take a"
+    ):
         load_model(target, drafter=drafter, dtype=mx.float32)  # twice as large as in the file
 
 
@@ -150,3 +154,22 @@ def test_commands_take_a_drafter_from_the_hub(target: Path, tmp_path: Path, monk
     assert drafted["tokens"] == plain["tokens"]
     assert drafted["stats"]["drafter_kind"] == "dflash+native_mtp"
     assert drafted["stats"]["proposed_by_source"]["drafter"] > 0
+
+
+def test_several_machines_refuse_a_drafter(target: Path, tmp_path: Path) -> None:
+    drafter = write_drafter(tmp_path, target)
+    with pytest.raises(DrafterError, match="run on one machine only"):
+        load_share(target, SimpleNamespace(comm=None), "tensor", mtp=None, head=None, drafter=str(drafter))  # type: ignore[arg-type]
+
+
+def test_probe_finds_a_random_drafter_unsound_and_its_text_right(tmp_path: Path) -> None:
+    builtin = resolve("tiny-qwen3.5")
+    drafter = write_drafter(tmp_path, builtin, layers=(0, 1))
+    asked = ["probe", "tiny-qwen3.5", "--drafter", str(drafter), "--k", "1", "--tokens", "20", "--json"]
+    result = CliRunner().invoke(app, asked)
+    report = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert report["identical"]
+    assert report["model"]["drafter"] == drafter.name
+    assert report["first_draft_acceptance"] < 0.2
+    assert report["remedy"] == "Name the drafter that was released for this model."

@@ -188,20 +188,31 @@ def test_a_grammar_is_obeyed_and_its_text_the_same() -> None:
     assert texts.pop().count(" or ") == 3
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "top_k": 9}, {"temperature": 0.8, "seed": 1}])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.8, "top_k": 9},
+        {"temperature": 0.8, "seed": 1},
+        {"temperature": 0.8, "repetition_penalty": 2.0, "presence_penalty": 2.0},
+    ],
+    ids=["greedy", "ratio", "seeded", "penalties"],
+)
 def test_a_block_is_drawn_at_once_as_it_would_be_one_by_one(params: Any) -> None:
     model = pair()
     batch = prefill_prompts(model, [random_prompt(model, 12, 5)], max_k=15)
-    batch._set_params([SequenceParams(SamplingParams(**params), key=3, choice=0, limit=99)], model)
+    asked = SamplingParams(**params)
+    batch._set_params([SequenceParams(asked, key=3, choice=0, limit=99)], model)
+    batch.recent = mx.full((1, asked.context_size), -1, mx.int32)  # what penalties look at
     logits, _ = model.block_logits(batch.last, 6, batch.trunk_state)
     alone = Proposal(mx.zeros((1, 0), mx.int32), [])
     for j in range(6):
         alone = propose(logits[:, j : j + 1], alone, batch.context())
     block = block_drafts(model, batch, 6)
     assert mx.array_equal(block.tokens, alone.tokens)
-    assert len(block.q) == (1 if alone.q else 0)
+    assert bool(block.q) == bool(alone.q)
     if alone.q:
-        assert mx.allclose(mx.concatenate(alone.q, axis=1), block.q[0], atol=1e-6)
+        assert mx.allclose(mx.concatenate(alone.q, axis=1), mx.concatenate(block.q, axis=1), atol=1e-6)
 
 
 def test_limits_and_plans_name_the_drafter_first() -> None:

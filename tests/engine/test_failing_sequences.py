@@ -11,6 +11,7 @@ import headstart.engine.step as loop
 from fixtures import batch_of, collect, generate, mlx_lm_greedy, random_model, random_prompt, submit
 from headstart.engine import Engine, Handle
 from headstart.engine.batch import Batch
+from headstart.engine.draft import SOURCES, Source
 from headstart.errors import HeadstartError
 from headstart.kernels import cpu
 from headstart.models import Model
@@ -109,7 +110,7 @@ def test_only_logits_of_emitted_tokens_must_be_finite(monkeypatch: pytest.Monkey
     model = random_model("dense")
     prompts = [random_prompt(model, length, length) for length in (9, 12)]
     truth = [mlx_lm_greedy(model, prompt, 1)[0] for prompt in prompts]
-    honest, logits = loop.head_drafts, Model.logits
+    honest, logits = SOURCES[Source.HEAD], Model.logits
 
     def first_row_right_second_wrong(model: Model, batch: Batch, k: int, *how: object, **more: object) -> Proposal:
         return honest(model, batch, k)._replace(tokens=mx.array([[truth[0]], [truth[1] ^ 1]], mx.int32))
@@ -118,7 +119,7 @@ def test_only_logits_of_emitted_tokens_must_be_finite(monkeypatch: pytest.Monkey
         return mx.where(mx.arange(hidden.shape[1])[:, None] > 0, mx.nan, logits(self, hidden))
 
     batch = batch_of(model, *prompts)
-    monkeypatch.setattr(loop, "head_drafts", first_row_right_second_wrong)
+    monkeypatch.setitem(SOURCES, Source.HEAD, first_row_right_second_wrong)
     monkeypatch.setattr(Model, "logits", finite_before_the_draft_only)
     round = loop.step(model, batch, 1)
     assert round.accepted.tolist() == [1, 0]

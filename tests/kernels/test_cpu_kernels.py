@@ -487,7 +487,7 @@ def test_a_chained_layer_has_the_bits_of_its_kernels_one_by_one(dtype: str) -> N
     chained, single = blank(layer, 2, dtype), blank(layer, 2, dtype)
     for count in ([0, 0], [3, 1]):
         accepted = mx.array(count, mx.int32)
-        found, _ = gated_delta_net(layer, qwen3_5_project, x, chained, accepted, 1, nothing(x))
+        found, _ = gated_delta_net(layer, x, chained, accepted, 1, nothing(x), project=qwen3_5_project)
         y = run_window(layer, qwen3_5_project(layer, x), single, accepted, 1)
         assert mx.array_equal(found, product(y.reshape(2, 4, -1), layer.out_proj))
         assert mx.array_equal(chained.state, single.state)

@@ -311,5 +311,7 @@ def idle(server: Target) -> bool:
 def cancelled(server: Target) -> float:
     with server.http() as http:
         lines = http.get("/metrics").text.splitlines()
-    wanted = 'headstart_requests_total{endpoint="/v1/chat/completions",outcome="cancelled"} '
-    return sum(float(line.removeprefix(wanted)) for line in lines if line.startswith(wanted))
+    wanted = 'endpoint="/v1/chat/completions",model="tiny-qwen3.5",outcome="cancelled"'
+    return sum(
+        float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"headstart_requests_total{{{wanted}}}")
+    )

@@ -46,6 +46,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"top_p": 1.5}, "top_p"),
     ({"top_k": 2.5}, "top_k"),
     ({"min_p": -0.1}, "min_p"),
+    ({"presence_penalty": 5}, "presence_penalty"),  # OpenAI's range is -2 to 2
+    ({"frequency_penalty": -2.1}, "frequency_penalty"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": "many"}, "max_tokens"),
     ({"max_tokens": 10**30}, "max_tokens"),
@@ -215,7 +217,7 @@ def test_a_conversation_longer_than_the_context_is_refused(client: OpenAI) -> No
 def test_unknown_paths_and_methods_have_the_same_shape(server: Running) -> None:
     with server.http() as http:
         refused(http.get("/v1/nothing"), 404)
-        for path in ("/v1/embeddings", "/v1/audio/speech"):
+        for path in ("/v1/audio/speech", "/v1/images/generations"):
             message = refused(http.post(path, json={}), 404)["message"]
             assert message.startswith("no such endpoint: this server has /v1/chat/completions, /v1/completions")
         refused(http.get("/v1/chat/completions"), 405)
