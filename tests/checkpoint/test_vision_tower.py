@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from headstart.checkpoint import load_model, read_layout
+from headstart.checkpoint import LoadPlan, load_model, read_layout
 from headstart.checkpoint.convert import convert, plan_conversion
 from headstart.checkpoint.quantize import Recipe
 from headstart.checkpoint.vision import find_tower
@@ -47,6 +47,12 @@ def test_is_loaded_only_if_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     blind = load_model(folder, vision=True)
     assert blind.tower is None
     assert "no file here holds it" in str(blind.tower_unavailable)
+
+
+def test_its_weights_count_before_it_is_loaded(tmp_path: Path) -> None:
+    folder = write_with_tower(tmp_path)
+    size = sum(array.nbytes for _, array in tree_flatten(tower_of(folder).parameters()))
+    assert LoadPlan.of(folder, vision=True).needs.weights == LoadPlan.of(folder).needs.weights + size > size
 
 
 def test_unusable_towers_name_the_reason(tmp_path: Path) -> None:

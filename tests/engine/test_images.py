@@ -13,6 +13,7 @@ from PIL import Image
 
 import headstart.engine.images
 import headstart.engine.prefill
+from checkpoints import write_drafter
 from headstart.checkpoint import load_model
 from headstart.engine import Engine, Handle, Request, insert_images
 from headstart.engine.batch import Batch
@@ -235,3 +236,12 @@ def test_a_model_without_tower_says_so(tmp_path: Path, models: dict[str, Model])
     assert blind.tower is None
     with pytest.raises(RequestError, match="vision=True"):
         Engine(blind).submit(of_case(models["half"], "one"))
+
+
+def test_a_block_drafter_changes_no_token(tmp_path: Path) -> None:
+    folder = write_with_tower(tmp_path / "model", dtype=mx.bfloat16)
+    drafter = write_drafter(tmp_path / "drafter", folder, dtype=mx.bfloat16)
+    pair = load_model(folder, vision=True, drafter=drafter)
+    expected = alone(load_model(folder, vision=True), of_case(pair, "one", k=0))
+    for params in ({"k": 0}, {"k": 5}):
+        assert same(alone(pair, of_case(pair, "one", **params)), expected)

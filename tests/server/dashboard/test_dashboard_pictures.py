@@ -54,6 +54,15 @@ def test_a_dropped_picture_is_sent(seeing: Running, visit: Visit) -> None:
     expect(page.locator(".answer").last.locator(".stats")).to_contain_text("tokens per round")
     expect(page.get_by_label("Question").locator("canvas")).to_have_count(1)
     expect(page.get_by_role("group", name="Pictures")).to_be_hidden()
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.get_by_label("Regenerate the answer").click()
+    assert sent.value.post_data_json["messages"] == body["messages"]
+    expect(page.get_by_label("Question").locator("canvas")).to_have_count(1)
+    page.get_by_label("Edit the question").click()
+    page.get_by_label("Message").fill("And now?")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.get_by_label("Message").press("Enter")
+    assert [part["type"] for part in sent.value.post_data_json["messages"][0]["content"]] == ["image_url", "text"]
 
 
 def test_what_is_no_picture_is_said(seeing: Running, visit: Visit) -> None:
