@@ -129,11 +129,12 @@ def test_a_sampler_that_fails_once_costs_nobody_a_token(monkeypatch: pytest.Monk
         accept_window, failed = headstart.engine.step.accept_window, threading.Event()
 
         def failing(logits: Any, *rest: Any) -> Any:
-            if logits.shape[0] > 1 and not failed.is_set():  # a row that is alone would be the one to blame
+            if logits.shape[0] > 1 and not failed.is_set():  # a sequence that is alone would be the one to blame
                 failed.set()
                 raise ValueError("bad luck")
             return accept_window(logits, *rest)
 
+        server.room.engine.warm_up()  # timing steps calls it too
         monkeypatch.setattr(headstart.engine.step, "accept_window", failing)
         answers = all_at_once(server)
         assert failed.is_set()
