@@ -27,8 +27,8 @@ from headstart.engine.draft_history import DraftHistory
 from headstart.engine.step import step
 from headstart.engine.step_time import Cell
 from headstart.models import Model
-from headstart.models.base import use_float32_norms
 from headstart.models.dflash import DFlash, DFlashSpec, DFlashWeights
+from headstart.models.norm import use_float32_norms
 
 LENGTHS = (1, 3, 5, 7, 9, 12, 15)
 HEAD = 3  # drafts of the head that the blocks are compared with

@@ -18,8 +18,10 @@ from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .checkpoint import load_model, load_tokenizer, resolve
-from .engine import Engine, EngineThread, FinishReason, Handle, Origin, Request, Stats
+from .engine import Engine, EngineThread, FinishReason, Handle, Origin, PromptImage, Request, Stats, insert_images
 from .errors import HeadstartError, RequestError
+from .images import ImageProblem, read_image
+from .limits import MAX_IMAGE_PIXELS
 from .models import Model
 from .sampling_params import SamplingOptions, SamplingParams
 
@@ -37,7 +39,7 @@ REFUSED = {
 }
 # Arguments of mlx-lm that have no effect here: the engine chooses how prompts are split into chunks.
 WITHOUT_EFFECT = {"prefill_step_size", "stream", "kv_group_size", "quantized_kv_start"}
-ARGUMENTS = [*SamplingOptions.__annotations__, "max_tokens", "sampler", "k", "engine"]
+ARGUMENTS = [*SamplingOptions.__annotations__, "max_tokens", "sampler", "k", "engine", "images"]
 SAMPLER_FIELDS = {  # what make_sampler sets
     "temperature", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold",
     "xtc_special_tokens",
@@ -50,6 +52,8 @@ def load(
     mtp: bool | None = None,
     head: str | Path | None = None,
     drafter: str | Path | None = None,
+    vision: bool = False,
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
 ) -> tuple[Model, TokenizerWrapper]:
     """Load a model and its tokenizer.
 
@@ -58,9 +62,12 @@ def load(
         mtp: Load the multi-token-prediction head; by default if there is one and HEADSTART_MTP is not 0.
         head: Another model or a drafter (`qwen3_5_mtp`) whose head is taken, named like `path`.
         drafter: A block drafter (DFlash) that was made for the model, named like `path`.
+        vision: Also load the vision tower, if there is one, to answer about images.
+        max_image_pixels: Larger images are scaled down to so many pixels.
     """
-    folder = resolve(path)
-    return load_model(folder, mtp=mtp, head=head, drafter=drafter), load_tokenizer(folder)
+    folder = resolve(path, vision=vision)
+    model = load_model(folder, mtp=mtp, head=head, drafter=drafter, vision=vision, max_image_pixels=max_image_pixels)
+    return model, load_tokenizer(folder)
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,7 @@ def stream_generate(
     k: int | Literal["auto"] = "auto",
     prompt_progress_callback: Progress | None = None,
     engine: Engine | EngineThread | None = None,
+    images: Sequence[Any] = (),
     **params: Unpack[SamplingOptions],
 ) -> Generator[GenerationResponse, None, None]:
     """Yield a response per token, the last with a `finish_reason`. Closing the generator cancels the request.
@@ -132,6 +140,8 @@ def stream_generate(
         prompt_progress_callback: Called with (tokens prefilled, tokens of the prompt).
         engine: Engine to share with other requests; by default a new one. To call from several threads, share an
             EngineThread.
+        images: Paths, bytes of files, or Pillow's images, one for each image placeholder in the prompt. The model
+            must have been loaded with `vision=True`.
         params: Other fields of SamplingParams, such as temperature and seed.
     """
     if not isinstance(model, Model):
@@ -139,7 +149,8 @@ def stream_generate(
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     sampling = _sampling_params(sampler, {"max_tokens": max_tokens, "k": k, **params}, model)
-    request = Request(_token_ids(tokenizer, prompt), sampling, keep_logits=True)
+    tokens, placed = _with_images(_token_ids(tokenizer, prompt), images, model)
+    request = Request(tokens, sampling, keep_logits=True, images=placed)
     handle = (engine or Engine(model, tokenizer, max_sequences=1)).submit(request)
     # Errors are raised by this call and not at the first token, hence a separate generator. It is advanced into its
     # `try` here: closing a generator that has not started would not run its `finally`.
@@ -159,6 +170,7 @@ def generate(
     k: int | Literal["auto"] = "auto",
     prompt_progress_callback: Progress | None = None,
     engine: Engine | EngineThread | None = None,
+    images: Sequence[Any] = (),
     **params: Unpack[SamplingOptions],
 ) -> str:
     """Return the whole answer as text.
@@ -168,7 +180,7 @@ def generate(
 
     The other arguments are those of `stream_generate`.
     """
-    start = partial(stream_generate, sampler=sampler, k=k, engine=engine, **params)
+    start = partial(stream_generate, sampler=sampler, k=k, engine=engine, images=images, **params)
     responses = start(model, tokenizer, prompt, max_tokens, prompt_progress_callback=prompt_progress_callback)
     if verbose:
         print("=" * 10)
@@ -262,6 +274,21 @@ def _responses(handle: Handle, progress: Progress) -> Generator[GenerationRespon
                 )
     finally:
         handle.cancel()
+
+
+def _with_images(tokens: list[int], images: Sequence[Any], model: Model) -> tuple[list[int], Sequence[PromptImage]]:
+    """Return a prompt with room for its images, and where they are in it."""
+    if not images:
+        return tokens, ()
+    if model.tower is None:
+        raise RequestError(f"images cannot be seen by this model: {model.tower_unavailable}")
+    pixels = []
+    for n, image in enumerate(images):
+        try:
+            pixels.append(read_image(image, model.tower.rules))
+        except ImageProblem as problem:
+            raise RequestError(f"images[{n}] {problem}") from problem
+    return insert_images(tokens, pixels, model.tower)
 
 
 def _token_ids(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array) -> list[int]:

@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 
 from checkpoints import write
 from headstart.cli.main import app
+from vision_models import write_with_tower
 
 KEYS = [
     "path",
@@ -16,6 +17,7 @@ KEYS = [
     "parameters",
     "bytes",
     "native_mtp",
+    "vision",
     "card",
     "known_drafter",
 ]
@@ -37,7 +39,15 @@ def test_json_is_one_object_with_the_promised_fields(tmp_path: Path) -> None:
     assert (report["family"], report["layout"], report["dtype"]) == ("qwen3_5_moe", "converted", "bfloat16")
     assert report["quantization"] == {"bits": 4, "group_size": 64, "mode": "affine"}
     assert report["native_mtp"]["available"] is True
+    assert (report["vision"]["available"], report["vision"]["parameters"]) == (False, 0)
     assert report["card"] is None
+
+
+def test_a_vision_tower_is_shown(tmp_path: Path) -> None:
+    write_with_tower(tmp_path)
+    report = json.loads(inspect(str(tmp_path), "--json"))
+    assert (report["vision"]["available"], report["vision"]["reason"]) == (True, None)
+    assert f"{report['vision']['parameters']:,} parameters" in inspect(str(tmp_path))
 
 
 def test_the_builtin_model_is_the_default() -> None:

@@ -53,6 +53,10 @@ def test_more_connections_than_open_files_are_refused() -> None:
     assert "max_connections is 100000000" in refused("--max-connections", "100000000")
 
 
+def test_images_need_a_model_that_sees() -> None:
+    assert "--images: this model cannot see: config.json has no vision_config" in refused("--images", "--port", "0")
+
+
 def test_it_prints_its_address_and_answers_like_the_library() -> None:
     loaded, tokenizer = headstart.load()
     tokens = chat_tokens(tokenizer, [{"role": "user", "content": PROMPT}])
@@ -177,3 +181,4 @@ def test_models_that_cannot_be_served_together_are_refused(tmp_path: Path) -> No
     assert "model 'one' does not fit: its weights take 0.00 GB" in said
     assert "two are called one" in refused(folders[0], folders[2], "--port", "0")
     assert "--model-id is for one model" in refused(*folders[:2], "--model-id", "mine")
+    assert "--images is for one model" in refused(*folders[:2], "--images")

@@ -131,10 +131,10 @@ def test_a_sequence_whose_prompt_cannot_be_prefilled_ends_alone(monkeypatch: pyt
     prompts = [random_prompt(model, length, length) for length in (9, 13, 15)]
     prefill = headstart.engine.prefill.prefill
 
-    def failing(model, batch, tokens, following):  # type: ignore[no-untyped-def]
+    def failing(model, batch, tokens, following, *rest):  # type: ignore[no-untyped-def]
         if tokens.shape[1] == 12:
             raise ValueError("no room")
-        prefill(model, batch, tokens, following)
+        prefill(model, batch, tokens, following, *rest)
 
     monkeypatch.setattr(headstart.engine.prefill, "prefill", failing)
     engine = Engine(model)
@@ -195,10 +195,10 @@ def test_a_prompt_that_never_finds_memory_ends_though_it_fills_the_prefix_cache(
     model, prefix = random_model("dense"), PrefixCache(10**8)
     honest = headstart.engine.prefill.prefill
 
-    def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array) -> mx.array:
+    def prefill(model: Model, batch: Batch, *chunk: mx.array) -> None:
         if batch.trunk_state.bounds[0] >= 1024:
             raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
-        return honest(model, batch, tokens, following)
+        honest(model, batch, *chunk)
 
     monkeypatch.setattr(headstart.engine.prefill, "prefill", prefill)
     engine = Engine(model, prefix=prefix, memory_limit=10**9)

@@ -151,9 +151,9 @@ def test_a_long_prompt_is_prefilled_at_fixed_multiples_whatever_runs_beside_it(
     cuts: list[int] = []
     prefill = headstart.engine.prefill.prefill
 
-    def noted(model, batch, tokens, following):  # type: ignore[no-untyped-def]
+    def noted(model, batch, tokens, following, *rest):  # type: ignore[no-untyped-def]
         cuts.append(tokens.shape[1])
-        prefill(model, batch, tokens, following)
+        prefill(model, batch, tokens, following, *rest)
 
     monkeypatch.setattr(headstart.engine.prefill, "prefill", noted)
     model = random_model("dense")

@@ -49,9 +49,9 @@ def test_the_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch, prefix: int | 
     read: list[int] = []
     prefill = headstart.engine.prefill.prefill
 
-    def counted(model: object, batch: object, chunk: mx.array, following: object) -> None:
+    def counted(model: object, batch: object, chunk: mx.array, *rest: object) -> None:
         read.append(chunk.shape[1])
-        prefill(model, batch, chunk, following)  # type: ignore[arg-type]
+        prefill(model, batch, chunk, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(headstart.engine.prefill, "prefill", counted)
     engine = Engine(MODEL, prefix=PrefixCache(prefix) if prefix else None)

@@ -19,9 +19,9 @@ from headstart.kernels.gated_delta import stock_fold_and_run
 from headstart.kernels.products import product
 from headstart.kernels.types import Window
 from headstart.models.attention import attention
-from headstart.models.base import Norm
 from headstart.models.feed_forward import feed_forward, mlp_or_mixture
 from headstart.models.gated_delta_net import gated_delta_net, run_window
+from headstart.models.norm import Norm
 from headstart.models.qwen3_5 import qwen3_5_project
 from headstart.models.residual import Residual
 from headstart.models.share import Alone

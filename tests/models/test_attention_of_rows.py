@@ -5,7 +5,7 @@ import pytest
 
 from fixtures import FAMILIES, random_model
 from headstart.models.attention import attention
-from headstart.models.base import Norm
+from headstart.models.norm import Norm
 from headstart.models.residual import Residual
 from headstart.models.share import Alone
 from headstart.state import KV, BatchState

@@ -57,8 +57,9 @@ def tiny(head: bool, context: int) -> Model:
 
 
 def served_model(head: bool = True, context: int = CONTEXT) -> ServedModel:
-    info = ModelInfo.of(read_layout(folder(head, context)), id="tiny")
-    return ServedModel.of(info, tiny(head, context), tokenizer())
+    model = tiny(head, context)
+    info = ModelInfo.of(read_layout(folder(head, context)), id="tiny", vision=model.tower is not None)
+    return ServedModel.of(info, model, tokenizer())
 
 
 @dataclass

@@ -32,15 +32,16 @@ MAX_HEADER = 2**28  # bytes, should the length in the file be nonsense
 Announce = Callable[[dict[str, int]], None]
 
 
-def resolve(name: str | Path | None = None) -> Path:
+def resolve(name: str | Path | None = None, *, vision: bool = False) -> Path:
     """Return the folder of a model, downloaded if it is not on this machine.
 
     Args:
         name: A path, a built-in model, a name in the Hugging Face cache, or a hub id. None: the built-in model. A
             hub id in the cache is not looked up again.
+        vision: With the tensors of its vision part.
     """
     found = locate(name)
-    return found if isinstance(found, Path) else download(found)
+    return found if isinstance(found, Path) else download(found, vision=vision)
 
 
 def resolve_head(name: str | Path) -> Path:
@@ -152,7 +153,7 @@ def header_folder(name: str | Path | None = None) -> Iterator[tuple[Path, str]]:
         folder = resolve(name)
         yield folder, str(folder)
         return
-    folder, files = missing_files(repo)
+    folder, files = missing_files(repo, vision=True)
     with _hub_errors(repo), TemporaryDirectory() as temporary:
         place = Path(temporary, repo)
         shutil.copytree(folder, place, copy_function=lambda file, link: os.symlink(os.path.realpath(file), link))

@@ -21,6 +21,7 @@ from .head import SIDECARS, check_final_norm, check_sizes, find_sidecar, read_he
 from .names import Names, is_head, is_vision
 from .parameters import Stored, find_misfit, find_parameters, parameter_shapes, quantization_of
 from .safetensors import INDEX, Header, read_header, read_index
+from .vision import find_tower
 
 NORMS = "norms/weights.safetensors"  # the trunk's in float32: 1 + w loses bits in the half precision of the shards
 NO_WEIGHTS = "no safetensors file. Headstart reads Hugging Face releases and MLX conversions."
@@ -70,6 +71,7 @@ class Layout:
             "path": str(self.path),
             **{name: getattr(self, name) for name in public},
             "native_mtp": asdict(self.mtp),
+            "vision": find_tower(self.path, self.config).report(),
             "card": card.name if (card := self.card) else None,
             "known_drafter": card.drafter if card else None,
         }

@@ -23,10 +23,11 @@ from ..cards import Dispatch
 from ..errors import CheckpointError, HeadError
 from ..kernels import cpu
 from ..kernels.metal.tune import choose_kernels
+from ..limits import MAX_IMAGE_PIXELS
 from ..models import memory
-from ..models.base import Norm
 from ..models.compiler import ensure_compiles
 from ..models.memory import Footprint
+from ..models.norm import Norm
 from .config import printable_error, read_object
 from .draft_vocabulary import read_draft_tokens
 from .drafter import DrafterLayout, check_drafter, read_drafter, read_drafter_weights
@@ -35,6 +36,7 @@ from .layout import Layout, read_layout
 from .names import Names, is_head
 from .parameters import Stored, parameter_shapes
 from .read import LazyFiles, read_parameter
+from .vision import StoredTower, empty_tower, find_tower, read_tower
 
 
 class ModelPart(Protocol):
@@ -50,6 +52,7 @@ class ModelPart(Protocol):
 
 
 MakePart = Callable[[dict[str, Any]], ModelPart]  # config.json's text part → this machine's part
+WITHOUT_TOWER = "its vision tower is not loaded: load it with vision=True, or serve it with --images"
 TYPES = ("bfloat16", "float16", "float32")  # values of HEADSTART_DTYPE
 WITHOUT_BFLOAT16 = re.compile(r"applegpu_g1[34]\D")  # Metal's names of M1's and M2's GPUs
 
@@ -57,7 +60,7 @@ WITHOUT_BFLOAT16 = re.compile(r"applegpu_g1[34]\D")  # Metal's names of M1's and
 class Needs(NamedTuple):
     """The bytes that a model takes in memory."""
 
-    weights: int  # with its drafter's
+    weights: int  # with its drafter's and its vision tower's
     request: int  # of one short request
 
 
@@ -71,6 +74,7 @@ class LoadPlan:
     stored: Stored
     dtype: mx.Dtype
     drafter: DrafterLayout | None
+    tower: StoredTower
 
     @classmethod
     def of(
@@ -81,6 +85,8 @@ class LoadPlan:
         head: str | Path | None = None,
         drafter: str | Path | None = None,
         dtype: mx.Dtype | None = None,
+        vision: bool = False,
+        max_image_pixels: int = MAX_IMAGE_PIXELS,
     ) -> "LoadPlan":
         """Take the arguments of `load_model`."""
         layout = read_layout(resolve(name), resolve_head(head) if head is not None and mtp is not False else None)
@@ -101,12 +107,17 @@ class LoadPlan:
             dtype = compute_dtype(layout.dtype, experts=experts, modes={how["mode"] for how in packed.values()})
         if block is not None:
             model = replace(model, drafter=block.drafter)
-        return cls(layout, decision, model, stored, dtype, block)
+        tower = find_tower(layout.path, layout.config) if vision else StoredTower(WITHOUT_TOWER)
+        if tower.available:
+            model = replace(model, tower=empty_tower(layout.path, layout.config, max_image_pixels))
+        model = replace(model, tower_unavailable=tower.reason)
+        return cls(layout, decision, model, stored, dtype, block, tower)
 
     @property
     def needs(self) -> Needs:
         request = int(Footprint.of(self.model).bytes([1]) / memory.SHARE)
-        return Needs(_nbytes(self.model.weights, self.dtype) + self.drafter_nbytes, request)
+        tower = _nbytes(self.model.tower, self.dtype) if self.model.tower is not None else 0
+        return Needs(_nbytes(self.model.weights, self.dtype) + self.drafter_nbytes + tower, request)
 
     @property
     def drafter_nbytes(self) -> int:
@@ -121,6 +132,8 @@ def load_model(
     drafter: str | Path | None = None,
     dtype: mx.Dtype | None = None,
     split: MakePart | None = None,
+    vision: bool = False,
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
     progress: Callable[[float], None] = lambda share: None,
 ) -> models.Model:
     """Load a model with its head, if it has one.
@@ -132,13 +145,23 @@ def load_model(
         drafter: A block drafter for this model (DFlash), by a name as `resolve` takes it.
         dtype: Of all weights that are not quantised; None chooses it by `compute_dtype`.
         split: Read only this machine's part of the model.
+        vision: Also load the vision tower; where there is none, `Model.tower_unavailable` says why.
+        max_image_pixels: Larger images are scaled down.
         progress: Called after every parameter with the share of all that have been read.
 
     Raises:
         HeadError: There is a head but it cannot be used. Where there is none, `Model.head_unavailable` says why.
         DrafterError: The drafter cannot be used, or was made for another model.
     """
-    plan = LoadPlan.of(name, mtp=mtp, head=head, drafter=drafter, dtype=dtype)
+    plan = LoadPlan.of(
+        name,
+        mtp=mtp,
+        head=head,
+        drafter=drafter,
+        dtype=dtype,
+        vision=vision and split is None,
+        max_image_pixels=max_image_pixels,
+    )
     layout, decision, model, stored = plan.layout, plan.decision, plan.model, plan.stored
     ensure_compiles()
     if split is not None and not model.family.divisible:
@@ -165,6 +188,8 @@ def load_model(
     if plan.drafter is not None:
         read_drafter_weights(plan.drafter, plan.dtype)
         choose_kernels(plan.drafter.drafter.weights, model.dtype)
+    if model.tower is not None:
+        read_tower(model.tower, plan.tower, plan.dtype)
     if part is None:
         choose_kernels(model.weights, model.dtype)
     else:  # machines that time kernels may choose different ones, and must not: they draft the same tokens

@@ -39,6 +39,9 @@ def inspect_command(model: str | None, as_json: bool = options.JSON) -> None:
     if mtp["location"]:
         rows |= {"  location": mtp["location"], "  layers": str(mtp["num_layers"])}
         rows["  quantization"] = _describe(mtp["quantization"])
+    vision = report["vision"]
+    size = f"{vision['parameters']:,} parameters, {vision['bytes']:,} bytes, {vision['dtype']}"
+    rows["vision tower"] = size if vision["available"] else f"not available: {vision['reason']}"
     rows["card"] = report["card"] or "none"
     if report["known_drafter"]:
         rows["block drafter"] = f"{report['known_drafter']} (--drafter)"

@@ -11,6 +11,7 @@ import typer
 from typer import Option
 
 from ..errors import ClusterError, HeadstartError, RequestError
+from ..limits import MAX_IMAGE_PIXELS
 from . import machines, options
 from .config import read_again, use_config_file
 from .download import find_drafter, find_model
@@ -64,6 +65,9 @@ def serve_command(
     prefix_cache_gb: float | None = Option(
         None, min=0, help="Memory for the prefix cache; 0 is off.", show_default="2, or a quarter of what is left"
     ),
+    images: bool = Option(False, "--images", help="Load the model's vision tower and accept images."),
+    max_image_pixels: int = Option(MAX_IMAGE_PIXELS, min=1024, help="Larger images are scaled down to this."),
+    allow_image_urls: bool = Option(False, "--allow-image-urls", help="Fetch images from public web addresses."),
     prefix_cache_8bit: bool = Option(False, "--prefix-cache-8bit", help="Cache prefixes in 8 bits: not exact."),
     prefix_cache_dir: Path | None = Option(
         None, metavar="DIR", help="Also keep prefixes in this folder, across restarts.", show_default="memory only"
@@ -86,16 +90,19 @@ def serve_command(
     server.check_reach(host, keys, no_key=no_key)
     raise_limit(OPEN_FILES)
     limits = server.Limits(
+        body_bytes=server.Limits.body_bytes + (server.Limits.image_bytes if images else 0),
+        image_urls=allow_image_urls,
         prompt_tokens=max_prompt_tokens,
         requests_per_client=max_client_requests,
         request_seconds=timeout,
         connections=server.connection_limit(max_connections),
     )
     several = len(models) > 1 or all_models
-    for flag, given in {"--model-id": model_id, "--head": head, "--drafter": drafter}.items():
+    for flag, given in {"--model-id": model_id, "--head": head, "--drafter": drafter, "--images": images}.items():
         if several and given:
             raise RequestError(f"{flag} is for one model, and there are several")
     parts: machines.Parts = {"mtp": mtp, "head": head, "drafter": drafter}
+    pixels = max_image_pixels if images else None
     # Bind first: a port that is taken is known before a model is loaded.
     with (
         machines.connect_machines() as cluster,
@@ -107,7 +114,7 @@ def serve_command(
         if cluster is None:
             pool = server.ModelPool(
                 DeviceThread(),
-                _find_models(models, all_models, pin or [], parts, model_id, kv_8bit=kv_8bit),
+                _find_models(models, all_models, pin or [], parts, model_id, kv_8bit=kv_8bit, pixels=pixels),
                 limits=limits,
                 budget=_budget(memory_gb, several),
                 prefix_bytes=cache_bytes,
@@ -123,9 +130,9 @@ def serve_command(
         else:
             if several or memory_gb is not None:
                 raise RequestError("MODEL: several machines share one model, and all of their memory: name one")
-            if prefix_cache_dir is not None or kv_8bit:
-                flag = "--kv-8bit" if kv_8bit else "--prefix-cache-dir"
-                raise ClusterError(f"{flag} is not available on several machines: leave it out")
+            alone = {"--kv-8bit": kv_8bit, "--prefix-cache-dir": prefix_cache_dir is not None, "--images": images}
+            if refused := next((flag for flag, given in alone.items() if given), None):
+                raise ClusterError(f"{refused} is not available on several machines: leave it out")
             leader = _join_cluster(cluster, models, split, cache_bytes, prefix_cache_8bit, sizes, parts, model_id)
             if leader is None:
                 return
@@ -161,16 +168,27 @@ def _reload(context: typer.Context, keys: "Keys", limits: "Limits") -> None:
 
 
 def _find_models(
-    names: list[str], all_models: bool, pinned: list[str], parts: machines.Parts, id: str | None, *, kv_8bit: bool
+    names: list[str],
+    all_models: bool,
+    pinned: list[str],
+    parts: machines.Parts,
+    id: str | None,
+    *,
+    kv_8bit: bool,
+    pixels: int | None,
 ) -> "list[PooledModel]":
-    """Return the models to serve, in the order of the command line, and those to pin if they are not among them."""
+    """Return the models to serve, in the order of the command line, and those to pin if they are not among them.
+
+    `pixels`: with their vision towers, for images of at most so many.
+    """
     from ..checkpoint.local import local_models
     from ..server import PooledModel
 
-    pins = [find_model(name) for name in pinned]
-    folders = [find_model(name) for name in names or [*pinned, None][:1]] + pins
+    vision = pixels is not None
+    pins = [find_model(name, vision=vision) for name in pinned]
+    folders = [find_model(name, vision=vision) for name in names or [*pinned, None][:1]] + pins
     mtp, head, drafter = parts["mtp"], parts["head"], find_drafter(parts["drafter"])
-    read = partial(PooledModel.of, mtp=mtp, kv_8bit=kv_8bit)
+    read = partial(PooledModel.of, mtp=mtp, kv_8bit=kv_8bit, max_image_pixels=pixels)
     found = [
         read(folder, id=id, head=head, drafter=drafter, pinned=folder in pins) for folder in dict.fromkeys(folders)
     ]

@@ -128,13 +128,16 @@ SOURCES: dict[int, Callable[[Model, Batch, int, mx.array | None], Proposal]] = {
 }
 
 
-def catch_up(model: Model, batch: Batch, extend: Extend | None = None, k: int = 0) -> None:
+def catch_up(
+    model: Model, batch: Batch, extend: Extend | None = None, k: int = 0, *, embeddings: mx.array | None = None
+) -> None:
     """Run the head over the committed pairs it has not seen, and pass what follows the last one to `extend`, k times.
 
     Every module has a KV cache of its own and sees every pair: module j the token that is j further on, and the
     hidden state that module j - 1 made of the same position, or the trunk's (`HeadSpec.chained`). Tokens after the
     last committed one are drafts, so the last pairs of all modules but the first are not final. They stay in
-    `batch.unseen`, to be run again with the next ones.
+    `batch.unseen`, to be run again with the next ones. `embeddings` [B, T, H] take the place of the pairs' tokens;
+    several modules do without: their drafts are worse.
     """
     pairs, state, modules = batch.unseen, batch.head_state, model.head_modules
     assert state is not None, "a batch without a head has no drafts"
@@ -146,7 +149,8 @@ def catch_up(model: Model, batch: Batch, extend: Extend | None = None, k: int = 
     for module in range(modules):
         if pairs.width:
             chains = model.family.head.chained and module < modules - 1
-            hidden = model.head(fed, pairs.following(drafts, module), state, 0, module, None if chains else last)
+            tokens, at = pairs.following(drafts, module), None if chains else last
+            hidden = model.head(fed, tokens, state, 0, module, at, embeddings if modules == 1 else None)
             fed, hidden = (hidden, at_last(hidden, last)) if chains else (fed, hidden)
         if extend is not None:
             drafts = extend(hidden, module)

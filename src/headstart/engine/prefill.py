@@ -25,12 +25,14 @@ def prefill_chunk(
     """Prefill one more chunk. Return True once all tokens but the last are in: that one opens the first window."""
     tokens = sequence.tokens
     if sequence.batch is None:
-        sequence.chunks = Chunks.of(tokens, chunk_ends(tokens, marker, CHUNK))
+        sequence.chunks = Chunks.of(sequence.cache_keys, chunk_ends(tokens, marker, CHUNK))
         _start(model, sequence, prefix)
     assert sequence.batch is not None
     assert sequence.chunks is not None
-    done = sequence.num_prefilled
+    done, images = sequence.num_prefilled, sequence.images
     end = next((end for end in sequence.chunks.ends if end > done), len(tokens) - 1)
+    if images is not None and not images.advance(done, end):
+        return False
     if done:  # wait for the chunk before: progress is real, memory bounded, and a cancelled request stops soon
         mx.eval(sequence.batch.arrays())
         if prefix is not None:
@@ -40,13 +42,19 @@ def prefill_chunk(
             sequence.put(Event(prompt_processed=done))
     if end > done:
         chunk = mx.array([tokens[done:end]], mx.int32)
-        prefill(model, sequence.batch, chunk, mx.array([tokens[end]], mx.int32))
+        embeddings = None
+        if images is not None:
+            images.place(sequence.batch, done, end)
+            embeddings = images.embed(model, tokens, done, end)
+        prefill(model, sequence.batch, chunk, mx.array([tokens[end]], mx.int32), embeddings)
         mx.async_eval(sequence.batch.arrays())
         sequence.num_prefilled = end
     if end < len(tokens) - 1:
         return False
     if prefix is not None:
         _store(model, sequence.batch, sequence.chunks, end, prefix)
+    if images is not None:
+        images.finish(sequence.batch)
     return True
 
 

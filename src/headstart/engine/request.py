@@ -11,6 +11,7 @@ import mlx.core as mx
 from ..errors import HeadstartError, RequestError
 from ..models import Model
 from ..sampling import SamplingParams
+from .images import PromptImage, check_images
 from .log import LOG, log_error
 from .stats import Origin, Stats
 
@@ -28,6 +29,7 @@ class Request:
         n: Answers to the prompt, which is prefilled once. Under one seed they differ from each other.
         keep_logits: Hand out the target's logits with every token.
         priority: Batch requests wait while interactive ones do. Once started they run like others.
+        images: The images that placeholder tokens in the prompt stand for, see `insert_images`.
     """
 
     prompt: Sequence[int]
@@ -35,6 +37,7 @@ class Request:
     n: int = 1
     keep_logits: bool = False
     priority: Priority = "interactive"
+    images: Sequence[PromptImage] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.prompt, str):
@@ -52,6 +55,7 @@ class Request:
             )
         if (wrong := next((t for t in self.prompt if not 0 <= t < vocabulary), None)) is not None:
             raise RequestError(f"prompt has the token id {wrong}: ids go from 0 to {vocabulary - 1}")
+        check_images(self.images, self.prompt, model)
         if not 1 <= self.n:
             raise RequestError(f"n is {self.n}; it must be at least 1")
         self.params.check_tokens(vocabulary)

@@ -17,6 +17,7 @@ from .batch import Batch
 from .copies import CopyIndex
 from .draft import draft_limits
 from .draft_history import DraftHistory
+from .images import SequenceImages
 from .log import LOG, log_error
 from .memory import is_out_of_memory, out_of_memory
 from .request import Event, FinishReason, Handle, TokenLogprobs
@@ -34,6 +35,7 @@ class SequenceState:
     text: TextStream
     matcher: Matcher | None  # of its grammar
     tokens: list[int] = field(default_factory=list)  # the prompt and what was generated
+    images: SequenceImages | None = None
     siblings: list["SequenceState"] = field(default_factory=list)  # other answers to its prompt, until that is in
     batch: Batch | None = None  # its own, during prefill
     chunks: Chunks | None = None  # in which it is prefilled
@@ -80,6 +82,9 @@ class SequenceState:
             ranks=model.share.ranks,
         )
         limit = min(params.max_tokens, model.context_length - len(request.prompt))
+        images = None
+        if request.images and model.tower is not None:
+            images = SequenceImages(request.images, len(request.prompt), model.tower)
         first, *siblings = [
             cls(
                 handle,
@@ -90,11 +95,17 @@ class SequenceState:
                 TextStream(tokenizer, params.stop),
                 grammar.matcher(params.stop_ids, model.vocabulary) if grammar is not None else None,
                 list(request.prompt),
+                images,
             )
             for choice in range(request.n)
         ]
         first.siblings = siblings
         return first
+
+    @property
+    def cache_keys(self) -> list[int]:
+        """Return its tokens as the prefix cache knows them."""
+        return self.tokens if self.images is None else self.images.cache_keys(self.tokens)
 
     @property
     def auto_depth(self) -> bool:
@@ -198,6 +209,8 @@ class SequenceState:
         """Start over with prefill: the state on the device is gone, so its tokens so far are the prompt now."""
         self.batch = None
         self.num_prefilled = 0
+        if self.images is not None:
+            self.images.reset()
 
     def _decode(self, tokens: list[int]) -> tuple[list[str], FinishReason | None]:
         """Return the text of each token, up to the first token that ends the answer."""

@@ -102,14 +102,17 @@ def verify(model: Model, batch: Batch, proposal: Proposal, grammar: GrammarMasks
     return StepResult(result.tokens, result.accepted, allowed, none, finite.all(axis=1), logits, scores)
 
 
-def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array) -> None:
+def prefill(
+    model: Model, batch: Batch, tokens: mx.array, following: mx.array, embeddings: mx.array | None = None
+) -> None:
     """Run the trunk and the head over a chunk of the prompt [B, T].
 
     `following` [B] is the token after the chunk. The pair that it makes with the chunk's last hidden state is left
     unseen: the head's state here goes into the prefix cache, and must not depend on the token after the chunk.
+    `embeddings` [B, T, H] take the place of the chunk's tokens where it holds an image.
     """
     width = tokens.shape[1]
-    hidden = model.trunk(tokens, batch.trunk_state, certain=width)
+    hidden = model.trunk(tokens, batch.trunk_state, width, embeddings)
     batch.trunk_state.commit(mx.full((batch.size,), width, mx.int32), most=width)
     if batch.head_state is not None:
         hidden = mx.concatenate([batch.unseen.hidden, hidden], axis=1)
@@ -118,7 +121,7 @@ def prefill(model: Model, batch: Batch, tokens: mx.array, following: mx.array) -
         inside = tokens.shape[1] - 1  # pairs whose token lies in the chunk
         if inside:
             batch.unseen = UnseenPairs(hidden[:, :-1], tokens[:, :-1], inside * one)
-            catch_up(model, batch)
+            catch_up(model, batch, embeddings=None if embeddings is None else embeddings[:, width - inside :])
         batch.unseen = batch.unseen.extend(hidden[:, -1:], tokens[:, -1:], one)
 
 

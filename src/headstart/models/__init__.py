@@ -17,8 +17,9 @@ from . import (
     qwen3_next,
     step3p5,
 )
-from .base import Family, Model, Weights, use_float32_norms
+from .base import Family, Model, Weights
 from .head import Head, HeadSpec
+from .norm import use_float32_norms
 
 FAMILIES: dict[str, Family] = {
     "qwen3_5": qwen3_5.DENSE,

@@ -12,11 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map
 
 from ..errors import CheckpointError
 from ..kernels.attention import at_last
-from ..kernels.norm import rms_norm
 from ..kernels.products import product
 from ..limits import DEFAULT_K, MAX_HEAD_K
 from ..state import GROUP, KV, BatchState, Recurrent
@@ -31,6 +29,7 @@ from .head import QWEN_HEAD, Head, HeadSpec, find_part
 from .part import Part, PartKind, decoder_parts
 from .residual import Residual
 from .share import Alone, Share
+from .vision import VisionTower
 
 
 @dataclass(frozen=True)
@@ -66,31 +65,6 @@ def plain_family(name: str, module: ModuleType, **fields: Any) -> Family:
     return Family(name, **defaults | fields)
 
 
-class Norm(nn.Module):
-    """RMSNorm with its weight in float32 and its output in the input's type.
-
-    Raw checkpoints store `w` of `1 + w`; that sum rounded to bfloat16 moves logits by 0.02. mlx's RMSNorm with a
-    float32 weight would turn everything after it into float32.
-    """
-
-    def __init__(self, dims: int, eps: float):
-        super().__init__()
-        self.weight = mx.ones((dims,))
-        self.eps = eps
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return rms_norm(x, self.weight, self.eps)
-
-
-def use_float32_norms(module: nn.Module, kind: type[nn.Module] = nn.RMSNorm) -> None:
-    """Swap leaves of a kind of RMSNorm for `Norm`, the way `nn.quantize` swaps linear ones."""
-
-    def swap(leaf: nn.Module) -> nn.Module:
-        return Norm(leaf.weight.shape[0], leaf.eps) if type(leaf) is kind else leaf
-
-    module.update_modules(tree_map(swap, module.leaf_modules(), is_leaf=nn.Module.is_module))
-
-
 class Weights(nn.Module):
     """Every weight under its canonical name, whatever the checkpoint and mlx-lm call it."""
 
@@ -120,6 +94,8 @@ class Model:
     draft_vocabulary: DraftVocabulary | None = None  # the tokens that drafts may be limited to
     drafter: DFlash | None = None
     share: Share = field(default_factory=Alone)  # what of the trunk is on this machine
+    tower: VisionTower | None = None
+    tower_unavailable: str | None = None  # why there is no tower
     eight_bit_kv: bool = False  # sequences keep keys and values in eight bits
 
     @property
@@ -153,22 +129,27 @@ class Model:
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("mlx.core.")
 
-    def trunk(self, tokens: mx.array, state: BatchState, certain: int) -> mx.array:
-        """Run the trunk over [B, W] tokens after what `state` holds → [B, W, H], the head's input.
+    def trunk(
+        self, tokens: mx.array, state: BatchState, certain: int, embeddings: mx.array | None = None
+    ) -> mx.array:
+        """Run the trunk over [B, W] tokens after what `state` holds → [B, W, H], the head's input. `embeddings`
+        [B, W, H] take the place of the tokens' own.
 
         Recurrent states advance now, by the accepted of the pending drafts and the first `certain` tokens, so no
         window may run twice; the rest become the new pending drafts. KV entries count after `state.commit` only.
         """
-        if certain == 1 and self.share.ranks == 1 and compiles(tokens.shape[1]):
+        if certain == 1 and self.share.ranks == 1 and embeddings is None and compiles(tokens.shape[1]):
             state.reserve(tokens.shape[1])
             return self._trunk_graph(state, tokens)
-        return self._trunk(state, tokens, certain)
+        return self._trunk(state, tokens, certain, embeddings)
 
-    def _trunk(self, state: BatchState, tokens: mx.array, certain: int = 1) -> mx.array:
+    def _trunk(
+        self, state: BatchState, tokens: mx.array, certain: int = 1, embeddings: mx.array | None = None
+    ) -> mx.array:
         mask, share, layers = state.reserve(tokens.shape[1]), self.share, self.weights.layers
         parts, memories = [self.family.parts(layer) for layer in layers], iter(state.layers)
         accepted = state.accepted
-        x = share.take(self.weights.embed_tokens(tokens))
+        x = share.take(self.weights.embed_tokens(tokens) if embeddings is None else embeddings)
         normed = parts[0][0].norm(x)
         fits = share.ranks == 1 and self.family.attention is attention  # may be a layer in one launch
         # Every part of a layer is added to x; with it comes the norm that the next part is given.
@@ -221,24 +202,33 @@ class Model:
         ahead: int = 0,
         module: int = 0,
         last: mx.array | None = None,
+        embeddings: mx.array | None = None,
     ) -> mx.array:
         """Run the head over pairs (hidden of position t, token t+1), [B, W, H] and [B, W] → [B, W, H].
 
         The output predicts token t+2 and, with that token, is the next pair of the chain. The pairs are written
         `ahead` positions past what `state` holds. With `last` [B] only the output at that index is returned, [B, 1,
-        H].
+        H]. `embeddings` [B, W, H] take the place of the tokens' own.
         """
-        if compiles(tokens.shape[1]):
+        if compiles(tokens.shape[1]) and embeddings is None:
             state.reserve(tokens.shape[1], ahead)
             return self._head_graph(state, hidden, tokens, ahead, module, last)
-        return self._head(state, hidden, tokens, ahead, module, last)
+        return self._head(state, hidden, tokens, ahead, module, last, embeddings)
 
     def _head(
-        self, state: BatchState, hidden: mx.array, tokens: mx.array, ahead: int, module: int, last: mx.array | None
+        self,
+        state: BatchState,
+        hidden: mx.array,
+        tokens: mx.array,
+        ahead: int,
+        module: int,
+        last: mx.array | None,
+        embeddings: mx.array | None = None,
     ) -> mx.array:
         spec, part = self.family.head, partial(self._part, module)
         own = part(spec.names.embedding)
-        embedding = (own if own is not None else self.weights.embed_tokens)(tokens)
+        embed = own if own is not None else self.weights.embed_tokens
+        embedding = embed(tokens) if embeddings is None else embeddings
         if spec.first_embedding_is_zero:
             positions = state.lengths[:, None] + ahead + mx.arange(tokens.shape[1])  # [B, W]
             embedding = embedding * (positions > 0)[..., None].astype(embedding.dtype)

@@ -38,6 +38,8 @@ def decoder_layer(
     B, W, _ = x.shape
     if B * W > MOST_ROWS or certain > 1 or not PERSISTENT.claim() or not norm_fits(x, following["weight"]):
         return None
+    if isinstance(memory, KV) and memory.start is not None:  # the kernel rotates by `offset`
+        return None
     ahead = _ahead(layer.mlp, x.dtype)
     mixer = _delta(layer, x, memory, accepted) if isinstance(memory, Recurrent) else _attention(layer, x, memory)
     if ahead is None or mixer is None or (isinstance(ahead, Mixture) and B * W * ahead.top > MOST_PAIRS):

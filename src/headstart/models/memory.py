@@ -30,6 +30,7 @@ class Footprint:
     fixed: int
     position: int
     scores: int = 0  # per position of the longest sequence, while a chunk of a prompt attends to it
+    tower: int = 0  # while an image is in the vision tower
 
     @classmethod
     def of(cls, model: Model) -> "Footprint":
@@ -41,12 +42,13 @@ class Footprint:
         position = sum(array.shape[1] * array.shape[3] * array.itemsize for array in arrays)
         # Metal's fused attention has no heads this wide: scores are an array before softmax, and another after it.
         heads = int(model.config["num_attention_heads"]) if WORKING_SET in mx.device_info() else 0
-        return cls(fixed, position, 2 * heads * CHUNK * model.dtype.size)
+        tower = model.tower.working_bytes(model.dtype.size) if model.tower is not None else 0
+        return cls(fixed, position, 2 * heads * CHUNK * model.dtype.size, tower)
 
     def bytes(self, lengths: Sequence[int]) -> int:
         """Return the memory of sequences of these lengths. All get the capacity of the longest."""
         capacity = -(-max(lengths, default=0) // BLOCK) * BLOCK
-        return len(lengths) * (self.fixed + self.position * capacity) + self.scores * capacity
+        return len(lengths) * (self.fixed + self.position * capacity) + self.scores * capacity + self.tower
 
 
 def unused() -> int:

@@ -10,8 +10,9 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models import step3p5
 
-from .base import plain_family, use_float32_norms
+from .base import plain_family
 from .deepseek_v3 import NEXTN
+from .norm import use_float32_norms
 
 
 def prepare_step3p5(layer: nn.Module, args: step3p5.ModelArgs) -> nn.Module:

@@ -16,6 +16,7 @@ from ..sampling import GrammarSpec
 from ..sampling_params import MAX_STOP_CHARACTERS, MAX_STOPS
 from .chat import Chat, Prompt, chat_prompt
 from .errors import refuse
+from .images import EncodedImage, ImagePart, parse_image_url, template_content
 from .prepare import Preparation
 from .request_fields import (
     REASONING_BUDGETS,
@@ -50,8 +51,33 @@ class TextBlock(Cacheable):
     text: Text
 
 
+class Base64Source(RequestModel):
+    type: Literal["base64"]
+    media_type: Text
+    data: Text
+
+
+class UrlSource(RequestModel):
+    type: Literal["url"]
+    url: Text
+
+
+class ImageBlock(Cacheable, ImagePart):
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+
+    def encoded(self) -> EncodedImage:
+        if isinstance(self.source, Base64Source):
+            return EncodedImage(self.source.data, self.source.media_type.lower())
+        return parse_image_url(self.source.url)
+
+
 class MediaBlock(Cacheable):
-    type: Annotated[Literal["image", "document"], AfterValidator(reject_media)]
+    type: Annotated[Literal["document", "video"], AfterValidator(reject_media)]
+
+
+class SystemMediaBlock(Cacheable):
+    type: Annotated[Literal["image", "document", "video"], AfterValidator(reject_media)]
 
 
 class ThinkingBlock(RequestModel):
@@ -77,20 +103,20 @@ class ToolUseBlock(Cacheable):
         return {"type": "function", "id": self.id, "function": {"name": self.name, "arguments": self.input}}
 
 
-TextOrMedia = Annotated[TextBlock | MediaBlock, Field(discriminator="type")]
-Texts = Text | BoundedList[TextOrMedia]
+Texts = Text | BoundedList[Annotated[TextBlock | SystemMediaBlock, Field(discriminator="type")]]
+TextsAndImages = Text | BoundedList[Annotated[TextBlock | ImageBlock | MediaBlock, Field(discriminator="type")]]
 
 
 class ToolResultBlock(Cacheable):
     type: Literal["tool_result"]
     tool_use_id: Text
-    content: Texts | None = None
+    content: TextsAndImages | None = None
 
     def for_template(self) -> dict[str, Any]:
-        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": _join(self.content or "")}
+        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": template_content(self.content or "")}
 
 
-UserContent = Annotated[TextBlock | MediaBlock | ToolResultBlock, Field(discriminator="type")]
+UserContent = Annotated[TextBlock | ImageBlock | MediaBlock | ToolResultBlock, Field(discriminator="type")]
 AssistantContent = Annotated[
     TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock, Field(discriminator="type")
 ]
@@ -109,7 +135,7 @@ class UserMessage(RequestModel):
             if is_result:
                 yield from (block.for_template() for block in blocks if isinstance(block, ToolResultBlock))
             else:
-                yield {"role": "user", "content": _join(blocks)}
+                yield {"role": "user", "content": template_content(list(blocks))}
 
 
 class SystemMessage(RequestModel):
@@ -207,6 +233,7 @@ class CountTokensRequest(Cacheable):
             budget_field="output_config.effort" if thinking.budget_tokens is None else "thinking.budget_tokens",
             grammar=GrammarSpec.json_schema(output.format.schema_) if output.format else None,
             grammar_field="output_config.format",
+            body=self,
         )
 
     def _messages(self) -> list[dict[str, Any]]:
@@ -221,7 +248,9 @@ class MessagesRequest(CountTokensRequest, GenerationRequest):
     metadata: dict[str, Any] | None = Field(None, description="Has no effect.")
 
     def engine_request(self, prompt: Prompt, context: int) -> Request:
-        return Request(prompt.tokens, self.sampling_params(prompt, stop=self.stop_sequences or ()))
+        return Request(
+            prompt.tokens, self.sampling_params(prompt, stop=self.stop_sequences or ()), images=prompt.images
+        )
 
 
 def _texts(content: str | Iterable[RequestModel]) -> list[str]:

@@ -6,7 +6,7 @@ All APIs make a `Chat` of their messages and tools. The model's ChatTemplate ren
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import signature
 from itertools import takewhile
@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..engine import PromptImage, insert_images
+from ..errors import RequestError
 from ..sampling import GrammarSpec
 from ..sampling.bounds import MAX_NODES, count_nodes
 from ..sampling.grammar import Grammar
 from .errors import Refusal, refuse
+from .images import ImagePart, check_images_allowed, count_characters, read_images, take_images
 from .markup import CALL, Markup, OutputParser, Tools, any_of, call_grammar, thinking_state, with_thinking
 from .prepare import Preparation
 from .worker import Encoder, MarkedText
@@ -45,6 +48,7 @@ class Chat:
     grammar: GrammarSpec | None = None  # of the answer after the reasoning
     grammar_field: str = "response_format"  # the field that asked for it
     param: str = "messages"  # the field that the messages came in
+    body: object = None  # the request, in which images are found to name those at fault
 
     @property
     def callable_tools(self) -> Tools:
@@ -154,6 +158,7 @@ def _is_system(message: Mapping[str, Any]) -> bool:
 class Prompt:
     tokens: list[int]
     param: str  # the field that it came in
+    images: Sequence[PromptImage] = ()
     is_chat: bool = True  # otherwise all output is text
     thinking: bool = False  # it ends in an open `<think>`
     tools: Tools = field(default_factory=dict)  # that may be called
@@ -174,14 +179,25 @@ async def chat_prompt(make_chat: Callable[[], Chat], served: "ServedModel", work
     """Check, render and tokenise a conversation, and compile the grammar of its answer."""
     markup = served.template.markup
 
-    def render() -> tuple[Chat, str, str]:
+    def render() -> tuple[Chat, list[ImagePart], str, str]:
         chat = make_chat()
-        work.check_characters(sum(len(message["content"]) for message in chat.messages), chat.param)
+        messages, parts = take_images(chat.messages)
+        chat = replace(chat, messages=messages)
+        check_images_allowed(parts, served.model, chat.body)
+        work.check_characters(sum(map(count_characters, messages)), chat.param)
         chat.check(markup)
-        return chat, *served.template.render(chat, work.preparer.encoder)
+        return chat, parts, *served.template.render(chat, work.preparer.encoder)
 
-    chat, text, mark = await work.run(render)
+    chat, parts, text, mark = await work.run(render)
     tokens = await work.encode(text, chat.param, kind="chat", mark=mark)
+    images: Sequence[PromptImage] = ()
+    if parts and (tower := served.model.tower) is not None:
+        pixels = await read_images(parts, tower.rules, chat.body, work)
+        try:
+            tokens, images = await work.run(insert_images, tokens, pixels, tower)
+        except RequestError as error:
+            refuse(chat.param, f"the model's chat template does not place images: {error}", "unsupported")
+        work.check_tokens(tokens, chat.param)
     state = thinking_state(tokens, served.tokenizer)
     await work.grammar(chat.grammar, chat.grammar_field)  # alone first, so that its size is checked by its kind
     answer = await work.run(chat.grammar_after_reasoning, markup) if chat.tools else chat.grammar
@@ -201,6 +217,7 @@ async def chat_prompt(make_chat: Callable[[], Chat], served: "ServedModel", work
     return Prompt(
         tokens,
         chat.param,
+        images,
         thinking=state == "started",
         tools=tools,
         calls_in_thoughts=calls_in_thoughts,

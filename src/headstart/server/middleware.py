@@ -38,6 +38,8 @@ class Limits:
     """What a client may send, and how long it may take. One object for the whole server, which a reload changes."""
 
     body_bytes: int = 16 * 2**20  # a context of 262,144 tokens is a megabyte or two
+    image_bytes: int = 48 * 2**20  # that a body may have beyond that where the model sees images
+    image_urls: bool = False  # fetch images from public addresses
     prompt_tokens: int | None = None  # None: what the model's context holds
     requests_per_client: int | None = None  # waiting or running at a time; a client is a key, or an address without
     request_seconds: float = 600.0  # from arrival to the last token

@@ -11,6 +11,7 @@ from ..sampling import GrammarSpec
 from ..sampling_params import MAX_BIASES, MAX_TOP_LOGPROBS
 from .chat import Chat, Prompt, TextPrompt, chat_prompt, text_prompt
 from .errors import refuse
+from .images import EncodedImage, ImagePart, parse_image_url, template_content
 from .markup import loads
 from .prepare import Preparation
 from .request_fields import (
@@ -22,7 +23,7 @@ from .request_fields import (
     Text,
     ToolList,
     ToolName,
-    reject_media,
+    reject_media_part,
 )  # fmt: skip
 from .served_model import ServedModel
 
@@ -50,8 +51,24 @@ def _parse_arguments(text: object) -> object:
 
 
 class TextPart(RequestModel):
-    type: Annotated[Literal["text"], BeforeValidator(reject_media)]
+    type: Literal["text"]
     text: Text
+
+
+class ImageUrl(RequestModel):
+    url: Text
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
+class ImageUrlPart(RequestModel, ImagePart):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+    def encoded(self) -> EncodedImage:
+        return parse_image_url(self.image_url.url, low=self.image_url.detail == "low")
+
+
+ContentPart = Annotated[TextPart | ImageUrlPart, Field(discriminator="type"), BeforeValidator(reject_media_part)]
 
 
 class FunctionCall(RequestModel):
@@ -71,16 +88,17 @@ class OpenAIToolCall(RequestModel):
 
 class ChatMessage(RequestModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | BoundedList[TextPart] | None = None
+    content: Text | BoundedList[ContentPart] | None = None
     reasoning_content: Text | None = Field(None, description="The assistant's reasoning; also as `reasoning`.")
     reasoning: Text | None = None
     tool_calls: BoundedList[OpenAIToolCall] | None = None
     tool_call_id: Text | None = None
 
     def for_template(self) -> dict[str, Any]:
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        content = template_content(self.content or "")
+        if not isinstance(content, str) and self.role not in ("user", "tool"):
+            refuse("messages", f"a message of the role {self.role} has an image: send it as the user's")
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
         if reasoning is not None:
             message["reasoning_content"] = reasoning
@@ -180,7 +198,7 @@ class OpenAIRequest(GenerationRequest):
             logprobs=top_logprobs is not None,
             top_logprobs=top_logprobs or 0,
         )
-        return Request(prompt.tokens, params, n=self.n or 1)
+        return Request(prompt.tokens, params, n=self.n or 1, images=prompt.images)
 
 
 class ChatCompletionRequest(OpenAIRequest):
@@ -229,6 +247,7 @@ class ChatCompletionRequest(OpenAIRequest):
             template_options=({"reasoning_effort": effort} if effort else {}) | (self.chat_template_kwargs or {}),
             grammar=grammar,
             grammar_field=grammar_field,
+            body=self,
         )
 
     def _thinking(self) -> tuple[bool | None, str]:

@@ -11,6 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint import LoadPlan, Needs, load_model, load_tokenizer
 from ..engine import Engine, EngineThread, Settings
+from ..errors import RequestError
 from ..models import Model
 from .metrics import Counters
 from .prepare import Preparer
@@ -57,17 +58,25 @@ class PooledModel:
         head: str | None = None,
         drafter: Path | None = None,
         kv_8bit: bool = False,
+        max_image_pixels: int | None = None,
         pinned: bool = False,
     ) -> "PooledModel":
         """Read what a folder's files say of a model. The other arguments are those of `load_model`; with
-        `kv_8bit` sequences keep their keys and values in eight bits."""
-        plan = LoadPlan.of(folder, mtp=mtp, head=head, drafter=drafter)
+        `kv_8bit` sequences keep their keys and values in eight bits, with `max_image_pixels` the model sees images.
+        """
+        given: dict[str, Any] = {"mtp": mtp, "head": head, "drafter": drafter}
+        if max_image_pixels is not None:
+            given |= {"vision": True, "max_image_pixels": max_image_pixels}
+        plan = LoadPlan.of(folder, **given)
+        vision = plan.model.tower is not None
+        if max_image_pixels is not None and not vision:
+            raise RequestError(f"--images: this model cannot see: {plan.model.tower_unavailable}")
 
         def load(progress: Callable[[float], None]) -> Model:
-            model = load_model(folder, mtp=mtp, head=head, drafter=drafter, progress=progress)
+            model = load_model(folder, **given, progress=progress)
             return model.with_eight_bit_kv() if kv_8bit else model
 
-        info = ModelInfo.of(plan.layout, id=id, mtp=mtp, drafter=plan.model.drafter)
+        info = ModelInfo.of(plan.layout, id=id, mtp=mtp, drafter=plan.model.drafter, vision=vision)
         return cls(info, load, partial(load_tokenizer, folder), plan.needs, pinned=pinned)
 
     @property

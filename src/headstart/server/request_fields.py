@@ -50,14 +50,18 @@ class RequestModel(BaseModel):
 
 
 def reject_media(kind: object) -> object:
-    """Validate the type of a content part: say clearly that only text is supported."""
-    media = {"image_url": "image", "image": "image", "input_image": "image", "document": "document", "file": "file"}
-    media |= {"input_file": "file", "input_audio": "audio"}
+    """Validate the type of a content part: say clearly what is not supported."""
+    media = {"image": "image", "document": "document", "file": "file", "input_file": "file", "input_audio": "audio"}
+    media |= dict.fromkeys(("video", "video_url", "input_video"), "video")
     if isinstance(kind, str) and kind in media:
-        raise PydanticCustomError(
-            "unsupported", f"{media[kind]} input is not supported by this server: send text only"
-        )
+        raise PydanticCustomError("unsupported", f"{media[kind]} input is not supported here")
     return kind
+
+
+def reject_media_part(part: Any) -> Any:
+    if isinstance(part, dict):
+        reject_media(part.get("type"))
+    return part
 
 
 def check_object(value: dict[str, Any]) -> dict[str, Any]:

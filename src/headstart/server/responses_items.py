@@ -1,13 +1,15 @@
 """The items of a conversation in /v1/responses, and the messages that templates take in their place."""
 
 from base64 import b64decode, b64encode
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Tag, TypeAdapter
+from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 from pydantic_core import PydanticCustomError
 
+from .images import EncodedImage, ImagePart, parse_image_url, template_content
 from .openai_request import FunctionCall
-from .request_fields import BoundedList, RequestModel, Text, reject_media
+from .request_fields import BoundedList, RequestModel, Text, reject_media_part
 
 SEALED = "headstart:"  # begins reasoning that this server has written as `encrypted_content`
 
@@ -29,15 +31,30 @@ def open_reasoning(sealed: str) -> str:
 
 
 class ResponsesTextPart(RequestModel):
-    type: Annotated[
-        Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"], BeforeValidator(reject_media)
-    ]
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: Text
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
 
 
-Parts = Text | BoundedList[ResponsesTextPart]
+class InputImage(RequestModel, ImagePart):
+    type: Literal["input_image"]
+    image_url: Text | None = None
+    file_id: Text | None = None
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+    def encoded(self) -> EncodedImage:
+        if self.image_url is None:
+            raise ValueError("has no image_url, and files are not supported: send a data URL")
+        return parse_image_url(self.image_url, low=self.detail == "low")
+
+
+Parts = (
+    Text
+    | BoundedList[
+        Annotated[ResponsesTextPart | InputImage, Field(discriminator="type"), BeforeValidator(reject_media_part)]
+    ]
+)
 
 
 class Item(RequestModel):
@@ -62,7 +79,8 @@ class MessageItem(Item):
         if self.role == "assistant":
             _assistant(messages)["content"] += _text(self.content)
         else:
-            messages.append({"role": "user" if self.role == "user" else "system", "content": _text(self.content)})
+            role = "user" if self.role == "user" else "system"
+            messages.append({"role": role, "content": template_content(self.content)})
 
 
 class ReasoningItem(Item):
@@ -97,7 +115,7 @@ class FunctionCallOutputItem(Item):
     output: Parts
 
     def add_to(self, messages: Messages) -> None:
-        messages.append({"role": "tool", "tool_call_id": self.call_id, "content": _text(self.output)})
+        messages.append({"role": "tool", "tool_call_id": self.call_id, "content": template_content(self.output)})
 
 
 ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
@@ -142,5 +160,7 @@ def full_name(name: str, namespace: str | None) -> str:
     return name if namespace is None else f"{namespace}.{name}"
 
 
-def _text(parts: str | list[ResponsesTextPart]) -> str:
-    return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+def _text(parts: str | Sequence[ResponsesTextPart | InputImage]) -> str:
+    if isinstance(parts, str):
+        return parts
+    return "".join(part.text for part in parts if isinstance(part, ResponsesTextPart))

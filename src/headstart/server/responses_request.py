@@ -153,7 +153,7 @@ class ResponsesRequest(GenerationRequest):
 
     def engine_request(self, prompt: Prompt, context: int) -> Request:
         most = context - len(prompt.tokens) if self.max_output_tokens is None else self.max_output_tokens
-        return Request(prompt.tokens, self.sampling_params(prompt, max_tokens=most))
+        return Request(prompt.tokens, self.sampling_params(prompt, max_tokens=most), images=prompt.images)
 
     async def make_prompt(self, served: ServedModel, work: Preparation) -> Prompt:
         messages = self._messages()
@@ -202,6 +202,7 @@ class ResponsesRequest(GenerationRequest):
             grammar=self.text.format.grammar() if self.text and self.text.format else None,
             grammar_field="text.format",
             param="input",
+            body=self,
         )
 
     def _messages(self) -> Messages:

@@ -28,11 +28,18 @@ class ModelInfo:
     native_mtp: dict[str, Any]
     card: Card | None
     drafter: dict[str, Any] | None = None
+    vision: bool = False  # with its vision tower
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
     def of(
-        cls, layout: Layout, *, id: str | None = None, mtp: bool | None = None, drafter: DFlash | None = None
+        cls,
+        layout: Layout,
+        *,
+        id: str | None = None,
+        mtp: bool | None = None,
+        drafter: DFlash | None = None,
+        vision: bool = False,
     ) -> "ModelInfo":
         path = layout.path.absolute()
         name = id or hub_id(path) or path.name
@@ -43,7 +50,7 @@ class ModelInfo:
         head = {"available": decision.drafts, "default_k": decision.k, "max_k": decision.max_k, "reason": reason}
         context = int(text_config(layout.config)["max_position_embeddings"])
         block = {"kind": "dflash", "max_k": drafter.max_k} if drafter is not None else None
-        return cls(name, path, layout.family, context, layout.quantization, head, layout.card, block)
+        return cls(name, path, layout.family, context, layout.quantization, head, layout.card, block, vision)
 
     @property
     def most_drafts(self) -> int:
@@ -67,7 +74,7 @@ class ModelInfo:
             "family": self.family,
             "quantization": self.quantization,
             "kernels": selected(),
-            "capabilities": list(self.card.capabilities) if self.card else ["text"],
+            "capabilities": self.capabilities,
             "native_mtp": self.native_mtp,
             "drafter": self.drafter,
             "sampling_defaults": {
@@ -75,6 +82,12 @@ class ModelInfo:
                 "not_thinking": self.recommended_sampling(thinking=False),
             },
         }
+
+    @property
+    def capabilities(self) -> list[str]:
+        """Return what the model can do here: it sees only with its vision tower."""
+        known = self.card.capabilities if self.card else ["text"]
+        return [*(each for each in known if each != "vision"), *(["vision"] if self.vision else [])]
 
     def recommended_sampling(self, *, thinking: bool) -> dict[str, Any]:
         """Return the makers' recommendation, as fields of SamplingParams."""

@@ -1,9 +1,10 @@
-"""What worker processes do: tokenise long texts and try grammars. One of them can crash or be killed without harm.
+"""What worker processes do: tokenise long texts, decode images and try grammars. One of them can crash or be killed
+without harm.
 
-Run as a script in a fresh interpreter: it imports nothing of Headstart, starts in a fraction of a second and takes
-little memory. Requests arrive on standard input and answers leave on standard output, each one line of JSON. The
-process ends when its input does, also in the middle of a request. Small texts are tokenised in the server, by the
-same Encoder.
+Run as a script in a fresh interpreter: it imports nothing of Headstart but `images.py`, by its path, starts in a
+fraction of a second and takes little memory. Requests arrive on standard input and answers leave on standard output,
+each one line of JSON. The process ends when its input does, also in the middle of a request. Small texts are
+tokenised in the server, by the same Encoder.
 
 A tokenizer turns the text of an added token (`<|im_end|>`, `<think>`, …) into that token wherever it occurs, so users
 and tools could end a turn and begin another. Here a mark breaks every such text in the strings of a conversation
@@ -19,8 +20,12 @@ import signal
 import sys
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from runpy import run_path
 from secrets import randbelow
 from typing import Any, BinaryIO, Literal
 
@@ -244,7 +249,12 @@ def answer_requests(
             answers.flush()
             signal.setitimer(signal.ITIMER_PROF, 0)
             request = requests.get()
-            answer = encode(encoder, **request) if "text" in request else try_grammar(grammar_tokenizer, **request)
+            if "image" in request:
+                answer = decode_image(**request)
+            elif "text" in request:
+                answer = encode(encoder, **request)
+            else:
+                answer = try_grammar(grammar_tokenizer, **request)
     finally:
         os._exit(1)
 
@@ -265,6 +275,24 @@ def encode(encoder: Encoder, text: str, kind: Kind, mark: str, limit: int | None
         return {"tokens": encoder.tokens(text, kind, mark)}
     except BaseException as error:  # a panic of the tokenizer is not an Exception
         return {"error": str(error)[:500]}
+
+
+def decode_image(image: str, declared: str | None, rules: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Return the pixels of an image, resized, or what is wrong with it, within `seconds` of CPU time."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    images = load_images()
+    try:
+        pixels = images["read_image"](images["decode_base64"](image), images["ImageRules"](**rules), declared)
+    except (ValueError, MemoryError) as error:
+        return {"error": str(error) or "needs too much memory: scale it down"}
+    return {"pixels": b64encode(pixels.tobytes()).decode(), "size": pixels.shape[:2]}
+
+
+@cache
+def load_images() -> dict[str, Any]:
+    """Return what is in `headstart.images`, without the package around it."""
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads would reserve more memory than the limit
+    return run_path(str(Path(__file__).parents[1] / "images.py"))
 
 
 def try_grammar(

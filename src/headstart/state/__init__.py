@@ -2,11 +2,11 @@
 
 from .batch_state import BatchState
 from .disk_prefix import DiskPrefix
-from .kv import BLOCK, GROUP, KV
+from .kv import BLOCK, GROUP, KV, TokenPositions
 from .prefix import CHUNK, Chunks, PrefixCache, PrefixStats
 from .recurrent import Pending, Recurrent
 
 __all__ = [
     "BLOCK", "CHUNK", "GROUP", "KV", "BatchState", "Chunks", "DiskPrefix", "Pending", "PrefixCache", "PrefixStats",
-    "Recurrent",
+    "Recurrent", "TokenPositions",
 ]  # fmt: skip

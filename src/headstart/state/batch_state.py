@@ -10,7 +10,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from .kv import BLOCK, KV, STRIDE
+from .kv import BLOCK, KV, STRIDE, TokenPositions
 from .recurrent import Recurrent
 
 
@@ -20,6 +20,12 @@ class BatchState:
     lengths: mx.array  # [B] int32, committed tokens
     accepted: mx.array  # [B] int32, how many of the pending drafts were accepted
     bounds: list[int] = field(default_factory=list)  # the host's upper bounds of `lengths`
+    shifts: list[int] = field(default_factory=list)  # from indices to RoPE's positions: images take up fewer of these
+    shift: mx.array | None = None  # `shifts` [B], if one is not 0
+    positions: TokenPositions | None = None  # of all tokens of the only sequence, during prefill around an image
+
+    def __post_init__(self) -> None:
+        self.shifts = self.shifts or [0] * len(self.bounds)
 
     @classmethod
     def empty(cls, layers: list[KV | Recurrent], rows: int) -> "BatchState":
@@ -49,8 +55,14 @@ class BatchState:
                 layer.grow(_round_up(needed, BLOCK))
         offset = self.lengths + ahead if ahead else self.lengths
         reach = min(_round_up(needed, STRIDE), self.capacity)
+        start = None if self.shift is None else offset + self.shift
+        positions = None
+        if self.positions is not None:
+            at = offset[:, None, None] + mx.arange(width)  # [1, 1, W]
+            ids = mx.take_along_axis(self.positions.ids, mx.broadcast_to(at, (1, 3, width)), axis=2)
+            positions = self.positions._replace(ids=ids)
         for layer in self.kv_layers:
-            layer.offset, layer.reach = offset, reach
+            layer.offset, layer.reach, layer.start, layer.positions = offset, reach, start, positions
 
         @cache
         def mask(window: int | None = None) -> mx.array:
@@ -59,6 +71,11 @@ class BatchState:
             return seen if window is None else seen & (mx.arange(reach) > positions - window)
 
         return mask
+
+    def place(self, shifts: list[int], positions: TokenPositions | None = None) -> None:
+        """Say where RoPE puts tokens from now on: at `shifts` from their indices, or at `positions`."""
+        self.shifts, self.positions = shifts, positions
+        self.shift = mx.array(shifts, mx.int32) if any(shifts) else None
 
     def commit(self, count: mx.array, most: int) -> None:
         """Advance every sequence by its `count` [B] tokens. The host knows only that it is `most` or less."""
@@ -76,6 +93,7 @@ class BatchState:
             else:
                 layer.keep(index)
         self.lengths, self.accepted = self.lengths[index], self.accepted[index]
+        self.place([self.shifts[row] for row in rows])
 
     def join(self, other: "BatchState") -> None:
         """Append the sequences of `other`."""
@@ -84,6 +102,7 @@ class BatchState:
         self.lengths = mx.concatenate([self.lengths, other.lengths])
         self.accepted = mx.concatenate([self.accepted, other.accepted])
         self.bounds = self.bounds + other.bounds
+        self.place(self.shifts + other.shifts)
 
     def arrays(self) -> list[mx.array]:
         return [self.lengths, self.accepted, *(a for layer in self.layers for a in layer.arrays())]

@@ -9,6 +9,7 @@ by itself, so rows stay independent. Attention gets the numbers in an array of i
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -17,12 +18,21 @@ STRIDE = 64  # positions; attention reads whole strides, as few as hold every se
 GROUP = 32  # numbers that share a scale in eight bits
 
 
+class TokenPositions(NamedTuple):
+    """Where RoPE puts tokens: those of an image are at a time, a row and a column, and do not follow one another."""
+
+    ids: mx.array  # [B, 3, W]
+    axes: tuple[int, ...]  # which of the three each frequency of RoPE takes
+
+
 @dataclass
 class KV:
     keys: mx.array  # [B, H, S, Dk]
     values: mx.array  # [B, H, S, Dv]
     offset: mx.array  # [B], where the running pass writes
     reach: int = 0  # positions that the running pass reads
+    start: mx.array | None = None  # [B], where RoPE counts the pass from, if not from `offset`
+    positions: TokenPositions | None = None  # of the pass's tokens, if they do not follow one another
     scales: list[mx.array] = field(default_factory=list)  # [B, H, S, D/GROUP] of keys and values, in eight bits
 
     @classmethod

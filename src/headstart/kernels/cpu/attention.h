@@ -31,9 +31,11 @@ inline void arrange(const Attention<T>& op, long b, long w, float* queries) {
   static thread_local std::vector<float> memory, turns;
   memory.resize(op.D), turns.resize(op.rotated);
   float* row = memory.data();
-  for (long i = 0; i < op.rotated / 2; ++i)
-    sine_and_cosine(float(op.offset[b] + w) * op.frequencies[i], turns[2 * i], turns[2 * i + 1]);
-  const long token = b * op.W + w;
+  const long token = b * op.W + w, half = op.rotated / 2;
+  for (long i = 0; i < half; ++i) {
+    const float angle = op.angles ? op.angles[token * half + i] : float(op.offset[b] + w) * op.frequencies[i];
+    sine_and_cosine(angle, turns[2 * i], turns[2 * i + 1]);
+  }
   for (long h = 0; h < op.H; ++h) {
     float* to = queries + ((b * op.H + h) * op.W + w) * op.D;
     norm_and_rotate(op, op.both + (token * op.H + h) * 2 * op.D, op.q_weight, turns.data(), row);

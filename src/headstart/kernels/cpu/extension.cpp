@@ -342,7 +342,7 @@ Arrays py_gated_delta_layer(
 struct Attended {
   mx::array q_weight, k_weight, frequencies, offset, keys, values;
   float eps, scale;
-  std::optional<mx::array> last;
+  std::optional<mx::array> angles, last;
 };
 
 // Queries with their gates, keys, values → out [B, W or 1, H · D]; behind the outputs that are there already: the caches
@@ -360,8 +360,12 @@ void attend(Chain& chain, Slot both, Slot k, Slot v, int W, int H, const Attende
   const Slot frequencies = chain.input(a.frequencies, true), offset = chain.input(a.offset);
   const Slot keys = chain.input(a.keys), values = chain.input(a.values);
   const Slot new_keys = chain.output_over(keys), new_values = chain.output_over(values);
-  std::optional<Slot> last;
+  require(
+      !a.angles || (a.angles->shape() == mx::Shape{B, W, rotated / 2} && a.angles->dtype() == mx::float32),
+      "angles must be [B, W, rotated / 2] of float32");
+  std::optional<Slot> last, angles;
   if (a.last) last = chain.input(*a.last);
+  if (a.angles) angles = chain.input(*a.angles);
   chain.add([=, bytes = a.keys.nbytes(), eps = a.eps, scale = a.scale](const Memory& memory) {
     for (auto [from, to] : {std::pair{keys, new_keys}, std::pair{values, new_values}})
       if (memory.get<T>(from) != memory.get<T>(to)) std::memcpy(memory.get<T>(to), memory.get<T>(from), bytes);
@@ -370,6 +374,7 @@ void attend(Chain& chain, Slot both, Slot k, Slot v, int W, int H, const Attende
     op.q_weight = memory.get<float>(q_weight), op.k_weight = memory.get<float>(k_weight);
     op.frequencies = memory.get<float>(frequencies), op.offset = memory.get<int>(offset);
     op.last = last ? memory.get<int>(*last) : nullptr;
+    op.angles = angles ? memory.get<float>(*angles) : nullptr;
     op.keys = memory.get<T>(new_keys), op.values = memory.get<T>(new_values), op.out = memory.get<T>(out);
     attention(op);
   });
@@ -379,7 +384,7 @@ void attend(Chain& chain, Slot both, Slot k, Slot v, int W, int H, const Attende
 Arrays py_attention(
     const mx::array& both, const mx::array& k, const mx::array& v, const mx::array& q_weight, const mx::array& k_weight,
     const mx::array& frequencies, const mx::array& offset, const mx::array& keys, const mx::array& values, float eps,
-    float scale, const std::optional<mx::array>& last) {
+    float scale, const std::optional<mx::array>& angles, const std::optional<mx::array>& last) {
   const int B = both.shape(0), W = both.shape(1), HKV = keys.shape(1), D = keys.shape(3), H = both.shape(2) / (2 * D);
   require(both.shape() == mx::Shape{B, W, 2 * H * D} && keys.shape(0) == B, "unknown shape");
   require(k.shape() == mx::Shape{B, W, HKV * D} && v.shape() == k.shape(), "unknown shape");
@@ -388,7 +393,8 @@ Arrays py_attention(
   const Slot a = chain.input(both), b = chain.input(k), c = chain.input(v);
   const Slot out = chain.output({B, last ? 1 : W, H * D}, both.dtype());
   by_type(both, [&]<typename T>(T) {
-    attend<T>(chain, a, b, c, W, H, {q_weight, k_weight, frequencies, offset, keys, values, eps, scale, last}, out);
+    attend<T>(
+        chain, a, b, c, W, H, {q_weight, k_weight, frequencies, offset, keys, values, eps, scale, angles, last}, out);
   });
   return chain.make("HeadstartAttention");
 }
@@ -398,8 +404,8 @@ Arrays py_attention(
 Arrays py_attention_layer(
     const mx::array& x, const Layers& layers, const Layer& out, const mx::array& q_weight,
     const mx::array& k_weight, const mx::array& frequencies, const mx::array& offset, const mx::array& keys,
-    const mx::array& values, float eps, float scale, const std::optional<mx::array>& last,
-    const std::optional<Residual>& residual) {
+    const mx::array& values, float eps, float scale, const std::optional<mx::array>& angles,
+    const std::optional<mx::array>& last, const std::optional<Residual>& residual) {
   const Linears projections(layers.begin(), layers.end());
   require(projections.size() == 3, "layers are missing");
   const int B = x.shape(0), W = x.shape(1), HKV = keys.shape(1), D = keys.shape(3);
@@ -416,7 +422,7 @@ Arrays py_attention_layer(
     multiply<T>(chain, in, projections, window);
     attend<T>(
         chain, window[0], window[1], window[2], W, H,
-        {q_weight, k_weight, frequencies, offset, keys, values, eps, scale, last}, y.at);
+        {q_weight, k_weight, frequencies, offset, keys, values, eps, scale, angles, last}, y.at);
     finish<T>(chain, y, out, residual, {B, asked, 0}, x.dtype());
   });
   return chain.make("HeadstartAttentionLayer");
@@ -441,9 +447,9 @@ NB_MODULE(headstart_cpu, m) {
       "conv"_a, "accepted"_a, "pending"_a, "certain"_a, "residual"_a = nb::none());
   m.def(
       "attention", &py_attention, "both"_a, "k"_a, "v"_a, "q_weight"_a, "k_weight"_a, "frequencies"_a, "offset"_a, "keys"_a,
-      "values"_a, "eps"_a, "scale"_a, "last"_a = nb::none());
+      "values"_a, "eps"_a, "scale"_a, "angles"_a = nb::none(), "last"_a = nb::none());
   m.def(
       "attention_layer", &py_attention_layer, "x"_a, "layers"_a, "out"_a, "q_weight"_a, "k_weight"_a,
-      "frequencies"_a, "offset"_a, "keys"_a, "values"_a, "eps"_a, "scale"_a, "last"_a = nb::none(),
+      "frequencies"_a, "offset"_a, "keys"_a, "values"_a, "eps"_a, "scale"_a, "angles"_a = nb::none(), "last"_a = nb::none(),
       "residual"_a = nb::none());
 }

@@ -101,6 +101,7 @@ struct Attention {
   const float* frequencies;                 // [rotated / 2]
   const int* offset;                        // [B], where the window begins
   const int* last;                          // [B], the only query of the window that is asked; null: all are
+  const float* angles;                      // [B, W, rotated / 2], of the rotation; null: by `offset`
   T *keys, *values;                         // [B, HKV, capacity, D], written from `offset` on
   T* out;                                   // [B, W or 1, H, D]
 };

@@ -126,7 +126,7 @@ def native_attention(
     found = linears((layer["q_proj"], layer["k_proj"], layer["v_proj"], layer["o_proj"]), x.dtype)
     if found is None or not native_attention_fits(x.dtype, layer):
         return None
-    held = _attention_arguments(layer, memory)
+    held = _attention_arguments(layer, memory, x.shape[1])
     memory.keys, memory.values, *made = native.attention_layer(x, found[:3], found[3], *held, last, residual)
     return made
 
@@ -135,22 +135,31 @@ def attend_window(
     native: Any, layer: nn.Module, both: mx.array, k: mx.array, v: mx.array, memory: Any, last: mx.array | None
 ) -> mx.array:
     """Do the same without the projections: [B, W, …] → [B, W, H·D], or [B, 1, H·D]."""
-    out, memory.keys, memory.values = native.attention(both, k, v, *_attention_arguments(layer, memory), last)
+    held = _attention_arguments(layer, memory, both.shape[1])
+    out, memory.keys, memory.values = native.attention(both, k, v, *held, last)
     made: mx.array = out
     return made
 
 
-def _attention_arguments(layer: nn.Module, memory: Any) -> tuple[Any, ...]:
+def _attention_arguments(layer: nn.Module, memory: Any, width: int) -> tuple[Any, ...]:
     rope, norm = layer["rope"], layer["q_norm"]
+    frequencies = _frequencies(rope.dims, rope.base)
+    angles = None  # by `offset`
+    if memory.positions is not None:
+        ids, axes = memory.positions
+        angles = ids[:, list(axes)].swapaxes(1, 2).astype(mx.float32) * frequencies  # [B, W, rotated / 2]
+    elif memory.start is not None:
+        angles = (memory.start[:, None] + mx.arange(width))[..., None].astype(mx.float32) * frequencies
     return (
         norm["weight"],
         layer["k_norm"]["weight"],
-        _frequencies(rope.dims, rope.base),
+        frequencies,
         memory.offset,
         memory.keys,
         memory.values,
         norm.eps,
         layer.scale,
+        angles,
     )
 
 

@@ -4,6 +4,7 @@ import { Answer } from "./answer.js";
 import { chosen } from "./api.js";
 import * as chats from "./chats.js";
 import { drafting, find, make } from "./page.js";
+import * as pictures from "./pictures.js";
 import { race } from "./race.js";
 
 let chat = chats.current();
@@ -26,6 +27,7 @@ export function serve(model) {
   for (const id of ["speculation", "depth", "race"]) find(id).disabled = !drafts;
   find("speculation").checked = drafts;
   find("thinking-choice").hidden = !model.capabilities.includes("thinking");
+  pictures.allow(model.capabilities.includes("vision"));
   find("question").placeholder = `Ask ${model.id}. Enter sends, Shift+Enter is a new line.`;
 }
 
@@ -41,23 +43,34 @@ function options() {
 
 const depth = () => (find("depth").value === "auto" ? "auto" : Number(find("depth").value));
 
+/** A question with its pictures. */
+function content({ question, pictures: seen }) {
+  const parts = seen.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  return parts.length ? [...parts, { type: "text", text: question }] : question;
+}
+
 /** The conversation as messages. Answers that failed or were stopped are not part of it. */
 function messages() {
   const system = find("system").value.trim();
   const said = turns.filter(({ answer }) => answer !== null);
   return [
     ...(system ? [{ role: "system", content: system }] : []),
-    ...said.flatMap(({ question, answer }) => [{ role: "user", content: question }, { role: "assistant", content: answer }]),
+    ...said.flatMap((turn) => [{ role: "user", content: content(turn) }, { role: "assistant", content: turn.answer }]),
   ];
 }
 
-/** `reply(place, body, signal)` shows an answer in `place` and returns its text, or null if there is none. */
-async function ask(question, reply) {
+/**
+ * `reply(place, body, signal)` shows an answer in `place` and returns its text, or null if there is none. The question
+ * takes the pictures in the form along, and those of the turn that it replaces, or only those `retaken`.
+ */
+async function ask(question, reply, retaken = null) {
   if (!question || running !== null) return;
+  const seen = retaken ?? [...(editing?.pictures ?? []), ...pictures.take()];
   if (editing !== null) cut(editing);
   running = new AbortController();
-  const asked = [...messages(), { role: "user", content: question }];
-  const turn = addTurn(question);
+  const before = messages();
+  const turn = addTurn(question, seen);
+  const asked = [...before, { role: "user", content: content(turn) }];
   find("thread").scrollTop = find("thread").scrollHeight;
   find("question").value = find("heard").textContent = "";
   busy(true);
@@ -76,10 +89,10 @@ async function answer(place, body, signal) {
   return one.content;
 }
 
-function addTurn(question) {
+function addTurn(question, seen = []) {
   const place = make("article", { class: "turn", "aria-label": "Answer" });
-  const asked = make("article", { class: "turn question", "aria-label": "Question" }, question);
-  const turn = { question, answer: null, asked, place };
+  const asked = make("article", { class: "turn question", "aria-label": "Question" }, ...seen.map(({ preview }) => preview), question);
+  const turn = { question, pictures: seen, answer: null, asked, place };
   turns.push(turn);
   find("thread").append(asked, place);
   return turn;
@@ -121,7 +134,7 @@ function again(turn) {
   if (running !== null) return;
   cut(turn);
   find("question").focus({ preventScroll: true });
-  ask(turn.question, answer);
+  ask(turn.question, answer, turn.pictures);
 }
 
 /** Remove a turn and all after it. */
@@ -142,6 +155,7 @@ async function copy(text) {
   }
 }
 
+/** Keep the conversation, without its pictures: they are too large for the browser's storage. */
 function keep() {
   chat.system = find("system").value;
   chat.turns = turns.filter(({ answer }) => answer !== null).map(({ question, answer }) => ({ question, answer }));

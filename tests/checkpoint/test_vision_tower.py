@@ -1,0 +1,70 @@
+"""The vision tower in checkpoints: found, converted, loaded if wanted, and refused with a reason."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from headstart.checkpoint import LoadPlan, load_model, read_layout
+from headstart.checkpoint.convert import convert, plan_conversion
+from headstart.checkpoint.quantize import Recipe
+from headstart.checkpoint.vision import find_tower
+from headstart.models.vision import VisionTower
+from vision_models import write_with_tower
+
+
+def tower_of(folder: Path) -> VisionTower:
+    tower = load_model(folder, vision=True).tower
+    assert tower is not None
+    return tower
+
+
+def test_convert_keeps_it_in_half_precision(tmp_path: Path) -> None:
+    source = write_with_tower(tmp_path / "raw")
+    plan = plan_conversion(read_layout(source), tmp_path / "new", Recipe(mx.bfloat16, bits=4))
+    convert(plan)
+    report = read_layout(tmp_path / "new").report()["vision"]
+    assert report["available"]
+    assert report["dtype"] == "bfloat16"
+    assert report["parameters"] == read_layout(source).report()["vision"]["parameters"]
+    before, after = (dict(tree_flatten(tower_of(tmp_path / name).parameters())) for name in ("raw", "new"))
+    assert before.keys() == after.keys()
+    assert all(bool(mx.array_equal(before[name], after[name])) for name in before)
+    assert tower_of(tmp_path / "new").rules.patch == 4  # preprocessor_config.json is kept
+
+
+def test_is_loaded_only_if_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_with_tower(tmp_path / "raw")
+    assert load_model(folder).tower is None
+    assert tower_of(folder).rules.max_pixels == 4096
+    limited = load_model(folder, vision=True, max_image_pixels=1024).tower
+    assert limited is not None
+    assert limited.rules.max_pixels == 1024
+    (folder / "model-visual.safetensors").unlink()  # as a download of the text alone leaves it
+    assert load_model(folder).tower is None
+    blind = load_model(folder, vision=True)
+    assert blind.tower is None
+    assert "no file here holds it" in str(blind.tower_unavailable)
+
+
+def test_its_weights_count_before_it_is_loaded(tmp_path: Path) -> None:
+    folder = write_with_tower(tmp_path)
+    size = sum(array.nbytes for _, array in tree_flatten(tower_of(folder).parameters()))
+    assert LoadPlan.of(folder, vision=True).needs.weights == LoadPlan.of(folder).needs.weights + size > size
+
+
+def test_unusable_towers_name_the_reason(tmp_path: Path) -> None:
+    folder = write_with_tower(tmp_path / "raw")
+    config = json.loads((folder / "config.json").read_text())
+    for field, value, reason in (
+        ("hidden_size", 64, "has shape"),
+        ("depth", 3, "missing"),
+        ("patch_size", "large", "describes no vision tower"),
+        ("out_hidden_size", -1, "tower"),
+    ):
+        changed = {**config, "vision_config": {**config["vision_config"], field: value}}
+        assert reason in str(find_tower(folder, changed).reason)
+    text_only = {name: value for name, value in config.items() if name != "vision_config"}
+    assert "text only" in str(find_tower(folder, text_only).reason)

@@ -1,0 +1,115 @@
+"""Tiny random Qwen3.5 checkpoints with a vision tower, and pictures for them.
+
+    python tests/vision_models.py FOLDER        writes FOLDER/dense and FOLDER/moe, raw, in float32
+
+Their tokenizer is the built-in models' with the three tokens of images, and the chat template places images as the
+released ones do. Patches are of 4 x 4 pixels, so that pictures can be small.
+"""
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+import checkpoints
+from reference.pictures import END, IMAGE, START
+
+TOKENS = {IMAGE: "<|image_pad|>", START: "<|vision_start|>", END: "<|vision_end|>"}
+VISION = {
+    "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "in_channels": 3, "patch_size": 4,
+    "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 16,
+    "hidden_act": "gelu_pytorch_tanh",
+}  # fmt: skip
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor", "temporal_patch_size": 2, "merge_size": 2,
+    "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+}  # fmt: skip
+PART = "{%- if p.text is defined %}{{- p.text }}{%- endif %}"
+IMAGE_PART = "{%- if p.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}{%- endif %}"
+
+
+def write_with_tower(
+    folder: Path, family: str = "dense", layout: str = "raw", tower: dict[str, Any] | None = None, **options: Any
+) -> Path:
+    """Write the checkpoint of `checkpoints.write` with a tower in a shard of its own; `tower`: its sizes."""
+    checkpoints.write(folder, family, layout, vocab_size=8200, **options)
+    config = json.loads((folder / "config.json").read_text())
+    vision = VISION | (tower or {})
+    vision |= {"out_hidden_size": config["text_config"]["hidden_size"], "model_type": config["model_type"]}
+    ids = {
+        "image_token_id": IMAGE,
+        "vision_start_token_id": START,
+        "vision_end_token_id": END,
+        "video_token_id": 8195,
+    }
+    (folder / "config.json").write_text(json.dumps({**config, **ids, "vision_config": vision}, indent=2))
+    raw = layout.startswith("raw") and layout != "raw-sidecar"
+    arrays = tower_arrays(vision, options.get("dtype", mx.bfloat16), raw=raw)
+    checkpoints.save(folder / "model-visual.safetensors", arrays, {"format": "pt" if raw else "mlx"})
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= dict.fromkeys(arrays, "model-visual.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    side = vision["patch_size"]
+    size = {"shortest_edge": 16 * side**2, "longest_edge": 256 * side**2}
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | {"patch_size": side, "size": size}))
+    template = (folder / "chat_template.jinja").read_text()
+    assert PART in template
+    (folder / "chat_template.jinja").write_text(template.replace(PART, PART + IMAGE_PART))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    first = tokenizer["added_tokens"][0]
+    tokenizer["added_tokens"] += [{**first, "id": id, "content": text} for id, text in TOKENS.items()]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    first = settings["added_tokens_decoder"]["8185"]
+    settings["added_tokens_decoder"] |= {str(id): {**first, "content": text} for id, text in TOKENS.items()}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def tower_arrays(vision: dict[str, Any], dtype: mx.Dtype, *, raw: bool) -> dict[str, mx.array]:
+    rng = np.random.default_rng(7)
+    hidden, wide, inner = vision["hidden_size"], 4 * vision["hidden_size"], vision["intermediate_size"]
+    kernel = (vision["in_channels"], vision["temporal_patch_size"], vision["patch_size"], vision["patch_size"])
+    arrays: dict[str, Any] = {"pos_embed.weight": rng.standard_normal((vision["num_position_embeddings"], hidden))}
+
+    def linear(name: str, out: int, shape: tuple[int, ...]) -> None:
+        arrays[f"{name}.weight"] = rng.standard_normal((out, *shape)) / np.prod(shape) ** 0.5
+        arrays[f"{name}.bias"] = rng.standard_normal(out) / 4
+
+    def norm(name: str) -> None:
+        arrays[f"{name}.weight"] = 1 + rng.standard_normal(hidden) / 8
+        arrays[f"{name}.bias"] = rng.standard_normal(hidden) / 8
+
+    linear("patch_embed.proj", hidden, kernel)
+    for n in range(vision["depth"]):
+        norm(f"blocks.{n}.norm1")
+        norm(f"blocks.{n}.norm2")
+        linear(f"blocks.{n}.attn.qkv", 3 * hidden, (hidden,))
+        linear(f"blocks.{n}.attn.proj", hidden, (hidden,))
+        linear(f"blocks.{n}.mlp.linear_fc1", inner, (hidden,))
+        linear(f"blocks.{n}.mlp.linear_fc2", hidden, (inner,))
+    norm("merger.norm")
+    linear("merger.linear_fc1", wide, (wide,))
+    linear("merger.linear_fc2", vision["out_hidden_size"], (wide,))
+    made = {name: mx.array(np.asarray(values, np.float32)).astype(dtype) for name, values in arrays.items()}
+    if not raw:
+        made["patch_embed.proj.weight"] = mx.contiguous(made["patch_embed.proj.weight"].moveaxis(1, -1))
+    return {("model.visual." if raw else "vision_tower.") + name: value for name, value in made.items()}
+
+
+def encoded(pixels: np.ndarray, format: str = "PNG", **options: Any) -> bytes:
+    """Return a picture as the bytes of a file."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, format, **options)
+    return file.getvalue()
+
+
+if __name__ == "__main__":
+    for each in ("dense", "moe"):
+        write_with_tower(Path(sys.argv[1]) / each, each, dtype=mx.float32)
