@@ -96,7 +96,7 @@ def cramped(folder: str) -> dict[str, Any]:
     def question(length: int, seed: int, tokens: int) -> dict[str, Any]:
         return asked({"prompt": random_prompt(alone(folder), length, seed), "params": {}}, max_tokens=tokens)
 
-    footprint, growing = Footprint.of(alone(folder)), [question(486, seed, 40) for seed in (1, 2)]
+    footprint, growing = Footprint.of(alone(folder)), [question(479, seed, 40) for seed in (1, 2)]
     first, second = [question(530, 3, 4)], [question(530, 4, 4)]
     return {
         "folder": folder,

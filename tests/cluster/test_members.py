@@ -61,7 +61,8 @@ class Another(Communicator):
         (3, "split"),
         (4, "config.json"),
         (6, "chat template"),
-        (7, "multi-token.* head"),
+        (7, "KV cache"),
+        (8, "multi-token.* head"),
     ],
 )
 def test_a_rank_that_has_loaded_something_else_is_named(place: int, thing: str, folder: Path) -> None:
