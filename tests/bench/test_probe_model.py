@@ -34,8 +34,10 @@ class RoundsByWidth(Model):
 
     NOISE = 0.2
 
-    def trunk(self, tokens: mx.array, rows: BatchState, certain: int) -> mx.array:
-        hidden = super().trunk(tokens, rows, certain)
+    def trunk(
+        self, tokens: mx.array, state: BatchState, certain: int = 1, embeddings: mx.array | None = None
+    ) -> mx.array:
+        hidden = super().trunk(tokens, state, certain, embeddings)
         noise = mx.random.uniform(-self.NOISE, self.NOISE, hidden.shape[-1:], key=mx.random.key(tokens.shape[1]))
         return hidden + noise if tokens.shape[1] > 1 else hidden
 

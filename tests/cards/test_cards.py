@@ -131,7 +131,7 @@ def test_a_card_that_is_wrong_is_named(folder: Path, text: str, message: str) ->
 
 def test_a_name_of_a_card_is_a_model_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("headstart.checkpoint.hub.download", lambda repo: asked.append(repo))
+    monkeypatch.setattr("headstart.checkpoint.hub.download", lambda repo, **parts: asked.append(repo))
     resolve("qwen3.6-27b")
     assert asked == ["Qwen/Qwen3.6-27B"]
 

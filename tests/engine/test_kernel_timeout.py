@@ -43,8 +43,7 @@ def test_the_thread_of_an_engine_launches_them_though_another_warmed_it_up(monke
     assert PERSISTENT.claim()  # as a warm-up does
     with EngineThread(engine) as thread:
         submit(engine, [1, 2, 3])
-        with thread._wake:
-            thread._wake.notify()
+        thread.device.wake(engine)
         while not asked:
             time.sleep(0.01)
         engine.end_all(HeadstartError("enough"))
