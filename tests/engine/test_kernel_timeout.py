@@ -1,6 +1,7 @@
 """A persistent kernel that gave up costs time, not tokens, and is not used again."""
 
 import time
+from threading import Event, Thread, current_thread
 
 import mlx.core as mx
 import pytest
@@ -24,7 +25,7 @@ def test_the_step_is_computed_again_and_no_sequence_ends(sequences: int, monkeyp
     engine.prefill_all()
     for _ in range(3):
         engine.run_once()
-    ours.status, ours.launched = mx.array([1, 0, 0, 0], mx.int32), True
+    ours.status, ours.launched, ours._owner = mx.array([1, 0, 0, 0], mx.int32), True, current_thread()
     answers = [collect(handle) for handle in handles]
     assert [answer.tokens for answer in answers] == expected
     assert [answer.finish_reason for answer in answers] == ["length"] * sequences
@@ -37,6 +38,7 @@ def test_the_thread_of_an_engine_launches_them_though_another_warmed_it_up(monke
     monkeypatch.setattr(persistent, "on_cuda", lambda: True)
     monkeypatch.setattr(persistent, "resident_blocks", lambda shared: 2)
     monkeypatch.setattr(PERSISTENT, "_owner", None)
+    monkeypatch.setattr(PERSISTENT, "status", PERSISTENT.status)
     engine = Engine(random_model("dense"))
     monkeypatch.setattr(engine, "run_once", lambda: asked.append(PERSISTENT.claim()))
     asked: list[bool] = []
@@ -48,3 +50,25 @@ def test_the_thread_of_an_engine_launches_them_though_another_warmed_it_up(monke
             time.sleep(0.01)
         engine.end_all(HeadstartError("enough"))
     assert asked[0]
+
+
+def test_a_thread_decodes_though_another_launches_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other's status is part of a graph that this thread cannot compute."""
+    monkeypatch.setattr(persistent, "on_cuda", lambda: True)
+    monkeypatch.setattr(persistent, "resident_blocks", lambda shared: 2)
+    ours, model, ended = Persistent(), random_model("dense"), Event()
+    monkeypatch.setattr(pending_step, "PERSISTENT", ours)
+
+    def launch() -> None:
+        ours.claim()
+        ours.status, ours.launched = mx.zeros((4,), mx.int32) + 1, True  # not computed yet
+        ended.wait()
+
+    other = Thread(target=launch)
+    other.start()
+    while not ours.launched:
+        time.sleep(0.01)
+    answer = collect(submit(Engine(model), random_prompt(model, 7, 0), k=2, max_tokens=5))
+    ended.set()
+    other.join()
+    assert (answer.error, len(answer.tokens)) == (None, 5)

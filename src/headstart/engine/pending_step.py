@@ -86,8 +86,9 @@ def build_step(
     grammar = GrammarMasks(matchers, model.vocabulary) if any(matchers) else None
     result = step(model, batch, plan.k, grammar, source=plan.source, distances=plan.distances)
     finite = result.finite.astype(mx.int32)
-    if PERSISTENT.launched:
-        finite = finite - 2 * PERSISTENT.status[0]
+    status = PERSISTENT.own_status()
+    if status is not None:
+        finite = finite - 2 * status[0]
     columns = [result.accepted, result.proposed, result.copied, finite]
     report = mx.concatenate([result.tokens, mx.stack(columns, axis=1)], axis=1)
     logits = result.logits if any(sequence.handle.request.keep_logits for sequence in sequences) else None

@@ -20,7 +20,7 @@ class Persistent:
     """What is shared by all launches of a process."""
 
     def __init__(self) -> None:
-        self.status = mx.zeros((4,), mx.int32)  # of the last launch: its first element is one where a barrier failed
+        self.status = _passed()  # of the last launch: its first element is one where a barrier failed
         self.launched = False
         self.refusal: str | None = None  # why none is launched any more
         self._owner: Thread | None = None
@@ -32,8 +32,12 @@ class Persistent:
             return False
         if self._owner is None or not self._owner.is_alive():
             self._owner = current_thread()
-            self.status = mx.zeros((4,), mx.int32)  # that of another thread may never be computed
+            self.status = _passed()  # that of another thread may never be computed
         return self._owner is current_thread()
+
+    def own_status(self) -> mx.array | None:
+        """Return the status of the last launch if it was this thread's: no other can compute it."""
+        return self.status if self.launched and self._owner is current_thread() else None
 
     def release(self) -> None:
         """Let another thread launch them, if this one did, once all that it launched has been computed."""
@@ -45,7 +49,11 @@ class Persistent:
         """Launch none from now on."""
         LOG.error("%s: decoder layers are computed by separate kernels from now on", reason)
         self.refusal, self.launched = reason, False
-        self.status = mx.zeros((4,), mx.int32)
+        self.status = _passed()
+
+
+def _passed() -> mx.array:
+    return mx.array([0, 0, 0, 0], mx.int32)  # computed already, so that any thread may use it
 
 
 PERSISTENT = Persistent()
