@@ -35,9 +35,11 @@ class Imposed(Model):
     text: list[int] = field(default_factory=list)  # prompt and answer
     at: list[mx.array] = field(default_factory=list)  # where the last window begins
 
-    def trunk(self, tokens: mx.array, state: BatchState, certain: int) -> mx.array:
+    def trunk(
+        self, tokens: mx.array, state: BatchState, certain: int, embeddings: mx.array | None = None
+    ) -> mx.array:
         self.at[:] = [state.lengths]
-        return super().trunk(tokens, state, certain)
+        return super().trunk(tokens, state, certain, embeddings)
 
     def logits(self, hidden: mx.array) -> mx.array:
         logits = super().logits(hidden)

@@ -1,6 +1,7 @@
 """Measure what an image costs, beside mlx-vlm: time to decode and resize it, time and memory of the vision tower.
 
-    python bench/images.py [--mlx-vlm PYTHON] [--sizes 512x512 1280x960] [--repeats 3] [--depth 12] [--hidden 768] [--heads 12]
+    python bench/images.py [--mlx-vlm PYTHON] [--sizes 512x512 1280x960] [--repeats 3]
+                           [--depth 12] [--hidden 768] [--heads 12] [--dtype float32]
 
 `--mlx-vlm` is the interpreter of an environment with `mlx-vlm[cpu]`; without it only Headstart is measured. The model
 is random, its tower by default twelve blocks of width 768. Both run in processes of their own, and take turns, so
