@@ -17,6 +17,7 @@ OPERATIONS = {  # what has MLX compile a kernel, by the kernel's name; T: the ty
     "gather_T_int32_1": "mx.take(mx.zeros((2, 2), mx.T), mx.array([1]), axis=0)",
     "gather_T_uint32_1": "mx.take(mx.zeros((2, 2), mx.T), mx.array([1], mx.uint32), axis=0)",
     "gather_int32_int32_1": "mx.take(mx.zeros((2, 2), mx.int32), mx.array([1]), axis=0)",
+    "gather_int32_uint32_1": "mx.take(mx.zeros((2, 2), mx.int32), mx.array([1], mx.uint32), axis=0)",
     "gather_float32_int32_1": "mx.take(mx.zeros((2, 2)), mx.array([1]), axis=0)",
     "gather_axis_T_int32": "mx.take_along_axis(mx.zeros((2, 2), mx.T), mx.array([[1], [0]]), axis=1)",
     "gather_axis_int32_int32": "mx.take_along_axis(mx.zeros((2, 2), mx.int32), mx.array([[1], [0]]), axis=1)",
