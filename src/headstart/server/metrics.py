@@ -38,7 +38,9 @@ class Counters:
     proposed: Counter[int] = field(default_factory=Counter)  # drafts by position, from 1
     accepted: Counter[int] = field(default_factory=Counter)
     accepted_by_source: Counter[str] = field(default_factory=Counter)  # head, drafter, copy
-    tokens: Counter[int] = field(default_factory=Counter)  # generated, by id
+    tokens: defaultdict[str, Counter[int]] = field(  # generated, by owner of the key and by id
+        default_factory=lambda: defaultdict(Counter)
+    )
     paused_seconds: float = 0.0
     depth: int | None = None  # of the last round
 
@@ -213,8 +215,8 @@ def _fill(
 class Meter:
     """Count one request. Times are those of time.perf_counter."""
 
-    def __init__(self, metrics: Metrics, model: "PooledModel", endpoint: str, arrived: float):
-        self._counters = model.counters
+    def __init__(self, metrics: Metrics, model: "PooledModel", endpoint: str, arrived: float, owner: str = ""):
+        self._counters, self._owner = model.counters, owner
         self._first_token, self._inter_token = (
             metrics.first_token.labels(model.id),
             metrics.inter_token.labels(model.id),
@@ -229,7 +231,7 @@ class Meter:
         if event.stats is not None:
             self._counters.add(self._stats[event.choice], event.stats, first=first)
             if event.tokens:
-                self._counters.tokens.update(event.tokens)
+                self._counters.tokens[self._owner].update(event.tokens)
                 self._time(event, when)
             self._stats[event.choice] = event.stats
 
