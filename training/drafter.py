@@ -1,0 +1,206 @@
+"""A DFlash block drafter (arXiv 2602.06036) in PyTorch, under its released names, and its loss.
+
+Its input is a block: a token of the text and mask tokens. Keys and values of the context come from the trunk's hidden
+states after a few layers, at the positions before the block. Embedding and output layer are the trunk's, which is not
+trained. Every layer is causal and slides: so a block may be cut short, and a text may be longer than those trained on.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from .model import MLP, Net, _normed, _rotated
+from .shapes import Shape
+from .vocabulary import added
+
+
+@dataclass(frozen=True)
+class DrafterShape:
+    """Sizes that are not said are the trunk's."""
+
+    trunk: Shape
+    layers: int = 2
+    intermediate_size: int = 1024
+    block_size: int = 16
+    window: int = 256
+    target_layers: tuple[int, ...] = (1, 3, 5, 7)
+
+    @property
+    def mask_token(self) -> int:
+        """Return a token that texts hardly have."""
+        return added(self.trunk.vocab_size).end_of_tool_call
+
+    def config(self) -> dict[str, Any]:
+        """Return config.json of the exported folder."""
+        trunk = self.trunk
+        return {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "dtype": "bfloat16",
+            "hidden_size": trunk.hidden_size,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": trunk.num_attention_heads,
+            "num_key_value_heads": trunk.num_key_value_heads,
+            "head_dim": trunk.head_dim,
+            "intermediate_size": self.intermediate_size,
+            "hidden_act": "silu",
+            "rms_norm_eps": trunk.rms_norm_eps,
+            "rope_theta": trunk.rope_theta,
+            "vocab_size": trunk.vocab_size,
+            "max_position_embeddings": trunk.context_length,
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "layer_types": ["sliding_attention"] * self.layers,
+            "sliding_window": self.window,
+            "block_size": self.block_size,
+            "num_target_layers": trunk.num_hidden_layers,
+            "dflash_config": {"mask_token_id": self.mask_token, "target_layer_ids": [*self.target_layers]},
+        }
+
+
+class Norm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (_normed(x, self.eps) * self.weight.float()).to(x.dtype)
+
+
+class CrossAttention(nn.Module):
+    """Queries of the block; keys and values of the context and of the block."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        hidden, dim = shape.hidden_size, shape.head_dim
+        self.shape = replace(shape, rotary_dim=dim)
+        self.q_proj = nn.Linear(hidden, shape.num_attention_heads * dim, bias=False)
+        self.k_proj = nn.Linear(hidden, shape.num_key_value_heads * dim, bias=False)
+        self.v_proj = nn.Linear(hidden, shape.num_key_value_heads * dim, bias=False)
+        self.o_proj = nn.Linear(shape.num_attention_heads * dim, hidden, bias=False)
+        self.q_norm, self.k_norm = Norm(dim, shape.rms_norm_eps), Norm(dim, shape.rms_norm_eps)
+
+    def forward(self, x: Tensor, context: Tensor, at: Tensor, sees: Tensor) -> Tensor:
+        """x [B, N, H] at positions `at` [N], context [B, T, H] from position 0 on, `sees` [N, T + N]."""
+        q = _rotated(self._heads(self.q_norm, self.q_proj, x), at, self.shape)
+        both = torch.cat([context, x], 1)
+        where = torch.cat([torch.arange(context.shape[1], device=at.device), at])
+        k = _rotated(self._heads(self.k_norm, self.k_proj, both), where, self.shape)
+        v = self._heads(nn.Identity(), self.v_proj, both)
+        k, v = (y.repeat_interleave(q.shape[1] // k.shape[1], 1) for y in (k, v))
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=sees)
+        return self.o_proj(attended.transpose(1, 2).flatten(-2))
+
+    def _heads(self, norm: nn.Module, projection: nn.Module, x: Tensor) -> Tensor:
+        return norm(projection(x).unflatten(-1, (-1, self.shape.head_dim))).transpose(1, 2)
+
+
+class DrafterLayer(nn.Module):
+    def __init__(self, shape: DrafterShape):
+        super().__init__()
+        hidden, eps = shape.trunk.hidden_size, shape.trunk.rms_norm_eps
+        self.self_attn = CrossAttention(shape.trunk)
+        self.mlp = MLP(hidden, shape.intermediate_size)
+        self.input_layernorm, self.post_attention_layernorm = Norm(hidden, eps), Norm(hidden, eps)
+
+    def forward(self, x: Tensor, context: Tensor, at: Tensor, sees: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), context, at, sees)
+        return x + self.mlp(self.post_attention_layernorm(x), [])
+
+
+class Drafter(nn.Module):
+    def __init__(self, shape: DrafterShape):
+        super().__init__()
+        self.shape, hidden, eps = shape, shape.trunk.hidden_size, shape.trunk.rms_norm_eps
+        self.fc = nn.Linear(len(shape.target_layers) * hidden, hidden, bias=False)
+        self.hidden_norm = Norm(hidden, eps)
+        self.layers = nn.ModuleList(DrafterLayer(shape) for _ in range(shape.layers))
+        self.norm = Norm(hidden, eps)
+        for name, weight in self.named_parameters():
+            if weight.ndim == 2:
+                nn.init.normal_(weight, std=0.01 if "o_proj" in name or "down_proj" in name else 0.02)
+
+    def forward(self, net: Net, tokens: Tensor, taps: Tensor, starts: Tensor) -> Tensor:
+        """Fill the blocks that begin at `starts` [n] of tokens [B, T]. taps [B, T, taps·H] are the trunk's.
+
+        Returns [B, n, block_size - 1, H]: entry j is the output for the token j + 1 after a start.
+        """
+        width, count = self.shape.block_size, len(starts)
+        offsets = torch.arange(width, device=tokens.device)
+        block = torch.where(offsets == 0, tokens[:, starts, None], self.shape.mask_token)  # [B, n, W]
+        context = self.hidden_norm(self.fc(taps))
+        at, first = (starts[:, None] + offsets).flatten(), starts.repeat_interleave(width)
+        keys = torch.arange(tokens.shape[1], device=tokens.device)
+        before = (keys < first[:, None]) & (at[:, None] - keys < self.shape.window)  # [n·W, T]
+        inside = (first[:, None] == first) & (at[:, None] >= at)
+        sees = torch.cat([before, inside], 1)
+        x = net.embed(block.flatten(1)).to(taps.dtype)
+        for layer in self.layers:
+            x = layer(x, context, at, sees)
+        return self.norm(x).unflatten(1, (count, width))[:, :, 1:]
+
+
+class Reading(NamedTuple):
+    """What the trunk makes of a text."""
+
+    taps: Tensor  # [B, T, taps·H], the outputs of the target layers
+    hidden: Tensor  # [B, T, H], after the final norm
+    logits: Tensor  # [B, T, V]
+
+
+@torch.no_grad()
+def read_text(net: Net, tokens: Tensor, layers: tuple[int, ...]) -> Reading:
+    x = net.embed(tokens).to(torch.bfloat16 if tokens.is_cuda else torch.float32)
+    positions, outputs = torch.arange(tokens.shape[1], device=tokens.device), []
+    for layer in net.model.layers:
+        x = layer(x, positions, [])
+        outputs.append(x)
+    hidden = net.model.norm(x)
+    return Reading(torch.cat([outputs[i] for i in layers], -1), hidden, net.logits(hidden).float())
+
+
+def block_loss(
+    net: Net, drafter: Drafter, tokens: Tensor, read: Reading, starts: Tensor, decay: float, teacher: float
+) -> Tensor:
+    """Return the cross-entropy of the drafts, `teacher` of it with the trunk's distribution, the rest with the text.
+
+    A draft counts only if those before it are right, so its weight falls by e for every `decay` positions.
+    """
+    made = drafter(net, tokens, read.taps, starts)
+    drafts = net.logits(made).float().log_softmax(-1)  # [B, n, W - 1, V]
+    ahead = torch.arange(1, drafts.shape[2] + 1, device=tokens.device)
+    at = starts[:, None] + ahead
+    text = -drafts.gather(-1, tokens[:, at, None]).squeeze(-1)  # [B, n, W - 1]
+    trunk = -(read.logits[:, at - 1].softmax(-1) * drafts).sum(-1)
+    weights = torch.exp(-(ahead - 1) / decay)
+    return ((1 - teacher) * text + teacher * trunk).mean((0, 1)) @ (weights / weights.sum())
+
+
+@torch.no_grad()
+def survival(net: Net, drafter: Drafter | None, tokens: Tensor, read: Reading, starts: Tensor, k: int) -> Tensor:
+    """Return for every j the share of blocks whose first j drafts are all the text's [k]; without a drafter the
+    head's. The text should be the trunk's own, greedy: then these drafts are the accepted ones."""
+    at = starts[:, None] + torch.arange(1, k + 1, device=tokens.device)
+    if drafter is not None:
+        made = drafter(net, tokens, read.taps, starts)[:, :, :k]
+    else:  # a pair of the head ends with the token at a start
+        embedded, pairs = net.embed(tokens).to(read.hidden.dtype), read.hidden[:, : tokens.shape[1] - k]
+        first, *others = net.mtp.unroll(embedded, pairs, starts - 1, k, [])
+        made = torch.stack([first[:, starts - 1], *others], 2)
+    right = net.logits(made).argmax(-1) == tokens[:, at]
+    return right.int().cumprod(-1).float().mean((0, 1))
+
+
+def save_drafter(drafter: Drafter, folder: Path) -> None:
+    """Write the drafter in the released layout, in bfloat16."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: weight.detach().to(torch.bfloat16).cpu() for name, weight in drafter.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(drafter.shape.config(), indent=2))
