@@ -2,7 +2,7 @@
 
 Its input is a block: a token of the text and mask tokens. Keys and values of the context come from the trunk's hidden
 states after a few layers, at the positions before the block. Embedding and output layer are the trunk's, which is not
-trained. Every layer is causal and slides: so a block may be cut short, and a text may be longer than those trained on.
+trained. Every layer is causal and slides: so a block may be cut short, and a text be longer than those trained on.
 """
 
 import json
@@ -141,7 +141,7 @@ class Drafter(nn.Module):
         before = (keys < first[:, None]) & (at[:, None] - keys < self.shape.window)  # [n·W, T]
         inside = (first[:, None] == first) & (at[:, None] >= at)
         sees = torch.cat([before, inside], 1)
-        x = net.embed(block.flatten(1)).to(taps.dtype)
+        x = net.embed(block.flatten(1))
         for layer in self.layers:
             x = layer(x, context, at, sees)
         return self.norm(x).unflatten(1, (count, width))[:, :, 1:]
@@ -157,7 +157,7 @@ class Reading(NamedTuple):
 
 @torch.no_grad()
 def read_text(net: Net, tokens: Tensor, layers: tuple[int, ...]) -> Reading:
-    x = net.embed(tokens).to(torch.bfloat16 if tokens.is_cuda else torch.float32)
+    x = net.embed(tokens)
     positions, outputs = torch.arange(tokens.shape[1], device=tokens.device), []
     for layer in net.model.layers:
         x = layer(x, positions, [])
@@ -180,7 +180,8 @@ def block_loss(
     text = -drafts.gather(-1, tokens[:, at, None]).squeeze(-1)  # [B, n, W - 1]
     trunk = -(read.logits[:, at - 1].softmax(-1) * drafts).sum(-1)
     weights = torch.exp(-(ahead - 1) / decay)
-    return ((1 - teacher) * text + teacher * trunk).mean((0, 1)) @ (weights / weights.sum())
+    by_position = ((1 - teacher) * text + teacher * trunk).mean((0, 1))
+    return (by_position * weights).sum() / weights.sum()
 
 
 @torch.no_grad()
@@ -191,8 +192,8 @@ def survival(net: Net, drafter: Drafter | None, tokens: Tensor, read: Reading, s
     if drafter is not None:
         made = drafter(net, tokens, read.taps, starts)[:, :, :k]
     else:  # a pair of the head ends with the token at a start
-        embedded, pairs = net.embed(tokens).to(read.hidden.dtype), read.hidden[:, : tokens.shape[1] - k]
-        first, *others = net.mtp.unroll(embedded, pairs, starts - 1, k, [])
+        pairs = read.hidden[:, : tokens.shape[1] - k]
+        first, *others = net.mtp.unroll(net.embed(tokens), pairs, starts - 1, k, [])
         made = torch.stack([first[:, starts - 1], *others], 2)
     right = net.logits(made).argmax(-1) == tokens[:, at]
     return right.int().cumprod(-1).float().mean((0, 1))

@@ -21,15 +21,13 @@ class Memory:
     second: Tensor
 
 
-def _memory(part: Attention | GatedDeltaNet, rows: int, length: int, device: torch.device) -> Memory:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+def _memory(part: Attention | GatedDeltaNet, rows: int, length: int) -> Memory:
     if isinstance(part, Attention):
-        shape = (rows, part.shape.num_attention_heads, length, part.shape.head_dim)
-        return Memory(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-    channels, taps = part.conv1d.weight.shape[0], part.conv1d.weight.shape[2]
-    heads = part.values // part.dim
-    inputs = torch.zeros(rows, taps - 1, channels, dtype=dtype, device=device)
-    return Memory(inputs, torch.zeros(rows, heads, part.dim, part.dim, device=device))
+        shape, like = (rows, part.shape.num_attention_heads, length, part.shape.head_dim), part.k_proj.weight
+        return Memory(like.new_zeros(shape), like.new_zeros(shape))
+    taps = part.conv1d.weight  # [C, 1, 4]
+    state = taps.new_zeros(rows, part.values // part.dim, part.dim, part.dim, dtype=torch.float32)
+    return Memory(taps.new_zeros(rows, taps.shape[2] - 1, taps.shape[0]), state)
 
 
 def _attend(part: Attention, x: Tensor, position: int, memory: Memory) -> Tensor:
@@ -38,23 +36,22 @@ def _attend(part: Attention, x: Tensor, position: int, memory: Memory) -> Tensor
     k, v = part.keys_and_values(x, at)
     memory.first[:, :, position], memory.second[:, :, position] = k[:, :, 0], v[:, :, 0]
     seen = (memory.first[:, :, : position + 1], memory.second[:, :, : position + 1])
-    return part.out(F.scaled_dot_product_attention(q.to(seen[0].dtype), *seen), gate)
+    return part.out(F.scaled_dot_product_attention(q, *seen), gate)
 
 
 def _recur(part: GatedDeltaNet, x: Tensor, memory: Memory) -> Tensor:
     inputs = torch.cat([memory.first, part.in_proj_qkv(x)], 1)  # [B, 4, C]
     memory.first = inputs[:, 1:]
-    mixed = F.silu((inputs * part.conv1d.weight[:, 0].T.to(x.dtype)).sum(1, keepdim=True))
+    mixed = F.silu((inputs * part.conv1d.weight[:, 0].T).sum(1, keepdim=True))
     q, k, v = mixed.split([part.keys, part.keys, part.values], -1)
     q, k, v, z = (y.unflatten(-1, (-1, part.dim)) for y in (q, k, v, part.in_proj_z(x)))
     g = -part.A_log.float().exp() * F.softplus(part.in_proj_a(x).float() + part.dt_bias.float())
     beta = part.in_proj_b(x).float().sigmoid()
-    with torch.autocast(x.device.type, enabled=False):
-        q, k, v = _by_head(q, k, v)  # [B, H, 1, D]
-        state = memory.second.mul_(g.exp().mT[..., None])  # [B, H, D, D]
-        missing = (v - k @ state) * beta.mT[..., None]
-        state.add_(k.mT * missing)
-        said = (q @ state).transpose(1, 2)
+    q, k, v = _by_head(q, k, v)  # [B, H, 1, D]
+    state = memory.second.mul_(g.exp().mT[..., None])  # [B, H, D, D]
+    missing = (v - k @ state) * beta.mT[..., None]
+    state.add_(k.mT * missing)
+    said = (q @ state).transpose(1, 2)
     return part.out_proj(part.norm(said, z).to(x.dtype).flatten(-2))
 
 
@@ -64,9 +61,9 @@ def generate(net: Net, rows: Tensor, prompts: Tensor, temperatures: Tensor) -> T
     tokens, length = rows.clone(), rows.shape[1]
     layers = net.model.layers
     parts = [getattr(layer, "self_attn", None) or layer.linear_attn for layer in layers]
-    memories = [_memory(part, len(rows), length, rows.device) for part in parts]
+    memories = [_memory(part, len(rows), length) for part in parts]
     for position in range(length - 1):
-        x = net.embed(tokens[:, position : position + 1]).to(memories[0].first.dtype)
+        x = net.embed(tokens[:, position : position + 1])
         for layer, part, memory in zip(layers, parts, memories, strict=True):
             normed = layer.input_layernorm(x)
             if isinstance(part, Attention):

@@ -31,7 +31,7 @@ class DrafterRecipe:
     length: int = 384  # tokens of a text, prompt included
     prompt: tuple[int, int] = (16, 192)
     texts: int = 4096  # generated in a round
-    passes: int = 2  # over the texts of a round
+    passes: int = 3  # over the texts of a round
     rows: int = 96  # texts in a batch
     every: int = 8  # a block begins at every so many positions
     chat: float = 0.5  # share of the texts
@@ -40,7 +40,7 @@ class DrafterRecipe:
     teacher: float = 0.5
     warm_up: int = 100
     cool_down: float = 0.6  # share of the training in which the learning rate falls
-    rates: Rates = field(default_factory=lambda: Rates(muon=0.01, adam=1e-3, weight_decay=0.05))
+    rates: Rates = field(default_factory=lambda: Rates(muon=0.015, adam=2e-3, weight_decay=0.05))
     held: int = 192  # held-out texts of each kind
     report_every: float = 40.0  # seconds
     seed: int = 1
@@ -84,8 +84,7 @@ class DrafterTraining:
     def _one_step(self, tokens: Tensor) -> list[Tensor]:
         recipe, losses = self.recipe, []
         scale = min(1.0, (self.step + 1) / recipe.warm_up, max(0.0, (1 - self.progress) / recipe.cool_down))
-        with self._autocast():
-            read = read_text(self.net, tokens, self.layers)
+        read = read_text(self.net, tokens, self.layers)
         first = 1 + int(torch.randint(recipe.every, ()))
         for drafter, optimiser in zip(self.drafters, self.optimisers, strict=True):
             starts = self._starts(first, drafter.shape.block_size)
@@ -116,8 +115,8 @@ class DrafterTraining:
         starts = self._starts(self.recipe.prompt[1] + 1, k + 1)
         shares = []
         for batch in tokens.split(self.recipe.rows):
+            read = read_text(self.net, batch, self.layers)
             with self._autocast():
-                read = read_text(self.net, batch, self.layers)
                 shares.append(len(batch) * survival(self.net, drafter, batch, read, starts, k))
         return [round(share, 3) for share in (sum(shares) / len(tokens)).tolist()]
 
@@ -131,8 +130,7 @@ class DrafterTraining:
         prompts = torch.randint(*self.recipe.prompt, (len(rows),), device=self.device)
         heat = torch.rand(len(rows), device=self.device)
         heat = torch.where(torch.rand_like(heat) < greedy, 0.0, heat)
-        with self._autocast():
-            return generate(self.net, rows, prompts, heat)
+        return generate(self.net, rows, prompts, heat)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda")
@@ -153,7 +151,8 @@ def main() -> None:
     recipe = DrafterRecipe(seconds=given.seconds, texts=given.texts, rows=given.rows, held=given.held)
     given.out.mkdir(parents=True, exist_ok=True)
     shapes = [DrafterShape(shape, layers=layers) for layers in given.layers]
-    DrafterTraining(load(given.model, shape).to(given.device), shapes, recipe, given.corpus, given.out).run()
+    net = load(given.model, shape).to(given.device, torch.bfloat16 if given.device == "cuda" else torch.float32)
+    DrafterTraining(net, shapes, recipe, given.corpus, given.out).run()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,121 @@
+"""A block drafter made by the recipe, at toy size: headstart drafts with it what PyTorch does."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="training needs PyTorch: pip install -e '.[training]'")
+
+from headstart.checkpoint import load_model  # noqa: E402
+from headstart.checkpoint.drafter import read_drafter  # noqa: E402
+from training import export  # noqa: E402
+from training.drafter import Drafter, DrafterShape, block_loss, read_text, save_drafter, survival  # noqa: E402
+from training.model import Net  # noqa: E402
+from training.own_text import generate  # noqa: E402
+from training.shapes import Shape  # noqa: E402
+from training.tokens import write  # noqa: E402
+from training.train_drafter import DrafterRecipe, DrafterTraining  # noqa: E402
+
+SHAPE = Shape(
+    "toy",
+    hidden_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    linear_num_key_heads=1,
+    linear_num_value_heads=2,
+    intermediate_size=128,
+    head_dim=32,
+    linear_head_dim=32,
+    full_attention_interval=2,
+    context_length=256,
+    vocab_size=512,
+)
+DRAFTER = DrafterShape(SHAPE, intermediate_size=96, block_size=6, window=12, target_layers=(0, 2, 3))
+
+
+@pytest.fixture(scope="module")
+def net() -> Net:
+    """A random model whose next token is not always the last one again."""
+    torch.manual_seed(1)
+    made = Net(SHAPE).eval().requires_grad_(False)
+    made.model.embed_tokens.weight.mul_(10)
+    for weight in made.parameters():
+        weight.copy_(weight.to(torch.bfloat16).float())
+    return made
+
+
+def test_generated_text_is_the_models_and_keeps_the_prompt(net: Net) -> None:
+    rows, prompts = torch.randint(0, 500, (3, 70)), torch.tensor([5, 20, 40])
+    texts = generate(net, rows, prompts, torch.tensor([0.0, 0.0, 1.0]))
+    says = read_text(net, texts, (0,)).logits.argmax(-1)
+    for row, prompt in enumerate(prompts.tolist()):
+        assert torch.equal(texts[row, :prompt], rows[row, :prompt])
+        same = (texts[row, prompt:] == says[row, prompt - 1 : -1]).float().mean()
+        assert same == 1 if row < 2 else same < 1
+
+
+def test_headstart_drafts_what_pytorch_does(net: Net, tmp_path: Path) -> None:
+    drafter = Drafter(DRAFTER)
+    with torch.no_grad():
+        for name, weight in drafter.named_parameters():
+            weight.copy_((weight * (1 if name.endswith("norm.weight") else 5)).to(torch.bfloat16).float())
+    export.save(net, tmp_path / "model")
+    save_drafter(drafter, tmp_path / "drafter")
+    model = load_model(tmp_path / "model", drafter=tmp_path / "drafter", dtype=mx.float32)
+    assert read_drafter(tmp_path / "drafter").report()["target"] == {
+        "hidden_size": 64, "vocab_size": 512, "num_hidden_layers": 4,
+    }  # fmt: skip
+    tokens = torch.randint(0, 500, (1, 40))
+    starts = torch.tensor([1, 5, 30])
+    with torch.no_grad():
+        made = drafter(net, tokens, read_text(net, tokens, DRAFTER.target_layers).taps, starts)
+        theirs = net.logits(made)[0]  # [3, 5, V]
+    ids = tokens[0].tolist()
+    for start, expected in zip(starts.tolist(), theirs, strict=True):
+        state = model.make_state(1)
+        model.trunk(mx.array([ids[:start]]), state, certain=start)
+        state.commit(mx.array([start]), most=start)
+        for k in (5, 2):  # a block that is cut short drafts the same
+            ours, _ = model.block_logits(mx.array([ids[start]]), k, state)
+            assert np.abs(np.array(ours[0]) - expected[:k].numpy()).max() < 1e-3
+
+
+@pytest.mark.slow
+def test_training_helps_and_leaves_a_drafter_behind(net: Net, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for kind in ("chat", "code", "held-chat", "held-code"):
+        write(kind, [rng.integers(0, 500, 200).tolist() for _ in range(20)], tmp_path)
+    recipe = DrafterRecipe(
+        seconds=8, length=48, prompt=(4, 16), texts=16, rows=8, held=4, warm_up=1, report_every=1e9, cool_down=1
+    )
+    training = DrafterTraining(net, [DRAFTER], recipe, tmp_path, tmp_path)
+    texts, starts = training.held["code"], torch.arange(8, 40, 4)
+    read = read_text(net, texts, DRAFTER.target_layers)
+
+    def loss() -> float:
+        with torch.no_grad():
+            return block_loss(net, training.drafters[0], texts, read, starts, 5.0, 0.5).item()
+
+    before = loss()
+    training.run()
+    assert loss() < before
+    log = json.loads((tmp_path / "training.json").read_text())["log"]
+    assert (len(log[0]["head"]["chat"]), len(log[-1]["code"])) == (6, 5)
+    assert read_drafter(tmp_path / "drafter-2").drafter.max_k == 5
+
+
+def test_survival_counts_drafts_up_to_the_first_wrong_one(net: Net) -> None:
+    tokens = torch.randint(0, 500, (2, 40))
+    read, starts = read_text(net, tokens, DRAFTER.target_layers), torch.tensor([3, 9, 20])
+    drafter = Drafter(DRAFTER)
+    with torch.no_grad():
+        drafts = net.logits(drafter(net, tokens, read.taps, starts)).argmax(-1)  # [2, 3, 5]
+    tokens[0, 10:12] = drafts[0, 1, :2]  # the text after start 9 is now what is drafted there, twice
+    tokens[0, 13:15] = drafts[0, 1, 3:]
+    if drafts[0, 1, 2] == tokens[0, 12]:
+        tokens[0, 12] += 1
+    share = survival(net, drafter, tokens, read, starts[1:2], 5)
+    assert share.tolist() == [0.5, 0.5, 0, 0, 0]
