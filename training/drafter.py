@@ -3,9 +3,12 @@
 Its input is a block: a token of the text and mask tokens. Keys and values of the context come from the trunk's hidden
 states after a few layers, at the positions before the block. Embedding and output layer are the trunk's, which is not
 trained. Every layer is causal and slides: so a block may be cut short, and a text be longer than those trained on.
+
+DFlash2 (`second`) adds short convolutions over the block, and scores for a token given the one before it.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +33,11 @@ class DrafterShape:
     block_size: int = 16
     window: int = 256
     target_layers: tuple[int, ...] = (1, 3, 5, 7)
+    second: bool = False
+    taps: int = 2  # of the convolutions
+    group: int = 16  # channels that share a kernel
+    rank: int = 64  # of the codebooks
+    scored: int = 32  # likeliest tokens that are scored
 
     @property
     def mask_token(self) -> int:
@@ -39,8 +47,12 @@ class DrafterShape:
     def config(self) -> dict[str, Any]:
         """Return config.json of the exported folder."""
         trunk = self.trunk
+        own: dict[str, Any] = {"mask_token_id": self.mask_token, "target_layer_ids": [*self.target_layers]}
+        if self.second:
+            own |= {"conv_kernel_size": self.taps, "conv_group_size": self.group}
+            own |= {"selector_rank": self.rank, "selector_top_k": self.scored}
         return {
-            "architectures": ["DFlashDraftModel"],
+            "architectures": ["DFlash2DraftModel" if self.second else "DFlashDraftModel"],
             "model_type": "qwen3",
             "dtype": "bfloat16",
             "hidden_size": trunk.hidden_size,
@@ -60,7 +72,7 @@ class DrafterShape:
             "sliding_window": self.window,
             "block_size": self.block_size,
             "num_target_layers": trunk.num_hidden_layers,
-            "dflash_config": {"mask_token_id": self.mask_token, "target_layer_ids": [*self.target_layers]},
+            "dflash_config": own,
         }
 
 
@@ -102,6 +114,42 @@ class CrossAttention(nn.Module):
         return norm(projection(x).unflatten(-1, (-1, self.shape.head_dim))).transpose(1, 2)
 
 
+class DynamicConv(nn.Module):
+    """Kernels of two causal convolutions over the block, one before a part of a layer and one after it."""
+
+    def __init__(self, hidden: int, taps: int, group: int):
+        super().__init__()
+        self.group = group
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, hidden))
+        self.kernel_projection = nn.Linear(hidden, 2 * taps * (hidden // group), bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return both, [..., taps, H] each, for x [..., H]."""
+        _, taps, hidden = self.base_kernel.shape
+        made = self.kernel_projection(x).unflatten(-1, (2, taps, hidden // self.group))
+        return (made.repeat_interleave(self.group, -1) + self.base_kernel.to(x.dtype)).unbind(-3)
+
+
+def _convolve(x: Tensor, kernel: Tensor, width: int) -> Tensor:
+    """x [B, n·width, H], blocks one after the other; kernel [B, n·width, taps, H]."""
+    blocks, taps = x.unflatten(1, (-1, width)), kernel.unflatten(1, (-1, width)).unbind(3)
+    shifted = (F.pad(blocks, (0, 0, t, 0))[:, :, :width] for t in range(len(taps)))
+    return sum(tap * each for tap, each in zip(taps, shifted, strict=True)).flatten(1, 2)  # type: ignore[union-attr]
+
+
+class CandidateSelector(nn.Module):
+    def __init__(self, hidden: int, vocabulary: int, rank: int):
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.randn(vocabulary, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(vocabulary, rank))
+        self.hidden_projection = nn.Linear(hidden, rank, bias=False)
+
+    def forward(self, made: Tensor, before: Tensor) -> Tensor:
+        """Return what is added to the logits of outputs [..., H] given the tokens before them [...], [..., V]."""
+        weights = self.predecessor_codebook[before] * self.hidden_projection(made)
+        return F.linear(weights, self.successor_codebook)
+
+
 class DrafterLayer(nn.Module):
     def __init__(self, shape: DrafterShape):
         super().__init__()
@@ -109,10 +157,20 @@ class DrafterLayer(nn.Module):
         self.self_attn = CrossAttention(shape.trunk)
         self.mlp = MLP(hidden, shape.intermediate_size)
         self.input_layernorm, self.post_attention_layernorm = Norm(hidden, eps), Norm(hidden, eps)
+        self.width = shape.block_size
+        if shape.second:
+            self.attention_conv = DynamicConv(hidden, shape.taps, shape.group)
+            self.mlp_conv = DynamicConv(hidden, shape.taps, shape.group)
 
     def forward(self, x: Tensor, context: Tensor, at: Tensor, sees: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context, at, sees)
-        return x + self.mlp(self.post_attention_layernorm(x), [])
+        x = x + self._part("attention_conv", self.input_layernorm(x), lambda y: self.self_attn(y, context, at, sees))
+        return x + self._part("mlp_conv", self.post_attention_layernorm(x), lambda y: self.mlp(y, []))
+
+    def _part(self, conv: str, x: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+        if not hasattr(self, conv):
+            return part(x)
+        before, after = getattr(self, conv)(x)
+        return _convolve(part(_convolve(x, before, self.width)), after, self.width)
 
 
 class Drafter(nn.Module):
@@ -123,8 +181,12 @@ class Drafter(nn.Module):
         self.hidden_norm = Norm(hidden, eps)
         self.layers = nn.ModuleList(DrafterLayer(shape) for _ in range(shape.layers))
         self.norm = Norm(hidden, eps)
+        if shape.second:
+            self.candidate_selector = CandidateSelector(hidden, shape.trunk.vocab_size, shape.rank)
         for name, weight in self.named_parameters():
-            if weight.ndim == 2:
+            if name.endswith("base_kernel"):
+                weight.data[:, 0] = 1.0
+            elif weight.ndim == 2 and "codebook" not in name:
                 nn.init.normal_(weight, std=0.01 if "o_proj" in name or "down_proj" in name else 0.02)
 
     def forward(self, net: Net, tokens: Tensor, taps: Tensor, starts: Tensor) -> Tensor:
@@ -171,17 +233,23 @@ def block_loss(
 ) -> Tensor:
     """Return the cross-entropy of the drafts, `teacher` of it with the trunk's distribution, the rest with the text.
 
-    A draft counts only if those before it are right, so its weight falls by e for every `decay` positions.
+    A draft counts only if those before it are right, so its weight falls by e for every `decay` positions. A DFlash2
+    is to do well with its scores, and a quarter as much without them: they choose among few tokens.
     """
     made = drafter(net, tokens, read.taps, starts)
-    drafts = net.logits(made).float().log_softmax(-1)  # [B, n, W - 1, V]
-    ahead = torch.arange(1, drafts.shape[2] + 1, device=tokens.device)
+    logits, ahead = net.logits(made), torch.arange(1, made.shape[2] + 1, device=tokens.device)
     at = starts[:, None] + ahead
-    text = -drafts.gather(-1, tokens[:, at, None]).squeeze(-1)  # [B, n, W - 1]
-    trunk = -(read.logits[:, at - 1].softmax(-1) * drafts).sum(-1)
     weights = torch.exp(-(ahead - 1) / decay)
-    by_position = ((1 - teacher) * text + teacher * trunk).mean((0, 1))
-    return (by_position * weights).sum() / weights.sum()
+    wanted = teacher * read.logits[:, at - 1].softmax(-1)  # [B, n, W - 1, V]
+    wanted.scatter_add_(-1, tokens[:, at, None], torch.full_like(wanted[..., :1], 1 - teacher))
+
+    def loss(logits: Tensor) -> Tensor:
+        by_position = -(wanted * logits.float().log_softmax(-1)).sum(-1).mean((0, 1))
+        return (by_position * weights).sum() / weights.sum()
+
+    if not drafter.shape.second:
+        return loss(logits)
+    return 0.8 * loss(logits + drafter.candidate_selector(made, tokens[:, at - 1])) + 0.2 * loss(logits)
 
 
 @torch.no_grad()
@@ -195,7 +263,14 @@ def survival(net: Net, drafter: Drafter | None, tokens: Tensor, read: Reading, s
         pairs = read.hidden[:, : tokens.shape[1] - k]
         first, *others = net.mtp.unroll(net.embed(tokens), pairs, starts - 1, k, [])
         made = torch.stack([first[:, starts - 1], *others], 2)
-    right = net.logits(made).argmax(-1) == tokens[:, at]
+    logits = net.logits(made).float()
+    if drafter is not None and drafter.shape.second:
+        best = logits.topk(drafter.shape.scored, -1)
+        scores = best.values + drafter.candidate_selector(made, tokens[:, at - 1]).float().gather(-1, best.indices)
+        drafts = best.indices.gather(-1, scores.argmax(-1, keepdim=True))[..., 0]
+    else:
+        drafts = logits.argmax(-1)
+    right = drafts == tokens[:, at]
     return right.int().cumprod(-1).float().mean((0, 1))
 
 

@@ -101,8 +101,9 @@ class DrafterTraining:
         """Log how the drafters do on held-out texts, and write them."""
         for drafter, loss in zip(self.drafters, losses, strict=True):
             found = {kind: self._survival(drafter, text) for kind, text in self.held.items()}
-            self.note({"layers": drafter.shape.layers, "loss": round(loss.item(), 4), **found})
-            save_drafter(drafter, self.out / f"drafter-{drafter.shape.layers}")
+            name = f"{'dflash2' if drafter.shape.second else 'dflash'}-{drafter.shape.layers}"
+            self.note({"drafter": name, "loss": round(loss.item(), 4), **found})
+            save_drafter(drafter, self.out / name)
         told = {"recipe": asdict(self.recipe), "steps": self.step, "log": self.log}
         (self.out / "training.json").write_text(json.dumps(told, indent=1))
 
@@ -141,7 +142,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("src/headstart/builtin/tiny-qwen3.5"))
     parser.add_argument("--corpus", type=Path, default=Path("training/work/corpus"))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--layers", type=int, nargs="+", default=[2], help="of the drafters, one or more of them")
+    parser.add_argument("--layers", type=int, nargs="+", default=[2], help="of each drafter to train")
+    parser.add_argument("--second-layers", type=int, nargs="+", default=[], help="of each DFlash2 drafter to train")
     parser.add_argument("--device", default="cuda")
     for name in ("seconds", "texts", "rows", "held"):
         default = getattr(DrafterRecipe, name)
@@ -150,7 +152,8 @@ def main() -> None:
     shape = SHAPES[given.model.name]
     recipe = DrafterRecipe(seconds=given.seconds, texts=given.texts, rows=given.rows, held=given.held)
     given.out.mkdir(parents=True, exist_ok=True)
-    shapes = [DrafterShape(shape, layers=layers) for layers in given.layers]
+    shapes = [DrafterShape(shape, layers) for layers in given.layers]
+    shapes += [DrafterShape(shape, layers, second=True) for layers in given.second_layers]
     net = load(given.model, shape).to(given.device, torch.bfloat16 if given.device == "cuda" else torch.float32)
     DrafterTraining(net, shapes, recipe, given.corpus, given.out).run()
 

@@ -1,6 +1,7 @@
 """A block drafter made by the recipe, at toy size: headstart drafts with it what PyTorch does."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -57,11 +58,13 @@ def test_generated_text_is_the_models_and_keeps_the_prompt(net: Net) -> None:
         assert same == 1 if row < 2 else same < 1
 
 
-def test_headstart_drafts_what_pytorch_does(net: Net, tmp_path: Path) -> None:
-    drafter = Drafter(DRAFTER)
+@pytest.mark.parametrize("second", [False, True])
+def test_headstart_drafts_what_pytorch_does(net: Net, tmp_path: Path, second: bool) -> None:
+    drafter = Drafter(replace(DRAFTER, second=second, scored=4))
     with torch.no_grad():
-        for name, weight in drafter.named_parameters():
-            weight.copy_((weight * (1 if name.endswith("norm.weight") else 5)).to(torch.bfloat16).float())
+        for weight in drafter.parameters():
+            weight += torch.randn_like(weight) * (0.1 if weight.ndim == 2 else 0.3)
+            weight.copy_(weight.to(torch.bfloat16).float())
     export.save(net, tmp_path / "model")
     save_drafter(drafter, tmp_path / "drafter")
     model = load_model(tmp_path / "model", drafter=tmp_path / "drafter", dtype=mx.float32)
@@ -73,14 +76,22 @@ def test_headstart_drafts_what_pytorch_does(net: Net, tmp_path: Path) -> None:
     with torch.no_grad():
         made = drafter(net, tokens, read_text(net, tokens, DRAFTER.target_layers).taps, starts)
         theirs = net.logits(made)[0]  # [3, 5, V]
+        if second:
+            scores = theirs + drafter.candidate_selector(made, tokens[:, starts[:, None] + torch.arange(5)])[0]
     ids = tokens[0].tolist()
-    for start, expected in zip(starts.tolist(), theirs, strict=True):
+    for row, (start, expected) in enumerate(zip(starts.tolist(), theirs, strict=True)):
         state = model.make_state(1)
         model.trunk(mx.array([ids[:start]]), state, certain=start)
         state.commit(mx.array([start]), most=start)
         for k in (5, 2):  # a block that is cut short drafts the same
-            ours, _ = model.block_logits(mx.array([ids[start]]), k, state)
+            ours, hidden = model.block_logits(mx.array([ids[start]]), k, state)
             assert np.abs(np.array(ours[0]) - expected[:k].numpy()).max() < 1e-3
+            for j in range(k if second else 0):
+                before = mx.array([ids[start + j]])
+                scored = np.array(model.drafter.rescore(ours[:, j : j + 1], hidden[:, j : j + 1], before))[0, 0]
+                kept = np.isfinite(scored)
+                assert kept.sum() == 4
+                assert np.abs(scored - scores[row, j].numpy())[kept].max() < 1e-3
 
 
 @pytest.mark.slow
@@ -91,20 +102,20 @@ def test_training_helps_and_leaves_a_drafter_behind(net: Net, tmp_path: Path) ->
     recipe = DrafterRecipe(
         seconds=8, length=48, prompt=(4, 16), texts=16, rows=8, held=4, warm_up=1, report_every=1e9, cool_down=1
     )
-    training = DrafterTraining(net, [DRAFTER], recipe, tmp_path, tmp_path)
+    training = DrafterTraining(net, [DRAFTER, replace(DRAFTER, second=True)], recipe, tmp_path, tmp_path)
     texts, starts = training.held["code"], torch.arange(8, 40, 4)
     read = read_text(net, texts, DRAFTER.target_layers)
 
-    def loss() -> float:
-        with torch.no_grad():
-            return block_loss(net, training.drafters[0], texts, read, starts, 5.0, 0.5).item()
+    @torch.no_grad()
+    def losses() -> list[float]:
+        return [block_loss(net, each, texts, read, starts, 5.0, 0.5).item() for each in training.drafters]
 
-    before = loss()
+    before = losses()
     training.run()
-    assert loss() < before
+    assert all(after < each for after, each in zip(losses(), before, strict=True))
     log = json.loads((tmp_path / "training.json").read_text())["log"]
     assert (len(log[0]["head"]["chat"]), len(log[-1]["code"])) == (6, 5)
-    assert read_drafter(tmp_path / "drafter-2").drafter.max_k == 5
+    assert [read_drafter(tmp_path / name).drafter.selects for name in ("dflash-2", "dflash2-2")] == [False, True]
 
 
 def test_survival_counts_drafts_up_to_the_first_wrong_one(net: Net) -> None:
