@@ -134,7 +134,7 @@ def _convolve(x: Tensor, kernel: Tensor, width: int) -> Tensor:
     """x [B, n·width, H], blocks one after the other; kernel [B, n·width, taps, H]."""
     blocks, taps = x.unflatten(1, (-1, width)), kernel.unflatten(1, (-1, width)).unbind(3)
     shifted = (F.pad(blocks, (0, 0, t, 0))[:, :, :width] for t in range(len(taps)))
-    return sum(tap * each for tap, each in zip(taps, shifted, strict=True)).flatten(1, 2)  # type: ignore[union-attr]
+    return sum(tap * each for tap, each in zip(taps, shifted, strict=True)).flatten(1, 2)
 
 
 class CandidateSelector(nn.Module):
