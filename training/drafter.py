@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from .model import MLP, Net, _normed, _rotated
@@ -38,6 +38,10 @@ class DrafterShape:
     group: int = 16  # channels that share a kernel
     rank: int = 64  # of the codebooks
     scored: int = 32  # likeliest tokens that are scored
+
+    @property
+    def name(self) -> str:
+        return f"dflash{'2' if self.second else ''}-{self.layers}"
 
     @property
     def mask_token(self) -> int:
@@ -272,6 +276,13 @@ def survival(net: Net, drafter: Drafter | None, tokens: Tensor, read: Reading, s
         drafts = logits.argmax(-1)
     right = drafts == tokens[:, at]
     return right.int().cumprod(-1).float().mean((0, 1))
+
+
+def load_drafter(folder: Path, shape: DrafterShape) -> Drafter:
+    """Return a saved drafter, in float32."""
+    drafter, saved = Drafter(shape), load_file(folder / "model.safetensors")
+    drafter.load_state_dict({name: weight.float() for name, weight in saved.items()})
+    return drafter
 
 
 def save_drafter(drafter: Drafter, folder: Path) -> None:

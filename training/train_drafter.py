@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .drafter import Drafter, DrafterShape, block_loss, read_text, save_drafter, survival
+from .drafter import Drafter, DrafterShape, block_loss, load_drafter, read_text, save_drafter, survival
 from .export import load
 from .model import Net
 from .optimiser import Optimiser, Rates
@@ -47,14 +47,14 @@ class DrafterRecipe:
 
 
 class DrafterTraining:
-    def __init__(self, net: Net, shapes: list[DrafterShape], recipe: DrafterRecipe, corpus: Path, out: Path):
+    def __init__(self, net: Net, drafters: list[Drafter], recipe: DrafterRecipe, corpus: Path, out: Path):
         torch.manual_seed(recipe.seed)
         torch.set_float32_matmul_precision("high")
         self.net, self.recipe, self.out = net.eval().requires_grad_(False), recipe, out
         self.device = net.model.embed_tokens.weight.device
-        self.drafters = [Drafter(shape).to(self.device) for shape in shapes]
+        self.drafters = [drafter.to(self.device) for drafter in drafters]
         self.optimisers = [Optimiser(drafter, recipe.rates) for drafter in self.drafters]
-        self.layers = shapes[0].target_layers
+        self.layers = drafters[0].shape.target_layers
         self.documents = {kind: self._rows(kind, corpus) for kind in ("chat", "code")}
         held = {kind: self._rows(f"held-{kind}", corpus).take(recipe.held).to(self.device) for kind in self.documents}
         self.begun, self.step, self.log = time.monotonic(), 0, list[dict[str, Any]]()
@@ -101,7 +101,7 @@ class DrafterTraining:
         """Log how the drafters do on held-out texts, and write them."""
         for drafter, loss in zip(self.drafters, losses, strict=True):
             found = {kind: self._survival(drafter, text) for kind, text in self.held.items()}
-            name = f"{'dflash2' if drafter.shape.second else 'dflash'}-{drafter.shape.layers}"
+            name = drafter.shape.name
             self.note({"drafter": name, "loss": round(loss.item(), 4), **found})
             save_drafter(drafter, self.out / name)
         told = {"recipe": asdict(self.recipe), "steps": self.step, "log": self.log}
@@ -142,8 +142,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("src/headstart/builtin/tiny-qwen3.5"))
     parser.add_argument("--corpus", type=Path, default=Path("training/work/corpus"))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--layers", type=int, nargs="+", default=[2], help="of each drafter to train")
-    parser.add_argument("--second-layers", type=int, nargs="+", default=[], help="of each DFlash2 drafter to train")
+    parser.add_argument("--layers", type=int, nargs="*", default=[], help="of each drafter to train")
+    parser.add_argument("--second-layers", type=int, nargs="*", default=[2], help="of each DFlash2 drafter to train")
+    parser.add_argument("--from", type=Path, dest="begin", metavar="FOLDER", help="of drafters to go on from")
     parser.add_argument("--device", default="cuda")
     for name in ("seconds", "texts", "rows", "held"):
         default = getattr(DrafterRecipe, name)
@@ -155,7 +156,8 @@ def main() -> None:
     shapes = [DrafterShape(shape, layers) for layers in given.layers]
     shapes += [DrafterShape(shape, layers, second=True) for layers in given.second_layers]
     net = load(given.model, shape).to(given.device, torch.bfloat16 if given.device == "cuda" else torch.float32)
-    DrafterTraining(net, shapes, recipe, given.corpus, given.out).run()
+    drafters = [load_drafter(given.begin / each.name, each) if given.begin else Drafter(each) for each in shapes]
+    DrafterTraining(net, drafters, recipe, given.corpus, given.out).run()
 
 
 if __name__ == "__main__":
