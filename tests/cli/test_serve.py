@@ -182,3 +182,4 @@ def test_models_that_cannot_be_served_together_are_refused(tmp_path: Path) -> No
     assert "two are called one" in refused(folders[0], folders[2], "--port", "0")
     assert "--model-id is for one model" in refused(*folders[:2], "--model-id", "mine")
     assert "--images is for one model" in refused(*folders[:2], "--images")
+    assert "--drafter is for one model" in refused(*folders[:2], "--drafter", folders[0])

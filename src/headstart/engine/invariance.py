@@ -32,7 +32,7 @@ def is_batch_invariant(model: Model) -> bool:
     Measured once per model.
     """
     if model not in _measured:
-        with compiled_together():
+        with compiled_together(model.dtype):
             alone = {n: _logits(model, window=n + 1, sequences=1)[0, -1] for n in (0, 1, 4)}
             same = []
             # All shapes run whatever the result: the ranks of a cluster take part in each other's passes.
