@@ -47,6 +47,7 @@ def state_identity(model: Model) -> str:
     sources = hashlib.sha256()
     for file in sorted(path for path in package.rglob("*") if path.suffix in SOURCES):
         sources.update(file.read_bytes())
+    adapters = [(name, adapter.digest) for name, adapter in model.adapters.items()]
     parameters: dict[str, mx.array] = dict(tree_flatten(model.weights.parameters()))
     weights = [(name, a.shape, str(a.dtype), _sum_bits(a).item()) for name, a in parameters.items()]
     tokens = mx.arange(min(CHUNK, model.context_length - 1))[None] % model.vocabulary
@@ -54,9 +55,8 @@ def state_identity(model: Model) -> str:
     proof = hashlib.sha256(bytes(hidden.view(mx.uint8))).hexdigest()
     versions = [version(name) for name in ("headstart", "mlx", "mlx-lm")]
     device = [selected(), *(mx.device_info().get(name) for name in ("architecture", "device_name"))]
-    return repr(
-        (versions, sources.hexdigest(), device, model.config, model.dtype_name, model.eight_bit_kv, weights, proof)
-    )
+    of_model = (model.config, model.dtype_name, model.eight_bit_kv, weights, adapters, proof)
+    return repr((versions, sources.hexdigest(), device, *of_model))
 
 
 def _sum_bits(array: mx.array) -> mx.array:
