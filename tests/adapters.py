@@ -23,7 +23,7 @@ def write_adapter(
     keys: list[str] | None = None,
     **config: Any,
 ) -> Path:
-    """Write an adapter for the checkpoint `model`, of all linear layers and experts of its last layers, or of `keys`."""
+    """Write an adapter for the checkpoint `model`: of all linear layers and experts of its last layers, or `keys`."""
     lm = LoadPlan.of(model).model.lm
     parameters: dict[str, Any] = {"rank": rank, "scale": scale, "dropout": 0.0}
     parameters |= {"keys": keys} if keys is not None else {}

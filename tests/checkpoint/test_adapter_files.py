@@ -77,7 +77,8 @@ def test_a_damaged_adapter_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"), [({"hidden_size": 128}, "has shapes (128, 4)"), ({"num_hidden_layers": 8}, "is not in this")]
+    ("sizes", "message"),
+    [({"hidden_size": 128}, "has shapes (128, 4)"), ({"num_hidden_layers": 8}, "is not in this")],
 )
 def test_an_adapter_of_another_model_is_refused(
     sizes: dict[str, int], message: str, folder: Path, tmp_path: Path
@@ -103,15 +104,18 @@ def test_a_name_that_a_request_could_not_say_is_refused(name: str, folder: Path,
 
 
 def test_the_memory_of_adapters_counts(folder: Path, tmp_path: Path) -> None:
-    adapters = {f"r{rank}": write_adapter(tmp_path / str(rank), folder, rank=rank, keys=["mlp.up_proj"]) for rank in (2, 8)}
+    adapters = {
+        f"r{rank}": write_adapter(tmp_path / str(rank), folder, rank=rank, keys=["mlp.up_proj"]) for rank in (2, 8)
+    }
     plain, planned = LoadPlan.of(folder), LoadPlan.of(folder, adapters=adapters)
     before = mx.get_active_memory()
     model = load_model(folder)
     without = mx.get_active_memory() - before
     del model
     before = mx.get_active_memory()
-    model = load_model(folder, adapters=adapters)
+    adapted = load_model(folder, adapters=adapters)
     taken = mx.get_active_memory() - before - without
     counted = planned.needs.weights - plain.needs.weights
+    assert list(adapted.adapters) == ["r2", "r8"]
     assert counted <= taken <= counted + 64 * 1024
     assert planned.needs.request == plain.needs.request

@@ -1,4 +1,4 @@
-"""Sequences with LoRA adapters decode beside others as alone, whatever is drafted, and find only their own prefixes."""
+"""Sequences with LoRA adapters decode beside others as alone, whatever is drafted, and find their own prefixes."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import isfinite, prod
 from pathlib import Path
 from reprlib import repr as shortened
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -89,7 +90,11 @@ def attach_adapters(model: Model, adapters: Sequence[StoredAdapter]) -> Model:
 
 def _read(name: str, path: Path) -> StoredAdapter:
     if missing := next((file for file in (CONFIG, WEIGHTS) if not (path / file).is_file()), None):
-        peft = " It is PEFT's format, which must be converted first." if (path / "adapter_model.safetensors").exists() else ""
+        peft = (
+            " It is PEFT's format, which must be converted first."
+            if (path / "adapter_model.safetensors").exists()
+            else ""
+        )
         raise AdapterError(
             f"{path}: {missing} is missing. Name a folder that `mlx_lm.lora --adapter-path` has written.{peft}"
         )
@@ -99,7 +104,8 @@ def _read(name: str, path: Path) -> StoredAdapter:
         raise AdapterError(f"{path / CONFIG}: fine_tune_type is {shortened(kind)}; only lora can be served unfused.")
     settings = config.get("lora_parameters")
     settings = settings if isinstance(settings, dict) else {}
-    rank, scale = settings.get("rank"), settings.get("scale")
+    rank: Any = settings.get("rank")
+    scale: Any = settings.get("scale")
     if type(rank) is not int or not 0 < rank <= 4096:
         raise AdapterError(f"{path / CONFIG}: lora_parameters.rank is {shortened(rank)}, not a positive number.")
     if type(scale) not in (int, float) or not isfinite(scale):

@@ -25,7 +25,9 @@ def prefill_chunk(
     """Prefill one more chunk. Return True once all tokens but the last are in: that one opens the first window."""
     tokens = sequence.tokens
     if sequence.batch is None:
-        sequence.chunks = Chunks.of(sequence.cache_keys, chunk_ends(tokens, marker, CHUNK), sequence.handle.request.adapter)
+        sequence.chunks = Chunks.of(
+            sequence.cache_keys, chunk_ends(tokens, marker, CHUNK), sequence.handle.request.adapter
+        )
         _start(model, sequence, prefix)
     assert sequence.batch is not None
     assert sequence.chunks is not None

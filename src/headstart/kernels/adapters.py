@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,7 +21,8 @@ _chosen: ContextVar[mx.array | None] = ContextVar("adapters of the sequences in 
 _applied: ContextVar[set[int] | None] = ContextVar("ids of the LayerAdapters that were added", default=None)
 
 
-class Adapter(NamedTuple):
+@dataclass(frozen=True)
+class Adapter:
     """An adapter of a loaded model."""
 
     index: int  # among the model's adapters
@@ -74,7 +74,8 @@ def choose_adapters(chosen: mx.array | None) -> Iterator[None]:
 @contextmanager
 def applied_adapters() -> Iterator[set[int]]:
     """Collect the ids of the LayerAdapters that are added in this context."""
-    token = _applied.set(applied := set())
+    applied: set[int] = set()
+    token = _applied.set(applied)
     try:
         yield applied
     finally:

@@ -151,9 +151,7 @@ class Model:
         with choose_adapters(state.adapters):
             return self._run_layers(state, tokens, certain, embeddings)
 
-    def _run_layers(
-        self, state: BatchState, tokens: mx.array, certain: int, embeddings: mx.array | None
-    ) -> mx.array:
+    def _run_layers(self, state: BatchState, tokens: mx.array, certain: int, embeddings: mx.array | None) -> mx.array:
         mask, share, layers = state.reserve(tokens.shape[1]), self.share, self.weights.layers
         parts, memories = [self.family.parts(layer) for layer in layers], iter(state.layers)
         accepted = state.accepted

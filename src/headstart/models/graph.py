@@ -36,7 +36,13 @@ class Graph:
     def __call__(self, rows: BatchState, *inputs: Any) -> mx.array:
         """Run the graph. `rows` must have room for the window already: a graph cannot grow what it is given."""
         shapes = [each.shape if isinstance(each, mx.array) else each for each in inputs]
-        shape = (rows.capacity, rows.shift is None, rows.adapters is None, *shapes, *(array.shape for array in rows.layers[0].arrays()))
+        shape = (
+            rows.capacity,
+            rows.shift is None,
+            rows.adapters is None,
+            *shapes,
+            *(array.shape for array in rows.layers[0].arrays()),
+        )
         if len(self.seen) >= MOST and shape not in self.seen:
             self.seen.clear()
             self.traced = mx.compile(self._from_arrays)

@@ -176,11 +176,11 @@ def add_model_routes(app: FastAPI, pool: ModelPool, downloads: Downloads | None)
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         others = {"downloads": downloads.describe()} if downloads is not None else {}
-        return {"object": "list", "data": [model.describe() for model in pool.models], **others}
+        return {"object": "list", "data": [entry for model in pool.models for entry in model.entries()], **others}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        return pool.find(name).describe()
+        return pool.find(name).describe(name)
 
     @app.post("/v1/models/pull")
     async def start_download(body: ModelName) -> dict[str, Any]:

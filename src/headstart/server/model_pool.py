@@ -125,9 +125,12 @@ class ModelPool:
 
     def find(self, name: str | None) -> PooledModel:
         """Return the model that a request names, by default the first."""
-        found = next((each for each in self.models if name is None or each.info.answers_to(name)), None)
-        if found is None:
-            ids = ", ".join(repr(each.id) for each in self.models[:20])
+        for each in self.models:
+            if name is None or each.info.answers_to(name) or each.info.adapter_of(name):
+                found = each
+                break
+        else:
+            ids = ", ".join(repr(entry["id"]) for each in self.models[:20] for entry in each.entries())
             message = f"model {str(name)[:100]!r} is not served here: this server has {ids}"
             raise Refusal(404, message, param="model", code="model_not_found")
         return found
