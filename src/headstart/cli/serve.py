@@ -37,7 +37,9 @@ def serve_command(
     port: int = Option(8000, min=0, max=65535, help="0 takes a free one."),
     all_models: bool = Option(False, "--all", help="Serve every model on this machine, loaded when it is needed."),
     pin: list[str] | None = Option(None, metavar="MODEL", help="Load this one at the start, and never unload it."),
-    allow_download: bool = Option(False, "--allow-download", help="Let clients have models downloaded from the hub."),
+    allow_download: bool = Option(
+        False, "--allow-download", help="Let clients download models from the hub, and remove them."
+    ),
     memory_gb: float | None = Option(
         None, min=0, help="Memory for all loaded models and their requests.", show_default="what is free"
     ),

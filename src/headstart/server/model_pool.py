@@ -183,6 +183,11 @@ class ModelPool:
             if model.loaded is not None:
                 await self._unload(model)
 
+    async def remove(self, model: PooledModel) -> None:
+        """Serve a model no more, unless a request uses it."""
+        await self.unload(model)
+        self.models.remove(model)
+
     async def _wait(self, model: PooledModel) -> None:
         loop = asyncio.get_running_loop()
         if self.max_queue is not None and len(model.waiters) >= self.max_queue:
