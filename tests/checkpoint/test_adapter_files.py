@@ -119,3 +119,9 @@ def test_the_memory_of_adapters_counts(folder: Path, tmp_path: Path) -> None:
     assert list(adapted.adapters) == ["r2", "r8"]
     assert counted <= taken <= counted + 64 * 1024
     assert planned.needs.request == plain.needs.request
+
+
+def test_several_machines_do_without_adapters(folder: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "tune", folder)
+    with pytest.raises(CheckpointError, match="adapters are not available on several machines"):
+        load_model(folder, adapters={"tune": adapter}, split=lambda config: pytest.fail("it is refused before"))
