@@ -74,11 +74,11 @@ def attach_adapters(model: Model, adapters: Sequence[StoredAdapter]) -> Model:
             parts = [[a.T[None], b.T[None]] for a, b in parts]
         rank = max(adapter.rank for adapter in having)
         down = [mx.pad(a.astype(mx.float32), [(0, 0), (0, rank - a.shape[1]), (0, 0)]) for a, _ in parts]
-        up = [mx.pad(b.astype(mx.float32), [(0, 0), (0, 0), (0, rank - b.shape[2])]) for _, b in parts]
-        slots = mx.array([having.index(each) if each in having else -1 for each in adapters], mx.int32)
-        scales = mx.array([adapter.scale for adapter in having], mx.float32)
-        held = LayerAdapters(slots, mx.concatenate(down), mx.concatenate(up), scales)
-        mx.eval(held.slots, held.down, held.up, held.scales)
+        scaled = [each.scale * b.astype(mx.float32) for each, (_, b) in zip(having, parts, strict=True)]
+        up = [mx.pad(b, [(0, 0), (0, 0), (0, rank - b.shape[2])]) for b in scaled]
+        slots = tuple(having.index(each) if each in having else -1 for each in adapters)
+        held = LayerAdapters(slots, mx.concatenate(down), mx.concatenate(up))
+        mx.eval(held.down, held.up)
         modules[name][ADAPTERS] = held
     _check_applied(model, modules, adapters)
     known = {

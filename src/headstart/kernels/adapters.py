@@ -17,7 +17,7 @@ import mlx.nn as nn
 from . import cpu
 
 ADAPTERS = cpu.ADAPTERS
-_chosen: ContextVar[mx.array | None] = ContextVar("adapters of the sequences in this pass", default=None)
+_chosen: ContextVar["ChosenAdapters | None"] = ContextVar("adapters of the sequences in this pass", default=None)
 _applied: ContextVar[set[int] | None] = ContextVar("ids of the LayerAdapters that were added", default=None)
 
 
@@ -34,37 +34,55 @@ class Adapter:
 
 @dataclass(frozen=True)
 class LayerAdapters:
-    """What adapters add to one layer: `scale · x @ down.T @ up.T`, all in float32."""
+    """What adapters add to one layer: `x @ down.T @ up.T`, all in float32."""
 
-    slots: mx.array  # [adapters], where each is in the arrays below; -1 if it does not change this layer
+    slots: tuple[int, ...]  # of every adapter in the arrays below; -1 if it does not change this layer
     down: mx.array  # [slots, R, K], or [slots · experts, R, K]
-    up: mx.array  # [slots, N, R], or [slots · experts, N, R]
-    scales: mx.array  # [slots]
+    up: mx.array  # [slots, N, R], or [slots · experts, N, R]; times the adapter's scale
 
     def __deepcopy__(self, memo: dict[int, object]) -> "LayerAdapters":
         return self
 
-    def add(self, made: mx.array, x: mx.array, chosen: mx.array, experts: mx.array | None) -> mx.array:
-        """Return `made` [B, W, N] plus what the adapters `chosen` [B] add for x [B, W, K].
+    def add(self, made: mx.array, x: mx.array, chosen: "ChosenAdapters", experts: mx.array | None) -> mx.array:
+        """Return `made` [B, W, N] plus what the adapters of the sequences add for x [B, W, K], given in float32.
 
         With `experts` [B, W, E] of each row `made` is [B, W, E, N], and x may be [B, W, E, K].
         """
-        slots = mx.where(chosen < 0, -1, self.slots[mx.maximum(chosen, 0)]).reshape(-1, 1, 1)  # [B, 1, 1]
-        used = mx.maximum(slots, 0).astype(mx.uint32)
+        used, without = chosen.slots(self.slots)
         index = mx.broadcast_to(used, (*x.shape[:2], 1))
         if experts is not None:
-            index = used * (self.down.shape[0] // self.scales.shape[0]) + experts
-        added = _row_products(_row_products(x.astype(mx.float32), index, self.down), index, self.up)
-        added = (self.scales[used][..., None] * added).astype(made.dtype)  # [B, W, 1 or E, N]
+            index = used * (self.down.shape[0] // (max(self.slots) + 1)) + experts
+        added = _row_products(_row_products(x, index, self.down), index, self.up).astype(made.dtype)
         if experts is None:
-            return mx.where(slots < 0, made, made + added.squeeze(-2))
-        return mx.where(slots[..., None] < 0, made, made + added)
+            added = added.squeeze(-2)
+        if without is None:
+            return made + added
+        return mx.where(without if experts is None else without[..., None], made, made + added)
+
+
+class ChosenAdapters:
+    """The adapters of the sequences in one pass, by their places in layers."""
+
+    def __init__(self, indices: mx.array, mixed: bool):
+        self._indices, self._mixed = indices, mixed
+        self._known: dict[tuple[int, ...], tuple[mx.array, mx.array | None]] = {}  # most layers have the same places
+
+    def slots(self, places: tuple[int, ...]) -> tuple[mx.array, mx.array | None]:
+        """Return each sequence's slot [B, 1, 1], 0 where it has none, and which have none; None if all have one."""
+        if places not in self._known:
+            slots = mx.array([*places, -1], mx.int32)[self._indices].reshape(-1, 1, 1)  # the last is that of -1
+            without = slots < 0 if self._mixed or min(places) < 0 else None
+            self._known[places] = mx.maximum(slots, 0).astype(mx.uint32), without
+        return self._known[places]
 
 
 @contextmanager
-def choose_adapters(chosen: mx.array | None) -> Iterator[None]:
-    """Add the adapters of sequences [B], -1 for none, to the products in this context. None: no sequence has any."""
-    token = _chosen.set(chosen)
+def choose_adapters(indices: mx.array | None, *, mixed: bool = True) -> Iterator[None]:
+    """Add the adapters of sequences [B], -1 for none, to the products in this context. None: no sequence has any.
+
+    `mixed`: some sequences have none.
+    """
+    token = _chosen.set(None if indices is None else ChosenAdapters(indices, mixed))
     try:
         yield
     finally:
@@ -86,12 +104,13 @@ def add_adapters(
     made: list[mx.array], x: mx.array, layers: tuple[nn.Module, ...], experts: mx.array | None = None
 ) -> list[mx.array]:
     """Add to the products of layers with x what the sequences' adapters add."""
-    if (chosen := _chosen.get()) is None:
+    if (chosen := _chosen.get()) is None or not has_adapters(*layers):
         return made
     pairs = [(y, layer.get(ADAPTERS)) for y, layer in zip(made, layers, strict=True)]
     if (applied := _applied.get()) is not None:
         applied.update(id(held) for _, held in pairs)
-    return [y if held is None else held.add(y, x, chosen, experts) for y, held in pairs]
+    wide = x.astype(mx.float32)
+    return [y if held is None else held.add(y, wide, chosen, experts) for y, held in pairs]
 
 
 def has_adapters(*layers: nn.Module) -> bool:

@@ -148,7 +148,7 @@ class Model:
     def _trunk(
         self, state: BatchState, tokens: mx.array, certain: int = 1, embeddings: mx.array | None = None
     ) -> mx.array:
-        with choose_adapters(state.adapters):
+        with choose_adapters(state.adapters, mixed=-1 in state.adapter_indices or not state.adapter_indices):
             return self._run_layers(state, tokens, certain, embeddings)
 
     def _run_layers(self, state: BatchState, tokens: mx.array, certain: int, embeddings: mx.array | None) -> mx.array:
