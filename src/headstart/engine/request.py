@@ -30,6 +30,7 @@ class Request:
         keep_logits: Hand out the target's logits with every token.
         priority: Batch requests wait while interactive ones do. Once started they run like others.
         images: The images that placeholder tokens in the prompt stand for, see `insert_images`.
+        adapter: The name of one of the model's adapters.
     """
 
     prompt: Sequence[int]
