@@ -48,6 +48,7 @@ def state_identity(model: Model) -> str:
     sources = hashlib.sha256()
     for file in sorted(path for path in package.rglob("*") if path.suffix in SOURCES):
         sources.update(file.read_bytes())
+    adapters = [(name, adapter.digest) for name, adapter in model.adapters.items()]
     parts = [model.weights] if model.tower is None else [model.weights, model.tower]
     parameters: list[tuple[str, mx.array]] = [
         each for part in parts for each in dict(tree_flatten(part.parameters())).items()
@@ -59,7 +60,7 @@ def state_identity(model: Model) -> str:
     versions = [version(name) for name in ("headstart", "mlx", "mlx-lm")]
     device = [selected(), *(mx.device_info().get(name) for name in ("architecture", "device_name"))]
     settings = [model.config, model.dtype_name, model.eight_bit_kv, model.tower and model.tower.rules]
-    return repr((versions, sources.hexdigest(), device, settings, weights, proof))
+    return repr((versions, sources.hexdigest(), device, settings, weights, adapters, proof))
 
 
 def _sum_bits(array: mx.array) -> mx.array:

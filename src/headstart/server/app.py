@@ -176,12 +176,24 @@ class ModelName(BaseModel):
 def add_model_routes(app: FastAPI, pool: ModelPool, downloads: Downloads | None) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        others = {"downloads": downloads.describe()} if downloads is not None else {}
-        return {"object": "list", "data": [model.describe() for model in pool.models], **others}
+        data = [entry for model in pool.models for entry in model.entries()]
+        if downloads is None:
+            return {"object": "list", "data": data}
+        removable = {model.id for model in pool.models if downloads.can_remove(model)}
+        data = [entry | {"removable": entry["id"] in removable} for entry in data]
+        return {"object": "list", "data": data, "downloads": downloads.describe()}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        return pool.find(name).describe()
+        return pool.find(name).describe(name)
+
+    @app.delete("/v1/models/{name:path}")
+    async def remove(name: str) -> dict[str, Any]:
+        model = pool.find(name)
+        if downloads is None:
+            refuse("model", "the disk is not changed: start the server with --allow-download", "unsupported")
+        await downloads.remove(model)
+        return {"id": model.id, "object": "model", "deleted": True}
 
     @app.post("/v1/models/pull")
     async def start_download(body: ModelName) -> dict[str, Any]:

@@ -120,7 +120,8 @@ class RequestHandler:
             for part in body.parts():
                 prompt = await part.make_prompt(served, work)
                 request = part.engine_request(prompt, served.model.context_length)
-                requests.append(replace(request, priority=body.priority or "interactive"))
+                adapter = served.info.adapter_of(body.model)
+                requests.append(replace(request, priority=body.priority or "interactive", adapter=adapter))
             if request.params.logprobs:
                 await work.run(served.token_bytes, 0)  # slow once, and must not block the event loop
             return prompt, requests
