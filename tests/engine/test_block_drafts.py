@@ -96,6 +96,16 @@ def test_text_is_that_of_plain_decoding_for_every_block(params: Any) -> None:
     assert most > 4, "blocks are hardly accepted: the test shows little"
 
 
+def test_the_optimistic_rule_accepts_whole_blocks_and_says_so() -> None:
+    prompt = random_prompt(pair(), 30, 7)
+    answer = generate(pair(), prompt, k=6, max_tokens=36, temperature=0.8, accept="optimistic")
+    stats = answer.stats
+    assert stats is not None
+    assert not stats.exact
+    assert stats.accepted_by_source["drafter"] == stats.proposed_by_source["drafter"] > 24
+    assert [*map(len, answer.bursts)][1:-1] == [7] * (len(answer.bursts) - 2)
+
+
 def test_a_drafter_that_selects_changes_no_token_either(tmp_path: Path) -> None:
     _, target, _ = folders()
     drafter = write_drafter(tmp_path, target, second=True, block_size=8)

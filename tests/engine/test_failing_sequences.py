@@ -378,3 +378,18 @@ def test_a_sequence_that_is_read_again_is_exact_where_prompts_have_the_same_kern
         engine.run_once()
     engine.recompute_all()
     assert collect(handle).stats.exact is not cuda
+
+
+def test_no_request_fails_because_the_calibration_did(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = random_model("dense", seed=77)  # with a controller of its own, which knows no step time yet
+    prompt = random_prompt(model, 9)
+
+    def failing(*_: object) -> None:
+        raise ValueError("not of your making")
+
+    monkeypatch.setattr("headstart.engine.engine.time_steps", failing)
+    answer = collect(submit(Engine(model), prompt, max_tokens=12, k="auto"))
+    assert (answer.error, answer.tokens) == (None, mlx_lm_greedy(model, prompt, 12))
+    assert "calibration failed" in caplog.text
