@@ -105,7 +105,7 @@ def test_a_name_that_a_request_could_not_say_is_refused(name: str, folder: Path,
 
 def test_the_memory_of_adapters_counts(folder: Path, tmp_path: Path) -> None:
     adapters = {
-        f"r{rank}": write_adapter(tmp_path / str(rank), folder, rank=rank, keys=["mlp.up_proj"]) for rank in (2, 8)
+        f"r{rank}": write_adapter(tmp_path / str(rank), folder, rank=rank, keys=["mlp.up_proj"]) for rank in (2, 128)
     }
     plain, planned = LoadPlan.of(folder), LoadPlan.of(folder, adapters=adapters)
     before = mx.get_active_memory()
@@ -116,8 +116,8 @@ def test_the_memory_of_adapters_counts(folder: Path, tmp_path: Path) -> None:
     adapted = load_model(folder, adapters=adapters)
     taken = mx.get_active_memory() - before - without
     counted = planned.needs.weights - plain.needs.weights
-    assert list(adapted.adapters) == ["r2", "r8"]
-    assert counted <= taken <= counted + 64 * 1024
+    assert list(adapted.adapters) == ["r2", "r128"]
+    assert 500_000 < counted <= taken <= counted + 64 * 1024
     assert planned.needs.request == plain.needs.request
 
 

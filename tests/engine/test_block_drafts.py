@@ -74,7 +74,10 @@ def _good_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         {},
         {"seed": 4, "temperature": 0.7, "top_p": 0.9},
-        {"seed": 5, "temperature": 0.6, "presence_penalty": 0.4, "repetition_penalty": 1.2},
+        pytest.param(
+            {"seed": 5, "temperature": 0.6, "presence_penalty": 0.4, "repetition_penalty": 1.2},
+            marks=pytest.mark.slow,  # `test_sequences_join_…` has them at many depths
+        ),
     ],
     ids=["greedy", "seeded", "penalties"],
 )
@@ -141,6 +144,7 @@ def test_sequences_join_leave_and_resume_beside_each_other(monkeypatch: pytest.M
     for n in range(10):
         prompt = (common if n % 2 else []) + random_prompt(model, 5 + 9 * n, n)
         params: dict[str, Any] = {"seed": n, "temperature": 0.6} if n % 3 == 1 else {}
+        params |= {"presence_penalty": 0.4, "repetition_penalty": 1.2} if n % 6 == 1 else {}
         k = (0, 15, 4)[n % 3] if n % 5 == 4 else "auto"
         asked.append((prompt, {**params, "max_tokens": 10 + 7 * (n % 4), "k": k}))
     handles = []
