@@ -10,6 +10,7 @@ BIN   := .venv/bin
 READY := .venv/.ready
 DEV   := .venv/.ready-dev
 # One file stays on one worker, so that a model loaded once per file is loaded once.
+unexport PYTHONDONTWRITEBYTECODE # each of a hundred processes would compile all that it imports
 PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help

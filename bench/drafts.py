@@ -2,10 +2,11 @@
 
     python bench/drafts.py [MODEL] [--kinds edit json prose code …] [--texts 6] [--repeats 3]
 
-`edit` and `json` are recorded texts (edits.py) that are imposed on the model: a small model copies badly, so the
-trunk's logits are replaced by the text's own tokens at their full cost. The head drafts from the trunk's real hidden
-states, and accepts fewer drafts than on a text of the model's own. All other kinds are those of `headstart bench`,
-generated freely. Everything is interleaved, one sequence at a time, and ratios are taken within a repeat.
+`edit`, `json` and `release` are recorded texts (edits.py; pip downloads the releases) that are imposed on the model:
+a small model copies badly, so the trunk's logits are replaced by the text's own tokens at their full cost. The head
+drafts from the trunk's real hidden states, and accepts fewer drafts than on a text of the model's own. All other
+kinds are those of `headstart bench`, generated freely. Everything is interleaved, one sequence at a time, and ratios
+are taken within a repeat.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
-from edits import edits, records
+from edits import edits, records, release_edits
 
 from headstart import load
 from headstart.bench.prompts import builtin_prompts
@@ -35,9 +36,11 @@ class Imposed(Model):
     text: list[int] = field(default_factory=list)  # prompt and answer
     at: list[mx.array] = field(default_factory=list)  # where the last window begins
 
-    def trunk(self, tokens: mx.array, state: BatchState, certain: int) -> mx.array:
+    def trunk(
+        self, tokens: mx.array, state: BatchState, certain: int, embeddings: mx.array | None = None
+    ) -> mx.array:
         self.at[:] = [state.lengths]
-        return super().trunk(tokens, state, certain)
+        return super().trunk(tokens, state, certain, embeddings)
 
     def logits(self, hidden: mx.array) -> mx.array:
         logits = super().logits(hidden)
@@ -89,7 +92,7 @@ def main() -> None:
     arguments = parser.parse_args()
     model, tokenizer = load(arguments.model)
     texts: dict[str, list[Text]] = {kind: [] for kind in arguments.kinds}
-    for each in [*edits(), *records()]:
+    for each in [*edits(), *records(), *(release_edits() if "release" in texts else [])]:
         if each.kind in texts and each.tuned == arguments.tuned:
             chat = [{"role": "user", "content": each.question}]
             prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, enable_thinking=False)

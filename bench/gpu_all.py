@@ -114,7 +114,8 @@ def first_answer(name: str) -> None:
     warm.warm_up()
     say(f"warmed up, {time.perf_counter() - begun:.1f} s after the model was loaded")
     with EngineThread(warm) as engine:
-        handle = engine.submit(Request(gpu.prompts(1, 20)[0], SamplingParams(max_tokens=100)))
+        prompt = [token % model.vocabulary for token in gpu.prompts(1, 20)[0]]
+        handle = engine.submit(Request(prompt, SamplingParams(max_tokens=100)))
         stream = iter(handle)
         next(stream)
         say(f"**first token {time.perf_counter() - begun:.1f} s after the model was loaded**")

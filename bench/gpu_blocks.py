@@ -103,9 +103,14 @@ def main() -> None:
             took = step_seconds(model, asked, cell.k, advance=partial(step, source=cell.source))
             pattern = block if cell.source == Source.BLOCK else head
             rate = decode_imposed(model, recording, cell.k, pattern, cell.source).rate
+            print(
+                f"turn {turn}, source {cell.source}, k = {cell.k}: {1e3 * took:.2f} ms, {rate:.1f} tokens/s",
+                flush=True,
+            )
             if turn:
                 seconds[cell].append(took)
                 rates[cell].append(rate)
+                note(f"{name} blocks {cell.source} {cell.k}", [seconds[cell], rates[cell]])
     table("source", "k", "ms a step", "to k = 0", "tokens/s", "lowest", "highest", f"to the head at k = {HEAD}")
     plain, compared = median(seconds[cells[0]]), rates[cells[1]]
     for cell in cells:
@@ -113,10 +118,8 @@ def main() -> None:
         source = Source(cell.source).name.lower() if cell.k else "none"
         speed = (median(rates[cell]), min(rates[cell]), max(rates[cell]))
         line(source, cell.k, f"{1e3 * took:.2f}", f"{took / plain:.2f}", *speed, f"{ratio:.2f}")
-        note(f"{name} blocks {source} {cell.k}", [seconds[cell], rates[cell]])
-    print(
-        "the controller takes", choice({cell: median(each) for cell, each in seconds.items()}, head, block, len(head))
-    )
+    medians = {cell: median(each) for cell, each in seconds.items()}
+    print("the controller takes", choice(medians, head, block, len(head)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Measure prefill, memory and decoding along a long context, with the KV cache as it is and in 8 bits.
 
     python bench/long_context.py [--model FOLDER] [--tokens 1024 8192 16384 32768] [--steps 8] [--hidden 256]
+                                 [--dtype bfloat16]
 
 By default a random checkpoint with one attention layer in four and heads of 256, as Qwen3.5 has them. One sequence is
 prefilled once; at each length, `--steps` plain steps (k = 0) are timed and the median is taken, and prefill is timed
@@ -28,11 +29,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from checkpoints import write
 
 
-def random_model(hidden: int, context: int) -> Model:
+def random_model(hidden: int, context: int, dtype: str) -> Model:
     sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": 4, "head_dim": 256}
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), "dense", max_position_embeddings=context, **sizes)
-        return load_model(folder, dtype=mx.float32)
+        return load_model(folder, dtype=getattr(mx, dtype))
 
 
 def measure(model: Model, lengths: list[int], steps: int) -> list[tuple[float, float, float]]:
@@ -68,9 +69,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192, 16384, 32768])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--dtype", default="bfloat16")
     arguments = parser.parse_args()
     lengths = sorted(arguments.tokens)
-    model = load_model(arguments.model) if arguments.model else random_model(arguments.hidden, 2 * lengths[-1])
+    if arguments.model:
+        model = load_model(arguments.model)
+    else:
+        model = random_model(arguments.hidden, 2 * lengths[-1], arguments.dtype)
     exact, small = (measure(each, lengths, arguments.steps) for each in (model, model.with_eight_bit_kv()))
     print("| tokens | prefill tokens/s | 8 bits | step ms | 8 bits | state MB | 8 bits |")
     print("| ---: " * 7 + "|")

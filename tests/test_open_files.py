@@ -22,7 +22,10 @@ def test_a_command_works_with_few_descriptors() -> None:
     assert limited(128, 256, program) == "256 256"
 
 
-@pytest.mark.parametrize("entry", ["from headstart import generate", "import headstart.kernels.gated_delta"])
+@pytest.mark.parametrize(
+    "entry",
+    ["import headstart.kernels.gated_delta", pytest.param("from headstart import generate", marks=pytest.mark.slow)],
+)
 def test_every_way_into_the_library_keeps_the_hard_limit(entry: str) -> None:
     program = f"function = resource.setrlimit\n{entry}\nassert resource.setrlimit is function"
     assert limited(1024, 3000, program) == "2048 3000"

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,7 +65,7 @@ def test_exit_waits_for_threads_that_ended_for_python_only(
     monkeypatch.setattr(thread_exit, "_threads", {Ended()})
     monkeypatch.setattr(thread_exit, "MAX_SECONDS", 0.1)
     sleeps: list[float] = []
-    monkeypatch.setattr(time, "sleep", sleeps.append)
+    monkeypatch.setattr(thread_exit, "time", SimpleNamespace(sleep=sleeps.append, monotonic=time.monotonic))
     thread_exit.wait_for_threads()
     assert bool(sleeps) == waits
 

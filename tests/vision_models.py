@@ -8,7 +8,9 @@ released ones do. Patches are of 4 x 4 pixels, so that pictures can be small.
 
 import io
 import json
+import struct
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,17 @@ def encoded(pixels: np.ndarray, format: str = "PNG", **options: Any) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, format, **options)
     return file.getvalue()
+
+
+def giant_png(width: int, height: int) -> bytes:
+    """Return a PNG of a kilobyte that says it has so many pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(bytes(2**20))), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
 
 
 if __name__ == "__main__":

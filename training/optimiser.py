@@ -37,7 +37,7 @@ class Matrices:
         if weight.ndim == 3 and "experts" in name:
             return cls(weight, len(weight) * (2 if "gate_up" in name else 1))
         is_small = weight.ndim != 2 or min(weight.shape) < SMALLEST
-        if is_small or "embed_tokens" in name or name.endswith("mlp.gate.weight"):
+        if is_small or "embed_tokens" in name or "codebook" in name or name.endswith("mlp.gate.weight"):
             return None
         return cls(weight, 1)
 

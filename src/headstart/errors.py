@@ -17,6 +17,10 @@ class DrafterError(CheckpointError):
     """A block drafter cannot be used, or not with this model."""
 
 
+class AdapterError(CheckpointError):
+    """A LoRA adapter cannot be used, or not with this model."""
+
+
 class HubError(HeadstartError):
     """The Hugging Face hub cannot be reached, or has no such model."""
 

@@ -4,7 +4,7 @@ Arguments of mlx-lm that cannot be honoured are refused by name. Callables on lo
 verifies whole windows of drafts on the device, so it must know what a sampler computes.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -39,7 +39,7 @@ REFUSED = {
 }
 # Arguments of mlx-lm that have no effect here: the engine chooses how prompts are split into chunks.
 WITHOUT_EFFECT = {"prefill_step_size", "stream", "kv_group_size", "quantized_kv_start"}
-ARGUMENTS = [*SamplingOptions.__annotations__, "max_tokens", "sampler", "k", "engine", "images"]
+ARGUMENTS = [*SamplingOptions.__annotations__, "max_tokens", "sampler", "k", "engine", "images", "adapter"]
 SAMPLER_FIELDS = {  # what make_sampler sets
     "temperature", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold",
     "xtc_special_tokens",
@@ -54,6 +54,7 @@ def load(
     drafter: str | Path | None = None,
     vision: bool = False,
     max_image_pixels: int = MAX_IMAGE_PIXELS,
+    adapters: Mapping[str, str | Path] | None = None,
 ) -> tuple[Model, TokenizerWrapper]:
     """Load a model and its tokenizer.
 
@@ -64,9 +65,18 @@ def load(
         drafter: A block drafter (DFlash) that was made for the model, named like `path`.
         vision: Also load the vision tower, if there is one, to answer about images.
         max_image_pixels: Larger images are scaled down to so many pixels.
+        adapters: LoRA adapters by name: folders that `mlx_lm.lora` has written. Name one in `stream_generate`.
     """
     folder = resolve(path, vision=vision)
-    model = load_model(folder, mtp=mtp, head=head, drafter=drafter, vision=vision, max_image_pixels=max_image_pixels)
+    model = load_model(
+        folder,
+        mtp=mtp,
+        head=head,
+        drafter=drafter,
+        vision=vision,
+        max_image_pixels=max_image_pixels,
+        adapters=adapters,
+    )
     return model, load_tokenizer(folder)
 
 
@@ -128,6 +138,7 @@ def stream_generate(
     prompt_progress_callback: Progress | None = None,
     engine: Engine | EngineThread | None = None,
     images: Sequence[Any] = (),
+    adapter: str | None = None,
     **params: Unpack[SamplingOptions],
 ) -> Generator[GenerationResponse, None, None]:
     """Yield a response per token, the last with a `finish_reason`. Closing the generator cancels the request.
@@ -142,6 +153,7 @@ def stream_generate(
             EngineThread.
         images: Paths, bytes of files, or Pillow's images, one for each image placeholder in the prompt. The model
             must have been loaded with `vision=True`.
+        adapter: The name of one of the model's adapters.
         params: Other fields of SamplingParams, such as temperature and seed.
     """
     if not isinstance(model, Model):
@@ -150,7 +162,7 @@ def stream_generate(
         tokenizer = TokenizerWrapper(tokenizer)
     sampling = _sampling_params(sampler, {"max_tokens": max_tokens, "k": k, **params}, model)
     tokens, placed = _with_images(_token_ids(tokenizer, prompt), images, model)
-    request = Request(tokens, sampling, keep_logits=True, images=placed)
+    request = Request(tokens, sampling, keep_logits=True, images=placed, adapter=adapter)
     handle = (engine or Engine(model, tokenizer, max_sequences=1)).submit(request)
     # Errors are raised by this call and not at the first token, hence a separate generator. It is advanced into its
     # `try` here: closing a generator that has not started would not run its `finally`.
@@ -171,6 +183,7 @@ def generate(
     prompt_progress_callback: Progress | None = None,
     engine: Engine | EngineThread | None = None,
     images: Sequence[Any] = (),
+    adapter: str | None = None,
     **params: Unpack[SamplingOptions],
 ) -> str:
     """Return the whole answer as text.
@@ -180,7 +193,7 @@ def generate(
 
     The other arguments are those of `stream_generate`.
     """
-    start = partial(stream_generate, sampler=sampler, k=k, engine=engine, images=images, **params)
+    start = partial(stream_generate, sampler=sampler, k=k, engine=engine, images=images, adapter=adapter, **params)
     responses = start(model, tokenizer, prompt, max_tokens, prompt_progress_callback=prompt_progress_callback)
     if verbose:
         print("=" * 10)

@@ -15,11 +15,13 @@ from headstart.checkpoint import load_model, resolve
 from headstart.checkpoint.drafter import convert_drafter, read_drafter
 from headstart.checkpoint.load import _nbytes
 from headstart.checkpoint.quantize import Recipe
+from headstart.cli import show
 from headstart.cli.machines import load_share
 from headstart.cli.main import app
-from headstart.engine import Engine
+from headstart.engine import Engine, Stats
 from headstart.errors import DrafterError, HeadstartError
 from headstart.models.memory import Footprint
+from headstart.server import ModelPool, Server
 from loopback_hub import running_hub
 
 
@@ -154,6 +156,22 @@ def test_commands_take_a_drafter_from_the_hub(target: Path, tmp_path: Path, monk
     assert drafted["tokens"] == plain["tokens"]
     assert drafted["stats"]["drafter_kind"] == "dflash+native_mtp"
     assert drafted["stats"]["proposed_by_source"]["drafter"] > 0
+
+
+def test_chat_bench_and_serve_take_a_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, answers = write_drafter(tmp_path, resolve("tiny-qwen3.5"), layers=(0, 1)), list[Stats]()
+    monkeypatch.setattr(show, "summary", lambda stats, finish_reason: answers.append(stats) or "")
+    result = CliRunner().invoke(app, ["chat", "--drafter", str(drafter), "-n", "8", "--k", "12"], input="a\n")
+    assert result.exit_code == 0, result.output
+    assert answers[0].proposed_by_source["drafter"] == answers[0].proposed_draft_tokens > 0
+    measured = ["--k", "0,12", "--batch-size", 1, "-n", 20, "--repeats", 1, "--prompts", "code", "--json"]
+    report = json.loads(run("bench", "--drafter", drafter, *measured))
+    assert [each["variant"] for each in report["measurements"] if each["identical"]] == ["k=0", "k=12"]
+    pools: list[ModelPool] = []
+    monkeypatch.setattr(Server, "run", lambda self, sockets: None)
+    monkeypatch.setattr(ModelPool, "load_now", lambda self, model: pools.append(self))
+    run("serve", "--drafter", drafter, "--port", 0)
+    assert [model.info.drafter for model in pools[0].models] == [{"kind": "dflash", "max_k": 15}]
 
 
 def test_several_machines_refuse_a_drafter(target: Path, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def stripped(source: Path, destination: Path, **how: Any) -> Path:
 @pytest.mark.parametrize(
     ("family", "how", "mtp_bits"),
     [
-        pytest.param(family, how, mtp_bits, marks=[] if family == "moe" or number == 1 else pytest.mark.slow)
+        pytest.param(family, how, mtp_bits, marks=[] if (family == "moe") == (number != 1) else pytest.mark.slow)
         for family in FAMILIES
         for number, (how, mtp_bits) in enumerate(
             [

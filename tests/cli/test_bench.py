@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ def test_progress_in_a_log_has_the_first_estimate_and_then_a_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = iter([0.0, 0.0, 2.0, 3.0, 6.0, 8.0])  # at the start, and before each of five runs
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     with progress.Progress(5, "runs") as shown:
         for name in ("one", "two", "three", "four", "five"):
             shown.begin(name)

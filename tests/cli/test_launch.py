@@ -125,9 +125,8 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize(
-    "agent", ["claude", *(pytest.param(agent, marks=pytest.mark.slow) for agent in ("codex", "opencode"))]
-)
+@pytest.mark.slow  # `test_ctrl_c_…` has the first
+@pytest.mark.parametrize("agent", ["claude", "codex", "opencode"])
 def test_an_agent_gets_a_server_and_the_user_keeps_their_settings(home: Path, agent: str) -> None:
     before = files(home)
     process = start(home, agent, "tiny-qwen3.5", "--", "-p", "hi", "--port")
@@ -207,15 +206,23 @@ def test_a_server_that_runs_is_used_and_left_running(home: Path, named: list[str
 
 
 def test_ctrl_c_is_the_agents_and_the_server_ends_with_it(home: Path) -> None:
-    process = start(home, "claude", "tiny-qwen3.5", "--", "--no-request", "--wait")
+    before = files(home)
+    process = start(home, "claude", "tiny-qwen3.5", "--", "-p", "hi", "--port", "--wait")
     wait_for((home.parent / "report.ready").exists)
-    port = int(json.loads((home.parent / "report").read_text())["url"].split(":")[2].split("/")[0])
+    report = json.loads((home.parent / "report").read_text())
+    assert report["arguments"] == ["-p", "hi", "--port", "--wait"]
+    assert "id" in report["answer"]
+    assert not report["both"]
+    assert len(report["key"]) >= 32
+    port = int(report["url"].split(":")[2].split("/")[0])
     assert listens(port)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     process.communicate(timeout=HANG)
     assert process.returncode == 7
     assert (home.parent / "report").read_text() == "interrupted"
     assert not listens(port)
+    assert files(home) == before
+    assert not Path(report["folder"]).exists()
 
 
 @pytest.mark.parametrize(

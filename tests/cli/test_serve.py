@@ -17,6 +17,7 @@ from openai import OpenAI
 from typer.testing import CliRunner
 
 import headstart
+from adapters import write_adapter
 from checkpoints import write
 from headstart.cli.main import app
 from headstart.cli.show import chat_tokens
@@ -182,3 +183,32 @@ def test_models_that_cannot_be_served_together_are_refused(tmp_path: Path) -> No
     assert "two are called one" in refused(folders[0], folders[2], "--port", "0")
     assert "--model-id is for one model" in refused(*folders[:2], "--model-id", "mine")
     assert "--images is for one model" in refused(*folders[:2], "--images")
+    assert "--drafter is for one model" in refused(*folders[:2], "--drafter", folders[0])
+    for flag in (["--images"], ["--head", folders[2]], ["--drafter", folders[2]], ["--model-id", "mine"]):
+        assert f"{flag[0]} is for one model" in refused(folders[0], "--pin", folders[1], *flag)
+
+
+def test_adapters_go_to_the_first_model_or_to_the_one_that_they_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools: list[ModelPool] = []
+    monkeypatch.setattr(Server, "run", lambda self, sockets: None)
+    monkeypatch.setattr(ModelPool, "load_now", lambda self, model: pools.append(self))
+    one, two = (write(tmp_path / name, "dense") for name in ("one", "two"))
+    tune = write_adapter(tmp_path / "tune", one)
+    config = tmp_path / "serve.toml"
+    config.write_text(
+        f'models = ["{one}", "{two}"]\nport = 0\nadapter = ["a={tune}", "{two}:b={tune}", "c={tune}"]\n'
+    )
+    result = CliRunner().invoke(app, ["serve", "--config", str(config)])
+    assert result.exit_code == 0, result.stderr
+    assert [[adapter.name for adapter in model.info.adapters] for model in pools[0].models] == [["a", "c"], ["b"]]
+    for given, said in (
+        ("tune", "--adapter tune: write NAME=PATH"),
+        ("=there", "--adapter =there: write NAME=PATH"),
+        ("a b=there", "a name begins with a letter or digit"),
+        (f"three:a={tune}", "three is not one of the models"),
+        (f"a={tmp_path / 'none'}", "adapter_config.json is missing"),
+    ):
+        assert said in refused(str(one), "--adapter", given, "--port", "0")
+    assert "there is another a" in refused(str(one), "--adapter", f"a={tune}", "--adapter", f"{one}:a={tune}")

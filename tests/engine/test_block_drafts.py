@@ -74,7 +74,10 @@ def _good_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         {},
         {"seed": 4, "temperature": 0.7, "top_p": 0.9},
-        {"seed": 5, "temperature": 0.6, "presence_penalty": 0.4, "repetition_penalty": 1.2},
+        pytest.param(
+            {"seed": 5, "temperature": 0.6, "presence_penalty": 0.4, "repetition_penalty": 1.2},
+            marks=pytest.mark.slow,  # `test_sequences_join_…` has them at many depths
+        ),
     ],
     ids=["greedy", "seeded", "penalties"],
 )
@@ -91,6 +94,16 @@ def test_text_is_that_of_plain_decoding_for_every_block(params: Any) -> None:
         assert 0 in [answer.origins.count(each) for each in ("copy", "plain")]
         most = max(most, *map(len, answer.bursts))
     assert most > 4, "blocks are hardly accepted: the test shows little"
+
+
+def test_the_optimistic_rule_accepts_whole_blocks_and_says_so() -> None:
+    prompt = random_prompt(pair(), 30, 7)
+    answer = generate(pair(), prompt, k=6, max_tokens=36, temperature=0.8, accept="optimistic")
+    stats = answer.stats
+    assert stats is not None
+    assert not stats.exact
+    assert stats.accepted_by_source["drafter"] == stats.proposed_by_source["drafter"] > 24
+    assert [*map(len, answer.bursts)][1:-1] == [7] * (len(answer.bursts) - 2)
 
 
 def test_a_drafter_that_selects_changes_no_token_either(tmp_path: Path) -> None:
@@ -131,6 +144,7 @@ def test_sequences_join_leave_and_resume_beside_each_other(monkeypatch: pytest.M
     for n in range(10):
         prompt = (common if n % 2 else []) + random_prompt(model, 5 + 9 * n, n)
         params: dict[str, Any] = {"seed": n, "temperature": 0.6} if n % 3 == 1 else {}
+        params |= {"presence_penalty": 0.4, "repetition_penalty": 1.2} if n % 6 == 1 else {}
         k = (0, 15, 4)[n % 3] if n % 5 == 4 else "auto"
         asked.append((prompt, {**params, "max_tokens": 10 + 7 * (n % 4), "k": k}))
     handles = []

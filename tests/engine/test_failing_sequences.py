@@ -209,20 +209,21 @@ def test_a_prompt_that_never_finds_memory_ends_though_it_fills_the_prefix_cache(
     assert collect(handle).finish_reason == "error"
 
 
-def test_where_there_is_no_memory_to_time_steps_the_request_ends_and_the_engine_does_not(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("error", [RuntimeError("[malloc] Unable to allocate 1 bytes."), ValueError("not of yours")])
+def test_no_request_fails_because_steps_could_not_be_timed(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = random_model.__wrapped__("dense")  # nothing is known of it
 
-    def no_room(*args: object) -> None:
-        raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+    def failing(*args: object) -> None:
+        raise error
 
-    engine = Engine(model)
+    engine, expected = Engine(model), mlx_lm_greedy(model, random_prompt(model, 9), 4)
     with monkeypatch.context() as patch:
-        patch.setattr("headstart.engine.engine.time_steps", no_room)
-        assert collect(submit(engine, random_prompt(model, 9), max_tokens=4)).finish_reason == "error"
-    again = collect(submit(engine, random_prompt(model, 9), max_tokens=4))
-    assert again.tokens == mlx_lm_greedy(model, random_prompt(model, 9), 4)
+        patch.setattr("headstart.engine.engine.time_steps", failing)
+        assert collect(submit(engine, random_prompt(model, 9), max_tokens=4)).tokens == expected
+    assert "calibration failed" in caplog.text
+    assert collect(submit(engine, random_prompt(model, 9), max_tokens=4)).tokens == expected
 
 
 def test_where_a_prompt_finds_no_memory_the_youngest_ends(monkeypatch: pytest.MonkeyPatch) -> None:

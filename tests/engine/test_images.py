@@ -18,6 +18,7 @@ from headstart.checkpoint import load_model
 from headstart.engine import Engine, Handle, Request, insert_images
 from headstart.engine.batch import Batch
 from headstart.engine.images import SequenceImages
+from headstart.engine.prefix_disk import PrefixOptions, state_identity
 from headstart.engine.step import prefill
 from headstart.errors import RequestError
 from headstart.images import read_image
@@ -166,6 +167,56 @@ def test_prefix_cache_knows_pictures(models: dict[str, Model], monkeypatch: pyte
         patch.setattr(VisionTower, "run", None)  # a picture that is remembered is not seen again
         assert ask(first) > 64
     assert ask(other) > 64
+
+
+@pytest.mark.parametrize("eight_bits", [False, True], ids=["exact", "kv-8bit"])
+def test_pictures_are_resumed_from_the_disk(
+    models: dict[str, Model], eight_bits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with a KV cache of eight bits no answer depends on k, the batch or a hit."""
+    monkeypatch.setattr(headstart.engine.prefill, "CHUNK", C)
+    model = models["half"].with_eight_bit_kv() if eight_bits else models["half"]
+    prompt = [*range(30, 40), -1, *range(60, 90)]
+    first, other = (request(model, prompt, [size]) for size in ((64, 64), (64, 65)))  # as many tokens
+    assert first.prompt == other.prompt
+    expected = {
+        id(each): alone(model, replace(each, params=SamplingParams(max_tokens=12, k=0))) for each in (first, other)
+    }
+
+    def ask(*asked: Request) -> int:
+        """Return the hits of a new process."""
+        prefix = PrefixOptions(folder=tmp_path, folder_bytes=1 << 28).open(1 << 28, model)
+        assert prefix is not None
+        assert prefix.disk is not None
+        prefix.chunk = C
+        engine = Engine(model, prefix=prefix)
+        for each, handle in [(each, engine.submit(each)) for each in asked]:
+            assert same(read(handle), expected[id(each)])
+        prefix.disk.close()
+        return prefix.stats().hits
+
+    assert ask(first) == 0
+    assert ask(other) == 0  # it has the same tokens
+    with monkeypatch.context() as patch:
+        patch.setattr(VisionTower, "run", None)
+        assert ask(first, other) == 2
+
+
+def test_another_tower_finds_nothing_on_the_disk(models: dict[str, Model]) -> None:
+    model = models["dense"]
+    identity, tower = state_identity(model), model.tower
+    assert tower is not None
+    bias, rules = tower.merger.linear_fc2.bias, tower.rules
+    before = mx.array(bias)
+    try:
+        bias[0] += 1
+        assert state_identity(model) != identity
+        bias[:] = before
+        tower._rules = replace(rules, mean=(0.4, 0.5, 0.5))  # the cache knows pixels as they are before
+        assert state_identity(model) != identity
+    finally:
+        bias[:], tower._rules = before, rules
+    assert state_identity(model) == identity
 
 
 def test_head_reads_pictures_too(models: dict[str, Model]) -> None:

@@ -1,6 +1,7 @@
 """Failures leave a trace in the log and in the counters, without the words of what was asked."""
 
 from itertools import count
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -130,7 +131,7 @@ def test_a_failure_that_repeats_does_not_fill_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("headstart.engine.log.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(log, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def fail(times: int) -> list[str]:
         caplog.clear()

@@ -72,7 +72,7 @@ def test_cuts_depend_on_what_comes_before_them(ends: bool) -> None:
         assert [cut for cut in other if cut < at - 1] == [cut for cut in cuts if cut < at - 1]
 
 
-@pytest.mark.parametrize("template", ["built-in", "dropping"])
+@pytest.mark.parametrize("template", [pytest.param("built-in", marks=pytest.mark.slow), "dropping"])
 def test_an_agent_reads_again_at_most_a_twentieth_of_what_it_could_reuse(template: str) -> None:
     tokenizer = agent_tokenizer(template)
     model = random_model("dense", vocab_size=8192, max_position_embeddings=16384)

@@ -1,6 +1,8 @@
 """CUDA kernels are compiled before MLX would, and put where it looks. Whether it takes them only a card can show."""
 
 import logging
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from threading import Barrier
@@ -9,8 +11,15 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from headstart.kernels.cuda import compiler
-from headstart.kernels.cuda.compiler import compiled_folder, compiled_together, cuda_kernel, standard_hash
+from headstart.kernels.cache import cache_folder
+from headstart.kernels.cuda import compiler, stock
+from headstart.kernels.cuda.compiler import (
+    compiled_folder,
+    compiled_together,
+    cuda_kernel,
+    keep_compiled_kernels,
+    standard_hash,
+)
 from headstart.kernels.cuda.device import on_cuda
 
 # As mlx/backend/cuda/custom_kernel.cpp (0.32) puts it together.
@@ -124,7 +133,7 @@ def test_kernels_are_compiled_side_by_side_and_awaited(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(compiler, "compile_text", compile_text)
     kernel = twice()
-    with compiled_together():
+    with compiled_together(mx.bfloat16):
         for number in range(3):
             run(kernel, number)
     assert len(list(compiled_folder().glob("*.ptx"))) == 3
@@ -157,6 +166,59 @@ def test_another_mlx_compiles_its_kernels_itself(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(compiler, "version", lambda package: "0.33.0")
     run(twice())
     assert not compiled
+
+
+def test_kernels_are_kept_in_a_folder_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(compiler, "_architecture", lambda: "sm_90a")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_compiled_kernels()
+    assert compiled_folder() == tmp_path / "ptx"  # as the user says
+    monkeypatch.delenv("MLX_PTX_CACHE_DIR")
+    keep_compiled_kernels()
+    assert compiled_folder() == cache_folder() / "mlx-0.32.4-sm_90a"
+    assert compiled_folder().stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_others_may_write_to_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiler, "_architecture", lambda: "sm_90a")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("MLX_PTX_CACHE_DIR")
+    folder = cache_folder() / "mlx-0.32.4-sm_90a"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    keep_compiled_kernels()
+    assert "MLX_PTX_CACHE_DIR" not in os.environ
+    assert "can be written by others" in caplog.text
+
+
+@pytest.mark.parametrize("kernel", stock.OPERATIONS)
+def test_what_has_mlx_compile_its_kernels_can_be_computed(kernel: str) -> None:
+    made = eval(stock.OPERATIONS[kernel].replace("mx.T", "mx.bfloat16"), {"mx": mx})
+    mx.eval(made)
+    assert str(made.dtype) in ("mlx.core.bfloat16", "mlx.core.float32", "mlx.core.int32")
+
+
+def test_only_kernels_of_mlx_that_are_missing_are_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written = "from pathlib import Path; Path({!r}).write_text('')"
+    names = ["gather_T_int32_1", "gather_axis_T_int32", "gather_int32_int32_1"]
+    made = {name: tmp_path / f"made_{name}" for name in names}
+    monkeypatch.setattr(stock, "OPERATIONS", {n: f"0); {written.format(str(p))}; (0" for n, p in made.items()})
+    (tmp_path / "gather_axis_bfloat16_int32.ptx").write_text("")
+    with stock.stock_kernels_compiled(mx.bfloat16, tmp_path):
+        pass
+    assert [name for name in names if made[name].exists()] == ["gather_T_int32_1", "gather_int32_int32_1"]
+
+
+def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(stock, "OPERATIONS", {"gather_T_int32_1": "__import__('time').sleep(600)"})
+    monkeypatch.setattr(stock, "SECONDS", 0)
+    started, popen = [], subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
+    with stock.stock_kernels_compiled(mx.bfloat16, tmp_path):
+        pass
+    assert started[0].returncode == -9
 
 
 @pytest.mark.gpu

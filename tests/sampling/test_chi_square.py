@@ -99,9 +99,8 @@ def test_a_mixed_batch_follows_the_law_of_its_own_logits() -> None:
         assert (found[name] == np.unravel_index(laws()[name].argmax(), laws()[name].shape)).all()
 
 
-@pytest.mark.parametrize(
-    "source", [pytest.param(each, marks=[] if each == Source.REDUCED else pytest.mark.slow) for each in Source]
-)
+@pytest.mark.slow  # test_exact_by_enumeration.py has them without chance
+@pytest.mark.parametrize("source", Source)
 def test_copies_and_the_reduced_head_leave_the_law_as_it_is(source: Source) -> None:
     """A copy is drafted with certainty; for other sequences the head drafts, of all tokens or of half, or nothing."""
 

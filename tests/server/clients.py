@@ -60,7 +60,7 @@ class Clients:
     """The official clients of one server."""
 
     def __init__(self, url: str):
-        known: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 60}
+        known: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 600}
         self.openai = openai.AsyncOpenAI(base_url=f"{url}/v1", **known)
         self.anthropic = anthropic.AsyncAnthropic(base_url=url, **known)
 
@@ -136,7 +136,7 @@ async def well_formed(
 async def _load(url: str, known: list[Kind], count: int, seed: int, bad: float) -> Outcomes:
     outcomes, rng, places = Outcomes(), random.Random(seed), asyncio.Semaphore(CONCURRENT)
     clients = Clients(url)
-    async with clients.openai, clients.anthropic, httpx.AsyncClient(base_url=url, timeout=60) as http:
+    async with clients.openai, clients.anthropic, httpx.AsyncClient(base_url=url, timeout=600) as http:
 
         async def one() -> None:
             async with places:
@@ -146,7 +146,11 @@ async def _load(url: str, known: list[Kind], count: int, seed: int, bad: float) 
                     return
                 leave_after = rng.randint(1, 4) if lot < bad + 0.2 else None
                 stream = leave_after is not None or rng.random() < 0.5
-                await well_formed(clients, rng.choice(known), stream, leave_after, outcomes)
+                kind = rng.choice(known)
+                try:
+                    await well_formed(clients, kind, stream, leave_after, outcomes)
+                except Exception as error:  # the clients' errors cannot be pickled
+                    outcomes.wrong.append(f"{kind.api}: {error!r}")
 
         await asyncio.gather(*(one() for _ in range(count)))
     return outcomes

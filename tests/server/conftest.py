@@ -9,15 +9,24 @@ from hostile import Target, target
 from huggingface_hub import constants
 from openai import OpenAI
 from running import CONTEXT, HUB_ID, Running, folder, running
+from seeing import running_with_tower
 
 import headstart.engine.prefill
 from checkpoints import write
+from headstart.server import Limits
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Running]:
     """One server for all tests that leave it as it was."""
     with running(max_sequences=4) as here:
+        yield here
+
+
+@pytest.fixture(scope="session")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server whose model sees, and which fetches pictures."""
+    with running_with_tower(tmp_path_factory.mktemp("seeing"), limits=Limits(image_urls=True)) as here:
         yield here
 
 

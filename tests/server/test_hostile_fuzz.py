@@ -33,10 +33,10 @@ def drive(seed: str, cases: int) -> tuple[Counter[str], list[str]]:
 
 
 def test_some_random_bodies() -> None:
-    outcomes, crashes = drive("short", 120)
+    outcomes, crashes = drive("short", 60)
     assert not crashes
-    assert outcomes["followed"] > 10
-    assert outcomes["refused 400"] > 10
+    assert outcomes["followed"] > 5
+    assert outcomes["refused 400"] > 5
 
 
 @pytest.mark.slow

@@ -3,11 +3,8 @@
 import asyncio
 import io
 import json
-import struct
 import threading
-import zlib
 from base64 import b64encode
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +12,6 @@ import numpy as np
 import pytest
 from PIL import Image
 from running import Running
-from seeing import running_with_tower
 
 from headstart.images import ImageRules
 from headstart.library import generate
@@ -23,7 +19,7 @@ from headstart.server import Limits
 from headstart.server.image_urls import Fetched
 from headstart.server.images import MAX_IMAGES, _decode, parse_image_url
 from reference.pictures import picture
-from vision_models import encoded
+from vision_models import encoded, giant_png
 
 QUESTION = "What is in it?"
 IMAGE = {"type": "image"}
@@ -51,12 +47,6 @@ def anthropic_part(data: bytes = PNG, kind: str = "image/png") -> dict[str, Any]
 def chat(*parts: dict[str, Any], **options: Any) -> dict[str, Any]:
     content = [*parts, {"type": "text", "text": QUESTION}]
     return {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 12, **options}
-
-
-@pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running_with_tower(tmp_path_factory.mktemp("seeing"), limits=Limits(image_urls=True)) as here:
-        yield here
 
 
 def expected(seeing: Running, messages: list[dict[str, Any]], *images: bytes) -> str:
@@ -125,21 +115,6 @@ def test_low_detail_takes_fewer_tokens(seeing: Running, monkeypatch: pytest.Monk
     assert used[0].prompt_tokens == used[1].prompt_tokens - 48  # type: ignore[union-attr]
 
 
-def bomb() -> bytes:
-    """A PNG of a few kilobytes that says it has a billion pixels."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", 30_000, 40_000, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(bytes(2**20)))
-        + chunk(b"IEND", b"")
-    )
-
-
 def animated() -> bytes:
     file = io.BytesIO()
     frames = [Image.fromarray(picture(16, 16, n)) for n in range(3)]
@@ -156,7 +131,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (openai_part(OTHER[: len(OTHER) // 2], "image/jpeg"), "cannot be read"),
     (openai_part(b"", "image/png"), "cannot be read"),
     (openai_part(b"GIF89a" + bytes(50), "image/gif"), "cannot be read"),
-    (openai_part(bomb()), "cannot be read (Image size (1200000000 pixels)"),
+    (openai_part(giant_png(30_000, 40_000)), "cannot be read (Image size (1200000000 pixels)"),
     (openai_part(animated(), "image/gif"), "animated"),
     (openai_part(PNG, "image/jpeg"), "is image/png and was sent as image/jpeg"),
     (openai_part(PNG, "text/html"), "was sent as text/html"),

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from running import Running
 
 from headstart.server import image_urls
 from headstart.server.image_urls import fetch_image, is_public
+from reference.pictures import picture
+from vision_models import encoded
 
 PUBLIC, PRIVATE = "127.0.0.2", "127.0.0.1"  # as these tests have it
 
@@ -26,7 +29,8 @@ class Site(BaseHTTPRequestHandler):
         self.send_response(302 if where else 404 if self.path == "/none" else 200)
         if where:
             self.send_header("Location", where)
-        body = b"x" * (2000 if self.path == "/large" else 10)
+        body = PNG if self.path == "/picture" else b"x" * (2000 if self.path == "/large" else 10)
+        asked.append(self.headers["Host"])
         self.send_header("Content-Type", "image/png; charset=binary")
         self.send_header("Content-Length", str(len(body) + (100 if self.path == "/slow" else 0)))
         self.end_headers()
@@ -39,6 +43,8 @@ class Site(BaseHTTPRequestHandler):
 
 
 stop = threading.Event()
+asked: list[str] = []  # the hosts that were asked
+PNG = encoded(picture(16, 16))
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +88,24 @@ def test_fetches_and_follows_redirects(site: str) -> None:
 def test_refuses(site: str, path: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         asyncio.run(fetch_image(site + path))
+
+
+def test_a_running_server_follows_no_redirect_to_its_own_machine(site: str, seeing: Running) -> None:
+    def ask(path: str) -> tuple[int, str]:
+        parts = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": site + path}}]
+        body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 2}
+        with seeing.http() as http:
+            answer = http.post("/v1/chat/completions", json=body)
+        return answer.status_code, answer.text
+
+    asked.clear()
+    assert ask("/picture")[0] == 200
+    for path in ("/to-loopback", "/to-name"):
+        status, text = ask(path)
+        assert status == 400
+        assert "messages[0].content[1]: the image is at an address that is not public" in text
+    assert asked == [site.removeprefix("http://")] * 3  # neither 127.0.0.1 nor localhost
+    assert ask("/picture")[0] == 200
 
 
 def test_gives_up_in_time(site: str, monkeypatch: pytest.MonkeyPatch) -> None:

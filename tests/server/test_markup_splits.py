@@ -5,13 +5,14 @@ from functools import lru_cache
 from itertools import pairwise
 from random import Random
 
+import pytest
 from documents import TOOLS, Document, Message, document
 from running import tokenizer
 
 from headstart.engine.text import TextStream
 from headstart.server.markup import Delta, OutputParser, merge
 
-SPLITS = 2000
+SEEDS = pytest.mark.parametrize("seeds", [400, pytest.param(2000, marks=pytest.mark.slow)])
 
 
 def read(written: Document, pieces: list[str]) -> list[Delta]:
@@ -41,8 +42,9 @@ def bursts(text: str, rng: Random) -> list[str]:
     return rounds
 
 
-def test_the_same_is_read_however_an_answer_is_split() -> None:
-    for seed in range(SPLITS // 8):
+@SEEDS
+def test_the_same_is_read_however_an_answer_is_split(seeds: int) -> None:
+    for seed in range(seeds // 8):
         rng = Random(seed)
         written = document(rng)
         whole = read(written, [written.text])
@@ -50,8 +52,9 @@ def test_the_same_is_read_however_an_answer_is_split() -> None:
             assert read(written, bursts(written.text, rng)) == whole, (seed, written.text)
 
 
-def test_what_is_read_is_what_was_written() -> None:
-    for seed in range(SPLITS):
+@SEEDS
+def test_what_is_read_is_what_was_written(seeds: int) -> None:
+    for seed in range(seeds):
         written = document(Random(seed))
         message = Message.of(read(written, [written.text]))
         calls = [(call.name, json.loads(call.arguments)) for call in message.calls]
@@ -59,9 +62,10 @@ def test_what_is_read_is_what_was_written() -> None:
         assert calls == written.calls, (seed, written.text)
 
 
-def test_no_markup_of_well_formed_calls_is_ever_shown() -> None:
+@SEEDS
+def test_no_markup_of_well_formed_calls_is_ever_shown(seeds: int) -> None:
     checked = 0
-    for seed in range(SPLITS):
+    for seed in range(seeds):
         rng = Random(seed)
         written = document(rng)
         if not written.calls or not written.well_formed:
@@ -70,4 +74,4 @@ def test_no_markup_of_well_formed_calls_is_ever_shown() -> None:
         shown = [delta.text for delta in read(written, bursts(written.text, rng)) if delta.kind == "content"]
         for mark in ("<tool_call>", "</tool_call>", "<function=", "<parameter=", "</think>"):
             assert mark not in "".join(shown), (seed, written.text)
-    assert checked > SPLITS // 10
+    assert checked > seeds // 10

@@ -19,7 +19,8 @@ ROUTES = {
     ("GET", "/v1/responses/{id}"), ("DELETE", "/v1/responses/{id}"),
     ("POST", "/v1/embeddings"), ("POST", "/v1/models/pull"),
     ("POST", "/v1/models/load"), ("POST", "/v1/models/unload"),
-    ("GET", "/v1/models"), ("GET", "/v1/models/{name}"), ("GET", "/v1/mtp/stats"), ("GET", "/v1/mtp/tokens"),
+    ("GET", "/v1/models"), ("GET", "/v1/models/{name}"), ("DELETE", "/v1/models/{name}"),
+    ("GET", "/v1/mtp/stats"), ("GET", "/v1/mtp/tokens"),
     ("GET", "/v1/settings"),
     ("PATCH", "/v1/settings"), ("GET", "/v1/cache"), ("DELETE", "/v1/cache"), ("GET", "/health"), ("GET", "/metrics"),
 }  # fmt: skip

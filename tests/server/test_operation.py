@@ -202,6 +202,19 @@ def test_only_the_key_that_started_a_request_cancels_it() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="another loopback address has to be set up first")
+def test_a_key_sees_the_counts_of_its_own_tokens_alone() -> None:
+    with running(key="mine", other_keys=("another",)) as server, server.http() as http:
+        body = {"prompt": "one", "max_tokens": 5, "min_tokens": 5}
+        for key, times in (("mine", 1), ("another", 2)):
+            for _ in range(times):
+                assert http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"}).is_success
+        counts = [
+            http.get("/v1/mtp/tokens", headers={"Authorization": "", "x-api-key": key}).json()["models"]["tiny"]
+            for key in ("mine", "another")
+        ]
+        assert [sum(each.values()) for each in counts] == [5, 10]
+
+
 def test_without_keys_only_the_address_that_started_a_request_cancels_it(server: Running) -> None:
     stream = server.openai().chat.completions.create(**LONG, stream=True)
     first = next(stream)

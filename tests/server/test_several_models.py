@@ -1,5 +1,6 @@
 """Several models on one server: who is loaded, who makes way, and what requests notice of it."""
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -107,7 +108,7 @@ def test_three_models_in_the_memory_of_two_answer_as_if_alone_and_do_not_thrash(
 
 @pytest.mark.slow
 def test_many_requests_that_alternate_between_models_are_all_answered(folders: dict[str, Path]) -> None:
-    run, turn, requests = Run(folders, idle_seconds=0.5, turn_seconds=2.0), 2.0, 300
+    run, turn, requests = Run(folders, idle_seconds=0.5, turn_seconds=2.0), 2.0, int(os.environ.get("REQUESTS", 300))
     began = time.monotonic()
     with serving(run.pool) as http, ThreadPoolExecutor(12) as clients:
         list(clients.map(lambda i: run.ask(http, NAMES[i % 3], i), range(requests)))

@@ -4,8 +4,12 @@ import json
 from pathlib import Path
 
 import mlx.core as mx
+import pytest
 
+from checkpoints import write_drafter
 from fixtures import builtin_model, random_model, random_prompt
+from headstart.checkpoint import resolve
+from training import evaluate_drafter
 from training.evaluate import Evaluation, Greedy, RealText, _chains, loops, read, table
 from training.held_out import held_out
 
@@ -73,3 +77,17 @@ def test_the_held_out_texts_are_there_with_their_licences() -> None:
     texts = held_out()
     assert len(texts.code) == 48
     assert len({chat.package for chat in texts.chats}) == 6
+
+
+@pytest.mark.slow
+def test_a_drafter_is_measured_beside_the_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafter = write_drafter(tmp_path / "mine", resolve("tiny-qwen3.5"), layers=(0, 1))
+    monkeypatch.setattr(evaluate_drafter, "ANSWER", 16)
+    monkeypatch.setattr("sys.argv", ["", str(drafter), "--texts", "1", "--repeats", "1"])
+    evaluate_drafter.main()
+    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    expected = [["| " + kind, drafts] for kind in ("code", "chat") for drafts in ("k = 0", "head", "mine")]
+    assert [line[:2] for line in lines] == expected
+    assert [line[3] for line in lines if line[1] == "head"] == ["1.00", "1.00"]

@@ -6,7 +6,7 @@ the next. So loading needs little more memory than the weights that stay.
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as shortened
@@ -28,6 +28,7 @@ from ..models import memory
 from ..models.compiler import ensure_compiles
 from ..models.memory import Footprint
 from ..models.norm import Norm
+from .adapters import StoredAdapter, adapter_nbytes, attach_adapters, read_adapters
 from .config import printable_error, read_object
 from .draft_vocabulary import read_draft_tokens
 from .drafter import DrafterLayout, check_drafter, read_drafter, read_drafter_weights
@@ -60,7 +61,7 @@ WITHOUT_BFLOAT16 = re.compile(r"applegpu_g1[34]\D")  # Metal's names of M1's and
 class Needs(NamedTuple):
     """The bytes that a model takes in memory."""
 
-    weights: int  # with its drafter's and its vision tower's
+    weights: int  # with those of its drafter, vision tower and adapters
     request: int  # of one short request
 
 
@@ -75,6 +76,7 @@ class LoadPlan:
     dtype: mx.Dtype
     drafter: DrafterLayout | None
     tower: StoredTower
+    adapters: list[StoredAdapter]
 
     @classmethod
     def of(
@@ -87,6 +89,7 @@ class LoadPlan:
         dtype: mx.Dtype | None = None,
         vision: bool = False,
         max_image_pixels: int = MAX_IMAGE_PIXELS,
+        adapters: Mapping[str, str | Path] | None = None,
     ) -> "LoadPlan":
         """Take the arguments of `load_model`."""
         layout = read_layout(resolve(name), resolve_head(head) if head is not None and mtp is not False else None)
@@ -111,13 +114,14 @@ class LoadPlan:
         if tower.available:
             model = replace(model, tower=empty_tower(layout.path, layout.config, max_image_pixels))
         model = replace(model, tower_unavailable=tower.reason)
-        return cls(layout, decision, model, stored, dtype, block, tower)
+        return cls(layout, decision, model, stored, dtype, block, tower, read_adapters(adapters or {}, model))
 
     @property
     def needs(self) -> Needs:
         request = int(Footprint.of(self.model).bytes([1]) / memory.SHARE)
         tower = _nbytes(self.model.tower, self.dtype) if self.model.tower is not None else 0
-        return Needs(_nbytes(self.model.weights, self.dtype) + self.drafter_nbytes + tower, request)
+        beside = self.drafter_nbytes + tower + adapter_nbytes(self.adapters)
+        return Needs(_nbytes(self.model.weights, self.dtype) + beside, request)
 
     @property
     def drafter_nbytes(self) -> int:
@@ -134,6 +138,7 @@ def load_model(
     split: MakePart | None = None,
     vision: bool = False,
     max_image_pixels: int = MAX_IMAGE_PIXELS,
+    adapters: Mapping[str, str | Path] | None = None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> models.Model:
     """Load a model with its head, if it has one.
@@ -147,11 +152,13 @@ def load_model(
         split: Read only this machine's part of the model.
         vision: Also load the vision tower; where there is none, `Model.tower_unavailable` says why.
         max_image_pixels: Larger images are scaled down.
+        adapters: LoRA adapters by name: folders that `mlx_lm.lora` has written. A request may name one.
         progress: Called after every parameter with the share of all that have been read.
 
     Raises:
         HeadError: There is a head but it cannot be used. Where there is none, `Model.head_unavailable` says why.
         DrafterError: The drafter cannot be used, or was made for another model.
+        AdapterError: An adapter cannot be used, or was made for another model.
     """
     plan = LoadPlan.of(
         name,
@@ -161,11 +168,14 @@ def load_model(
         dtype=dtype,
         vision=vision and split is None,
         max_image_pixels=max_image_pixels,
+        adapters=adapters,
     )
     layout, decision, model, stored = plan.layout, plan.decision, plan.model, plan.stored
     ensure_compiles()
     if split is not None and not model.family.divisible:
         raise CheckpointError(f"{layout.path}: {layout.family} models cannot be divided among several machines yet.")
+    if split is not None and plan.adapters:
+        raise CheckpointError("adapters are not available on several machines: leave them out.")
     norms = {f"{name}.weight" for name, module in model.weights.named_modules() if isinstance(module, Norm)}
     if split is None:
         _check_memory(layout.path, plan.needs, plan.drafter_nbytes)
@@ -198,6 +208,8 @@ def load_model(
         model = model.with_draft_vocabulary(*listed)
         assert model.draft_vocabulary is not None
         choose_kernels(model.draft_vocabulary.lm_head, model.dtype)
+    if plan.adapters:
+        model = attach_adapters(model, plan.adapters)
     k, max_k, reason, copies = decision.k, decision.max_k, decision.reason, decision.copies
     return replace(model, head_unavailable=reason, default_k=k, max_k=max_k, copies=copies)
 

@@ -17,7 +17,9 @@ SECONDS = 30.0  # a server gets to answer
 def draft_vocabulary_command(
     model: str | None,
     text: list[Path] | None = Option(None, help="Choose the most frequent tokens of this text. Repeat for more."),
-    server: str | None = Option(None, metavar="URL", help="Choose the tokens that a running server has generated."),
+    server: str | None = Option(
+        None, metavar="URL", help="Choose the tokens that a server has generated for your key."
+    ),
     size: int = Option(32768, min=1, help="Tokens of the list."),
 ) -> None:
     """Choose the tokens that the head scores. Drafts need the likely tokens only, and scoring all of a large

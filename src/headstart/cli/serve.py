@@ -2,6 +2,7 @@
 
 import os
 import shlex
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,9 @@ def serve_command(
     port: int = Option(8000, min=0, max=65535, help="0 takes a free one."),
     all_models: bool = Option(False, "--all", help="Serve every model on this machine, loaded when it is needed."),
     pin: list[str] | None = Option(None, metavar="MODEL", help="Load this one at the start, and never unload it."),
-    allow_download: bool = Option(False, "--allow-download", help="Let clients have models downloaded from the hub."),
+    allow_download: bool = Option(
+        False, "--allow-download", help="Let clients download models from the hub, and remove them."
+    ),
     memory_gb: float | None = Option(
         None, min=0, help="Memory for all loaded models and their requests.", show_default="what is free"
     ),
@@ -44,6 +47,11 @@ def serve_command(
     mtp: bool | None = options.MTP,
     head: str | None = options.HEAD,
     drafter: str | None = options.DRAFTER,
+    adapter: list[str] | None = Option(
+        None,
+        metavar="NAME=PATH",
+        help="A LoRA adapter of the first model, which clients call MODEL:NAME. MODEL:NAME=PATH is another's.",
+    ),
     api_key: list[str] | None = Option(
         None, metavar="KEY", envvar="HEADSTART_API_KEY", help="A key that clients must send. Repeat for more."
     ),
@@ -97,7 +105,7 @@ def serve_command(
         request_seconds=timeout,
         connections=server.connection_limit(max_connections),
     )
-    several = len(models) > 1 or all_models
+    several = len({*models, *(pin or ())}) > 1 or all_models
     for flag, given in {"--model-id": model_id, "--head": head, "--drafter": drafter, "--images": images}.items():
         if several and given:
             raise RequestError(f"{flag} is for one model, and there are several")
@@ -114,7 +122,9 @@ def serve_command(
         if cluster is None:
             pool = server.ModelPool(
                 DeviceThread(),
-                _find_models(models, all_models, pin or [], parts, model_id, kv_8bit=kv_8bit, pixels=pixels),
+                _find_models(
+                    models, all_models, pin or [], parts, model_id, adapter or [], kv_8bit=kv_8bit, pixels=pixels
+                ),
                 limits=limits,
                 budget=_budget(memory_gb, several),
                 prefix_bytes=cache_bytes,
@@ -131,6 +141,7 @@ def serve_command(
             if several or memory_gb is not None:
                 raise RequestError("MODEL: several machines share one model, and all of their memory: name one")
             alone = {"--kv-8bit": kv_8bit, "--prefix-cache-dir": prefix_cache_dir is not None, "--images": images}
+            alone["--adapter"] = bool(adapter)
             if refused := next((flag for flag, given in alone.items() if given), None):
                 raise ClusterError(f"{refused} is not available on several machines: leave it out")
             leader = _join_cluster(cluster, models, split, cache_bytes, prefix_cache_8bit, sizes, parts, model_id)
@@ -173,29 +184,52 @@ def _find_models(
     pinned: list[str],
     parts: machines.Parts,
     id: str | None,
+    given: list[str],
     *,
     kv_8bit: bool,
     pixels: int | None,
 ) -> "list[PooledModel]":
     """Return the models to serve, in the order of the command line, and those to pin if they are not among them.
 
-    `pixels`: with their vision towers, for images of at most so many.
+    `given`: adapters, as on the command line. `pixels`: with their vision towers, for images of at most so many.
     """
     from ..checkpoint.local import local_models
     from ..server import PooledModel
 
     vision = pixels is not None
-    pins = [find_model(name, vision=vision) for name in pinned]
-    folders = [find_model(name, vision=vision) for name in names or [*pinned, None][:1]] + pins
+    named = [*(names or [*pinned, None][:1]), *pinned]
+    folders = [find_model(name, vision=vision) for name in named]
+    pins = folders[len(folders) - len(pinned) :]
+    adapters, own = _read_adapters(given, named), dict[Path, dict[str, Path]]()
+    for name, folder in zip(named, folders, strict=True):
+        own.setdefault(folder, {}).update(adapters.get(name, {}))
     mtp, head, drafter = parts["mtp"], parts["head"], find_drafter(parts["drafter"])
     read = partial(PooledModel.of, mtp=mtp, kv_8bit=kv_8bit, max_image_pixels=pixels)
     found = [
-        read(folder, id=id, head=head, drafter=drafter, pinned=folder in pins) for folder in dict.fromkeys(folders)
+        read(folder, id=id, head=head, drafter=drafter, pinned=folder in pins, adapters=own[folder])
+        for folder in dict.fromkeys(folders)
     ]
     for local in local_models() if all_models else ():
         if local.layout is not None and local.layout.path not in folders:
             with suppress(HeadstartError):  # `headstart list` says why
                 found.append(read(local.layout.path))
+    return found
+
+
+def _read_adapters(given: list[str], models: Sequence[str | None]) -> dict[str | None, dict[str, Path]]:
+    """Return the folders of adapters, by the model that they are for and by name."""
+    found: dict[str | None, dict[str, Path]] = {}
+    for each in given:
+        left, _, path = each.partition("=")
+        model, _, name = left.rpartition(":")
+        if not name or not path:
+            raise RequestError(f"--adapter {each}: write NAME=PATH, or MODEL:NAME=PATH")
+        if model and model not in models:
+            raise RequestError(f"--adapter {each}: {model} is not one of the models that the command names")
+        of_model = found.setdefault(model or models[0], {})
+        if name in of_model:
+            raise RequestError(f"--adapter {each}: there is another {name}")
+        of_model[name] = Path(path)
     return found
 
 

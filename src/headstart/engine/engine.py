@@ -132,6 +132,9 @@ class Engine(Scheduler):
         try:
             if sequence.batch is None and sequence.auto_depth:
                 self._calibrate()
+        except Exception as error:  # of its throw-away sequences: this one may be fine
+            log_error(LOG, "calibration failed; step times are learned while decoding", error=error)
+        try:
             self._steady = False
             if not prefill_chunk(self.model, sequence, self.prefix, self.turn_marker):
                 return

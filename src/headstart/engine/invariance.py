@@ -32,7 +32,7 @@ def is_batch_invariant(model: Model) -> bool:
     Measured once per model.
     """
     if model not in _measured:
-        with compiled_together():
+        with compiled_together(model.dtype):
             alone = {n: _logits(model, window=n + 1, sequences=1)[0, -1] for n in (0, 1, 4)}
             same = []
             # All shapes run whatever the result: the ranks of a cluster take part in each other's passes.
@@ -77,6 +77,8 @@ def _shapes() -> tuple[tuple[int, int], ...]:
 def _logits(model: Model, window: int, sequences: int) -> mx.array:
     """Return the logits [sequences, window, V] of a window after the prefilled tokens."""
     tokens, state = mx.array([TOKENS]) % model.vocabulary, model.make_state(1)
+    if model.adapters:
+        state.adapt([0])  # the same kernels as another adapter, and as none
     model.trunk(tokens[:, :PREFILLED], state, certain=PREFILLED)
     state.commit(mx.full((1,), PREFILLED, mx.int32), most=PREFILLED)
     state.keep([0] * sequences)

@@ -25,7 +25,9 @@ def prefill_chunk(
     """Prefill one more chunk. Return True once all tokens but the last are in: that one opens the first window."""
     tokens = sequence.tokens
     if sequence.batch is None:
-        sequence.chunks = Chunks.of(sequence.cache_keys, chunk_ends(tokens, marker, CHUNK))
+        sequence.chunks = Chunks.of(
+            sequence.cache_keys, chunk_ends(tokens, marker, CHUNK), sequence.handle.request.adapter
+        )
         _start(model, sequence, prefix)
     assert sequence.batch is not None
     assert sequence.chunks is not None
@@ -63,6 +65,8 @@ def _start(model: Model, sequence: SequenceState, prefix: PrefixCache | None) ->
     generated, stats = sequence.num_generated, sequence.stats
     batch = Batch.of_one(model, sequence.tokens, sequence.params, sequence.max_k, generated, stats.rounds)
     sequence.batch = batch
+    if (adapter := sequence.handle.request.adapter) is not None:
+        batch.trunk_state.adapt([model.adapters[adapter].index])
     sequence.started = sequence.started or time.perf_counter()
     exact = is_batch_invariant(model) and sequence.params.params.rule != "optimistic" and not model.eight_bit_kv
     if generated and (on_cuda() or metal.on_metal()):  # they are recomputed as a prompt, by other kernels

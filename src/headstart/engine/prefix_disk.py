@@ -42,21 +42,25 @@ class PrefixOptions:
 
 def state_identity(model: Model) -> str:
     """Return what must be the same for two processes to compute the same states: versions, sources, the device and
-    its kernels, every weight, and, as a proof, what they make of a chunk of tokens."""
+    its kernels, every weight, the tower's and its rules for pixels too, and, as a proof, what they make of a chunk of
+    tokens."""
     package = Path(__file__).parents[1]
     sources = hashlib.sha256()
     for file in sorted(path for path in package.rglob("*") if path.suffix in SOURCES):
         sources.update(file.read_bytes())
-    parameters: dict[str, mx.array] = dict(tree_flatten(model.weights.parameters()))
-    weights = [(name, a.shape, str(a.dtype), _sum_bits(a).item()) for name, a in parameters.items()]
+    adapters = [(name, adapter.digest) for name, adapter in model.adapters.items()]
+    parts = [model.weights] if model.tower is None else [model.weights, model.tower]
+    parameters: list[tuple[str, mx.array]] = [
+        each for part in parts for each in dict(tree_flatten(part.parameters())).items()
+    ]
+    weights = [(name, a.shape, str(a.dtype), _sum_bits(a).item()) for name, a in parameters]
     tokens = mx.arange(min(CHUNK, model.context_length - 1))[None] % model.vocabulary
     hidden = model.trunk(tokens, model.make_state(1), certain=tokens.shape[1])
     proof = hashlib.sha256(bytes(hidden.view(mx.uint8))).hexdigest()
     versions = [version(name) for name in ("headstart", "mlx", "mlx-lm")]
     device = [selected(), *(mx.device_info().get(name) for name in ("architecture", "device_name"))]
-    return repr(
-        (versions, sources.hexdigest(), device, model.config, model.dtype_name, model.eight_bit_kv, weights, proof)
-    )
+    settings = [model.config, model.dtype_name, model.eight_bit_kv, model.tower and model.tower.rules]
+    return repr((versions, sources.hexdigest(), device, settings, weights, adapters, proof))
 
 
 def _sum_bits(array: mx.array) -> mx.array:

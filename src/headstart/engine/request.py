@@ -30,6 +30,7 @@ class Request:
         keep_logits: Hand out the target's logits with every token.
         priority: Batch requests wait while interactive ones do. Once started they run like others.
         images: The images that placeholder tokens in the prompt stand for, see `insert_images`.
+        adapter: The name of one of the model's adapters.
     """
 
     prompt: Sequence[int]
@@ -38,6 +39,7 @@ class Request:
     keep_logits: bool = False
     priority: Priority = "interactive"
     images: Sequence[PromptImage] = ()
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.prompt, str):
@@ -55,6 +57,9 @@ class Request:
             )
         if (wrong := next((t for t in self.prompt if not 0 <= t < vocabulary), None)) is not None:
             raise RequestError(f"prompt has the token id {wrong}: ids go from 0 to {vocabulary - 1}")
+        if self.adapter is not None and self.adapter not in model.adapters:
+            known = ", ".join(model.adapters) or "none"
+            raise RequestError(f"adapter {self.adapter[:100]!r} is unknown: this model has {known}")
         check_images(self.images, self.prompt, model)
         if not 1 <= self.n:
             raise RequestError(f"n is {self.n}; it must be at least 1")

@@ -80,6 +80,7 @@ class SequenceState:
             prompt_tokens=len(request.prompt),
             dtype=model.dtype_name,
             ranks=model.share.ranks,
+            adapter=request.adapter,
         )
         limit = min(params.max_tokens, model.context_length - len(request.prompt))
         images = None

@@ -53,6 +53,7 @@ class Stats:
     first_round_tokens: int = 0
     dtype: str = ""  # of the model's activations
     ranks: int = 1  # machines of the cluster
+    adapter: str | None = None  # of the request
 
     @classmethod
     def of(cls, answers: "list[Stats]") -> "Stats":
@@ -176,6 +177,7 @@ class Stats:
             "ignored_fields": [],
             "exact": self.exact,
             "dtype": self.dtype,
+            "adapter": self.adapter,
         }
 
 

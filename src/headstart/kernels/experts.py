@@ -7,6 +7,7 @@ import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
 from . import cpu, metal
+from .adapters import add_adapters, has_adapters
 from .cuda import on_cuda
 from .cuda.experts import launch_combine, launch_experts, launch_route
 from .cuda.products import MOST_ROWS, MatrixWeights, SumOrder, matrix_weights, product_refusal
@@ -15,12 +16,21 @@ from .metal.experts import metal_combine, metal_experts, metal_route
 from .products import chosen_products
 
 
-def expert_products(x: mx.array, indices: mx.array, *layers: nn.Module) -> list[mx.array] | None:
+def expert_products(
+    x: mx.array, indices: mx.array, *layers: nn.Module, always: bool = False
+) -> list[mx.array] | None:
     """Return what every expert of a row's `indices` [..., E] makes of it, for every layer: [..., E, N].
 
     `x` is [..., K], or [..., E, K] where each expert has an input of its own. None where a layer does not fit: call
-    mlx-lm's, which for many rows sorts them first.
+    mlx-lm's, which for many rows sorts them first. With `always` stock ops compute those in the order of the rows.
     """
+    made = _expert_products(x, indices, *layers)
+    if made is None and always:
+        made = [stock_experts(x, indices, layer) for layer in layers]
+    return None if made is None else add_adapters(made, x, layers, indices)
+
+
+def _expert_products(x: mx.array, indices: mx.array, *layers: nn.Module) -> list[mx.array] | None:
     if (native := cpu.native()) is not None:
         return cpu.native_products(native, x, layers, experts=indices, own=x.ndim > indices.ndim)
     if metal.on_metal() and prod(indices.shape[:-1]) <= metal.MOST_ROWS:
@@ -46,12 +56,15 @@ def stock_experts(x: mx.array, indices: mx.array, layer: nn.Module) -> mx.array:
     return made.squeeze(-2)
 
 
-def swiglu_experts(x: mx.array, indices: mx.array, gate: nn.Module, up: nn.Module) -> mx.array | None:
+def swiglu_experts(
+    x: mx.array, indices: mx.array, gate: nn.Module, up: nn.Module, *, always: bool = False
+) -> mx.array | None:
     """Return `silu(gate) * up` of each expert in `indices` [..., E]: [..., K] → [..., E, N]; None as above."""
     found = [matrix_weights(gate), matrix_weights(up)]
-    if cpu.native() is None and _fits(x, indices, found) and SumOrder.of(found[0]) == SumOrder.of(found[1]):
+    fused = cpu.native() is None and not has_adapters(gate, up) and _fits(x, indices, found)
+    if fused and SumOrder.of(found[0]) == SumOrder.of(found[1]):
         return launch_experts(x, indices, found, gated=True)[0]
-    both = expert_products(x, indices, gate, up)
+    both = expert_products(x, indices, gate, up, always=always)
     return None if both is None else swiglu(*both)
 
 

@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
 from . import cpu, metal
+from .adapters import add_adapters, has_adapters
 from .cuda import on_cuda
 from .cuda.products import MOST_ROWS, MatrixWeights, SumOrder, launch_products, matrix_weights, product_refusal
 from .metal.products import SLICES, metal_products, product_shape
@@ -33,7 +34,11 @@ def product(x: mx.array, layer: nn.Module) -> mx.array:
 
 
 def products(x: mx.array, *layers: nn.Module) -> list[mx.array]:
-    """Return `layer(x)` for every layer, in one launch where they are of one kind."""
+    """Return `layer(x)` for every layer, in one launch where they are of one kind, with what adapters add."""
+    return add_adapters(_products(x, *layers), x, layers)
+
+
+def _products(x: mx.array, *layers: nn.Module) -> list[mx.array]:
     if (native := cpu.native()) is not None:
         if made := cpu.native_products(native, x, layers):
             return made
@@ -66,7 +71,8 @@ def swiglu_product(x: mx.array, gate: nn.Module, up: nn.Module) -> mx.array:
     if (native := cpu.native()) is not None and (made := cpu.native_products(native, x, (gate, up), gated=True)):
         return made[0]
     found = [matrix_weights(gate), matrix_weights(up)]
-    if _fits(x, found) and SumOrder.of(found[0]) == SumOrder.of(found[1]):
+    fused = _fits(x, found) and SumOrder.of(found[0]) == SumOrder.of(found[1])
+    if fused and not has_adapters(gate, up):
         return launch_products(x, found, gated=True)[0]
     return swiglu(*products(x, gate, up))
 

@@ -4,7 +4,7 @@ A family is mlx-lm's modules (weights map by eye) and our forward over them: mlx
 and commits the recurrent state at once. Nothing of mlx-lm is patched or copied.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import ModuleType
@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import CheckpointError
+from ..kernels.adapters import Adapter, choose_adapters
 from ..kernels.attention import at_last
 from ..kernels.products import product
 from ..limits import DEFAULT_K, MAX_HEAD_K
@@ -97,6 +98,7 @@ class Model:
     tower: VisionTower | None = None
     tower_unavailable: str | None = None  # why there is no tower
     eight_bit_kv: bool = False  # sequences keep keys and values in eight bits
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
 
     @property
     def has_head(self) -> bool:
@@ -146,6 +148,10 @@ class Model:
     def _trunk(
         self, state: BatchState, tokens: mx.array, certain: int = 1, embeddings: mx.array | None = None
     ) -> mx.array:
+        with choose_adapters(state.adapters, mixed=-1 in state.adapter_indices or not state.adapter_indices):
+            return self._run_layers(state, tokens, certain, embeddings)
+
+    def _run_layers(self, state: BatchState, tokens: mx.array, certain: int, embeddings: mx.array | None) -> mx.array:
         mask, share, layers = state.reserve(tokens.shape[1]), self.share, self.weights.layers
         parts, memories = [self.family.parts(layer) for layer in layers], iter(state.layers)
         accepted = state.accepted

@@ -4,6 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
 
+from ..kernels.adapters import has_adapters
 from ..kernels.cuda.attention import arrange_fits, attention_fits
 from ..kernels.cuda.gated_delta import gated_delta_fits
 from ..kernels.cuda.layer import (
@@ -62,7 +63,7 @@ def _matrices(dtype: mx.Dtype, *layers: nn.Module) -> list[MatrixWeights] | None
     found = [matrix_weights(layer) for layer in layers]
     biased = any("bias" in layer for layer in layers)
     fit = all(product_refusal(dtype, each) is None and count_stages(each, ProductTile(16, 16)) for each in found)
-    return found if fit and not biased else None
+    return found if fit and not biased and not has_adapters(*layers) else None
 
 
 def _ahead(module: nn.Module, dtype: mx.Dtype) -> Mlp | Mixture | None:

@@ -9,6 +9,7 @@ from mlx_lm.models.step3p5 import Step3p5MLP, clamped_swiglu
 from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU, SwitchMLP
 
 from ..kernels import cpu
+from ..kernels.adapters import has_adapters
 from ..kernels.experts import combine, expert_products, route, swiglu_experts
 from ..kernels.products import product, products, swiglu_product
 from .residual import Residual
@@ -83,16 +84,18 @@ def chosen_experts(module: nn.Module, x: mx.array, indices: mx.array) -> mx.arra
     """Return `module(x, indices)` for mlx-lm's SwitchGLU or SwitchMLP: [B, W, H] and [B, W, E] → [B, W, E, H]."""
     if not isinstance(module, SwitchGLU | SwitchMLP):
         return module(x, indices)
+    always = has_adapters(*module.children().values())
     if isinstance(module, SwitchMLP):
-        made, last = expert_products(x, indices, module.fc1), module.fc2
+        made, last = expert_products(x, indices, module.fc1, always=always), module.fc2
         hidden = None if made is None else module.activation(made[0])
     elif isinstance(module.activation, SwiGLU):
-        hidden, last = swiglu_experts(x, indices, module.gate_proj, module.up_proj), module.down_proj
+        hidden, last = swiglu_experts(x, indices, module.gate_proj, module.up_proj, always=always), module.down_proj
     else:
-        made, last = expert_products(x, indices, module.up_proj, module.gate_proj), module.down_proj
+        made = expert_products(x, indices, module.up_proj, module.gate_proj, always=always)
+        last = module.down_proj
         hidden = None if made is None else module.activation(*made)
     if hidden is None:
         return module(x, indices)
-    down = expert_products(hidden, indices, last)
+    down = expert_products(hidden, indices, last, always=always)
     assert down is not None, "an MLP's layers are quantised alike"
     return down[0]

@@ -36,7 +36,13 @@ class Graph:
     def __call__(self, rows: BatchState, *inputs: Any) -> mx.array:
         """Run the graph. `rows` must have room for the window already: a graph cannot grow what it is given."""
         shapes = [each.shape if isinstance(each, mx.array) else each for each in inputs]
-        shape = (rows.capacity, rows.shift is None, *shapes, *(array.shape for array in rows.layers[0].arrays()))
+        shape = (
+            rows.capacity,
+            rows.shift is None,
+            rows.adapters is None,
+            *shapes,
+            *(array.shape for array in rows.layers[0].arrays()),
+        )
         if len(self.seen) >= MOST and shape not in self.seen:
             self.seen.clear()
             self.traced = mx.compile(self._from_arrays)
@@ -46,7 +52,7 @@ class Graph:
         self.kinds = [type(memory) for memory in rows.layers]
         held = [memory.arrays() for memory in rows.layers]
         fused = PERSISTENT.claim()  # or not any more: another description
-        given = [PERSISTENT.status, rows.lengths, rows.accepted, rows.shift, held, fused, *inputs]
+        given = [PERSISTENT.status, rows.lengths, rows.accepted, rows.shift, rows.adapters, held, fused, *inputs]
         output, held, PERSISTENT.status = self.traced(*given)
         rows.layers = [kind.of(arrays) for kind, arrays in zip(self.kinds, held, strict=True)]
         return output
@@ -57,12 +63,13 @@ class Graph:
         lengths: mx.array,
         accepted: mx.array,
         shift: mx.array | None,
+        adapters: mx.array | None,
         held: list[list[mx.array]],
         fused: bool,
         *inputs: Any,
     ) -> tuple[mx.array, list[list[mx.array]], mx.array]:
         layers = [kind.of(arrays) for kind, arrays in zip(self.kinds, held, strict=True)]
-        rows = BatchState(layers, lengths, accepted, shift=shift)
+        rows = BatchState(layers, lengths, accepted, shift=shift, adapters=adapters)
         # Where the rows end changes from step to step; that all of the capacity is in reach does not.
         rows.bounds = [rows.capacity - BLOCK // 8] * lengths.shape[0]
         PERSISTENT.status = status

@@ -56,7 +56,7 @@ class AnthropicWriter(ResponseWriter):
             yield _event(**to_refusal(error).anthropic_body)
 
     def _message(self, content: list[Json], **fields: Any) -> Json:
-        message = {"id": self.id, "type": "message", "role": "assistant", "model": self.served.id}
+        message = {"id": self.id, "type": "message", "role": "assistant", "model": self.model_id}
         return {**message, "content": content, **fields}
 
     def _read(self, event: Event) -> list[Delta]:

@@ -24,7 +24,7 @@ from .downloads import Downloads
 from .errors import refuse, respond_to_error
 from .listen import Pool
 from .metrics import Metrics
-from .middleware import Keys, RequestChecks, RestOfBody, client_of
+from .middleware import Keys, RequestChecks, RestOfBody, client_of, owner_of
 from .model_pool import ModelPool
 from .openai_request import ChatCompletionRequest, CompletionRequest
 from .openai_response import OpenAIWriter
@@ -67,7 +67,7 @@ def create_app(
     )
     add_generation_routes(app, handler)
     add_responses_routes(app, handler)
-    add_status_routes(app, pool, metrics)
+    add_status_routes(app, pool, metrics, keys)
     add_model_routes(app, pool, downloads)
     add_settings_routes(app, pool)
     add_dashboard(app)
@@ -136,7 +136,7 @@ def add_responses_routes(app: FastAPI, handler: RequestHandler) -> None:
         return {"id": id, "object": "response.deleted", "deleted": True}
 
 
-def add_status_routes(app: FastAPI, pool: ModelPool, metrics: Metrics) -> None:
+def add_status_routes(app: FastAPI, pool: ModelPool, metrics: Metrics, keys: Keys) -> None:
     @app.get("/v1/mtp/stats")
     async def mtp_stats(model: str | None = None) -> dict[str, Any]:
         wanted = pool.models if model is None else [pool.find(model)]
@@ -144,8 +144,9 @@ def add_status_routes(app: FastAPI, pool: ModelPool, metrics: Metrics) -> None:
         return {"models": {each.id: each.report() for each in wanted}, "memory": memory}
 
     @app.get("/v1/mtp/tokens")
-    async def generated_tokens() -> dict[str, Any]:
-        return {"models": {each.id: each.counters.tokens for each in pool.models}}
+    async def generated_tokens(http: Request) -> dict[str, Any]:
+        owner = owner_of(http.scope, keys)
+        return {"models": {each.id: each.counters.tokens.get(owner, {}) for each in pool.models}}
 
     @app.get("/health", responses={503: {"description": "The engine's thread is not alive."}})
     async def health() -> JSONResponse:
@@ -175,12 +176,24 @@ class ModelName(BaseModel):
 def add_model_routes(app: FastAPI, pool: ModelPool, downloads: Downloads | None) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        others = {"downloads": downloads.describe()} if downloads is not None else {}
-        return {"object": "list", "data": [model.describe() for model in pool.models], **others}
+        data = [entry for model in pool.models for entry in model.entries()]
+        if downloads is None:
+            return {"object": "list", "data": data}
+        removable = {model.id for model in pool.models if downloads.can_remove(model)}
+        data = [entry | {"removable": entry["id"] in removable} for entry in data]
+        return {"object": "list", "data": data, "downloads": downloads.describe()}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        return pool.find(name).describe()
+        return pool.find(name).describe(name)
+
+    @app.delete("/v1/models/{name:path}")
+    async def remove(name: str) -> dict[str, Any]:
+        model = pool.find(name)
+        if downloads is None:
+            refuse("model", "the disk is not changed: start the server with --allow-download", "unsupported")
+        await downloads.remove(model)
+        return {"id": model.id, "object": "model", "deleted": True}
 
     @app.post("/v1/models/pull")
     async def start_download(body: ModelName) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Downloads that clients have asked for. A model joins the server's when it is complete."""
+"""Downloads that clients have asked for, and their removal. A model joins the server's when it is complete."""
 
 import asyncio
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..checkpoint.layout import HUB_ID
-from ..checkpoint.local import pull
+from ..checkpoint.layout import HUB_ID, hub_id
+from ..checkpoint.local import pull, remove
 from ..engine.log import log_error
 from ..errors import HeadstartError
 from .errors import Refusal, refuse
@@ -58,6 +58,20 @@ class Downloads:
         done = f"{under_way.bytes:,} of {under_way.total_bytes:,} bytes"
         message = f"model {name!r} is being downloaded ({done}): try again later"
         raise Refusal(503, message, param="model", code="model_downloading", headers={"Retry-After": "30"})
+
+    def can_remove(self, model: PooledModel) -> bool:
+        """Return whether clients may delete a model: one in the Hugging Face cache, not the first, not pinned."""
+        return not model.pinned and model is not self._pool.models[0] and hub_id(model.info.path) is not None
+
+    async def remove(self, model: PooledModel) -> None:
+        """Unload a model that no request uses, and delete its files."""
+        if not self.can_remove(model):
+            refuse(
+                "model", f"{model.id} stays: it is the first, pinned, or not in the Hugging Face cache", "unsupported"
+            )
+        await self._pool.remove(model)
+        await asyncio.to_thread(remove, str(hub_id(model.info.path)))
+        self._all.pop(model.id, None)
 
     async def _run(self, download: Download) -> None:
         try:

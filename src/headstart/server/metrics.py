@@ -5,7 +5,7 @@ docs/reference/http-api.md lists the metrics.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,15 +38,21 @@ class Counters:
     proposed: Counter[int] = field(default_factory=Counter)  # drafts by position, from 1
     accepted: Counter[int] = field(default_factory=Counter)
     accepted_by_source: Counter[str] = field(default_factory=Counter)  # head, drafter, copy
-    tokens: Counter[int] = field(default_factory=Counter)  # generated, by id
+    tokens: defaultdict[str, Counter[int]] = field(  # generated, by owner of the key and by id
+        default_factory=lambda: defaultdict(Counter)
+    )
     paused_seconds: float = 0.0
     depth: int | None = None  # of the last round
+    adapters: "dict[str, Counters]" = field(default_factory=dict)  # what of this was with each adapter
 
     def add(self, before: Stats, now: Stats, *, first: bool = True) -> None:
         """Add what an answer's stats gained between `before` and `now`.
 
         `first`: this is the first answer to its prompt. Only that one counts the prompt.
         """
+        if now.adapter is not None:
+            own = self.adapters.setdefault(now.adapter, Counters())
+            own.add(replace(before, adapter=None), replace(now, adapter=None), first=first)
         if first and before.rounds == 0 and now.rounds:
             self.prompt_tokens += now.prompt_tokens
             self.cached_tokens += now.prefix_cache_hit
@@ -61,21 +67,24 @@ class Counters:
         self.accepted += _by_position(now.accepted_by_position) - _by_position(before.accepted_by_position)
         self.accepted_by_source += Counter(now.accepted_by_source) - Counter(before.accepted_by_source)
 
-    def report(self) -> dict[str, Any]:
-        rounds = self.rounds.total()
-        proposed = self.proposed.total()
-        accepted = self.accepted.total()
-        positions = sorted(self.proposed)
+    def acceptance(self) -> dict[str, Any]:
+        rounds, proposed, accepted = self.rounds.total(), self.proposed.total(), self.accepted.total()
         return {
             "rounds": rounds,
             "generation_tokens": self.generation_tokens,
             "tokens_per_round": self.generation_tokens / rounds if rounds else 0.0,
-            "depth": self.depth,
-            "rounds_by_depth": {str(k): self.rounds[k] for k in sorted(self.rounds)},
             "proposed_draft_tokens": proposed,
             "accepted_draft_tokens": accepted,
-            "accepted_by_source": {source: self.accepted_by_source[source] for source in ("head", "drafter", "copy")},
             "acceptance_rate": accepted / proposed if proposed else 0.0,
+        }
+
+    def report(self) -> dict[str, Any]:
+        positions = sorted(self.proposed)
+        return {
+            **self.acceptance(),
+            "depth": self.depth,
+            "rounds_by_depth": {str(k): self.rounds[k] for k in sorted(self.rounds)},
+            "accepted_by_source": {source: self.accepted_by_source[source] for source in ("head", "drafter", "copy")},
             "proposed_by_position": [self.proposed[j] for j in positions],
             "accepted_by_position": [self.accepted[j] for j in positions],
             "acceptance_by_position": [self.accepted[j] / self.proposed[j] for j in positions],
@@ -85,6 +94,7 @@ class Counters:
             "cached_tokens": self.cached_tokens,
             "first_tokens": self.first_tokens,
             "first_token_seconds": self.first_token_seconds,
+            "adapters": {name: own.acceptance() for name, own in self.adapters.items()},
         }
 
 
@@ -143,6 +153,12 @@ class Metrics(Collector):
         yield _counter("accepted_draft_tokens", accepted, each("accepted"), "model", "position")
         by_source = "Drafts accepted, by source: the head, a block drafter, or copied from the context."
         yield _counter("accepted_drafts_by_source", by_source, each("accepted_by_source"), "model", "source")
+        for name in ("proposed", "accepted"):
+            drafts = {
+                id: {a: getattr(own, name).total() for a, own in list(adapters.items())}
+                for id, adapters in each("adapters").items()
+            }
+            yield _counter(f"adapter_{name}_draft_tokens", f"Drafts {name}, by adapter.", drafts, "model", "adapter")
         paused = "Time that sequences decoded without drafts because speculation was paused."
         yield _counter("paused_seconds", paused, each("paused_seconds"), "model")
         yield _counter("bypasses", "Answers without drafts, by reason.", each("bypasses"), "model", "reason")
@@ -213,8 +229,8 @@ def _fill(
 class Meter:
     """Count one request. Times are those of time.perf_counter."""
 
-    def __init__(self, metrics: Metrics, model: "PooledModel", endpoint: str, arrived: float):
-        self._counters = model.counters
+    def __init__(self, metrics: Metrics, model: "PooledModel", endpoint: str, arrived: float, owner: str = ""):
+        self._counters, self._owner = model.counters, owner
         self._first_token, self._inter_token = (
             metrics.first_token.labels(model.id),
             metrics.inter_token.labels(model.id),
@@ -229,7 +245,7 @@ class Meter:
         if event.stats is not None:
             self._counters.add(self._stats[event.choice], event.stats, first=first)
             if event.tokens:
-                self._counters.tokens.update(event.tokens)
+                self._counters.tokens[self._owner].update(event.tokens)
                 self._time(event, when)
             self._stats[event.choice] = event.stats
 

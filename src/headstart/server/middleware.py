@@ -75,9 +75,14 @@ class Keys:
 def client_of(scope: Scope, keys: Keys) -> str:
     """Return the client for fair scheduling: the owner of a key, or the address where no key is needed."""
     if keys:
-        return _digest(_key(Headers(scope=scope))).hex()
+        return owner_of(scope, keys)
     client: tuple[str, int] | None = scope.get("client")
     return client[0] if client else ""
+
+
+def owner_of(scope: Scope, keys: Keys) -> str:
+    """Return whose key a request came with; where no key is needed, all requests have one owner."""
+    return _digest(_key(Headers(scope=scope))).hex() if keys else ""
 
 
 def _key(headers: Headers) -> str:

@@ -125,9 +125,12 @@ class ModelPool:
 
     def find(self, name: str | None) -> PooledModel:
         """Return the model that a request names, by default the first."""
-        found = next((each for each in self.models if name is None or each.info.answers_to(name)), None)
-        if found is None:
-            ids = ", ".join(repr(each.id) for each in self.models[:20])
+        for each in self.models:
+            if name is None or each.info.answers_to(name) or each.info.adapter_of(name):
+                found = each
+                break
+        else:
+            ids = ", ".join(repr(entry["id"]) for each in self.models[:20] for entry in each.entries())
             message = f"model {str(name)[:100]!r} is not served here: this server has {ids}"
             raise Refusal(404, message, param="model", code="model_not_found")
         return found
@@ -179,6 +182,11 @@ class ModelPool:
                 raise Refusal(409, f"model {model.id!r} stays loaded: {why}", param="model", code="model_in_use")
             if model.loaded is not None:
                 await self._unload(model)
+
+    async def remove(self, model: PooledModel) -> None:
+        """Serve a model no more, unless a request uses it."""
+        await self.unload(model)
+        self.models.remove(model)
 
     async def _wait(self, model: PooledModel) -> None:
         loop = asyncio.get_running_loop()

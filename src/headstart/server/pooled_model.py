@@ -1,7 +1,7 @@
 """One of the models of a server, and whether it is loaded."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -59,12 +59,13 @@ class PooledModel:
         drafter: Path | None = None,
         kv_8bit: bool = False,
         max_image_pixels: int | None = None,
+        adapters: Mapping[str, Path] | None = None,
         pinned: bool = False,
     ) -> "PooledModel":
         """Read what a folder's files say of a model. The other arguments are those of `load_model`; with
         `kv_8bit` sequences keep their keys and values in eight bits, with `max_image_pixels` the model sees images.
         """
-        given: dict[str, Any] = {"mtp": mtp, "head": head, "drafter": drafter}
+        given: dict[str, Any] = {"mtp": mtp, "head": head, "drafter": drafter, "adapters": adapters}
         if max_image_pixels is not None:
             given |= {"vision": True, "max_image_pixels": max_image_pixels}
         plan = LoadPlan.of(folder, **given)
@@ -76,7 +77,9 @@ class PooledModel:
             model = load_model(folder, **given, progress=progress)
             return model.with_eight_bit_kv() if kv_8bit else model
 
-        info = ModelInfo.of(plan.layout, id=id, mtp=mtp, drafter=plan.model.drafter, vision=vision)
+        info = ModelInfo.of(
+            plan.layout, id=id, mtp=mtp, drafter=plan.model.drafter, vision=vision, adapters=plan.adapters
+        )
         return cls(info, load, partial(load_tokenizer, folder), plan.needs, pinned=pinned)
 
     @property
@@ -115,6 +118,7 @@ class PooledModel:
         return {
             **self.counters.report(),
             "expected_speed_by_depth": [round(gain, 3) for gain in engine.depth.gains] if engine else [],
+            "kernels": self.info.kernels,
             "state": self.state,
             "loads": self.loads,
             "running": len(engine.running) if engine else 0,
@@ -122,8 +126,21 @@ class PooledModel:
             "queued": (len(engine.queue) if engine else 0) + len(self.waiters),
         }
 
-    def describe(self) -> dict[str, Any]:
-        """Return the entry of /v1/models."""
+    def entries(self) -> list[dict[str, Any]]:
+        """Return the entries of /v1/models: the model's and those of its adapters."""
+        return [self.describe(name) for name in (self.id, *(f"{self.id}:{a.name}" for a in self.info.adapters))]
+
+    def describe(self, name: str | None = None) -> dict[str, Any]:
+        """Return the entry of what a request names: the model, or one of its adapters, whose `parent` it is."""
+        adapter = self.info.adapter_of(name)
+        of_adapter = {
+            "id": self.info.full_id(name),
+            "parent": self.id,
+            "adapter": next(
+                ({"rank": a.rank, "scale": a.scale} for a in self.info.adapters if a.name == adapter), {}
+            ),
+        }
         waiting = {"progress": round(self.progress, 3)} if self.loading else {}
         place = {"pinned": self.pinned, "loads": self.loads, "memory_bytes": self.needs.weights, **waiting}
-        return {**self.info.describe(), "state": self.state, "problem": self.problem, **place}
+        own = {**self.info.describe(), "state": self.state, "problem": self.problem, **place}
+        return own if adapter is None else own | of_adapter

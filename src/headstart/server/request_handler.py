@@ -18,7 +18,7 @@ from .anthropic_request import CountTokensRequest
 from .chat import Prompt
 from .errors import Refusal, to_refusal
 from .metrics import Meter, Metrics
-from .middleware import Keys, Limits, client_of
+from .middleware import Keys, Limits, client_of, owner_of
 from .model_pool import ModelPool
 from .pooled_model import LoadedModel, PooledModel
 from .prepare import Preparation, disconnected, timed_out
@@ -48,7 +48,8 @@ class RequestHandler:
         body.check()
         model = self.find(body.model)
         self._check_open()
-        meter = Meter(self.metrics, model, http.url.path, time.perf_counter())
+        owner = owner_of(http.scope, self.keys)
+        meter = Meter(self.metrics, model, http.url.path, time.perf_counter(), owner)
         submit = partial(self._submit, body, http, writer_type, meter, deadline := self._deadline())
         acquired = asyncio.ensure_future(self._acquire(model, http, deadline, meter))
         if body.stream and not model.ready and not self.pool.misfit(model):
@@ -119,7 +120,8 @@ class RequestHandler:
             for part in body.parts():
                 prompt = await part.make_prompt(served, work)
                 request = part.engine_request(prompt, served.model.context_length)
-                requests.append(replace(request, priority=body.priority or "interactive"))
+                adapter = served.info.adapter_of(body.model)
+                requests.append(replace(request, priority=body.priority or "interactive", adapter=adapter))
             if request.params.logprobs:
                 await work.run(served.token_bytes, 0)  # slow once, and must not block the event loop
             return prompt, requests

@@ -85,6 +85,7 @@ class ResponseWriter(ABC):
     def __init__(self, body: GenerationRequest, prompt: Prompt, served: ServedModel, id_prefix: str):
         self.id = f"{id_prefix}{uuid.uuid4().hex}"
         self.prompt, self.served = prompt, served
+        self.model_id = served.info.full_id(body.model)
         self._ignored = body.ignored_fields()
         self._clamped_to = body.clamped_to
 

@@ -91,7 +91,7 @@ class ResponsesWriter(ResponseWriter):
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": self.served.id,
+            "model": self.model_id,
             "output": self._items.items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,

@@ -1,6 +1,7 @@
 """A model as clients see it: what is known of its files, and more once it is loaded."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..cards import Card
 from ..checkpoint import Layout
+from ..checkpoint.adapters import StoredAdapter
 from ..checkpoint.layout import hub_id
 from ..kernels import selected
 from ..models import Model, text_config
@@ -29,6 +31,7 @@ class ModelInfo:
     card: Card | None
     drafter: dict[str, Any] | None = None
     vision: bool = False  # with its vision tower
+    adapters: Sequence[StoredAdapter] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
@@ -40,6 +43,7 @@ class ModelInfo:
         mtp: bool | None = None,
         drafter: DFlash | None = None,
         vision: bool = False,
+        adapters: Sequence[StoredAdapter] = (),
     ) -> "ModelInfo":
         path = layout.path.absolute()
         name = id or hub_id(path) or path.name
@@ -50,7 +54,9 @@ class ModelInfo:
         head = {"available": decision.drafts, "default_k": decision.k, "max_k": decision.max_k, "reason": reason}
         context = int(text_config(layout.config)["max_position_embeddings"])
         block = {"kind": "dflash", "max_k": drafter.max_k} if drafter is not None else None
-        return cls(name, path, layout.family, context, layout.quantization, head, layout.card, block, vision)
+        return cls(
+            name, path, layout.family, context, layout.quantization, head, layout.card, block, vision, adapters
+        )
 
     @property
     def most_drafts(self) -> int:
@@ -63,6 +69,17 @@ class ModelInfo:
         card = self.card.hub_id if self.card else None
         return name in (self.id, self.path.name, hub_id(self.path), card) or Path(name) == self.path
 
+    def adapter_of(self, name: str | None) -> str | None:
+        """Return the adapter that a request means by a model's name, a colon and its own."""
+        model, _, adapter = (name or "").rpartition(":")
+        known = any(each.name == adapter for each in self.adapters)
+        return adapter if known and self.answers_to(model) else None
+
+    def full_id(self, name: str | None) -> str:
+        """Return the id of what a request names: the model's, and that of an adapter."""
+        adapter = self.adapter_of(name)
+        return self.id if adapter is None else f"{self.id}:{adapter}"
+
     def describe(self) -> dict[str, Any]:
         """Return the entry of /v1/models."""
         return {
@@ -73,7 +90,7 @@ class ModelInfo:
             "context_length": self.context_length,
             "family": self.family,
             "quantization": self.quantization,
-            "kernels": selected(),
+            "kernels": self.kernels,
             "capabilities": self.capabilities,
             "native_mtp": self.native_mtp,
             "drafter": self.drafter,
@@ -82,6 +99,12 @@ class ModelInfo:
                 "not_thinking": self.recommended_sampling(thinking=False),
             },
         }
+
+    @property
+    def kernels(self) -> str:
+        """Return which kernels compute here, and how many layers do not use fused ones for their adapters' sake."""
+        changed = {layer for adapter in self.adapters for layer in adapter.layers}
+        return selected() + (f"; {len(changed)} linear layers with adapters are not fused" if changed else "")
 
     @property
     def capabilities(self) -> list[str]:

@@ -22,10 +22,13 @@ class BatchState:
     bounds: list[int] = field(default_factory=list)  # the host's upper bounds of `lengths`
     shifts: list[int] = field(default_factory=list)  # from indices to RoPE's positions: images take up fewer of these
     shift: mx.array | None = None  # `shifts` [B], if one is not 0
+    adapter_indices: list[int] = field(default_factory=list)  # of the sequences' adapters, -1 for none
+    adapters: mx.array | None = None  # `adapter_indices` [B], if a sequence has one
     positions: TokenPositions | None = None  # of all tokens of the only sequence, during prefill around an image
 
     def __post_init__(self) -> None:
         self.shifts = self.shifts or [0] * len(self.bounds)
+        self.adapter_indices = self.adapter_indices or [-1] * len(self.bounds)
 
     @classmethod
     def empty(cls, layers: list[KV | Recurrent], rows: int) -> "BatchState":
@@ -77,6 +80,11 @@ class BatchState:
         self.shifts, self.positions = shifts, positions
         self.shift = mx.array(shifts, mx.int32) if any(shifts) else None
 
+    def adapt(self, indices: list[int]) -> None:
+        """Say which of the model's adapters every sequence has, -1 for none."""
+        self.adapter_indices = indices
+        self.adapters = mx.array(indices, mx.int32) if max(indices, default=-1) >= 0 else None
+
     def commit(self, count: mx.array, most: int) -> None:
         """Advance every sequence by its `count` [B] tokens. The host knows only that it is `most` or less."""
         self.lengths = self.lengths + count
@@ -94,6 +102,7 @@ class BatchState:
                 layer.keep(index)
         self.lengths, self.accepted = self.lengths[index], self.accepted[index]
         self.place([self.shifts[row] for row in rows])
+        self.adapt([self.adapter_indices[row] for row in rows])
 
     def join(self, other: "BatchState") -> None:
         """Append the sequences of `other`."""
@@ -103,6 +112,7 @@ class BatchState:
         self.accepted = mx.concatenate([self.accepted, other.accepted])
         self.bounds = self.bounds + other.bounds
         self.place(self.shifts + other.shifts)
+        self.adapt(self.adapter_indices + other.adapter_indices)
 
     def arrays(self) -> list[mx.array]:
         return [self.lengths, self.accepted, *(a for layer in self.layers for a in layer.arrays())]

@@ -64,10 +64,14 @@ class Chunks(NamedTuple):
     tokens: list[bytes]  # of the chunks
 
     @classmethod
-    def of(cls, tokens: Sequence[int], ends: list[int]) -> "Chunks":
-        """`tokens` tell prompts apart. They may differ from the ids that are run, where these do not say it all."""
+    def of(cls, tokens: Sequence[int], ends: list[int], adapter: str | None = None) -> "Chunks":
+        """`tokens` tell prompts apart. They may differ from the ids that are run, where these do not say it all. So
+        does the `adapter`, which decides every state: it is part of the first chunk."""
         starts = [0, *ends[:-1]]
-        return cls(len(tokens), ends, [array("q", tokens[a:b]).tobytes() for a, b in zip(starts, ends, strict=False)])
+        chunks = [array("q", tokens[a:b]).tobytes() for a, b in zip(starts, ends, strict=False)]
+        if adapter is not None and chunks:
+            chunks[0] += adapter.encode().ljust(65)  # 8 bytes are a token, so no other chunk has this length
+        return cls(len(tokens), ends, chunks)
 
     def start(self, index: int) -> int:
         return self.ends[index - 1] if index else 0

@@ -9,6 +9,9 @@ from running import Running
 
 expect.set_options(timeout=60_000)  # a model's first answer compiles
 
+VIEWPORT = {"width": 1280, "height": 800}
+MEDIA = ("color_scheme", "reduced_motion", "forced_colors")
+
 
 @pytest.fixture(scope="module")  # Playwright's event loop is in the way of other modules' own
 def browser() -> Iterator[Browser]:
@@ -19,33 +22,68 @@ def browser() -> Iterator[Browser]:
         yield playwright.chromium.launch(executable_path=path, args=FLAGS)
 
 
+@pytest.fixture(scope="module")
+def tab(browser: Browser) -> Page:
+    """Where most visits take place, one after the other: a new tab is a new process."""
+    return browser.new_context(viewport=VIEWPORT).new_page()
+
+
+def leave(tab: Page, server: Running) -> None:
+    """Forget all that a visit has left in the tab."""
+    tab.unroute_all(behavior="ignoreErrors")
+    if tab.url.startswith(server.url):
+        tab.evaluate("sessionStorage.clear()")
+    tab.goto("about:blank")
+    session = tab.context.new_cdp_session(tab)
+    session.send("Storage.clearDataForOrigin", {"origin": server.url, "storageTypes": "all"})
+    session.detach()
+    tab.set_viewport_size(VIEWPORT)
+    tab.emulate_media(**dict.fromkeys(MEDIA, "null"))
+
+
 @pytest.fixture
-def visit(browser: Browser) -> Iterator[Visit]:
+def visit(browser: Browser, tab: Page) -> Iterator[Visit]:
     """Open a part of the page. Whatever it is used for, the browser has nothing to complain of, the content security
     policy included, and nobody but the server is asked for anything."""
     contexts: list[BrowserContext] = []
+    visited: list[Running] = []
+    listeners: list[tuple[str, Any]] = []
     problems: list[str] = []
 
     def open_page(server: Running, part: str = "live", *, expect: str = "", before: str = "", **options: Any) -> Page:
         """`expect`: words of complaints that the test means to cause. `before`: a script to run before the page."""
-        context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}} | options)
-        contexts.append(context)
-        page = context.new_page()
-        if before:
-            page.add_init_script(before)
 
         def complain(problem: str) -> None:
             # A test's server may be closed before its page, which goes on asking.
             if not (expect and expect in problem) and "ERR_CONNECTION_REFUSED" not in problem:
                 problems.append(problem)
 
-        page.on("console", lambda said: complain(said.text) if said.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: complain(str(error)))
-        page.on("request", lambda asked: None if asked.url.startswith(server.url) else complain(asked.url))
+        hear = [
+            ("console", lambda said: complain(said.text) if said.type in ("error", "warning") else None),
+            ("pageerror", lambda error: complain(str(error))),
+            ("request", lambda asked: None if asked.url.startswith(server.url) else complain(asked.url)),
+        ]
+        if before or visited or not set(options) <= {"viewport", *MEDIA}:
+            contexts.append(browser.new_context(**{"viewport": VIEWPORT} | options))
+            page = contexts[-1].new_page()
+            if before:
+                page.add_init_script(before)
+        else:
+            page = tab
+            visited.append(server)
+            listeners.extend(hear)
+            page.set_viewport_size(options.pop("viewport", VIEWPORT))
+            page.emulate_media(**options)
+        for event, listener in hear:
+            page.on(event, listener)  # type: ignore[call-overload]
         page.goto(f"{server.url}/#{part}")
         return page
 
     yield open_page
+    for event, listener in listeners:
+        tab.remove_listener(event, listener)
+    for server in visited:
+        leave(tab, server)
     for context in contexts:
         context.close()
     assert problems == []

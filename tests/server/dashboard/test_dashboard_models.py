@@ -1,5 +1,6 @@
 """The cards on the page: badges and reasons, and what is known of each model."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from browsing import Visit
 from playwright.sync_api import Locator, Page, expect
 from running import running, serving, wait_until
 
+from adapters import write_adapter
 from checkpoints import write
 from headstart.engine import DeviceThread
 from headstart.server import ModelPool, PooledModel
@@ -103,3 +105,53 @@ def test_a_server_downloads_nothing_unless_it_was_told_so(visit: Visit) -> None:
         page = visit(server, "models")
         expect(card(page, "loaded", "tiny")).to_be_visible()
         expect(page.get_by_label("Hub id")).to_be_hidden()
+
+
+def test_a_downloaded_model_is_removed_from_the_page_once_that_is_confirmed(
+    visit: Visit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = ModelPool(DeviceThread(), [PooledModel.of(write(tmp_path / "red", "dense", vocab_size=8192))])
+    with running_hub(monkeypatch, tmp_path / "cache") as hub, serving(pool, allow_download=True) as server:
+        hub.models["org/green"] = write(tmp_path / "green", "dense", seed=1, vocab_size=8192)
+        hub.gate.set()
+        page = visit(server, "models")
+        page.get_by_label("Hub id").fill("org/green")
+        page.keyboard.press("Enter")
+        green = card(page, "loaded", "org/green")
+        button = green.get_by_role("button", name="Remove org/green")
+        asked: list[str] = []
+        page.once("dialog", lambda dialog: (asked.append(dialog.message), dialog.dismiss()))
+        button.click()
+        expect(green).to_be_visible()
+        expect(card(page, "loaded", "red").get_by_role("button", name="Remove")).to_have_count(0)
+        page.once("dialog", lambda dialog: dialog.accept())
+        button.press("Enter")
+        expect(green).to_have_count(0)
+        assert asked == ["Delete the files of org/green from the server's disk?"]
+        assert not list((tmp_path / "cache").rglob("*.safetensors"))
+        with server.http() as http:
+            assert http.get("/v1/models/org/green").status_code == 404
+            kept = http.delete("/v1/models/red")
+            assert (kept.status_code, kept.json()["error"]["code"]) == (400, "unsupported")
+            assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["red"]
+
+
+def test_an_adapter_is_chosen_in_the_header_and_chatted_with(visit: Visit, tmp_path: Path) -> None:
+    folder = write(tmp_path / "red", "dense", vocab_size=8192)
+    tune = write_adapter(tmp_path / "tune", folder)
+    pool = ModelPool(DeviceThread(), [model := PooledModel.of(folder, adapters={"tune": tune})])
+    pool.load_now(model)
+    with serving(pool) as server:
+        page = visit(server, "models")
+        expect(fact(card(page, "loaded", "red"), "Adapters")).to_have_text("tune")
+        expect(page.locator("#loaded article")).to_have_count(1)
+        page.get_by_label("Model", exact=True).select_option("red:tune")
+        page.get_by_role("link", name="Chat").click()
+        expect(page.get_by_label("Message")).to_have_attribute("placeholder", re.compile("^Ask red:tune"))
+        page.get_by_label("Max tokens").fill("5")
+        page.get_by_label("Message").fill("Hi")
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator(".stats")).to_contain_text("5 tokens")
+        assert model.counters.adapters["tune"].generation_tokens == model.counters.generation_tokens == 5
+        page.get_by_role("link", name="Live").click()  # of the model, whatever its adapter
+        expect(page.get_by_label("Model", exact=True)).to_have_value("red:tune")

@@ -2,6 +2,7 @@
 
 from .load import VARIABLE, Loaded, available_cores, loaded, native, stock_forced
 from .ops import (
+    ADAPTERS,
     TYPES,
     NativeResidual,
     add_biases,
@@ -16,6 +17,7 @@ from .ops import (
 )
 
 __all__ = [
+    "ADAPTERS",
     "TYPES",
     "VARIABLE",
     "Loaded",

@@ -14,6 +14,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU
 TYPES = (mx.bfloat16, mx.float32)
 DENSE = (nn.Linear, nn.Embedding, SwitchLinear)
 QUANTISED = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear)
+ADAPTERS = "_adapters"  # of a layer, in its module: see `kernels/adapters.py`
 
 Linear = tuple[mx.array, mx.array | None, mx.array | None, int, int]  # weight, scales, biases, bits, group size
 # What to add to [..., H], and the weight and epsilon of the norm of the sum.
@@ -50,11 +51,16 @@ def _hold(layer: nn.Module) -> HeldLinear:
     return HeldLinear((weight, None, None, 0, 0), ())
 
 
-def linears(layers: Sequence[nn.Module], dtype: mx.Dtype, *, biased: bool = False) -> list[Linear] | None:
-    """Return layers as the extension takes them, None if one does not fit. `biased`: the caller adds their biases."""
+def linears(
+    layers: Sequence[nn.Module], dtype: mx.Dtype, *, biased: bool = False, adapted: bool = False
+) -> list[Linear] | None:
+    """Return layers as the extension takes them, None if one does not fit. `biased`: the caller adds their biases;
+    `adapted`: it adds what their adapters add."""
     found = []
     for layer in layers:
         if (one := linear(layer, dtype)) is None or ("bias" in layer and not biased):
+            return None
+        if ADAPTERS in layer and not adapted:
             return None
         found.append(one)
     return found
@@ -74,7 +80,7 @@ def native_products(
     `gated`: of a gate and a layer, `silu(gate(x)) * layer(x)`. With `experts` [..., E] of each row; then x is
     [..., K], or [..., E, K] where each expert has its `own` input.
     """
-    found = linears(layers, x.dtype, biased=not gated and experts is None)
+    found = linears(layers, x.dtype, biased=not gated and experts is None, adapted=not gated)
     if found is None or (gated and found[0][3:] != found[1][3:]):
         return None
     made: list[mx.array] = native.products(x, found, gated, experts, own)

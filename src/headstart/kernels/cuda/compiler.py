@@ -14,7 +14,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +22,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from .device import device_attribute
+from ..cache import SharedFolderError, cache_folder, refuse_shared
+from .device import device_attribute, on_cuda
+from .stock import stock_kernels_compiled
 
 LOG = logging.getLogger("headstart")
 KNOWN = "0.32."  # versions of MLX that name and declare kernels as below
@@ -69,7 +71,7 @@ def cuda_kernel(
     shared_memory: int = 0,
 ) -> Any:
     """Return what `mx.fast.cuda_kernel` does, and have each form of it compiled when it is first described."""
-    compiles = mx.cuda.is_available() and version("mlx").startswith(KNOWN)
+    compiles = _compiles()
     header = f"// {_stamp()}\n{header}" if compiles else header
     kernel: Any = mx.fast.cuda_kernel(
         name=name,
@@ -96,10 +98,16 @@ def cuda_kernel(
     return launch if compiles else kernel
 
 
+def _compiles() -> bool:
+    return bool(mx.cuda.is_available()) and version("mlx").startswith(KNOWN)
+
+
 @contextmanager
-def compiled_together() -> Iterator[None]:
-    """Compile the kernels that are described within side by side, ready at its end. Nothing is evaluated within."""
-    with ThreadPoolExecutor() as pool:
+def compiled_together(dtype: mx.Dtype) -> Iterator[None]:
+    """Compile the kernels that are described within side by side, ready at its end, and those of MLX that a model of
+    this type needs. Nothing is evaluated within."""
+    stock = stock_kernels_compiled(dtype, compiled_folder()) if _compiles() and on_cuda() else nullcontext()
+    with stock, ThreadPoolExecutor() as pool:
         _of_thread.pool = pool
         try:
             yield
@@ -173,6 +181,21 @@ def _compile(path: Path, name: str, text: str) -> None:
 @cache
 def _warn(reason: str) -> None:
     LOG.warning("CUDA kernels are left to MLX to compile, in every process anew: %s", reason[:300])
+
+
+def keep_compiled_kernels() -> None:
+    """Have MLX keep compiled kernels in a folder of the user: its own is in the temporary directory, is lost at a
+    restart, and others may write to it. MLX reads the name of the folder once, when it first compiles."""
+    if "MLX_PTX_CACHE_DIR" in os.environ:
+        return
+    folder = cache_folder() / f"mlx-{version('mlx')}-{_architecture()}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        refuse_shared(folder)
+    except (OSError, SharedFolderError) as error:
+        LOG.warning("compiled CUDA kernels are kept in the temporary directory: %s", error)
+    else:
+        os.environ["MLX_PTX_CACHE_DIR"] = str(folder)
 
 
 def compiled_folder() -> Path:
@@ -261,3 +284,7 @@ def include_folders() -> list[Path]:
     homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
     folders = [*wheels, *[home / "include" for home in [*homes, Path("/usr/local/cuda")]]]
     return [package / "include", *[folder for folder in folders if (folder / "cuda_bf16.h").exists()][:1]]
+
+
+if mx.cuda.is_available():
+    keep_compiled_kernels()

@@ -82,7 +82,7 @@ async function loadModels() {
 function serve(model) {
   chat.serve(model);
   settings.serve(model);
-  served = model.id;
+  served = model.parent ?? model.id; // statistics and settings are the model's, whatever its adapter
 }
 
 async function watch() {

@@ -1,4 +1,4 @@
-// The models of the server: which are loaded, loading and unloading them, and downloading others.
+// The models of the server: which are loaded, loading, unloading and removing them, and downloading others.
 
 import { read } from "./api.js";
 import { bytes, find, make, number, percent } from "./page.js";
@@ -11,7 +11,9 @@ export async function show() {
   try {
     const { data, downloads } = await read("/v1/models");
     const held = document.activeElement?.dataset.does; // buttons are made anew, and the focus stays
-    find("loaded").replaceChildren(...data.map(card));
+    const models = data.filter(({ parent }) => !parent);
+    const adapters = (id) => data.filter(({ parent }) => parent === id).map((each) => each.id.slice(id.length + 1));
+    find("loaded").replaceChildren(...models.map((model) => card(model, adapters(model.id))));
     if (held) document.querySelector(`[data-does="${CSS.escape(held)}"]`)?.focus();
     find("pull").hidden = downloads === undefined;
     find("downloads").replaceChildren(...(downloads ?? []).map(download));
@@ -22,7 +24,7 @@ export async function show() {
   }
 }
 
-function card(model) {
+function card(model, adapters) {
   const facts = [
     ["State", [state(model)]],
     ["Family", [model.family]],
@@ -30,6 +32,7 @@ function card(model) {
     ["Weights", [model.memory_bytes && bytes(model.memory_bytes)]],
     ["Context", [model.context_length && `${number(model.context_length)} tokens`]],
     ["Capabilities", model.capabilities],
+    ["Adapters", adapters],
   ];
   const list = make("dl", { class: "facts" });
   for (const [name, values] of facts) {
@@ -44,7 +47,8 @@ function card(model) {
     badge(model),
     ...(why ? [make("p", { class: "quiet" }, why)] : []),
     list,
-    ...(model.pinned ? [] : [button(model)]),
+    ...(model.pinned ? [] : [loadButton(model)]),
+    ...(model.removable ? [removeButton(model)] : []),
   );
 }
 
@@ -53,17 +57,30 @@ function state({ state, progress, pinned }) {
   return pinned ? `${state}, pinned` : state;
 }
 
-function button({ id, state }) {
-  const action = state === "loaded" ? "unload" : "load";
-  const name = action === "load" ? "Load" : "Unload";
-  const element = make("button", { type: "button", "aria-label": `${name} ${id}`, "data-does": id }, name);
+function button(name, { id, state }, does) {
+  const element = make("button", { type: "button", "aria-label": `${name} ${id}`, "data-does": `${name} ${id}` }, name);
   element.disabled = state === "loading";
-  element.addEventListener("click", () => act(action, id));
+  element.addEventListener("click", does);
   return element;
 }
 
-async function act(action, id) {
-  const done = read(`/v1/models/${action}`, { method: "POST", body: { model: id }, timeout: undefined });
+function loadButton(model) {
+  const action = model.state === "loaded" ? "unload" : "load";
+  const element = button(action === "load" ? "Load" : "Unload", model, () =>
+    act(read(`/v1/models/${action}`, { method: "POST", body: { model: model.id }, timeout: undefined })),
+  );
+  element.dataset.does = model.id; // the same button, whatever it does next
+  return element;
+}
+
+function removeButton(model) {
+  return button("Remove", model, () => {
+    if (!confirm(`Delete the files of ${model.id} from the server's disk?`)) return;
+    act(read(`/v1/models/${encodeURI(model.id)}`, { method: "DELETE", timeout: undefined }));
+  });
+}
+
+async function act(done) {
   timer = setTimeout(show, INTERVAL / 4); // loading takes a while: show how far it is
   try {
     await done;
