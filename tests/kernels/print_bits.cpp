@@ -102,13 +102,13 @@ void everything() {
   gated_delta(delta);
   print("gated delta", y), print("state", new_state), print("drafts", v), print("drafts", g);
 
-  const long H = 4, HKV = 2, capacity = 50, dim = 32, width = 6;
+  const long H = 4, HKV = 2, capacity = 620, dim = 32, width = 9;
   Attention<T> attending = {B, width, H, HKV, dim, capacity, 16, 1e-6f, 0.2f};
   const auto both = numbers<T>(B * width * H * 2 * dim), keys_in = numbers<T>(B * width * HKV * dim);
   const auto values_in = numbers<T>(B * width * HKV * dim);
   const auto q_weight = numbers<float>(dim), k_weight = numbers<float>(dim), frequencies = numbers<float>(8);
   auto keys = numbers<T>(B * HKV * capacity * dim), values = numbers<T>(B * HKV * capacity * dim);
-  const int offset[B] = {37, 3};
+  const int offset[B] = {600, 3};
   std::vector<T> attended(B * width * H * dim);
   attending.both = both.data(), attending.k = keys_in.data(), attending.v = values_in.data();
   attending.q_weight = q_weight.data(), attending.k_weight = k_weight.data();

@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -352,9 +353,9 @@ def masked(lengths: list[int], width: int, capacity: int) -> mx.array:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("width", [1, 3, 4, 9, 40])
-def test_attention_is_stock(dtype: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths, capacity = [0, 70, 21], 128
+@pytest.mark.parametrize(("width", "longest"), [(1, 1500), (3, 70), (4, 1020), (9, 70), (40, 70), (40, 1000)])
+def test_attention_is_stock(dtype: str, width: int, longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, capacity = [0, longest, 21], longest + 58
     layer = attending(dtype)
     x = normal(3, 3, width, layer.q_proj.weight.shape[1], dtype=dtype)
     mask, ours, theirs = (
@@ -377,8 +378,10 @@ def test_attention_is_stock(dtype: str, width: int, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_a_query_is_the_same_alone_and_in_a_window(dtype: str) -> None:
-    lengths, capacity, width = [33, 5], 64, 9
+@pytest.mark.parametrize(("longest", "width"), [(33, 9), (1010, 70)])
+def test_a_query_is_the_same_alone_and_in_a_window(dtype: str, longest: int, width: int) -> None:
+    """Also where its positions are more than a split, and queries more than a tile."""
+    lengths, capacity = [longest, 5], longest + 80
     layer = attending(dtype)
     x = normal(3, 2, width, layer.q_proj.weight.shape[1], dtype=dtype)
     together = cached(layer, lengths, capacity, dtype)
@@ -388,11 +391,11 @@ def test_a_query_is_the_same_alone_and_in_a_window(dtype: str) -> None:
         alone.keep(mx.array([row]), 2 * capacity)
         alone.keys[:, :, :length] = together.keys[row : row + 1, :, :length]
         alone.values[:, :, :length] = together.values[row : row + 1, :, :length]
-        for w in range(width):
+        for w, end in pairwise([*range(min(width, 20)), *range(20, width + 1, 5)]):
             alone.offset = mx.array([length + w], mx.int32)
-            token = x[row : row + 1, w : w + 1]
-            one, _ = attention(layer, token, no_mask, alone, nothing(token))
-            assert mx.array_equal(one, found[row : row + 1, w : w + 1]), (row, w)
+            tokens = x[row : row + 1, w:end]
+            few, _ = attention(layer, tokens, no_mask, alone, nothing(tokens))
+            assert mx.array_equal(few, found[row : row + 1, w:end]), (row, w)
 
 
 def test_a_cache_is_written_in_place_only_where_nobody_else_has_it() -> None:
@@ -569,9 +572,9 @@ def everything(module: Any, dtype: str) -> list[mx.array]:
     made += module.gated_delta(
         list(window(layer, 2, 41, dtype, seed=30)), small, 1e-6, state, conv, accepted, pending, 41
     )
-    attends, kv = attending(dtype), cached(attending(dtype), [70, 3], 128, dtype)
+    attends, kv = attending(dtype), cached(attending(dtype), [1000, 3], 1050, dtype)
     H, Hkv, D = attends.num_attention_heads, attends.num_key_value_heads, attends.head_dim
-    q, k, v = (normal(n, 2, 6, n * D, dtype=dtype) for n in (2 * H, Hkv, Hkv))
+    q, k, v = (normal(n, 2, 45, n * D, dtype=dtype) for n in (2 * H, Hkv, Hkv))
     turns = mx.array([10000.0 ** (-i / 8) for i in range(8)])
     out, keys, values = module.attention(
         q,
@@ -607,10 +610,17 @@ from headstart.kernels.cpu import build, load
 module = load.open_module(str(build.extension()))
 x, w = mx.arange(3 * 200).reshape(3, 200) / 7.0, mx.arange(900 * 200).reshape(900, 200) / 3e5
 one = module.products(x, [(w, None, None, 0, 0)])[0].tolist()
+def attend():
+    q, k, v = (mx.random.normal((1, 4, n * 32), key=mx.random.key(n)) for n in (8, 2, 2))
+    keys, values = (mx.random.normal((1, 2, 1600, 32), key=mx.random.key(n)) for n in (3, 4))
+    ones, offset = mx.ones(32), mx.array([1500], mx.int32)
+    return module.attention(q, k, v, ones, ones, ones[:8], offset, keys, values, 1e-6, 0.5)[0].tolist()
+alone = attend()
 module.set_threads(3)
 assert module.threads() == 3
 for _ in range(200):
     assert module.products(x, [(w, None, None, 0, 0)])[0].tolist() == one
+assert attend() == alone
 """
     subprocess.run(
         [sys.executable, "-c", code],

@@ -14,7 +14,7 @@ inline float fused(float a, float b, float c) {
 }
 
 // e^x to two units in the last place; 0 below -87, e^88 above 88.
-inline float exponential(float x) {
+[[gnu::always_inline]] inline float exponential(float x) {
   float y = x < -87.0f ? -87.0f : x;
   y = y > 88.0f ? 88.0f : y;
   const float magic = 12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer, which lies in the lower bits

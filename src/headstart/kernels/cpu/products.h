@@ -43,7 +43,8 @@ void strip(
       matrix.template finish<R, C>(x_sums, n + c, these, each);
       sums(each, made);
       for (long r = 0; r < some; ++r)
-        for (long i = 0; i < these; ++i) out[r * stride + c + i] = made[r * C + i];
+        if (these == C) std::memcpy(out + r * stride + c, made + r * C, C * sizeof(float));
+        else std::copy_n(made + r * C, these, out + r * stride + c);
     }
 }
 
