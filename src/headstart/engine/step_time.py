@@ -61,6 +61,7 @@ class StepTime:
 
     def __init__(self) -> None:
         self.timings: dict[int, dict[Cell, Timing]] = {}  # by n
+        self._estimates: dict[Cell, tuple[Timing, float, float]] = {}  # by cell, until another is timed: see `_level`
         self.resume = 0.0  # log of how much longer the first step with drafts after a pause takes
         self._pace = 0.0
         self._model = list(INITIAL_MODEL)
@@ -79,6 +80,7 @@ class StepTime:
         for each, times in seconds.items():
             cell = Cell(*each)
             self.timings.setdefault(cell.n, {})[cell] = Timing(logs[cell] - self._pace, len(times))
+        self._estimates.clear()
 
     def seconds(self, n: int, k: int, source: int = Source.HEAD) -> float:
         """Return the estimated seconds of a step of n sequences with k drafts each."""
@@ -104,20 +106,26 @@ class StepTime:
             self._pace = math.log(seconds) - self._modelled(cell)
         surprise = _clipped(math.log(seconds) - self._pace - self._level(cell))
         if self._repeats <= COMPARED:
-            timing = self.timings.setdefault(n, {}).setdefault(cell, Timing(self._level(cell), 0.0))
+            timed = self.timings.setdefault(n, {})
+            if cell not in timed:
+                timed[cell] = Timing(self._level(cell), 0.0)
+                self._estimates.clear()
+            timing = timed[cell]
             timing.weight = 1 + timing.weight * FADING ** (self._steps - timing.step)
             timing.step = self._steps
             timing.level += surprise / timing.weight
         self._pace += SMOOTHING * surprise
 
     def _level(self, cell: Cell) -> float:
-        timed = self.timings.get(cell.n)
-        if not timed:
-            return self._modelled(cell)
-        if cell in timed:
-            return timed[cell].level
-        nearest = min(timed, key=lambda other: (other.source != cell.source, abs(other.k - cell.k), other))
-        return timed[nearest].level + self._modelled(cell) - self._modelled(nearest)
+        """Return the level of the nearest cell that was timed, with what the model says lies between the two."""
+        if cell not in self._estimates:
+            timed = self.timings.get(cell.n)
+            if not timed:
+                return self._modelled(cell)
+            nearest = min(timed, key=lambda other: (other.source != cell.source, abs(other.k - cell.k), other))
+            self._estimates[cell] = timed[nearest], self._modelled(cell), self._modelled(nearest)
+        timing, modelled, nearby = self._estimates[cell]
+        return timing.level + modelled - nearby
 
     def _modelled(self, cell: Cell) -> float:
         return math.log(sum(term * x for term, x in zip(self._model, _factors(cell), strict=True)))
