@@ -193,6 +193,20 @@ def test_a_folder_that_others_may_write_to_keeps_nothing(
     assert "can be written by others" in caplog.text
 
 
+def test_a_user_without_a_home_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    for name in ("XDG_CACHE_HOME", "MLX_PTX_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    keep_compiled_kernels()
+    assert "MLX_PTX_CACHE_DIR" not in os.environ
+    assert "Could not determine home" in caplog.text
+
+
 @pytest.mark.parametrize("kernel", stock.OPERATIONS)
 def test_what_has_mlx_compile_its_kernels_can_be_computed(kernel: str) -> None:
     made = eval(stock.OPERATIONS[kernel].replace("mx.T", "mx.bfloat16"), {"mx": mx})

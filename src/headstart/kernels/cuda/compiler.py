@@ -188,11 +188,11 @@ def keep_compiled_kernels() -> None:
     restart, and others may write to it. MLX reads the name of the folder once, when it first compiles."""
     if "MLX_PTX_CACHE_DIR" in os.environ:
         return
-    folder = cache_folder() / f"mlx-{version('mlx')}-{_architecture()}"
     try:
+        folder = cache_folder() / f"mlx-{version('mlx')}-{_architecture()}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         refuse_shared(folder)
-    except (OSError, SharedFolderError) as error:
+    except (OSError, RuntimeError, SharedFolderError) as error:  # a user without a home is a RuntimeError
         LOG.warning("compiled CUDA kernels are kept in the temporary directory: %s", error)
     else:
         os.environ["MLX_PTX_CACHE_DIR"] = str(folder)
