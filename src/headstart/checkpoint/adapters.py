@@ -81,10 +81,7 @@ def attach_adapters(model: Model, adapters: Sequence[StoredAdapter]) -> Model:
         mx.eval(held.down, held.up)
         modules[name][ADAPTERS] = held
     _check_applied(model, modules, adapters)
-    known = {
-        each.name: Adapter(n, each.rank, each.scale, len(each.layers), _digest(each))
-        for n, each in enumerate(adapters)
-    }
+    known = {each.name: Adapter(n, _digest(each)) for n, each in enumerate(adapters)}
     return replace(model, adapters=known)
 
 

@@ -26,9 +26,6 @@ class Adapter:
     """An adapter of a loaded model."""
 
     index: int  # among the model's adapters
-    rank: int
-    scale: float
-    layers: int  # linear layers that it changes
     digest: str  # of its file and scale
 
 
