@@ -12,7 +12,7 @@ MLP of every layer; and a `CandidateSelector`, which scores the likeliest tokens
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -23,6 +23,8 @@ from ..kernels.products import product, products
 from ..limits import MAX_K
 from ..state import KV, BatchState
 from .feed_forward import mlp_or_mixture
+from .residual import Residual
+from .share import Alone
 
 
 @dataclass(frozen=True)
@@ -147,25 +149,29 @@ class DFlash:
             cache.update_and_fetch(_keys(part, keys, cache), _heads(values, part.n_kv_heads))
 
     def __call__(self, block: mx.array, state: BatchState) -> mx.array:
-        """Run a block of embeddings [B, W, H] after what `state` holds, whose last layers are this drafter's.
+        """Run a block of embeddings [B, W, H] after what `state` holds, the caches of this drafter.
 
         Returns [B, W, H]; position j > 0 predicts draft j - 1.
         """
         state.reserve(block.shape[1])
-        caches: list[Any] = state.layers[-len(self.weights.layers) :]
         at = state.lengths[:, None] + mx.arange(block.shape[1])  # [B, W]
-        x = block * self.spec.input_scale
-        for index, (layer, cache) in enumerate(zip(self.weights.layers, caches, strict=True)):
-            attend = partial(self._attend, index, layer.self_attn, cache, at)
-            x = x + _convolved(layer.get("attention_conv"), layer.input_layernorm(x), attend)
-            x = x + _convolved(
-                layer.get("mlp_conv"), layer.post_attention_layernorm(x), partial(mlp_or_mixture, layer.mlp)
-            )
-        return self.weights.norm(x)
+        seen = cache(partial(block_mask, at, state.kv_layers[0].reach))
+        layers, alone, scale = self.weights.layers, Alone(), self.spec.input_scale
+        x = block if scale == 1 else block * scale
+        normed = layers[0].input_layernorm(x)
+        norms = [layer.input_layernorm for layer in layers[1:]] + [self.weights.norm]
+        kinds = zip(self.spec.windows, self.spec.causal, strict=True)
+        for layer, memory, kind, norm in zip(layers, state.kv_layers, kinds, norms, strict=True):
+            attend = partial(_attend, layer.self_attn, memory, seen(*kind))
+            made = _convolved(layer.get("attention_conv"), normed, attend)
+            x, normed = Residual(x, layer.post_attention_layernorm, alone).add(made)
+            made = _convolved(layer.get("mlp_conv"), normed, partial(mlp_or_mixture, layer.mlp))
+            x, normed = Residual(x, norm, alone).add(made)
+        return normed
 
     def scaled(self, logits: mx.array) -> mx.array:
         """Return the output layer's product as logits."""
-        logits = logits * self.spec.output_scale
+        logits = logits if self.spec.output_scale == 1 else logits * self.spec.output_scale
         return logits if self.spec.softcap is None else mx.tanh(logits / self.spec.softcap) * self.spec.softcap
 
     @property
@@ -178,22 +184,22 @@ class DFlash:
         assert self.spec.selector is not None
         return self.weights.candidate_selector.rescore(logits, hidden, before, self.spec.selector[1])
 
-    def _attend(self, index: int, part: nn.Module, cache: KV, at: mx.array, x: mx.array) -> mx.array:
-        queries, keys, values = products(x, part.q_proj, part.k_proj, part.v_proj)
-        queries = part.rope(part.q_norm(_heads(queries, part.n_heads)), offset=cache.offset)
-        keys, values = cache.update_and_fetch(_keys(part, keys, cache), _heads(values, part.n_kv_heads))
-        seen = self._mask(index, at, keys.shape[2])
-        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=part.scale, mask=seen)
-        return product(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1), part.o_proj)
 
-    def _mask(self, index: int, at: mx.array, reach: int) -> mx.array:
-        """Return what block positions `at` [B, W] see in a layer, [B, 1, W, reach]."""
-        keys, queries = mx.arange(reach), at[:, None, :, None]
-        seen = keys <= (queries if self.spec.causal[index] else queries[:, :, -1:])
-        window = self.spec.windows[index]
-        if window is not None:
-            seen = seen & (mx.abs(queries - keys) < window)
-        return mx.broadcast_to(seen, (at.shape[0], 1, at.shape[1], reach))
+def block_mask(at: mx.array, reach: int, window: int | None, causal: bool) -> mx.array:
+    """Return what block positions `at` [B, W] see in a layer, [B, 1, W, reach]."""
+    keys, queries = mx.arange(reach), at[:, None, :, None]
+    seen = keys <= (queries if causal else queries[:, :, -1:])
+    if window is not None:
+        seen = seen & (mx.abs(queries - keys) < window)
+    return mx.broadcast_to(seen, (at.shape[0], 1, at.shape[1], reach))
+
+
+def _attend(part: nn.Module, memory: KV, seen: mx.array, x: mx.array) -> mx.array:
+    queries, keys, values = products(x, part.q_proj, part.k_proj, part.v_proj)
+    queries = part.rope(part.q_norm(_heads(queries, part.n_heads)), offset=memory.offset)
+    keys, values = memory.update_and_fetch(_keys(part, keys, memory), _heads(values, part.n_kv_heads))
+    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=part.scale, mask=seen)
+    return product(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1), part.o_proj)
 
 
 def _convolved(conv: DynamicConv | None, x: mx.array, part: Callable[[mx.array], mx.array]) -> mx.array:

@@ -13,15 +13,16 @@ import mlx.core as mx
 
 from ..kernels.cuda import on_cuda
 from ..kernels.cuda.persistent import PERSISTENT
+from ..limits import MAX_K
 from ..state import BLOCK, KV, BatchState, Recurrent
 
-WIDEST = 9  # windows; the widths of a prompt's chunks are too many to remember
 OFTEN = 8  # times that a shape is described before it is remembered
 MOST = 512  # shapes; then all are forgotten, since a long text has a new capacity again and again
 
 
 def compiles(width: int) -> bool:
-    return on_cuda() and width <= WIDEST
+    """Return whether a pass of this width is remembered: a window's is, a prompt's chunks have too many widths."""
+    return on_cuda() and width <= MAX_K + 1
 
 
 class Graph:
