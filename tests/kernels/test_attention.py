@@ -112,6 +112,17 @@ def test_queries_and_keys_are_normed_and_rotated_as_by_the_stock_ops(dtype: mx.D
         assert ours.shape == theirs.shape
 
 
+def test_queries_without_gates_are_arranged_with_the_same_bits() -> None:
+    layer = random_model().weights.mtp.layers[0].self_attn
+    heads, kv_heads, dim = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim
+    norms = HeadNorms(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
+    both = normal(2, 3, heads * 2 * dim, seed=1)
+    queries = both.reshape(2, 3, heads, 2 * dim)[..., :dim].reshape(2, 3, -1)
+    rest = [normal(2, 3, kv_heads * dim, seed=s) for s in (2, 3)], norms, layer.rope, mx.array([0, 700], mx.int32)
+    gated, found = launch_arrange(both, *rest[0], *rest[1:]), launch_arrange(queries, *rest[0], *rest[1:], gated=False)
+    assert all(mx.array_equal(*pair) for pair in zip(gated, found, strict=True))
+
+
 def test_a_token_is_arranged_with_the_same_bits_in_any_window() -> None:
     layer = random_model().weights.mtp.layers[0].self_attn
     norms = HeadNorms(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)

@@ -19,9 +19,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import qwen3
 
+from ..kernels.cuda.attention import arrange_fits, launch_arrange
 from ..kernels.products import product, products
+from ..kernels.types import ArrangedHeads, HeadNorms
 from ..limits import MAX_K
 from ..state import KV, BatchState
+from .attention import rotate_heads
 from .feed_forward import mlp_or_mixture
 from .residual import Residual
 from .share import Alone
@@ -139,14 +142,14 @@ class DFlash:
         parts = [layer.self_attn for layer in self.weights.layers]
         return [KV.empty(rows, part.n_kv_heads, part.q_norm.weight.shape[0], dtype) for part in parts]
 
-    def remember(self, outputs: Sequence[mx.array], caches: Sequence[Any]) -> None:
+    def remember(self, outputs: Sequence[mx.array], memories: Sequence[Any]) -> None:
         """Write the context of a window, given the output [B, W, H] of every layer of the trunk."""
         taps = mx.concatenate([outputs[layer] for layer in self.spec.target_layers], axis=-1)
         context = self.weights.hidden_norm(product(taps, self.weights.fc))
-        for layer, cache in zip(self.weights.layers, caches, strict=True):
+        for layer, memory in zip(self.weights.layers, memories, strict=True):
             part = layer.self_attn
             keys, values = products(context, part.k_proj, part.v_proj)
-            cache.update_and_fetch(_keys(part, keys, cache), _heads(values, part.n_kv_heads))
+            memory.update_and_fetch(*_arrange(part, keys, keys, values, memory)[1:])
 
     def __call__(self, block: mx.array, state: BatchState) -> mx.array:
         """Run a block of embeddings [B, W, H] after what `state` holds, the caches of this drafter.
@@ -195,11 +198,19 @@ def block_mask(at: mx.array, reach: int, window: int | None, causal: bool) -> mx
 
 
 def _attend(part: nn.Module, memory: KV, seen: mx.array, x: mx.array) -> mx.array:
-    queries, keys, values = products(x, part.q_proj, part.k_proj, part.v_proj)
-    queries = part.rope(part.q_norm(_heads(queries, part.n_heads)), offset=memory.offset)
-    keys, values = memory.update_and_fetch(_keys(part, keys, memory), _heads(values, part.n_kv_heads))
-    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=part.scale, mask=seen)
+    heads = _arrange(part, *products(x, part.q_proj, part.k_proj, part.v_proj), memory)
+    keys, values = memory.update_and_fetch(heads.keys, heads.values)
+    out = mx.fast.scaled_dot_product_attention(heads.queries, keys, values, scale=part.scale, mask=seen)
     return product(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1), part.o_proj)
+
+
+def _arrange(part: nn.Module, queries: mx.array, keys: mx.array, values: mx.array, memory: KV) -> ArrangedHeads:
+    """Return products [B, W, H·D] as heads [B, H, W, D], queries and keys rotated to where `memory` writes them."""
+    norms = HeadNorms(part.q_norm.weight, part.k_norm.weight, part.q_norm.eps)
+    if arrange_fits(part.rope, norms.keys.shape[0]):
+        return launch_arrange(queries, keys, values, norms, part.rope, memory.offset, gated=False)
+    made = (a.reshape(*a.shape[:2], -1, norms.keys.shape[0]).transpose(0, 2, 1, 3) for a in (queries, keys, values))
+    return rotate_heads(part, ArrangedHeads(*made), memory.offset)
 
 
 def _convolved(conv: DynamicConv | None, x: mx.array, part: Callable[[mx.array], mx.array]) -> mx.array:
@@ -208,12 +219,3 @@ def _convolved(conv: DynamicConv | None, x: mx.array, part: Callable[[mx.array],
         return part(x)
     before, after = conv.kernels(x)
     return convolve(part(convolve(x, before)), after)
-
-
-def _heads(x: mx.array, count: int) -> mx.array:
-    return x.reshape(*x.shape[:2], count, -1).transpose(0, 2, 1, 3)
-
-
-def _keys(part: nn.Module, keys: mx.array, cache: KV) -> mx.array:
-    """Return keys [B, W, H·D] as [B, H, W, D], normed and rotated to where `cache` writes them."""
-    return part.rope(part.k_norm(_heads(keys, part.n_kv_heads)), offset=cache.offset)

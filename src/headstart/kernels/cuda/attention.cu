@@ -16,11 +16,11 @@ constexpr int PAD = 8;      // elements at the end of a line of shared memory: e
 
 // One head of one token of a layer's products as attention wants it, by a warp: queries and keys normed and rotated to
 // their positions. `index` counts through B·W·(H + 2·HKV). Keys and values go to position `start` + w of [B, HKV, S, D].
-template <int H, int HKV, int D, int DIMS, typename T, typename N>
+template <int H, int HKV, int D, int DIMS, int PARTS = 2, typename T, typename N>
 __device__ __forceinline__ void arrange(
     int index,
     float* line,            // [D], this warp's
-    const T* both,          // [B, W, H, 2·D], queries and gates
+    const T* both,          // [B, W, H, PARTS·D], queries and, if there are two parts, gates
     const T* keys,          // [B, W, HKV, D]
     const T* values,        // [B, W, HKV, D]
     const N* query_weight,  // [D]
@@ -50,7 +50,7 @@ __device__ __forceinline__ void arrange(
   }
   const bool query = head < H;
   const int h = query ? head : head - H;
-  const T* from = query ? both + ((long long)token * H + h) * 2 * D : keys + ((long long)token * HKV + h) * D;
+  const T* from = query ? both + ((long long)token * H + h) * PARTS * D : keys + ((long long)token * HKV + h) * D;
   T* to = query ? new_queries + ((long long)(b * H + h) * W + w) * D
                 : new_keys + ((long long)(b * HKV + h) * S + position) * D;
   const N* weight = query ? query_weight : key_weight;

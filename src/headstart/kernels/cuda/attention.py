@@ -24,18 +24,25 @@ def arrange_fits(rope: nn.Module, dim: int) -> bool:
 
 
 def launch_arrange(
-    both: mx.array, keys: mx.array, values: mx.array, norms: HeadNorms, rope: nn.RoPE, offset: mx.array
+    both: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    norms: HeadNorms,
+    rope: nn.RoPE,
+    offset: mx.array,
+    gated: bool = True,
 ) -> ArrangedHeads:
-    """Queries and gates [B, W, H·2·D], keys and values [B, W, Hkv·D] → by head, normed, and rotated to the positions
-    from `offset` [B] on. One kernel where stock ops take a split, two norms, two rotations and their copies."""
+    """Queries and, where they are `gated`, gates [B, W, H·2·D], keys and values [B, W, Hkv·D] → by head, normed, and
+    rotated to the positions from `offset` [B] on. One kernel where stock ops take a split, two norms, two rotations
+    and their copies."""
     B, W, _ = both.shape
-    D = norms.queries.shape[0]
-    H, Hkv = both.shape[-1] // (2 * D), keys.shape[-1] // D
+    D, parts = norms.queries.shape[0], 1 + gated
+    H, Hkv = both.shape[-1] // (parts * D), keys.shape[-1] // D
     blocks = -(-B * W * (H + 2 * Hkv) // WARPS)
     return ArrangedHeads(
         *_arrange(norms.eps, rope.base)(
             inputs=[both, keys, values, norms.queries, norms.keys, offset],
-            template=[("T", both.dtype), ("H", H), ("HKV", Hkv), ("D", D), ("DIMS", rope.dims)],
+            template=[("T", both.dtype), ("H", H), ("HKV", Hkv), ("D", D), ("DIMS", rope.dims), ("PARTS", parts)],
             grid=(32 * WARPS * blocks, 1, 1),
             threadgroup=(32 * WARPS, 1, 1),
             output_shapes=[(B, H, W, D), (B, Hkv, W, D), (B, Hkv, W, D)],
@@ -92,7 +99,7 @@ def _arrange(eps: float, base: float):  # type: ignore[no-untyped-def]
         source=f"""
             __shared__ float lines[headstart::WARPS][D];
             const int warp = threadIdx.x / 32;
-            headstart::arrange<H, HKV, D, DIMS>(
+            headstart::arrange<H, HKV, D, DIMS, PARTS>(
                 blockIdx.x * headstart::WARPS + warp, lines[warp], both, keys, values, query_weight, key_weight,
                 offset, {eps!r}f, {math.log2(base)!r}f, both_shape[0], both_shape[1], new_queries, new_keys,
                 new_values, both_shape[1], false);
