@@ -88,8 +88,10 @@ def step_seconds(
     k: int,
     advance: Callable[[Model, Batch, int], StepResult] = step,
 ) -> float:
-    """Return the median seconds of 8 steps, with the next step queued while one is computed, as in the engine. By then
-    the pass is remembered: bounds are corrected as in the engine, so that the capacity stays the same."""
+    """Return the median seconds of 8 steps, with the next step queued while one is computed, as in the engine.
+
+    They follow as many as it takes to remember the pass, at one capacity: bounds are corrected as in the engine.
+    """
     batch = prefill_prompts(model, prompts, max_k=k)
     finished: list[float] = []
     running: StepResult | None = None

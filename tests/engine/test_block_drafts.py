@@ -186,7 +186,8 @@ def test_caches_hold_what_a_prefill_of_the_same_text_makes() -> None:
 def test_blocks_of_a_remembered_pass_are_those_of_one_that_is_described(
     compiled: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """While capacity grows, a sequence joins and another leaves. Not `compiled`: from arrays to arrays all the same."""
+    """While capacity grows, a sequence joins and another leaves. Where it is not `compiled`, the pass still goes from
+    arrays to arrays."""
     if not compiled:
         mx.disable_compile()
         request.addfinalizer(mx.enable_compile)

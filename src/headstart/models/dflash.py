@@ -19,7 +19,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import qwen3
 
-from ..kernels.cuda.attention import arrange_fits, launch_arrange
+from ..kernels.cuda.attention import (
+    arrange_fits,
+    attention_fits,
+    launch_arrange,
+    launch_arrange_into,
+    launch_attention,
+)
 from ..kernels.products import product, products
 from ..kernels.types import ArrangedHeads, HeadNorms
 from ..limits import MAX_K
@@ -165,7 +171,7 @@ class DFlash:
         norms = [layer.input_layernorm for layer in layers[1:]] + [self.weights.norm]
         kinds = zip(self.spec.windows, self.spec.causal, strict=True)
         for layer, memory, kind, norm in zip(layers, state.kv_layers, kinds, norms, strict=True):
-            attend = partial(_attend, layer.self_attn, memory, seen(*kind))
+            attend = partial(_attend, layer.self_attn, memory, seen, *kind)
             made = _convolved(layer.get("attention_conv"), normed, attend)
             x, normed = Residual(x, layer.post_attention_layernorm, alone).add(made)
             made = _convolved(layer.get("mlp_conv"), normed, partial(mlp_or_mixture, layer.mlp))
@@ -197,19 +203,33 @@ def block_mask(at: mx.array, reach: int, window: int | None, causal: bool) -> mx
     return mx.broadcast_to(seen, (at.shape[0], 1, at.shape[1], reach))
 
 
-def _attend(part: nn.Module, memory: KV, seen: mx.array, x: mx.array) -> mx.array:
-    heads = _arrange(part, *products(x, part.q_proj, part.k_proj, part.v_proj), memory)
-    keys, values = memory.update_and_fetch(heads.keys, heads.values)
-    out = mx.fast.scaled_dot_product_attention(heads.queries, keys, values, scale=part.scale, mask=seen)
+def _attend(
+    part: nn.Module, memory: KV, seen: Callable[..., mx.array], window: int | None, causal: bool, x: mx.array
+) -> mx.array:
+    queries, keys, values = products(x, part.q_proj, part.k_proj, part.v_proj)
+    offset, scale = memory.offset, part.scale
+    if arrange_fits(part.rope, memory.keys.shape[3]) and attention_fits(x.shape[1], part.n_heads, memory.keys):
+        cached = memory.keys, memory.values
+        heads = launch_arrange_into(queries, keys, values, _norms(part), part.rope, offset, cached)
+        queries, memory.keys, memory.values = heads
+        out = launch_attention(queries, None, *heads[1:], offset, scale, memory.reach, causal, window)
+        return product(out, part.o_proj)
+    queries, keys, values = _arrange(part, queries, keys, values, memory)
+    keys, values = memory.update_and_fetch(keys, values)
+    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=seen(window, causal))
     return product(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1), part.o_proj)
+
+
+def _norms(part: nn.Module) -> HeadNorms:
+    return HeadNorms(part.q_norm.weight, part.k_norm.weight, part.q_norm.eps)
 
 
 def _arrange(part: nn.Module, queries: mx.array, keys: mx.array, values: mx.array, memory: KV) -> ArrangedHeads:
     """Return products [B, W, H·D] as heads [B, H, W, D], queries and keys rotated to where `memory` writes them."""
-    norms = HeadNorms(part.q_norm.weight, part.k_norm.weight, part.q_norm.eps)
-    if arrange_fits(part.rope, norms.keys.shape[0]):
-        return launch_arrange(queries, keys, values, norms, part.rope, memory.offset, gated=False)
-    made = (a.reshape(*a.shape[:2], -1, norms.keys.shape[0]).transpose(0, 2, 1, 3) for a in (queries, keys, values))
+    dim = memory.keys.shape[3]
+    if arrange_fits(part.rope, dim):
+        return launch_arrange(queries, keys, values, _norms(part), part.rope, memory.offset, gated=False)
+    made = (a.reshape(*a.shape[:2], -1, dim).transpose(0, 2, 1, 3) for a in (queries, keys, values))
     return rotate_heads(part, ArrangedHeads(*made), memory.offset)
 
 
