@@ -155,7 +155,7 @@ class DFlash:
         for layer, memory in zip(self.weights.layers, memories, strict=True):
             part = layer.self_attn
             keys, values = products(context, part.k_proj, part.v_proj)
-            memory.update_and_fetch(*_arrange(part, keys, keys, values, memory)[1:])
+            _write(part, keys, keys, values, memory)  # there are no queries
 
     def __call__(self, block: mx.array, state: BatchState) -> mx.array:
         """Run a block of embeddings [B, W, H] after what `state` holds, the caches of this drafter.
@@ -207,30 +207,33 @@ def _attend(
     part: nn.Module, memory: KV, seen: Callable[..., mx.array], window: int | None, causal: bool, x: mx.array
 ) -> mx.array:
     queries, keys, values = products(x, part.q_proj, part.k_proj, part.v_proj)
-    offset, scale = memory.offset, part.scale
-    if arrange_fits(part.rope, memory.keys.shape[3]) and attention_fits(x.shape[1], part.n_heads, memory.keys):
-        cached = memory.keys, memory.values
-        heads = launch_arrange_into(queries, keys, values, _norms(part), part.rope, offset, cached)
-        queries, memory.keys, memory.values = heads
-        out = launch_attention(queries, None, *heads[1:], offset, scale, memory.reach, causal, window)
-        return product(out, part.o_proj)
-    queries, keys, values = _arrange(part, queries, keys, values, memory)
-    keys, values = memory.update_and_fetch(keys, values)
-    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=seen(window, causal))
-    return product(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1), part.o_proj)
+    queries, keys, values = _write(part, queries, keys, values, memory)
+    if attention_fits(x.shape[1], part.n_heads, memory.keys):
+        given = queries, None, memory.keys, memory.values, memory.offset
+        out = launch_attention(*given, part.scale, memory.reach, causal, window)
+    else:
+        mask = seen(window, causal)
+        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=part.scale, mask=mask)
+        out = out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)
+    return product(out, part.o_proj)
 
 
-def _norms(part: nn.Module) -> HeadNorms:
-    return HeadNorms(part.q_norm.weight, part.k_norm.weight, part.q_norm.eps)
-
-
-def _arrange(part: nn.Module, queries: mx.array, keys: mx.array, values: mx.array, memory: KV) -> ArrangedHeads:
-    """Return products [B, W, H·D] as heads [B, H, W, D], queries and keys rotated to where `memory` writes them."""
-    dim = memory.keys.shape[3]
-    if arrange_fits(part.rope, dim):
-        return launch_arrange(queries, keys, values, _norms(part), part.rope, memory.offset, gated=False)
-    made = (a.reshape(*a.shape[:2], -1, dim).transpose(0, 2, 1, 3) for a in (queries, keys, values))
-    return rotate_heads(part, ArrangedHeads(*made), memory.offset)
+def _write(part: nn.Module, queries: mx.array, keys: mx.array, values: mx.array, memory: KV) -> ArrangedHeads:
+    """Write products [B, W, H·D] to `memory` by head, normed and rotated. Returns the queries likewise, and the keys
+    and values that are in reach."""
+    given, (_, heads, _, dim), offset = (queries, keys, values), memory.keys.shape, memory.offset
+    norms = HeadNorms(part.q_norm.weight, part.k_norm.weight, part.q_norm.eps)
+    if not arrange_fits(part.rope, dim):
+        by_head = (a.reshape(*a.shape[:2], -1, dim).transpose(0, 2, 1, 3) for a in given)
+        made = rotate_heads(part, ArrangedHeads(*by_head), offset)
+    elif attention_fits(keys.shape[1], heads, memory.keys):
+        # In place. A pass in the same launch that does not wait for it would draft worse, no more.
+        made = launch_arrange_into(*given, norms, part.rope, offset, (memory.keys, memory.values))
+        _, memory.keys, memory.values = made
+        return made
+    else:
+        made = launch_arrange(*given, norms, part.rope, offset, gated=False)
+    return ArrangedHeads(made.queries, *memory.update_and_fetch(made.keys, made.values))
 
 
 def _convolved(conv: DynamicConv | None, x: mx.array, part: Callable[[mx.array], mx.array]) -> mx.array:
