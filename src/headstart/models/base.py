@@ -273,19 +273,14 @@ class Model:
         state.reserve(1 + k)
         first = -len(self.drafter.weights.layers)
         own = BatchState(state.layers[first:], state.lengths, state.accepted, state.bounds)
-        hidden = (self._block_graph if compiles(1 + k) else self._block)(own, last, k)
+        hidden = (self._block_graph if compiles(1 + k) else self._block_graph.run)(own, last, k)
         state.layers[first:] = own.layers
         return self.drafter.scaled(product(hidden, self._lm_head)), hidden
 
-    def _block(self, state: BatchState, last: mx.array, k: int) -> mx.array:
-        assert self.drafter is not None
-        masks = mx.full((last.shape[0], k), self.drafter.spec.mask_token, mx.int32)
-        block = self.weights.embed_tokens(mx.concatenate([last[:, None], masks], axis=1))
-        return self.drafter(block, state)[:, 1:]
-
     @cached_property
     def _block_graph(self) -> Graph:
-        return Graph(self._block)
+        assert self.drafter is not None
+        return Graph(partial(self.drafter, self.weights.embed_tokens))
 
     def with_draft_vocabulary(self, ids: list[int], origin: str) -> "Model":
         """Return the model with a copy of the rows of these tokens, for drafts."""

@@ -157,13 +157,14 @@ class DFlash:
             keys, values = products(context, part.k_proj, part.v_proj)
             _write(part, keys, keys, values, memory)  # there are no queries
 
-    def __call__(self, block: mx.array, state: BatchState) -> mx.array:
-        """Run a block of embeddings [B, W, H] after what `state` holds, the caches of this drafter.
+    def __call__(self, embed: nn.Module, state: BatchState, last: mx.array, k: int) -> mx.array:
+        """Run a block of the token `last` [B] and k mask tokens after what `state` holds, the caches of this drafter.
 
-        Returns [B, W, H]; position j > 0 predicts draft j - 1.
+        Returns the hidden states [B, k, H] that predict the k drafts.
         """
-        state.reserve(block.shape[1])
-        at = state.lengths[:, None] + mx.arange(block.shape[1])  # [B, W]
+        state.reserve(1 + k)
+        at = state.lengths[:, None] + mx.arange(1 + k)  # [B, W]
+        block = embed(mx.pad(last[:, None], [(0, 0), (0, k)], constant_values=self.spec.mask_token))  # [B, W, H]
         seen = cache(partial(block_mask, at, state.kv_layers[0].reach))
         layers, alone, scale = self.weights.layers, Alone(), self.spec.input_scale
         x = block if scale == 1 else block * scale
@@ -176,7 +177,7 @@ class DFlash:
             x, normed = Residual(x, layer.post_attention_layernorm, alone).add(made)
             made = _convolved(layer.get("mlp_conv"), normed, partial(mlp_or_mixture, layer.mlp))
             x, normed = Residual(x, norm, alone).add(made)
-        return normed
+        return normed[:, 1:]
 
     def scaled(self, logits: mx.array) -> mx.array:
         """Return the output layer's product as logits."""
