@@ -161,6 +161,10 @@ inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 inline int __popc(uint32_t word) { return __builtin_popcount(word); }
 
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+template <typename T>
+T __hfma(T a, T b, T c) {
+  return T(std::fma(float(a), float(b), float(c)));
+}
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }

@@ -16,6 +16,7 @@ import mlx.nn as nn
 from ..errors import CheckpointError
 from ..kernels.adapters import Adapter, choose_adapters
 from ..kernels.attention import at_last
+from ..kernels.embedding import draft_input, embed_and_norm, join_pairs
 from ..kernels.products import product
 from ..limits import DEFAULT_K, MAX_HEAD_K
 from ..state import GROUP, KV, BatchState, Recurrent
@@ -155,8 +156,11 @@ class Model:
         mask, share, layers = state.reserve(tokens.shape[1]), self.share, self.weights.layers
         parts, memories = [self.family.parts(layer) for layer in layers], iter(state.layers)
         accepted = state.accepted
-        x = share.take(self.weights.embed_tokens(tokens) if embeddings is None else embeddings)
-        normed = parts[0][0].norm(x)
+        if embeddings is None and share.ranks == 1:
+            x, normed = embed_and_norm(tokens, self.weights.embed_tokens, parts[0][0].norm)
+        else:
+            x = share.take(self.weights.embed_tokens(tokens) if embeddings is None else embeddings)
+            normed = parts[0][0].norm(x)
         fits = share.ranks == 1 and self.family.attention is attention  # may be a layer in one launch
         # Every part of a layer is added to x; with it comes the norm that the next part is given.
         outputs = []  # of every layer but the last, for the drafter
@@ -234,12 +238,16 @@ class Model:
         spec, part = self.family.head, partial(self._part, module)
         own = part(spec.names.embedding)
         embed = own if own is not None else self.weights.embed_tokens
-        embedding = embed(tokens) if embeddings is None else embeddings
-        if spec.first_embedding_is_zero:
-            positions = state.lengths[:, None] + ahead + mx.arange(tokens.shape[1])  # [B, W]
-            embedding = embedding * (positions > 0)[..., None].astype(embedding.dtype)
-        parts = [part(spec.names.embedding_norm)(embedding), part(spec.names.hidden_norm)(hidden)]
-        x = product(mx.concatenate(parts if spec.embedding_first else parts[::-1], axis=-1), part(spec.names.fc))
+        norms = part(spec.names.embedding_norm), part(spec.names.hidden_norm)
+        if embeddings is None and not spec.first_embedding_is_zero:
+            pairs = draft_input(tokens, hidden, embed, *norms, spec.embedding_first)
+        else:
+            embedding = embed(tokens) if embeddings is None else embeddings
+            if spec.first_embedding_is_zero:
+                positions = state.lengths[:, None] + ahead + mx.arange(tokens.shape[1])  # [B, W]
+                embedding = embedding * (positions > 0)[..., None].astype(embedding.dtype)
+            pairs = join_pairs(norms[0](embedding), norms[1](hidden), spec.embedding_first)
+        x = product(pairs, part(spec.names.fc))
         layer, memory = self.weights.mtp.layers[module], state.layers[module]
         mask = partial(state.reserve(tokens.shape[1], ahead), self.family.window(layer))
         assert isinstance(memory, KV)
