@@ -29,7 +29,10 @@ def test_a_remembered_pass_has_the_bits_of_one_that_is_described(monkeypatch: py
     monkeypatch.setattr(base, "compiles", lambda width: width <= graph.WIDEST)
     monkeypatch.setattr(graph, "OFTEN", 1)
     assert rounds(model, k=2) == described
-    assert model._trunk_graph.kinds  # some were remembered
+    assert model._score_graph.kinds  # some were remembered
+    assert model._draft_graph.kinds
+    monkeypatch.setattr(base.Model, "greedy_drafts", lambda *given: None)  # as where tokens are sampled
+    assert rounds(model, k=2) == described
     assert model._head_graph.kinds
 
 
@@ -69,4 +72,4 @@ def test_shapes_are_forgotten_where_there_are_too_many(monkeypatch: pytest.Monke
     described = [rounds(model, k) for k in (0, 1, 2, 3)]
     monkeypatch.setattr(base, "compiles", lambda width: False)
     assert described == [rounds(model, k) for k in (0, 1, 2, 3)]
-    assert 0 < len(model._trunk_graph.seen) <= 2
+    assert 0 < len(model._score_graph.seen) <= 2

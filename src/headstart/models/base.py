@@ -1,4 +1,4 @@
-"""What a family of models provides, so that one loop drives them all.
+"""A model: our forward pass over the modules of a family.
 
 A family is mlx-lm's modules (weights map by eye) and our forward over them: mlx-lm's own hides the hidden states
 and commits the recurrent state at once. Nothing of mlx-lm is patched or copied.
@@ -7,8 +7,7 @@ and commits the recurrent state at once. Nothing of mlx-lm is patched or copied.
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,55 +15,32 @@ import mlx.nn as nn
 from ..errors import CheckpointError
 from ..kernels.adapters import Adapter, choose_adapters
 from ..kernels.attention import at_last
+from ..kernels.cuda.greedy import BestTokens, best_fits, launch_best
 from ..kernels.embedding import draft_input, embed_and_norm, join_pairs
+from ..kernels.greedy import best_tokens, join_columns
 from ..kernels.products import product
 from ..limits import DEFAULT_K, MAX_HEAD_K
 from ..state import GROUP, KV, BatchState, Recurrent
-from .attention import attention, gated_kv_sizes, grouped_attention, grouped_kv_sizes
+from .attention import attention
 from .decoder_layer import decoder_layer
 from .dflash import DFlash
 from .draft_vocabulary import DraftVocabulary
+from .family import Family
 from .feed_forward import feed_forward, mlp_or_mixture
-from .gated_delta_net import gated_delta_net, gated_delta_sizes
 from .graph import Graph, compiles
-from .head import QWEN_HEAD, Head, HeadSpec, find_part
-from .part import Part, PartKind, decoder_parts
+from .head import Head, find_part
+from .part import PartKind
 from .residual import Residual
 from .share import Alone, Share
 from .vision import VisionTower
 
 
-@dataclass(frozen=True)
-class Family:
-    """One architecture: how mlx-lm builds it, and where in it things are."""
+class Scores(NamedTuple):
+    """What a pass over a window [B, W] gives."""
 
-    name: str
-    build: Callable[[dict[str, Any]], nn.Module]  # config.json → mlx-lm's model
-    text: Callable[[nn.Module], Any]  # that model → what has `embed_tokens`, `layers` and `norm`
-    lm_head: Callable[[nn.Module], nn.Module | None]  # None where the embedding is tied
-    head_layer: Callable[[nn.Module], nn.Module] | None = None  # that model → the decoder layer of a head's module
-    parts: Callable[[nn.Module], list[Part]] = decoder_parts  # of a layer
-    recurrent: Callable[..., tuple[mx.array, mx.array]] = gated_delta_net  # a recurrent layer
-    state_sizes: Callable[[nn.Module], tuple[int, int, int, int, int]] = gated_delta_sizes  # see `Recurrent.empty`
-    head: HeadSpec = QWEN_HEAD
-    attention: Callable[..., tuple[mx.array, mx.array]] = attention  # see `attention.py`
-    kv_sizes: Callable[[nn.Module], tuple[int, int, int]] = gated_kv_sizes  # heads, sizes of a key and of a value
-    window: Callable[[nn.Module], int | None] = lambda layer: None  # positions that a decoder layer sees; None: all
-    renamed: tuple[tuple[str, str], ...] = ()  # parts of tensors' names: patterns as released, and mlx-lm's
-    norm_offset: float = 0.0  # what released norms leave out: 1 where they are stored as w of 1 + w
-    divisible: bool = False  # `cluster` knows how to divide its trunk
-
-
-def plain_family(name: str, module: ModuleType, **fields: Any) -> Family:
-    """Return the family of a module of mlx-lm whose layers are attention and an MLP or experts."""
-    defaults: dict[str, Any] = {
-        "build": lambda config: module.Model(module.ModelArgs.from_dict(config)),
-        "text": lambda lm: lm.model,
-        "lm_head": lambda lm: lm.get("lm_head"),
-        "attention": grouped_attention,
-        "kv_sizes": grouped_kv_sizes,
-    }
-    return Family(name, **defaults | fields)
+    hidden: mx.array  # [B, W, H], the head's input
+    logits: mx.array  # [B, W, V], for the token after each position
+    best: BestTokens | None = None
 
 
 class Weights(nn.Module):
@@ -141,14 +117,6 @@ class Model:
         Recurrent states advance now, by the accepted of the pending drafts and the first `certain` tokens, so no
         window may run twice; the rest become the new pending drafts. KV entries count after `state.commit` only.
         """
-        if certain == 1 and self.share.ranks == 1 and embeddings is None and compiles(tokens.shape[1]):
-            state.reserve(tokens.shape[1])
-            return self._trunk_graph(state, tokens)
-        return self._trunk(state, tokens, certain, embeddings)
-
-    def _trunk(
-        self, state: BatchState, tokens: mx.array, certain: int = 1, embeddings: mx.array | None = None
-    ) -> mx.array:
         with choose_adapters(state.adapters, mixed=-1 in state.adapter_indices or not state.adapter_indices):
             return self._run_layers(state, tokens, certain, embeddings)
 
@@ -190,13 +158,24 @@ class Model:
             self.drafter.remember([*outputs, x], list(memories))
         return share.give(normed if share.ends and self.family.head.fed_after_norm else x)
 
-    @cached_property
-    def _trunk_graph(self) -> Graph:
-        return Graph(self._trunk)
+    _score_graph = cached_property(lambda self: Graph(self._score))
+    _head_graph = cached_property(lambda self: Graph(self._head))
+    _draft_graph = cached_property(lambda self: Graph(self._draft))
 
-    @cached_property
-    def _head_graph(self) -> Graph:
-        return Graph(self._head)
+    def score(self, tokens: mx.array, state: BatchState, greedy: bool = False) -> Scores:
+        """Run the trunk over a window [B, W] whose first token is certain. `greedy`: also find the best tokens, where
+        there is a kernel for it."""
+        run: Callable[..., list[mx.array]] = self._score
+        if self.share.ranks == 1 and compiles(tokens.shape[1]):
+            state.reserve(tokens.shape[1])
+            run = self._score_graph
+        hidden, logits, *best = run(state, tokens, greedy)
+        return Scores(hidden, logits, BestTokens(*best) if best else None)
+
+    def _score(self, state: BatchState, tokens: mx.array, greedy: bool) -> list[mx.array]:
+        hidden = self.trunk(tokens, state, certain=1)
+        logits = self.logits(hidden)
+        return [hidden, logits, *(launch_best(logits) if greedy and best_fits(logits) else ())]
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Return the logits […, V] of hidden states […, H] from `trunk`."""
@@ -222,7 +201,8 @@ class Model:
         """
         if compiles(tokens.shape[1]) and embeddings is None:
             state.reserve(tokens.shape[1], ahead)
-            return self._head_graph(state, hidden, tokens, ahead, module, last)
+            made: mx.array = self._head_graph(state, hidden, tokens, ahead, module, last)
+            return made
         return self._head(state, hidden, tokens, ahead, module, last, embeddings)
 
     def _head(
@@ -263,6 +243,29 @@ class Model:
         x, normed = self.family.attention(first.module, normed, mask, memory, residual, last)
         x, normed = feed_forward(second.module, normed, Residual(x, following, alone))
         return normed if spec.chains_after_norm else x
+
+    def greedy_drafts(
+        self, hidden: mx.array, tokens: mx.array, counts: mx.array, state: BatchState, k: int, reduced: bool
+    ) -> mx.array | None:
+        """Return k drafts [B, k], each the argmax, after pairs of which `counts` [B] count (see `head`): one graph.
+        None where it is not remembered, or the head has several modules."""
+        if self.head_modules > 1 or not compiles(tokens.shape[1]):
+            return None
+        state.reserve(max(tokens.shape[1], k))
+        drafts: mx.array = self._draft_graph(state, hidden, tokens, counts, k, reduced)
+        return drafts
+
+    def _draft(
+        self, state: BatchState, hidden: mx.array, tokens: mx.array, counts: mx.array, k: int, reduced: bool
+    ) -> mx.array:
+        # A sequence without pairs gets the output of padding: a bad draft costs time, not correctness.
+        hidden = self._head(state, hidden, tokens, 0, 0, mx.maximum(counts - 1, 0))
+        drafts = [best_tokens(self.draft_logits(hidden, reduced))]
+        committed = replace(state, lengths=state.lengths + counts)
+        for ahead in range(k - 1):  # written past the committed pairs: the next step overwrites them
+            hidden = self._head(committed, hidden, drafts[-1], ahead, 0, None)
+            drafts.append(best_tokens(self.draft_logits(hidden, reduced)))
+        return join_columns(drafts)
 
     def draft_logits(self, hidden: mx.array, reduced: bool = False, *, module: int = 0) -> mx.array:
         """Return the logits [B, W, V] of hidden states [B, W, H] from a module of `head`. `reduced`: only the draft

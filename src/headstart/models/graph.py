@@ -25,15 +25,15 @@ def compiles(width: int) -> bool:
 
 
 class Graph:
-    """`run(rows, *inputs)`, which may change what `rows` holds but not its lengths."""
+    """`run(rows, *inputs)`, which may change what `rows` holds but not its lengths, and returns arrays."""
 
-    def __init__(self, run: Callable[..., mx.array]):
+    def __init__(self, run: Callable[..., Any]):
         self.run = run
         self.kinds: list[type[KV] | type[Recurrent]] = []
         self.seen: Counter[Any] = Counter()
         self.traced = mx.compile(self._from_arrays)
 
-    def __call__(self, rows: BatchState, *inputs: Any) -> mx.array:
+    def __call__(self, rows: BatchState, *inputs: Any) -> Any:
         """Run the graph. `rows` must have room for the window already: a graph cannot grow what it is given."""
         shapes = [each.shape if isinstance(each, mx.array) else each for each in inputs]
         shape = (
@@ -67,7 +67,7 @@ class Graph:
         held: list[list[mx.array]],
         fused: bool,
         *inputs: Any,
-    ) -> tuple[mx.array, list[list[mx.array]], mx.array]:
+    ) -> tuple[Any, list[list[mx.array]], mx.array]:
         layers = [kind.of(arrays) for kind, arrays in zip(self.kinds, held, strict=True)]
         rows = BatchState(layers, lengths, accepted, shift=shift, adapters=adapters)
         # Where the rows end changes from step to step; that all of the capacity is in reach does not.
