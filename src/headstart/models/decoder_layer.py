@@ -19,6 +19,7 @@ from ..kernels.cuda.layer import (
     launch_layer,
 )
 from ..kernels.cuda.norm import norm_fits
+from ..kernels.cuda.packing import packed_weights
 from ..kernels.cuda.persistent import PERSISTENT
 from ..kernels.cuda.products import MatrixWeights, ProductTile, SumOrder, matrix_weights, product_refusal
 from ..kernels.types import Drafts, GatedDeltaWeights
@@ -41,12 +42,13 @@ def decoder_layer(
         return None
     if isinstance(memory, KV) and memory.start is not None:  # the kernel rotates by `offset`
         return None
+    packed = packed_weights(layer)
     ahead = _ahead(layer.mlp, x.dtype)
     mixer = _delta(layer, x, memory, accepted) if isinstance(memory, Recurrent) else _attention(layer, x, memory)
     if ahead is None or mixer is None or (isinstance(ahead, Mixture) and B * W * ahead.top > MOST_PAIRS):
         return None
     norms = [NormWeights(norm["weight"], norm.eps) for norm in (layer.post_attention_layernorm, following)]
-    made = launch_layer(x, normed, PERSISTENT.status, mixer, norms[0], ahead, norms[1])
+    made = launch_layer(x, normed, PERSISTENT.status, mixer, norms[0], ahead, norms[1], packed)
     PERSISTENT.status, PERSISTENT.launched = made.status, True
     if isinstance(memory, Recurrent):
         assert made.state is not None

@@ -19,6 +19,7 @@ from .attention import SPLIT
 from .compiler import cuda_kernel
 from .device import include, launch_bounds, resident_blocks
 from .norm import norm_threads
+from .packing import PackedWeights
 from .persistent import SHARED_BYTES
 from .products import MatrixWeights, ProductTile, SumOrder, shared_bytes
 
@@ -105,6 +106,7 @@ def launch_layer(
     after_mixer: NormWeights,
     ahead: Mlp | Mixture,
     after: NormWeights,
+    packed: PackedWeights,
 ) -> LayerOutput:
     """Compute a layer of the residual stream x [B, W, H], whose norm is `normed`."""
     text = _Text(x)
@@ -124,7 +126,7 @@ def launch_layer(
     last = _mlp(text, ahead) if isinstance(ahead, Mlp) else _mixture(text, ahead)
     text.lines.append("grid.sync();")
     text.norm("middle", last, "final_norm", after, "out", "out_normed")
-    out, out_normed, new_status, *rest = text.launch()
+    out, out_normed, new_status, *rest = text.launch(packed)
     if isinstance(mixer, GatedAttention):
         return LayerOutput(out, out_normed, new_status)
     state, conv, *fresh, _ = rest
@@ -214,11 +216,12 @@ class _Text:
             f"[&](int row, int at) {{ return {added}; }}, {weight}, {norm.eps!r}f, {total}, {normed});"
         )
 
-    def launch(self) -> list[mx.array]:
+    def launch(self, packed: PackedWeights) -> list[mx.array]:
         self.outputs["scratch"] = ((self.scratch,), self.dtype)
-        body = "\n".join(self.places + self.lines)
-        made: list[mx.array] = _layer_kernel(tuple(self.inputs), tuple(self.outputs), body)(
-            inputs=list(self.inputs.values()),
+        inputs, declared = packed.replace(self.inputs)
+        body = declared + "\n".join(self.places + self.lines)
+        made: list[mx.array] = _layer_kernel(tuple(inputs), tuple(self.outputs), body)(
+            inputs=list(inputs.values()),
             template=[("T", self.dtype)],
             grid=(self.blocks * THREADS, 1, 1),
             threadgroup=(THREADS, 1, 1),
