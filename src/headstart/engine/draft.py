@@ -84,7 +84,6 @@ def _greedy_drafts(model: Model, batch: Batch, k: int, reduced: bool) -> Proposa
     state.bounds = batch.trunk_state.bounds
     if not pairs.width or (drafts := model.greedy_drafts(*pairs, state, k, reduced)) is None:
         return None
-    state.commit(pairs.counts, most=0)
     batch.unseen = pairs.latest(0)
     return Proposal(drafts, [])
 

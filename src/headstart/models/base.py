@@ -247,23 +247,24 @@ class Model:
     def greedy_drafts(
         self, hidden: mx.array, tokens: mx.array, counts: mx.array, state: BatchState, k: int, reduced: bool
     ) -> mx.array | None:
-        """Return k drafts [B, k], each the argmax, after pairs of which `counts` [B] count (see `head`): one graph.
-        None where it is not remembered, or the head has several modules."""
+        """Return k drafts [B, k], each the argmax, after pairs of which `counts` [B] are committed here (see `head`).
+        All in one graph; None where it is not remembered, or the head has several modules."""
         if self.head_modules > 1 or not compiles(tokens.shape[1]):
             return None
         state.reserve(max(tokens.shape[1], k))
-        drafts: mx.array = self._draft_graph(state, hidden, tokens, counts, k, reduced)
+        # A sequence without pairs gets the output of padding: a bad draft costs time, not correctness.
+        last, starts = mx.maximum(counts - 1, 0), state.lengths + counts + mx.array([[j] for j in range(k)])  # [k, B]
+        drafts: mx.array = self._draft_graph(state, hidden, tokens, last, starts, reduced)
+        state.commit(counts, most=0, lengths=starts[:1].reshape(-1))
         return drafts
 
     def _draft(
-        self, state: BatchState, hidden: mx.array, tokens: mx.array, counts: mx.array, k: int, reduced: bool
+        self, state: BatchState, hidden: mx.array, tokens: mx.array, last: mx.array, starts: mx.array, reduced: bool
     ) -> mx.array:
-        # A sequence without pairs gets the output of padding: a bad draft costs time, not correctness.
-        hidden = self._head(state, hidden, tokens, 0, 0, mx.maximum(counts - 1, 0))
+        hidden = self._head(state, hidden, tokens, 0, 0, last)
         drafts = [best_tokens(self.draft_logits(hidden, reduced))]
-        committed = replace(state, lengths=state.lengths + counts)
-        for ahead in range(k - 1):  # written past the committed pairs: the next step overwrites them
-            hidden = self._head(committed, hidden, drafts[-1], ahead, 0, None)
+        for start in starts[:-1]:  # past the committed pairs: the next step overwrites what is written there
+            hidden = self._head(replace(state, lengths=start), hidden, drafts[-1], 0, 0, None)
             drafts.append(best_tokens(self.draft_logits(hidden, reduced)))
         return join_columns(drafts)
 

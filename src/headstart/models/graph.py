@@ -2,7 +2,7 @@
 
 A step of a large model is a thousand operations. On CUDA the host needs longer to describe them one by one than the
 device to run them; `mx.compile` remembers the description, one for every (rows, width, pending drafts, capacity). To
-remember takes far longer than to describe once, so it waits until a shape has been seen a few times.
+remember takes twice as long as to describe once, so a shape is remembered when it is seen again.
 """
 
 from collections import Counter
@@ -15,8 +15,8 @@ from ..kernels.cuda import on_cuda
 from ..kernels.cuda.persistent import PERSISTENT
 from ..state import BLOCK, KV, BatchState, Recurrent
 
-WIDEST = 9  # windows; the widths of a prompt's chunks are too many to remember
-OFTEN = 8  # times that a shape is described before it is remembered
+WIDEST = 16  # windows; the widths of a prompt's chunks are too many to remember
+OFTEN = 1  # times that a shape is described before it is remembered
 MOST = 512  # shapes; then all are forgotten, since a long text has a new capacity again and again
 
 
