@@ -12,10 +12,10 @@ def best_tokens(logits: mx.array) -> mx.array:
 
 
 def join_columns(arrays: list[mx.array]) -> mx.array:
-    """Return arrays [B, ...] of int32 side by side; one that is [1, ...] has the same for all rows."""
+    """Return integers [B, ...] side by side; an array that is [1, ...] has the same for all rows."""
     if len(arrays) == 1:
         return arrays[0]
-    if on_cuda():
+    if on_cuda() and all(each.dtype == mx.int32 for each in arrays):
         return launch_columns(arrays)
     rows = max(each.shape[0] for each in arrays)
     return mx.concatenate([mx.broadcast_to(each, (rows, each.shape[1])) for each in arrays], axis=1)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from .compiler import cuda_kernel
-from .device import include, on_cuda
+from .device import include, launch_bounds, on_cuda
 
 THREADS = 1024  # that share a row of logits
 
@@ -84,7 +84,7 @@ def _best_kernel() -> Any:
         name="best_token",
         input_names=["logits"],
         output_names=["token", "finite"],
-        header=include("tensor_core", "team", "norm", "greedy"),
+        header=include("tensor_core", "team", "norm", "greedy") + launch_bounds(THREADS),
         source="headstart::best_token<THREADS>(logits, V, token, finite);",
     )
 
