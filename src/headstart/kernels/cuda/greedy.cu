@@ -88,11 +88,11 @@ struct Columns {
 
 // out [B, all widths] = the arrays side by side. A thread per row.
 template <int N>
-__device__ __forceinline__ void join_columns(const Columns (&arrays)[N], int B, int* out) {
+__device__ __forceinline__ void join_columns(const Columns (&arrays)[N], int* out) {
   const int b = blockIdx.x * blockDim.x + threadIdx.x;
+  int B = 0, width = 0;
+  for (const Columns& each : arrays) B = max(B, each.rows), width += each.width;
   if (b >= B) return;
-  int width = 0;
-  for (const Columns& each : arrays) width += each.width;
   out += b * width;
   for (const Columns& each : arrays)
     for (int i = 0; i < each.width; ++i) *out++ = each.from[(each.rows == 1 ? 0 : b) * each.width + i];

@@ -69,7 +69,7 @@ def launch_columns(arrays: list[mx.array]) -> mx.array:
     B = max(each.shape[0] for each in arrays)
     made: list[mx.array] = _columns_kernel(len(arrays))(
         inputs=arrays,
-        template=[("B", B)],
+        template=[],
         grid=(-(-B // 32) * 32, 1, 1),
         threadgroup=(32, 1, 1),
         output_shapes=[(B, sum(each.shape[1] for each in arrays))],
@@ -110,5 +110,5 @@ def _columns_kernel(count: int) -> Any:
         input_names=[f"c{i}" for i in range(count)],
         output_names=["out"],
         header=include("tensor_core", "team", "norm", "greedy"),
-        source=f"const headstart::Columns all[] = {{{', '.join(columns)}}}; headstart::join_columns(all, B, out);",
+        source=f"const headstart::Columns all[] = {{{', '.join(columns)}}}; headstart::join_columns(all, out);",
     )
