@@ -72,7 +72,9 @@ def compare_heads(model: Model, depths: list[int], steps: int, turns: int) -> No
         print(f"| {k} | {' | '.join(times)} | {drafts:.2f} | {ratio:.3f} |", flush=True)
 
 
-def compare_rates(model: Model, recording: Recording, pattern: Sequence[float], depths: list[int], turns: int) -> None:
+def compare_rates(
+    model: Model, recording: Recording, pattern: Sequence[float], depths: list[int], turns: int
+) -> None:
     """Print tokens/s with either head, if both were right as often as the pattern says."""
     print("\n| k | tokens/s: full | reduced | reduced ÷ full, median and all |\n| --- | --- | --- | --- |")
     for k in depths:

@@ -1,10 +1,9 @@
 """Impose an acceptance on a model, to study what depth would gain if its own head cannot show it.
 
 Random weights of a large model cost what trained ones do, but none of their drafts is accepted. So the greedy text is
-recorded first and then decoded again: the source drafts at its full cost, and its drafts are replaced by recorded tokens
-and wrong ones, as the pattern says. The trunk verifies as always, so the text must come out as
-it was recorded; where it does not, the figures would mean nothing, and an error says so. Used by gpu.py and
-gpu_blocks.py.
+recorded first and then decoded again: the source drafts at its full cost, and its drafts are replaced by recorded
+tokens and wrong ones, as the pattern says. The trunk verifies as always, so the text must come out as it was
+recorded; where it does not, the figures would mean nothing, and an error says so. Used by gpu.py and gpu_blocks.py.
 """
 
 import time
@@ -93,13 +92,19 @@ def _launch(model: Model, batch: Batch, k: int, drafts: mx.array, source: int) -
 
 
 def replace_drafts(drafted: Proposal, drafts: mx.array) -> Proposal:
-    """Return other drafts [B, k] that are there once the source's own are. That costs the device nothing."""
-    return Proposal(mx.depends([drafts], [drafted.tokens])[0], [])
+    """Return other drafts [B, k], which are there once the source's own are."""
+    return Proposal(_after(drafted.tokens, drafts) if drafts.size else drafts, [])
+
+
+@mx.compile
+def _after(drafted: mx.array, drafts: mx.array) -> mx.array:
+    """Return `drafts`. On CUDA `mx.depends` is not enough: kernels in one launch wait only for what they read."""
+    return mx.where(drafted < 0, drafted, drafts)
 
 
 def _script(recording: Recording, k: int, pattern: Sequence[float], vocabulary: int) -> list[mx.array]:
-    """Return the drafts [B, k] of every round. What a round accepts is known beforehand, and so where the next begins:
-    at the token after its drafts."""
+    """Return the drafts [B, k] of every round. What a round accepts is known beforehand, and so where the next
+    begins: at the token after its drafts."""
     length = len(recording.texts[0])
     padded = [[*text, *[0] * (k + 1)] for text in recording.texts]
     at, rounds = [0] * len(padded), []
