@@ -19,7 +19,7 @@ from headstart.engine.draft import Source, head_drafts
 from headstart.engine.draft_history import DraftHistory
 from headstart.errors import CheckpointError
 from headstart.kernels.products import product
-from headstart.models import Model
+from headstart.models import Model, graph
 from headstart.models.draft_vocabulary import DraftVocabulary
 
 
@@ -54,6 +54,17 @@ def test_drafts_are_the_best_tokens_of_the_list(name: str) -> None:
     assert mx.argmax(some[:, 0], axis=-1).tolist() == [ids[i] for i in best]
     batch = batch_of(model, random_prompt(model, 9))
     assert set(head_drafts(model, batch, 5, reduced=True).tokens[0].tolist()) <= set(ids)
+
+
+def test_greedy_drafts_of_a_graph_are_those_of_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the best token of the list is found without the logits of all others."""
+    model = random_model("moe")
+    model = model.with_draft_vocabulary(list(range(7, model.vocabulary, 3)), LOWEST)
+    prompts = [random_prompt(model, length, seed=length) for length in (9, 4)]
+    expected = head_drafts(model, batch_of(model, *prompts), 5, reduced=True).tokens.tolist()
+    monkeypatch.setattr(graph, "on_cuda", lambda: True)
+    assert head_drafts(model, batch_of(model, *prompts), 5, reduced=True).tokens.tolist() == expected
+    assert model._draft_graph.seen
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,12 @@ from ..kernels.embedding import draft_input, embed_and_norm, join_pairs
 from ..kernels.greedy import best_tokens, join_columns
 from ..kernels.products import product
 from ..limits import DEFAULT_K, MAX_HEAD_K
-from ..state import GROUP, KV, BatchState, Recurrent
+from ..state import GROUP, KV, BatchState
 from .attention import attention
 from .decoder_layer import decoder_layer
 from .dflash import DFlash
 from .draft_vocabulary import DraftVocabulary
-from .family import Family
+from .family import Family, empty_state
 from .feed_forward import feed_forward, mlp_or_mixture
 from .graph import Graph, compiles
 from .head import Head, find_part, share_missing_parts
@@ -265,21 +265,30 @@ class Model:
         self, state: BatchState, hidden: mx.array, tokens: mx.array, last: mx.array, starts: mx.array, reduced: bool
     ) -> mx.array:
         hidden = self._head(state, hidden, tokens, 0, 0, last)
-        drafts = [best_tokens(self.draft_logits(hidden, reduced))]
+        drafts = [self._best_draft(hidden, reduced)]
         for start in starts[:-1]:  # past the committed pairs: the next step overwrites what is written there
             hidden = self._head(replace(state, lengths=start), hidden, drafts[-1], 0, 0, None)
-            drafts.append(best_tokens(self.draft_logits(hidden, reduced)))
+            drafts.append(self._best_draft(hidden, reduced))
         return join_columns(drafts)
+
+    def _best_draft(self, hidden: mx.array, reduced: bool) -> mx.array:
+        logits, some = self._score_drafts(hidden, reduced, 0)
+        return best_tokens(logits) if some is None else some.ids[best_tokens(logits)]
 
     def draft_logits(self, hidden: mx.array, reduced: bool = False, *, module: int = 0) -> mx.array:
         """Return the logits [B, W, V] of hidden states [B, W, H] from a module of `head`. `reduced`: only the draft
         vocabulary can be drawn, where the module's output layer is the first's."""
-        spec, reduced_to = self.family.head, self.draft_vocabulary
+        logits, some = self._score_drafts(hidden, reduced, module)
+        return logits if some is None else some.full(logits, self.vocabulary)
+
+    def _score_drafts(self, hidden: mx.array, reduced: bool, module: int) -> tuple[mx.array, DraftVocabulary | None]:
+        """Return logits, and the draft vocabulary if they are only its tokens'."""
+        spec, some = self.family.head, self.draft_vocabulary
         if not spec.chains_after_norm:
             hidden = self._head_norm(module)(hidden)
-        if reduced and reduced_to is not None and (module == 0 or not spec.own_lm_head):
-            return reduced_to.full(product(hidden, reduced_to.lm_head), self.vocabulary)
-        return product(hidden, self._draft_lm_head(module))
+        if reduced and some is not None and (module == 0 or not spec.own_lm_head):
+            return product(hidden, some.lm_head), some
+        return product(hidden, self._draft_lm_head(module)), None
 
     def block_logits(self, last: mx.array, k: int, state: BatchState) -> tuple[mx.array, mx.array]:
         """Return the block drafter's logits [B, k, V] and hidden states [B, k, H] for the k tokens after `last` [B],
@@ -323,13 +332,13 @@ class Model:
         share_missing_parts(self.weights.mtp, self.family.head, stored)
 
     def make_state(self, rows: int) -> BatchState:
-        state = self._empty_state(self.weights.layers, rows)
+        state = empty_state(self.family, self.weights.layers, rows, self.dtype, self.eight_bit_kv)
         if self.drafter is not None:
             state.layers += self.drafter.make_caches(rows, self.dtype)
         return state
 
     def make_head_state(self, rows: int) -> BatchState:
-        return self._empty_state(self.weights.mtp.layers, rows)
+        return empty_state(self.family, self.weights.mtp.layers, rows, self.dtype, self.eight_bit_kv)
 
     @property
     def _lm_head(self) -> nn.Module:
@@ -338,13 +347,3 @@ class Model:
     def _draft_lm_head(self, module: int = 0) -> nn.Module:
         own = self._part(module, self.family.head.names.lm_head)
         return own if own is not None else self._lm_head
-
-    def _empty_state(self, layers: list[nn.Module], rows: int) -> BatchState:
-        memories: list[KV | Recurrent] = []
-        for part in (part for layer in layers for part in self.family.parts(layer)):
-            if part.kind is PartKind.ATTENTION:
-                heads, key, value = self.family.kv_sizes(part.module)
-                memories.append(KV.empty(rows, heads, key, self.dtype, value, eight_bits=self.eight_bit_kv))
-            elif part.kind is PartKind.RECURRENT:
-                memories.append(Recurrent.empty(rows, *self.family.state_sizes(part.module), self.dtype))
-        return BatchState.empty(memories, rows)

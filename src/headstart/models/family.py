@@ -8,10 +8,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..state import KV, BatchState, Recurrent
 from .attention import attention, gated_kv_sizes, grouped_attention, grouped_kv_sizes
 from .gated_delta_net import gated_delta_net, gated_delta_sizes
 from .head import QWEN_HEAD, HeadSpec
-from .part import Part, decoder_parts
+from .part import Part, PartKind, decoder_parts
 
 
 @dataclass(frozen=True)
@@ -45,3 +46,17 @@ def plain_family(name: str, module: ModuleType, **fields: Any) -> Family:
         "kv_sizes": grouped_kv_sizes,
     }
     return Family(name, **defaults | fields)
+
+
+def empty_state(
+    family: Family, layers: list[nn.Module], rows: int, dtype: mx.Dtype, eight_bit_kv: bool
+) -> BatchState:
+    """Return what these layers hold of `rows` sequences before their first token."""
+    memories: list[KV | Recurrent] = []
+    for part in (part for layer in layers for part in family.parts(layer)):
+        if part.kind is PartKind.ATTENTION:
+            heads, key, value = family.kv_sizes(part.module)
+            memories.append(KV.empty(rows, heads, key, dtype, value, eight_bits=eight_bit_kv))
+        elif part.kind is PartKind.RECURRENT:
+            memories.append(Recurrent.empty(rows, *family.state_sizes(part.module), dtype))
+    return BatchState.empty(memories, rows)

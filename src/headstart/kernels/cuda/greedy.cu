@@ -12,8 +12,8 @@ struct Best {
   }
 };
 
-// The argmax of a row of `size` logits, as MLX finds it: NaN is never the best, and where nothing is more than
-// -inf it is token 0. `finite` is 0 where a logit is NaN or the largest infinite. A block of THREADS per row.
+// The argmax of a row of `size` logits, as MLX finds it but for NaN, which is never the best here: a sequence with one
+// ends anyway. Where nothing is more than -inf it is token 0. `finite` is 0 where a logit is NaN or the largest infinite. A block of THREADS per row.
 template <int THREADS, typename T>
 __device__ void best_token(const T* logits, int size, int* token, int* finite) {
   constexpr int WARPS = THREADS / 32, AHEAD = 4;
