@@ -14,6 +14,15 @@ from seeing import running_with_tower
 import headstart.engine.prefill
 from checkpoints import write
 from headstart.server import Limits
+from headstart.server.workers import Workers
+
+
+@pytest.fixture(scope="session", autouse=True)
+def workers_start_when_needed() -> Iterator[None]:
+    """Most servers here never need a worker process, and a process takes longer than most tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Workers, "start", lambda self: None)
+        yield
 
 
 @pytest.fixture(scope="session")
