@@ -38,9 +38,11 @@ def change(folder: Path, **fields: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-CONVERSIONS = [(family, None) for family in CONFIGS] + [
-    pytest.param(family, 4, marks=[] if family in ("glm4_moe", "nemotron_h") else [pytest.mark.slow])
+QUANTISED = ("glm4_moe", "nemotron_h", "longcat_flash", "qwen3_moe")
+CONVERSIONS = [  # each one way in ordinary tests
+    pytest.param(family, bits, marks=[] if (bits == 4) == (family in QUANTISED) else pytest.mark.slow)
     for family in CONFIGS
+    for bits in (None, 4)
 ]
 
 

@@ -294,7 +294,7 @@ def test_a_readme_cannot_put_a_command_into_our_advice(stripped: Path, tmp_path:
     "readme",
     [
         "---\na: [\n---\n",
-        "---\n" + "[" * 5000 + "\n---\n",
+        "---\n" + "[" * 1500 + "\n---\n",
         "---\ntags: 5\n---\n",
         "---\ntags: [5, {}, a]\n---\n",
         "\xff",

@@ -51,7 +51,7 @@ def poison(engine: Engine, handle: Handle, how: Callable[[KV | Recurrent, int], 
 
 
 @pytest.mark.parametrize("how", [poison_keys, poison_recurrence, poison_convolution])
-@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_sequence_whose_logits_are_not_finite_ends_alone(
     how: Callable[[KV | Recurrent, int], None], k: int
 ) -> None:
