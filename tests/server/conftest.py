@@ -1,7 +1,9 @@
 import json
 import threading
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -42,6 +44,12 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.fixture(scope="session")
 def client(server: Running) -> OpenAI:
     return server.openai()
+
+
+@pytest.fixture(scope="session")
+def anthropic() -> ModuleType:
+    """Anthropic's client, imported by the workers that use it."""
+    return import_module("anthropic")
 
 
 @pytest.fixture(scope="session")
