@@ -6,6 +6,7 @@ import shutil
 import signal
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import certifi
 import pytest
@@ -43,6 +44,34 @@ def stock_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     from headstart.kernels.cpu import load
 
     monkeypatch.setattr(load, "_loaded", load.Loaded(None, "stock (this test)"))
+
+
+# Files that share a server process.
+ATTACKED = tuple(f"test_hostile_{name}.py" for name in ("grammars", "hosts", "prompts", "signals"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Have one worker more than cores: while a test waits for a server or a page, others compute."""
+    return (os.cpu_count() or 1) + 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep a file on one worker, so that what it loads is loaded once, and together the files that share a server."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadServerScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "attacked" if file.endswith(ATTACKED) else file
+
+    return LoadServerScheduling(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the server's tests, which wait most: the others fill the time, and the last files are short."""
+    items.sort(key=lambda item: "server" not in item.path.parts)
 
 
 def pytest_runtest_logfinish() -> None:

@@ -54,8 +54,8 @@ def anthropic() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def attacked() -> Iterator[Target]:
-    """One server process for all attacks that it survives with its defaults."""
-    with target() as here:
+    """One server process for all attacks that it survives."""
+    with target("--allowed-host", "My-Mac.local", "--allowed-host", "proxy.example:443") as here:
         yield here
 
 
