@@ -44,7 +44,6 @@ def titles(text: str) -> list[str]:
 def test_a_kernel_that_failed_and_an_unknown_load_are_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = kernel_times.KernelTime("product", "8×8", "stock", True, others="metal-split: failed: x", failed=True)
     monkeypatch.setattr(machine_report, "kernel_times", lambda model: [wrong])
-    monkeypatch.setattr(machine_report, "TOKENS", 4)
     monkeypatch.setattr(machine_report, "current_load", lambda: 1 // 0)
     result = report()
     assert result.exit_code == 1

@@ -154,7 +154,7 @@ def stops_of(text: str) -> list[str]:
     return [piece for piece in dict.fromkeys(pieces) if text.find(piece) > 0]
 
 
-@pytest.mark.parametrize("k", [0, 4])
+@pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_a_stop_string_is_cut_wherever_it_falls(client: OpenAI, k: int) -> None:
     text = alone(chat_tokens("hi"), max_tokens=24).text
     for stop in stops_of(text):

@@ -153,8 +153,14 @@ def test_committed_state_survives_sequences_leaving_and_joining(monkeypatch: pyt
             assert_equals_plain(model, batch, row, sequence[:said])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("chunk", [1, 7, 32, 512])
+@pytest.mark.parametrize(
+    ("chunk", "family"),
+    [
+        (1, "dense"),
+        *(pytest.param(1, family, marks=pytest.mark.slow) for family in FAMILIES if family != "dense"),
+        *((chunk, family) for chunk in (7, 32, 512) for family in FAMILIES),
+    ],
+)
 def test_a_prompt_leaves_the_same_state_however_it_is_cut(family: str, chunk: int) -> None:
     model = random_model(family)
     prompt = sequences(family)[2][:60]
