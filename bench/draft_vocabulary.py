@@ -3,15 +3,18 @@
     python bench/draft_vocabulary.py [MODEL | 27b | 35b] [--size 32768] [--k 2 3] [--steps 24] [--turns 5]
 
 27b and 35b are shapes with random 4-bit weights (gpu.py), which cost what trained ones do. Variants take turns, and
-ratios are taken within a turn. A draft costs (a step with the head − a step of copies) / k.
+ratios are taken within a turn. A draft costs (a step with the head − a step of copies) / k. Of the shapes also
+tokens/s with one imposed acceptance for both heads.
 """
 
 import argparse
 import itertools
 import time
+from collections.abc import Sequence
 from statistics import median
 
 import mlx.core as mx
+from imposed_acceptance import Recording, decode_imposed
 
 from headstart import load
 from headstart.checkpoint.draft_vocabulary import LOWEST, choose_draft_tokens
@@ -21,14 +24,6 @@ from headstart.engine.step import prefill_prompts, step
 from headstart.models import Model
 
 PROMPT = [3, 5, 7, 11, 13, 17, 19, 23]
-
-
-def model_of(name: str | None) -> Model:
-    if name not in ("27b", "35b"):
-        return load(name)[0]
-    from gpu import SHAPES, random_model
-
-    return random_model(SHAPES[name])[0]
 
 
 def seconds(model: Model, batch: Batch, k: int, source: Source, steps: int) -> float:
@@ -53,10 +48,14 @@ def seconds(model: Model, batch: Batch, k: int, source: Source, steps: int) -> f
     return median(after - before for before, after in itertools.pairwise(times))
 
 
-def compare_heads(model: Model, size: int, depths: list[int], steps: int, turns: int) -> None:
+def with_reduced_head(model: Model, size: int) -> Model:
     ids = choose_draft_tokens({}, min(size, model.vocabulary // 2), model.vocabulary)
-    model = model.with_draft_vocabulary(ids, LOWEST)
     print(f"{len(ids)} of {model.vocabulary} tokens\n")
+    return model.with_draft_vocabulary(ids, LOWEST)
+
+
+def compare_heads(model: Model, depths: list[int], steps: int, turns: int) -> None:
+    """Print what steps and drafts of a model take with either head."""
     print("| k | ms a step: full | reduced | copies alone | draft, reduced ÷ full | step, full ÷ reduced |")
     print("| --- | --- | --- | --- | --- | --- |")
     for k in depths:
@@ -73,6 +72,23 @@ def compare_heads(model: Model, size: int, depths: list[int], steps: int, turns:
         print(f"| {k} | {' | '.join(times)} | {drafts:.2f} | {ratio:.3f} |", flush=True)
 
 
+def compare_rates(
+    model: Model, recording: Recording, pattern: Sequence[float], depths: list[int], turns: int
+) -> None:
+    """Print tokens/s with either head, if both were right as often as the pattern says."""
+    print("\n| k | tokens/s: full | reduced | reduced ÷ full, median and all |\n| --- | --- | --- | --- |")
+    for k in depths:
+        measured = []
+        for turn in range(turns + 1):
+            used = (Source.HEAD, Source.REDUCED)
+            rates = [decode_imposed(model, recording, k, pattern, source).rate for source in used]
+            measured += [rates] * bool(turn)
+        full, some = (f"{median(column):.1f}" for column in zip(*measured, strict=True))
+        ratios = sorted(b / a for a, b in measured)
+        found = ", ".join(f"{ratio:.3f}" for ratio in ratios)
+        print(f"| {k} | {full} | {some} | {median(ratios):.3f} ({found}) |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
@@ -81,7 +97,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--turns", type=int, default=5)
     given = parser.parse_args()
-    compare_heads(model_of(given.model), given.size, given.k, given.steps, given.turns)
+    if given.model not in ("27b", "35b"):
+        compare_heads(with_reduced_head(load(given.model)[0], given.size), given.k, given.steps, given.turns)
+        return
+    import gpu
+
+    mx.set_default_device(mx.gpu)
+    model = with_reduced_head(gpu.random_model(gpu.SHAPES[given.model])[0], given.size)
+    compare_heads(model, given.k, given.steps, given.turns)
+    recording = Recording(gpu.prompts(1), [gpu.greedy(model, 280)])
+    compare_rates(model, recording, gpu.ACCEPTANCE[given.model], given.k, given.turns)
 
 
 if __name__ == "__main__":

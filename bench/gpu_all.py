@@ -127,7 +127,7 @@ def first_answer(name: str) -> None:
 
 
 def large(name: str) -> None:
-    from draft_vocabulary import compare_heads
+    from draft_vocabulary import compare_heads, compare_rates, with_reduced_head
     from imposed_acceptance import Recording, decode_imposed
 
     gpu = prepare()
@@ -146,7 +146,9 @@ def large(name: str) -> None:
     for k, found in rates.items():
         print(f"k = {k}: {median(found):.1f} tokens/s, {median(found) / median(rates[0]):.2f} × k = 0", flush=True)
     say("drafts with the full and the reduced head")
-    compare_heads(model, 32768, [2, 3], 8 if TINY else 24, 2 if TINY else 3)
+    model = with_reduced_head(model, 32768)
+    compare_heads(model, [2, 3], 8 if TINY else 24, 2 if TINY else 3)
+    compare_rates(model, recording, gpu.ACCEPTANCE[name], [2, 3], 2 if TINY else 3)
 
 
 def identity() -> None:

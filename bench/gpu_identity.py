@@ -88,17 +88,17 @@ def passes(model: Model) -> Iterator[tuple[str, list[str]]]:
     def one_by_one(row: int) -> mx.array:
         state, out = begin(row, row + 1), []
         for at in range(BEFORE, BEFORE + WIDTH):
-            out.append(model._trunk(state, tokens[row : row + 1, at : at + 1]))
+            out.append(model.trunk(tokens[row : row + 1, at : at + 1], state, 1))
             state.commit(mx.ones((1,), mx.int32), most=1)
         return mx.concatenate(out, axis=1)
 
     def described(rows: int, width: int) -> mx.array:
-        return model._trunk(begin(0, rows), tokens[:rows, BEFORE : BEFORE + width])
+        return model.trunk(tokens[:rows, BEFORE : BEFORE + width], begin(0, rows), 1)
 
     def compiled(rows: int, width: int) -> mx.array:
         state = begin(0, rows)
         state.reserve(width)
-        return model._trunk_graph(state, tokens[:rows, BEFORE : BEFORE + width])
+        return model._score_graph(state, tokens[:rows, BEFORE : BEFORE + width], False)[0]
 
     expected = mx.concatenate([one_by_one(row) for row in range(ROWS)])
     yield "a pass, described", differing(described, expected)

@@ -1,10 +1,9 @@
 """Impose an acceptance on a model, to study what depth would gain if its own head cannot show it.
 
 Random weights of a large model cost what trained ones do, but none of their drafts is accepted. So the greedy text is
-recorded first and then decoded again: the source drafts at its full cost, and each draft is replaced on the device by
-the recorded token or by a wrong one, as the pattern says. The trunk verifies as always, so the text must come out as
-it was recorded; where it does not, the figures would mean nothing, and an error says so. Used by gpu.py and
-gpu_blocks.py.
+recorded first and then decoded again: the source drafts at its full cost, and its drafts are replaced by recorded
+tokens and wrong ones, as the pattern says. The trunk verifies as always, so the text must come out as it was
+recorded; where it does not, the figures would mean nothing, and an error says so. Used by gpu.py and gpu_blocks.py.
 """
 
 import time
@@ -52,13 +51,13 @@ def decode_imposed(
     check_pattern(pattern, k)
     limit = len(recording.texts[0])
     batch = prefill_prompts(model, recording.prompts, max_k=k, limit=limit)
-    script = _script(recording, k)
+    rounds = iter(_script(recording, k, pattern, model.vocabulary))
     sequences: list[list[int]] = [[] for _ in recording.prompts]
     outcomes: list[tuple[int, int]] = []  # of each round: drafts accepted, drafts proposed
     started, first = 0.0, 0
-    pending = _launch(model, batch, k, pattern, script, source)
+    pending = _launch(model, batch, k, next(rounds), source)
     while not any(len(sequence) >= limit for sequence in sequences):
-        following = _launch(model, batch, k, pattern, script, source)  # the host is one step ahead, as in the engine
+        following = _launch(model, batch, k, next(rounds), source)  # the host is one step ahead, as in the engine
         report: list[list[int]] = pending.tolist()  # type: ignore[assignment]
         for index, (*tokens, accepted, proposed) in enumerate(report):
             batch.trunk_state.bounds[index] -= k - accepted
@@ -83,34 +82,43 @@ def decode_imposed(
     )
 
 
-def _launch(model: Model, batch: Batch, k: int, pattern: Sequence[float], script: mx.array, source: int) -> mx.array:
+def _launch(model: Model, batch: Batch, k: int, drafts: mx.array, source: int) -> mx.array:
     """Launch a step and return its report [B, k+3]: tokens, accepted, proposed."""
     drafted = SOURCES[source](model, batch, k, None)
-    result = verify(model, batch, impose(drafted, batch, pattern, script, model.vocabulary))
+    result = verify(model, batch, replace_drafts(drafted, drafts))
     report = mx.concatenate([result.tokens, mx.stack([result.accepted, result.proposed], axis=1)], axis=1)
     mx.async_eval(report, *batch.arrays())
     return report
 
 
-def impose(drafted: Proposal, batch: Batch, pattern: Sequence[float], script: mx.array, vocabulary: int) -> Proposal:
-    """Return the script's tokens as far as this round accepts, then wrong ones. `script` [B, S]: prompt and text."""
-    k = drafted.tokens.shape[1]
-    if k == 0:
-        return drafted
-    turns = (batch.rounds + 1) * GOLDEN + mx.arange(batch.size) * GOLDEN**2
-    chance = turns - mx.floor(turns)  # [B], evenly over 0..1
-    accept = chance[:, None] < mx.array(list(pattern[:k]))  # [B, k]
-    at = batch.context().position[:, None] + mx.arange(k)
-    right = mx.take_along_axis(script, mx.minimum(at, script.shape[1] - 1), axis=1)
-    tokens = mx.where(accept, right, (right + 1) % vocabulary)
-    # No draft is negative, so none is kept; but the device cannot know that, and must wait for the head as usual.
-    return Proposal(mx.where(drafted.tokens < 0, drafted.tokens, tokens), [])
+def replace_drafts(drafted: Proposal, drafts: mx.array) -> Proposal:
+    """Return other drafts [B, k], which are there once the source's own are."""
+    return Proposal(_after(drafted.tokens, drafts) if drafts.size else drafts, [])
 
 
-def _script(recording: Recording, k: int) -> mx.array:
-    lines = [[*prompt, *text] for prompt, text in zip(recording.prompts, recording.texts, strict=True)]
-    longest = max(map(len, lines)) + k
-    return mx.array([line + [0] * (longest - len(line)) for line in lines], mx.int32)
+@mx.compile
+def _after(drafted: mx.array, drafts: mx.array) -> mx.array:
+    """Return `drafts`. On CUDA `mx.depends` is not enough: kernels in one launch wait only for what they read."""
+    return mx.where(drafted < 0, drafted, drafts)
+
+
+def _script(recording: Recording, k: int, pattern: Sequence[float], vocabulary: int) -> list[mx.array]:
+    """Return the drafts [B, k] of every round. What a round accepts is known beforehand, and so where the next
+    begins: at the token after its drafts."""
+    length = len(recording.texts[0])
+    padded = [[*text, *[0] * (k + 1)] for text in recording.texts]
+    at, rounds = [0] * len(padded), []
+    for n in range(length + 2):  # the last rounds are launched before it is known that nobody needs them
+        drafts = []
+        for row, text in enumerate(padded):
+            chance = ((n + 1) * GOLDEN + row * GOLDEN**2) % 1  # evenly over 0..1
+            accepted = sum(chance < share for share in pattern[:k])
+            right = text[min(at[row], length) :][:k]
+            drafts.append([(token + (j >= accepted)) % vocabulary for j, token in enumerate(right)])
+            at[row] += accepted + 1
+        rounds.append(mx.array(drafts, mx.int32).reshape(len(padded), k))
+    mx.eval(rounds)
+    return rounds
 
 
 def _check_same(text: list[int], expected: list[int], index: int, k: int) -> None:

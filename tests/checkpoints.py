@@ -402,12 +402,13 @@ def write_drafter(
     seed: int = 1,
     dtype: mx.Dtype = mx.bfloat16,
     second: bool = False,
+    dim: int = 16,
     **fields: Any,
 ) -> Path:
     """Write a random DFlash drafter for the model at `target`, or with `second` a DFlash2, in the released layout."""
     config = json.loads((target / "config.json").read_text())
     text = config.get("text_config", config)
-    hidden, heads, kv, dim, inner = text["hidden_size"], 4, 2, 16, 96
+    hidden, heads, kv, inner = text["hidden_size"], 4, 2, 96
     ours = {"mask_token_id": text["vocab_size"] - 1, "target_layer_ids": list(layers)}
     taps, group, rank = 2, 16, 8
     if second:

@@ -5,6 +5,7 @@ own greedy text: some blocks are accepted whole, and most in part.
 """
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +24,7 @@ from headstart.engine.batch import Batch
 from headstart.engine.depth import DepthController, Plan
 from headstart.engine.draft import Source, block_drafts, draft_limits
 from headstart.engine.step import prefill_prompts, step
-from headstart.models import Model
+from headstart.models import Model, graph
 from headstart.models.dflash import DFlash
 from headstart.sampling import GrammarSpec, Proposal, SamplingParams, SequenceParams, propose
 from headstart.state import BatchState, PrefixCache
@@ -181,6 +182,40 @@ def test_caches_hold_what_a_prefill_of_the_same_text_makes() -> None:
     for mine, theirs in zip(caches(batch), caches(fresh), strict=True):
         assert mine.shape == theirs.shape
         assert mx.allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_blocks_of_a_remembered_pass_are_those_of_one_that_is_described(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """While capacity grows, a sequence joins and another leaves. Where it is not `compiled`, the pass still goes from
+    arrays to arrays."""
+    if not compiled:
+        mx.disable_compile()
+        request.addfinalizer(mx.enable_compile)
+
+    def rounds(model: Model) -> list[Any]:
+        prompts = [random_prompt(model, length, length) for length in (215, 9)]
+        batch, said = prefill_prompts(model, prompts[:1], max_k=15), []
+        for n in range(9):
+            if n == 3:
+                batch.join(prefill_prompts(model, prompts[1:], max_k=15), model)
+            if n == 6:
+                batch.keep([1], model)
+            said.append(block_drafts(model, batch, 15).tokens.tolist())
+            result = step(model, batch, 15, source=Source.BLOCK)
+            said.append((result.tokens.tolist(), result.accepted.tolist()))
+            batch.trunk_state.bounds = batch.trunk_state.lengths.tolist()  # type: ignore[assignment]
+        said += [layer.keys.sum().item() for layer in batch.trunk_state.kv_layers]
+        return said
+
+    described, model = rounds(pair()), replace(pair())  # without the graphs of other tests
+    monkeypatch.setattr(graph, "on_cuda", lambda: True)
+    monkeypatch.setattr(graph, "OFTEN", 1)
+    assert rounds(model) == described
+    remembered = [shape for shape, times in model._block_graph.seen.items() if times > 1]
+    assert {shape[0] for shape in remembered} >= {256, 512}, "no block was remembered at one of the capacities"
+    assert len({shape[3] for shape in remembered}) == 2, "no block of two sequences was remembered"
 
 
 def test_a_recomputed_sequence_goes_on_as_if_nothing_had_happened() -> None:

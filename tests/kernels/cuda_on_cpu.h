@@ -161,6 +161,10 @@ inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 inline int __popc(uint32_t word) { return __builtin_popcount(word); }
 
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+template <typename T>
+T __hfma(T a, T b, T c) {
+  return T(std::fma(float(a), float(b), float(c)));
+}
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
@@ -182,6 +186,7 @@ inline long long clock64() {  // a slow one: what takes a card 100 ms may take t
 // What src/headstart/kernels/tensor_core.cu says in PTX, by the fragment layouts of the PTX manual.
 namespace headstart {
 inline void prefetch(const void*, unsigned) {}
+inline void load_and_forget(const void*) {}
 inline void named_barrier(int number, int threads) {
   if (number == 0) return __syncthreads();
   named_barriers[number].size = threads;

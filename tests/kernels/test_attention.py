@@ -1,14 +1,27 @@
 """The CUDA kernels of attention, run on the CPU: what they compute, and that a query's bits depend on it alone."""
 
+from pathlib import Path
+
 import cuda_on_cpu
 import mlx.core as mx
 import pytest
 
+from checkpoints import write, write_drafter
 from fixtures import random_model
+from headstart.checkpoint import load_model
+from headstart.engine.step import prefill_prompts
 from headstart.kernels.attention import stock_arrange
 from headstart.kernels.cuda import attention
-from headstart.kernels.cuda.attention import SPLIT, WIDEST, attention_fits, launch_arrange, launch_attention
+from headstart.kernels.cuda.attention import (
+    SPLIT,
+    WIDEST,
+    attention_fits,
+    launch_arrange,
+    launch_arrange_into,
+    launch_attention,
+)
 from headstart.kernels.types import HeadNorms
+from headstart.models.dflash import block_mask
 
 H, HKV, D = 4, 2, 32
 SCALE = D**-0.5
@@ -89,6 +102,20 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it() -> None:
         assert mx.array_equal(launch_attention(*[a[only] for a in inputs], SCALE, 3 * SPLIT), crowd[only])
 
 
+@pytest.mark.parametrize(("causal", "reach"), [(True, None), (False, None), (True, 70), (False, 5)])
+def test_a_block_sees_later_positions_and_a_window_only_near_ones(causal: bool, reach: int | None) -> None:
+    """As in a block drafter, whose queries have no gates."""
+    queries, _, keys, values, offset = window([0, 3, SPLIT - 2, 2 * SPLIT + 5], 6, 3 * SPLIT)
+    found = launch_attention(queries, None, keys, values, offset, SCALE, 3 * SPLIT, causal, reach)
+    seen = block_mask(offset[:, None] + mx.arange(6), 3 * SPLIT, reach, causal)
+    keys, values = (mx.where(mx.isnan(a), 0, a).astype(mx.float32) for a in (keys, values))
+    expected = mx.fast.scaled_dot_product_attention(
+        queries.astype(mx.float32), keys, values, scale=SCALE, mask=seen
+    ).transpose(0, 2, 1, 3)
+    difference = mx.linalg.norm(found.astype(mx.float32).reshape(expected.shape) - expected)
+    assert difference < 5e-3 * mx.linalg.norm(expected)
+
+
 def test_on_this_device_stock_attention_is_taken() -> None:
     with mx.stream(mx.cpu):
         assert not attention_fits(1, H, normal(1, HKV, 256, D, seed=0))
@@ -112,6 +139,27 @@ def test_queries_and_keys_are_normed_and_rotated_as_by_the_stock_ops(dtype: mx.D
         assert ours.shape == theirs.shape
 
 
+def test_without_gates_and_in_place_heads_have_the_same_bits() -> None:
+    layer = random_model().weights.mtp.layers[0].self_attn
+    heads, kv_heads, dim = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim
+    norms = HeadNorms(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
+    both, offset = normal(2, 3, heads * 2 * dim, seed=1), mx.array([0, 7], mx.int32)
+    queries = both.reshape(2, 3, heads, 2 * dim)[..., :dim].reshape(2, 3, -1)
+    keys, values = (normal(2, 3, kv_heads * dim, seed=s) for s in (2, 3))
+    gated = launch_arrange(both, keys, values, norms, layer.rope, offset)
+    found = launch_arrange(queries, keys, values, norms, layer.rope, offset, gated=False)
+    assert all(mx.array_equal(*pair) for pair in zip(gated, found, strict=True))
+    before = [normal(2, kv_heads, 16, dim, seed=s) for s in (4, 5)]
+    cached = [mx.array(a) for a in before]
+    mx.eval(cached)
+    new, *written = launch_arrange_into(queries, keys, values, norms, layer.rope, offset, (cached[0], cached[1]))
+    assert mx.array_equal(new, gated.queries)
+    for after, was, heads_ in zip(written, before, gated[1:], strict=True):
+        for row, at in enumerate(offset.tolist()):
+            was[row, :, at : at + 3] = heads_[row]
+        assert mx.array_equal(after, was)
+
+
 def test_a_token_is_arranged_with_the_same_bits_in_any_window() -> None:
     layer = random_model().weights.mtp.layers[0].self_attn
     norms = HeadNorms(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
@@ -125,3 +173,26 @@ def test_a_token_is_arranged_with_the_same_bits_in_any_window() -> None:
             alone = launch_arrange(*own, norms, layer.rope, offset[row : row + 1] + w)
             pairs = zip(alone, together, strict=True)
             assert all(mx.array_equal(one, all_[row : row + 1, :, w : w + 1]) for one, all_ in pairs)
+
+
+@pytest.mark.parametrize("causal", [None, False])
+def test_a_block_drafter_drafts_what_it_does_with_stock_ops(
+    causal: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds, target = ("full_attention", "sliding_attention"), write(tmp_path / "target")
+    drafter = write_drafter(tmp_path / "drafter", target, kinds=kinds, dim=32, is_causal=causal)
+    model = load_model(target, drafter=drafter, dtype=mx.bfloat16)
+
+    def blocks() -> list[mx.array]:
+        batch, drafts = prefill_prompts(model, [list(range(3, 12)), [5, 9]], max_k=15), []
+        for k in (5, 15):
+            drafts.append(model.block_logits(batch.last, k, batch.trunk_state)[0].astype(mx.float32))
+            mx.eval(drafts, batch.arrays())
+            model.trunk(mx.broadcast_to(batch.last[:, None], (2, k + 1)), batch.trunk_state, certain=1)
+            batch.trunk_state.commit(mx.array([1, k]), most=k + 1)
+        return drafts
+
+    expected = blocks()
+    monkeypatch.setattr(attention, "on_cuda", lambda: True)
+    for ours, stock in zip(blocks(), expected, strict=True):
+        assert mx.linalg.norm(ours - stock) < 0.02 * mx.linalg.norm(stock)

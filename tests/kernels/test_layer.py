@@ -69,7 +69,7 @@ def rounds(net: Model, rows: int, widths: list[int]) -> list[mx.array]:
     made, at = [], 0
     for width in widths:
         tokens = (mx.arange(rows * width).reshape(rows, width) * 37 + at * 11) % net.vocabulary
-        hidden = net._trunk(state, tokens, 1 if at else width)
+        hidden = net.trunk(tokens, state, 1 if at else width)
         committed = min(width, 2) if at else width
         state.accepted = mx.full((rows,), committed - 1, mx.int32)
         state.commit(mx.full((rows,), committed, mx.int32), most=committed)

@@ -1,10 +1,13 @@
 """Our forwards over mlx-lm's modules against the modules' own, and compiled passes against described ones."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import pytest
 
 from fixtures import batch_of, random_model, random_prompt
 from headstart.engine.step import step
+from headstart.limits import MAX_K
 from headstart.models import base, graph
 from headstart.models.feed_forward import mlp_or_mixture
 
@@ -26,11 +29,26 @@ def _inputs(module: base.nn.Module) -> int:
 def test_a_remembered_pass_has_the_bits_of_one_that_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model("dense")
     described = rounds(model, k=2)
-    monkeypatch.setattr(base, "compiles", lambda width: width <= graph.WIDEST)
+    monkeypatch.setattr(graph, "on_cuda", lambda: True)
     monkeypatch.setattr(graph, "OFTEN", 1)
     assert rounds(model, k=2) == described
-    assert model._trunk_graph.kinds  # some were remembered
+    assert model._score_graph.kinds  # some were remembered
+    assert model._draft_graph.kinds
+    monkeypatch.setattr(base.Model, "greedy_drafts", lambda *given: None)  # as where tokens are sampled
+    assert rounds(model, k=2) == described
     assert model._head_graph.kinds
+
+
+def test_the_widest_windows_are_remembered_and_a_prompt_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "on_cuda", lambda: True)
+    model = replace(random_model("dense"))  # without the graphs of other tests
+    for width, remembers in ((MAX_K + 1, True), (MAX_K + 2, False)):
+        model._score_graph.kinds.clear()
+        for _ in range(2):
+            model.score(mx.zeros((1, width), mx.int32), model.make_state(1))
+        assert bool(model._score_graph.kinds) == remembers
+    model.trunk(mx.zeros((1, 2), mx.int32), model.make_state(1), certain=2)
+    assert {shape[3][1] for shape in model._score_graph.seen} == {MAX_K + 1}
 
 
 def rounds(model: base.Model, k: int) -> list[tuple[list[list[int]], float]]:
@@ -64,9 +82,9 @@ def test_a_head_that_is_asked_for_one_pair_of_each_row_has_the_bits_of_all(famil
 
 def test_shapes_are_forgotten_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model("dense")
-    monkeypatch.setattr(base, "compiles", lambda width: width <= graph.WIDEST)
+    monkeypatch.setattr(graph, "on_cuda", lambda: True)
     monkeypatch.setattr(graph, "MOST", 2)
     described = [rounds(model, k) for k in (0, 1, 2, 3)]
-    monkeypatch.setattr(base, "compiles", lambda width: False)
+    monkeypatch.setattr(graph, "on_cuda", lambda: False)
     assert described == [rounds(model, k) for k in (0, 1, 2, 3)]
-    assert 0 < len(model._trunk_graph.seen) <= 2
+    assert 0 < len(model._score_graph.seen) <= 2

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..kernels.cuda.greedy import AcceptedDrafts
 from ..models import Model
 from ..sampling import AcceptResult, BatchContext, Controls, SequenceParams, controls
 from ..state import BLOCK, BatchState
@@ -145,19 +146,20 @@ class Batch:
         position = self.trunk_state.lengths + 1  # of the token to generate: `last` is at index `lengths`
         return BatchContext(self.controls, position, self.rounds, self.recent, self.remaining, self.counts)
 
-    def commit(self, hidden: mx.array, result: AcceptResult) -> None:
-        """Advance every sequence by its accepted drafts and the token after them.
+    def commit(self, hidden: mx.array, result: AcceptResult, made: AcceptedDrafts | None = None) -> None:
+        """Advance every sequence by its accepted drafts and the token after them. `made`: where that leads to, if a
+        kernel has computed it.
 
         Rejected drafts need no undo. Their KV entries lie past the length and are overwritten. In recurrent layers
         all drafts are still pending, and the next pass folds in the first `accepted` of them.
         """
-        generated = result.accepted + 1
-        self._append(result.tokens)
+        generated = result.accepted + 1 if made is None else made.generated
+        self._append(result.tokens, None if made is None else made.places)
         self.trunk_state.accepted = result.accepted
-        self.trunk_state.commit(generated, most=hidden.shape[1])
-        self.last = result.next
-        self.remaining = self.remaining - generated
-        self.rounds = self.rounds + 1
+        self.trunk_state.commit(generated, hidden.shape[1], None if made is None else made.lengths)
+        self.last = result.next if made is None else made.last
+        self.remaining = self.remaining - generated if made is None else made.remaining
+        self.rounds = self.rounds + 1 if made is None else made.rounds
         if (size := self.recent.shape[1]) > 0:
             text = mx.concatenate([self.recent, result.tokens], axis=1)
             self.recent = mx.take_along_axis(text, generated[:, None] + mx.arange(size), axis=1)
@@ -177,13 +179,15 @@ class Batch:
         """Return the tokens [B, T] at these positions [B, T] of each sequence."""
         return mx.take_along_axis(self.history, positions, axis=1)
 
-    def _append(self, tokens: mx.array) -> None:
-        """Write tokens [B, W] after each sequence's last; those that were not generated are overwritten later."""
-        first = self.trunk_state.lengths[:, None] + 1
+    def _append(self, tokens: mx.array, places: mx.array | None) -> None:
+        """Write tokens [B, W] after each sequence's last, or at `places`; those that were not generated are
+        overwritten later."""
         missing = max(self.trunk_state.bounds) + 1 + tokens.shape[1] - self.history.shape[1]
         if missing > 0:
             self.history = mx.pad(self.history, [(0, 0), (0, -(-missing // BLOCK) * BLOCK)])
-        self.history = mx.put_along_axis(self.history, first + mx.arange(tokens.shape[1]), tokens, axis=1)
+        if places is None:
+            places = self.trunk_state.lengths[:, None] + 1 + mx.arange(tokens.shape[1])
+        self.history = mx.put_along_axis(self.history, places, tokens, axis=1)
 
     def collect_unseen(self) -> None:
         """Append the pairs of steps without drafts to `unseen`, and keep the last RESUME_PAIRS."""

@@ -61,6 +61,8 @@ def head_drafts(
     if k == 0:
         return proposal
     batch.collect_unseen()
+    if certain is None and batch.controls.argmax_only and (drafts := _greedy_drafts(model, batch, k, reduced)):
+        return drafts
     context = batch.context()
 
     def extend(hidden: mx.array, module: int) -> mx.array:
@@ -73,6 +75,17 @@ def head_drafts(
 
     catch_up(model, batch, extend, k)
     return proposal
+
+
+def _greedy_drafts(model: Model, batch: Batch, k: int, reduced: bool) -> Proposal | None:
+    """Do what `head_drafts` does with the argmax at every step and one module, where that is a graph by itself."""
+    pairs, state = batch.unseen, batch.head_state
+    assert state is not None, "a batch without a head has no drafts"
+    state.bounds = batch.trunk_state.bounds
+    if not pairs.width or (drafts := model.greedy_drafts(*pairs, state, k, reduced)) is None:
+        return None
+    batch.unseen = pairs.latest(0)
+    return Proposal(drafts, [])
 
 
 def block_drafts(model: Model, batch: Batch, k: int, certain: mx.array | None = None) -> Proposal:

@@ -83,4 +83,4 @@ def _logits(model: Model, window: int, sequences: int) -> mx.array:
     state.commit(mx.full((1,), PREFILLED, mx.int32), most=PREFILLED)
     state.keep([0] * sequences)
     copies = mx.repeat(tokens[:, PREFILLED : PREFILLED + window], sequences, axis=0)
-    return model.logits(model.trunk(copies, state, certain=1))
+    return model.score(copies, state).logits

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from ..errors import HeadstartError
 from ..kernels.cuda.persistent import PERSISTENT
+from ..kernels.greedy import join_columns
 from ..models import Model
 from ..models.draft_vocabulary import DraftVocabulary
 from ..sampling import GrammarMasks, Logprobs
@@ -27,7 +28,7 @@ class PendingStep:
     sequences: list[SequenceState]
     plan: Plan
     steady: bool  # nothing but this step runs on the device after the step before it, so its time can be measured
-    report: mx.array  # [B, k+5]: tokens, accepted, proposed, copied, finite (1, or 0), less 2 if a kernel gave up
+    report: mx.array  # [B, k+6]: tokens, accepted, proposed, copied, finite (1, or 0), whether a kernel gave up
     logits: mx.array | None  # [B, k+1, V], if a sequence wants them
     logprobs: Logprobs | None
     arrays: list[mx.array]  # to be evaluated
@@ -44,12 +45,12 @@ class PendingStep:
         self.arrays = []  # without these references the next step can update buffers in place
 
     def read(self) -> list[list[int]]:
-        """Wait for the step, and return its report."""
+        """Wait for the step, and return its report, up to `finite`."""
         report: list[list[int]] = self.report.tolist()  # type: ignore[assignment]  # the one synchronisation
-        if any(finite < 0 for *_, finite in report):
+        if any(given_up for *_, given_up in report):
             PERSISTENT.give_up("a kernel waited over 100 ms for its own blocks")
             raise KernelTimeout("a kernel gave up; the step is computed again by others")
-        return report
+        return [line[:-1] for line in report]
 
     def outcome(self, line: list[int], listed: DraftVocabulary | None) -> tuple[int, int]:
         """Return from a line of the report how many drafts were accepted, and how many the source proposed.
@@ -85,12 +86,10 @@ def build_step(
     matchers = [sequence.matcher for sequence in sequences]
     grammar = GrammarMasks(matchers, model.vocabulary) if any(matchers) else None
     result = step(model, batch, plan.k, grammar, source=plan.source, distances=plan.distances)
-    finite = result.finite.astype(mx.int32)
     status = PERSISTENT.own_status()
-    if status is not None:
-        finite = finite - 2 * status[0]
-    columns = [result.accepted, result.proposed, result.copied, finite]
-    report = mx.concatenate([result.tokens, mx.stack(columns, axis=1)], axis=1)
+    given_up = mx.array([[0]], mx.int32) if status is None else status[None, :1]
+    columns = [result.accepted, result.proposed, result.copied, result.finite]
+    report = join_columns([result.tokens, *[each[:, None] for each in columns], given_up])
     logits = result.logits if any(sequence.handle.request.keep_logits for sequence in sequences) else None
     arrays = [report, *(result.logprobs or ()), *([] if logits is None else [logits]), *batch.arrays()]
     return PendingStep(list(sequences), plan, steady, report, logits, result.logprobs, arrays)

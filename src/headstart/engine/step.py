@@ -18,8 +18,11 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..kernels.cuda.greedy import launch_accept
+from ..kernels.greedy import join_columns
 from ..models import Model
 from ..sampling import (
+    AcceptResult,
     GrammarMasks,
     Logprobs,
     Proposal,
@@ -40,7 +43,7 @@ class StepResult(NamedTuple):
     accepted: mx.array  # [B], drafts accepted
     proposed: mx.array  # [B], drafts that could have been accepted: k, or fewer by the request's limits
     copied: mx.array  # [B], how many of the drafts were copied from the context
-    finite: mx.array  # [B], false if the largest logit at a generated position is NaN or infinite
+    finite: mx.array  # [B], 0 if the largest logit at a generated position is NaN or infinite
     logits: mx.array  # [B, k+1, V], the trunk's
     logprobs: Logprobs | None  # if a sequence wants them
 
@@ -74,32 +77,40 @@ def step(
 def verify(model: Model, batch: Batch, proposal: Proposal, grammar: GrammarMasks | None = None) -> StepResult:
     """Run the trunk over the drafts, accept what it agrees with, and commit that to the batch."""
     k = proposal.tokens.shape[1]
-    window = mx.concatenate([batch.last[:, None], proposal.tokens], axis=1)  # [B, k+1]
+    window = batch.last[:, None]
+    if k:
+        window = join_columns([window, proposal.tokens])  # [B, k+1]
     # Only the first token of the window is certain: recurrent layers hold the others back until they are accepted.
-    hidden = model.trunk(window, batch.trunk_state, certain=1)  # [B, k+1, H], one pass over all positions
-    logits = model.logits(hidden)  # [B, k+1, V], for the token after each position
+    greedy = grammar is None and batch.controls.argmax_only
+    hidden, logits, best = model.score(window, batch.trunk_state, greedy)  # one pass over all positions
 
-    # A step always adds a token of its own, so at most remaining - 1 drafts fit. `remaining` is 0 or less in the
-    # surplus step of a sequence whose end the host has not read yet.
-    allowed = mx.clip(mx.minimum(batch.max_k, batch.remaining - 1), 0, k)  # [B]
-    if proposal.valid is not None:
-        allowed = mx.minimum(allowed, proposal.valid)
-    permitted = None
-    if grammar is not None:
-        # Two launches: the host waits for the drafts alone, and follows them through the grammar while the trunk
-        # runs.
-        mx.async_eval(proposal.tokens)
-        mx.async_eval(logits)
-        permitted = grammar.permitted(proposal.tokens)  # [B, k+1, V]
-    result = accept_window(logits, proposal, allowed, batch.context(), permitted)
-    batch.commit(hidden, result)  # the head sees what is committed here at the beginning of the next step
+    max_k = batch.max_k if proposal.valid is None else mx.minimum(batch.max_k, proposal.valid)
+    if best is not None:  # a kernel does all that follows
+        made = launch_accept(best, window, max_k, batch.trunk_state.lengths, batch.remaining, batch.rounds)
+        result, allowed, finite = AcceptResult(made.accepted, best.tokens), made.proposed, made.finite
+        batch.commit(hidden, result, made)
+    else:
+        # A step always adds a token of its own, so at most remaining - 1 drafts fit. `remaining` is 0 or less in the
+        # surplus step of a sequence whose end the host has not read yet.
+        allowed = mx.clip(mx.minimum(max_k, batch.remaining - 1), 0, k)  # [B]
+        permitted = None
+        if grammar is not None:
+            # Two launches: the host waits for the drafts alone, and follows them through the grammar while the trunk
+            # runs.
+            mx.async_eval(proposal.tokens)
+            mx.async_eval(logits)
+            permitted = grammar.permitted(proposal.tokens)  # [B, k+1, V]
+        result = accept_window(logits, proposal, allowed, batch.context(), permitted)
+        batch.commit(hidden, result)  # the head sees what is committed here at the beginning of the next step
+        # argmax over NaNs is token 0, but max() passes the NaN on. Positions after the last generated token do not
+        # count.
+        each = mx.isfinite(logits.max(axis=-1)) | (mx.arange(k + 1) > result.accepted[:, None])
+        finite = each.all(axis=1).astype(mx.int32)
 
-    # argmax over NaNs is token 0, but max() passes the NaN on. Positions after the last generated token do not count.
-    finite = mx.isfinite(logits.max(axis=-1)) | (mx.arange(k + 1) > result.accepted[:, None])
     top = batch.controls.top_logprobs
     scores = logprobs(logits, result.tokens, top) if top is not None else None
-    none = mx.zeros_like(allowed)
-    return StepResult(result.tokens, result.accepted, allowed, none, finite.all(axis=1), logits, scores)
+    none = mx.array([0] * batch.size, mx.int32)  # computed already
+    return StepResult(result.tokens, result.accepted, allowed, none, finite, logits, scores)
 
 
 def prefill(

@@ -1,4 +1,4 @@
-"""One file per family: mlx-lm's modules, our forward. `base.py` says what a family provides."""
+"""One file per family: mlx-lm's modules, our forward. `family.py` says what a family provides."""
 
 from typing import Any
 
@@ -17,7 +17,8 @@ from . import (
     qwen3_next,
     step3p5,
 )
-from .base import Family, Model, Weights
+from .base import Model, Weights
+from .family import Family
 from .head import Head, HeadSpec
 from .norm import use_float32_norms
 

@@ -1,4 +1,4 @@
-"""What a family of models provides, so that one loop drives them all.
+"""A model: our forward pass over the modules of a family.
 
 A family is mlx-lm's modules (weights map by eye) and our forward over them: mlx-lm's own hides the hidden states
 and commits the recurrent state at once. Nothing of mlx-lm is patched or copied.
@@ -7,8 +7,7 @@ and commits the recurrent state at once. Nothing of mlx-lm is patched or copied.
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,54 +15,32 @@ import mlx.nn as nn
 from ..errors import CheckpointError
 from ..kernels.adapters import Adapter, choose_adapters
 from ..kernels.attention import at_last
+from ..kernels.cuda.greedy import BestTokens, best_fits, launch_best
+from ..kernels.embedding import draft_input, embed_and_norm, join_pairs
+from ..kernels.greedy import best_tokens, join_columns
 from ..kernels.products import product
 from ..limits import DEFAULT_K, MAX_HEAD_K
 from ..state import GROUP, KV, BatchState, Recurrent
-from .attention import attention, gated_kv_sizes, grouped_attention, grouped_kv_sizes
+from .attention import attention
 from .decoder_layer import decoder_layer
 from .dflash import DFlash
 from .draft_vocabulary import DraftVocabulary
+from .family import Family
 from .feed_forward import feed_forward, mlp_or_mixture
-from .gated_delta_net import gated_delta_net, gated_delta_sizes
 from .graph import Graph, compiles
-from .head import QWEN_HEAD, Head, HeadSpec, find_part
-from .part import Part, PartKind, decoder_parts
+from .head import Head, find_part, share_missing_parts
+from .part import PartKind
 from .residual import Residual
 from .share import Alone, Share
 from .vision import VisionTower
 
 
-@dataclass(frozen=True)
-class Family:
-    """One architecture: how mlx-lm builds it, and where in it things are."""
+class Scores(NamedTuple):
+    """What a pass over a window [B, W] gives."""
 
-    name: str
-    build: Callable[[dict[str, Any]], nn.Module]  # config.json → mlx-lm's model
-    text: Callable[[nn.Module], Any]  # that model → what has `embed_tokens`, `layers` and `norm`
-    lm_head: Callable[[nn.Module], nn.Module | None]  # None where the embedding is tied
-    head_layer: Callable[[nn.Module], nn.Module] | None = None  # that model → the decoder layer of a head's module
-    parts: Callable[[nn.Module], list[Part]] = decoder_parts  # of a layer
-    recurrent: Callable[..., tuple[mx.array, mx.array]] = gated_delta_net  # a recurrent layer
-    state_sizes: Callable[[nn.Module], tuple[int, int, int, int, int]] = gated_delta_sizes  # see `Recurrent.empty`
-    head: HeadSpec = QWEN_HEAD
-    attention: Callable[..., tuple[mx.array, mx.array]] = attention  # see `attention.py`
-    kv_sizes: Callable[[nn.Module], tuple[int, int, int]] = gated_kv_sizes  # heads, sizes of a key and of a value
-    window: Callable[[nn.Module], int | None] = lambda layer: None  # positions that a decoder layer sees; None: all
-    renamed: tuple[tuple[str, str], ...] = ()  # parts of tensors' names: patterns as released, and mlx-lm's
-    norm_offset: float = 0.0  # what released norms leave out: 1 where they are stored as w of 1 + w
-    divisible: bool = False  # `cluster` knows how to divide its trunk
-
-
-def plain_family(name: str, module: ModuleType, **fields: Any) -> Family:
-    """Return the family of a module of mlx-lm whose layers are attention and an MLP or experts."""
-    defaults: dict[str, Any] = {
-        "build": lambda config: module.Model(module.ModelArgs.from_dict(config)),
-        "text": lambda lm: lm.model,
-        "lm_head": lambda lm: lm.get("lm_head"),
-        "attention": grouped_attention,
-        "kv_sizes": grouped_kv_sizes,
-    }
-    return Family(name, **defaults | fields)
+    hidden: mx.array  # [B, W, H], the head's input
+    logits: mx.array  # [B, W, V], for the token after each position
+    best: BestTokens | None = None
 
 
 class Weights(nn.Module):
@@ -140,14 +117,6 @@ class Model:
         Recurrent states advance now, by the accepted of the pending drafts and the first `certain` tokens, so no
         window may run twice; the rest become the new pending drafts. KV entries count after `state.commit` only.
         """
-        if certain == 1 and self.share.ranks == 1 and embeddings is None and compiles(tokens.shape[1]):
-            state.reserve(tokens.shape[1])
-            return self._trunk_graph(state, tokens)
-        return self._trunk(state, tokens, certain, embeddings)
-
-    def _trunk(
-        self, state: BatchState, tokens: mx.array, certain: int = 1, embeddings: mx.array | None = None
-    ) -> mx.array:
         with choose_adapters(state.adapters, mixed=-1 in state.adapter_indices or not state.adapter_indices):
             return self._run_layers(state, tokens, certain, embeddings)
 
@@ -155,8 +124,10 @@ class Model:
         mask, share, layers = state.reserve(tokens.shape[1]), self.share, self.weights.layers
         parts, memories = [self.family.parts(layer) for layer in layers], iter(state.layers)
         accepted = state.accepted
-        x = share.take(self.weights.embed_tokens(tokens) if embeddings is None else embeddings)
-        normed = parts[0][0].norm(x)
+        if embeddings is None and share.ranks == 1:
+            x, normed = embed_and_norm(tokens, self.weights.embed_tokens, parts[0][0].norm)
+        else:
+            x, normed = share.take(self.weights.embed_tokens(tokens) if embeddings is None else embeddings), None
         fits = share.ranks == 1 and self.family.attention is attention  # may be a layer in one launch
         # Every part of a layer is added to x; with it comes the norm that the next part is given.
         outputs = []  # of every layer but the last, for the drafter
@@ -165,9 +136,11 @@ class Model:
                 outputs.append(x)
             after = parts[index + 1][0].norm if index + 1 < len(layers) else self.weights.norm
             held = [next(memories) for part in parts[index] if part.kind is not PartKind.MLP]
-            if fits and (whole := decoder_layer(layer, x, normed, held[0], accepted, certain, after)):
-                x, normed = whole
+            whole = decoder_layer(layer, parts[index][0].norm, x, held[0], accepted, certain) if fits else None
+            if whole is not None:
+                x, normed = whole, None
                 continue
+            normed = parts[index][0].norm(x) if normed is None else normed
             norms = [part.norm for part in parts[index][1:]] + [after]
             late = None
             for (kind, _, module, beside), norm in zip(parts[index], norms, strict=True):
@@ -184,15 +157,29 @@ class Model:
                 x, normed = Residual(x, after, share).add(late)
         if self.drafter is not None:
             self.drafter.remember([*outputs, x], list(memories))
-        return share.give(normed if share.ends and self.family.head.fed_after_norm else x)
+        if share.ends and self.family.head.fed_after_norm:
+            x = self.weights.norm(x) if normed is None else normed
+        return share.give(x)
 
-    @cached_property
-    def _trunk_graph(self) -> Graph:
-        return Graph(self._trunk)
+    _score_graph = cached_property(lambda self: Graph(self._score))
+    _head_graph = cached_property(lambda self: Graph(self._head))
+    _draft_graph = cached_property(lambda self: Graph(self._draft))
+    _block_graph = cached_property(lambda self: Graph(self._block))
 
-    @cached_property
-    def _head_graph(self) -> Graph:
-        return Graph(self._head)
+    def score(self, tokens: mx.array, state: BatchState, greedy: bool = False) -> Scores:
+        """Run the trunk over a window [B, W] whose first token is certain. `greedy`: also find the best tokens, where
+        there is a kernel for it."""
+        run: Callable[..., list[mx.array]] = self._score
+        if self.share.ranks == 1 and compiles(tokens.shape[1]):
+            state.reserve(tokens.shape[1])
+            run = self._score_graph
+        hidden, logits, *best = run(state, tokens, greedy)
+        return Scores(hidden, logits, BestTokens(*best) if best else None)
+
+    def _score(self, state: BatchState, tokens: mx.array, greedy: bool) -> list[mx.array]:
+        hidden = self.trunk(tokens, state, certain=1)
+        logits = self.logits(hidden)
+        return [hidden, logits, *(launch_best(logits) if greedy and best_fits(logits) else ())]
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Return the logits […, V] of hidden states […, H] from `trunk`."""
@@ -218,7 +205,7 @@ class Model:
         """
         if compiles(tokens.shape[1]) and embeddings is None:
             state.reserve(tokens.shape[1], ahead)
-            return self._head_graph(state, hidden, tokens, ahead, module, last)
+            return cast(mx.array, self._head_graph(state, hidden, tokens, ahead, module, last))
         return self._head(state, hidden, tokens, ahead, module, last, embeddings)
 
     def _head(
@@ -234,27 +221,55 @@ class Model:
         spec, part = self.family.head, partial(self._part, module)
         own = part(spec.names.embedding)
         embed = own if own is not None else self.weights.embed_tokens
-        embedding = embed(tokens) if embeddings is None else embeddings
-        if spec.first_embedding_is_zero:
-            positions = state.lengths[:, None] + ahead + mx.arange(tokens.shape[1])  # [B, W]
-            embedding = embedding * (positions > 0)[..., None].astype(embedding.dtype)
-        parts = [part(spec.names.embedding_norm)(embedding), part(spec.names.hidden_norm)(hidden)]
-        x = product(mx.concatenate(parts if spec.embedding_first else parts[::-1], axis=-1), part(spec.names.fc))
+        norms = part(spec.names.embedding_norm), part(spec.names.hidden_norm)
+        if embeddings is None and not spec.first_embedding_is_zero:
+            pairs = draft_input(tokens, hidden, embed, *norms, spec.embedding_first)
+        else:
+            embedding = embed(tokens) if embeddings is None else embeddings
+            if spec.first_embedding_is_zero:
+                positions = state.lengths[:, None] + ahead + mx.arange(tokens.shape[1])  # [B, W]
+                embedding = embedding * (positions > 0)[..., None].astype(embedding.dtype)
+            pairs = join_pairs(norms[0](embedding), norms[1](hidden), spec.embedding_first)
+        x = product(pairs, part(spec.names.fc))
         layer, memory = self.weights.mtp.layers[module], state.layers[module]
         mask = partial(state.reserve(tokens.shape[1], ahead), self.family.window(layer))
         assert isinstance(memory, KV)
         first, second = self.family.parts(layer)
-        normed = first.norm(x)
         following = self._head_norm(module)
         fits = self.family.attention is attention
-        if fits and (whole := decoder_layer(layer, x, normed, memory, state.accepted, 1, following)):
-            x, normed = whole if last is None else [at_last(each, last) for each in whole]
-            return normed if spec.chains_after_norm else x
+        whole = decoder_layer(layer, first.norm, x, memory, state.accepted, 1) if fits else None
+        if whole is not None:
+            x = whole if last is None else at_last(whole, last)
+            return following(x) if spec.chains_after_norm else x
         alone = Alone()  # every machine has the whole head
         residual = Residual(x if last is None else at_last(x, last), second.norm, alone)
-        x, normed = self.family.attention(first.module, normed, mask, memory, residual, last)
+        x, normed = self.family.attention(first.module, first.norm(x), mask, memory, residual, last)
         x, normed = feed_forward(second.module, normed, Residual(x, following, alone))
         return normed if spec.chains_after_norm else x
+
+    def greedy_drafts(
+        self, hidden: mx.array, tokens: mx.array, counts: mx.array, state: BatchState, k: int, reduced: bool
+    ) -> mx.array | None:
+        """Return k drafts [B, k], each the argmax, after pairs of which `counts` [B] are committed here (see `head`).
+        All in one graph; None where it is not remembered, or the head has several modules."""
+        if self.head_modules > 1 or not compiles(tokens.shape[1]):
+            return None
+        state.reserve(max(tokens.shape[1], k))
+        # A sequence without pairs gets the output of padding: a bad draft costs time, not correctness.
+        last, starts = mx.maximum(counts - 1, 0), state.lengths + counts + mx.array([[j] for j in range(k)])  # [k, B]
+        drafts: mx.array = self._draft_graph(state, hidden, tokens, last, starts, reduced)
+        state.commit(counts, most=0, lengths=starts[:1].reshape(-1))
+        return drafts
+
+    def _draft(
+        self, state: BatchState, hidden: mx.array, tokens: mx.array, last: mx.array, starts: mx.array, reduced: bool
+    ) -> mx.array:
+        hidden = self._head(state, hidden, tokens, 0, 0, last)
+        drafts = [best_tokens(self.draft_logits(hidden, reduced))]
+        for start in starts[:-1]:  # past the committed pairs: the next step overwrites what is written there
+            hidden = self._head(replace(state, lengths=start), hidden, drafts[-1], 0, 0, None)
+            drafts.append(best_tokens(self.draft_logits(hidden, reduced)))
+        return join_columns(drafts)
 
     def draft_logits(self, hidden: mx.array, reduced: bool = False, *, module: int = 0) -> mx.array:
         """Return the logits [B, W, V] of hidden states [B, W, H] from a module of `head`. `reduced`: only the draft
@@ -270,10 +285,16 @@ class Model:
         """Return the block drafter's logits [B, k, V] and hidden states [B, k, H] for the k tokens after `last` [B],
         the first that the trunk's `state` does not hold."""
         assert self.drafter is not None
-        masks = mx.full((last.shape[0], k), self.drafter.spec.mask_token, mx.int32)
-        block = self.weights.embed_tokens(mx.concatenate([last[:, None], masks], axis=1))
-        hidden = self.drafter(block, state)[:, 1:]
+        state.reserve(1 + k)
+        first = -len(self.drafter.weights.layers)
+        own = BatchState(state.layers[first:], state.lengths, state.accepted, state.bounds)
+        hidden = (self._block_graph if compiles(1 + k) else self._block)(own, last, k)
+        state.layers[first:] = own.layers
         return self.drafter.scaled(product(hidden, self._lm_head)), hidden
+
+    def _block(self, own: BatchState, last: mx.array, k: int) -> mx.array:
+        assert self.drafter is not None
+        return self.drafter(self.weights.embed_tokens, own, last, k)
 
     def with_draft_vocabulary(self, ids: list[int], origin: str) -> "Model":
         """Return the model with a copy of the rows of these tokens, for drafts."""
@@ -299,13 +320,7 @@ class Model:
 
     def share_missing(self, stored: Container[str]) -> None:
         """Use the trunk's embedding and output layer where a head's `stored` parameters lack its own copies."""
-        spec = self.family.head
-        for module, layer in enumerate(self.weights.mtp.layers if spec.in_layer else []):
-            for path in (spec.names.embedding, spec.names.lm_head):
-                outer, _, name = path.rpartition(".")
-                owner = find_part(layer, outer) if outer else layer
-                if owner is not None and f"mtp.layers.{module}.{path}.weight" not in stored:
-                    owner.pop(name, None)
+        share_missing_parts(self.weights.mtp, self.family.head, stored)
 
     def make_state(self, rows: int) -> BatchState:
         state = self._empty_state(self.weights.layers, rows)

@@ -19,6 +19,7 @@ from ..kernels.cuda.layer import (
     launch_layer,
 )
 from ..kernels.cuda.norm import norm_fits
+from ..kernels.cuda.packing import packed_weights
 from ..kernels.cuda.persistent import PERSISTENT
 from ..kernels.cuda.products import MatrixWeights, ProductTile, SumOrder, matrix_weights, product_refusal
 from ..kernels.types import Drafts, GatedDeltaWeights
@@ -26,27 +27,22 @@ from ..state import KV, Pending, Recurrent
 
 
 def decoder_layer(
-    layer: nn.Module,
-    x: mx.array,
-    normed: mx.array,
-    memory: KV | Recurrent,
-    accepted: mx.array,
-    certain: int,
-    following: nn.Module,
-) -> tuple[mx.array, mx.array] | None:
-    """Return the residual stream x [B, W, H] after the layer, and its norm by `following`. None where the layer takes
+    layer: nn.Module, norm: nn.Module, x: mx.array, memory: KV | Recurrent, accepted: mx.array, certain: int
+) -> mx.array | None:
+    """Return the residual stream x [B, W, H] after the layer, which begins with `norm`. None where the layer takes
     several kernels, as in prefill; then `memory` has not changed."""
     B, W, _ = x.shape
-    if B * W > MOST_ROWS or certain > 1 or not PERSISTENT.claim() or not norm_fits(x, following["weight"]):
+    if B * W > MOST_ROWS or certain > 1 or not PERSISTENT.claim() or not norm_fits(x, norm["weight"]):
         return None
     if isinstance(memory, KV) and memory.start is not None:  # the kernel rotates by `offset`
         return None
+    packed = packed_weights(layer)
     ahead = _ahead(layer.mlp, x.dtype)
     mixer = _delta(layer, x, memory, accepted) if isinstance(memory, Recurrent) else _attention(layer, x, memory)
     if ahead is None or mixer is None or (isinstance(ahead, Mixture) and B * W * ahead.top > MOST_PAIRS):
         return None
-    norms = [NormWeights(norm["weight"], norm.eps) for norm in (layer.post_attention_layernorm, following)]
-    made = launch_layer(x, normed, PERSISTENT.status, mixer, norms[0], ahead, norms[1])
+    before, between = (NormWeights(each["weight"], each.eps) for each in (norm, layer.post_attention_layernorm))
+    made = launch_layer(x, PERSISTENT.status, before, mixer, between, ahead, packed)
     PERSISTENT.status, PERSISTENT.launched = made.status, True
     if isinstance(memory, Recurrent):
         assert made.state is not None
@@ -56,7 +52,7 @@ def decoder_layer(
     else:
         # They have been written in place: whoever reads them must do so after the launch.
         memory.keys, memory.values = mx.depends([memory.keys, memory.values], [made.x])
-    return made.x, made.normed
+    return made.x
 
 
 def _matrices(dtype: mx.Dtype, *layers: nn.Module) -> list[MatrixWeights] | None:

@@ -6,7 +6,7 @@ from functools import partial
 import mlx.nn as nn
 from mlx_lm.models import deepseek_v3
 
-from .base import plain_family
+from .family import plain_family
 from .head import HeadNames, HeadSpec
 from .latent_attention import latent_attention, latent_kv_sizes
 

@@ -12,17 +12,28 @@ MLP of every layer; and a `CandidateSelector`, which scores the likeliest tokens
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import qwen3
 
+from ..kernels.cuda.attention import (
+    arrange_fits,
+    attention_fits,
+    launch_arrange,
+    launch_arrange_into,
+    launch_attention,
+)
 from ..kernels.products import product, products
+from ..kernels.types import ArrangedHeads, HeadNorms
 from ..limits import MAX_K
 from ..state import KV, BatchState
+from .attention import rotate_heads
 from .feed_forward import mlp_or_mixture
+from .residual import Residual
+from .share import Alone
 
 
 @dataclass(frozen=True)
@@ -137,35 +148,40 @@ class DFlash:
         parts = [layer.self_attn for layer in self.weights.layers]
         return [KV.empty(rows, part.n_kv_heads, part.q_norm.weight.shape[0], dtype) for part in parts]
 
-    def remember(self, outputs: Sequence[mx.array], caches: Sequence[Any]) -> None:
+    def remember(self, outputs: Sequence[mx.array], memories: Sequence[Any]) -> None:
         """Write the context of a window, given the output [B, W, H] of every layer of the trunk."""
         taps = mx.concatenate([outputs[layer] for layer in self.spec.target_layers], axis=-1)
         context = self.weights.hidden_norm(product(taps, self.weights.fc))
-        for layer, cache in zip(self.weights.layers, caches, strict=True):
+        for layer, memory in zip(self.weights.layers, memories, strict=True):
             part = layer.self_attn
             keys, values = products(context, part.k_proj, part.v_proj)
-            cache.update_and_fetch(_keys(part, keys, cache), _heads(values, part.n_kv_heads))
+            _write(part, keys, keys, values, memory)  # there are no queries
 
-    def __call__(self, block: mx.array, state: BatchState) -> mx.array:
-        """Run a block of embeddings [B, W, H] after what `state` holds, whose last layers are this drafter's.
+    def __call__(self, embed: nn.Module, state: BatchState, last: mx.array, k: int) -> mx.array:
+        """Run a block of the token `last` [B] and k mask tokens after what `state` holds, the caches of this drafter.
 
-        Returns [B, W, H]; position j > 0 predicts draft j - 1.
+        Returns the hidden states [B, k, H] that predict the k drafts.
         """
-        state.reserve(block.shape[1])
-        caches: list[Any] = state.layers[-len(self.weights.layers) :]
-        at = state.lengths[:, None] + mx.arange(block.shape[1])  # [B, W]
-        x = block * self.spec.input_scale
-        for index, (layer, cache) in enumerate(zip(self.weights.layers, caches, strict=True)):
-            attend = partial(self._attend, index, layer.self_attn, cache, at)
-            x = x + _convolved(layer.get("attention_conv"), layer.input_layernorm(x), attend)
-            x = x + _convolved(
-                layer.get("mlp_conv"), layer.post_attention_layernorm(x), partial(mlp_or_mixture, layer.mlp)
-            )
-        return self.weights.norm(x)
+        state.reserve(1 + k)
+        at = state.lengths[:, None] + mx.arange(1 + k)  # [B, W]
+        block = embed(mx.pad(last[:, None], [(0, 0), (0, k)], constant_values=self.spec.mask_token))  # [B, W, H]
+        seen = cache(partial(block_mask, at, state.kv_layers[0].reach))
+        layers, alone, scale = self.weights.layers, Alone(), self.spec.input_scale
+        x = block if scale == 1 else block * scale
+        normed = layers[0].input_layernorm(x)
+        norms = [layer.input_layernorm for layer in layers[1:]] + [self.weights.norm]
+        kinds = zip(self.spec.windows, self.spec.causal, strict=True)
+        for layer, memory, kind, norm in zip(layers, state.kv_layers, kinds, norms, strict=True):
+            attend = partial(_attend, layer.self_attn, memory, seen, *kind)
+            made = _convolved(layer.get("attention_conv"), normed, attend)
+            x, normed = Residual(x, layer.post_attention_layernorm, alone).add(made)
+            made = _convolved(layer.get("mlp_conv"), normed, partial(mlp_or_mixture, layer.mlp))
+            x, normed = Residual(x, norm, alone).add(made)
+        return normed[:, 1:]
 
     def scaled(self, logits: mx.array) -> mx.array:
         """Return the output layer's product as logits."""
-        logits = logits * self.spec.output_scale
+        logits = logits if self.spec.output_scale == 1 else logits * self.spec.output_scale
         return logits if self.spec.softcap is None else mx.tanh(logits / self.spec.softcap) * self.spec.softcap
 
     @property
@@ -178,22 +194,47 @@ class DFlash:
         assert self.spec.selector is not None
         return self.weights.candidate_selector.rescore(logits, hidden, before, self.spec.selector[1])
 
-    def _attend(self, index: int, part: nn.Module, cache: KV, at: mx.array, x: mx.array) -> mx.array:
-        queries, keys, values = products(x, part.q_proj, part.k_proj, part.v_proj)
-        queries = part.rope(part.q_norm(_heads(queries, part.n_heads)), offset=cache.offset)
-        keys, values = cache.update_and_fetch(_keys(part, keys, cache), _heads(values, part.n_kv_heads))
-        seen = self._mask(index, at, keys.shape[2])
-        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=part.scale, mask=seen)
-        return product(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1), part.o_proj)
 
-    def _mask(self, index: int, at: mx.array, reach: int) -> mx.array:
-        """Return what block positions `at` [B, W] see in a layer, [B, 1, W, reach]."""
-        keys, queries = mx.arange(reach), at[:, None, :, None]
-        seen = keys <= (queries if self.spec.causal[index] else queries[:, :, -1:])
-        window = self.spec.windows[index]
-        if window is not None:
-            seen = seen & (mx.abs(queries - keys) < window)
-        return mx.broadcast_to(seen, (at.shape[0], 1, at.shape[1], reach))
+def block_mask(at: mx.array, reach: int, window: int | None, causal: bool) -> mx.array:
+    """Return what block positions `at` [B, W] see in a layer, [B, 1, W, reach]."""
+    keys, queries = mx.arange(reach), at[:, None, :, None]
+    seen = keys <= (queries if causal else queries[:, :, -1:])
+    if window is not None:
+        seen = seen & (mx.abs(queries - keys) < window)
+    return mx.broadcast_to(seen, (at.shape[0], 1, at.shape[1], reach))
+
+
+def _attend(
+    part: nn.Module, memory: KV, seen: Callable[..., mx.array], window: int | None, causal: bool, x: mx.array
+) -> mx.array:
+    queries, keys, values = products(x, part.q_proj, part.k_proj, part.v_proj)
+    queries, keys, values = _write(part, queries, keys, values, memory)
+    if attention_fits(x.shape[1], part.n_heads, memory.keys):
+        given = queries, None, memory.keys, memory.values, memory.offset
+        out = launch_attention(*given, part.scale, memory.reach, causal, window)
+    else:
+        mask = seen(window, causal)
+        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=part.scale, mask=mask)
+        out = out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)
+    return product(out, part.o_proj)
+
+
+def _write(part: nn.Module, queries: mx.array, keys: mx.array, values: mx.array, memory: KV) -> ArrangedHeads:
+    """Write products [B, W, H·D] to `memory` by head, normed and rotated. Returns the queries likewise, and the keys
+    and values that are in reach."""
+    given, (_, heads, _, dim), offset = (queries, keys, values), memory.keys.shape, memory.offset
+    norms = HeadNorms(part.q_norm.weight, part.k_norm.weight, part.q_norm.eps)
+    if not arrange_fits(part.rope, dim):
+        by_head = (a.reshape(*a.shape[:2], -1, dim).transpose(0, 2, 1, 3) for a in given)
+        made = rotate_heads(part, ArrangedHeads(*by_head), offset)
+    elif attention_fits(keys.shape[1], heads, memory.keys):
+        # In place. A pass in the same launch that does not wait for it would draft worse, no more.
+        made = launch_arrange_into(*given, norms, part.rope, offset, (memory.keys, memory.values))
+        _, memory.keys, memory.values = made
+        return made
+    else:
+        made = launch_arrange(*given, norms, part.rope, offset, gated=False)
+    return ArrangedHeads(made.queries, *memory.update_and_fetch(made.keys, made.values))
 
 
 def _convolved(conv: DynamicConv | None, x: mx.array, part: Callable[[mx.array], mx.array]) -> mx.array:
@@ -202,12 +243,3 @@ def _convolved(conv: DynamicConv | None, x: mx.array, part: Callable[[mx.array],
         return part(x)
     before, after = conv.kernels(x)
     return convolve(part(convolve(x, before)), after)
-
-
-def _heads(x: mx.array, count: int) -> mx.array:
-    return x.reshape(*x.shape[:2], count, -1).transpose(0, 2, 1, 3)
-
-
-def _keys(part: nn.Module, keys: mx.array, cache: KV) -> mx.array:
-    """Return keys [B, W, H·D] as [B, H, W, D], normed and rotated to where `cache` writes them."""
-    return part.rope(part.k_norm(_heads(keys, part.n_kv_heads)), offset=cache.offset)

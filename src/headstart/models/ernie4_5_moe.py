@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import ernie4_5_moe
 
-from .base import plain_family
+from .family import plain_family
 from .head import HeadNames, HeadSpec
 
 

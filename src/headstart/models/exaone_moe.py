@@ -10,7 +10,7 @@ from mlx_lm.models import exaone_moe
 
 from ..kernels.types import ArrangedHeads
 from .attention import grouped_attention, rotate_heads
-from .base import plain_family
+from .family import plain_family
 
 
 def rotate_sliding(layer: nn.Module, heads: ArrangedHeads, offset: mx.array) -> ArrangedHeads:

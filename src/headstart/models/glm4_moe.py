@@ -4,8 +4,8 @@ from functools import partial
 
 from mlx_lm.models import glm4_moe, glm4_moe_lite
 
-from .base import plain_family
 from .deepseek_v3 import NEXTN, next_layer
+from .family import plain_family
 from .latent_attention import latent_attention, latent_kv_sizes
 
 GLM4_MOE = plain_family("glm4_moe", glm4_moe, head_layer=partial(next_layer, glm4_moe.DecoderLayer), head=NEXTN)

@@ -2,7 +2,7 @@
 
 A step of a large model is a thousand operations. On CUDA the host needs longer to describe them one by one than the
 device to run them; `mx.compile` remembers the description, one for every (rows, width, pending drafts, capacity). To
-remember takes far longer than to describe once, so it waits until a shape has been seen a few times.
+remember takes twice as long as to describe once, so a shape is remembered when it is seen again.
 """
 
 from collections import Counter
@@ -13,27 +13,28 @@ import mlx.core as mx
 
 from ..kernels.cuda import on_cuda
 from ..kernels.cuda.persistent import PERSISTENT
+from ..limits import MAX_K
 from ..state import BLOCK, KV, BatchState, Recurrent
 
-WIDEST = 9  # windows; the widths of a prompt's chunks are too many to remember
-OFTEN = 8  # times that a shape is described before it is remembered
+OFTEN = 1  # times that a shape is described before it is remembered
 MOST = 512  # shapes; then all are forgotten, since a long text has a new capacity again and again
 
 
 def compiles(width: int) -> bool:
-    return on_cuda() and width <= WIDEST
+    """Return whether a pass of this width is remembered: a window's is, a prompt's chunks have too many widths."""
+    return on_cuda() and width <= MAX_K + 1
 
 
 class Graph:
-    """`run(rows, *inputs)`, which may change what `rows` holds but not its lengths."""
+    """`run(rows, *inputs)`, which may change what `rows` holds but not its lengths, and returns arrays."""
 
-    def __init__(self, run: Callable[..., mx.array]):
+    def __init__(self, run: Callable[..., Any]):
         self.run = run
         self.kinds: list[type[KV] | type[Recurrent]] = []
         self.seen: Counter[Any] = Counter()
         self.traced = mx.compile(self._from_arrays)
 
-    def __call__(self, rows: BatchState, *inputs: Any) -> mx.array:
+    def __call__(self, rows: BatchState, *inputs: Any) -> Any:
         """Run the graph. `rows` must have room for the window already: a graph cannot grow what it is given."""
         shapes = [each.shape if isinstance(each, mx.array) else each for each in inputs]
         shape = (
@@ -67,7 +68,7 @@ class Graph:
         held: list[list[mx.array]],
         fused: bool,
         *inputs: Any,
-    ) -> tuple[mx.array, list[list[mx.array]], mx.array]:
+    ) -> tuple[Any, list[list[mx.array]], mx.array]:
         layers = [kind.of(arrays) for kind, arrays in zip(self.kinds, held, strict=True)]
         rows = BatchState(layers, lengths, accepted, shift=shift, adapters=adapters)
         # Where the rows end changes from step to step; that all of the capacity is in reach does not.

@@ -1,5 +1,6 @@
 """How a multi-token-prediction head is wired, and its weights."""
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,3 +73,13 @@ def find_part(owner: nn.Module, path: str) -> Any:
             return None
         owner = owner[name]
     return owner
+
+
+def share_missing_parts(head: nn.Module, spec: HeadSpec, stored: Container[str]) -> None:
+    """Drop a head's own embedding and output layer where its `stored` parameters lack them: the trunk's are used."""
+    for module, layer in enumerate(head.layers if spec.in_layer else []):
+        for path in (spec.names.embedding, spec.names.lm_head):
+            outer, _, name = path.rpartition(".")
+            owner = find_part(layer, outer) if outer else layer
+            if owner is not None and f"mtp.layers.{module}.{path}.weight" not in stored:
+                owner.pop(name, None)

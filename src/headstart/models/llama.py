@@ -10,7 +10,7 @@ from mlx_lm.models import llama, ministral3, mistral3
 from ..errors import CheckpointError
 from ..kernels.types import ArrangedHeads
 from .attention import grouped_attention, rotate_heads
-from .base import plain_family
+from .family import plain_family
 
 TEXT_TYPES = ("llama", "mistral", "ministral3")
 

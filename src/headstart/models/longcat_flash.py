@@ -9,7 +9,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models import longcat_flash
 
-from .base import plain_family
+from .family import plain_family
 from .head import HeadNames, HeadSpec
 from .latent_attention import latent_attention, latent_kv_sizes
 from .part import Part, PartKind, decoder_parts

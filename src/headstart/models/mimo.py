@@ -13,7 +13,7 @@ from mlx_lm.models import mimo, mimo_v2_flash
 
 from ..kernels.types import ArrangedHeads
 from .attention import grouped_attention, rotate_heads
-from .base import plain_family
+from .family import plain_family
 from .head import HeadNames, HeadSpec
 
 

@@ -12,7 +12,7 @@ from mlx_lm.models import nemotron_h
 
 from ..errors import CheckpointError
 from .attention import grouped_attention, grouped_kv_sizes
-from .base import Family
+from .family import Family
 from .head import HeadNames, HeadSpec
 from .mamba2 import mamba2, mamba2_sizes
 from .part import Part, PartKind

@@ -2,7 +2,7 @@
 
 from mlx_lm.models import qwen2, qwen3, qwen3_moe
 
-from .base import plain_family
+from .family import plain_family
 
 QWEN2 = plain_family("qwen2", qwen2)
 QWEN3 = plain_family("qwen3", qwen3)

@@ -9,7 +9,7 @@ from mlx_lm.models import qwen3_5, qwen3_5_moe
 
 from ..kernels.products import products
 from ..kernels.types import Window
-from .base import Family
+from .family import Family
 from .gated_delta_net import gated_delta_net
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models import step3p5
 
-from .base import plain_family
 from .deepseek_v3 import NEXTN
+from .family import plain_family
 from .norm import use_float32_norms
 
 

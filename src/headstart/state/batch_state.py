@@ -85,9 +85,10 @@ class BatchState:
         self.adapter_indices = indices
         self.adapters = mx.array(indices, mx.int32) if max(indices, default=-1) >= 0 else None
 
-    def commit(self, count: mx.array, most: int) -> None:
-        """Advance every sequence by its `count` [B] tokens. The host knows only that it is `most` or less."""
-        self.lengths = self.lengths + count
+    def commit(self, count: mx.array, most: int, lengths: mx.array | None = None) -> None:
+        """Advance every sequence by its `count` [B] tokens, to `lengths` if they are known. The host knows only that
+        it is `most` or less."""
+        self.lengths = self.lengths + count if lengths is None else lengths
         self.bounds = [bound + most for bound in self.bounds]
 
     def keep(self, rows: list[int]) -> None:

@@ -5,7 +5,7 @@ everything up to that first token. For the drafts only the inputs of the recurre
 kilobytes per token. The next pass folds those of the accepted drafts into the state.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -25,7 +25,7 @@ class Pending:
         return int(self.qkv.shape[1])
 
     def arrays(self) -> list[mx.array]:
-        return [getattr(self, field.name) for field in fields(self)]
+        return [self.qkv, self.k, self.v, self.g, self.beta]
 
 
 @dataclass

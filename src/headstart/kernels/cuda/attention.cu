@@ -16,11 +16,11 @@ constexpr int PAD = 8;      // elements at the end of a line of shared memory: e
 
 // One head of one token of a layer's products as attention wants it, by a warp: queries and keys normed and rotated to
 // their positions. `index` counts through B·W·(H + 2·HKV). Keys and values go to position `start` + w of [B, HKV, S, D].
-template <int H, int HKV, int D, int DIMS, typename T, typename N>
+template <int H, int HKV, int D, int DIMS, int PARTS = 2, typename T, typename N>
 __device__ __forceinline__ void arrange(
     int index,
     float* line,            // [D], this warp's
-    const T* both,          // [B, W, H, 2·D], queries and gates
+    const T* both,          // [B, W, H, PARTS·D], queries and, if there are two parts, gates
     const T* keys,          // [B, W, HKV, D]
     const T* values,        // [B, W, HKV, D]
     const N* query_weight,  // [D]
@@ -50,7 +50,7 @@ __device__ __forceinline__ void arrange(
   }
   const bool query = head < H;
   const int h = query ? head : head - H;
-  const T* from = query ? both + ((long long)token * H + h) * 2 * D : keys + ((long long)token * HKV + h) * D;
+  const T* from = query ? both + ((long long)token * H + h) * PARTS * D : keys + ((long long)token * HKV + h) * D;
   T* to = query ? new_queries + ((long long)(b * H + h) * W + w) * D
                 : new_keys + ((long long)(b * HKV + h) * S + position) * D;
   const N* weight = query ? query_weight : key_weight;
@@ -101,7 +101,9 @@ __device__ __forceinline__ void partials(
     int W,
     int S,
     float* out,         // [B, HKV, pieces, GROUP·W, D]
-    float* weights) {   // [B, HKV, pieces, GROUP·W, 2]
+    float* weights,     // [B, HKV, pieces, GROUP·W, 2]
+    bool causal = true,  // or queries also see what follows in their window
+    int window = 0) {    // a query sees positions less than this away; 0: all
   constexpr int GROUP = H / HKV;
   constexpr int LINE = D + PAD, P_LINE = SPLIT + PAD;
   constexpr int COLUMNS = (D / 8 + WARPS - 1) / WARPS;  // of eight, that a warp has of the output
@@ -170,8 +172,9 @@ __device__ __forceinline__ void partials(
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int key = begin + 16 * warp + 8 * j + 2 * (lane % 4) + e % 2;
-        const int last = first + (row0 + lane / 4 + 8 * (e / 2)) / GROUP;  // that the query sees
-        scores[j][e] = key <= last ? __fmul_rn(scores[j][e], scale) : -INFINITY;
+        const int own = first + (row0 + lane / 4 + 8 * (e / 2)) / GROUP;  // the query's position
+        const bool seen = key <= (causal ? own : first + W - 1) && (window == 0 || abs(own - key) < window);
+        scores[j][e] = seen ? __fmul_rn(scores[j][e], scale) : -INFINITY;
         highest[e / 2] = fmaxf(highest[e / 2], scores[j][e]);
       }
     }
@@ -253,7 +256,7 @@ __device__ __forceinline__ void partials(
 template <int D>
 constexpr int MERGE_FLOATS = (MERGERS * D + D / 32 + MERGERS + 3) / 4 * 4;
 
-// The pieces of one query, as one output, times the sigmoid of its gate: head h of token w of row b, by a team of D
+// The pieces of one query, as one output, times the sigmoid of its gate if it has one: head h of token w of row b, by a team of D
 // threads.
 template <int H, int HKV, int D, typename T>
 __device__ __forceinline__ void merge(
@@ -264,11 +267,12 @@ __device__ __forceinline__ void merge(
     int b,
     const float* partial,  // [B, HKV, pieces, GROUP·W, D]
     const float* weights,  // [B, HKV, pieces, GROUP·W, 2]
-    const T* gates,        // [B, W, H, 2·D], the second half of each head
+    const T* gates,        // [B, W, H, 2·D], the second half of each head; or null
     const int* offset,     // [B]
     int W,
     int pieces,
-    T* out) {              // [B, W, H, D]
+    T* out,                // [B, W, H, D]
+    bool causal = true) {
   constexpr int GROUP = H / HKV;
   constexpr int LANES = D / MERGERS;  // of four columns
   float (*sums)[D] = reinterpret_cast<float (*)[D]>(shared);
@@ -276,7 +280,7 @@ __device__ __forceinline__ void merge(
   float* totals = tops + D / 32;
   const int thread = team.thread;
   const int merger = thread / LANES, column = 4 * (thread % LANES);
-  const int seen = (offset[b] + w) / SPLIT + 1;  // pieces
+  const int seen = (offset[b] + (causal ? w : W - 1)) / SPLIT + 1;  // pieces
   const int queries = GROUP * W, row = w * GROUP + h % GROUP;
   auto line = [&](int piece) { return ((long long)(b * HKV + h / GROUP) * pieces + piece) * queries + row; };
 
@@ -318,8 +322,11 @@ __device__ __forceinline__ void merge(
     weight = __fadd_rn(weight, totals[i]);
   }
   const long long at = ((long long)b * W + w) * H + h;
-  const float gate = static_cast<float>(gates[at * 2 * D + D + thread]);
-  const float opened = __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-gate)));
+  float opened = 1.0f;
+  if (gates != nullptr) {
+    const float gate = static_cast<float>(gates[at * 2 * D + D + thread]);
+    opened = __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-gate)));
+  }
   out[at * D + thread] = static_cast<T>(__fmul_rn(__fdiv_rn(value, weight), opened));
 }
 

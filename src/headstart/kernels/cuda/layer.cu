@@ -93,17 +93,24 @@ __device__ __forceinline__ void prefetch_norm(const float* weight, int size) {
   if (blockIdx.x == gridDim.x - 1 && at < size) prefetch(weight + at, 4 * min(64, size - at));
 }
 
-// sum = x + added, and its norm; added(row, at) gives eight elements. A block has a row.
-template <int D, int THREADS, typename T, typename Added>
-__device__ __forceinline__ void norm_rows(
-    int rows, const T* x, Added added, const float* weight, float eps, T* sum, T* normed) {
-  if (threadIdx.x >= THREADS) return;
+// Into this multiprocessor's L1 cache, without waiting: what is read next would come after the weights of a product.
+__device__ __forceinline__ void touch(const void* from, int bytes) {
+  const char* const first = static_cast<const char*>(from);
+  for (int at = 32 * threadIdx.x; at < bytes; at += 32 * blockDim.x) load_and_forget(first + at);
+}
+
+// The norms of all rows. A single one every block computes for its `own`: that takes less time than a barrier.
+template <int D, int THREADS, typename T>
+__device__ __noinline__ void norm_rows(
+    const Grid& grid, bool own, int rows, const T* x, const float* weight, float eps, T* normed) {
   const Team team = {0, 1, int(threadIdx.x), THREADS, 1};
-  for (int row = blockIdx.x; row < rows; row += gridDim.x) {
-    auto more = [&](int at) { return added(row, at); };
-    norm_row<D, THREADS, true>(
-        team, x + row * D, more, weight, eps, sum + row * D, normed + row * D);
-  }
+  for (int row = own ? 0 : blockIdx.x; row < rows && threadIdx.x < THREADS; row += gridDim.x)
+    norm_row<D, THREADS, false>(
+        team, x + row * D, [](int) { return Eight<T>(); }, weight, eps, (T*)nullptr, normed + row * D);
+  if (own)
+    __syncthreads();
+  else
+    grid.sync();
 }
 
 template <typename T>
@@ -129,6 +136,19 @@ __device__ __forceinline__ Eight<T> combined_eight(
 #pragma unroll
   for (int j = 0; j < 8; j++) out.at[j] = T(__fmaf_rn(opened, float(always.at[j]), sums[j]));
   return out;
+}
+
+// out = x + added, which gives eight elements of a row.
+template <int D, typename T, typename Added>
+__device__ __forceinline__ void add_rows(int rows, const T* x, Added added, T* out) {
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < rows * (D / 8); i += gridDim.x * blockDim.x) {
+    const int row = i / (D / 8), at = i % (D / 8) * 8;
+    const Eight<T> more = added(row, at);
+    Eight<T> here = eight(x + row * D + at);
+#pragma unroll
+    for (int j = 0; j < 8; j++) here.at[j] = T(float(here.at[j]) + float(more.at[j]));
+    *reinterpret_cast<Eight<T>*>(out + row * D + at) = here;
+  }
 }
 
 // All value heads of all rows. The states are on their way while the window is awaited, for which the block has

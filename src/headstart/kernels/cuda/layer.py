@@ -19,6 +19,7 @@ from .attention import SPLIT
 from .compiler import cuda_kernel
 from .device import include, launch_bounds, resident_blocks
 from .norm import norm_threads
+from .packing import PackedWeights
 from .persistent import SHARED_BYTES
 from .products import MatrixWeights, ProductTile, SumOrder, shared_bytes
 
@@ -90,7 +91,6 @@ def count_stages(weights: MatrixWeights, tile: ProductTile) -> int:
 
 class LayerOutput(NamedTuple):
     x: mx.array  # [B, W, H], the residual stream
-    normed: mx.array
     status: mx.array  # [4]; its first element is 1 where a barrier of this launch or one before was given up, else 0
     state: mx.array | None = None  # what a GatedDeltaNet leaves
     conv: mx.array | None = None
@@ -99,36 +99,35 @@ class LayerOutput(NamedTuple):
 
 def launch_layer(
     x: mx.array,
-    normed: mx.array,
     status: mx.array,
+    before: NormWeights,
     mixer: GatedDelta | GatedAttention,
-    after_mixer: NormWeights,
+    between: NormWeights,
     ahead: Mlp | Mixture,
-    after: NormWeights,
+    packed: PackedWeights,
 ) -> LayerOutput:
-    """Compute a layer of the residual stream x [B, W, H], whose norm is `normed`."""
+    """Compute a layer of the residual stream x [B, W, H], with the norms before its mixer and before its MLP."""
     text = _Text(x)
-    text.take("made", x.shape[-1])
     text.take("middle", x.shape[-1])
-    text.take("middle_normed", x.shape[-1])
-    text.inputs |= {"x": x, "normed": normed, "status": status}
-    text.inputs |= {"mixer_norm": after_mixer.weight, "final_norm": after.weight}
-    text.outputs |= {"out": (x.shape, x.dtype), "out_normed": (x.shape, x.dtype), "new_status": ((4,), mx.int32)}
+    text.inputs |= {"x": x, "status": status, "first_norm": before.weight, "second_norm": between.weight}
+    text.outputs |= {"out": (x.shape, x.dtype), "new_status": ((4,), mx.int32)}
+    text.lines.append("headstart::touch(x, sizeof(T) * rows * D), headstart::touch(first_norm, sizeof(float) * D);")
+    first = text.norm("x", "first_norm", before)
     if isinstance(mixer, GatedDelta):
-        _delta(text, mixer)
+        _delta(text, mixer, first)
     else:
-        _attention(text, mixer)
-    text.lines.append("grid.sync();")
-    text.norm("x", ADDED, "mixer_norm", after_mixer, "middle", "middle_normed")
+        _attention(text, mixer, first)
     text.lines.append("grid.arrive();")
-    last = _mlp(text, ahead) if isinstance(ahead, Mlp) else _mixture(text, ahead)
-    text.lines.append("grid.sync();")
-    text.norm("middle", last, "final_norm", after, "out", "out_normed")
-    out, out_normed, new_status, *rest = text.launch()
+    second = f"grid.wait(); {text.norm('middle', 'second_norm', between)}"
+    if isinstance(ahead, Mlp):
+        _mlp(text, ahead, second)
+    else:
+        _mixture(text, ahead, second)
+    out, new_status, *rest = text.launch(packed)
     if isinstance(mixer, GatedAttention):
-        return LayerOutput(out, out_normed, new_status)
+        return LayerOutput(out, new_status)
     state, conv, *fresh, _ = rest
-    return LayerOutput(out, out_normed, new_status, state, conv, Drafts(*fresh) if mixer.drafts else None)
+    return LayerOutput(out, new_status, state, conv, Drafts(*fresh) if mixer.drafts else None)
 
 
 class _Text:
@@ -142,7 +141,8 @@ class _Text:
         self.lines: list[str] = []
         self.inputs: dict[str, mx.array] = {}
         self.outputs: dict[str, tuple[Sequence[int], mx.Dtype]] = {}
-        self.scratch = 0  # elements
+        norms = self.blocks if self.rows == 1 else self.rows
+        self.scratch = -(-self.size * norms // 64) * 64  # elements
         self.slices = 0  # of the last product
         self.turn = 0  # the team that begins with the next product
 
@@ -151,34 +151,38 @@ class _Text:
         self.scratch += -(-self.rows * each // 64) * 64
         self.places.append(f"T* const {name} = take({each});")
 
-    def multiply(self, x: str, all_of_them: list[tuple[MatrixWeights, str]], waits: bool = False) -> None:
-        """Add products of the rows of x. Neighbours that are summed in one order are one phase."""
+    def multiply(self, x: str, all_of_them: list[tuple[MatrixWeights, str]], ready: str = "") -> None:
+        """Add products of the rows of x, which are there after `ready`. Neighbours that are summed in one order are
+        one phase."""
         for order, some in groupby(all_of_them, key=lambda each: SumOrder.of(each[0])):
             each = list(some)
             teams = self.blocks * (THREADS // 32 // order.slices)
             tall, low = ProductTile(32, self.columns), ProductTile(16, self.columns)
+            weights, matrices = [weights for weights, _ in each], [self._matrix(*pair) for pair in each]
             many = sum(weights.outputs for weights, _ in each) > 16 * teams
             tile = tall if many and count_stages(each[0][0], tall) else low
-            self._rows(x, [weights for weights, _ in each], [self._matrix(*pair) for pair in each], tile, waits)
-            waits = False
+            self._rows(x, weights, matrices, tile, ready)
+            ready = ""
 
-    def gate(self, x: str, gate: MatrixWeights, up: MatrixWeights, to: str, waits: bool = False) -> None:
+    def gate(self, x: str, gate: MatrixWeights, up: MatrixWeights, to: str, ready: str = "") -> None:
         """Add `silu(gate) * up` of the rows of x."""
-        self._rows(x, [gate, up], [self._matrix(gate, to, up)], ProductTile(32, self.columns), waits)
+        self._rows(x, [gate, up], [self._matrix(gate, to, up)], ProductTile(32, self.columns), ready)
 
-    def _rows(
-        self, x: str, weights: list[MatrixWeights], matrices: list[str], tile: ProductTile, waits: bool
-    ) -> None:
+    def add_product(self, x: str, weights: MatrixWeights, residual: str, to: str) -> None:
+        """Add a product of the rows of x, once all blocks have computed them, and its sum with a residual."""
+        matrix = self._matrix(weights, to, residual=residual)
+        self._rows(x, [weights], [matrix], ProductTile(16, self.columns), "grid.wait();")
+
+    def _rows(self, x: str, weights: list[MatrixWeights], matrices: list[str], tile: ProductTile, ready: str) -> None:
         sizes = self._sizes(weights[0], tile, f"{tile.columns // 8}, ")
-        ready = "[&] { grid.wait(); }" if waits else "[] {}"
-        arguments = f"{self.turn}, {x}, rows, {{{', '.join(matrices)}}}, {ready}"
+        arguments = f"{self.turn}, {x}, rows, {{{', '.join(matrices)}}}, [&] {{ {ready} }}"
         self.lines.append(f"headstart::multiply_rows<{sizes}>(dynamic_shared, {arguments});")
         self.turn += sum(-(-each.outputs // tile.height) for each in weights)
 
     def experts(self, x: str, weights: list[MatrixWeights], to: str, share: int) -> None:
         """Add a product with the chosen experts, or `silu(gate) * up` of theirs. `share` pairs have one row of x."""
         sizes = self._sizes(weights[0], ProductTile(32 if len(weights) == 2 else 16, 8))
-        matrix = self._matrix(weights[0], to, *weights[1:])
+        matrix = self._matrix(weights[0], to, weights[1] if len(weights) == 2 else None)
         self.lines.append(f"headstart::multiply_experts<{sizes}>(dynamic_shared, {x}, {share}, choice, {matrix});")
 
     def _sizes(self, weights: MatrixWeights, tile: ProductTile, wide: str = "") -> str:
@@ -190,10 +194,12 @@ class _Text:
         shape = f"{order.bits}, {order.group}, {order.chunk}, {order.slices}, {weights.inputs}"
         return f"T, {shape}, {tile.height // 16}, {wide}{stages}"
 
-    def _matrix(self, weights: MatrixWeights, to: str, up: MatrixWeights | None = None) -> str:
-        """Return the text of a matrix whose product goes `to` a place."""
-        gate = f", {self._arrays(up)}" if up is not None else ""
-        return f"headstart::Matrix<T>{{{self._arrays(weights)}, {weights.outputs}, {to}{gate}}}"
+    def _matrix(
+        self, weights: MatrixWeights, to: str, up: MatrixWeights | None = None, residual: str = "nullptr"
+    ) -> str:
+        """Return the text of a matrix whose product, added to a `residual`, goes `to` a place."""
+        gate = self._arrays(up) if up is not None else "nullptr, nullptr, nullptr"
+        return f"headstart::Matrix<T>{{{self._arrays(weights)}, {weights.outputs}, {to}, {gate}, {residual}}}"
 
     def _arrays(self, weights: MatrixWeights) -> str:
         """Return the names of its weights, scales and biases, which become inputs."""
@@ -206,20 +212,18 @@ class _Text:
     def prefetch_norm(self, weight: str) -> None:
         self.lines.append(f"headstart::prefetch_norm({weight}, {self.size});")
 
-    def norm(self, x: str, added: str, weight: str, norm: NormWeights, total: str, normed: str) -> None:
-        """Add the sum of x and what is `added`, eight elements of a row, and the sum's norm."""
-        added = added.format(size=self.size)
-        self.lines.append(
-            f"headstart::norm_rows<{self.size}, {norm_threads(self.size)}>(rows, {x}, "
-            f"[&](int row, int at) {{ return {added}; }}, {weight}, {norm.eps!r}f, {total}, {normed});"
-        )
+    def norm(self, x: str, weight: str, norm: NormWeights) -> str:
+        """Return the statement that norms the rows of x into `normed`."""
+        sizes = f"{self.size}, {norm_threads(self.size)}"
+        return f"headstart::norm_rows<{sizes}>(grid, own, rows, {x}, {weight}, {norm.eps!r}f, normed);"
 
-    def launch(self) -> list[mx.array]:
+    def launch(self, packed: PackedWeights) -> list[mx.array]:
         self.outputs["scratch"] = ((self.scratch,), self.dtype)
-        body = "\n".join(self.places + self.lines)
-        made: list[mx.array] = _layer_kernel(tuple(self.inputs), tuple(self.outputs), body)(
-            inputs=list(self.inputs.values()),
-            template=[("T", self.dtype)],
+        inputs, declared = packed.replace(self.inputs)
+        body = declared + "\n".join(self.places + self.lines)
+        made: list[mx.array] = _layer_kernel(tuple(inputs), tuple(self.outputs), body)(
+            inputs=list(inputs.values()),
+            template=[("T", self.dtype), ("D", self.size)],
             grid=(self.blocks * THREADS, 1, 1),
             threadgroup=(THREADS, 1, 1),
             output_shapes=[shape for shape, _ in self.outputs.values()],
@@ -228,7 +232,6 @@ class _Text:
         return made
 
 
-ADDED = "headstart::eight(made + row * {size} + at)"
 START = """
 extern __shared__ __align__(128) unsigned char dynamic_shared[];
 __shared__ headstart::Grid::Shared barrier;
@@ -241,6 +244,8 @@ auto take = [&](int each) {
   free_scratch += (rows * each + 63) / 64 * 64;
   return at;
 };
+const bool own = rows == 1;
+T* const normed = take(own ? D * gridDim.x : D) + (own ? blockIdx.x * D : 0);
 """
 
 
@@ -257,14 +262,14 @@ def _layer_kernel(inputs: tuple[str, ...], outputs: tuple[str, ...], text: str) 
     )
 
 
-def _delta(text: _Text, net: GatedDelta) -> None:
+def _delta(text: _Text, net: GatedDelta, ready: str) -> None:
     B, Hv, Dv, Dk = net.state.shape
     C = net.conv.shape[-1]
     Hk, taps = (C - Hv * Dv) // (2 * Dk), net.weights.conv.shape[1]
     names = ["qkv", "z", "b", "a"]
     for name, weights in zip([*names, "y"], [*net.projections, net.projections[1]], strict=True):
         text.take(name, weights.outputs)
-    text.multiply("normed", list(zip(net.projections, names, strict=True)))
+    text.multiply("normed", list(zip(net.projections, names, strict=True)), ready)
     text.inputs |= {"state": net.state, "conv": net.conv, "accepted": net.accepted}
     text.inputs |= dict(zip(["conv_weight", "A_log", "dt_bias", "head_norm"], net.weights[:-1], strict=True))
     text.outputs |= {"new_state": (net.state.shape, mx.float32), "new_conv": (net.conv.shape, text.dtype)}
@@ -283,17 +288,17 @@ def _delta(text: _Text, net: GatedDelta) -> None:
             conv_weight, A_log, dt_bias, head_norm, {net.weights.eps!r}f, W, {certain}, y, new_state, new_conv,
             headstart::Drafts<T, float>{{{keeps}}});
         grid.arrive();""")
-    text.prefetch_norm("mixer_norm")
-    text.multiply("y", [(net.out, "made")], waits=True)
+    text.prefetch_norm("second_norm")
+    text.add_product("y", net.out, "x", "middle")
 
 
-def _attention(text: _Text, layer: GatedAttention) -> None:
+def _attention(text: _Text, layer: GatedAttention, ready: str) -> None:
     B, Hkv, S, D = layer.keys.shape
     H, W, pieces = layer.projections[0].outputs // (2 * D), text.rows // B, -(-S // SPLIT)
     names = ["both", "new_keys", "new_values"]
     for name, each in zip([*names, "queries", "y"], [2 * H * D, Hkv * D, Hkv * D, H * D, H * D], strict=True):
         text.take(name, each)
-    text.multiply("normed", list(zip(layer.projections, names, strict=True)))
+    text.multiply("normed", list(zip(layer.projections, names, strict=True)), ready)
     text.inputs |= {"keys": layer.keys, "values": layer.values, "offset": layer.offset}
     text.inputs |= {"query_norm": layer.norms[0], "key_norm": layer.norms[1]}
     text.outputs["partial"] = ((B * H * pieces * W * (D + 2),), mx.float32)
@@ -303,43 +308,43 @@ def _attention(text: _Text, layer: GatedAttention) -> None:
             query_norm, key_norm, offset, {layer.eps!r}f, {math.log2(layer.rope.base)!r}f,
             {layer.scale * math.log2(math.e)!r}f, queries, const_cast<T*>(keys), const_cast<T*>(values), partial, y);
         grid.arrive();""")
-    text.prefetch_norm("mixer_norm")
-    text.multiply("y", [(layer.out, "made")], waits=True)
+    text.prefetch_norm("second_norm")
+    text.add_product("y", layer.out, "x", "middle")
 
 
-def _mlp(text: _Text, mlp: Mlp) -> str:
-    """Add the phases of an MLP → what it adds to the residual stream, eight elements of a row."""
+def _mlp(text: _Text, mlp: Mlp, ready: str) -> None:
+    """Add the phases of an MLP."""
     text.take("hidden", mlp.gate.outputs)
-    text.gate("middle_normed", mlp.gate, mlp.up, "hidden", waits=True)
+    text.gate("normed", mlp.gate, mlp.up, "hidden", ready)
     text.lines.append("grid.arrive();")
-    text.prefetch_norm("final_norm")
-    text.multiply("hidden", [(mlp.down, "made")], waits=True)
-    return ADDED
+    text.add_product("hidden", mlp.down, "middle", "out")
 
 
-def _mixture(text: _Text, moe: Mixture) -> str:
-    """Add the phases of a mixture of experts, likewise."""
+def _mixture(text: _Text, moe: Mixture, ready: str) -> None:
+    """Add the phases of a mixture of experts."""
     shared, experts, count = moe.shared, moe.experts, moe.router.outputs
     text.take("logits", count)
     text.take("opening", 1)
     text.take("shared_hidden", shared.gate.outputs)
     text.take("hidden", moe.top * experts.gate.outputs)
     text.take("parts", moe.top * text.size)
-    text.multiply("middle_normed", [(moe.router, "logits"), (moe.shared_gate, "opening")], waits=True)
-    text.gate("middle_normed", shared.gate, shared.up, "shared_hidden")
+    text.take("made", text.size)
+    text.multiply("normed", [(moe.router, "logits"), (moe.shared_gate, "opening")], ready)
+    text.gate("normed", shared.gate, shared.up, "shared_hidden")
     text.lines.append("grid.sync();")
     text.lines.append(
         f"headstart::choose_experts<{count}, {moe.top}>(logits, rows, {str(moe.normed).lower()}, choice);"
     )
     text.turn = 0
-    text.experts("middle_normed", [experts.gate, experts.up], "hidden", moe.top)
+    text.experts("normed", [experts.gate, experts.up], "hidden", moe.top)
     text.turn = moe.top * -(-experts.gate.outputs // 16)  # teams that have no expert, where there is one row
     text.multiply("shared_hidden", [(shared.down, "made")])
     text.lines.append("grid.sync();")
-    text.prefetch_norm("final_norm")
     text.turn = 0
     text.experts("hidden", [experts.down], "parts", 1)
-    return (
-        f"headstart::combined_eight<{moe.top}, {{size}}>(parts + row * {moe.top} * {{size}}, "
-        f"choice.scores + row * {moe.top}, made + row * {{size}}, opening[row], at)"
+    combined = (
+        f"headstart::combined_eight<{moe.top}, D>(parts + row * {moe.top} * D, choice.scores + row * {moe.top}, "
+        "made + row * D, opening[row], at)"
     )
+    text.lines.append("grid.sync();")
+    text.lines.append(f"headstart::add_rows<D>(rows, middle, [&](int row, int at) {{ return {combined}; }}, out);")

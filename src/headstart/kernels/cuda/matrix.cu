@@ -3,7 +3,7 @@
 namespace headstart {
 
 // One of the matrices of a launch, [N, K], and where its product goes. With `up` it is a gate, and the product is
-// silu(gate) · up: such a tile has sixteen rows of each.
+// silu(gate) · up: such a tile has sixteen rows of each. With `residual` the product is added to that.
 template <typename T>
 struct Matrix {
   const void* w;
@@ -12,6 +12,7 @@ struct Matrix {
   T* y;
   const void* up = nullptr;
   const T *up_scales = nullptr, *up_biases = nullptr;
+  const T* residual = nullptr;
 };
 
 // What a tile is of: a matrix, of which it takes the rows from `first` on; of a gate's, 16 · TALL / 2.

@@ -313,8 +313,10 @@ __device__ __forceinline__ void product(
     for (int at = team.thread; at < (part.up ? SUMS / 2 : SUMS); at += SLICES * 32) {
       int i = at / 32 % 4, c = at / 128 % WIDE, r = at / (128 * WIDE);
       int row = part.first + 16 * r + i / 2 * 8 + group, output = outputs(tile, 8 * c + 2 * quarter + i % 2);
-      if (row < part.N && output >= 0)
-        part.y[(long long)output * part.N + row] = part.up ? swiglu<T>(sum_of(at), sum_of(at + SUMS / 2)) : T(sum_of(at));
+      if (row >= part.N || output < 0) continue;
+      const long long to = (long long)output * part.N + row;
+      const T made = part.up ? swiglu<T>(sum_of(at), sum_of(at + SUMS / 2)) : T(sum_of(at));
+      part.y[to] = part.residual ? T(float(part.residual[to]) + float(made)) : made;
     }
   }
 }

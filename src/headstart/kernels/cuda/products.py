@@ -4,7 +4,7 @@
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 from typing import Any
 
@@ -29,11 +29,11 @@ class MatrixWeights:
     bits: int = 16
     group: int = 1  # weights that share a scale
 
-    @property
+    @cached_property
     def outputs(self) -> int:
         return int(self.weight.shape[-2])
 
-    @property
+    @cached_property
     def inputs(self) -> int:
         words = int(self.weight.shape[-1])
         return words if self.scales is None else words * self.weight.itemsize * 8 // self.bits
@@ -53,11 +53,16 @@ class SumOrder:
 
     @classmethod
     def of(cls, weights: MatrixWeights) -> "SumOrder":
-        row = weights.inputs * weights.bits // 8
-        unit = 32 if weights.bits == 16 or weights.group < 64 else 64
-        least = max(32, unit * weights.bits // 8)
+        return cls._of(weights.bits, weights.group, weights.inputs)
+
+    @classmethod
+    @cache
+    def _of(cls, bits: int, group: int, inputs: int) -> "SumOrder":
+        row = inputs * bits // 8
+        unit = 32 if bits == 16 or group < 64 else 64
+        least = max(32, unit * bits // 8)
         chunk = next((size for size in (128, 64) if row % size == 0 and row >= SLICES * size), least)
-        return cls(weights.bits, weights.group, chunk, min(SLICES, 1 << ((row // chunk).bit_length() - 1)))
+        return cls(bits, group, chunk, min(SLICES, 1 << ((row // chunk).bit_length() - 1)))
 
     def chunks(self, weights: MatrixWeights) -> int:
         """Return how many chunks a slice has, at least."""

@@ -31,6 +31,12 @@ __device__ __forceinline__ void prefetch(const void* from, unsigned bytes) {
 #endif
 }
 
+// Into the L1 cache, without waiting.
+__device__ __forceinline__ void load_and_forget(const void* from) {
+  unsigned forgotten;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(forgotten) : "l"(from));
+}
+
 // A barrier of `threads` of the block, whole warps; number 0 is that of __syncthreads.
 __device__ __forceinline__ void named_barrier(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");

@@ -1,0 +1,114 @@
+"""Greedy decoding after the logits: one kernel finds the best tokens, one accepts drafts (see greedy.cu)."""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from .compiler import cuda_kernel
+from .device import include, launch_bounds, on_cuda
+
+THREADS = 1024  # that share a row of logits
+
+
+class BestTokens(NamedTuple):
+    tokens: mx.array  # [...] int32, the argmax of each row
+    finite: mx.array  # [...] int32, 0 where a logit is NaN or the largest infinite
+
+
+class AcceptedDrafts(NamedTuple):
+    """What a step makes of its drafts, and where its sequences are after it: [B] int32 each."""
+
+    accepted: mx.array
+    proposed: mx.array  # drafts that could have been accepted
+    finite: mx.array  # 0 where the largest logit at a generated position is NaN or infinite
+    generated: mx.array
+    last: mx.array
+    lengths: mx.array
+    remaining: mx.array
+    rounds: mx.array
+    places: mx.array  # [B, W], where the window's tokens are in the history
+
+
+def best_fits(logits: mx.array) -> bool:
+    return on_cuda() and logits.dtype in (mx.bfloat16, mx.float16) and logits.shape[-1] % 8 == 0
+
+
+def launch_best(logits: mx.array) -> BestTokens:
+    """Return the best tokens of logits [..., V]."""
+    shape = logits.shape[:-1]
+    made = _best_kernel()(
+        inputs=[logits],
+        template=[("T", logits.dtype), ("V", logits.shape[-1]), ("THREADS", THREADS)],
+        grid=(logits.size // logits.shape[-1] * THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[shape] * 2,
+        output_dtypes=[mx.int32] * 2,
+    )
+    return BestTokens(*made)
+
+
+def launch_accept(
+    best: BestTokens, window: mx.array, max_k: mx.array, lengths: mx.array, remaining: mx.array, rounds: mx.array
+) -> AcceptedDrafts:
+    """Accept the drafts of a window [B, W], all but its first token, while they are the best tokens before them."""
+    B, W = window.shape
+    made = _accept_kernel()(
+        inputs=[*best, window, max_k, lengths, remaining, rounds],
+        template=[],
+        grid=(-(-B // 32) * 32, 1, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(B,)] * 8 + [(B, W)],
+        output_dtypes=[mx.int32] * 9,
+    )
+    return AcceptedDrafts(*made)
+
+
+def launch_columns(arrays: list[mx.array]) -> mx.array:
+    """Return arrays [B, ...] or [1, ...] of int32 side by side."""
+    B = max(each.shape[0] for each in arrays)
+    made: list[mx.array] = _columns_kernel(len(arrays))(
+        inputs=arrays,
+        template=[],
+        grid=(-(-B // 32) * 32, 1, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(B, sum(each.shape[1] for each in arrays))],
+        output_dtypes=[mx.int32],
+    )
+    return made[0]
+
+
+@cache
+def _best_kernel() -> Any:
+    return cuda_kernel(
+        name="best_token",
+        input_names=["logits"],
+        output_names=["token", "finite"],
+        header=include("tensor_core", "team", "norm", "greedy") + launch_bounds(THREADS),
+        source="headstart::best_token<THREADS>(logits, V, token, finite);",
+    )
+
+
+@cache
+def _accept_kernel() -> Any:
+    inputs = ["best", "finite_each", "window", "max_k", "lengths", "remaining", "rounds"]
+    outputs = [f"new_{name}" if name in inputs else name for name in AcceptedDrafts._fields]
+    return cuda_kernel(
+        name="accept_drafts",
+        input_names=inputs,
+        output_names=outputs,
+        header=include("tensor_core", "team", "norm", "greedy"),
+        source=f"headstart::accept_drafts(window_shape[0], window_shape[1], {', '.join(inputs + outputs)});",
+    )
+
+
+@cache
+def _columns_kernel(count: int) -> Any:
+    columns = [f"{{c{i}, c{i}_shape[0], c{i}_shape[1]}}" for i in range(count)]
+    return cuda_kernel(
+        name=f"join_columns_{count}",
+        input_names=[f"c{i}" for i in range(count)],
+        output_names=["out"],
+        header=include("tensor_core", "team", "norm", "greedy"),
+        source=f"const headstart::Columns all[] = {{{', '.join(columns)}}}; headstart::join_columns(all, out);",
+    )

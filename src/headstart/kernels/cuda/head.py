@@ -1,0 +1,97 @@
+"""Tokens to the input of the first layer, and of the head's first product: one kernel where MLX takes five and eight
+(see head.cu)."""
+
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .compiler import cuda_kernel
+from .device import include, on_cuda
+from .norm import norm_threads
+from .products import MOST_ROWS, MatrixWeights, matrix_weights, product_refusal
+
+
+def embed_fits(tokens: mx.array, embedding: nn.Module, *norms: nn.Module) -> bool:
+    """Return whether our kernels take this embedding, and the norms of what it gives."""
+    if not on_cuda() or tokens.size > MOST_ROWS or tokens.dtype != mx.int32:
+        return False
+    weights = matrix_weights(embedding)
+    plain = type(embedding) in (nn.Embedding, nn.QuantizedEmbedding)
+    sizes = weights.inputs % 8 == 0 and weights.inputs <= 8192 and all(n["weight"].dtype == mx.float32 for n in norms)
+    return plain and sizes and product_refusal(_type(embedding), weights) is None
+
+
+def launch_embed(tokens: mx.array, embedding: nn.Module, norm: nn.Module) -> tuple[mx.array, mx.array]:
+    """Return the embedding of tokens [B, W], and its norm."""
+    weights = matrix_weights(embedding)
+    shape = (*tokens.shape, weights.inputs)
+    x, normed = _embed_kernel(weights.bits, weights.group, norm.eps)(
+        inputs=[tokens, *weights.arrays(), norm["weight"]],
+        output_shapes=[shape] * 2,
+        output_dtypes=[_type(embedding)] * 2,
+        **_launch(tokens, weights, _type(embedding), 1),
+    )
+    return x, normed
+
+
+def launch_draft_input(
+    tokens: mx.array,
+    hidden: mx.array,
+    embedding: nn.Module,
+    norm: nn.Module,
+    hidden_norm: nn.Module,
+    embedding_first: bool,
+) -> mx.array:
+    """Return [B, W, 2H]: the norms of the tokens' [B, W] embedding and of `hidden` [B, W, H], or in reverse."""
+    weights = matrix_weights(embedding)
+    made: list[mx.array] = _draft_kernel(weights.bits, weights.group, norm.eps, hidden_norm.eps, embedding_first)(
+        inputs=[tokens, hidden, *weights.arrays(), norm["weight"], hidden_norm["weight"]],
+        output_shapes=[(*tokens.shape, 2 * weights.inputs)],
+        output_dtypes=[hidden.dtype],
+        **_launch(tokens, weights, hidden.dtype, 2),
+    )
+    return made[0]
+
+
+def _type(embedding: nn.Module) -> mx.Dtype:
+    """Return the type of what the embedding gives."""
+    found: mx.Dtype = embedding["scales" if "scales" in embedding else "weight"].dtype
+    return found
+
+
+def _launch(tokens: mx.array, weights: MatrixWeights, dtype: mx.Dtype, blocks: int) -> dict[str, Any]:
+    threads = norm_threads(weights.inputs)
+    return {
+        "template": [("T", dtype), ("D", weights.inputs), ("THREADS", threads)],
+        "grid": (tokens.size * threads, blocks, 1),
+        "threadgroup": (threads, 1, 1),
+    }
+
+
+def _kernel(name: str, bits: int, inputs: list[str], outputs: list[str], sizes: str, arguments: str) -> Any:
+    quantised = ["scales", "biases"] if bits < 16 else []
+    missing = "" if quantised else "const T* const scales = nullptr; const T* const biases = nullptr; "
+    at = inputs.index("weight") + 1
+    return cuda_kernel(
+        name=f"{name}_{bits}",
+        input_names=[*inputs[:at], *quantised, *inputs[at:]],
+        output_names=outputs,
+        header=include("tensor_core", "team", "norm", "head"),
+        source=f"{missing}headstart::{name}<D, THREADS, {bits}, {sizes}>({arguments});",
+    )
+
+
+@cache
+def _embed_kernel(bits: int, group: int, eps: float) -> Any:
+    arguments = f"tokens, weight, scales, biases, norm, {eps!r}f, x, normed"
+    return _kernel("embed", bits, ["tokens", "weight", "norm"], ["x", "normed"], str(group), arguments)
+
+
+@cache
+def _draft_kernel(bits: int, group: int, eps: float, hidden_eps: float, embedding_first: bool) -> Any:
+    arguments = f"tokens, hidden, weight, scales, biases, norm, {eps!r}f, hidden_norm, {hidden_eps!r}f, out"
+    inputs = ["tokens", "hidden", "weight", "norm", "hidden_norm"]
+    sizes = f"{group}, {str(embedding_first).lower()}"
+    return _kernel("draft_input", bits, inputs, ["out"], sizes, arguments)

@@ -1,0 +1,109 @@
+"""The CUDA kernels of greedy decoding, run on the CPU: what mlx's argmax and our acceptance in stock ops give."""
+
+from collections.abc import Iterator
+
+import cuda_on_cpu
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from fixtures import batch_of, builtin_model, random_prompt
+from headstart.engine import draft
+from headstart.engine.step import step
+from headstart.kernels import greedy as dispatch
+from headstart.kernels.cuda import greedy
+from headstart.models import Model, base, graph
+from headstart.sampling.accept import accept_coupled
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_the_cpu() -> Iterator[None]:
+    kernels = (greedy._best_kernel, greedy._accept_kernel, greedy._columns_kernel)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx.fast, "cuda_kernel", cuda_on_cpu.cuda_kernel)
+        patch.setattr(greedy, "THREADS", 64)
+        for kernel in kernels:
+            kernel.cache_clear()
+        yield
+    for kernel in kernels:
+        kernel.cache_clear()
+
+
+def test_the_best_token_is_the_lowest_of_the_largest_and_nan_shows() -> None:
+    size = 8 * 333  # the threads have five eights or six
+    rows = np.round(4 * np.random.default_rng(0).normal(size=(12, size)))  # with many ties
+    rows[1] = rows[2] = -INF
+    rows[2, 77] = -3e38
+    rows[3, 5] = NAN
+    rows[4] = NAN
+    rows[5, 900] = INF
+    rows[6, [7, 2600, 100]] = 99
+    rows[7] = 0
+    rows[8, 0] = NAN
+    logits = mx.array(rows).astype(mx.bfloat16).reshape(3, 4, size)
+    found = greedy.launch_best(logits)
+    kept = np.where(np.isnan(rows), -INF, rows)  # mlx's argmax on CUDA never takes a NaN
+    assert found.tokens.tolist() == np.argmax(kept, axis=-1).reshape(3, 4).tolist()
+    plain = [row for row in range(12) if not np.isnan(rows[row]).any()]
+    assert mx.array_equal(
+        found.tokens.flatten()[mx.array(plain)], mx.argmax(logits, axis=-1).flatten()[mx.array(plain)]
+    )
+    assert mx.array_equal(found.finite, mx.isfinite(logits.max(axis=-1)))
+    assert found.tokens.dtype == found.finite.dtype == mx.int32
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_drafts_are_accepted_as_by_stock_ops(k: int) -> None:
+    B, random = 40, np.random.default_rng(k)
+    tokens, window = (mx.array(random.integers(0, 2, (B, k + 1)).astype(np.int32)) for _ in range(2))
+    finite_each = mx.array((random.random((B, k + 1)) < 0.8).astype(np.int32))
+    max_k, lengths, rounds = (mx.array(random.integers(0, 5, B).astype(np.int32)) for _ in range(3))
+    remaining = mx.array(random.integers(-2, 6, B).astype(np.int32))
+    found = greedy.launch_accept(greedy.BestTokens(tokens, finite_each), window, max_k, lengths, remaining, rounds)
+    allowed = mx.clip(mx.minimum(max_k, remaining - 1), 0, k)
+    result = accept_coupled(tokens, window[:, 1:], allowed)
+    generated = result.accepted + 1
+    finite = ((finite_each > 0) | (mx.arange(k + 1) > result.accepted[:, None])).all(axis=1)
+    expected = [result.accepted, allowed, finite, generated, result.next]
+    expected += [lengths + generated, remaining - generated, rounds + 1, lengths[:, None] + 1 + mx.arange(k + 1)]
+    for name, one, other in zip(found._fields, found, expected, strict=True):
+        assert mx.array_equal(one, other), name
+
+
+def test_columns_are_joined_and_a_single_row_is_everybodys() -> None:
+    arrays = [mx.arange(6).reshape(3, 2), mx.array([[7], [8], [9]]), mx.array([[5]])]
+    assert greedy.launch_columns(arrays).tolist() == [[0, 1, 7, 5], [2, 3, 8, 5], [4, 5, 9, 5]]
+
+
+def steps(model: Model, ks: list[int]) -> list[list[object]]:
+    """What steps with these numbers of drafts generate and leave, of sequences that allow 0, 2 and 3."""
+    batch = batch_of(model, *[random_prompt(model, 5 + 3 * row, row) for row in range(3)], k=3)
+    batch.max_k, batch.remaining = mx.array([0, 2, 3]), mx.array([100, 100, 9])
+    made: list[list[object]] = []
+    for k in ks:
+        done = step(model, batch, k)
+        assert batch.head_state is not None
+        kept = [batch.last, batch.remaining, batch.rounds, batch.trunk_state.lengths, batch.head_state.lengths]
+        kept += [batch.history[:, :40], batch.unseen.counts]
+        kept += [array[:, :, :40].astype(mx.float32) for array in batch.head_state.layers[0].arrays()]  # and drafts'
+        made.append([each.tolist() for each in (*done[:5], *kept)])
+    assert step(model, batch, 2, source=draft.Source.NONE).proposed.tolist() == [0, 0, 0]
+    return made
+
+
+def test_a_step_generates_the_same_as_with_stock_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ks = builtin_model(dtype=mx.bfloat16), [3, 2, 0, 0, 3, 1]
+    expected = steps(model, ks)
+    launched = []
+    for module in (dispatch, greedy):
+        monkeypatch.setattr(module, "on_cuda", lambda: True)
+    monkeypatch.setattr(base, "compiles", lambda width: width < 9)
+    monkeypatch.setattr(graph, "OFTEN", 10)  # kernels run while they are described
+    monkeypatch.setattr(draft, "propose", None)  # all drafts come from one graph
+    accept = greedy.launch_accept
+    monkeypatch.setattr("headstart.engine.step.launch_accept", lambda *given: launched.append(1) or accept(*given))
+    assert steps(model, ks) == expected
+    assert len(launched) == len(ks) + 1
+    assert sum(line[1][2] for line in expected) > 2  # drafts were accepted

@@ -1,0 +1,88 @@
+"""The CUDA kernels that embed tokens, run on the CPU: the bits of the operations that they replace."""
+
+from collections.abc import Iterator
+
+import cuda_on_cpu
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from headstart.kernels import cuda
+from headstart.kernels.cuda import head
+from headstart.kernels.embedding import draft_input, embed_and_norm, join_pairs
+from headstart.models.norm import Norm
+
+SIZE = 576  # more eights than threads, and not the same number for each
+TOKENS = mx.array([[3, 0], [9, 6]], mx.int32)
+
+pytestmark = pytest.mark.usefixtures("stock_ops")  # the kernels for CUDA run on this CPU, not those for it
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_the_cpu() -> Iterator[None]:
+    kernels = (head._embed_kernel, head._draft_kernel, cuda.norm._norm_kernel)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx.fast, "cuda_kernel", cuda_on_cpu.cuda_kernel)
+        for module in (cuda.norm, head):
+            patch.setattr(module, "on_cuda", lambda: True)
+        for kernel in kernels:
+            kernel.cache_clear()
+        yield
+    for kernel in kernels:
+        kernel.cache_clear()
+
+
+def embedding(bits: int, group: int, dtype: mx.Dtype) -> nn.Module:
+    made = nn.Embedding(10, SIZE)
+    made.weight = mx.random.normal((10, SIZE), key=mx.random.key(bits)).astype(dtype)
+    made = made if bits == 16 else made.to_quantized(group, bits)
+    made.set_dtype(dtype)
+    return made
+
+
+def rounded_once(embed: nn.Module) -> nn.Module:
+    """The same embedding as MLX dequantises it on CUDA: on a CPU the product is rounded before the addition."""
+    if "scales" not in embed:
+        return embed
+    scales, biases = (embed[name].astype(mx.float32) for name in ("scales", "biases"))
+    made = nn.Embedding(10, SIZE)
+    made.weight = mx.dequantize(embed.weight, scales, biases, embed.group_size, embed.bits).astype(embed.scales.dtype)
+    return made
+
+
+def norms(count: int) -> list[Norm]:
+    made = [Norm(SIZE, eps) for eps in (1e-6, 1e-5)]
+    for number, norm in enumerate(made):
+        norm.weight = 1 + 0.1 * mx.random.normal((SIZE,), key=mx.random.key(number))
+    return made[:count]
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "dtype", "first"),
+    [(4, 64, mx.bfloat16, True), (8, 32, mx.float16, False), (16, 1, mx.bfloat16, True)],
+)
+def test_tokens_become_the_bits_of_the_operations_one_by_one(
+    bits: int, group: int, dtype: mx.Dtype, first: bool
+) -> None:
+    embed, (one, two) = embedding(bits, group, dtype), norms(2)
+    hidden = mx.random.normal((2, 2, SIZE), key=mx.random.key(7)).astype(dtype)
+    x, normed = embed_and_norm(TOKENS, embed, one)
+    pairs = draft_input(TOKENS, hidden, embed, one, two, first)
+    expected = rounded_once(embed)(TOKENS)
+    assert mx.array_equal(x, expected)
+    assert mx.array_equal(normed, one(expected))
+    assert mx.array_equal(pairs, join_pairs(one(expected), two(hidden), first))
+    assert x.dtype == normed.dtype == pairs.dtype == dtype
+    alone = draft_input(TOKENS[1:, 1:], hidden[1:, 1:], embed, one, two, first)
+    assert mx.array_equal(alone, pairs[1:, 1:])
+
+
+def test_other_embeddings_are_left_to_the_operations() -> None:
+    (norm,) = norms(1)
+    assert head.embed_fits(TOKENS, embedding(4, 64, mx.bfloat16), norm)
+    assert not head.embed_fits(TOKENS, embedding(4, 64, mx.float32), norm)
+    assert not head.embed_fits(TOKENS, embedding(6, 64, mx.bfloat16), norm)
+    assert not head.embed_fits(mx.zeros((145, 1), mx.int32), embedding(4, 64, mx.bfloat16), norm)
+    scaled = type("Scaled", (nn.Embedding,), {})(10, SIZE)
+    scaled.set_dtype(mx.bfloat16)
+    assert not head.embed_fits(TOKENS, scaled, norm)
