@@ -112,7 +112,10 @@ def read(model: Model, tokens: list[int]) -> Batch:
 @pytest.mark.parametrize(
     ("family", "params"),
     [
-        *(pytest.param(family, {}, id=f"{family}-greedy") for family in FAMILIES),
+        *(
+            pytest.param(family, {}, id=f"{family}-greedy", marks=[] if family == "next" else pytest.mark.slow)
+            for family in FAMILIES
+        ),
         *(
             pytest.param(family, SEEDED, id=f"{family}-seeded", marks=[] if family == "dense" else pytest.mark.slow)
             for family in FAMILIES

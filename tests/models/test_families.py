@@ -101,7 +101,7 @@ def test_trunk_and_head_are_those_of_transformers_or_mlx_vlm(family: str) -> Non
 CHUNK = 64  # of the ordinary tests; slow ones have the engine's own
 PROMPTS = (5, 11, 8, 8)  # tokens; the last two are the same, of a chunk more
 KINDS = ({}, {"temperature": 0.8, "seed": 3}, {}, {"temperature": 0.8, "seed": 4})
-FAST = {3: HEADS, "auto": ("llama", "sliding", "ministral3", "qwen3_moe")}
+FAST = {3: HEADS, "auto": ("sliding", "qwen3_moe")}
 DEPTHS = [
     *((family, k, CHUNK) for k, families in FAST.items() for family in families),
     *(

@@ -47,10 +47,10 @@ EXACT = {"block_acceptance": by_block, "token-wise": by_token, "coupled": by_cou
 
 
 def cases(*sizes: tuple[int, int], slow: Sequence[tuple[int, int]] = ()) -> list[Any]:
-    """Every parameter at k = 2, and every k with all parameters together and with XTC; the others are slow tests."""
+    """Every parameter at k = 2, and every k with all parameters together; the others are slow tests."""
 
     def is_slow(size: tuple[int, int], name: str) -> bool:
-        return size in slow or (size[1] != 2 and name not in ("xtc", "everything"))
+        return size in slow or (size[1] != 2 and name != "everything")
 
     return [
         pytest.param(*size, name, marks=pytest.mark.slow if is_slow(size, name) else [])

@@ -67,7 +67,7 @@ PROMPTS = {
 OFTEN = {  # what every route adds to an answer, once; the others are slow tests
     CHAT: ("several", "logprobs", "seeded call"),
     COMPLETION: ("stop", "regex"),
-    MESSAGES: ("named call", "thinking", "shape"),
+    MESSAGES: ("thinking", "shape"),
 }
 ALL = [
     pytest.param(
