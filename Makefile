@@ -9,9 +9,9 @@ EXTRA  ?= $(shell if [ "$$(uname -s)" = Darwin ]; then echo none; \
 BIN   := .venv/bin
 READY := .venv/.ready
 DEV   := .venv/.ready-dev
-# One file stays on one worker, so that a model loaded once per file is loaded once.
+# tests/conftest.py says how many workers there are and which files stay together, in the order that it chooses.
 unexport PYTHONDONTWRITEBYTECODE # each of a hundred processes would compile all that it imports
-PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
+PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow docs-check lint format clean

@@ -1,11 +1,13 @@
 """Runs before any test module, and so before anything imports mlx: what is set here holds for all of them."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import certifi
 import pytest
@@ -43,6 +45,42 @@ def stock_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     from headstart.kernels.cpu import load
 
     monkeypatch.setattr(load, "_loaded", load.Loaded(None, "stock (this test)"))
+
+
+# Files that share a server; those of the dashboard share a browser.
+ATTACKED = tuple(f"test_hostile_{name}.py" for name in ("grammars", "hosts", "prompts", "signals"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Have one worker more than cores: while a test waits for a server or a page, others compute."""
+    return (os.cpu_count() or 1) + 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep a file on one worker, so that what it loads is loaded once, and together files that share a process."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadServerScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "attacked" if file.endswith(ATTACKED) else "dashboard" if "/dashboard/" in file else file
+
+    return LoadServerScheduling(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mix the server's files, which wait for much of their time, evenly among those that compute."""
+    order = {}
+    for serves in (True, False):
+        files = dict.fromkeys(item.path for item in items if ("server" in item.path.parts) == serves)
+        order |= {file: n / len(files) for n, file in enumerate(files)}
+    items.sort(key=lambda item: order[item.path])
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported stays, and need not be looked at again by every full collection
 
 
 def pytest_runtest_logfinish() -> None:

@@ -28,7 +28,7 @@ GENERATE = """
 import asyncio, headstart
 model, tokenizer = headstart.load()
 async def main():
-    return await asyncio.to_thread(headstart.generate, model, tokenizer, "def f", max_tokens=4)
+    return await asyncio.to_thread(headstart.generate, model, tokenizer, "def f", max_tokens=4, k=0)
 print(asyncio.run(main()))
 from headstart import thread_exit
 assert len(thread_exit._threads) == 1

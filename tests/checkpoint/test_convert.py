@@ -58,6 +58,15 @@ def assert_equal(found: dict[str, mx.array], expected: dict[str, mx.array]) -> N
         assert mx.array_equal(found[name], array), name
 
 
+def every_way(ways: list[Any]) -> list[Any]:
+    """Each with every family: with one of them in ordinary tests, in turn, and with the others in slow ones."""
+    return [
+        pytest.param(way, family, marks=[] if n % len(FAMILIES) == m else pytest.mark.slow)
+        for n, way in enumerate(ways)
+        for m, family in enumerate(FAMILIES)
+    ]
+
+
 # -- the same model
 
 
@@ -131,8 +140,10 @@ def test_a_model_without_a_head_is_converted_without_one(tmp_path: Path) -> None
 # -- mlx-lm
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("how", [{}, {"bits": 4}, {"bits": 8, "group_size": 32}, {"mixed": "mixed_3_6"}])
+@pytest.mark.parametrize(
+    ("how", "family"),
+    every_way([{}, {"bits": 4}, {"bits": 8, "group_size": 32}, {"mixed": "mixed_3_6"}]),
+)
 def test_the_shards_are_those_that_mlx_lm_writes(tmp_path: Path, family: str, how: dict[str, Any]) -> None:
     raw = write(tmp_path / "raw", family, num_hidden_layers=8)
     out = converted(raw, tmp_path / "out", **how)
@@ -178,21 +189,21 @@ def arrays_of_mlx_lm(model: Any) -> list[tuple[str, mx.array]]:
 # -- what is quantised
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("how", "trunk", "head"),
-    [
-        ({}, None, None),
-        ({"bits": 4}, 4, 8),
-        ({"bits": 8}, 8, 8),
-        ({"bits": 4, "mtp_bits": "keep"}, 4, None),
-        ({"bits": 4, "mtp_bits": 4}, 4, 4),
-        ({"mtp_bits": 6}, None, 6),
-    ],
+    ("case", "family"),
+    every_way(
+        [
+            ({}, None, None),
+            ({"bits": 4}, 4, 8),
+            ({"bits": 8}, 8, 8),
+            ({"bits": 4, "mtp_bits": "keep"}, 4, None),
+            ({"bits": 4, "mtp_bits": 4}, 4, 4),
+            ({"mtp_bits": 6}, None, 6),
+        ]
+    ),
 )
-def test_what_is_quantised(
-    tmp_path: Path, family: str, how: dict[str, Any], trunk: int | None, head: int | None
-) -> None:
+def test_what_is_quantised(tmp_path: Path, family: str, case: tuple[dict[str, Any], int | None, int | None]) -> None:
+    how, trunk, head = case
     out = converted(write(tmp_path / "raw", family), tmp_path / "out", **how)
     layout = read_layout(out)
     bits = {name: packing["bits"] for name, packing in layout.quantized.items()}
@@ -383,6 +394,7 @@ def killed_at_random(job: Callable[..., None], *arguments: Path, times: int = 20
         child.close()
 
 
+@pytest.mark.slow  # test_disk_trouble.py chooses the moment
 def test_killed_at_any_moment_the_destination_is_absent_or_complete(tmp_path: Path) -> None:
     raw = write(tmp_path / "raw", "moe", num_hidden_layers=8)
     before, out = contents(raw), tmp_path / "out"

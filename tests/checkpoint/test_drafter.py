@@ -181,9 +181,9 @@ def test_several_machines_refuse_a_drafter(target: Path, tmp_path: Path) -> None
 
 
 def test_probe_finds_a_random_drafter_unsound_and_its_text_right(tmp_path: Path) -> None:
-    builtin = resolve("tiny-qwen3.5")
-    drafter = write_drafter(tmp_path, builtin, layers=(0, 1))
-    asked = ["probe", "tiny-qwen3.5", "--drafter", str(drafter), "--k", "1", "--tokens", "20", "--json"]
+    target = write(tmp_path / "target", vocab_size=8192)
+    drafter = write_drafter(tmp_path / "drafter", target, layers=(0, 1))
+    asked = ["probe", str(target), "--drafter", str(drafter), "--k", "1", "--tokens", "20", "--json"]
     result = CliRunner().invoke(app, asked)
     report = json.loads(result.stdout)
     assert result.exit_code == 1

@@ -38,9 +38,16 @@ def change(folder: Path, **fields: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-CONVERSIONS = [(family, None) for family in CONFIGS] + [
-    pytest.param(family, 4, marks=[] if family in ("glm4_moe", "nemotron_h") else [pytest.mark.slow])
+QUANTISED = ("glm4_moe", "nemotron_h", "longcat_flash", "qwen3_moe")
+LIKE_OTHERS = ("mistral", "mistral3", "qwen2")  # llama and ministral3, as far as files go
+CONVERSIONS = [  # each one way in ordinary tests
+    pytest.param(
+        family,
+        bits,
+        marks=pytest.mark.slow if (bits == 4) != (family in QUANTISED) or family in LIKE_OTHERS else [],
+    )
     for family in CONFIGS
+    for bits in (None, 4)
 ]
 
 

@@ -24,8 +24,14 @@ SAME_MODEL = [
     ("dense", "sidecar", {"sidecar": "mtp/weights.safetensors"}),
     ("dense", "raw-sidecar", {}),
     *((family, layout, {}) for family in ("moe", "next") for layout in ("raw-fused", "raw-per-expert")),
-    *((family, "raw-per-expert", {"shards": 5}) for family in ("moe", "next")),
-    *((family, layout, {}) for family in ("moe", "next") for layout in ("converted", "sidecar", "raw-sidecar")),
+    ("moe", "raw-per-expert", {"shards": 5}),
+    ("moe", "converted", {}),
+    ("next", "sidecar", {}),
+    ("moe", "raw-sidecar", {}),
+    pytest.param("next", "raw-per-expert", {"shards": 5}, marks=pytest.mark.slow),
+    pytest.param("next", "converted", {}, marks=pytest.mark.slow),
+    pytest.param("moe", "sidecar", {}, marks=pytest.mark.slow),
+    pytest.param("next", "raw-sidecar", {}, marks=pytest.mark.slow),
 ]
 
 
@@ -70,7 +76,13 @@ def test_experts_are_stacked_by_number_not_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "bits"), [*(("dense", bits) for bits in (2, 3, 4, 5, 6, 8)), ("moe", 4), ("next", 4)]
+    ("family", "bits"),
+    [
+        *(("dense", bits) for bits in (3, 8)),
+        ("moe", 4),
+        *(pytest.param("dense", bits, marks=pytest.mark.slow) for bits in (2, 4, 5, 6)),
+        pytest.param("next", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_quantised_layouts_hold_the_same_model(tmp_path: Path, family: str, bits: int) -> None:
     kept = load_model(write(tmp_path / "kept", family, "converted", bits=bits))

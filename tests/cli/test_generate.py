@@ -66,6 +66,7 @@ def test_json_is_one_object_with_the_stats_of_the_api(expected: str) -> None:
     assert stats["tokens_per_round"] == pytest.approx(10 / stats["rounds"])
 
 
+@pytest.mark.slow  # tests/engine/test_greedy_output.py has it without the command
 def test_the_tokens_do_not_depend_on_the_depth() -> None:
     answers = [run_json("-p", QUESTION, "-n", "10", "--k", k)["tokens"] for k in ("0", "8", "auto")]
     assert answers == [answers[0]] * 3
@@ -118,6 +119,7 @@ def test_show_drafts_colours_tokens_by_origin(expected: str) -> None:
     assert coloured.stdout.count("\x1b[32m") > 1  # and drafts themselves
 
 
+@pytest.mark.slow  # tests/sampling/test_seeded.py has it without the command
 def test_a_seeded_sample_is_the_same_for_every_depth_and_not_the_greedy_text(expected: str) -> None:
     hot = [run_json("-p", QUESTION, "-n", "6", "-t", "2", "--seed", "7", "--k", k)["text"] for k in ("0", "3")]
     assert hot[0] == hot[1]

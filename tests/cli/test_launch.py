@@ -99,11 +99,11 @@ def files(home: Path) -> dict[str, bytes]:
     return {str(path.relative_to(home)): path.read_bytes() for path in home.rglob("*") if path.is_file()}
 
 
-def wait_for(true: Callable[[], Any]) -> Any:
+def wait_for(true: Callable[[], Any], interval: float = 0.05) -> Any:
     until = time.monotonic() + HANG
     while not (found := true()):
         assert time.monotonic() < until, "it never came"
-        time.sleep(0.05)
+        time.sleep(interval)
     return found
 
 
@@ -231,7 +231,7 @@ def test_ctrl_c_is_the_agents_and_the_server_ends_with_it(home: Path) -> None:
 )
 def test_nothing_is_left_of_a_launch_that_ends_while_it_loads(home: Path, number: signal.Signals) -> None:
     process = start(home, "claude", "tiny-qwen3.5", "--", "--wait")
-    started = wait_for(lambda: children(process.pid))
+    started = wait_for(lambda: children(process.pid), 0.25)  # each a process of its own
     os.killpg(process.pid, number)
     process.communicate(timeout=HANG)
     assert process.returncode not in (0, 7)

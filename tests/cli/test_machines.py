@@ -78,6 +78,7 @@ def launched(*command: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+@pytest.mark.slow  # tests/cluster/test_answers.py has the ranks without the launcher
 def test_two_machines_generate_what_one_does(folder: str) -> None:
     command = ("generate", *QUESTION, "--model", folder)
     alone = CliRunner().invoke(app, [*command])

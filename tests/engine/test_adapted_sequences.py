@@ -40,12 +40,22 @@ def ask(engine: Engine, prompt: list[int], adapters: tuple[str | None, ...], **p
     return [collect(handle) for handle in handles]
 
 
-@pytest.mark.parametrize("params", [{}, SEEDED], ids=["greedy", "seeded"])
-def test_a_mixed_batch_answers_like_each_alone_at_every_k(model: Model, params: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    ("params", "depths"),
+    [
+        ({}, (3, "auto")),
+        (SEEDED, (1, 3)),
+        pytest.param({}, (0, 1), marks=pytest.mark.slow),
+        pytest.param(SEEDED, (0, "auto"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_mixed_batch_answers_like_each_alone_at_every_k(
+    model: Model, params: dict[str, float], depths: tuple[object, ...]
+) -> None:
     prompt = random_prompt(model, 20)
     alone = {a: ask(Engine(model), prompt, (a,), k=0, **params)[0].tokens for a in (None, "small", "large")}
     assert len({tuple(tokens) for tokens in alone.values()}) == 3
-    for k in (0, 1, 3, "auto"):
+    for k in depths:
         for adapter, answer in zip(ADAPTERS, ask(Engine(model), prompt, ADAPTERS, k=k, **params), strict=True):
             assert answer.error is None
             assert answer.tokens == alone[adapter], (k, adapter)

@@ -29,7 +29,6 @@ from headstart.models.dflash import DFlash
 from headstart.sampling import GrammarSpec, Proposal, SamplingParams, SequenceParams, propose
 from headstart.state import BatchState, PrefixCache
 
-BLOCKS = (2, 3, 6, 9, 16)
 WINDOWED = ("full_attention", "sliding_attention")
 
 
@@ -70,22 +69,25 @@ def _good_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Model, "block_logits", raised)
 
 
+SEEDED = {"seed": 4, "temperature": 0.7, "top_p": 0.9}
+PENALISED = {"seed": 5, "temperature": 0.6, "presence_penalty": 0.4, "repetition_penalty": 1.2}
+
+
 @pytest.mark.parametrize(
-    "params",
+    ("params", "blocks"),
     [
-        {},
-        {"seed": 4, "temperature": 0.7, "top_p": 0.9},
-        pytest.param(
-            {"seed": 5, "temperature": 0.6, "presence_penalty": 0.4, "repetition_penalty": 1.2},
-            marks=pytest.mark.slow,  # `test_sequences_join_…` has them at many depths
-        ),
+        pytest.param({}, (2, 6, 16), id="greedy"),
+        pytest.param(SEEDED, (3, 9), id="seeded"),
+        pytest.param({}, (3, 9), id="greedy, others", marks=pytest.mark.slow),
+        pytest.param(SEEDED, (2, 6, 16), id="seeded, others", marks=pytest.mark.slow),
+        # `test_sequences_join_…` has them at many depths
+        pytest.param(PENALISED, (2, 3, 6, 9, 16), id="penalties", marks=pytest.mark.slow),
     ],
-    ids=["greedy", "seeded", "penalties"],
 )
-def test_text_is_that_of_plain_decoding_for_every_block(params: Any) -> None:
+def test_text_is_that_of_plain_decoding_for_every_block(params: Any, blocks: tuple[int, ...]) -> None:
     prompt, most = random_prompt(pair(), 30, 7), 0
     plain = generate(pair(), prompt, k=0, max_tokens=60, **params)
-    for block in BLOCKS:
+    for block in blocks:
         answer = generate(pair(), prompt, k=block - 1, max_tokens=60, **params)
         assert answer.tokens == plain.tokens
         assert answer.stats is not None

@@ -185,10 +185,7 @@ def run(model: Model, requests: Sequence[tuple[list[int], dict[str, object]]], *
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in ("seeded", "penalised", "ended early") else [])
-        for name in HOW
-    ],
+    [pytest.param(name, marks=[] if name in ("greedy", "seeded, penalised") else pytest.mark.slow) for name in HOW],
 )
 def test_an_answer_is_the_same_with_copies_alone_and_in_a_batch(name: str) -> None:
     model = random_model("dense")

@@ -51,7 +51,7 @@ def poison(engine: Engine, handle: Handle, how: Callable[[KV | Recurrent, int], 
 
 
 @pytest.mark.parametrize("how", [poison_keys, poison_recurrence, poison_convolution])
-@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_sequence_whose_logits_are_not_finite_ends_alone(
     how: Callable[[KV | Recurrent, int], None], k: int
 ) -> None:
@@ -75,7 +75,7 @@ def test_a_sequence_whose_logits_are_not_finite_ends_alone(
         assert (answer.finish_reason, answer.error, answer.tokens) == ("length", None, tokens)
 
 
-@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_stale_values_that_are_not_finite_end_their_sequence_with_stock_ops(k: int, stock_ops: None) -> None:
     test_a_sequence_whose_logits_are_not_finite_ends_alone(poison_stale_values, k)
 

@@ -80,7 +80,7 @@ def test_greedy_output_of_64_prompts_is_the_same_for_every_depth() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_output_is_mlx_lms_own_for_every_depth(family: str) -> None:
     model = random_model(family)
-    for length in (2, 17):
+    for length in (2, 17) if family == "dense" else (17,):
         prompt = random_prompt(model, length, length)
         expected = mlx_lm_greedy(model, prompt, 24)
         for k in DEPTHS:
@@ -92,7 +92,7 @@ def test_greedy_output_is_mlx_lms_own_for_every_depth(family: str) -> None:
 def test_greedy_output_of_the_builtin_model_is_mlx_lms_own() -> None:
     model = builtin_model("tiny-qwen3.5", mx.float32)
     prompt = tasks(1)[0]
-    assert generate(model, prompt, max_tokens=24, k=3).tokens == mlx_lm_greedy(model, prompt, 24)
+    assert generate(model, prompt, max_tokens=16, k=3).tokens == mlx_lm_greedy(model, prompt, 16)
 
 
 def test_a_prompt_of_one_token_is_drafted_for_too() -> None:
@@ -103,7 +103,7 @@ def test_a_prompt_of_one_token_is_drafted_for_too() -> None:
         assert generate(model, [7], max_tokens=12, k=k).tokens == expected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["dense", pytest.param("moe", marks=pytest.mark.slow), "next"])
 def test_greedy_output_is_the_same_when_the_depth_changes_every_step(family: str) -> None:
     """With a stretch at k = 0 long enough for the head, which does not run, to miss something."""
     model, rng = random_model(family), random.Random(family)
@@ -123,9 +123,10 @@ def test_greedy_output_is_the_same_when_the_depth_changes_every_step(family: str
 @pytest.mark.parametrize(
     ("chunk", "family"),
     [
-        *((chunk, family) for chunk in (16, 32) for family in FAMILIES),
+        *((16, family) for family in FAMILIES),
         (512, "dense"),
         *(pytest.param(512, family, marks=pytest.mark.slow) for family in FAMILIES if family != "dense"),
+        *(pytest.param(32, family, marks=pytest.mark.slow) for family in FAMILIES),
     ],
 )
 def test_greedy_output_is_the_same_however_the_prompt_is_cut(

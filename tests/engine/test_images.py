@@ -103,8 +103,15 @@ def test_stock_operations_give_the_same_answers(models: dict[str, Model], monkey
     assert second[0] == REFERENCE["dense"]["several"]["greedy"]
 
 
-@pytest.mark.parametrize("params", [{}, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("name", ["half", "moe"])
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        pytest.param("half", SEEDED, id="half-seeded"),
+        pytest.param("moe", {}, id="moe-greedy"),
+        pytest.param("half", {}, id="half-greedy", marks=pytest.mark.slow),
+        pytest.param("moe", SEEDED, id="moe-seeded", marks=pytest.mark.slow),
+    ],
+)
 def test_same_for_every_k_in_a_batch_and_with_short_chunks(
     models: dict[str, Model], name: str, params: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,7 +112,10 @@ def read(model: Model, tokens: list[int]) -> Batch:
 @pytest.mark.parametrize(
     ("family", "params"),
     [
-        *(pytest.param(family, {}, id=f"{family}-greedy") for family in FAMILIES),
+        *(
+            pytest.param(family, {}, id=f"{family}-greedy", marks=[] if family == "next" else pytest.mark.slow)
+            for family in FAMILIES
+        ),
         *(
             pytest.param(family, SEEDED, id=f"{family}-seeded", marks=[] if family == "dense" else pytest.mark.slow)
             for family in FAMILIES
@@ -208,7 +211,7 @@ def test_the_cache_of_a_model_without_recurrent_layers_works_as_well() -> None:
     assert ask(engine, prompt[: 3 * C + 1]).hit == 3 * C
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["dense", pytest.param("moe", marks=pytest.mark.slow), "next"])
 def test_hit_poison_probe_again(family: str) -> None:
     """Sequences write into their state, also rejected drafts, and may break down. The entry they came from stays."""
     model = random_model(family)
@@ -236,7 +239,7 @@ def test_hit_poison_probe_again(family: str) -> None:
     assert assert_true(prefix, model) == 3
 
 
-@pytest.mark.parametrize("family", ["dense", pytest.param("moe", marks=pytest.mark.slow), "next"])
+@pytest.mark.parametrize("family", [*(pytest.param(f, marks=pytest.mark.slow) for f in ("dense", "moe")), "next"])
 def test_a_mixed_load_generates_the_same_and_leaves_only_what_prefill_leaves(family: str) -> None:
     """Hits, partial hits, misses and evictions, at many depths, side by side, some cancelled: nothing that was
     drafted is ever stored, and every answer is that of its request alone."""

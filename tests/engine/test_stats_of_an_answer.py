@@ -38,7 +38,7 @@ def assert_adds_up(answer: Answer, k: int) -> None:
     assert report["tokens_per_round"] == stats.tokens_per_round == len(answer.tokens) / stats.rounds
 
 
-@pytest.mark.parametrize("family", ["dense", "moe"])
+@pytest.mark.parametrize("family", ["dense", pytest.param("moe", marks=pytest.mark.slow)])
 def test_stats_add_up_for_every_depth_and_length(family: str) -> None:
     model = random_model(family)
     accepted = 0

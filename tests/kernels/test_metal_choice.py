@@ -403,7 +403,7 @@ def test_stock_ops_can_be_forced_and_skip_the_checks(monkeypatch: pytest.MonkeyP
     assert chip.launched == [("qmv", 4)]
 
 
-@pytest.mark.parametrize("family", ["dense", "moe", "next"])
+@pytest.mark.parametrize("family", ["dense", "moe", pytest.param("next", marks=pytest.mark.slow)])
 def test_every_operation_of_a_model_is_checked_when_it_is_loaded(
     family: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

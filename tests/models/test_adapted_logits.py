@@ -30,7 +30,7 @@ def logits(model: Model, *adapters: int) -> mx.array:
         ("dense", 4, "native"),
         ("moe", 4, "native"),
         ("moe", None, "stock"),
-        ("next", None, "native"),
+        pytest.param("next", None, "native", marks=pytest.mark.slow),
         ("qwen3_moe", None, "stock"),
         pytest.param("deepseek_v3", None, "native", marks=pytest.mark.slow),
         pytest.param("nemotron_h", None, "native", marks=pytest.mark.slow),

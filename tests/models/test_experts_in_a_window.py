@@ -27,7 +27,7 @@ def experts_by_token(model: Model, prompts: list[list[int]], k: int) -> list[lis
     return [row[:TOKENS] for row in met]
 
 
-@pytest.mark.parametrize("family", ["moe", "next"])
+@pytest.mark.parametrize("family", ["moe", pytest.param("next", marks=pytest.mark.slow)])
 def test_a_token_meets_the_same_experts_in_a_window_as_alone(family: str) -> None:
     model = random_model(family)
     prompts = [random_prompt(model, 6 + 5 * n, n) for n in range(5)]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model as mlx_lm_load
 
+import headstart.engine.prefill
 from families import CONFIGS, HEADS, make_config, released_arrays, write_family
 from fixtures import batch_of, collect, generate, random_prompt, submit
 from headstart.checkpoint import load_model
@@ -97,30 +98,38 @@ def test_trunk_and_head_are_those_of_transformers_or_mlx_vlm(family: str) -> Non
     assert int(mx.argmax(model.draft_logits(made)[0, -1])) == expected["draft"]
 
 
-PROMPTS = (5, 11, 520, 520)  # tokens; the last two are the same, of two chunks
+CHUNK = 64  # of the ordinary tests; slow ones have the engine's own
+PROMPTS = (5, 11, 8, 8)  # tokens; the last two are the same, of a chunk more
 KINDS = ({}, {"temperature": 0.8, "seed": 3}, {}, {"temperature": 0.8, "seed": 4})
-FAST = {3: HEADS, "auto": ("llama", "sliding", "ministral3", "qwen3_moe")}  # the others are slow tests
+FAST = {3: HEADS, "auto": ("sliding", "qwen3_moe")}
 DEPTHS = [
-    pytest.param(family, k, marks=[] if family in FAST.get(k, ()) else [pytest.mark.slow])
-    for family in CONFIGS
-    for k in ((1, 2, 3, 4) if family in HEADS else (0, "auto"))
+    *((family, k, CHUNK) for k, families in FAST.items() for family in families),
+    *(
+        pytest.param(family, k, 512, marks=pytest.mark.slow)
+        for family in CONFIGS
+        for k in ((1, 2, 3, 4) if family in HEADS else (0, "auto"))
+    ),
 ]
 
 
 @lru_cache
-def plain(family: str) -> list[tuple[list[int], list[int]]]:
+def plain(family: str, chunk: int) -> list[tuple[list[int], list[int]]]:
     """Prompts, and what follows each at k = 0, alone and without a prefix cache."""
     model = loaded(family)
-    prompts = [random_prompt(model, length, length) for length in PROMPTS]
+    prompts = [random_prompt(model, length + chunk * (n > 1), length) for n, length in enumerate(PROMPTS)]
     answers = [generate(model, p, max_tokens=16, k=0, **kind) for p, kind in zip(prompts, KINDS, strict=True)]
     return [(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
-@pytest.mark.parametrize(("family", "k"), DEPTHS)
-def test_output_is_the_same_for_every_k_batch_and_prefix(family: str, k: int | str) -> None:
+@pytest.mark.parametrize(("family", "k", "chunk"), DEPTHS)
+def test_output_is_the_same_for_every_k_batch_and_prefix(
+    family: str, k: int | str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Greedy and seeded; sequences join and leave, and a prompt of two chunks is found in the prefix cache."""
-    model, expected = loaded(family), plain(family)
-    engine = Engine(model, max_sequences=3, prefix=PrefixCache(10**8))
+    monkeypatch.setattr(headstart.engine.prefill, "CHUNK", chunk)
+    model, expected, prefix = loaded(family), plain(family, chunk), PrefixCache(10**8)
+    prefix.chunk = chunk
+    engine = Engine(model, max_sequences=3, prefix=prefix)
     handles = [
         submit(engine, prompt, max_tokens=16 - 3 * n, k=k, **kind)
         for n, ((prompt, _), kind) in enumerate(zip(expected, KINDS, strict=True))
@@ -129,7 +138,7 @@ def test_output_is_the_same_for_every_k_batch_and_prefix(family: str, k: int | s
     for n, (answer, (_, tokens)) in enumerate(zip(answers, expected, strict=True)):
         assert answer.tokens == tokens[: 16 - 3 * n], n
         assert answer.stats.exact
-    assert answers[3].stats.prefix_cache_hit == 512
+    assert answers[3].stats.prefix_cache_hit == chunk
     if model.has_head:
         accepted, drafted = (sum(getattr(a.stats, name) for a in answers) for name in ACCEPTED)
         assert 0 < accepted < drafted

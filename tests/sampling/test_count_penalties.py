@@ -13,7 +13,7 @@ PROMPT = [5, 900, 31, 7]
 ALL = {"presence_context_size": None, "frequency_context_size": None}
 
 
-@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(("presence", "frequency"), [(1.5, 0.0), (0.0, 0.7), (-0.5, 0.4)])
 def test_greedy_output_follows_the_definition(presence: float, frequency: float, k: int) -> None:
     """Beyond 20 tokens, mlx-lm's context, and with the prompt's own tokens left alone."""

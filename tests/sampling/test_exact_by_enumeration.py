@@ -1,6 +1,7 @@
 """Every rule but the optimistic one leaves the target's distribution as it is: shown by adding up every case."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -45,11 +46,15 @@ PARAMS = {
 EXACT = {"block_acceptance": by_block, "token-wise": by_token, "coupled": by_coupling}
 
 
-def cases(*sizes: tuple[int, int]) -> list[Any]:
-    """Every parameter at k = 2, and every k with all parameters together and with XTC; the others are slow tests."""
+def cases(*sizes: tuple[int, int], slow: Sequence[tuple[int, int]] = ()) -> list[Any]:
+    """Every parameter at k = 2, and every k with all parameters together; the others are slow tests."""
+
+    def is_slow(size: tuple[int, int], name: str) -> bool:
+        return size in slow or (size[1] != 2 and name != "everything")
+
     return [
-        pytest.param(vocabulary, k, name, marks=[] if k == 2 or name in ("xtc", "everything") else pytest.mark.slow)
-        for vocabulary, k in sizes
+        pytest.param(*size, name, marks=pytest.mark.slow if is_slow(size, name) else [])
+        for size in (*sizes, *slow)
         for name in PARAMS
     ]
 
@@ -93,7 +98,7 @@ def reduced(pair: Pair) -> Pair:
     return Pair(pair.vocabulary, pair.target, drafter)
 
 
-@pytest.mark.parametrize(("vocabulary", "k", "name"), cases((4, 1), (4, 2), (3, 3)))
+@pytest.mark.parametrize(("vocabulary", "k", "name"), cases((4, 1), (3, 2), slow=((3, 3), (4, 2))))
 @pytest.mark.parametrize("rule", ["block_acceptance", "coupled"])
 def test_two_rounds_of_copies_or_of_a_reduced_head_are_the_target(
     rule: str, vocabulary: int, k: int, name: str

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 
@@ -62,6 +61,8 @@ class Clients:
     def __init__(self, url: str):
         known: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 600}
         self.openai = openai.AsyncOpenAI(base_url=f"{url}/v1", **known)
+        import anthropic  # takes seconds
+
         self.anthropic = anthropic.AsyncAnthropic(base_url=url, **known)
 
     async def ask(self, kind: Kind, stream: bool) -> Any:

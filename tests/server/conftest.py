@@ -1,7 +1,9 @@
 import json
 import threading
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,6 +16,15 @@ from seeing import running_with_tower
 import headstart.engine.prefill
 from checkpoints import write
 from headstart.server import Limits
+from headstart.server.workers import Workers
+
+
+@pytest.fixture(scope="session", autouse=True)
+def workers_start_when_needed() -> Iterator[None]:
+    """Most servers here never need a worker process, and a process takes longer than most tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Workers, "start", lambda self: None)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -36,9 +47,15 @@ def client(server: Running) -> OpenAI:
 
 
 @pytest.fixture(scope="session")
+def anthropic() -> ModuleType:
+    """Anthropic's client, imported by the workers that use it."""
+    return import_module("anthropic")
+
+
+@pytest.fixture(scope="session")
 def attacked() -> Iterator[Target]:
-    """One server process for all attacks that it survives with its defaults."""
-    with target() as here:
+    """One server process for all attacks that it survives."""
+    with target("--allowed-host", "My-Mac.local", "--allowed-host", "proxy.example:443") as here:
         yield here
 
 

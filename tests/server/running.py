@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from functools import cache, partial
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import mlx.core as mx
-from anthropic import Anthropic
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from openai import AsyncOpenAI, OpenAI
 
 from checkpoints import write
 from fixtures import Answer, collect
@@ -30,6 +28,10 @@ from headstart.server.anthropic_request import CountTokensRequest
 from headstart.server.chat import Prompt
 from headstart.server.prepare import Preparer
 from headstart.server.request_fields import GenerationRequest
+
+if TYPE_CHECKING:  # clients are imported by the processes that use them: it takes seconds
+    from anthropic import Anthropic
+    from openai import AsyncOpenAI, OpenAI
 
 HUB_ID = "someone/tiny-random"
 CONTEXT = 4096
@@ -75,13 +77,19 @@ class Running:
         """Of the clients that are connected."""
         return {each.client[1] for each in set(self.server.server_state.connections) if each.client}
 
-    def openai(self, **options: Any) -> OpenAI:
+    def openai(self, **options: Any) -> "OpenAI":
+        from openai import OpenAI
+
         return OpenAI(**self._client(), **options)
 
-    def async_openai(self, **options: Any) -> AsyncOpenAI:
+    def async_openai(self, **options: Any) -> "AsyncOpenAI":
+        from openai import AsyncOpenAI
+
         return AsyncOpenAI(**self._client(), **options)
 
-    def anthropic(self, **options: Any) -> Anthropic:
+    def anthropic(self, **options: Any) -> "Anthropic":
+        from anthropic import Anthropic
+
         known = {"base_url": self.url, "api_key": self.key or "none", "max_retries": 0, "timeout": HANG}
         return Anthropic(**known | options)
 

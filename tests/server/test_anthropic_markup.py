@@ -1,10 +1,10 @@
 """Reasoning, tool calls and conversations through the real anthropic client, with scripted output."""
 
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
-from anthropic import InternalServerError
 from pydantic import BaseModel
 from running import Running, tokenizer
 from scripted import ScriptedRoom, scripted
@@ -200,11 +200,13 @@ def test_the_model_thinks_when_the_request_asks_for_it(
     assert (here[1].requests[-1].params.grammar is not None) == bound
 
 
-def test_thoughts_end_within_their_budget(here: Here) -> None:
+def test_thoughts_end_within_their_budget(here: Here, anthropic: ModuleType) -> None:
     thinking = {"type": "enabled", "budget_tokens": 3}
     answer = create(here, "<think>\n</think>\n\nhello", thinking=thinking)
     assert [block.type for block in answer.content] == ["text"]
-    with pytest.raises(InternalServerError, match="grammar"):  # what the engine says of a script that goes on
+    with pytest.raises(
+        anthropic.InternalServerError, match="grammar"
+    ):  # what the engine says of a script that goes on
         create(here, "<think>\nlong and longer and longer\n</think>\n\nhello", thinking=thinking)
 
 
@@ -224,8 +226,12 @@ def test_a_tool_choice_is_kept_to(here: Here, choice: Any, script: str, calls: i
 
 
 @pytest.mark.parametrize(("choice", "script"), [(ANY, "words"), ({**NAMED, "name": "subtract"}, CALLED)])
-def test_what_a_tool_choice_forbids_cannot_be_generated(here: Here, choice: Any, script: str) -> None:
-    with pytest.raises(InternalServerError, match="grammar"):  # where a model would have chosen another token
+def test_what_a_tool_choice_forbids_cannot_be_generated(
+    here: Here, choice: Any, script: str, anthropic: ModuleType
+) -> None:
+    with pytest.raises(
+        anthropic.InternalServerError, match="grammar"
+    ):  # where a model would have chosen another token
         create(here, script, tools=[ADD, {**ADD, "name": "subtract"}], tool_choice=choice)
 
 
@@ -284,11 +290,11 @@ class Sum(BaseModel):
     b: int
 
 
-def test_structured_output_is_parsed(here: Here) -> None:
+def test_structured_output_is_parsed(here: Here, anthropic: ModuleType) -> None:
     here[1].scripts.append('{"a": 2, "b": 3}')
     answer = here[0].anthropic().messages.parse(model="tiny", max_tokens=99, messages=HI, output_format=Sum)  # type: ignore[arg-type]
     assert answer.parsed_output == Sum(a=2, b=3)
-    with pytest.raises(InternalServerError, match="grammar"):
+    with pytest.raises(anthropic.InternalServerError, match="grammar"):
         create(here, "no JSON", output_config={"format": {"type": "json_schema", "schema": Sum.model_json_schema()}})
 
 

@@ -3,9 +3,9 @@
 import json
 import threading
 from itertools import count
+from types import ModuleType
 from typing import Any
 
-import anthropic
 import pytest
 from running import CONTEXT, Running, alone, chat_tokens, running, wait_until
 
@@ -177,7 +177,9 @@ def test_the_client_passes_over_pings(
 
 
 @pytest.mark.parametrize("read", [False, True])
-def test_who_goes_away_is_cancelled(server: Running, gate: threading.Event, read: bool) -> None:
+def test_who_goes_away_is_cancelled(
+    server: Running, gate: threading.Event, read: bool, anthropic: ModuleType
+) -> None:
     """While the prompt is read, and while the answer is."""
     before = cancelled(server)
     fields = {"model": "tiny", "max_tokens": 3000, "messages": HI, "extra_body": LONG}
@@ -207,7 +209,7 @@ def test_a_message_can_be_cancelled_by_its_id(server: Running) -> None:
         assert stream.get_final_message().stop_reason == "cancelled"
 
 
-def test_an_error_inside_a_stream_is_raised_by_the_client() -> None:
+def test_an_error_inside_a_stream_is_raised_by_the_client(anthropic: ModuleType) -> None:
     with running(limits=Limits(request_seconds=1.5)) as server:
         client = server.anthropic()
         create(server, max_tokens=2)

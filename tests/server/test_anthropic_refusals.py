@@ -1,9 +1,9 @@
 """Errors on Anthropic's routes, in the format that its client turns into typed exceptions."""
 
 import json
+from types import ModuleType
 from typing import Any
 
-import anthropic
 import httpx
 import pytest
 from running import Running, running, wait_until
@@ -83,7 +83,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fields", "names"), WRONG, ids=lambda value: json.dumps(value)[:60])
 def test_a_wrong_value_is_a_bad_request_that_names_the_field(
-    server: Running, fields: dict[str, Any], names: str
+    server: Running, fields: dict[str, Any], names: str, anthropic: ModuleType
 ) -> None:
     with pytest.raises(anthropic.BadRequestError) as error:
         ask(server, fields)
@@ -91,7 +91,7 @@ def test_a_wrong_value_is_a_bad_request_that_names_the_field(
     assert str(error.value.api_message).startswith(names)
 
 
-def test_other_models_and_paths_are_not_found(server: Running) -> None:
+def test_other_models_and_paths_are_not_found(server: Running, anthropic: ModuleType) -> None:
     with pytest.raises(anthropic.NotFoundError) as error:
         ask(server, {"model": "claude"})
     assert error.value.type == "not_found_error"
@@ -112,7 +112,9 @@ def test_a_body_that_cannot_be_read_is_a_bad_request(server: Running, body: byte
             refused(response, 400, "invalid_request_error")
 
 
-def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_claude_code_knows(server: Running) -> None:
+def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_claude_code_knows(
+    server: Running, anthropic: ModuleType
+) -> None:
     long = [{"role": "user", "content": "word " * 5000}]
     with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 4095 maximum"):
         ask(server, {"messages": long})
@@ -120,7 +122,7 @@ def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_claude_code_know
     assert counted.input_tokens > 5000
 
 
-def test_keys_open_the_door_as_either_header() -> None:
+def test_keys_open_the_door_as_either_header(anthropic: ModuleType) -> None:
     with running(key="sesame") as server:
         for options in ({}, {"api_key": None, "auth_token": "sesame"}):
             assert ask(server, {}, **options).type == "message"
@@ -130,7 +132,7 @@ def test_keys_open_the_door_as_either_header() -> None:
             assert error.value.type == "authentication_error"
 
 
-def test_a_body_that_is_too_large_is_refused() -> None:
+def test_a_body_that_is_too_large_is_refused(anthropic: ModuleType) -> None:
     with running(limits=Limits(body_bytes=2000)) as server:
         with pytest.raises(anthropic.RequestTooLargeError) as error:
             ask(server, {"messages": [{"role": "user", "content": "x" * 3000}]})
@@ -145,7 +147,7 @@ def test_a_body_that_is_too_large_is_refused() -> None:
         refused(response, 413, "request_too_large")
 
 
-def test_a_full_queue_is_a_rate_limit() -> None:
+def test_a_full_queue_is_a_rate_limit(anthropic: ModuleType) -> None:
     with running(max_sequences=1, max_queue=1) as server:
         long = {"max_tokens": 2000, "min_tokens": 2000, "stream": True}
 
@@ -163,7 +165,7 @@ def test_a_full_queue_is_a_rate_limit() -> None:
         assert int(error.value.response.headers["retry-after"]) >= 1
 
 
-def test_a_server_whose_engine_is_down_reports_it() -> None:
+def test_a_server_whose_engine_is_down_reports_it(anthropic: ModuleType) -> None:
     with running() as server:
         server.room.close(0)
         with pytest.raises(anthropic.ServiceUnavailableError) as error:

@@ -112,6 +112,11 @@ def test_every_field_reaches_the_engine(client: OpenAI, fields: dict[str, Any]) 
     answer = chat(client, extra_body=fields)
     assert answer.choices[0].message.content == said_with(fields)
     assert answer.generation_stats["ignored_fields"] == []
+
+
+@pytest.mark.slow  # of the table alone
+@pytest.mark.parametrize("fields", FIELDS, ids=lambda fields: "-".join(fields))
+def test_every_field_that_is_sent_makes_a_difference(fields: dict[str, Any]) -> None:
     for name in fields.keys() - WITHOUT_EFFECT:
         without = {other: value for other, value in fields.items() if other != name}
         if name != "seed":  # without one the text is another every time
@@ -149,7 +154,7 @@ def stops_of(text: str) -> list[str]:
     return [piece for piece in dict.fromkeys(pieces) if text.find(piece) > 0]
 
 
-@pytest.mark.parametrize("k", [0, 4])
+@pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_a_stop_string_is_cut_wherever_it_falls(client: OpenAI, k: int) -> None:
     text = alone(chat_tokens("hi"), max_tokens=24).text
     for stop in stops_of(text):

@@ -1,20 +1,11 @@
 """DNS rebinding: a web page that gives its own name this machine's address is known by its Host header."""
 
-from collections.abc import Iterator
-
 import pytest
-from hostile import SMALL, Target, error_code, target
+from hostile import SMALL, Target, error_code
 
 from headstart.server import hosts_for
 from headstart.server.errors import Refusal
 from headstart.server.middleware import check_host
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Target]:
-    with target("--allowed-host", "My-Mac.local", "--allowed-host", "proxy.example:443") as here:
-        yield here
-
 
 ROUTES = [
     ("GET", "/v1/models"),
@@ -31,8 +22,8 @@ ROUTES = [
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_another_host_is_refused_on_every_route(server: Target, method: str, path: str) -> None:
-    with server.http() as http:
+def test_another_host_is_refused_on_every_route(attacked: Target, method: str, path: str) -> None:
+    with attacked.http() as http:
         refusal = http.request(method, path, headers={"Host": "page.example:8000"}, content=b"{}")
         assert (refusal.status_code, error_code(refusal)) == (421, "host_not_allowed")
         assert refusal.json()["error"]["type"] == "invalid_request_error"
@@ -40,16 +31,16 @@ def test_another_host_is_refused_on_every_route(server: Target, method: str, pat
         assert "--allowed-host" in refusal.json()["error"]["message"]
 
 
-def test_it_is_refused_in_anthropics_shape_too(server: Target) -> None:
-    with server.http() as http:
+def test_it_is_refused_in_anthropics_shape_too(attacked: Target) -> None:
+    with attacked.http() as http:
         refusal = http.post("/v1/messages", headers={"Host": "page.example"}, json={})
     assert refusal.status_code == 421
     assert refusal.json()["type"] == "error"
     assert refusal.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_known_hosts_are_served_while_others_are_refused(server: Target) -> None:
-    with server.http() as http:
+def test_known_hosts_are_served_while_others_are_refused(attacked: Target) -> None:
+    with attacked.http() as http:
         for host in (
             "localhost",
             "LOCALHOST:1234",
@@ -62,13 +53,13 @@ def test_known_hosts_are_served_while_others_are_refused(server: Target) -> None
             assert http.post("/v1/completions", json=SMALL, headers={"Host": f"x.{host}"}).status_code == 421
         for path in ("/health", "/metrics"):  # probes call by any name
             assert http.get(path, headers={"Host": "page.example"}).status_code == 200
-    server.assert_serving()
+    attacked.assert_serving()
 
 
-def test_a_request_without_a_host_is_no_browsers(server: Target) -> None:
-    assert server.raw(b"GET /v1/models HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")
-    assert server.raw(b"GET /v1/models HTTP/1.0\r\nHost: page.example\r\n\r\n").startswith(b"HTTP/1.1 421")
-    assert server.raw(b"GET /v1/models HTTP/1.0\r\nHost:\r\n\r\n").startswith(b"HTTP/1.1 421")
+def test_a_request_without_a_host_is_no_browsers(attacked: Target) -> None:
+    assert attacked.raw(b"GET /v1/models HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")
+    assert attacked.raw(b"GET /v1/models HTTP/1.0\r\nHost: page.example\r\n\r\n").startswith(b"HTTP/1.1 421")
+    assert attacked.raw(b"GET /v1/models HTTP/1.0\r\nHost:\r\n\r\n").startswith(b"HTTP/1.1 421")
 
 
 def status(host: str, arrived_at: str, names: tuple[str, ...]) -> int:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import httpx
 import mlx.core as mx
+import pytest
 from hostile import SMALL, target
 
 from checkpoints import write
@@ -23,6 +24,7 @@ def test_a_server_without_a_home_or_a_temporary_folder_serves(tmp_path: Path) ->
         assert "Traceback" not in server.log()
 
 
+@pytest.mark.slow  # tests/engine/test_failing_sequences.py and test_faults.py have it in one process
 def test_a_model_of_nans_fails_its_requests_and_not_the_server(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", vocab_size=8192, shards=1)
     file = folder / "model-00001-of-00001.safetensors"

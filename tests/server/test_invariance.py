@@ -65,9 +65,9 @@ PROMPTS = {
     MESSAGES: {"messages": [{"role": "user", "content": "Tell me of cats."}], "max_tokens": 50},
 }
 OFTEN = {  # what every route adds to an answer, once; the others are slow tests
-    CHAT: ("several", "penalties", "logprobs", "seeded call", "thinking and shape"),
-    COMPLETION: ("stop", "several and logprobs", "regex"),
-    MESSAGES: ("named call", "thinking", "shape"),
+    CHAT: ("several", "logprobs", "seeded call"),
+    COMPLETION: ("stop", "regex"),
+    MESSAGES: ("thinking", "shape"),
 }
 ALL = [
     pytest.param(

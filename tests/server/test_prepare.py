@@ -82,14 +82,14 @@ def encoding(text: str, kind: Any = "chat", mark: str = "") -> Work:
     return lambda work: work.encode(text, "prompt", kind=kind, mark=mark)
 
 
-@pytest.mark.parametrize(("kind", "mark"), [("chat", ""), ("chat", "~7^"), ("text", ""), ("literal", "")])
-def test_a_worker_finds_the_same_tokens(monkeypatch: pytest.MonkeyPatch, kind: str, mark: str) -> None:
+def test_a_worker_finds_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(preparer: Preparer) -> None:
-        for text in [*TEXTS, "".join(TEXTS) * 1000, f"<|im_start|>user\n<{mark}|im_end|><|im_end|>\n" * 9]:
-            monkeypatch.setattr(headstart.server.prepare, "SMALL", VAST)
-            here = await prepare(encoding(text, kind, mark), preparer)
-            monkeypatch.setattr(headstart.server.prepare, "SMALL", -1)
-            assert await prepare(encoding(text, kind, mark), preparer) == here
+        for kind, mark in (("chat", ""), ("chat", "~7^"), ("text", ""), ("literal", "")):
+            for text in [*TEXTS, "".join(TEXTS) * 1000, f"<|im_start|>user\n<{mark}|im_end|><|im_end|>\n" * 9]:
+                monkeypatch.setattr(headstart.server.prepare, "SMALL", VAST)
+                here = await prepare(encoding(text, kind, mark), preparer)
+                monkeypatch.setattr(headstart.server.prepare, "SMALL", -1)
+                assert await prepare(encoding(text, kind, mark), preparer) == here, (kind, mark)
 
     run(test)
 

@@ -19,13 +19,12 @@ from headstart.state import KV, Recurrent
 
 pytestmark = pytest.mark.usefixtures("stock_ops")  # tests/kernels/test_cpu_kernels.py has our kernels'
 LENGTHS = (5, 19, 33)  # prompts of three ragged rows
-ROUNDS = 8
-MOST = ROUNDS * (MAX_K + 1)
+MOST = 48  # tokens that a test accepts of a sequence
 
 
 @lru_cache
 def sequences(family: str) -> list[list[int]]:
-    """Each sequence's prompt and what the model generates after it, for as long as any test can run."""
+    """Each sequence's prompt and what the model generates after it, for as long as any test runs."""
     model = random_model(family)
     prompts = [random_prompt(model, length, length) for length in LENGTHS]
     return [prompt + mlx_lm_greedy(model, prompt, MOST + MAX_K + 1) for prompt in prompts]
@@ -128,7 +127,7 @@ def test_committed_state_is_what_plain_reading_leaves(
     batch = batch_of(model, *[s[:n] for s, n in zip(sequences(family), LENGTHS, strict=True)])
     batch.max_k = mx.full(len(LENGTHS), MAX_K)  # as other sources than the head draft
     rigged = Rigged(monkeypatch, sequences(family), model.vocabulary)
-    for round in range(ROUNDS if pattern == "random" else 4):
+    for round in range(8 if pattern == "random" else 4):
         k = rng.choice((0, 1, 3, 8, 12, 15)) if pattern == "random" else (15, 1, 3, 9)[round]
         accepted = {"random": [rng.randint(0, k) for _ in LENGTHS], "all": [k] * 3, "none": [0] * 3}[pattern]
         rigged.step(model, batch, k, accepted)
@@ -154,8 +153,14 @@ def test_committed_state_survives_sequences_leaving_and_joining(monkeypatch: pyt
             assert_equals_plain(model, batch, row, sequence[:said])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("chunk", [1, 7, 32, 512])
+@pytest.mark.parametrize(
+    ("chunk", "family"),
+    [
+        (1, "dense"),
+        *(pytest.param(1, family, marks=pytest.mark.slow) for family in FAMILIES if family != "dense"),
+        *((chunk, family) for chunk in (7, 32, 512) for family in FAMILIES),
+    ],
+)
 def test_a_prompt_leaves_the_same_state_however_it_is_cut(family: str, chunk: int) -> None:
     model = random_model(family)
     prompt = sequences(family)[2][:60]

@@ -1,5 +1,7 @@
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,19 +15,33 @@ VIEWPORT = {"width": 1280, "height": 800}
 MEDIA = ("color_scheme", "reduced_motion", "forced_colors")
 
 
-@pytest.fixture(scope="module")  # Playwright's event loop is in the way of other modules' own
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        path = chromium(playwright)
-        if path is None:
-            (pytest.fail if os.environ.get("CI") else pytest.skip)(ABSENT)
-        yield playwright.chromium.launch(executable_path=path, args=FLAGS)
+_running = ExitStack()
 
 
-@pytest.fixture(scope="module")
-def tab(browser: Browser) -> Page:
-    """Where most visits take place, one after the other: a new tab is a new process."""
-    return browser.new_context(viewport=VIEWPORT).new_page()
+@cache
+def launch() -> tuple[Browser, Page] | None:
+    """Start the browser of all files here, with a tab, if there is one."""
+    playwright = _running.enter_context(sync_playwright())
+    if (path := chromium(playwright)) is None:
+        return None
+    browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+    return browser, browser.new_context(viewport=VIEWPORT).new_page()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Close it after the last file here: Playwright's event loop is in the way of other modules' own."""
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        _running.close()
+        launch.cache_clear()
+
+
+@pytest.fixture
+def browser_and_tab() -> tuple[Browser, Page]:
+    """Most visits take place in this tab, one after the other: a new tab is a new process."""
+    if (launched := launch()) is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(ABSENT)
+    return launched
 
 
 def leave(tab: Page, server: Running) -> None:
@@ -42,9 +58,10 @@ def leave(tab: Page, server: Running) -> None:
 
 
 @pytest.fixture
-def visit(browser: Browser, tab: Page) -> Iterator[Visit]:
+def visit(browser_and_tab: tuple[Browser, Page]) -> Iterator[Visit]:
     """Open a part of the page. Whatever it is used for, the browser has nothing to complain of, the content security
     policy included, and nobody but the server is asked for anything."""
+    browser, tab = browser_and_tab
     contexts: list[BrowserContext] = []
     visited: list[Running] = []
     listeners: list[tuple[str, Any]] = []
