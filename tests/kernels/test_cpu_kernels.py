@@ -378,6 +378,44 @@ def test_attention_is_stock(dtype: str, width: int, longest: int, monkeypatch: p
 
 
 @pytest.mark.parametrize("dtype", TYPES)
+def test_attention_is_that_of_float64(dtype: str) -> None:
+    """Norms, rotation and gates included, over more positions than a split has and more queries than a tile."""
+    layer, lengths, width, scale = attending(dtype), [1000, 3], 45, 0.1
+    H, Hkv, D = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim
+    kv = cached(layer, lengths, 1050, dtype)
+    past = [exact(mx.where(mx.isnan(array), 0, array)) for array in kv.arrays()]
+    q, k, v = (normal(n, 2, width, n * D, dtype=dtype) for n in (2 * H, Hkv, Hkv))
+    turns = mx.array([10000.0 ** (-i / 8) for i in range(8)])
+    norms = [layer.q_norm.weight, layer.k_norm.weight]
+    found, keys, values = native().attention(q, k, v, *norms, turns, kv.offset, *kv.arrays(), 1e-6, scale)
+
+    def turned(x: np.ndarray, weight: mx.array, start: int) -> np.ndarray:
+        """The norms [heads, W, D] of x, rotated in their first 16 elements."""
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * exact(weight)
+        angles = (start + np.arange(width))[:, None] * exact(turns)
+        a, b = x[..., :8], x[..., 8:16]
+        both = [a * np.cos(angles) - b * np.sin(angles), a * np.sin(angles) + b * np.cos(angles)]
+        return np.concatenate([*both, x[..., 16:]], axis=-1)
+
+    for row, length in enumerate(lengths):
+        split = exact(q[row]).reshape(width, H, 2, D).transpose(2, 1, 0, 3)  # queries and gates, [H, W, D]
+        new = [exact(array[row]).reshape(width, Hkv, D).transpose(1, 0, 2) for array in (k, v)]
+        every = [np.concatenate([each[row, :, :length], one], axis=1) for each, one in zip(past, new, strict=True)]
+        every[0][:, length:] = turned(new[0], norms[1], length)
+        for array, expected in ((keys, every[0]), (values, every[1])):
+            tolerance = {"rtol": 2 * ulp(dtype), "atol": 1e-4}
+            np.testing.assert_allclose(exact(array[row, :, : length + width]), expected, **tolerance)
+        wide = [np.repeat(each, H // Hkv, axis=0) for each in every]
+        scores = scale * turned(split[0], norms[0], length) @ wide[0].transpose(0, 2, 1)
+        scores[:, np.arange(width)[:, None] + length < np.arange(length + width)] = -np.inf
+        chances = np.exp(scores - scores.max(-1, keepdims=True))
+        expected = chances / chances.sum(-1, keepdims=True) @ wide[1] / (1 + np.exp(-split[1]))
+        expected = expected.transpose(1, 0, 2).reshape(width, H * D)
+        tolerance = {"rtol": 4 * ulp(dtype), "atol": 8e-3 if dtype == "bfloat16" else 1e-5}
+        np.testing.assert_allclose(exact(found[row]), expected, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("longest", "width"), [(33, 9), (1010, 70)])
 def test_a_query_is_the_same_alone_and_in_a_window(dtype: str, longest: int, width: int) -> None:
     """Also where its positions are more than a split, and queries more than a tile."""
