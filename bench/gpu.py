@@ -30,6 +30,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from headstart import models
 from headstart.bench.local import K, decode_batch
 from headstart.checkpoint import load_model, load_tokenizer, resolve
+from headstart.engine import Engine
 from headstart.engine.batch import Batch
 from headstart.engine.step import StepResult, prefill_prompts, step, verify
 from headstart.kernels.cuda.persistent import PERSISTENT
@@ -142,6 +143,7 @@ def random_model(shape: dict[str, Any]) -> tuple[Model, nn.Module]:
     kept: Any = tree_flatten(model.lm.parameters())
     theirs.update(tree_unflatten([(n, a.astype(mx.bfloat16) if n.endswith("norm.weight") else a) for n, a in kept]))
     mx.eval(theirs.parameters())
+    Engine(model).warm_up()  # kernels are compiled side by side
     return model, theirs
 
 
