@@ -103,7 +103,7 @@ def main() -> None:
     import gpu
 
     mx.set_default_device(mx.gpu)
-    model = with_reduced_head(gpu.random_model(gpu.SHAPES[given.model])[0], given.size)
+    model = with_reduced_head(gpu.warm_model(gpu.SHAPES[given.model])[0], given.size)
     compare_heads(model, given.k, given.steps, given.turns)
     recording = Recording(gpu.prompts(1), [gpu.greedy(model, 280)])
     compare_rates(model, recording, gpu.ACCEPTANCE[given.model], given.k, given.turns)

@@ -143,7 +143,13 @@ def random_model(shape: dict[str, Any]) -> tuple[Model, nn.Module]:
     kept: Any = tree_flatten(model.lm.parameters())
     theirs.update(tree_unflatten([(n, a.astype(mx.bfloat16) if n.endswith("norm.weight") else a) for n, a in kept]))
     mx.eval(theirs.parameters())
-    Engine(model).warm_up()  # kernels are compiled side by side
+    return model, theirs
+
+
+def warm_model(shape: dict[str, Any]) -> tuple[Model, nn.Module]:
+    """The same, with our kernels compiled: side by side, where the first steps would compile them one by one."""
+    model, theirs = random_model(shape)
+    Engine(model).warm_up()
     return model, theirs
 
 
@@ -252,12 +258,9 @@ def paths(name: str, model: Model, theirs: nn.Module) -> None:
     for turn in range(TURNS):
         line(turn, "mlx-lm", *[""] * 5, stock_rate(theirs))
         for path, refusal in (("separate kernels", "this benchmark"), ("one launch a layer", None)):
-            begun, PERSISTENT.refusal, plain = time.perf_counter(), refusal, 0.0
+            PERSISTENT.refusal, plain = refusal, 0.0
             for k in (0, 2, 3):
-                seconds = step_seconds(model, prompts(1), k)
-                if turn == k == 0:
-                    print(f"first ten steps, {path}: {time.perf_counter() - begun:.1f} s", flush=True)
-                host = host_seconds(model, k, 40 if k else 16)  # shapes of windows are remembered later
+                seconds, host = step_seconds(model, prompts(1), k), host_seconds(model, k)
                 rate = decode_imposed(model, recording, k, ACCEPTANCE[name]).rate
                 plain = plain or rate
                 line(turn, path, k, *[f"{1e3 * each:.2f}" for each in (seconds, *host)], rate, f"{rate / plain:.2f}")
@@ -289,7 +292,7 @@ def verify_only(model: Model, batch: Batch, k: int) -> StepResult:
 
 
 def shape(name: str, parts: list[str]) -> None:
-    model, theirs = random_model(SHAPES[name])
+    model, theirs = warm_model(SHAPES[name])
     print(f"{name}: {mx.get_active_memory() / 1e9:.1f} GB", flush=True)
     if "paths" in parts:
         paths(name, model, theirs)

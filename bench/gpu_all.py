@@ -131,7 +131,7 @@ def large(name: str) -> None:
 
     gpu = prepare()
     gpu.TURNS = min(gpu.TURNS, 3)
-    model, theirs = gpu.random_model(gpu.SHAPES[name])
+    model, theirs = gpu.warm_model(gpu.SHAPES[name])
     say(f"{name} is built")
     gpu.paths(name, model, theirs)
     recording = Recording(gpu.prompts(1), [gpu.greedy(model, 60 if TINY else 280)])

@@ -18,7 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from gpu import ACCEPTANCE, SHAPES, TURNS, prompts, quantises, random_model, step_seconds
+from gpu import ACCEPTANCE, SHAPES, TURNS, prompts, quantises, step_seconds, warm_model
 from gpu_products import line, note, table
 from imposed_acceptance import decode_imposed, record
 
@@ -90,7 +90,7 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else "27b"
     if name != "tiny":
         mx.set_default_device(mx.gpu)
-    model = with_drafter(random_model(TINY if name == "tiny" else SHAPES[name])[0])
+    model = with_drafter(warm_model(TINY if name == "tiny" else SHAPES[name])[0])
     print(f"{name}: {mx.get_active_memory() / 1e9:.1f} GB", flush=True)
     head, block = ACCEPTANCE.get(name, ACCEPTANCE["27b"]), geometric(TOKENS_PER_ROUND[name])
     cells = [Cell(1, 0), Cell(1, HEAD), *(Cell(1, k, Source.BLOCK) for k in LENGTHS)]
