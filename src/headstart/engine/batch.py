@@ -6,13 +6,23 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..kernels.cuda.greedy import AcceptedDrafts
 from ..models import Model
 from ..sampling import AcceptResult, BatchContext, Controls, SequenceParams, controls
 from ..state import BLOCK, BatchState
 
 RESUME_PAIRS = 16  # most pairs that the head replays when drafting resumes
 COUNTERS = ("last", "max_k", "remaining", "rounds")  # fields of Batch with one number per sequence
+
+
+class Advance(NamedTuple):
+    """Where a step leads its sequences to: [B] each. In the order of the kernel that computes them."""
+
+    generated: mx.array
+    last: mx.array
+    lengths: mx.array
+    remaining: mx.array
+    rounds: mx.array
+    places: mx.array  # [B, W], of the window's tokens in the history
 
 
 class UnseenPairs(NamedTuple):
@@ -146,20 +156,25 @@ class Batch:
         position = self.trunk_state.lengths + 1  # of the token to generate: `last` is at index `lengths`
         return BatchContext(self.controls, position, self.rounds, self.recent, self.remaining, self.counts)
 
-    def commit(self, hidden: mx.array, result: AcceptResult, made: AcceptedDrafts | None = None) -> None:
-        """Advance every sequence by its accepted drafts and the token after them. `made`: where that leads to, if a
-        kernel has computed it.
+    def advance(self, result: AcceptResult) -> Advance:
+        """Return where accepted drafts and the token after them lead to."""
+        generated = result.accepted + 1
+        lengths = self.trunk_state.lengths
+        places = lengths[:, None] + 1 + mx.arange(result.tokens.shape[1])
+        counters = (lengths + generated, self.remaining - generated, self.rounds + 1)
+        return Advance(generated, result.next, *counters, places)
+
+    def commit(self, hidden: mx.array, result: AcceptResult, to: Advance) -> None:
+        """Advance every sequence by its accepted drafts and the token after them.
 
         Rejected drafts need no undo. Their KV entries lie past the length and are overwritten. In recurrent layers
         all drafts are still pending, and the next pass folds in the first `accepted` of them.
         """
-        generated = result.accepted + 1 if made is None else made.generated
-        self._append(result.tokens, None if made is None else made.places)
+        generated = to.generated
+        self._append(result.tokens, to.places)
         self.trunk_state.accepted = result.accepted
-        self.trunk_state.commit(generated, hidden.shape[1], None if made is None else made.lengths)
-        self.last = result.next if made is None else made.last
-        self.remaining = self.remaining - generated if made is None else made.remaining
-        self.rounds = self.rounds + 1 if made is None else made.rounds
+        self.trunk_state.commit(generated, hidden.shape[1], to.lengths)
+        self.last, self.remaining, self.rounds = to.last, to.remaining, to.rounds
         if (size := self.recent.shape[1]) > 0:
             text = mx.concatenate([self.recent, result.tokens], axis=1)
             self.recent = mx.take_along_axis(text, generated[:, None] + mx.arange(size), axis=1)
@@ -179,14 +194,11 @@ class Batch:
         """Return the tokens [B, T] at these positions [B, T] of each sequence."""
         return mx.take_along_axis(self.history, positions, axis=1)
 
-    def _append(self, tokens: mx.array, places: mx.array | None) -> None:
-        """Write tokens [B, W] after each sequence's last, or at `places`; those that were not generated are
-        overwritten later."""
+    def _append(self, tokens: mx.array, places: mx.array) -> None:
+        """Write tokens [B, W] at these places; those that were not generated are overwritten later."""
         missing = max(self.trunk_state.bounds) + 1 + tokens.shape[1] - self.history.shape[1]
         if missing > 0:
             self.history = mx.pad(self.history, [(0, 0), (0, -(-missing // BLOCK) * BLOCK)])
-        if places is None:
-            places = self.trunk_state.lengths[:, None] + 1 + mx.arange(tokens.shape[1])
         self.history = mx.put_along_axis(self.history, places, tokens, axis=1)
 
     def collect_unseen(self) -> None:

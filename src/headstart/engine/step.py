@@ -32,7 +32,7 @@ from ..sampling import (
     logprobs,
 )
 from ..state import CHUNK
-from .batch import Batch, UnseenPairs
+from .batch import Advance, Batch, UnseenPairs
 from .draft import SOURCES, Source, catch_up, copy_drafts
 
 
@@ -88,7 +88,7 @@ def verify(model: Model, batch: Batch, proposal: Proposal, grammar: GrammarMasks
     if best is not None:  # a kernel does all that follows
         made = launch_accept(best, window, max_k, batch.trunk_state.lengths, batch.remaining, batch.rounds)
         result, allowed, finite = AcceptResult(made.accepted, best.tokens), made.proposed, made.finite
-        batch.commit(hidden, result, made)
+        batch.commit(hidden, result, Advance(*made[3:]))
     else:
         # A step always adds a token of its own, so at most remaining - 1 drafts fit. `remaining` is 0 or less in the
         # surplus step of a sequence whose end the host has not read yet.
@@ -101,7 +101,8 @@ def verify(model: Model, batch: Batch, proposal: Proposal, grammar: GrammarMasks
             mx.async_eval(logits)
             permitted = grammar.permitted(proposal.tokens)  # [B, k+1, V]
         result = accept_window(logits, proposal, allowed, batch.context(), permitted)
-        batch.commit(hidden, result)  # the head sees what is committed here at the beginning of the next step
+        # The head sees what is committed here at the beginning of the next step.
+        batch.commit(hidden, result, batch.advance(result))
         # argmax over NaNs is token 0, but max() passes the NaN on. Positions after the last generated token do not
         # count.
         each = mx.isfinite(logits.max(axis=-1)) | (mx.arange(k + 1) > result.accepted[:, None])

@@ -40,7 +40,7 @@ class Scores(NamedTuple):
 
     hidden: mx.array  # [B, W, H], the head's input
     logits: mx.array  # [B, W, V], for the token after each position
-    best: BestTokens | None = None
+    best: BestTokens | None
 
 
 class Weights(nn.Module):
@@ -59,7 +59,8 @@ class Weights(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A model and its head, as four functions: `trunk`, `logits`, `head`, `draft_logits`, and their states."""
+    """A model and its head as functions: `trunk` and `logits`, in one pass `score`; `head` and `draft_logits`, in one
+    pass `greedy_drafts`; and their states."""
 
     family: Family
     config: dict[str, Any]  # config.json's text part
