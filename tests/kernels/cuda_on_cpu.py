@@ -6,11 +6,14 @@ The signature is put together as mlx/backend/cuda/custom_kernel.cpp does it. Slo
 
 import ctypes
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
 from compiled import library
 
@@ -23,6 +26,20 @@ NAMES = {
     mx.int32: "int32_t",
     mx.uint32: "uint32_t",
 }
+
+
+@contextmanager
+def emulated(kernels: Sequence[Any], on: Sequence[Any] = ()) -> Iterator[pytest.MonkeyPatch]:
+    """Build what these cached functions return for this CPU, while the modules `on` believe that they are on CUDA."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx.fast, "cuda_kernel", cuda_kernel)
+        for module in on:
+            patch.setattr(module, "on_cuda", lambda: True)
+        for kernel in kernels:
+            kernel.cache_clear()
+        yield patch
+    for kernel in kernels:
+        kernel.cache_clear()
 
 
 def cuda_kernel(

@@ -32,13 +32,8 @@ pytestmark = pytest.mark.usefixtures("stock_ops")  # the kernels for CUDA run on
 
 @pytest.fixture(autouse=True, scope="module")
 def on_the_cpu():  # type: ignore[no-untyped-def]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mx.fast, "cuda_kernel", cuda_on_cpu.cuda_kernel)
-        for kernel in (attention._arrange, attention._partials, attention._merge):
-            kernel.cache_clear()
+    with cuda_on_cpu.emulated((attention._arrange, attention._partials, attention._merge)):
         yield
-    for kernel in (attention._arrange, attention._partials, attention._merge):
-        kernel.cache_clear()
 
 
 def normal(*shape: int, seed: int, dtype: mx.Dtype = mx.bfloat16) -> mx.array:

@@ -24,12 +24,9 @@ pytestmark = pytest.mark.usefixtures("stock_ops")  # the kernels for CUDA run on
 
 @pytest.fixture(autouse=True, scope="module")
 def on_the_cpu():  # type: ignore[no-untyped-def]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mx.fast, "cuda_kernel", cuda_on_cpu.cuda_kernel)
+    with cuda_on_cpu.emulated([_gated_delta_kernel]) as patch:
         patch.setattr(gated_delta, "gated_delta_fits", lambda state, dtype: True)
-        _gated_delta_kernel.cache_clear()
         yield
-    _gated_delta_kernel.cache_clear()
 
 
 @cache

@@ -21,15 +21,8 @@ pytestmark = pytest.mark.usefixtures("stock_ops")  # the kernels for CUDA run on
 @pytest.fixture(autouse=True, scope="module")
 def on_the_cpu() -> Iterator[None]:
     kernels = (head._embed_kernel, head._draft_kernel, cuda.norm._norm_kernel)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mx.fast, "cuda_kernel", cuda_on_cpu.cuda_kernel)
-        for module in (cuda.norm, head):
-            patch.setattr(module, "on_cuda", lambda: True)
-        for kernel in kernels:
-            kernel.cache_clear()
+    with cuda_on_cpu.emulated(kernels, on=(cuda.norm, head)):
         yield
-    for kernel in kernels:
-        kernel.cache_clear()
 
 
 def embedding(bits: int, group: int, dtype: mx.Dtype) -> nn.Module:

@@ -36,20 +36,12 @@ def on_the_cpu() -> Iterator[None]:
         cuda_kernels.attention._merge,
         cuda_layer._layer_kernel,
     ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mx.fast, "cuda_kernel", cuda_on_cpu.cuda_kernel)
-        for module in (
-            products, experts, cuda_kernels.norm, cuda_kernels.gated_delta, cuda_kernels.attention, persistent
-        ):  # fmt: skip
-            patch.setattr(module, "on_cuda", lambda: True)
+    cuda = (cuda_kernels.norm, cuda_kernels.gated_delta, cuda_kernels.attention)
+    with cuda_on_cpu.emulated(kernels, on=(products, experts, persistent, *cuda)) as patch:
         for module in (persistent, cuda_layer):
             patch.setattr(module, "resident_blocks", lambda shared: 2)
         patch.setattr(cuda_layer, "THREADS", 256)
-        for kernel in kernels:
-            kernel.cache_clear()
         yield
-    for kernel in kernels:
-        kernel.cache_clear()
 
 
 @cache

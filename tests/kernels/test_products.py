@@ -29,15 +29,8 @@ def on_the_cpu() -> Iterator[None]:
         cuda.experts._combine,
         cuda.norm._norm_kernel,
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mx.fast, "cuda_kernel", cuda_on_cpu.cuda_kernel)
-        for module in (products, experts, cuda.norm):
-            patch.setattr(module, "on_cuda", lambda: True)
-        for kernel in kernels:
-            kernel.cache_clear()
+    with cuda_on_cpu.emulated(kernels, on=(products, experts, cuda.norm)):
         yield
-    for kernel in kernels:
-        kernel.cache_clear()
 
 
 def normal(*shape: int, seed: int, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
