@@ -47,16 +47,18 @@ def test_earlier_messages_count(loaded: Any) -> None:
 
 
 @pytest.mark.slow
-def test_earlier_messages_are_not_prefilled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_earlier_messages_are_not_prefilled_again(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hits: list[int] = []
+    user = {"role": "user", "content": "word " * 599 + "word"}
+    message = loaded[1].apply_chat_template([user])  # without what begins the model's turn
 
     def summary(stats: Stats, finish_reason: str | None) -> str:
         hits.append(stats.prefix_cache_hit)
         return ""
 
     monkeypatch.setattr(show, "summary", summary)
-    assert chat("word " * 600, SECOND).exit_code == 0
-    assert hits == [0, 512]
+    assert chat(user["content"], SECOND).exit_code == 0
+    assert hits == [0, len(message)]
 
 
 def test_an_answer_is_right_after_one_that_was_stopped_in_the_middle_of_a_turn(
