@@ -175,10 +175,10 @@ def test_what_cannot_be_compiled_is_run_without(
 def test_commands_need_no_home_no_tmpdir_and_no_compiler(tmp_path: Path, environment: dict[str, str]) -> None:
     raw = write(tmp_path / "raw")
     for command in (
-        ["models"],
+        ["list"],
         ["inspect", raw],
         ["convert", raw, tmp_path / "out"],
-        ["generate", "-m", raw, "-p", "x", "--max-tokens", "4"],
+        ["generate", "-p", "x", "--max-tokens", "4"],
     ):
         done = subprocess.run(
             [sys.executable, "-m", "headstart", *map(str, command)],
