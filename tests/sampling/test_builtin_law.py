@@ -40,10 +40,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def numbers(
     prompt: Sequence[int], tokens: Sequence[int], params: SamplingParams, rng: np.random.Generator
 ) -> np.ndarray:
-    """[len(tokens)], uniform if every token was drawn from its law, which one plain forward of mlx-lm gives."""
+    """[len(tokens)], uniform if every token was drawn from its law, which one pass over the whole text gives.
+
+    It is not mlx-lm's pass: in bfloat16 its kernels round otherwise, and cut other tokens where two are almost equal.
+    """
     model, size = builtin_model(), max(params.context_size, 1)
     text = [*prompt, *tokens]
-    logits = model.lm(mx.array([text]))[:, len(prompt) - 1 : -1]
+    logits = model.score(mx.array([text]), model.make_state(1)).logits[:, len(prompt) - 1 : -1]
     padded = [-1] * size + text
     seen = [padded[n : n + size] for n in range(len(prompt), len(text))]
     ruled = controls([SequenceParams(params, 0, 0, 10**6)], model.vocabulary)
