@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 import mlx.core as mx
 import numpy as np
 
-from checkpoints import write
+from checkpoints import write, write_drafter
 from headstart.checkpoint import load_model
 from headstart.engine import Engine, Request
 from headstart.engine.batch import Batch
@@ -36,8 +36,11 @@ class Case:
 
 
 @lru_cache
-def small_model(vocabulary: int = 12, seed: int = 3) -> Model:
-    """Two random layers, one recurrent and one of attention, with a head, and logits flat enough to sample from."""
+def small_model(vocabulary: int = 12, seed: int = 3, block: bool = False) -> Model:
+    """Two random layers, one recurrent and one of attention, with a head, and logits flat enough to sample from.
+
+    `block`: the same model with a block drafter.
+    """
     sizes = {
         "vocab_size": vocabulary, "num_hidden_layers": 2, "full_attention_interval": 2, "hidden_size": 32,
         "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
@@ -45,8 +48,9 @@ def small_model(vocabulary: int = 12, seed: int = 3) -> Model:
         "linear_value_head_dim": 8,
     }  # fmt: skip
     with TemporaryDirectory() as folder:
-        write(Path(folder), "dense", seed=seed, **sizes)
-        model = load_model(folder, dtype=mx.float32)
+        target = write(Path(folder, "target"), "dense", seed=seed, **sizes)
+        drafter = write_drafter(Path(folder, "drafter"), target, layers=(0, 1)) if block else None
+        model = load_model(target, drafter=drafter, dtype=mx.float32)
     lm_head = model.lm.language_model.lm_head
     lm_head.weight = lm_head.weight * 0.16
     return model
