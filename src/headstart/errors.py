@@ -50,3 +50,9 @@ class Busy(HeadstartError):
     def __init__(self, message: str, retry_after: float):
         super().__init__(message)
         self.retry_after = retry_after
+
+
+def printable_error(error: BaseException) -> str:
+    """Return an error of a library, with its type, as one short line that is safe to print."""
+    text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

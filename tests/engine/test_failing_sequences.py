@@ -311,13 +311,13 @@ def test_a_sequence_that_makes_every_step_fail_ends_alone(monkeypatch: pytest.Mo
     engine = Engine(model)
     handles = start(model, engine)
     bad = engine.running[1].params
-    failed = failing_where(monkeypatch, RuntimeError("its sampling is broken"), lambda batch: bad in batch.params)
+    failed = failing_where(monkeypatch, RuntimeError("its sampling is broken\nx"), lambda batch: bad in batch.params)
     answers = [collect(handle) for handle in handles]
     assert failed == [4, 1]
     for i, (handle, answer) in enumerate(zip(handles, answers, strict=True)):
         if i == 1:
             assert answer.finish_reason == "error"
-            assert "its sampling is broken" in str(answer.error)
+            assert str(answer.error) == "RuntimeError: its sampling is broken"  # in one line
         else:
             assert (answer.finish_reason, answer.tokens) == ("length", alone(handle, model))
 

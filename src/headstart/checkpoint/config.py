@@ -28,7 +28,8 @@ MAX_LAYERS = 4096
 # Fields that are sizes or counts, in every family; null or zero where a model has none of the kind.
 SIZE = re.compile(r"(?:\w{1,32}_)?num_\w{1,64}|\w{1,64}_(?:size|dim|interval|step|position_embeddings)", re.ASCII)
 POSITIVE = (
-    "vocab_size", "hidden_size", "head_dim", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
+    "vocab_size", "hidden_size", "head_dim", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "max_position_embeddings",
 )  # fmt: skip
 OBJECTS = ("text_config", "quantization", "quantization_config", "mlx_lm_extra_tensors", "rope_parameters")
 MULTIPLES = (("num_attention_heads", "num_key_value_heads"), ("linear_num_value_heads", "linear_num_key_heads"))
@@ -107,12 +108,6 @@ def checked_file(name: object, what: str) -> str:
     return str(path)
 
 
-def printable_error(error: BaseException) -> str:
-    """Return a library's error about an untrusted file as one short line that is safe to print."""
-    text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
 def read_config(path: Path, *, drafter: bool = False) -> dict[str, Any]:
     """Return the checked config.json of the folder `path`, with its RoPE fields under the names mlx-lm reads.
 
@@ -155,13 +150,16 @@ def _check(config: dict[str, Any]) -> None:
     experts = text.get("num_experts")
     if experts is not None and (text.get("num_experts_per_tok") or 0) > experts:
         raise Malformed(f"num_experts_per_tok is {text['num_experts_per_tok']}, more than there are experts")
+    if type(normed := text.get("norm_topk_prob", True)) is not bool:
+        raise _wrong("norm_topk_prob", normed, "true or false")
     numbers = {field: text[field] for field in ("rms_norm_eps", *ROPE_NUMBERS) if text.get(field) is not None}
     for field in ("rope_parameters", "rope_scaling"):
         _require_object(field, text.get(field), nullable=True)
         rope = text.get(field) or {}
         numbers |= {f"{field}.{name}": rope[name] for name in ROPE_NUMBERS if name in rope}
-    for field, value in numbers.items():  # of Step one for every layer
-        for number in value if isinstance(value, list) and field == "rope_theta" else [value]:
+    per_layer = config["model_type"] == "step3p5"
+    for field, value in numbers.items():
+        for number in value if isinstance(value, list) and field == "rope_theta" and per_layer else [value]:
             if type(number) not in (int, float) or not 0 < number <= sys.float_info.max:
                 raise _wrong(field, value, "a number above 0")
 

@@ -17,11 +17,11 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from .. import models
-from ..errors import DrafterError
+from ..errors import DrafterError, printable_error
 from ..models.dflash import DFlash, DFlashSpec, DFlashWeights
 from ..models.norm import Norm, use_float32_norms
 from .atomic import publish, require_space, staging_folder
-from .config import MAX_LAYERS, REMEDY, printable_error, read_config
+from .config import MAX_LAYERS, REMEDY, read_config
 from .names import ParameterPart
 from .parameters import Stored, StoredParameter, TensorSource, find_misfit, parameter_shapes, quantization_of
 from .quantize import Recipe, choose_quantization

@@ -15,8 +15,8 @@ import yaml  # type: ignore[import-untyped]
 from huggingface_hub import metadata_load
 
 from .. import cards, models
-from ..errors import CheckpointError
-from .config import REMEDY, printable_error, read_config
+from ..errors import CheckpointError, printable_error
+from .config import REMEDY, read_config
 from .head import SIDECARS, check_final_norm, check_sizes, find_sidecar, read_head
 from .names import Names, is_head, is_vision
 from .parameters import Stored, find_misfit, find_parameters, parameter_shapes, quantization_of
@@ -143,6 +143,9 @@ def head_field(config: dict[str, Any]) -> str:
 
 def expected_model(path: Path, config: dict[str, Any]) -> models.Model:
     """Return the model with its head, not computed: the names and shapes that the files must have."""
+    for name in ("vocab_size", "max_position_embeddings"):  # mlx-lm has defaults, which may not be this model's
+        if models.text_config(config).get(name) is None:
+            raise CheckpointError(f"{path / 'config.json'}: {name} is missing. {REMEDY}")
     try:
         return models.build(copy.deepcopy(config))
     except CheckpointError:

@@ -20,7 +20,7 @@ from mlx_lm.utils import load_tokenizer as load_mlx_lm_tokenizer
 
 from .. import models
 from ..cards import Dispatch
-from ..errors import CheckpointError, HeadError
+from ..errors import CheckpointError, HeadError, printable_error
 from ..kernels import cpu
 from ..kernels.metal.tune import choose_kernels
 from ..limits import MAX_IMAGE_PIXELS
@@ -29,7 +29,7 @@ from ..models.compiler import ensure_compiles
 from ..models.memory import Footprint
 from ..models.norm import Norm
 from .adapters import StoredAdapter, adapter_nbytes, attach_adapters, read_adapters
-from .config import printable_error, read_object
+from .config import read_object
 from .draft_vocabulary import read_draft_tokens
 from .drafter import DrafterLayout, check_drafter, read_drafter, read_drafter_weights
 from .hub import resolve, resolve_head

@@ -5,8 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..errors import CheckpointError
-from .config import printable_error
+from ..errors import CheckpointError, printable_error
 from .parameters import FP8_BLOCK, Stored, TensorSource
 
 FLOAT32 = (".A_log", ".e_score_correction_bias", ".router_bias")

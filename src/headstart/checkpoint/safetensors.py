@@ -11,8 +11,8 @@ import mlx.core as mx
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from ..errors import CheckpointError
-from .config import Malformed, checked_file, checked_name, file_errors, printable_error, read_object, require_regular
+from ..errors import CheckpointError, printable_error
+from .config import Malformed, checked_file, checked_name, file_errors, read_object, require_regular
 
 INDEX = "model.safetensors.index.json"
 HEADER_REMEDY = "Download it again; if it is a Git LFS pointer, `git lfs pull` replaces it."

@@ -9,10 +9,10 @@ import mlx.core as mx
 from mlx.utils import tree_unflatten
 
 from .. import models
-from ..errors import CheckpointError
+from ..errors import CheckpointError, printable_error
 from ..images import ImageRules
 from ..models.vision import VisionShape, VisionTower
-from .config import printable_error, read_object
+from .config import read_object
 from .names import is_vision, without_prefix
 from .parameters import parameter_shapes
 from .read import LazyFiles, open_file

@@ -8,7 +8,7 @@ from typing import Literal
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..errors import HeadstartError, RequestError
+from ..errors import HeadstartError, RequestError, printable_error
 from ..limits import MAX_K
 from ..models import Model
 from ..sampling import Logprobs, Matcher, SamplingParams, SequenceParams, compile_grammar
@@ -193,7 +193,7 @@ class SequenceState:
         self.matcher = None
         if error is not None and not isinstance(error, HeadstartError):
             known = is_out_of_memory(error)
-            error = out_of_memory(error) if known else HeadstartError(f"{type(error).__name__}: {error}")
+            error = out_of_memory(error) if known else HeadstartError(printable_error(error))
         self.put(Event(finish_reason=reason, error=error))
         for sibling in self.siblings:
             sibling.finish(reason, error)
