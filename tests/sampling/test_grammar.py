@@ -122,6 +122,13 @@ def test_a_completed_answer_follows_its_grammar() -> None:
             jsonschema.validate(json.loads(text), PERSON if spec is JSON else {"type": "object"})
 
 
+def test_a_grammar_may_force_the_text_of_an_added_token() -> None:
+    specs = [GrammarSpec("json_schema", '{"const": "x</think>"}'), GrammarSpec("regex", r"a<\|im_end\|>b")]
+    told = answers([(spec, {"max_tokens": 20, "k": k}) for spec in specs for k in (0, 3)])
+    assert [answer.reason for answer in told] == ["stop"] * 4
+    assert [answer.text for answer in told] == ['"x</think>"'] * 2 + ["a<|im_end|>b"] * 2
+
+
 @pytest.mark.parametrize("gap", ["", " ", "\n", "\n    ", "\n\t\t"])
 def test_json_may_have_one_space_or_a_new_line_and_its_indentation(gap: str) -> None:
     tokens = ids("{" + gap + '"name"')

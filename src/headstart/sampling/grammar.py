@@ -36,8 +36,9 @@ MASK_SECONDS = 1.0  # CPU time for one mask. Ordinary masks take milliseconds, a
 class Matcher:
     """Follows one sequence through its grammar."""
 
-    def __init__(self, matcher: LLMatcher, stop_ids: Collection[int], vocabulary: int):
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, stop_ids: Collection[int], vocabulary: int):
         self._matcher = matcher
+        self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
         self._mask_bytes = (vocabulary + 7) // 8
         self.stopped = False  # the grammar is complete, and nothing can follow
@@ -89,10 +90,24 @@ class Matcher:
             raise self._error()
         mask += bytes(self._mask_bytes - len(mask))  # a model may have more ids than its tokenizer: they have no text
         may_end = self._matcher.is_accepting()
+        if not may_end and len(mask) - mask.count(0) == 1:
+            self._permit_text(mask)
         for token in self._stop_ids:
             bit = 1 << token % 8
             mask[token // 8] = mask[token // 8] | bit if may_end else mask[token // 8] & ~bit
         return bytes(mask)
+
+    def _permit_text(self, mask: bytearray) -> None:
+        """Permit the first token of a text that the grammar forces and that is also the text of an added token.
+
+        llguidance tokenises such a text as the added token, permits that alone, and then refuses it.
+        """
+        last = len(mask.rstrip(b"\0")) - 1
+        token = 8 * last + mask[last].bit_length() - 1
+        if self._tokenizer.is_special_token(token) and not self._matcher.validate_tokens([token]):
+            first = self._tokenizer.greedy_tokenize(self._tokenizer.decode_str([token]))[0]
+            mask[last] = 0
+            mask[first // 8] |= 1 << first % 8
 
     def _error(self) -> HeadstartError:
         reason = self._matcher.get_error() or self._matcher.stop_reason()
@@ -104,10 +119,12 @@ class Grammar:
     """A grammar compiled for a tokenizer."""
 
     start: LLMatcher
+    tokenizer: LLTokenizer
 
     def matcher(self, stop_ids: Collection[int], vocabulary: int) -> Matcher:
         """Return a matcher for a new sequence of a model with `vocabulary` token ids."""
-        return Matcher(self.start.deep_copy(), [token for token in stop_ids if token < vocabulary], vocabulary)
+        known = [token for token in stop_ids if token < vocabulary]
+        return Matcher(self.start.deep_copy(), self.tokenizer, known, vocabulary)
 
 
 class GrammarCompiler:
@@ -131,7 +148,7 @@ class GrammarCompiler:
         grammar = self.find(spec)
         if grammar is None:
             check_bounds(spec.kind, spec.source)
-            grammar = Grammar(on_deep_stack(self._compile, spec))  # may take a second: hold no lock
+            grammar = Grammar(on_deep_stack(self._compile, spec), self.tokenizer)  # may take a second: hold no lock
             with self._lock:
                 self._cache(spec, grammar)
         return grammar
