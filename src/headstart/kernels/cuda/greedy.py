@@ -9,6 +9,7 @@ from .compiler import cuda_kernel
 from .device import include, launch_bounds, on_cuda
 
 THREADS = 1024  # that share a row of logits
+PAIRS = (8, 32)  # of numbers for the host: each count is a kernel of its own
 
 
 class BestTokens(NamedTuple):
@@ -64,18 +65,36 @@ def launch_accept(
     return AcceptedDrafts(*made)
 
 
-def launch_columns(arrays: list[mx.array]) -> mx.array:
-    """Return arrays [B, ...] or [1, ...] of int32 side by side."""
-    B = max(each.shape[0] for each in arrays)
-    made: list[mx.array] = _columns_kernel(len(arrays))(
+def launch_starts(lengths: mx.array, counts: mx.array, k: int) -> tuple[mx.array, mx.array]:
+    """Return for `lengths` [B] of sequences that are given `counts` [B] pairs: the index of the last of these, 0
+    without any, [B]; and where k drafts begin, [k, B]."""
+    B = lengths.size
+    last, starts = _starts_kernel()(
+        inputs=[lengths, counts],
+        template=[],
+        grid=(-(-B // 32) * 32, k, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(B,), (k, B)],
+        output_dtypes=[mx.int32] * 2,
+    )
+    return last, starts
+
+
+def launch_columns(arrays: list[mx.array], for_host: bool = False) -> list[mx.array]:
+    """Return arrays [B, ...] or [1, ...] of int32 side by side, as one array. A few numbers that are `for_host` are
+    pairs, of which the last mean nothing."""
+    B, width = max(each.shape[0] for each in arrays), sum(each.shape[1] for each in arrays)
+    pairs = for_host and B * width <= 2 * PAIRS[-1]
+    pieces = next(count for count in PAIRS if B * width <= 2 * count) if pairs else 1
+    made: list[mx.array] = _columns_kernel(len(arrays), pieces, for_host)(
         inputs=arrays,
         template=[],
         grid=(-(-B // 32) * 32, 1, 1),
         threadgroup=(32, 1, 1),
-        output_shapes=[(B, sum(each.shape[1] for each in arrays))],
-        output_dtypes=[mx.int32],
+        output_shapes=[(2,)] * pieces if pairs else [(B, width)],
+        output_dtypes=[mx.int32] * pieces,
     )
-    return made[0]
+    return made
 
 
 @cache
@@ -103,12 +122,26 @@ def _accept_kernel() -> Any:
 
 
 @cache
-def _columns_kernel(count: int) -> Any:
-    columns = [f"{{c{i}, c{i}_shape[0], c{i}_shape[1]}}" for i in range(count)]
+def _starts_kernel() -> Any:
     return cuda_kernel(
-        name=f"join_columns_{count}",
-        input_names=[f"c{i}" for i in range(count)],
-        output_names=["out"],
+        name="draft_starts",
+        input_names=["lengths", "counts"],
+        output_names=["last", "starts"],
         header=include("tensor_core", "team", "norm", "greedy"),
-        source=f"const headstart::Columns all[] = {{{', '.join(columns)}}}; headstart::join_columns(all, out);",
+        source="headstart::draft_starts(lengths_shape[0], lengths, counts, last, starts);",
+    )
+
+
+@cache
+def _columns_kernel(count: int, pieces: int, read_by_host: bool) -> Any:
+    columns = ", ".join(f"{{c{i}, c{i}_shape[0], c{i}_shape[1]}}" for i in range(count))
+    outputs = [f"out{i}" for i in range(pieces)]
+    return cuda_kernel(
+        name=f"join_columns_{count}_{pieces}",
+        input_names=[f"c{i}" for i in range(count)],
+        output_names=outputs,
+        header=include("tensor_core", "team", "norm", "greedy"),
+        source=f"const headstart::Columns all[] = {{{columns}}}; int* const out[] = {{{', '.join(outputs)}}};\n"
+        "headstart::join_columns(all, out);",
+        read_by_host=read_by_host,
     )
