@@ -37,16 +37,13 @@ class AgentRoom(ScriptedRoom):
 
     call = ""
 
-    def _run(self) -> None:
-        while self._wait_for_work():
-            row = self.engine.queue.all()[0]
-            self.engine.queue.remove(row)
-            self.requests.append(row.handle.request)
-            prompt = tokenizer().decode(list(row.handle.request.prompt))
-            name = re.search(r'"name": "(\w+)"', self.call)
-            assert name is not None
-            offered = f'"name": "{name[1]}"' in prompt
-            self._say(row, ANSWER if RESULT in prompt else self.call if offered else "Command")
+    def _answer(self) -> bool:
+        prompt = tokenizer().decode(list(self.engine.queue.all()[0].handle.request.prompt))
+        name = re.search(r'"name": "(\w+)"', self.call)
+        assert name is not None
+        offered = f'"name": "{name[1]}"' in prompt
+        self.scripts.append(ANSWER if RESULT in prompt else self.call if offered else "Command")
+        return super()._answer()
 
 
 @pytest.mark.slow
