@@ -101,7 +101,7 @@ def verify(model: Model, batch: Batch, proposal: Proposal, grammar: GrammarMasks
             mx.async_eval(proposal.tokens)
             mx.async_eval(logits)
             permitted = grammar.permitted(proposal.tokens)  # [B, k+1, V]
-        result = accept_window(logits, proposal, allowed, batch.context(), permitted)
+        result = accept_window(logits, proposal, allowed, batch.context(k + 1), permitted)
         result = result._replace(accepted=in_device_memory(result.accepted))
         # The head sees what is committed here at the beginning of the next step.
         batch.commit(hidden, result, batch.advance(result))
