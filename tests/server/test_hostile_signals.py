@@ -72,7 +72,7 @@ def test_sigterm_lets_streams_end_that_run() -> None:
 
 
 def test_a_second_sigint_does_not_wait_for_streams() -> None:
-    with target("--shutdown-timeout", "600") as server, streaming(server, prompt="a", **LONG) as lines:
+    with target("--shutdown-timeout", "600", "--no-mtp") as server, streaming(server, prompt="a", **LONG) as lines:
         server.process.send_signal(signal.SIGINT)
         wait_until(lambda: stopping(server), 300)
         assert next(lines).startswith("data: ")  # it goes on
@@ -143,7 +143,7 @@ def started(**streams: Any) -> Iterator[Target]:
     with socket.create_server(("127.0.0.1", 0)) as place:
         port = place.getsockname()[1]
     command = [Path(sysconfig.get_path("scripts")) / "headstart", "serve", "--port", str(port), "--access-log"]
-    command += ["--shutdown-timeout", "600"]
+    command += ["--shutdown-timeout", "600", "--no-mtp"]
     process = subprocess.Popen(command, text=True, start_new_session=True, **streams)
     server = Target(process, f"http://127.0.0.1:{port}", Path(os.devnull))
     try:

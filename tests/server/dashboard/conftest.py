@@ -25,7 +25,7 @@ def launch() -> tuple[Browser, Page] | None:
     if (path := chromium(playwright)) is None:
         return None
     browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
-    return browser, browser.new_context(viewport=VIEWPORT).new_page()
+    return browser, browser.new_context(viewport=VIEWPORT, locale="en-US").new_page()
 
 
 @pytest.hookimpl(trylast=True)
@@ -48,7 +48,7 @@ def leave(tab: Page, server: Running) -> None:
     """Forget all that a visit has left in the tab."""
     tab.unroute_all(behavior="ignoreErrors")
     if tab.url.startswith(server.url):
-        tab.evaluate("sessionStorage.clear()")
+        tab.evaluate("try { sessionStorage.clear() } catch {}")  # a page that may not use it has left nothing
     tab.goto("about:blank")
     session = tab.context.new_cdp_session(tab)
     session.send("Storage.clearDataForOrigin", {"origin": server.url, "storageTypes": "all"})
@@ -82,7 +82,7 @@ def visit(browser_and_tab: tuple[Browser, Page]) -> Iterator[Visit]:
             ("request", lambda asked: None if asked.url.startswith(server.url) else complain(asked.url)),
         ]
         if visited or not set(options) <= {"viewport", *MEDIA}:
-            contexts.append(browser.new_context(**{"viewport": VIEWPORT} | options))
+            contexts.append(browser.new_context(**{"viewport": VIEWPORT, "locale": "en-US"} | options))
             page = contexts[-1].new_page()
             if before:
                 page.add_init_script(before)
