@@ -1,6 +1,7 @@
 """CUDA kernels are compiled before MLX would, and put where it looks. Whether it takes them only a card can show."""
 
 import logging
+import math
 import os
 import subprocess
 from collections.abc import Callable
@@ -58,7 +59,11 @@ def simulated_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if on_cuda():
         return
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **text: lambda **given: [given["inputs"][0]])
+
+    def made(output_shapes: list[tuple[int, ...]], output_dtypes: list[mx.Dtype], **given: Any) -> list[mx.array]:
+        return [mx.arange(math.prod(shape)).reshape(shape) for shape in output_shapes]
+
+    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **text: made)
     monkeypatch.setattr(compiler, "version", lambda package: "0.32.4")
     monkeypatch.setattr(compiler, "_stamp", lambda: "stamp")
     compiler._warn.cache_clear()
@@ -93,9 +98,30 @@ def test_the_hash_is_that_of_cpp() -> None:
     assert standard_hash(b"hello") == 0x26553298FDBE39C8  # std::hash<std::string>{}("hello")
 
 
+@pytest.mark.parametrize("read_by_host", [False, True])
+def test_small_outputs_are_parts_of_larger_arrays_unless_the_host_reads_them(
+    monkeypatch: pytest.MonkeyPatch, read_by_host: bool
+) -> None:
+    """MLX keeps small arrays, and those that the host has read, where a kernel reads them slowly."""
+    asked: list[list[tuple[int, ...]]] = []
+
+    def made(output_shapes: list[tuple[int, ...]], **given: Any) -> list[mx.array]:
+        asked.append(output_shapes)
+        return [mx.arange(math.prod(shape)).reshape(shape) for shape in output_shapes]
+
+    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **text: made)
+    monkeypatch.setattr(compiler, "_compile_once", lambda *text: None)
+    kernel = cuda_kernel("twice", [], ["y", "z", "w"], "", "", read_by_host=read_by_host)
+    shapes, dtypes = [(2, 1), (64, 16), (0,)], [mx.int32, mx.int32, mx.bfloat16]
+    found = kernel(inputs=[], template=[], output_shapes=shapes, output_dtypes=dtypes)
+    assert [array.shape for array in found] == shapes
+    assert found[0].tolist() == [[0], [1]]
+    assert asked == [shapes if read_by_host else [(1024,), (64, 16), (2048,)]]
+
+
 def test_a_kernel_is_put_where_mlx_looks_for_it_once(compiled: list[str]) -> None:
     kernel = twice()
-    assert run(kernel).tolist() == [1, 1]
+    assert run(kernel).tolist() == [0, 1]
     assert compiled == [EXPECTED]
     path = compiled_folder() / f"{NAME}_{standard_hash(EXPECTED.encode()):x}.ptx"
     assert path.read_bytes() == b"\x7fELF code"
@@ -158,7 +184,7 @@ def test_what_cannot_be_compiled_is_left_to_mlx(
     kernel, dtype = twice(), mx.int64 if fault == "type" else mx.bfloat16
     with caplog.at_level(logging.WARNING, "headstart"):
         for number in range(3):
-            assert run(kernel, number, dtype).tolist() == [1, 1]
+            assert run(kernel, number, dtype).tolist() == [0, 1]
     assert caplog.text.count("left to MLX to compile") == 1
 
 

@@ -20,7 +20,7 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.fixture(autouse=True, scope="module")
 def on_the_cpu() -> Iterator[None]:
-    kernels = (greedy._best_kernel, greedy._accept_kernel, greedy._columns_kernel)
+    kernels = (greedy._best_kernel, greedy._accept_kernel, greedy._starts_kernel, greedy._columns_kernel)
     with cuda_on_cpu.emulated(kernels) as patch:
         patch.setattr(greedy, "THREADS", 64)
         yield
@@ -70,6 +70,12 @@ def test_drafts_are_accepted_as_by_stock_ops(k: int) -> None:
 def test_columns_are_joined_and_a_single_row_is_everybodys() -> None:
     arrays = [mx.arange(6).reshape(3, 2), mx.array([[7], [8], [9]]), mx.array([[5]])]
     assert greedy.launch_columns(arrays).tolist() == [[0, 1, 7, 5], [2, 3, 8, 5], [4, 5, 9, 5]]
+
+
+def test_drafts_begin_after_the_pairs_before_them() -> None:
+    last, starts = greedy.launch_starts(mx.array([9, 0, 70] * 15), mx.array([3, 0, 1] * 15), 3)
+    assert last.tolist() == [2, 0, 0] * 15
+    assert starts.tolist() == [[12, 0, 71] * 15, [13, 1, 72] * 15, [14, 2, 73] * 15]
 
 
 def steps(model: Model, ks: list[int]) -> list[list[object]]:

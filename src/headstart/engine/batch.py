@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..kernels.greedy import in_device_memory
 from ..models import Model
 from ..sampling import AcceptResult, BatchContext, Controls, SequenceParams, controls
 from ..state import BLOCK, BatchState
@@ -161,7 +162,7 @@ class Batch:
         generated = result.accepted + 1
         lengths = self.trunk_state.lengths
         places = lengths[:, None] + 1 + mx.arange(result.tokens.shape[1])
-        counters = (lengths + generated, self.remaining - generated, self.rounds + 1)
+        counters = (in_device_memory(lengths + generated), self.remaining - generated, self.rounds + 1)
         return Advance(generated, result.next, *counters, places)
 
     def commit(self, hidden: mx.array, result: AcceptResult, to: Advance) -> None:

@@ -89,7 +89,7 @@ def build_step(
     status = PERSISTENT.own_status()
     given_up = mx.array([[0]], mx.int32) if status is None else status[None, :1]
     columns = [result.accepted, result.proposed, result.copied, result.finite]
-    report = join_columns([result.tokens, *[each[:, None] for each in columns], given_up])
+    report = join_columns([result.tokens, *[each[:, None] for each in columns], given_up], read_by_host=True)
     logits = result.logits if any(sequence.handle.request.keep_logits for sequence in sequences) else None
     arrays = [report, *(result.logprobs or ()), *([] if logits is None else [logits]), *batch.arrays()]
     return PendingStep(list(sequences), plan, steady, report, logits, result.logprobs, arrays)

@@ -14,12 +14,13 @@ for the device, unless a sequence has a grammar, which must see the drafts on th
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..kernels.cuda.greedy import launch_accept
-from ..kernels.greedy import join_columns
+from ..kernels.greedy import in_device_memory, join_columns
 from ..models import Model
 from ..sampling import (
     AcceptResult,
@@ -101,6 +102,7 @@ def verify(model: Model, batch: Batch, proposal: Proposal, grammar: GrammarMasks
             mx.async_eval(logits)
             permitted = grammar.permitted(proposal.tokens)  # [B, k+1, V]
         result = accept_window(logits, proposal, allowed, batch.context(), permitted)
+        result = result._replace(accepted=in_device_memory(result.accepted))
         # The head sees what is committed here at the beginning of the next step.
         batch.commit(hidden, result, batch.advance(result))
         # argmax over NaNs is token 0, but max() passes the NaN on. Positions after the last generated token do not
@@ -110,8 +112,12 @@ def verify(model: Model, batch: Batch, proposal: Proposal, grammar: GrammarMasks
 
     top = batch.controls.top_logprobs
     scores = logprobs(logits, result.tokens, top) if top is not None else None
-    none = mx.array([0] * batch.size, mx.int32)  # computed already
-    return StepResult(result.tokens, result.accepted, allowed, none, finite, logits, scores)
+    return StepResult(result.tokens, result.accepted, allowed, _zeros(batch.size), finite, logits, scores)
+
+
+@cache
+def _zeros(size: int) -> mx.array:
+    return mx.array([0] * size, mx.int32)  # computed already, so that any thread may use it
 
 
 def prefill(

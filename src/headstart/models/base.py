@@ -15,9 +15,9 @@ import mlx.nn as nn
 from ..errors import CheckpointError
 from ..kernels.adapters import Adapter, choose_adapters
 from ..kernels.attention import at_last
-from ..kernels.cuda.greedy import BestTokens, best_fits, launch_best
+from ..kernels.cuda.greedy import BestTokens, best_fits, launch_best, launch_starts
 from ..kernels.embedding import draft_input, embed_and_norm, join_pairs
-from ..kernels.greedy import best_tokens, join_columns
+from ..kernels.greedy import best_tokens, in_device_memory, join_columns
 from ..kernels.products import product
 from ..limits import DEFAULT_K, MAX_HEAD_K
 from ..state import GROUP, KV, BatchState
@@ -214,29 +214,29 @@ class Model:
         state: BatchState,
         hidden: mx.array,
         tokens: mx.array,
-        ahead: int,
+        ahead: int | None,  # None for 0 where a kernel of ours has made the lengths
         module: int,
         last: mx.array | None,
         embeddings: mx.array | None = None,
     ) -> mx.array:
         spec, part = self.family.head, partial(self._part, module)
-        own = part(spec.names.embedding)
-        embed = own if own is not None else self.weights.embed_tokens
+        embed = part(spec.names.embedding) or self.weights.embed_tokens
         norms = part(spec.names.embedding_norm), part(spec.names.hidden_norm)
         if embeddings is None and not spec.first_embedding_is_zero:
             pairs = draft_input(tokens, hidden, embed, *norms, spec.embedding_first)
         else:
             embedding = embed(tokens) if embeddings is None else embeddings
             if spec.first_embedding_is_zero:
-                positions = state.lengths[:, None] + ahead + mx.arange(tokens.shape[1])  # [B, W]
+                positions = state.lengths[:, None] + (ahead or 0) + mx.arange(tokens.shape[1])  # [B, W]
                 embedding = embedding * (positions > 0)[..., None].astype(embedding.dtype)
             pairs = join_pairs(norms[0](embedding), norms[1](hidden), spec.embedding_first)
         x = product(pairs, part(spec.names.fc))
         layer, memory = self.weights.mtp.layers[module], state.layers[module]
-        mask = partial(state.reserve(tokens.shape[1], ahead), self.family.window(layer))
+        mask = partial(state.reserve(tokens.shape[1], ahead or 0), self.family.window(layer))
         assert isinstance(memory, KV)
-        first, second = self.family.parts(layer)
-        following = self._head_norm(module)
+        if ahead is not None:
+            memory.offset = in_device_memory(memory.offset)
+        (first, second), following = self.family.parts(layer), self._head_norm(module)
         fits = self.family.attention is attention
         whole = decoder_layer(layer, first.norm, x, memory, state.accepted, 1) if fits else None
         if whole is not None:
@@ -257,7 +257,7 @@ class Model:
             return None
         state.reserve(max(tokens.shape[1], k))
         # A sequence without pairs gets the output of padding: a bad draft costs time, not correctness.
-        last, starts = mx.maximum(counts - 1, 0), state.lengths + counts + mx.array([[j] for j in range(k)])  # [k, B]
+        last, starts = launch_starts(state.lengths, counts, k)
         drafts: mx.array = self._draft_graph(state, hidden, tokens, last, starts, reduced)
         state.commit(counts, most=0, lengths=starts[:1].reshape(-1))
         return drafts
@@ -265,10 +265,10 @@ class Model:
     def _draft(
         self, state: BatchState, hidden: mx.array, tokens: mx.array, last: mx.array, starts: mx.array, reduced: bool
     ) -> mx.array:
-        hidden = self._head(state, hidden, tokens, 0, 0, last)
+        hidden = self._head(state, hidden, tokens, None, 0, last)
         drafts = [self._best_draft(hidden, reduced)]
         for start in starts[:-1]:  # past the committed pairs: the next step overwrites what is written there
-            hidden = self._head(replace(state, lengths=start), hidden, drafts[-1], 0, 0, None)
+            hidden = self._head(replace(state, lengths=start), hidden, drafts[-1], None, 0, None)
             drafts.append(self._best_draft(hidden, reduced))
         return join_columns(drafts)
 

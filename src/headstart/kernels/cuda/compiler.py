@@ -9,6 +9,7 @@ any of that fails, MLX compiles it as always.
 import ctypes
 import hashlib
 import logging
+import math
 import os
 import tempfile
 import threading
@@ -27,6 +28,10 @@ from .device import device_attribute, on_cuda
 from .stock import stock_kernels_compiled
 
 LOG = logging.getLogger("headstart")
+# Bytes of a kernel's output at least. MLX keeps arrays of up to 8 bytes in memory that is shared with the host, and
+# gives any array a buffer of its size that the host has written or read before. From there a kernel reads over the
+# bus, or waits for a page. Arrays that the host touches rarely have this size.
+ROOM = 4096
 KNOWN = "0.32."  # versions of MLX that name and declare kernels as below
 TYPES = {  # in CUDA, and in the name of a kernel
     mx.bfloat16: ("__nv_bfloat16", "bfloat16_t"),
@@ -69,8 +74,13 @@ def cuda_kernel(
     source: str,
     header: str,
     shared_memory: int = 0,
+    read_by_host: bool = False,
 ) -> Any:
-    """Return what `mx.fast.cuda_kernel` does, and have each form of it compiled when it is first described."""
+    """Return what `mx.fast.cuda_kernel` does, and have each form of it compiled when it is first described.
+
+    Args:
+        read_by_host: Whether the host reads what it makes. If not, small outputs stay in the device's memory.
+    """
     compiles = _compiles()
     header = f"// {_stamp()}\n{header}" if compiles else header
     kernel: Any = mx.fast.cuda_kernel(
@@ -83,19 +93,30 @@ def cuda_kernel(
     )
     forms = set()
 
-    def launch(*, inputs: Sequence[mx.array], template: Any, output_dtypes: Any, **rest: Any) -> list[mx.array]:
+    def launch(
+        *, inputs: Sequence[mx.array], template: Any, output_shapes: Any, output_dtypes: Any, **rest: Any
+    ) -> list[mx.array]:
         form = (*template, *[array.dtype for array in inputs], *output_dtypes)
-        if form not in forms:
+        if compiles and form not in forms:
             forms.add(form)
             try:
                 arguments = declare(input_names, inputs, output_names, output_dtypes, source)
                 _compile_once(*kernel_text(name, header, arguments, template, source))
             except Exception as error:
                 _warn(repr(error))
-        made: list[mx.array] = kernel(inputs=inputs, template=template, output_dtypes=output_dtypes, **rest)
-        return made
+        sizes = [math.prod(shape) for shape in output_shapes]
+        small = [
+            size * dtype.size < ROOM and not read_by_host for size, dtype in zip(sizes, output_dtypes, strict=True)
+        ]
+        roomy = [
+            (ROOM // dtype.size,) if is_small else shape
+            for is_small, shape, dtype in zip(small, output_shapes, output_dtypes, strict=True)
+        ]
+        made = kernel(inputs=inputs, template=template, output_shapes=roomy, output_dtypes=output_dtypes, **rest)
+        outputs = zip(made, small, sizes, output_shapes, strict=True)
+        return [array[:size].reshape(shape) if is_small else array for array, is_small, size, shape in outputs]
 
-    return launch if compiles else kernel
+    return launch
 
 
 def _compiles() -> bool:

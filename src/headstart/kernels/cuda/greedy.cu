@@ -80,6 +80,15 @@ __device__ __forceinline__ void accept_drafts(
   for (int i = 0; i < W; ++i) places[i] = lengths[b] + 1 + i;
 }
 
+// Where drafts begin after `counts` more pairs, starts [k, B], and the last of these pairs. A thread per sequence and
+// draft.
+__device__ __forceinline__ void draft_starts(int B, const int* lengths, const int* counts, int* last, int* starts) {
+  const int b = blockIdx.x * blockDim.x + threadIdx.x, j = blockIdx.y;
+  if (b >= B) return;
+  starts[j * B + b] = lengths[b] + counts[b] + j;
+  if (j == 0) last[b] = max(counts[b] - 1, 0);
+}
+
 // Columns [rows, width] of an array, which all rows share if it has one.
 struct Columns {
   const int* from;

@@ -64,10 +64,25 @@ def launch_accept(
     return AcceptedDrafts(*made)
 
 
-def launch_columns(arrays: list[mx.array]) -> mx.array:
+def launch_starts(lengths: mx.array, counts: mx.array, k: int) -> tuple[mx.array, mx.array]:
+    """Return for `lengths` [B] of sequences that are given `counts` [B] pairs: the index of the last of these, 0
+    without any, [B]; and where k drafts begin, [k, B]."""
+    B = lengths.size
+    last, starts = _starts_kernel()(
+        inputs=[lengths, counts],
+        template=[],
+        grid=(-(-B // 32) * 32, k, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(B,), (k, B)],
+        output_dtypes=[mx.int32] * 2,
+    )
+    return last, starts
+
+
+def launch_columns(arrays: list[mx.array], read_by_host: bool = False) -> mx.array:
     """Return arrays [B, ...] or [1, ...] of int32 side by side."""
     B = max(each.shape[0] for each in arrays)
-    made: list[mx.array] = _columns_kernel(len(arrays))(
+    made: list[mx.array] = _columns_kernel(len(arrays), read_by_host)(
         inputs=arrays,
         template=[],
         grid=(-(-B // 32) * 32, 1, 1),
@@ -103,7 +118,18 @@ def _accept_kernel() -> Any:
 
 
 @cache
-def _columns_kernel(count: int) -> Any:
+def _starts_kernel() -> Any:
+    return cuda_kernel(
+        name="draft_starts",
+        input_names=["lengths", "counts"],
+        output_names=["last", "starts"],
+        header=include("tensor_core", "team", "norm", "greedy"),
+        source="headstart::draft_starts(lengths_shape[0], lengths, counts, last, starts);",
+    )
+
+
+@cache
+def _columns_kernel(count: int, read_by_host: bool) -> Any:
     columns = [f"{{c{i}, c{i}_shape[0], c{i}_shape[1]}}" for i in range(count)]
     return cuda_kernel(
         name=f"join_columns_{count}",
@@ -111,4 +137,5 @@ def _columns_kernel(count: int) -> Any:
         output_names=["out"],
         header=include("tensor_core", "team", "norm", "greedy"),
         source=f"const headstart::Columns all[] = {{{', '.join(columns)}}}; headstart::join_columns(all, out);",
+        read_by_host=read_by_host,
     )
