@@ -21,6 +21,7 @@ from headstart.checkpoint.draft_vocabulary import LOWEST, choose_draft_tokens
 from headstart.engine.batch import Batch
 from headstart.engine.draft import Source
 from headstart.engine.step import prefill_prompts, step
+from headstart.kernels.greedy import Report
 from headstart.models import Model
 
 PROMPT = [3, 5, 7, 11, 13, 17, 19, 23]
@@ -32,20 +33,19 @@ def seconds(model: Model, batch: Batch, k: int, source: Source, steps: int) -> f
     Not the mean: a step after which the cache has grown has its graph described anew.
     """
 
-    def run() -> mx.array:
-        # A copy: kernels go on with the tokens themselves, and wait for memory that the host reads.
-        tokens = step(model, batch, k, source=source, distances=() if source else [1]).tokens + 0
-        mx.async_eval(tokens, *batch.arrays())
-        return tokens
+    def run() -> Report:
+        report = Report.of([step(model, batch, k, source=source, distances=() if source else [1]).tokens])
+        mx.async_eval(*report.arrays, *batch.arrays())
+        return report
 
-    mx.eval(run(), run())
+    mx.eval(run().arrays, run().arrays)
     pending, times = run(), [time.perf_counter()]
     for _ in range(steps):
         following = run()
-        pending.tolist()
+        pending.read()
         pending = following
         times.append(time.perf_counter())
-    mx.eval(pending)
+    mx.eval(pending.arrays)
     return median(after - before for before, after in itertools.pairwise(times))
 
 

@@ -34,6 +34,7 @@ from headstart.engine import Engine
 from headstart.engine.batch import Batch
 from headstart.engine.step import StepResult, prefill_prompts, step, verify
 from headstart.kernels.cuda.persistent import PERSISTENT
+from headstart.kernels.greedy import Report
 from headstart.models import Model
 from headstart.models.graph import OFTEN
 from headstart.sampling import Proposal
@@ -95,13 +96,13 @@ def step_seconds(
     """
     batch = prefill_prompts(model, prompts, max_k=k)
     finished: list[float] = []
-    running: mx.array | None = None
+    running: Report | None = None
     for _ in range(OFTEN + 2 + 9):
         result = advance(model, batch, k)
-        report = result.accepted + 0  # a copy: kernels go on with the other, and wait for memory that the host reads
-        mx.async_eval(report, result.tokens, result.finite, *batch.arrays())
+        report = Report.of([result.accepted[:, None], result.finite[:, None]])
+        mx.async_eval(*report.arrays, result.tokens, *batch.arrays())
         if running is not None:
-            accepted: list[int] = running.tolist()  # type: ignore[assignment]
+            accepted = [count for count, _ in running.read()]
             finished.append(time.perf_counter())
             bounds = zip(batch.trunk_state.bounds, accepted, strict=True)
             batch.trunk_state.bounds = [bound - (k - count) for bound, count in bounds]

@@ -18,6 +18,7 @@ from headstart.engine.batch import Batch
 from headstart.engine.draft import SOURCES, Source
 from headstart.engine.step import prefill_prompts, verify
 from headstart.errors import HeadstartError, RequestError
+from headstart.kernels.greedy import Report
 from headstart.models import Model
 from headstart.sampling import Proposal
 
@@ -58,8 +59,7 @@ def decode_imposed(
     pending = _launch(model, batch, k, next(rounds), source)
     while not any(len(sequence) >= limit for sequence in sequences):
         following = _launch(model, batch, k, next(rounds), source)  # the host is one step ahead, as in the engine
-        report: list[list[int]] = pending.tolist()  # type: ignore[assignment]
-        for index, (*tokens, accepted, proposed) in enumerate(report):
+        for index, (*tokens, accepted, proposed) in enumerate(pending.read()):
             batch.trunk_state.bounds[index] -= k - accepted
             sequences[index] += tokens[: accepted + 1]
             outcomes.append((accepted, proposed))
@@ -68,7 +68,7 @@ def decode_imposed(
             started, first = now, sum(map(len, sequences))
             outcomes.clear()
         pending = following
-    mx.eval(pending)
+    mx.eval(pending.arrays)
     for index, (text, expected) in enumerate(zip(sequences, recording.texts, strict=True)):
         _check_same(text, expected[: len(text)], index, k)
     generated = sum(map(len, sequences)) - first
@@ -82,12 +82,12 @@ def decode_imposed(
     )
 
 
-def _launch(model: Model, batch: Batch, k: int, drafts: mx.array, source: int) -> mx.array:
+def _launch(model: Model, batch: Batch, k: int, drafts: mx.array, source: int) -> Report:
     """Launch a step and return its report [B, k+3]: tokens, accepted, proposed."""
     drafted = SOURCES[source](model, batch, k, None)
     result = verify(model, batch, replace_drafts(drafted, drafts))
-    report = mx.concatenate([result.tokens, mx.stack([result.accepted, result.proposed], axis=1)], axis=1)
-    mx.async_eval(report, *batch.arrays())
+    report = Report.of([result.tokens, result.accepted[:, None], result.proposed[:, None]])
+    mx.async_eval(*report.arrays, *batch.arrays())
     return report
 
 

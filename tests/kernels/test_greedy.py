@@ -69,7 +69,18 @@ def test_drafts_are_accepted_as_by_stock_ops(k: int) -> None:
 
 def test_columns_are_joined_and_a_single_row_is_everybodys() -> None:
     arrays = [mx.arange(6).reshape(3, 2), mx.array([[7], [8], [9]]), mx.array([[5]])]
-    assert greedy.launch_columns(arrays).tolist() == [[0, 1, 7, 5], [2, 3, 8, 5], [4, 5, 9, 5]]
+    assert greedy.launch_columns(arrays)[0].tolist() == [[0, 1, 7, 5], [2, 3, 8, 5], [4, 5, 9, 5]]
+
+
+@pytest.mark.parametrize("rows", [1, 6, 40])
+def test_a_report_is_read_as_it_was_joined(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "on_cuda", lambda: True)
+    arrays = [mx.arange(rows * 2).reshape(rows, 2), mx.array([[-1]])]
+    report = dispatch.Report.of(arrays)
+    assert report.read() == [[2 * row, 2 * row + 1, -1] for row in range(rows)]
+    assert [array.nbytes for array in report.arrays] == {1: [8] * 8, 6: [8] * 32, 40: [480]}[rows]
+    monkeypatch.setattr(dispatch, "on_cuda", lambda: False)
+    assert dispatch.Report.of(arrays).read() == report.read()
 
 
 def test_drafts_begin_after_the_pairs_before_them() -> None:

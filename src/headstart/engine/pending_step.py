@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..errors import HeadstartError
 from ..kernels.cuda.persistent import PERSISTENT
-from ..kernels.greedy import join_columns
+from ..kernels.greedy import Report
 from ..models import Model
 from ..models.draft_vocabulary import DraftVocabulary
 from ..sampling import GrammarMasks, Logprobs
@@ -28,7 +28,7 @@ class PendingStep:
     sequences: list[SequenceState]
     plan: Plan
     steady: bool  # nothing but this step runs on the device after the step before it, so its time can be measured
-    report: mx.array  # [B, k+6]: tokens, accepted, proposed, copied, finite (1, or 0), whether a kernel gave up
+    report: Report  # [B, k+6]: tokens, accepted, proposed, copied, finite (1, or 0), whether a kernel gave up
     logits: mx.array | None  # [B, k+1, V], if a sequence wants them
     logprobs: Logprobs | None
     arrays: list[mx.array]  # to be evaluated
@@ -46,7 +46,7 @@ class PendingStep:
 
     def read(self) -> list[list[int]]:
         """Wait for the step, and return its report, up to `finite`."""
-        report: list[list[int]] = self.report.tolist()  # type: ignore[assignment]  # the one synchronisation
+        report = self.report.read()  # the one synchronisation
         if any(given_up for *_, given_up in report):
             PERSISTENT.give_up("a kernel waited over 100 ms for its own blocks")
             raise KernelTimeout("a kernel gave up; the step is computed again by others")
@@ -89,7 +89,7 @@ def build_step(
     status = PERSISTENT.own_status()
     given_up = mx.array([[0]], mx.int32) if status is None else status[None, :1]
     columns = [result.accepted, result.proposed, result.copied, result.finite]
-    report = join_columns([result.tokens, *[each[:, None] for each in columns], given_up], read_by_host=True)
+    report = Report.of([result.tokens, *[each[:, None] for each in columns], given_up])
     logits = result.logits if any(sequence.handle.request.keep_logits for sequence in sequences) else None
-    arrays = [report, *(result.logprobs or ()), *([] if logits is None else [logits]), *batch.arrays()]
+    arrays = [*report.arrays, *(result.logprobs or ()), *([] if logits is None else [logits]), *batch.arrays()]
     return PendingStep(list(sequences), plan, steady, report, logits, result.logprobs, arrays)

@@ -1,5 +1,7 @@
 """The best tokens of logits, and small arrays of integers: cuda or stock ops."""
 
+from typing import NamedTuple
+
 import mlx.core as mx
 
 from .cuda import on_cuda
@@ -11,15 +13,38 @@ def best_tokens(logits: mx.array) -> mx.array:
     return launch_best(logits).tokens if best_fits(logits) else mx.argmax(logits, axis=-1).astype(mx.int32)
 
 
-def join_columns(arrays: list[mx.array], read_by_host: bool = False) -> mx.array:
-    """Return integers [B, ...] side by side; an array that is [1, ...] has the same for all rows. `read_by_host` says
-    whether the host will read them."""
+def join_columns(arrays: list[mx.array]) -> mx.array:
+    """Return integers [B, ...] side by side; an array that is [1, ...] has the same for all rows."""
     if len(arrays) == 1:
         return arrays[0]
     if on_cuda() and all(each.dtype == mx.int32 for each in arrays):
-        return launch_columns(arrays, read_by_host)
+        return launch_columns(arrays)[0]
     rows = max(each.shape[0] for each in arrays)
     return mx.concatenate([mx.broadcast_to(each, (rows, each.shape[1])) for each in arrays], axis=1)
+
+
+class Report(NamedTuple):
+    """Integers [rows, width] for the host. On CUDA a few are pairs: MLX keeps 8 bytes where both can reach them. The
+    page of a larger array moves to the host that reads it, and a kernel that writes there again waits for it."""
+
+    arrays: list[mx.array]
+    rows: int
+    width: int
+
+    @classmethod
+    def of(cls, arrays: list[mx.array]) -> "Report":
+        """Return integers [B, ...] side by side, as in `join_columns`."""
+        rows, width = max(each.shape[0] for each in arrays), sum(each.shape[1] for each in arrays)
+        cuda = on_cuda() and all(each.dtype == mx.int32 for each in arrays)
+        return cls(launch_columns(arrays, for_host=True) if cuda else [join_columns(arrays)], rows, width)
+
+    def read(self) -> list[list[int]]:
+        """Wait for the numbers."""
+        if len(self.arrays) == 1:
+            return self.arrays[0].tolist()  # type: ignore[return-value]
+        pairs: list[list[int]] = [pair.tolist() for pair in self.arrays]  # type: ignore[misc]
+        numbers = [number for pair in pairs for number in pair]
+        return [numbers[row * self.width : (row + 1) * self.width] for row in range(self.rows)]
 
 
 def in_device_memory(counters: mx.array) -> mx.array:
@@ -27,4 +52,4 @@ def in_device_memory(counters: mx.array) -> mx.array:
     memory that is shared with the host."""
     if not on_cuda() or counters.dtype != mx.int32:
         return counters
-    return launch_columns([counters[:, None]]).reshape(-1)
+    return launch_columns([counters[:, None]])[0].reshape(-1)

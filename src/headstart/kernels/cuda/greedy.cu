@@ -95,16 +95,17 @@ struct Columns {
   int rows, width;
 };
 
-// out [B, all widths] = the arrays side by side. A thread per row.
-template <int N>
-__device__ __forceinline__ void join_columns(const Columns (&arrays)[N], int* out) {
+// out [B, all widths] = the arrays side by side, as one array or as pairs of numbers. A thread per row.
+template <int N, int PIECES>
+__device__ __forceinline__ void join_columns(const Columns (&arrays)[N], int* const (&out)[PIECES]) {
   const int b = blockIdx.x * blockDim.x + threadIdx.x;
   int B = 0, width = 0;
   for (const Columns& each : arrays) B = max(B, each.rows), width += each.width;
   if (b >= B) return;
-  out += b * width;
+  int at = b * width;
   for (const Columns& each : arrays)
-    for (int i = 0; i < each.width; ++i) *out++ = each.from[(each.rows == 1 ? 0 : b) * each.width + i];
+    for (int i = 0; i < each.width; ++i, ++at)
+      out[PIECES == 1 ? 0 : at / 2][PIECES == 1 ? at : at % 2] = each.from[(each.rows == 1 ? 0 : b) * each.width + i];
 }
 
 }  // namespace headstart

@@ -9,6 +9,7 @@ from .compiler import cuda_kernel
 from .device import include, launch_bounds, on_cuda
 
 THREADS = 1024  # that share a row of logits
+PAIRS = (8, 32)  # of numbers for the host: each count is a kernel of its own
 
 
 class BestTokens(NamedTuple):
@@ -79,18 +80,21 @@ def launch_starts(lengths: mx.array, counts: mx.array, k: int) -> tuple[mx.array
     return last, starts
 
 
-def launch_columns(arrays: list[mx.array], read_by_host: bool = False) -> mx.array:
-    """Return arrays [B, ...] or [1, ...] of int32 side by side."""
-    B = max(each.shape[0] for each in arrays)
-    made: list[mx.array] = _columns_kernel(len(arrays), read_by_host)(
+def launch_columns(arrays: list[mx.array], for_host: bool = False) -> list[mx.array]:
+    """Return arrays [B, ...] or [1, ...] of int32 side by side, as one array. A few numbers that are `for_host` are
+    pairs, of which the last mean nothing."""
+    B, width = max(each.shape[0] for each in arrays), sum(each.shape[1] for each in arrays)
+    pairs = for_host and B * width <= 2 * PAIRS[-1]
+    pieces = next(count for count in PAIRS if B * width <= 2 * count) if pairs else 1
+    made: list[mx.array] = _columns_kernel(len(arrays), pieces, for_host)(
         inputs=arrays,
         template=[],
         grid=(-(-B // 32) * 32, 1, 1),
         threadgroup=(32, 1, 1),
-        output_shapes=[(B, sum(each.shape[1] for each in arrays))],
-        output_dtypes=[mx.int32],
+        output_shapes=[(2,)] * pieces if pairs else [(B, width)],
+        output_dtypes=[mx.int32] * pieces,
     )
-    return made[0]
+    return made
 
 
 @cache
@@ -129,13 +133,15 @@ def _starts_kernel() -> Any:
 
 
 @cache
-def _columns_kernel(count: int, read_by_host: bool) -> Any:
-    columns = [f"{{c{i}, c{i}_shape[0], c{i}_shape[1]}}" for i in range(count)]
+def _columns_kernel(count: int, pieces: int, read_by_host: bool) -> Any:
+    columns = ", ".join(f"{{c{i}, c{i}_shape[0], c{i}_shape[1]}}" for i in range(count))
+    outputs = [f"out{i}" for i in range(pieces)]
     return cuda_kernel(
-        name=f"join_columns_{count}",
+        name=f"join_columns_{count}_{pieces}",
         input_names=[f"c{i}" for i in range(count)],
-        output_names=["out"],
+        output_names=outputs,
         header=include("tensor_core", "team", "norm", "greedy"),
-        source=f"const headstart::Columns all[] = {{{', '.join(columns)}}}; headstart::join_columns(all, out);",
+        source=f"const headstart::Columns all[] = {{{columns}}}; int* const out[] = {{{', '.join(outputs)}}};\n"
+        "headstart::join_columns(all, out);",
         read_by_host=read_by_host,
     )
