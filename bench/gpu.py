@@ -1,8 +1,11 @@
 """What our CUDA kernels earn whole models on this card.
 
-    python bench/gpu.py 27b [paths decode steps]    models of these shapes with random 4-bit weights: a layer in one
-    python bench/gpu.py 35b [paths decode steps]    launch beside separate kernels and mlx-lm; decoding at k = 0..5
-                                               with an imposed acceptance, beside mlx-lm; a step by rows and k
+    python bench/gpu.py 27b [PART ...]         models of these shapes with random 4-bit weights
+    python bench/gpu.py 35b [PART ...]
+        paths      a layer in one launch beside separate kernels and mlx-lm
+        decode     decoding at k = 0..5 with an imposed acceptance, beside mlx-lm
+        steps      a step by rows and k
+        sampled    a sampled step beside a greedy one
     python bench/gpu.py rows [MODEL]           the built-in model: tokens/s of 1, 4 and 16 rows, k = 0 beside auto
 
 Weights are drawn on the card, so nothing is downloaded. What is compared takes turns; the first turn warms up, of the
@@ -37,7 +40,7 @@ from headstart.kernels.cuda.persistent import PERSISTENT
 from headstart.kernels.greedy import Report
 from headstart.models import Model
 from headstart.models.graph import OFTEN
-from headstart.sampling import Proposal
+from headstart.sampling import Proposal, SamplingParams
 
 TURNS = 4
 COMMON: dict[str, Any] = {
@@ -89,12 +92,13 @@ def step_seconds(
     prompts: Sequence[Sequence[int]],
     k: int,
     advance: Callable[[Model, Batch, int], StepResult] = step,
+    sampling: SamplingParams | None = None,
 ) -> float:
     """Return the median seconds of 8 steps, with the next step queued while one is computed, as in the engine.
 
     They follow as many as it takes to remember the pass, at one capacity: bounds are corrected as in the engine.
     """
-    batch = prefill_prompts(model, prompts, max_k=k)
+    batch = prefill_prompts(model, prompts, max_k=k, sampling=sampling)
     finished: list[float] = []
     running: Report | None = None
     for _ in range(OFTEN + 2 + 9):
@@ -287,6 +291,26 @@ def steps(name: str, model: Model) -> None:
         note(f"{name} step {rows} {k}", turns)
 
 
+def sampled(name: str, model: Model) -> None:
+    """A step of one sequence by how it samples, in turns."""
+    ways = {
+        "greedy": SamplingParams(),
+        "temperature 0.7": SamplingParams(temperature=0.7),
+        "temperature 0.7, top_k 20, top_p 0.95": SamplingParams(temperature=0.7, top_k=20, top_p=0.95),
+        "temperature 0.7, top_p 0.95": SamplingParams(temperature=0.7, top_p=0.95),
+    }
+    table("sampling", "k", "ms a step", "to greedy")
+    for k in (0, 3):
+        turns = [
+            {way: step_seconds(model, prompts(1), k, sampling=params) for way, params in ways.items()}
+            for _ in range(TURNS)
+        ][1:]
+        for way in ways:
+            ratio = median(turn[way] / turn["greedy"] for turn in turns)
+            line(way, k, f"{1e3 * median(turn[way] for turn in turns):.2f}", f"{ratio:.2f}")
+        note(f"{name} sampled {k}", turns)
+
+
 def verify_only(model: Model, batch: Batch, k: int) -> StepResult:
     """Verify drafts that cost nothing. They differ, as those of a text do: a mixture of experts cares."""
     tokens = mx.array([[7919 * row + 31 * j + 1 for j in range(k)] for row in range(batch.size)], mx.int32)
@@ -302,6 +326,8 @@ def shape(name: str, parts: list[str]) -> None:
         decode(name, model, beside(model, theirs))
     if "steps" in parts:
         steps(name, model)
+    if "sampled" in parts:
+        sampled(name, model)
 
 
 def rows(name: str | None) -> None:

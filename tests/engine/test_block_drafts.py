@@ -258,7 +258,7 @@ def test_a_block_is_drawn_at_once_as_it_would_be_one_by_one(params: Any) -> None
     logits, _ = model.block_logits(batch.last, 6, batch.trunk_state)
     alone = Proposal(mx.zeros((1, 0), mx.int32), [])
     for j in range(6):
-        alone = propose(logits[:, j : j + 1], alone, batch.context())
+        alone = propose(logits[:, j : j + 1], alone, batch.context(15))
     block = block_drafts(model, batch, 6)
     assert mx.array_equal(block.tokens, alone.tokens)
     assert bool(block.q) == bool(alone.q)

@@ -44,9 +44,8 @@ def ruled(accept: str = "ratio", keys: tuple[int, ...] = (5,), choices: tuple[in
 
 def keyed(rows, purpose: Purpose, round: int, positions: list[int]) -> list[list[tuple[int, int]]]:
     B = len(rows.ratio)
-    first, second = rows.noise_keys(
-        purpose, mx.full((B,), round), mx.broadcast_to(mx.array(positions), (B, len(positions)))
-    )
+    places = mx.broadcast_to(mx.array(positions), (B, len(positions)))
+    first, second = rows.noise_keys(mx.full((B,), round), places)[purpose]
     return [list(zip(a, b, strict=True)) for a, b in zip(first.tolist(), second.tolist(), strict=True)]
 
 
@@ -102,10 +101,8 @@ def test_ids_get_uniform_numbers(seed: int) -> None:
 
 def test_acceptance_numbers_are_uniform_and_inside() -> None:
     rows = ruled(keys=tuple(range(500)))
-    first, second = rows.noise_keys(
-        Purpose.ACCEPT, mx.zeros((500,), mx.int32), mx.broadcast_to(mx.arange(200), (500, 200))
-    )
-    found = np.array(uniform((first, second)))
+    keys = rows.noise_keys(mx.zeros((500,), mx.int32), mx.broadcast_to(mx.arange(200), (500, 200)))
+    found = np.array(uniform(keys[Purpose.ACCEPT]))
     assert 0 < found.min() <= found.max() < 1
     assert p_value(np.histogram(found, bins=200, range=(0, 1))[0]) > FAIR
 
@@ -143,7 +140,7 @@ def test_draft_acceptance_and_residual_of_a_position_are_independent() -> None:
     found = {}
     for purpose in (Purpose.DRAFT, Purpose.ACCEPT, Purpose.NEXT):
         for round in (0, 1):
-            keys = rows.noise_keys(purpose, mx.full((300,), round), positions)
+            keys = rows.noise_keys(mx.full((300,), round), positions)[purpose]
             found[purpose, round] = np.array(bits(keys, mx.zeros((300, 200), mx.int32))).reshape(-1)
     for a, b in itertools.combinations(found, 2):
         assert pairs_are_independent(found[a], found[b]) > FAIR, (a, b)

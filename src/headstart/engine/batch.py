@@ -9,6 +9,7 @@ import mlx.core as mx
 from ..kernels.greedy import in_device_memory
 from ..models import Model
 from ..sampling import AcceptResult, BatchContext, Controls, SequenceParams, controls
+from ..sampling.noise import Keys, Purpose
 from ..state import BLOCK, BatchState
 
 RESUME_PAIRS = 16  # most pairs that the head replays when drafting resumes
@@ -24,6 +25,14 @@ class Advance(NamedTuple):
     remaining: mx.array
     rounds: mx.array
     places: mx.array  # [B, W], of the window's tokens in the history
+
+
+class StepNoise(NamedTuple):
+    """Keys of the noise for the next positions, which drafts and their verification share."""
+
+    rounds: mx.array  # of the step
+    width: int
+    keys: dict[Purpose, Keys]
 
 
 class UnseenPairs(NamedTuple):
@@ -109,6 +118,7 @@ class Batch:
     counts: mx.array | None  # [B, V], how often each token was generated, if a penalty counts them
     params: list[SequenceParams]
     controls: Controls  # `params` as arrays
+    last_noise: StepNoise | None = None
     paused_pairs: list[tuple[mx.array, mx.array]] = field(default_factory=list)
     """Hidden [B, 1, H] and tokens [B, 1] of the last steps at k = 0: also unseen, collected when drafting resumes."""
 
@@ -152,10 +162,18 @@ class Batch:
     def size(self) -> int:
         return int(self.last.shape[0])
 
-    def context(self) -> BatchContext:
-        """Return what sampling needs to know."""
+    def context(self, width: int) -> BatchContext:
+        """Return what sampling needs to know of the next `width` positions."""
         position = self.trunk_state.lengths + 1  # of the token to generate: `last` is at index `lengths`
-        return BatchContext(self.controls, position, self.rounds, self.recent, self.remaining, self.counts)
+        noise = self._noise(position, width) if self.controls.any_sampled else None
+        return BatchContext(self.controls, position, self.rounds, self.recent, self.remaining, self.counts, noise)
+
+    def _noise(self, position: mx.array, width: int) -> dict[Purpose, Keys]:
+        """Return the keys of noise for the next `width` positions, computed once a step."""
+        if (last := self.last_noise) is None or last.rounds is not self.rounds or last.width < width:
+            positions = position[:, None] + mx.arange(width)
+            self.last_noise = last = StepNoise(self.rounds, width, self.controls.noise_keys(self.rounds, positions))
+        return last.keys
 
     def advance(self, result: AcceptResult) -> Advance:
         """Return where accepted drafts and the token after them lead to."""

@@ -63,7 +63,7 @@ def head_drafts(
     batch.collect_unseen()
     if certain is None and batch.controls.argmax_only and (drafts := _greedy_drafts(model, batch, k, reduced)):
         return drafts
-    context = batch.context()
+    context = batch.context(k + 1)
 
     def extend(hidden: mx.array, module: int) -> mx.array:
         """Return the drafts so far, with one more from a module's output [B, 1, H] unless there are k."""
@@ -98,7 +98,7 @@ def block_drafts(model: Model, batch: Batch, k: int, certain: mx.array | None = 
     if k == 0:
         return proposal
     assert model.drafter is not None
-    context, selects = batch.context(), model.drafter.selects
+    context, selects = batch.context(k + 1), model.drafter.selects
     logits, hidden = model.block_logits(batch.last, k, batch.trunk_state)
     width = 1 if selects or context.controls.adjusts else k  # with penalties, a draft changes what follows
     for j in range(0, k, width):

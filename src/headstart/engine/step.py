@@ -101,7 +101,7 @@ def verify(model: Model, batch: Batch, proposal: Proposal, grammar: GrammarMasks
             mx.async_eval(proposal.tokens)
             mx.async_eval(logits)
             permitted = grammar.permitted(proposal.tokens)  # [B, k+1, V]
-        result = accept_window(logits, proposal, allowed, batch.context(), permitted)
+        result = accept_window(logits, proposal, allowed, batch.context(k + 1), permitted)
         result = result._replace(accepted=in_device_memory(result.accepted))
         # The head sees what is committed here at the beginning of the next step.
         batch.commit(hidden, result, batch.advance(result))
@@ -143,14 +143,21 @@ def prefill(
         batch.unseen = batch.unseen.extend(hidden[:, -1:], tokens[:, -1:], one)
 
 
-def prefill_prompts(model: Model, prompts: Sequence[Sequence[int]], max_k: int, limit: int = 10**6) -> Batch:
-    """Return a batch of greedy sequences, one per prompt, prefilled up to the last token.
+def prefill_prompts(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    max_k: int,
+    limit: int = 10**6,
+    sampling: SamplingParams | None = None,
+) -> Batch:
+    """Return a batch of sequences, one per prompt, prefilled up to the last token: greedy ones unless `sampling` says
+    otherwise.
 
     For measurements that call `step` without an engine. With `max_k` = 0 the batch has no head.
     """
     batch: Batch | None = None
     for prompt in prompts:
-        params = SequenceParams(SamplingParams(), key=0, choice=0, limit=limit)
+        params = SequenceParams(sampling or SamplingParams(), key=0, choice=0, limit=limit)
         sequence = Batch.of_one(model, prompt, params, max_k)
         for start in range(0, len(prompt) - 1, CHUNK):
             end = min(start + CHUNK, len(prompt) - 1)

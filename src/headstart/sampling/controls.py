@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import mlx.core as mx
 
 from ..sampling_params import MAX_INT32, SamplingParams
-from .noise import Keys, Purpose, fold, split, uniform
+from .noise import Keys, Purpose, fold, split
 
 
 class SequenceParams(NamedTuple):
@@ -73,6 +73,7 @@ class Controls:
     keys: Keys  # [B]
     rules: frozenset[str]  # acceptance rules in use
     ratio: mx.array  # [B], sequences verified by speculative sampling
+    purposes: mx.array  # [B, P], the word in a sequence's keys for every purpose of noise
     optimistic: mx.array  # [B], sequences that accept every draft
     top_logprobs: int | None  # alternatives to report beside each token's log-probability, if a sequence wants any
 
@@ -87,20 +88,16 @@ class Controls:
         """Return whether every sequence takes the argmax of the model's own logits."""
         return not self.any_sampled and not self.adjusts and "optimistic" not in self.rules
 
-    def noise_keys(self, purpose: Purpose, rounds: mx.array, positions: mx.array) -> Keys:
-        """Return keys [B, W] for one purpose at positions [B, W].
+    def noise_keys(self, rounds: mx.array, positions: mx.array) -> dict[Purpose, Keys]:
+        """Return keys [B, W] for every purpose at positions [B, W], all in as many operations as for one.
 
         Under the ratio rule no key is used twice. Under the coupled rule drafting and choosing share their keys,
         which do not depend on the round: that is the coupling.
         """
-        chooses = purpose in (Purpose.DRAFT, Purpose.NEXT)
-        keys = fold(self.keys, mx.where(self.ratio, rounds + 1, 0))
-        keys = fold(keys, mx.where(self.ratio, int(purpose), int(Purpose.CHOICE if chooses else purpose)))
-        return fold((keys[0][:, None], keys[1][:, None]), positions)
-
-    def xtc_uniforms(self, rounds: mx.array, positions: mx.array) -> mx.array | None:
-        """Return the numbers [B, W] that decide whether XTC applies at a position."""
-        return None if self.xtc is None else uniform(self.noise_keys(Purpose.XTC, rounds, positions))
+        first, second = fold(self.keys, mx.where(self.ratio, rounds + 1, 0))
+        first, second = fold((first[:, None], second[:, None]), self.purposes)
+        first, second = fold((first[..., None], second[..., None]), positions[:, None])  # [B, P, W]
+        return {purpose: (first[:, purpose], second[:, purpose]) for purpose in Purpose}
 
 
 def controls(sequences: Sequence[SequenceParams], vocabulary: int) -> Controls:
@@ -128,9 +125,16 @@ def controls(sequences: Sequence[SequenceParams], vocabulary: int) -> Controls:
         keys=fold(keys, mx.array([sequence.choice for sequence in sequences])),
         rules=frozenset(rules),
         ratio=mx.array([rule == "ratio" for rule in rules]),
+        purposes=mx.array([[_word(rule, purpose) for purpose in Purpose] for rule in rules], mx.int32),
         optimistic=mx.array([rule == "optimistic" for rule in rules]),
         top_logprobs=max((p.top_logprobs for p in params if p.logprobs), default=None),
     )
+
+
+def _word(rule: str, purpose: Purpose) -> Purpose:
+    """Return what a purpose is in the keys of a rule: for all but the ratio rule drafting and choosing are one."""
+    chooses = purpose in (Purpose.DRAFT, Purpose.NEXT) and rule != "ratio"
+    return Purpose.CHOICE if chooses else purpose
 
 
 def _column(values: list[float]) -> mx.array:

@@ -19,7 +19,7 @@ from .accept import (
 )
 from .controls import Controls
 from .distribution import Distribution, gumbel_argmax, process_logits, sampling_distribution
-from .noise import Purpose, uniform
+from .noise import Keys, Purpose, uniform
 
 
 class BatchContext(NamedTuple):
@@ -31,6 +31,15 @@ class BatchContext(NamedTuple):
     recent: mx.array  # [B, L], the last tokens, -1 where there is none; L = 0 without penalties
     remaining: mx.array  # [B], tokens that may still be generated
     counts: mx.array | None = None  # [B, V], how often each token was generated, if a penalty needs it
+    noise: dict[Purpose, Keys] | None = None  # [B, W], for positions from `position` on, if it is known already
+
+    def keys(self, purpose: Purpose, first: int, count: int) -> Keys:
+        """Return keys [B, count] for the positions `first` after the next token's."""
+        if self.noise is None:
+            positions = self.position[:, None] + mx.arange(first, first + count)
+            return self.controls.noise_keys(self.rounds, positions)[purpose]
+        one, other = self.noise[purpose]
+        return one[:, first : first + count], other[:, first : first + count]
 
 
 class Proposal(NamedTuple):
@@ -55,8 +64,7 @@ def propose(logits: mx.array, proposal: Proposal, context: BatchContext, certain
         token = mx.argmax(logits, axis=-1).astype(mx.int32)
     else:
         distribution = _distribution(logits, context, proposal.tokens, j)
-        positions = context.position[:, None] + j + mx.arange(logits.shape[1])
-        token = distribution.sample(controls.noise_keys(Purpose.DRAFT, context.rounds, positions))
+        token = distribution.sample(context.keys(Purpose.DRAFT, j, logits.shape[1]))
         if "ratio" in controls.rules:
             q = distribution.dense(logits.shape[-1])
     if certain is not None:
@@ -96,9 +104,8 @@ def accept_window(
     target = _distribution(logits, context, drafts, 0, permitted)
     if controls.rules == {"ratio"}:
         return _accept_by_ratio(target, proposal, allowed, context)
-    positions = context.position[:, None] + mx.arange(logits.shape[1])
     # For coupled sequences NEXT and DRAFT have one key: the drafter used the same noise.
-    samples = target.sample(controls.noise_keys(Purpose.NEXT, context.rounds, positions))
+    samples = target.sample(context.keys(Purpose.NEXT, 0, logits.shape[1]))
     result = accept_coupled(samples, drafts, allowed)
     if "optimistic" in controls.rules:
         accepted = allowed if permitted is None else mx.minimum(allowed, _count_permitted(drafts, permitted))
@@ -113,10 +120,9 @@ def _accept_by_ratio(
     target: Distribution, proposal: Proposal, allowed: mx.array, context: BatchContext
 ) -> AcceptResult:
     """Speculative sampling with block verification: accept, then draw the correction or the bonus token."""
-    controls, drafts = context.controls, proposal.tokens
+    drafts = proposal.tokens
     k = drafts.shape[1]
-    positions = context.position[:, None] + mx.arange(k + 1)
-    next_keys = controls.noise_keys(Purpose.NEXT, context.rounds, positions)
+    next_keys = context.keys(Purpose.NEXT, 0, k + 1)
     if k == 0:
         return accept_first(drafts, mx.zeros_like(allowed), target.sample(next_keys).squeeze(1))
 
@@ -126,7 +132,7 @@ def _accept_by_ratio(
     q_drafts = mx.take_along_axis(q, drafts[..., None], axis=-1).squeeze(-1)
     q = window.aligned(q)  # [B, k, C]
     block = block_acceptance(p, q, window.probability(drafts), q_drafts, allowed)
-    uniforms = uniform(controls.noise_keys(Purpose.ACCEPT, context.rounds, positions[:, :k]))
+    uniforms = uniform(context.keys(Purpose.ACCEPT, 0, k))
     accepted = longest_accepted(block.probability, uniforms)
 
     residual = residual_distribution(p, q, block.weight, accepted, allowed)  # [B, C]
@@ -153,8 +159,8 @@ def _distribution(
         logits = process_logits(logits, controls, seen, context.remaining[:, None] - here, counts)
     if permitted is not None:
         logits = mx.where(permitted, logits, -mx.inf)
-    xtc_uniforms = controls.xtc_uniforms(context.rounds, context.position[:, None] + here)
-    return sampling_distribution(logits, controls, xtc_uniforms)
+    xtc = None if controls.xtc is None else uniform(context.keys(Purpose.XTC, first, logits.shape[1]))
+    return sampling_distribution(logits, controls, xtc)
 
 
 def _window_counts(counts: mx.array, drafts: mx.array, here: mx.array) -> mx.array:
