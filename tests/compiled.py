@@ -38,6 +38,7 @@ class CompiledFunctions:
         for folder in (self.local, self.shared):
             folder.mkdir(parents=True, exist_ok=True)
         self.known: set[str] = set()
+        self.fetch()  # before test modules load models
 
     def fetch(self) -> None:
         if self.active:

@@ -66,7 +66,10 @@ def test_load_gives_the_builtin_model_and_its_tokenizer() -> None:
     assert not without.has_head
 
 
-@pytest.mark.parametrize(("max_tokens", "k"), [(1, 3), (7, 0), (7, 3), pytest.param(60, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("max_tokens", "k"),
+    [(1, 3), pytest.param(7, 0, marks=pytest.mark.slow), (7, 3), pytest.param(60, 3, marks=pytest.mark.slow)],
+)
 def test_responses_are_those_of_mlx_lm(loaded: Any, prompt: list[int], max_tokens: int, k: int) -> None:
     """Same tokens, same text piece by piece, same end: cut short at 1 and 7 tokens, its own at 60."""
     model, tokenizer = loaded

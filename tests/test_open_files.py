@@ -18,14 +18,13 @@ def limited(soft: int, hard: int, program: str) -> str:
 
 
 def test_a_command_works_with_few_descriptors() -> None:
-    program = "from headstart.cli.main import app\napp(['inspect', 'tiny-qwen3.5'], standalone_mode=False)"
+    command = "from headstart.cli.main import app\napp(['inspect', 'tiny-qwen3.5'], standalone_mode=False)"
+    program = f"function = resource.setrlimit\n{command}\nassert resource.setrlimit is function"
     assert limited(128, 256, program) == "256 256"
 
 
-@pytest.mark.parametrize(
-    "entry",
-    ["import headstart.kernels.gated_delta", pytest.param("from headstart import generate", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow  # the package sees to it, and a command imports it as they do
+@pytest.mark.parametrize("entry", ["import headstart.kernels.gated_delta", "from headstart import generate"])
 def test_every_way_into_the_library_keeps_the_hard_limit(entry: str) -> None:
     program = f"function = resource.setrlimit\n{entry}\nassert resource.setrlimit is function"
     assert limited(1024, 3000, program) == "2048 3000"

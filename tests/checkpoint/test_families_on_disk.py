@@ -151,7 +151,9 @@ def drafter(folder: Path, family: str, **options: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", ["dense", "moe", "next"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("dense", "moe")), "next"]
+)
 def test_a_drafters_folder_is_a_head(tmp_path: Path, family: str) -> None:
     model = write(tmp_path / "model", family, "stripped")
     expected = load_model(write(tmp_path / "whole", family, "converted"))

@@ -245,7 +245,7 @@ def refused(words: str, *command: str | Path) -> str:
 def test_every_command_refuses_it_in_one_line(
     name: str, every: bool, folder: Path, stripped: Path, tmp_path: Path
 ) -> None:
-    """Three of them, in turn, in ordinary tests."""
+    """One of them, in turn, in ordinary tests."""
     damage, file, words = CASES[name]
     damage(folder)
     commands: list[list[str | Path]] = [
@@ -256,7 +256,7 @@ def test_every_command_refuses_it_in_one_line(
         ["serve", folder, "--port", "0"],
     ]
     first = list(CASES).index(name)
-    for command in commands if every else [commands[(first + n) % 5] for n in range(3)]:
+    for command in commands if every else [commands[first % 5]]:
         line = refused(words, *command)
         assert file in line
         assert len(line) < 1000
@@ -397,8 +397,8 @@ def fuzz(folder: Path, tmp_path: Path, seed: int, cases: int) -> dict[str, int]:
 
 
 def test_mutated_checkpoints_load_or_are_refused(folder: Path, tmp_path: Path) -> None:
-    outcomes = fuzz(folder, tmp_path, seed=0, cases=80)
-    assert outcomes["refused"] > 20
+    outcomes = fuzz(folder, tmp_path, seed=0, cases=40)
+    assert outcomes["refused"] > 10
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def test_every_layout_is_recognised(tmp_path: Path, family: str, layout: str) ->
     assert found.mtp.num_layers == (0 if layout == "stripped" else 1)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [3, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (2, 4, 5, 6, 8))])
 def test_quantisation_of_trunk_and_head_is_distinguished(tmp_path: Path, bits: int) -> None:
     plain = read_layout(write(tmp_path / "plain", "moe", "converted"))
     found = read_layout(write(tmp_path / "packed", "moe", "converted", bits=bits, group_size=32))
@@ -367,7 +367,7 @@ def test_a_head_of_another_expert_count_is_named(tmp_path: Path, layout: str) ->
     head_refused(folder, "mtp.safetensors", "has 8 experts, config.json says 6")
 
 
-@pytest.mark.parametrize("width", [10, 200, 0])
+@pytest.mark.parametrize("width", [10, *(pytest.param(width, marks=pytest.mark.slow) for width in (200, 0))])
 def test_scales_of_groups_that_mlx_does_not_have_are_refused(tmp_path: Path, width: int) -> None:
     def edit(arrays: dict[str, mx.array]) -> None:
         for name in arrays:

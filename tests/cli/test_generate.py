@@ -17,7 +17,7 @@ from headstart import library
 from headstart.cli.main import app
 from headstart.cli.options import SAMPLING
 from headstart.cli.show import LOOKS, chat_tokens
-from headstart.engine import Stats
+from headstart.engine import Engine, Stats
 from headstart.errors import RequestError
 
 QUESTION = "Write a Python function that reads a JSON file and returns its contents."
@@ -196,7 +196,22 @@ def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     assert f"error: --prompt-file {file}: cannot be read as text" in result.stderr
 
 
-def test_ctrl_c_ends_it_with_130() -> None:
+def test_ctrl_c_ends_it_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_once, turns = Engine.run_once, iter(range(4))
+
+    def interrupted(engine: Engine) -> bool:
+        if next(turns, None) is None:
+            signal.raise_signal(signal.SIGINT)
+        return run_once(engine)
+
+    monkeypatch.setattr(Engine, "run_once", interrupted)
+    result = run("-p", ENDLESS, "-n", "4000")
+    assert (result.exit_code, next(turns, None)) == (130, None)
+    assert isinstance(result.exception, SystemExit)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_process_with_130() -> None:
     command = [Path(sysconfig.get_path("scripts")) / "headstart", "generate", "-p", ENDLESS, "-n", "4000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None

@@ -45,6 +45,7 @@ def test_a_kernel_that_failed_and_an_unknown_load_are_named_first(monkeypatch: p
     wrong = kernel_times.KernelTime("product", "8×8", "stock", True, others="metal-split: failed: x", failed=True)
     monkeypatch.setattr(machine_report, "kernel_times", lambda model: [wrong])
     monkeypatch.setattr(machine_report, "current_load", lambda: 1 // 0)
+    monkeypatch.setenv("HEADSTART_MTP", "0")  # few depths to measure
     result = report()
     assert result.exit_code == 1
     failed = "load before, tiny-qwen3.5, kernels (product 8×8), Load and thermal state"

@@ -38,7 +38,8 @@ def survivors_name(lost: int, processes: list[subprocess.Popen[str]]) -> None:
             assert f"error: rank {lost} of {len(processes)} " in errors
 
 
-@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow  # test_link.py has it in one process
+@pytest.mark.parametrize("lost", [0, 1])
 def test_the_rest_exit_and_name_the_rank_that_was_killed(lost: int, tmp_path: Path) -> None:
     with started(2, job(tmp_path, "tensor"), tmp_path) as processes:
         running(processes)
@@ -63,7 +64,7 @@ def test_the_rest_exit_and_name_the_rank_that_hangs(tmp_path: Path) -> None:
         survivors_name(1, processes)
 
 
-@pytest.mark.slow  # test_link.py has it in one process, as what follows
+@pytest.mark.slow  # test_link.py has this, too, and what follows
 def test_a_rank_that_cannot_read_its_model_ends_all(tmp_path: Path) -> None:
     only_here = job(tmp_path, "tensor")
     (tmp_path / "model").rename(tmp_path / "model-0")

@@ -101,7 +101,7 @@ def test_answers_that_outgrow_the_memory_wait_and_go_on_unchanged(
     how = [{"k": 3}, {"k": "auto", "temperature": 1.0, "seed": 5}, {"k": 0}]
     limit = needed(model, 200, 200, 200)
     engine = Engine(model, memory_limit=limit)
-    handles = [submit(engine, p, max_tokens=300, **h) for p, h in zip(prompts, how, strict=True)]
+    handles = [submit(engine, p, max_tokens=200, **h) for p, h in zip(prompts, how, strict=True)]
     together, fewest = 0, 3
     while engine.run_once():
         together = max(together, len(engine.running))
@@ -114,7 +114,7 @@ def test_answers_that_outgrow_the_memory_wait_and_go_on_unchanged(
         answer = collect(handle)
         assert (answer.finish_reason, answer.tokens) == (
             "length",
-            generate(model, prompt, max_tokens=300, **h).tokens,
+            generate(model, prompt, max_tokens=200, **h).tokens,
         )
 
 

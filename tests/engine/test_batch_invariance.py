@@ -45,7 +45,7 @@ def assert_as_alone(family: str, length: int, limit: int, cancelled: bool, answe
 @pytest.mark.parametrize(
     ("family", "rows"),
     [
-        pytest.param(*case, marks=[] if case in (("dense", 16), ("next", 2)) else pytest.mark.slow)
+        pytest.param(*case, marks=[] if case in (("dense", 5), ("next", 2)) else pytest.mark.slow)
         for case in product(FAMILIES, (1, 2, 5, 16))
     ],
 )

@@ -185,7 +185,7 @@ def run(model: Model, requests: Sequence[tuple[list[int], dict[str, object]]], *
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in ("greedy", "seeded, penalised") else pytest.mark.slow) for name in HOW],
+    [pytest.param(name, marks=[] if name == "seeded, penalised" else pytest.mark.slow) for name in HOW],
 )
 def test_an_answer_is_the_same_with_copies_alone_and_in_a_batch(name: str) -> None:
     model = random_model("dense")
@@ -199,7 +199,7 @@ def test_an_answer_is_the_same_with_copies_alone_and_in_a_batch(name: str) -> No
     assert run(model, mixed, max_sequences=2)[:3] == expected  # the others join and leave
 
 
-@pytest.mark.parametrize("name", ["greedy", "seeded"])
+@pytest.mark.parametrize("name", ["greedy", pytest.param("seeded", marks=pytest.mark.slow)])
 def test_an_answer_of_the_builtin_model_is_the_same_with_copies_that_are_right(name: str) -> None:
     model = builtin_model()
     prompt = [*random_prompt(model, 20, 3), *[900, 31, 7, 45, 12, 88] * 6]

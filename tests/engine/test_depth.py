@@ -218,7 +218,9 @@ def test_depth_stays_within_the_ceilings() -> None:
     assert len(depth.gains) == 4
 
 
-@pytest.mark.parametrize("family", ["dense", pytest.param("moe", marks=pytest.mark.slow), "next"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("dense", "moe")), "next"]
+)
 def test_greedy_and_seeded_output_is_that_of_plain_decoding(family: str) -> None:
     model, tried = random_model(family), 0
     for params in ({}, {"temperature": 0.8, "seed": 5}):

@@ -31,7 +31,7 @@ def first_logits(model: Model, prompt: list[int]) -> mx.array:
     return next(event.logits for event in Engine(model).submit(request) if event.logits is not None)
 
 
-@pytest.mark.parametrize("family", ["dense", "next"])
+@pytest.mark.parametrize("family", [pytest.param("dense", marks=pytest.mark.slow), "next"])
 def test_answers_do_not_depend_on_depth_batch_or_hits_and_say_that_they_are_not_exact(family: str) -> None:
     model = random_model(family).with_eight_bit_kv()
     prompts = [random_prompt(model, length, length) for length in (2 * C + 5, 3 * C + 1, 7)]

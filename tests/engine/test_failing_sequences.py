@@ -292,7 +292,7 @@ def failing_where(monkeypatch: pytest.MonkeyPatch, error: Exception, bad: Callab
     return failed
 
 
-@pytest.mark.parametrize("family", ["dense", "moe"])
+@pytest.mark.parametrize("family", [pytest.param("dense", marks=pytest.mark.slow), "moe"])
 def test_a_step_that_fails_once_costs_nobody_a_token(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model(family)
     engine = Engine(model)

@@ -41,6 +41,7 @@ def tasks(count: int) -> list[list[int]]:
     return [tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats[:count]]
 
 
+@pytest.mark.slow  # test_depth.py has it for two depths, and the test after the next one for all on random models
 def test_greedy_output_is_the_same_for_every_depth_on_the_builtin_model() -> None:
     model = builtin_model()
     said = []
@@ -103,7 +104,9 @@ def test_a_prompt_of_one_token_is_drafted_for_too() -> None:
         assert generate(model, [7], max_tokens=12, k=k).tokens == expected
 
 
-@pytest.mark.parametrize("family", ["dense", pytest.param("moe", marks=pytest.mark.slow), "next"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("dense", "moe")), "next"]
+)
 def test_greedy_output_is_the_same_when_the_depth_changes_every_step(family: str) -> None:
     """With a stretch at k = 0 long enough for the head, which does not run, to miss something."""
     model, rng = random_model(family), random.Random(family)
@@ -124,9 +127,7 @@ def test_greedy_output_is_the_same_when_the_depth_changes_every_step(family: str
     ("chunk", "family"),
     [
         *((16, family) for family in FAMILIES),
-        (512, "dense"),
-        *(pytest.param(512, family, marks=pytest.mark.slow) for family in FAMILIES if family != "dense"),
-        *(pytest.param(32, family, marks=pytest.mark.slow) for family in FAMILIES),
+        *(pytest.param(chunk, family, marks=pytest.mark.slow) for chunk in (32, 512) for family in FAMILIES),
     ],
 )
 def test_greedy_output_is_the_same_however_the_prompt_is_cut(

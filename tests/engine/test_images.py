@@ -107,7 +107,7 @@ def test_stock_operations_give_the_same_answers(models: dict[str, Model], monkey
     ("name", "params"),
     [
         pytest.param("half", SEEDED, id="half-seeded"),
-        pytest.param("moe", {}, id="moe-greedy"),
+        pytest.param("moe", {}, id="moe-greedy", marks=pytest.mark.slow),
         pytest.param("half", {}, id="half-greedy", marks=pytest.mark.slow),
         pytest.param("moe", SEEDED, id="moe-seeded", marks=pytest.mark.slow),
     ],

@@ -211,7 +211,9 @@ def test_the_cache_of_a_model_without_recurrent_layers_works_as_well() -> None:
     assert ask(engine, prompt[: 3 * C + 1]).hit == 3 * C
 
 
-@pytest.mark.parametrize("family", ["dense", pytest.param("moe", marks=pytest.mark.slow), "next"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("dense", "moe")), "next"]
+)
 def test_hit_poison_probe_again(family: str) -> None:
     """Sequences write into their state, also rejected drafts, and may break down. The entry they came from stays."""
     model = random_model(family)

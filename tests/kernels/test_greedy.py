@@ -84,9 +84,10 @@ def test_a_report_is_read_as_it_was_joined(rows: int, monkeypatch: pytest.Monkey
 
 
 def test_drafts_begin_after_the_pairs_before_them() -> None:
-    last, starts = greedy.launch_starts(mx.array([9, 0, 70] * 15), mx.array([3, 0, 1] * 15), 3)
-    assert last.tolist() == [2, 0, 0] * 15
-    assert starts.tolist() == [[12, 0, 71] * 15, [13, 1, 72] * 15, [14, 2, 73] * 15]
+    for start in (dispatch.draft_starts, greedy.launch_starts):
+        last, starts = start(mx.array([9, 0, 70] * 15), mx.array([3, 0, 1] * 15), 3)
+        assert last.tolist() == [2, 0, 0] * 15
+        assert starts.tolist() == [[12, 0, 71] * 15, [13, 1, 72] * 15, [14, 2, 73] * 15]
 
 
 def steps(model: Model, ks: list[int]) -> list[list[object]]:

@@ -27,9 +27,9 @@ def logits(model: Model, *adapters: int) -> mx.array:
 @pytest.mark.parametrize(
     ("family", "bits", "kernels"),
     [
-        ("dense", 4, "native"),
+        pytest.param("dense", 4, "native", marks=pytest.mark.slow),
         ("moe", 4, "native"),
-        ("moe", None, "stock"),
+        pytest.param("moe", None, "stock", marks=pytest.mark.slow),
         pytest.param("next", None, "native", marks=pytest.mark.slow),
         ("qwen3_moe", None, "stock"),
         pytest.param("deepseek_v3", None, "native", marks=pytest.mark.slow),

@@ -21,8 +21,14 @@ def trunk(model: Model, tokens: mx.array) -> mx.array:
 
 
 @pytest.mark.usefixtures("stock_ops")
-@pytest.mark.parametrize("tie", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "tie"),
+    [
+        pytest.param(family, tie, marks=[] if tie == (family == "dense") else pytest.mark.slow)
+        for family in FAMILIES
+        for tie in (False, True)
+    ],
+)
 def test_trunk_logits_are_mlx_lms_to_the_last_bit(family: str, tie: bool) -> None:
     model = random_model(family, tie=tie)
     tokens = mx.array([random_prompt(model, 70, seed) for seed in range(2)])

@@ -79,6 +79,10 @@ def test_two_rounds_of_ratio_are_the_target(rule: str, vocabulary: int, k: int, 
         assert total_variation(said, expected) < 1e-12
 
 
+SLOW = pytest.mark.slow
+COPYING = cases((4, 1), (3, 2), slow=((3, 3), (4, 2)))
+
+
 def copied(pair: Pair, rest: str) -> Pair:
     """A drafter that copies: certain of one token, at all positions or only at the first, then as it was."""
     drafter = {}
@@ -98,8 +102,16 @@ def reduced(pair: Pair) -> Pair:
     return Pair(pair.vocabulary, pair.target, drafter)
 
 
-@pytest.mark.parametrize(("vocabulary", "k", "name"), cases((4, 1), (3, 2), slow=((3, 3), (4, 2))))
-@pytest.mark.parametrize("rule", ["block_acceptance", "coupled"])
+@pytest.mark.parametrize(
+    ("rule", "vocabulary", "k", "name"),
+    [
+        *(pytest.param("block_acceptance", *case.values, marks=case.marks) for case in COPYING),
+        *(  # which is shown below for any draft
+            pytest.param("coupled", *case.values, marks=case.marks if case.values[2] == "everything" else SLOW)
+            for case in COPYING
+        ),
+    ],
+)
 def test_two_rounds_of_copies_or_of_a_reduced_head_are_the_target(
     rule: str, vocabulary: int, k: int, name: str
 ) -> None:

@@ -142,7 +142,13 @@ def test_json_has_no_longer_gaps(gap: str) -> None:
     assert matcher_of(JSON).advance(tokens) < len(tokens)
 
 
-@pytest.mark.parametrize("way", [{}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param({}, id="greedy", marks=pytest.mark.slow),
+        pytest.param({"temperature": 0.9, "seed": 5}, id="seeded"),
+    ],
+)
 def test_an_answer_is_the_same_for_every_k_alone_and_in_a_batch(way: dict[str, Any]) -> None:
     spec = GrammarSpec("regex", r"(red|green|blue)berr(y|ies) cost [0-9]{1,3} pence( each)?")
     rows = [(spec, {"k": k, "max_tokens": 24, **way}) for k in range(9)]
@@ -153,7 +159,8 @@ def test_an_answer_is_the_same_for_every_k_alone_and_in_a_batch(way: dict[str, A
     assert all((answer.tokens, answer.reason) == (alone.tokens, "stop") for answer in together)
 
 
-@pytest.mark.parametrize("temperature", [0.7, *(pytest.param(t, marks=pytest.mark.slow) for t in (0.3, 1.0))])
+@pytest.mark.slow  # the test above has it on a random model
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0])
 def test_a_seeded_answer_of_the_builtin_model_is_the_same_for_every_k(temperature: float) -> None:
     way = {"temperature": temperature, "seed": 11, "repetition_penalty": 1.1, "max_tokens": 16}
     depths = (0, 1, 3, 8)

@@ -13,17 +13,22 @@ from openai import OpenAI
 from running import CONTEXT, HUB_ID, Running, folder, running
 from seeing import running_with_tower
 
+import headstart.engine.engine
 import headstart.engine.prefill
 from checkpoints import write
+from headstart.engine.step_time import time_steps
 from headstart.server import Limits
 from headstart.server.workers import Workers
 
 
 @pytest.fixture(scope="session", autouse=True)
-def workers_start_when_needed() -> Iterator[None]:
-    """Most servers here never need a worker process, and a process takes longer than most tests."""
+def servers_start_at_once() -> Iterator[None]:
+    """Most servers here never need a worker process, and a process takes longer than most tests. The model of each is
+    timed at a glance: no test is of the depth chosen."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Workers, "start", lambda self: None)
+        timed: Any = lambda model, most, rows, budget: time_steps(model, most, rows, 0.01)  # noqa: E731
+        patch.setattr(headstart.engine.engine, "time_steps", timed)
         yield
 
 

@@ -21,8 +21,8 @@ from headstart.server import openai_request
 from headstart.server.response import ChoiceOutput
 
 TOPICS = ("sorting", "primes", "files", "dates")
-LENGTH = 40
-BAD = 31  # its min_tokens mark the request that is to fail
+LENGTH = 24
+BAD = 17  # its min_tokens mark the request that is to fail
 
 
 def ask(server: Running, topic: str, **fields: Any) -> str:
@@ -124,6 +124,7 @@ def test_inside_a_stream_a_failure_is_an_event(monkeypatch: pytest.MonkeyPatch) 
         assert healthy(server)
 
 
+@pytest.mark.slow  # tests/engine/test_failing_sequences.py has it without a server
 def test_a_sampler_that_fails_once_costs_nobody_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(max_sequences=4) as server:
         accept_window, failed = headstart.engine.step.accept_window, threading.Event()

@@ -32,7 +32,7 @@ LONG = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4000, "mi
 @pytest.fixture(scope="module")
 def server() -> Iterator[Target]:
     """A process whose hard limit is one with which mlx-lm could not even be imported."""
-    with target(preexec=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, FILES))) as here:
+    with target("--no-mtp", preexec=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, FILES))) as here:
         here.small()
         yield here
         here.assert_serving()

@@ -53,21 +53,26 @@ def stopping(server: Target) -> bool:
     return False
 
 
+def assert_sigterm_lets_streams_end(server: Target) -> None:
+    bodies = [SHORT | {"prompt": prompt} for prompt in PROMPTS]
+    with streaming(server, **bodies[0]) as one, streaming(server, **bodies[1]) as two:
+        server.process.send_signal(signal.SIGTERM)
+        for lines in (one, two):
+            *_, last, done = lines
+            assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+            assert done == "data: [DONE]"
+    assert server.process.wait(300) == -signal.SIGTERM
+
+
+@pytest.mark.slow  # the server without standard streams ends in this way, too
 def test_sigterm_lets_streams_end_that_run() -> None:
     with target("--shutdown-timeout", "600") as server:
-        bodies = [SHORT | {"prompt": prompt} for prompt in PROMPTS]
-        with streaming(server, **bodies[0]) as one, streaming(server, **bodies[1]) as two:
-            server.process.send_signal(signal.SIGTERM)
-            for lines in (one, two):
-                *_, last, done = lines
-                assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
-                assert done == "data: [DONE]"
-        assert server.process.wait(300) == -signal.SIGTERM
+        assert_sigterm_lets_streams_end(server)
         assert "Traceback" not in server.log()
 
 
 def test_a_second_sigint_does_not_wait_for_streams() -> None:
-    with target("--shutdown-timeout", "600") as server, streaming(server, prompt="a", **LONG) as lines:
+    with target("--shutdown-timeout", "600", "--no-mtp") as server, streaming(server, prompt="a", **LONG) as lines:
         server.process.send_signal(signal.SIGINT)
         wait_until(lambda: stopping(server), 300)
         assert next(lines).startswith("data: ")  # it goes on
@@ -138,6 +143,7 @@ def started(**streams: Any) -> Iterator[Target]:
     with socket.create_server(("127.0.0.1", 0)) as place:
         port = place.getsockname()[1]
     command = [Path(sysconfig.get_path("scripts")) / "headstart", "serve", "--port", str(port), "--access-log"]
+    command += ["--shutdown-timeout", "600", "--no-mtp"]
     process = subprocess.Popen(command, text=True, start_new_session=True, **streams)
     server = Target(process, f"http://127.0.0.1:{port}", Path(os.devnull))
     try:
@@ -157,11 +163,10 @@ def log_a_lot(server: Target, size: int) -> None:
             assert http.get("/" + "x" * 200).status_code == 404
 
 
-def test_a_server_whose_standard_streams_are_closed_serves() -> None:
+def test_a_server_whose_standard_streams_are_closed_serves_and_sigterm_lets_its_streams_end() -> None:
     with started(preexec_fn=lambda: os.closerange(0, 3)) as server:
         server.assert_serving()
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(300) == -signal.SIGTERM
+        assert_sigterm_lets_streams_end(server)
 
 
 def test_a_server_whose_log_is_not_read_serves() -> None:

@@ -195,7 +195,7 @@ def tokens_of(messages: list[Body], tools: list[Body] | None) -> list[int]:
     return encoder().tokens(text, "chat", mark)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(conversations(ORDINARY))
 def test_an_ordinary_conversation_is_encoded_as_by_apply_chat_template(
     talk: tuple[list[Body], list[Body] | None],
@@ -203,7 +203,7 @@ def test_an_ordinary_conversation_is_encoded_as_by_apply_chat_template(
     assert tokens_of(*talk) == list(rendered(*talk))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(conversations(HOSTILE_TEXT))
 def test_no_conversation_adds_a_control_token(talk: tuple[list[Body], list[Body] | None]) -> None:
     tokens = tokens_of(*talk)

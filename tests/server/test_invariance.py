@@ -60,7 +60,7 @@ ASKED: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 PROMPTS = {
-    CHAT: {"messages": [{"role": "user", "content": "Tell me of cats."}], "max_tokens": 50},
+    CHAT: {"messages": [{"role": "user", "content": "Tell me of cats."}], "max_tokens": 30},
     COMPLETION: {"prompt": "def add(a, b):", "max_tokens": 24},
     MESSAGES: {"messages": [{"role": "user", "content": "Tell me of cats."}], "max_tokens": 50},
 }

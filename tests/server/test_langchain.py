@@ -5,9 +5,6 @@ from typing import Any, Literal
 
 import openai
 import pytest
-from langchain_core.messages import HumanMessage, ToolMessage
-from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 from running import Running, alone, chat_tokens, tokenizer
 from scripted import ScriptedRoom, scripted
@@ -15,7 +12,6 @@ from scripted import ScriptedRoom, scripted
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 
 
-@tool
 def add(a: int, b: int) -> int:
     """The sum of two numbers."""
     return a + b
@@ -29,6 +25,8 @@ class Cat(BaseModel):
 
 
 def model(server: Running, **options: Any) -> Any:
+    from langchain_openai import ChatOpenAI  # takes a second, of the one worker that uses it
+
     known = {"model": "tiny", "base_url": f"{server.url}/v1", "api_key": "none", "max_retries": 0}
     return ChatOpenAI(**{"temperature": 0, "max_tokens": 24} | known | options)  # type: ignore[arg-type]
 
@@ -56,6 +54,9 @@ def test_a_stream_has_the_same_text(server: Running) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_over_two_rounds(here: tuple[Running, ScriptedRoom], stream: bool) -> None:
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+
     running, room = here
     room.scripts.extend([f"<think>\nHm.\n</think>\n\n{CALL}", "It is 5."])
     bound = model(running, streaming=stream, max_tokens=200).bind_tools([add])
@@ -63,7 +64,7 @@ def test_tools_over_two_rounds(here: tuple[Running, ScriptedRoom], stream: bool)
     messages.append(bound.invoke(messages))
     (call,) = messages[-1].tool_calls
     assert (call["name"], call["args"]) == ("add", {"a": 2, "b": 3})
-    result = add.invoke(call)
+    result = tool(add).invoke(call)
     assert isinstance(result, ToolMessage)
     assert bound.invoke([*messages, result]).content == "It is 5."
     prompt = tokenizer().decode(room.requests[-1].prompt)

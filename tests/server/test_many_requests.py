@@ -91,7 +91,7 @@ def check(server: Running, outcomes: Outcomes, count: int) -> None:
 
 
 def test_every_answer_of_a_mixed_load_is_what_it_would_be_alone() -> None:
-    known = kinds(1, 5, 9, 14, 22, 30, prefixed=True)
+    known = kinds(1, 9, 30, prefixed=True)
     with running(max_sequences=8, prefix=PrefixCache(10**8)) as server:
         check(server, load(server.url, known, 36, seed=1, bad=0.0), 36)
         assert server.metric("headstart_prefix_cache_hits_total") > 5

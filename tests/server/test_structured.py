@@ -46,7 +46,7 @@ def test_parse_gives_the_object_that_was_asked_for(server: Running, k: int) -> N
 
 
 @DEPTHS
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_schema_holds_at_any_temperature(server: Running, k: int, seed: int) -> None:
     extra = {"num_draft_tokens": k, "top_k": 0}
     answer = ask(server, response_format=FORMAT, temperature=1.5, seed=seed, extra_body=extra)

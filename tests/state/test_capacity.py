@@ -51,7 +51,9 @@ def test_a_write_lands_at_each_rows_own_offset_and_nowhere_else(rows: int) -> No
         assert not out[row, :, offset + 3 :].any()
 
 
-@pytest.mark.parametrize("lengths", [(BLOCK - 9, 6, BLOCK + 1), (BLOCK, BLOCK - 1, 2)])
+@pytest.mark.parametrize(
+    "lengths", [pytest.param((BLOCK - 9, 6, BLOCK + 1), marks=pytest.mark.slow), (BLOCK, BLOCK - 1, 2)]
+)
 def test_growing_at_a_block_border_changes_nothing(lengths: tuple[int, ...]) -> None:
     """Ragged sequences, so that one of them crosses the border while others are far from it."""
     model, rng = random_model("dense"), random.Random(3)

@@ -307,7 +307,7 @@ def test_a_cache_of_no_bytes_keeps_nothing() -> None:
     assert prefix.stats().entries == 0
 
 
-@pytest.mark.parametrize("share", [0.05, pytest.param(0.2, marks=pytest.mark.slow), 0.6])
+@pytest.mark.parametrize("share", [0.05, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.2, 0.6))])
 def test_bytes_stay_within_their_bound_whatever_comes(share: float) -> None:
     rng = random.Random(share)
     systems = [prompt_of(rng.randrange(6), seed, more=rng.randrange(C)) for seed in range(4)]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .cuda import on_cuda
-from .cuda.greedy import best_fits, launch_best, launch_columns
+from .cuda.greedy import best_fits, launch_best, launch_columns, launch_starts
 
 
 def best_tokens(logits: mx.array) -> mx.array:
@@ -21,6 +21,14 @@ def join_columns(arrays: list[mx.array]) -> mx.array:
         return launch_columns(arrays)[0]
     rows = max(each.shape[0] for each in arrays)
     return mx.concatenate([mx.broadcast_to(each, (rows, each.shape[1])) for each in arrays], axis=1)
+
+
+def draft_starts(lengths: mx.array, counts: mx.array, k: int) -> tuple[mx.array, mx.array]:
+    """Return for sequences of `lengths` [B] that are given `counts` [B] pairs: the index of the last of these, 0
+    without any, [B]; and where k drafts begin, [k, B]."""
+    if on_cuda():
+        return launch_starts(lengths, counts, k)
+    return mx.maximum(counts - 1, 0), lengths + counts + mx.arange(k)[:, None]
 
 
 class Report(NamedTuple):

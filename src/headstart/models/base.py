@@ -15,9 +15,9 @@ import mlx.nn as nn
 from ..errors import CheckpointError
 from ..kernels.adapters import Adapter, choose_adapters
 from ..kernels.attention import at_last
-from ..kernels.cuda.greedy import BestTokens, best_fits, launch_best, launch_starts
+from ..kernels.cuda.greedy import BestTokens, best_fits, launch_best
 from ..kernels.embedding import draft_input, embed_and_norm, join_pairs
-from ..kernels.greedy import best_tokens, in_device_memory, join_columns
+from ..kernels.greedy import best_tokens, draft_starts, in_device_memory, join_columns
 from ..kernels.products import product
 from ..limits import DEFAULT_K, MAX_HEAD_K
 from ..state import GROUP, KV, BatchState
@@ -257,7 +257,7 @@ class Model:
             return None
         state.reserve(max(tokens.shape[1], k))
         # A sequence without pairs gets the output of padding: a bad draft costs time, not correctness.
-        last, starts = launch_starts(state.lengths, counts, k)
+        last, starts = draft_starts(state.lengths, counts, k)
         drafts: mx.array = self._draft_graph(state, hidden, tokens, last, starts, reduced)
         state.commit(counts, most=0, lengths=starts[:1].reshape(-1))
         return drafts

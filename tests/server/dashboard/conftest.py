@@ -25,7 +25,7 @@ def launch() -> tuple[Browser, Page] | None:
     if (path := chromium(playwright)) is None:
         return None
     browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
-    return browser, browser.new_context(viewport=VIEWPORT).new_page()
+    return browser, browser.new_context(viewport=VIEWPORT, locale="en-US").new_page()
 
 
 @pytest.hookimpl(trylast=True)
@@ -48,7 +48,7 @@ def leave(tab: Page, server: Running) -> None:
     """Forget all that a visit has left in the tab."""
     tab.unroute_all(behavior="ignoreErrors")
     if tab.url.startswith(server.url):
-        tab.evaluate("sessionStorage.clear()")
+        tab.evaluate("try { sessionStorage.clear() } catch {}")  # a page that may not use it has left nothing
     tab.goto("about:blank")
     session = tab.context.new_cdp_session(tab)
     session.send("Storage.clearDataForOrigin", {"origin": server.url, "storageTypes": "all"})
@@ -66,6 +66,7 @@ def visit(browser_and_tab: tuple[Browser, Page]) -> Iterator[Visit]:
     visited: list[Running] = []
     listeners: list[tuple[str, Any]] = []
     problems: list[str] = []
+    injected = ExitStack()
 
     def open_page(server: Running, part: str = "live", *, expect: str = "", before: str = "", **options: Any) -> Page:
         """`expect`: words of complaints that the test means to cause. `before`: a script to run before the page."""
@@ -80,8 +81,8 @@ def visit(browser_and_tab: tuple[Browser, Page]) -> Iterator[Visit]:
             ("pageerror", lambda error: complain(str(error))),
             ("request", lambda asked: None if asked.url.startswith(server.url) else complain(asked.url)),
         ]
-        if before or visited or not set(options) <= {"viewport", *MEDIA}:
-            contexts.append(browser.new_context(**{"viewport": VIEWPORT} | options))
+        if visited or not set(options) <= {"viewport", *MEDIA}:
+            contexts.append(browser.new_context(**{"viewport": VIEWPORT, "locale": "en-US"} | options))
             page = contexts[-1].new_page()
             if before:
                 page.add_init_script(before)
@@ -91,12 +92,19 @@ def visit(browser_and_tab: tuple[Browser, Page]) -> Iterator[Visit]:
             listeners.extend(hear)
             page.set_viewport_size(options.pop("viewport", VIEWPORT))
             page.emulate_media(**options)
+            if before:  # a script of Playwright's own would stay
+                session = tab.context.new_cdp_session(tab)
+                session.send("Page.enable")
+                script = session.send("Page.addScriptToEvaluateOnNewDocument", {"source": before})
+                injected.callback(session.detach)
+                injected.callback(session.send, "Page.removeScriptToEvaluateOnNewDocument", script)
         for event, listener in hear:
             page.on(event, listener)  # type: ignore[call-overload]
         page.goto(f"{server.url}/#{part}")
         return page
 
     yield open_page
+    injected.close()
     for event, listener in listeners:
         tab.remove_listener(event, listener)
     for server in visited:

@@ -66,8 +66,7 @@ def launch_accept(
 
 
 def launch_starts(lengths: mx.array, counts: mx.array, k: int) -> tuple[mx.array, mx.array]:
-    """Return for `lengths` [B] of sequences that are given `counts` [B] pairs: the index of the last of these, 0
-    without any, [B]; and where k drafts begin, [k, B]."""
+    """Return the last of `counts` [B] pairs after `lengths` [B], and where k drafts begin (see `draft_starts`)."""
     B = lengths.size
     last, starts = _starts_kernel()(
         inputs=[lengths, counts],
