@@ -153,6 +153,7 @@ CASES: dict[str, tuple[Damage, str, str]] = {  # damage, file, words
     "config: NaN": (sizes(rms_norm_eps=float("nan")), "config.json", "rms_norm_eps is nan"),
     "config: rope list": (sizes(rope_parameters=[1]), "config.json", "rope_parameters is [1]"),
     "config: rope theta": (sizes(rope_parameters={"rope_theta": "x"}), "config.json", "rope_parameters.rope_theta"),
+    "config: rotary share": (sizes(partial_rotary_factor=256), "config.json", "partial_rotary_factor is 256"),
     "config: rope thetas": (sizes(rope_theta=[]), "config.json", "rope_theta is []"),
     "config: rope kind": (sizes(rope_parameters={"rope_type": "x"}), "config.json", "Unsupported RoPE type"),
     "config: rope escape": (sizes(rope_parameters={"rope_type": "\x1b["}), "config.json", r"RoPE type \x1b["),

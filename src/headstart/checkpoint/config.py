@@ -160,8 +160,9 @@ def _check(config: dict[str, Any]) -> None:
     per_layer = config["model_type"] == "step3p5"
     for field, value in numbers.items():
         for number in value if isinstance(value, list) and field == "rope_theta" and per_layer else [value]:
-            if type(number) not in (int, float) or not 0 < number <= sys.float_info.max:
-                raise _wrong(field, value, "a number above 0")
+            share = field.endswith("partial_rotary_factor")  # of a head's numbers
+            if type(number) not in (int, float) or not 0 < number <= (1 if share else sys.float_info.max):
+                raise _wrong(field, value, "a number above 0" + ", at most 1" * share)
 
 
 def _require_object(field: str, value: object, *, nullable: bool) -> None:
