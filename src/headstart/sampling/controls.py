@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import mlx.core as mx
 
 from ..sampling_params import MAX_INT32, SamplingParams
-from .noise import Keys, Purpose, fold, split
+from .noise import Keys, Purpose, fold, keys_of_step, split
 
 
 class SequenceParams(NamedTuple):
@@ -94,9 +94,8 @@ class Controls:
         Under the ratio rule no key is used twice. Under the coupled rule drafting and choosing share their keys,
         which do not depend on the round: that is the coupling.
         """
-        first, second = fold(self.keys, mx.where(self.ratio, rounds + 1, 0))
-        first, second = fold((first[:, None], second[:, None]), self.purposes)
-        first, second = fold((first[..., None], second[..., None]), positions[:, None])  # [B, P, W]
+        words = mx.where(self.ratio, rounds + 1, 0)
+        first, second = keys_of_step(self.keys, words, self.purposes, positions)
         return {purpose: (first[:, purpose], second[:, purpose]) for purpose in Purpose}
 
 

@@ -50,7 +50,7 @@ def gumbel_argmax(logp: mx.array, ids: mx.array | None, keys: Keys) -> mx.array:
     keys tend to give the same token: that is the coupling of drafts and target.
     """
     named = mx.arange(logp.shape[-1]) if ids is None else ids
-    values = logp + gumbel((keys[0][..., None], keys[1][..., None]), named)
+    values = logp + gumbel(keys, named)
     if ids is None:
         return mx.argmax(values, axis=-1).astype(mx.int32)
     # Among equals take the lowest id, as argmax does. If values are NaN none equals the best: still return an id.

@@ -10,6 +10,9 @@ from enum import IntEnum
 
 import mlx.core as mx
 
+from ..kernels.cuda import on_cuda
+from ..kernels.cuda.noise import launch_noise_keys, launch_noise_words
+
 
 class Purpose(IntEnum):
     CHOICE = 0  # draft or choose a token, coupled rule
@@ -41,19 +44,30 @@ def split(seed: int) -> tuple[int, int]:
     return seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
 
 
+def keys_of_step(keys: Keys, rounds: mx.array, purposes: mx.array, positions: mx.array) -> Keys:
+    """Derive keys [B, P, W] from keys [B], a round [B], purposes [B, P] and positions [B, W]."""
+    if on_cuda():
+        return launch_noise_keys(keys, rounds, purposes, positions)
+    first, second = fold(keys, rounds)
+    first, second = fold((first[:, None], second[:, None]), purposes)
+    return fold((first[..., None], second[..., None]), positions[:, None])
+
+
 def bits(keys: Keys, ids: mx.array) -> mx.array:
-    """Return a random word for each token id."""
-    first, second = keys
+    """Return a random word [..., C] for each of the token ids [..., C] of keys [...], or [C] of all keys."""
+    if on_cuda():
+        return launch_noise_words(keys, ids)
+    first, second = (each[..., None] for each in keys)
     return mix(mix(first ^ ids.astype(mx.uint32)) + second)
 
 
 def uniform(keys: Keys) -> mx.array:
     """Return a float32 number in (0, 1) for each key."""
-    return _unit(bits(keys, mx.zeros_like(keys[0])))
+    return _unit(bits(keys, mx.zeros((1,), mx.int32))).squeeze(-1)
 
 
 def gumbel(keys: Keys, ids: mx.array) -> mx.array:
-    """Return standard Gumbel noise for each token id: argmax(log p + noise) is a draw from p."""
+    """Return standard Gumbel noise for each token id (see `bits`): argmax(log p + noise) is a draw from p."""
     return -mx.log(-mx.log1p(-_unit(bits(keys, ids))))
 
 
