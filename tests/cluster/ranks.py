@@ -2,11 +2,12 @@
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,12 @@ def run(ranks: int, job: dict[str, Any], tmp_path: Path) -> list[list[dict[str, 
 
 
 def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        places = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [place.getsockname()[1] for place in places]
+    """Ports below those that systems hand out: a connection of another test could take one before a rank does, and
+    ranks would wait for each other for ever."""
+    ports: list[int] = []
+    for port in random.sample(range(10_000, 30_000), 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise AssertionError("no port is free")
