@@ -17,7 +17,7 @@ COUNTERS = ("last", "max_k", "remaining", "rounds")  # fields of Batch with one 
 
 
 class Advance(NamedTuple):
-    """Where a step leads its sequences to: [B] each. In the order of the kernel that computes them."""
+    """Say where a step leads its sequences to: [B] each. In the order of the kernel that computes them."""
 
     generated: mx.array
     last: mx.array
@@ -28,7 +28,7 @@ class Advance(NamedTuple):
 
 
 class StepNoise(NamedTuple):
-    """Keys of the noise for the next positions, which drafts and their verification share."""
+    """Hold the keys of the noise for the next positions, which drafts and their verification share."""
 
     rounds: mx.array  # of the step
     width: int

@@ -1,4 +1,4 @@
-"""The best tokens of logits, and small arrays of integers: cuda or stock ops."""
+"""Find the best tokens of logits and join small arrays of integers: cuda or stock ops."""
 
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ def draft_starts(lengths: mx.array, counts: mx.array, k: int) -> tuple[mx.array,
 
 
 class Report(NamedTuple):
-    """Integers [rows, width] for the host. On CUDA a few are pairs: MLX keeps 8 bytes where both can reach them. The
+    """Hold integers [rows, width] for the host. On CUDA a few are pairs: MLX keeps 8 bytes where both can reach them. The
     page of a larger array moves to the host that reads it, and a kernel that writes there again waits for it."""
 
     arrays: list[mx.array]

@@ -59,7 +59,7 @@ class Weights(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A model and its head as functions: `trunk` and `logits`, in one pass `score`; `head` and `draft_logits`, in one
+    """Run a model and its head: `trunk` and `logits`, in one pass `score`; `head` and `draft_logits`, in one
     pass `greedy_drafts`; and their states."""
 
     family: Family

@@ -104,19 +104,17 @@ def cuda_kernel(
                 _compile_once(*kernel_text(name, header, arguments, template, source))
             except Exception as error:
                 _warn(repr(error))
-        sizes = [math.prod(shape) for shape in output_shapes]
-        small = [
-            size * dtype.size < ROOM and not read_by_host for size, dtype in zip(sizes, output_dtypes, strict=True)
-        ]
-        roomy = [
-            (ROOM // dtype.size,) if is_small else shape
-            for is_small, shape, dtype in zip(small, output_shapes, output_dtypes, strict=True)
-        ]
+        pairs = list(zip(output_shapes, output_dtypes, strict=True))
+        roomy = output_shapes if read_by_host else [_with_room(*pair) for pair in pairs]
         made = kernel(inputs=inputs, template=template, output_shapes=roomy, output_dtypes=output_dtypes, **rest)
-        outputs = zip(made, small, sizes, output_shapes, strict=True)
-        return [array[:size].reshape(shape) if is_small else array for array, is_small, size, shape in outputs]
+        outputs = zip(made, roomy, output_shapes, strict=True)
+        return [m if room == shape else m[: math.prod(shape)].reshape(shape) for m, room, shape in outputs]
 
     return launch
+
+
+def _with_room(shape: Sequence[int], dtype: mx.Dtype) -> Sequence[int]:
+    return (ROOM // dtype.size,) if math.prod(shape) * dtype.size < ROOM else shape
 
 
 def _compiles() -> bool:

@@ -1,4 +1,4 @@
-"""The hash behind random numbers, one launch instead of a hundred operations (see noise.cu)."""
+"""Hash what random numbers are made of, in one launch instead of a hundred operations (see noise.cu)."""
 
 from functools import cache
 from typing import Any
