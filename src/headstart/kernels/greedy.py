@@ -32,8 +32,11 @@ def draft_starts(lengths: mx.array, counts: mx.array, k: int) -> tuple[mx.array,
 
 
 class Report(NamedTuple):
-    """Hold integers [rows, width] for the host. On CUDA a few are pairs: MLX keeps 8 bytes where both can reach them. The
-    page of a larger array moves to the host that reads it, and a kernel that writes there again waits for it."""
+    """Hold integers [rows, width] for the host.
+
+    On CUDA a few are pairs: MLX keeps 8 bytes where both can reach them. The page of a larger array moves to the host
+    that reads it, and a kernel that writes there again waits for it.
+    """
 
     arrays: list[mx.array]
     rows: int
