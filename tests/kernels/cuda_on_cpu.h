@@ -213,15 +213,14 @@ void wait_for_copies() {
   });
 }
 
-inline uint32_t masked(uint32_t word, uint32_t mask, uint32_t bits) { return (word & mask) | bits; }
 inline uint32_t low_halves(uint32_t a, uint32_t b) { return (a & 0xFFFF) | b << 16; }
 inline uint32_t high_halves(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xFFFF0000); }
 template <typename T>
-uint32_t add_pairs(uint32_t a, uint32_t b) {
+uint32_t multiply_pairs(uint32_t a, uint32_t b) {
   T left[2], right[2];
   std::memcpy(left, &a, 4), std::memcpy(right, &b, 4);
-  T sums[2] = {T(float(left[0]) + float(right[0])), T(float(left[1]) + float(right[1]))};
-  std::memcpy(&a, sums, 4);
+  T made[2] = {T(float(left[0]) * float(right[0])), T(float(left[1]) * float(right[1]))};
+  std::memcpy(&a, made, 4);
   return a;
 }
 
@@ -251,8 +250,9 @@ void multiply(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   for (int i = 0; i < 4; ++i) warp.words[self->lane][i] = a[i];
   for (int i = 0; i < 2; ++i) warp.words[self->lane][4 + i] = b[i];
   __syncwarp();
-  auto half = [](uint32_t word, int high) {
+  auto half = [](uint32_t word, int high) -> double {
     uint16_t bits = word >> (16 * high);
+    if (std::is_same_v<T, __nv_bfloat16> && bits < 256) return bits * 0x1p-133;  // fast: no float is so small
     T x;
     std::memcpy(&x, &bits, 2);
     return static_cast<float>(x);
@@ -263,7 +263,7 @@ void multiply(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   auto B = [&](int k, int j) { return half(warp.words[4 * j + (k % 8) / 2][4 + k / 8], k % 2); };
   for (int e = 0; e < 4; ++e) {
     const int i = self->lane / 4 + 8 * (e / 2), j = 2 * (self->lane % 4) + e % 2;
-    for (int k = 0; k < 16; ++k) c[e] = std::fma(A(i, k), B(k, j), c[e]);
+    for (int k = 0; k < 16; ++k) c[e] = float(A(i, k) * B(k, j) + c[e]);
   }
   __syncwarp();
 }

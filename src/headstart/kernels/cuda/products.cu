@@ -10,63 +10,75 @@
 // work all the time, while a tile begins and while its slices are added. The first chunks are under way before the
 // activations are waited for.
 //
-// Codes enter the tensor cores as exact integers of type T; scale and bias meet float32 sums, once a unit:
+// Codes enter the tensor cores as they are. In the low eight bits of a bfloat16 a code is the number code · 2⁻¹³³: the
+// numbers below the first power of two and those after it stand equally far apart. (Of a float16, the low eleven bits;
+// 2⁻²⁴.) Scale and bias meet float32 sums, once a unit:
 //   Σ (scale · code + bias) · x = scale · Σ code · x + bias · Σ x
-// Σ x comes from a tensor core too, as a product with ones: it then lies where Σ code · x lies.
+// Σ x comes from a tensor core too, as a product with codes that are 1: it then lies where Σ code · x lies, and is as
+// small. The power of two goes when a row is complete.
 
 namespace headstart {
 
+// What codes are multiplied by when they are taken for numbers of type T, and what activations are multiplied by so that
+// products are not too small for a float32. Of activations of 2⁶⁸ and more nothing is left.
 template <typename T>
-struct Pair; // two ones, and the exponent that turns a code in the low bits into an exact number
-
-template <>
-struct Pair<__nv_bfloat16> {
-  static constexpr uint32_t ONES = 0x3F803F80, EXPONENT = 0x43004300, MINUS_EXPONENT = 0xC300C300; // 128
-};
-
-template <>
-struct Pair<__half> {
-  static constexpr uint32_t ONES = 0x3C003C00, EXPONENT = 0x64006400, MINUS_EXPONENT = 0xE400E400; // 1024
-};
-
-// What is added to every code on its way into the tensor cores: taken back through the bias, in float32.
+constexpr bool WIDE_EXPONENT = cuda::std::is_same_v<T, __nv_bfloat16>;
 template <typename T, int BITS>
-constexpr float OFFSET = 0;
-template <>
-constexpr float OFFSET<__nv_bfloat16, 4> = 128;
+constexpr float UNSCALE = BITS == 16 ? 1.0f : WIDE_EXPONENT<T> ? 0x1p73f : 0x1p24f;
+
+// Whether the second of two pairs in 4 bits stays where it is, four bits higher: its activations are a sixteenth then.
+template <typename T, int BITS>
+constexpr bool HIGH_PAIRS = BITS == 4 && WIDE_EXPONENT<T>;
 
 // The p-th pair of weights out of a lane's words. Which two stand together is what masks cost least: in 4 bits
 // (0, 4), (1, 5), (2, 6), (3, 7) of every eight, in 8 bits (0, 2), (1, 3) of every four.
 template <typename T, int BITS>
 __device__ __forceinline__ uint32_t weight_pair(const uint32_t* words, int p) {
-  if constexpr (BITS == 16) {
+  if constexpr (BITS == 16)
     return words[p];
-  } else if constexpr (BITS == 4) {
-    uint32_t codes = masked(words[p / 4] >> (4 * (p % 4)), 0x000F000F, Pair<T>::EXPONENT);
-    return OFFSET<T, 4> ? codes : add_pairs<T>(codes, Pair<T>::MINUS_EXPONENT);
-  } else {
-    uint32_t codes = words[p / 2] >> (8 * (p % 2));
-    if constexpr (cuda::std::is_same_v<T, __half>) {
-      return add_pairs<T>(masked(codes, 0x00FF00FF, Pair<T>::EXPONENT), Pair<T>::MINUS_EXPONENT);
-    } else {
-      // bfloat16 holds 7 bits below its leading one. The eighth becomes 128 or 256, less 256.
-      uint32_t low = masked(codes, 0x007F007F, Pair<T>::EXPONENT);
-      uint32_t high = masked(codes, 0x00800080, Pair<T>::EXPONENT);
-      return add_pairs<T>(low, add_pairs<T>(high, 0xC380C380));
-    }
-  }
+  else if constexpr (BITS == 8)
+    return words[p / 2] >> (8 * (p % 2)) & 0x00FF00FF;
+  else if constexpr (HIGH_PAIRS<T, BITS>)
+    return words[p / 4] >> (8 * (p % 4 / 2)) & (p % 2 ? 0x00F000F0 : 0x000F000F);
+  else
+    return words[p / 4] >> (4 * (p % 4)) & 0x000F000F;
+}
+
+// Two codes that are 1, as `weight_pair` finds them.
+template <typename T, int BITS>
+__device__ __forceinline__ uint32_t pair_of_ones(int p) {
+  return HIGH_PAIRS<T, BITS> && p % 2 ? 0x00100010 : 0x00010001;
 }
 
 // The same two positions out of a lane's activations, which are packed in their natural order.
-template <int BITS>
+template <typename T, int BITS>
 __device__ __forceinline__ uint32_t activation_pair(const uint32_t* x, int p) {
   if constexpr (BITS == 16) {
     return x[p];
   } else {
     constexpr int APART = BITS == 4 ? 2 : 1; // words between the two
     const uint32_t* here = x + p / (2 * APART) * 2 * APART + p % (2 * APART) / 2;
-    return p % 2 ? high_halves(here[0], here[APART]) : low_halves(here[0], here[APART]);
+    const uint32_t pair = p % 2 ? high_halves(here[0], here[APART]) : low_halves(here[0], here[APART]);
+    if constexpr (!WIDE_EXPONENT<T>) return pair;
+    return multiply_pairs<T>(pair, HIGH_PAIRS<T, BITS> && p % 2 ? 0x5B805B80 : 0x5D805D80); // 2⁵⁶, 2⁶⁰
   }
+}
+
+// COUNT elements of type E in one read.
+template <int COUNT, typename E>
+struct alignas(COUNT * sizeof(E)) Several {
+  E at[COUNT];
+  __device__ __forceinline__ static Several read(const void* from) { return *static_cast<const Several*>(from); }
+};
+
+// The i-th of COUNT numbers.
+template <int COUNT, typename T>
+__device__ __forceinline__ float number_at(const Several<COUNT, T>& numbers, int i) {
+  if constexpr (COUNT % 2 == 0 && WIDE_EXPONENT<T>) {
+    const uint32_t word = reinterpret_cast<const uint32_t*>(numbers.at)[i / 2];
+    return __int_as_float(i % 2 ? word & 0xFFFF0000 : word << 16);
+  }
+  return float(numbers.at[i]);
 }
 
 // Where a row keeps its sixteen-byte pieces: turned by row, so that the lanes of a warp read from different banks.
@@ -86,13 +98,6 @@ struct Layout {
   static constexpr int SCALES = BITS < 16 && CODES > GROUP ? CODES / GROUP : 1; // that a row needs for a chunk
 };
 
-// COUNT elements of type E in one read.
-template <int COUNT, typename E>
-struct alignas(COUNT * sizeof(E)) Several {
-  E at[COUNT];
-  __device__ __forceinline__ static Several read(const void* from) { return *static_cast<const Several*>(from); }
-};
-
 // A unit of TALL · 16 rows by WIDE · 8 columns, added to `total`. `words`: of rows 16r + group and + 8, with scales
 // and biases; `pairs`: of column 8c + group.
 template <typename T, int BITS, int TALL, int WIDE, typename S>
@@ -106,7 +111,8 @@ __device__ __forceinline__ void add_unit(
 #pragma unroll
     for (int c = 0; c < WIDE; c++) {
       b[c][0] = pairs[c][p], b[c][1] = pairs[c][p + 1];
-      if (BITS < 16) multiply<T>(ones[c], {Pair<T>::ONES, Pair<T>::ONES, Pair<T>::ONES, Pair<T>::ONES}, b[c]);
+      const uint32_t even = pair_of_ones<T, BITS>(p), odd = pair_of_ones<T, BITS>(p + 1);
+      if (BITS < 16) multiply<T>(ones[c], {even, even, odd, odd}, b[c]);
     }
 #pragma unroll
     for (int r = 0; r < TALL; r++) {
@@ -121,14 +127,12 @@ __device__ __forceinline__ void add_unit(
 #pragma unroll
     for (int r = 0; r < TALL; r++)
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        float bias = fmaf(-OFFSET<T, BITS>, scales[r][h], biases[r][h]);
+      for (int h = 0; h < 2; h++)
 #pragma unroll
         for (int c = 0; c < WIDE; c++)
 #pragma unroll
           for (int i = 2 * h; i < 2 * h + 2; i++)
-            total[r][c][i] = fmaf(scales[r][h], sum[r][c][i], fmaf(bias, ones[c][i], total[r][c][i]));
-      }
+            total[r][c][i] = fmaf(scales[r][h], sum[r][c][i], fmaf(biases[r][h], ones[c][i], total[r][c][i]));
   }
 }
 
@@ -178,6 +182,7 @@ __device__ __forceinline__ void product(
   const int put = place<CHUNK>(lane / (CHUNK / 16), lane % (CHUNK / 16) * 16), row_bytes = K / 8 * BITS;
   const char* from[TALL]; // this lane's first piece of the next chunk, in every sixteen rows
   int rows[TALL]; // of these, counted from the lane's own
+  bool whole = false; // all of them are there
   int fetched = team.index, left = end - begin; // the tile that is fetched, and how many of its chunks are to come
   auto aim = [&] {
     if (fetched >= tiles) return;
@@ -189,15 +194,22 @@ __device__ __forceinline__ void product(
                 begin * CHUNK + lane % (CHUNK / 16) * 16;
       rows[r] = part.N - row;
     }
+    whole = part.first + (part.up ? 8 : 16) * TALL <= part.N;
   };
   auto fetch = [&](unsigned char* stage) {
-    if (fetched < tiles) {
+    auto copy = [&](bool all) {
 #pragma unroll
       for (int i = 0; i < PIECES; i++) {
         const int r = ROWS * i / 16, row = ROWS * i % 16;
         unsigned char* to = stage + (ROWS == 4 && i % 2 ? put ^ 16 : put) + 512 * i; // as `place` says
-        if (row < rows[r]) copy_16_bytes(to, from[r] + (long long)row * row_bytes);
+        if (all || row < rows[r]) copy_16_bytes(to, from[r] + (long long)row * row_bytes);
       }
+    };
+    if (fetched < tiles) {
+      if (whole)
+        copy(true);
+      else
+        copy(false);
 #pragma unroll
       for (int r = 0; r < TALL; r++) from[r] += CHUNK;
       if (--left == 0) {
@@ -268,7 +280,7 @@ __device__ __forceinline__ void product(
 #pragma unroll
         for (int i = 0; i < WIDE * S::EACH / 2; i++)
           pairs[i / (S::EACH / 2)][i % (S::EACH / 2)] =
-              activation_pair<BITS>(coming[u % AHEAD][i / (S::EACH / 2)], i % (S::EACH / 2));
+              activation_pair<T, BITS>(coming[u % AHEAD][i / (S::EACH / 2)], i % (S::EACH / 2));
         if (MOVES && u + AHEAD == S::UNITS && chunk + 1 == end) aim_columns(tile + team.count);
         if (u + AHEAD < S::UNITS)
           read_columns(chunk, u + AHEAD);
@@ -281,8 +293,8 @@ __device__ __forceinline__ void product(
           int at = (mine ^ (u * S::UNIT * BITS / 8)) + 8 * CHUNK * r; // as `place` says
           words[r / 2][r % 2] = Several<S::WORDS, uint32_t>::read(stage + at);
           if (BITS == 16) continue;
-          unit_scales[r / 2][r % 2] = float(scales[r / 2][r % 2].at[u * S::SCALES / S::UNITS]);
-          unit_biases[r / 2][r % 2] = float(biases[r / 2][r % 2].at[u * S::SCALES / S::UNITS]);
+          unit_scales[r / 2][r % 2] = number_at(scales[r / 2][r % 2], u * S::SCALES / S::UNITS);
+          unit_biases[r / 2][r % 2] = number_at(biases[r / 2][r % 2], u * S::SCALES / S::UNITS);
         }
         add_unit<T, BITS, TALL, WIDE, S>(total, words, pairs, unit_scales, unit_biases);
       }
@@ -307,7 +319,7 @@ __device__ __forceinline__ void product(
       float sum = 0;
 #pragma unroll
       for (int i = 0; i < SLICES; i++) sum += sums[i * SUMS + at];
-      return sum;
+      return sum * UNSCALE<T, BITS>;
     };
 #pragma unroll 1
     for (int at = team.thread; at < (part.up ? SUMS / 2 : SUMS); at += SLICES * 32) {

@@ -99,31 +99,18 @@ __device__ __forceinline__ void multiply<__half>(
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// (word & mask) | bits, of which the compiler makes two instructions where both are constants.
-__device__ __forceinline__ uint32_t masked(uint32_t word, uint32_t mask, uint32_t bits) {
-  uint32_t result;
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(word), "r"(mask), "r"(bits));
-  return result;
-}
-
 // Of two pairs, both low or both high halves.
 __device__ __forceinline__ uint32_t low_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }
 __device__ __forceinline__ uint32_t high_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
 
-// a + b of two pairs of type T.
+// a · b of two pairs of type T.
 template <typename T>
-__device__ uint32_t add_pairs(uint32_t a, uint32_t b);
+__device__ uint32_t multiply_pairs(uint32_t a, uint32_t b);
 
 template <>
-__device__ __forceinline__ uint32_t add_pairs<__nv_bfloat16>(uint32_t a, uint32_t b) {
-  __nv_bfloat162 sum = __hadd2(*reinterpret_cast<__nv_bfloat162*>(&a), *reinterpret_cast<__nv_bfloat162*>(&b));
-  return *reinterpret_cast<uint32_t*>(&sum);
-}
-
-template <>
-__device__ __forceinline__ uint32_t add_pairs<__half>(uint32_t a, uint32_t b) {
-  __half2 sum = __hadd2(*reinterpret_cast<__half2*>(&a), *reinterpret_cast<__half2*>(&b));
-  return *reinterpret_cast<uint32_t*>(&sum);
+__device__ __forceinline__ uint32_t multiply_pairs<__nv_bfloat16>(uint32_t a, uint32_t b) {
+  __nv_bfloat162 made = __hmul2(*reinterpret_cast<__nv_bfloat162*>(&a), *reinterpret_cast<__nv_bfloat162*>(&b));
+  return *reinterpret_cast<uint32_t*>(&made);
 }
 
 }  // namespace headstart
