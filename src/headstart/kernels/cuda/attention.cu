@@ -258,7 +258,7 @@ constexpr int MERGE_FLOATS = (MERGERS * D + D / 32 + MERGERS + 3) / 4 * 4;
 
 // The pieces of one query, as one output, times the sigmoid of its gate if it has one: head h of token w of row b, by a team of D
 // threads.
-template <int H, int HKV, int D, typename T>
+template <int H, int HKV, int D, typename T, typename Y>
 __device__ __forceinline__ void merge(
     const Team& team,
     float* shared,
@@ -271,7 +271,7 @@ __device__ __forceinline__ void merge(
     const int* offset,     // [B]
     int W,
     int pieces,
-    T* out,                // [B, W, H, D]
+    Y* out,                // [B, W, H, D]
     bool causal = true) {
   constexpr int GROUP = H / HKV;
   constexpr int LANES = D / MERGERS;  // of four columns
@@ -327,7 +327,7 @@ __device__ __forceinline__ void merge(
     const float gate = static_cast<float>(gates[at * 2 * D + D + thread]);
     opened = __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-gate)));
   }
-  out[at * D + thread] = static_cast<T>(__fmul_rn(__fdiv_rn(value, weight), opened));
+  leave(out, at * D + thread, static_cast<T>(__fmul_rn(__fdiv_rn(value, weight), opened)));
 }
 
 }  // namespace headstart

@@ -140,7 +140,7 @@ def _arrange(eps: float, base: float, in_place: bool = False):  # type: ignore[n
                 blockIdx.x * headstart::WARPS + warp, lines[warp], both, keys, values, query_weight, key_weight,
                 offset, {eps!r}f, {math.log2(base)!r}f, both_shape[0], both_shape[1], new_queries, {to}, {place});
         """,
-        header=include("tensor_core", "team", "attention"),
+        header=include("tensor_core", "team", "operand", "attention"),
     )
 
 
@@ -158,7 +158,7 @@ def _partials(scale: float, D: int):  # type: ignore[no-untyped-def]
                 keys, values, offset, {scale * math.log2(math.e)!r}f, queries_shape[2], keys_shape[2],
                 partial, weights, CAUSAL, WINDOW);
         """,
-        header=include("tensor_core", "team", "attention"),
+        header=include("tensor_core", "team", "operand", "attention"),
         shared_memory=2 * elements + 2 * 4 * WARPS * TILE,
     )
 
@@ -176,5 +176,5 @@ def _merge(gated: bool):  # type: ignore[no-untyped-def]
                 headstart::Team::block(0, 1), shared, blockIdx.x % H, blockIdx.x / H, blockIdx.y, partial, weights,
                 {gates}, offset, partial_shape[3] / (H / HKV), partial_shape[2], out, CAUSAL);
         """,
-        header=include("tensor_core", "team", "attention"),
+        header=include("tensor_core", "team", "operand", "attention"),
     )

@@ -31,8 +31,8 @@ __device__ __forceinline__ bool gather_pairs(const unsigned* experts, int pairs,
   return true;
 }
 
-template <int BITS, int GROUP, typename T>
-__device__ __forceinline__ void move_to_expert(Part<T>& part, int K, unsigned expert) {
+template <int BITS, int GROUP, typename P>
+__device__ __forceinline__ void move_to_expert(P& part, int K, unsigned expert) {
   const long long rows = (long long)expert * part.N, codes = rows * (K / 8 * BITS), scales = rows * (K / GROUP);
   part.w = static_cast<const char*>(part.w) + codes;
   if (part.up) part.up = static_cast<const char*>(part.up) + codes;

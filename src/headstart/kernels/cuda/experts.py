@@ -98,7 +98,7 @@ def experts_kernel(count: int, gated: bool, order: SumOrder, shared: int, own_in
         name=f"experts_{'gated' if gated else count}_{'each' if own_inputs else 'shared'}{name_suffix(shared)}",
         input_names=["x", "indices", *weight_names(count, quantised)],
         output_names=[f"out{i}" for i in range(1 if gated else count)],
-        header=include("tensor_core", "team", "matrix", "products", "experts"),
+        header=include("tensor_core", "team", "operand", "matrix", "products", "experts"),
         source=matrices(count, gated, quantised, axis=1) + PAIRS + share + RUN,
         shared_memory=shared,
     )
@@ -110,7 +110,7 @@ def _route(normed: bool) -> Any:
         name=f"route{'_normed' * normed}",
         input_names=["logits"],
         output_names=["indices", "scores"],
-        header=include("tensor_core", "team", "matrix", "products", "experts"),
+        header=include("tensor_core", "team", "operand", "matrix", "products", "experts"),
         source=f"""
             const int row = blockIdx.x;
             headstart::route<T, E, TOP>(
@@ -125,7 +125,7 @@ def _combine() -> Any:
         name="combine_experts",
         input_names=["parts", "scores", "shared", "gate"],
         output_names=["out"],
-        header=include("tensor_core", "team", "matrix", "products", "experts"),
+        header=include("tensor_core", "team", "operand", "matrix", "products", "experts"),
         source="""
             const int top = scores_shape[scores_ndim - 1], N = shared_shape[shared_ndim - 1];
             const int rows = shared_shape[0] * (shared_ndim > 2 ? shared_shape[1] : 1);

@@ -124,14 +124,14 @@ constexpr int GATED_DELTA_FLOATS = TOKENS * (2 * DK + 2 * DV + 2);
 // Value head `hv` of a row, by a team of 4·DV / GROUPS threads. What others write of the window may be read after
 // `ready`.
 template <
-    int HK, int HV, int DK, int DV, int TAPS, int GROUPS, typename T, typename A, typename D, typename N,
-    typename Ready>
+    int HK, int HV, int DK, int DV, int TAPS, int GROUPS, typename T, typename Y, typename A, typename D, typename N,
+    typename Awaited>
 __device__ __forceinline__ void fold_and_run(
     const Team& team,
     float* shared,
     int hv,
     int row_of_batch,
-    Ready ready,
+    Awaited ready,
     const float* state,       // [B, HV, DV, DK]
     const T* conv,            // [B, TAPS - 1, C], the convolution's last inputs
     const int* accepted,      // [B], how many of the old drafts to fold
@@ -147,7 +147,7 @@ __device__ __forceinline__ void fold_and_run(
     float eps,
     int W,
     int certain,              // the window's tokens to fold
-    T* y,                     // [B, W, HV, DV]
+    Y* y,                     // [B, W, HV, DV]
     float* new_state,
     T* new_conv,
     Drafts<T, float> fresh) {
@@ -340,7 +340,7 @@ __device__ __forceinline__ void fold_and_run(
       for (int d = thread % 32; d < DV; d += 32) {
         const float gate = static_cast<float>(z[at + d]);
         const float normed = __fmul_rn(__fmul_rn(outputs[t][d], scale), static_cast<float>(norm_weight[d]));
-        y[at + d] = static_cast<T>(__fmul_rn(normed, __fmul_rn(gate, sigmoid(gate))));
+        leave(y, at + d, static_cast<T>(__fmul_rn(normed, __fmul_rn(gate, sigmoid(gate)))));
       }
     }
   }

@@ -53,5 +53,5 @@ def _gated_delta_kernel(pending: bool, drafts: bool, eps: float):  # type: ignor
         input_names=inputs + old * pending,
         output_names=outputs + fresh * drafts,
         source=call,
-        header=include("tensor_core", "team", "gated_delta") + launch_bounds(512),
+        header=include("tensor_core", "team", "operand", "gated_delta") + launch_bounds(512),
     )

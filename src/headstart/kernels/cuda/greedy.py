@@ -102,7 +102,7 @@ def _best_kernel() -> Any:
         name="best_token",
         input_names=["logits"],
         output_names=["token", "finite"],
-        header=include("tensor_core", "team", "norm", "greedy") + launch_bounds(THREADS),
+        header=include("tensor_core", "team", "operand", "norm", "greedy") + launch_bounds(THREADS),
         source="headstart::best_token<THREADS>(logits, V, token, finite);",
     )
 
@@ -115,7 +115,7 @@ def _accept_kernel() -> Any:
         name="accept_drafts",
         input_names=inputs,
         output_names=outputs,
-        header=include("tensor_core", "team", "norm", "greedy"),
+        header=include("tensor_core", "team", "operand", "norm", "greedy"),
         source=f"headstart::accept_drafts(window_shape[0], window_shape[1], {', '.join(inputs + outputs)});",
     )
 
@@ -126,7 +126,7 @@ def _starts_kernel() -> Any:
         name="draft_starts",
         input_names=["lengths", "counts"],
         output_names=["last", "starts"],
-        header=include("tensor_core", "team", "norm", "greedy"),
+        header=include("tensor_core", "team", "operand", "norm", "greedy"),
         source="headstart::draft_starts(lengths_shape[0], lengths, counts, last, starts);",
     )
 
@@ -139,7 +139,7 @@ def _columns_kernel(count: int, pieces: int, read_by_host: bool) -> Any:
         name=f"join_columns_{count}_{pieces}",
         input_names=[f"c{i}" for i in range(count)],
         output_names=outputs,
-        header=include("tensor_core", "team", "norm", "greedy"),
+        header=include("tensor_core", "team", "operand", "norm", "greedy"),
         source=f"const headstart::Columns all[] = {{{columns}}}; int* const out[] = {{{', '.join(outputs)}}};\n"
         "headstart::join_columns(all, out);",
         read_by_host=read_by_host,

@@ -78,7 +78,7 @@ def _kernel(name: str, bits: int, inputs: list[str], outputs: list[str], sizes: 
         name=f"{name}_{bits}",
         input_names=[*inputs[:at], *quantised, *inputs[at:]],
         output_names=outputs,
-        header=include("tensor_core", "team", "norm", "head"),
+        header=include("tensor_core", "team", "operand", "norm", "head"),
         source=f"{missing}headstart::{name}<D, THREADS, {bits}, {sizes}>({arguments});",
     )
 

@@ -25,13 +25,13 @@ constexpr int WARP_ROOM = 18432;
 // x [rows, K] by several matrices. `turn`: the team that begins. The activations are there when `ready` has returned.
 template <
     typename T, int BITS, int GROUP, int CHUNK, int SLICES, int K, int TALL, int WIDE, int STAGES, int COUNT,
-    typename Ready>
+    typename X, typename M, typename Awaited>
 __device__ __forceinline__ void multiply_rows(
-    unsigned char* shared, int turn, const T* x, int rows, const Matrix<T> (&matrices)[COUNT], Ready ready) {
+    unsigned char* shared, int turn, const X* x, int rows, const M (&matrices)[COUNT], Awaited ready) {
   const Team team = Team::part(32 * SLICES, turn);
   int tiles = 0;
 #pragma unroll
-  for (int i = 0; i < COUNT; i++) tiles += count_tiles<T, TALL>(matrices[i]);
+  for (int i = 0; i < COUNT; i++) tiles += count_tiles<TALL>(matrices[i]);
   auto choose = [&](int tile) { return tile_of<TALL>(matrices, tile); };
   auto outputs = [&](int, int column) { return column < rows ? column : -1; };
   team.sync();  // nobody reads what the team computed before
@@ -40,13 +40,14 @@ __device__ __forceinline__ void multiply_rows(
 }
 
 // Row pair / share of x by the pair's expert, for all pairs: [pairs, N].
-template <typename T, int BITS, int GROUP, int CHUNK, int SLICES, int K, int TALL, int STAGES>
+template <
+    typename T, int BITS, int GROUP, int CHUNK, int SLICES, int K, int TALL, int STAGES, typename X, typename M>
 __device__ __forceinline__ void multiply_experts(
-    unsigned char* shared, const T* x, int share, const Choice<T>& choice, const Matrix<T>& matrix) {
+    unsigned char* shared, const X* x, int share, const Choice<T>& choice, const M& matrix) {
   const Team team = Team::part(32 * SLICES);
-  const int each = count_tiles<T, TALL>(matrix);
+  const int each = count_tiles<TALL>(matrix);
   auto choose = [&](int tile) {
-    Part<T> part = {matrix, tile % each * (matrix.up ? 8 * TALL : 16 * TALL)};
+    Part<M> part = {matrix, tile % each * (matrix.up ? 8 * TALL : 16 * TALL)};
     move_to_expert<BITS, GROUP>(part, K, choice.of[tile / each]);
     return part;
   };
@@ -100,9 +101,9 @@ __device__ __forceinline__ void touch(const void* from, int bytes) {
 }
 
 // The norms of all rows. A single one every block computes for its `own`: that takes less time than a barrier.
-template <int D, int THREADS, typename T>
+template <int D, int THREADS, typename T, typename N>
 __device__ __noinline__ void norm_rows(
-    const Grid& grid, bool own, int rows, const T* x, const float* weight, float eps, T* normed) {
+    const Grid& grid, bool own, int rows, const T* x, const float* weight, float eps, N* normed) {
   const Team team = {0, 1, int(threadIdx.x), THREADS, 1};
   for (int row = own ? 0 : blockIdx.x; row < rows && threadIdx.x < THREADS; row += gridDim.x)
     norm_row<D, THREADS, false>(
@@ -175,11 +176,11 @@ __device__ __forceinline__ void run_heads(const Grid& grid, int B, Arguments... 
 
 // Attention of the window to keys and values [B, HKV, S, D], into which its own are written. The block has arrived
 // already behind the products.
-template <int H, int HKV, int D, int DIMS, typename T, typename N>
+template <int H, int HKV, int D, int DIMS, typename T, typename N, typename Y>
 __device__ __noinline__ void attend(
     const Grid& grid, int B, int W, int S, const T* both, const T* keys, const T* values,
     const N* query_weight, const N* key_weight, const int* offset, float eps, float log2_base, float scale,
-    T* queries, T* all_keys, T* all_values, float* partial, T* out) {
+    T* queries, T* all_keys, T* all_values, float* partial, Y* out) {
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, pieces = (S + SPLIT - 1) / SPLIT;
   extern __shared__ __align__(128) unsigned char dynamic_shared[];
   float* const lines = reinterpret_cast<float*>(dynamic_shared);

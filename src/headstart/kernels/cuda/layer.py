@@ -41,6 +41,10 @@ class Mlp:
     up: MatrixWeights
     down: MatrixWeights
 
+    def readers(self) -> list[MatrixWeights]:
+        """Return the matrices that the input is multiplied by."""
+        return [self.gate, self.up]
+
 
 @dataclass(frozen=True)
 class Mixture:
@@ -50,6 +54,10 @@ class Mixture:
     experts: Mlp  # their weights [E, N, K]
     top: int
     normed: bool
+
+    def readers(self) -> list[MatrixWeights]:
+        """Return the matrices that the input is multiplied by."""
+        return [self.router, self.shared_gate, *self.shared.readers(), *self.experts.readers()]
 
 
 @dataclass(frozen=True)
@@ -112,13 +120,14 @@ def launch_layer(
     text.inputs |= {"x": x, "status": status, "first_norm": before.weight, "second_norm": between.weight}
     text.outputs |= {"out": (x.shape, x.dtype), "new_status": ((4,), mx.int32)}
     text.lines.append("headstart::touch(x, sizeof(T) * rows * D), headstart::touch(first_norm, sizeof(float) * D);")
-    first = text.norm("x", "first_norm", before)
+    first = text.norm("x", "first_norm", before, text.read_by("normed", mixer.projections))
     if isinstance(mixer, GatedDelta):
         _delta(text, mixer, first)
     else:
         _attention(text, mixer, first)
     text.lines.append("grid.arrive();")
-    second = f"grid.wait(); {text.norm('middle', 'second_norm', between)}"
+    normed = text.read_by("normed", ahead.readers())
+    second = f"grid.wait(); {text.norm('middle', 'second_norm', between, normed)}"
     if isinstance(ahead, Mlp):
         _mlp(text, ahead, second)
     else:
@@ -151,6 +160,11 @@ class _Text:
         self.scratch += -(-self.rows * each // 64) * 64
         self.places.append(f"T* const {name} = take({each});")
 
+    def read_by(self, name: str, readers: list[MatrixWeights]) -> str:
+        """Return a place as those matrices read it, and what computes it writes it."""
+        fits = self.dtype == mx.bfloat16 and all(each.bits == 4 for each in readers)
+        return f"headstart::ready({name})" if fits else name
+
     def multiply(self, x: str, all_of_them: list[tuple[MatrixWeights, str]], ready: str = "") -> None:
         """Add products of the rows of x, which are there after `ready`. Neighbours that are summed in one order are
         one phase."""
@@ -165,7 +179,7 @@ class _Text:
             ready = ""
 
     def gate(self, x: str, gate: MatrixWeights, up: MatrixWeights, to: str, ready: str = "") -> None:
-        """Add `silu(gate) * up` of the rows of x."""
+        """Add `silu(gate) * up` of the rows of x, `to` where `down` reads it."""
         self._rows(x, [gate, up], [self._matrix(gate, to, up)], ProductTile(32, self.columns), ready)
 
     def add_product(self, x: str, weights: MatrixWeights, residual: str, to: str) -> None:
@@ -199,7 +213,8 @@ class _Text:
     ) -> str:
         """Return the text of a matrix whose product, added to a `residual`, goes `to` a place."""
         gate = self._arrays(up) if up is not None else "nullptr, nullptr, nullptr"
-        return f"headstart::Matrix<T>{{{self._arrays(weights)}, {weights.outputs}, {to}, {gate}, {residual}}}"
+        kind = "T, headstart::Ready<T>" if to.startswith("headstart::ready") else "T"
+        return f"headstart::Matrix<{kind}>{{{self._arrays(weights)}, {weights.outputs}, {to}, {gate}, {residual}}}"
 
     def _arrays(self, weights: MatrixWeights) -> str:
         """Return the names of its weights, scales and biases, which become inputs."""
@@ -212,10 +227,10 @@ class _Text:
     def prefetch_norm(self, weight: str) -> None:
         self.lines.append(f"headstart::prefetch_norm({weight}, {self.size});")
 
-    def norm(self, x: str, weight: str, norm: NormWeights) -> str:
-        """Return the statement that norms the rows of x into `normed`."""
+    def norm(self, x: str, weight: str, norm: NormWeights, to: str) -> str:
+        """Return the statement that norms the rows of x `to` a place."""
         sizes = f"{self.size}, {norm_threads(self.size)}"
-        return f"headstart::norm_rows<{sizes}>(grid, own, rows, {x}, {weight}, {norm.eps!r}f, normed);"
+        return f"headstart::norm_rows<{sizes}>(grid, own, rows, {x}, {weight}, {norm.eps!r}f, {to});"
 
     def launch(self, packed: PackedWeights) -> list[mx.array]:
         self.outputs["scratch"] = ((self.scratch,), self.dtype)
@@ -251,7 +266,7 @@ T* const normed = take(own ? D * gridDim.x : D) + (own ? blockIdx.x * D : 0);
 
 @cache
 def _layer_kernel(inputs: tuple[str, ...], outputs: tuple[str, ...], text: str) -> Any:
-    names = ("tensor_core", "team", "matrix", "products", "experts", "norm", "gated_delta", "attention", "layer")
+    names = ("tensor_core", "team", "operand", "matrix", "products", "experts", "norm", "gated_delta", "attention", "layer")
     return cuda_kernel(
         name="decoder_layer",
         input_names=list(inputs),
@@ -269,7 +284,7 @@ def _delta(text: _Text, net: GatedDelta, ready: str) -> None:
     names = ["qkv", "z", "b", "a"]
     for name, weights in zip([*names, "y"], [*net.projections, net.projections[1]], strict=True):
         text.take(name, weights.outputs)
-    text.multiply("normed", list(zip(net.projections, names, strict=True)), ready)
+    text.multiply(text.read_by("normed", net.projections), list(zip(net.projections, names, strict=True)), ready)
     text.inputs |= {"state": net.state, "conv": net.conv, "accepted": net.accepted}
     text.inputs |= dict(zip(["conv_weight", "A_log", "dt_bias", "head_norm"], net.weights[:-1], strict=True))
     text.outputs |= {"new_state": (net.state.shape, mx.float32), "new_conv": (net.conv.shape, text.dtype)}
@@ -280,16 +295,17 @@ def _delta(text: _Text, net: GatedDelta, ready: str) -> None:
         for name, array in zip(fresh, net.pending, strict=True):
             text.outputs[name] = ((B, max(1, net.drafts), *array.shape[2:]), array.dtype)
         folds, keeps, certain = f"{', '.join(old)}, old_k_shape[1]", f"{', '.join(fresh)}, W - 1", "1"
+    y = text.read_by("y", [net.out])
     groups = next(n for n in range(1, 17) if 4 * Dv // n <= THREADS and Dv // 8 % n == 0)
     text.lines.append(f"""grid.arrive();
         headstart::run_heads<{Hk}, {Hv}, {Dk}, {Dv}, {taps}, {groups}>(
             grid, B, state, conv, accepted,
             headstart::Drafts<const T, const float>{{{folds}}}, (const T*)qkv, (const T*)z, (const T*)b, (const T*)a,
-            conv_weight, A_log, dt_bias, head_norm, {net.weights.eps!r}f, W, {certain}, y, new_state, new_conv,
+            conv_weight, A_log, dt_bias, head_norm, {net.weights.eps!r}f, W, {certain}, {y}, new_state, new_conv,
             headstart::Drafts<T, float>{{{keeps}}});
         grid.arrive();""")
     text.prefetch_norm("second_norm")
-    text.add_product("y", net.out, "x", "middle")
+    text.add_product(y, net.out, "x", "middle")
 
 
 def _attention(text: _Text, layer: GatedAttention, ready: str) -> None:
@@ -298,7 +314,8 @@ def _attention(text: _Text, layer: GatedAttention, ready: str) -> None:
     names = ["both", "new_keys", "new_values"]
     for name, each in zip([*names, "queries", "y"], [2 * H * D, Hkv * D, Hkv * D, H * D, H * D], strict=True):
         text.take(name, each)
-    text.multiply("normed", list(zip(layer.projections, names, strict=True)), ready)
+    text.multiply(text.read_by("normed", layer.projections), list(zip(layer.projections, names, strict=True)), ready)
+    y = text.read_by("y", [layer.out])
     text.inputs |= {"keys": layer.keys, "values": layer.values, "offset": layer.offset}
     text.inputs |= {"query_norm": layer.norms[0], "key_norm": layer.norms[1]}
     text.outputs["partial"] = ((B * H * pieces * W * (D + 2),), mx.float32)
@@ -306,18 +323,19 @@ def _attention(text: _Text, layer: GatedAttention, ready: str) -> None:
         headstart::attend<{H}, {Hkv}, {D}, {layer.rope.dims}>(
             grid, B, W, keys_shape[2], (const T*)both, (const T*)new_keys, (const T*)new_values,
             query_norm, key_norm, offset, {layer.eps!r}f, {math.log2(layer.rope.base)!r}f,
-            {layer.scale * math.log2(math.e)!r}f, queries, const_cast<T*>(keys), const_cast<T*>(values), partial, y);
+            {layer.scale * math.log2(math.e)!r}f, queries, const_cast<T*>(keys), const_cast<T*>(values), partial, {y});
         grid.arrive();""")
     text.prefetch_norm("second_norm")
-    text.add_product("y", layer.out, "x", "middle")
+    text.add_product(y, layer.out, "x", "middle")
 
 
 def _mlp(text: _Text, mlp: Mlp, ready: str) -> None:
     """Add the phases of an MLP."""
     text.take("hidden", mlp.gate.outputs)
-    text.gate("normed", mlp.gate, mlp.up, "hidden", ready)
+    hidden = text.read_by("hidden", [mlp.down])
+    text.gate(text.read_by("normed", mlp.readers()), mlp.gate, mlp.up, hidden, ready)
     text.lines.append("grid.arrive();")
-    text.add_product("hidden", mlp.down, "middle", "out")
+    text.add_product(hidden, mlp.down, "middle", "out")
 
 
 def _mixture(text: _Text, moe: Mixture, ready: str) -> None:
@@ -329,19 +347,21 @@ def _mixture(text: _Text, moe: Mixture, ready: str) -> None:
     text.take("hidden", moe.top * experts.gate.outputs)
     text.take("parts", moe.top * text.size)
     text.take("made", text.size)
-    text.multiply("normed", [(moe.router, "logits"), (moe.shared_gate, "opening")], ready)
-    text.gate("normed", shared.gate, shared.up, "shared_hidden")
+    normed = text.read_by("normed", moe.readers())
+    hidden, shared_hidden = text.read_by("hidden", [experts.down]), text.read_by("shared_hidden", [shared.down])
+    text.multiply(normed, [(moe.router, "logits"), (moe.shared_gate, "opening")], ready)
+    text.gate(normed, shared.gate, shared.up, shared_hidden)
     text.lines.append("grid.sync();")
     text.lines.append(
         f"headstart::choose_experts<{count}, {moe.top}>(logits, rows, {str(moe.normed).lower()}, choice);"
     )
     text.turn = 0
-    text.experts("normed", [experts.gate, experts.up], "hidden", moe.top)
+    text.experts(normed, [experts.gate, experts.up], hidden, moe.top)
     text.turn = moe.top * -(-experts.gate.outputs // 16)  # teams that have no expert, where there is one row
-    text.multiply("shared_hidden", [(shared.down, "made")])
+    text.multiply(shared_hidden, [(shared.down, "made")])
     text.lines.append("grid.sync();")
     text.turn = 0
-    text.experts("hidden", [experts.down], "parts", 1)
+    text.experts(hidden, [experts.down], "parts", 1)
     combined = (
         f"headstart::combined_eight<{moe.top}, D>(parts + row * {moe.top} * D, choice.scores + row * {moe.top}, "
         "made + row * D, opening[row], at)"

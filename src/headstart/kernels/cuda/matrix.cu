@@ -4,36 +4,36 @@ namespace headstart {
 
 // One of the matrices of a launch, [N, K], and where its product goes. With `up` it is a gate, and the product is
 // silu(gate) · up: such a tile has sixteen rows of each. With `residual` the product is added to that.
-template <typename T>
+template <typename T, typename Y = T>
 struct Matrix {
   const void* w;
   const T *scales, *biases;
   int N;
-  T* y;
+  Y* y;
   const void* up = nullptr;
   const T *up_scales = nullptr, *up_biases = nullptr;
   const T* residual = nullptr;
 };
 
 // What a tile is of: a matrix, of which it takes the rows from `first` on; of a gate's, 16 · TALL / 2.
-template <typename T>
-struct Part : Matrix<T> {
+template <typename M>
+struct Part : M {
   int first;
 };
 
-template <typename T, int TALL>
-__device__ __forceinline__ int count_tiles(const Matrix<T>& matrix) {
+template <int TALL, typename M>
+__device__ __forceinline__ int count_tiles(const M& matrix) {
   const int each = matrix.up ? 8 * TALL : 16 * TALL;
   return (matrix.N + each - 1) / each;
 }
 
 // Tile number `tile` of several matrices, one after the other.
-template <int TALL, typename T, int COUNT>
-__device__ __forceinline__ Part<T> tile_of(const Matrix<T> (&matrices)[COUNT], int tile) {
-  Part<T> part = {matrices[0], 0};
+template <int TALL, typename M, int COUNT>
+__device__ __forceinline__ Part<M> tile_of(const M (&matrices)[COUNT], int tile) {
+  Part<M> part = {matrices[0], 0};
 #pragma unroll
   for (int i = 1; i < COUNT; i++) {
-    const int before = count_tiles<T, TALL>(part);
+    const int before = count_tiles<TALL>(part);
     if (tile < before) break;
     tile -= before, part = {matrices[i], 0};
   }

@@ -23,9 +23,9 @@ __device__ __forceinline__ float over_team(const Team& team, float x) {
 }
 
 // sum = x + added(at), if it ADDS, rounded to T; normed = sum / rms(sum) · weight. All of one row; `added` gives eight.
-template <int D, int THREADS, bool ADDS, typename T, typename Added>
+template <int D, int THREADS, bool ADDS, typename T, typename N, typename Added>
 __device__ __forceinline__ void norm_row(
-    const Team& team, const T* x, Added added, const float* weight, float eps, T* sum, T* normed) {
+    const Team& team, const T* x, Added added, const float* weight, float eps, T* sum, N* normed) {
   constexpr int EACH = (D / 8 + THREADS - 1) / THREADS;
   float values[EACH][8], weights[EACH][8], squares = 0;
 #pragma unroll
@@ -56,10 +56,10 @@ __device__ __forceinline__ void norm_row(
   for (int i = 0; i < EACH; ++i) {
     const int at = 8 * (team.thread + i * THREADS);
     if (at < D) {
-      Eight<T> out;
+      Eight<N> out;
 #pragma unroll
-      for (int j = 0; j < 8; ++j) out.at[j] = T(__fmul_rn(__fmul_rn(values[i][j], scale), weights[i][j]));
-      *reinterpret_cast<Eight<T>*>(normed + at) = out;
+      for (int j = 0; j < 8; ++j) leave(out.at, j, T(__fmul_rn(__fmul_rn(values[i][j], scale), weights[i][j])));
+      *reinterpret_cast<Eight<N>*>(normed + at) = out;
     }
   }
 }

@@ -42,6 +42,6 @@ def _norm_kernel(adds: bool, eps: float) -> Any:
         name="add_and_norm" if adds else "norm",
         input_names=["x", *["added"] * adds, "weight"],
         output_names=[*["total"] * adds, "normed"],
-        header=include("tensor_core", "team", "norm"),
+        header=include("tensor_core", "team", "operand", "norm"),
         source=f"headstart::norm<D, THREADS, {str(adds).lower()}>(x, {added}, weight, {eps!r}f, {total}, normed);",
     )

@@ -50,10 +50,10 @@ __device__ __forceinline__ uint32_t pair_of_ones(int p) {
   return HIGH_PAIRS<T, BITS> && p % 2 ? 0x00100010 : 0x00010001;
 }
 
-// The same two positions out of a lane's activations, which are packed in their natural order.
-template <typename T, int BITS>
+// The same two positions out of a lane's activations, which are packed in their natural order, or `Ready`.
+template <typename T, int BITS, bool READY>
 __device__ __forceinline__ uint32_t activation_pair(const uint32_t* x, int p) {
-  if constexpr (BITS == 16) {
+  if constexpr (BITS == 16 || READY) {
     return x[p];
   } else {
     constexpr int APART = BITS == 4 ? 2 : 1; // words between the two
@@ -141,10 +141,12 @@ __device__ __forceinline__ void add_unit(
 // slice has fewer chunks than there are STAGES. What others write to x may be read after `ready`.
 template <
     typename T, int BITS, int GROUP, int CHUNK, int SLICES, int TALL, int WIDE, int STAGES, bool MOVES,
-    typename Choose, typename Outputs, typename Ready>
+    typename X, typename Choose, typename Outputs, typename Awaited>
 __device__ __forceinline__ void product(
-    const Team& team, unsigned char* shared, const T* x, int K, int tiles, int share, Choose choose, Outputs outputs,
-    Ready ready) {
+    const Team& team, unsigned char* shared, const X* x, int K, int tiles, int share, Choose choose, Outputs outputs,
+    Awaited ready) {
+  constexpr bool READY = !cuda::std::is_same_v<X, T>;
+  static_assert(!READY || HIGH_PAIRS<T, BITS>);
   using S = Layout<T, BITS, GROUP, CHUNK>;
   constexpr int STAGE = TALL * 16 * CHUNK, PIECES = TALL * CHUNK / 32, SUMS = TALL * WIDE * 128;
   const int lane = team.thread % 32, slice = team.thread / 32, group = lane / 4, quarter = lane % 4;
@@ -155,15 +157,15 @@ __device__ __forceinline__ void product(
   T* all_scales = reinterpret_cast<T*>(all_sums + 2 * SLICES * SUMS); // scales and biases, likewise
 
   // The first of a tile's r-th sixteen rows, and of which matrix: of a gate's tile the second half is `up`'s.
-  auto sixteen = [](const Part<T>& part, int r) {
+  auto sixteen = [](const auto& part, int r) {
     return part.first + 16 * (part.up && 2 * r >= TALL ? r - TALL / 2 : r);
   };
-  auto is_up = [](const Part<T>& part, int r) { return part.up && 2 * r >= TALL; };
+  auto is_up = [](const auto& part, int r) { return part.up && 2 * r >= TALL; };
 
   // The scales of sixteen rows stand together, and so do their biases: the whole team copies them.
   auto fetch_scales = [&](int tile, T* to) {
     if (BITS == 16 || tile >= tiles) return;
-    const Part<T> part = choose(tile);
+    const auto part = choose(tile);
 #pragma unroll
     for (int r = 0; r < TALL; r++) {
       const int row = sixteen(part, r), bytes = 2 * groups * min(16, part.N - row);
@@ -186,7 +188,7 @@ __device__ __forceinline__ void product(
   int fetched = team.index, left = end - begin; // the tile that is fetched, and how many of its chunks are to come
   auto aim = [&] {
     if (fetched >= tiles) return;
-    const Part<T> part = choose(fetched);
+    const auto part = choose(fetched);
 #pragma unroll
     for (int r = 0; r < TALL; r++) {
       const int row = sixteen(part, r) + lane / (CHUNK / 16);
@@ -226,7 +228,7 @@ __device__ __forceinline__ void product(
   for (int i = 0; i < STAGES; i++) fetch(ring + i * STAGE);
   ready();
 
-  const T* columns[WIDE];
+  const X* columns[WIDE];
   auto aim_columns = [&](int tile) {
 #pragma unroll
     for (int c = 0; c < WIDE; c++) {
@@ -280,7 +282,7 @@ __device__ __forceinline__ void product(
 #pragma unroll
         for (int i = 0; i < WIDE * S::EACH / 2; i++)
           pairs[i / (S::EACH / 2)][i % (S::EACH / 2)] =
-              activation_pair<T, BITS>(coming[u % AHEAD][i / (S::EACH / 2)], i % (S::EACH / 2));
+              activation_pair<T, BITS, READY>(coming[u % AHEAD][i / (S::EACH / 2)], i % (S::EACH / 2));
         if (MOVES && u + AHEAD == S::UNITS && chunk + 1 == end) aim_columns(tile + team.count);
         if (u + AHEAD < S::UNITS)
           read_columns(chunk, u + AHEAD);
@@ -314,7 +316,7 @@ __device__ __forceinline__ void product(
         for (int i = 0; i < 4; i++) sums[(((slice * TALL + r) * WIDE + c) * 4 + i) * 32 + lane] = total[r][c][i];
     wait_for_copies<STAGES - 1>();
     team.sync();
-    const Part<T> part = choose(tile);
+    const auto part = choose(tile);
     auto sum_of = [&](int at) {
       float sum = 0;
 #pragma unroll
@@ -328,7 +330,7 @@ __device__ __forceinline__ void product(
       if (row >= part.N || output < 0) continue;
       const long long to = (long long)output * part.N + row;
       const T made = part.up ? swiglu<T>(sum_of(at), sum_of(at + SUMS / 2)) : T(sum_of(at));
-      part.y[to] = part.residual ? T(float(part.residual[to]) + float(made)) : made;
+      leave(part.y, to, part.residual ? T(float(part.residual[to]) + float(made)) : made);
     }
   }
 }

@@ -157,7 +157,7 @@ ROWS = """
 RUN = """
   extern __shared__ __align__(128) unsigned char dynamic_shared[];
   int tiles = 0;
-  for (const auto& matrix : matrices) tiles += headstart::count_tiles<T, HEIGHT / 16>(matrix);
+  for (const auto& matrix : matrices) tiles += headstart::count_tiles<HEIGHT / 16>(matrix);
   headstart::product<T, BITS, GROUP, CHUNK, SLICES, HEIGHT / 16, COLUMNS / 8, STAGES, false>(
       headstart::Team::block(blockIdx.y, gridDim.y), dynamic_shared, x, x_shape[x_ndim - 1], tiles, share, choose,
       outputs, [] {});
@@ -181,7 +181,7 @@ def product_kernel(count: int, gated: bool, order: SumOrder, shared: int) -> Any
         name=f"product_{'gated' if gated else count}{name_suffix(shared)}",
         input_names=["x", *weight_names(count, quantised)],
         output_names=[f"out{i}" for i in range(1 if gated else count)],
-        header=include("tensor_core", "team", "matrix", "products"),
+        header=include("tensor_core", "team", "operand", "matrix", "products"),
         source=matrices(count, gated, quantised, axis=0) + ROWS + RUN,
         shared_memory=shared,
     )
