@@ -7,17 +7,8 @@ from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
 from ..kernels.adapters import has_adapters
 from ..kernels.cuda.attention import arrange_fits, attention_fits
 from ..kernels.cuda.gated_delta import gated_delta_fits
-from ..kernels.cuda.layer import (
-    MOST_PAIRS,
-    MOST_ROWS,
-    GatedAttention,
-    GatedDelta,
-    Mixture,
-    Mlp,
-    NormWeights,
-    count_stages,
-    launch_layer,
-)
+from ..kernels.cuda.layer import MOST_PAIRS, MOST_ROWS, count_stages, launch_layer
+from ..kernels.cuda.layer_parts import GatedAttention, GatedDelta, Mixture, Mlp, NormWeights
 from ..kernels.cuda.norm import norm_fits
 from ..kernels.cuda.packing import packed_weights
 from ..kernels.cuda.persistent import PERSISTENT

@@ -6,18 +6,17 @@ be resident, and two such kernels must not run at once: every launch takes the `
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
-from ..types import Drafts, GatedDeltaWeights
+from ..types import Drafts
 from .attention import SPLIT
 from .compiler import cuda_kernel
 from .device import include, launch_bounds, resident_blocks
+from .layer_parts import GatedAttention, GatedDelta, LayerOutput, Mixture, Mlp, NormWeights
 from .norm import norm_threads
 from .packing import PackedWeights
 from .persistent import SHARED_BYTES
@@ -30,63 +29,6 @@ WARP_ROOM = 18432  # bytes of shared memory, as in layer.cu
 STAGES = 4  # chunks of weights under way, at most
 
 
-class NormWeights(NamedTuple):
-    weight: mx.array
-    eps: float
-
-
-@dataclass(frozen=True)
-class Mlp:
-    gate: MatrixWeights
-    up: MatrixWeights
-    down: MatrixWeights
-
-    def readers(self) -> list[MatrixWeights]:
-        """Return the matrices that the input is multiplied by."""
-        return [self.gate, self.up]
-
-
-@dataclass(frozen=True)
-class Mixture:
-    router: MatrixWeights
-    shared_gate: MatrixWeights
-    shared: Mlp
-    experts: Mlp  # their weights [E, N, K]
-    top: int
-    normed: bool
-
-    def readers(self) -> list[MatrixWeights]:
-        """Return the matrices that the input is multiplied by."""
-        return [self.router, self.shared_gate, *self.shared.readers(), *self.experts.readers()]
-
-
-@dataclass(frozen=True)
-class GatedDelta:
-    """A GatedDeltaNet: its projections to qkv, z, b and a, and back; and what it holds."""
-
-    projections: list[MatrixWeights]
-    out: MatrixWeights
-    weights: GatedDeltaWeights
-    state: mx.array
-    conv: mx.array
-    accepted: mx.array
-    pending: Drafts | None
-    drafts: int  # of the window
-
-
-@dataclass(frozen=True)
-class GatedAttention:
-    projections: list[MatrixWeights]  # to queries and gates, keys, values
-    out: MatrixWeights
-    norms: tuple[mx.array, mx.array]  # of queries and keys
-    eps: float
-    rope: nn.RoPE
-    scale: float
-    keys: mx.array  # [B, Hkv, S, D]: the window's are written into it
-    values: mx.array
-    offset: mx.array
-
-
 def count_stages(weights: MatrixWeights, tile: ProductTile) -> int:
     """Return how many chunks of these weights a team may have under way in its shared memory; 0 if it has too little
     for such tiles."""
@@ -95,14 +37,6 @@ def count_stages(weights: MatrixWeights, tile: ProductTile) -> int:
     while stages and shared_bytes(weights, order, tile, stages, several=True) > WARP_ROOM * order.slices:
         stages -= 1
     return stages
-
-
-class LayerOutput(NamedTuple):
-    x: mx.array  # [B, W, H], the residual stream
-    status: mx.array  # [4]; its first element is 1 where a barrier of this launch or one before was given up, else 0
-    state: mx.array | None = None  # what a GatedDeltaNet leaves
-    conv: mx.array | None = None
-    drafts: Drafts | None = None
 
 
 def launch_layer(
@@ -266,7 +200,18 @@ T* const normed = take(own ? D * gridDim.x : D) + (own ? blockIdx.x * D : 0);
 
 @cache
 def _layer_kernel(inputs: tuple[str, ...], outputs: tuple[str, ...], text: str) -> Any:
-    names = ("tensor_core", "team", "operand", "matrix", "products", "experts", "norm", "gated_delta", "attention", "layer")
+    names = (
+        "tensor_core",
+        "team",
+        "operand",
+        "matrix",
+        "products",
+        "experts",
+        "norm",
+        "gated_delta",
+        "attention",
+        "layer",
+    )
     return cuda_kernel(
         name="decoder_layer",
         input_names=list(inputs),
@@ -323,7 +268,8 @@ def _attention(text: _Text, layer: GatedAttention, ready: str) -> None:
         headstart::attend<{H}, {Hkv}, {D}, {layer.rope.dims}>(
             grid, B, W, keys_shape[2], (const T*)both, (const T*)new_keys, (const T*)new_values,
             query_norm, key_norm, offset, {layer.eps!r}f, {math.log2(layer.rope.base)!r}f,
-            {layer.scale * math.log2(math.e)!r}f, queries, const_cast<T*>(keys), const_cast<T*>(values), partial, {y});
+            {layer.scale * math.log2(math.e)!r}f, queries, const_cast<T*>(keys), const_cast<T*>(values), partial,
+            {y});
         grid.arrive();""")
     text.prefetch_norm("second_norm")
     text.add_product(y, layer.out, "x", "middle")

@@ -1,0 +1,75 @@
+"""What a decoder layer is made of, as its kernel takes it (see layer.py)."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..types import Drafts, GatedDeltaWeights
+from .products import MatrixWeights
+
+
+class NormWeights(NamedTuple):
+    weight: mx.array
+    eps: float
+
+
+@dataclass(frozen=True)
+class Mlp:
+    gate: MatrixWeights
+    up: MatrixWeights
+    down: MatrixWeights
+
+    def readers(self) -> list[MatrixWeights]:
+        """Return the matrices that the input is multiplied by."""
+        return [self.gate, self.up]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    router: MatrixWeights
+    shared_gate: MatrixWeights
+    shared: Mlp
+    experts: Mlp  # their weights [E, N, K]
+    top: int
+    normed: bool
+
+    def readers(self) -> list[MatrixWeights]:
+        """Return the matrices that the input is multiplied by."""
+        return [self.router, self.shared_gate, *self.shared.readers(), *self.experts.readers()]
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """A GatedDeltaNet: its projections to qkv, z, b and a, and back; and what it holds."""
+
+    projections: list[MatrixWeights]
+    out: MatrixWeights
+    weights: GatedDeltaWeights
+    state: mx.array
+    conv: mx.array
+    accepted: mx.array
+    pending: Drafts | None
+    drafts: int  # of the window
+
+
+@dataclass(frozen=True)
+class GatedAttention:
+    projections: list[MatrixWeights]  # to queries and gates, keys, values
+    out: MatrixWeights
+    norms: tuple[mx.array, mx.array]  # of queries and keys
+    eps: float
+    rope: nn.RoPE
+    scale: float
+    keys: mx.array  # [B, Hkv, S, D]: the window's are written into it
+    values: mx.array
+    offset: mx.array
+
+
+class LayerOutput(NamedTuple):
+    x: mx.array  # [B, W, H], the residual stream
+    status: mx.array  # [4]; its first element is 1 where a barrier of this launch or one before was given up, else 0
+    state: mx.array | None = None  # what a GatedDeltaNet leaves
+    conv: mx.array | None = None
+    drafts: Drafts | None = None
