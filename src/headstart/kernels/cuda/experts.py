@@ -39,7 +39,7 @@ def launch_experts(
     made = weights[:1] if gated else weights
     return experts_kernel(len(weights), gated, order, shared, x.size // x.shape[-1] == pairs)(
         inputs=[x, indices.astype(mx.uint32), *(array for each in weights for array in each.arrays())],
-        template=product_template(x.dtype, weights[0], order, tile),
+        template=product_template(x.dtype, weights, order, tile, gated),
         grid=(pairs * 32 * order.slices, tiles, 1),
         threadgroup=(32 * order.slices, 1, 1),
         output_shapes=[(*indices.shape, each.outputs) for each in made],
@@ -83,7 +83,7 @@ PAIRS = """
   const unsigned expert = indices[pair];
   auto outputs = [&](int, int column) { return found[column]; };
   auto choose = [&](int tile) {
-    auto part = headstart::tile_of<HEIGHT / 16>(matrices, tile);
+    auto part = headstart::tile_of<HEIGHT / 16, WHOLE>(matrices, tile);
     headstart::move_to_expert<BITS, GROUP>(part, x_shape[x_ndim - 1], expert);
     return part;
   };

@@ -24,36 +24,37 @@ constexpr int WARP_ROOM = 18432;
 
 // x [rows, K] by several matrices. `turn`: the team that begins. The activations are there when `ready` has returned.
 template <
-    typename T, int BITS, int GROUP, int CHUNK, int SLICES, int K, int TALL, int WIDE, int STAGES, int COUNT,
-    typename X, typename M, typename Awaited>
+    typename T, int BITS, int GROUP, int CHUNK, int SLICES, int K, int TALL, int WIDE, int STAGES, bool WHOLE,
+    int COUNT, typename X, typename M, typename Awaited>
 __device__ __forceinline__ void multiply_rows(
     unsigned char* shared, int turn, const X* x, int rows, const M (&matrices)[COUNT], Awaited ready) {
   const Team team = Team::part(32 * SLICES, turn);
   int tiles = 0;
 #pragma unroll
   for (int i = 0; i < COUNT; i++) tiles += count_tiles<TALL>(matrices[i]);
-  auto choose = [&](int tile) { return tile_of<TALL>(matrices, tile); };
+  auto choose = [&](int tile) { return tile_of<TALL, WHOLE>(matrices, tile); };
   auto outputs = [&](int, int column) { return column < rows ? column : -1; };
   team.sync();  // nobody reads what the team computed before
-  product<T, BITS, GROUP, CHUNK, SLICES, TALL, WIDE, STAGES, false>(
+  product<T, BITS, GROUP, CHUNK, SLICES, TALL, WIDE, STAGES, false, WHOLE>(
       team, shared + threadIdx.x / (32 * SLICES) * (SLICES * WARP_ROOM), x, K, tiles, 1, choose, outputs, ready);
 }
 
 // Row pair / share of x by the pair's expert, for all pairs: [pairs, N].
 template <
-    typename T, int BITS, int GROUP, int CHUNK, int SLICES, int K, int TALL, int STAGES, typename X, typename M>
+    typename T, int BITS, int GROUP, int CHUNK, int SLICES, int K, int TALL, int STAGES, bool WHOLE, typename X,
+    typename M>
 __device__ __forceinline__ void multiply_experts(
     unsigned char* shared, const X* x, int share, const Choice<T>& choice, const M& matrix) {
   const Team team = Team::part(32 * SLICES);
   const int each = count_tiles<TALL>(matrix);
   auto choose = [&](int tile) {
-    Part<M> part = {matrix, tile % each * (matrix.up ? 8 * TALL : 16 * TALL)};
+    Part<M> part = {matrix, first_row<TALL, WHOLE>(matrix, tile % each)};
     move_to_expert<BITS, GROUP>(part, K, choice.of[tile / each]);
     return part;
   };
   auto outputs = [&](int tile, int column) { return choice.columns[tile / each][column]; };
   team.sync();
-  product<T, BITS, GROUP, CHUNK, SLICES, TALL, 1, STAGES, true>(
+  product<T, BITS, GROUP, CHUNK, SLICES, TALL, 1, STAGES, true, WHOLE>(
       team, shared + threadIdx.x / (32 * SLICES) * (SLICES * WARP_ROOM), x, K, choice.groups * each, share, choose,
       outputs, [] {});
 }

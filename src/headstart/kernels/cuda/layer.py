@@ -20,7 +20,7 @@ from .layer_parts import GatedAttention, GatedDelta, LayerOutput, Mixture, Mlp, 
 from .norm import norm_threads
 from .packing import PackedWeights
 from .persistent import SHARED_BYTES
-from .products import MatrixWeights, ProductTile, SumOrder, shared_bytes
+from .products import MatrixWeights, ProductTile, SumOrder, has_whole_tiles, shared_bytes
 
 MOST_ROWS = 16
 MOST_PAIRS = 128  # of rows and their experts, as in layer.cu
@@ -122,25 +122,27 @@ class _Text:
         self._rows(x, [weights], [matrix], ProductTile(16, self.columns), "grid.wait();")
 
     def _rows(self, x: str, weights: list[MatrixWeights], matrices: list[str], tile: ProductTile, ready: str) -> None:
-        sizes = self._sizes(weights[0], tile, f"{tile.columns // 8}, ")
+        sizes = self._sizes(weights, tile, len(matrices) < len(weights), f"{tile.columns // 8}, ")
         arguments = f"{self.turn}, {x}, rows, {{{', '.join(matrices)}}}, [&] {{ {ready} }}"
         self.lines.append(f"headstart::multiply_rows<{sizes}>(dynamic_shared, {arguments});")
         self.turn += sum(-(-each.outputs // tile.height) for each in weights)
 
     def experts(self, x: str, weights: list[MatrixWeights], to: str, share: int) -> None:
         """Add a product with the chosen experts, or `silu(gate) * up` of theirs. `share` pairs have one row of x."""
-        sizes = self._sizes(weights[0], ProductTile(32 if len(weights) == 2 else 16, 8))
+        sizes = self._sizes(weights, ProductTile(32 if len(weights) == 2 else 16, 8), len(weights) == 2)
         matrix = self._matrix(weights[0], to, weights[1] if len(weights) == 2 else None)
         self.lines.append(f"headstart::multiply_experts<{sizes}>(dynamic_shared, {x}, {share}, choice, {matrix});")
 
-    def _sizes(self, weights: MatrixWeights, tile: ProductTile, wide: str = "") -> str:
+    def _sizes(self, all_of_them: list[MatrixWeights], tile: ProductTile, gated: bool, wide: str = "") -> str:
         """Return the template arguments of a product."""
+        weights = all_of_them[0]
         order, stages = SumOrder.of(weights), count_stages(weights, tile)
         if self.slices != order.slices:
             self.lines.append("__syncthreads();")  # no team works in the shared memory of another
         self.slices = order.slices
         shape = f"{order.bits}, {order.group}, {order.chunk}, {order.slices}, {weights.inputs}"
-        return f"T, {shape}, {tile.height // 16}, {wide}{stages}"
+        whole = str(has_whole_tiles(all_of_them, tile, gated)).lower()
+        return f"T, {shape}, {tile.height // 16}, {wide}{stages}, {whole}"
 
     def _matrix(
         self, weights: MatrixWeights, to: str, up: MatrixWeights | None = None, residual: str = "nullptr"

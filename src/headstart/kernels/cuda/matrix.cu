@@ -27,8 +27,16 @@ __device__ __forceinline__ int count_tiles(const M& matrix) {
   return (matrix.N + each - 1) / each;
 }
 
+// The first row of a tile. With WHOLE tiles the last one ends where the matrix ends, and repeats some of the rows of the
+// one before it.
+template <int TALL, bool WHOLE, typename M>
+__device__ __forceinline__ int first_row(const M& matrix, int tile) {
+  const int each = matrix.up ? 8 * TALL : 16 * TALL;
+  return WHOLE ? min(tile * each, matrix.N - each) : tile * each;
+}
+
 // Tile number `tile` of several matrices, one after the other.
-template <int TALL, typename M, int COUNT>
+template <int TALL, bool WHOLE, typename M, int COUNT>
 __device__ __forceinline__ Part<M> tile_of(const M (&matrices)[COUNT], int tile) {
   Part<M> part = {matrices[0], 0};
 #pragma unroll
@@ -37,7 +45,7 @@ __device__ __forceinline__ Part<M> tile_of(const M (&matrices)[COUNT], int tile)
     if (tile < before) break;
     tile -= before, part = {matrices[i], 0};
   }
-  part.first = tile * (part.up ? 8 * TALL : 16 * TALL);
+  part.first = first_row<TALL, WHOLE>(part, tile);
   return part;
 }
 

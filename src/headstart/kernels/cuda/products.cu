@@ -137,11 +137,12 @@ __device__ __forceinline__ void add_unit(
 }
 
 // Tiles team.index, + team.count, … of `tiles`; tile t is of choose(t). Its column c goes to row outputs(t, c) of y,
-// nowhere if that is negative, and comes from row outputs(t, c) / share of x; MOVES: from other rows in other tiles. No
-// slice has fewer chunks than there are STAGES. What others write to x may be read after `ready`.
+// nowhere if that is negative, and comes from row outputs(t, c) / share of x; MOVES: from other rows in other tiles.
+// WHOLE: every tile has all of its rows. No slice has fewer chunks than there are STAGES. What others write to x may be
+// read after `ready`.
 template <
     typename T, int BITS, int GROUP, int CHUNK, int SLICES, int TALL, int WIDE, int STAGES, bool MOVES,
-    typename X, typename Choose, typename Outputs, typename Awaited>
+    bool WHOLE, typename X, typename Choose, typename Outputs, typename Awaited>
 __device__ __forceinline__ void product(
     const Team& team, unsigned char* shared, const X* x, int K, int tiles, int share, Choose choose, Outputs outputs,
     Awaited ready) {
@@ -166,16 +167,15 @@ __device__ __forceinline__ void product(
   auto fetch_scales = [&](int tile, T* to) {
     if (BITS == 16 || tile >= tiles) return;
     const auto part = choose(tile);
-#pragma unroll
-    for (int r = 0; r < TALL; r++) {
-      const int row = sixteen(part, r), bytes = 2 * groups * min(16, part.N - row);
-      const T* scales = (is_up(part, r) ? part.up_scales : part.scales) + (long long)row * groups;
-      const T* biases = (is_up(part, r) ? part.up_biases : part.biases) + (long long)row * groups;
-      for (int at = 16 * team.thread; at < bytes; at += 16 * 32 * SLICES) {
-        T* there = to + 16 * r * groups + at / 2;
-        copy_16_bytes(there, scales + at / 2, min(16, bytes - at));
-        copy_16_bytes(there + 16 * TALL * groups, biases + at / 2, min(16, bytes - at));
-      }
+#pragma unroll 1 // here and below: code has to be read too, by a layer's kernel only once
+    for (int i = 0; i < 2 * TALL; i++) { // the scales of every sixteen rows, then the biases
+      const int row = sixteen(part, i % TALL), bytes = 2 * groups * (WHOLE ? 16 : min(16, part.N - row));
+      const T* scales = is_up(part, i % TALL) ? part.up_scales : part.scales;
+      const T* biases = is_up(part, i % TALL) ? part.up_biases : part.biases;
+      const T* from = (i < TALL ? scales : biases) + (long long)row * groups;
+#pragma unroll 1
+      for (int at = 8 * team.thread; at < bytes / 2; at += 8 * 32 * SLICES)
+        copy_16_bytes(to + 16 * i * groups + at, from + at, WHOLE ? 16 : min(16, bytes - 2 * at));
     }
   };
 
@@ -184,7 +184,6 @@ __device__ __forceinline__ void product(
   const int put = place<CHUNK>(lane / (CHUNK / 16), lane % (CHUNK / 16) * 16), row_bytes = K / 8 * BITS;
   const char* from[TALL]; // this lane's first piece of the next chunk, in every sixteen rows
   int rows[TALL]; // of these, counted from the lane's own
-  bool whole = false; // all of them are there
   int fetched = team.index, left = end - begin; // the tile that is fetched, and how many of its chunks are to come
   auto aim = [&] {
     if (fetched >= tiles) return;
@@ -196,22 +195,15 @@ __device__ __forceinline__ void product(
                 begin * CHUNK + lane % (CHUNK / 16) * 16;
       rows[r] = part.N - row;
     }
-    whole = part.first + (part.up ? 8 : 16) * TALL <= part.N;
   };
   auto fetch = [&](unsigned char* stage) {
-    auto copy = [&](bool all) {
+    if (fetched < tiles) {
 #pragma unroll
       for (int i = 0; i < PIECES; i++) {
         const int r = ROWS * i / 16, row = ROWS * i % 16;
         unsigned char* to = stage + (ROWS == 4 && i % 2 ? put ^ 16 : put) + 512 * i; // as `place` says
-        if (all || row < rows[r]) copy_16_bytes(to, from[r] + (long long)row * row_bytes);
+        if (WHOLE || row < rows[r]) copy_16_bytes(to, from[r] + (long long)row * row_bytes);
       }
-    };
-    if (fetched < tiles) {
-      if (whole)
-        copy(true);
-      else
-        copy(false);
 #pragma unroll
       for (int r = 0; r < TALL; r++) from[r] += CHUNK;
       if (--left == 0) {

@@ -91,6 +91,13 @@ class ProductTile:
         return min(3 if self.height == 16 else 2, chunks)
 
 
+def has_whole_tiles(weights: list[MatrixWeights], tile: ProductTile, gated: bool = False) -> bool:
+    """Return whether each matrix is as high as a tile; those of a gate, as half a tile. Rows of scales begin at a
+    multiple of 16 bytes where the last tile does."""
+    height = tile.height // 2 if gated else tile.height
+    return all(each.outputs >= height and each.outputs % 8 == 0 for each in weights)
+
+
 def matrix_weights(layer: nn.Module) -> MatrixWeights:
     if "scales" not in layer:
         return MatrixWeights(layer.weight)
@@ -123,7 +130,7 @@ def launch_products(x: mx.array, weights: list[MatrixWeights], gated: bool = Fal
     shared = shared_bytes(weights[0], order, tile, tile.stages(order.chunks(weights[0])), several=tiles > FULL)
     return product_kernel(len(weights), gated, order, shared)(
         inputs=[x, *(array for each in weights for array in each.arrays())],
-        template=product_template(x.dtype, weights[0], order, tile),
+        template=product_template(x.dtype, weights, order, tile, gated),
         grid=(-(-rows // tile.columns) * 32 * order.slices, min(tiles, FULL), 1),
         threadgroup=(32 * order.slices, 1, 1),
         output_shapes=[(*x.shape[:-1], each.outputs) for each in made],
@@ -132,7 +139,7 @@ def launch_products(x: mx.array, weights: list[MatrixWeights], gated: bool = Fal
 
 
 def product_template(
-    dtype: mx.Dtype, weights: MatrixWeights, order: SumOrder, tile: ProductTile
+    dtype: mx.Dtype, weights: list[MatrixWeights], order: SumOrder, tile: ProductTile, gated: bool
 ) -> list[tuple[str, Any]]:
     return [
         ("T", dtype),
@@ -142,13 +149,14 @@ def product_template(
         ("SLICES", order.slices),
         ("HEIGHT", tile.height),
         ("COLUMNS", tile.columns),
-        ("STAGES", tile.stages(order.chunks(weights))),
+        ("STAGES", tile.stages(order.chunks(weights[0]))),
+        ("WHOLE", int(has_whole_tiles(weights, tile, gated))),
     ]
 
 
 ROWS = """
   const int share = 1, rows = x_shape[0] * (x_ndim > 2 ? x_shape[1] : 1) * (x_ndim > 3 ? x_shape[2] : 1);
-  auto choose = [&](int tile) { return headstart::tile_of<HEIGHT / 16>(matrices, tile); };
+  auto choose = [&](int tile) { return headstart::tile_of<HEIGHT / 16, WHOLE>(matrices, tile); };
   auto outputs = [&](int, int column) {
     int row = blockIdx.x * COLUMNS + column;
     return row < rows ? row : -1;
@@ -158,7 +166,7 @@ RUN = """
   extern __shared__ __align__(128) unsigned char dynamic_shared[];
   int tiles = 0;
   for (const auto& matrix : matrices) tiles += headstart::count_tiles<HEIGHT / 16>(matrix);
-  headstart::product<T, BITS, GROUP, CHUNK, SLICES, HEIGHT / 16, COLUMNS / 8, STAGES, false>(
+  headstart::product<T, BITS, GROUP, CHUNK, SLICES, HEIGHT / 16, COLUMNS / 8, STAGES, false, WHOLE>(
       headstart::Team::block(blockIdx.y, gridDim.y), dynamic_shared, x, x_shape[x_ndim - 1], tiles, share, choose,
       outputs, [] {});
 """
