@@ -73,7 +73,9 @@ __device__ __forceinline__ void arrange(
   for (int d = lane; d < D; d += 32) {
     if (d < DIMS / 2) {  // with its partner half the rotated elements further
       const float angle = __fmul_rn(float(offset[b] + w), exp2f(-__fmul_rn(float(d) / (DIMS / 2), log2_base)));
-      const float cosine = cosf(angle), sine = sinf(angle), x = line[d], y = line[d + DIMS / 2];
+      const float x = line[d], y = line[d + DIMS / 2];
+      float sine, cosine;
+      sincosf(angle, &sine, &cosine);
       to[d] = static_cast<T>(__fsub_rn(__fmul_rn(x, cosine), __fmul_rn(y, sine)));
       to[d + DIMS / 2] = static_cast<T>(__fadd_rn(__fmul_rn(x, sine), __fmul_rn(y, cosine)));
     } else if (d >= DIMS) {
@@ -124,6 +126,7 @@ __device__ __forceinline__ void partials(
   }
 
   auto copy = [&](T* lines, const T* from) {  // a whole piece
+#pragma unroll 2
     for (int i = thread; i < SPLIT * (D / 8); i += 32 * WARPS) {
       const int line = i / (D / 8), column = 8 * (i % (D / 8));
       const long long at = ((long long)(b * HKV + head) * S + begin + line) * D + column;
@@ -131,6 +134,7 @@ __device__ __forceinline__ void partials(
     }
   };
   auto copy_queries = [&](int row0) {
+#pragma unroll 1
     for (int i = thread; i < TILE * (D / 8); i += 32 * WARPS) {
       const int line = i / (D / 8), column = 8 * (i % (D / 8)), row = row0 + line;
       const long long at = ((long long)(b * H + head * GROUP + row % GROUP) * W + row / GROUP) * D + column;
@@ -157,6 +161,7 @@ __device__ __forceinline__ void partials(
 
     // Scores of sixteen queries and this warp's sixteen keys.
     float scores[2][4] = {};
+#pragma unroll 4
     for (int k = 0; k < D; k += 16) {
       uint32_t a_part[4], b_part[2];
       load_matrices_4(a_part, query_lines + (lane % 16) * LINE + k + 8 * (lane / 16));
@@ -217,6 +222,7 @@ __device__ __forceinline__ void partials(
 
     // Sixteen queries by this warp's columns of the values.
     float sum[COLUMNS][4] = {};
+#pragma unroll 2
     for (int k = 0; k < SPLIT; k += 16) {
       uint32_t a_part[4], b_part[2];
       load_matrices_4(a_part, p_lines + (lane % 16) * P_LINE + k + 8 * (lane / 16));
@@ -285,6 +291,7 @@ __device__ __forceinline__ void merge(
   auto line = [&](int piece) { return ((long long)(b * HKV + h / GROUP) * pieces + piece) * queries + row; };
 
   float top = -INFINITY;
+#pragma unroll 1
   for (int piece = thread; piece < seen; piece += D) {
     top = fmaxf(top, weights[2 * line(piece)]);
   }
@@ -303,6 +310,7 @@ __device__ __forceinline__ void merge(
 
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   float total = 0.0f;
+#pragma unroll 2
   for (int piece = merger; piece < seen; piece += MERGERS) {
     const float factor = exp2f(__fsub_rn(weights[2 * line(piece)], top));
     const float4 x = *reinterpret_cast<const float4*>(partial + line(piece) * D + column);

@@ -66,17 +66,20 @@ __device__ __noinline__ void choose_experts(const T* logits, int rows, bool norm
   __syncthreads();  // nobody reads the choice before
   for (int row = threadIdx.x / 32; row < rows; row += blockDim.x / 32)
     route<T, E, TOP>(logits + row * E, normed, choice.experts + row * TOP, choice.scores + row * TOP);
+#pragma unroll 1
   for (int i = threadIdx.x; i < pairs * 8; i += blockDim.x) choice.columns[i / 8][i % 8] = -1;
   __syncthreads();
   const int pair = threadIdx.x;
   int rank = 0;  // of this pair among those of its expert
   if (pair < pairs) {
+#pragma unroll 1
     for (int p = 0; p < pair; p++) rank += choice.experts[p] == choice.experts[pair];
     choice.ranks[pair] = rank;
   }
   __syncthreads();
   if (pair < pairs) {  // every eighth of an expert begins a group
     int groups = 0, mine = 0;
+#pragma unroll 1
     for (int p = 0; p <= pair; p++)
       if (choice.ranks[p] % 8 == 0) {
         if (choice.experts[p] == choice.experts[pair]) mine = groups;  // the last of them
