@@ -28,6 +28,7 @@ BEGUN = time.perf_counter()
 OUT = Path(os.environ.get("OUT") or tempfile.gettempdir())
 LIMITS = {"report": 70, "answer": 100, "27b": 130, "35b": 100, "identity": 80, "engines": 20, "requests": 90}
 TINY = os.environ.get("HEADSTART_BENCH_TINY") == "1"
+REQUESTS = 200 if TINY else 10_000
 SMALL: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 128, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
@@ -182,7 +183,7 @@ def requests() -> None:
 
     gpu = prepare()
     model, _ = built_in()
-    count, done, other = 200 if TINY else 10_000, 0, None
+    count, done, other = REQUESTS, 0, None
     with EngineThread(Engine(model, max_sequences=16)) as engine:
         prompt = gpu.prompts(1, 12)[0]
         handles = []
