@@ -175,7 +175,7 @@ __device__ __forceinline__ void product(
       const T* from = (i < TALL ? scales : biases) + (long long)row * groups;
 #pragma unroll 1
       for (int at = 8 * team.thread; at < bytes / 2; at += 8 * 32 * SLICES)
-        copy_16_bytes(to + 16 * i * groups + at, from + at, WHOLE ? 16 : min(16, bytes - 2 * at));
+        stream_16_bytes(to + 16 * i * groups + at, from + at, WHOLE ? 16 : min(16, bytes - 2 * at));
     }
   };
 
@@ -202,7 +202,7 @@ __device__ __forceinline__ void product(
       for (int i = 0; i < PIECES; i++) {
         const int r = ROWS * i / 16, row = ROWS * i % 16;
         unsigned char* to = stage + (ROWS == 4 && i % 2 ? put ^ 16 : put) + 512 * i; // as `place` says
-        if (WHOLE || row < rows[r]) copy_16_bytes(to, from[r] + (long long)row * row_bytes);
+        if (WHOLE || row < rows[r]) stream_16_bytes(to, from[r] + (long long)row * row_bytes);
       }
 #pragma unroll
       for (int r = 0; r < TALL; r++) from[r] += CHUNK;

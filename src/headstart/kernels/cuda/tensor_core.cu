@@ -14,6 +14,13 @@ __device__ __forceinline__ void copy_16_bytes(void* to, const void* from, int th
                : "memory");
 }
 
+// The same for what is read once in a step: it is the first to leave the L2 cache, where the code of kernels has to stay.
+__device__ __forceinline__ void stream_16_bytes(void* to, const void* from, int there = 16) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
+               ::"r"(shared_address(to)), "l"(from), "r"(there), "l"(0x12F0000000000000ull)
+               : "memory");
+}
+
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
