@@ -1,11 +1,13 @@
 """Sampling parameters of a batch as arrays, one entry per sequence."""
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import mlx.core as mx
 
+from ..kernels.cuda.sampling import SequenceArrays
 from ..sampling_params import MAX_INT32, SamplingParams
 from .noise import Keys, Purpose, fold, keys_of_step, split
 
@@ -71,6 +73,7 @@ class Controls:
     count_penalty: CountPenalty | None
     min_tokens: MinTokens | None
     keys: Keys  # [B]
+    packed: SequenceArrays  # temperature, truncation without XTC, and keys, for kernels
     rules: frozenset[str]  # acceptance rules in use
     ratio: mx.array  # [B], sequences verified by speculative sampling
     purposes: mx.array  # [B, P], the word in a sequence's keys for every purpose of noise
@@ -106,6 +109,7 @@ def controls(sequences: Sequence[SequenceParams], vocabulary: int) -> Controls:
     words = [split(sequence.key) for sequence in sequences]
     keys = (mx.array([first for first, _ in words], mx.uint32), mx.array([second for _, second in words], mx.uint32))
     rules = [p.rule for p in params]
+    keys = fold(keys, mx.array([sequence.choice for sequence in sequences]))
     return Controls(
         any_sampled=bool(sampled),
         any_greedy=len(sampled) < len(params),
@@ -121,7 +125,8 @@ def controls(sequences: Sequence[SequenceParams], vocabulary: int) -> Controls:
         penalties=_penalties(params),
         count_penalty=_count_penalty(params),
         min_tokens=_min_tokens(sequences),
-        keys=fold(keys, mx.array([sequence.choice for sequence in sequences])),
+        keys=keys,
+        packed=_packed(params, keys, vocabulary),
         rules=frozenset(rules),
         ratio=mx.array([rule == "ratio" for rule in rules]),
         purposes=mx.array([[_word(rule, purpose) for purpose in Purpose] for rule in rules], mx.int32),
@@ -134,6 +139,25 @@ def _word(rule: str, purpose: Purpose) -> Purpose:
     """Return what a purpose is in the keys of a rule: for all but the ratio rule drafting and choosing are one."""
     chooses = purpose in (Purpose.DRAFT, Purpose.NEXT) and rule != "ratio"
     return Purpose.CHOICE if chooses else purpose
+
+
+def _packed(params: list[SamplingParams], keys: Keys, vocabulary: int) -> SequenceArrays:
+    numbers = [
+        (
+            p.temperature,
+            p.top_k or vocabulary,
+            p.top_p,
+            math.log(p.min_p) if p.min_p else -math.inf,
+            p.min_tokens_to_keep,
+        )
+        for p in params
+    ]
+    noise = [
+        (p.rule == "ratio", *(_word(p.rule, each) for each in (Purpose.DRAFT, Purpose.ACCEPT, Purpose.NEXT)))
+        for p in params
+    ]
+    words = mx.concatenate([mx.stack(keys, axis=1), mx.array(noise, mx.uint32)], axis=1)
+    return SequenceArrays(mx.array(numbers, mx.float32), words)
 
 
 def _column(values: list[float]) -> mx.array:

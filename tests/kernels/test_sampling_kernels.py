@@ -1,0 +1,121 @@
+"""The CUDA kernels of sampling, run on the CPU: what the stock operations draw, from the same tokens."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import cuda_on_cpu
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from headstart.kernels.cuda import sampling as kernels
+from headstart.sampling import Controls, SamplingParams, SequenceParams, controls
+from headstart.sampling.distribution import sampling_distribution
+from headstart.sampling.noise import Purpose
+
+NAN, INF = float("nan"), float("inf")
+V = 8 * 150
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0.7},
+    {"temperature": 1.3, "top_k": 20},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.95},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.0, "top_p": 0.99},
+    {},
+    {"temperature": 1.0, "min_p": 0.05},
+    {"temperature": 2.0, "min_p": 0.9, "min_tokens_to_keep": 7},
+    {"temperature": 1.0, "top_k": 1},
+    {"temperature": 1.0, "top_p": 1e-6, "top_k": 5},
+    {"temperature": 0.9, "top_k": V - 1, "min_p": 1e-3, "top_p": 0.97},
+    {"temperature": 0.9, "top_k": 3, "accept": "ratio"},
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_the_cpu() -> Iterator[None]:
+    with cuda_on_cpu.emulated((kernels._survey_kernel, kernels._draw_kernel)) as patch:
+        patch.setattr(kernels, "THREADS", 64)
+        yield
+
+
+def ruled(params: list[dict[str, Any]]) -> Controls:
+    return controls([SequenceParams(SamplingParams(**each), 7 + n, 0, 100) for n, each in enumerate(params)], V)
+
+
+def random_logits(shape: tuple[int, ...], seed: int, spread: float = 3.0) -> mx.array:
+    return mx.array(spread * np.random.default_rng(seed).normal(size=shape), mx.float32)
+
+
+def drawn_from(logits: mx.array, cuts: mx.array, temperature: mx.array) -> np.ndarray:
+    """The probabilities [B, W, V] that `cuts` describe."""
+    x, (high, low, total, only) = np.array(logits, np.float32) + 0, np.moveaxis(np.array(cuts), -1, 0)[..., None]
+    assert (only == 0xFFFFFFFF).all()
+    bits = x.view(np.uint32)
+    key = np.where(bits >> 31, bits, ~bits & 0x7FFFFFFF)
+    kept = (key < high) | ((key == high) & (np.arange(x.shape[-1]) <= low))
+    scores = x / np.where(np.array(temperature) == 0, 1, np.array(temperature))
+    return np.where(kept, np.exp(scores - total.view(np.float32)), 0)
+
+
+def check(logits: mx.array, rows: Controls, purpose: Purpose = Purpose.NEXT, ahead: int = 0) -> kernels.Draws:
+    """Hold tokens and distributions against the stock operations'."""
+    B, W, _ = logits.shape
+    lengths, rounds = mx.arange(B) * 5, mx.arange(B) + 3
+    found = kernels.launch_draw(logits, rows.packed, lengths, rounds, purpose - 1, ahead)
+    expected = sampling_distribution(logits.astype(mx.float32), rows, None)
+    keys = rows.noise_keys(rounds, lengths[:, None] + 1 + ahead + mx.arange(W))[purpose]
+    made = drawn_from(logits.astype(mx.float32), found.cuts, rows.temperature)
+    assert (np.array(found.finite) == 1).all()
+    assert ((made > 1e-30) == np.array(expected.dense(V) > 1e-30)).all()
+    assert np.abs(made - np.array(expected.dense(V))).max() < 2e-5
+    assert found.tokens.tolist() == expected.sample(keys).tolist()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+def test_tokens_and_distributions_are_those_of_stock_operations(dtype: mx.Dtype) -> None:
+    logits = random_logits((len(PARAMS), 3, V), 0).astype(dtype)
+    check(logits, ruled(PARAMS))
+    check(logits[:, 1:2], ruled(PARAMS), Purpose.DRAFT, ahead=4)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.004, 0.3, 40.0])
+def test_flat_rows_ties_and_forbidden_tokens(spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flat rows have more than a block's list in one bin: cuts go on by the bits of logits, then of ids."""
+    params = [
+        {"temperature": 1.0, **each} for each in ({"top_k": 700}, {"top_k": 1100}, {"top_p": 0.7713}, {"top_k": 3})
+    ]
+    logits = mx.round(random_logits((4, 2, V), 1, spread) * 512) / 512
+    logits[:, 1, 100:900] = -INF
+    check(logits, ruled(params))
+    check(logits.astype(mx.bfloat16), ruled(params))
+    logits[:, :, ::2] = mx.where(logits[:, :, ::2] == 0, -0.0, logits[:, :, ::2])
+    check(logits, ruled(params))
+
+
+def test_a_row_draws_the_same_in_any_batch_type_and_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, rows = random_logits((len(PARAMS), 2, V), 3).astype(mx.bfloat16), ruled(PARAMS)
+    together = check(logits, rows)
+    for parts in (1, 7):
+        monkeypatch.setattr(kernels, "PARTS", parts)
+        again = check(logits.astype(mx.float32), rows)
+        for one, other in zip(together, again, strict=True):
+            assert mx.array_equal(one, other)
+    for b in range(0, len(PARAMS), 3):
+        packed = kernels.SequenceArrays(*[each[b : b + 1] for each in rows.packed])
+        at = mx.array([5 * b]), mx.array([b + 3])
+        alone = kernels.launch_draw(logits[b : b + 1, 1:], packed, *at, Purpose.NEXT - 1, ahead=1)
+        assert alone.tokens.item() == together.tokens[b, 1].item()
+        assert mx.array_equal(alone.cuts[0, 0], together.cuts[b, 1])
+
+
+def test_rows_that_are_not_finite_say_so() -> None:
+    rows = ruled([{"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}, {"top_k": 3, "temperature": 1.0}, {}])
+    logits = random_logits((4, 4, V), 4)
+    logits[:, 0, 77] = NAN
+    logits[:, 1] = -INF
+    logits[:, 2, 9] = INF
+    found = kernels.launch_draw(logits, rows.packed, mx.zeros((4,), mx.int32), mx.zeros((4,), mx.int32), 2)
+    assert found.finite.tolist() == [[0, 0, 0, 1]] * 4
+    assert (0 <= np.array(found.tokens)).all()
+    assert (np.array(found.tokens) < V).all()
