@@ -8,8 +8,20 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from headstart.kernels.cuda import greedy
 from headstart.kernels.cuda import sampling as kernels
-from headstart.sampling import Controls, SamplingParams, SequenceParams, controls
+from headstart.sampling import (
+    BatchContext,
+    Controls,
+    Proposal,
+    SamplingParams,
+    SequenceParams,
+    accept_window,
+    controls,
+    draw_window,
+    propose,
+    propose_certain,
+)
 from headstart.sampling.distribution import sampling_distribution
 from headstart.sampling.noise import Purpose
 
@@ -33,13 +45,15 @@ PARAMS: list[dict[str, Any]] = [
 
 @pytest.fixture(autouse=True, scope="module")
 def on_the_cpu() -> Iterator[None]:
-    with cuda_on_cpu.emulated((kernels._survey_kernel, kernels._draw_kernel)) as patch:
+    cached = (kernels._survey_kernel, kernels._draw_kernel, kernels._ratio_kernel)
+    with cuda_on_cpu.emulated((*cached, greedy._accept_kernel, greedy._columns_kernel)) as patch:
         patch.setattr(kernels, "THREADS", 64)
         yield
 
 
-def ruled(params: list[dict[str, Any]]) -> Controls:
-    return controls([SequenceParams(SamplingParams(**each), 7 + n, 0, 100) for n, each in enumerate(params)], V)
+def ruled(params: list[dict[str, Any]], vocabulary: int = V) -> Controls:
+    sequences = [SequenceParams(SamplingParams(**each), 7 + n, 0, 100) for n, each in enumerate(params)]
+    return controls(sequences, vocabulary)
 
 
 def random_logits(shape: tuple[int, ...], seed: int, spread: float = 3.0) -> mx.array:
@@ -49,9 +63,10 @@ def random_logits(shape: tuple[int, ...], seed: int, spread: float = 3.0) -> mx.
 def drawn_from(logits: mx.array, cuts: mx.array, temperature: mx.array) -> np.ndarray:
     """The probabilities [B, W, V] that `cuts` describe."""
     x, (high, low, total, only) = np.array(logits, np.float32) + 0, np.moveaxis(np.array(cuts), -1, 0)[..., None]
-    assert (only == 0xFFFFFFFF).all()
+    assert (only == -1).all()
     bits = x.view(np.uint32)
     key = np.where(bits >> 31, bits, ~bits & 0x7FFFFFFF)
+    high, low = high.view(np.uint32), low.view(np.uint32)
     kept = (key < high) | ((key == high) & (np.arange(x.shape[-1]) <= low))
     scores = x / np.where(np.array(temperature) == 0, 1, np.array(temperature))
     return np.where(kept, np.exp(scores - total.view(np.float32)), 0)
@@ -61,7 +76,7 @@ def check(logits: mx.array, rows: Controls, purpose: Purpose = Purpose.NEXT, ahe
     """Hold tokens and distributions against the stock operations'."""
     B, W, _ = logits.shape
     lengths, rounds = mx.arange(B) * 5, mx.arange(B) + 3
-    found = kernels.launch_draw(logits, rows.packed, lengths, rounds, purpose - 1, ahead)
+    found = kernels.launch_draw(logits, rows.packed, lengths, rounds, purpose, ahead)
     expected = sampling_distribution(logits.astype(mx.float32), rows, None)
     keys = rows.noise_keys(rounds, lengths[:, None] + 1 + ahead + mx.arange(W))[purpose]
     made = drawn_from(logits.astype(mx.float32), found.cuts, rows.temperature)
@@ -99,12 +114,12 @@ def test_a_row_draws_the_same_in_any_batch_type_and_number_of_blocks(monkeypatch
     for parts in (1, 7):
         monkeypatch.setattr(kernels, "PARTS", parts)
         again = check(logits.astype(mx.float32), rows)
-        for one, other in zip(together, again, strict=True):
+        for one, other in zip(together[:3], again[:3], strict=True):
             assert mx.array_equal(one, other)
     for b in range(0, len(PARAMS), 3):
         packed = kernels.SequenceArrays(*[each[b : b + 1] for each in rows.packed])
         at = mx.array([5 * b]), mx.array([b + 3])
-        alone = kernels.launch_draw(logits[b : b + 1, 1:], packed, *at, Purpose.NEXT - 1, ahead=1)
+        alone = kernels.launch_draw(logits[b : b + 1, 1:], packed, *at, Purpose.NEXT, ahead=1)
         assert alone.tokens.item() == together.tokens[b, 1].item()
         assert mx.array_equal(alone.cuts[0, 0], together.cuts[b, 1])
 
@@ -115,7 +130,71 @@ def test_rows_that_are_not_finite_say_so() -> None:
     logits[:, 0, 77] = NAN
     logits[:, 1] = -INF
     logits[:, 2, 9] = INF
-    found = kernels.launch_draw(logits, rows.packed, mx.zeros((4,), mx.int32), mx.zeros((4,), mx.int32), 2)
+    found = kernels.launch_draw(logits, rows.packed, mx.zeros((4,), mx.int32), mx.zeros((4,), mx.int32), Purpose.NEXT)
     assert found.finite.tolist() == [[0, 0, 0, 1]] * 4
     assert (0 <= np.array(found.tokens)).all()
     assert (np.array(found.tokens) < V).all()
+
+
+FEW = 24  # tokens, so that drafts are often accepted
+RATIO = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 5, "top_p": 0.95},
+    {"temperature": 1.0, "min_p": 0.1},
+    {"temperature": 1.5, "top_p": 0.6},
+]
+OTHERS = [{"temperature": 1.0, "seed": 3}, {}, {"temperature": 0.8, "top_k": 4, "seed": 9}]
+
+
+def verdicts(
+    params: list[dict[str, Any]], k: int, certain: mx.array | None, way: str
+) -> tuple[list[list[int]], list[int], list[list[int]]]:
+    """The drafts of a window, how many are accepted, and what is generated: the drafter knows the target roughly."""
+    B, rows = len(params), ruled(params, FEW)
+    target, noise = random_logits((B, k + 1, FEW), k), random_logits((B, k, FEW), 99, 0.7)
+    head = (target[:, :k] + noise).astype(mx.bfloat16)
+    target = target.astype(mx.bfloat16)
+    if way == "part":  # of the vocabulary
+        head = mx.where(mx.arange(FEW) % 3 == 0, -INF, head.astype(mx.float32))
+    draw = np.random.default_rng(k)
+    lengths, rounds, max_k, remaining = (
+        mx.array(draw.integers(*of, B), mx.int32) for of in ((0, 99), (0, 9), (0, k + 1), (-1, 9))
+    )
+    context = BatchContext(rows, lengths, rounds, mx.zeros((B, 0), mx.int32), remaining)
+    proposal = Proposal(mx.zeros((B, 0), mx.int32), [])
+    width = k if way == "block" else 1
+    for j in range(0, k, width):
+        given = None if certain is None else certain[:, j : j + width]
+        proposal = propose(head[:, j : j + width], proposal, context, given)
+    if way == "copies":
+        assert certain is not None
+        proposal = propose_certain(certain, rows, FEW)
+        max_k = mx.minimum(max_k, proposal.valid)
+    window = mx.concatenate([mx.zeros((B, 1), mx.int32), proposal.tokens], axis=1)
+    best = draw_window(target, proposal, window, max_k, context)
+    if best is None:
+        accepted, tokens = accept_window(target, proposal, mx.clip(mx.minimum(max_k, remaining - 1), 0, k), context)
+    else:
+        made = greedy.launch_accept(best, window, max_k, lengths, remaining, rounds)
+        accepted, tokens = made.accepted, best.tokens
+        chosen = mx.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0]
+        assert mx.array_equal(made.last, chosen)
+    pairs = zip(tokens.tolist(), accepted.tolist(), strict=True)
+    return proposal.tokens.tolist(), accepted.tolist(), [line[: n + 1] for line, n in pairs]
+
+
+@pytest.mark.parametrize(
+    ("k", "way"), [(1, "head"), (3, "head"), (3, "block"), (3, "part"), (3, "copies"), (9, "head")]
+)
+def test_drafts_are_verified_as_by_stock_operations(k: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the ratio rule, beside sequences with other rules; some drafts are certain. Drafts and tokens are the same,
+    given the same noise."""
+    params = [*RATIO * 4, *OTHERS]
+    given = np.random.default_rng(k).integers(-9, FEW, (len(params), k)).astype(np.int32)
+    certain = mx.array(np.where(given < 0, -1, given)) if way in ("copies", "part") else None
+    expected = verdicts(params, k, certain, way)
+    monkeypatch.setattr(kernels, "on_cuda", lambda: True)
+    monkeypatch.setattr(kernels, "PARTS", 1 if k == 9 else 2)
+    monkeypatch.setattr(kernels, "ROWS", 999)
+    assert verdicts(params, k, certain, way) == expected
+    assert len(set(expected[1])) > 1

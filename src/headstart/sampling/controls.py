@@ -87,6 +87,11 @@ class Controls:
         return self.bias is not None or penalties or self.min_tokens is not None
 
     @property
+    def kernels_suffice(self) -> bool:
+        """Return whether kernels can do all that sequences need: they know neither XTC nor the optimistic rule."""
+        return self.xtc is None and "optimistic" not in self.rules
+
+    @property
     def argmax_only(self) -> bool:
         """Return whether every sequence takes the argmax of the model's own logits."""
         return not self.any_sampled and not self.adjusts and "optimistic" not in self.rules
@@ -142,21 +147,13 @@ def _word(rule: str, purpose: Purpose) -> Purpose:
 
 
 def _packed(params: list[SamplingParams], keys: Keys, vocabulary: int) -> SequenceArrays:
-    numbers = [
-        (
-            p.temperature,
-            p.top_k or vocabulary,
-            p.top_p,
-            math.log(p.min_p) if p.min_p else -math.inf,
-            p.min_tokens_to_keep,
-        )
-        for p in params
-    ]
-    noise = [
-        (p.rule == "ratio", *(_word(p.rule, each) for each in (Purpose.DRAFT, Purpose.ACCEPT, Purpose.NEXT)))
-        for p in params
-    ]
-    words = mx.concatenate([mx.stack(keys, axis=1), mx.array(noise, mx.uint32)], axis=1)
+    numbers = []
+    for p in params:
+        least = math.log(p.min_p) if p.min_p else -math.inf
+        numbers.append([p.temperature, p.top_k or vocabulary, p.top_p, least, p.min_tokens_to_keep])
+    purposes = (Purpose.DRAFT, Purpose.ACCEPT, Purpose.NEXT)
+    noise = [[p.rule == "ratio", *(_word(p.rule, purpose) for purpose in purposes)] for p in params]
+    words = mx.concatenate([mx.stack(list(keys), axis=1), mx.array(noise, mx.uint32)], axis=1)
     return SequenceArrays(mx.array(numbers, mx.float32), words)
 
 

@@ -1,5 +1,6 @@
-"""Draw tokens from rows of logits in two launches (see sampling.cu)."""
+"""Draw tokens from rows of logits in two launches, and verify drafts by the ratio rule in one (see sampling.cu)."""
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -7,11 +8,13 @@ import mlx.core as mx
 
 from .compiler import cuda_kernel
 from .device import include, launch_bounds, on_cuda
+from .greedy import launch_columns
 
 THREADS = 1024  # of a block
 PARTS = 16  # blocks that share a row, at most
 ROWS = 16  # that have so many; more rows have fewer
-WORK = 2 * (4 + 16 + 2 * 1024)  # words of memory that a row's blocks share
+DRAFTS = 8  # rows of drafts that are arrays of their own, at most
+WORK = 2 * (8 + 16 + 2 * 1024)  # words of memory that a row's blocks share
 
 
 class SequenceArrays(NamedTuple):
@@ -24,7 +27,24 @@ class SequenceArrays(NamedTuple):
 class Draws(NamedTuple):
     tokens: mx.array  # [B, W] int32
     finite: mx.array  # [B, W] int32, 0 where a logit is NaN or the largest infinite
-    cuts: mx.array  # [B, W, 4] uint32, what each was drawn from, for a kernel that has the logits
+    cuts: mx.array  # [B, W, 4] int32, what each was drawn from, for a kernel that has the logits
+    work: mx.array
+
+
+class DraftRows(NamedTuple):
+    """Say what drafts were drawn from."""
+
+    logits: mx.array | None  # [B, W, V]; None if all are certain
+    cuts: mx.array  # [B, W, 4]
+
+    @classmethod
+    def of_certain(cls, tokens: mx.array) -> "DraftRows":
+        """Return what drafts [B, W] that are certain are drawn from."""
+        return cls(None, mx.zeros((*tokens.shape, 4), mx.int32)).certain(tokens)
+
+    def certain(self, tokens: mx.array) -> "DraftRows":
+        """Return the same where tokens [B, W] are -1, and elsewhere that they were certain."""
+        return self._replace(cuts=mx.concatenate([self.cuts[..., :3], tokens[..., None]], axis=-1))
 
 
 def draw_fits(vocabulary: int) -> bool:
@@ -37,22 +57,55 @@ def launch_draw(
     logits: mx.array, sequences: SequenceArrays, lengths: mx.array, rounds: mx.array, purpose: int, ahead: int = 0
 ) -> Draws:
     """Draw a token from each row of logits [B, W, V], for positions from `ahead` + 1 after `lengths` [B] on, in
-    `rounds` [B]. Purposes of noise are 0 to draft, and 2 to choose."""
-    B, W, V = logits.shape
+    `rounds` [B], with the noise of a `Purpose`."""
+    B, W, _ = logits.shape
     parts = max(1, min(PARTS, PARTS * ROWS // (B * W)))
     grid = {"grid": (parts * THREADS, B * W, 1), "threadgroup": (THREADS, 1, 1)}
-    template = [("T", logits.dtype), ("V", V), ("THREADS", THREADS)]
+    template = [("T", logits.dtype), ("THREADS", THREADS)]
     (work,) = _survey_kernel()(
         inputs=[logits], template=template, output_shapes=[(B * W, WORK)], output_dtypes=[mx.uint32], **grid
     )
-    made = _draw_kernel()(
+    tokens, finite, cuts = _draw_kernel()(
         inputs=[logits, work, *sequences, lengths, rounds, _constant(ahead)],
-        template=[*template, ("PURPOSE", purpose)],
+        template=[*template, ("PURPOSE", purpose - 1)],
         output_shapes=[(B, W), (B, W), (B, W, 4)],
-        output_dtypes=[mx.int32, mx.int32, mx.uint32],
+        output_dtypes=[mx.int32] * 3,
         **grid,
     )
-    return Draws(*made)
+    return Draws(tokens, finite, cuts, work)
+
+
+def launch_ratio(
+    logits: mx.array,
+    drawn: Draws,
+    window: mx.array,
+    drafts: Sequence[DraftRows],
+    sequences: SequenceArrays,
+    lengths: mx.array,
+    rounds: mx.array,
+    max_k: mx.array,
+    remaining: mx.array,
+) -> tuple[mx.array, mx.array]:
+    """Verify the drafts of a window [B, W] against the target's logits [B, W, V], from which `drawn` tokens were.
+
+    Returns tokens [B, W] and how many of the drafts are the first of them, [B]: W where the rule is another one.
+    """
+    B, W = window.shape
+    if len(drafts) > DRAFTS:
+        drafts = [DraftRows(*[mx.concatenate(list(each), axis=1) for each in zip(*drafts, strict=True)])]
+    rows = [logits if each.logits is None else each.logits for each in drafts]  # which do not matter
+    cuts = drafts[0].cuts if len(drafts) == 1 else launch_columns([each.cuts.reshape(B, -1) for each in drafts])[0]
+    parts = max(1, min(PARTS, PARTS * ROWS // (B * W)))
+    tokens, most = _ratio_kernel()(
+        inputs=[logits, drawn.work, *sequences, lengths, rounds, drawn.tokens, drawn.cuts, window, max_k, remaining,
+                cuts, *rows, *rows[:1] * (DRAFTS - len(rows))],
+        template=[("T", logits.dtype), ("Q", rows[0].dtype), ("THREADS", THREADS)],
+        grid=(parts * THREADS, W - 1, B),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(B, W), (B,)],
+        output_dtypes=[mx.int32] * 2,
+    )  # fmt: skip
+    return tokens, most
 
 
 @cache
@@ -72,7 +125,7 @@ def _survey_kernel() -> Any:
         input_names=["logits"],
         output_names=["work"],
         header=include(*FILES) + launch_bounds(THREADS),
-        source="headstart::survey_row<THREADS>(logits, V, work);",
+        source="headstart::survey_row<THREADS>(logits, logits_shape[2], work);",
     )
 
 
@@ -84,6 +137,21 @@ def _draw_kernel() -> Any:
         input_names=["logits", "work", *inputs],
         output_names=outputs,
         header=include(*FILES) + launch_bounds(THREADS),
-        source="headstart::draw_row<THREADS>(logits, V, logits_shape[1], const_cast<unsigned*>(work),\n"
+        source="headstart::draw_row<THREADS>(logits, logits_shape[2], logits_shape[1], const_cast<unsigned*>(work),\n"
         f"    {', '.join(inputs)}, PURPOSE, {', '.join(outputs)});",
+    )
+
+
+@cache
+def _ratio_kernel() -> Any:
+    inputs = ["params", "words", "lengths", "rounds", "drawn", "cuts", "window", "max_k", "remaining", "draft_cuts"]
+    rows = [f"rows{n}" for n in range(DRAFTS)]
+    return cuda_kernel(
+        name="verify_by_ratio",
+        input_names=["logits", "work", *inputs, *rows],
+        output_names=["tokens", "most"],
+        header=include(*FILES) + launch_bounds(THREADS),
+        source=f"const Q* const rows[] = {{{', '.join(rows)}}};\n"
+        "headstart::verify_by_ratio<THREADS>(logits, logits_shape[2], logits_shape[1], const_cast<unsigned*>(work),\n"
+        f"    {', '.join(inputs)}, rows, rows0_shape[1], tokens, most);",
     )
