@@ -8,8 +8,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from fixtures import batch_of, builtin_model, random_prompt
+from headstart.engine import draft
+from headstart.engine.step import step
+from headstart.kernels import greedy as dispatch
 from headstart.kernels.cuda import greedy
 from headstart.kernels.cuda import sampling as kernels
+from headstart.models import Model, base, graph
 from headstart.sampling import (
     BatchContext,
     Controls,
@@ -46,8 +51,10 @@ PARAMS: list[dict[str, Any]] = [
 @pytest.fixture(autouse=True, scope="module")
 def on_the_cpu() -> Iterator[None]:
     cached = (kernels._survey_kernel, kernels._draw_kernel, kernels._ratio_kernel)
-    with cuda_on_cpu.emulated((*cached, greedy._accept_kernel, greedy._columns_kernel)) as patch:
-        patch.setattr(kernels, "THREADS", 64)
+    others = (greedy._best_kernel, greedy._accept_kernel, greedy._starts_kernel, greedy._columns_kernel)
+    with cuda_on_cpu.emulated((*cached, *others)) as patch:
+        for module in (kernels, greedy):
+            patch.setattr(module, "THREADS", 64)
         yield
 
 
@@ -72,13 +79,14 @@ def drawn_from(logits: mx.array, cuts: mx.array, temperature: mx.array) -> np.nd
     return np.where(kept, np.exp(scores - total.view(np.float32)), 0)
 
 
-def check(logits: mx.array, rows: Controls, purpose: Purpose = Purpose.NEXT, ahead: int = 0) -> kernels.Draws:
+def check(logits: mx.array, rows: Controls, ahead: int | None = None) -> kernels.Draws:
     """Hold tokens and distributions against the stock operations'."""
     B, W, _ = logits.shape
     lengths, rounds = mx.arange(B) * 5, mx.arange(B) + 3
-    found = kernels.launch_draw(logits, rows.packed, lengths, rounds, purpose, ahead)
+    found = kernels.launch_draw(logits, kernels.Sampler(*rows.packed, lengths, rounds), ahead)
     expected = sampling_distribution(logits.astype(mx.float32), rows, None)
-    keys = rows.noise_keys(rounds, lengths[:, None] + 1 + ahead + mx.arange(W))[purpose]
+    purpose = Purpose.NEXT if ahead is None else Purpose.DRAFT
+    keys = rows.noise_keys(rounds, lengths[:, None] + 1 + (ahead or 0) + mx.arange(W))[purpose]
     made = drawn_from(logits.astype(mx.float32), found.cuts, rows.temperature)
     assert (np.array(found.finite) == 1).all()
     assert ((made > 1e-30) == np.array(expected.dense(V) > 1e-30)).all()
@@ -91,7 +99,7 @@ def check(logits: mx.array, rows: Controls, purpose: Purpose = Purpose.NEXT, ahe
 def test_tokens_and_distributions_are_those_of_stock_operations(dtype: mx.Dtype) -> None:
     logits = random_logits((len(PARAMS), 3, V), 0).astype(dtype)
     check(logits, ruled(PARAMS))
-    check(logits[:, 1:2], ruled(PARAMS), Purpose.DRAFT, ahead=4)
+    check(logits[:, 1:2], ruled(PARAMS), ahead=4)
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.004, 0.3, 40.0])
@@ -117,9 +125,9 @@ def test_a_row_draws_the_same_in_any_batch_type_and_number_of_blocks(monkeypatch
         for one, other in zip(together[:3], again[:3], strict=True):
             assert mx.array_equal(one, other)
     for b in range(0, len(PARAMS), 3):
-        packed = kernels.SequenceArrays(*[each[b : b + 1] for each in rows.packed])
-        at = mx.array([5 * b]), mx.array([b + 3])
-        alone = kernels.launch_draw(logits[b : b + 1, 1:], packed, *at, Purpose.NEXT, ahead=1)
+        at = mx.array([5 * b + 1]), mx.array([b + 3])
+        sampler = kernels.Sampler(*[each[b : b + 1] for each in rows.packed], *at)
+        alone = kernels.launch_draw(logits[b : b + 1, 1:], sampler)
         assert alone.tokens.item() == together.tokens[b, 1].item()
         assert mx.array_equal(alone.cuts[0, 0], together.cuts[b, 1])
 
@@ -130,7 +138,7 @@ def test_rows_that_are_not_finite_say_so() -> None:
     logits[:, 0, 77] = NAN
     logits[:, 1] = -INF
     logits[:, 2, 9] = INF
-    found = kernels.launch_draw(logits, rows.packed, mx.zeros((4,), mx.int32), mx.zeros((4,), mx.int32), Purpose.NEXT)
+    found = kernels.launch_draw(logits, kernels.Sampler(*rows.packed, *[mx.zeros((4,), mx.int32)] * 2))
     assert found.finite.tolist() == [[0, 0, 0, 1]] * 4
     assert (0 <= np.array(found.tokens)).all()
     assert (np.array(found.tokens) < V).all()
@@ -179,6 +187,8 @@ def verdicts(
         accepted, tokens = made.accepted, best.tokens
         chosen = mx.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0]
         assert mx.array_equal(made.last, chosen)
+        if best.most is not None:
+            assert mx.array_equal(best.most, mx.where(rows.ratio, accepted, k + 1))
     pairs = zip(tokens.tolist(), accepted.tolist(), strict=True)
     return proposal.tokens.tolist(), accepted.tolist(), [line[: n + 1] for line, n in pairs]
 
@@ -198,3 +208,41 @@ def test_drafts_are_verified_as_by_stock_operations(k: int, way: str, monkeypatc
     monkeypatch.setattr(kernels, "ROWS", 999)
     assert verdicts(params, k, certain, way) == expected
     assert len(set(expected[1])) > 1
+
+
+def steps(model: Model, params: list[dict[str, Any]], ks: list[int]) -> list[list[list[int]]]:
+    """What steps with these numbers of drafts generate."""
+    batch = batch_of(model, *[random_prompt(model, 5 + 3 * row, row) for row in range(len(params))], k=3)
+    batch._set_params([SequenceParams(SamplingParams(**each), 7, 0, 100) for each in params], model)
+    batch.counts = mx.zeros((len(params), model.vocabulary))
+    made = []
+    for k in ks:
+        done = step(model, batch, k)
+        assert done.finite.tolist() == [1] * len(params)
+        pairs = zip(done.tokens.tolist(), done.accepted.tolist(), strict=True)
+        made.append([tokens[: n + 1] for tokens, n in pairs])
+    return made
+
+
+COLD = {"temperature": 0.4, "top_k": 20, "top_p": 0.95}
+BATCHES = {
+    "ratio": [COLD, {"temperature": 0.3}],
+    "coupled": [{**COLD, "seed": 1}, {"temperature": 0.3, "min_p": 0.01, "seed": 2}, {}],
+    "penalties": [{**COLD, "seed": 1}, {**COLD, "presence_penalty": 0.5}],
+    "xtc": [{**COLD, "seed": 1}, {**COLD, "xtc_probability": 0.5}, {**COLD, "accept": "optimistic"}],
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_step_generates_the_same_as_with_stock_ops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ks = builtin_model(dtype=mx.bfloat16), [3, 0, 2, 3]
+    expected = steps(model, BATCHES[name], ks)
+    for module in (dispatch, greedy, kernels):
+        monkeypatch.setattr(module, "on_cuda", lambda: True)
+    monkeypatch.setattr(base, "compiles", lambda width: width < 9)
+    monkeypatch.setattr(graph, "OFTEN", 10)  # kernels run while they are described
+    if name in ("ratio", "coupled"):
+        monkeypatch.setattr(draft, "propose", None)  # all drafts come from one graph
+        monkeypatch.setattr("headstart.engine.step.accept_window", None)
+    assert steps(model, BATCHES[name], ks) == expected
+    assert max(len(tokens) for made in expected for tokens in made) > 2  # drafts were accepted

@@ -7,7 +7,6 @@ from typing import Literal, NamedTuple
 
 import mlx.core as mx
 
-from ..kernels.cuda.sampling import SequenceArrays
 from ..sampling_params import MAX_INT32, SamplingParams
 from .noise import Keys, Purpose, fold, keys_of_step, split
 
@@ -73,7 +72,7 @@ class Controls:
     count_penalty: CountPenalty | None
     min_tokens: MinTokens | None
     keys: Keys  # [B]
-    packed: SequenceArrays  # temperature, truncation without XTC, and keys, for kernels
+    packed: tuple[mx.array, mx.array]  # temperature, truncation without XTC, and keys, as a `Sampler` has them
     rules: frozenset[str]  # acceptance rules in use
     ratio: mx.array  # [B], sequences verified by speculative sampling
     purposes: mx.array  # [B, P], the word in a sequence's keys for every purpose of noise
@@ -146,7 +145,7 @@ def _word(rule: str, purpose: Purpose) -> Purpose:
     return Purpose.CHOICE if chooses else purpose
 
 
-def _packed(params: list[SamplingParams], keys: Keys, vocabulary: int) -> SequenceArrays:
+def _packed(params: list[SamplingParams], keys: Keys, vocabulary: int) -> tuple[mx.array, mx.array]:
     numbers = []
     for p in params:
         least = math.log(p.min_p) if p.min_p else -math.inf
@@ -154,7 +153,7 @@ def _packed(params: list[SamplingParams], keys: Keys, vocabulary: int) -> Sequen
     purposes = (Purpose.DRAFT, Purpose.ACCEPT, Purpose.NEXT)
     noise = [[p.rule == "ratio", *(_word(p.rule, purpose) for purpose in purposes)] for p in params]
     words = mx.concatenate([mx.stack(list(keys), axis=1), mx.array(noise, mx.uint32)], axis=1)
-    return SequenceArrays(mx.array(numbers, mx.float32), words)
+    return mx.array(numbers, mx.float32), words
 
 
 def _column(values: list[float]) -> mx.array:

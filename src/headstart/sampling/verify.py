@@ -11,7 +11,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..kernels.cuda.greedy import BestTokens
-from ..kernels.cuda.sampling import DraftRows, Draws, draw_fits, launch_draw, launch_ratio
+from ..kernels.cuda.sampling import DraftRows, Draws, Sampler, draw_fits, launch_draw, launch_ratio
 from .accept import (
     AcceptResult,
     accept_coupled,
@@ -36,6 +36,10 @@ class BatchContext(NamedTuple):
     counts: mx.array | None = None  # [B, V], how often each token was generated, if a penalty needs it
     noise: Callable[[], dict[Purpose, Keys]] | None = None  # returns keys [B, W] of the next positions, made once
 
+    @property
+    def sampler(self) -> Sampler:
+        return Sampler(*self.controls.packed, self.lengths, self.rounds)
+
     def keys(self, purpose: Purpose, first: int, count: int) -> Keys:
         """Return keys [B, count] for the positions `first` after the next token's."""
         if self.noise is None:
@@ -49,7 +53,7 @@ class Proposal(NamedTuple):
     tokens: mx.array  # [B, k]
     q: list[mx.array]  # together [B, k, V], what each draft was drawn from, if a sequence uses the ratio rule
     valid: mx.array | None = None  # [B], drafts from the left that may be accepted; None: all
-    rows: tuple[DraftRows, ...] = ()  # in place of `q` where kernels verify
+    rows: DraftRows = DraftRows([], [])  # in place of `q` where kernels verify
 
 
 def propose(logits: mx.array, proposal: Proposal, context: BatchContext, certain: mx.array | None = None) -> Proposal:
@@ -63,24 +67,21 @@ def propose(logits: mx.array, proposal: Proposal, context: BatchContext, certain
     """
     controls = context.controls
     j = proposal.tokens.shape[1]
-    q, rows = proposal.q, proposal.rows
+    drawn: Distribution | Draws | None = None
     if controls.argmax_only:
         token = mx.argmax(logits, axis=-1).astype(mx.int32)
     else:
         logits = _adjust(logits, context, proposal.tokens, j)
         token, drawn = _draw(logits, context, Purpose.DRAFT, j)
-        if "ratio" not in controls.rules:
-            pass
-        elif isinstance(drawn, Draws):
-            rows = (*rows, DraftRows(logits, drawn.cuts))
-        else:
-            q = [*q, drawn.dense(logits.shape[-1])]
     if certain is not None:
         token = mx.where(certain >= 0, certain, token)
-        if len(rows) > len(proposal.rows):
-            rows = (*rows[:-1], rows[-1].certain(certain))
-        elif len(q) > len(proposal.q):
-            q = [*q[:-1], mx.where(certain[..., None] >= 0, _point_mass(token, q[-1].shape[-1]), q[-1])]
+    q, rows = proposal.q, proposal.rows
+    if "ratio" in controls.rules and isinstance(drawn, Draws):
+        rows = rows.add(logits, drawn.cuts, certain)
+    elif "ratio" in controls.rules and isinstance(drawn, Distribution):
+        q = [*q, drawn.dense(logits.shape[-1])]
+        if certain is not None:
+            q[-1] = mx.where(certain[..., None] >= 0, _point_mass(token, q[-1].shape[-1]), q[-1])
     return Proposal(mx.concatenate([proposal.tokens, token], axis=1), q, rows=rows)
 
 
@@ -90,7 +91,8 @@ def propose_certain(certain: mx.array, controls: Controls, vocabulary: int) -> P
     if "ratio" not in controls.rules or not certain.shape[1]:
         return Proposal(tokens, [], valid)
     if draw_fits(vocabulary) and controls.kernels_suffice:
-        return Proposal(tokens, [], valid, (DraftRows.of_certain(tokens),))
+        unread, cuts = mx.zeros((1, 1, 1), mx.bfloat16), mx.zeros((*tokens.shape, 4), mx.int32)
+        return Proposal(tokens, [], valid, DraftRows([], []).add(unread, cuts, tokens))
     return Proposal(tokens, [_point_mass(tokens, vocabulary)], valid)
 
 
@@ -171,13 +173,12 @@ def draw_window(
     if controls.argmax_only or not controls.kernels_suffice or not draw_fits(logits.shape[-1]):
         return None
     adjusted = _adjust(logits, context, proposal.tokens, 0, permitted)
-    at = controls.packed, context.lengths, context.rounds
-    drawn = launch_draw(adjusted, *at, Purpose.NEXT)
+    drawn = launch_draw(adjusted, context.sampler)
     # What was forbidden or penalised may be NaN too.
     finite = drawn.finite if adjusted is logits else mx.isfinite(logits.max(axis=-1)).astype(mx.int32)
     if "ratio" not in controls.rules or window.shape[1] == 1:
         return BestTokens(drawn.tokens, finite)
-    tokens, most = launch_ratio(adjusted, drawn, window, proposal.rows, *at, max_k, context.remaining)
+    tokens, most = launch_ratio(adjusted, drawn, window, proposal.rows, context.sampler, max_k, context.remaining)
     return BestTokens(tokens, finite, most)
 
 
@@ -212,7 +213,7 @@ def _draw(
     """
     controls, drawn = context.controls, None
     if draw_fits(logits.shape[-1]):
-        drawn = launch_draw(logits, controls.packed, context.lengths, context.rounds, purpose, first)
+        drawn = launch_draw(logits, context.sampler, first if purpose == Purpose.DRAFT else None)
         if controls.kernels_suffice:
             return drawn.tokens, drawn
     distribution = _distribution(logits, context, first)

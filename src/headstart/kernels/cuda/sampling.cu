@@ -348,7 +348,6 @@ __device__ void draw_row(
 }
 
 __device__ __forceinline__ float probability(const Cut& cut, float x, int id, float temperature) {
-  if (cut.only >= 0) return id == cut.only;
   if (x == -INFINITY || code(x, id) > (Wide(cut.high) << 32 | cut.low)) return 0;
   return expf(__fsub_rn(score(x, temperature), cut.total));
 }
@@ -388,7 +387,9 @@ __device__ void verify_by_ratio(
   const Cut* const drafter_cuts = reinterpret_cast<const Cut*>(draft_cuts) + b * k;
   auto p_of = [&](int j, float x, int id) { return probability(target_cuts[j], x, id, temperature); };
   auto q_of = [&](int j, int id) {
-    return probability(drafter_cuts[j], __fadd_rn(float(draft_row(j)[id]), 0.f), id, temperature);
+    const Cut& cut = drafter_cuts[j];
+    if (cut.only >= 0) return id == cut.only ? 1.f : 0.f;  // there may be no logits
+    return probability(cut, __fadd_rn(float(draft_row(j)[id]), 0.f), id, temperature);
   };
   if (int(threadIdx.x) < k) {
     const int j = threadIdx.x, id = window[j + 1];
@@ -406,7 +407,8 @@ __device__ void verify_by_ratio(
     const Slice slice(size);
     const Words keys = row_keys(words, NEXT, rounds[b], lengths[b] + 1 + i);
     Wide best = NOTHING, excess = 0;
-    auto kept = [&](float x, int id) { return x > -INFINITY && code(x, id) <= (Wide(target_cuts[i].high) << 32 | target_cuts[i].low); };
+    const Wide last = Wide(target_cuts[i].high) << 32 | target_cuts[i].low;
+    auto kept = [&](float x, int id) { return x > -INFINITY && code(x, id) <= last; };
     each_logit(target_row(i), slice.begin, slice.end, kept, [&](float x, int id) {
       const float more = __fsub_rn(__fmul_rn(weight, p_of(i, x, id)), q_of(i, id));
       if (!(more > 0)) return;

@@ -1,6 +1,5 @@
 """Draw tokens from rows of logits in two launches, and verify drafts by the ratio rule in one (see sampling.cu)."""
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -17,11 +16,13 @@ DRAFTS = 8  # rows of drafts that are arrays of their own, at most
 WORK = 2 * (8 + 16 + 2 * 1024)  # words of memory that a row's blocks share
 
 
-class SequenceArrays(NamedTuple):
-    """Say how every sequence samples, and what keys its noise."""
+class Sampler(NamedTuple):
+    """Say how every sequence samples, what keys its noise, and where it is."""
 
     params: mx.array  # [B, 5] float32: temperature, top_k, top_p, log(min_p), min_keep
     words: mx.array  # [B, 6] uint32: two words of its keys, 1 under the ratio rule, words of three purposes
+    lengths: mx.array  # [B], index of its last token
+    rounds: mx.array  # [B]
 
 
 class Draws(NamedTuple):
@@ -32,19 +33,16 @@ class Draws(NamedTuple):
 
 
 class DraftRows(NamedTuple):
-    """Say what drafts were drawn from."""
+    """Say what k drafts were drawn from: arrays that are together [B, k, ...]."""
 
-    logits: mx.array | None  # [B, W, V]; None if all are certain
-    cuts: mx.array  # [B, W, 4]
+    logits: list[mx.array]
+    cuts: list[mx.array]  # not always as many arrays
 
-    @classmethod
-    def of_certain(cls, tokens: mx.array) -> "DraftRows":
-        """Return what drafts [B, W] that are certain are drawn from."""
-        return cls(None, mx.zeros((*tokens.shape, 4), mx.int32)).certain(tokens)
-
-    def certain(self, tokens: mx.array) -> "DraftRows":
-        """Return the same where tokens [B, W] are -1, and elsewhere that they were certain."""
-        return self._replace(cuts=mx.concatenate([self.cuts[..., :3], tokens[..., None]], axis=-1))
+    def add(self, logits: mx.array, cuts: mx.array, certain: mx.array | None = None) -> "DraftRows":
+        """Append those of W drafts [B, W, ...], some of which may be `certain` [B, W], not -1."""
+        if certain is not None:
+            cuts = mx.concatenate([cuts[..., :3], certain[..., None]], axis=-1)
+        return DraftRows([*self.logits, logits], [*self.cuts, cuts])
 
 
 def draw_fits(vocabulary: int) -> bool:
@@ -53,11 +51,9 @@ def draw_fits(vocabulary: int) -> bool:
     return on_cuda() and vocabulary % 8 == 0
 
 
-def launch_draw(
-    logits: mx.array, sequences: SequenceArrays, lengths: mx.array, rounds: mx.array, purpose: int, ahead: int = 0
-) -> Draws:
-    """Draw a token from each row of logits [B, W, V], for positions from `ahead` + 1 after `lengths` [B] on, in
-    `rounds` [B], with the noise of a `Purpose`."""
+def launch_draw(logits: mx.array, sampler: Sampler, draft: int | None = None) -> Draws:
+    """Draw a token from each row of logits [B, W, V], for the next positions: those of the target itself, or from
+    number `draft` on."""
     B, W, _ = logits.shape
     parts = max(1, min(PARTS, PARTS * ROWS // (B * W)))
     grid = {"grid": (parts * THREADS, B * W, 1), "threadgroup": (THREADS, 1, 1)}
@@ -66,8 +62,8 @@ def launch_draw(
         inputs=[logits], template=template, output_shapes=[(B * W, WORK)], output_dtypes=[mx.uint32], **grid
     )
     tokens, finite, cuts = _draw_kernel()(
-        inputs=[logits, work, *sequences, lengths, rounds, _constant(ahead)],
-        template=[*template, ("PURPOSE", purpose - 1)],
+        inputs=[logits, work, *sampler, _constant(draft or 0)],
+        template=[*template, ("DRAFTS", int(draft is not None))],
         output_shapes=[(B, W), (B, W), (B, W, 4)],
         output_dtypes=[mx.int32] * 3,
         **grid,
@@ -75,14 +71,17 @@ def launch_draw(
     return Draws(tokens, finite, cuts, work)
 
 
+def join_cuts(cuts: list[mx.array]) -> mx.array:
+    """Return cuts [B, 1, 4] of one draft each as [B, k, 4]."""
+    return launch_columns([each.reshape(each.shape[0], -1) for each in cuts])[0].reshape(cuts[0].shape[0], -1, 4)
+
+
 def launch_ratio(
     logits: mx.array,
     drawn: Draws,
     window: mx.array,
-    drafts: Sequence[DraftRows],
-    sequences: SequenceArrays,
-    lengths: mx.array,
-    rounds: mx.array,
+    drafts: DraftRows,
+    sampler: Sampler,
     max_k: mx.array,
     remaining: mx.array,
 ) -> tuple[mx.array, mx.array]:
@@ -91,14 +90,12 @@ def launch_ratio(
     Returns tokens [B, W] and how many of the drafts are the first of them, [B]: W where the rule is another one.
     """
     B, W = window.shape
-    if len(drafts) > DRAFTS:
-        drafts = [DraftRows(*[mx.concatenate(list(each), axis=1) for each in zip(*drafts, strict=True)])]
-    rows = [logits if each.logits is None else each.logits for each in drafts]  # which do not matter
-    cuts = drafts[0].cuts if len(drafts) == 1 else launch_columns([each.cuts.reshape(B, -1) for each in drafts])[0]
+    rows = drafts.logits if len(drafts.logits) <= DRAFTS else [mx.concatenate(drafts.logits, axis=1)]
+    cuts = drafts.cuts[0] if len(drafts.cuts) == 1 else join_cuts(drafts.cuts)
     parts = max(1, min(PARTS, PARTS * ROWS // (B * W)))
     tokens, most = _ratio_kernel()(
-        inputs=[logits, drawn.work, *sequences, lengths, rounds, drawn.tokens, drawn.cuts, window, max_k, remaining,
-                cuts, *rows, *rows[:1] * (DRAFTS - len(rows))],
+        inputs=[logits, drawn.work, *sampler, drawn.tokens, drawn.cuts, window, max_k, remaining, cuts,
+                *rows, *rows[:1] * (DRAFTS - len(rows))],
         template=[("T", logits.dtype), ("Q", rows[0].dtype), ("THREADS", THREADS)],
         grid=(parts * THREADS, W - 1, B),
         threadgroup=(THREADS, 1, 1),
@@ -138,7 +135,7 @@ def _draw_kernel() -> Any:
         output_names=outputs,
         header=include(*FILES) + launch_bounds(THREADS),
         source="headstart::draw_row<THREADS>(logits, logits_shape[2], logits_shape[1], const_cast<unsigned*>(work),\n"
-        f"    {', '.join(inputs)}, PURPOSE, {', '.join(outputs)});",
+        f"    {', '.join(inputs)}, DRAFTS ? headstart::DRAFT : headstart::NEXT, {', '.join(outputs)});",
     )
 
 
