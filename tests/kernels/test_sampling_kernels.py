@@ -246,3 +246,20 @@ def test_a_step_generates_the_same_as_with_stock_ops(name: str, monkeypatch: pyt
         monkeypatch.setattr("headstart.engine.step.accept_window", None)
     assert steps(model, BATCHES[name], ks) == expected
     assert max(len(tokens) for made in expected for tokens in made) > 2  # drafts were accepted
+
+
+def test_a_kernel_draws_for_all_but_xtc_whatever_the_neighbours_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seeded text would depend on its neighbours otherwise, in the last bit of its noise."""
+    five = kernels.Draws(*[mx.array([[5]] * 3)] * 2, mx.zeros((3, 1, 4), mx.int32), mx.zeros((1,)))
+    monkeypatch.setattr(kernels, "on_cuda", lambda: True)
+    monkeypatch.setattr("headstart.sampling.verify.launch_draw", lambda *given: five)
+    other, at = mx.where(mx.arange(FEW) == 9, 99.0, 0.0) + mx.zeros((3, 1, FEW)), mx.array([3, 3, 3])
+    for neighbour, drawn in (({"xtc_probability": 0.5}, 9), ({"accept": "optimistic"}, 5), ({"top_k": 3}, 5)):
+        params = [{"temperature": 1.0, "seed": 3}, {}, {"temperature": 1.0, **neighbour}]
+        context = BatchContext(ruled(params, FEW), at, at, mx.zeros((3, 0), mx.int32), at)
+        drafts = propose(other, Proposal(mx.zeros((3, 0), mx.int32), []), context)
+        assert drafts.tokens.tolist() == [[5], [5], [drawn]]
+        if not context.controls.kernels_suffice:
+            accepted, tokens = accept_window(other[:, [0, 0]], drafts, mx.array([1, 1, 1]), context)
+            assert tokens[:, 0].tolist() == [5, 5, drawn]
+            assert accepted.tolist() == [1, 1, 1]

@@ -74,7 +74,7 @@ __device__ __forceinline__ Words row_keys(const NoiseWords& words, int purpose, 
 // take many instructions, so they are there once.
 template <typename T, typename Wanted, typename Use>
 __device__ __forceinline__ void each_logit(const T* row, int begin, int end, Wanted wanted, Use use) {
-  constexpr int AHEAD = 8 / sizeof(T);
+  constexpr int AHEAD = 2;  // 32 KB of two-byte logits under way per block
   const int stride = 8 * int(blockDim.x);
   for (int first = begin + 8 * int(threadIdx.x); first < end; first += AHEAD * stride) {
     Eight<T> here[AHEAD];
@@ -284,12 +284,12 @@ __device__ __forceinline__ bool last_to_come(Wide* counter, int all) {
   return last;
 }
 
-// Draw a token from each row of logits [B, W, size], with noise of `purpose` at the position `ahead` + w + 1 after
-// `lengths`. Blocks: (part, row), as many parts as in the survey.
+// Draw a token from each row of logits [B, W, size], for the positions after `lengths`: of the target itself, or, if
+// `draft` is not negative, drafts from that number on. Blocks: (part, row), as many parts as in the survey.
 template <int THREADS, typename T>
 __device__ void draw_row(
     const T* logits, int size, int W, unsigned* memory, const float* params_each, const unsigned* words_each,
-    const int* lengths, const int* rounds, const int* ahead, int purpose, int* token, int* finite, int* cuts) {
+    const int* lengths, const int* rounds, const int* draft, int* token, int* finite, int* cuts) {
   __shared__ Histogram<THREADS> bins;
   const int row = blockIdx.y, b = row / W;
   Work& work = reinterpret_cast<Work*>(memory)[row];
@@ -307,7 +307,8 @@ __device__ void draw_row(
     return;
   }
 
-  const Words keys = row_keys(words, purpose, rounds[b], lengths[b] + 1 + ahead[0] + row % W);
+  const int ahead = max(draft[0], 0) + row % W;
+  const Words keys = row_keys(words, draft[0] < 0 ? NEXT : DRAFT, rounds[b], lengths[b] + 1 + ahead);
   const bool truncates = params.top_k < size || params.top_p < 1 || params.log_min_p > -INFINITY;
   const Slice slice(size);
   int begin = slice.begin, end = slice.end;

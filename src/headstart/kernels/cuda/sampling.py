@@ -62,8 +62,8 @@ def launch_draw(logits: mx.array, sampler: Sampler, draft: int | None = None) ->
         inputs=[logits], template=template, output_shapes=[(B * W, WORK)], output_dtypes=[mx.uint32], **grid
     )
     tokens, finite, cuts = _draw_kernel()(
-        inputs=[logits, work, *sampler, _constant(draft or 0)],
-        template=[*template, ("DRAFTS", int(draft is not None))],
+        inputs=[logits, work, *sampler, _constant(-1 if draft is None else draft)],
+        template=template,
         output_shapes=[(B, W), (B, W), (B, W, 4)],
         output_dtypes=[mx.int32] * 3,
         **grid,
@@ -105,11 +105,20 @@ def launch_ratio(
     return tokens, most
 
 
+def describe_sampling(logits: mx.array) -> None:
+    """Have the kernels of sampling compiled, where they are used, for logits [B, W, V] of this type."""
+    B = logits.shape[0]
+    if not draw_fits(logits.shape[-1]):
+        return
+    some, words = mx.zeros((B,), mx.int32), mx.zeros((B, 6), mx.uint32)
+    sampler = Sampler(mx.zeros((B, 5)), words, some, some)
+    drawn = launch_draw(logits, sampler)
+    launch_ratio(logits, drawn, drawn.tokens, DraftRows([logits], [drawn.cuts]), sampler, some, some)
+
+
 @cache
 def _constant(number: int) -> mx.array:
-    made = mx.full((1024,), number, mx.int32)  # not so small that it would be in memory that the host shares
-    mx.eval(made)
-    return made
+    return mx.array([number] * 1024, mx.int32)  # not so small that it would be in memory that the host shares
 
 
 FILES = ("tensor_core", "team", "norm", "noise", "sampling")
@@ -128,14 +137,14 @@ def _survey_kernel() -> Any:
 
 @cache
 def _draw_kernel() -> Any:
-    inputs, outputs = ["params", "words", "lengths", "rounds", "ahead"], ["token", "finite", "cuts"]
+    inputs, outputs = ["params", "words", "lengths", "rounds", "draft"], ["token", "finite", "cuts"]
     return cuda_kernel(
         name="draw_tokens",
         input_names=["logits", "work", *inputs],
         output_names=outputs,
         header=include(*FILES) + launch_bounds(THREADS),
         source="headstart::draw_row<THREADS>(logits, logits_shape[2], logits_shape[1], const_cast<unsigned*>(work),\n"
-        f"    {', '.join(inputs)}, DRAFTS ? headstart::DRAFT : headstart::NEXT, {', '.join(outputs)});",
+        f"    {', '.join(inputs + outputs)});",
     )
 
 
