@@ -50,7 +50,7 @@ PARAMS: list[dict[str, Any]] = [
 
 @pytest.fixture(autouse=True, scope="module")
 def on_the_cpu() -> Iterator[None]:
-    cached = (kernels._survey_kernel, kernels._draw_kernel, kernels._ratio_kernel)
+    cached = (kernels._survey_kernel, kernels._cut_kernel, kernels._draw_kernel, kernels._ratio_kernel)
     others = (greedy._best_kernel, greedy._accept_kernel, greedy._starts_kernel, greedy._columns_kernel)
     with cuda_on_cpu.emulated((*cached, *others)) as patch:
         for module in (kernels, greedy):
@@ -83,7 +83,7 @@ def check(logits: mx.array, rows: Controls, ahead: int | None = None) -> kernels
     """Hold tokens and distributions against the stock operations'."""
     B, W, _ = logits.shape
     lengths, rounds = mx.arange(B) * 5, mx.arange(B) + 3
-    found = kernels.launch_draw(logits, kernels.Sampler(*rows.packed, lengths, rounds), ahead)
+    found = kernels.launch_draw(logits, kernels.Sampler(*rows.packed, lengths, rounds, rows.truncates), ahead)
     expected = sampling_distribution(logits.astype(mx.float32), rows, None)
     purpose = Purpose.NEXT if ahead is None else Purpose.DRAFT
     keys = rows.noise_keys(rounds, lengths[:, None] + 1 + (ahead or 0) + mx.arange(W))[purpose]
@@ -126,7 +126,7 @@ def test_a_row_draws_the_same_in_any_batch_type_and_number_of_blocks(monkeypatch
             assert mx.array_equal(one, other)
     for b in range(0, len(PARAMS), 3):
         at = mx.array([5 * b + 1]), mx.array([b + 3])
-        sampler = kernels.Sampler(*[each[b : b + 1] for each in rows.packed], *at)
+        sampler = kernels.Sampler(*[each[b : b + 1] for each in rows.packed], *at, True)
         alone = kernels.launch_draw(logits[b : b + 1, 1:], sampler)
         assert alone.tokens.item() == together.tokens[b, 1].item()
         assert mx.array_equal(alone.cuts[0, 0], together.cuts[b, 1])
@@ -138,7 +138,7 @@ def test_rows_that_are_not_finite_say_so() -> None:
     logits[:, 0, 77] = NAN
     logits[:, 1] = -INF
     logits[:, 2, 9] = INF
-    found = kernels.launch_draw(logits, kernels.Sampler(*rows.packed, *[mx.zeros((4,), mx.int32)] * 2))
+    found = kernels.launch_draw(logits, kernels.Sampler(*rows.packed, *[mx.zeros((4,), mx.int32)] * 2, True))
     assert found.finite.tolist() == [[0, 0, 0, 1]] * 4
     assert (0 <= np.array(found.tokens)).all()
     assert (np.array(found.tokens) < V).all()

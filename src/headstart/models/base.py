@@ -253,7 +253,7 @@ class Model:
         return normed if spec.chains_after_norm else x
 
     def chain_drafts(
-        self, pairs: Sequence[mx.array], state: BatchState, k: int, reduced: bool, ratio: bool, *sampler: mx.array
+        self, pairs: Sequence[mx.array], state: BatchState, k: int, reduced: bool, ratio: bool, *sampler: Any
     ) -> tuple[mx.array, DraftRows] | None:
         """Return k drafts [B, k] after pairs (hidden, tokens and how many are committed here, see `head`): each the
         argmax, or drawn by a `Sampler`; and from what, for the `ratio` rule. All in one graph; None where it is not

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 
@@ -21,7 +22,7 @@ def draft_chain(
     starts: mx.array,
     reduced: bool,
     ratio: bool,
-    *sampler: mx.array,
+    *sampler: Any,
 ) -> list[mx.array]:
     """Return the drafts [B, k] that begin at `starts` [k, B], each the argmax, or drawn if there is a `Sampler`. For
     the `ratio` rule also what they were drawn from: cuts [B, k, 4], then logits [B, 1, V] of each."""

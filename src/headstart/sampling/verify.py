@@ -38,7 +38,7 @@ class BatchContext(NamedTuple):
 
     @property
     def sampler(self) -> Sampler:
-        return Sampler(*self.controls.packed, self.lengths, self.rounds)
+        return Sampler(*self.controls.packed, self.lengths, self.rounds, self.controls.truncates)
 
     def keys(self, purpose: Purpose, first: int, count: int) -> Keys:
         """Return keys [B, count] for the positions `first` after the next token's."""

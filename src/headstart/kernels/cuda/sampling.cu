@@ -11,15 +11,25 @@ constexpr float BINS_PER_NAT = 32;
 
 // What the blocks of a row know together.
 struct Work {
-  Wide blocks_done, kept_mass, drawn, above_min_p;
-  Wide verified, excess, residual, unused;  // of drafts
-  Wide firsts[16];                          // the best token of every part, 0 where it has NaN
+  Wide cut_done, draw_done, verify_done;  // blocks that have come to the end
+  Wide above_min_p, kept_mass, drawn, excess, residual;
+  Wide firsts[16];  // the best token of every part, 0 where it has NaN
   Wide masses[BINS], counts[BINS];
+
+  __device__ __forceinline__ Wide first() const {
+    Wide best = NOTHING;
+    for (int i = 0; i < int(gridDim.x); ++i) best = min(best, firsts[i]);
+    return best;
+  }
 };
 
 // How a sequence samples: params [B, 5].
 struct Params {
   float temperature, top_k, top_p, log_min_p, min_keep;
+
+  __device__ __forceinline__ bool truncates(int size) const {
+    return temperature != 0 && (top_k < size || top_p < 1 || log_min_p > -INFINITY);
+  }
 };
 
 // What a sequence's noise is made of: words [B, 6], the last three by the purpose of the noise.
@@ -149,7 +159,7 @@ __device__ void survey_row(const T* logits, int size, unsigned* memory) {
   if (threadIdx.x != 0) return;
   work.firsts[blockIdx.x] = odd ? 0 : first;
   if (blockIdx.x != 0) return;
-  work.blocks_done = work.kept_mass = work.above_min_p = work.verified = work.excess = 0;
+  work.cut_done = work.draw_done = work.verify_done = work.above_min_p = work.kept_mass = work.excess = 0;
   work.drawn = work.residual = NOTHING;
 }
 
@@ -284,65 +294,76 @@ __device__ __forceinline__ bool last_to_come(Wide* counter, int all) {
   return last;
 }
 
-// Draw a token from each row of logits [B, W, size], for the positions after `lengths`: of the target itself, or, if
-// `draft` is not negative, drafts from that number on. Blocks: (part, row), as many parts as in the survey.
+// Find out where each row of logits [B, W, size] of a sequence that truncates ends: the code of its last token. Blocks:
+// (part, row), as many parts as in the survey.
+template <int THREADS, typename T>
+__device__ void cut_row(
+    const T* logits, int size, int W, unsigned* memory, const float* params_each, unsigned* ends) {
+  __shared__ Histogram<THREADS> bins;
+  const int row = blockIdx.y;
+  Work& work = reinterpret_cast<Work*>(memory)[row];
+  const Params params = reinterpret_cast<const Params*>(params_each)[row / W];
+  const float best = value_of(work.first());
+  if (!params.truncates(size) || !(best > -INFINITY && best < INFINITY)) return;
+  logits += static_cast<long long>(row) * size;
+  const Slice slice(size);
+  const float least = __fadd_rn(best, params.log_min_p);
+  Wide none = NOTHING, above = 0;
+  bins.clear();
+  auto possible = [&](float x, int) { return x > -INFINITY; };
+  each_logit(logits, slice.begin, slice.end, possible, [&](float x, int) {
+    above += x >= least;
+    bins.add(bin_of(best, x), params.top_p < 1 ? mass_of(__fsub_rn(x, best)) : 0);
+  });
+  reduce_block<THREADS>(none, above);
+  __syncthreads();
+  if (threadIdx.x == 0) atomicAdd(&work.above_min_p, above);
+  for (int i = threadIdx.x; i < BINS; i += THREADS)
+    if (bins.counts[i]) {
+      atomicAdd(&work.counts[i], Wide(bins.counts[i]));
+      atomicAdd(&work.masses[i], bins.masses[i]);
+    }
+  if (!last_to_come(&work.cut_done, gridDim.x)) return;
+  const Wide last = find_cut(logits, size, params, best, work, bins);
+  if (threadIdx.x == 0) reinterpret_cast<Wide*>(ends)[row] = last;
+}
+
+// Draw a token from each row of logits [B, W, size] up to its end, for the positions after `lengths`: of the target
+// itself, or, if `draft` is not negative, drafts from that number on. Blocks: (part, row), as many parts as in the
+// survey.
 template <int THREADS, typename T>
 __device__ void draw_row(
-    const T* logits, int size, int W, unsigned* memory, const float* params_each, const unsigned* words_each,
-    const int* lengths, const int* rounds, const int* draft, int* token, int* finite, int* cuts) {
-  __shared__ Histogram<THREADS> bins;
+    const T* logits, int size, int W, unsigned* memory, const unsigned* ends, const float* params_each,
+    const unsigned* words_each, const int* lengths, const int* rounds, const int* draft, int* token, int* finite,
+    int* cuts) {
   const int row = blockIdx.y, b = row / W;
   Work& work = reinterpret_cast<Work*>(memory)[row];
   const Params params = reinterpret_cast<const Params*>(params_each)[b];
-  const NoiseWords& words = reinterpret_cast<const NoiseWords*>(words_each)[b];
   logits += static_cast<long long>(row) * size;
-  Wide first = NOTHING;
-  for (int i = 0; i < int(gridDim.x); ++i) first = min(first, work.firsts[i]);
+  const Wide first = work.first();
   const float best = value_of(first), top = score(best, params.temperature);
-  const bool sound = first != 0 && best > -INFINITY && best < INFINITY;
+  const bool sound = best > -INFINITY && best < INFINITY;
   Cut& cut = reinterpret_cast<Cut*>(cuts)[row];
   if (!sound || params.temperature == 0) {
     if (blockIdx.x != 0 || threadIdx.x != 0) return;
     token[row] = int(first), finite[row] = sound, cut = {unsigned(first >> 32), unsigned(first), best, -1};
     return;
   }
-
-  const int ahead = max(draft[0], 0) + row % W;
-  const Words keys = row_keys(words, draft[0] < 0 ? NEXT : DRAFT, rounds[b], lengths[b] + 1 + ahead);
-  const bool truncates = params.top_k < size || params.top_p < 1 || params.log_min_p > -INFINITY;
+  const Wide last = params.truncates(size) ? reinterpret_cast<const Wide*>(ends)[row] : NOTHING;
+  const int position = lengths[b] + 1 + max(draft[0], 0) + row % W;
+  const NoiseWords& words = reinterpret_cast<const NoiseWords*>(words_each)[b];
+  const Words keys = row_keys(words, draft[0] < 0 ? NEXT : DRAFT, rounds[b], position);
   const Slice slice(size);
-  int begin = slice.begin, end = slice.end;
-  Wide last = NOTHING, drawn = NOTHING, mass = 0;
-  if (truncates) {
-    bins.clear();
-    const float least = __fadd_rn(best, params.log_min_p);
-    auto possible = [&](float x, int) { return x > -INFINITY; };
-    each_logit(logits, begin, end, possible, [&](float x, int) {
-      mass += x >= least;
-      bins.add(bin_of(best, x), params.top_p < 1 ? mass_of(__fsub_rn(x, best)) : 0);
-    });
-    reduce_block<THREADS>(drawn, mass);
-    __syncthreads();
-    if (threadIdx.x == 0) atomicAdd(&work.above_min_p, mass);
-    for (int i = threadIdx.x; i < BINS; i += THREADS)
-      if (bins.counts[i]) {
-        atomicAdd(&work.counts[i], Wide(bins.counts[i]));
-        atomicAdd(&work.masses[i], bins.masses[i]);
-      }
-    if (!last_to_come(&work.blocks_done, gridDim.x)) return;
-    last = find_cut(logits, size, params, best, work, bins);
-    begin = 0, end = size, mass = 0;  // what is kept is usually little: the last block draws from all of it
-  }
+  Wide drawn = NOTHING, mass = 0;
   auto kept = [&](float x, int id) { return x > -INFINITY && code(x, id) <= last; };
-  each_logit(logits, begin, end, kept, [&](float x, int id) {
+  each_logit(logits, slice.begin, slice.end, kept, [&](float x, int id) {
     const float scaled = score(x, params.temperature);
     mass += mass_of(__fsub_rn(scaled, top));
     drawn = min(drawn, code(__fadd_rn(scaled, gumbel(keys, id)), id));
   });
   reduce_block<THREADS>(drawn, mass);
   if (threadIdx.x == 0) atomicMin(&work.drawn, drawn), atomicAdd(&work.kept_mass, mass);
-  if (!truncates && !last_to_come(&work.blocks_done, gridDim.x)) return;
-  if (threadIdx.x != 0) return;
+  if (!last_to_come(&work.draw_done, gridDim.x) || threadIdx.x != 0) return;
   token[row] = int(load_acquire(&work.drawn)), finite[row] = 1;
   const float all = __fmul_rn(float(load_acquire(&work.kept_mass)), 1 / UNIT);
   cut = {unsigned(last >> 32), unsigned(last), __fadd_rn(top, logf(all)), -1};
@@ -419,7 +440,7 @@ __device__ void verify_by_ratio(
     reduce_block<THREADS>(best, excess);
     if (threadIdx.x == 0) atomicMin(&work[i].residual, best), atomicAdd(&work[i].excess, excess);
   }
-  if (!last_to_come(&work->verified, gridDim.x * gridDim.y) || threadIdx.x != 0) return;
+  if (!last_to_come(&work->verify_done, gridDim.x * gridDim.y) || threadIdx.x != 0) return;
 
   int n = 0;
   weight = 1;

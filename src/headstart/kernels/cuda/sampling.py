@@ -1,4 +1,4 @@
-"""Draw tokens from rows of logits in two launches, and verify drafts by the ratio rule in one (see sampling.cu)."""
+"""Draw tokens from rows of logits in two launches, three with truncation, and verify drafts (see sampling.cu)."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ class Sampler(NamedTuple):
     words: mx.array  # [B, 6] uint32: two words of its keys, 1 under the ratio rule, words of three purposes
     lengths: mx.array  # [B], index of its last token
     rounds: mx.array  # [B]
+    truncates: bool  # a sequence uses top_k, top_p or min_p
 
 
 class Draws(NamedTuple):
@@ -61,8 +62,17 @@ def launch_draw(logits: mx.array, sampler: Sampler, draft: int | None = None) ->
     (work,) = _survey_kernel()(
         inputs=[logits], template=template, output_shapes=[(B * W, WORK)], output_dtypes=[mx.uint32], **grid
     )
+    ends = work  # not read
+    if sampler.truncates:
+        (ends,) = _cut_kernel()(
+            inputs=[logits, work, sampler.params],
+            template=template,
+            output_shapes=[(B * W, 2)],
+            output_dtypes=[mx.uint32],
+            **grid,
+        )
     tokens, finite, cuts = _draw_kernel()(
-        inputs=[logits, work, *sampler, _constant(-1 if draft is None else draft)],
+        inputs=[logits, work, ends, *sampler[:4], _constant(-1 if draft is None else draft)],
         template=template,
         output_shapes=[(B, W), (B, W), (B, W, 4)],
         output_dtypes=[mx.int32] * 3,
@@ -94,7 +104,7 @@ def launch_ratio(
     cuts = drafts.cuts[0] if len(drafts.cuts) == 1 else join_cuts(drafts.cuts)
     parts = max(1, min(PARTS, PARTS * ROWS // (B * W)))
     tokens, most = _ratio_kernel()(
-        inputs=[logits, drawn.work, *sampler, drawn.tokens, drawn.cuts, window, max_k, remaining, cuts,
+        inputs=[logits, drawn.work, *sampler[:4], drawn.tokens, drawn.cuts, window, max_k, remaining, cuts,
                 *rows, *rows[:1] * (DRAFTS - len(rows))],
         template=[("T", logits.dtype), ("Q", rows[0].dtype), ("THREADS", THREADS)],
         grid=(parts * THREADS, W - 1, B),
@@ -111,7 +121,7 @@ def describe_sampling(logits: mx.array) -> None:
     if not draw_fits(logits.shape[-1]):
         return
     some, words = mx.zeros((B,), mx.int32), mx.zeros((B, 6), mx.uint32)
-    sampler = Sampler(mx.zeros((B, 5)), words, some, some)
+    sampler = Sampler(mx.zeros((B, 5)), words, some, some, truncates=True)
     drawn = launch_draw(logits, sampler)
     launch_ratio(logits, drawn, drawn.tokens, DraftRows([logits], [drawn.cuts]), sampler, some, some)
 
@@ -136,8 +146,20 @@ def _survey_kernel() -> Any:
 
 
 @cache
+def _cut_kernel() -> Any:
+    return cuda_kernel(
+        name="cut_rows",
+        input_names=["logits", "work", "params"],
+        output_names=["ends"],
+        header=include(*FILES) + launch_bounds(THREADS),
+        source="headstart::cut_row<THREADS>(\n"
+        "    logits, logits_shape[2], logits_shape[1], const_cast<unsigned*>(work), params, ends);",
+    )
+
+
+@cache
 def _draw_kernel() -> Any:
-    inputs, outputs = ["params", "words", "lengths", "rounds", "draft"], ["token", "finite", "cuts"]
+    inputs, outputs = ["ends", "params", "words", "lengths", "rounds", "draft"], ["token", "finite", "cuts"]
     return cuda_kernel(
         name="draw_tokens",
         input_names=["logits", "work", *inputs],
