@@ -1,6 +1,7 @@
 """The CUDA kernels of sampling, run on the CPU: what the stock operations draw, from the same tokens."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import cuda_on_cpu
@@ -8,8 +9,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from fixtures import batch_of, builtin_model, random_prompt
+from fixtures import batch_of, builtin_model, random_model, random_prompt
 from headstart.engine import draft
+from headstart.engine.invariance import is_batch_invariant
 from headstart.engine.step import step
 from headstart.kernels import greedy as dispatch
 from headstart.kernels.cuda import greedy
@@ -95,7 +97,7 @@ def check(logits: mx.array, rows: Controls, ahead: int | None = None) -> kernels
     return found
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, pytest.param(mx.float16, marks=pytest.mark.slow)])
 def test_tokens_and_distributions_are_those_of_stock_operations(dtype: mx.Dtype) -> None:
     logits = random_logits((len(PARAMS), 3, V), 0).astype(dtype)
     check(logits, ruled(PARAMS))
@@ -263,3 +265,21 @@ def test_a_kernel_draws_for_all_but_xtc_whatever_the_neighbours_need(monkeypatch
             accepted, tokens = accept_window(other[:, [0, 0]], drafts, mx.array([1, 1, 1]), context)
             assert tokens[:, 0].tolist() == [5, 5, drawn]
             assert accepted.tolist() == [1, 1, 1]
+
+
+def test_the_warm_up_has_every_kernel_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    described = []
+
+    def described_only(name: str, **rest: Any) -> Any:
+        def launch(*, output_shapes: Any, output_dtypes: Any, **rest: Any) -> list[mx.array]:
+            described.append(name)
+            return [mx.zeros(*each) for each in zip(output_shapes, output_dtypes, strict=True)]
+
+        return launch
+
+    monkeypatch.setattr(kernels, "on_cuda", lambda: True)
+    monkeypatch.setattr(kernels, "cuda_kernel", described_only)
+    for kernel in ("_survey_kernel", "_cut_kernel", "_draw_kernel", "_ratio_kernel"):
+        monkeypatch.setattr(kernels, kernel, getattr(kernels, kernel).__wrapped__)
+    is_batch_invariant(replace(random_model("dense")))  # not one that was measured before
+    assert described == ["survey_rows", "cut_rows", "draw_tokens", "verify_by_ratio"]
