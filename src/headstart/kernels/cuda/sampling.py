@@ -11,7 +11,7 @@ from .greedy import launch_columns
 
 THREADS = 1024  # of a block
 PARTS = 16  # blocks that share a row, at most
-ROWS = 16  # that have so many; more rows have fewer
+ROWS = 64  # that have so many; more rows have fewer
 DRAFTS = 8  # rows of drafts that are arrays of their own, at most
 WORK = 2 * (8 + 16 + 2 * 1024)  # words of memory that a row's blocks share
 
@@ -131,7 +131,7 @@ def _constant(number: int) -> mx.array:
     return mx.array([number] * 1024, mx.int32)  # not so small that it would be in memory that the host shares
 
 
-FILES = ("tensor_core", "team", "norm", "noise", "sampling")
+FILES = ("tensor_core", "team", "norm", "noise", "sampling", "truncation", "ratio")
 
 
 @cache
