@@ -19,6 +19,7 @@ import numpy as np
 from headstart.checkpoint import load_model
 from headstart.engine.batch import Batch
 from headstart.engine.step import prefill, step
+from headstart.kernels.greedy import join_columns
 from headstart.models import Model
 from headstart.sampling import (
     BatchContext,
@@ -27,6 +28,7 @@ from headstart.sampling import (
     SequenceParams,
     accept_window,
     controls,
+    draw_window,
     propose,
 )
 
@@ -64,7 +66,9 @@ def window(params: SamplingParams, sequences: int, k: int, target: mx.array, hea
         proposal = Proposal(mx.zeros((sequences, 0), mx.int32), [])
         for j in range(k):
             proposal = propose(head[:sequences, j : j + 1], proposal, context)
-        return list(accept_window(target[:sequences, : k + 1], proposal, allowed, context))
+        logits, drafts = target[:sequences, : k + 1], join_columns([counts[:, None], proposal.tokens])
+        drawn = draw_window(logits, proposal, drafts, allowed, context)
+        return [drawn.tokens] if drawn is not None else list(accept_window(logits, proposal, allowed, context))
 
     return run
 

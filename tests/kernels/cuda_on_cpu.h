@@ -18,6 +18,7 @@
 #include <memory>
 #include <thread>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #define __device__
@@ -176,6 +177,14 @@ inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst
 template <typename X>
 X atomicAdd(X* to, X x) {
   return std::atomic_ref(*to).fetch_add(x);
+}
+template <typename X>
+X atomicMin(X* to, X x) {
+  return std::exchange(*to, min(*to, x));
+}
+template <typename X>
+X atomicMax(X* to, X x) {
+  return std::exchange(*to, max(*to, x));
 }
 inline unsigned atomicExch(unsigned* to, unsigned x) { return std::atomic_ref(*to).exchange(x); }
 inline long long clock64() {  // a slow one: what takes a card 100 ms may take this machine minutes

@@ -34,7 +34,7 @@ def test_a_remembered_pass_has_the_bits_of_one_that_is_described(monkeypatch: py
     assert rounds(model, k=2) == described
     assert model._score_graph.kinds  # some were remembered
     assert model._draft_graph.kinds
-    monkeypatch.setattr(base.Model, "greedy_drafts", lambda *given: None)  # as where tokens are sampled
+    monkeypatch.setattr(base.Model, "chain_drafts", lambda *given: None)  # as with penalties
     assert rounds(model, k=2) == described
     assert model._head_graph.kinds
 

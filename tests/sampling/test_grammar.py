@@ -209,7 +209,7 @@ def test_forced_tokens_are_accepted_drafts(way: dict[str, Any]) -> None:
 def test_a_forced_draft_is_proposed_with_certainty_and_others_as_the_head_drew_them() -> None:
     scene = BatchContext(
         controls([SequenceParams(SamplingParams(temperature=1.0), key, 0, 9) for key in (1, 2)], 8),
-        position=mx.array([3, 3]),
+        lengths=mx.array([2, 2]),
         rounds=mx.array([0, 0]),
         recent=mx.zeros((2, 0), mx.int32),
         remaining=mx.array([9, 9]),

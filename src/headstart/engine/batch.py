@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -164,14 +165,13 @@ class Batch:
 
     def context(self, width: int) -> BatchContext:
         """Return what sampling needs to know of the next `width` positions."""
-        position = self.trunk_state.lengths + 1  # of the token to generate: `last` is at index `lengths`
-        noise = self._noise(position, width) if self.controls.any_sampled else None
-        return BatchContext(self.controls, position, self.rounds, self.recent, self.remaining, self.counts, noise)
+        where = self.trunk_state.lengths, self.rounds, self.recent, self.remaining, self.counts
+        return BatchContext(self.controls, *where, partial(self._noise, width))
 
-    def _noise(self, position: mx.array, width: int) -> dict[Purpose, Keys]:
+    def _noise(self, width: int) -> dict[Purpose, Keys]:
         """Return the keys of noise for the next `width` positions, computed once a step."""
         if (last := self.last_noise) is None or last.rounds is not self.rounds or last.width < width:
-            positions = position[:, None] + mx.arange(width)
+            positions = self.trunk_state.lengths[:, None] + mx.arange(1, width + 1)
             self.last_noise = last = StepNoise(self.rounds, width, self.controls.noise_keys(self.rounds, positions))
         return last.keys
 

@@ -13,8 +13,9 @@ from functools import partial
 import mlx.core as mx
 
 from ..kernels.attention import at_last
+from ..kernels.cuda.sampling import draw_fits
 from ..models import Model
-from ..sampling import Proposal, propose, propose_certain
+from ..sampling import BatchContext, Proposal, propose, propose_certain
 from .batch import Batch
 from .copies import MATCH
 
@@ -61,9 +62,9 @@ def head_drafts(
     if k == 0:
         return proposal
     batch.collect_unseen()
-    if certain is None and batch.controls.argmax_only and (drafts := _greedy_drafts(model, batch, k, reduced)):
-        return drafts
     context = batch.context(k + 1)
+    if certain is None and (drafts := _chain_drafts(model, batch, k, reduced, context)):
+        return drafts
 
     def extend(hidden: mx.array, module: int) -> mx.array:
         """Return the drafts so far, with one more from a module's output [B, 1, H] unless there are k."""
@@ -77,15 +78,21 @@ def head_drafts(
     return proposal
 
 
-def _greedy_drafts(model: Model, batch: Batch, k: int, reduced: bool) -> Proposal | None:
-    """Do what `head_drafts` does with the argmax at every step and one module, where that is a graph by itself."""
-    pairs, state = batch.unseen, batch.head_state
+def _chain_drafts(model: Model, batch: Batch, k: int, reduced: bool, context: BatchContext) -> Proposal | None:
+    """Do what `head_drafts` does with one module where that is a graph by itself: every draft is the argmax, or drawn
+    by a kernel from the head's own logits."""
+    pairs, state, controls = batch.unseen, batch.head_state, batch.controls
+    drawn = controls.kernels_suffice and not controls.adjusts and draw_fits(model.vocabulary)
+    if not pairs.width or not (controls.argmax_only or drawn):
+        return None
     assert state is not None, "a batch without a head has no drafts"
     state.bounds = batch.trunk_state.bounds
-    if not pairs.width or (drafts := model.greedy_drafts(*pairs, state, k, reduced)) is None:
+    sampler = () if controls.argmax_only else context.sampler
+    chain = model.chain_drafts(pairs, state, k, reduced, bool(sampler) and "ratio" in controls.rules, *sampler)
+    if chain is None:
         return None
     batch.unseen = pairs.latest(0)
-    return Proposal(drafts, [])
+    return Proposal(chain[0], [], rows=chain[1])
 
 
 def block_drafts(model: Model, batch: Batch, k: int, certain: mx.array | None = None) -> Proposal:

@@ -13,6 +13,7 @@ from ..kernels import metal
 from ..kernels.cuda import on_cuda
 from ..kernels.cuda.compiler import compiled_together
 from ..kernels.cuda.products import MOST_ROWS
+from ..kernels.cuda.sampling import describe_sampling
 from ..kernels.metal.tune import computes_rows_independently
 from ..models import Model
 from ..models.attention import attention
@@ -39,6 +40,7 @@ def is_batch_invariant(model: Model) -> bool:
             for window, sequences in _shapes():
                 logits = _logits(model, window, sequences)[-1]
                 same += [mx.array_equal(expected, logits[n]) for n, expected in alone.items() if n < window]
+            describe_sampling(logits[None])
         invariant = all(bool(each) for each in same)
         if metal.on_metal() or on_cuda():  # MLX's attention changes its kernel with the length of a text
             invariant = invariant and model.family.attention is attention

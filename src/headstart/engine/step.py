@@ -30,6 +30,7 @@ from ..sampling import (
     SamplingParams,
     SequenceParams,
     accept_window,
+    draw_window,
     logprobs,
 )
 from ..state import CHUNK
@@ -86,6 +87,15 @@ def verify(model: Model, batch: Batch, proposal: Proposal, grammar: GrammarMasks
     hidden, logits, best = model.score(window, batch.trunk_state, greedy)  # one pass over all positions
 
     max_k = batch.max_k if proposal.valid is None else mx.minimum(batch.max_k, proposal.valid)
+    context, permitted = batch.context(k + 1), None
+    if grammar is not None:
+        # Two launches: the host waits for the drafts alone, and follows them through the grammar while the trunk
+        # runs.
+        mx.async_eval(proposal.tokens)
+        mx.async_eval(logits)
+        permitted = grammar.permitted(proposal.tokens)  # [B, k+1, V]
+    if best is None:
+        best = draw_window(logits, proposal, window, max_k, context, permitted)
     if best is not None:  # a kernel does all that follows
         made = launch_accept(best, window, max_k, batch.trunk_state.lengths, batch.remaining, batch.rounds)
         result, allowed, finite = AcceptResult(made.accepted, best.tokens), made.proposed, made.finite
@@ -94,14 +104,7 @@ def verify(model: Model, batch: Batch, proposal: Proposal, grammar: GrammarMasks
         # A step always adds a token of its own, so at most remaining - 1 drafts fit. `remaining` is 0 or less in the
         # surplus step of a sequence whose end the host has not read yet.
         allowed = mx.clip(mx.minimum(max_k, batch.remaining - 1), 0, k)  # [B]
-        permitted = None
-        if grammar is not None:
-            # Two launches: the host waits for the drafts alone, and follows them through the grammar while the trunk
-            # runs.
-            mx.async_eval(proposal.tokens)
-            mx.async_eval(logits)
-            permitted = grammar.permitted(proposal.tokens)  # [B, k+1, V]
-        result = accept_window(logits, proposal, allowed, batch.context(k + 1), permitted)
+        result = accept_window(logits, proposal, allowed, context, permitted)
         result = result._replace(accepted=in_device_memory(result.accepted))
         # The head sees what is committed here at the beginning of the next step.
         batch.commit(hidden, result, batch.advance(result))

@@ -4,7 +4,7 @@ A family is mlx-lm's modules (weights map by eye) and our forward over them: mlx
 and commits the recurrent state at once. Nothing of mlx-lm is patched or copied.
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
@@ -16,14 +16,16 @@ from ..errors import CheckpointError
 from ..kernels.adapters import Adapter, choose_adapters
 from ..kernels.attention import at_last
 from ..kernels.cuda.greedy import BestTokens, best_fits, launch_best
+from ..kernels.cuda.sampling import DraftRows
 from ..kernels.embedding import draft_input, embed_and_norm, join_pairs
-from ..kernels.greedy import best_tokens, draft_starts, in_device_memory, join_columns
+from ..kernels.greedy import best_tokens, draft_starts, in_device_memory
 from ..kernels.products import product
 from ..limits import DEFAULT_K, MAX_HEAD_K
 from ..state import GROUP, KV, BatchState
 from .attention import attention
 from .decoder_layer import decoder_layer
 from .dflash import DFlash
+from .draft_chain import draft_chain
 from .draft_vocabulary import DraftVocabulary
 from .family import Family, empty_state
 from .feed_forward import feed_forward, mlp_or_mixture
@@ -60,7 +62,7 @@ class Weights(nn.Module):
 @dataclass(frozen=True, eq=False)
 class Model:
     """Run a model and its head: `trunk` and `logits`, in one pass `score`; `head` and `draft_logits`, in one
-    pass `greedy_drafts`; and their states."""
+    pass `chain_drafts`; and their states."""
 
     family: Family
     config: dict[str, Any]  # config.json's text part
@@ -164,7 +166,9 @@ class Model:
 
     _score_graph = cached_property(lambda self: Graph(self._score))
     _head_graph = cached_property(lambda self: Graph(self._head))
-    _draft_graph = cached_property(lambda self: Graph(self._draft))
+    _draft_graph = cached_property(
+        lambda self: Graph(partial(draft_chain, self._head, self._best_draft, self.draft_logits))
+    )
     _block_graph = cached_property(lambda self: Graph(self._block))
 
     def score(self, tokens: mx.array, state: BatchState, greedy: bool = False) -> Scores:
@@ -248,29 +252,21 @@ class Model:
         x, normed = feed_forward(second.module, normed, Residual(x, following, alone))
         return normed if spec.chains_after_norm else x
 
-    def greedy_drafts(
-        self, hidden: mx.array, tokens: mx.array, counts: mx.array, state: BatchState, k: int, reduced: bool
-    ) -> mx.array | None:
-        """Return k drafts [B, k], each the argmax, after pairs of which `counts` [B] are committed here (see `head`).
-        All in one graph; None where it is not remembered, or the head has several modules."""
+    def chain_drafts(
+        self, pairs: Sequence[mx.array], state: BatchState, k: int, reduced: bool, ratio: bool, *sampler: Any
+    ) -> tuple[mx.array, DraftRows] | None:
+        """Return k drafts [B, k] after pairs (hidden, tokens and how many are committed here, see `head`): each the
+        argmax, or drawn by a `Sampler`; and from what, for the `ratio` rule. All in one graph; None where it is not
+        remembered, or the head has several modules."""
+        hidden, tokens, counts = pairs
         if self.head_modules > 1 or not compiles(tokens.shape[1]):
             return None
         state.reserve(max(tokens.shape[1], k))
         # A sequence without pairs gets the output of padding: a bad draft costs time, not correctness.
         last, starts = draft_starts(state.lengths, counts, k)
-        drafts: mx.array = self._draft_graph(state, hidden, tokens, last, starts, reduced)
+        drafts, *rows = self._draft_graph(state, hidden, tokens, last, starts, reduced, ratio, *sampler)
         state.commit(counts, most=0, lengths=starts[:1].reshape(-1))
-        return drafts
-
-    def _draft(
-        self, state: BatchState, hidden: mx.array, tokens: mx.array, last: mx.array, starts: mx.array, reduced: bool
-    ) -> mx.array:
-        hidden = self._head(state, hidden, tokens, None, 0, last)
-        drafts = [self._best_draft(hidden, reduced)]
-        for start in starts[:-1]:  # past the committed pairs: the next step overwrites what is written there
-            hidden = self._head(replace(state, lengths=start), hidden, drafts[-1], None, 0, None)
-            drafts.append(self._best_draft(hidden, reduced))
-        return join_columns(drafts)
+        return drafts, DraftRows(rows[1:], rows[:1])
 
     def _best_draft(self, hidden: mx.array, reduced: bool) -> mx.array:
         logits, some = self._score_drafts(hidden, reduced, 0)

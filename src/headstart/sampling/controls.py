@@ -1,5 +1,6 @@
 """Sampling parameters of a batch as arrays, one entry per sequence."""
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -71,6 +72,7 @@ class Controls:
     count_penalty: CountPenalty | None
     min_tokens: MinTokens | None
     keys: Keys  # [B]
+    packed: tuple[mx.array, mx.array]  # temperature, truncation without XTC, and keys, as a `Sampler` has them
     rules: frozenset[str]  # acceptance rules in use
     ratio: mx.array  # [B], sequences verified by speculative sampling
     purposes: mx.array  # [B, P], the word in a sequence's keys for every purpose of noise
@@ -82,6 +84,11 @@ class Controls:
         """Return whether a sequence changes its logits before sampling."""
         penalties = bool(self.penalties) or self.count_penalty is not None
         return self.bias is not None or penalties or self.min_tokens is not None
+
+    @property
+    def kernels_suffice(self) -> bool:
+        """Return whether kernels can do all that sequences need: they know neither XTC nor the optimistic rule."""
+        return self.xtc is None and "optimistic" not in self.rules
 
     @property
     def argmax_only(self) -> bool:
@@ -106,6 +113,7 @@ def controls(sequences: Sequence[SequenceParams], vocabulary: int) -> Controls:
     words = [split(sequence.key) for sequence in sequences]
     keys = (mx.array([first for first, _ in words], mx.uint32), mx.array([second for _, second in words], mx.uint32))
     rules = [p.rule for p in params]
+    keys = fold(keys, mx.array([sequence.choice for sequence in sequences]))
     return Controls(
         any_sampled=bool(sampled),
         any_greedy=len(sampled) < len(params),
@@ -121,7 +129,8 @@ def controls(sequences: Sequence[SequenceParams], vocabulary: int) -> Controls:
         penalties=_penalties(params),
         count_penalty=_count_penalty(params),
         min_tokens=_min_tokens(sequences),
-        keys=fold(keys, mx.array([sequence.choice for sequence in sequences])),
+        keys=keys,
+        packed=_packed(params, keys, vocabulary),
         rules=frozenset(rules),
         ratio=mx.array([rule == "ratio" for rule in rules]),
         purposes=mx.array([[_word(rule, purpose) for purpose in Purpose] for rule in rules], mx.int32),
@@ -134,6 +143,17 @@ def _word(rule: str, purpose: Purpose) -> Purpose:
     """Return what a purpose is in the keys of a rule: for all but the ratio rule drafting and choosing are one."""
     chooses = purpose in (Purpose.DRAFT, Purpose.NEXT) and rule != "ratio"
     return Purpose.CHOICE if chooses else purpose
+
+
+def _packed(params: list[SamplingParams], keys: Keys, vocabulary: int) -> tuple[mx.array, mx.array]:
+    numbers = []
+    for p in params:
+        least = math.log(p.min_p) if p.min_p else -math.inf
+        numbers.append([p.temperature, p.top_k or vocabulary, p.top_p, least, p.min_tokens_to_keep])
+    purposes = (Purpose.DRAFT, Purpose.ACCEPT, Purpose.NEXT)
+    noise = [[p.rule == "ratio", *(_word(p.rule, purpose) for purpose in purposes)] for p in params]
+    words = mx.concatenate([mx.stack(list(keys), axis=1), mx.array(noise, mx.uint32)], axis=1)
+    return mx.array(numbers, mx.float32), words
 
 
 def _column(values: list[float]) -> mx.array:

@@ -59,17 +59,17 @@ __device__ void best_token(const T* logits, int size, int* token, int* finite) {
 }
 
 // Accept the drafts of a window [B, W], all but its first token, while they are the `best` tokens before them: at most
-// `max_k`, and one less than remain. `finite` of a sequence is that of all tokens that it generates. A thread each.
+// `max_k` and `most`, and one less than remain. `finite` of a sequence is that of all tokens that it generates. A thread each.
 __device__ __forceinline__ void accept_drafts(
-    int B, int W, const int* best, const int* finite_each, const int* window, const int* max_k, const int* lengths,
-    const int* remaining, const int* rounds, int* accepted, int* proposed, int* finite, int* generated, int* last,
+    int B, int W, const int* best, const int* finite_each, const int* most, const int* window, const int* max_k,
+    const int* lengths, const int* remaining, const int* rounds, int* accepted, int* proposed, int* finite, int* generated, int* last,
     int* new_lengths, int* new_remaining, int* new_rounds, int* places) {
   const int b = blockIdx.x * blockDim.x + threadIdx.x;
   if (b >= B) return;
   best += b * W, finite_each += b * W, window += b * W, places += b * W;
   const int allowed = max(0, min(W - 1, min(max_k[b], remaining[b] - 1)));
   int n = 0;
-  while (n < allowed && window[n + 1] == best[n]) ++n;
+  while (n < min(allowed, most[b]) && window[n + 1] == best[n]) ++n;
   int sound = 1;
   for (int i = 0; i <= n; ++i) sound &= finite_each[i];
   accepted[b] = n, proposed[b] = allowed, finite[b] = sound, generated[b] = n + 1;

@@ -13,8 +13,9 @@ PAIRS = (8, 32)  # of numbers for the host: each count is a kernel of its own
 
 
 class BestTokens(NamedTuple):
-    tokens: mx.array  # [...] int32, the argmax of each row
+    tokens: mx.array  # [...] int32, the argmax of each row, or what was drawn from it
     finite: mx.array  # [...] int32, 0 where a logit is NaN or the largest infinite
+    most: mx.array | None = None  # [B] int32, most drafts to accept, if that was decided already
 
 
 class AcceptedDrafts(NamedTuple):
@@ -55,7 +56,7 @@ def launch_accept(
     """Accept the drafts of a window [B, W], all but its first token, while they are the best tokens before them."""
     B, W = window.shape
     made = _accept_kernel()(
-        inputs=[*best, window, max_k, lengths, remaining, rounds],
+        inputs=[*best[:2], max_k if best.most is None else best.most, window, max_k, lengths, remaining, rounds],
         template=[],
         grid=(-(-B // 32) * 32, 1, 1),
         threadgroup=(32, 1, 1),
@@ -109,7 +110,7 @@ def _best_kernel() -> Any:
 
 @cache
 def _accept_kernel() -> Any:
-    inputs = ["best", "finite_each", "window", "max_k", "lengths", "remaining", "rounds"]
+    inputs = ["best", "finite_each", "most", "window", "max_k", "lengths", "remaining", "rounds"]
     outputs = [f"new_{name}" if name in inputs else name for name in AcceptedDrafts._fields]
     return cuda_kernel(
         name="accept_drafts",
