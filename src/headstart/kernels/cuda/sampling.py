@@ -131,7 +131,7 @@ def _constant(number: int) -> mx.array:
     return mx.array([number] * 1024, mx.int32)  # not so small that it would be in memory that the host shares
 
 
-FILES = ("tensor_core", "team", "norm", "noise", "sampling", "truncation", "ratio")
+FILES = ("tensor_core", "team", "operand", "norm", "noise", "sampling", "truncation", "ratio")
 
 
 @cache
