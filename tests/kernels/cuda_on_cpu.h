@@ -208,11 +208,11 @@ X load_acquire(const X* from) {
 }
 
 // Copies land as late as they may, so that a missing wait shows.
-inline void copy_16_bytes(void* to, const void* from, int there = 16) {
+template <bool = false>
+void copy_16_bytes(void* to, const void* from, int there = 16) {
   std::memset(to, 0, 16);
   self->copies.push_back({to, from, there, self->groups});
 }
-inline void stream_16_bytes(void* to, const void* from, int there = 16) { copy_16_bytes(to, from, there); }
 inline void commit_copies() { ++self->groups; }
 template <int N>
 void wait_for_copies() {

@@ -25,7 +25,7 @@ constexpr int WARP_ROOM = 18432;
 // x [rows, K] by several matrices. `turn`: the team that begins. The activations are there when `ready` has returned.
 template <
     typename T, int BITS, int GROUP, int CHUNK, int SLICES, int K, int TALL, int WIDE, int STAGES, bool WHOLE,
-    int COUNT, typename X, typename M, typename Awaited>
+    bool STREAMS, int COUNT, typename X, typename M, typename Awaited>
 __device__ __forceinline__ void multiply_rows(
     unsigned char* shared, int turn, const X* x, int rows, const M (&matrices)[COUNT], Awaited ready) {
   const Team team = Team::part(32 * SLICES, turn);
@@ -35,14 +35,14 @@ __device__ __forceinline__ void multiply_rows(
   auto choose = [&](int tile) { return tile_of<TALL, WHOLE>(matrices, tile); };
   auto outputs = [&](int, int column) { return column < rows ? column : -1; };
   team.sync();  // nobody reads what the team computed before
-  product<T, BITS, GROUP, CHUNK, SLICES, TALL, WIDE, STAGES, false, WHOLE>(
+  product<T, BITS, GROUP, CHUNK, SLICES, TALL, WIDE, STAGES, false, WHOLE, STREAMS>(
       team, shared + threadIdx.x / (32 * SLICES) * (SLICES * WARP_ROOM), x, K, tiles, 1, choose, outputs, ready);
 }
 
 // Row pair / share of x by the pair's expert, for all pairs: [pairs, N].
 template <
-    typename T, int BITS, int GROUP, int CHUNK, int SLICES, int K, int TALL, int STAGES, bool WHOLE, typename X,
-    typename M>
+    typename T, int BITS, int GROUP, int CHUNK, int SLICES, int K, int TALL, int STAGES, bool WHOLE, bool STREAMS,
+    typename X, typename M>
 __device__ __forceinline__ void multiply_experts(
     unsigned char* shared, const X* x, int share, const Choice<T>& choice, const M& matrix) {
   const Team team = Team::part(32 * SLICES);
@@ -54,7 +54,7 @@ __device__ __forceinline__ void multiply_experts(
   };
   auto outputs = [&](int tile, int column) { return choice.columns[tile / each][column]; };
   team.sync();
-  product<T, BITS, GROUP, CHUNK, SLICES, TALL, 1, STAGES, true, WHOLE>(
+  product<T, BITS, GROUP, CHUNK, SLICES, TALL, 1, STAGES, true, WHOLE, STREAMS>(
       team, shared + threadIdx.x / (32 * SLICES) * (SLICES * WARP_ROOM), x, K, choice.groups * each, share, choose,
       outputs, [] {});
 }

@@ -27,6 +27,9 @@ MOST_PAIRS = 128  # of rows and their experts, as in layer.cu
 THREADS = 384  # of a block: three teams of a product's four slices
 WARP_ROOM = 18432  # bytes of shared memory, as in layer.cu
 STAGES = 4  # chunks of weights under way, at most
+STREAMED = (
+    1 << 23
+)  # bytes of a layer from which on its weights are not kept in the L2 cache: all layers would not fit
 
 
 def count_stages(weights: MatrixWeights, tile: ProductTile) -> int:
@@ -49,7 +52,7 @@ def launch_layer(
     packed: PackedWeights,
 ) -> LayerOutput:
     """Compute a layer of the residual stream x [B, W, H], with the norms before its mixer and before its MLP."""
-    text = _Text(x)
+    text = _Text(x, packed.buffer.nbytes >= STREAMED)
     text.take("middle", x.shape[-1])
     text.inputs |= {"x": x, "status": status, "first_norm": before.weight, "second_norm": between.weight}
     text.outputs |= {"out": (x.shape, x.dtype), "new_status": ((4,), mx.int32)}
@@ -76,9 +79,9 @@ def launch_layer(
 class _Text:
     """A kernel as it is put together from phases, and what it is given."""
 
-    def __init__(self, x: mx.array):
+    def __init__(self, x: mx.array, streams: bool):
         self.rows, self.size, self.dtype = x.size // x.shape[-1], x.shape[-1], x.dtype
-        self.columns = 8 if self.rows <= 8 else 16
+        self.columns, self.streams = 8 if self.rows <= 8 else 16, streams
         self.blocks = resident_blocks(SHARED_BYTES)
         self.places: list[str] = []  # in scratch
         self.lines: list[str] = []
@@ -141,8 +144,8 @@ class _Text:
             self.lines.append("__syncthreads();")  # no team works in the shared memory of another
         self.slices = order.slices
         shape = f"{order.bits}, {order.group}, {order.chunk}, {order.slices}, {weights.inputs}"
-        whole = str(has_whole_tiles(all_of_them, tile, gated)).lower()
-        return f"T, {shape}, {tile.height // 16}, {wide}{stages}, {whole}"
+        flags = f"{has_whole_tiles(all_of_them, tile, gated)}, {self.streams}".lower()
+        return f"T, {shape}, {tile.height // 16}, {wide}{stages}, {flags}"
 
     def _matrix(
         self, weights: MatrixWeights, to: str, up: MatrixWeights | None = None, residual: str = "nullptr"

@@ -166,7 +166,7 @@ RUN = """
   extern __shared__ __align__(128) unsigned char dynamic_shared[];
   int tiles = 0;
   for (const auto& matrix : matrices) tiles += headstart::count_tiles<HEIGHT / 16>(matrix);
-  headstart::product<T, BITS, GROUP, CHUNK, SLICES, HEIGHT / 16, COLUMNS / 8, STAGES, false, WHOLE>(
+  headstart::product<T, BITS, GROUP, CHUNK, SLICES, HEIGHT / 16, COLUMNS / 8, STAGES, false, WHOLE, false>(
       headstart::Team::block(blockIdx.y, gridDim.y), dynamic_shared, x, x_shape[x_ndim - 1], tiles, share, choose,
       outputs, [] {});
 """

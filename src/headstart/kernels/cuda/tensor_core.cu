@@ -7,18 +7,18 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Into shared memory, without waiting. What is not `there` is not read, and zero.
+// Into shared memory, without waiting. What is not `there` is not read, and zero. What it STREAMS is the first to leave
+// the L2 cache, where the code of kernels has to stay.
+template <bool STREAMS = false>
 __device__ __forceinline__ void copy_16_bytes(void* to, const void* from, int there = 16) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-               ::"r"(shared_address(to)), "l"(from), "r"(there)
-               : "memory");
-}
-
-// The same for what is read once in a step: it is the first to leave the L2 cache, where the code of kernels has to stay.
-__device__ __forceinline__ void stream_16_bytes(void* to, const void* from, int there = 16) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
-               ::"r"(shared_address(to)), "l"(from), "r"(there), "l"(0x12F0000000000000ull)
-               : "memory");
+  if constexpr (STREAMS)
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
+                 ::"r"(shared_address(to)), "l"(from), "r"(there), "l"(0x12F0000000000000ull)
+                 : "memory");
+  else
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                 ::"r"(shared_address(to)), "l"(from), "r"(there)
+                 : "memory");
 }
 
 __device__ __forceinline__ void commit_copies() {
