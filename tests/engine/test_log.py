@@ -81,6 +81,19 @@ def test_the_words_of_the_device_are_logged(
     assert engine.recomputed == {"memory": 1}
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "cudaMallocManaged(&data, size) failed: out of memory",
+        "cuLaunchKernel failed: an illegal instruction was encountered",
+        "[METAL] Command buffer execution failed",
+    ],
+)
+def test_messages_of_mlx_are_logged_and_others_are_not(message: str) -> None:
+    assert message in log.format_error(RuntimeError(message))
+    assert message not in log.format_error(RuntimeError(f"a client said {message}"))
+
+
 def test_a_sequence_that_fails_alone_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(model)
     (handle,) = start(engine, 1)

@@ -11,7 +11,7 @@ MOST = 10  # records of one failure per WINDOW: a failure that repeats in a loop
 WINDOW = 60.0  # seconds
 
 # "[malloc] Unable to allocate …", "[METAL] Command buffer execution failed …", "cudaMalloc failed: out of memory"
-MLX = re.compile(r"\[[\w:. ]+\] |cu[A-Z]\w*|CUDA ")
+MLX = re.compile(r"\[[\w:. ]+\] |cu(da)?[A-Z]\w*|CUDA ")
 
 _lock = Lock()
 _seen: dict[tuple[str, type[BaseException]], tuple[float, int]] = {}  # start of the window, and failures since
