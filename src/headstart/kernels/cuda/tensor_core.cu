@@ -31,11 +31,11 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// Into the L2 cache, without waiting: `bytes` from an address, both multiples of 16.
+// Into the L2 cache, without waiting: `bytes` from an address, line by line, with an instruction that all cards have.
 __device__ __forceinline__ void prefetch(const void* from, unsigned bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
+#pragma unroll 1
+  for (unsigned at = 0; at < bytes; at += 128)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(from) + at) : "memory");
 }
 
 // Into the L1 cache, without waiting.
