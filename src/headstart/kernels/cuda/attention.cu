@@ -262,8 +262,8 @@ __device__ __forceinline__ void partials(
 template <int D>
 constexpr int MERGE_FLOATS = (MERGERS * D + D / 32 + MERGERS + 3) / 4 * 4;
 
-// The pieces of one query, as one output, times the sigmoid of its gate if it has one: head h of token w of row b, by a team of D
-// threads.
+// The pieces of one query, as one output, times the sigmoid of its gate if it has one: head h of token w of row b, by
+// a team of D threads.
 template <int H, int HKV, int D, typename T, typename Y>
 __device__ __forceinline__ void merge(
     const Team& team,

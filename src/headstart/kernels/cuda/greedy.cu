@@ -13,7 +13,8 @@ struct Best {
 };
 
 // The argmax of a row of `size` logits, as MLX finds it but for NaN, which is never the best here: a sequence with one
-// ends anyway. Where nothing is more than -inf it is token 0. `finite` is 0 where a logit is NaN or the largest infinite. A block of THREADS per row.
+// ends anyway. Where nothing is more than -inf it is token 0. `finite` is 0 where a logit is NaN or the largest
+// infinite. A block of THREADS per row.
 template <int THREADS, typename T>
 __device__ void best_token(const T* logits, int size, int* token, int* finite) {
   constexpr int WARPS = THREADS / 32, AHEAD = 4;
@@ -59,11 +60,12 @@ __device__ void best_token(const T* logits, int size, int* token, int* finite) {
 }
 
 // Accept the drafts of a window [B, W], all but its first token, while they are the `best` tokens before them: at most
-// `max_k` and `most`, and one less than remain. `finite` of a sequence is that of all tokens that it generates. A thread each.
+// `max_k` and `most`, and one less than remain. `finite` of a sequence is that of all tokens that it generates. A
+// thread each.
 __device__ __forceinline__ void accept_drafts(
     int B, int W, const int* best, const int* finite_each, const int* most, const int* window, const int* max_k,
-    const int* lengths, const int* remaining, const int* rounds, int* accepted, int* proposed, int* finite, int* generated, int* last,
-    int* new_lengths, int* new_remaining, int* new_rounds, int* places) {
+    const int* lengths, const int* remaining, const int* rounds, int* accepted, int* proposed, int* finite,
+    int* generated, int* last, int* new_lengths, int* new_remaining, int* new_rounds, int* places) {
   const int b = blockIdx.x * blockDim.x + threadIdx.x;
   if (b >= B) return;
   best += b * W, finite_each += b * W, window += b * W, places += b * W;

@@ -205,18 +205,8 @@ T* const normed = take(own ? D * gridDim.x : D) + (own ? blockIdx.x * D : 0);
 
 @cache
 def _layer_kernel(inputs: tuple[str, ...], outputs: tuple[str, ...], text: str) -> Any:
-    names = (
-        "tensor_core",
-        "team",
-        "operand",
-        "matrix",
-        "products",
-        "experts",
-        "norm",
-        "gated_delta",
-        "attention",
-        "layer",
-    )
+    products = ("tensor_core", "team", "operand", "matrix", "products", "experts")
+    names = (*products, "norm", "gated_delta", "attention", "layer")
     return cuda_kernel(
         name="decoder_layer",
         input_names=list(inputs),

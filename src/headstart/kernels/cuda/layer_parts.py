@@ -1,4 +1,4 @@
-"""What a decoder layer is made of, as its kernel takes it (see layer.py)."""
+"""Hold what a decoder layer is made of, as its kernel takes it (see layer.py)."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -42,7 +42,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class GatedDelta:
-    """A GatedDeltaNet: its projections to qkv, z, b and a, and back; and what it holds."""
+    """Hold a GatedDeltaNet: its projections to qkv, z, b and a, and back; and its state."""
 
     projections: list[MatrixWeights]
     out: MatrixWeights
