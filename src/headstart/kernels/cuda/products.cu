@@ -138,8 +138,9 @@ __device__ __forceinline__ void add_unit(
 
 // Tiles team.index, + team.count, … of `tiles`; tile t is of choose(t). Its column c goes to row outputs(t, c) of y,
 // nowhere if that is negative, and comes from row outputs(t, c) / share of x; MOVES: from other rows in other tiles.
-// WHOLE: every tile has all of its rows. STREAMS: see `copy_16_bytes`. No slice has fewer chunks than there are STAGES.
-// What others write to x may be read after `ready`.
+// WHOLE: every tile has all of its rows. STREAMS: see `copy_16_bytes`; of whole tiles alone, since NVRTC 13.0 gives a
+// copy that is both predicated and hinted a register that it must not have. No slice has fewer chunks than there are
+// STAGES. What others write to x may be read after `ready`.
 template <
     typename T, int BITS, int GROUP, int CHUNK, int SLICES, int TALL, int WIDE, int STAGES, bool MOVES,
     bool WHOLE, bool STREAMS, typename X, typename Choose, typename Outputs, typename Awaited>
@@ -175,7 +176,7 @@ __device__ __forceinline__ void product(
       const T* from = (i < TALL ? scales : biases) + (long long)row * groups;
 #pragma unroll 1
       for (int at = 8 * team.thread; at < bytes / 2; at += 8 * 32 * SLICES)
-        copy_16_bytes<STREAMS>(to + 16 * i * groups + at, from + at, WHOLE ? 16 : min(16, bytes - 2 * at));
+        copy_16_bytes<STREAMS && WHOLE>(to + 16 * i * groups + at, from + at, WHOLE ? 16 : min(16, bytes - 2 * at));
     }
   };
 
@@ -202,7 +203,7 @@ __device__ __forceinline__ void product(
       for (int i = 0; i < PIECES; i++) {
         const int r = ROWS * i / 16, row = ROWS * i % 16;
         unsigned char* to = stage + (ROWS == 4 && i % 2 ? put ^ 16 : put) + 512 * i; // as `place` says
-        if (WHOLE || row < rows[r]) copy_16_bytes<STREAMS>(to, from[r] + (long long)row * row_bytes);
+        if (WHOLE || row < rows[r]) copy_16_bytes<STREAMS && WHOLE>(to, from[r] + (long long)row * row_bytes);
       }
 #pragma unroll
       for (int r = 0; r < TALL; r++) from[r] += CHUNK;
