@@ -22,7 +22,7 @@ def wait_at_exit() -> None:
     thread = threading.current_thread()
     if thread is threading.main_thread() or thread in _threads:
         return
-    _threads.difference_update([each for each in _threads if not each.is_alive()])  # or they would pile up
+    _threads.difference_update([each for each in list(_threads) if not each.is_alive()])  # or they would pile up
     _threads.add(thread)
 
 
