@@ -53,8 +53,12 @@ class Graph:
         self.kinds = [type(memory) for memory in rows.layers]
         held = [memory.arrays() for memory in rows.layers]
         fused = PERSISTENT.claim()  # or not any more: another description
-        given = [PERSISTENT.status, rows.lengths, rows.accepted, rows.shift, rows.adapters, held, fused, *inputs]
-        output, held, PERSISTENT.status = self.traced(*given)
+        status = PERSISTENT.status
+        given = [status, rows.lengths, rows.accepted, rows.shift, rows.adapters, held, fused, *inputs]
+        try:
+            output, held, status = self.traced(*given)
+        finally:
+            PERSISTENT.status = status
         rows.layers = [kind.of(arrays) for kind, arrays in zip(self.kinds, held, strict=True)]
         return output
 

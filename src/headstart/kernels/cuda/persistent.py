@@ -6,6 +6,7 @@ is not passed in time sets the status: the step is computed again, and from then
 """
 
 import logging
+import threading
 from threading import Thread, current_thread
 
 import mlx.core as mx
@@ -16,14 +17,30 @@ LOG = logging.getLogger("headstart")
 SHARED_BYTES = 227 * 1024  # of a block, at most
 
 
+class _OfThread(threading.local):
+    """What a thread has of its own: no other can compute its arrays, least of all while it traces a graph."""
+
+    def __init__(self) -> None:
+        self.status = mx.array([0, 0, 0, 0], mx.int32)
+
+
 class Persistent:
     """What is shared by all launches of a process."""
 
     def __init__(self) -> None:
-        self.status = _passed()  # of the last launch: its first element is one where a barrier failed
+        self._of_thread = _OfThread()
         self.launched = False
         self.refusal: str | None = None  # why none is launched any more
         self._owner: Thread | None = None
+
+    @property
+    def status(self) -> mx.array:
+        """This thread's last launch left it: its first element is one where a barrier failed."""
+        return self._of_thread.status
+
+    @status.setter
+    def status(self, status: mx.array) -> None:
+        self._of_thread.status = status
 
     def claim(self) -> bool:
         """Return whether this thread may launch persistent kernels: the first that asks, until it ends or releases
@@ -32,11 +49,10 @@ class Persistent:
             return False
         if self._owner is None or not self._owner.is_alive():
             self._owner = current_thread()
-            self.status = _passed()  # that of another thread may never be computed
         return self._owner is current_thread()
 
     def own_status(self) -> mx.array | None:
-        """Return the status of the last launch if it was this thread's: no other can compute it."""
+        """Return the status of the last launch if it was this thread's."""
         return self.status if self.launched and self._owner is current_thread() else None
 
     def release(self) -> None:
@@ -49,11 +65,7 @@ class Persistent:
         """Launch none from now on."""
         LOG.error("%s: decoder layers are computed by separate kernels from now on", reason)
         self.refusal, self.launched = reason, False
-        self.status = _passed()
-
-
-def _passed() -> mx.array:
-    return mx.array([0, 0, 0, 0], mx.int32)  # computed already, so that any thread may use it
+        self._of_thread = _OfThread()
 
 
 PERSISTENT = Persistent()
