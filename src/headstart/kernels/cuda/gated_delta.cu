@@ -29,70 +29,75 @@ __device__ __forceinline__ float softplus(float x) {
   return __fadd_rn(fmaxf(x, 0.0f), log1pf(expf(-fabsf(x))));
 }
 
-// A thread's part of two rows of the state: of each, the columns 4·(lane + LANES·i) to +3.
-template <int DK>
+// A thread's part of the state: of ROWS rows the columns 4·(lane + LANES·i) to +3. What all rows need is read once, and
+// their sums are made side by side.
+template <int DK, int ROWS>
 struct StatePart {
   static constexpr int N = DK / (4 * LANES);
-  float at[2][4 * N];
+  float at[ROWS][4 * N];
 
-  __device__ __forceinline__ void load(const float* state, int row, int lane) {
+  template <typename Row>
+  __device__ __forceinline__ void load(const float* state, Row row, int lane) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        float4 x = *reinterpret_cast<const float4*>(state + (row + 4 * r) * DK + 4 * (lane + LANES * i));
-        at[r][4 * i] = x.x, at[r][4 * i + 1] = x.y, at[r][4 * i + 2] = x.z, at[r][4 * i + 3] = x.w;
-      }
-    }
+    for (int r = 0; r < ROWS; ++r) columns(at[r], state + row(r) * DK, lane);
   }
 
-  __device__ __forceinline__ void store(float* state, int row, int lane) const {
+  template <typename Row>
+  __device__ __forceinline__ void store(float* state, Row row, int lane) const {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         float4 x = make_float4(at[r][4 * i], at[r][4 * i + 1], at[r][4 * i + 2], at[r][4 * i + 3]);
-        *reinterpret_cast<float4*>(state + (row + 4 * r) * DK + 4 * (lane + LANES * i)) = x;
+        *reinterpret_cast<float4*>(state + row(r) * DK + 4 * (lane + LANES * i)) = x;
       }
     }
   }
 
   // A token enters: decay, what the state already says of its key, and the difference to its value.
-  __device__ __forceinline__ void enter(const float* key, const float* value, float g, float beta, int row, int lane) {
-    float k[4 * N];
+  template <typename Row>
+  __device__ __forceinline__ void enter(const float* key, const float* value, float g, float beta, Row row, int lane) {
+    float k[4 * N], known[ROWS];
     columns(k, key, lane);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-      for (int i = 0; i < 4 * N; ++i) {
-        at[r][i] = __fmul_rn(at[r][i], g);
-        sum[i % 4] = __fmaf_rn(at[r][i], k[i], sum[i % 4]);
-      }
-      float known = across<LANES>(__fadd_rn(__fadd_rn(sum[0], sum[1]), __fadd_rn(sum[2], sum[3])));
-      float delta = __fmul_rn(__fsub_rn(value[row + 4 * r], known), beta);
+      for (int i = 0; i < 4 * N; ++i) at[r][i] = __fmul_rn(at[r][i], g);
+    }
+    multiply(known, k);
 #pragma unroll
-      for (int i = 0; i < 4 * N; ++i) {
-        at[r][i] = __fmaf_rn(k[i], delta, at[r][i]);
-      }
+    for (int r = 0; r < ROWS; ++r) {
+      const float delta = __fmul_rn(__fsub_rn(value[row(r)], known[r]), beta);
+#pragma unroll
+      for (int i = 0; i < 4 * N; ++i) at[r][i] = __fmaf_rn(k[i], delta, at[r][i]);
     }
   }
 
-  // What the state says to a query, for both rows.
-  __device__ __forceinline__ void answer(const float* query, float* y, int row, int lane) const {
-    float q[4 * N];
+  // What the state says to a query.
+  template <typename Row>
+  __device__ __forceinline__ void answer(const float* query, float* y, Row row, int lane) const {
+    float q[4 * N], out[ROWS];
     columns(q, query, lane);
+    multiply(out, q);
+    if (lane == 0) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+      for (int r = 0; r < ROWS; ++r) y[row(r)] = out[r];
+    }
+  }
+
+  // The rows times a vector, of which a thread has its own columns.
+  __device__ __forceinline__ void multiply(float (&out)[ROWS], const float (&x)[4 * N]) const {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
       float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-      for (int i = 0; i < 4 * N; ++i) {
-        sum[i % 4] = __fmaf_rn(at[r][i], q[i], sum[i % 4]);
-      }
-      float out = across<LANES>(__fadd_rn(__fadd_rn(sum[0], sum[1]), __fadd_rn(sum[2], sum[3])));
-      if (lane == 0) {
-        y[row + 4 * r] = out;
-      }
+      for (int i = 0; i < 4 * N; ++i) sum[i % 4] = __fmaf_rn(at[r][i], x[i], sum[i % 4]);
+      out[r] = __fadd_rn(__fadd_rn(sum[0], sum[1]), __fadd_rn(sum[2], sum[3]));
+    }
+#pragma unroll
+    for (int step = 1; step < LANES; step *= 2) {
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) out[r] = __fadd_rn(out[r], __shfl_xor_sync(0xffffffffu, out[r], step));
     }
   }
 
@@ -117,9 +122,16 @@ struct Drafts {
   int width;
 };
 
-// Shared memory that `fold_and_run` needs, in floats.
-template <int DK, int DV>
-constexpr int GATED_DELTA_FLOATS = TOKENS * (2 * DK + 2 * DV + 2);
+// Shared memory of a team: of TOKENS at a time what enters the state, and what comes out. Everything is copied here in
+// whole pieces of 16 bytes, all of them under way at once, and no thread waits for a single number.
+template <int DK, int DV, int TAPS, typename T, typename N>
+struct HeadTokens {
+  float queries[TOKENS][DK], keys[TOKENS][DK], values[TOKENS][DV], outputs[TOKENS][DV], decays[TOKENS], betas[TOKENS];
+  alignas(16) T inputs[TAPS - 1 + TOKENS][2 * DK + DV];  // of the convolution, from TAPS - 1 before the first on
+  alignas(16) T taps[2 * DK + DV][TAPS];
+  alignas(16) T gates[TOKENS][DV];
+  alignas(16) N norm[DV];
+};
 
 // Value head `hv` of a row, by a team of 4·DV / GROUPS threads. What others write of the window may be read after
 // `ready`.
@@ -128,7 +140,7 @@ template <
     typename Awaited>
 __device__ __forceinline__ void fold_and_run(
     const Team& team,
-    float* shared,
+    unsigned char* room,      // for HeadTokens
     int hv,
     int row_of_batch,
     Awaited ready,
@@ -156,190 +168,169 @@ __device__ __forceinline__ void fold_and_run(
   constexpr int HISTORY = TAPS - 1;
   constexpr int THREADS = 4 * DV / GROUPS;
   constexpr int N_WARPS = THREADS / 32;
-  float (*queries)[DK] = reinterpret_cast<float (*)[DK]>(shared);
-  float (*keys)[DK] = queries + TOKENS;
-  float (*values)[DV] = reinterpret_cast<float (*)[DV]>(keys + TOKENS);
-  float (*outputs)[DV] = values + TOKENS;
-  float* decays = reinterpret_cast<float*>(outputs + TOKENS);
-  float* betas = decays + TOKENS;
+  constexpr int EACH = 16 / sizeof(T);  // elements of a piece
+  constexpr int PIECES = CHANNELS / EACH;
+  auto& shared = *reinterpret_cast<HeadTokens<DK, DV, TAPS, T, N>*>(room);
 
   const int hk = hv / (HV / HK);
   const bool first = hv % (HV / HK) == 0;  // of those that share a key head: it writes what they share
   const int thread = team.thread, warp = thread / 32, lane = thread % LANES;
-  auto row = [&](int group) { return (warp + N_WARPS * group) * 8 + (thread % 32) / LANES; };  // and + 4
+  const int last = thread - (THREADS - 32);  // of the last warp, which has least to do, the lane
+  auto row = [&](int r) { return (warp + N_WARPS * (r / 2)) * 8 + (thread % 32) / LANES + 4 * (r % 2); };
+  auto channel = [&](int c) {
+    return c < DK ? hk * DK + c : c < 2 * DK ? (HK - 1 + hk) * DK + c : 2 * HK * DK + hv * DV + c - 2 * DK;
+  };
   const int folded = old.width ? accepted[row_of_batch] : 0;
 
   const long long of_state = (long long)(row_of_batch * HV + hv) * DV * DK;
-  if (thread < 3) {
-    const int channel = thread == 2 ? 2 * HK * DK + hv * DV : (thread * HK + hk) * DK;
-    const int bytes = (thread == 2 ? DV : DK) * sizeof(T);
-    prefetch(conv_weight + channel * TAPS, TAPS * bytes);
-#pragma unroll
-    for (int j = 0; j < HISTORY; ++j) {
-      prefetch(conv + ((long long)row_of_batch * HISTORY + j) * C + channel, bytes);
-    }
-    prefetch(norm_weight, DV * sizeof(N));
-  }
-  StatePart<DK> part[GROUPS];
-#pragma unroll
-  for (int i = 0; i < GROUPS; ++i) {
-    part[i].load(state + of_state, row(i), lane);
-  }
+  StatePart<DK, 2 * GROUPS> part;
+  part.load(state + of_state, row, lane);
 
-  // The old drafts that were accepted.
-  for (int t0 = 0; t0 < folded; t0 += TOKENS) {
-    const int count = min(TOKENS, folded - t0);
-    team.sync();
+  auto fetch_drafts = [&](int t0) {
+    const int count = min(TOKENS, old.width - t0);
     const long long token = (long long)row_of_batch * old.width + t0;
 #pragma unroll 1
-    for (int i = thread; i < count * DK; i += THREADS) {
-      keys[i / DK][i % DK] = old.k[((token + i / DK) * HK + hk) * DK + i % DK];
+    for (int i = thread; i < count * ((DK + DV) / 4); i += THREADS) {
+      const int t = i / ((DK + DV) / 4), d = i % ((DK + DV) / 4) * 4;
+      if (d < DK)
+        copy_16_bytes(&shared.keys[t][d], old.k + ((token + t) * HK + hk) * DK + d);
+      else
+        copy_16_bytes(&shared.values[t][d - DK], old.v + ((token + t) * HV + hv) * DV + d - DK);
     }
+    if (last >= 0 && last < count) {
+      shared.decays[last] = old.g[(token + last) * HV + hv];
+      shared.betas[last] = old.beta[(token + last) * HV + hv];
+    }
+  };
+  // The convolution's inputs from `begin` to `end` before the window's token t0 + HISTORY; before the window, what came
+  // last of all that is certain.
+  auto fetch_inputs = [&](int t0, int begin, int end) {
 #pragma unroll 1
-    for (int i = thread; i < count * DV; i += THREADS) {
-      values[i / DV][i % DV] = old.v[((token + i / DV) * HV + hv) * DV + i % DV];
+    for (int i = begin * PIECES + thread; i < end * PIECES; i += THREADS) {
+      const int t = t0 - HISTORY + i / PIECES, c = i % PIECES * EACH, before = t + HISTORY + folded;
+      const T* from = t >= 0             ? qkv + ((long long)row_of_batch * W + t) * C
+                      : before < HISTORY ? conv + ((long long)row_of_batch * HISTORY + before) * C
+                                         : old.qkv + ((long long)row_of_batch * old.width + before - HISTORY) * C;
+      copy_16_bytes(&shared.inputs[i / PIECES][c], from + channel(c));
     }
-    if (thread < count) {
-      decays[thread] = old.g[(token + thread) * HV + hv];
-      betas[thread] = old.beta[(token + thread) * HV + hv];
+  };
+
+  if (old.width) fetch_drafts(0);
+#pragma unroll 1
+  for (int i = thread * EACH; i < CHANNELS * TAPS; i += THREADS * EACH)
+    copy_16_bytes(&shared.taps[0][0] + i, conv_weight + channel(i / TAPS) * TAPS + i % TAPS);
+  fetch_inputs(0, 0, HISTORY);
+  commit_copies();
+
+  // The old drafts that were accepted.
+#pragma unroll 1
+  for (int t0 = 0; t0 < folded; t0 += TOKENS) {
+    if (t0) {
+      team.sync();
+      fetch_drafts(t0);
+      commit_copies();
     }
+    wait_for_copies<0>();
     team.sync();
 #pragma unroll 1
-    for (int t = 0; t < count; ++t) {
-#pragma unroll
-      for (int i = 0; i < GROUPS; ++i) {
-        part[i].enter(keys[t], values[t], decays[t], betas[t], row(i), lane);
-      }
-    }
+    for (int t = 0; t < min(TOKENS, folded - t0); ++t)
+      part.enter(shared.keys[t], shared.values[t], shared.decays[t], shared.betas[t], row, lane);
   }
   ready();
 
-  // The convolution's input at a position of the window; before it, what came last of all that is certain.
-  auto input = [&](int t, int channel) -> T {
-    if (t >= 0) {
-      return qkv[((long long)row_of_batch * W + t) * C + channel];
-    }
-    const int before = t + HISTORY + folded;
-    if (before < HISTORY) {
-      return conv[((long long)row_of_batch * HISTORY + before) * C + channel];
-    }
-    return old.qkv[((long long)row_of_batch * old.width + before - HISTORY) * C + channel];
-  };
-
+#pragma unroll 1
   for (int t0 = 0; t0 < W; t0 += TOKENS) {
     const int count = min(TOKENS, W - t0);
     team.sync();
-    for (int c = thread; c < CHANNELS; c += THREADS) {
-      const bool shared = c < 2 * DK;
-      const int channel = c < DK ? hk * DK + c : shared ? (HK - 1 + hk) * DK + c : 2 * HK * DK + hv * DV + c - 2 * DK;
-      float weights[TAPS], inputs[TAPS];
-#pragma unroll
-      for (int j = 0; j < TAPS; ++j) {
-        weights[j] = static_cast<float>(conv_weight[channel * TAPS + j]);
-      }
-#pragma unroll
-      for (int j = 0; j < HISTORY; ++j) {
-        inputs[j] = static_cast<float>(input(t0 + j - HISTORY, channel));
-      }
-      const T* const here = qkv + ((long long)row_of_batch * W + t0) * C + channel;
-      float* const out = c < DK ? &queries[0][c] : shared ? &keys[0][c - DK] : &values[0][c - 2 * DK];
-      const int line = shared ? DK : DV;
-#pragma unroll
-      for (int t = 0; t < TOKENS; ++t) {
-        if (t < count) out[t * line] = static_cast<float>(here[t * C]);
-      }
+    const long long token = (long long)row_of_batch * W + t0;
+    fetch_inputs(t0, t0 ? 0 : HISTORY, HISTORY + count);
 #pragma unroll 1
-      for (int t = 0; t < count; ++t) {
-        inputs[HISTORY] = out[t * line];
+    for (int i = thread * EACH; i < count * DV; i += THREADS * EACH)
+      copy_16_bytes(&shared.gates[0][0] + i, z + ((token + i / DV) * HV + hv) * DV + i % DV);
+    if (thread < int(DV * sizeof(N) / 16))
+      copy_16_bytes(shared.norm + thread * 16 / sizeof(N), norm_weight + thread * 16 / sizeof(N));
+    commit_copies();
+    if (last >= 0 && last < count) {
+      const long long at = (token + last) * HV + hv;
+      const float x = __fadd_rn(static_cast<float>(a[at]), static_cast<float>(dt_bias[hv]));
+      shared.decays[last] = expf(-__fmul_rn(expf(static_cast<float>(A_log[hv])), softplus(x)));
+      shared.betas[last] = sigmoid(static_cast<float>(b[at]));
+    }
+    wait_for_copies<0>();
+    team.sync();
+
+#pragma unroll 1
+    for (int i = thread; i < count * (CHANNELS / 2); i += THREADS) {
+      const int t = i / (CHANNELS / 2), c = i % (CHANNELS / 2) * 2;
+      float* const out = c < DK ? &shared.queries[t][c] : c < 2 * DK ? &shared.keys[t][c - DK] : &shared.values[t][c - 2 * DK];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
         float sum = 0.0f;
 #pragma unroll
-        for (int j = 0; j < TAPS; ++j) {
-          sum = __fmaf_rn(weights[j], inputs[j], sum);
-        }
-        out[t * line] = __fmul_rn(sum, sigmoid(sum));
-#pragma unroll
-        for (int j = 0; j < HISTORY; ++j) {
-          inputs[j] = inputs[j + 1];
-        }
-      }
-      if (first || !shared) {
-        if (t0 == 0) {
-#pragma unroll 1
-          for (int j = 0; j < HISTORY; ++j) {
-            new_conv[((long long)row_of_batch * HISTORY + j) * C + channel] = input(certain - HISTORY + j, channel);
-          }
-        }
-#pragma unroll 1
-        for (int t = max(t0, certain); t < t0 + count; ++t) {
-          fresh.qkv[((long long)row_of_batch * fresh.width + t - certain) * C + channel] = input(t, channel);
-        }
+        for (int j = 0; j < TAPS; ++j)
+          sum = __fmaf_rn(static_cast<float>(shared.taps[c + e][j]), static_cast<float>(shared.inputs[t + j][c + e]), sum);
+        out[e] = __fmul_rn(sum, sigmoid(sum));
       }
     }
-    if (thread < count) {
-      const long long at = ((long long)row_of_batch * W + t0 + thread) * HV + hv;
-      const float x = __fadd_rn(static_cast<float>(a[at]), static_cast<float>(dt_bias[hv]));
-      decays[thread] = expf(-__fmul_rn(expf(static_cast<float>(A_log[hv])), softplus(x)));
-      betas[thread] = sigmoid(static_cast<float>(b[at]));
+    // What the next window's convolution needs: the last certain inputs, and those in doubt.
+#pragma unroll 1
+    for (int i = thread; i < (HISTORY + count) * PIECES; i += THREADS) {
+      const int t = t0 - HISTORY + i / PIECES, c = i % PIECES * EACH, kept = t - certain + HISTORY;
+      if (kept < 0 || (c < 2 * DK && !first) || (t < t0 && t0)) continue;
+      T* const to = kept < HISTORY ? new_conv + ((long long)row_of_batch * HISTORY + kept) * C
+                                   : fresh.qkv + ((long long)row_of_batch * fresh.width + t - certain) * C;
+      *reinterpret_cast<float4*>(to + channel(c)) = *reinterpret_cast<const float4*>(&shared.inputs[i / PIECES][c]);
     }
     team.sync();
 
     // Queries and keys to unit length, the queries over √DK besides.
     for (int n = warp; n < 2 * count; n += N_WARPS) {
-      float* x = n < count ? queries[n] : keys[n - count];
+      float* x = n < count ? shared.queries[n] : shared.keys[n - count];
       float sum = 0.0f;
-#pragma unroll 1
-      for (int d = thread % 32; d < DK; d += 32) {
-        sum = __fmaf_rn(x[d], x[d], sum);
-      }
+#pragma unroll
+      for (int d = thread % 32; d < DK; d += 32) sum = __fmaf_rn(x[d], x[d], sum);
       const float length = __fsqrt_rn(__fadd_rn(across<32>(sum), 1e-6f));
       const float scale = __fdiv_rn(1.0f, n < count ? __fmul_rn(length, __fsqrt_rn(float(DK))) : length);
-#pragma unroll 1
-      for (int d = thread % 32; d < DK; d += 32) {
-        x[d] = __fmul_rn(x[d], scale);
-      }
+#pragma unroll
+      for (int d = thread % 32; d < DK; d += 32) x[d] = __fmul_rn(x[d], scale);
     }
     team.sync();
 
+    // Drafts in doubt.
+    const int sure = max(0, certain - t0);
+    const long long doubtful = (long long)row_of_batch * fresh.width + t0 - certain;
 #pragma unroll 1
-    for (int t = 0; t < count; ++t) {
-#pragma unroll
-      for (int i = 0; i < GROUPS; ++i) {
-        part[i].enter(keys[t], values[t], decays[t], betas[t], row(i), lane);
-        part[i].answer(queries[t], outputs[t], row(i), lane);
-        if (t0 + t == certain - 1) {
-          part[i].store(new_state + of_state, row(i), lane);
-        }
-      }
+    for (int i = sure * ((DK + DV) / 4) + thread; i < count * ((DK + DV) / 4); i += THREADS) {
+      const int t = i / ((DK + DV) / 4), d = i % ((DK + DV) / 4) * 4;
+      if (d < DK && !first) continue;
+      float* const to = d < DK ? fresh.k + ((doubtful + t) * HK + hk) * DK + d
+                               : fresh.v + ((doubtful + t) * HV + hv) * DV + d - DK;
+      *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(d < DK ? &shared.keys[t][d] : &shared.values[t][d - DK]);
+    }
+    if (last >= sure && last < count) {
+      fresh.g[(doubtful + last) * HV + hv] = shared.decays[last];
+      fresh.beta[(doubtful + last) * HV + hv] = shared.betas[last];
     }
 #pragma unroll 1
-    for (int t = max(t0, certain) - t0; t < count; ++t) {
-      const long long token = (long long)row_of_batch * fresh.width + t0 + t - certain;
-      for (int d = thread; first && d < DK; d += THREADS) {
-        fresh.k[(token * HK + hk) * DK + d] = keys[t][d];
-      }
-      for (int d = thread; d < DV; d += THREADS) {
-        fresh.v[(token * HV + hv) * DV + d] = values[t][d];
-      }
-      if (thread == 0) {
-        fresh.g[token * HV + hv] = decays[t];
-        fresh.beta[token * HV + hv] = betas[t];
-      }
+    for (int t = 0; t < count; ++t) {
+      part.enter(shared.keys[t], shared.values[t], shared.decays[t], shared.betas[t], row, lane);
+      part.answer(shared.queries[t], shared.outputs[t], row, lane);
+      if (t0 + t == certain - 1) part.store(new_state + of_state, row, lane);
     }
     team.sync();
 
     for (int t = warp; t < count; t += N_WARPS) {
+      const float* const x = shared.outputs[t];
       float sum = 0.0f;
-#pragma unroll 1
-      for (int d = thread % 32; d < DV; d += 32) {
-        sum = __fmaf_rn(outputs[t][d], outputs[t][d], sum);
-      }
+#pragma unroll
+      for (int d = thread % 32; d < DV; d += 32) sum = __fmaf_rn(x[d], x[d], sum);
       const float mean = __fdiv_rn(across<32>(sum), float(DV));
       const float scale = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, eps)));
-      const long long at = (((long long)row_of_batch * W + t0 + t) * HV + hv) * DV;
-#pragma unroll 1
+      const long long at = ((token + t) * HV + hv) * DV;
+#pragma unroll
       for (int d = thread % 32; d < DV; d += 32) {
-        const float gate = static_cast<float>(z[at + d]);
-        const float normed = __fmul_rn(__fmul_rn(outputs[t][d], scale), static_cast<float>(norm_weight[d]));
+        const float gate = static_cast<float>(shared.gates[t][d]);
+        const float normed = __fmul_rn(__fmul_rn(x[d], scale), static_cast<float>(shared.norm[d]));
         leave(y, at + d, static_cast<T>(__fmul_rn(normed, __fmul_rn(gate, sigmoid(gate)))));
       }
     }

@@ -41,7 +41,7 @@ def _gated_delta_kernel(pending: bool, drafts: bool, eps: float):  # type: ignor
     folds = f"{', '.join(old)}, old_k_shape[1]" if pending else ""
     keeps = f"{', '.join(fresh)}, {width} - CERTAIN" if drafts else ""
     call = f"""
-        __shared__ __align__(16) float shared[headstart::GATED_DELTA_FLOATS<DK, DV>];
+        __shared__ __align__(16) unsigned char shared[sizeof(headstart::HeadTokens<DK, DV, TAPS, T, float>)];
         headstart::fold_and_run<HK, HV, DK, DV, TAPS, 1>(
             headstart::Team::block(0, 1), shared, blockIdx.x, blockIdx.y, [] {{}}, state, conv, accepted,
             headstart::Drafts<const T, const float>{{{folds}}}, {", ".join(Window._fields)},

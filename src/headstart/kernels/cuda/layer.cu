@@ -159,9 +159,8 @@ __device__ __forceinline__ void add_rows(int rows, const T* x, Added added, T* o
 // All value heads of all rows. The states are on their way while the window is awaited, for which the block has
 // arrived already.
 template <int HK, int HV, int DK, int DV, int TAPS, int GROUPS, typename... Arguments>
-__device__ __forceinline__ void run_heads(const Grid& grid, int B, Arguments... arguments) {
+__device__ __noinline__ void run_heads(const Grid& grid, int B, Arguments... arguments) {
   extern __shared__ __align__(128) unsigned char dynamic_shared[];
-  float* const shared = reinterpret_cast<float*>(dynamic_shared);
   constexpr int THREADS = 4 * DV / GROUPS;
   const Team team = {0, 1, int(threadIdx.x), THREADS, 1};
   bool waited = false;
@@ -171,7 +170,7 @@ __device__ __forceinline__ void run_heads(const Grid& grid, int B, Arguments... 
   };
   for (int head = blockIdx.x; head < B * HV; head += gridDim.x) {
     if (threadIdx.x < THREADS)
-      fold_and_run<HK, HV, DK, DV, TAPS, GROUPS>(team, shared, head % HV, head / HV, ready, arguments...);
+      fold_and_run<HK, HV, DK, DV, TAPS, GROUPS>(team, dynamic_shared, head % HV, head / HV, ready, arguments...);
     else
       ready();
   }
