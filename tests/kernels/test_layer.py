@@ -45,11 +45,12 @@ def on_the_cpu() -> Iterator[None]:
 
 
 @cache
-def model(family: str, bits: int | None) -> Model:
-    """One GatedDeltaNet layer and one of attention, in bfloat16 or 4 bits."""
+def model(family: str, bits: int | None, shared: int = 64) -> Model:
+    """One GatedDeltaNet layer and one of attention, in bfloat16 or 4 bits; with a `shared` expert of this size."""
     with TemporaryDirectory() as folder:
         sizes = {"num_hidden_layers": 2, "full_attention_interval": 2, "linear_value_head_dim": 32}
         sizes |= {"linear_key_head_dim": 32, "head_dim": 64, "hidden_size": 64}
+        sizes |= {"shared_expert_intermediate_size": shared} if family == "moe" else {}
         layout = "raw" if bits is None else "converted"
         write(Path(folder), family, layout, bits=bits, **sizes)
         return load_model(folder, dtype=mx.bfloat16)
@@ -77,26 +78,29 @@ def rounds(net: Model, rows: int, widths: list[int]) -> list[mx.array]:
 
 
 @pytest.mark.parametrize(
-    ("family", "bits", "rows", "widths"),
+    ("family", "bits", "rows", "widths", "shared"),
     [
-        ("dense", 4, 1, [2, 2, 1]),
-        ("moe", 4, 2, [2, 2]),
-        pytest.param("dense", 4, 2, [2, 1, 3, 2], marks=pytest.mark.slow),
-        pytest.param("dense", None, 4, [2, 3, 1], marks=pytest.mark.slow),
-        pytest.param("moe", None, 1, [2, 1, 3, 2], marks=pytest.mark.slow),
-        pytest.param("moe", 4, 2, [2, 3, 1], marks=pytest.mark.slow),
-        pytest.param("dense", 4, 1, [2, 16, 16, 1], marks=pytest.mark.slow),  # 15 pending drafts
-        pytest.param("moe", 4, 1, [2, 16, 16, 1], marks=pytest.mark.slow),
+        ("dense", 4, 1, [2, 2, 1], 64),
+        ("moe", 4, 2, [2, 2], 64),
+        pytest.param("dense", 4, 2, [2, 1, 3, 2], 64, marks=pytest.mark.slow),
+        pytest.param("dense", None, 4, [2, 3, 1], 64, marks=pytest.mark.slow),
+        pytest.param("moe", None, 1, [2, 1, 3, 2], 64, marks=pytest.mark.slow),
+        pytest.param("moe", 4, 2, [2, 3, 1], 64, marks=pytest.mark.slow),
+        pytest.param("moe", None, 2, [2, 3, 1], 32, marks=pytest.mark.slow),  # unlike the other experts
+        pytest.param("moe", 4, 15, [2, 1, 1], 64, marks=pytest.mark.slow),  # two groups of the shared expert
+        pytest.param("dense", 4, 1, [2, 16, 16, 1], 64, marks=pytest.mark.slow),  # 15 pending drafts
+        pytest.param("moe", 4, 1, [2, 16, 16, 1], 64, marks=pytest.mark.slow),
     ],
 )
 def test_a_layer_in_one_launch_has_the_bits_of_its_kernels(
-    family: str, bits: int | None, rows: int, widths: list[int], monkeypatch: pytest.MonkeyPatch
+    family: str, bits: int | None, rows: int, widths: list[int], shared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    net = model(family, bits)
+    net = model(family, bits, shared)
     launched = []
     monkeypatch.setattr(decoder_layer, "launch_layer", lambda *a: launched.append(1) or cuda_layer.launch_layer(*a))
     together = rounds(net, rows, widths)
-    expected_launches = 3 * len(widths) - 2  # two layers and the head's; the first window is a prompt's
+    # Two layers and the head's; the first window is a prompt's, and one of more than 16 rows takes other kernels.
+    expected_launches = sum((1 + 2 * (n > 0)) * (rows * width <= 16) for n, width in enumerate(widths))
     assert len(launched) == expected_launches
     assert PERSISTENT.status.tolist()[0] == 0
     monkeypatch.setattr(PERSISTENT, "refusal", "this test")

@@ -6,14 +6,14 @@ namespace headstart {
 
 // Which experts the rows take. Pairs (row, one of its experts) that share an expert are columns of one group, up to
 // eight; column -1 is none.
-constexpr int PAIRS = 128;
+constexpr int PAIRS = 144;
 
 template <typename T>
 struct Choice {
-  int groups;
-  unsigned experts[PAIRS];  // of a pair
+  alignas(16) unsigned experts[PAIRS];  // of a pair
   T scores[PAIRS];
-  int ranks[PAIRS];
+  int groups;
+  unsigned begins[(PAIRS + 31) / 32];  // bits of the pairs that begin a group
   unsigned of[PAIRS];  // the expert of a group
   int columns[PAIRS][8];
 };
@@ -39,55 +39,64 @@ __device__ __forceinline__ void multiply_rows(
       team, shared + threadIdx.x / (32 * SLICES) * (SLICES * WARP_ROOM), x, K, tiles, 1, choose, outputs, ready);
 }
 
-// Row pair / share of x by the pair's expert, for all pairs: [pairs, N].
+// Row pair / share of x by the pair's expert, for all pairs: [pairs, N]. After the last of `matrix` comes `shared`.
 template <
     typename T, int BITS, int GROUP, int CHUNK, int SLICES, int K, int TALL, int STAGES, bool WHOLE, bool STREAMS,
-    typename X, typename M>
+    unsigned E, typename X, typename M>
 __device__ __forceinline__ void multiply_experts(
-    unsigned char* shared, const X* x, int share, const Choice<T>& choice, const M& matrix) {
+    unsigned char* room, const X* x, int share, const Choice<T>& choice, const M& matrix, const M& shared) {
   const Team team = Team::part(32 * SLICES);
   const int each = count_tiles<TALL>(matrix);
   auto choose = [&](int tile) {
-    Part<M> part = {matrix, first_row<TALL, WHOLE>(matrix, tile % each)};
-    move_to_expert<BITS, GROUP>(part, K, choice.of[tile / each]);
+    const unsigned expert = choice.of[tile / each];
+    Part<M> part = {expert == E ? shared : matrix, first_row<TALL, WHOLE>(matrix, tile % each)};
+    move_to_expert<BITS, GROUP>(part, K, expert == E ? 0 : expert);
     return part;
   };
   auto outputs = [&](int tile, int column) { return choice.columns[tile / each][column]; };
   team.sync();
   product<T, BITS, GROUP, CHUNK, SLICES, TALL, 1, STAGES, true, WHOLE, STREAMS>(
-      team, shared + threadIdx.x / (32 * SLICES) * (SLICES * WARP_ROOM), x, K, choice.groups * each, share, choose,
+      team, room + threadIdx.x / (32 * SLICES) * (SLICES * WARP_ROOM), x, K, choice.groups * each, share, choose,
       outputs, [] {});
 }
 
-// Every block routes all rows for itself.
-template <int E, int TOP, typename T>
+// Every block routes all rows for itself. With EACH = TOP + 1 each row takes the shared expert too, as number E.
+template <int E, int TOP, int EACH, typename T>
 __device__ __noinline__ void choose_experts(const T* logits, int rows, bool normed, Choice<T>& choice) {
-  const int pairs = rows * TOP;
+  const int pairs = rows * EACH;
   __syncthreads();  // nobody reads the choice before
-  for (int row = threadIdx.x / 32; row < rows; row += blockDim.x / 32)
-    route<T, E, TOP>(logits + row * E, normed, choice.experts + row * TOP, choice.scores + row * TOP);
+  for (int row = threadIdx.x / 32; row < rows; row += blockDim.x / 32) {
+    route<T, E, TOP>(logits + row * E, normed, choice.experts + row * EACH, choice.scores + row * EACH);
+    if (EACH > TOP && threadIdx.x % 32 == 0) choice.experts[row * EACH + TOP] = E;
+  }
 #pragma unroll 1
   for (int i = threadIdx.x; i < pairs * 8; i += blockDim.x) choice.columns[i / 8][i % 8] = -1;
   __syncthreads();
   const int pair = threadIdx.x;
-  int rank = 0;  // of this pair among those of its expert
-  if (pair < pairs) {
+  const unsigned expert = pair < pairs ? choice.experts[pair] : 0;
+  int rank = 0, leader = pair;  // among the pairs of this expert; every eighth of them begins a group
 #pragma unroll 1
-    for (int p = 0; p < pair; p++) rank += choice.experts[p] == choice.experts[pair];
-    choice.ranks[pair] = rank;
+  for (int p = 0; p < min(pair, pairs); p += 4) {
+    const uint4 next = *reinterpret_cast<const uint4*>(choice.experts + p);
+    const unsigned four[4] = {next.x, next.y, next.z, next.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (p + i < pair && four[i] == expert && rank++ % 8 == 0) leader = p + i;
   }
+  if (rank % 8 == 0) leader = pair;
+  const unsigned begins = __ballot_sync(0xFFFFFFFF, pair < pairs && leader == pair);
+  if (pair < PAIRS && pair % 32 == 0) choice.begins[pair / 32] = begins;
   __syncthreads();
-  if (pair < pairs) {  // every eighth of an expert begins a group
-    int groups = 0, mine = 0;
-#pragma unroll 1
-    for (int p = 0; p <= pair; p++)
-      if (choice.ranks[p] % 8 == 0) {
-        if (choice.experts[p] == choice.experts[pair]) mine = groups;  // the last of them
-        groups++;
-      }
-    choice.columns[mine][rank % 8] = pair;
-    if (rank % 8 == 0) choice.of[mine] = choice.experts[pair];
-    if (pair == pairs - 1) choice.groups = groups;
+  if (pair < pairs) {
+    auto begun_before = [&](int p) {
+      int count = __popc(choice.begins[p / 32] & ((1u << p % 32) - 1));
+      for (int i = 0; i < p / 32; i++) count += __popc(choice.begins[i]);
+      return count;
+    };
+    const int group = begun_before(leader);
+    choice.columns[group][rank % 8] = pair;
+    if (leader == pair) choice.of[group] = expert;
+    if (pair == pairs - 1) choice.groups = begun_before(pair) + (leader == pair);
   }
   __syncthreads();
 }

@@ -23,7 +23,7 @@ from .persistent import SHARED_BYTES
 from .products import MatrixWeights, ProductTile, SumOrder, has_whole_tiles, shared_bytes
 
 MOST_ROWS = 16
-MOST_PAIRS = 128  # of rows and their experts, as in layer.cu
+MOST_PAIRS = 144  # of rows and their experts, as in layer.cu
 THREADS = 384  # of a block: three teams of a product's four slices
 WARP_ROOM = 18432  # bytes of shared memory, as in layer.cu
 STAGES = 4  # chunks of weights under way, at most
@@ -130,11 +130,17 @@ class _Text:
         self.lines.append(f"headstart::multiply_rows<{sizes}>(dynamic_shared, {arguments});")
         self.turn += sum(-(-each.outputs // tile.height) for each in weights)
 
-    def experts(self, x: str, weights: list[MatrixWeights], to: str, share: int) -> None:
-        """Add a product with the chosen experts, or `silu(gate) * up` of theirs. `share` pairs have one row of x."""
-        sizes = self._sizes(weights, ProductTile(32 if len(weights) == 2 else 16, 8), len(weights) == 2)
-        matrix = self._matrix(weights[0], to, weights[1] if len(weights) == 2 else None)
-        self.lines.append(f"headstart::multiply_experts<{sizes}>(dynamic_shared, {x}, {share}, choice, {matrix});")
+    def experts(
+        self, x: str, weights: list[MatrixWeights], shared: list[MatrixWeights], to: str, moe: Mixture
+    ) -> None:
+        """Add a product with the chosen experts, or, of every row of x, `silu(gate) * up` of theirs."""
+        gated = len(weights) == 2
+        sizes = self._sizes(weights, ProductTile(32 if gated else 16, 8), gated)
+        first = self._matrix(weights[0], to, *weights[1:])
+        last = self._matrix(shared[0], to, *shared[1:]) if moe.each > moe.top else first
+        arguments = f"{x}, {moe.each if gated else 1}, choice, {first}, {last}"
+        self.lines.append(f"headstart::multiply_experts<{sizes}, {moe.router.outputs}>(dynamic_shared, {arguments});")
+        self.turn = 0
 
     def _sizes(self, all_of_them: list[MatrixWeights], tile: ProductTile, gated: bool, wide: str = "") -> str:
         """Return the template arguments of a product."""
@@ -280,32 +286,34 @@ def _mlp(text: _Text, mlp: Mlp, ready: str) -> None:
 
 
 def _mixture(text: _Text, moe: Mixture, ready: str) -> None:
-    """Add the phases of a mixture of experts."""
-    shared, experts, count = moe.shared, moe.experts, moe.router.outputs
+    """Add the phases of a mixture of experts. A shared expert like the others is computed with them: a product for
+    itself would be more code, which has to be read in every layer."""
+    shared, experts, count, top, each = moe.shared, moe.experts, moe.router.outputs, moe.top, moe.each
     text.take("logits", count)
     text.take("opening", 1)
-    text.take("shared_hidden", shared.gate.outputs)
-    text.take("hidden", moe.top * experts.gate.outputs)
-    text.take("parts", moe.top * text.size)
-    text.take("made", text.size)
-    normed = text.read_by("normed", moe.readers())
-    hidden, shared_hidden = text.read_by("hidden", [experts.down]), text.read_by("shared_hidden", [shared.down])
+    text.take("hidden", each * experts.gate.outputs)
+    text.take("parts", each * text.size)
+    normed, hidden = text.read_by("normed", moe.readers()), text.read_by("hidden", [experts.down])
     text.multiply(normed, [(moe.router, "logits"), (moe.shared_gate, "opening")], ready)
-    text.gate(normed, shared.gate, shared.up, shared_hidden)
+    always = f"parts + (row * {each} + {top}) * D"
+    if each == top:
+        text.take("shared_hidden", shared.gate.outputs)
+        text.take("made", text.size)
+        shared_hidden, always = text.read_by("shared_hidden", [shared.down]), "made + row * D"
+        text.gate(normed, shared.gate, shared.up, shared_hidden)
     text.lines.append("grid.sync();")
     text.lines.append(
-        f"headstart::choose_experts<{count}, {moe.top}>(logits, rows, {str(moe.normed).lower()}, choice);"
+        f"headstart::choose_experts<{count}, {top}, {each}>(logits, rows, {str(moe.normed).lower()}, choice);"
     )
-    text.turn = 0
-    text.experts(normed, [experts.gate, experts.up], hidden, moe.top)
-    text.turn = moe.top * -(-experts.gate.outputs // 16)  # teams that have no expert, where there is one row
-    text.multiply(shared_hidden, [(shared.down, "made")])
+    text.experts(normed, [experts.gate, experts.up], [shared.gate, shared.up], hidden, moe)
+    if each == top:
+        text.turn = top * -(-experts.gate.outputs // 16)  # teams that have no expert, where there is one row
+        text.multiply(shared_hidden, [(shared.down, "made")])
     text.lines.append("grid.sync();")
-    text.turn = 0
-    text.experts(hidden, [experts.down], "parts", 1)
+    text.experts(hidden, [experts.down], [shared.down], "parts", moe)
     combined = (
-        f"headstart::combined_eight<{moe.top}, D>(parts + row * {moe.top} * D, choice.scores + row * {moe.top}, "
-        "made + row * D, opening[row], at)"
+        f"headstart::combined_eight<{top}, D>(parts + row * {each} * D, choice.scores + row * {each}, "
+        f"{always}, opening[row], at)"
     )
     text.lines.append("grid.sync();")
     text.lines.append(f"headstart::add_rows<D>(rows, middle, [&](int row, int at) {{ return {combined}; }}, out);")

@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..types import Drafts, GatedDeltaWeights
-from .products import MatrixWeights
+from .products import MatrixWeights, SumOrder
 
 
 class NormWeights(NamedTuple):
@@ -25,6 +25,11 @@ class Mlp:
         """Return the matrices that the input is multiplied by."""
         return [self.gate, self.up]
 
+    def is_like(self, other: "Mlp") -> bool:
+        """Return whether the same tiles compute both."""
+        pairs = zip((self.gate, self.up, self.down), (other.gate, other.up, other.down), strict=True)
+        return all((a.inputs, a.outputs, SumOrder.of(a)) == (b.inputs, b.outputs, SumOrder.of(b)) for a, b in pairs)
+
 
 @dataclass(frozen=True)
 class Mixture:
@@ -38,6 +43,11 @@ class Mixture:
     def readers(self) -> list[MatrixWeights]:
         """Return the matrices that the input is multiplied by."""
         return [self.router, self.shared_gate, *self.shared.readers(), *self.experts.readers()]
+
+    @property
+    def each(self) -> int:
+        """Return how many experts a row takes: the shared one is one of them where it is like the others."""
+        return self.top + self.shared.is_like(self.experts)
 
 
 @dataclass(frozen=True)
