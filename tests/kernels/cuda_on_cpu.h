@@ -88,7 +88,7 @@ inline thread_local std::map<int, Barrier> named_barriers;
 inline thread_local jmp_buf scheduler;
 inline thread_local dim3 blockIdx;
 inline dim3 blockDim, gridDim;
-inline thread_local unsigned char dynamic_shared[232448] __align__(128);
+inline thread_local unsigned char dynamic_shared[232448] __align__(512);
 #define threadIdx (self->index)
 
 inline void pause_thread() {
@@ -195,6 +195,7 @@ inline long long clock64() {  // a slow one: what takes a card 100 ms may take t
 // What src/headstart/kernels/tensor_core.cu says in PTX, by the fragment layouts of the PTX manual.
 namespace headstart {
 inline void prefetch(const void*, unsigned) {}
+inline int thread_again() { return int(threadIdx.x); }
 inline void load_and_forget(const void*) {}
 inline void named_barrier(int number, int threads) {
   if (number == 0) return __syncthreads();
@@ -205,6 +206,10 @@ template <typename X>
 X load_acquire(const X* from) {
   std::this_thread::yield();
   return std::atomic_ref(*const_cast<X*>(from)).load();
+}
+
+inline unsigned char* offset_address(void* pointer, int offset) {
+  return reinterpret_cast<unsigned char*>(reinterpret_cast<uintptr_t>(pointer) ^ offset);
 }
 
 // Copies land as late as they may, so that a missing wait shows.

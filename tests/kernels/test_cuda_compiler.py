@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import struct
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from headstart.kernels.cache import cache_folder
 from headstart.kernels.cuda import compiler, stock
 from headstart.kernels.cuda.compiler import (
+    CACHE_HINTS,
     compiled_folder,
     compiled_together,
     cuda_kernel,
@@ -122,7 +124,7 @@ def test_small_outputs_are_parts_of_larger_arrays_unless_the_host_reads_them(
 def test_a_kernel_is_put_where_mlx_looks_for_it_once(compiled: list[str]) -> None:
     kernel = twice()
     assert run(kernel).tolist() == [0, 1]
-    assert compiled == [EXPECTED]
+    assert compiled == [CACHE_HINTS + EXPECTED]
     path = compiled_folder() / f"{NAME}_{standard_hash(EXPECTED.encode()):x}.ptx"
     assert path.read_bytes() == b"\x7fELF code"
     assert path.with_suffix(".txt").read_text() == f"mlx::core::cu::{NAME}\t_Z5twice\n"
@@ -166,6 +168,22 @@ def test_kernels_are_compiled_side_by_side_and_awaited(monkeypatch: pytest.Monke
     monkeypatch.setattr(compiler, "compile_text", lambda kernel, text: (b"\x7fELF", ""))
     run(kernel, 4)  # described outside: ready when it is evaluated
     assert len(list(compiled_folder().glob("*.ptx"))) == 4
+
+
+def test_a_copy_that_the_compiler_got_wrong_is_compiled_without_its_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two instructions of an H200: a copy to [R29], and one to [R31 + UR10]."""
+    right, wrong = ((0x00000000761D7FAE, 0x0003E8000B901D44), (0x00000000781F7DAE, 0x0003E4000B901D4A))
+    texts: list[str] = []
+
+    def compile_text(kernel: str, text: str) -> tuple[bytes, str]:
+        texts.append(text)
+        return b"\x7fELF" + bytes(60) + struct.pack("<4Q", *right, *(wrong if CACHE_HINTS in text else right)), ""
+
+    monkeypatch.setattr(compiler, "compile_text", compile_text)
+    run(twice())
+    assert texts == [CACHE_HINTS + EXPECTED, EXPECTED]
+    (stored,) = compiled_folder().glob("*.ptx")
+    assert stored.read_bytes().endswith(struct.pack("<4Q", *right, *right))
 
 
 @pytest.mark.parametrize("fault", ["compiler", "folder", "type"])

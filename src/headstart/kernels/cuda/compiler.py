@@ -32,6 +32,7 @@ LOG = logging.getLogger("headstart")
 # gives any array a buffer of its size that the host has written or read before. From there a kernel reads over the
 # bus, or waits for a page. Arrays that the host touches rarely have this size.
 ROOM = 4096
+CACHE_HINTS = "#define HEADSTART_CACHE_HINTS\n"  # in code that is looked at (`has_faulty_copies`), not in MLX's
 KNOWN = "0.32."  # versions of MLX that name and declare kernels as below
 TYPES = {  # in CUDA, and in the name of a kernel
     mx.bfloat16: ("__nv_bfloat16", "bfloat16_t"),
@@ -185,7 +186,10 @@ def _compile_once(name: str, text: str) -> None:
 
 def _compile(path: Path, name: str, text: str) -> None:
     try:
-        code, symbol = compile_text(f"mlx::core::cu::{name}", text)
+        kernel = f"mlx::core::cu::{name}"
+        code, symbol = compile_text(kernel, CACHE_HINTS + text)
+        if has_faulty_copies(code):
+            code, symbol = compile_text(kernel, text)
         path.parent.mkdir(parents=True, exist_ok=True)
         names = f"mlx::core::cu::{name}\t{symbol}\n".encode()
         for target, content in ((path.with_suffix(".txt"), names), (path, code)):  # MLX looks for the code first
@@ -195,6 +199,16 @@ def _compile(path: Path, name: str, text: str) -> None:
             Path(file.name).replace(target)
     except Exception as error:  # of the compiler, of the disk
         _warn(repr(error))
+
+
+def has_faulty_copies(code: bytes) -> bool:
+    """Return whether machine code has copies to shared memory whose address is a register plus a uniform register.
+
+    Where such a copy has a cache hint too, NVRTC 13.0 names uniform registers that hold neither: an illegal
+    instruction. (NVRTC 13.4 writes the same form, with registers that hold both.)
+    """
+    instructions = memoryview(code)[: len(code) // 16 * 16].cast("Q")[::2].tolist()
+    return any(word & 0xFFF == 0xDAE for word in instructions)
 
 
 @cache

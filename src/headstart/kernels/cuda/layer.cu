@@ -36,7 +36,7 @@ __device__ __forceinline__ void multiply_rows(
   auto outputs = [&](int, int column) { return column < rows ? column : -1; };
   team.sync();  // nobody reads what the team computed before
   product<T, BITS, GROUP, CHUNK, SLICES, TALL, WIDE, STAGES, false, WHOLE, STREAMS>(
-      team, shared + threadIdx.x / (32 * SLICES) * (SLICES * WARP_ROOM), x, K, tiles, 1, choose, outputs, ready);
+      team, shared + (team.barrier - 1) * (SLICES * WARP_ROOM), x, K, tiles, 1, choose, outputs, ready);
 }
 
 // Row pair / share of x by the pair's expert, for all pairs: [pairs, N]. After the last of `matrix` comes `shared`.
@@ -56,7 +56,7 @@ __device__ __forceinline__ void multiply_experts(
   auto outputs = [&](int tile, int column) { return choice.columns[tile / each][column]; };
   team.sync();
   product<T, BITS, GROUP, CHUNK, SLICES, TALL, 1, STAGES, true, WHOLE, STREAMS>(
-      team, room + threadIdx.x / (32 * SLICES) * (SLICES * WARP_ROOM), x, K, choice.groups * each, share, choose,
+      team, room + (team.barrier - 1) * (SLICES * WARP_ROOM), x, K, choice.groups * each, share, choose,
       outputs, [] {});
 }
 
@@ -169,7 +169,7 @@ __device__ __forceinline__ void add_rows(int rows, const T* x, Added added, T* o
 // arrived already.
 template <int HK, int HV, int DK, int DV, int TAPS, int GROUPS, typename... Arguments>
 __device__ __noinline__ void run_heads(const Grid& grid, int B, Arguments... arguments) {
-  extern __shared__ __align__(128) unsigned char dynamic_shared[];
+  extern __shared__ __align__(512) unsigned char dynamic_shared[];
   constexpr int THREADS = 4 * DV / GROUPS;
   const Team team = {0, 1, int(threadIdx.x), THREADS, 1};
   bool waited = false;
@@ -194,7 +194,7 @@ __device__ __noinline__ void attend(
     const N* query_weight, const N* key_weight, const int* offset, float eps, float log2_base, float scale,
     T* queries, T* all_keys, T* all_values, float* partial, Y* out) {
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, pieces = (S + SPLIT - 1) / SPLIT;
-  extern __shared__ __align__(128) unsigned char dynamic_shared[];
+  extern __shared__ __align__(512) unsigned char dynamic_shared[];
   float* const lines = reinterpret_cast<float*>(dynamic_shared);
   grid.wait();
   for (int i = blockIdx.x + gridDim.x * warp; i < B * W * (H + 2 * HKV); i += gridDim.x * warps)

@@ -193,7 +193,7 @@ class _Text:
 
 
 START = """
-extern __shared__ __align__(128) unsigned char dynamic_shared[];
+extern __shared__ __align__(512) unsigned char dynamic_shared[];
 __shared__ headstart::Grid::Shared barrier;
 __shared__ headstart::Choice<T> choice;
 const headstart::Grid grid(status, new_status, &barrier);

@@ -138,9 +138,8 @@ __device__ __forceinline__ void add_unit(
 
 // Tiles team.index, + team.count, … of `tiles`; tile t is of choose(t). Its column c goes to row outputs(t, c) of y,
 // nowhere if that is negative, and comes from row outputs(t, c) / share of x; MOVES: from other rows in other tiles.
-// WHOLE: every tile has all of its rows. STREAMS: see `copy_16_bytes`; of whole tiles alone, since NVRTC 13.0 gives a
-// copy that is both predicated and hinted a register that it must not have. No slice has fewer chunks than there are
-// STAGES. What others write to x may be read after `ready`.
+// WHOLE: every tile has all of its rows. STREAMS: see `copy_16_bytes`. No slice has fewer chunks than there are STAGES.
+// What others write to x may be read after `ready`.
 template <
     typename T, int BITS, int GROUP, int CHUNK, int SLICES, int TALL, int WIDE, int STAGES, bool MOVES,
     bool WHOLE, bool STREAMS, typename X, typename Choose, typename Outputs, typename Awaited>
@@ -176,7 +175,7 @@ __device__ __forceinline__ void product(
       const T* from = (i < TALL ? scales : biases) + (long long)row * groups;
 #pragma unroll 1
       for (int at = 8 * team.thread; at < bytes / 2; at += 8 * 32 * SLICES)
-        copy_16_bytes<STREAMS && WHOLE>(to + 16 * i * groups + at, from + at, WHOLE ? 16 : min(16, bytes - 2 * at));
+        copy_16_bytes(to + 16 * i * groups + at, from + at, WHOLE ? 16 : min(16, bytes - 2 * at));
     }
   };
 
@@ -199,11 +198,14 @@ __device__ __forceinline__ void product(
   };
   auto fetch = [&](unsigned char* stage) {
     if (fetched < tiles) {
+      // As `place` says. Stages begin at multiples of 512, so no sum is needed: that would be one of a register and a
+      // uniform one, which compilers do wrong (`has_faulty_copies` in compiler.py).
+      const auto even = offset_address(stage, put), odd = offset_address(stage, ROWS == 4 ? put ^ 16 : put);
 #pragma unroll
       for (int i = 0; i < PIECES; i++) {
         const int r = ROWS * i / 16, row = ROWS * i % 16;
-        unsigned char* to = stage + (ROWS == 4 && i % 2 ? put ^ 16 : put) + 512 * i; // as `place` says
-        if (WHOLE || row < rows[r]) copy_16_bytes<STREAMS && WHOLE>(to, from[r] + (long long)row * row_bytes);
+        if (WHOLE || row < rows[r])
+          copy_16_bytes<STREAMS>((i % 2 ? odd : even) + 512 * i, from[r] + (long long)row * row_bytes);
       }
 #pragma unroll
       for (int r = 0; r < TALL; r++) from[r] += CHUNK;

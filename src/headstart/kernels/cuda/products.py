@@ -163,7 +163,7 @@ ROWS = """
   };
 """
 RUN = """
-  extern __shared__ __align__(128) unsigned char dynamic_shared[];
+  extern __shared__ __align__(512) unsigned char dynamic_shared[];
   int tiles = 0;
   for (const auto& matrix : matrices) tiles += headstart::count_tiles<HEIGHT / 16>(matrix);
   headstart::product<T, BITS, GROUP, CHUNK, SLICES, HEIGHT / 16, COLUMNS / 8, STAGES, false, WHOLE, false>(

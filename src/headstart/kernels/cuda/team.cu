@@ -17,9 +17,9 @@ struct Team {
   // As many teams of `threads` as a block of a persistent kernel holds; number `turn` is the first. Neighbours are in
   // different blocks.
   __device__ __forceinline__ static Team part(int threads, int turn = 0) {
-    const int count = blockDim.x / threads * gridDim.x, mine = threadIdx.x / threads;
+    const int thread = thread_again(), count = blockDim.x / threads * gridDim.x, mine = thread / threads;
     const int index = int(blockIdx.x + gridDim.x * mine) - turn % count;
-    return {index < 0 ? index + count : index, count, int(threadIdx.x) % threads, threads, 1 + mine};
+    return {index < 0 ? index + count : index, count, thread % threads, threads, 1 + mine};
   }
 };
 

@@ -7,18 +7,41 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// threadIdx.x, read anew: what is derived from it here is not kept in registers, or spilled, from one phase of a kernel
+// to the next.
+__device__ __forceinline__ int thread_again() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+#ifdef HEADSTART_CACHE_HINTS // see compiler.py
+constexpr bool CACHE_HINTS = true;
+#else
+constexpr bool CACHE_HINTS = false;
+#endif
+
+// The address in shared memory that is `offset` bytes behind a multiple of `offset`'s next power of two.
+__device__ __forceinline__ uint32_t offset_address(const void* pointer, int offset) {
+  return shared_address(pointer) ^ offset;
+}
+
 // Into shared memory, without waiting. What is not `there` is not read, and zero. What it STREAMS is the first to leave
 // the L2 cache, where the code of kernels has to stay.
 template <bool STREAMS = false>
-__device__ __forceinline__ void copy_16_bytes(void* to, const void* from, int there = 16) {
-  if constexpr (STREAMS)
+__device__ __forceinline__ void copy_16_bytes(uint32_t to, const void* from, int there = 16) {
+  if constexpr (STREAMS && CACHE_HINTS)
     asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
-                 ::"r"(shared_address(to)), "l"(from), "r"(there), "l"(0x12F0000000000000ull)
+                 ::"r"(to), "l"(from), "r"(there), "l"(0x12F0000000000000ull)
                  : "memory");
   else
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-                 ::"r"(shared_address(to)), "l"(from), "r"(there)
+                 ::"r"(to), "l"(from), "r"(there)
                  : "memory");
+}
+
+__device__ __forceinline__ void copy_16_bytes(void* to, const void* from, int there = 16) {
+  copy_16_bytes(shared_address(to), from, there);
 }
 
 __device__ __forceinline__ void commit_copies() {
