@@ -3,9 +3,8 @@
     report    `headstart report`, written to $OUT/report.md
     answer    seconds to a server's first answer, built-in model and 27b, with no compiled kernels and with kept ones
     27b, 35b  `gpu.py paths`: k = 0, 2, 3 at the imposed acceptance; drafts with and without the reduced head
-    identity  greedy text of the built-in model, both paths, bfloat16 and 4 bits, k = 0..8, batches of 1 to 16
-    engines   two engines in one process
-    requests  10,000 short requests, another program on the card during some of them
+    exact     side by side, as programs that share the card: greedy text of the built-in model, both paths, bfloat16
+              and 4 bits, k = 0..8, batches of 1 to 16; 10,000 short requests; two engines in one process
 
 A part is a process of its own with a limit, so that one that hangs or fails takes no other along. Compiled kernels
 are kept for the parts after `answer`, as they are on a user's machine. --tiny: small shapes on the CPU, to try the
@@ -20,15 +19,18 @@ import tempfile
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 BEGUN = time.perf_counter()
 OUT = Path(os.environ.get("OUT") or tempfile.gettempdir())
-LIMITS = {"report": 70, "answer": 100, "27b": 130, "35b": 100, "identity": 80, "engines": 20, "requests": 90}
+LIMITS = {"report": 70, "answer": 100, "27b": 150, "35b": 100, "exact": 230}
 TINY = os.environ.get("HEADSTART_BENCH_TINY") == "1"
-REQUESTS = 200 if TINY else 10_000
+REQUESTS = 50 if TINY else 2_500  # of each of four processes
+BATCHES = {"a": [16, 1, 4, 2], "b": [8, 3, 5, 12]}
 SMALL: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 128, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
@@ -142,7 +144,17 @@ def large(name: str) -> None:
     compare_rates(model, recording, gpu.ACCEPTANCE[name], [2, 3], 2 if TINY else 3)
 
 
-def identity() -> None:
+def exact() -> None:
+    """All that is not timed, side by side."""
+    parts = [f"identity-{bits}-{name}" for bits in (16, 4) for name in BATCHES] + ["requests"] * 4 + ["engines"]
+    processes = [subprocess.Popen([sys.executable, __file__, part]) for part in parts]
+    ended = {f"{part} ({i})": process.wait() for i, (part, process) in enumerate(zip(parts, processes, strict=True))}
+    failed = [f"{part}: {code}" for part, code in ended.items() if code]
+    say(f"{len(ended)} processes: {', '.join(failed) or 'all ended well'}")
+    sys.exit(bool(failed))
+
+
+def identity(bits: int, batches: list[int]) -> None:
     """Texts of 16 prompts must be the same, whatever the path, the depth and the batch."""
     from invariance import TASKS
 
@@ -158,22 +170,23 @@ def identity() -> None:
         handles = [engine.submit(Request(each, SamplingParams(max_tokens=24, k=k))) for each in asked]
         return [[token for event in handle for token in event.tokens] for handle in handles]
 
-    for bits in (None, 4):
-        model, tokenizer = built_in(bits)
-        chats = [[{"role": "user", "content": task}] for task in TASKS[:16]]
-        asked = [list(tokenizer.apply_chat_template(chat, add_generation_prompt=True)) for chat in chats]
-        PERSISTENT.refusal = "this benchmark"
-        expected = texts(model, asked, 0, 1)
-        for batch in (16, 1, 4, 2, 8, 3, 5, 12) if not TINY else (16, 1):
-            wrong = []
-            for path, refusal in (("separate kernels", "this benchmark"), ("one launch", None)):
-                for k in range(9):
-                    PERSISTENT.refusal = refusal
-                    count = 16 if batch > 4 else 4
-                    found = texts(model, asked[:count], k, batch)
-                    wrong += [f"{path}, k = {k}"] * (found != expected[:count])
-            launched = "launched" if PERSISTENT.launched else "not launched"
-            say(f"{bits or 16} bits, batches of {batch}, k = 0..8, both paths ({launched}): {wrong or 'identical'}")
+    model, tokenizer = built_in(bits if bits < 16 else None)
+    chats = [[{"role": "user", "content": task}] for task in TASKS[:16]]
+    asked = [list(tokenizer.apply_chat_template(chat, add_generation_prompt=True)) for chat in chats]
+    PERSISTENT.refusal = "this benchmark"
+    expected = texts(model, asked, 0, 1)
+    digest = sha256(repr(expected).encode()).hexdigest()[:8]
+    for batch in batches if not TINY else batches[:2]:
+        wrong = []
+        for path, refusal in (("separate kernels", "this benchmark"), ("one launch", None)):
+            for k in range(9):
+                PERSISTENT.refusal = refusal
+                count = 16 if batch > 4 else 4
+                found = texts(model, asked[:count], k, batch)
+                wrong += [f"{path}, k = {k}"] * (found != expected[:count])
+        launched = "launched" if PERSISTENT.launched else "not launched"
+        say(f"{bits} bits, batches of {batch}, k = 0..8, both paths ({launched}): {wrong or 'identical'} ({digest})")
+        assert not wrong, f"{bits} bits, batches of {batch}: {wrong}"
 
 
 def requests() -> None:
@@ -183,44 +196,31 @@ def requests() -> None:
 
     gpu = prepare()
     model, _ = built_in()
-    count, done, other = REQUESTS, 0, None
+    count, done = REQUESTS, 0
     with EngineThread(Engine(model, max_sequences=16)) as engine:
         prompt = gpu.prompts(1, 12)[0]
         handles = []
         for i in range(count):
             tokens = [token % model.vocabulary for token in (i, *prompt)]
             handles.append(engine.submit(Request(tokens, SamplingParams(max_tokens=4))))
-        for i, handle in enumerate(handles):
+        for handle in handles:
             reason = list(handle)[-1].finish_reason
             assert reason in ("length", "stop"), f"a request ended by {reason}"
             done += 1
-            if i == count // 2:
-                other = subprocess.Popen([sys.executable, __file__, "stress"])
-                say("another program uses the card")
-            if done % (count // 10) == 0:
+            if done % (count // 5) == 0:
                 say(f"{done} requests; persistent kernels: {PERSISTENT.refusal or 'in use'}")
-    if other is not None:
-        other.terminate()
-        other.wait()
-
-
-def stress() -> None:
-    import mlx.core as mx
-
-    prepare()
-    x, end = mx.random.normal((2048, 2048)), time.perf_counter() + 20
-    while time.perf_counter() < end:
-        mx.eval(x @ x)
 
 
 def engines() -> None:
     """Two engines with a model each, in threads: only one may launch persistent kernels."""
     from headstart.engine import Engine, EngineThread, Request
     from headstart.sampling import SamplingParams
+    from headstart.thread_exit import wait_at_exit
 
     gpu, texts, expected = prepare(), {}, None
 
     def run(number: int) -> None:
+        wait_at_exit()
         model, _ = built_in()
         with EngineThread(Engine(model)) as engine:
             asked = [[token % model.vocabulary for token in prompt] for prompt in gpu.prompts(4)]
@@ -234,7 +234,9 @@ def engines() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    say(f"two engines at once: {'identical' if texts[1] == texts[2] == expected else 'NOT identical'}")
+    same = texts[1] == texts[2] == expected
+    say(f"two engines at once: {'identical' if same else 'NOT identical'}")
+    assert same
 
 
 PARTS: dict[str, Callable[[], None]] = {
@@ -242,12 +244,16 @@ PARTS: dict[str, Callable[[], None]] = {
     "answer": answer,
     "27b": lambda: large("27b"),
     "35b": lambda: large("35b"),
-    "identity": identity,
+    "exact": exact,
+    **{
+        f"identity-{bits}-{name}": partial(identity, bits, batches)
+        for bits in (16, 4)
+        for name, batches in BATCHES.items()
+    },
     "requests": requests,
     "engines": engines,
     "answer-built-in": lambda: first_answer("built-in"),
     "answer-27b": lambda: first_answer("27b"),
-    "stress": stress,
 }
 
 
