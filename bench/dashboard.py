@@ -37,7 +37,7 @@ def serving() -> Iterator[str]:
     folder = resolve(None)
     model, tokenizer = load(folder)
     engine_thread = EngineThread(Engine(model, tokenizer))
-    engine_thread.engine.warm_up()
+    engine_thread.warm_up()
     served = ServedModel.of(ModelInfo.of(read_layout(folder)), model, tokenizer)
     with bind("127.0.0.1", 0) as bound:
         server = Server(create_app(ModelPool.of_one(engine_thread, served)), engine_thread.device)

@@ -112,10 +112,9 @@ def first_answer(name: str) -> None:
     mx.eval(model.weights.parameters())
     begun = time.perf_counter()
     say("model loaded")
-    warm = Engine(model, tokenizer)
-    warm.warm_up()
-    say(f"warmed up, {time.perf_counter() - begun:.1f} s after the model was loaded")
-    with EngineThread(warm) as engine:
+    with EngineThread(Engine(model, tokenizer)) as engine:
+        engine.warm_up()
+        say(f"warmed up, {time.perf_counter() - begun:.1f} s after the model was loaded")
         prompt = [token % model.vocabulary for token in gpu.prompts(1, 20)[0]]
         handle = engine.submit(Request(prompt, SamplingParams(max_tokens=100)))
         stream = iter(handle)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from threading import Thread
+from threading import Thread, current_thread
 from typing import Any
 
 import pytest
@@ -12,6 +12,8 @@ from headstart.engine import Engine, EngineThread, Event, Handle, Request
 from headstart.engine.depth import DepthController
 from headstart.engine.sequence import SequenceState
 from headstart.errors import Busy, EngineDown, HeadstartError, RequestError
+from headstart.models import graph
+from headstart.models.graph import Graph
 from headstart.sampling import SamplingParams
 
 model = random_model("dense")
@@ -188,3 +190,23 @@ def test_an_engine_that_is_warm_has_timed_its_steps_and_answers_the_same() -> No
     engine.warm_up()
     assert engine.depth.step_time.timings
     assert collect(engine.submit(request(0))).tokens == generate(fresh, PROMPTS[0], max_tokens=30, k=0).tokens
+
+
+def test_what_the_warm_up_compiled_the_first_request_does_not_compile_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlx keeps what it compiled by thread: so a warm-up runs in the thread that decodes."""
+    traced: list[str] = []
+    trace = Graph._from_arrays
+
+    def record(self: Graph, *arrays: Any) -> Any:
+        traced.append(current_thread().name)
+        return trace(self, *arrays)
+
+    monkeypatch.setattr(Graph, "_from_arrays", record)
+    monkeypatch.setattr(graph, "on_cuda", lambda: True)
+    with EngineThread(Engine(random_model("dense", seed=79))) as room:
+        room.warm_up()
+        count = len(traced)
+        assert set(traced) == {"device"}
+        answer = collect(room.submit(Request([3, 5, 7], SamplingParams(max_tokens=10, k=1))))
+    assert len(answer.tokens) == 10
+    assert len(traced) == count

@@ -19,7 +19,7 @@ from running import HANG, tokenizer, wait_until
 import headstart.checkpoint.load
 from checkpoints import write
 from headstart.checkpoint import load_model
-from headstart.engine import DeviceThread, Engine, Request
+from headstart.engine import DeviceThread, Engine, EngineThread, Request
 from headstart.sampling import SamplingParams
 from headstart.server import ModelPool, PooledModel
 
@@ -129,6 +129,23 @@ def here(folders: dict[str, Path]) -> Iterator[tuple[httpx.Client, ModelPool]]:
     pool.load_now(models[0])
     with serving(pool) as http:
         yield http, pool
+
+
+def test_a_warm_up_that_is_interrupted_ends_the_thread_of_the_device(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the process would end while something is computed."""
+    before = threading.enumerate()
+
+    def interrupted(thread: EngineThread) -> None:
+        thread.start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(EngineThread, "warm_up", interrupted)
+    pool = ModelPool(DeviceThread(), [PooledModel.of(folders["red"])])
+    with pytest.raises(KeyboardInterrupt):
+        pool.load_now(pool.models[0])
+    assert not [each for each in threading.enumerate() if each.name == "device" and each not in before]
 
 
 def test_a_model_is_loaded_when_it_is_named_and_the_first_is_meant_otherwise(

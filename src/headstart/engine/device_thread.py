@@ -7,7 +7,7 @@ request continues; if it dies again, all requests end with the error.
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from threading import Condition, Thread
+from threading import Condition, Thread, current_thread
 from typing import Any
 
 from ..errors import EngineDown
@@ -42,6 +42,9 @@ class DeviceThread:
         self.engines = tuple(each for each in self.engines if each is not engine)
 
     def start(self) -> None:
+        """Start the thread, unless it runs."""
+        if self._thread is not None and self._thread.is_alive() and self._thread is not current_thread():
+            return
         PERSISTENT.release()  # by the thread that warmed the engines up
         self._thread = Thread(target=self._run, name="device", daemon=True)
         start_deep(self._thread)  # grammars recurse

@@ -71,6 +71,14 @@ class EngineThread:
     def start(self) -> None:
         self.device.start()
 
+    def warm_up(self) -> None:
+        """Do the measurements that the first request would otherwise wait for, and start the thread.
+
+        They are done in that thread: mlx keeps what it compiled by thread.
+        """
+        self.start()
+        self.device.call(self.engine.warm_up).result()
+
     def submit(
         self, request: Request, *, client: str = "", listener: Callable[[Event], None] | None = None
     ) -> Handle:

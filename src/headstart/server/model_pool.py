@@ -94,7 +94,11 @@ class ModelPool:
         """Load a model before the server starts, and do the measurements that its first request would wait for."""
         self._share_memory(model)
         served, thread = self._load_on_device(model, model.load_tokenizer())
-        thread.engine.warm_up()
+        try:
+            thread.warm_up()
+        except BaseException:  # such as Ctrl-C: nothing may be computed while the process ends
+            self.device.close(0)
+            raise
         self.put(model, served, thread)
         return served
 
