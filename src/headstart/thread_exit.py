@@ -29,7 +29,7 @@ def wait_at_exit() -> None:
 @atexit.register
 def wait_for_threads() -> None:
     """Wait until those threads are gone that have ended for Python."""
-    ended = [thread.native_id for thread in _threads if not thread.is_alive()]
+    ended = [thread.native_id for thread in list(_threads) if not thread.is_alive()]
     if ended and sys.platform != "linux":
         time.sleep(0.05)  # the system does not list its threads; they need far less
     end = time.monotonic() + MAX_SECONDS
