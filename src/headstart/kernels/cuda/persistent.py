@@ -18,10 +18,10 @@ SHARED_BYTES = 227 * 1024  # of a block, at most
 
 
 class _OfThread(threading.local):
-    """What a thread has of its own: no other can compute its arrays, least of all while it traces a graph."""
+    """Hold the status of one thread. Other threads cannot evaluate it, least of all while a graph is traced."""
 
     def __init__(self) -> None:
-        self.status = mx.array([0, 0, 0, 0], mx.int32)
+        self.status = _passed()
 
 
 class Persistent:
@@ -35,7 +35,7 @@ class Persistent:
 
     @property
     def status(self) -> mx.array:
-        """This thread's last launch left it: its first element is one where a barrier failed."""
+        """Return the status that this thread's last launch left; its first element is 1 where a barrier failed."""
         return self._of_thread.status
 
     @status.setter
@@ -59,6 +59,7 @@ class Persistent:
         """Let another thread launch them, if this one did, once all that it launched has been computed."""
         if self._owner is current_thread():
             mx.synchronize()
+            self.status = _passed()
             self._owner = None
 
     def give_up(self, reason: str) -> None:
@@ -66,6 +67,10 @@ class Persistent:
         LOG.error("%s: decoder layers are computed by separate kernels from now on", reason)
         self.refusal, self.launched = reason, False
         self._of_thread = _OfThread()
+
+
+def _passed() -> mx.array:
+    return mx.array([0, 0, 0, 0], mx.int32)
 
 
 PERSISTENT = Persistent()
