@@ -26,7 +26,7 @@ def fold_and_run(net: nn.Module, window: Window, memory: Any, accepted: mx.array
             list(window), list(weights[:-1]), weights.eps, state, conv, accepted, list(pending or ()), certain
         )
         return Ran(y, state, conv, Drafts(*fresh) if fresh else None)
-    if gated_delta_fits(state, dtype):
+    if gated_delta_fits(state, dtype, weights.conv.shape[1]):
         return launch_gated_delta(window, weights, state, conv, pending, accepted, certain)
     if metal.on_metal() and metal.chosen_kernel("gated delta", gated_delta_shape(window, state, conv)) == "metal":
         return metal_gated_delta(window, weights, state, conv, pending, accepted, certain)

@@ -77,7 +77,7 @@ def _mlp(module: nn.Module, dtype: mx.Dtype) -> Mlp | None:
 
 def _delta(layer: nn.Module, x: mx.array, memory: Recurrent, accepted: mx.array) -> GatedDelta | None:
     net, (B, W, _) = layer.linear_attn, x.shape
-    if "in_proj_qkv" not in net or not gated_delta_fits(memory.state, x.dtype):
+    if "in_proj_qkv" not in net or not gated_delta_fits(memory.state, x.dtype, net.conv1d.weight.shape[1]):
         return None
     found = _matrices(x.dtype, net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a, net.out_proj)
     if found is None:

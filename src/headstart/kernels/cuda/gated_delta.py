@@ -9,10 +9,11 @@ from .compiler import cuda_kernel
 from .device import include, launch_bounds, on_cuda
 
 
-def gated_delta_fits(state: mx.array, dtype: mx.Dtype) -> bool:
-    """Return whether `launch_gated_delta` takes a state of this shape on this device."""
+def gated_delta_fits(state: mx.array, dtype: mx.Dtype, taps: int) -> bool:
+    """Return whether `launch_gated_delta` takes a state of this shape, and a convolution of so many taps, on this
+    device: beyond, a block has too few registers or too little shared memory."""
     _, _, Dv, Dk = state.shape
-    fits = Dk % 32 == 0 and Dv % 8 == 0 and Dk <= 128 and Dv <= 128  # beyond that a block has too few registers
+    fits = Dk % 32 == 0 and Dv % 8 == 0 and Dk <= 128 and Dv <= 128 and taps <= 4
     return on_cuda() and fits and dtype in (mx.bfloat16, mx.float16, mx.float32)
 
 
