@@ -88,7 +88,9 @@ inline thread_local std::map<int, Barrier> named_barriers;
 inline thread_local jmp_buf scheduler;
 inline thread_local dim3 blockIdx;
 inline dim3 blockDim, gridDim;
-inline thread_local unsigned char dynamic_shared[232448] __align__(512);
+// Aligned as the kernel declares it, and no better: what relies on more shows.
+inline thread_local unsigned char shared_room[232448 + 2048] __align__(2048);
+#define dynamic_shared (shared_room + SHARED_ALIGNMENT)
 #define threadIdx (self->index)
 
 inline void pause_thread() {
@@ -299,7 +301,7 @@ inline void run_block(dim3 index) {
   blockIdx = index;
   block_barrier = {count};
   named_barriers.clear();
-  std::memset(dynamic_shared, 0xFF, sizeof dynamic_shared);  // no number in any type
+  std::memset(shared_room, 0xFF, sizeof shared_room);  // no number in any type
   for (int w = 0; w < int(warps.size()); ++w) warps[w].barrier = {min(32, count - 32 * w)};
   for (int t = 0; t < count; ++t) {
     Thread& thread = threads[t];

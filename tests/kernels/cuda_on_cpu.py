@@ -48,7 +48,9 @@ def cuda_kernel(
     files = [Path(file) for file in re.findall(r'#include "(.*)"', header)]
     # What the tensor cores do stands in cuda_on_cpu.h.
     header = "".join(file.read_text() for file in files if file.stem != "tensor_core")
-    header, source = (re.sub(r"extern __shared__ .* dynamic_shared\[\];", "", text) for text in (header, source))
+    declared = re.compile(r"extern __shared__ __align__\((\d+)\) unsigned char dynamic_shared\[\];")
+    alignment = max(map(int, declared.findall(header + source)), default=16)
+    header, source = (declared.sub("", text) for text in (header, source))
     together = "headstart::Grid" in source  # blocks wait for each other
 
     def call(
@@ -75,6 +77,7 @@ def cuda_kernel(
         ]
         text = "\n".join(
             [
+                f"#define SHARED_ALIGNMENT {alignment}",
                 '#include "cuda_on_cpu.h"',
                 header,
                 'extern "C" void run(void** pointers, const Shape* shapes, const int* grid) {',
