@@ -19,6 +19,8 @@ from headstart.kernels.cuda import persistent
 from headstart.models import Model, base, decoder_layer
 from headstart.models.decoder_layer import PERSISTENT
 
+UNLIKE = {"shared_expert_intermediate_size": 32}  # a shared expert unlike the others
+WIDE_HEADS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # as released models have
 pytestmark = pytest.mark.usefixtures("stock_ops")  # the kernels for CUDA run on this CPU, not those for it
 
 
@@ -45,12 +47,12 @@ def on_the_cpu() -> Iterator[None]:
 
 
 @cache
-def model(family: str, bits: int | None, shared: int = 64) -> Model:
-    """One GatedDeltaNet layer and one of attention, in bfloat16 or 4 bits; with a `shared` expert of this size."""
+def model(family: str, bits: int | None, **changed: int) -> Model:
+    """One GatedDeltaNet layer and one of attention, in bfloat16 or 4 bits."""
     with TemporaryDirectory() as folder:
         sizes = {"num_hidden_layers": 2, "full_attention_interval": 2, "linear_value_head_dim": 32}
         sizes |= {"linear_key_head_dim": 32, "head_dim": 64, "hidden_size": 64}
-        sizes |= {"shared_expert_intermediate_size": shared} if family == "moe" else {}
+        sizes |= changed
         layout = "raw" if bits is None else "converted"
         write(Path(folder), family, layout, bits=bits, **sizes)
         return load_model(folder, dtype=mx.bfloat16)
@@ -78,24 +80,30 @@ def rounds(net: Model, rows: int, widths: list[int]) -> list[mx.array]:
 
 
 @pytest.mark.parametrize(
-    ("family", "bits", "rows", "widths", "shared"),
+    ("family", "bits", "rows", "widths", "changed"),
     [
-        ("dense", 4, 1, [2, 2, 1], 64),
-        ("moe", 4, 2, [2, 2], 64),
-        pytest.param("dense", 4, 2, [2, 1, 3, 2], 64, marks=pytest.mark.slow),
-        pytest.param("dense", None, 4, [2, 3, 1], 64, marks=pytest.mark.slow),
-        pytest.param("moe", None, 1, [2, 1, 3, 2], 64, marks=pytest.mark.slow),
-        pytest.param("moe", 4, 2, [2, 3, 1], 64, marks=pytest.mark.slow),
-        pytest.param("moe", None, 2, [2, 3, 1], 32, marks=pytest.mark.slow),  # unlike the other experts
-        pytest.param("moe", 4, 15, [2, 1, 1], 64, marks=pytest.mark.slow),  # two groups of the shared expert
-        pytest.param("dense", 4, 1, [2, 16, 16, 1], 64, marks=pytest.mark.slow),  # 15 pending drafts
-        pytest.param("moe", 4, 1, [2, 16, 16, 1], 64, marks=pytest.mark.slow),
+        ("dense", 4, 1, [2, 2, 1], {}),
+        ("moe", 4, 2, [2, 2], {}),
+        pytest.param("dense", 4, 2, [2, 1, 3, 2], {}, marks=pytest.mark.slow),
+        pytest.param("dense", None, 4, [2, 3, 1], {}, marks=pytest.mark.slow),
+        pytest.param("moe", None, 1, [2, 1, 3, 2], {}, marks=pytest.mark.slow),
+        pytest.param("moe", 4, 2, [2, 3, 1], {}, marks=pytest.mark.slow),
+        pytest.param("moe", None, 2, [2, 3, 1], UNLIKE, marks=pytest.mark.slow),
+        pytest.param("moe", 4, 16, [2, 1, 1], {"num_experts": 16, "num_experts_per_tok": 8}, marks=pytest.mark.slow),
+        pytest.param("dense", 4, 2, [2, 3, 1], WIDE_HEADS, marks=pytest.mark.slow),
+        pytest.param("dense", 4, 1, [2, 16, 16, 1], {}, marks=pytest.mark.slow),  # 15 pending drafts
+        pytest.param("moe", 4, 1, [2, 16, 16, 1], {}, marks=pytest.mark.slow),
     ],
 )
 def test_a_layer_in_one_launch_has_the_bits_of_its_kernels(
-    family: str, bits: int | None, rows: int, widths: list[int], shared: int, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    bits: int | None,
+    rows: int,
+    widths: list[int],
+    changed: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    net = model(family, bits, shared)
+    net = model(family, bits, **changed)
     launched = []
     monkeypatch.setattr(decoder_layer, "launch_layer", lambda *a: launched.append(1) or cuda_layer.launch_layer(*a))
     together = rounds(net, rows, widths)
