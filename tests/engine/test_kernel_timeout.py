@@ -38,7 +38,6 @@ def test_the_thread_of_an_engine_launches_them_though_another_warmed_it_up(monke
     monkeypatch.setattr(persistent, "on_cuda", lambda: True)
     monkeypatch.setattr(persistent, "resident_blocks", lambda shared: 2)
     monkeypatch.setattr(PERSISTENT, "_owner", None)
-    monkeypatch.setattr(PERSISTENT, "status", PERSISTENT.status)
     engine = Engine(random_model("dense"))
     monkeypatch.setattr(engine, "run_once", lambda: asked.append(PERSISTENT.claim()))
     asked: list[bool] = []

@@ -59,12 +59,12 @@ def test_a_trace_that_fails_leaves_a_status_that_can_be_computed() -> None:
     assert PERSISTENT.status.tolist()[0] == 0
 
 
-def test_two_engines_of_a_process_decode_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_of_a_process_decode_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in a thread of its own, with graphs, as on CUDA."""
     monkeypatch.setattr(graph, "on_cuda", lambda: True)
 
     def decode() -> list[list[int]]:
-        model = random_model("dense")
+        model = random_model.__wrapped__("dense")  # one of its own
         engine = Engine(model)
         handles = [submit(engine, random_prompt(model, 7, n), k=2, max_tokens=40) for n in range(3)]
         return [collect(handle).tokens for handle in handles]
