@@ -175,8 +175,9 @@ def identity(bits: int, batches: list[int]) -> None:
     PERSISTENT.refusal = "this benchmark"
     expected = texts(model, asked, 0, 1)
     digest = sha256(repr(expected).encode()).hexdigest()[:8]
+    failed: list[str] = []
     for batch in batches if not TINY else batches[:2]:
-        wrong = []
+        wrong: list[str] = []
         for path, refusal in (("separate kernels", "this benchmark"), ("one launch", None)):
             for k in range(9):
                 PERSISTENT.refusal = refusal
@@ -185,7 +186,8 @@ def identity(bits: int, batches: list[int]) -> None:
                 wrong += [f"{path}, k = {k}"] * (found != expected[:count])
         launched = "launched" if PERSISTENT.launched else "not launched"
         say(f"{bits} bits, batches of {batch}, k = 0..8, both paths ({launched}): {wrong or 'identical'} ({digest})")
-        assert not wrong, f"{bits} bits, batches of {batch}: {wrong}"
+        failed += wrong
+    assert not failed, f"{len(failed)} texts differ"
 
 
 def requests() -> None:
