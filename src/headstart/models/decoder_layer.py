@@ -30,7 +30,7 @@ def decoder_layer(
     packed = packed_weights(layer)
     ahead = _ahead(layer.mlp, x.dtype)
     mixer = _delta(layer, x, memory, accepted) if isinstance(memory, Recurrent) else _attention(layer, x, memory)
-    if ahead is None or mixer is None or (isinstance(ahead, Mixture) and B * W * ahead.each > MOST_PAIRS):
+    if ahead is None or mixer is None or (isinstance(ahead, Mixture) and B * W * ahead.experts_per_row > MOST_PAIRS):
         return None
     before, between = (NormWeights(each["weight"], each.eps) for each in (norm, layer.post_attention_layernorm))
     made = launch_layer(x, PERSISTENT.status, before, mixer, between, ahead, packed)

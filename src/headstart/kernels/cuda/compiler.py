@@ -32,7 +32,7 @@ LOG = logging.getLogger("headstart")
 # gives any array a buffer of its size that the host has written or read before. From there a kernel reads over the
 # bus, or waits for a page. Arrays that the host touches rarely have this size.
 ROOM = 4096
-CACHE_HINTS = "#define HEADSTART_CACHE_HINTS\n"  # in code that is looked at (`has_faulty_copies`), not in MLX's
+CACHE_HINTS = "#define HEADSTART_CACHE_HINTS\n"  # for code that is checked after it is compiled, not for MLX's
 KNOWN = "0.32."  # versions of MLX that name and declare kernels as below
 TYPES = {  # in CUDA, and in the name of a kernel
     mx.bfloat16: ("__nv_bfloat16", "bfloat16_t"),
@@ -188,7 +188,8 @@ def _compile(path: Path, name: str, text: str) -> None:
     try:
         kernel = f"mlx::core::cu::{name}"
         code, symbol = compile_text(kernel, CACHE_HINTS + text)
-        if has_faulty_copies(code):
+        if has_uniform_copies(code):
+            LOG.info("%s is compiled without cache hints", name)
             code, symbol = compile_text(kernel, text)
         path.parent.mkdir(parents=True, exist_ok=True)
         names = f"mlx::core::cu::{name}\t{symbol}\n".encode()
@@ -201,11 +202,11 @@ def _compile(path: Path, name: str, text: str) -> None:
         _warn(repr(error))
 
 
-def has_faulty_copies(code: bytes) -> bool:
-    """Return whether machine code has copies to shared memory whose address is a register plus a uniform register.
+def has_uniform_copies(code: bytes) -> bool:
+    """Return whether machine code may have copies to shared memory at a register plus a uniform register.
 
-    Where such a copy has a cache hint too, NVRTC 13.0 names uniform registers that hold neither: an illegal
-    instruction. (NVRTC 13.4 writes the same form, with registers that hold both.)
+    Such a copy with a cache hint is miscompiled by NVRTC 13.0: it names uniform registers that hold neither, and the
+    device reports an illegal instruction. Our copies are written so that there are none (`offset_address`).
     """
     instructions = memoryview(code)[: len(code) // 16 * 16].cast("Q")[::2].tolist()
     return any(word & 0xFFF == 0xDAE for word in instructions)

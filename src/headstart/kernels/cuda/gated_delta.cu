@@ -202,8 +202,8 @@ __device__ __forceinline__ void fold_and_run(
       shared.betas[last] = old.beta[(token + last) * HV + hv];
     }
   };
-  // The convolution's inputs from `begin` to `end` before the window's token t0 + HISTORY; before the window, what came
-  // last of all that is certain.
+  // Copy inputs[begin] to inputs[end - 1]. inputs[i] is the window's position t0 - HISTORY + i; those before the window
+  // come from accepted drafts, and before these from `conv`.
   auto fetch_inputs = [&](int t0, int begin, int end) {
 #pragma unroll 1
     for (int i = begin * PIECES + thread; i < end * PIECES; i += THREADS) {

@@ -21,13 +21,14 @@ struct Choice {
 // Every warp has the same piece of shared memory all along, a team those of its warps: so a team may begin with the next
 // product while others are not yet done with the last, if that has teams of the same size.
 constexpr int WARP_ROOM = 18432;
+static_assert(WARP_ROOM % 512 == 0);
 
 // x [rows, K] by several matrices. `turn`: the team that begins. The activations are there when `ready` has returned.
 template <
     typename T, int BITS, int GROUP, int CHUNK, int SLICES, int K, int TALL, int WIDE, int STAGES, bool WHOLE,
     bool STREAMS, int COUNT, typename X, typename M, typename Awaited>
 __device__ __forceinline__ void multiply_rows(
-    unsigned char* shared, int turn, const X* x, int rows, const M (&matrices)[COUNT], Awaited ready) {
+    unsigned char* room, int turn, const X* x, int rows, const M (&matrices)[COUNT], Awaited ready) {
   const Team team = Team::part(32 * SLICES, turn);
   int tiles = 0;
 #pragma unroll
@@ -36,20 +37,20 @@ __device__ __forceinline__ void multiply_rows(
   auto outputs = [&](int, int column) { return column < rows ? column : -1; };
   team.sync();  // nobody reads what the team computed before
   product<T, BITS, GROUP, CHUNK, SLICES, TALL, WIDE, STAGES, false, WHOLE, STREAMS>(
-      team, shared + (team.barrier - 1) * (SLICES * WARP_ROOM), x, K, tiles, 1, choose, outputs, ready);
+      team, room + (team.barrier - 1) * (SLICES * WARP_ROOM), x, K, tiles, 1, choose, outputs, ready);
 }
 
-// Row pair / share of x by the pair's expert, for all pairs: [pairs, N]. After the last of `matrix` comes `shared`.
+// Row pair / share of x by the pair's expert, for all pairs: [pairs, N]. Expert E is `shared_expert`.
 template <
     typename T, int BITS, int GROUP, int CHUNK, int SLICES, int K, int TALL, int STAGES, bool WHOLE, bool STREAMS,
     unsigned E, typename X, typename M>
 __device__ __forceinline__ void multiply_experts(
-    unsigned char* room, const X* x, int share, const Choice<T>& choice, const M& matrix, const M& shared) {
+    unsigned char* room, const X* x, int share, const Choice<T>& choice, const M& matrix, const M& shared_expert) {
   const Team team = Team::part(32 * SLICES);
   const int each = count_tiles<TALL>(matrix);
   auto choose = [&](int tile) {
     const unsigned expert = choice.of[tile / each];
-    Part<M> part = {expert == E ? shared : matrix, first_row<TALL, WHOLE>(matrix, tile % each)};
+    Part<M> part = {expert == E ? shared_expert : matrix, first_row<TALL, WHOLE>(matrix, tile % each)};
     move_to_expert<BITS, GROUP>(part, K, expert == E ? 0 : expert);
     return part;
   };

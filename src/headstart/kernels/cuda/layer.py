@@ -136,9 +136,9 @@ class _Text:
         """Add a product with the chosen experts, or, of every row of x, `silu(gate) * up` of theirs."""
         gated = len(weights) == 2
         sizes = self._sizes(weights, ProductTile(32 if gated else 16, 8), gated)
-        first = self._matrix(weights[0], to, *weights[1:])
-        last = self._matrix(shared[0], to, *shared[1:]) if moe.each > moe.top else first
-        arguments = f"{x}, {moe.each if gated else 1}, choice, {first}, {last}"
+        first = self._matrix(weights[0], to, weights[1] if gated else None)
+        last = self._matrix(shared[0], to, shared[1] if gated else None) if moe.experts_per_row > moe.top else first
+        arguments = f"{x}, {moe.experts_per_row if gated else 1}, choice, {first}, {last}"
         self.lines.append(f"headstart::multiply_experts<{sizes}, {moe.router.outputs}>(dynamic_shared, {arguments});")
         self.turn = 0
 
@@ -288,7 +288,7 @@ def _mlp(text: _Text, mlp: Mlp, ready: str) -> None:
 def _mixture(text: _Text, moe: Mixture, ready: str) -> None:
     """Add the phases of a mixture of experts. A shared expert like the others is computed with them: a product for
     itself would be more code, which has to be read in every layer."""
-    shared, experts, count, top, each = moe.shared, moe.experts, moe.router.outputs, moe.top, moe.each
+    shared, experts, count, top, each = moe.shared, moe.experts, moe.router.outputs, moe.top, moe.experts_per_row
     text.take("logits", count)
     text.take("opening", 1)
     text.take("hidden", each * experts.gate.outputs)

@@ -45,7 +45,7 @@ class Mixture:
         return [self.router, self.shared_gate, *self.shared.readers(), *self.experts.readers()]
 
     @property
-    def each(self) -> int:
+    def experts_per_row(self) -> int:
         """Return how many experts a row takes: the shared one is one of them where it is like the others."""
         return self.top + self.shared.is_like(self.experts)
 

@@ -150,6 +150,7 @@ __device__ __forceinline__ void product(
   static_assert(!READY || HIGH_PAIRS<T, BITS>);
   using S = Layout<T, BITS, GROUP, CHUNK>;
   constexpr int STAGE = TALL * 16 * CHUNK, PIECES = TALL * CHUNK / 32, SUMS = TALL * WIDE * 128;
+  static_assert(STAGE % 512 == 0);
   const int lane = team.thread % 32, slice = team.thread / 32, group = lane / 4, quarter = lane % 4;
   const int chunks = K / S::CODES, groups = BITS == 16 ? 0 : K / GROUP;
   const int begin = slice * chunks / SLICES, end = (slice + 1) * chunks / SLICES;
@@ -198,8 +199,8 @@ __device__ __forceinline__ void product(
   };
   auto fetch = [&](unsigned char* stage) {
     if (fetched < tiles) {
-      // As `place` says. Stages begin at multiples of 512, so no sum is needed: that would be one of a register and a
-      // uniform one, which compilers do wrong (`has_faulty_copies` in compiler.py).
+      // As `place` says. Stages begin at multiples of 512, so no sum is needed: that could be one of a register and a
+      // uniform register, which NVRTC 13.0 miscompiles (`has_uniform_copies` in compiler.py).
       const auto even = offset_address(stage, put), odd = offset_address(stage, ROWS == 4 ? put ^ 16 : put);
 #pragma unroll
       for (int i = 0; i < PIECES; i++) {

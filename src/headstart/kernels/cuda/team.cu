@@ -5,7 +5,7 @@ namespace headstart {
 struct Team {
   int index, count;     // of this team among all of the grid's
   int thread, threads;  // of this thread among the team's
-  int barrier;
+  int barrier;  // of `part`: 1 + the number of this team in its block
 
   __device__ __forceinline__ void sync() const { named_barrier(barrier, threads); }
 

@@ -15,13 +15,13 @@ __device__ __forceinline__ int thread_again() {
   return thread;
 }
 
-#ifdef HEADSTART_CACHE_HINTS // see compiler.py
+#ifdef HEADSTART_CACHE_HINTS // by compiler.py
 constexpr bool CACHE_HINTS = true;
 #else
 constexpr bool CACHE_HINTS = false;
 #endif
 
-// The address in shared memory that is `offset` bytes behind a multiple of `offset`'s next power of two.
+// `pointer` + `offset` in shared memory. `pointer` must be aligned to a power of two greater than `offset`.
 __device__ __forceinline__ uint32_t offset_address(const void* pointer, int offset) {
   return shared_address(pointer) ^ offset;
 }
