@@ -32,7 +32,7 @@ CLASSES: dict[str, list[str]] = {
     "GrammarSpec": ["json_schema"],
     "Request": [],
     "Engine": ["submit", "warm_up", "clear_prefix", "cancel_all"],
-    "EngineThread": ["submit", "start", "close"],
+    "EngineThread": ["submit", "start", "warm_up", "close"],
     "AsyncEngine": ["stream", "generate"],
     "Handle": ["cancel"],
     "Event": [],
