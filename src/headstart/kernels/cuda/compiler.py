@@ -109,13 +109,15 @@ def cuda_kernel(
         roomy = output_shapes if read_by_host else [_with_room(*pair) for pair in pairs]
         made = kernel(inputs=inputs, template=template, output_shapes=roomy, output_dtypes=output_dtypes, **rest)
         outputs = zip(made, roomy, output_shapes, strict=True)
-        return [m if room == shape else m[: math.prod(shape)].reshape(shape) for m, room, shape in outputs]
+        return [m if room == shape else m[: shape[0]] for m, room, shape in outputs]
 
     return launch
 
 
 def _with_room(shape: Sequence[int], dtype: mx.Dtype) -> Sequence[int]:
-    return (ROOM // dtype.size,) if math.prod(shape) * dtype.size < ROOM else shape
+    """Return the shape with as many of its first axis as fill the least room."""
+    each = max(math.prod(shape[1:]) * dtype.size, 1)
+    return (-(-ROOM // each), *shape[1:]) if shape[0] * each < ROOM else shape
 
 
 def _compiles() -> bool:

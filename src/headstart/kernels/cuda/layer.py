@@ -19,7 +19,7 @@ from .device import include, launch_bounds, resident_blocks
 from .layer_parts import GatedAttention, GatedDelta, LayerOutput, Mixture, Mlp, NormWeights
 from .norm import norm_threads
 from .packing import PackedWeights
-from .persistent import SHARED_BYTES
+from .persistent import SHARED_BYTES, STATUS
 from .products import MatrixWeights, ProductTile, SumOrder, has_whole_tiles, shared_bytes
 
 MOST_ROWS = 16
@@ -55,7 +55,7 @@ def launch_layer(
     text = _Text(x, packed.buffer.nbytes >= STREAMED)
     text.take("middle", x.shape[-1])
     text.inputs |= {"x": x, "status": status, "first_norm": before.weight, "second_norm": between.weight}
-    text.outputs |= {"out": (x.shape, x.dtype), "new_status": ((4,), mx.int32)}
+    text.outputs |= {"out": (x.shape, x.dtype), "new_status": ((STATUS,), mx.int32)}
     text.lines.append("headstart::touch(x, sizeof(T) * rows * D), headstart::touch(first_norm, sizeof(float) * D);")
     first = text.norm("x", "first_norm", before, text.read_by("normed", mixer.projections))
     if isinstance(mixer, GatedDelta):

@@ -79,7 +79,7 @@ class GatedAttention:
 
 class LayerOutput(NamedTuple):
     x: mx.array  # [B, W, H], the residual stream
-    status: mx.array  # [4]; its first element is 1 where a barrier of this launch or one before was given up, else 0
+    status: mx.array  # its first element is 1 where a barrier of this launch or one before was given up, else 0
     state: mx.array | None = None  # what a GatedDeltaNet leaves
     conv: mx.array | None = None
     drafts: Drafts | None = None
