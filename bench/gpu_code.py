@@ -1,6 +1,6 @@
 """Compile a model's CUDA kernels on a machine without a card, and print what their machine code is like.
 
-    python bench/gpu_code.py [27b | 35b ...] [--rows 1 16] [--k 0 3] [--bits 4]
+    python bench/gpu_code.py [27b | 35b ...] [--rows 1 16] [--k 0 3]
 
 A layer's kernel is limited by its code: how large it is, and how many instructions the inner loops of its products
 have, reads of spilled registers among them. A small change of the source can change both (docs/gpu.md).
@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
 
 from headstart.kernels.cuda import device
 
@@ -56,24 +54,13 @@ def simulate_card(folder: Path) -> dict[str, str]:
     return found
 
 
-def describe(shape: dict[str, Any], rows: list[int], depths: list[int], bits: int) -> None:
+def describe(shape: dict[str, Any], rows: list[int], depths: list[int]) -> None:
     """Describe steps of a model of this shape."""
     import gpu
 
-    from headstart import models
     from headstart.engine.step import prefill_prompts, step
 
-    built = models.build(shape | {"num_hidden_layers": 4})
-    for part in (built.lm, built.weights.mtp):
-        nn.quantize(part, group_size=64, bits=bits, class_predicate=gpu.quantises)
-    weights = models.Weights(built.family.text(built.lm), built.family.lm_head(built.lm), built.weights.mtp)
-    flat: Any = tree_flatten(weights.parameters())
-    for name, array in flat:
-        kept = array.dtype == mx.uint32 or name.endswith(
-            ("norm.weight", "_embedding.weight", "_hidden.weight", "A_log")
-        )
-        weights.update(tree_unflatten([(name, mx.zeros(array.shape, array.dtype if kept else mx.bfloat16))]))
-    model = models.Model(built.family, built.config, built.lm, weights)
+    model, _ = gpu.random_model(shape | {"num_hidden_layers": 4})
     for count in rows:
         for k in depths:
             batch = prefill_prompts(model, gpu.prompts(count), max_k=k)
@@ -108,7 +95,6 @@ def main() -> None:
     parser.add_argument("shapes", nargs="*", default=["27b", "35b"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1])
     parser.add_argument("--k", type=int, nargs="+", default=[0, 3])
-    parser.add_argument("--bits", type=int, default=4)
     given = parser.parse_args()
     if missing := [tool for tool in ("cuobjdump", "nvdisasm") if shutil.which(tool) is None]:
         sys.exit(f"{' and '.join(missing)} not found: put CUDA's tools, or those in Triton's package, on PATH")
@@ -125,7 +111,7 @@ def main() -> None:
         print("| --- | --- | --- | --- | --- |")
         seen: set[str] = set()
         for name in given.shapes:
-            describe(gpu.SHAPES[name], given.rows, given.k, given.bits)
+            describe(gpu.SHAPES[name], given.rows, given.k)
             for code in sorted(Path(folder).glob("*.ptx")):
                 if code.stem in seen:
                     continue

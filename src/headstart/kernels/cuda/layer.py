@@ -140,7 +140,6 @@ class _Text:
         last = self._matrix(shared[0], to, shared[1] if gated else None) if moe.experts_per_row > moe.top else first
         arguments = f"{x}, {moe.experts_per_row if gated else 1}, choice, {first}, {last}"
         self.lines.append(f"headstart::multiply_experts<{sizes}, {moe.router.outputs}>(dynamic_shared, {arguments});")
-        self.turn = 0
 
     def _sizes(self, all_of_them: list[MatrixWeights], tile: ProductTile, gated: bool, wide: str = "") -> str:
         """Return the template arguments of a product."""

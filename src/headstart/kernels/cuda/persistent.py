@@ -10,7 +10,6 @@ import threading
 from threading import Thread, current_thread
 
 import mlx.core as mx
-import numpy as np
 
 from .compiler import ROOM
 from .device import on_cuda, resident_blocks
@@ -73,7 +72,7 @@ class Persistent:
 
 
 def _passed() -> mx.array:
-    return mx.array(np.zeros(STATUS, np.int32))  # computed already
+    return mx.array([0] * STATUS, mx.int32)  # computed already
 
 
 PERSISTENT = Persistent()
