@@ -222,101 +222,101 @@ __device__ __forceinline__ void fold_and_run(
   fetch_inputs(0, 0, HISTORY);
   commit_copies();
 
-  // The old drafts that were accepted.
+  // The old drafts that were accepted, then the window: one loop, so that the recurrence is there once.
+  const int folds = (folded + TOKENS - 1) / TOKENS * TOKENS;
 #pragma unroll 1
-  for (int t0 = 0; t0 < folded; t0 += TOKENS) {
-    if (t0) {
-      team.sync();
-      fetch_drafts(t0);
-      commit_copies();
-    }
-    wait_for_copies<0>();
-    team.sync();
-#pragma unroll 1
-    for (int t = 0; t < min(TOKENS, folded - t0); ++t)
-      part.enter(shared.keys[t], shared.values[t], shared.decays[t], shared.betas[t], row, lane);
-  }
-  ready();
-
-#pragma unroll 1
-  for (int t0 = 0; t0 < W; t0 += TOKENS) {
-    const int count = min(TOKENS, W - t0);
-    team.sync();
+  for (int from = -folds; from < W; from += TOKENS) {
+    const bool folding = from < 0;
+    const int t0 = folding ? from + folds : from, count = min(TOKENS, (folding ? folded : W) - t0);
     const long long token = (long long)row_of_batch * W + t0;
-    fetch_inputs(t0, t0 ? 0 : HISTORY, HISTORY + count);
+    if (folding) {
+      if (t0) {
+        team.sync();
+        fetch_drafts(t0);
+        commit_copies();
+      }
+      wait_for_copies<0>();
+      team.sync();
+    } else {
+      if (t0 == 0) ready();
+      team.sync();
+      fetch_inputs(t0, t0 ? 0 : HISTORY, HISTORY + count);
 #pragma unroll 1
-    for (int i = thread * EACH; i < count * DV; i += THREADS * EACH)
-      copy_16_bytes(&shared.gates[0][0] + i, z + ((token + i / DV) * HV + hv) * DV + i % DV);
-    if (thread < int(DV * sizeof(N) / 16))
-      copy_16_bytes(shared.norm + thread * 16 / sizeof(N), norm_weight + thread * 16 / sizeof(N));
-    commit_copies();
-    if (last >= 0 && last < count) {
-      const long long at = (token + last) * HV + hv;
-      const float x = __fadd_rn(static_cast<float>(a[at]), static_cast<float>(dt_bias[hv]));
-      shared.decays[last] = expf(-__fmul_rn(expf(static_cast<float>(A_log[hv])), softplus(x)));
-      shared.betas[last] = sigmoid(static_cast<float>(b[at]));
-    }
-    wait_for_copies<0>();
-    team.sync();
+      for (int i = thread * EACH; i < count * DV; i += THREADS * EACH)
+        copy_16_bytes(&shared.gates[0][0] + i, z + ((token + i / DV) * HV + hv) * DV + i % DV);
+      if (thread < int(DV * sizeof(N) / 16))
+        copy_16_bytes(shared.norm + thread * 16 / sizeof(N), norm_weight + thread * 16 / sizeof(N));
+      commit_copies();
+      if (last >= 0 && last < count) {
+        const long long at = (token + last) * HV + hv;
+        const float x = __fadd_rn(static_cast<float>(a[at]), static_cast<float>(dt_bias[hv]));
+        shared.decays[last] = expf(-__fmul_rn(expf(static_cast<float>(A_log[hv])), softplus(x)));
+        shared.betas[last] = sigmoid(static_cast<float>(b[at]));
+      }
+      wait_for_copies<0>();
+      team.sync();
 
 #pragma unroll 1
-    for (int i = thread; i < count * (CHANNELS / 2); i += THREADS) {
-      const int t = i / (CHANNELS / 2), c = i % (CHANNELS / 2) * 2;
-      float* const out = c < DK ? &shared.queries[t][c] : c < 2 * DK ? &shared.keys[t][c - DK] : &shared.values[t][c - 2 * DK];
+      for (int i = thread; i < count * (CHANNELS / 2); i += THREADS) {
+        const int t = i / (CHANNELS / 2), c = i % (CHANNELS / 2) * 2;
+        float* const out = c < DK ? &shared.queries[t][c] : c < 2 * DK ? &shared.keys[t][c - DK] : &shared.values[t][c - 2 * DK];
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
+        for (int e = 0; e < 2; ++e) {
+          float sum = 0.0f;
+#pragma unroll
+          for (int j = 0; j < TAPS; ++j)
+            sum = __fmaf_rn(static_cast<float>(shared.taps[c + e][j]), static_cast<float>(shared.inputs[t + j][c + e]), sum);
+          out[e] = __fmul_rn(sum, sigmoid(sum));
+        }
+      }
+      // What the next window's convolution needs: the last certain inputs, and those in doubt.
+#pragma unroll 1
+      for (int i = thread; i < (HISTORY + count) * PIECES; i += THREADS) {
+        const int t = t0 - HISTORY + i / PIECES, c = i % PIECES * EACH, kept = t - certain + HISTORY;
+        if (kept < 0 || (c < 2 * DK && !first) || (t < t0 && t0)) continue;
+        T* const to = kept < HISTORY ? new_conv + ((long long)row_of_batch * HISTORY + kept) * C
+                                     : fresh.qkv + ((long long)row_of_batch * fresh.width + t - certain) * C;
+        *reinterpret_cast<float4*>(to + channel(c)) = *reinterpret_cast<const float4*>(&shared.inputs[i / PIECES][c]);
+      }
+      team.sync();
+
+      // Queries and keys to unit length, the queries over √DK besides.
+      for (int n = warp; n < 2 * count; n += N_WARPS) {
+        float* x = n < count ? shared.queries[n] : shared.keys[n - count];
         float sum = 0.0f;
 #pragma unroll
-        for (int j = 0; j < TAPS; ++j)
-          sum = __fmaf_rn(static_cast<float>(shared.taps[c + e][j]), static_cast<float>(shared.inputs[t + j][c + e]), sum);
-        out[e] = __fmul_rn(sum, sigmoid(sum));
+        for (int d = thread % 32; d < DK; d += 32) sum = __fmaf_rn(x[d], x[d], sum);
+        const float length = __fsqrt_rn(__fadd_rn(across<32>(sum), 1e-6f));
+        const float scale = __fdiv_rn(1.0f, n < count ? __fmul_rn(length, __fsqrt_rn(float(DK))) : length);
+#pragma unroll
+        for (int d = thread % 32; d < DK; d += 32) x[d] = __fmul_rn(x[d], scale);
       }
-    }
-    // What the next window's convolution needs: the last certain inputs, and those in doubt.
-#pragma unroll 1
-    for (int i = thread; i < (HISTORY + count) * PIECES; i += THREADS) {
-      const int t = t0 - HISTORY + i / PIECES, c = i % PIECES * EACH, kept = t - certain + HISTORY;
-      if (kept < 0 || (c < 2 * DK && !first) || (t < t0 && t0)) continue;
-      T* const to = kept < HISTORY ? new_conv + ((long long)row_of_batch * HISTORY + kept) * C
-                                   : fresh.qkv + ((long long)row_of_batch * fresh.width + t - certain) * C;
-      *reinterpret_cast<float4*>(to + channel(c)) = *reinterpret_cast<const float4*>(&shared.inputs[i / PIECES][c]);
-    }
-    team.sync();
+      team.sync();
 
-    // Queries and keys to unit length, the queries over √DK besides.
-    for (int n = warp; n < 2 * count; n += N_WARPS) {
-      float* x = n < count ? shared.queries[n] : shared.keys[n - count];
-      float sum = 0.0f;
-#pragma unroll
-      for (int d = thread % 32; d < DK; d += 32) sum = __fmaf_rn(x[d], x[d], sum);
-      const float length = __fsqrt_rn(__fadd_rn(across<32>(sum), 1e-6f));
-      const float scale = __fdiv_rn(1.0f, n < count ? __fmul_rn(length, __fsqrt_rn(float(DK))) : length);
-#pragma unroll
-      for (int d = thread % 32; d < DK; d += 32) x[d] = __fmul_rn(x[d], scale);
-    }
-    team.sync();
-
-    // Drafts in doubt.
-    const int sure = max(0, certain - t0);
-    const long long doubtful = (long long)row_of_batch * fresh.width + t0 - certain;
+      // Drafts in doubt.
+      const int sure = max(0, certain - t0);
+      const long long doubtful = (long long)row_of_batch * fresh.width + t0 - certain;
 #pragma unroll 1
-    for (int i = sure * ((DK + DV) / 4) + thread; i < count * ((DK + DV) / 4); i += THREADS) {
-      const int t = i / ((DK + DV) / 4), d = i % ((DK + DV) / 4) * 4;
-      if (d < DK && !first) continue;
-      float* const to = d < DK ? fresh.k + ((doubtful + t) * HK + hk) * DK + d
-                               : fresh.v + ((doubtful + t) * HV + hv) * DV + d - DK;
-      *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(d < DK ? &shared.keys[t][d] : &shared.values[t][d - DK]);
-    }
-    if (last >= sure && last < count) {
-      fresh.g[(doubtful + last) * HV + hv] = shared.decays[last];
-      fresh.beta[(doubtful + last) * HV + hv] = shared.betas[last];
+      for (int i = sure * ((DK + DV) / 4) + thread; i < count * ((DK + DV) / 4); i += THREADS) {
+        const int t = i / ((DK + DV) / 4), d = i % ((DK + DV) / 4) * 4;
+        if (d < DK && !first) continue;
+        float* const to = d < DK ? fresh.k + ((doubtful + t) * HK + hk) * DK + d
+                                 : fresh.v + ((doubtful + t) * HV + hv) * DV + d - DK;
+        *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(d < DK ? &shared.keys[t][d] : &shared.values[t][d - DK]);
+      }
+      if (last >= sure && last < count) {
+        fresh.g[(doubtful + last) * HV + hv] = shared.decays[last];
+        fresh.beta[(doubtful + last) * HV + hv] = shared.betas[last];
+      }
     }
 #pragma unroll 1
     for (int t = 0; t < count; ++t) {
       part.enter(shared.keys[t], shared.values[t], shared.decays[t], shared.betas[t], row, lane);
+      if (folding) continue;
       part.answer(shared.queries[t], shared.outputs[t], row, lane);
       if (t0 + t == certain - 1) part.store(new_state + of_state, row, lane);
     }
+    if (folding) continue;
     team.sync();
 
     for (int t = warp; t < count; t += N_WARPS) {
