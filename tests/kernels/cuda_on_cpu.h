@@ -197,6 +197,9 @@ inline long long clock64() {  // a slow one: what takes a card 100 ms may take t
 // What src/headstart/kernels/tensor_core.cu says in PTX, by the fragment layouts of the PTX manual.
 namespace headstart {
 inline void prefetch(const void*, unsigned) {}
+inline void add_release(unsigned long long* to, unsigned long long x) {
+  std::atomic_ref(*to).fetch_add(x, std::memory_order_release);
+}
 inline int thread_again() { return int(threadIdx.x); }
 inline void load_and_forget(const void*) {}
 inline void named_barrier(int number, int threads) {

@@ -50,8 +50,7 @@ struct Grid {
   __device__ __forceinline__ void arrive() const {
     __syncthreads();
     if (threadIdx.x != 0) return;
-    __threadfence();
-    atomicAdd(&arrived, 1ull);
+    add_release(&arrived, 1);
   }
 
   __device__ __forceinline__ void wait() const {

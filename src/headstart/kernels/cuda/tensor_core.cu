@@ -85,6 +85,12 @@ __device__ __forceinline__ unsigned long long load_acquire(const unsigned long l
   return value;
 }
 
+// Whoever sees this with `load_acquire` also sees what this thread has written or, before a barrier, others of its block.
+// `__threadfence` would order more, and take longer.
+__device__ __forceinline__ void add_release(unsigned long long* to, unsigned long long x) {
+  asm volatile("fence.acq_rel.gpu; red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(to), "l"(x) : "memory");
+}
+
 // 8×8 matrices of two-byte elements; lane 8·m + r points to row r of matrix m.
 __device__ __forceinline__ void load_matrices_4(uint32_t (&out)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
