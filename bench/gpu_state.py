@@ -29,7 +29,7 @@ from headstart.kernels.cuda.gated_delta import gated_delta_fits
 from headstart.kernels.gated_delta import stock_fold_and_run
 from headstart.kernels.types import Window
 from headstart.models.gated_delta_net import run_window
-from headstart.state import Pending, Recurrent
+from headstart.state import Recurrent
 
 run_stock = partial(run_window, run=stock_fold_and_run)
 ARGS = TextModelArgs(
@@ -256,8 +256,8 @@ def time_layers(
     @mx.compile
     def all_of_them(arrays: list[list[mx.array]], window: Window, accepted: mx.array) -> list[mx.array]:
         out = []
-        for state, conv, *pending in arrays:
-            memory = Recurrent(state, conv, Pending(*pending) if pending else None)
+        for each in arrays:
+            memory = Recurrent.of(each)
             out += [run(net, Window(*window), memory, accepted, certain), *memory.arrays()]
         return out
 

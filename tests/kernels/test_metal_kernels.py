@@ -20,7 +20,7 @@ from headstart.kernels.metal.experts import PAIR_ROWS, metal_combine, metal_expe
 from headstart.kernels.metal.gated_delta import metal_gated_delta
 from headstart.kernels.metal.norm import metal_norm
 from headstart.kernels.metal.products import SLICES, metal_products, metal_refusal
-from headstart.kernels.types import Drafts, GatedDeltaWeights, HeadNorms, Ran, Window
+from headstart.kernels.types import GatedDeltaWeights, HeadNorms, Ran, Window
 from headstart.models.gated_delta_net import run_window
 from headstart.state import Recurrent
 
@@ -328,8 +328,7 @@ def test_attention_is_right_and_a_query_has_the_same_bits_in_any_window(
 
 def delta(net: nn.Module, window: Window, kept: Recurrent, accepted: mx.array, certain: int) -> Ran:
     weights = GatedDeltaWeights(net.conv1d.weight, net.A_log, net.dt_bias, net.norm.weight, net.norm.eps)
-    pending = Drafts(*kept.pending.arrays()) if kept.pending is not None else None
-    return metal_gated_delta(window, weights, kept.state, kept.conv, pending, accepted, certain)
+    return metal_gated_delta(window, weights, kept.state, kept.conv, kept.pending, accepted, certain)
 
 
 def test_gated_delta_with_ragged_acceptance_is_what_the_stock_ops_make() -> None:
@@ -344,7 +343,7 @@ def test_gated_delta_with_ragged_acceptance_is_what_the_stock_ops_make() -> None
         assert error(ours.state, theirs.state) < 1e-6
         assert mx.array_equal(ours.conv, theirs.conv)
         if theirs.pending is not None and ours.pending is not None:
-            pairs = zip(ours.pending.arrays(), theirs.pending.arrays(), strict=True)
+            pairs = zip(ours.pending, theirs.pending, strict=True)
             assert all(error(a, b) < 1e-6 for a, b in pairs)
 
 

@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 from headstart.kernels.gated_delta import conv_history
-from headstart.state import KV, Pending, Recurrent
+from headstart.state import KV, Recurrent
 
 H, D = 2, 4  # heads of keys and values, and their size
 TYPE = mx.bfloat16  # as models have it; what is kept in float32 must stay so
@@ -24,7 +24,7 @@ def recurrent(rows: int, drafts: int | None) -> Recurrent:
     if drafts is not None:
         shapes = [(2, 4), (2, 5), (2,), (2,)]
         rest = [numbers(rows, drafts, *shape, dtype=mx.float32, seed=seed) for seed, shape in enumerate(shapes)]
-        memory.pending = Pending(numbers(rows, drafts, 6), *rest)
+        memory.pending = [numbers(rows, drafts, 6), *rest]
     return memory
 
 
@@ -89,10 +89,9 @@ def test_a_recurrent_state_begins_as_zeros_in_float32() -> None:
 def test_the_convolution_goes_on_behind_the_drafts_that_stand() -> None:
     memory = recurrent(3, drafts=2)
     assert memory.pending is not None
-    assert memory.pending.width == 2
     history = conv_history(memory, mx.array([0, 1, 2]))
     for row, accepted in enumerate([0, 1, 2]):
-        inputs = mx.concatenate([memory.conv[row], memory.pending.qkv[row, :accepted]])
+        inputs = mx.concatenate([memory.conv[row], memory.pending[0][row, :accepted]])
         assert same([history[row]], [inputs[-4:]])
     assert same([conv_history(recurrent(3, None), mx.array([0, 0, 0]))], [memory.conv])
 
@@ -121,7 +120,7 @@ def test_recurrent_states_are_what_their_arrays_are(drafts: int | None) -> None:
     assert same([other.state, other.conv], [memory.state, memory.conv])
     assert (other.pending is None) == (drafts is None)
     if other.pending is not None and memory.pending is not None:
-        assert same(other.pending.arrays(), memory.pending.arrays())
+        assert same(other.pending, memory.pending)
 
 
 def test_keys_and_values_are_what_their_arrays_are() -> None:

@@ -20,16 +20,15 @@ def fold_and_run(net: nn.Module, window: Window, memory: Any, accepted: mx.array
     """
     state, conv, dtype = memory.state, memory.conv, window.qkv.dtype
     weights = GatedDeltaWeights(net.conv1d.weight, net.A_log, net.dt_bias, net.norm.weight, net.norm.eps)
-    pending = None if memory.pending is None else Drafts(*memory.pending.arrays())
     if (native := cpu.native()) is not None and cpu.native_gated_delta_fits(dtype, state):
         y, state, conv, *fresh = native.gated_delta(
-            list(window), list(weights[:-1]), weights.eps, state, conv, accepted, list(pending or ()), certain
+            list(window), list(weights[:-1]), weights.eps, state, conv, accepted, memory.pending or [], certain
         )
-        return Ran(y, state, conv, Drafts(*fresh) if fresh else None)
+        return Ran(y, state, conv, fresh or None)
     if gated_delta_fits(state, dtype, weights.conv.shape[1]):
-        return launch_gated_delta(window, weights, state, conv, pending, accepted, certain)
+        return launch_gated_delta(window, weights, state, conv, memory.pending, accepted, certain)
     if metal.on_metal() and metal.chosen_kernel("gated delta", gated_delta_shape(window, state, conv)) == "metal":
-        return metal_gated_delta(window, weights, state, conv, pending, accepted, certain)
+        return metal_gated_delta(window, weights, state, conv, memory.pending, accepted, certain)
     return stock_fold_and_run(net, window, memory, accepted, certain)
 
 
@@ -48,7 +47,8 @@ def stock_fold_and_run(net: nn.Module, window: Window, memory: Any, accepted: mx
 
     tokens = [q, k, v, g, beta]
     fold, mask = [t[:, :certain] for t in tokens], None
-    if (old := memory.pending) is not None:
+    if memory.pending is not None:
+        old = Drafts(*memory.pending)
         # What a pending draft puts out is not used, so its key stands in for its query.
         before = [old.k, old.k, old.v, old.g, old.beta]
         fold = [mx.concatenate([then, now], axis=1) for then, now in zip(before, fold, strict=True)]
@@ -61,14 +61,14 @@ def stock_fold_and_run(net: nn.Module, window: Window, memory: Any, accepted: mx
         return Ran(net.norm(y, z), state, conv, None)
     drafts = [t[:, certain:] for t in tokens]
     ran, _ = _recurrence(drafts, state, None)
-    return Ran(net.norm(mx.concatenate([y, ran], axis=1), z), state, conv, Drafts(qkv[:, certain:], *drafts[1:]))
+    return Ran(net.norm(mx.concatenate([y, ran], axis=1), z), state, conv, [qkv[:, certain:], *drafts[1:]])
 
 
 def conv_history(memory: Any, accepted: mx.array) -> mx.array:
     """Return the convolution's inputs [B, taps - 1, C] before the new window, after `accepted` [B] drafts."""
     if memory.pending is None:
         return memory.conv
-    inputs = mx.concatenate([memory.conv, memory.pending.qkv], axis=1)
+    inputs = mx.concatenate([memory.conv, Drafts(*memory.pending).qkv], axis=1)
     last = accepted[:, None] + mx.arange(memory.conv.shape[1])  # [B, taps - 1]
     return mx.take_along_axis(inputs, last[..., None], axis=1)
 

@@ -52,7 +52,7 @@ class Ran(NamedTuple):
     y: mx.array  # [B, W, Hv, Dv], normed and gated
     state: mx.array  # [B, Hv, Dv, Dk], after everything certain
     conv: mx.array  # [B, taps - 1, C], likewise
-    drafts: Drafts | None
+    drafts: list[mx.array] | None  # those in doubt, as `Drafts` names them
 
 
 def run_gated_delta(
@@ -83,4 +83,4 @@ def run_gated_delta(
         output_shapes=shapes,
         output_dtypes=dtypes,
     )
-    return Ran(y, state, conv, Drafts(*fresh) if fresh else None)
+    return Ran(y, state, conv, fresh or None)

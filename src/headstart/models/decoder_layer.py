@@ -13,8 +13,8 @@ from ..kernels.cuda.norm import norm_fits
 from ..kernels.cuda.packing import packed_weights
 from ..kernels.cuda.persistent import PERSISTENT
 from ..kernels.cuda.products import MatrixWeights, ProductTile, SumOrder, matrix_weights, product_refusal
-from ..kernels.types import Drafts, GatedDeltaWeights
-from ..state import KV, Pending, Recurrent
+from ..kernels.types import GatedDeltaWeights
+from ..state import KV, Recurrent
 
 
 def decoder_layer(
@@ -38,8 +38,7 @@ def decoder_layer(
     if isinstance(memory, Recurrent):
         assert made.state is not None
         assert made.conv is not None
-        memory.state, memory.conv = made.state, made.conv
-        memory.pending = Pending(*made.drafts) if made.drafts is not None else None
+        memory.state, memory.conv, memory.pending = made.state, made.conv, made.drafts
     else:
         # They have been written in place: whoever reads them must do so after the launch.
         memory.keys, memory.values = mx.depends([memory.keys, memory.values], [made.x])
@@ -82,14 +81,12 @@ def _delta(layer: nn.Module, x: mx.array, memory: Recurrent, accepted: mx.array)
     found = _matrices(x.dtype, net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a, net.out_proj)
     if found is None:
         return None
-    pending = None
-    if memory.pending is not None:
-        pending = Drafts(*memory.pending.arrays())
-    elif W > 1:  # one draft that was not accepted stands for none
+    pending = memory.pending
+    if pending is None and W > 1:  # one draft that was not accepted stands for none
         _, Hv, Dv, Dk = memory.state.shape
         C = memory.conv.shape[-1]
         shapes = [((C - Hv * Dv) // (2 * Dk), Dk), (Hv, Dv), (Hv,), (Hv,)]
-        pending = Drafts(mx.zeros((B, 1, C), x.dtype), *[mx.zeros((B, 1, *shape)) for shape in shapes])
+        pending = [mx.zeros((B, 1, C), x.dtype), *[mx.zeros((B, 1, *shape)) for shape in shapes]]
         accepted = mx.zeros_like(accepted)
     weights = GatedDeltaWeights(net.conv1d.weight, net.A_log, net.dt_bias, net.norm.weight, net.norm.eps)
     return GatedDelta(found[:4], found[4], weights, memory.state, memory.conv, accepted, pending, W - 1)

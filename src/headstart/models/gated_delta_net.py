@@ -9,7 +9,7 @@ from ..kernels import cpu
 from ..kernels.gated_delta import fold_and_run
 from ..kernels.products import product
 from ..kernels.types import Ran, Window
-from ..state import Pending, Recurrent
+from ..state import Recurrent
 from .residual import Residual
 
 
@@ -33,7 +33,7 @@ def gated_delta_net(
         made = cpu.native_gated_delta(native, net, x, memory, accepted, certain, residual.native)
         if made is not None:
             out, drafts = made
-            memory.pending = Pending(*drafts) if drafts else None
+            memory.pending = drafts or None
             return residual.added(out)
     y = run_window(net, project(net, x), memory, accepted, certain)
     return residual.add(product(y.reshape(*y.shape[:2], -1), net.out_proj))
@@ -48,8 +48,7 @@ def run_window(
     run: Callable[..., Ran] = fold_and_run,
 ) -> mx.array:
     """Run a projected window and keep in `memory` what it leaves → [B, W, Hv, Dv]."""
-    y, memory.state, memory.conv, drafts = run(net, window, memory, accepted, certain)
-    memory.pending = Pending(*drafts) if drafts is not None else None
+    y, memory.state, memory.conv, memory.pending = run(net, window, memory, accepted, certain)
     return y
 
 

@@ -10,7 +10,8 @@ from mlx_lm.models.ssm import compute_dt
 
 from ..kernels.gated_delta import conv_history
 from ..kernels.products import product
-from ..state import Pending, Recurrent
+from ..kernels.types import Drafts
+from ..state import Recurrent
 from .residual import Residual
 
 
@@ -19,7 +20,7 @@ def mamba2(
 ) -> tuple[mx.array, mx.array]:
     """Fold what is certain into `memory` and run the rest of the window from there, as `gated_delta_net` does.
 
-    In `Pending`, `k` and `v` are what papers call B and x, `g` is the decay and `beta` the step size.
+    In `Drafts`, `k` and `v` are what papers call B and x, `g` is the decay and `beta` the step size.
     """
     B, W, _ = x.shape
     inner, shared = net.intermediate_size, net.n_groups * net.ssm_state_size
@@ -31,12 +32,14 @@ def mamba2(
     dt = compute_dt(dt, net.dt_bias, net.time_step_limit)  # [B, W, H]
     tokens = [q, k, v, mx.exp(-mx.exp(net.A_log) * dt), dt]
 
-    fold, mask, old = [a[:, :certain] for a in tokens], None, memory.pending
-    if old is not None:  # what a pending draft puts out is not used, so its key stands in for its query
+    fold, mask = [a[:, :certain] for a in tokens], None
+    if memory.pending is not None:  # what a pending draft puts out is not used, so its key stands in for its query
+        old = Drafts(*memory.pending)
         before = [old.k, old.k, old.v, old.g, old.beta]
         fold = [mx.concatenate([then, now], axis=1) for then, now in zip(before, fold, strict=True)]
-        index = mx.arange(old.width + certain)
-        mask = (index < accepted[:, None]) | (index >= old.width)
+        width = old.qkv.shape[1]
+        index = mx.arange(width + certain)
+        mask = (index < accepted[:, None]) | (index >= width)
     y, memory.state = _recurrence(fold, memory.state, mask)
     y = y[:, -certain:]
     memory.conv = inputs[:, certain : certain + memory.conv.shape[1]]
@@ -44,7 +47,7 @@ def mamba2(
     if W > certain:
         drafts = [a[:, certain:] for a in tokens]
         y = mx.concatenate([y, _recurrence(drafts, memory.state, None)[0]], axis=1)
-        memory.pending = Pending(qkv[:, certain:], *drafts[1:])
+        memory.pending = [qkv[:, certain:], *drafts[1:]]
     y = y.astype(x.dtype) + v * net.D.astype(x.dtype)[:, None]  # [B, W, H, D]
     return residual.add(product(net.norm(y.reshape(B, W, -1), z), net.out_proj))
 

@@ -4,9 +4,9 @@ from .batch_state import BatchState
 from .disk_prefix import DiskPrefix
 from .kv import BLOCK, GROUP, KV, TokenPositions
 from .prefix import CHUNK, Chunks, PrefixCache, PrefixStats
-from .recurrent import Pending, Recurrent
+from .recurrent import Recurrent
 
 __all__ = [
-    "BLOCK", "CHUNK", "GROUP", "KV", "BatchState", "Chunks", "DiskPrefix", "Pending", "PrefixCache", "PrefixStats",
+    "BLOCK", "CHUNK", "GROUP", "KV", "BatchState", "Chunks", "DiskPrefix", "PrefixCache", "PrefixStats",
     "Recurrent", "TokenPositions",
 ]  # fmt: skip

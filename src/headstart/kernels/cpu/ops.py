@@ -207,7 +207,7 @@ def native_gated_delta(
         memory.state,
         memory.conv,
         accepted,
-        [] if memory.pending is None else memory.pending.arrays(),
+        memory.pending or [],
         certain,
         residual,
     )

@@ -73,7 +73,7 @@ def launch_layer(
     if isinstance(mixer, GatedAttention):
         return LayerOutput(out, new_status)
     state, conv, *fresh, _ = rest
-    return LayerOutput(out, new_status, state, conv, Drafts(*fresh) if mixer.drafts else None)
+    return LayerOutput(out, new_status, state, conv, fresh if mixer.drafts else None)
 
 
 class _Text:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..types import Drafts, GatedDeltaWeights
+from ..types import GatedDeltaWeights
 from .products import MatrixWeights, SumOrder
 
 
@@ -60,7 +60,7 @@ class GatedDelta:
     state: mx.array
     conv: mx.array
     accepted: mx.array
-    pending: Drafts | None
+    pending: list[mx.array] | None
     drafts: int  # of the window
 
 
@@ -82,4 +82,4 @@ class LayerOutput(NamedTuple):
     status: mx.array  # its first element is 1 where a barrier of this launch or one before was given up, else 0
     state: mx.array | None = None  # what a GatedDeltaNet leaves
     conv: mx.array | None = None
-    drafts: Drafts | None = None
+    drafts: list[mx.array] | None = None

@@ -23,7 +23,7 @@ def metal_gated_delta(
     weights: GatedDeltaWeights,
     state: mx.array,
     conv: mx.array,
-    pending: Drafts | None,
+    pending: list[mx.array] | None,
     accepted: mx.array,
     certain: int,
 ) -> Ran:

@@ -21,7 +21,7 @@ from ..experts import combine_shape, route_shape, stock_combine, stock_experts, 
 from ..gated_delta import stock_fold_and_run
 from ..norm import stock_norm
 from ..products import STOCK_ROWS, split_product
-from ..types import ArrangedHeads, Drafts, GatedDeltaWeights, HeadNorms, Ran, Window
+from ..types import ArrangedHeads, GatedDeltaWeights, HeadNorms, Ran, Window
 from .attention import WIDEST, heads_refusal, heads_shape, is_plain_rope, metal_arrange, metal_attend
 from .choice import MOST_ROWS, Operation, Run, Runs, choose, is_exact
 from .device import on_metal
@@ -253,7 +253,7 @@ class RecurrentState:
 
     state: mx.array
     conv: mx.array
-    pending: Drafts | None
+    pending: list[mx.array] | None
 
 
 def _gated_delta(net: nn.Module, dtype: mx.Dtype) -> Operation:
@@ -286,7 +286,7 @@ def _gated_delta(net: nn.Module, dtype: mx.Dtype) -> Operation:
             """Each sequence accepts another number of drafts."""
             y, state, conv, drafts = start()
             assert drafts is not None
-            pending = Drafts(*[array[b] for array in drafts])
+            pending = [array[b] for array in drafts]
             return Ran(y[b], state[b], conv[b], pending), mx.array(ACCEPTED, mx.int32)[b]
 
         def run(b: slice, w: slice) -> mx.array:
