@@ -119,7 +119,7 @@ def main() -> None:
                 text, kind = texts[code.stem], re.sub("custom_kernel_|_[0-9a-f]{12,16}$", "", code.stem)
                 if "decoder_layer" in kind:
                     kind = f"{name}: layer, {'GatedDeltaNet' if 'run_heads' in text else 'attention'}"
-                    kind += ", with drafts" * ("old_qkv" in text)
+                    kind += ", with drafts" * ("old_drafts" in text)
                 used = subprocess.run(["cuobjdump", "-res-usage", code], capture_output=True, text=True, check=True)
                 registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", used.stdout + used.stderr)[0]
                 size, loops = read_code(code)

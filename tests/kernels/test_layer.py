@@ -1,6 +1,6 @@
 """A decoder layer in one persistent kernel, run on the CPU: the bits of the layer's kernels run one by one."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -58,11 +58,14 @@ def model(family: str, bits: int | None, **changed: int) -> Model:
         return load_model(folder, dtype=mx.bfloat16)
 
 
-def rounds(net: Model, rows: int, widths: list[int]) -> list[mx.array]:
-    """What windows of these widths leave, each accepting one of its drafts."""
+def rounds(
+    net: Model, rows: int, widths: list[int], prepare: Callable[[int], None] = lambda number: None
+) -> list[mx.array]:
+    """What windows of these widths leave, each accepting one of its drafts. `prepare` is called before each."""
     state, head = net.make_state(rows), net.make_head_state(rows)
     made, at = [], 0
-    for width in widths:
+    for number, width in enumerate(widths):
+        prepare(number)
         tokens = (mx.arange(rows * width).reshape(rows, width) * 37 + at * 11) % net.vocabulary
         hidden = net.trunk(tokens, state, 1 if at else width)
         committed = min(width, 2) if at else width
@@ -116,6 +119,23 @@ def test_a_layer_in_one_launch_has_the_bits_of_its_kernels(
     assert len(launched) == expected_launches
     for n, (found, expected) in enumerate(zip(together, one_by_one, strict=True)):
         assert mx.array_equal(found, expected), n
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_drafts_that_a_layer_in_one_launch_left_are_read_by_its_kernels_and_the_other_way(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, widths, launched = model("dense", 4), [2, 3, 3, 3], []
+
+    def take_turns(number: int) -> None:
+        monkeypatch.setattr(PERSISTENT, "refusal", "this test" if number % 2 == first else None)
+
+    monkeypatch.setattr(PERSISTENT, "refusal", "this test")
+    expected = rounds(net, 2, widths)
+    monkeypatch.setattr(decoder_layer, "launch_layer", lambda *a: launched.append(1) or cuda_layer.launch_layer(*a))
+    found = rounds(net, 2, widths, take_turns)
+    assert len(launched) == sum((1 + 2 * (n > 0)) * (n % 2 != first) for n in range(len(widths)))
+    assert all(mx.array_equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_a_barrier_that_a_block_does_not_reach_is_given_up_and_says_so(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What kernels are given and give back, on every device, and the launch that CUDA and Metal share."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -37,7 +38,8 @@ class GatedDeltaWeights(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """Those of a window that are in doubt, p of them; all but `qkv` in float32, the bits they were run with."""
+    """Those of a window that are in doubt, p of them; all but `qkv` in float32, the bits they were run with. On CUDA
+    they are one array (see `cuda/gated_delta.py`)."""
 
     qkv: mx.array  # [B, p, C], before the convolution
     k: mx.array  # [B, p, Hk, Dk]
@@ -52,7 +54,7 @@ class Ran(NamedTuple):
     y: mx.array  # [B, W, Hv, Dv], normed and gated
     state: mx.array  # [B, Hv, Dv, Dk], after everything certain
     conv: mx.array  # [B, taps - 1, C], likewise
-    drafts: list[mx.array] | None  # those in doubt, as `Drafts` names them
+    drafts: list[mx.array] | None  # those in doubt, as the device has them
 
 
 def run_gated_delta(
@@ -63,24 +65,23 @@ def run_gated_delta(
     state: mx.array,
     conv: mx.array,
     certain: int,
+    drafts: Sequence[tuple[Sequence[int], mx.Dtype]],
 ) -> Ran:
-    """Launch a kernel of CUDA or Metal: a threadgroup for each head of each sequence, four threads for each value."""
+    """Launch a kernel of CUDA or Metal: a threadgroup for each head of each sequence, four threads for each value.
+    `drafts` are the shapes and types of those in doubt."""
     B, W, C = window.qkv.shape
     _, Hv, Dv, Dk = state.shape
-    Hk, drafts, dtype = (C - Hv * Dv) // (2 * Dk), W - certain, window.qkv.dtype
-    shapes = [(B, W, Hv, Dv), state.shape, conv.shape]
-    dtypes = [dtype, mx.float32, dtype]
+    Hk, dtype = (C - Hv * Dv) // (2 * Dk), window.qkv.dtype
+    outputs = [((B, W, Hv, Dv), dtype), (state.shape, mx.float32), (conv.shape, dtype), *drafts]
     template = [("T", dtype), ("HK", Hk), ("HV", Hv), ("DK", Dk), ("DV", Dv), ("TAPS", weights.conv.shape[1])]
     if drafts:  # a prompt's chunks have any width: they share the kernel where everything is certain
-        shapes += [(B, drafts, C), (B, drafts, Hk, Dk), (B, drafts, Hv, Dv), (B, drafts, Hv), (B, drafts, Hv)]
-        dtypes += [dtype, *[mx.float32] * 4]
         template += [("CERTAIN", certain)]
     y, state, conv, *fresh = kernel(
         inputs=inputs,
         template=template,
         grid=(4 * Dv * Hv, B, 1),
         threadgroup=(4 * Dv, 1, 1),
-        output_shapes=shapes,
-        output_dtypes=dtypes,
+        output_shapes=[shape for shape, _ in outputs],
+        output_dtypes=[dtype for _, dtype in outputs],
     )
     return Ran(y, state, conv, fresh or None)

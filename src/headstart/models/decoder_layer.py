@@ -6,7 +6,7 @@ from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
 
 from ..kernels.adapters import has_adapters
 from ..kernels.cuda.attention import arrange_fits, attention_fits
-from ..kernels.cuda.gated_delta import gated_delta_fits
+from ..kernels.cuda.gated_delta import draft_lines, gated_delta_fits
 from ..kernels.cuda.layer import MOST_PAIRS, MOST_ROWS, count_stages, launch_layer
 from ..kernels.cuda.layer_parts import GatedAttention, GatedDelta, Mixture, Mlp, NormWeights
 from ..kernels.cuda.norm import norm_fits
@@ -75,7 +75,7 @@ def _mlp(module: nn.Module, dtype: mx.Dtype) -> Mlp | None:
 
 
 def _delta(layer: nn.Module, x: mx.array, memory: Recurrent, accepted: mx.array) -> GatedDelta | None:
-    net, (B, W, _) = layer.linear_attn, x.shape
+    net, W = layer.linear_attn, x.shape[1]
     if "in_proj_qkv" not in net or not gated_delta_fits(memory.state, x.dtype, net.conv1d.weight.shape[1]):
         return None
     found = _matrices(x.dtype, net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a, net.out_proj)
@@ -83,11 +83,7 @@ def _delta(layer: nn.Module, x: mx.array, memory: Recurrent, accepted: mx.array)
         return None
     pending = memory.pending
     if pending is None and W > 1:  # one draft that was not accepted stands for none
-        _, Hv, Dv, Dk = memory.state.shape
-        C = memory.conv.shape[-1]
-        shapes = [((C - Hv * Dv) // (2 * Dk), Dk), (Hv, Dv), (Hv,), (Hv,)]
-        pending = [mx.zeros((B, 1, C), x.dtype), *[mx.zeros((B, 1, *shape)) for shape in shapes]]
-        accepted = mx.zeros_like(accepted)
+        pending, accepted = [mx.zeros(*draft_lines(memory.state, memory.conv, 1))], mx.zeros_like(accepted)
     weights = GatedDeltaWeights(net.conv1d.weight, net.A_log, net.dt_bias, net.norm.weight, net.norm.eps)
     return GatedDelta(found[:4], found[4], weights, memory.state, memory.conv, accepted, pending, W - 1)
 

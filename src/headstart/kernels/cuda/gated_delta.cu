@@ -110,16 +110,20 @@ struct StatePart {
   }
 };
 
-// Drafts in doubt: [B, width, …]. What the last window's put here, in the bits they were run with, is folded by the
-// next. Null where there are none.
-template <typename T, typename F>
+// Drafts in doubt: [B, width] lines, of which the last window wrote what the next folds. Null where there are none.
+template <typename F>
 struct Drafts {
-  T* qkv;  // before the convolution
-  F* k;
-  F* v;
-  F* g;
-  F* beta;
+  F* lines;
   int width;
+};
+
+// A draft's line in words: qkv before the convolution in T, and what a token was run with in float. One array holds it
+// all, because every array costs the host time in every launch. `draft_lines` in gated_delta.py has the same length.
+template <int HK, int HV, int DK, int DV, typename T>
+struct DraftLine {
+  static constexpr int KEYS = (2 * HK * DK + HV * DV) * sizeof(T) / sizeof(float), VALUES = KEYS + HK * DK;
+  static constexpr int DECAYS = VALUES + HV * DV, BETAS = DECAYS + HV, SIZE = (BETAS + HV + 3) / 4 * 4;
+  static_assert(KEYS % 4 == 0 && VALUES % 4 == 0);  // copied in pieces of 16 bytes
 };
 
 // Shared memory of a team: of TOKENS at a time what enters the state, and what comes out. Everything is copied here in
@@ -147,7 +151,7 @@ __device__ __forceinline__ void fold_and_run(
     const float* state,       // [B, HV, DV, DK]
     const T* conv,            // [B, TAPS - 1, C], the convolution's last inputs
     const int* accepted,      // [B], how many of the old drafts to fold
-    Drafts<const T, const float> old,
+    Drafts<const float> old,
     const T* qkv,             // [B, W, C]
     const T* z,               // [B, W, HV, DV]
     const T* b,               // [B, W, HV]
@@ -162,7 +166,8 @@ __device__ __forceinline__ void fold_and_run(
     Y* y,                     // [B, W, HV, DV]
     float* new_state,
     T* new_conv,
-    Drafts<T, float> fresh) {
+    Drafts<float> fresh) {
+  using Line = DraftLine<HK, HV, DK, DV, T>;
   constexpr int C = 2 * HK * DK + HV * DV;
   constexpr int CHANNELS = 2 * DK + DV;  // those of this head
   constexpr int HISTORY = TAPS - 1;
@@ -180,6 +185,11 @@ __device__ __forceinline__ void fold_and_run(
   auto channel = [&](int c) {
     return c < DK ? hk * DK + c : c < 2 * DK ? (HK - 1 + hk) * DK + c : 2 * HK * DK + hv * DV + c - 2 * DK;
   };
+  auto old_line = [&](int t) { return old.lines + ((long long)row_of_batch * old.width + t) * Line::SIZE; };
+  auto new_line = [&](int t) { return fresh.lines + ((long long)row_of_batch * fresh.width + t) * Line::SIZE; };
+  // Of a line, four elements of this head's key and value, and where they are in shared memory.
+  auto part_of_line = [&](int d) { return d < DK ? Line::KEYS + hk * DK + d : Line::VALUES + hv * DV + d - DK; };
+  auto part_of_token = [&](int t, int d) { return d < DK ? &shared.keys[t][d] : &shared.values[t][d - DK]; };
   const int folded = old.width ? accepted[row_of_batch] : 0;
 
   const long long of_state = (long long)(row_of_batch * HV + hv) * DV * DK;
@@ -188,18 +198,15 @@ __device__ __forceinline__ void fold_and_run(
 
   auto fetch_drafts = [&](int t0) {
     const int count = min(TOKENS, old.width - t0);
-    const long long token = (long long)row_of_batch * old.width + t0;
+    const float* const lines = old_line(t0);
 #pragma unroll 1
     for (int i = thread; i < count * ((DK + DV) / 4); i += THREADS) {
       const int t = i / ((DK + DV) / 4), d = i % ((DK + DV) / 4) * 4;
-      if (d < DK)
-        copy_16_bytes(&shared.keys[t][d], old.k + ((token + t) * HK + hk) * DK + d);
-      else
-        copy_16_bytes(&shared.values[t][d - DK], old.v + ((token + t) * HV + hv) * DV + d - DK);
+      copy_16_bytes(part_of_token(t, d), lines + t * Line::SIZE + part_of_line(d));
     }
     if (last >= 0 && last < count) {
-      shared.decays[last] = old.g[(token + last) * HV + hv];
-      shared.betas[last] = old.beta[(token + last) * HV + hv];
+      shared.decays[last] = lines[last * Line::SIZE + Line::DECAYS + hv];
+      shared.betas[last] = lines[last * Line::SIZE + Line::BETAS + hv];
     }
   };
   // Copy inputs[begin] to inputs[end - 1]. inputs[i] is the window's position t0 - HISTORY + i; those before the window
@@ -210,7 +217,7 @@ __device__ __forceinline__ void fold_and_run(
       const int t = t0 - HISTORY + i / PIECES, c = i % PIECES * EACH, before = t + HISTORY + folded;
       const T* from = t >= 0             ? qkv + ((long long)row_of_batch * W + t) * C
                       : before < HISTORY ? conv + ((long long)row_of_batch * HISTORY + before) * C
-                                         : old.qkv + ((long long)row_of_batch * old.width + before - HISTORY) * C;
+                                         : reinterpret_cast<const T*>(old_line(before - HISTORY));
       copy_16_bytes(&shared.inputs[i / PIECES][c], from + channel(c));
     }
   };
@@ -275,7 +282,7 @@ __device__ __forceinline__ void fold_and_run(
         const int t = t0 - HISTORY + i / PIECES, c = i % PIECES * EACH, kept = t - certain + HISTORY;
         if (kept < 0 || (c < 2 * DK && !first) || (t < t0 && t0)) continue;
         T* const to = kept < HISTORY ? new_conv + ((long long)row_of_batch * HISTORY + kept) * C
-                                     : fresh.qkv + ((long long)row_of_batch * fresh.width + t - certain) * C;
+                                     : reinterpret_cast<T*>(new_line(t - certain));
         *reinterpret_cast<float4*>(to + channel(c)) = *reinterpret_cast<const float4*>(&shared.inputs[i / PIECES][c]);
       }
       team.sync();
@@ -295,18 +302,16 @@ __device__ __forceinline__ void fold_and_run(
 
       // Drafts in doubt.
       const int sure = max(0, certain - t0);
-      const long long doubtful = (long long)row_of_batch * fresh.width + t0 - certain;
 #pragma unroll 1
       for (int i = sure * ((DK + DV) / 4) + thread; i < count * ((DK + DV) / 4); i += THREADS) {
         const int t = i / ((DK + DV) / 4), d = i % ((DK + DV) / 4) * 4;
         if (d < DK && !first) continue;
-        float* const to = d < DK ? fresh.k + ((doubtful + t) * HK + hk) * DK + d
-                                 : fresh.v + ((doubtful + t) * HV + hv) * DV + d - DK;
-        *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(d < DK ? &shared.keys[t][d] : &shared.values[t][d - DK]);
+        float* const to = new_line(t0 + t - certain) + part_of_line(d);
+        *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(part_of_token(t, d));
       }
       if (last >= sure && last < count) {
-        fresh.g[(doubtful + last) * HV + hv] = shared.decays[last];
-        fresh.beta[(doubtful + last) * HV + hv] = shared.betas[last];
+        new_line(t0 + last - certain)[Line::DECAYS + hv] = shared.decays[last];
+        new_line(t0 + last - certain)[Line::BETAS + hv] = shared.betas[last];
       }
     }
 #pragma unroll 1

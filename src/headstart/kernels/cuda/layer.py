@@ -12,10 +12,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..types import Drafts
 from .attention import SPLIT
 from .compiler import cuda_kernel
 from .device import include, launch_bounds, resident_blocks
+from .gated_delta import draft_lines
 from .layer_parts import GatedAttention, GatedDelta, LayerOutput, Mixture, Mlp, NormWeights
 from .norm import norm_threads
 from .packing import PackedWeights
@@ -223,7 +223,7 @@ def _layer_kernel(inputs: tuple[str, ...], outputs: tuple[str, ...], text: str) 
 
 
 def _delta(text: _Text, net: GatedDelta, ready: str) -> None:
-    B, Hv, Dv, Dk = net.state.shape
+    _, Hv, Dv, Dk = net.state.shape
     C = net.conv.shape[-1]
     Hk, taps = (C - Hv * Dv) // (2 * Dk), net.weights.conv.shape[1]
     names = ["qkv", "z", "b", "a"]
@@ -235,19 +235,17 @@ def _delta(text: _Text, net: GatedDelta, ready: str) -> None:
     text.outputs |= {"new_state": (net.state.shape, mx.float32), "new_conv": (net.conv.shape, text.dtype)}
     folds, keeps, certain = "", "", "W"
     if net.pending is not None:
-        old, fresh = ([f"{prefix}_{name}" for name in Drafts._fields] for prefix in ("old", "new"))
-        text.inputs |= dict(zip(old, net.pending, strict=True))
-        for name, array in zip(fresh, net.pending, strict=True):
-            text.outputs[name] = ((B, max(1, net.drafts), *array.shape[2:]), array.dtype)
-        folds, keeps, certain = f"{', '.join(old)}, old_k_shape[1]", f"{', '.join(fresh)}, W - 1", "1"
+        (text.inputs["old_drafts"],) = net.pending
+        text.outputs["new_drafts"] = draft_lines(net.state, net.conv, max(1, net.drafts))
+        folds, keeps, certain = "(const float*)old_drafts, old_drafts_shape[1]", "(float*)new_drafts, W - 1", "1"
     y = text.read_by("y", [net.out])
     groups = next(n for n in range(1, 17) if 4 * Dv // n <= THREADS and Dv // 8 % n == 0)
     text.lines.append(f"""grid.arrive();
         headstart::run_heads<{Hk}, {Hv}, {Dk}, {Dv}, {taps}, {groups}>(
             grid, B, state, conv, accepted,
-            headstart::Drafts<const T, const float>{{{folds}}}, (const T*)qkv, (const T*)z, (const T*)b, (const T*)a,
+            headstart::Drafts<const float>{{{folds}}}, (const T*)qkv, (const T*)z, (const T*)b, (const T*)a,
             conv_weight, A_log, dt_bias, head_norm, {net.weights.eps!r}f, W, {certain}, {y}, new_state, new_conv,
-            headstart::Drafts<T, float>{{{keeps}}});
+            headstart::Drafts<float>{{{keeps}}});
         grid.arrive();""")
     text.prefetch_norm("second_norm")
     text.add_product(y, net.out, "x", "middle")

@@ -51,6 +51,12 @@ def metal_gated_delta(
     if pending is not None:
         inputs += ["accepted", *old]
         arrays += [accepted, *pending]
+    made = []
+    if keeps:
+        (B, W, C), (_, Hv, Dv, Dk) = window.qkv.shape, state.shape
+        shapes = [(C,), ((C - Hv * Dv) // (2 * Dk), Dk), (Hv, Dv), (Hv,), (Hv,)]
+        dtypes = [window.qkv.dtype, *[mx.float32] * 4]
+        made = [((B, W - certain, *shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     outputs = ("y", "new_state", "conv_out", *(written if keeps else ()))
     kernel = metal_kernel("gated_delta", tuple(inputs), outputs, source, "gated_delta")
-    return run_gated_delta(kernel, arrays, window, weights, state, conv, certain)
+    return run_gated_delta(kernel, arrays, window, weights, state, conv, certain, made)
