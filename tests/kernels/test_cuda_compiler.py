@@ -21,6 +21,7 @@ from headstart.kernels.cuda.compiler import (
     compiled_together,
     cuda_kernel,
     keep_compiled_kernels,
+    kernel_text,
     standard_hash,
 )
 from headstart.kernels.cuda.device import on_cuda
@@ -136,6 +137,14 @@ def test_a_kernel_is_put_where_mlx_looks_for_it_once(compiled: list[str]) -> Non
     run(twice())
     assert len(compiled) == 2
     assert path.read_bytes()
+
+
+def test_a_kernel_without_template_arguments_has_the_text_that_mlx_gives_it() -> None:
+    name, text = kernel_text("twice", "", "    int32_t* y", [], "y[0] = 2;")
+    assert name == "custom_kernel_twice"
+    assert text.endswith(
+        "void custom_kernel_twice(\n    int32_t* y) {\ny[0] = 2;\n}\n\n} // namespace mlx::core::cu\n"
+    )
 
 
 def test_every_form_of_a_kernel_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,12 +290,13 @@ def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a card")
-def test_mlx_runs_what_was_compiled_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("template", [[("N", 1)], []])
+def test_mlx_runs_what_was_compiled_for_it(monkeypatch: pytest.MonkeyPatch, template: list[tuple[str, int]]) -> None:
     """Code of another text under the name of this one shows who was asked."""
     compile_text = compiler.compile_text
     monkeypatch.setattr(compiler, "compile_text", lambda name, text: compile_text(name, text.replace("1.5f", "2.5f")))
     kernel = cuda_kernel("add", ["x"], ["y"], "y[threadIdx.x] = x[threadIdx.x] + 1.5f;", "")
     given: dict[str, Any] = {"inputs": [mx.zeros((32,))], "output_shapes": [(32,)], "output_dtypes": [mx.float32]}
     monkeypatch.delenv("MLX_PTX_CACHE_DIR")  # MLX reads it once
-    made = kernel(**given, template=[("N", 1)], grid=(32, 1, 1), threadgroup=(32, 1, 1))[0]
+    made = kernel(**given, template=template, grid=(32, 1, 1), threadgroup=(32, 1, 1))[0]
     assert made.tolist() == [2.5] * 32

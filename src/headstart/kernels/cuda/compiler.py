@@ -167,11 +167,12 @@ def kernel_text(
         else:
             name += f"_{value}"
             constants.append(f"  constexpr int {key} = {value};\n")
+    constants += ["\n"] * bool(constants)
     name = f"custom_kernel_{name}"
     text = (
         '\n#include "mlx/backend/cuda/device/utils.cuh"\n\n#include <cooperative_groups.h>\n\n'
         f"{header}namespace mlx::core::cu {{\n\nnamespace cg = cooperative_groups;\n\n__global__ void {name}(\n"
-        f"{arguments}) {{\n{''.join(constants)}\n{source}\n}}\n\n}} // namespace mlx::core::cu\n"
+        f"{arguments}) {{\n{''.join(constants)}{source}\n}}\n\n}} // namespace mlx::core::cu\n"
     )
     return name, text
 
