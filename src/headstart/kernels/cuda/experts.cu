@@ -40,13 +40,41 @@ __device__ __forceinline__ void move_to_expert(P& part, int K, unsigned expert) 
   if (BITS < 16 && part.up) part.up_scales += scales, part.up_biases += scales;
 }
 
-// Of E logits the TOP largest, the first of equals first, and their shares by softmax, of all or (`normed`) of the
-// TOP. One warp for a row.
+// Of E logits the TOP largest, the first of equals first. One warp for a row.
 template <typename T, int E, int TOP>
-__device__ __forceinline__ void route(const T* logits, bool normed, unsigned* indices, T* scores) {
+__device__ __forceinline__ void choose(const T* logits, unsigned* indices) {
   static_assert(TOP <= 32, "a lane has one");
+  static_assert(sizeof(T) == 2 && E < 0xFFFF);
   constexpr int EACH = (E + 31) / 32;
   const int lane = threadIdx.x % 32;
+  // A number's bits, ordered as the numbers are, over its expert's: the largest key is the first of the largest logits.
+  unsigned keys[EACH], chosen = 0; // zero is taken already
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const int expert = lane + 32 * i;
+    const unsigned bits = expert < E ? reinterpret_cast<const unsigned short*>(logits)[expert] : 0;
+    keys[i] = expert < E ? (bits ^ (bits & 0x8000 ? 0xFFFF : 0x8000)) << 16 | (0xFFFF - expert) : 0;
+  }
+#pragma unroll 1 // in a persistent kernel code runs once: it is short rather than fast
+  for (int t = 0; t < TOP; t++) {
+    unsigned best = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) best = max(best, keys[i]);
+    best = __reduce_max_sync(0xFFFFFFFF, best);
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+      if (keys[i] == best) keys[i] = 0;
+    if (lane == t) chosen = 0xFFFF - (best & 0xFFFF);
+  }
+  if (lane < TOP) indices[lane] = chosen;
+}
+
+// The shares of the chosen by softmax, of all or (`normed`) of the TOP. One warp for a row.
+template <typename T, int E, int TOP>
+__device__ __forceinline__ void score(const T* logits, const unsigned* indices, bool normed, T* scores) {
+  constexpr int EACH = (E + 31) / 32;
+  const int lane = threadIdx.x % 32;
+  const float value = lane < TOP ? float(logits[indices[lane]]) : 0;
   float values[EACH], most = -INFINITY, all = 0;
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
@@ -58,31 +86,6 @@ __device__ __forceinline__ void route(const T* logits, bool normed, unsigned* in
 #pragma unroll 1
   for (int i = 0; i < EACH; i++) all = __fadd_rn(all, expf(__fsub_rn(values[i], most)));
   for (int mask = 16; mask; mask /= 2) all = __fadd_rn(all, __shfl_xor_sync(0xFFFFFFFF, all, mask));
-
-  unsigned keys[EACH]; // ordered as the values are; zero is taken already
-#pragma unroll
-  for (int i = 0; i < EACH; i++) {
-    const int bits = __float_as_int(values[i]);
-    keys[i] = lane + 32 * i < E ? bits ^ (bits >> 31 | int(0x80000000)) : 0;
-  }
-  unsigned key = 0; // lane t has the t-th of the chosen
-#pragma unroll 1 // in a persistent kernel code runs once: it is short rather than fast
-  for (int t = 0; t < TOP; t++) {
-    unsigned best = 0;
-    int at = E - 1;
-#pragma unroll
-    for (int i = 0; i < EACH; i++) best = max(best, keys[i]);
-    best = __reduce_max_sync(0xFFFFFFFF, best);
-#pragma unroll
-    for (int i = EACH - 1; i >= 0; i--)
-      if (keys[i] == best) at = lane + 32 * i;
-    at = __reduce_min_sync(0xFFFFFFFF, at);
-#pragma unroll
-    for (int i = 0; i < EACH; i++)
-      if (lane + 32 * i == at) keys[i] = 0;
-    if (lane == t) key = best, indices[t] = at;
-  }
-  const float value = __int_as_float(key & 0x80000000 ? key ^ 0x80000000 : ~key);
   const float share = float(T(__fdiv_rn(expf(__fsub_rn(value, most)), all)));
   float chosen = 0;
 #pragma unroll

@@ -113,8 +113,10 @@ def _route(normed: bool) -> Any:
         header=include("tensor_core", "team", "operand", "matrix", "products", "experts"),
         source=f"""
             const int row = blockIdx.x;
-            headstart::route<T, E, TOP>(
-                logits + row * E, {str(normed).lower()}, indices + row * TOP, scores + row * TOP);
+            headstart::choose<T, E, TOP>(logits + row * E, indices + row * TOP);
+            __syncwarp();
+            headstart::score<T, E, TOP>(
+                logits + row * E, indices + row * TOP, {str(normed).lower()}, scores + row * TOP);
         """,
     )
 

@@ -25,7 +25,7 @@ static_assert(WARP_ROOM % 512 == 0);
 
 // x [rows, K] by several matrices. `turn`: the team that begins. The activations are there when `ready` has returned.
 template <
-    typename T, int BITS, int GROUP, int CHUNK, int SLICES, int K, int TALL, int WIDE, int STAGES, bool WHOLE,
+    typename T, int BITS, int GROUP, int CHUNK, int SLICES, int K, int TALL, int WIDE, int STAGES, int AHEAD, bool WHOLE,
     bool STREAMS, int COUNT, typename X, typename M, typename Awaited>
 __device__ __forceinline__ void multiply_rows(
     unsigned char* room, int turn, const X* x, int rows, const M (&matrices)[COUNT], Awaited ready) {
@@ -36,38 +36,42 @@ __device__ __forceinline__ void multiply_rows(
   auto choose = [&](int tile) { return tile_of<TALL, WHOLE>(matrices, tile); };
   auto outputs = [&](int, int column) { return column < rows ? column : -1; };
   team.sync();  // nobody reads what the team computed before
-  product<T, BITS, GROUP, CHUNK, SLICES, TALL, WIDE, STAGES, false, WHOLE, STREAMS>(
+  product<T, BITS, GROUP, CHUNK, SLICES, TALL, WIDE, STAGES, AHEAD, false, WHOLE, STREAMS>(
       team, room + (team.barrier - 1) * (SLICES * WARP_ROOM), x, K, tiles, 1, choose, outputs, ready);
 }
 
-// Row pair / share of x by the pair's expert, for all pairs: [pairs, N]. Expert E is `shared_expert`.
+// Row pair / share of x by the pair's expert, for all pairs: [pairs, N]. Expert E is `shared_expert`. OWN: a block
+// computes the same columns of all pairs, and so has itself what is to be added up there.
 template <
-    typename T, int BITS, int GROUP, int CHUNK, int SLICES, int K, int TALL, int STAGES, bool WHOLE, bool STREAMS,
-    unsigned E, typename X, typename M>
+    typename T, int BITS, int GROUP, int CHUNK, int SLICES, int K, int TALL, int STAGES, int AHEAD, bool WHOLE, bool STREAMS,
+    unsigned E, bool OWN, typename X, typename M>
 __device__ __forceinline__ void multiply_experts(
     unsigned char* room, const X* x, int share, const Choice<T>& choice, const M& matrix, const M& shared_expert) {
-  const Team team = Team::part(32 * SLICES);
+  const Team team = OWN ? Team::of_block(32 * SLICES) : Team::part(32 * SLICES);
   const int each = count_tiles<TALL>(matrix);
-  auto choose = [&](int tile) {
-    const unsigned expert = choice.of[tile / each];
-    Part<M> part = {expert == E ? shared_expert : matrix, first_row<TALL, WHOLE>(matrix, tile % each)};
-    move_to_expert<BITS, GROUP>(part, K, expert == E ? 0 : expert);
-    return part;
-  };
-  auto outputs = [&](int tile, int column) { return choice.columns[tile / each][column]; };
-  team.sync();
-  product<T, BITS, GROUP, CHUNK, SLICES, TALL, 1, STAGES, true, WHOLE, STREAMS>(
-      team, room + (team.barrier - 1) * (SLICES * WARP_ROOM), x, K, choice.groups * each, share, choose,
-      outputs, [] {});
+  for (int place = OWN ? blockIdx.x : 0; place < (OWN ? each : 1); place += gridDim.x) {
+    auto choose = [&](int tile) {
+      const unsigned expert = choice.of[OWN ? tile : tile / each];
+      Part<M> part = {
+          expert == E ? shared_expert : matrix, first_row<TALL, WHOLE>(matrix, OWN ? place : tile % each)};
+      move_to_expert<BITS, GROUP>(part, K, expert == E ? 0 : expert);
+      return part;
+    };
+    auto outputs = [&](int tile, int column) { return choice.columns[OWN ? tile : tile / each][column]; };
+    team.sync();
+    product<T, BITS, GROUP, CHUNK, SLICES, TALL, 1, STAGES, AHEAD, true, WHOLE, STREAMS>(
+        team, room + (team.barrier - 1) * (SLICES * WARP_ROOM), x, K, OWN ? choice.groups : choice.groups * each, share,
+        choose, outputs, [] {});
+  }
 }
 
-// Every block routes all rows for itself. With EACH = TOP + 1 each row takes the shared expert too, as number E.
+// Every block chooses for all rows. With EACH = TOP + 1 each row takes the shared expert too, as number E.
 template <int E, int TOP, int EACH, typename T>
-__device__ __noinline__ void choose_experts(const T* logits, int rows, bool normed, Choice<T>& choice) {
+__device__ __noinline__ void choose_experts(const T* logits, int rows, Choice<T>& choice) {
   const int pairs = rows * EACH;
   __syncthreads();  // nobody reads the choice before
   for (int row = threadIdx.x / 32; row < rows; row += blockDim.x / 32) {
-    route<T, E, TOP>(logits + row * E, normed, choice.experts + row * EACH, choice.scores + row * EACH);
+    choose<T, E, TOP>(logits + row * E, choice.experts + row * EACH);
     if (EACH > TOP && threadIdx.x % 32 == 0) choice.experts[row * EACH + TOP] = E;
   }
 #pragma unroll 1
@@ -89,17 +93,26 @@ __device__ __noinline__ void choose_experts(const T* logits, int rows, bool norm
   if (pair < PAIRS && pair % 32 == 0) choice.begins[pair / 32] = begins;
   __syncthreads();
   if (pair < pairs) {
-    auto begun_before = [&](int p) {
-      int count = __popc(choice.begins[p / 32] & ((1u << p % 32) - 1));
-      for (int i = 0; i < p / 32; i++) count += __popc(choice.begins[i]);
-      return count;
-    };
-    const int group = begun_before(leader);
+    int group = 0, begun = 0;  // groups begun before this pair's leader, and before the pair
+#pragma unroll 1
+    for (int word = 0; word <= pair / 32; word++) {
+      const unsigned begins = choice.begins[word];
+      const int before_leader = leader - 32 * word, before = pair - 32 * word;
+      if (before_leader > 0) group += __popc(before_leader < 32 ? begins & ((1u << before_leader) - 1) : begins);
+      begun += __popc(before < 32 ? begins & ((1u << before) - 1) : begins);
+    }
     choice.columns[group][rank % 8] = pair;
     if (leader == pair) choice.of[group] = expert;
-    if (pair == pairs - 1) choice.groups = begun_before(pair) + (leader == pair);
+    if (pair == pairs - 1) choice.groups = begun + (leader == pair);
   }
   __syncthreads();
+}
+
+// The scores of the experts that were chosen: while a barrier is awaited, since products do not need them.
+template <int E, int TOP, int EACH, typename T>
+__device__ __noinline__ void score_experts(const T* logits, int rows, bool normed, Choice<T>& choice) {
+  for (int row = threadIdx.x / 32; row < rows; row += blockDim.x / 32)
+    score<T, E, TOP>(logits + row * E, choice.experts + row * EACH, normed, choice.scores + row * EACH);
 }
 
 // Into the L2 cache: what a norm will read after it has waited for all else.
@@ -114,14 +127,20 @@ __device__ __forceinline__ void touch(const void* from, int bytes) {
   for (int at = 32 * threadIdx.x; at < bytes; at += 32 * blockDim.x) load_and_forget(first + at);
 }
 
-// The norms of all rows. A single one every block computes for its `own`: that takes less time than a barrier.
-template <int D, int THREADS, typename T, typename N>
+// The norms of all rows, as `Ready` if the products that read them want that. A few short ones every block computes for
+// its `own`, side by side: that takes less time than a barrier.
+template <int D, int THREADS, int OWN, typename T>
 __device__ __noinline__ void norm_rows(
-    const Grid& grid, bool own, int rows, const T* x, const float* weight, float eps, N* normed) {
+    const Grid& grid, int rows, const T* x, const float* weight, float eps, T* normed, bool is_ready) {
   const Team team = {0, 1, int(threadIdx.x), THREADS, 1};
-  for (int row = own ? 0 : blockIdx.x; row < rows && threadIdx.x < THREADS; row += gridDim.x)
-    norm_row<D, THREADS, false>(
-        team, x + row * D, [](int) { return Eight<T>(); }, weight, eps, (T*)nullptr, normed + row * D);
+  const bool own = rows <= OWN;
+  auto nothing = [](int) { return Eight<T>(); };
+  if (OWN > 1 && own && threadIdx.x < THREADS)
+    norm_together<D, THREADS, OWN>(team, rows, x, weight, eps, normed, is_ready);
+  else
+    for (int row = own ? 0 : blockIdx.x; row < rows && threadIdx.x < THREADS; row += gridDim.x)
+      norm_row<D, THREADS, false>(
+          team, x + row * D, nothing, weight, eps, (T*)nullptr, normed + row * D, is_ready);
   if (own)
     __syncthreads();
   else
@@ -153,17 +172,21 @@ __device__ __forceinline__ Eight<T> combined_eight(
   return out;
 }
 
-// out = x + added, which gives eight elements of a row.
-template <int D, typename T, typename Added>
-__device__ __forceinline__ void add_rows(int rows, const T* x, Added added, T* out) {
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < rows * (D / 8); i += gridDim.x * blockDim.x) {
-    const int row = i / (D / 8), at = i % (D / 8) * 8;
-    const Eight<T> more = added(row, at);
-    Eight<T> here = eight(x + row * D + at);
+// out = x + added, which gives eight elements of a row: of all rows those columns of which this block has the products,
+// in tiles of 16.
+template <int D, bool WHOLE, typename T, typename Added>
+__device__ __forceinline__ void add_columns(int rows, const T* x, Added added, T* out) {
+  __syncthreads();
+  for (int tile = blockIdx.x; tile < (D + 15) / 16; tile += gridDim.x)
+    for (int i = threadIdx.x; i < 2 * rows; i += blockDim.x) {
+      const int row = i / 2, at = (WHOLE ? min(16 * tile, D - 16) : 16 * tile) + i % 2 * 8;
+      if (at >= D) continue;
+      const Eight<T> more = added(row, at);
+      Eight<T> here = eight(x + row * D + at);
 #pragma unroll
-    for (int j = 0; j < 8; j++) here.at[j] = T(float(here.at[j]) + float(more.at[j]));
-    *reinterpret_cast<Eight<T>*>(out + row * D + at) = here;
-  }
+      for (int j = 0; j < 8; j++) here.at[j] = T(float(here.at[j]) + float(more.at[j]));
+      *reinterpret_cast<Eight<T>*>(out + row * D + at) = here;
+    }
 }
 
 // All value heads of all rows. The states are on their way while the window is awaited, for which the block has

@@ -20,11 +20,12 @@ from .layer_parts import GatedAttention, GatedDelta, LayerOutput, Mixture, Mlp, 
 from .norm import norm_threads
 from .packing import PackedWeights
 from .persistent import SHARED_BYTES, STATUS
-from .products import MatrixWeights, ProductTile, SumOrder, has_whole_tiles, shared_bytes
+from .products import MatrixWeights, ProductTile, SumOrder, has_whole_tiles, shared_bytes, tiles_ahead
 
 MOST_ROWS = 16
 MOST_PAIRS = 144  # of rows and their experts, as in layer.cu
 THREADS = 384  # of a block: three teams of a product's four slices
+OWN_NORMS = 8192  # elements of the rows that every block norms for itself, at most
 WARP_ROOM = 18432  # bytes of shared memory, as in layer.cu
 STAGES = 4  # chunks of weights under way, at most
 STREAMED = (
@@ -36,7 +37,7 @@ def count_stages(weights: MatrixWeights, tile: ProductTile) -> int:
     """Return how many chunks of these weights a team may have under way in its shared memory; 0 if it has too little
     for such tiles."""
     order = SumOrder.of(weights)
-    stages = min(STAGES, order.chunks(weights))
+    stages = STAGES
     while stages and shared_bytes(weights, order, tile, stages, several=True) > WARP_ROOM * order.slices:
         stages -= 1
     return stages
@@ -87,7 +88,9 @@ class _Text:
         self.lines: list[str] = []
         self.inputs: dict[str, mx.array] = {}
         self.outputs: dict[str, tuple[Sequence[int], mx.Dtype]] = {}
-        norms = self.blocks if self.rows == 1 else self.rows
+        # So many rows every block norms for itself: as many as its threads have registers for.
+        self.own = max(1, min(4, OWN_NORMS // self.size))
+        norms = self.rows * (self.blocks if self.rows <= self.own else 1)
         self.scratch = -(-self.size * norms // 64) * 64  # elements
         self.slices = 0  # of the last product
         self.turn = 0  # the team that begins with the next product
@@ -126,7 +129,8 @@ class _Text:
 
     def _rows(self, x: str, weights: list[MatrixWeights], matrices: list[str], tile: ProductTile, ready: str) -> None:
         sizes = self._sizes(weights, tile, len(matrices) < len(weights), f"{tile.columns // 8}, ")
-        arguments = f"{self.turn}, {x}, rows, {{{', '.join(matrices)}}}, [&] {{ {ready} }}"
+        turn = self.turn % (self.blocks * (THREADS // 32 // self.slices))
+        arguments = f"{turn}, {x}, rows, {{{', '.join(matrices)}}}, [&] {{ {ready} }}"
         self.lines.append(f"headstart::multiply_rows<{sizes}>(dynamic_shared, {arguments});")
         self.turn += sum(-(-each.outputs // tile.height) for each in weights)
 
@@ -135,11 +139,14 @@ class _Text:
     ) -> None:
         """Add a product with the chosen experts, or, of every row of x, `silu(gate) * up` of theirs."""
         gated = len(weights) == 2
+        own = str(not gated).lower()
         sizes = self._sizes(weights, ProductTile(32 if gated else 16, 8), gated)
         first = self._matrix(weights[0], to, weights[1] if gated else None)
         last = self._matrix(shared[0], to, shared[1] if gated else None) if moe.experts_per_row > moe.top else first
         arguments = f"{x}, {moe.experts_per_row if gated else 1}, choice, {first}, {last}"
-        self.lines.append(f"headstart::multiply_experts<{sizes}, {moe.router.outputs}>(dynamic_shared, {arguments});")
+        self.lines.append(
+            f"headstart::multiply_experts<{sizes}, {moe.router.outputs}, {own}>(dynamic_shared, {arguments});"
+        )
 
     def _sizes(self, all_of_them: list[MatrixWeights], tile: ProductTile, gated: bool, wide: str = "") -> str:
         """Return the template arguments of a product."""
@@ -150,7 +157,8 @@ class _Text:
         self.slices = order.slices
         shape = f"{order.bits}, {order.group}, {order.chunk}, {order.slices}, {weights.inputs}"
         flags = f"{has_whole_tiles(all_of_them, tile, gated)}, {self.streams}".lower()
-        return f"T, {shape}, {tile.height // 16}, {wide}{stages}, {flags}"
+        ahead = tiles_ahead(weights, order, stages)
+        return f"T, {shape}, {tile.height // 16}, {wide}{stages}, {ahead}, {flags}"
 
     def _matrix(
         self, weights: MatrixWeights, to: str, up: MatrixWeights | None = None, residual: str = "nullptr"
@@ -173,8 +181,9 @@ class _Text:
 
     def norm(self, x: str, weight: str, norm: NormWeights, to: str) -> str:
         """Return the statement that norms the rows of x `to` a place."""
-        sizes = f"{self.size}, {norm_threads(self.size)}"
-        return f"headstart::norm_rows<{sizes}>(grid, own, rows, {x}, {weight}, {norm.eps!r}f, {to});"
+        sizes = f"{self.size}, {norm_threads(self.size)}, {self.own}"
+        place, is_ready = ("normed", "true") if to != "normed" else (to, "false")
+        return f"headstart::norm_rows<{sizes}>(grid, rows, {x}, {weight}, {norm.eps!r}f, {place}, {is_ready});"
 
     def launch(self, packed: PackedWeights) -> list[mx.array]:
         self.outputs["scratch"] = ((self.scratch,), self.dtype)
@@ -182,7 +191,7 @@ class _Text:
         body = declared + "\n".join(self.places + self.lines)
         made: list[mx.array] = _layer_kernel(tuple(inputs), tuple(self.outputs), body)(
             inputs=list(inputs.values()),
-            template=[("T", self.dtype), ("D", self.size)],
+            template=[("T", self.dtype), ("D", self.size), ("OWN", self.own)],
             grid=(self.blocks * THREADS, 1, 1),
             threadgroup=(THREADS, 1, 1),
             output_shapes=[shape for shape, _ in self.outputs.values()],
@@ -203,8 +212,8 @@ auto take = [&](int each) {
   free_scratch += (rows * each + 63) / 64 * 64;
   return at;
 };
-const bool own = rows == 1;
-T* const normed = take(own ? D * gridDim.x : D) + (own ? blockIdx.x * D : 0);
+const bool own = rows <= OWN;
+T* const normed = take(own ? D * gridDim.x : D) + (own ? blockIdx.x * rows * D : 0);
 """
 
 
@@ -298,19 +307,20 @@ def _mixture(text: _Text, moe: Mixture, ready: str) -> None:
         text.take("made", text.size)
         shared_hidden, always = text.read_by("shared_hidden", [shared.down]), "made + row * D"
         text.gate(normed, shared.gate, shared.up, shared_hidden)
-    text.lines.append("grid.sync();")
-    text.lines.append(
-        f"headstart::choose_experts<{count}, {top}, {each}>(logits, rows, {str(moe.normed).lower()}, choice);"
-    )
+    sizes, is_normed = f"{count}, {top}, {each}", str(moe.normed).lower()
+    text.lines.append(f"grid.sync(); headstart::choose_experts<{sizes}>(logits, rows, choice);")
     text.experts(normed, [experts.gate, experts.up], [shared.gate, shared.up], hidden, moe)
     if each == top:
         text.turn = top * -(-experts.gate.outputs // 16)  # teams that have no expert, where there is one row
         text.multiply(shared_hidden, [(shared.down, "made")])
-    text.lines.append("grid.sync();")
+    text.lines.append(
+        f"grid.arrive(); headstart::score_experts<{sizes}>(logits, rows, {is_normed}, choice); grid.wait();"
+    )
     text.experts(hidden, [experts.down], [shared.down], "parts", moe)
     combined = (
         f"headstart::combined_eight<{top}, D>(parts + row * {each} * D, choice.scores + row * {each}, "
         f"{always}, opening[row], at)"
     )
-    text.lines.append("grid.sync();")
-    text.lines.append(f"headstart::add_rows<D>(rows, middle, [&](int row, int at) {{ return {combined}; }}, out);")
+    whole = str(has_whole_tiles([experts.down], ProductTile(16, 8), False)).lower()
+    added = f"[&](int row, int at) {{ return {combined}; }}"
+    text.lines.append(f"headstart::add_columns<D, {whole}>(rows, middle, {added}, out);")

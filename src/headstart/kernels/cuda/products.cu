@@ -138,10 +138,11 @@ __device__ __forceinline__ void add_unit(
 
 // Tiles team.index, + team.count, … of `tiles`; tile t is of choose(t). Its column c goes to row outputs(t, c) of y,
 // nowhere if that is negative, and comes from row outputs(t, c) / share of x; MOVES: from other rows in other tiles.
-// WHOLE: every tile has all of its rows. STREAMS: see `copy_16_bytes`. No slice has fewer chunks than there are STAGES.
-// What others write to x may be read after `ready`.
+// WHOLE: every tile has all of its rows. STREAMS: see `copy_16_bytes`. No slice has fewer chunks in AHEAD tiles than
+// there are STAGES: so many tiles before they are needed, scales are asked for. What others write to x may be read after
+// `ready`.
 template <
-    typename T, int BITS, int GROUP, int CHUNK, int SLICES, int TALL, int WIDE, int STAGES, bool MOVES,
+    typename T, int BITS, int GROUP, int CHUNK, int SLICES, int TALL, int WIDE, int STAGES, int AHEAD, bool MOVES,
     bool WHOLE, bool STREAMS, typename X, typename Choose, typename Outputs, typename Awaited>
 __device__ __forceinline__ void product(
     const Team& team, unsigned char* shared, const X* x, int K, int tiles, int share, Choose choose, Outputs outputs,
@@ -156,7 +157,8 @@ __device__ __forceinline__ void product(
   const int begin = slice * chunks / SLICES, end = (slice + 1) * chunks / SLICES;
   unsigned char* ring = shared + slice * STAGES * STAGE;
   float* all_sums = reinterpret_cast<float*>(shared + SLICES * STAGES * STAGE); // of this tile, the next
-  T* all_scales = reinterpret_cast<T*>(all_sums + 2 * SLICES * SUMS); // scales and biases, likewise
+  T* all_scales = reinterpret_cast<T*>(all_sums + 2 * SLICES * SUMS); // scales and biases of this tile and AHEAD more
+  const int scales_each = 32 * TALL * groups;
 
   // The first of a tile's r-th sixteen rows, and of which matrix: of a gate's tile the second half is `up`'s.
   auto sixteen = [](const auto& part, int r) {
@@ -164,19 +166,18 @@ __device__ __forceinline__ void product(
   };
   auto is_up = [](const auto& part, int r) { return part.up && 2 * r >= TALL; };
 
-  // The scales of sixteen rows stand together, and so do their biases: the whole team copies them.
+  // The scales of sixteen rows stand together, and so do their biases: the whole team copies them, first all scales.
   auto fetch_scales = [&](int tile, T* to) {
     if (BITS == 16 || tile >= tiles) return;
     const auto part = choose(tile);
+    const int each = 2 * groups; // pieces that sixteen rows have
 #pragma unroll 1 // here and below: code has to be read too, by a layer's kernel only once
-    for (int i = 0; i < 2 * TALL; i++) { // the scales of every sixteen rows, then the biases
-      const int row = sixteen(part, i % TALL), bytes = 2 * groups * (WHOLE ? 16 : min(16, part.N - row));
-      const T* scales = is_up(part, i % TALL) ? part.up_scales : part.scales;
-      const T* biases = is_up(part, i % TALL) ? part.up_biases : part.biases;
-      const T* from = (i < TALL ? scales : biases) + (long long)row * groups;
-#pragma unroll 1
-      for (int at = 8 * team.thread; at < bytes / 2; at += 8 * 32 * SLICES)
-        copy_16_bytes(to + 16 * i * groups + at, from + at, WHOLE ? 16 : min(16, bytes - 2 * at));
+    for (int i = team.thread; i < 2 * TALL * each; i += 32 * SLICES) {
+      const int r = i / each % TALL, row = sixteen(part, r), at = row * groups + i % each * 8;
+      const T* from = i < TALL * each ? (is_up(part, r) ? part.up_scales : part.scales)
+                                      : (is_up(part, r) ? part.up_biases : part.biases);
+      const int there = WHOLE ? 16 : min(16, 2 * (part.N * groups - at));
+      if (WHOLE || there > 0) copy_16_bytes(to + 8 * i, from + at, there);
     }
   };
 
@@ -218,7 +219,8 @@ __device__ __forceinline__ void product(
     commit_copies();
   };
 
-  fetch_scales(team.index, all_scales);
+#pragma unroll 1
+  for (int i = 0; i < AHEAD; i++) fetch_scales(team.index + i * team.count, all_scales + i * scales_each);
   aim();
 #pragma unroll 1
   for (int i = 0; i < STAGES; i++) fetch(ring + i * STAGE);
@@ -233,31 +235,32 @@ __device__ __forceinline__ void product(
     }
   };
   aim_columns(team.index);
-  // Columns are read AHEAD units before they are multiplied. Those that are not there are anything: no other column
+  // Columns are read SOON units before they are multiplied. Those that are not there are anything: no other column
   // depends on them.
-  constexpr int AHEAD = WIDE == 1 || S::UNITS == 1 ? S::UNITS : S::UNITS / 2;
-  uint32_t coming[AHEAD][WIDE][S::EACH / 2] = {};
+  constexpr int SOON = WIDE == 1 || S::UNITS == 1 ? S::UNITS : S::UNITS / 2;
+  uint32_t coming[SOON][WIDE][S::EACH / 2] = {};
   auto read_columns = [&](int chunk, int unit) {
 #pragma unroll
     for (int i = 0; i < WIDE * S::EACH / 8; i++) {
       int c = i / (S::EACH / 8), p = i % (S::EACH / 8) * 4;
       if (!columns[c]) continue;
       uint4 eight = *reinterpret_cast<const uint4*>(columns[c] + chunk * S::CODES + unit * S::UNIT + 2 * p);
-      uint32_t* to = coming[unit % AHEAD][c] + p;
+      uint32_t* to = coming[unit % SOON][c] + p;
       to[0] = eight.x, to[1] = eight.y, to[2] = eight.z, to[3] = eight.w;
     }
   };
 #pragma unroll
-  for (int u = 0; u < AHEAD; u++) read_columns(begin, u);
+  for (int u = 0; u < SOON; u++) read_columns(begin, u);
   wait_for_copies<STAGES - 1>();
   team.sync();
 
   const int mine = place<CHUNK>(group, quarter * S::EACH * BITS / 8);
-  int turn = 0, odd = 0;
+  int turn = 0, odd = 0, at_scales = 0;
 #pragma unroll 1
   for (int tile = team.index; tile < tiles; tile += team.count, odd ^= 1) {
-    const T* tile_scales = all_scales + odd * 32 * TALL * groups;
-    fetch_scales(tile + team.count, all_scales + (1 - odd) * 32 * TALL * groups);
+    const T* tile_scales = all_scales + at_scales * scales_each;
+    fetch_scales(tile + AHEAD * team.count, all_scales + (at_scales ? at_scales - 1 : AHEAD) * scales_each);
+    at_scales = at_scales == AHEAD ? 0 : at_scales + 1;
     float total[TALL][WIDE][4] = {};
 #pragma unroll 1
     for (int chunk = begin; chunk < end; chunk++) {
@@ -278,12 +281,12 @@ __device__ __forceinline__ void product(
 #pragma unroll
         for (int i = 0; i < WIDE * S::EACH / 2; i++)
           pairs[i / (S::EACH / 2)][i % (S::EACH / 2)] =
-              activation_pair<T, BITS, READY>(coming[u % AHEAD][i / (S::EACH / 2)], i % (S::EACH / 2));
-        if (MOVES && u + AHEAD == S::UNITS && chunk + 1 == end) aim_columns(tile + team.count);
-        if (u + AHEAD < S::UNITS)
-          read_columns(chunk, u + AHEAD);
+              activation_pair<T, BITS, READY>(coming[u % SOON][i / (S::EACH / 2)], i % (S::EACH / 2));
+        if (MOVES && u + SOON == S::UNITS && chunk + 1 == end) aim_columns(tile + team.count);
+        if (u + SOON < S::UNITS)
+          read_columns(chunk, u + SOON);
         else
-          read_columns(following, u + AHEAD - S::UNITS);
+          read_columns(following, u + SOON - S::UNITS);
         Several<S::WORDS, uint32_t> words[TALL][2];
         float unit_scales[TALL][2], unit_biases[TALL][2];
 #pragma unroll

@@ -16,6 +16,7 @@ from .device import include
 
 MOST_ROWS = 144  # 16 sequences of 9 positions; a prompt's chunks are wider, and mlx's products good at them
 SLICES = 4  # of a row of weights, at most
+SLICE = 256  # bytes of a slice at least: what a warp does once for every slice of a tile takes as long as that
 FULL = 396  # blocks that work at a time: three for each of an H100's multiprocessors
 
 
@@ -61,8 +62,8 @@ class SumOrder:
         row = inputs * bits // 8
         unit = 32 if bits == 16 or group < 64 else 64
         least = max(32, unit * bits // 8)
-        chunk = next((size for size in (128, 64) if row % size == 0 and row >= SLICES * size), least)
-        return cls(bits, group, chunk, min(SLICES, 1 << ((row // chunk).bit_length() - 1)))
+        chunk = next((size for size in (128, 64) if row % size == 0), least)
+        return cls(bits, group, chunk, min(SLICES, 1 << (max(1, row // SLICE).bit_length() - 1)))
 
     def chunks(self, weights: MatrixWeights) -> int:
         """Return how many chunks a slice has, at least."""
@@ -166,7 +167,7 @@ RUN = """
   extern __shared__ __align__(512) unsigned char dynamic_shared[];
   int tiles = 0;
   for (const auto& matrix : matrices) tiles += headstart::count_tiles<HEIGHT / 16>(matrix);
-  headstart::product<T, BITS, GROUP, CHUNK, SLICES, HEIGHT / 16, COLUMNS / 8, STAGES, false, WHOLE, false>(
+  headstart::product<T, BITS, GROUP, CHUNK, SLICES, HEIGHT / 16, COLUMNS / 8, STAGES, 1, false, WHOLE, false>(
       headstart::Team::block(blockIdx.y, gridDim.y), dynamic_shared, x, x_shape[x_ndim - 1], tiles, share, choose,
       outputs, [] {});
 """
@@ -206,8 +207,13 @@ def weight_names(count: int, quantised: bool) -> list[str]:
 
 def shared_bytes(weights: MatrixWeights, order: SumOrder, tile: ProductTile, stages: int, several: bool) -> int:
     """Return the shared memory of a team: chunks under way; the slices' sums of this tile and the next; scales and
-    biases of this tile and, where a team takes `several`, of the next."""
+    biases of this tile and, where a team takes `several`, of those ahead."""
     ring = order.slices * stages * tile.height * order.chunk
     sums = 2 * 4 * order.slices * tile.height * tile.columns
     scales = 0 if weights.scales is None else 2 * 2 * tile.height * weights.inputs // weights.group
-    return ring + sums + scales * (2 if several else 1)
+    return ring + sums + scales * (1 + tiles_ahead(weights, order, stages) if several else 1)
+
+
+def tiles_ahead(weights: MatrixWeights, order: SumOrder, stages: int) -> int:
+    """Return how many tiles before they are needed chunks are under way."""
+    return -(-stages // order.chunks(weights))

@@ -14,12 +14,18 @@ struct Team {
     return {index, count, int(threadIdx.x), int(blockDim.x), 0};
   }
 
-  // As many teams of `threads` as a block of a persistent kernel holds; number `turn` is the first. Neighbours are in
-  // different blocks.
+  // As many teams of `threads` as a block of a persistent kernel holds; number `turn` of them is the first. Neighbours
+  // are in different blocks.
   __device__ __forceinline__ static Team part(int threads, int turn = 0) {
     const int thread = thread_again(), count = blockDim.x / threads * gridDim.x, mine = thread / threads;
-    const int index = int(blockIdx.x + gridDim.x * mine) - turn % count;
+    const int index = int(blockIdx.x + gridDim.x * mine) - turn;
     return {index < 0 ? index + count : index, count, thread % threads, threads, 1 + mine};
+  }
+
+  // The teams of a block, among themselves.
+  __device__ __forceinline__ static Team of_block(int threads) {
+    const int thread = thread_again(), mine = thread / threads;
+    return {mine, int(blockDim.x) / threads, thread % threads, threads, 1 + mine};
   }
 };
 
