@@ -20,6 +20,7 @@ from headstart.models import Model, base, decoder_layer
 from headstart.models.decoder_layer import PERSISTENT
 
 UNLIKE = {"shared_expert_intermediate_size": 32}  # a shared expert unlike the others
+THREE_CHUNKS = {"hidden_size": 384, "moe_intermediate_size": 192, "shared_expert_intermediate_size": 192}  # of a row
 WIDE_HEADS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # as released models have
 pytestmark = pytest.mark.usefixtures("stock_ops")  # the kernels for CUDA run on this CPU, not those for it
 
@@ -96,6 +97,7 @@ def rounds(
         pytest.param("dense", 4, 2, [2, 3, 1], WIDE_HEADS, marks=pytest.mark.slow),
         pytest.param("dense", 4, 1, [2, 16, 16, 1], {}, marks=pytest.mark.slow),  # 15 pending drafts
         pytest.param("moe", 4, 1, [2, 16, 16, 1], {}, marks=pytest.mark.slow),
+        pytest.param("moe", 4, 2, [2, 2], THREE_CHUNKS, marks=pytest.mark.slow),
     ],
 )
 def test_a_layer_in_one_launch_has_the_bits_of_its_kernels(

@@ -25,8 +25,8 @@ static_assert(WARP_ROOM % 512 == 0);
 
 // x [rows, K] by several matrices. `turn`: the team that begins. The activations are there when `ready` has returned.
 template <
-    typename T, int BITS, int GROUP, int CHUNK, int SLICES, int K, int TALL, int WIDE, int STAGES, int AHEAD, bool WHOLE,
-    bool STREAMS, int COUNT, typename X, typename M, typename Awaited>
+    typename T, int BITS, int GROUP, int CHUNK, int SLICES, int K, int TALL, int WIDE, int STAGES, int AHEAD,
+    bool WHOLE, bool STREAMS, int COUNT, typename X, typename M, typename Awaited>
 __device__ __forceinline__ void multiply_rows(
     unsigned char* room, int turn, const X* x, int rows, const M (&matrices)[COUNT], Awaited ready) {
   const Team team = Team::part(32 * SLICES, turn);
@@ -43,8 +43,8 @@ __device__ __forceinline__ void multiply_rows(
 // Row pair / share of x by the pair's expert, for all pairs: [pairs, N]. Expert E is `shared_expert`. OWN: a block
 // computes the same columns of all pairs, and so has itself what is to be added up there.
 template <
-    typename T, int BITS, int GROUP, int CHUNK, int SLICES, int K, int TALL, int STAGES, int AHEAD, bool WHOLE, bool STREAMS,
-    unsigned E, bool OWN, typename X, typename M>
+    typename T, int BITS, int GROUP, int CHUNK, int SLICES, int K, int TALL, int STAGES, int AHEAD, bool WHOLE,
+    bool STREAMS, unsigned E, bool OWN, typename X, typename M>
 __device__ __forceinline__ void multiply_experts(
     unsigned char* room, const X* x, int share, const Choice<T>& choice, const M& matrix, const M& shared_expert) {
   const Team team = OWN ? Team::of_block(32 * SLICES) : Team::part(32 * SLICES);
