@@ -1,6 +1,6 @@
 """Where the time of a decoder layer in one launch goes on this card, phase by phase.
 
-    python bench/gpu_phases.py [27b | 35b ...]      both shapes where none is named
+    python bench/gpu_phases.py [27b | 35b ...] [--without loads | products | ones]     both shapes where none is named
 
 Blocks meet at barriers between the phases of a layer. Here thread 0 of every block also notes the clock at the start,
 where it arrives at a barrier, begins to wait and has passed, and at the end: kernels are compiled with a changed copy
@@ -18,7 +18,7 @@ first's start in the next layer; in between the clocks are written out. With $OU
 $OUT/gpu_phases.json.
 """
 
-import sys
+import argparse
 import tempfile
 from collections import defaultdict
 from dataclasses import replace
@@ -68,6 +68,18 @@ CHANGES = {  # of team.cu, in little code: what does not fit the instruction cac
       shared->next += 3;
       shared->target += gridDim.x;
 """,
+}
+FIXED_EXPERTS = {
+    "choice.experts + row * EACH);\n": """choice.experts + row * EACH);
+    __syncwarp();
+    const int t = threadIdx.x % 32;
+    if (t < TOP) choice.experts[row * EACH + t] = (row * TOP + t) * 9 % E;
+"""
+}
+WITHOUT = {  # of products.cu
+    "loads": {"if (WHOLE || row < rows[r])\n": "if ((WHOLE || row < rows[r]) && rows[r] > 1 << 28)\n"},
+    "products": {"        add_unit<": "        if (tiles > 1 << 28) add_unit<"},
+    "ones": {"if (BITS < 16) multiply<T>(ones[c]": "if (BITS < 16 && p == 0) multiply<T>(ones[c]"},
 }
 END = f"""
 __syncthreads();
@@ -123,17 +135,26 @@ class Clocks:
         return each[:, 1:].reshape(self.blocks, STEPS, NUMBERS)[:, order].swapaxes(0, 1)
 
 
-def clocked_kernel(places: Clocks, *, input_names: list[str], header: str, source: str, **rest: Any) -> Any:
-    """Return what `cuda_kernel` does, of a layer's kernel that notes its clocks."""
-    team = Path(layer.__file__).with_name("team.cu")
-    text = team.read_text()
-    for before, after in CHANGES.items():
-        assert text.count(before) == 1, f"team.cu has changed, and so must CHANGES: {before!r}"
+def changed_copy(path: Path, changes: dict[str, str]) -> Path:
+    """Return a copy of a file of a kernel's text in which these places are others."""
+    text = path.read_text()
+    for before, after in changes.items():
+        assert text.count(before) == 1, f"{path.name} has changed, and so must this script: {before!r}"
         text = text.replace(before, after)
-    changed = Path(tempfile.gettempdir(), f"team_{sha256(text.encode()).hexdigest()[:16]}.cu")
+    changed = Path(tempfile.gettempdir(), f"{path.stem}_{sha256(text.encode()).hexdigest()[:16]}.cu")
     if not changed.exists():  # another thread may be compiling it
         changed.write_text(text)
-    header = header.replace(f'"{team}"', f'"{changed}"')
+    return changed
+
+
+def clocked_kernel(
+    places: Clocks, without: str | None, *, input_names: list[str], header: str, source: str, **rest: Any
+) -> Any:
+    """Return what `cuda_kernel` does, of a layer's kernel that notes its clocks."""
+    changes = {"team": CHANGES} | ({"layer": FIXED_EXPERTS, "products": WITHOUT[without]} if without else {})
+    for name, places_of_file in changes.items():
+        path = Path(layer.__file__).with_name(f"{name}.cu")
+        header = header.replace(f'"{path}"', f'"{changed_copy(path, places_of_file)}"')
     kernel = compiler.cuda_kernel(input_names=[*input_names, "clocks"], header=header, source=source + END, **rest)
     mixer = "GatedDeltaNet" if "run_heads" in source else "attention"
     kind = (mixer, "experts" if "choose_experts" in source else "MLP")
@@ -228,10 +249,14 @@ def measure(shape: str, model: Model, places: Clocks) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shapes", nargs="*", default=["27b", "35b"])
+    parser.add_argument("--without", choices=WITHOUT)
+    given = parser.parse_args()
     mx.set_default_device(mx.gpu)
     places = Clocks()
-    layer.cuda_kernel = partial(clocked_kernel, places)  # type: ignore[attr-defined]
-    for name in sys.argv[1:] or ["27b", "35b"]:
+    layer.cuda_kernel = partial(clocked_kernel, places, given.without)  # type: ignore[attr-defined]
+    for name in given.shapes:
         model = replace(warm_model(SHAPES[name] | {"num_hidden_layers": LAYERS})[0])  # which remembers no graph yet
         measure(name, model, places)
 
