@@ -204,6 +204,7 @@ inline int thread_again() { return int(threadIdx.x); }
 inline void load_and_forget(const void*) {}
 inline void named_barrier(int number, int threads) {
   if (number == 0) return __syncthreads();
+  if (named_barriers[number].arrived && named_barriers[number].size != threads) std::abort();  // undefined on a card
   named_barriers[number].size = threads;
   meet(named_barriers[number]);
 }

@@ -38,8 +38,8 @@ class GatedDeltaWeights(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """Those of a window that are in doubt, p of them; all but `qkv` in float32, the bits they were run with. On CUDA
-    they are one array (see `cuda/gated_delta.py`)."""
+    """Those of a window that are in doubt, p of them; all but `qkv` in float32, the bits they were run with. The
+    kernels for CUDA hold them in one array (see `cuda/gated_delta.py`)."""
 
     qkv: mx.array  # [B, p, C], before the convolution
     k: mx.array  # [B, p, Hk, Dk]

@@ -266,13 +266,16 @@ __device__ __forceinline__ void fold_and_run(
 #pragma unroll 1
       for (int i = thread; i < count * (CHANNELS / 2); i += THREADS) {
         const int t = i / (CHANNELS / 2), c = i % (CHANNELS / 2) * 2;
-        float* const out = c < DK ? &shared.queries[t][c] : c < 2 * DK ? &shared.keys[t][c - DK] : &shared.values[t][c - 2 * DK];
+        float* const out = c < DK       ? &shared.queries[t][c]
+                           : c < 2 * DK ? &shared.keys[t][c - DK]
+                                        : &shared.values[t][c - 2 * DK];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float sum = 0.0f;
 #pragma unroll
           for (int j = 0; j < TAPS; ++j)
-            sum = __fmaf_rn(static_cast<float>(shared.taps[c + e][j]), static_cast<float>(shared.inputs[t + j][c + e]), sum);
+            sum = __fmaf_rn(
+                static_cast<float>(shared.taps[c + e][j]), static_cast<float>(shared.inputs[t + j][c + e]), sum);
           out[e] = __fmul_rn(sum, sigmoid(sum));
         }
       }

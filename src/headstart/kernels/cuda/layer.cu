@@ -132,7 +132,7 @@ __device__ __forceinline__ void touch(const void* from, int bytes) {
 template <int D, int THREADS, int OWN, typename T>
 __device__ __noinline__ void norm_rows(
     const Grid& grid, int rows, const T* x, const float* weight, float eps, T* normed, bool is_ready) {
-  const Team team = {0, 1, int(threadIdx.x), THREADS, 1};
+  const Team team = {0, 1, int(threadIdx.x), THREADS, 15};  // a barrier that no team of a product has
   const bool own = rows <= OWN;
   auto nothing = [](int) { return Eight<T>(); };
   if (OWN > 1 && own && threadIdx.x < THREADS)

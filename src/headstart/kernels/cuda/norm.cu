@@ -1,4 +1,5 @@
-// RMS norm of a sum, and the sum: one team of THREADS per row of D elements, each thread some of its eights.
+// RMS norm of a sum, and the sum: a team of THREADS for a row of D elements, each thread some of its eights, or for a
+// few rows side by side.
 
 namespace headstart {
 
@@ -84,7 +85,7 @@ __device__ __forceinline__ void norm_row(
   }
 }
 
-// The same of up to MOST `rows`, which wait for each other's sums together.
+// The same of up to MOST `rows`, summed side by side behind one barrier.
 template <int D, int THREADS, int MOST, typename T>
 __device__ __forceinline__ void norm_together(
     const Team& team, int rows, const T* x, const float* weight, float eps, T* normed, bool is_ready) {

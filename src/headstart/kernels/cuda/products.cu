@@ -139,7 +139,7 @@ __device__ __forceinline__ void add_unit(
 // Tiles team.index, + team.count, … of `tiles`; tile t is of choose(t). Its column c goes to row outputs(t, c) of y,
 // nowhere if that is negative, and comes from row outputs(t, c) / share of x; MOVES: from other rows in other tiles.
 // WHOLE: every tile has all of its rows. STREAMS: see `copy_16_bytes`. No slice has fewer chunks in AHEAD tiles than
-// there are STAGES: so many tiles before they are needed, scales are asked for. What others write to x may be read after
+// there are STAGES: scales are fetched AHEAD tiles before they are needed. What others write to x may be read after
 // `ready`.
 template <
     typename T, int BITS, int GROUP, int CHUNK, int SLICES, int TALL, int WIDE, int STAGES, int AHEAD, bool MOVES,

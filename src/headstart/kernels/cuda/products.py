@@ -215,5 +215,5 @@ def shared_bytes(weights: MatrixWeights, order: SumOrder, tile: ProductTile, sta
 
 
 def tiles_ahead(weights: MatrixWeights, order: SumOrder, stages: int) -> int:
-    """Return how many tiles before they are needed chunks are under way."""
+    """Return how many tiles ahead of their use a slice's chunks are fetched, at most."""
     return -(-stages // order.chunks(weights))

@@ -85,8 +85,8 @@ __device__ __forceinline__ unsigned long long load_acquire(const unsigned long l
   return value;
 }
 
-// Whoever sees this with `load_acquire` also sees what this thread has written or, before a barrier, others of its block.
-// `__threadfence` would order more, and take longer.
+// A thread that sees this with `load_acquire` also sees what this thread wrote before, and what other threads of its
+// block wrote before a barrier. `__threadfence` would order more, and take longer.
 __device__ __forceinline__ void add_release(unsigned long long* to, unsigned long long x) {
   asm volatile("fence.acq_rel.gpu; red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(to), "l"(x) : "memory");
 }
