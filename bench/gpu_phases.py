@@ -9,7 +9,7 @@ which are folded.
 
 A table per kind of layer, in µs, medians over its launches. Clocks of different multiprocessors cannot be compared,
 so all are differences within a block:
-    k = 2      from passing a barrier to passing the next, median of the blocks: these add up to the kernel
+    k = 2      from passing a barrier to passing the next, median of the blocks: about the kernel, together
     work       of it until the block arrives: median of the blocks (the slowest)
     barrier    from arriving to passing, of the block that takes least (and from where it begins to wait)
 A product's first weights are asked for between arriving and waiting. What has no barrier of its own, such as a norm
