@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import cuda_on_cpu
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 
 from headstart.kernels import cuda, experts, norm, products
@@ -162,9 +163,12 @@ def test_experts_are_chosen_and_scored_as_stock_ops_do(count: int, top: int, nor
     assert mx.array_equal(alone[1], scores[1:2, 1:])
 
 
-def test_among_equals_the_first_expert_is_chosen() -> None:
-    indices, _ = experts.route(mx.zeros((1, 1, 64), mx.bfloat16), 4, True)
-    assert indices.tolist() == [[[0, 1, 2, 3]]]
+@pytest.mark.parametrize(("dtype", "count", "top"), [(mx.bfloat16, 33, 8), (mx.float16, 256, 8)])
+def test_among_equals_the_first_expert_is_chosen(dtype: mx.Dtype, count: int, top: int) -> None:
+    draws = np.random.default_rng(count).integers(-4, 4, (4, count)) / 2  # many are equal
+    draws[1, ::3], draws[2] = -np.inf, 0.0
+    indices, _ = experts.route(mx.array(draws, dtype), top, True)
+    assert np.array_equal(np.array(indices), np.argsort(-draws, axis=-1, kind="stable")[:, :top])
 
 
 def test_what_experts_made_is_combined_as_stock_ops_do() -> None:
@@ -195,6 +199,7 @@ def reasons() -> list[tuple[str, mx.Dtype, MatrixWeights]]:
         ("another way than affine", mx.bfloat16, MatrixWeights(four.weight, four.scales, None, 4, 64)),
         ("3 bits in groups of 64", mx.bfloat16, MatrixWeights(four.weight, four.scales, four.biases, 3, 64)),
         ("96 inputs are no multiple of 64", mx.bfloat16, random_weights((16, 96), 4, 32)),
+        ("an expert's scales", mx.bfloat16, random_weights((2, 12, 64), 4, 64)),
     ]
 
 

@@ -117,6 +117,8 @@ def product_refusal(dtype: mx.Dtype, weights: MatrixWeights) -> str | None:
         return "quantised in another way than affine"
     if weights.bits not in (4, 8) or weights.group not in (32, 64, 128):
         return f"{weights.bits} bits in groups of {weights.group}"
+    if weights.weight.ndim > 2 and weights.scales.nbytes // weights.scales.shape[0] % 16:
+        return "an expert's scales do not begin at a multiple of 16 bytes"
     each = max(256 // weights.bits, weights.group)  # a chunk is half a line of memory, or holds whole groups
     return None if weights.inputs % each == 0 else f"{weights.inputs} inputs are no multiple of {each}"
 
