@@ -167,7 +167,8 @@ def kernel_text(
         else:
             name += f"_{value}"
             constants.append(f"  constexpr int {key} = {value};\n")
-    constants += ["\n"] * bool(constants)
+    if constants:
+        constants.append("\n")
     name = f"custom_kernel_{name}"
     text = (
         '\n#include "mlx/backend/cuda/device/utils.cuh"\n\n#include <cooperative_groups.h>\n\n'

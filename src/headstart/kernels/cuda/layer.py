@@ -180,10 +180,9 @@ class _Text:
         self.lines.append(f"headstart::prefetch_norm({weight}, {self.size});")
 
     def norm(self, x: str, weight: str, norm: NormWeights, to: str) -> str:
-        """Return the statement that norms the rows of x `to` a place."""
-        sizes = f"{self.size}, {norm_threads(self.size)}, {self.own}"
-        place, is_ready = ("normed", "true") if to != "normed" else (to, "false")
-        return f"headstart::norm_rows<{sizes}>(grid, rows, {x}, {weight}, {norm.eps!r}f, {place}, {is_ready});"
+        """Return the statement that norms the rows of x to `normed`, which products read as `to`."""
+        sizes, is_ready = f"{self.size}, {norm_threads(self.size)}, {self.own}", str(to != "normed").lower()
+        return f"headstart::norm_rows<{sizes}>(grid, rows, {x}, {weight}, {norm.eps!r}f, normed, {is_ready});"
 
     def launch(self, packed: PackedWeights) -> list[mx.array]:
         self.outputs["scratch"] = ((self.scratch,), self.dtype)
