@@ -65,6 +65,29 @@ void products_of(int bits, int group, bool wide, bool gated) {
 }
 
 template <typename T>
+void attention_of(bool eight, long window) {
+  const long B = 2, width = 9, H = 4, HKV = 2, capacity = 620, DK = 64, DV = 32, size = eight ? 1 : sizeof(T);
+  Attention<T> op = {B, width, H, HKV, capacity, window, 1e-6f, 0.2f, 0.7f};
+  const auto q = numbers<T>(B * width * H * DK), k = numbers<T>(B * width * HKV * DK);
+  const auto v = numbers<T>(B * width * HKV * DV), gates = numbers<T>(B * width * H);
+  const auto q_weight = numbers<float>(DK), k_weight = numbers<float>(DK), frequencies = numbers<float>(8);
+  const auto scales = numbers<float>(3), sinks = numbers<float>(H);
+  auto past = numbers<T>(B * HKV * capacity * (DK + DV));
+  std::vector<T> key_scales(B * HKV * capacity * DK / 32), value_scales(key_scales), out(B * width * H * DV);
+  const int offset[B] = {600, 3};
+  op.q = q.data(), op.k = k.data(), op.v = v.data(), op.gates = gates.data(), op.gated = false;
+  op.q_weight = q_weight.data(), op.k_weight = k_weight.data();
+  op.rotation = {16, window > 0, 1.1f, frequencies.data(), nullptr};
+  op.query_scales = scales.data(), op.period = 250, op.periods = 3, op.sinks = sinks.data();
+  op.offset = offset, op.last = nullptr, op.out = out.data();
+  auto* bytes = reinterpret_cast<unsigned char*>(past.data());
+  op.keys = {DK, bytes, eight ? key_scales.data() : nullptr};
+  op.values = {DV, bytes + B * HKV * capacity * DK * size, eight ? value_scales.data() : nullptr};
+  attention(op);
+  print("attention", out), print("caches", past), print("scales", key_scales);
+}
+
+template <typename T>
 void everything() {
   products_of<T>(0, 0, false, false);
   products_of<T>(0, 0, false, true);
@@ -102,20 +125,8 @@ void everything() {
   gated_delta(delta);
   print("gated delta", y), print("state", new_state), print("drafts", v), print("drafts", g);
 
-  const long H = 4, HKV = 2, capacity = 620, dim = 32, width = 9;
-  Attention<T> attending = {B, width, H, HKV, dim, capacity, 16, 1e-6f, 0.2f};
-  const auto both = numbers<T>(B * width * H * 2 * dim), keys_in = numbers<T>(B * width * HKV * dim);
-  const auto values_in = numbers<T>(B * width * HKV * dim);
-  const auto q_weight = numbers<float>(dim), k_weight = numbers<float>(dim), frequencies = numbers<float>(8);
-  auto keys = numbers<T>(B * HKV * capacity * dim), values = numbers<T>(B * HKV * capacity * dim);
-  const int offset[B] = {600, 3};
-  std::vector<T> attended(B * width * H * dim);
-  attending.both = both.data(), attending.k = keys_in.data(), attending.v = values_in.data();
-  attending.q_weight = q_weight.data(), attending.k_weight = k_weight.data();
-  attending.frequencies = frequencies.data(), attending.offset = offset, attending.last = nullptr;
-  attending.keys = keys.data(), attending.values = values.data(), attending.out = attended.data();
-  attention(attending);
-  print("attention", attended), print("keys", keys);
+  for (bool eight : {false, true})
+    for (long window : {0, 70}) attention_of<T>(eight, window);
 }
 
 int main() {

@@ -56,7 +56,7 @@ def multiply(
 ) -> list[mx.array]:
     """Products with layers given as their arrays: weights, or codes, scales and biases."""
     made: list[mx.array] = module.products(
-        x, [(arrays[0], *(arrays[1:] or (None, None)), bits, group) for arrays in layers], **options
+        x, [(arrays[0], *(arrays[1:] or (None, None)), bits, group, None) for arrays in layers], **options
     )
     return made
 
@@ -386,7 +386,8 @@ def test_attention_is_that_of_float64(dtype: str) -> None:
     q, k, v = (normal(n, 2, width, n * D, dtype=dtype) for n in (2 * H, Hkv, Hkv))
     turns = mx.array([10000.0 ** (-i / 8) for i in range(8)])
     norms = [layer.q_norm.weight, layer.k_norm.weight]
-    found, keys, values = native().attention(q, k, v, *norms, turns, kv.offset, *kv.arrays(), 1e-6, scale)
+    heads = cpu.Heads(H, Hkv, scale, 1e-6, *norms, turns)
+    found, keys, values = native().attention(q, k, v, None, heads, kv.arrays(), kv.offset)
 
     def turned(x: np.ndarray, weight: mx.array, start: int) -> np.ndarray:
         """The norms [heads, W, D] of x, rotated in their first 16 elements."""
@@ -507,15 +508,15 @@ def test_the_first_of_equal_experts_is_chosen_and_scores_are_a_softmax() -> None
     """Experts that return their own number show which were chosen: routers alone are not a function in Python."""
     E, H, top = 6, 32, 2
     say = mx.zeros((E, H, H))
-    identity = (mx.eye(H), None, None, 0, 0)
-    zero, one = (mx.zeros((H, H)), None, None, 0, 0), (mx.zeros((1, H)), None, None, 0, 0)
+    identity = (mx.eye(H), None, None, 0, 0, None)
+    zero, one = (mx.zeros((H, H)), None, None, 0, 0, None), (mx.zeros((1, H)), None, None, 0, 0, None)
     up = mx.broadcast_to(mx.eye(H), (E, H, H)) * mx.arange(1, E + 1).reshape(E, 1, 1)
     gate = say + mx.eye(H) * 30  # silu(30) is 30
     down = mx.broadcast_to(mx.eye(H), (E, H, H)) / 30
-    experts = [(mx.contiguous(a), None, None, 0, 0) for a in (gate, up, down)]
+    experts = [(mx.contiguous(a), None, None, 0, 0, None) for a in (gate, up, down)]
     x = mx.ones((1, 1, H))
     for logits, expected in (([1, 1, 1, 1, 1, 1], (1 + 2) / 2), ([0, 0, 5, 0, 5, 0], (3 + 5) / 2)):
-        router = (mx.broadcast_to(mx.array(logits, mx.float32)[:, None] / H, (E, H)), None, None, 0, 0)
+        router = (mx.broadcast_to(mx.array(logits, mx.float32)[:, None] / H, (E, H)), None, None, 0, 0, None)
         (made,) = native().mixture(x, [router, one], [zero, zero, identity], experts, top, True)
         np.testing.assert_allclose(np.array(made), expected, rtol=1e-4)
 
@@ -554,9 +555,13 @@ def test_a_bias_is_added_to_the_product(bits: int) -> None:
         layer = nn.QuantizedLinear.from_linear(layer, 64, bits)
     np.testing.assert_allclose(exact(product(x, layer)), exact(layer(x)), rtol=1e-4, atol=1e-4)
     assert mx.array_equal(product(x, layer)[:1], product(x[:1], layer))
-    mlp = nn.Module()
-    mlp.gate_proj, mlp.up_proj, mlp.down_proj = layer, layer, nn.Linear(64, 256)
-    assert cpu.native_feed_forward(cpu.native(), mlp, x, None) is None  # whole MLPs with biases are stock ops
+    mlp, down = nn.Module(), nn.Linear(64, 256)
+    mlp.gate_proj, mlp.up_proj, mlp.down_proj = layer, layer, down
+    made = cpu.native_feed_forward(cpu.native(), mlp, x, None)
+    assert made is not None
+    hidden = exact(layer(x))
+    expected = hidden / (1 + np.exp(-hidden)) * hidden @ exact(down.weight).T + exact(down.bias)
+    np.testing.assert_allclose(exact(made[0]), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_weights_that_are_replaced_are_seen() -> None:
@@ -593,11 +598,11 @@ def everything(module: Any, dtype: str) -> list[mx.array]:
     for bits in (2, 3, 4, 5, 6, 8):
         made += multiply(module, x[:, :384], [quantised(bits, 32, dtype, 21, 384)[0]], bits, 32)
     made += module.norm(x, normal(2, 390), 1e-6, x * x)
-    gate, up, down = ((normal(n, *shape, dtype=dtype, scale=0.05), None, None, 0, 0) for n, shape in MLP)
+    gate, up, down = ((normal(n, *shape, dtype=dtype, scale=0.05), None, None, 0, 0, None) for n, shape in MLP)
     residual = (normal(9, 11, 390, dtype=dtype), normal(10, 390), 1e-6)
     made += module.mlp(x, gate, up, down, residual)
-    router, one = ((normal(n, n, 390, dtype=dtype), None, None, 0, 0) for n in (6, 1))
-    experts = [(normal(n, 6, *shape, dtype=dtype, scale=0.05), None, None, 0, 0) for n, shape in MLP]
+    router, one = ((normal(n, n, 390, dtype=dtype), None, None, 0, 0, None) for n in (6, 1))
+    experts = [(normal(n, 6, *shape, dtype=dtype, scale=0.05), None, None, 0, 0, None) for n, shape in MLP]
     made += module.mixture(x, [router, one], [gate, up, down], experts, 3, True, residual)
     layer, accepted = net(dtype), mx.array([2, 0], mx.int32)
     small = [layer.conv1d.weight, layer.A_log, layer.dt_bias, layer.norm.weight]
@@ -613,18 +618,8 @@ def everything(module: Any, dtype: str) -> list[mx.array]:
     H, Hkv, D = attends.num_attention_heads, attends.num_key_value_heads, attends.head_dim
     q, k, v = (normal(n, 2, 45, n * D, dtype=dtype) for n in (2 * H, Hkv, Hkv))
     turns = mx.array([10000.0 ** (-i / 8) for i in range(8)])
-    out, keys, values = module.attention(
-        q,
-        k,
-        v,
-        attends.q_norm.weight,
-        attends.k_norm.weight,
-        turns,
-        kv.offset * 1000 // 1000,
-        *kv.arrays(),
-        1e-6,
-        0.1,
-    )
+    heads = cpu.Heads(H, Hkv, 0.1, 1e-6, attends.q_norm.weight, attends.k_norm.weight, turns)
+    out, keys, values = module.attention(q, k, v, None, heads, kv.arrays(), kv.offset * 1000 // 1000)
     return [*made, out, *(mx.where(mx.isnan(a), 0, a) for a in (keys, values))]
 
 
@@ -648,17 +643,18 @@ loader = importlib.machinery.ExtensionFileLoader("headstart_cpu", sys.argv[1])
 module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
 loader.exec_module(module)  # as `load` does, without the seconds that it takes to import mlx-lm
 x, w = mx.arange(3 * 200).reshape(3, 200) / 7.0, mx.arange(900 * 200).reshape(900, 200) / 3e5
-one = module.products(x, [(w, None, None, 0, 0)])[0].tolist()
+one = module.products(x, [(w, None, None, 0, 0, None)])[0].tolist()
 def attend():
     q, k, v = (mx.random.normal((1, 4, n * 32), key=mx.random.key(n)) for n in (8, 2, 2))
     keys, values = (mx.random.normal((1, 2, 1600, 32), key=mx.random.key(n)) for n in (3, 4))
     ones, offset = mx.ones(32), mx.array([1500], mx.int32)
-    return module.attention(q, k, v, ones, ones, ones[:8], offset, keys, values, 1e-6, 0.5)[0].tolist()
+    heads = (4, 2, 0.5, 1e-6, ones, ones, ones[:8], False, 1.0, 1.0, None, None, 0)
+    return module.attention(q, k, v, None, heads, [keys, values], offset)[0].tolist()
 alone = attend()
 module.set_threads(3)
 assert module.threads() == 3
 for _ in range(200):
-    assert module.products(x, [(w, None, None, 0, 0)])[0].tolist() == one
+    assert module.products(x, [(w, None, None, 0, 0, None)])[0].tolist() == one
 assert attend() == alone
 """
     subprocess.run([sys.executable, "-c", code, str(build.extension())], check=True, timeout=600)

@@ -11,6 +11,7 @@ import pytest
 from mlx_lm.utils import load_model as mlx_lm_load
 
 import headstart.engine.prefill
+import headstart.models.attention
 from families import CONFIGS, HEADS, make_config, released_arrays, write_family
 from fixtures import batch_of, collect, generate, random_prompt, submit
 from headstart.checkpoint import load_model
@@ -19,8 +20,9 @@ from headstart.engine.batch import Batch
 from headstart.engine.draft import Source, head_drafts
 from headstart.engine.prefill import resume_prefix
 from headstart.engine.step import step
+from headstart.kernels import cpu
 from headstart.models import Model
-from headstart.state import Chunks, PrefixCache
+from headstart.state import GROUP, Chunks, PrefixCache
 from reference.numpy_models import Reference
 
 ACCEPTED = ("accepted_draft_tokens", "proposed_draft_tokens")
@@ -48,6 +50,30 @@ def test_trunk_logits_are_those_of_mlx_lms_own_loader_to_rounding(family: str, t
     tokens = mx.array([random_prompt(model, 40, seed) for seed in range(2)])
     ours, expected = model.logits(trunk(model, tokens)), theirs(tokens)
     assert mx.abs(ours - expected).max() < 2e-5 * mx.abs(expected).max()
+
+
+@pytest.mark.skipif(cpu.native() is None, reason="no CPU kernels here")
+@pytest.mark.parametrize("eight_bits", [False, True])
+@pytest.mark.parametrize("family", [name for name in CONFIGS if "kv_lora_rank" not in CONFIGS[name]])
+def test_attention_is_one_operation_of_the_cpu_kernels(
+    family: str, eight_bits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError("stock attention")
+
+    monkeypatch.setattr(headstart.models.attention, "arrange_heads", refuse)
+    monkeypatch.setattr(cpu, "attend_window", refuse)
+    model, tokens = loaded(family), mx.array([[1, 2, 3]])
+    if eight_bits and all(size % GROUP == 0 for size in kv_sizes(model)):
+        model = model.with_eight_bit_kv()
+    hidden = trunk(model, tokens)
+    if model.has_head:
+        hidden = model.head(hidden, tokens, model.make_head_state(1))
+    mx.eval(hidden)
+
+
+def kv_sizes(model: Model) -> set[int]:
+    return {array.shape[-1] for memory in model.make_state(1).kv_layers for array in memory.arrays()}
 
 
 @lru_cache

@@ -27,9 +27,9 @@ def gated_attention(
     W = both.shape[1]
     H, D, offset = layer.num_attention_heads, layer.head_dim, memory.offset
     start = offset if memory.start is None else memory.start
-    native = cpu.native() if not memory.eight_bits else None
-    if native is not None and cpu.native_attention_fits(both.dtype, layer):
-        return cpu.attend_window(native, layer, both, keys, values, memory, last)
+    native = cpu.native() if both.dtype in cpu.TYPES else None
+    if native is not None and (heads := cpu.gated_heads(layer)) is not None:
+        return cpu.attend_window(native, heads, both, keys, values, memory, last)
     shape = heads_shape(layer, both.dtype) if metal.on_metal() else None
     norms = HeadNorms(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
     if memory.positions is not None:

@@ -58,7 +58,7 @@ def _products(x: mx.array, *layers: nn.Module) -> list[mx.array]:
         made = [launch_products(x, [weights])[0] for weights in found]
     else:
         made = launch_products(x, found)
-    return cpu.add_biases(made, layers)
+    return [y + layer["bias"] if "bias" in layer else y for y, layer in zip(made, layers, strict=True)]
 
 
 def _fits(x: mx.array, weights: list[MatrixWeights]) -> bool:

@@ -152,8 +152,8 @@ class Model:
                 if kind is PartKind.MLP:
                     x, normed = feed_forward(module, normed, residual)
                 elif kind is PartKind.ATTENTION:
-                    seen = partial(mask, self.family.window(layer))
-                    x, normed = self.family.attention(module, normed, seen, held.pop(0), residual)
+                    memory = cast(KV, held.pop(0))
+                    x, normed = self.family.attention(module, normed, partial(mask, memory.window), memory, residual)
                 else:
                     x, normed = self.family.recurrent(module, normed, held.pop(0), accepted, certain, residual)
             if late is not None:
@@ -236,8 +236,8 @@ class Model:
             pairs = join_pairs(norms[0](embedding), norms[1](hidden), spec.embedding_first)
         x = product(pairs, part(spec.names.fc))
         layer, memory = self.weights.mtp.layers[module], state.layers[module]
-        mask = partial(state.reserve(tokens.shape[1], ahead or 0), self.family.window(layer))
         assert isinstance(memory, KV)
+        mask = partial(state.reserve(tokens.shape[1], ahead or 0), memory.window)
         if ahead is not None:
             memory.offset = in_device_memory(memory.offset)
         (first, second), following = self.family.parts(layer), self._head_norm(module)

@@ -30,7 +30,7 @@ from ..kernels.products import product, products
 from ..kernels.types import ArrangedHeads, HeadNorms
 from ..limits import MAX_K
 from ..state import KV, BatchState
-from .attention import rotate_heads
+from .attention import arrange_heads
 from .feed_forward import mlp_or_mixture
 from .residual import Residual
 from .share import Alone
@@ -226,7 +226,7 @@ def _write(part: nn.Module, queries: mx.array, keys: mx.array, values: mx.array,
     norms = HeadNorms(part.q_norm.weight, part.k_norm.weight, part.q_norm.eps)
     if not arrange_fits(part.rope, dim):
         by_head = (a.reshape(*a.shape[:2], -1, dim).transpose(0, 2, 1, 3) for a in given)
-        made = rotate_heads(part, ArrangedHeads(*by_head), offset)
+        made = arrange_heads(part, ArrangedHeads(*by_head), offset)
     elif attention_fits(keys.shape[1], heads, memory.keys):
         # In place. A pass in the same launch that does not wait for it would draft worse, no more.
         made = launch_arrange_into(*given, norms, part.rope, offset, (memory.keys, memory.values))

@@ -1,23 +1,12 @@
 """K-EXAONE: sliding windows with RoPE, full attention without. Its head is wired as Qwen3.5's and has no experts."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import exaone_moe
 
-from ..kernels.types import ArrangedHeads
-from .attention import grouped_attention, rotate_heads
 from .family import plain_family
-
-
-def rotate_sliding(layer: nn.Module, heads: ArrangedHeads, offset: mx.array) -> ArrangedHeads:
-    """Rotate queries and keys where the layer does; norm them everywhere."""
-    if layer.use_rope:
-        return rotate_heads(layer, heads, offset)
-    return heads._replace(queries=layer.q_norm(heads.queries), keys=layer.k_norm(heads.keys))
 
 
 def build_exaone(config: dict[str, Any]) -> nn.Module:
@@ -43,7 +32,6 @@ FAMILY = plain_family(
     "exaone_moe",
     exaone_moe,
     build=build_exaone,
-    attention=partial(grouped_attention, arrange=rotate_sliding),
     window=lambda layer: layer.window,
     head_layer=exaone_head_layer,
     renamed=((r"\.mlp\.e_score_correction_bias$", ".mlp.gate.e_score_correction_bias"),),

@@ -53,10 +53,11 @@ def empty_state(
 ) -> BatchState:
     """Return what these layers hold of `rows` sequences before their first token."""
     memories: list[KV | Recurrent] = []
-    for part in (part for layer in layers for part in family.parts(layer)):
+    for layer, part in ((each, part) for each in layers for part in family.parts(each)):
         if part.kind is PartKind.ATTENTION:
             heads, key, value = family.kv_sizes(part.module)
-            memories.append(KV.empty(rows, heads, key, dtype, value, eight_bits=eight_bit_kv))
+            window = family.window(layer)
+            memories.append(KV.empty(rows, heads, key, dtype, value, eight_bits=eight_bit_kv, window=window))
         elif part.kind is PartKind.RECURRENT:
             memories.append(Recurrent.empty(rows, *family.state_sizes(part.module), dtype))
     return BatchState.empty(memories, rows)

@@ -5,22 +5,10 @@ hidden states before the norm, as in SGLang. llama.cpp gives a module those of t
 sglang-jax had 2.3 instead of 2.8 tokens per round (sglang-jax#1256); vLLM has the first module alone.
 """
 
-from functools import partial
-
-import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models import mimo, mimo_v2_flash
 
-from ..kernels.types import ArrangedHeads
-from .attention import grouped_attention, rotate_heads
 from .family import plain_family
 from .head import HeadNames, HeadSpec
-
-
-def scale_values(layer: nn.Module, heads: ArrangedHeads, offset: mx.array) -> ArrangedHeads:
-    rotated = rotate_heads(layer, heads, offset)
-    return rotated if layer.value_scale is None else rotated._replace(values=rotated.values * layer.value_scale)
-
 
 MIMO = plain_family(
     "mimo",
@@ -38,7 +26,6 @@ MIMO = plain_family(
 MIMO_V2_FLASH = plain_family(
     "mimo_v2_flash",
     mimo_v2_flash,
-    attention=partial(grouped_attention, arrange=scale_values),
     window=lambda layer: layer.mlp.config.sliding_window_size if layer.is_sliding_window else None,
     head_layer=lambda lm: mimo_v2_flash.DecoderLayer(lm.args, is_moe=False, is_sliding_window=True),
     head=HeadSpec(

@@ -3,7 +3,6 @@
 The head is one attention and one layer of experts, given hidden states after the final norm, as in vLLM and SGLang.
 """
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,7 +62,7 @@ FAMILY = Family(
     parts=nemotron_parts,
     recurrent=mamba2,
     state_sizes=mamba2_sizes,
-    attention=partial(grouped_attention, arrange=lambda layer, heads, offset: heads),
+    attention=grouped_attention,
     kv_sizes=grouped_kv_sizes,
     head=HeadSpec(
         in_layer=True,

@@ -4,7 +4,8 @@ Every sequence writes at its own length, and lengths advance only by accepted to
 beyond the length: it is masked, and the next window overwrites it. Rollback costs nothing.
 
 In eight bits keys and values are whole numbers up to 127, and GROUP of them share a scale. Each token is rounded
-by itself, so rows stay independent. Attention gets the numbers in an array of its own: this saves memory, not time.
+by itself, so rows stay independent. Kernels for CPUs read them in place; other attention gets the numbers in an array
+of its own: that saves memory, not time.
 """
 
 from collections.abc import Callable
@@ -34,6 +35,7 @@ class KV:
     start: mx.array | None = None  # [B], where RoPE counts the pass from, if not from `offset`
     positions: TokenPositions | None = None  # of the pass's tokens, if they do not follow one another
     scales: list[mx.array] = field(default_factory=list)  # [B, H, S, D/GROUP] of keys and values, in eight bits
+    window: int | None = None  # positions that a token sees; None: all before it
 
     @classmethod
     def empty(
@@ -45,18 +47,19 @@ class KV:
         value_dim: int | None = None,
         *,
         eight_bits: bool = False,
+        window: int | None = None,
     ) -> "KV":
         """Return the cache of sequences without tokens. `value_dim` is `dim` unless it is given."""
         dims = (dim, dim if value_dim is None else value_dim)
         numbers = [mx.zeros((rows, heads, 0, each), mx.int8 if eight_bits else dtype) for each in dims]
         scales = [mx.zeros((rows, heads, 0, each // GROUP), dtype) for each in dims] if eight_bits else []
-        return cls.of(numbers + scales)
+        return cls.of(numbers + scales, window)
 
     @classmethod
-    def of(cls, arrays: list[mx.array]) -> "KV":
+    def of(cls, arrays: list[mx.array], window: int | None = None) -> "KV":
         """Return the cache that holds `arrays`, as `arrays()` lists them."""
         keys, values, *scales = arrays
-        return cls(keys, values, mx.zeros((keys.shape[0],), mx.int32), scales=scales)
+        return cls(keys, values, mx.zeros((keys.shape[0],), mx.int32), scales=scales, window=window)
 
     def arrays(self) -> list[mx.array]:
         return [self.keys, self.values, *self.scales]

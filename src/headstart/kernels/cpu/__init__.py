@@ -1,15 +1,19 @@
 """Kernels for CPUs in C++, compiled on first use: `build.py` compiles, `load.py` loads, `kernels.h` lists them."""
 
+from .attention import (
+    Heads,
+    attend_window,
+    gated_heads,
+    grouped_heads,
+    native_attention,
+    native_grouped_attention,
+)
 from .load import VARIABLE, Loaded, available_cores, loaded, native, stock_forced
 from .ops import (
     ADAPTERS,
     TYPES,
     NativeResidual,
-    add_biases,
-    attend_window,
     linear,
-    native_attention,
-    native_attention_fits,
     native_feed_forward,
     native_gated_delta,
     native_gated_delta_fits,
@@ -20,19 +24,21 @@ __all__ = [
     "ADAPTERS",
     "TYPES",
     "VARIABLE",
+    "Heads",
     "Loaded",
     "NativeResidual",
-    "add_biases",
     "attend_window",
     "available_cores",
+    "gated_heads",
+    "grouped_heads",
     "linear",
     "loaded",
     "native",
     "native_attention",
-    "native_attention_fits",
     "native_feed_forward",
     "native_gated_delta",
     "native_gated_delta_fits",
+    "native_grouped_attention",
     "native_products",
     "stock_forced",
 ]

@@ -23,6 +23,7 @@ struct Matrix {
   int bits = 0, group = 0;  // 0: dense; else the bits of a code and how many share a scale, a multiple of 16
   bool wide = false;        // scales and biases are float32, not bfloat16
   const void *scales = nullptr, *biases = nullptr;  // [N, K / group]
+  const float* bias = nullptr;                      // [N], added to outputs; or null
 };
 
 // x [rows, K] by every one of `count` matrices → out[i] [rows, N]. They must all be dense, or have the same
@@ -91,19 +92,43 @@ struct GatedDelta {
 template <typename T>
 void gated_delta(const GatedDelta<T>& op);
 
-// A window of a gated attention layer over sequences of different lengths. D must be a multiple of 32.
+// What is kept of every position [B, HKV, capacity, D]: of type T, or with scales [B, HKV, capacity, D / 32] whole
+// numbers up to 127, of which 32 share one.
+template <typename T>
+struct Cache {
+  long D = 0;
+  void* at = nullptr;
+  T* scales = nullptr;
+};
+
+// How a head's elements turn with the position: the first `rotated` of them, in pairs of neighbours where `interleaved`,
+// else of an element and that half of them behind it.
+struct Rotation {
+  long rotated;
+  bool interleaved;
+  float scale;               // of what turns
+  const float* frequencies;  // [rotated / 2]
+  const float* angles;       // [B, W, rotated / 2]; null: by `offset`
+};
+
+// A window of an attention layer over sequences of different lengths. Null: the layer has none of that.
 template <typename T>
 struct Attention {
-  long B, W, H, HKV, D, capacity, rotated;  // `rotated`: elements of D that encode the position
-  float eps, scale;
-  const T *both, *k, *v;                    // [B, W, H, 2, D]: queries and gates; [B, W, HKV, D]
-  const float *q_weight, *k_weight;         // [D]
-  const float* frequencies;                 // [rotated / 2]
+  long B, W, H, HKV, capacity;
+  long window;                              // positions that a query sees; 0: all up to its own
+  float eps, scale, value_scale;
+  const T *q, *k, *v;                       // [B, W, H, DK] or with gates [B, W, H, 2, DK]; [B, W, HKV, DK]; [B, W, HKV, DV]
+  const T* gates;                           // [B, W, H], or where `gated` behind every query
+  bool gated;
+  const float *q_weight, *k_weight;         // [DK], of norms
+  Rotation rotation;
+  const float* query_scales;                // [periods], of queries whose position is in a period; the last one beyond
+  long period, periods;
+  const float* sinks;                       // [H], a score without a value
   const int* offset;                        // [B], where the window begins
   const int* last;                          // [B], the only query of the window that is asked; null: all are
-  const float* angles;                      // [B, W, rotated / 2], of the rotation; null: by `offset`
-  T *keys, *values;                         // [B, HKV, capacity, D], written from `offset` on
-  T* out;                                   // [B, W or 1, H, D]
+  Cache<T> keys, values;                    // written from `offset` on
+  T* out;                                   // [B, W or 1, H, DV]
 };
 template <typename T>
 void attention(const Attention<T>& op);

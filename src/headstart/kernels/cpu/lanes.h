@@ -211,6 +211,27 @@ inline Pair load_pair(const bfloat* from) {
   };
 }
 
+// A whole number in eight bits.
+struct eight {
+  int8_t code;
+};
+
+template <int N = LANES>
+inline Vec<N> load_codes(const eight* from) {
+  if constexpr (N == NATIVE) {
+    typedef int8_t Codes __attribute__((vector_size(NATIVE)));
+    typedef int32_t Ints __attribute__((vector_size(4 * NATIVE)));
+    Codes codes;
+    std::memcpy(&codes, from, sizeof codes);
+    return {__builtin_convertvector(__builtin_convertvector(codes, Ints), Floats)};
+  } else {
+    return {load_codes<N / 2>(from), load_codes<N / 2>(from + N / 2)};
+  }
+}
+inline Pair load_pair(const eight* from) {
+  return {load_codes(from), load_codes(from + LANES)};
+}
+
 // Bits of ones in the first n lanes, and zeros in the others.
 inline Lanes first_lanes(long n) {
   static constexpr uint32_t ONES[2 * LANES] = {~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u,
@@ -229,7 +250,7 @@ inline Pair first_of(Pair x, long n) {
 // The place, in a pair's order, of element i.
 template <typename T>
 constexpr long place(long i) {
-  if (sizeof(T) == 4) return i;
+  if (sizeof(T) != 2) return i;
   return i / PAIR * PAIR + i % 2 * LANES + i % PAIR / 2;
 }
 

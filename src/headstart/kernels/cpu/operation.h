@@ -4,6 +4,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -19,10 +20,10 @@ namespace headstart {
 namespace mx = mlx::core;
 using Arrays = std::vector<mx::array>;
 
-// Where a kernel finds an array: among the inputs, the outputs or the scratch buffers of its operation.
+// Where a kernel finds an array: among the inputs, the outputs or the scratch buffers of its operation; -1: there is none.
 struct Slot {
-  enum Kind { INPUT, OUTPUT, SCRATCH } kind;
-  int index;
+  enum Kind { INPUT, OUTPUT, SCRATCH } kind = INPUT;
+  int index = -1;
 };
 
 struct Memory {
@@ -30,7 +31,7 @@ struct Memory {
 
   template <typename T>
   T* get(Slot slot) const {
-    return static_cast<T*>(at[slot.kind][slot.index]);
+    return slot.index < 0 ? nullptr : static_cast<T*>(at[slot.kind][slot.index]);
   }
 };
 using Kernel = std::function<void(const Memory&)>;
@@ -43,6 +44,10 @@ class Chain {
     inputs_.push_back(array);
     widens_.push_back(widen && array.dtype() != mx::float32);
     return {Slot::INPUT, int(inputs_.size()) - 1};
+  }
+
+  Slot input(const std::optional<mx::array>& array, bool widen = false) {
+    return array ? input(*array, widen) : Slot{};
   }
 
   Slot output(mx::Shape shape, mx::Dtype type) {

@@ -4,7 +4,6 @@ Functions return None for what does not fit: callers then take stock ops. `nativ
 """
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -16,7 +15,8 @@ DENSE = (nn.Linear, nn.Embedding, SwitchLinear)
 QUANTISED = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear)
 ADAPTERS = "_adapters"  # of a layer, in its module: see `kernels/adapters.py`
 
-Linear = tuple[mx.array, mx.array | None, mx.array | None, int, int]  # weight, scales, biases, bits, group size
+# Weight, scales, biases, bits, group size, and what is added to the outputs.
+Linear = tuple[mx.array, mx.array | None, mx.array | None, int, int, mx.array | None]
 # What to add to [..., H], and the weight and epsilon of the norm of the sum.
 NativeResidual = tuple[mx.array, mx.array, float]
 
@@ -37,28 +37,27 @@ def linear(layer: nn.Module, dtype: mx.Dtype) -> Linear | None:
     every weight in every step takes longer than to compute with some of them.
     """
     held = layer.get("_linear")
-    if held is None or held.linear[0] is not layer.get("weight"):
+    if held is None or held.linear[0] is not layer.get("weight") or held.linear[5] is not layer.get("bias"):
         held = layer["_linear"] = _hold(layer)
     return held.linear if dtype in held.types else None
 
 
 def _hold(layer: nn.Module) -> HeldLinear:
     weight: Any = layer.get("weight")
+    bias = layer.get("bias")
     if type(layer) in DENSE and weight.dtype in TYPES:
-        return HeldLinear((weight, None, None, 0, 0), (weight.dtype,))
+        return HeldLinear((weight, None, None, 0, 0, bias), (weight.dtype,))
     if type(layer) in QUANTISED and layer.mode == "affine" and layer.scales.dtype in TYPES:
-        return HeldLinear((weight, layer.scales, layer.biases, layer.bits, layer.group_size), TYPES)
-    return HeldLinear((weight, None, None, 0, 0), ())
+        return HeldLinear((weight, layer.scales, layer.biases, layer.bits, layer.group_size, bias), TYPES)
+    return HeldLinear((weight, None, None, 0, 0, bias), ())
 
 
-def linears(
-    layers: Sequence[nn.Module], dtype: mx.Dtype, *, biased: bool = False, adapted: bool = False
-) -> list[Linear] | None:
-    """Return layers as the extension takes them, None if one does not fit. `biased`: the caller adds their biases;
-    `adapted`: it adds what their adapters add."""
+def linears(layers: Sequence[nn.Module], dtype: mx.Dtype, *, adapted: bool = False) -> list[Linear] | None:
+    """Return layers as the extension takes them, None if one does not fit. `adapted`: the caller adds what their
+    adapters add."""
     found = []
     for layer in layers:
-        if (one := linear(layer, dtype)) is None or ("bias" in layer and not biased):
+        if (one := linear(layer, dtype)) is None:
             return None
         if ADAPTERS in layer and not adapted:
             return None
@@ -80,15 +79,16 @@ def native_products(
     `gated`: of a gate and a layer, `silu(gate(x)) * layer(x)`. With `experts` [..., E] of each row; then x is
     [..., K], or [..., E, K] where each expert has its `own` input.
     """
-    found = linears(layers, x.dtype, biased=not gated and experts is None, adapted=not gated)
-    if found is None or (gated and found[0][3:] != found[1][3:]):
+    found = linears(layers, x.dtype, adapted=not gated)
+    if found is None or (gated and _kind(found[0]) != _kind(found[1])):
         return None
     made: list[mx.array] = native.products(x, found, gated, experts, own)
-    return made if gated else add_biases(made, layers)
+    return made
 
 
-def add_biases(made: Sequence[mx.array], layers: Sequence[nn.Module]) -> list[mx.array]:
-    return [y + layer["bias"] if "bias" in layer else y for y, layer in zip(made, layers, strict=True)]
+def _kind(layer: Linear) -> tuple[int, int]:
+    """Return the bits and the group size: layers that are computed together must be of one kind."""
+    return layer[3], layer[4]
 
 
 def native_feed_forward(
@@ -100,7 +100,7 @@ def native_feed_forward(
         return None
     shared = module["shared_expert"] if mixture else module
     mlp = linears((shared["gate_proj"], shared["up_proj"], shared["down_proj"]), x.dtype)
-    if mlp is None or mlp[0][3:] != mlp[1][3:]:
+    if mlp is None or _kind(mlp[0]) != _kind(mlp[1]):
         return None
     made: list[mx.array]
     if not mixture:
@@ -111,68 +111,10 @@ def native_feed_forward(
         return None
     gates = linears((module["gate"], module["shared_expert_gate"]), x.dtype)
     experts = linears((switch["gate_proj"], switch["up_proj"], switch["down_proj"]), x.dtype)
-    if gates is None or experts is None or experts[0][3:] != experts[1][3:]:
+    if gates is None or experts is None or _kind(experts[0]) != _kind(experts[1]):
         return None
     made = native.mixture(x, gates, mlp, experts, module.top_k, module.norm_topk_prob, residual)
     return made
-
-
-def native_attention_fits(dtype: mx.Dtype, layer: nn.Module) -> bool:
-    """Return whether the extension takes this attention layer, apart from its projections."""
-    rope = layer["rope"]
-    plain = type(rope) is nn.RoPE and not rope.traditional and rope.scale == 1
-    return plain and dtype in TYPES and layer.head_dim % 32 == 0
-
-
-def native_attention(
-    native: Any, layer: nn.Module, x: mx.array, memory: Any, last: mx.array | None, residual: NativeResidual | None
-) -> list[mx.array] | None:
-    """Write a window into `memory` and attend to it: [B, W, H] → [B, W, H], or of token `last` [B] of each row
-    [B, 1, H]; with a residual their sum and its norm."""
-    found = linears((layer["q_proj"], layer["k_proj"], layer["v_proj"], layer["o_proj"]), x.dtype)
-    if found is None or not native_attention_fits(x.dtype, layer):
-        return None
-    held = _attention_arguments(layer, memory, x.shape[1])
-    memory.keys, memory.values, *made = native.attention_layer(x, found[:3], found[3], *held, last, residual)
-    return made
-
-
-def attend_window(
-    native: Any, layer: nn.Module, both: mx.array, k: mx.array, v: mx.array, memory: Any, last: mx.array | None
-) -> mx.array:
-    """Do the same without the projections: [B, W, …] → [B, W, H·D], or [B, 1, H·D]."""
-    held = _attention_arguments(layer, memory, both.shape[1])
-    out, memory.keys, memory.values = native.attention(both, k, v, *held, last)
-    made: mx.array = out
-    return made
-
-
-def _attention_arguments(layer: nn.Module, memory: Any, width: int) -> tuple[Any, ...]:
-    rope, norm = layer["rope"], layer["q_norm"]
-    frequencies = _frequencies(rope.dims, rope.base)
-    angles = None  # by `offset`
-    if memory.positions is not None:
-        ids, axes = memory.positions
-        angles = ids[:, list(axes)].swapaxes(1, 2).astype(mx.float32) * frequencies  # [B, W, rotated / 2]
-    elif memory.start is not None:
-        angles = (memory.start[:, None] + mx.arange(width))[..., None].astype(mx.float32) * frequencies
-    return (
-        norm["weight"],
-        layer["k_norm"]["weight"],
-        frequencies,
-        memory.offset,
-        memory.keys,
-        memory.values,
-        norm.eps,
-        layer.scale,
-        angles,
-    )
-
-
-@cache
-def _frequencies(dims: int, base: float) -> mx.array:
-    """Return the frequencies of RoPE, with the same bits on every machine."""
-    return mx.array([base ** (-2 * i / dims) for i in range(dims // 2)], mx.float32)
 
 
 def native_gated_delta_fits(dtype: mx.Dtype, state: mx.array) -> bool:

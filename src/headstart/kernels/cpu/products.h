@@ -128,10 +128,14 @@ void products(const Product<T>& op) {
       const float *xs[SOME], *sums[SOME];
       for (long r = 0; r < these; ++r) xs[r] = x.row(rows[r] / op.top), sums[r] = x.sums(rows[r] / op.top);
       float made[2][SOME][STRIP];
-      for (int half = 0; half < (op.gated ? 2 : 1); ++half)
+      for (int half = 0; half < (op.gated ? 2 : 1); ++half) {
         with<T>(op.matrices[i + half], op.K, group.expert, [&](const auto& matrix) {
           panel(matrix, n, some, these, xs, sums, made[half][0], STRIP);
         });
+        if (const float* bias = op.matrices[i + half].bias)
+          for (long r = 0; r < these; ++r)
+            for (long c = 0; c < some; ++c) made[half][r][c] += bias[group.expert * N + n + c];
+      }
       for (long r = 0; r < these; ++r) {
         float(&out)[STRIP] = made[0][r];
         if (op.gated)

@@ -1,0 +1,160 @@
+// Linear layers as Python passes them, and products and the residual as kernels in a chain.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <stdexcept>
+#include <tuple>
+
+#include "kernels.h"
+#include "operation.h"
+
+namespace headstart {
+
+namespace nb = nanobind;
+
+inline void require(bool holds, const char* what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
+// f(float{}) or f(bfloat{}), by the type of the activations.
+template <typename F>
+void by_type(const mx::array& x, F f) {
+  require(x.dtype() == mx::bfloat16 || x.dtype() == mx::float32, "activations must be bfloat16 or float32");
+  if (x.dtype() == mx::bfloat16) f(bfloat{});
+  else f(float{});
+}
+
+// The weights of a linear layer [N, K], or of one for each expert [experts, N, K]: dense, or quantised with scales and
+// biases for every `group` of inputs. `bias` is added to the outputs.
+struct Linear {
+  using Array = std::optional<mx::array>;
+  using Tuple = std::tuple<mx::array, Array, Array, int, int, Array>;
+  mx::array weight;
+  std::optional<mx::array> scales, biases;
+  int bits, group;
+  std::optional<mx::array> bias;
+
+  Linear(const Tuple& from)
+      : weight(std::get<0>(from)), scales(std::get<1>(from)), biases(std::get<2>(from)), bits(std::get<3>(from)),
+        group(std::get<4>(from)), bias(std::get<5>(from)) {
+    require(weight.ndim() == 2 || weight.ndim() == 3, "weights must be [N, K], with experts [experts, N, K]");
+    require(bool(scales) == bool(bits) && bool(biases) == bool(bits), "a layer must be dense or have scales and biases");
+    require(!bias || bias->size() == weight.size() / weight.shape(-1), "a bias must be [N]");
+    if (!bits) return;
+    require(bits >= 2 && bits <= 8 && bits != 7, "unknown bits");
+    require(group >= 32 && (group & (group - 1)) == 0, "unknown group");
+    require(weight.dtype() == mx::uint32 && weight.shape(-1) * 32l % (long(bits) * group) == 0, "unknown codes");
+    require(scales->dtype() == mx::float32 || scales->dtype() == mx::bfloat16, "unknown scales");
+    require(biases->dtype() == scales->dtype() && biases->shape() == scales->shape(), "unknown biases");
+    require(scales->shape(-1) * long(group) == inputs() && scales->shape(-2) == outputs(), "unknown scales");
+  }
+
+  int outputs() const {
+    return weight.shape(-2);
+  }
+  long inputs() const {
+    return bits ? weight.shape(-1) * 32l / bits : weight.shape(-1);
+  }
+  bool alike(const Linear& other) const {
+    return bits == other.bits && group == other.group && (!bits || scales->dtype() == other.scales->dtype());
+  }
+};
+using Linears = std::vector<Linear>;
+using Layer = Linear::Tuple;  // as Python passes it
+using Layers = std::vector<Layer>;
+
+// An activation [rows, size] in an operation.
+struct Rows {
+  Slot at;
+  long rows, size;
+};
+
+// Experts chosen for each row [rows, top]; `own`: each expert has a row of its own as its input.
+struct Choice {
+  Slot indices;
+  long top;
+  bool own;
+};
+
+// x by every layer → out[i]. `gated`: of two layers silu(first) · second → out[0].
+template <typename T>
+void multiply(
+    Chain& chain, Rows x, const Linears& layers, const std::vector<Slot>& out, bool gated = false,
+    std::optional<Choice> choice = {}) {
+  struct Held {
+    Slot weight, scales, biases, bias;
+  };
+  for (size_t first = 0, end; first < layers.size(); first = end) {
+    end = first;
+    std::vector<Matrix> matrices;
+    std::vector<Held> held;
+    for (; end < layers.size() && layers[end].alike(layers[first]); ++end) {
+      const Linear& layer = layers[end];
+      require(layer.inputs() == x.size, "weights must be [N, K] where the input is [..., K]");
+      require(layer.weight.ndim() == (choice ? 3 : 2), "weights must be [N, K], with experts [experts, N, K]");
+      require(layer.bits || layer.weight.itemsize() == sizeof(T), "weights must have the type of the input");
+      const bool wide = layer.bits && layer.scales->dtype() == mx::float32;
+      matrices.push_back({nullptr, layer.outputs(), layer.bits, layer.group, wide});
+      held.push_back(
+          {chain.input(layer.weight), chain.input(layer.scales), chain.input(layer.biases), chain.input(layer.bias, true)});
+    }
+    require(!gated || matrices.size() == 2, "a gate has two layers of one kind");
+    const std::vector<Slot> to(out.begin() + first, out.begin() + (gated ? 1 : end));
+    chain.add([=](const Memory& memory) {
+      std::vector<Matrix> filled = matrices;
+      std::vector<T*> outputs;
+      for (size_t i = 0; i < filled.size(); ++i) {
+        filled[i].w = memory.get<void>(held[i].weight), filled[i].bias = memory.get<float>(held[i].bias);
+        filled[i].scales = memory.get<void>(held[i].scales), filled[i].biases = memory.get<void>(held[i].biases);
+      }
+      for (Slot slot : to) outputs.push_back(memory.get<T>(slot));
+      products<T>(
+          {memory.get<T>(x.at), x.rows, x.size, choice && !choice->own ? choice->top : 1, int(filled.size()),
+           filled.data(), outputs.data(), gated, choice ? memory.get<uint32_t>(choice->indices) : nullptr});
+    });
+  }
+}
+
+template <typename T>
+Rows scratch_rows(Chain& chain, long rows, long size) {
+  return {chain.scratch(rows * size * sizeof(T)), rows, size};
+}
+
+inline mx::Shape with_last(mx::Shape shape, int size) {
+  shape.back() = size;
+  return shape;
+}
+
+// What a part of a layer is added to, and the weight and epsilon of the norm of that sum.
+using Residual = std::tuple<mx::array, mx::array, float>;
+
+// Add x [rows, D] to the residual → the sum and its norm, as outputs.
+template <typename T>
+void add_and_norm(Chain& chain, Rows x, const Residual& residual) {
+  const auto& [added, weight, eps] = residual;
+  require(added.size() == size_t(x.rows * x.size) && added.itemsize() == sizeof(T), "the sum's parts must be alike");
+  require(weight.ndim() == 1 && weight.shape(0) == x.size, "weight must be [D] where the input is [..., D]");
+  const Slot other = chain.input(added), by = chain.input(weight, true);
+  const Slot total = chain.output(added.shape(), added.dtype()), normed = chain.output(added.shape(), added.dtype());
+  chain.add([=, eps = eps](const Memory& memory) {
+    norm<T>(
+        memory.get<T>(other), memory.get<T>(x.at), memory.get<float>(by), eps, x.rows, x.size, memory.get<T>(total),
+        memory.get<T>(normed));
+  });
+}
+
+// The last product of a part of a layer → its output [shape[:-1], N], or with a residual their sum and its norm.
+template <typename T>
+void finish(Chain& chain, Rows x, const Linear& layer, const std::optional<Residual>& residual, mx::Shape shape, mx::Dtype type) {
+  if (!residual) return multiply<T>(chain, x, {layer}, {chain.output(with_last(shape, layer.outputs()), type)});
+  const Rows part = scratch_rows<T>(chain, x.rows, layer.outputs());
+  multiply<T>(chain, x, {layer}, {part.at});
+  add_and_norm<T>(chain, part, *residual);
+}
+
+}  // namespace headstart
