@@ -12,6 +12,7 @@ from mlx_lm.utils import load_model as mlx_lm_load
 
 import headstart.engine.prefill
 import headstart.models.attention
+import headstart.models.latent_attention
 from families import CONFIGS, HEADS, make_config, released_arrays, write_family
 from fixtures import batch_of, collect, generate, random_prompt, submit
 from headstart.checkpoint import load_model
@@ -54,7 +55,7 @@ def test_trunk_logits_are_those_of_mlx_lms_own_loader_to_rounding(family: str, t
 
 @pytest.mark.skipif(cpu.native() is None, reason="no CPU kernels here")
 @pytest.mark.parametrize("eight_bits", [False, True])
-@pytest.mark.parametrize("family", [name for name in CONFIGS if "kv_lora_rank" not in CONFIGS[name]])
+@pytest.mark.parametrize("family", CONFIGS)
 def test_attention_is_one_operation_of_the_cpu_kernels(
     family: str, eight_bits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,6 +64,7 @@ def test_attention_is_one_operation_of_the_cpu_kernels(
 
     monkeypatch.setattr(headstart.models.attention, "arrange_heads", refuse)
     monkeypatch.setattr(cpu, "attend_window", refuse)
+    monkeypatch.setattr(headstart.models.latent_attention, "product", refuse)
     model, tokens = loaded(family), mx.array([[1, 2, 3]])
     if eight_bits and all(size % GROUP == 0 for size in kv_sizes(model)):
         model = model.with_eight_bit_kv()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..kernels import cpu
 from ..kernels.attention import at_last
 from ..kernels.products import product, products
 from ..state import KV
@@ -30,6 +31,10 @@ def latent_attention(
     """Attend to latents [B, 1, S, R] and rotated keys [B, 1, S, D], see `attention.py`. `scales`: of queries and
     latents."""
     query_scale, latent_scale = scales(layer)
+    if (native := cpu.native()) is not None:
+        made = cpu.native_latent_attention(native, layer, x, scales(layer), memory, last, residual.native)
+        if made is not None:
+            return residual.added(made)
     B, W, _ = x.shape
     if layer.q_lora_rank is None:
         queries, compressed = products(x, layer.q_proj, layer.kv_a_proj_with_mqa)

@@ -7,6 +7,7 @@ from .attention import (
     grouped_heads,
     native_attention,
     native_grouped_attention,
+    native_latent_attention,
 )
 from .load import VARIABLE, Loaded, available_cores, loaded, native, stock_forced
 from .ops import (
@@ -39,6 +40,7 @@ __all__ = [
     "native_gated_delta",
     "native_gated_delta_fits",
     "native_grouped_attention",
+    "native_latent_attention",
     "native_products",
     "stock_forced",
 ]

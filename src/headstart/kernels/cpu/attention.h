@@ -132,7 +132,7 @@ struct QueryTile {
     float* scores = memory.data();
     // What nobody sees is left out by whole lanes: so the others stay in theirs.
     const long start = split * SPLIT + std::max(0l, begin(0) - split * SPLIT) / LANES * LANES;
-    const long n = std::min((split + 1) * SPLIT, end(width - 1)) - start, DK = whole_pairs(op.keys.D), count = rows();
+    const long n = std::min((split + 1) * SPLIT, end(width - 1)) - start, DK = query_size(op), count = rows();
     const long at = (b * op.HKV + head / (op.H / op.HKV)) * op.capacity + start;
     const float* rows[QUERIES];
     long seen[QUERIES];
@@ -140,7 +140,7 @@ struct QueryTile {
       rows[r] = queries + ((b * op.H + head + r / width) * op.W + first + r % width) * DK;
       seen[r] = end(r) - start;
     }
-    blocks(op.keys, at, n, 16, DK, [&](long from, long to, const auto* keys, long, long, long) {
+    blocks(op.keys, op.more_keys, at, n, 16, DK, [&](long from, long to, const auto* keys, long, long, long) {
       panel(Dense{keys, DK}, 0, to - from, count, rows, rows, scores + from, LINE);
     });
     for (long r = 0; r < count; ++r) {
@@ -151,7 +151,7 @@ struct QueryTile {
       else std::fill(mine, mine + n, 0.0f), found[0] = -std::numeric_limits<float>::infinity(), found[1] = 0.0f;
     }
     constexpr int P = NATIVE == LANES ? 2 : 1;
-    blocks(op.values, at, n, 64, P * PAIR, [&](long from, long to, const auto* values, long step, long d, long some) {
+    blocks(op.values, {}, at, n, 64, P * PAIR, [&](long from, long to, const auto* values, long step, long d, long some) {
       auto weigh_rows = [&]<int R>(long r) {
         float* to_rows = out + r * stride() + d;
         weigh_all<R, ROWS / R * P>(scores + r * LINE, seen + r, from, to, values, step, some, to_rows, stride());
@@ -163,12 +163,13 @@ struct QueryTile {
   }
 
   // f(from, to, keys or values, how far apart, first element, elements) for `block` of n positions after the other. For
-  // many queries, and where they are not whole pairs of a float type, they are copied as float32, at most `width`
-  // elements together, to where registers are filled from one cache line.
+  // many queries, and where they are not whole pairs of a float type in one cache, they are copied as float32, at most
+  // `width` elements together, to where registers are filled from one cache line.
   template <typename F>
-  void blocks(const Cache<T>& cache, long at, long n, long block, long width, const F& f) const {
+  void blocks(
+      const Cache<T>& cache, const Cache<T>& more, long at, long n, long block, long width, const F& f) const {
     static thread_local FloatLines memory;
-    const long D = whole_pairs(cache.D);
+    const long here = whole_pairs(cache.D), D = here + whole_pairs(more.D);
     memory.resize(block * D);
     for (long s = 0; s < n; s += block) {
       const long to = std::min(s + block, n);
@@ -181,7 +182,7 @@ struct QueryTile {
         for (long d = 0; d < D; d += width)
           for (long k = 0, some = std::min(width, D - d); k < some; k += PAIR) {
             float* copy = &memory[d * block + i * some + k];
-            const Pair pair = pair_of<S>(cache, at + s + i, d + k);
+            const Pair pair = d + k < here ? pair_of<S>(cache, at + s + i, d + k) : pair_of<S>(more, at + s + i, d + k - here);
             store(copy, pair.first), store(copy + LANES, pair.second);
           }
       for (long d = 0; d < D; d += width) {
@@ -223,7 +224,7 @@ struct QueryTile {
   }
 };
 
-// Attend with queries [B, H, W, whole_pairs(DK)] to what the caches hold.
+// Attend with queries [B, H, W, query_size] to what the caches hold.
 template <typename S, typename T>
 void attend(const Attention<T>& op, const float* queries) {
   const long asked = op.last ? 1 : op.W, threads = pool().threads();
@@ -275,7 +276,7 @@ void attend(const Attention<T>& op, const float* queries) {
 template <typename T>
 void attention(const Attention<T>& op) {
   auto run = [&]<typename S>(S) {
-    FloatLines queries(op.B * op.H * op.W * whole_pairs(op.keys.D));
+    FloatLines queries(op.B * op.H * op.W * query_size(op));
     pool().run(op.B * op.W, [&](uint32_t part) { arrange<S>(op, part / op.W, part % op.W, queries.data()); });
     attend<S>(op, queries.data());
   };

@@ -78,6 +78,34 @@ def _whole_layer(
     return made[len(held) :]
 
 
+def native_latent_attention(
+    native: Any,
+    layer: nn.Module,
+    x: mx.array,
+    scales: tuple[float, float],
+    memory: Any,
+    last: mx.array | None,
+    residual: NativeResidual | None,
+) -> list[mx.array] | None:
+    """Do the same for latent attention. `scales`: of queries and latents (see `models/latent_attention.py`)."""
+    rotation, k_norm = rotation_of(layer["rope"]), layer["kv_a_layernorm"]
+    q_norm = layer.get("q_a_layernorm")
+    first = layer["q_proj"] if q_norm is None else layer["q_a_proj"]
+    rest = [layer[name] for name in ("kv_a_proj_with_mqa", "embed_q", "unembed_out", "o_proj")]
+    found = linears([first, *rest, *([] if q_norm is None else [layer["q_b_proj"]])], x.dtype)
+    if found is None or rotation is None or (q_norm is not None and q_norm.eps != k_norm.eps):
+        return None
+    norms = k_norm.eps, None if q_norm is None else q_norm["weight"], k_norm["weight"]
+    heads = Heads(layer.num_heads, 1, layer.scale, *norms, *rotation, value_scale=scales[1])
+    held = memory.arrays()
+    q_b = None if q_norm is None else found[5]
+    made: list[mx.array] = native.latent_layer(
+        x, found[:5], q_b, heads, scales[0], held, memory.offset, last, residual
+    )
+    memory.keys, memory.values, *memory.scales = made[: len(held)]
+    return made[len(held) :]
+
+
 def attend_window(
     native: Any,
     heads: Heads,

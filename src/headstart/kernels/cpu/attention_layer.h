@@ -83,15 +83,15 @@ void check(const Past& past) {
   require(holds(past.last, B, mx::int32), "last must be [B] integers");
 }
 
-// Queries, which may have gates behind them or in an array of their own, keys, values → out [B, W or 1, H · DV]; behind
-// the outputs that are there already: the caches with the window's keys and values in them.
+// → a function that gives an operation everything but its input and output; behind the outputs that are there already: the
+// caches with the window's keys and values in them.
 template <typename T>
-void attend_window(Chain& chain, Slot q, Slot k, Slot v, Slot gates, bool gated, int W, const Heads& heads, const Past& past, Slot out) {
+std::function<Attention<T>(const Memory&)> attending(Chain& chain, int W, const Heads& heads, const Past& past) {
   check<T>(past);
-  const int B = past.batch(), H = heads.count, HKV = past.caches[0].shape(1), DK = past.size(0), DV = past.size(1);
+  const int B = past.batch(), H = heads.count, HKV = past.caches[0].shape(1);
   const int rotated = heads.frequencies ? 2 * heads.frequencies->size() : 0;
-  require(HKV == heads.kv_count && H % HKV == 0 && past.caches[1].shape(1) == HKV && (!gated || DK == DV), "unknown shape");
-  require(holds(heads.q_norm, DK) && holds(heads.k_norm, DK) && rotated <= DK && holds(heads.sinks, H), "unknown shape");
+  require(HKV == heads.kv_count && H % HKV == 0 && past.caches[1].shape(1) == HKV, "unknown shape");
+  require(holds(heads.sinks, H), "sinks must be [H]");
   require(holds(past.angles, size_t(B) * W * rotated / 2, mx::float32), "angles must be [B, W, rotated / 2] of float32");
   require(!heads.query_scales || (heads.period > 0 && heads.query_scales->size()), "scales must be of periods");
   const Slot q_weight = chain.input(heads.q_norm, true), k_weight = chain.input(heads.k_norm, true);
@@ -100,15 +100,13 @@ void attend_window(Chain& chain, Slot q, Slot k, Slot v, Slot gates, bool gated,
   const Slot offset = chain.input(past.offset), last = chain.input(past.last);
   const Written caches(chain, past.caches);
   Attention<T> op = {B, W, H, HKV, past.caches[0].shape(2), past.window, heads.eps, heads.scale, heads.value_scale};
-  op.gated = gated, op.rotation = {rotated, heads.interleaved, heads.rotation_scale};
+  op.rotation = {rotated, heads.interleaved, heads.rotation_scale};
   op.period = heads.period, op.periods = heads.query_scales ? heads.query_scales->size() : 0;
-  op.keys.D = DK, op.values.D = DV;
-  chain.add([=](const Memory& memory) {
+  op.keys.D = past.size(0), op.values.D = past.size(1);
+  return [=](const Memory& memory) {
     caches.copy(memory);
     auto f = [&](Slot slot) { return memory.get<float>(slot); };
     Attention<T> filled = op;
-    filled.q = memory.get<T>(q), filled.k = memory.get<T>(k), filled.v = memory.get<T>(v);
-    filled.gates = memory.get<T>(gates);
     filled.q_weight = f(q_weight), filled.k_weight = f(k_weight);
     filled.rotation.frequencies = f(frequencies), filled.rotation.angles = f(angles);
     filled.query_scales = f(scales), filled.sinks = f(sinks);
@@ -116,8 +114,22 @@ void attend_window(Chain& chain, Slot q, Slot k, Slot v, Slot gates, bool gated,
     filled.keys.at = memory.get<void>(caches.after[0]), filled.values.at = memory.get<void>(caches.after[1]);
     if (caches.after.size() > 2)
       filled.keys.scales = memory.get<T>(caches.after[2]), filled.values.scales = memory.get<T>(caches.after[3]);
-    filled.out = memory.get<T>(out);
-    attention(filled);
+    return filled;
+  };
+}
+
+// Queries, which may have gates behind them or in an array of their own, keys, values → out [B, W or 1, H · DV].
+template <typename T>
+void attend_window(
+    Chain& chain, Slot q, Slot k, Slot v, Slot gates, bool gated, int W, const Heads& heads, const Past& past, Slot out) {
+  const int DK = past.size(0);
+  require(holds(heads.q_norm, DK) && holds(heads.k_norm, DK), "norms must be [DK]");
+  require((!gated || DK == past.size(1)) && (!heads.frequencies || 2 * heads.frequencies->size() <= DK), "unknown shape");
+  chain.add([=, held = attending<T>(chain, W, heads, past)](const Memory& memory) {
+    Attention<T> op = held(memory);
+    op.q = memory.get<T>(q), op.k = memory.get<T>(k), op.v = memory.get<T>(v);
+    op.gates = memory.get<T>(gates), op.gated = gated, op.out = memory.get<T>(out);
+    attention(op);
   });
 }
 

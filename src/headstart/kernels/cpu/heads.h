@@ -14,6 +14,12 @@ constexpr long whole_pairs(long D) {
   return (D + PAIR - 1) / PAIR * PAIR;
 }
 
+// Of a query as it is multiplied with keys.
+template <typename T>
+long query_size(const Attention<T>& op) {
+  return whole_pairs(op.keys.D) + whole_pairs(op.more_keys.D);
+}
+
 // A sine and a cosine for every pair of elements that turn at a token.
 template <typename T>
 inline void find_turns(const Attention<T>& op, long b, long w, float* turns) {

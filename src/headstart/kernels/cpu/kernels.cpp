@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "experts.h"
 #include "gated_delta.h"
+#include "latent.h"
 #include "norm.h"
 #include "products.h"
 
@@ -31,7 +32,9 @@ int threads() {
   template void combine(const T*, const float*, const T*, const T*, long, long, long, T*); \
   template void norm(const T*, const T*, const float*, float, long, long, T*, T*); \
   template void gated_delta(const GatedDelta<T>&);                                 \
-  template void attention(const Attention<T>&);
+  template void attention(const Attention<T>&);                                    \
+  template void latent_attention(const LatentAttention<T>&);                       \
+  template void first_elements(const T*, long, long, long, float, T*);
 
 INSTANTIATE(float)
 INSTANTIATE(bfloat)

@@ -129,8 +129,26 @@ struct Attention {
   const int* last;                          // [B], the only query of the window that is asked; null: all are
   Cache<T> keys, values;                    // written from `offset` on
   T* out;                                   // [B, W or 1, H, DV]
+  Cache<T> more_keys = {};                  // further elements of every key
 };
 template <typename T>
 void attention(const Attention<T>& op);
+
+// A window of a latent attention layer. A key is a latent vector of R numbers, which is also its value, and `rotated`
+// numbers that turn with the position; the caches of one head have these as `keys` and `more_keys`.
+template <typename T>
+struct LatentAttention {
+  Attention<T> op;      // `q` [B, W, H, R] are multiplied to meet latents; `k_weight` [R], of their norm; no `k` and `v`
+  const T* queries;     // [B, W, H, plain + rotated], of which the last elements turn
+  const T* compressed;  // [B, W, R + rotated]
+  long plain;
+  float query_scale;
+};
+template <typename T>
+void latent_attention(const LatentAttention<T>& latent);
+
+// The first `some` elements of rows of D, scaled → out [rows, some].
+template <typename T>
+void first_elements(const T* x, long rows, long D, long some, float scale, T* out);
 
 }  // namespace headstart

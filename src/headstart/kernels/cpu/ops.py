@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU, SwitchLinear
 
 TYPES = (mx.bfloat16, mx.float32)
-DENSE = (nn.Linear, nn.Embedding, SwitchLinear)
-QUANTISED = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear)
+DENSE = (nn.Linear, nn.Embedding, SwitchLinear, MultiLinear)
+QUANTISED = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear, QuantizedMultiLinear)
 ADAPTERS = "_adapters"  # of a layer, in its module: see `kernels/adapters.py`
 
 # Weight, scales, biases, bits, group size, and what is added to the outputs.
