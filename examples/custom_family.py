@@ -7,7 +7,6 @@ This one is Qwen3.5 once more, under a name of its own, so that the built-in wei
 
 import json
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from mlx_lm.models import qwen3_5
 from headstart import generate
 from headstart.checkpoint import load_model, load_tokenizer, resolve
 from headstart.models import FAMILIES, Family, HeadSpec
-from headstart.models.gated_delta_net import gated_delta_net
-from headstart.models.qwen3_5 import qwen3_5_project
 
 
 def build(config: dict[str, Any]) -> nn.Module:
@@ -31,7 +28,6 @@ FAMILIES["my_family"] = Family(  # by the `model_type` of config.json
     text=lambda lm: lm.language_model.model,  # has `embed_tokens`, `layers` and `norm`
     lm_head=lambda lm: None if lm.language_model.args.tie_word_embeddings else lm.language_model.lm_head,
     head_layer=lambda lm: qwen3_5.DecoderLayer(lm.language_model.args, layer_idx=3),  # one with full attention
-    recurrent=partial(gated_delta_net, project=qwen3_5_project),  # its other layers
     norm_offset=1.0,  # released norms are stored as w of 1 + w
     # How the head is wired. A wrong word here changes no text, only the acceptance: try one.
     head=HeadSpec(embedding_first=True, fed_after_norm=True, chains_after_norm=True, own_lm_head=False),

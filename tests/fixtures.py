@@ -5,10 +5,10 @@ The oracle is always mlx-lm's own forward over the same arrays: it knows nothing
 
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, wraps
 from pathlib import Path
 
 import mlx.core as mx
@@ -21,6 +21,9 @@ from checkpoints import write
 from headstart.checkpoint import load_model
 from headstart.engine import Engine, Handle, Request, Stats
 from headstart.engine.batch import Batch
+from headstart.kernels import choose_backend
+from headstart.kernels.cpu.backend import CpuBackend, StockCpu
+from headstart.kernels.graph import Remembering
 from headstart.models import Model
 from headstart.sampling import SamplingParams
 from headstart.state import CHUNK
@@ -28,7 +31,13 @@ from headstart.state import CHUNK
 FAMILIES = ("dense", "moe", "next")
 
 
-@lru_cache
+def by_backend(make: Callable[..., Model]) -> Callable[..., Model]:
+    """Make a model once for each backend that a test may choose: a model holds the one that it was loaded with."""
+    cached = lru_cache(lambda backend, *given, **named: make(*given, **named))
+    return wraps(make)(lambda *given, **named: cached(str(choose_backend()), *given, **named))
+
+
+@by_backend
 def random_model(
     family: str = "dense", *, seed: int = 0, head: bool = True, tie: bool = False, **sizes: int
 ) -> Model:
@@ -38,9 +47,24 @@ def random_model(
         return load_model(folder, dtype=mx.float32)
 
 
-@lru_cache
+@by_backend
 def builtin_model(name: str = "tiny-qwen3.5", dtype: mx.Dtype | None = None) -> Model:
     return load_model(name, dtype=dtype)
+
+
+class RememberingCpu(Remembering, CpuBackend):
+    """Remembers passes as a GPU's backend does."""
+
+
+class RememberingStock(Remembering, StockCpu):
+    pass
+
+
+def remembering(model: Model) -> Model:
+    """The model on a backend that remembers passes, without those of other tests."""
+    ours = model.backend
+    backend = RememberingCpu(ours.native) if isinstance(ours, CpuBackend) else RememberingStock(str(ours))
+    return replace(model, backend=backend)
 
 
 def random_prompt(model: Model, length: int, seed: int = 0) -> list[int]:

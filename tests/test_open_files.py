@@ -24,7 +24,7 @@ def test_a_command_works_with_few_descriptors() -> None:
 
 
 @pytest.mark.slow  # the package sees to it, and a command imports it as they do
-@pytest.mark.parametrize("entry", ["import headstart.kernels.gated_delta", "from headstart import generate"])
+@pytest.mark.parametrize("entry", ["import headstart.kernels.recurrent", "from headstart import generate"])
 def test_every_way_into_the_library_keeps_the_hard_limit(entry: str) -> None:
     program = f"function = resource.setrlimit\n{entry}\nassert resource.setrlimit is function"
     assert limited(1024, 3000, program) == "2048 3000"

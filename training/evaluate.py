@@ -118,7 +118,7 @@ def _chains(model: Model, hidden: mx.array, ids: mx.array, starts: mx.array, k: 
         mx.eval(drafted)
         yield drafted
         if j < k:
-            state = model.head(state, ids[0][starts + j + 1][:, None], rows, ahead=j - 1)
+            state = model.head(state, ids[0][starts + j + 1][:, None], rows.ahead(j - 1))
 
 
 def decode(

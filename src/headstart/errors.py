@@ -44,6 +44,10 @@ class OutOfMemory(HeadstartError):
     """The device ran out of memory, and this request was ended so that others could continue."""
 
 
+class KernelTimeout(HeadstartError):
+    """A step's results are void, because a kernel gave up waiting for its own blocks. It is computed again."""
+
+
 class Busy(HeadstartError):
     """Too many requests are waiting, or the engine is closing: try again after `retry_after` seconds."""
 

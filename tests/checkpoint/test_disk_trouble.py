@@ -19,7 +19,7 @@ from fixtures import collect, submit
 from headstart.checkpoint import load_model, read_layout
 from headstart.cli.main import app
 from headstart.engine import Engine
-from headstart.models import compiler
+from headstart.kernels.cpu import compiler
 
 # Runs a command, stops for good in the middle of the nth write of weights, and says so.
 STOPS = """

@@ -13,7 +13,10 @@ from checkpoints import FAMILIES, write
 from headstart.checkpoint import Needs, load, load_model, load_tokenizer, read_layout, resolve
 from headstart.checkpoint.load import compute_dtype
 from headstart.errors import CheckpointError, HeadstartError
-from headstart.models import Model, build
+from headstart.kernels import Backend, choose_backend
+from headstart.kernels.cpu.backend import CpuBackend, StockCpu
+from headstart.kernels.metal.stock import StockMetal
+from headstart.models import Model
 from headstart.models.memory import SHARE, Footprint
 
 SAME_MODEL = [
@@ -164,21 +167,19 @@ def test_tied_embeddings_are_one_array(tmp_path: Path) -> None:
     ],
 )
 def test_stock_ops_on_cpu_keep_the_type_of_dense_unquantised_models_only(
-    monkeypatch: pytest.MonkeyPatch, stored: str, experts: bool, modes: set[str], expected: mx.Dtype
+    stored: str, experts: bool, modes: set[str], expected: mx.Dtype
 ) -> None:
-    monkeypatch.setattr("headstart.kernels.cpu.native", lambda: None)
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
-    assert compute_dtype(stored, experts=experts, modes=modes) == expected
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    assert compute_dtype(stored, experts=experts, modes=modes) == getattr(mx, stored)
+    assert compute_dtype(StockCpu(), stored, experts, modes) == expected
+    assert compute_dtype(Backend(), stored, experts, modes) == getattr(mx, stored)
 
 
-def test_native_kernels_keep_the_type_that_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.kernels.cpu.native", lambda: object())
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
-    assert compute_dtype("bfloat16", experts=True, modes={"affine"}) == mx.bfloat16
-    assert compute_dtype("float16", experts=True, modes={"affine"}) == mx.float32
-    assert compute_dtype("bfloat16", experts=False, modes={"affine", "mxfp4"}) == mx.float32
+def test_native_kernels_keep_the_type_that_they_take() -> None:
+    backend = choose_backend()
+    if not isinstance(backend, CpuBackend):
+        pytest.skip("needs the native CPU kernels")
+    assert compute_dtype(backend, "bfloat16", True, {"affine"}) == mx.bfloat16
+    assert compute_dtype(backend, "float16", True, {"affine"}) == mx.float32
+    assert compute_dtype(backend, "bfloat16", False, {"affine", "mxfp4"}) == mx.float32
 
 
 def test_the_type_can_be_chosen(tmp_path: Path) -> None:
@@ -195,7 +196,7 @@ def test_a_model_that_memory_does_not_hold_is_refused_before_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write(tmp_path / "large", "dense")
-    request = Footprint.of(build(read_layout(folder).config)).bytes([1])  # in float32: nothing is read yet
+    request = Footprint.of(load.LoadPlan.of(folder).model).bytes([1])
     size = read_layout(folder).bytes + int(request / SHARE)
     monkeypatch.setattr("headstart.models.memory.unused", lambda: size - 1)
     with pytest.raises(CheckpointError, match=r"large: its weights take 0\.\d+ GB, and 0\.\d+ GB .* are left"):
@@ -272,20 +273,19 @@ def test_a_mac_refuses_weights_that_leave_the_system_too_little(
 )
 def test_chips_without_bfloat16_compute_in_float16(monkeypatch: pytest.MonkeyPatch, mac: str, expected: str) -> None:
     monkeypatch.setattr(mx, "device_info", lambda *device: MACS[mac])
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    backend = StockMetal()
     for packed in (False, True):
-        assert compute_dtype("bfloat16", experts=packed, modes={"affine"} if packed else set()) == getattr(
-            mx, expected
-        )
-        assert compute_dtype("float32", experts=packed, modes={"affine"} if packed else set()) == mx.float32
-        assert compute_dtype("float16", experts=packed, modes={"affine"} if packed else set()) == mx.float16
+        modes = {"affine"} if packed else set()
+        assert compute_dtype(backend, "bfloat16", packed, modes) == getattr(mx, expected)
+        assert compute_dtype(backend, "float32", packed, modes) == mx.float32
+        assert compute_dtype(backend, "float16", packed, modes) == mx.float16
     monkeypatch.setenv("HEADSTART_DTYPE", "bfloat16")
-    assert compute_dtype("float16", experts=False, modes=set()) == mx.bfloat16
+    assert compute_dtype(backend, "float16", False, set()) == mx.bfloat16
     monkeypatch.setenv("HEADSTART_DTYPE", "int4")
     with pytest.raises(
         CheckpointError, match="HEADSTART_DTYPE is 'int4'; set it to one of bfloat16, float16, float32"
     ):
-        compute_dtype("float16", experts=False, modes=set())
+        compute_dtype(backend, "float16", False, set())
 
 
 def test_a_model_can_be_loaded_without_its_head(tmp_path: Path) -> None:

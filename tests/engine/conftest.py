@@ -5,4 +5,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.engine.engine.launches_ahead", lambda: True)
+    monkeypatch.setattr("headstart.kernels.cpu.backend.StockCpu.asynchronous", True)

@@ -14,11 +14,11 @@ from fixtures import FAMILIES, Answer, collect, generate, mlx_lm_greedy, random_
 from headstart import batch_generate
 from headstart.checkpoint import load_model, load_tokenizer, resolve
 from headstart.engine import Engine
-from headstart.engine.invariance import CPU_SHAPES, SHAPES, invariant_k, is_batch_invariant
+from headstart.engine.invariance import invariant_k, is_batch_invariant
 from headstart.engine.stats import Stats
-from headstart.kernels import metal
+from headstart.kernels.cpu.backend import StockCpu
+from headstart.kernels.share import Alone
 from headstart.models import Model
-from headstart.models.share import Alone
 from headstart.state import BLOCK
 
 LENGTHS = (2, 3, 9, 16, 17, 31, 40, 70)
@@ -155,8 +155,9 @@ def test_every_pass_is_made_whatever_the_first_ones_show(monkeypatch: pytest.Mon
         return mx.full((sequences, window, 1), len(passes))
 
     monkeypatch.setattr("headstart.engine.invariance._logits", logits)
-    assert not is_batch_invariant(replace(random_model("dense")))
-    assert len(passes) == 3 + len(CPU_SHAPES if mx.default_device() == mx.cpu else SHAPES)
+    model = replace(random_model("dense"))
+    assert not is_batch_invariant(model)
+    assert len(passes) == 3 + len(model.backend.windows)
 
 
 def limits(model: Model, *counts: int) -> list[tuple[int, bool]]:
@@ -168,26 +169,34 @@ def limits(model: Model, *counts: int) -> list[tuple[int, bool]]:
     return found
 
 
-def test_on_metal_what_was_checked_is_exact_for_up_to_sixteen_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metal, "on_metal", lambda: True)
-    unchecked = replace(random_model("dense"))
+class Limited(StockCpu):
+    """A device whose kernels compute so many rows independently, once they were checked."""
+
+    def __init__(self, most_rows: int, checked: bool = True):
+        super().__init__("some rows")
+        self.most_rows, self.checked = most_rows, checked
+
+    def is_exact(self, *given: Any) -> bool:
+        return self.checked
+
+
+def test_what_was_checked_is_exact_for_as_many_rows_as_kernels_take() -> None:
+    unchecked = replace(random_model("dense"), backend=Limited(16, checked=False))
     assert not is_batch_invariant(unchecked)
     assert limits(unchecked, 1, 100) == [(200, True)] * 2
-    monkeypatch.setattr("headstart.engine.invariance.computes_rows_independently", lambda weights, dtype: True)
-    checked = replace(random_model("dense"))
+    checked = replace(random_model("dense"), backend=Limited(16))
     assert is_batch_invariant(checked)
     assert limits(checked, 1, 4, 8, 9, 16, 17) == [(15, True), (3, True), (1, True), (0, True), (0, True), (0, False)]
 
 
-def test_many_sequences_draft_no_more_than_our_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA the product of more positions is mlx's, which adds up in another order."""
-    model = random_model("dense")
-    assert limits(model, 100) == [(200, True)]
-    monkeypatch.setattr("headstart.engine.invariance.on_cuda", lambda: True)
+def test_many_sequences_draft_no_more_than_our_kernels_take() -> None:
+    """The product of more positions is mlx's, which adds up in another order."""
+    assert limits(random_model("dense"), 100) == [(200, True)]
+    model = replace(random_model("dense"), backend=Limited(144))
     ks = [k for k, _ in limits(model, 1, 16, 17, 20, 72, 144, 300)]
     assert ks == [143, 8, 7, 6, 1, 0, 0]
     assert limits(model, 144, 145) == [(0, True), (0, False)]
-    monkeypatch.setattr("headstart.engine.invariance.MOST_ROWS", 9)
+    model = replace(model, backend=Limited(9))
     engine = Engine(model)
     handles = [submit(engine, random_prompt(model, n + 3, n), max_tokens=12, k=8) for n in range(3)]
     answers = [collect(handle) for handle in handles]

@@ -5,7 +5,6 @@ own greedy text: some blocks are accepted whole, and most in part.
 """
 
 from collections import Counter, defaultdict
-from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +15,7 @@ import mlx.core as mx
 import pytest
 
 from checkpoints import write, write_drafter
-from fixtures import collect, generate, random_prompt, submit
+from fixtures import collect, generate, random_prompt, remembering, submit
 from headstart import batch_generate
 from headstart.checkpoint import load_model, load_tokenizer, resolve
 from headstart.engine import Engine
@@ -24,9 +23,10 @@ from headstart.engine.batch import Batch
 from headstart.engine.depth import DepthController, Plan
 from headstart.engine.draft import Source, block_drafts, draft_limits
 from headstart.engine.step import prefill_prompts, step
-from headstart.models import Model, graph
+from headstart.kernels import graph
+from headstart.models import Model
 from headstart.models.dflash import DFlash
-from headstart.sampling import GrammarSpec, Proposal, SamplingParams, SequenceParams, propose
+from headstart.sampling import GrammarSpec, Proposal, SamplingParams, SequenceParams
 from headstart.state import BatchState, PrefixCache
 
 WINDOWED = ("full_attention", "sliding_attention")
@@ -176,7 +176,7 @@ def test_caches_hold_what_a_prefill_of_the_same_text_makes() -> None:
     batch, text = prefill_prompts(model, [prompt, prompt[:9]], max_k=15), list(prompt)
     for k, source in ((15, Source.BLOCK), (0, Source.HEAD), (3, Source.HEAD), (7, Source.BLOCK), (1, Source.BLOCK)):
         result = step(model, batch, k, source=source)
-        text += result.tokens[0, : int(result.accepted[0]) + 1].tolist()  # type: ignore[arg-type]
+        text += result.verdict.tokens[0, : int(result.verdict.accepted[0]) + 1].tolist()  # type: ignore[arg-type]
     batch.keep([0], model)
     fresh = prefill_prompts(model, [text], max_k=15)
     for mine, theirs in zip(caches(batch), caches(fresh), strict=True):
@@ -204,16 +204,15 @@ def test_blocks_of_a_remembered_pass_are_those_of_one_that_is_described(
                 batch.keep([1], model)
             said.append(block_drafts(model, batch, 15).tokens.tolist())
             result = step(model, batch, 15, source=Source.BLOCK)
-            said.append((result.tokens.tolist(), result.accepted.tolist()))
+            said.append((result.verdict.tokens.tolist(), result.verdict.accepted.tolist()))
             batch.trunk_state.bounds = batch.trunk_state.lengths.tolist()  # type: ignore[assignment]
         said += [layer.keys.sum().item() for layer in batch.trunk_state.kv_layers]
         return said
 
-    described, model = rounds(pair()), replace(pair())  # without the graphs of other tests
-    monkeypatch.setattr(graph, "on_cuda", lambda: True)
+    described, model = rounds(pair()), remembering(pair())
     monkeypatch.setattr(graph, "OFTEN", 1)
     assert rounds(model) == described
-    remembered = [shape for shape, times in model._block_graph.seen.items() if times > 1]
+    remembered = [shape for shape, times in model._block.seen.items() if times > 1]
     assert {shape[0] for shape in remembered} >= {256, 512}, "no block was remembered at one of the capacities"
     assert len({shape[3] for shape in remembered}) == 2, "no block of two sequences was remembered"
 
@@ -256,14 +255,15 @@ def test_a_block_is_drawn_at_once_as_it_would_be_one_by_one(params: Any) -> None
     batch._set_params([SequenceParams(asked, key=3, choice=0, limit=99)], model)
     batch.recent = mx.full((1, asked.context_size), -1, mx.int32)  # what penalties look at
     logits, _ = model.block_logits(batch.last, 6, batch.trunk_state)
-    alone = Proposal(mx.zeros((1, 0), mx.int32), [])
+    alone = Proposal.none(1)
     for j in range(6):
-        alone = propose(logits[:, j : j + 1], alone, batch.context(15))
+        alone = model.backend.propose(logits[:, j : j + 1], alone, batch.context(15))
     block = block_drafts(model, batch, 6)
     assert mx.array_equal(block.tokens, alone.tokens)
-    assert bool(block.q) == bool(alone.q)
-    if alone.q:
-        assert mx.allclose(mx.concatenate(alone.q, axis=1), mx.concatenate(block.q, axis=1), atol=1e-6)
+    assert bool(block.sources) == bool(alone.sources)
+    if alone.sources:
+        one, other = (mx.concatenate([q for (q,) in each.sources], axis=1) for each in (alone, block))
+        assert mx.allclose(one, other, atol=1e-6)
 
 
 def test_limits_and_plans_name_the_drafter_first() -> None:

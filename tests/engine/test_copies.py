@@ -138,8 +138,8 @@ def test_the_device_keeps_every_token_of_every_sequence() -> None:
             rows = [2, 1]
         result = step(model, batch, k)
         mx.eval(result, batch.arrays())
-        for row, accepted in enumerate(result.accepted.tolist()):
-            said[rows[row]] += result.tokens[row, : accepted + 1].tolist()
+        for row, accepted in enumerate(result.verdict.accepted.tolist()):
+            said[rows[row]] += result.verdict.tokens[row, : accepted + 1].tolist()
         for row, length in enumerate(batch.trunk_state.lengths.tolist()):
             assert batch.history[row, : length + 1].tolist() == said[rows[row]]
 

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from fixtures import Answer, collect, generate, random_model, random_prompt
+from fixtures import Answer, collect, generate, random_model, random_prompt, remembering
 from headstart.engine import Engine, EngineThread, Event, Handle, Request, engine
 from headstart.engine.depth import DepthController
 from headstart.engine.sequence import SequenceState
 from headstart.engine.step_time import time_steps
 from headstart.errors import Busy, EngineDown, HeadstartError, RequestError
-from headstart.models import graph
-from headstart.models.graph import Graph
+from headstart.kernels.graph import Graph
 from headstart.sampling import SamplingParams
 
 model = random_model("dense")
@@ -205,8 +204,7 @@ def test_what_the_warm_up_compiled_the_first_request_does_not_compile_again(monk
     monkeypatch.setattr(Graph, "_from_arrays", record)
     # All depths are timed, however slow the machine is, and whatever the tests of the server have put in its place.
     monkeypatch.setattr(engine, "time_steps", lambda model, most, rows, budget: time_steps(model, most, rows, 1e9))
-    monkeypatch.setattr(graph, "on_cuda", lambda: True)
-    with EngineThread(Engine(random_model.__wrapped__("dense"))) as room:
+    with EngineThread(Engine(remembering(random_model.__wrapped__("dense")))) as room:
         room.warm_up()
         count = len(traced)
         assert set(traced) == {"device"}

@@ -13,7 +13,7 @@ from headstart.engine import Engine, Handle
 from headstart.engine.batch import Batch
 from headstart.engine.draft import SOURCES, Source
 from headstart.errors import HeadstartError
-from headstart.kernels import cpu
+from headstart.kernels.cpu.backend import CpuBackend, StockCpu
 from headstart.kernels.types import Drafts
 from headstart.models import Model
 from headstart.sampling import Proposal
@@ -83,9 +83,9 @@ def test_stale_values_that_are_not_finite_end_their_sequence_with_stock_ops(k: i
 
 @pytest.mark.parametrize("k", [0, 3])
 def test_cpu_kernels_do_not_read_stale_values(k: int) -> None:
-    if cpu.native() is None:
-        pytest.skip("needs the native CPU kernels")
     model = random_model("dense")
+    if not isinstance(model.backend, CpuBackend):
+        pytest.skip("needs the native CPU kernels")
     prompts = [random_prompt(model, length, length) for length in (9, 12)]
     expected = [generate(model, prompt, max_tokens=30, k=0).tokens for prompt in prompts]
     engine = Engine(model, max_sequences=2)
@@ -123,8 +123,8 @@ def test_only_logits_of_emitted_tokens_must_be_finite(monkeypatch: pytest.Monkey
     monkeypatch.setitem(SOURCES, Source.HEAD, first_row_right_second_wrong)
     monkeypatch.setattr(Model, "logits", finite_before_the_draft_only)
     round = loop.step(model, batch, 1)
-    assert round.accepted.tolist() == [1, 0]
-    assert round.finite.tolist() == [False, True]
+    assert round.verdict.accepted.tolist() == [1, 0]
+    assert round.verdict.finite.tolist() == [False, True]
 
 
 def test_a_sequence_whose_prompt_cannot_be_prefilled_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,15 +368,15 @@ def test_an_engine_whose_steps_all_fail_ends_them_and_can_be_used_again(
     assert again.tokens == alone(handles[0], model)
 
 
-@pytest.mark.parametrize("cuda", [False, True])
+@pytest.mark.parametrize("same", [True, False])
 def test_a_sequence_that_is_read_again_is_exact_where_prompts_have_the_same_kernels(
-    cuda: bool, monkeypatch: pytest.MonkeyPatch
+    same: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headstart.engine.prefill.on_cuda", lambda: cuda)
+    monkeypatch.setattr(StockCpu, "cuts_freely", same)
     model = random_model("dense")
     engine = Engine(model)
     handle = submit(engine, random_prompt(model, 5), max_tokens=8, k=2)
     while not engine.running or not engine.running[0].num_generated:
         engine.run_once()
     engine.recompute_all()
-    assert collect(handle).stats.exact is not cuda
+    assert collect(handle).stats.exact is same

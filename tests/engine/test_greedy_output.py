@@ -117,8 +117,8 @@ def test_greedy_output_is_the_same_when_the_depth_changes_every_step(family: str
     for k in depths:
         round = step(model, batch, k)
         mx.eval(round, batch.arrays())
-        for row, accepted in enumerate(round.accepted.tolist()):
-            said[row] += round.tokens[row, : accepted + 1].tolist()
+        for row, accepted in enumerate(round.verdict.accepted.tolist()):
+            said[row] += round.verdict.tokens[row, : accepted + 1].tolist()
     for prompt, tokens in zip(prompts, said, strict=True):
         assert tokens == mlx_lm_greedy(model, prompt, len(tokens))
 

@@ -92,9 +92,8 @@ def test_answers_of_transformers(models: dict[str, Model], family: str, case: st
     np.testing.assert_allclose(np.array(logits[0])[expected["top"]], expected["logits"], atol=1e-3)
 
 
-def test_stock_operations_give_the_same_answers(models: dict[str, Model], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.kernels.cpu.native", lambda: None)
-    model = models["dense"]
+def test_stock_operations_give_the_same_answers(models: dict[str, Model]) -> None:
+    model = replace(models["dense"], backend=models["dense"].backend.stock())
     text = Request(TEXT, SamplingParams(max_tokens=12, k=2), keep_logits=True)
     alone_text, engine = alone(model, text), Engine(model)
     handles = [engine.submit(text), engine.submit(of_case(model, "several", max_tokens=24))]
@@ -231,7 +230,7 @@ def test_head_reads_pictures_too(models: dict[str, Model]) -> None:
     asked = of_case(model, "one")
     assert model.tower is not None
     images, end = SequenceImages(asked.images, len(asked.prompt), model.tower), len(asked.prompt) - 1
-    while not images.advance(0, end):
+    while not images.advance(model, 0, end):
         pass
     embeddings = images.embed(model, asked.prompt, 0, end)
     batches = [Batch.of_one(model, asked.prompt, SequenceParams(asked.params, 0, 0, 9), 3) for _ in range(2)]

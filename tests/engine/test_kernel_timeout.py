@@ -1,16 +1,20 @@
 """A persistent kernel that gave up costs time, not tokens, and is not used again."""
 
 import time
+from copy import copy
+from dataclasses import replace
 from threading import Thread, current_thread
 
 import mlx.core as mx
 import pytest
 
 from fixtures import collect, random_model, random_prompt, submit
-from headstart.engine import Engine, EngineThread, pending_step
+from headstart.engine import Engine, EngineThread
 from headstart.errors import HeadstartError
-from headstart.kernels.cuda import persistent
-from headstart.kernels.cuda.persistent import PERSISTENT, Persistent
+from headstart.kernels.cuda import persistent, report
+from headstart.kernels.cuda.persistent import Persistent
+from headstart.kernels.cuda.report import CudaReport
+from headstart.kernels.report import join_columns
 
 
 @pytest.mark.parametrize("sequences", [1, 3])
@@ -18,8 +22,10 @@ def test_the_step_is_computed_again_and_no_sequence_ends(sequences: int, monkeyp
     model = random_model("dense")
     prompts = [random_prompt(model, 7 + n, n) for n in range(sequences)]
     expected = [collect(submit(Engine(model), prompt, k=2, max_tokens=20)).tokens for prompt in prompts]
-    ours = Persistent()
-    monkeypatch.setattr(pending_step, "PERSISTENT", ours)
+    ours, backend = Persistent(), copy(model.backend)
+    monkeypatch.setattr(backend, "report", lambda columns: CudaReport(columns, ours), raising=False)
+    monkeypatch.setattr(report, "launch_columns", lambda columns, for_host: [join_columns(columns)])
+    model = replace(model, backend=backend)
     engine = Engine(model)
     handles = [submit(engine, prompt, k=2, max_tokens=20) for prompt in prompts]
     engine.prefill_all()
@@ -35,13 +41,14 @@ def test_the_step_is_computed_again_and_no_sequence_ends(sequences: int, monkeyp
 
 
 def test_the_thread_of_an_engine_launches_them_though_another_warmed_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(persistent, "on_cuda", lambda: True)
     monkeypatch.setattr(persistent, "resident_blocks", lambda shared: 2)
-    monkeypatch.setattr(PERSISTENT, "_owner", None)
-    engine = Engine(random_model("dense"))
-    monkeypatch.setattr(engine, "run_once", lambda: asked.append(PERSISTENT.claim()))
+    ours, model = Persistent(), random_model("dense")
+    backend = copy(model.backend)
+    monkeypatch.setattr(backend, "release", ours.release, raising=False)
+    engine = Engine(replace(model, backend=backend))
+    monkeypatch.setattr(engine, "run_once", lambda: asked.append(ours.claim()))
     asked: list[bool] = []
-    assert PERSISTENT.claim()  # as a warm-up does
+    assert ours.claim()  # as a warm-up does
     with EngineThread(engine) as thread:
         submit(engine, [1, 2, 3])
         thread.device.wake(engine)
@@ -52,7 +59,6 @@ def test_the_thread_of_an_engine_launches_them_though_another_warmed_it_up(monke
 
 
 def test_a_barrier_that_was_given_up_is_forgotten_by_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(persistent, "on_cuda", lambda: True)
     monkeypatch.setattr(persistent, "resident_blocks", lambda shared: 2)
     ours = Persistent()
     assert ours.claim()

@@ -13,6 +13,7 @@ from headstart.engine.batch import Batch
 from headstart.engine.depth import Plan
 from headstart.engine.draft_history import DraftHistory
 from headstart.engine.pending_step import PendingStep
+from headstart.kernels.cpu.backend import StockCpu
 from headstart.models import Model
 from headstart.sampling import SamplingParams
 
@@ -200,7 +201,7 @@ def test_on_a_cpu_a_step_is_built_but_not_started_until_the_last_is_emitted(monk
     start = PendingStep.start
     monkeypatch.setattr(headstart.engine.engine, "build_step", built)
     monkeypatch.setattr(PendingStep, "start", started)
-    monkeypatch.setattr(headstart.engine.engine, "launches_ahead", lambda: False)
+    monkeypatch.setattr(StockCpu, "asynchronous", False)
     engine, heard = Engine(model), [list[int]() for _ in prompts]
     for prompt, tokens in zip(prompts, heard, strict=True):
 
@@ -224,7 +225,7 @@ def test_on_a_cpu_what_was_built_for_a_sequence_that_ended_is_dropped(monkeypatc
     expected = mlx_lm_greedy(model, prompt, 40)
     end = next(i for i in range(6, 40) if expected[i] not in expected[:i])
     start = PendingStep.start
-    monkeypatch.setattr(headstart.engine.engine, "launches_ahead", lambda: False)
+    monkeypatch.setattr(StockCpu, "asynchronous", False)
     monkeypatch.setattr(PendingStep, "start", lambda pending: started.append(1) or start(pending))
     answer = generate(model, prompt, max_tokens=40, k=0, stop_ids={expected[end]})
     assert answer.tokens == expected[: end + 1]

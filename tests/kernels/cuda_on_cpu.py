@@ -8,6 +8,7 @@ import ctypes
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ import numpy as np
 import pytest
 
 from compiled import library
+from headstart.kernels.cpu.backend import CpuBackend
+from headstart.kernels.cuda.steps import CudaSteps
+from headstart.models import Model
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 FLAGS = ["-std=c++20", "-O1", "-ffp-contract=off", "-march=native", "-fPIC"]
@@ -28,13 +32,20 @@ NAMES = {
 }
 
 
+class StepsOnCpu(CudaSteps, CpuBackend):
+    """Drafts and acceptance by the kernels for CUDA, layers by those for this CPU."""
+
+
+def steps_on_cpu(model: Model) -> Model:
+    assert isinstance(model.backend, CpuBackend), "needs the native CPU kernels"
+    return replace(model, backend=StepsOnCpu(model.backend.native))
+
+
 @contextmanager
-def emulated(kernels: Sequence[Any], on: Sequence[Any] = ()) -> Iterator[pytest.MonkeyPatch]:
-    """Build what these cached functions return for this CPU, while the modules `on` believe that they are on CUDA."""
+def emulated(kernels: Sequence[Any]) -> Iterator[pytest.MonkeyPatch]:
+    """Build what these cached functions return for this CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mx.fast, "cuda_kernel", cuda_kernel)
-        for module in on:
-            patch.setattr(module, "on_cuda", lambda: True)
         for kernel in kernels:
             kernel.cache_clear()
         yield patch

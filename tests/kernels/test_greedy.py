@@ -10,10 +10,14 @@ import pytest
 from fixtures import batch_of, builtin_model, random_prompt
 from headstart.engine import draft
 from headstart.engine.step import step
-from headstart.kernels import greedy as dispatch
+from headstart.kernels import graph
+from headstart.kernels.backend import Backend
 from headstart.kernels.cuda import greedy
-from headstart.models import Model, base, graph
-from headstart.sampling.accept import accept_coupled
+from headstart.kernels.cuda.persistent import Persistent
+from headstart.kernels.cuda.report import CudaReport
+from headstart.kernels.report import Report
+from headstart.models import Model
+from headstart.sampling import BatchContext, Choice, SamplingParams, SequenceParams, Verdict, controls
 
 NAN, INF = float("nan"), float("inf")
 
@@ -56,15 +60,19 @@ def test_drafts_are_accepted_as_by_stock_ops(k: int) -> None:
     finite_each = mx.array((random.random((B, k + 1)) < 0.8).astype(np.int32))
     max_k, lengths, rounds = (mx.array(random.integers(0, 5, B).astype(np.int32)) for _ in range(3))
     remaining = mx.array(random.integers(-2, 6, B).astype(np.int32))
-    found = greedy.launch_accept(greedy.BestTokens(tokens, finite_each), window, max_k, lengths, remaining, rounds)
-    allowed = mx.clip(mx.minimum(max_k, remaining - 1), 0, k)
-    result = accept_coupled(tokens, window[:, 1:], allowed)
-    generated = result.accepted + 1
-    finite = ((finite_each > 0) | (mx.arange(k + 1) > result.accepted[:, None])).all(axis=1)
-    expected = [result.accepted, allowed, finite, generated, result.next]
-    expected += [lengths + generated, remaining - generated, rounds + 1, lengths[:, None] + 1 + mx.arange(k + 1)]
-    for name, one, other in zip(found._fields, found, expected, strict=True):
-        assert mx.array_equal(one, other), name
+    most = mx.array(random.integers(0, 3, B).astype(np.int32))
+    context = BatchContext(
+        controls([SequenceParams(SamplingParams(), 0, 0, 9)], 9),
+        lengths,
+        rounds,
+        mx.zeros((B, 0), mx.int32),
+        remaining,
+    )
+    for choice in (Choice(tokens, finite_each), Choice(tokens, finite_each, most)):
+        given = choice, window, max_k, context
+        pairs = zip(Verdict._fields, greedy.launch_accept(*given), Backend().accept(*given), strict=True)
+        for name, one, other in pairs:
+            assert mx.array_equal(one, other), name
 
 
 def test_columns_are_joined_and_a_single_row_is_everybodys() -> None:
@@ -73,18 +81,16 @@ def test_columns_are_joined_and_a_single_row_is_everybodys() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 6, 40])
-def test_a_report_is_read_as_it_was_joined(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "on_cuda", lambda: True)
+def test_a_report_is_read_as_it_was_joined(rows: int) -> None:
     arrays = [mx.arange(rows * 2).reshape(rows, 2), mx.array([[-1]])]
-    report = dispatch.Report.of(arrays)
+    report = CudaReport(arrays, Persistent())
     assert report.read() == [[2 * row, 2 * row + 1, -1] for row in range(rows)]
-    assert [array.nbytes for array in report.arrays] == {1: [8] * 8, 6: [8] * 32, 40: [480]}[rows]
-    monkeypatch.setattr(dispatch, "on_cuda", lambda: False)
-    assert dispatch.Report.of(arrays).read() == report.read()
+    assert [array.nbytes for array in report.arrays] == {1: [8] * 8, 6: [8] * 32, 40: [640]}[rows]
+    assert Report(arrays).read() == report.read()
 
 
 def test_drafts_begin_after_the_pairs_before_them() -> None:
-    for start in (dispatch.draft_starts, greedy.launch_starts):
+    for start in (Backend().draft_starts, greedy.launch_starts):
         last, starts = start(mx.array([9, 0, 70] * 15), mx.array([3, 0, 1] * 15), 3)
         assert last.tolist() == [2, 0, 0] * 15
         assert starts.tolist() == [[12, 0, 71] * 15, [13, 1, 72] * 15, [14, 2, 73] * 15]
@@ -101,22 +107,15 @@ def steps(model: Model, ks: list[int]) -> list[list[object]]:
         kept = [batch.last, batch.remaining, batch.rounds, batch.trunk_state.lengths, batch.head_state.lengths]
         kept += [batch.history[:, :40], batch.unseen.counts]
         kept += [array[:, :, :40].astype(mx.float32) for array in batch.head_state.layers[0].arrays()]  # and drafts'
-        made.append([each.tolist() for each in (*done[:5], *kept)])
-    assert step(model, batch, 2, source=draft.Source.NONE).proposed.tolist() == [0, 0, 0]
+        made.append([each.tolist() for each in (*done.verdict[:4], done.copied, *kept)])
+    assert step(model, batch, 2, source=draft.Source.NONE).verdict.proposed.tolist() == [0, 0, 0]
     return made
 
 
 def test_a_step_generates_the_same_as_with_stock_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ks = builtin_model(dtype=mx.bfloat16), [3, 2, 0, 0, 3, 1]
     expected = steps(model, ks)
-    launched = []
-    for module in (dispatch, greedy):
-        monkeypatch.setattr(module, "on_cuda", lambda: True)
-    monkeypatch.setattr(base, "compiles", lambda width: width < 9)
     monkeypatch.setattr(graph, "OFTEN", 10)  # kernels run while they are described
-    monkeypatch.setattr(draft, "propose", None)  # all drafts come from one graph
-    accept = greedy.launch_accept
-    monkeypatch.setattr("headstart.engine.step.launch_accept", lambda *given: launched.append(1) or accept(*given))
-    assert steps(model, ks) == expected
-    assert len(launched) == len(ks) + 1
+    monkeypatch.setattr(Backend, "propose", None)  # all drafts come from one graph
+    assert steps(cuda_on_cpu.steps_on_cpu(model), ks) == expected
     assert sum(line[1][2] for line in expected) > 2  # drafts were accepted

@@ -10,24 +10,21 @@ import numpy as np
 import pytest
 
 from fixtures import batch_of, builtin_model, random_model, random_prompt
-from headstart.engine import draft
 from headstart.engine.invariance import is_batch_invariant
 from headstart.engine.step import step
-from headstart.kernels import greedy as dispatch
+from headstart.kernels import Backend, graph
 from headstart.kernels.cuda import greedy
 from headstart.kernels.cuda import sampling as kernels
-from headstart.models import Model, base, graph
+from headstart.kernels.cuda import steps as cuda_steps
+from headstart.models import Model
 from headstart.sampling import (
     BatchContext,
     Controls,
     Proposal,
+    Sampler,
     SamplingParams,
     SequenceParams,
-    accept_window,
     controls,
-    draw_window,
-    propose,
-    propose_certain,
 )
 from headstart.sampling.distribution import sampling_distribution
 from headstart.sampling.noise import Purpose
@@ -85,7 +82,7 @@ def check(logits: mx.array, rows: Controls, ahead: int | None = None) -> kernels
     """Hold tokens and distributions against the stock operations'."""
     B, W, _ = logits.shape
     lengths, rounds = mx.arange(B) * 5, mx.arange(B) + 3
-    found = kernels.launch_draw(logits, kernels.Sampler(*rows.packed, lengths, rounds, rows.truncates), ahead)
+    found = kernels.launch_draw(logits, Sampler(*rows.packed, lengths, rounds, rows.truncates), ahead)
     expected = sampling_distribution(logits.astype(mx.float32), rows, None)
     purpose = Purpose.NEXT if ahead is None else Purpose.DRAFT
     keys = rows.noise_keys(rounds, lengths[:, None] + 1 + (ahead or 0) + mx.arange(W))[purpose]
@@ -128,7 +125,7 @@ def test_a_row_draws_the_same_in_any_batch_type_and_number_of_blocks(monkeypatch
             assert mx.array_equal(one, other)
     for b in range(0, len(PARAMS), 3):
         at = mx.array([5 * b + 1]), mx.array([b + 3])
-        sampler = kernels.Sampler(*[each[b : b + 1] for each in rows.packed], *at, True)
+        sampler = Sampler(*[each[b : b + 1] for each in rows.packed], *at, True)
         alone = kernels.launch_draw(logits[b : b + 1, 1:], sampler)
         assert alone.tokens.item() == together.tokens[b, 1].item()
         assert mx.array_equal(alone.cuts[0, 0], together.cuts[b, 1])
@@ -140,7 +137,7 @@ def test_rows_that_are_not_finite_say_so() -> None:
     logits[:, 0, 77] = NAN
     logits[:, 1] = -INF
     logits[:, 2, 9] = INF
-    found = kernels.launch_draw(logits, kernels.Sampler(*rows.packed, *[mx.zeros((4,), mx.int32)] * 2, True))
+    found = kernels.launch_draw(logits, Sampler(*rows.packed, *[mx.zeros((4,), mx.int32)] * 2, True))
     assert found.finite.tolist() == [[0, 0, 0, 1]] * 4
     assert (0 <= np.array(found.tokens)).all()
     assert (np.array(found.tokens) < V).all()
@@ -157,7 +154,7 @@ OTHERS = [{"temperature": 1.0, "seed": 3}, {}, {"temperature": 0.8, "top_k": 4, 
 
 
 def verdicts(
-    params: list[dict[str, Any]], k: int, certain: mx.array | None, way: str
+    backend: Backend, params: list[dict[str, Any]], k: int, certain: mx.array | None, way: str
 ) -> tuple[list[list[int]], list[int], list[list[int]]]:
     """The drafts of a window, how many are accepted, and what is generated: the drafter knows the target roughly."""
     B, rows = len(params), ruled(params, FEW)
@@ -171,26 +168,20 @@ def verdicts(
         mx.array(draw.integers(*of, B), mx.int32) for of in ((0, 99), (0, 9), (0, k + 1), (-1, 9))
     )
     context = BatchContext(rows, lengths, rounds, mx.zeros((B, 0), mx.int32), remaining)
-    proposal = Proposal(mx.zeros((B, 0), mx.int32), [])
+    proposal = Proposal.none(B)
     width = k if way == "block" else 1
     for j in range(0, k, width):
         given = None if certain is None else certain[:, j : j + width]
-        proposal = propose(head[:, j : j + width], proposal, context, given)
+        proposal = backend.propose(head[:, j : j + width], proposal, context, given)
     if way == "copies":
         assert certain is not None
-        proposal = propose_certain(certain, rows, FEW)
+        proposal = backend.propose_certain(certain, rows, FEW)
         max_k = mx.minimum(max_k, proposal.valid)
     window = mx.concatenate([mx.zeros((B, 1), mx.int32), proposal.tokens], axis=1)
-    best = draw_window(target, proposal, window, max_k, context)
-    if best is None:
-        accepted, tokens = accept_window(target, proposal, mx.clip(mx.minimum(max_k, remaining - 1), 0, k), context)
-    else:
-        made = greedy.launch_accept(best, window, max_k, lengths, remaining, rounds)
-        accepted, tokens = made.accepted, best.tokens
-        chosen = mx.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0]
-        assert mx.array_equal(made.last, chosen)
-        if best.most is not None:
-            assert mx.array_equal(best.most, mx.where(rows.ratio, accepted, k + 1))
+    choice = backend.choose(target, window, proposal, max_k, context)
+    verdict = backend.accept(choice, window, max_k, context)
+    accepted, tokens = verdict.accepted, verdict.tokens
+    assert mx.array_equal(verdict.last, mx.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0])
     pairs = zip(tokens.tolist(), accepted.tolist(), strict=True)
     return proposal.tokens.tolist(), accepted.tolist(), [line[: n + 1] for line, n in pairs]
 
@@ -204,11 +195,10 @@ def test_drafts_are_verified_as_by_stock_operations(k: int, way: str, monkeypatc
     params = [*RATIO * 4, *OTHERS]
     given = np.random.default_rng(k).integers(-9, FEW, (len(params), k)).astype(np.int32)
     certain = mx.array(np.where(given < 0, -1, given)) if way in ("copies", "part") else None
-    expected = verdicts(params, k, certain, way)
-    monkeypatch.setattr(kernels, "on_cuda", lambda: True)
+    expected = verdicts(Backend(), params, k, certain, way)
     monkeypatch.setattr(kernels, "PARTS", 1 if k == 9 else 2)
     monkeypatch.setattr(kernels, "ROWS", 999)
-    assert verdicts(params, k, certain, way) == expected
+    assert verdicts(cuda_steps.CudaSteps(), params, k, certain, way) == expected
     assert len(set(expected[1])) > 1
 
 
@@ -220,8 +210,8 @@ def steps(model: Model, params: list[dict[str, Any]], ks: list[int]) -> list[lis
     made = []
     for k in ks:
         done = step(model, batch, k)
-        assert done.finite.tolist() == [1] * len(params)
-        pairs = zip(done.tokens.tolist(), done.accepted.tolist(), strict=True)
+        assert done.verdict.finite.tolist() == [1] * len(params)
+        pairs = zip(done.verdict.tokens.tolist(), done.verdict.accepted.tolist(), strict=True)
         made.append([tokens[: n + 1] for tokens, n in pairs])
     return made
 
@@ -239,32 +229,30 @@ BATCHES = {
 def test_a_step_generates_the_same_as_with_stock_ops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ks = builtin_model(dtype=mx.bfloat16), [3, 0, 2, 3]
     expected = steps(model, BATCHES[name], ks)
-    for module in (dispatch, greedy, kernels):
-        monkeypatch.setattr(module, "on_cuda", lambda: True)
-    monkeypatch.setattr(base, "compiles", lambda width: width < 9)
     monkeypatch.setattr(graph, "OFTEN", 10)  # kernels run while they are described
     if name in ("ratio", "coupled"):
-        monkeypatch.setattr(draft, "propose", None)  # all drafts come from one graph
-        monkeypatch.setattr("headstart.engine.step.accept_window", None)
-    assert steps(model, BATCHES[name], ks) == expected
+        monkeypatch.setattr(cuda_steps.CudaSteps, "propose", None)  # all drafts come from one graph
+        monkeypatch.setattr(Backend, "choose", None)
+    assert steps(cuda_on_cpu.steps_on_cpu(model), BATCHES[name], ks) == expected
     assert max(len(tokens) for made in expected for tokens in made) > 2  # drafts were accepted
 
 
 def test_a_kernel_draws_for_all_but_xtc_whatever_the_neighbours_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """A seeded text would depend on its neighbours otherwise, in the last bit of its noise."""
     five = kernels.Draws(*[mx.array([[5]] * 3)] * 2, mx.zeros((3, 1, 4), mx.int32), mx.zeros((1,)))
-    monkeypatch.setattr(kernels, "on_cuda", lambda: True)
-    monkeypatch.setattr("headstart.sampling.verify.launch_draw", lambda *given: five)
+    monkeypatch.setattr(cuda_steps, "launch_draw", lambda *given: five)
+    backend = cuda_steps.CudaSteps()
     other, at = mx.where(mx.arange(FEW) == 9, 99.0, 0.0) + mx.zeros((3, 1, FEW)), mx.array([3, 3, 3])
     for neighbour, drawn in (({"xtc_probability": 0.5}, 9), ({"accept": "optimistic"}, 5), ({"top_k": 3}, 5)):
         params = [{"temperature": 1.0, "seed": 3}, {}, {"temperature": 1.0, **neighbour}]
         context = BatchContext(ruled(params, FEW), at, at, mx.zeros((3, 0), mx.int32), at)
-        drafts = propose(other, Proposal(mx.zeros((3, 0), mx.int32), []), context)
+        drafts = backend.propose(other, Proposal.none(3), context)
         assert drafts.tokens.tolist() == [[5], [5], [drawn]]
         if not context.controls.kernels_suffice:
-            accepted, tokens = accept_window(other[:, [0, 0]], drafts, mx.array([1, 1, 1]), context)
-            assert tokens[:, 0].tolist() == [5, 5, drawn]
-            assert accepted.tolist() == [1, 1, 1]
+            window, most = mx.concatenate([drafts.tokens, drafts.tokens], axis=1), mx.array([1, 1, 1])
+            choice = backend.choose(other[:, [0, 0]], window, drafts, most, context)
+            assert choice.tokens[:, 0].tolist() == [5, 5, drawn]
+            assert Backend().accept(choice, window, most, context).accepted.tolist() == [1, 1, 1]
 
 
 def test_the_warm_up_has_every_kernel_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,9 +265,12 @@ def test_the_warm_up_has_every_kernel_compiled(monkeypatch: pytest.MonkeyPatch) 
 
         return launch
 
-    monkeypatch.setattr(kernels, "on_cuda", lambda: True)
     monkeypatch.setattr(kernels, "cuda_kernel", described_only)
     for kernel in ("_survey_kernel", "_cut_kernel", "_draw_kernel", "_ratio_kernel"):
         monkeypatch.setattr(kernels, kernel, getattr(kernels, kernel).__wrapped__)
-    is_batch_invariant(replace(random_model("dense")))  # not one that was measured before
+    model = random_model("dense")
+    monkeypatch.setattr(
+        type(model.backend), "compile_sampling", lambda self, logits: kernels.describe_sampling(logits)
+    )
+    is_batch_invariant(replace(model))  # not one that was measured before
     assert described == ["survey_rows", "cut_rows", "draw_tokens", "verify_by_ratio"]

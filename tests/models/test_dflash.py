@@ -72,5 +72,5 @@ def test_every_kind_of_layer_sees_what_it_was_trained_to_see(fields: Any, seen: 
     drafter = tiny_pair(tmp_path, **fields).drafter
     assert drafter is not None
     positions = list(range(9, 13))
-    mask = block_mask(mx.array([positions]), 20, drafter.spec.windows[0], drafter.spec.causal[0])
+    mask = block_mask(mx.array([positions]), 20, drafter.spec.causal[0], drafter.spec.windows[0])
     assert mask[0, 0].tolist() == [[seen(q, k, 13) for k in range(20)] for q in positions]

@@ -20,7 +20,7 @@ def experts_by_token(model: Model, prompts: list[list[int]], k: int) -> list[lis
             for layer in layers:
                 layer.asked.clear()
             round = step(model, batch, k)
-            accepted = round.accepted.tolist()
+            accepted = round.verdict.accepted.tolist()
             asked = [layer.asked[0].tolist() for layer in layers]  # of each layer, [B, k+1, top_k]
             for row, n in enumerate(accepted):
                 met[row] += [[layer[row][w] for layer in asked] for w in range(n + 1)]

@@ -11,8 +11,6 @@ import pytest
 from mlx_lm.utils import load_model as mlx_lm_load
 
 import headstart.engine.prefill
-import headstart.models.attention
-import headstart.models.latent_attention
 from families import CONFIGS, HEADS, make_config, released_arrays, write_family
 from fixtures import batch_of, collect, generate, random_prompt, submit
 from headstart.checkpoint import load_model
@@ -21,7 +19,9 @@ from headstart.engine.batch import Batch
 from headstart.engine.draft import Source, head_drafts
 from headstart.engine.prefill import resume_prefix
 from headstart.engine.step import step
-from headstart.kernels import cpu
+from headstart.kernels import choose_backend
+from headstart.kernels.attention import Attentions
+from headstart.kernels.cpu.backend import CpuBackend
 from headstart.models import Model
 from headstart.state import GROUP, Chunks, PrefixCache
 from reference.numpy_models import Reference
@@ -53,7 +53,7 @@ def test_trunk_logits_are_those_of_mlx_lms_own_loader_to_rounding(family: str, t
     assert mx.abs(ours - expected).max() < 2e-5 * mx.abs(expected).max()
 
 
-@pytest.mark.skipif(cpu.native() is None, reason="no CPU kernels here")
+@pytest.mark.skipif(not isinstance(choose_backend(), CpuBackend), reason="no CPU kernels here")
 @pytest.mark.parametrize("eight_bits", [False, True])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_attention_is_one_operation_of_the_cpu_kernels(
@@ -62,9 +62,8 @@ def test_attention_is_one_operation_of_the_cpu_kernels(
     def refuse(*args: object) -> None:
         raise AssertionError("stock attention")
 
-    monkeypatch.setattr(headstart.models.attention, "arrange_heads", refuse)
-    monkeypatch.setattr(cpu, "attend_window", refuse)
-    monkeypatch.setattr(headstart.models.latent_attention, "product", refuse)
+    for name in ("attention", "latent_attention"):
+        monkeypatch.setattr(Attentions, name, refuse)
     model, tokens = loaded(family), mx.array([[1, 2, 3]])
     if eight_bits and all(size % GROUP == 0 for size in kv_sizes(model)):
         model = model.with_eight_bit_kv()
@@ -95,7 +94,7 @@ def test_trunk_and_head_are_the_float64_reference_to_rounding(family: str) -> No
     assert np.abs(np.array(model.logits(hidden)[0]) - logits).max() < 2e-5 * np.abs(logits).max()
     fed, state = expected.fed(prompt[:-1]), model.make_head_state(1)
     for module in range(model.head_modules):  # all over the same pairs: their chain is in `test_drafts_…`
-        made = model.head(mx.array(fed[None].astype(np.float32)), mx.array([prompt[1:]]), state, 0, module)
+        made = model.head(mx.array(fed[None].astype(np.float32)), mx.array([prompt[1:]]), state, module)
         outputs, logits = expected.head(fed, prompt[1:], module)
         assert np.abs(np.array(made[0]) - outputs).max() < 2e-5 * np.abs(outputs).max()
         scores = model.draft_logits(made, module=module)
@@ -206,7 +205,7 @@ def test_copies_from_the_context_change_no_token(family: str) -> None:
     batch, tokens, drafted = batch_of(model, prompt, k="auto"), list[int](), 0
     while len(tokens) < 16:
         made = step(model, batch, 4, source=Source.NONE, distances=[7])
-        tokens += made.tokens[0, : made.accepted.item() + 1].tolist()
+        tokens += made.verdict.tokens[0, : made.verdict.accepted.item() + 1].tolist()
         drafted += made.copied.item()
     assert tokens[:16] == plain
     assert drafted > 0

@@ -95,9 +95,11 @@ def test_drafts_of_ragged_sequences_are_the_plain_computation_after_every_round(
     accepted = set()
     for k in (3, 8, 1, 0, 0, 4, 2):
         round = step(model, batch, k)
-        for sequence, tokens, n in zip(sequences, round.tokens.tolist(), round.accepted.tolist(), strict=True):
+        for sequence, tokens, n in zip(
+            sequences, round.verdict.tokens.tolist(), round.verdict.accepted.tolist(), strict=True
+        ):
             sequence += tokens[: n + 1]
-        accepted |= {tuple(round.accepted.tolist())}
+        accepted |= {tuple(round.verdict.accepted.tolist())}
         if k:
             again = copy(batch)  # drafting moves the head on, which the next round shall not see
             again.head_state = copy(batch.head_state)

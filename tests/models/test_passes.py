@@ -1,15 +1,14 @@
 """Our forwards over mlx-lm's modules against the modules' own, and compiled passes against described ones."""
 
-from dataclasses import replace
-
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
-from fixtures import batch_of, random_model, random_prompt
+from fixtures import batch_of, random_model, random_prompt, remembering
 from headstart.engine.step import step
+from headstart.kernels import Backend, graph
 from headstart.limits import MAX_K
-from headstart.models import base, graph
-from headstart.models.feed_forward import mlp_or_mixture
+from headstart.models import Model
 
 
 @pytest.mark.usefixtures("stock_ops")
@@ -18,46 +17,44 @@ def test_a_feed_forward_has_the_bits_of_the_module(family: str) -> None:
     module = random_model(family).weights.layers[0].mlp
     for width in (1, 20):  # mlx-lm sorts the choices of experts in the second
         x = mx.random.normal((2, width, module.gate_proj.weight.shape[-1] if family == "dense" else _inputs(module)))
-        assert mx.array_equal(mlp_or_mixture(module, x), module(x))
+        assert mx.array_equal(Backend().mlp_or_mixture(module, x), module(x))
 
 
-def _inputs(module: base.nn.Module) -> int:
+def _inputs(module: nn.Module) -> int:
     return int(module.gate.weight.shape[-1])
 
 
 @pytest.mark.slow
 def test_a_remembered_pass_has_the_bits_of_one_that_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = random_model("dense")
-    described = rounds(model, k=2)
-    monkeypatch.setattr(graph, "on_cuda", lambda: True)
+    described, model = rounds(random_model("dense"), k=2), remembering(random_model("dense"))
     monkeypatch.setattr(graph, "OFTEN", 1)
     assert rounds(model, k=2) == described
-    assert model._score_graph.kinds  # some were remembered
-    assert model._draft_graph.kinds
-    monkeypatch.setattr(base.Model, "chain_drafts", lambda *given: None)  # as with penalties
+    passes, chain = model.backend._heads[model.draft_head]
+    assert model._score.kinds  # some were remembered
+    assert chain.kinds
+    monkeypatch.setattr(graph.Remembering, "packed_sampler", lambda *given: None)  # as with penalties
     assert rounds(model, k=2) == described
-    assert model._head_graph.kinds
+    assert passes.graph.kinds
 
 
-def test_the_widest_windows_are_remembered_and_a_prompt_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph, "on_cuda", lambda: True)
-    model = replace(random_model("dense"))  # without the graphs of other tests
+def test_the_widest_windows_are_remembered_and_a_prompt_is_not() -> None:
+    model = remembering(random_model("dense"))
     for width, remembers in ((MAX_K + 1, True), (MAX_K + 2, False)):
-        model._score_graph.kinds.clear()
+        model._score.kinds.clear()
         for _ in range(2):
             model.score(mx.zeros((1, width), mx.int32), model.make_state(1))
-        assert bool(model._score_graph.kinds) == remembers
+        assert bool(model._score.kinds) == remembers
     model.trunk(mx.zeros((1, 2), mx.int32), model.make_state(1), certain=2)
-    assert {shape[3][1] for shape in model._score_graph.seen} == {MAX_K + 1}
+    assert {shape[3][1] for shape in model._score.seen} == {MAX_K + 1}
 
 
-def rounds(model: base.Model, k: int) -> list[tuple[list[list[int]], float]]:
+def rounds(model: Model, k: int) -> list[tuple[list[list[int]], float]]:
     batch = batch_of(model, random_prompt(model, 6, 0), random_prompt(model, 11, 1), k=k)
     said = []
     for _ in range(4):
         round = step(model, batch, k)
-        mx.eval(round.tokens, *batch.arrays())
-        said.append((round.tokens.tolist(), round.logits.sum().item()))
+        mx.eval(round.verdict.tokens, *batch.arrays())
+        said.append((round.verdict.tokens.tolist(), round.logits.sum().item()))
     return said
 
 
@@ -81,10 +78,8 @@ def test_a_head_that_is_asked_for_one_pair_of_each_row_has_the_bits_of_all(famil
 
 
 def test_shapes_are_forgotten_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = random_model("dense")
-    monkeypatch.setattr(graph, "on_cuda", lambda: True)
+    plain = random_model("dense")
+    model = remembering(plain)
     monkeypatch.setattr(graph, "MOST", 2)
-    described = [rounds(model, k) for k in (0, 1, 2, 3)]
-    monkeypatch.setattr(graph, "on_cuda", lambda: False)
-    assert described == [rounds(model, k) for k in (0, 1, 2, 3)]
-    assert 0 < len(model._score_graph.seen) <= 2
+    assert [rounds(model, k) for k in (0, 1, 2, 3)] == [rounds(plain, k) for k in (0, 1, 2, 3)]
+    assert 0 < len(model._score.seen) <= 2

@@ -99,7 +99,7 @@ def test_draft_chains_are_the_recorded_ones(name: str) -> None:
             start = pairs
             drafts = [mx.argmax(model.draft_logits(x), axis=-1)]
             for j in range(len(chain) - 1):
-                x = model.head(x, drafts[-1], rows, ahead=j)
+                x = model.head(x, drafts[-1], rows.ahead(j))
                 drafts.append(mx.argmax(model.draft_logits(x), axis=-1))
             assert mx.concatenate(drafts, axis=1)[0].tolist() == chain
 

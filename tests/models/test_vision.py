@@ -46,7 +46,7 @@ def test_pixel_values_and_embeddings(model: Model, case: str) -> None:
     patches = [tower.rules.patches(image) for image in images]
     assert [digest(each) for each in patches] == expected["pixels"]
     grids = [tower.rules.grid(image) for image in images]
-    made = [list(tower.run(mx.array(p), grid))[-1] for p, grid in zip(patches, grids, strict=True)]
+    made = [list(tower.run(model.backend, mx.array(p), grid))[-1] for p, grid in zip(patches, grids, strict=True)]
     features = np.array(mx.concatenate(made))
     first, last, total = expected["tower"]
     np.testing.assert_allclose(features[0], first, atol=2e-5)

@@ -116,8 +116,8 @@ def said(model: Model, batch: Batch, k: int, run: Callable[[Model, Batch, int], 
     count = np.zeros(batch.size, int)
     while count.min() < LENGTH:
         round = run(model, batch, k)
-        mx.eval(round.tokens, round.accepted, batch.arrays())
-        new, more = np.array(round.tokens), np.array(round.accepted) + 1
+        mx.eval(round.verdict.tokens, round.verdict.accepted, batch.arrays())
+        new, more = np.array(round.verdict.tokens), np.array(round.verdict.accepted) + 1
         for i in range(k + 1):
             here = np.flatnonzero((i < more) & (count + i < LENGTH))
             tokens[here, count[here] + i] = new[here, i]

@@ -16,7 +16,7 @@ from fixtures import builtin_model, collect, submit
 from headstart.engine import Engine
 from headstart.sampling.accept import BlockAcceptance
 
-judging = import_module("headstart.sampling.verify")
+judging = import_module("headstart.kernels.sampling")
 PROMPTS = [[5, 900, 31, 7], [1200, 4], [77, 78, 79, 80, 81, 82], [3000, 2, 2], [44, 1, 90], [15, 2600, 8]]
 
 

@@ -21,7 +21,7 @@ from headstart.engine import Engine
 from headstart.sampling import SamplingParams, SequenceParams, controls
 from headstart.sampling.distribution import Distribution, process_logits, sampling_distribution
 
-judging = import_module("headstart.sampling.verify")
+judging = import_module("headstart.kernels.sampling")
 PROMPTS = [[5, 900, 31, 7], [1200, 4], [77, 78, 79, 80, 81, 82], [3000, 2, 2], [44, 1, 90], [15, 2600, 8]]
 SETTINGS: dict[str, dict[str, Any]] = {
     "temperature 1": {"temperature": 1.0},
@@ -100,7 +100,7 @@ def test_every_token_is_drawn_from_its_law(
 @pytest.mark.slow
 def test_a_bias_of_two_hundredths_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hundredths of every law moved to its least probable token."""
-    original = judging._distribution
+    original = judging.distribution
 
     def biased(logits, scene, drafts, first, grammar=None):
         found = original(logits, scene, drafts, first, grammar)
@@ -111,6 +111,6 @@ def test_a_bias_of_two_hundredths_is_detected(monkeypatch: pytest.MonkeyPatch) -
         one_hot = (mx.arange(p.shape[-1]) == rarest).astype(p.dtype)
         return Distribution(found.ids, mx.log(0.98 * p + 0.02 * one_hot))
 
-    monkeypatch.setattr(judging, "_distribution", biased)
+    monkeypatch.setattr(judging, "distribution", biased)
     monkeypatch.setattr(secrets, "randbits", random.Random(0).getrandbits)
     assert uniformity(sample("temperature 1", 3, requests=120, length=40)[0]) < 0.001

@@ -17,6 +17,7 @@ from fixtures import builtin_model, random_model
 from headstart.checkpoint import load_tokenizer, resolve
 from headstart.engine import Engine, Event, Handle, Request
 from headstart.errors import HeadstartError, RequestError
+from headstart.kernels import Backend
 from headstart.models import Model
 from headstart.sampling import (
     BatchContext,
@@ -28,7 +29,6 @@ from headstart.sampling import (
     SequenceParams,
     compile_grammar,
     controls,
-    propose,
 )
 
 PROMPT = "def read_config(path):\n"
@@ -214,12 +214,15 @@ def test_a_forced_draft_is_proposed_with_certainty_and_others_as_the_head_drew_t
         recent=mx.zeros((2, 0), mx.int32),
         remaining=mx.array([9, 9]),
     )
-    nothing = Proposal(mx.zeros((2, 0), mx.int32), [])
-    free = propose(mx.zeros((2, 1, 8)), nothing, scene)
+    nothing = Proposal.none(2)
+    free = Backend().propose(mx.zeros((2, 1, 8)), nothing, scene)
     other = (free.tokens[0, 0].item() + 1) % 8  # type: ignore[operator]
-    bound = propose(mx.zeros((2, 1, 8)), nothing, scene, mx.array([[other], [-1]]))
+    bound = Backend().propose(mx.zeros((2, 1, 8)), nothing, scene, mx.array([[other], [-1]]))
     assert bound.tokens.tolist() == [[other], free.tokens[1].tolist()]
-    assert bound.q[0].tolist() == [[[float(token == other) for token in range(8)]], free.q[0][1].tolist()]
+    assert bound.sources[0][0].tolist() == [
+        [[float(token == other) for token in range(8)]],
+        free.sources[0][0][1].tolist(),
+    ]
 
 
 def test_a_draft_that_the_grammar_forbids_is_a_rejection() -> None:

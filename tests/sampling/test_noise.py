@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 from chisquare import p_value
 
+from headstart.kernels import Backend
 from headstart.sampling import (
     BatchContext,
     Proposal,
     SamplingParams,
     SequenceParams,
-    accept_window,
     controls,
-    propose,
 )
 from headstart.sampling.distribution import gumbel_argmax
 from headstart.sampling.noise import Keys, Purpose, bits, fold, gumbel, split, uniform
@@ -190,15 +189,16 @@ def test_no_number_serves_twice_in_a_window(monkeypatch: pytest.MonkeyPatch) -> 
 
         return call
 
-    monkeypatch.setattr(import_module("headstart.sampling.verify"), "uniform", recorded(uniform))
+    monkeypatch.setattr(import_module("headstart.kernels.sampling"), "uniform", recorded(uniform))
     monkeypatch.setattr(import_module("headstart.sampling.distribution"), "gumbel", recorded(gumbel))
     B, k, V = 3, 4, 16
     rows = ruled(keys=(1, 2, 3))
     for round in (0, 1):
         counts = mx.full((B,), 9), mx.full((B,), round), mx.zeros((B, 0), mx.int32), mx.full((B,), 100)
-        scene, proposal = BatchContext(rows, *counts), Proposal(mx.zeros((B, 0), mx.int32), [])
+        scene, proposal, backend = BatchContext(rows, *counts), Proposal.none(B), Backend()
         for _ in range(k):
-            proposal = propose(mx.zeros((B, 1, V)), proposal, scene)
-        mx.eval(accept_window(mx.zeros((B, k + 1, V)), proposal, mx.full((B,), k), scene))
+            proposal = backend.propose(mx.zeros((B, 1, V)), proposal, scene)
+        window, most = backend.window(mx.zeros((B,), mx.int32), proposal.tokens), mx.full((B,), k)
+        mx.eval(backend.choose(mx.zeros((B, k + 1, V)), window, proposal, most, scene))
     assert len(used) == 2 * B * (k + k + 1)  # k drafts, k trials and one token that follows
     assert len(set(used)) == len(used)

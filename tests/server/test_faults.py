@@ -127,16 +127,17 @@ def test_inside_a_stream_a_failure_is_an_event(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow  # tests/engine/test_failing_sequences.py has it without a server
 def test_a_sampler_that_fails_once_costs_nobody_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(max_sequences=4) as server:
-        accept_window, failed = headstart.engine.step.accept_window, threading.Event()
+        backend, failed = server.room.engine.model.backend, threading.Event()
+        choose = backend.choose
 
         def failing(logits: Any, *rest: Any) -> Any:
             if logits.shape[0] > 1 and not failed.is_set():  # a sequence that is alone would be the one to blame
                 failed.set()
                 raise ValueError("bad luck")
-            return accept_window(logits, *rest)
+            return choose(logits, *rest)
 
         server.room.engine.warm_up()  # timing steps calls it too
-        monkeypatch.setattr(headstart.engine.step, "accept_window", failing)
+        monkeypatch.setattr(backend, "choose", failing)
         answers = all_at_once(server)
         assert failed.is_set()
         assert answers == {topic: expected(topic) for topic in TOPICS}

@@ -11,7 +11,7 @@ import pytest
 from clients import MALFORMED, Kind, Outcomes, load, send_malformed
 from running import Running, alone, chat_tokens, running, tokenizer, wait_until
 
-import headstart.engine.step
+from headstart.kernels import Backend
 from headstart.state import PrefixCache
 
 APIS = ("completions", "chat", "messages", "responses")
@@ -53,16 +53,16 @@ def chats(*lengths: int) -> list[Kind]:
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let a step of several sequences fail now and then. A sequence that is alone would be the one to blame."""
-    accept, steps, failed = headstart.engine.step.accept_window, [0], []
+    choose, steps, failed = Backend.choose, [0], []
 
-    def sometimes(logits: Any, *rest: Any) -> Any:
+    def sometimes(self: Backend, logits: Any, *rest: Any) -> Any:
         steps[0] += 1
         if logits.shape[0] > 1 and steps[0] >= 150 * (len(failed) + 1):
             failed.append(steps[0])
             raise ValueError("bad luck")
-        return accept(logits, *rest)
+        return choose(self, logits, *rest)
 
-    monkeypatch.setattr(headstart.engine.step, "accept_window", sometimes)
+    monkeypatch.setattr(Backend, "choose", sometimes)
     return failed
 
 

@@ -24,9 +24,9 @@ def say(model: Model, batch: Batch, depths: list[int]) -> tuple[list[list[int]],
     logits = []
     for k in depths:
         round = loop.step(model, batch, k)
-        accepted = round.accepted.tolist()
+        accepted = round.verdict.accepted.tolist()
         for row, n in enumerate(accepted):
-            said[row] += round.tokens[row, : n + 1].tolist()
+            said[row] += round.verdict.tokens[row, : n + 1].tolist()
             logits.append(round.logits[row, : n + 1])
         assert all(b >= n for b, n in zip(batch.trunk_state.bounds, batch.trunk_state.lengths.tolist(), strict=True))
     return said, logits
@@ -113,7 +113,7 @@ def test_room_beyond_a_rows_length_matters_only_if_it_is_not_finite() -> None:
         for memory in kv_layers(batch)[:1]:
             memory.values[1, :, 30:] = mx.array(stale)
         round = loop.step(model, batch, 0)
-        assert round.finite.tolist() == finite
-        assert round.tokens[0].tolist() == expected[0][:1]
+        assert round.verdict.finite.tolist() == finite
+        assert round.verdict.tokens[0].tolist() == expected[0][:1]
         if all(finite):
-            assert round.tokens[1].tolist() == expected[1][:1]
+            assert round.verdict.tokens[1].tolist() == expected[1][:1]

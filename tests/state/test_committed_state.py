@@ -180,7 +180,7 @@ def test_the_last_draft_of_a_full_accept_enters_the_heads_cache(monkeypatch: pyt
     before = batch.trunk_state.lengths.tolist()
     rigged.step(model, batch, 4, [4, 4, 4])
     assert batch.trunk_state.lengths.tolist() == [length + 5 for length in before]
-    drafts.catch_up(model, batch)
+    drafts.see_pairs(model, batch)
     assert batch.head_state.lengths.tolist() == batch.trunk_state.lengths.tolist()
     for row, (sequence, said) in enumerate(zip(rigged.sequences, rigged.said, strict=True)):
         assert_equals_plain(model, batch, row, sequence[:said])
@@ -199,7 +199,7 @@ def test_after_a_prompt_of_2000_tokens_the_heads_cache_is_that_of_a_run_token_by
         model.head(hidden, mx.array([[following]]), slow.head_state)
         slow.head_state.commit(mx.array([1]), most=0)
         mx.async_eval(slow.arrays())
-    drafts.catch_up(model, batch)
+    drafts.see_pairs(model, batch)
     assert batch.head_state.lengths.tolist() == slow.head_state.lengths.tolist() == [1999]
     for fast_memory, slow_memory in zip(batch.head_state.layers, slow.head_state.layers, strict=True):
         assert mx.array_equal(fast_memory.keys[:, :, :1999], slow_memory.keys[:, :, :1999])
@@ -212,7 +212,7 @@ def test_a_head_that_resumes_is_shown_the_latest_pairs_it_missed(rounds: int) ->
     model = random_model("dense")
     sequence, start = sequences("dense")[0], LENGTHS[0]
     batch = batch_of(model, sequence[:start])
-    drafts.catch_up(model, batch)
+    drafts.see_pairs(model, batch)
     seen = int(batch.head_state.lengths.item())
     for _ in range(rounds):
         mx.eval(loop.step(model, batch, 0), batch.arrays())

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from headstart.kernels.gated_delta import conv_history
+from headstart.kernels.recurrent import conv_history
 from headstart.state import KV, Recurrent
 
 H, D = 2, 4  # heads of keys and values, and their size

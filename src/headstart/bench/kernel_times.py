@@ -16,14 +16,20 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kernels import metal, selected
-from ..kernels.products import product, stock_product
+from ..kernels import Backend
+from ..kernels.layers import (
+    Attention,
+    FeedForward,
+    GatedDeltaNet,
+    LatentAttention,
+    Mamba2,
+    Mixer,
+    Part,
+    Pass,
+    Residual,
+)
 from ..models import Model
-from ..models.attention import attention
-from ..models.feed_forward import feed_forward
-from ..models.residual import Residual
-from ..models.share import Alone
-from ..state import KV, BatchState, Recurrent
+from ..state import BatchState
 from .report import table
 
 MOST_ROWS = 16
@@ -62,8 +68,8 @@ class KernelTime:
 
 def kernel_times(model: Model, progress: Callable[[str], None] = lambda doing: None) -> list[KernelTime]:
     """Return the operations of a model, each with what computes it, its checks and its times."""
-    if mx.metal.is_available() and mx.default_device() == mx.gpu:
-        return [of_check(check) for check in metal.checks()]
+    if checks := model.backend.checks():
+        return [of_check(check) for check in checks]
     times = []
     for operation in comparisons(model):
         progress(f"{operation.name} {operation.shape}")
@@ -115,7 +121,7 @@ def compare(operation: Comparison, rows: mx.array) -> KernelTime:
         found, wanted = (run(rows).astype(mx.float32) for run in runs)
         distance: Any = mx.linalg.norm(found - wanted) / mx.linalg.norm(wanted)
         ours, stock = ({width: median(each) for width, each in taken.items()} for taken in seconds)
-        used = "stock" if selected().startswith("stock") else "ours"
+        used = "ours"
         return KernelTime(name, shape, used, exact[0], ours, exact[1], stock, float(distance))
     except Exception as error:  # of a device's compiler, whose classes differ
         return KernelTime(name, shape, "failed", False, others=f"{type(error).__name__}: {error}", failed=True)
@@ -148,32 +154,62 @@ def kernel_table(times: Sequence[KernelTime]) -> str:
 
 
 def comparisons(model: Model) -> Iterator[Comparison]:
-    """Yield the parts of one layer of each kind, ours and as mlx-lm computes them, then the largest products."""
-    hidden, state = int(model.config["hidden_size"]), model.make_state(1)
-    parts: dict[str, Comparison] = {}
-    for layer, memory in zip(model.weights.layers, state.layers, strict=True):
-        if isinstance(memory, Recurrent):
-            net = layer.linear_attn
-            shape = f"{net.num_v_heads} heads of {net.head_k_dim}×{net.head_v_dim}"
-            part = Comparison("gated delta net", shape, hidden, _delta(model, net, memory), net)
-        else:
-            net = layer.self_attn
-            shape = f"{net.num_attention_heads} heads of {net.head_dim}, {net.num_key_value_heads} of keys"
-            part = Comparison("attention", shape, hidden, _attention(model, net, memory), partial(net, mask="causal"))
-        mlp = layer.mlp
-        experts = f"{mlp.num_experts} experts, {mlp.top_k} chosen" if "switch_mlp" in mlp else "dense"
-        parts.setdefault(part.name, part)
-        parts.setdefault(
-            f"mlp {experts}",
-            Comparison("feed-forward", experts, hidden, _feed_forward(model, mlp), _stock_feed_forward(mlp)),
-        )
-    yield from parts.values()
+    """Yield the parts of one layer of each kind, by the model's backend and by MLX's operations, then the largest
+    products."""
+    hidden, ours, stock = int(model.config["hidden_size"]), model.backend, model.backend.stock()
+    found: dict[tuple[str, str], Comparison] = {}
+    for part in (part for layer in model.layers for part in layer.parts):
+        named = describe(part.does)
+        if named not in found:
+            runs = _run(ours, part, model.dtype), _run(stock, part, model.dtype)
+            found[named] = Comparison(*named, hidden, *runs)
+    yield from found.values()
     tied = [] if "lm_head" in model.weights else [model.weights.embed_tokens]
     linear = [each for each in model.weights.modules() if isinstance(each, nn.Linear | nn.QuantizedLinear)]
     products = {_shape(layer): layer for layer in (*linear, *tied)}
     for inputs, shape in sorted(products, key=lambda each: -products[each].weight.nbytes)[:PRODUCTS]:
         layer = products[inputs, shape]
-        yield Comparison("product", shape, inputs, partial(product, layer=layer), partial(stock_product, layer=layer))
+        runs = partial(ours.product, layer=layer), partial(stock.product, layer=layer)
+        yield Comparison("product", shape, inputs, *runs)
+
+
+def describe(does: Mixer | FeedForward) -> tuple[str, str]:
+    """Return the name of an operation and its shape in words."""
+    if isinstance(does, Attention):
+        key, value = does.head_sizes
+        sizes = f"{key}" if key == value else f"{key} and {value}"
+        return "attention", f"{does.heads} heads of {sizes}, {does.kv_heads} of keys"
+    if isinstance(does, LatentAttention):
+        latent, rotated = does.head_sizes
+        return "latent attention", f"{does.module.num_heads} heads, {latent} latent and {rotated} rotated"
+    net = does.module
+    if isinstance(does, GatedDeltaNet):
+        return "gated delta net", f"{net.num_v_heads} heads of {net.head_k_dim}×{net.head_v_dim}"
+    if isinstance(does, Mamba2):
+        return "Mamba-2", f"{net.num_heads} heads of {net.ssm_state_size}×{net.head_dim}"
+    if "switch_mlp" not in net:
+        return "feed-forward", "dense"
+    first = next(iter(net.switch_mlp.children().values()))
+    return "feed-forward", f"{first.weight.shape[0]} experts"
+
+
+def _run(backend: Backend, part: Part, dtype: mx.Dtype) -> Run:
+    """Return the part alone: zeros are the residual stream. MLX may multiply experts in another type."""
+    experts = isinstance(part.does, FeedForward) and "switch_mlp" in part.does.module
+    if experts and (computes := backend.activations(dtype, True, set())) != dtype:
+        module = deepcopy(part.does.module)
+        module.set_dtype(computes)
+        part = part._replace(does=FeedForward(module))
+        dtype = computes
+
+    def run(x: mx.array) -> mx.array:
+        x = x.astype(dtype)
+        memory = [] if isinstance(part.does, FeedForward) else [part.does.state(1, dtype, False)]
+        state = BatchState.empty(memory, 1)
+        one_pass = Pass(state.reserve(x.shape[1]), state.accepted)
+        return backend.run_part(part, x, iter(memory), one_pass, Residual(mx.zeros_like(x), part.norm))[0]
+
+    return run
 
 
 def _shape(layer: nn.Module) -> tuple[int, str]:
@@ -183,43 +219,6 @@ def _shape(layer: nn.Module) -> tuple[int, str]:
         return inputs, f"{outputs}×{inputs}, {str(layer.weight.dtype).removeprefix('mlx.core.')}"
     inputs = layer.scales.shape[1] * layer.group_size
     return inputs, f"{outputs}×{inputs}, {layer.bits} bits in groups of {layer.group_size}"
-
-
-def _stock_feed_forward(module: nn.Module) -> Run:
-    """Return mlx-lm's module, in float32 where MLX multiplies experts in nothing else: on a CPU."""
-    if mx.default_device() != mx.cpu or "switch_mlp" not in module:
-        return module
-    in_float32 = deepcopy(module)
-    in_float32.set_dtype(mx.float32)
-    return lambda x: in_float32(x.astype(mx.float32))
-
-
-def _delta(model: Model, net: nn.Module, memory: Recurrent) -> Run:
-    none = mx.zeros((1,), mx.int32)
-
-    def run(x: mx.array) -> mx.array:
-        fresh = Recurrent.of(memory.arrays())
-        return model.family.recurrent(net, x, fresh, none, 1, _residual(model, x))[0]
-
-    return run
-
-
-def _attention(model: Model, net: nn.Module, memory: KV) -> Run:
-    def run(x: mx.array) -> mx.array:
-        fresh = KV.of(memory.arrays())
-        mask = BatchState.empty([fresh], 1).reserve(x.shape[1])
-        return attention(net, x, mask, fresh, _residual(model, x))[0]
-
-    return run
-
-
-def _feed_forward(model: Model, mlp: nn.Module) -> Run:
-    return lambda x: feed_forward(mlp, x, _residual(model, x))[0]
-
-
-def _residual(model: Model, x: mx.array) -> Residual:
-    """Return zeros: the sum with them is what is added."""
-    return Residual(mx.zeros_like(x), model.weights.norm, Alone())
 
 
 def _is_independent(run: Run, rows: mx.array) -> bool:

@@ -10,7 +10,6 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint import Layout, load_model, load_tokenizer, read_layout
-from ..kernels import selected
 from ..models import Model
 from .kernel_times import KernelTime, kernel_table, kernel_times
 from .local import K, decode_batch
@@ -116,7 +115,8 @@ def _report_model(report: MachineReport, name: str, folder: Path) -> None:
             report.failed.append(f"{name}, kernels ({'; '.join(wrong)})")
         new = [each for each in times if each not in report.shown]
         report.shown += new
-        return f"{kernel_table(new)}\n{NOTE}" if new else f"No shape that is not above. In use: {selected()}."
+        in_use = loaded[0][0].backend
+        return f"{kernel_table(new)}\n{NOTE}" if new else f"No shape that is not above. In use: {in_use}."
 
     mx.reset_peak_memory()
     report.add(f"## {name}", load)

@@ -8,8 +8,8 @@ from importlib.metadata import version
 
 import mlx.core as mx
 
-from ..kernels import selected
-from ..kernels.cpu import available_cores
+from ..host import available_cores
+from ..kernels import choose_backend
 
 PACKAGES = ("headstart", "mlx", "mlx-lm")
 
@@ -42,7 +42,7 @@ def system_info() -> SystemInfo:
         cores=available_cores(),
         memory_gb=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         device=f"gpu: {_device_name(mx.gpu)}" if on_gpu else "cpu",
-        kernels=selected(),
+        kernels=str(choose_backend()),
         versions={**{name: version(name) for name in PACKAGES}, "python": platform.python_version()},
     )
 

@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..errors import AdapterError
-from ..kernels.adapters import ADAPTERS, Adapter, LayerAdapters, applied_adapters
+from ..kernels.adapters import ADAPTERS, Adapter, LayerAdapters
 from ..models import Model
 from .config import read_object
 from .read import open_file
@@ -151,10 +151,7 @@ def _check(adapter: StoredAdapter, model: Model) -> None:
 
 def _check_applied(model: Model, modules: Mapping[str, nn.Module], adapters: Sequence[StoredAdapter]) -> None:
     """Refuse adapters of layers that our forward does not compute itself: describe a pass, and see which it adds."""
-    state = model.make_state(1)
-    state.adapt([0])
-    with applied_adapters() as applied:
-        model.trunk(mx.zeros((1, 1), mx.int32), state, certain=1)
+    applied = model.adapted_layers()
     for adapter in adapters:
         for name in adapter.layers:
             if id(modules[name][ADAPTERS]) not in applied:

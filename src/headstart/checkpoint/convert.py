@@ -22,7 +22,7 @@ from mlx_lm.utils import make_shards
 
 from .. import models
 from ..errors import CheckpointError, HeadError
-from ..models.norm import Norm
+from ..kernels.norms import Norm
 from .atomic import publish, require_space, staging_folder
 from .hub import COMPANION_FILES
 from .layout import NORMS, Layout, head_field, readme_metadata

@@ -18,8 +18,8 @@ from mlx.utils import tree_unflatten
 
 from .. import models
 from ..errors import DrafterError, printable_error
+from ..kernels.norms import Norm, use_float32_norms
 from ..models.dflash import DFlash, DFlashSpec, DFlashWeights
-from ..models.norm import Norm, use_float32_norms
 from .atomic import publish, require_space, staging_folder
 from .config import MAX_LAYERS, REMEDY, read_config
 from .names import ParameterPart

@@ -21,13 +21,11 @@ from mlx_lm.utils import load_tokenizer as load_mlx_lm_tokenizer
 from .. import models
 from ..cards import Dispatch
 from ..errors import CheckpointError, HeadError, printable_error
-from ..kernels import cpu
-from ..kernels.metal.tune import choose_kernels
+from ..kernels import Backend, choose_backend
+from ..kernels.norms import Norm
 from ..limits import MAX_IMAGE_PIXELS
 from ..models import memory
-from ..models.compiler import ensure_compiles
 from ..models.memory import Footprint
-from ..models.norm import Norm
 from .adapters import StoredAdapter, adapter_nbytes, attach_adapters, read_adapters
 from .config import read_object
 from .draft_vocabulary import read_draft_tokens
@@ -73,7 +71,6 @@ class LoadPlan:
     decision: Dispatch
     model: models.Model
     stored: Stored
-    dtype: mx.Dtype
     drafter: DrafterLayout | None
     tower: StoredTower
     adapters: list[StoredAdapter]
@@ -87,6 +84,7 @@ class LoadPlan:
         head: str | Path | None = None,
         drafter: str | Path | None = None,
         dtype: mx.Dtype | None = None,
+        backend: Backend | None = None,
         vision: bool = False,
         max_image_pixels: int = MAX_IMAGE_PIXELS,
         adapters: Mapping[str, str | Path] | None = None,
@@ -101,20 +99,26 @@ class LoadPlan:
             check_drafter(block, layout.path, layout.config)
         stored = {name: part for name, part in layout.stored.items() if decision.drafts or not is_head(name)}
         packed = {name: how for name, how in layout.quantized.items() if f"{name}.scales" in stored}  # not float8
-        model = models.build(layout.config, head=decision.drafts)
+        backend = backend or choose_backend()
+        model = replace(models.build(layout.config, head=decision.drafts), backend=backend)
         if model.has_head:
             model.share_missing(stored)
         model = _quantized(model, packed, Names(layout.config))
         if dtype is None:
             experts = any(".switch_mlp." in name for name in stored)
-            dtype = compute_dtype(layout.dtype, experts=experts, modes={how["mode"] for how in packed.values()})
+            dtype = compute_dtype(backend, layout.dtype, experts, {how["mode"] for how in packed.values()})
+        model = replace(model, dtype=dtype)
         if block is not None:
             model = replace(model, drafter=block.drafter)
         tower = find_tower(layout.path, layout.config) if vision else StoredTower(WITHOUT_TOWER)
         if tower.available:
             model = replace(model, tower=empty_tower(layout.path, layout.config, max_image_pixels))
         model = replace(model, tower_unavailable=tower.reason)
-        return cls(layout, decision, model, stored, dtype, block, tower, read_adapters(adapters or {}, model))
+        return cls(layout, decision, model, stored, block, tower, read_adapters(adapters or {}, model))
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.model.dtype
 
     @property
     def needs(self) -> Needs:
@@ -135,6 +139,7 @@ def load_model(
     head: str | Path | None = None,
     drafter: str | Path | None = None,
     dtype: mx.Dtype | None = None,
+    backend: Backend | None = None,
     split: MakePart | None = None,
     vision: bool = False,
     max_image_pixels: int = MAX_IMAGE_PIXELS,
@@ -148,7 +153,8 @@ def load_model(
         mtp: False loads no head; None leaves it to HEADSTART_MTP.
         head: A model or a drafter (`qwen3_5_mtp`) whose head is taken, by a name as `resolve` takes it.
         drafter: A block drafter for this model (DFlash), by a name as `resolve` takes it.
-        dtype: Of all weights that are not quantised; None chooses it by `compute_dtype`.
+        dtype: Of activations, and of all weights that are not quantised; None chooses it by `compute_dtype`.
+        backend: What computes; None: `choose_backend`'s for MLX's default device.
         split: Read only this machine's part of the model.
         vision: Also load the vision tower; where there is none, `Model.tower_unavailable` says why.
         max_image_pixels: Larger images are scaled down.
@@ -166,12 +172,12 @@ def load_model(
         head=head,
         drafter=drafter,
         dtype=dtype,
+        backend=backend,
         vision=vision and split is None,
         max_image_pixels=max_image_pixels,
         adapters=adapters,
     )
     layout, decision, model, stored = plan.layout, plan.decision, plan.model, plan.stored
-    ensure_compiles()
     if split is not None and not model.family.divisible:
         raise CheckpointError(f"{layout.path}: {layout.family} models cannot be divided among several machines yet.")
     if split is not None and plan.adapters:
@@ -197,17 +203,17 @@ def load_model(
         progress(number / len(names))
     if plan.drafter is not None:
         read_drafter_weights(plan.drafter, plan.dtype)
-        choose_kernels(plan.drafter.drafter.weights, model.dtype)
+        model.backend.prepare(plan.drafter.drafter.weights, model.dtype)
     if model.tower is not None:
         read_tower(model.tower, plan.tower, plan.dtype)
     if part is None:
-        choose_kernels(model.weights, model.dtype)
+        model.backend.prepare(model.weights, model.dtype)
     else:  # machines that time kernels may choose different ones, and must not: they draft the same tokens
         model = part.fit(model)
     if decision.drafts and split is None and (listed := read_draft_tokens(layout.path, model.vocabulary)):
         model = model.with_draft_vocabulary(*listed)
         assert model.draft_vocabulary is not None
-        choose_kernels(model.draft_vocabulary.lm_head, model.dtype)
+        model.backend.prepare(model.draft_vocabulary.lm_head, model.dtype)
     if plan.adapters:
         model = attach_adapters(model, plan.adapters)
     k, max_k, reason, copies = decision.k, decision.max_k, decision.reason, decision.copies
@@ -255,12 +261,11 @@ def load_tokenizer(path: Path) -> TokenizerWrapper:
         ) from error
 
 
-def compute_dtype(stored: str, *, experts: bool, modes: set[str]) -> mx.Dtype:
-    """Return the type of all weights that are not quantised: HEADSTART_DTYPE, or the file's own but for two cases.
+def compute_dtype(backend: Backend, stored: str, experts: bool, modes: set[str]) -> mx.Dtype:
+    """Return the type of activations, and of all weights that are not quantised: HEADSTART_DTYPE, or the file's own,
+    unless the backend computes another better. `modes` are those of the quantised weights.
 
-    On a CPU without our kernels mlx multiplies experts (`gather_mm`) in float32 only, and quantised weights 10 to 50
-    times slower in half precision than in float32. `modes` are those of the quantised weights; our kernels take
-    affine ones. The GPUs of M1 and M2 have no bfloat16, so there it becomes float16.
+    The GPUs of M1 and M2 have no bfloat16, so there it becomes float16.
     """
     if chosen := os.environ.get("HEADSTART_DTYPE"):
         if chosen not in TYPES:
@@ -268,11 +273,7 @@ def compute_dtype(stored: str, *, experts: bool, modes: set[str]) -> mx.Dtype:
         stored = chosen
     elif stored == "bfloat16" and WITHOUT_BFLOAT16.match(str(mx.device_info().get("architecture"))):
         stored = "float16"
-    dtype: mx.Dtype = getattr(mx, stored)
-    native = cpu.native() is not None and dtype in cpu.TYPES and modes <= {"affine"}
-    if mx.default_device() == mx.Device(mx.cpu) and (experts or modes) and not native:
-        return mx.float32
-    return dtype
+    return backend.activations(getattr(mx, stored), experts, modes)
 
 
 def _quantized(model: models.Model, packed: dict[str, dict[str, Any]], names: Names) -> models.Model:

@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import CheckpointError
+from ..kernels.share import Alone
 from ..models import Model
-from ..models.share import Alone
 from .communicator import Communicator
 
 SPLIT_OUTPUTS = {

@@ -7,25 +7,13 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..kernels.greedy import in_device_memory
 from ..models import Model
-from ..sampling import AcceptResult, BatchContext, Controls, SequenceParams, controls
+from ..sampling import BatchContext, Controls, SequenceParams, Verdict, controls
 from ..sampling.noise import Keys, Purpose
-from ..state import BLOCK, BatchState
+from ..state import BLOCK, BatchState, UnseenPairs
 
 RESUME_PAIRS = 16  # most pairs that the head replays when drafting resumes
 COUNTERS = ("last", "max_k", "remaining", "rounds")  # fields of Batch with one number per sequence
-
-
-class Advance(NamedTuple):
-    """Say where a step leads its sequences to: [B] each. In the order of the kernel that computes them."""
-
-    generated: mx.array
-    last: mx.array
-    lengths: mx.array
-    remaining: mx.array
-    rounds: mx.array
-    places: mx.array  # [B, W], of the window's tokens in the history
 
 
 class StepNoise(NamedTuple):
@@ -34,73 +22,6 @@ class StepNoise(NamedTuple):
     rounds: mx.array  # of the step
     width: int
     keys: dict[Purpose, Keys]
-
-
-class UnseenPairs(NamedTuple):
-    """Committed pairs (hidden state of position t, token t+1) that the head has not seen: `counts[b]` of sequence b.
-
-    The pairs of a sequence are on the left; what is to their right is padding.
-    """
-
-    hidden: mx.array  # [B, T, H]
-    tokens: mx.array  # [B, T]
-    counts: mx.array  # [B]
-
-    @classmethod
-    def empty(cls, model: Model, size: int) -> "UnseenPairs":
-        hidden = mx.zeros((size, 0, int(model.config["hidden_size"])), model.dtype)
-        return cls(hidden, mx.zeros((size, 0), mx.int32), mx.zeros((size,), mx.int32))
-
-    @property
-    def width(self) -> int:
-        return int(self.tokens.shape[1])
-
-    def extend(self, hidden: mx.array, tokens: mx.array, counts: mx.array) -> "UnseenPairs":
-        """Append the first `counts[b]` of these pairs to those of each sequence."""
-        if self.width == 0:
-            return UnseenPairs(hidden, tokens, counts)
-        padded = self.pad(self.width + tokens.shape[1])
-        at = self.counts[:, None] + mx.arange(tokens.shape[1])  # [B, W]
-        return UnseenPairs(
-            mx.put_along_axis(padded.hidden, at[..., None], hidden, axis=1),
-            mx.put_along_axis(padded.tokens, at, tokens, axis=1),
-            self.counts + counts,
-        )
-
-    def latest(self, most: int) -> "UnseenPairs":
-        """Return the last pairs of every sequence, at most `most` each."""
-        if self.width <= most:
-            return self
-        if not most:
-            return UnseenPairs(self.hidden[:, :0], self.tokens[:, :0], mx.zeros_like(self.counts))
-        at = mx.maximum(self.counts - most, 0)[:, None] + mx.arange(most)  # [B, most]
-        return UnseenPairs(
-            mx.take_along_axis(self.hidden, at[..., None], axis=1),
-            mx.take_along_axis(self.tokens, at, axis=1),
-            mx.minimum(self.counts, most),
-        )
-
-    def following(self, drafts: mx.array, distance: int) -> mx.array:
-        """Return the tokens [B, T] that are `distance` further on: after the last pair's come `drafts` [B, j], at
-        most `distance` of them, then undefined ones."""
-        if not distance:
-            return self.tokens
-        tokens = mx.pad(self.tokens, [(0, 0), (0, distance)])
-        if drafts.shape[1]:
-            at = self.counts[:, None] + mx.arange(drafts.shape[1])  # [B, j]
-            tokens = mx.put_along_axis(tokens, at, drafts, axis=1)
-        return tokens[:, distance:]
-
-    def pad(self, width: int) -> "UnseenPairs":
-        more = width - self.width
-        hidden = mx.pad(self.hidden, [(0, 0), (0, more), (0, 0)])
-        return UnseenPairs(hidden, mx.pad(self.tokens, [(0, 0), (0, more)]), self.counts)
-
-    def join(self, other: "UnseenPairs") -> "UnseenPairs":
-        """Return the pairs of both batches' sequences."""
-        width = max(self.width, other.width)
-        fields = zip(self.pad(width), other.pad(width), strict=True)
-        return UnseenPairs(*[mx.concatenate(list(pair)) for pair in fields])
 
 
 @dataclass
@@ -147,7 +68,7 @@ class Batch:
         return cls(
             trunk_state=model.make_state(1),
             head_state=model.make_head_state(1) if max_k and model.has_head else None,
-            unseen=UnseenPairs.empty(model, 1),
+            unseen=_no_pairs(model, 1),
             history=mx.array([tokens], mx.int32),
             last=mx.array([tokens[-1]], mx.int32),
             max_k=mx.array([max_k], mx.int32),
@@ -175,39 +96,31 @@ class Batch:
             self.last_noise = last = StepNoise(self.rounds, width, self.controls.noise_keys(self.rounds, positions))
         return last.keys
 
-    def advance(self, result: AcceptResult) -> Advance:
-        """Return where accepted drafts and the token after them lead to."""
-        generated = result.accepted + 1
-        lengths = self.trunk_state.lengths
-        places = lengths[:, None] + 1 + mx.arange(result.tokens.shape[1])
-        counters = (in_device_memory(lengths + generated), self.remaining - generated, self.rounds + 1)
-        return Advance(generated, result.next, *counters, places)
-
-    def commit(self, hidden: mx.array, result: AcceptResult, to: Advance) -> None:
-        """Advance every sequence by its accepted drafts and the token after them.
+    def commit(self, hidden: mx.array, verdict: Verdict) -> None:
+        """Advance every sequence by its accepted drafts and the token after them. `hidden` [B, W, H] is the window's.
 
         Rejected drafts need no undo. Their KV entries lie past the length and are overwritten. In recurrent layers
         all drafts are still pending, and the next pass folds in the first `accepted` of them.
         """
-        generated = to.generated
-        self._append(result.tokens, to.places)
-        self.trunk_state.accepted = result.accepted
-        self.trunk_state.commit(generated, hidden.shape[1], to.lengths)
-        self.last, self.remaining, self.rounds = to.last, to.remaining, to.rounds
+        tokens, generated, width = verdict.tokens, verdict.generated, hidden.shape[1]
+        self._append(tokens, verdict.places)
+        self.trunk_state.accepted = verdict.accepted
+        self.trunk_state.commit(generated, width, verdict.lengths)
+        self.last, self.remaining, self.rounds = verdict.last, verdict.remaining, verdict.rounds
         if (size := self.recent.shape[1]) > 0:
-            text = mx.concatenate([self.recent, result.tokens], axis=1)
+            text = mx.concatenate([self.recent, tokens], axis=1)
             self.recent = mx.take_along_axis(text, generated[:, None] + mx.arange(size), axis=1)
         if self.counts is not None:
-            counted = mx.arange(result.tokens.shape[1]) < generated[:, None]  # [B, W]
+            counted = mx.arange(width) < generated[:, None]  # [B, W]
             row = mx.arange(self.size)[:, None]
-            self.counts = self.counts.at[row, result.tokens].add(counted.astype(mx.float32))
+            self.counts = self.counts.at[row, tokens].add(counted.astype(mx.float32))
         if self.head_state is None:
             return
-        if hidden.shape[1] > 1:
+        if width > 1:
             self.collect_unseen()
-            self.unseen = self.unseen.extend(hidden, result.tokens, generated).latest(RESUME_PAIRS)
+            self.unseen = self.unseen.extend(hidden, tokens, generated).latest(RESUME_PAIRS)
         else:  # only noted: the head may not be needed again
-            self.paused_pairs = [*self.paused_pairs, (hidden, result.tokens)][-RESUME_PAIRS:]
+            self.paused_pairs = [*self.paused_pairs, (hidden, tokens)][-RESUME_PAIRS:]
 
     def tokens_at(self, positions: mx.array) -> mx.array:
         """Return the tokens [B, T] at these positions [B, T] of each sequence."""
@@ -257,7 +170,7 @@ class Batch:
             batch.collect_unseen()
             if batch.head_state is None and (self.head_state is not None or other.head_state is not None):
                 batch.head_state = model.make_head_state(batch.size)
-                batch.unseen = UnseenPairs.empty(model, batch.size)
+                batch.unseen = _no_pairs(model, batch.size)
         self.trunk_state.join(other.trunk_state)
         if self.head_state is not None and other.head_state is not None:
             self.head_state.join(other.head_state)
@@ -288,3 +201,7 @@ class Batch:
 
 def _pad_left(recent: mx.array, length: int) -> mx.array:
     return mx.pad(recent, [(0, 0), (length - recent.shape[1], 0)], constant_values=-1)
+
+
+def _no_pairs(model: Model, rows: int) -> UnseenPairs:
+    return UnseenPairs.empty(rows, int(model.config["hidden_size"]), model.dtype)

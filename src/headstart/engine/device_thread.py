@@ -11,7 +11,6 @@ from threading import Condition, Thread, current_thread
 from typing import Any
 
 from ..errors import EngineDown
-from ..kernels.cuda.persistent import PERSISTENT
 from ..sampling.bounds import start_deep
 from ..thread_exit import wait_at_exit
 from .engine import Engine
@@ -45,7 +44,8 @@ class DeviceThread:
         """Start the thread, unless it runs."""
         if self._thread is not None and self._thread.is_alive() and self._thread is not current_thread():
             return
-        PERSISTENT.release()  # by the thread that warmed the engines up
+        for engine in self.engines:
+            engine.model.backend.release()  # by the thread that warmed the engines up
         self._thread = Thread(target=self._run, name="device", daemon=True)
         start_deep(self._thread)  # grammars recurse
 

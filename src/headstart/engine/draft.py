@@ -12,10 +12,9 @@ from functools import partial
 
 import mlx.core as mx
 
-from ..kernels.attention import at_last
-from ..kernels.cuda.sampling import draw_fits
 from ..models import Model
-from ..sampling import BatchContext, Proposal, propose, propose_certain
+from ..sampling import Proposal
+from ..state import BatchState
 from .batch import Batch
 from .copies import MATCH
 
@@ -39,18 +38,13 @@ def draft_limits(model: Model) -> dict[Source, int]:
     return limits
 
 
-Extend = Callable[[mx.array, int], mx.array]  # the output of a head's module [B, 1, H] → the drafts so far [B, j]
-
-
 def head_drafts(
     model: Model, batch: Batch, k: int, certain: mx.array | None = None, *, reduced: bool = False
 ) -> Proposal:
-    """Return k drafts [B, k] after `batch.last`, and let the head catch up with what was committed.
+    """Return k drafts [B, k] after `batch.last`, and let the head see what was committed.
 
     The head predicts a token from a pair: the hidden state of one position and the token of the next. The newest pair
-    that it has not seen is the trunk's hidden state before `last`, and `last`: its output there gives draft 0. Of
-    several modules each makes the draft after the one before it (`catch_up`). Once all have made theirs, the last
-    goes on alone, from the pair of its own output for a draft, and that draft.
+    that it has not seen is the trunk's hidden state before `last`, and `last`: its output there gives draft 0.
 
     At k = 0 the head does not run. When drafting resumes it replays at most the last `RESUME_PAIRS` pairs that it
     missed, written directly after what its cache holds: older ones never enter it, and its positions stay behind the
@@ -58,41 +52,34 @@ def head_drafts(
 
     `reduced`: only tokens of the model's draft vocabulary are scored.
     """
-    proposal = Proposal(mx.zeros((batch.size, 0), mx.int32), [])
     if k == 0:
-        return proposal
+        return Proposal.none(batch.size)
     batch.collect_unseen()
-    context = batch.context(k + 1)
-    if certain is None and (drafts := _chain_drafts(model, batch, k, reduced, context)):
-        return drafts
-
-    def extend(hidden: mx.array, module: int) -> mx.array:
-        """Return the drafts so far, with one more from a module's output [B, 1, H] unless there are k."""
-        nonlocal proposal
-        if (j := proposal.tokens.shape[1]) < k:
-            given = certain[:, j : j + 1] if certain is not None else None
-            proposal = propose(model.draft_logits(hidden, reduced, module=module), proposal, context, given)
-        return proposal.tokens
-
-    catch_up(model, batch, extend, k)
-    return proposal
+    head, state = model.reduced_head if reduced else model.draft_head, _head_state(batch)
+    drafts = model.backend.draft(head, state, batch.unseen, k, batch.context(k + 1), certain)
+    _keep_unseen(model, batch)
+    return drafts
 
 
-def _chain_drafts(model: Model, batch: Batch, k: int, reduced: bool, context: BatchContext) -> Proposal | None:
-    """Do what `head_drafts` does with one module where that is a graph by itself: every draft is the argmax, or drawn
-    by a kernel from the head's own logits."""
-    pairs, state, controls = batch.unseen, batch.head_state, batch.controls
-    drawn = controls.kernels_suffice and not controls.adjusts and draw_fits(model.vocabulary)
-    if not pairs.width or not (controls.argmax_only or drawn):
-        return None
-    assert state is not None, "a batch without a head has no drafts"
-    state.bounds = batch.trunk_state.bounds
-    sampler = () if controls.argmax_only else context.sampler
-    chain = model.chain_drafts(pairs, state, k, reduced, bool(sampler) and "ratio" in controls.rules, *sampler)
-    if chain is None:
-        return None
-    batch.unseen = pairs.latest(0)
-    return Proposal(chain[0], [], rows=chain[1])
+def see_pairs(model: Model, batch: Batch, embeddings: mx.array | None = None) -> None:
+    """Let the head see the committed pairs that it has not seen. `embeddings` [B, T, H] take the place of their
+    tokens."""
+    model.backend.see(model.draft_head, _head_state(batch), batch.unseen, embeddings)
+    _keep_unseen(model, batch)
+
+
+def _head_state(batch: Batch) -> BatchState:
+    assert batch.head_state is not None, "a batch without a head has no drafts"
+    batch.head_state.bounds = batch.trunk_state.bounds  # it holds at most as many pairs as the trunk holds tokens
+    return batch.head_state
+
+
+def _keep_unseen(model: Model, batch: Batch) -> None:
+    """Keep the last pairs of all modules but the first: they are not final, and run again with the next ones."""
+    assert batch.head_state is not None
+    batch.unseen = batch.unseen.latest(model.head_modules - 1)
+    if model.head_modules > 1:
+        batch.head_state.commit(-batch.unseen.counts, most=0)
 
 
 def block_drafts(model: Model, batch: Batch, k: int, certain: mx.array | None = None) -> Proposal:
@@ -101,7 +88,7 @@ def block_drafts(model: Model, batch: Batch, k: int, certain: mx.array | None = 
 
     Its caches of the context are up to date: the trunk's passes fill them.
     """
-    proposal = Proposal(mx.zeros((batch.size, 0), mx.int32), [])
+    proposal = Proposal.none(batch.size)
     if k == 0:
         return proposal
     assert model.drafter is not None
@@ -112,8 +99,9 @@ def block_drafts(model: Model, batch: Batch, k: int, certain: mx.array | None = 
         given = certain[:, j : j + width] if certain is not None else None
         here = logits[:, j : j + width]
         if selects:
-            here = model.drafter.rescore(here, hidden[:, j : j + 1], proposal.tokens[:, -1] if j else batch.last)
-        proposal = propose(here, proposal, context, given)
+            before = proposal.tokens[:, -1] if j else batch.last
+            here = model.drafter.rescore(model.backend, here, hidden[:, j : j + 1], before)
+        proposal = model.backend.propose(here, proposal, context, given)
     return proposal
 
 
@@ -121,7 +109,7 @@ def no_drafts(model: Model, batch: Batch, k: int, certain: mx.array | None = Non
     """Return the certain drafts alone. The head, if there is one, does not run."""
     if certain is None:
         certain = mx.full((batch.size, k), -1, mx.int32)
-    return propose_certain(certain, batch.controls, model.vocabulary)
+    return model.backend.propose_certain(certain, batch.controls, model.vocabulary)
 
 
 def copy_drafts(batch: Batch, k: int, distances: Sequence[int]) -> mx.array:
@@ -146,40 +134,3 @@ SOURCES: dict[int, Callable[[Model, Batch, int, mx.array | None], Proposal]] = {
     Source.REDUCED: partial(head_drafts, reduced=True),
     Source.BLOCK: block_drafts,
 }
-
-
-def catch_up(
-    model: Model, batch: Batch, extend: Extend | None = None, k: int = 0, *, embeddings: mx.array | None = None
-) -> None:
-    """Run the head over the committed pairs it has not seen, and pass what follows the last one to `extend`, k times.
-
-    Every module has a KV cache of its own and sees every pair: module j the token that is j further on, and the
-    hidden state that module j - 1 made of the same position, or the trunk's (`HeadSpec.chained`). Tokens after the
-    last committed one are drafts, so the last pairs of all modules but the first are not final. They stay in
-    `batch.unseen`, to be run again with the next ones. `embeddings` [B, T, H] take the place of the pairs' tokens;
-    several modules do without: their drafts are worse.
-    """
-    pairs, state, modules = batch.unseen, batch.head_state, model.head_modules
-    assert state is not None, "a batch without a head has no drafts"
-    state.bounds = batch.trunk_state.bounds  # the head holds at most as many pairs as the trunk holds tokens
-    drafts, fed = mx.zeros((batch.size, 0), mx.int32), pairs.hidden
-    # A sequence without pairs gets the output of padding: a bad draft costs time, not correctness.
-    last = mx.maximum(pairs.counts - 1, 0)
-    hidden = mx.zeros((batch.size, 1, fed.shape[-1]), fed.dtype)  # after a prompt of one token any draft will do
-    for module in range(modules):
-        if pairs.width:
-            chains = model.family.head.chained and module < modules - 1
-            tokens, at = pairs.following(drafts, module), None if chains else last
-            hidden = model.head(fed, tokens, state, 0, module, at, embeddings if modules == 1 else None)
-            fed, hidden = (hidden, at_last(hidden, last)) if chains else (fed, hidden)
-        if extend is not None:
-            drafts = extend(hidden, module)
-    state.commit(pairs.counts, most=0)
-    if extend is not None:
-        for ahead in range(k - modules):
-            # This pair is written past the committed ones: later drafts see it, the next step overwrites it.
-            hidden = model.head(hidden, drafts[:, -1:], state, ahead, modules - 1)
-            drafts = extend(hidden, modules - 1)
-    batch.unseen = pairs.latest(modules - 1)
-    if modules > 1:
-        state.commit(-batch.unseen.counts, most=0)

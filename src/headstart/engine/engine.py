@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from ..errors import HeadstartError
+from ..errors import HeadstartError, KernelTimeout
 from ..limits import MAX_K
 from ..models import Model
 from ..state import PrefixCache
@@ -28,7 +28,7 @@ from .depth import DepthController, Plan, pause_reason
 from .invariance import invariant_k, is_batch_invariant
 from .log import LOG, log_error
 from .memory import is_out_of_memory
-from .pending_step import KernelTimeout, PendingStep, build_step, launches_ahead
+from .pending_step import PendingStep, build_step
 from .prefill import prefill_chunk
 from .scheduler import Scheduler
 from .sequence import SequenceState, not_finite, youngest
@@ -64,7 +64,7 @@ class Engine(Scheduler):
         self.depth = depth or _controllers.setdefault(model, DepthController.of(model))
         self.retries = 0  # decode steps and prefill chunks that failed and were run again
         self.recomputed: Counter[str] = Counter()  # sequences that lost their KV cache, by reason
-        self._ahead = launches_ahead()
+        self._ahead = model.backend.asynchronous  # a step is launched while the one before is still running
         self._lock = Lock()  # held during an iteration
         self._batch: Batch | None = None
         self._pending: PendingStep | None = None
@@ -78,7 +78,7 @@ class Engine(Scheduler):
     def run_once(self) -> bool:
         """Do one iteration. Return False when nothing is left to do."""
         wait_at_exit()
-        with self._lock:
+        with self._lock, self.model.backend.device():
             self._end_cancelled()
             self._drop_finished()
             self._admit()

@@ -117,7 +117,7 @@ class SequenceImages:
             keys[begin:end] = numbers
         return keys
 
-    def advance(self, begin: int, end: int) -> bool:
+    def advance(self, model: Model, begin: int, end: int) -> bool:
         """Run a part of the tower, if tokens from `begin` to `end` need it. Return True once they need no more."""
         needed = next((n for n in self._within(begin, end) if n not in self._embeddings), None)
         if needed is None:
@@ -125,7 +125,7 @@ class SequenceImages:
         rules, image = self._tower.rules, self._images[needed]
         if self._running is None or self._running[0] != needed:
             patches = mx.array(rules.patches(image.pixels))
-            self._running = (needed, self._tower.run(patches, rules.grid(image.pixels)))
+            self._running = (needed, self._tower.run(model.backend, patches, rules.grid(image.pixels)))
         rows, columns = rules.grid(image.pixels)
         for _ in range(max(1, WORK_PER_TURN // (rows * columns))):
             if (made := next(self._running[1], None)) is None:

@@ -9,21 +9,11 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
-from ..kernels import metal
-from ..kernels.cuda import on_cuda
-from ..kernels.cuda.compiler import compiled_together
-from ..kernels.cuda.products import MOST_ROWS
-from ..kernels.cuda.sampling import describe_sampling
-from ..kernels.metal.tune import computes_rows_independently
 from ..models import Model
-from ..models.attention import attention
 from .sequence import SequenceState
 
 TOKENS = [3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71]
 PREFILLED = 3  # of these, before the window
-SHAPES = ((16, 1), (1, 5), (2, 16), (9, 16))  # window, sequences: kernels mostly switch below sixteen rows
-CPU_SHAPES = ((16, 1), (1, 5), (16, 4))  # slower, and the same kernels for any number of rows
-METAL_SHAPES = ((16, 1), (1, 5), (2, 8), (1, 16))  # at most `metal.MOST_ROWS` rows
 _measured: WeakKeyDictionary[Model, bool] = WeakKeyDictionary()
 
 
@@ -33,19 +23,16 @@ def is_batch_invariant(model: Model) -> bool:
     Measured once per model.
     """
     if model not in _measured:
-        with compiled_together(model.dtype):
+        backend = model.backend
+        with backend.compiling(model.dtype):
             alone = {n: _logits(model, window=n + 1, sequences=1)[0, -1] for n in (0, 1, 4)}
             same = []
             # All shapes run whatever the result: the ranks of a cluster take part in each other's passes.
-            for window, sequences in _shapes():
+            for window, sequences in backend.windows:
                 logits = _logits(model, window, sequences)[-1]
                 same += [mx.array_equal(expected, logits[n]) for n, expected in alone.items() if n < window]
-            describe_sampling(logits[None])
-        invariant = all(bool(each) for each in same)
-        if metal.on_metal() or on_cuda():  # MLX's attention changes its kernel with the length of a text
-            invariant = invariant and model.family.attention is attention
-        if metal.on_metal():  # where kernels change with the length of a text, too
-            invariant = invariant and computes_rows_independently(model.weights, model.dtype)
+            backend.compile_sampling(logits[None])
+        invariant = all(bool(each) for each in same) and backend.is_exact(model.layers, model.weights, model.dtype)
         _measured[model] = model.share.everywhere(invariant)
     return _measured[model]
 
@@ -65,15 +52,7 @@ def invariant_k(model: Model, running: Sequence[SequenceState], k: int) -> int:
 
 def max_invariant_rows(model: Model) -> int:
     """Return how many positions of a step, of all sequences, are computed independently."""
-    if on_cuda():
-        return MOST_ROWS
-    return metal.MOST_ROWS if metal.on_metal() and is_batch_invariant(model) else sys.maxsize
-
-
-def _shapes() -> tuple[tuple[int, int], ...]:
-    if mx.default_device() == mx.cpu:
-        return CPU_SHAPES
-    return METAL_SHAPES if metal.on_metal() else SHAPES
+    return model.backend.most_rows if is_batch_invariant(model) else sys.maxsize
 
 
 def _logits(model: Model, window: int, sequences: int) -> mx.array:

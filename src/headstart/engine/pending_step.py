@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..errors import HeadstartError
-from ..kernels.cuda.persistent import PERSISTENT
-from ..kernels.greedy import Report
+from ..kernels.report import Report
 from ..models import Model
 from ..models.draft_vocabulary import DraftVocabulary
 from ..sampling import GrammarMasks, Logprobs
@@ -19,16 +17,12 @@ from .sequence import SequenceState
 from .step import step
 
 
-class KernelTimeout(HeadstartError):
-    """A step's results are void, because the blocks of a persistent kernel did not run together."""
-
-
 @dataclass
 class PendingStep:
     sequences: list[SequenceState]
     plan: Plan
     steady: bool  # nothing but this step runs on the device after the step before it, so its time can be measured
-    report: Report  # [B, k+6]: tokens, accepted, proposed, copied, finite (1, or 0), whether a kernel gave up
+    report: Report  # [B, k+5]: tokens, accepted, proposed, copied, finite (1, or 0)
     logits: mx.array | None  # [B, k+1, V], if a sequence wants them
     logprobs: Logprobs | None
     arrays: list[mx.array]  # to be evaluated
@@ -45,12 +39,8 @@ class PendingStep:
         self.arrays = []  # without these references the next step can update buffers in place
 
     def read(self) -> list[list[int]]:
-        """Wait for the step, and return its report, up to `finite`."""
-        report = self.report.read()  # the one synchronisation
-        if any(given_up for *_, given_up in report):
-            PERSISTENT.give_up("a kernel waited over 100 ms for its own blocks")
-            raise KernelTimeout("a kernel gave up; the step is computed again by others")
-        return [line[:-1] for line in report]
+        """Wait for the step, and return its report."""
+        return self.report.read()  # the one synchronisation
 
     def outcome(self, line: list[int], listed: DraftVocabulary | None) -> tuple[int, int]:
         """Return from a line of the report how many drafts were accepted, and how many the source proposed.
@@ -71,14 +61,6 @@ class PendingStep:
         self.sequences[index].emit(tokens, proposed, copied, logits, logprobs, block=block)
 
 
-def launches_ahead() -> bool:
-    """Return whether a step is launched while the one before is still running.
-
-    Not on a CPU, where the host would see the tokens of a step only after the next one.
-    """
-    return mx.default_device() != mx.cpu
-
-
 def build_step(
     model: Model, batch: Batch, sequences: Sequence[SequenceState], plan: Plan, *, steady: bool = False
 ) -> PendingStep:
@@ -86,10 +68,9 @@ def build_step(
     matchers = [sequence.matcher for sequence in sequences]
     grammar = GrammarMasks(matchers, model.vocabulary) if any(matchers) else None
     result = step(model, batch, plan.k, grammar, source=plan.source, distances=plan.distances)
-    status = PERSISTENT.own_status()
-    given_up = mx.array([[0]], mx.int32) if status is None else status[None, :1]
-    columns = [result.accepted, result.proposed, result.copied, result.finite]
-    report = Report.of([result.tokens, *[each[:, None] for each in columns], given_up])
+    verdict = result.verdict
+    columns = [verdict.accepted, verdict.proposed, result.copied, verdict.finite]
+    report = model.backend.report([verdict.tokens, *[each[:, None] for each in columns]])
     logits = result.logits if any(sequence.handle.request.keep_logits for sequence in sequences) else None
     arrays = [*report.arrays, *(result.logprobs or ()), *([] if logits is None else [logits]), *batch.arrays()]
     return PendingStep(list(sequences), plan, steady, report, logits, result.logprobs, arrays)

@@ -5,12 +5,10 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from ..kernels import metal
-from ..kernels.cuda import on_cuda
 from ..models import Model
-from ..state import CHUNK, Chunks, PrefixCache
+from ..state import CHUNK, Chunks, PrefixCache, UnseenPairs
 from ..state.snapshot import States
-from .batch import Batch, UnseenPairs
+from .batch import Batch
 from .invariance import is_batch_invariant
 from .memory import is_out_of_memory
 from .request import Event
@@ -33,7 +31,7 @@ def prefill_chunk(
     assert sequence.chunks is not None
     done, images = sequence.num_prefilled, sequence.images
     end = next((end for end in sequence.chunks.ends if end > done), len(tokens) - 1)
-    if images is not None and not images.advance(done, end):
+    if images is not None and not images.advance(model, done, end):
         return False
     if done:  # wait for the chunk before: progress is real, memory bounded, and a cancelled request stops soon
         mx.eval(sequence.batch.arrays())
@@ -69,7 +67,7 @@ def _start(model: Model, sequence: SequenceState, prefix: PrefixCache | None) ->
         batch.trunk_state.adapt([model.adapters[adapter].index])
     sequence.started = sequence.started or time.perf_counter()
     exact = is_batch_invariant(model) and sequence.params.params.rule != "optimistic" and not model.eight_bit_kv
-    if generated and (on_cuda() or metal.on_metal()):  # they are recomputed as a prompt, by other kernels
+    if generated and not model.backend.cuts_freely:  # they are recomputed as a prompt, by other kernels
         exact = False
     if prefix is not None:
         assert sequence.chunks is not None

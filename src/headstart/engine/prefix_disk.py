@@ -8,7 +8,6 @@ from pathlib import Path
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..kernels import selected
 from ..models import Model
 from ..state import CHUNK, DiskPrefix, PrefixCache
 from ..state.disk_prefix import PrefixFolderError
@@ -58,7 +57,7 @@ def state_identity(model: Model) -> str:
     hidden = model.trunk(tokens, model.make_state(1), certain=tokens.shape[1])
     proof = hashlib.sha256(bytes(hidden.view(mx.uint8))).hexdigest()
     versions = [version(name) for name in ("headstart", "mlx", "mlx-lm")]
-    device = [selected(), *(mx.device_info().get(name) for name in ("architecture", "device_name"))]
+    device = [str(model.backend), *(mx.device_info().get(name) for name in ("architecture", "device_name"))]
     settings = [model.config, model.dtype_name, model.eight_bit_kv, model.tower and model.tower.rules]
     return repr((versions, sources.hexdigest(), device, settings, weights, adapters, proof))
 

@@ -19,33 +19,18 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..kernels.cuda.greedy import launch_accept
-from ..kernels.greedy import in_device_memory, join_columns
 from ..models import Model
-from ..sampling import (
-    AcceptResult,
-    GrammarMasks,
-    Logprobs,
-    Proposal,
-    SamplingParams,
-    SequenceParams,
-    accept_window,
-    draw_window,
-    logprobs,
-)
-from ..state import CHUNK
-from .batch import Advance, Batch, UnseenPairs
-from .draft import SOURCES, Source, catch_up, copy_drafts
+from ..sampling import GrammarMasks, Logprobs, Proposal, SamplingParams, SequenceParams, Verdict, logprobs
+from ..state import CHUNK, UnseenPairs
+from .batch import Batch
+from .draft import SOURCES, Source, copy_drafts, see_pairs
 
 
 class StepResult(NamedTuple):
-    """The tokens of one step, still on the device. Sequence b generated `tokens[b, : accepted[b] + 1]`."""
+    """What one step gave, still on the device."""
 
-    tokens: mx.array  # [B, k+1]
-    accepted: mx.array  # [B], drafts accepted
-    proposed: mx.array  # [B], drafts that could have been accepted: k, or fewer by the request's limits
+    verdict: Verdict
     copied: mx.array  # [B], how many of the drafts were copied from the context
-    finite: mx.array  # [B], 0 if the largest logit at a generated position is NaN or infinite
     logits: mx.array  # [B, k+1, V], the trunk's
     logprobs: Logprobs | None  # if a sequence wants them
 
@@ -78,13 +63,10 @@ def step(
 
 def verify(model: Model, batch: Batch, proposal: Proposal, grammar: GrammarMasks | None = None) -> StepResult:
     """Run the trunk over the drafts, accept what it agrees with, and commit that to the batch."""
-    k = proposal.tokens.shape[1]
-    window = batch.last[:, None]
-    if k:
-        window = join_columns([window, proposal.tokens])  # [B, k+1]
+    k, backend = proposal.tokens.shape[1], model.backend
+    window = backend.window(batch.last, proposal.tokens)  # [B, k+1]
     # Only the first token of the window is certain: recurrent layers hold the others back until they are accepted.
-    greedy = grammar is None and batch.controls.argmax_only
-    hidden, logits, best = model.score(window, batch.trunk_state, greedy)  # one pass over all positions
+    hidden, logits = model.score(window, batch.trunk_state)  # one pass over all positions
 
     max_k = batch.max_k if proposal.valid is None else mx.minimum(batch.max_k, proposal.valid)
     context, permitted = batch.context(k + 1), None
@@ -94,28 +76,14 @@ def verify(model: Model, batch: Batch, proposal: Proposal, grammar: GrammarMasks
         mx.async_eval(proposal.tokens)
         mx.async_eval(logits)
         permitted = grammar.permitted(proposal.tokens)  # [B, k+1, V]
-    if best is None:
-        best = draw_window(logits, proposal, window, max_k, context, permitted)
-    if best is not None:  # a kernel does all that follows
-        made = launch_accept(best, window, max_k, batch.trunk_state.lengths, batch.remaining, batch.rounds)
-        result, allowed, finite = AcceptResult(made.accepted, best.tokens), made.proposed, made.finite
-        batch.commit(hidden, result, Advance(*made[3:]))
-    else:
-        # A step always adds a token of its own, so at most remaining - 1 drafts fit. `remaining` is 0 or less in the
-        # surplus step of a sequence whose end the host has not read yet.
-        allowed = mx.clip(mx.minimum(max_k, batch.remaining - 1), 0, k)  # [B]
-        result = accept_window(logits, proposal, allowed, context, permitted)
-        result = result._replace(accepted=in_device_memory(result.accepted))
-        # The head sees what is committed here at the beginning of the next step.
-        batch.commit(hidden, result, batch.advance(result))
-        # argmax over NaNs is token 0, but max() passes the NaN on. Positions after the last generated token do not
-        # count.
-        each = mx.isfinite(logits.max(axis=-1)) | (mx.arange(k + 1) > result.accepted[:, None])
-        finite = each.all(axis=1).astype(mx.int32)
+    choice = backend.choose(logits, window, proposal, max_k, context, permitted)
+    verdict = backend.accept(choice, window, max_k, context)
+    # The head sees what is committed here at the beginning of the next step.
+    batch.commit(hidden, verdict)
 
     top = batch.controls.top_logprobs
-    scores = logprobs(logits, result.tokens, top) if top is not None else None
-    return StepResult(result.tokens, result.accepted, allowed, _zeros(batch.size), finite, logits, scores)
+    scores = logprobs(logits, verdict.tokens, top) if top is not None else None
+    return StepResult(verdict, _zeros(batch.size), logits, scores)
 
 
 @cache
@@ -142,7 +110,7 @@ def prefill(
         inside = tokens.shape[1] - 1  # pairs whose token lies in the chunk
         if inside:
             batch.unseen = UnseenPairs(hidden[:, :-1], tokens[:, :-1], inside * one)
-            catch_up(model, batch, embeddings=None if embeddings is None else embeddings[:, width - inside :])
+            see_pairs(model, batch, None if embeddings is None else embeddings[:, width - inside :])
         batch.unseen = batch.unseen.extend(hidden[:, -1:], tokens[:, -1:], one)
 
 

@@ -181,7 +181,8 @@ def _seconds_per_step(model: Model, batch: Batch, cell: Cell) -> float:
     """Run steps as the engine does on a GPU: the next graph is built while the device works on a step."""
 
     def run() -> mx.array:
-        return step(model, batch, cell.k, source=cell.source, distances=() if cell.source else [1] * cell.n).tokens
+        distances = () if cell.source else [1] * cell.n
+        return step(model, batch, cell.k, source=cell.source, distances=distances).verdict.tokens
 
     for _ in range(2):  # the first also finishes what the depth before left over; both may compile kernels
         mx.eval(run(), *batch.arrays())

@@ -1,13 +1,28 @@
-"""Fast paths per device, each beside the stock-op function that is its oracle."""
+"""The operations of a step. `backend.py` is the reference; each folder is what one device does better.
+
+`choose_backend` is the only place where a device is asked for.
+"""
 
 import mlx.core as mx
 
-from . import cpu, metal
-from .cuda import on_cuda
+from .backend import Backend
 
 
-def selected() -> str:
-    """Return which kernels compute on this device: native and for which CPU, or stock and why."""
+def choose_backend() -> Backend:
+    """Return the backend of MLX's default device, the same one as long as nothing about it changes."""
     if mx.default_device() == mx.cpu:
-        return str(cpu.loaded())
-    return "native (cuda)" if on_cuda() else metal.kernels_in_use()
+        from .cpu.backend import cpu_backend
+
+        return cpu_backend()
+    if mx.cuda.is_available():
+        from .cuda.backend import cuda_backend
+
+        return cuda_backend()
+    if mx.metal.is_available():
+        from .metal.backend import metal_backend
+
+        return metal_backend()
+    return Backend(f"stock ({mx.default_device()} is no device with kernels)")
+
+
+__all__ = ["Backend", "choose_backend"]

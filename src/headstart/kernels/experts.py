@@ -1,52 +1,19 @@
-"""The parts of a mixture of experts: cpu, cuda, metal or stock ops."""
+"""The second half of a decoder layer: an MLP, or experts and a router, by MLX's own operations.
 
-from math import prod
+The same as mlx-lm's modules' own calls; products that share an input are asked for together.
+"""
+
+from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
+from mlx_lm.models.step3p5 import Step3p5MLP, clamped_swiglu
+from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU, SwitchMLP
 
-from . import cpu, metal
-from .adapters import add_adapters, has_adapters
-from .cuda import on_cuda
-from .cuda.experts import launch_combine, launch_experts, launch_route
-from .cuda.products import MOST_ROWS, MatrixWeights, SumOrder, matrix_weights, product_refusal
-from .metal.device import type_name
-from .metal.experts import metal_combine, metal_experts, metal_route
-from .products import chosen_products
-
-
-def expert_products(
-    x: mx.array, indices: mx.array, *layers: nn.Module, always: bool = False
-) -> list[mx.array] | None:
-    """Return what every expert of a row's `indices` [..., E] makes of it, for every layer: [..., E, N].
-
-    `x` is [..., K], or [..., E, K] where each expert has an input of its own. None where a layer does not fit: call
-    mlx-lm's, which for many rows sorts them first. With `always` stock ops compute those in the order of the rows.
-    """
-    made = _expert_products(x, indices, *layers)
-    if made is None and always:
-        made = [stock_experts(x, indices, layer) for layer in layers]
-    return None if made is None else add_adapters(made, x, layers, indices)
-
-
-def _expert_products(x: mx.array, indices: mx.array, *layers: nn.Module) -> list[mx.array] | None:
-    if (native := cpu.native()) is not None:
-        return cpu.native_products(native, x, layers, experts=indices, own=x.ndim > indices.ndim)
-    if metal.on_metal() and prod(indices.shape[:-1]) <= metal.MOST_ROWS:
-        return chosen_products(
-            "experts",
-            x.dtype,
-            layers,
-            launch=lambda weights, slices: metal_experts(x, indices, weights, slices),
-            stock=lambda layer, _: stock_experts(x, indices, layer),
-        )
-    found = [matrix_weights(layer) for layer in layers]
-    if not _fits(x, indices, found):
-        return None
-    if len({SumOrder.of(weights) for weights in found}) > 1:
-        return [launch_experts(x, indices, [weights])[0] for weights in found]
-    return launch_experts(x, indices, found)
+from .adapters import ChosenAdapters, has_adapters
+from .layers import FeedForward, Pass, Residual
+from .products import Products
 
 
 def stock_experts(x: mx.array, indices: mx.array, layer: nn.Module) -> mx.array:
@@ -56,40 +23,6 @@ def stock_experts(x: mx.array, indices: mx.array, layer: nn.Module) -> mx.array:
     return made.squeeze(-2)
 
 
-def swiglu_experts(
-    x: mx.array, indices: mx.array, gate: nn.Module, up: nn.Module, *, always: bool = False
-) -> mx.array | None:
-    """Return `silu(gate) * up` of each expert in `indices` [..., E]: [..., K] → [..., E, N]; None as above."""
-    found = [matrix_weights(gate), matrix_weights(up)]
-    fused = cpu.native() is None and not has_adapters(gate, up) and _fits(x, indices, found)
-    if fused and SumOrder.of(found[0]) == SumOrder.of(found[1]):
-        return launch_experts(x, indices, found, gated=True)[0]
-    both = expert_products(x, indices, gate, up, always=always)
-    return None if both is None else swiglu(*both)
-
-
-def _fits(x: mx.array, indices: mx.array, weights: list[MatrixWeights]) -> bool:
-    rows = prod(indices.shape[:-1])
-    return on_cuda() and rows <= MOST_ROWS and not any(product_refusal(x.dtype, each) for each in weights)
-
-
-def route(logits: mx.array, top: int, normed: bool) -> tuple[mx.array, mx.array]:
-    """Return the `top` experts of a row by its logits [..., E], and their scores: [..., top] each.
-
-    The order in which stock ops name the experts, and whom they choose among equals, may change with the number of
-    rows.
-    """
-    if on_cuda() and logits.dtype in (mx.bfloat16, mx.float16) and logits.shape[-1] <= 1024 and top <= 32:
-        return launch_route(logits, top, normed)
-    if metal.on_metal() and metal.chosen_kernel("route", route_shape(logits, top)) == "metal":
-        return metal_route(logits, top, normed)
-    return stock_route(logits, top, normed)
-
-
-def route_shape(logits: mx.array, top: int) -> str:
-    return f"{top} of {logits.shape[-1]}, {type_name(logits.dtype)}"
-
-
 def stock_route(logits: mx.array, top: int, normed: bool) -> tuple[mx.array, mx.array]:
     gates = mx.softmax(logits, axis=-1, precise=True)
     indices = mx.argpartition(gates, kth=-top, axis=-1)[..., -top:]
@@ -97,19 +30,151 @@ def stock_route(logits: mx.array, top: int, normed: bool) -> tuple[mx.array, mx.
     return indices, scores / scores.sum(axis=-1, keepdims=True) if normed else scores
 
 
-def combine(parts: mx.array, scores: mx.array, shared: mx.array, gate: mx.array) -> mx.array:
-    """Sum what experts made [..., E, N] by their scores [..., E], and what all rows share [..., N] by the sigmoid of
-    its gate [..., 1]. The order of a stock sum may change with the number of rows."""
-    if on_cuda() and parts.dtype in (mx.bfloat16, mx.float16):
-        return launch_combine(parts, scores, shared, gate)
-    if metal.on_metal() and metal.chosen_kernel("combine", combine_shape(parts)) == "metal":
-        return metal_combine(parts, scores, shared, gate)
-    return stock_combine(parts, scores, shared, gate)
-
-
-def combine_shape(parts: mx.array) -> str:
-    return f"{parts.shape[-2]} of {parts.shape[-1]}, {type_name(parts.dtype)}"
-
-
 def stock_combine(parts: mx.array, scores: mx.array, shared: mx.array, gate: mx.array) -> mx.array:
     return (parts * scores[..., None]).sum(axis=-2) + mx.sigmoid(gate) * shared
+
+
+def is_swiglu(module: nn.Module) -> bool:
+    """Return whether an MLP is `down(silu(gate) * up)`."""
+    return "gate_proj" in module and not (isinstance(module, Step3p5MLP) and module.limit is not None)
+
+
+class FeedForwards(Products):
+    """MLPs and mixtures of experts."""
+
+    def add(self, residual: Residual, made: mx.array, run: Pass) -> tuple[mx.array, mx.array]:
+        """Return the residual stream with what a part of a layer made, of which this machine may have a part, and
+        its norm."""
+        norm = residual.norm
+        return self.add_and_norm(residual.x, run.share.whole(made), norm["weight"], norm.eps)
+
+    def feed_forward(
+        self, layer: FeedForward, x: mx.array, run: Pass, residual: Residual
+    ) -> tuple[mx.array, mx.array]:
+        """Add what an MLP or a mixture of experts makes of x [B, W, H] to the residual → the sum and its norm."""
+        return self.add(residual, self.mlp_or_mixture(layer.module, x, run.adapters), run)
+
+    def mlp_or_mixture(self, module: nn.Module, x: mx.array, adapters: ChosenAdapters | None = None) -> mx.array:
+        """Return `module(x)`, [B, W, H] → [B, W, H]."""
+        if "switch_mlp" not in module:
+            return self._mlp(module, x, adapters)
+        if "router" in module:
+            return self._mixture_with_identity(module, x, adapters)
+        if "shared_expert_gate" not in module:
+            return self._mixture(module, x, adapters)
+        if module.sharding_group is not None:  # its experts are on several machines
+            return module(x)
+        shared = module.shared_expert
+        logits, weight = self.products(x, (module.gate, module.shared_expert_gate), adapters)
+        indices, scores = self.route(logits, module.top_k, module.norm_topk_prob)
+        parts = self.chosen_experts(module.switch_mlp, x, indices, adapters)
+        hidden = self.gated_product(x, shared.gate_proj, shared.up_proj, adapters)
+        return self.combine(parts, scores, self.product(hidden, shared.down_proj, adapters), weight)
+
+    def _mlp(self, module: nn.Module, x: mx.array, adapters: ChosenAdapters | None) -> mx.array:
+        if is_swiglu(module):
+            hidden = self.gated_product(x, module.gate_proj, module.up_proj, adapters)
+        elif "gate_proj" in module:
+            up, gate = self.products(x, (module.up_proj, module.gate_proj), adapters)
+            hidden = clamped_swiglu(up, gate, module.limit)
+        else:
+            hidden = nn.relu2(self.product(x, module.up_proj, adapters))
+        return self.product(hidden, module.down_proj, adapters)
+
+    def _mixture(self, module: nn.Module, x: mx.array, adapters: ChosenAdapters | None) -> mx.array:
+        """Run Qwen3's mixture, or DeepSeek's, Step's and Nemotron's, whose shared experts have no gate."""
+        if isinstance(module.gate, nn.Linear | nn.QuantizedLinear):
+            logits = self.product(x, module.gate, adapters)
+            indices, scores = self.route(logits, module.top_k, module.norm_topk_prob)
+        else:
+            indices, scores = module.gate(x)
+        latent = self.product(x, module.fc1_latent_proj, adapters) if "fc1_latent_proj" in module else x
+        parts = self.chosen_experts(module.switch_mlp, latent, indices, adapters)
+        out = (parts * scores[..., None]).sum(axis=-2).astype(x.dtype)
+        out = self.product(out, module.fc2_latent_proj, adapters) if "fc2_latent_proj" in module else out
+        shared = module.get("shared_experts", module.get("share_expert"))
+        return out if shared is None else out + self._mlp(shared, x, adapters)
+
+    def _mixture_with_identity(self, module: nn.Module, x: mx.array, adapters: ChosenAdapters | None) -> mx.array:
+        """Run LongCat's mixture: experts past the last return their input."""
+        indices, scores = module.router(x)
+        same = indices >= module.n_routed_experts
+        parts = self.chosen_experts(module.switch_mlp, x, mx.where(same, 0, indices), adapters)
+        out = (parts * mx.where(same, 0.0, scores)[..., None]).sum(axis=-2)
+        return out + x * mx.where(same, scores, 0.0).sum(axis=-1, keepdims=True)
+
+    def route(self, logits: mx.array, top: int, normed: bool) -> tuple[mx.array, mx.array]:
+        """Return the `top` experts of a row by its logits [..., E], and their scores: [..., top] each.
+
+        The order in which stock ops name the experts, and whom they choose among equals, may change with the number
+        of rows.
+        """
+        return stock_route(logits, top, normed)
+
+    def combine(self, parts: mx.array, scores: mx.array, shared: mx.array, gate: mx.array) -> mx.array:
+        """Sum what experts made [..., E, N] by their scores [..., E], and what all rows share [..., N] by the sigmoid
+        of its gate [..., 1]. The order of a stock sum may change with the number of rows."""
+        return stock_combine(parts, scores, shared, gate)
+
+    def chosen_experts(
+        self, module: nn.Module, x: mx.array, indices: mx.array, adapters: ChosenAdapters | None
+    ) -> mx.array:
+        """Return `module(x, indices)` for mlx-lm's SwitchGLU or SwitchMLP: [B, W, H] and [B, W, E] → [B, W, E, H].
+
+        mlx-lm's own module, which for many rows sorts them first, computes what no kernel of ours takes.
+        """
+        if not isinstance(module, SwitchGLU | SwitchMLP):
+            return module(x, indices)
+        adapted = has_adapters(*module.children().values())
+        given = x, indices, adapters, adapted
+        if isinstance(module, SwitchMLP):
+            made, last = self.expert_products(*given, (module.fc1,)), module.fc2
+            hidden = None if made is None else module.activation(made[0])
+        elif isinstance(module.activation, SwiGLU):
+            hidden, last = self.gated_experts(*given, module.gate_proj, module.up_proj), module.down_proj
+        else:
+            made = self.expert_products(*given, (module.up_proj, module.gate_proj))
+            last = module.down_proj
+            hidden = None if made is None else module.activation(*made)
+        if hidden is None:
+            return module(x, indices)
+        down = self.expert_products(hidden, indices, adapters, adapted, (last,))
+        assert down is not None, "an MLP's layers are quantised alike"
+        return down[0]
+
+    def expert_products(
+        self,
+        x: mx.array,
+        indices: mx.array,
+        adapters: ChosenAdapters | None,
+        adapted: bool,
+        layers: Sequence[nn.Module],
+    ) -> list[mx.array] | None:
+        """Return what every expert of a row's `indices` [..., E] makes of it, for every layer: [..., E, N].
+
+        `x` is [..., K], or [..., E, K] where each expert has an input of its own. None where no kernel takes a layer
+        of experts of which none is `adapted`.
+        """
+        made = self.multiply_experts(x, indices, layers)
+        if made is None and adapted:
+            made = [stock_experts(x, indices, layer) for layer in layers]
+        if made is None or adapters is None:
+            return made
+        return adapters.add(made, x, layers, indices, self.row_products)
+
+    def multiply_experts(self, x: mx.array, indices: mx.array, layers: Sequence[nn.Module]) -> list[mx.array] | None:
+        """Return the products of `expert_products` without adapters; None where no kernel of ours takes a layer."""
+        return None
+
+    def gated_experts(
+        self,
+        x: mx.array,
+        indices: mx.array,
+        adapters: ChosenAdapters | None,
+        adapted: bool,
+        gate: nn.Module,
+        up: nn.Module,
+    ) -> mx.array | None:
+        """Return `silu(gate) * up` of each expert in `indices` [..., E]: [..., K] → [..., E, N]; None as above."""
+        both = self.expert_products(x, indices, adapters, adapted, (gate, up))
+        return None if both is None else swiglu(*both)

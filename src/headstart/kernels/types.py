@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 
 
 class ArrangedHeads(NamedTuple):
@@ -35,6 +36,11 @@ class GatedDeltaWeights(NamedTuple):
     dt_bias: mx.array  # [Hv]
     norm: mx.array  # [Dv]
     eps: float
+
+    @classmethod
+    def of(cls, net: nn.Module) -> "GatedDeltaWeights":
+        """Return those of mlx-lm's module."""
+        return cls(net.conv1d.weight, net.A_log, net.dt_bias, net.norm.weight, net.norm.eps)
 
 
 class Drafts(NamedTuple):

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..errors import CheckpointError
+from ..kernels.norms import use_float32_norms
 from . import (
     deepseek_v3,
     ernie4_5_moe,
@@ -17,10 +18,9 @@ from . import (
     qwen3_next,
     step3p5,
 )
-from .base import Model, Weights
 from .family import Family
 from .head import Head, HeadSpec
-from .norm import use_float32_norms
+from .model import Model, Weights
 
 FAMILIES: dict[str, Family] = {
     "qwen3_5": qwen3_5.DENSE,

@@ -8,7 +8,7 @@ from mlx_lm.models import deepseek_v3
 
 from .family import plain_family
 from .head import HeadNames, HeadSpec
-from .latent_attention import latent_attention, latent_kv_sizes
+from .mixers import latent_attention
 
 # As in SGLang and transformers. vLLM sets the embedding of the first pair to zero, which only it does.
 NEXTN = HeadSpec(
@@ -28,8 +28,7 @@ def next_layer(layer: Callable[..., nn.Module], lm: nn.Module) -> nn.Module:
 FAMILY = plain_family(
     "deepseek_v3",
     deepseek_v3,
-    attention=latent_attention,
-    kv_sizes=latent_kv_sizes,
+    mixer=latent_attention,
     head_layer=partial(next_layer, deepseek_v3.DeepseekV3DecoderLayer),
     head=NEXTN,
 )

@@ -11,29 +11,18 @@ MLP of every layer; and a `CandidateSelector`, which scores the likeliest tokens
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import qwen3
 
-from ..kernels.cuda.attention import (
-    arrange_fits,
-    attention_fits,
-    launch_arrange,
-    launch_arrange_into,
-    launch_attention,
-)
-from ..kernels.products import product, products
-from ..kernels.types import ArrangedHeads, HeadNorms
+from ..kernels import Backend
+from ..kernels.layers import Attention, Pass, Residual
 from ..limits import MAX_K
 from ..state import KV, BatchState
-from .attention import arrange_heads
-from .feed_forward import mlp_or_mixture
-from .residual import Residual
-from .share import Alone
 
 
 @dataclass(frozen=True)
@@ -82,10 +71,10 @@ class DynamicConv(nn.Module):
         self.base_kernel = mx.zeros((2, taps, hidden))
         self.kernel_projection = nn.Linear(hidden, 2 * taps * (hidden // group), bias=False)
 
-    def kernels(self, x: mx.array) -> mx.array:
+    def kernels(self, backend: Backend, x: mx.array) -> mx.array:
         """Return both kernels for the part's input x [B, W, H], [2, taps, B, W, H]."""
         _, taps, hidden = self.base_kernel.shape
-        made = product(x, self.kernel_projection).reshape(*x.shape[:2], 2, taps, -1)  # by group
+        made = backend.product(x, self.kernel_projection).reshape(*x.shape[:2], 2, taps, -1)  # by group
         wide = mx.repeat(made, hidden // made.shape[-1], axis=-1)
         return (wide + self.base_kernel.astype(x.dtype)).transpose(2, 3, 0, 1, 4)
 
@@ -106,11 +95,12 @@ class CandidateSelector(nn.Module):
         self.successor_codebook = mx.zeros((vocabulary, rank))
         self.hidden_projection = nn.Linear(hidden, rank, bias=False)
 
-    def rescore(self, logits: mx.array, hidden: mx.array, before: mx.array, count: int) -> mx.array:
+    def rescore(self, backend: Backend, logits: mx.array, hidden: mx.array, before: mx.array, count: int) -> mx.array:
         """Return the logits [B, 1, V] of a position given the draft `before` it [B], of its `count` likeliest tokens;
         the others cannot be drawn. `hidden` [B, 1, H] is the drafter's output there."""
         ids = mx.argpartition(logits, -count, axis=-1)[..., -count:]  # [B, 1, C]
-        weights = self.predecessor_codebook[before][:, None] * product(hidden, self.hidden_projection)  # [B, 1, R]
+        projected = backend.product(hidden, self.hidden_projection)
+        weights = self.predecessor_codebook[before][:, None] * projected  # [B, 1, R]
         scores = mx.take_along_axis(logits, ids, axis=-1) + (weights[:, :, None] * self.successor_codebook[ids]).sum(
             -1
         )
@@ -144,20 +134,30 @@ class DFlash:
         """Return the most drafts of a block."""
         return min(self.spec.block_size - 1, MAX_K)
 
-    def make_caches(self, rows: int, dtype: mx.Dtype) -> list[KV]:
+    @cached_property
+    def attentions(self) -> list[Attention]:
+        """Return what the attention of the layers is."""
         parts = [layer.self_attn for layer in self.weights.layers]
-        return [KV.empty(rows, part.n_kv_heads, part.q_norm.weight.shape[0], dtype) for part in parts]
+        kinds = zip(parts, self.spec.windows, self.spec.causal, strict=True)
+        return [
+            Attention(part, part.n_heads, part.n_kv_heads, window=window, causal=causal)
+            for part, window, causal in kinds
+        ]
 
-    def remember(self, outputs: Sequence[mx.array], memories: Sequence[Any]) -> None:
+    def make_caches(self, rows: int, dtype: mx.Dtype) -> list[KV]:
+        return [each.state(rows, dtype, eight_bits=False) for each in self.attentions]
+
+    def remember(self, backend: Backend, outputs: Sequence[mx.array], memories: Sequence[KV]) -> None:
         """Write the context of a window, given the output [B, W, H] of every layer of the trunk."""
         taps = mx.concatenate([outputs[layer] for layer in self.spec.target_layers], axis=-1)
-        context = self.weights.hidden_norm(product(taps, self.weights.fc))
-        for layer, memory in zip(self.weights.layers, memories, strict=True):
-            part = layer.self_attn
-            keys, values = products(context, part.k_proj, part.v_proj)
-            _write(part, keys, keys, values, memory)  # there are no queries
+        context = backend.norm(backend.product(taps, self.weights.fc), self.weights.hidden_norm)
+        for layer, memory in zip(self.attentions, memories, strict=True):
+            keys, values = backend.products(context, (layer.module.k_proj, layer.module.v_proj))
+            backend.write(replace(layer, heads=layer.kv_heads), keys, keys, values, memory)  # there are no queries
 
-    def __call__(self, embed: nn.Module, state: BatchState, last: mx.array, k: int) -> mx.array:
+    def __call__(
+        self, backend: Backend, embed: Callable[[mx.array], mx.array], state: BatchState, last: mx.array, k: int
+    ) -> mx.array:
         """Run a block of the token `last` [B] and k mask tokens after what `state` holds, the caches of this drafter.
 
         Returns the hidden states [B, k, H] that predict the k drafts.
@@ -166,17 +166,17 @@ class DFlash:
         at = state.lengths[:, None] + mx.arange(1 + k)  # [B, W]
         block = embed(mx.pad(last[:, None], [(0, 0), (0, k)], constant_values=self.spec.mask_token))  # [B, W, H]
         seen = cache(partial(block_mask, at, state.kv_layers[0].reach))
-        layers, alone, scale = self.weights.layers, Alone(), self.spec.input_scale
+        layers, scale = self.weights.layers, self.spec.input_scale
         x = block if scale == 1 else block * scale
-        normed = layers[0].input_layernorm(x)
+        normed = backend.norm(x, layers[0].input_layernorm)
         norms = [layer.input_layernorm for layer in layers[1:]] + [self.weights.norm]
-        kinds = zip(self.spec.windows, self.spec.causal, strict=True)
-        for layer, memory, kind, norm in zip(layers, state.kv_layers, kinds, norms, strict=True):
-            attend = partial(_attend, layer.self_attn, memory, seen, *kind)
-            made = _convolved(layer.get("attention_conv"), normed, attend)
-            x, normed = Residual(x, layer.post_attention_layernorm, alone).add(made)
-            made = _convolved(layer.get("mlp_conv"), normed, partial(mlp_or_mixture, layer.mlp))
-            x, normed = Residual(x, norm, alone).add(made)
+        for layer, attention, memory, norm in zip(layers, self.attentions, state.kv_layers, norms, strict=True):
+            run = Pass(partial(seen, attention.causal), state.accepted)
+            attend = partial(_attend, backend, attention, memory, run)
+            made = _convolved(backend, layer.get("attention_conv"), normed, attend)
+            x, normed = backend.add(Residual(x, layer.post_attention_layernorm), made, run)
+            made = _convolved(backend, layer.get("mlp_conv"), normed, partial(backend.mlp_or_mixture, layer.mlp))
+            x, normed = backend.add(Residual(x, norm), made, run)
         return normed[:, 1:]
 
     def scaled(self, logits: mx.array) -> mx.array:
@@ -189,13 +189,13 @@ class DFlash:
         """Return whether a draft depends on the one before it."""
         return self.spec.selector is not None
 
-    def rescore(self, logits: mx.array, hidden: mx.array, before: mx.array) -> mx.array:
+    def rescore(self, backend: Backend, logits: mx.array, hidden: mx.array, before: mx.array) -> mx.array:
         """Return the logits of one position given the draft before it, see `CandidateSelector`."""
         assert self.spec.selector is not None
-        return self.weights.candidate_selector.rescore(logits, hidden, before, self.spec.selector[1])
+        return self.weights.candidate_selector.rescore(backend, logits, hidden, before, self.spec.selector[1])
 
 
-def block_mask(at: mx.array, reach: int, window: int | None, causal: bool) -> mx.array:
+def block_mask(at: mx.array, reach: int, causal: bool, window: int | None) -> mx.array:
     """Return what block positions `at` [B, W] see in a layer, [B, 1, W, reach]."""
     keys, queries = mx.arange(reach), at[:, None, :, None]
     seen = keys <= (queries if causal else queries[:, :, -1:])
@@ -204,42 +204,17 @@ def block_mask(at: mx.array, reach: int, window: int | None, causal: bool) -> mx
     return mx.broadcast_to(seen, (at.shape[0], 1, at.shape[1], reach))
 
 
-def _attend(
-    part: nn.Module, memory: KV, seen: Callable[..., mx.array], window: int | None, causal: bool, x: mx.array
+def _attend(backend: Backend, layer: Attention, memory: KV, run: Pass, x: mx.array) -> mx.array:
+    part = layer.module
+    queries, keys, values = backend.products(x, (part.q_proj, part.k_proj, part.v_proj))
+    return backend.product(backend.attend(layer, queries, keys, values, memory, run), part.o_proj)
+
+
+def _convolved(
+    backend: Backend, conv: DynamicConv | None, x: mx.array, part: Callable[[mx.array], mx.array]
 ) -> mx.array:
-    queries, keys, values = products(x, part.q_proj, part.k_proj, part.v_proj)
-    queries, keys, values = _write(part, queries, keys, values, memory)
-    if attention_fits(x.shape[1], part.n_heads, memory.keys):
-        given = queries, None, memory.keys, memory.values, memory.offset
-        out = launch_attention(*given, part.scale, memory.reach, causal, window)
-    else:
-        mask = seen(window, causal)
-        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=part.scale, mask=mask)
-        out = out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)
-    return product(out, part.o_proj)
-
-
-def _write(part: nn.Module, queries: mx.array, keys: mx.array, values: mx.array, memory: KV) -> ArrangedHeads:
-    """Write products [B, W, H·D] to `memory` by head, normed and rotated. Returns the queries likewise, and the keys
-    and values that are in reach."""
-    given, (_, heads, _, dim), offset = (queries, keys, values), memory.keys.shape, memory.offset
-    norms = HeadNorms(part.q_norm.weight, part.k_norm.weight, part.q_norm.eps)
-    if not arrange_fits(part.rope, dim):
-        by_head = (a.reshape(*a.shape[:2], -1, dim).transpose(0, 2, 1, 3) for a in given)
-        made = arrange_heads(part, ArrangedHeads(*by_head), offset)
-    elif attention_fits(keys.shape[1], heads, memory.keys):
-        # In place. A pass in the same launch that does not wait for it would draft worse, no more.
-        made = launch_arrange_into(*given, norms, part.rope, offset, (memory.keys, memory.values))
-        _, memory.keys, memory.values = made
-        return made
-    else:
-        made = launch_arrange(*given, norms, part.rope, offset, gated=False)
-    return ArrangedHeads(made.queries, *memory.update_and_fetch(made.keys, made.values))
-
-
-def _convolved(conv: DynamicConv | None, x: mx.array, part: Callable[[mx.array], mx.array]) -> mx.array:
     """Return part(x), between two convolutions where the layer has them."""
     if conv is None:
         return part(x)
-    before, after = conv.kernels(x)
+    before, after = conv.kernels(backend, x)
     return convolve(part(convolve(x, before)), after)

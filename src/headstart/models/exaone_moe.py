@@ -6,7 +6,14 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models import exaone_moe
 
+from ..kernels.layers import Attention
 from .family import plain_family
+from .mixers import grouped_attention
+
+
+def exaone_attention(layer: nn.Module) -> Attention:
+    """Describe attention that rotates queries and keys in some layers only."""
+    return grouped_attention(layer, window=layer.window, rotates=layer.self_attn.use_rope)
 
 
 def build_exaone(config: dict[str, Any]) -> nn.Module:
@@ -32,7 +39,7 @@ FAMILY = plain_family(
     "exaone_moe",
     exaone_moe,
     build=build_exaone,
-    window=lambda layer: layer.window,
+    mixer=exaone_attention,
     head_layer=exaone_head_layer,
     renamed=((r"\.mlp\.e_score_correction_bias$", ".mlp.gate.e_score_correction_bias"),),
 )

@@ -6,14 +6,13 @@ from mlx_lm.models import glm4_moe, glm4_moe_lite
 
 from .deepseek_v3 import NEXTN, next_layer
 from .family import plain_family
-from .latent_attention import latent_attention, latent_kv_sizes
+from .mixers import latent_attention
 
 GLM4_MOE = plain_family("glm4_moe", glm4_moe, head_layer=partial(next_layer, glm4_moe.DecoderLayer), head=NEXTN)
 GLM4_MOE_LITE = plain_family(
     "glm4_moe_lite",
     glm4_moe_lite,
-    attention=latent_attention,
-    kv_sizes=latent_kv_sizes,
+    mixer=latent_attention,
     head_layer=partial(next_layer, glm4_moe_lite.Glm4MoeLiteDecoderLayer),
     head=NEXTN,
 )

@@ -6,7 +6,9 @@ import mlx.nn as nn
 from mlx_lm.models import llama, ministral3, mistral3
 
 from ..errors import CheckpointError
+from ..kernels.layers import Attention
 from .family import plain_family
+from .mixers import grouped_attention
 
 TEXT_TYPES = ("llama", "mistral", "ministral3")
 
@@ -18,17 +20,24 @@ def build_mistral3(config: dict[str, Any]) -> nn.Module:
     return mistral3.Model(mistral3.ModelArgs.from_dict(config))
 
 
-def llama_window(layer: nn.Module) -> int | None:
-    return layer.args.sliding_window if layer.use_sliding else None
+def llama_attention(layer: nn.Module) -> Attention:
+    """Describe a layer's attention. Ministral 3 scales queries that are far from the start by the logarithm of their
+    position."""
+    part = layer.self_attn
+    scale = None
+    if isinstance(part, ministral3.Attention):
+        scale = (part.original_max_position_embeddings, part.scaling_beta)
+    window = layer.args.sliding_window if layer.use_sliding else None
+    return grouped_attention(layer, window=window, query_scale=scale)
 
 
-LLAMA = plain_family("llama", llama, window=llama_window)
-MINISTRAL3 = plain_family("ministral3", ministral3, window=llama_window)
+LLAMA = plain_family("llama", llama, mixer=llama_attention)
+MINISTRAL3 = plain_family("ministral3", ministral3, mixer=llama_attention)
 MISTRAL3 = plain_family(
     "mistral3",
     mistral3,
     build=build_mistral3,
     text=lambda lm: lm.language_model.model,
     lm_head=lambda lm: lm.language_model.get("lm_head"),
-    window=llama_window,
+    mixer=llama_attention,
 )

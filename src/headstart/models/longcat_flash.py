@@ -3,16 +3,15 @@
 The head is like a layer of DeepSeek-V3's without experts, with an embedding of its own, as in vLLM and SGLang.
 """
 
-from functools import partial
 from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.models import longcat_flash
 
+from ..kernels.layers import FeedForward, LatentAttention, Part
 from .family import plain_family
 from .head import HeadNames, HeadSpec
-from .latent_attention import latent_attention, latent_kv_sizes
-from .part import Part, PartKind, decoder_parts
+from .mixers import decoder_parts
 
 
 class DenseLayer(nn.Module):
@@ -42,15 +41,19 @@ def build_longcat(config: dict[str, Any]) -> nn.Module:
     return lm
 
 
+def longcat_attention(attention: nn.Module) -> LatentAttention:
+    return LatentAttention(attention, attention.query_scale, attention.latent_scale)
+
+
 def longcat_parts(layer: nn.Module) -> list[Part]:
     if isinstance(layer, DenseLayer):
-        return decoder_parts(layer)
+        return list(decoder_parts(layer, longcat_attention(layer.self_attn)))
     parts: list[Part] = []
     for first, attention, second, mlp in zip(
         layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlps, strict=True
     ):
-        beside = None if parts else layer.mlp
-        parts += [Part(PartKind.ATTENTION, first, attention), Part(PartKind.MLP, second, mlp, beside)]
+        beside = None if parts else FeedForward(layer.mlp)
+        parts += [Part(first, longcat_attention(attention)), Part(second, FeedForward(mlp), beside)]
     return parts
 
 
@@ -59,8 +62,6 @@ FAMILY = plain_family(
     longcat_flash,
     build=build_longcat,
     parts=longcat_parts,
-    attention=partial(latent_attention, scales=lambda layer: (layer.query_scale, layer.latent_scale)),
-    kv_sizes=latent_kv_sizes,
     head_layer=lambda lm: DenseLayer(lm.args),
     head=HeadSpec(
         own_embedding=True,

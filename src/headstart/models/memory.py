@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ..errors import HeadstartError
 from ..state import BLOCK, CHUNK, KV
-from .base import Model
+from .model import Model
 
 VARIABLE = "HEADSTART_MEMORY_GB"
 WORKING_SET = "max_recommended_working_set_size"  # what Metal calls its memory

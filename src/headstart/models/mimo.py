@@ -5,10 +5,19 @@ hidden states before the norm, as in SGLang. llama.cpp gives a module those of t
 sglang-jax had 2.3 instead of 2.8 tokens per round (sglang-jax#1256); vLLM has the first module alone.
 """
 
+import mlx.nn as nn
 from mlx_lm.models import mimo, mimo_v2_flash
 
+from ..kernels.layers import Attention
 from .family import plain_family
 from .head import HeadNames, HeadSpec
+from .mixers import grouped_attention
+
+
+def mimo_v2_attention(layer: nn.Module) -> Attention:
+    window = layer.mlp.config.sliding_window_size if layer.is_sliding_window else None
+    return grouped_attention(layer, window=window, value_scale=layer.self_attn.value_scale)
+
 
 MIMO = plain_family(
     "mimo",
@@ -26,7 +35,7 @@ MIMO = plain_family(
 MIMO_V2_FLASH = plain_family(
     "mimo_v2_flash",
     mimo_v2_flash,
-    window=lambda layer: layer.mlp.config.sliding_window_size if layer.is_sliding_window else None,
+    mixer=mimo_v2_attention,
     head_layer=lambda lm: mimo_v2_flash.DecoderLayer(lm.args, is_moe=False, is_sliding_window=True),
     head=HeadSpec(
         fed_after_norm=False,

@@ -10,13 +10,10 @@ import mlx.nn as nn
 from mlx_lm.models import nemotron_h
 
 from ..errors import CheckpointError
-from .attention import grouped_attention, grouped_kv_sizes
+from ..kernels.layers import Attention, FeedForward, Mamba2, Mixer, Part
 from .family import Family
 from .head import HeadNames, HeadSpec
-from .mamba2 import mamba2, mamba2_sizes
-from .part import Part, PartKind
 
-KINDS = {"M": PartKind.RECURRENT, "*": PartKind.ATTENTION, "-": PartKind.MLP, "E": PartKind.MLP}
 HEAD = "*E"  # the only pattern that has been released
 
 
@@ -25,14 +22,7 @@ class HeadBlocks(nn.Module):
 
     def __init__(self, args: nemotron_h.ModelArgs):
         super().__init__()
-        self.first, self.second = (prepare_block(nemotron_h.NemotronHBlock(args, kind)) for kind in HEAD)
-
-
-def prepare_block(block: nn.Module) -> nn.Module:
-    """Give an attention layer the names of fields that our forward reads."""
-    if block.block_type == "*":
-        block.mixer.n_heads, block.mixer.n_kv_heads = block.mixer.num_heads, block.mixer.num_key_value_heads
-    return block
+        self.first, self.second = (nemotron_h.NemotronHBlock(args, kind) for kind in HEAD)
 
 
 def build_nemotron(config: dict[str, Any]) -> nn.Module:
@@ -40,15 +30,22 @@ def build_nemotron(config: dict[str, Any]) -> nn.Module:
     pattern = config.get("mtp_hybrid_override_pattern") or config.get("mtp_layers_block_type") or HEAD
     if (found := "".join(kinds.get(each, each) for each in pattern)) != HEAD:
         raise CheckpointError(f"config.json: the head's layers are {found!r}; only {HEAD!r} is known.")
-    lm = nemotron_h.Model(nemotron_h.ModelArgs.from_dict(config))
-    for block in lm.layers:
-        prepare_block(block)
-    return lm
+    return nemotron_h.Model(nemotron_h.ModelArgs.from_dict(config))
 
 
 def nemotron_parts(layer: nn.Module) -> list[Part]:
     blocks = [layer.first, layer.second] if isinstance(layer, HeadBlocks) else [layer]
-    return [Part(KINDS[block.block_type], block.norm, block.mixer) for block in blocks]
+    return [Part(block.norm, nemotron_part(block)) for block in blocks]
+
+
+def nemotron_part(block: nn.Module) -> Mixer | FeedForward:
+    """Describe a block by its type: Mamba-2, attention without rotation, an MLP (-) or experts (E)."""
+    part = block.mixer
+    if block.block_type == "M":
+        return Mamba2(part)
+    if block.block_type == "*":
+        return Attention(part, part.num_heads, part.num_key_value_heads, rotates=False)
+    return FeedForward(part)
 
 
 FAMILY = Family(
@@ -60,10 +57,6 @@ FAMILY = Family(
     lm_head=lambda lm: lm.lm_head,
     head_layer=lambda lm: HeadBlocks(lm.args),
     parts=nemotron_parts,
-    recurrent=mamba2,
-    state_sizes=mamba2_sizes,
-    attention=grouped_attention,
-    kv_sizes=grouped_kv_sizes,
     head=HeadSpec(
         in_layer=True,
         names=HeadNames("first.eh_proj", "first.enorm", "first.hnorm", "second.final_layernorm"),

@@ -1,16 +1,11 @@
 """Qwen3.5, Qwen3.6 and Qwen3.8, dense and mixture of experts: mlx-lm keeps both in one module."""
 
-from functools import partial
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import qwen3_5, qwen3_5_moe
 
-from ..kernels.products import products
-from ..kernels.types import Window
 from .family import Family
-from .gated_delta_net import gated_delta_net
 
 
 def build_qwen3_5(config: dict[str, Any]) -> nn.Module:
@@ -34,16 +29,10 @@ def qwen3_5_head_layer(lm: nn.Module) -> nn.Module:
     return qwen3_5.DecoderLayer(args, layer_idx=args.full_attention_interval - 1)
 
 
-def qwen3_5_project(net: nn.Module, x: mx.array) -> Window:
-    qkv, z, b, a = products(x, net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a)
-    return Window(qkv, z.reshape(*x.shape[:2], net.num_v_heads, net.head_v_dim), b, a)
-
-
 QWEN3_5: dict[str, Any] = {
     "text": qwen3_5_text,
     "lm_head": qwen3_5_lm_head,
     "head_layer": qwen3_5_head_layer,
-    "recurrent": partial(gated_delta_net, project=qwen3_5_project),
     "norm_offset": 1.0,
     "divisible": True,
 }

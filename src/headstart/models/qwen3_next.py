@@ -1,16 +1,15 @@
 """Qwen3-Next: Qwen3.5's shape with the GatedDeltaNet's projections fused by key head."""
 
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import qwen3_next
 
-from ..kernels.products import products
+from ..kernels.layers import GatedDeltaNet, Mixer
 from ..kernels.types import Window
 from .family import Family
-from .gated_delta_net import gated_delta_net
+from .mixers import gated_attention
 
 
 def build_qwen3_next(config: dict[str, Any]) -> nn.Module:
@@ -29,10 +28,16 @@ def qwen3_next_head_layer(lm: nn.Module) -> nn.Module:
     return qwen3_next.Qwen3NextDecoderLayer(lm.args, layer_idx=lm.args.full_attention_interval - 1)
 
 
-def qwen3_next_project(net: nn.Module, x: mx.array) -> Window:
-    q, k, v, z, b, a = net.fix_query_key_value_ordering(*products(x, net.in_proj_qkvz, net.in_proj_ba))
-    qkv = mx.concatenate([t.reshape(*x.shape[:2], -1) for t in (q, k, v)], axis=-1)
-    return Window(qkv, z, b, a)
+def qwen3_next_window(net: nn.Module, made: list[mx.array]) -> Window:
+    q, k, v, z, b, a = net.fix_query_key_value_ordering(*made)
+    return Window(mx.concatenate([each.flatten(2) for each in (q, k, v)], axis=-1), z, b, a)
+
+
+def qwen3_next_mixer(layer: nn.Module) -> Mixer:
+    if "linear_attn" not in layer:
+        return gated_attention(layer)
+    net = layer.linear_attn
+    return GatedDeltaNet(net, (net.in_proj_qkvz, net.in_proj_ba), qwen3_next_window)
 
 
 FAMILY = Family(
@@ -41,7 +46,7 @@ FAMILY = Family(
     qwen3_next_text,
     qwen3_next_lm_head,
     qwen3_next_head_layer,
-    recurrent=partial(gated_delta_net, project=qwen3_next_project),
+    mixer=qwen3_next_mixer,
     norm_offset=1.0,
     divisible=True,
 )

@@ -10,9 +10,10 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models import step3p5
 
+from ..kernels.norms import use_float32_norms
 from .deepseek_v3 import NEXTN
 from .family import plain_family
-from .norm import use_float32_norms
+from .mixers import grouped_attention
 
 
 def prepare_step3p5(layer: nn.Module, args: step3p5.ModelArgs) -> nn.Module:
@@ -41,7 +42,7 @@ FAMILY = plain_family(
     "step3p5",
     step3p5,
     build=build_step3p5,
-    window=lambda layer: layer.window,
+    mixer=lambda layer: grouped_attention(layer, window=layer.window),
     head_layer=step3p5_head_layer,
     head=replace(NEXTN, fed_after_norm=False, chains_after_norm=False),
     renamed=(

@@ -13,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..images import ImageRules
-from ..kernels.products import product
+from ..kernels import Backend
 
 NORM_EPS = 1e-6
 ROPE_BASE = 10000.0
@@ -129,27 +129,29 @@ class VisionTower(nn.Module):
         scores = min(MAX_SCORES, shape.heads * patches**2)
         return patches * (4 * shape.hidden + 2 * max(shape.intermediate, 3 * shape.hidden)) * size + 8 * scores
 
-    def run(self, patches: mx.array, grid: tuple[int, int]) -> Iterator[mx.array]:
+    def run(self, backend: Backend, patches: mx.array, grid: tuple[int, int]) -> Iterator[mx.array]:
         """Compute the embeddings [N / merge², out] of an image's patches [N, …], laid out in `grid` rows and columns.
 
         Yields what one block after another makes, so that the caller can do other work between them. The last value
         is the result.
         """
         places = _places(grid, self.shape.merge)
-        x = product(patches.astype(self.patch_embed.proj.weight.dtype), self.patch_embed.proj)
+        x = backend.product(patches.astype(self.patch_embed.proj.weight.dtype), self.patch_embed.proj)
         x = x + self._position_embedding(places, grid).astype(x.dtype)
         cosine, sine = self._turns(places)
         for block in self.blocks:
-            x = x + self._attend(block.attn, block.norm1(x), cosine, sine)
-            inner = nn.gelu_approx(product(block.norm2(x), block.mlp.linear_fc1))
-            x = x + product(inner, block.mlp.linear_fc2)
+            x = x + self._attend(backend, block.attn, block.norm1(x), cosine, sine)
+            inner = nn.gelu_approx(backend.product(block.norm2(x), block.mlp.linear_fc1))
+            x = x + backend.product(inner, block.mlp.linear_fc2)
             yield x
         x = self.merger.norm(x).reshape(-1, self.merger.linear_fc1.weight.shape[1])
-        yield product(nn.gelu(product(x, self.merger.linear_fc1)), self.merger.linear_fc2)
+        yield backend.product(nn.gelu(backend.product(x, self.merger.linear_fc1)), self.merger.linear_fc2)
 
-    def _attend(self, layer: VisionAttention, x: mx.array, cosine: mx.array, sine: mx.array) -> mx.array:
+    def _attend(
+        self, backend: Backend, layer: VisionAttention, x: mx.array, cosine: mx.array, sine: mx.array
+    ) -> mx.array:
         N, heads = x.shape[0], self.shape.heads
-        qkv = product(x, layer.qkv).reshape(N, 3, heads, -1).transpose(1, 2, 0, 3)[:, None]  # [3, 1, H, N, D]
+        qkv = backend.product(x, layer.qkv).reshape(N, 3, heads, -1).transpose(1, 2, 0, 3)[:, None]  # [3, 1, H, N, D]
         queries, keys = (_rotate(each, cosine, sine) for each in (qkv[0], qkv[1]))
         step, scale = max(1, MAX_SCORES // (heads * N)), float(queries.shape[-1] ** -0.5)
         parts = [
@@ -157,7 +159,7 @@ class VisionTower(nn.Module):
             for at in range(0, N, step)
         ]
         out = mx.concatenate(parts, axis=2) if len(parts) > 1 else parts[0]
-        return product(out[0].swapaxes(0, 1).reshape(N, -1), layer.proj)
+        return backend.product(out[0].swapaxes(0, 1).reshape(N, -1), layer.proj)
 
     def _position_embedding(self, places: np.ndarray, grid: tuple[int, int]) -> mx.array:
         """Return the table of position embeddings, interpolated to the grid: [N, hidden] in float32."""

@@ -5,10 +5,10 @@ from .accept import AcceptResult
 from .controls import Controls, SequenceParams, controls
 from .distribution import Logprobs, logprobs
 from .grammar import GrammarMasks, Matcher, compile_grammar, find_grammar, token_bytes
-from .verify import BatchContext, Proposal, accept_window, draw_window, propose, propose_certain
+from .window import BatchContext, Choice, Proposal, Sampler, Verdict, allowed_drafts
 
 __all__ = [
-    "AcceptResult", "BatchContext", "Controls", "GrammarMasks", "GrammarSpec", "Logprobs", "Matcher", "Proposal",
-    "SamplingOptions", "SamplingParams", "SequenceParams", "accept_window", "compile_grammar", "controls",
-    "draw_window", "find_grammar", "logprobs", "propose", "propose_certain", "token_bytes",
+    "AcceptResult", "BatchContext", "Choice", "Controls", "GrammarMasks", "GrammarSpec", "Logprobs", "Matcher",
+    "Proposal", "Sampler", "SamplingOptions", "SamplingParams", "SequenceParams", "Verdict", "allowed_drafts",
+    "compile_grammar", "controls", "find_grammar", "logprobs", "token_bytes",
 ]  # fmt: skip

@@ -10,9 +10,6 @@ from enum import IntEnum
 
 import mlx.core as mx
 
-from ..kernels.cuda import on_cuda
-from ..kernels.cuda.noise import launch_noise_keys, launch_noise_words
-
 
 class Purpose(IntEnum):
     CHOICE = 0  # draft or choose a token, coupled rule
@@ -46,8 +43,6 @@ def split(seed: int) -> tuple[int, int]:
 
 def keys_of_step(keys: Keys, rounds: mx.array, purposes: mx.array, positions: mx.array) -> Keys:
     """Derive keys [B, P, W] from keys [B], a round [B], purposes [B, P] and positions [B, W]."""
-    if on_cuda():
-        return launch_noise_keys(keys, rounds, purposes, positions)
     first, second = fold(keys, rounds)
     first, second = fold((first[:, None], second[:, None]), purposes)
     return fold((first[..., None], second[..., None]), positions[:, None])
@@ -55,8 +50,6 @@ def keys_of_step(keys: Keys, rounds: mx.array, purposes: mx.array, positions: mx
 
 def bits(keys: Keys, ids: mx.array) -> mx.array:
     """Return a random word [..., C] for each of the token ids [..., C] of keys [...], or [C] of all keys."""
-    if on_cuda():
-        return launch_noise_words(keys, ids)
     first, second = (each[..., None] for each in keys)
     return mix(mix(first ^ ids.astype(mx.uint32)) + second)
 

@@ -13,7 +13,7 @@ from ..cards import Card
 from ..checkpoint import Layout
 from ..checkpoint.adapters import StoredAdapter
 from ..checkpoint.layout import hub_id
-from ..kernels import selected
+from ..kernels import choose_backend
 from ..models import Model, text_config
 from ..models.dflash import DFlash
 from ..sampling import token_bytes
@@ -104,7 +104,8 @@ class ModelInfo:
     def kernels(self) -> str:
         """Return which kernels compute here, and how many layers do not use fused ones for their adapters' sake."""
         changed = {layer for adapter in self.adapters for layer in adapter.layers}
-        return selected() + (f"; {len(changed)} linear layers with adapters are not fused" if changed else "")
+        unfused = f"; {len(changed)} linear layers with adapters are not fused" if changed else ""
+        return f"{choose_backend()}{unfused}"
 
     @property
     def capabilities(self) -> list[str]:

@@ -3,10 +3,11 @@
 from .batch_state import BatchState
 from .disk_prefix import DiskPrefix
 from .kv import BLOCK, GROUP, KV, TokenPositions
+from .pairs import UnseenPairs
 from .prefix import CHUNK, Chunks, PrefixCache, PrefixStats
 from .recurrent import Recurrent
 
 __all__ = [
     "BLOCK", "CHUNK", "GROUP", "KV", "BatchState", "Chunks", "DiskPrefix", "PrefixCache", "PrefixStats",
-    "Recurrent", "TokenPositions",
+    "Recurrent", "TokenPositions", "UnseenPairs",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ reserve capacity without waiting.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import mlx.core as mx
@@ -46,34 +46,40 @@ class BatchState:
     def capacity(self) -> int:
         return next((layer.capacity for layer in self.kv_layers), 0)
 
-    def reserve(self, width: int, ahead: int = 0) -> Callable[..., mx.array]:
-        """Reserve `width` positions, starting `ahead` past every sequence's length, and point the layers there.
+    def reserve(self, width: int) -> Callable[..., mx.array]:
+        """Reserve `width` positions after every sequence's length, and point the layers there.
 
         Returns a function that makes the attention mask [B, 1, width, reach] for kernels that need one: a position
         sees everything up to itself, or with `window` only the last so many positions.
         """
-        needed = max(self.bounds) + ahead + width
+        needed = max(self.bounds) + width
         if needed > self.capacity:
             for layer in self.kv_layers:
                 layer.grow(_round_up(needed, BLOCK))
-        offset = self.lengths + ahead if ahead else self.lengths
         reach = min(_round_up(needed, STRIDE), self.capacity)
-        start = None if self.shift is None else offset + self.shift
+        start = None if self.shift is None else self.lengths + self.shift
         positions = None
         if self.positions is not None:
-            at = offset[:, None, None] + mx.arange(width)  # [1, 1, W]
+            at = self.lengths[:, None, None] + mx.arange(width)  # [1, 1, W]
             ids = mx.take_along_axis(self.positions.ids, mx.broadcast_to(at, (1, 3, width)), axis=2)
             positions = self.positions._replace(ids=ids)
         for layer in self.kv_layers:
-            layer.offset, layer.reach, layer.start, layer.positions = offset, reach, start, positions
+            layer.offset, layer.reach, layer.start, layer.positions = self.lengths, reach, start, positions
+
+        lengths = self.lengths
 
         @cache
         def mask(window: int | None = None) -> mx.array:
-            positions = (offset[:, None] + mx.arange(width))[:, None, :, None]  # [B, 1, W, 1]
+            positions = (lengths[:, None] + mx.arange(width))[:, None, :, None]  # [B, 1, W, 1]
             seen = mx.arange(reach) <= positions
             return seen if window is None else seen & (mx.arange(reach) > positions - window)
 
         return mask
+
+    def ahead(self, count: int, lengths: mx.array | None = None) -> "BatchState":
+        """Return the same layers, `count` positions past every sequence's length: at `lengths` if they are known."""
+        bounds = [bound + count for bound in self.bounds]
+        return replace(self, lengths=self.lengths + count if lengths is None else lengths, bounds=bounds)
 
     def place(self, shifts: list[int], positions: TokenPositions | None = None) -> None:
         """Say where RoPE puts tokens from now on: at `shifts` from their indices, or at `positions`."""

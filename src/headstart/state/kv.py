@@ -35,7 +35,6 @@ class KV:
     start: mx.array | None = None  # [B], where RoPE counts the pass from, if not from `offset`
     positions: TokenPositions | None = None  # of the pass's tokens, if they do not follow one another
     scales: list[mx.array] = field(default_factory=list)  # [B, H, S, D/GROUP] of keys and values, in eight bits
-    window: int | None = None  # positions that a token sees; None: all before it
 
     @classmethod
     def empty(
@@ -47,19 +46,18 @@ class KV:
         value_dim: int | None = None,
         *,
         eight_bits: bool = False,
-        window: int | None = None,
     ) -> "KV":
         """Return the cache of sequences without tokens. `value_dim` is `dim` unless it is given."""
         dims = (dim, dim if value_dim is None else value_dim)
         numbers = [mx.zeros((rows, heads, 0, each), mx.int8 if eight_bits else dtype) for each in dims]
         scales = [mx.zeros((rows, heads, 0, each // GROUP), dtype) for each in dims] if eight_bits else []
-        return cls.of(numbers + scales, window)
+        return cls.of(numbers + scales)
 
     @classmethod
-    def of(cls, arrays: list[mx.array], window: int | None = None) -> "KV":
+    def of(cls, arrays: list[mx.array]) -> "KV":
         """Return the cache that holds `arrays`, as `arrays()` lists them."""
         keys, values, *scales = arrays
-        return cls(keys, values, mx.zeros((keys.shape[0],), mx.int32), scales=scales, window=window)
+        return cls(keys, values, mx.zeros((keys.shape[0],), mx.int32), scales=scales)
 
     def arrays(self) -> list[mx.array]:
         return [self.keys, self.values, *self.scales]
@@ -85,10 +83,9 @@ class KV:
         return keys, values
 
     def launch(self) -> None:
-        """Launch what is still to be computed. CUDA kernels write into these arrays in place; mlx orders that before
+        """Launch what is still to be computed. Kernels may write into these arrays in place; mlx orders that before
         what it launches later, but knows of no dependency within one launch."""
-        if mx.cuda.is_available():
-            mx.async_eval(self.arrays())
+        mx.async_eval(self.arrays())
 
     def grow(self, capacity: int) -> None:
         """Grow to `capacity` positions. New ones are zero: masked positions still enter P·V as 0·x."""

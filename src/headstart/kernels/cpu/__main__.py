@@ -1,5 +1,5 @@
 """`python -m headstart.kernels.cpu`: compile the CPU kernels now, so that nobody waits for it later."""
 
-from . import loaded
+from .load import loaded
 
 print(f"CPU kernels: {loaded()}")

@@ -10,7 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.rope_utils import Llama3RoPE, ProportionalRoPE, SuScaledRoPE, YarnRoPE
 
-from .ops import NativeResidual, linears
+from ...state import KV
+from ..layers import Attention, LatentAttention
+from .ops import TYPES, NativeResidual, linears
 
 PERIODS = 4096  # of positions, for which queries have a scale
 
@@ -42,37 +44,17 @@ class Heads(NamedTuple):
 
 
 def native_attention(
-    native: Any, layer: nn.Module, x: mx.array, memory: Any, last: mx.array | None, residual: NativeResidual | None
+    native: Any, layer: Attention, x: mx.array, memory: KV, last: mx.array | None, residual: NativeResidual | None
 ) -> list[mx.array] | None:
     """Write a window into `memory` and attend to it: [B, W, H] → [B, W, H], or of token `last` [B] of each row
-    [B, 1, H]; with a residual their sum and its norm. For Qwen3.5's attention."""
-    heads = gated_heads(layer)
-    return None if heads is None else _whole_layer(native, layer, heads, x, memory, last, residual)
-
-
-def native_grouped_attention(
-    native: Any, layer: nn.Module, x: mx.array, memory: Any, last: mx.array | None, residual: NativeResidual | None
-) -> list[mx.array] | None:
-    """Do the same for grouped-query attention of any kind that mlx-lm has (see `models/attention.py`)."""
-    heads = grouped_heads(layer, x.dtype)
-    return None if heads is None else _whole_layer(native, layer, heads, x, memory, last, residual)
-
-
-def _whole_layer(
-    native: Any,
-    layer: nn.Module,
-    heads: Heads,
-    x: mx.array,
-    memory: Any,
-    last: mx.array | None,
-    residual: NativeResidual | None,
-) -> list[mx.array] | None:
-    names = ("q_proj", "k_proj", "v_proj", *(("g_proj",) if "g_proj" in layer else ()), "o_proj")
-    found = linears([layer[name] for name in names], x.dtype)
-    if found is None:
+    [B, 1, H]; with a residual their sum and its norm."""
+    part, heads = layer.module, heads_of(layer, x.dtype)
+    names = ("q_proj", "k_proj", "v_proj", *(("g_proj",) if "g_proj" in part else ()), "o_proj")
+    found = linears([part[name] for name in names], x.dtype)
+    if found is None or heads is None:
         return None
     held = memory.arrays()
-    past = held, memory.offset, memory.window or 0, _angles(heads, memory, x.shape[1]), last
+    past = held, memory.offset, layer.window or 0, _angles(heads, memory, x.shape[1]), last
     made: list[mx.array] = native.attention_layer(x, found[:-1], found[-1], heads, *past, residual)
     memory.keys, memory.values, *memory.scales = made[: len(held)]
     return made[len(held) :]
@@ -80,27 +62,26 @@ def _whole_layer(
 
 def native_latent_attention(
     native: Any,
-    layer: nn.Module,
+    layer: LatentAttention,
     x: mx.array,
-    scales: tuple[float, float],
-    memory: Any,
+    memory: KV,
     last: mx.array | None,
     residual: NativeResidual | None,
 ) -> list[mx.array] | None:
-    """Do the same for latent attention. `scales`: of queries and latents (see `models/latent_attention.py`)."""
-    rotation, k_norm = rotation_of(layer["rope"]), layer["kv_a_layernorm"]
-    q_norm = layer.get("q_a_layernorm")
-    first = layer["q_proj"] if q_norm is None else layer["q_a_proj"]
-    rest = [layer[name] for name in ("kv_a_proj_with_mqa", "embed_q", "unembed_out", "o_proj")]
-    found = linears([first, *rest, *([] if q_norm is None else [layer["q_b_proj"]])], x.dtype)
+    """Do the same for latent attention."""
+    part = layer.module
+    rotation, k_norm, q_norm = rotation_of(part["rope"]), part["kv_a_layernorm"], part.get("q_a_layernorm")
+    first = part["q_proj"] if q_norm is None else part["q_a_proj"]
+    rest = [part[name] for name in ("kv_a_proj_with_mqa", "embed_q", "unembed_out", "o_proj")]
+    found = linears([first, *rest, *([] if q_norm is None else [part["q_b_proj"]])], x.dtype)
     if found is None or rotation is None or (q_norm is not None and q_norm.eps != k_norm.eps):
         return None
     norms = k_norm.eps, None if q_norm is None else q_norm["weight"], k_norm["weight"]
-    heads = Heads(layer.num_heads, 1, layer.scale, *norms, *rotation, value_scale=scales[1])
+    heads = Heads(part.num_heads, 1, part.scale, *norms, *rotation, value_scale=layer.latent_scale)
     held = memory.arrays()
     q_b = None if q_norm is None else found[5]
     made: list[mx.array] = native.latent_layer(
-        x, found[:5], q_b, heads, scales[0], held, memory.offset, last, residual
+        x, found[:5], q_b, heads, layer.query_scale, held, memory.offset, last, residual
     )
     memory.keys, memory.values, *memory.scales = made[: len(held)]
     return made[len(held) :]
@@ -108,49 +89,40 @@ def native_latent_attention(
 
 def attend_window(
     native: Any,
+    layer: Attention,
     heads: Heads,
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
-    memory: Any,
+    memory: KV,
     last: mx.array | None,
-    gates: mx.array | None = None,
 ) -> mx.array:
     """Do the same between the projections: [B, W, …] → [B, W, H·D], or [B, 1, H·D]."""
-    angles = _angles(heads, memory, queries.shape[1])
-    out, memory.keys, memory.values, *memory.scales = native.attention(
-        queries, keys, values, gates, heads, memory.arrays(), memory.offset, memory.window or 0, angles, last
-    )
+    angles, held = _angles(heads, memory, queries.shape[1]), memory.arrays()
+    past = held, memory.offset, layer.window or 0, angles, last
+    out, memory.keys, memory.values, *memory.scales = native.attention(queries, keys, values, None, heads, *past)
     made: mx.array = out
     return made
 
 
-def gated_heads(layer: nn.Module) -> Heads | None:
-    """Return what Qwen3.5's attention has, None if the extension does not take it."""
-    return _heads(layer, layer.num_attention_heads, layer.num_key_value_heads)
-
-
-def grouped_heads(layer: nn.Module, dtype: mx.Dtype) -> Heads | None:
-    """Return what grouped-query attention has, None if the extension does not take it."""
-    heads = _heads(layer, layer.n_heads, layer.n_kv_heads)
-    if heads is None:
+def heads_of(layer: Attention, dtype: mx.Dtype) -> Heads | None:
+    """Return what an attention layer has, None if the extension does not take it."""
+    part = layer.module
+    rotation = rotation_of(part["rope"] if layer.rotates else None)
+    if rotation is None or dtype not in TYPES or not layer.causal:
         return None
-    sinks, scale = layer.get("attention_sink_bias"), getattr(layer, "value_scale", None)
-    heads = heads._replace(sinks=sinks, value_scale=1.0 if scale is None else scale)
-    if (beta := getattr(layer, "scaling_beta", None)) is None:
-        return heads
-    period = layer.original_max_position_embeddings
-    return heads._replace(query_scales=_query_scales(beta, dtype), period=period)
-
-
-def _heads(layer: nn.Module, query_heads: int, kv_heads: int) -> Heads | None:
-    rotation = rotation_of(layer.get("rope"))
-    q_norm, k_norm = layer.get("q_norm"), layer.get("k_norm")
-    if rotation is None or (q_norm is not None and "bias" in q_norm):
-        return None
-    if q_norm is None or k_norm is None:
-        return Heads(query_heads, kv_heads, layer.scale, 0.0, None, None, *rotation)
-    return Heads(query_heads, kv_heads, layer.scale, q_norm.eps, q_norm["weight"], k_norm["weight"], *rotation)
+    heads = Heads(layer.heads, layer.kv_heads, part.scale, 0.0, None, None, *rotation, sinks=layer.sinks)
+    if layer.norms is not None:
+        queries, keys = layer.norms
+        if "bias" in queries:
+            return None
+        heads = heads._replace(eps=queries.eps, q_norm=queries["weight"], k_norm=keys["weight"])
+    if layer.value_scale is not None:
+        heads = heads._replace(value_scale=layer.value_scale)
+    if layer.query_scale is not None:
+        period, beta = layer.query_scale
+        heads = heads._replace(query_scales=_query_scales(beta, dtype), period=period)
+    return heads
 
 
 def rotation_of(rope: nn.Module | None) -> Rotation | None:
@@ -185,7 +157,7 @@ def _query_scales(beta: float, dtype: mx.Dtype) -> mx.array:
     return (1 + beta * mx.log(1 + mx.arange(PERIODS, dtype=mx.float32))).astype(dtype).astype(mx.float32)
 
 
-def _angles(heads: Heads, memory: Any, width: int) -> mx.array | None:
+def _angles(heads: Heads, memory: KV, width: int) -> mx.array | None:
     """Return the angles [B, W, rotated / 2] of tokens, None if their positions count from `memory.offset`."""
     if heads.frequencies is None:
         return None

@@ -1,4 +1,4 @@
-"""The compiled extension, if this machine has it: every kernel asks here first and else takes stock ops."""
+"""The compiled extension, if this machine has it."""
 
 import importlib.machinery
 import importlib.util
@@ -6,15 +6,14 @@ import logging
 import os
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 
-from ...errors import HeadstartError
+from ...host import available_cores
+from ..setting import VARIABLE, stock_forced
 
-VARIABLE = "HEADSTART_KERNELS"
 LOG = logging.getLogger("headstart")
 
 
@@ -33,30 +32,15 @@ _loaded: Loaded | None = None
 _lock = threading.Lock()
 
 
-def native() -> Any:
-    """Return the extension where arrays are computed on a CPU that has it, else None."""
-    if mx.default_device() != mx.cpu:
-        return None
-    return (_loaded or loaded()).module
-
-
 def loaded() -> Loaded:
-    """Load the extension, compiled first if need be. Where the CPU computes, log once why there is none."""
+    """Load the extension, compiled first if need be. Log once why there is none."""
     global _loaded
     with _lock:
         if _loaded is None:
             _loaded = _load()
-            if _loaded.reason and not os.environ.get(VARIABLE) and mx.default_device() == mx.cpu:
+            if _loaded.reason and not os.environ.get(VARIABLE):
                 LOG.warning("CPU kernels are off, so decoding is several times slower: %s", _loaded.reason)
     return _loaded
-
-
-def stock_forced() -> bool:
-    """Return whether the user wants stock ops only."""
-    choice = os.environ.get(VARIABLE, "auto")
-    if choice not in ("", "auto", "stock"):
-        raise HeadstartError(f"{VARIABLE} is {choice!r}; set it to 'auto' or 'stock'")
-    return choice == "stock"
 
 
 def _load() -> Loaded:
@@ -70,16 +54,6 @@ def _load() -> Loaded:
         return Loaded(None, f"stock ({error})")
     module.set_threads(available_cores())
     return Loaded(module)
-
-
-def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Return how many cores this process may use: a container may have the time of fewer than it sees."""
-    seen = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        time, period = quota.read_text().split()
-        return max(1, min(seen, -(-int(time) // int(period))))
-    except (OSError, ValueError):  # no container, or "max"
-        return seen
 
 
 def open_module(path: str) -> ModuleType:

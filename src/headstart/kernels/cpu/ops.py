@@ -11,10 +11,12 @@ import mlx.nn as nn
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU, SwitchLinear
 
+from ...state import Recurrent
+from ..adapters import ADAPTERS
+
 TYPES = (mx.bfloat16, mx.float32)
 DENSE = (nn.Linear, nn.Embedding, SwitchLinear, MultiLinear)
 QUANTISED = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear, QuantizedMultiLinear)
-ADAPTERS = "_adapters"  # of a layer, in its module: see `kernels/adapters.py`
 
 # Weight, scales, biases, bits, group size, and what is added to the outputs.
 Linear = tuple[mx.array, mx.array | None, mx.array | None, int, int, mx.array | None]
@@ -127,7 +129,7 @@ def native_gated_delta(
     native: Any,
     net: nn.Module,
     x: mx.array,
-    memory: Any,
+    memory: Recurrent,
     accepted: mx.array,
     certain: int,
     residual: NativeResidual | None,

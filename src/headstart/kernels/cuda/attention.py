@@ -9,18 +9,19 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..layers import Attention
 from ..types import ArrangedHeads, HeadNorms
 from .compiler import cuda_kernel
-from .device import include, on_cuda
+from .device import include
 
 WIDEST = 16  # windows; beyond, stock attention is the faster one
 SPLIT, WARPS, TILE, PAD = 128, 8, 16, 8  # as in attention.cu
 
 
-def arrange_fits(rope: nn.Module, dim: int) -> bool:
-    """Return whether `launch_arrange` takes heads of `dim`, rotated by this module, on this device."""
-    plain = type(rope) is nn.RoPE and not rope.traditional and rope.scale == 1
-    return on_cuda() and plain and dim % 32 == 0
+def arrange_fits(layer: Attention) -> bool:
+    """Return whether `launch_arrange` takes the heads of a layer."""
+    key, value = layer.head_sizes
+    return layer.plain_rope is not None and layer.norms is not None and key == value and key % 32 == 0
 
 
 def launch_arrange(
@@ -76,11 +77,10 @@ def launch_arrange_into(
     return ArrangedHeads(arranged, *mx.depends(list(cached), [arranged]))
 
 
-def attention_fits(width: int, heads: int, keys: mx.array) -> bool:
-    """Return whether `launch_attention` takes this window of `heads` query heads over `keys` [B, Hkv, S, D] here."""
-    _, Hkv, _, D = keys.shape
-    fits = width <= WIDEST and heads % Hkv == 0 and D % 32 == 0 and D <= 256
-    return on_cuda() and fits and keys.dtype in (mx.bfloat16, mx.float16)
+def attention_fits(layer: Attention) -> bool:
+    """Return whether `launch_attention` takes the heads of a layer, in windows of up to WIDEST."""
+    key, value = layer.head_sizes
+    return layer.sinks is None and layer.heads % layer.kv_heads == 0 and key == value and key % 32 == 0 and key <= 256
 
 
 def launch_attention(
@@ -98,8 +98,7 @@ def launch_attention(
     the second half of each head of `gates` [B, W, H·2·D].
 
     Query w of row b sees the positions up to `offset[b] + w`, or, where it is not `causal`, to the end of the window;
-    those less than `window` away; and none of them beyond `reach`. The stock-op twin is stock attention and a
-    multiplication, in `kernels.attention`.
+    those less than `window` away; and none of them beyond `reach`.
     """
     B, H, W, D = queries.shape
     Hkv, pieces = keys.shape[1], -(-reach // SPLIT)

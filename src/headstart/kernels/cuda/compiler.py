@@ -24,7 +24,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..cache import SharedFolderError, cache_folder, refuse_shared
-from .device import device_attribute, on_cuda
+from .device import device_attribute
 from .stock import stock_kernels_compiled
 
 LOG = logging.getLogger("headstart")
@@ -128,7 +128,7 @@ def _compiles() -> bool:
 def compiled_together(dtype: mx.Dtype) -> Iterator[None]:
     """Compile the kernels that are described within side by side, ready at its end, and those of MLX that a model of
     this type needs. Nothing is evaluated within."""
-    stock = stock_kernels_compiled(dtype, compiled_folder()) if _compiles() and on_cuda() else nullcontext()
+    stock = stock_kernels_compiled(dtype, compiled_folder()) if _compiles() else nullcontext()
     with stock, ThreadPoolExecutor() as pool:
         _of_thread.pool = pool
         try:

@@ -4,12 +4,6 @@ import ctypes
 from functools import cache
 from pathlib import Path
 
-import mlx.core as mx
-
-
-def on_cuda() -> bool:
-    return bool(mx.cuda.is_available()) and mx.default_device() == mx.gpu
-
 
 def include(*names: str) -> str:
     """Return the header that brings in `.cu` files beside this one. Kernels are functions there; what MLX wraps is a

@@ -9,19 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..weights import MatrixWeights, weight_names
 from .compiler import cuda_kernel
 from .device import include
-from .products import (
-    RUN,
-    MatrixWeights,
-    ProductTile,
-    SumOrder,
-    matrices,
-    name_suffix,
-    product_template,
-    shared_bytes,
-    weight_names,
-)
+from .products import RUN, ProductTile, SumOrder, matrices, name_suffix, product_template, shared_bytes
 
 
 def launch_experts(

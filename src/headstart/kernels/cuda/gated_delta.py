@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from ..types import GatedDeltaWeights, Ran, Window, run_gated_delta
 from .compiler import cuda_kernel
-from .device import include, launch_bounds, on_cuda
+from .device import include, launch_bounds
 
 
 def gated_delta_fits(state: mx.array, dtype: mx.Dtype, taps: int) -> bool:
@@ -14,7 +14,7 @@ def gated_delta_fits(state: mx.array, dtype: mx.Dtype, taps: int) -> bool:
     device: beyond, a block has too few registers or too little shared memory."""
     _, _, Dv, Dk = state.shape
     fits = Dk % 32 == 0 and Dv % 8 == 0 and Dk <= 128 and Dv <= 128 and taps <= 4
-    return on_cuda() and fits and dtype in (mx.bfloat16, mx.float16, mx.float32)
+    return fits and dtype in (mx.bfloat16, mx.float16, mx.float32)
 
 
 def draft_lines(state: mx.array, conv: mx.array, count: int) -> tuple[tuple[int, int, int], mx.Dtype]:

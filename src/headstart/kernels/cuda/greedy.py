@@ -1,42 +1,23 @@
 """Greedy decoding after the logits: one kernel finds the best tokens, one accepts drafts (see greedy.cu)."""
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
+from ...sampling import BatchContext, Choice, Verdict
 from .compiler import cuda_kernel
-from .device import include, launch_bounds, on_cuda
+from .device import include, launch_bounds
 
 THREADS = 1024  # that share a row of logits
 PAIRS = (8, 32)  # of numbers for the host: each count is a kernel of its own
 
 
-class BestTokens(NamedTuple):
-    tokens: mx.array  # [...] int32, the argmax of each row, or what was drawn from it
-    finite: mx.array  # [...] int32, 0 where a logit is NaN or the largest infinite
-    most: mx.array | None = None  # [B] int32, most drafts to accept, if that was decided already
-
-
-class AcceptedDrafts(NamedTuple):
-    """What a step makes of its drafts, and where its sequences are after it: [B] int32 each."""
-
-    accepted: mx.array
-    proposed: mx.array  # drafts that could have been accepted
-    finite: mx.array  # 0 where the largest logit at a generated position is NaN or infinite
-    generated: mx.array
-    last: mx.array
-    lengths: mx.array
-    remaining: mx.array
-    rounds: mx.array
-    places: mx.array  # [B, W], where the window's tokens are in the history
-
-
 def best_fits(logits: mx.array) -> bool:
-    return on_cuda() and logits.dtype in (mx.bfloat16, mx.float16) and logits.shape[-1] % 8 == 0
+    return logits.dtype in (mx.bfloat16, mx.float16) and logits.shape[-1] % 8 == 0
 
 
-def launch_best(logits: mx.array) -> BestTokens:
+def launch_best(logits: mx.array) -> Choice:
     """Return the best tokens of logits [..., V]."""
     shape = logits.shape[:-1]
     made = _best_kernel()(
@@ -47,23 +28,22 @@ def launch_best(logits: mx.array) -> BestTokens:
         output_shapes=[shape] * 2,
         output_dtypes=[mx.int32] * 2,
     )
-    return BestTokens(*made)
+    return Choice(*made)
 
 
-def launch_accept(
-    best: BestTokens, window: mx.array, max_k: mx.array, lengths: mx.array, remaining: mx.array, rounds: mx.array
-) -> AcceptedDrafts:
-    """Accept the drafts of a window [B, W], all but its first token, while they are the best tokens before them."""
+def launch_accept(choice: Choice, window: mx.array, max_k: mx.array, context: BatchContext) -> Verdict:
+    """Accept the drafts of a window [B, W], all but its first token, while they are the chosen tokens."""
     B, W = window.shape
+    where = context.lengths, context.remaining, context.rounds
     made = _accept_kernel()(
-        inputs=[*best[:2], max_k if best.most is None else best.most, window, max_k, lengths, remaining, rounds],
+        inputs=[*choice[:2], max_k if choice.most is None else choice.most, window, max_k, *where],
         template=[],
         grid=(-(-B // 32) * 32, 1, 1),
         threadgroup=(32, 1, 1),
         output_shapes=[(B,)] * 8 + [(B, W)],
         output_dtypes=[mx.int32] * 9,
     )
-    return AcceptedDrafts(*made)
+    return Verdict(choice.tokens, *made)
 
 
 def launch_starts(lengths: mx.array, counts: mx.array, k: int) -> tuple[mx.array, mx.array]:
@@ -111,7 +91,7 @@ def _best_kernel() -> Any:
 @cache
 def _accept_kernel() -> Any:
     inputs = ["best", "finite_each", "most", "window", "max_k", "lengths", "remaining", "rounds"]
-    outputs = [f"new_{name}" if name in inputs else name for name in AcceptedDrafts._fields]
+    outputs = [f"new_{name}" if name in inputs else name for name in Verdict._fields[1:]]
     return cuda_kernel(
         name="accept_drafts",
         input_names=inputs,

@@ -7,20 +7,21 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..weights import MatrixWeights, matrix_weights
 from .compiler import cuda_kernel
-from .device import include, on_cuda
+from .device import include
 from .norm import norm_threads
-from .products import MOST_ROWS, MatrixWeights, matrix_weights, product_refusal
+from .products import MOST_ROWS, product_refusal
 
 
-def embed_fits(tokens: mx.array, embedding: nn.Module, *norms: nn.Module) -> bool:
-    """Return whether our kernels take this embedding, and the norms of what it gives."""
-    if not on_cuda() or tokens.size > MOST_ROWS or tokens.dtype != mx.int32:
+def embed_fits(tokens: mx.array, dtype: mx.Dtype, embedding: nn.Module, *norms: nn.Module) -> bool:
+    """Return whether our kernels take this embedding in a type, and the norms of what it gives."""
+    if tokens.size > MOST_ROWS or tokens.dtype != mx.int32:
         return False
     weights = matrix_weights(embedding)
     plain = type(embedding) in (nn.Embedding, nn.QuantizedEmbedding)
     sizes = weights.inputs % 8 == 0 and weights.inputs <= 8192 and all(n["weight"].dtype == mx.float32 for n in norms)
-    return plain and sizes and product_refusal(_type(embedding), weights) is None
+    return plain and sizes and product_refusal(dtype, weights) is None and _type(embedding) == dtype
 
 
 def launch_embed(tokens: mx.array, embedding: nn.Module, norm: nn.Module) -> tuple[mx.array, mx.array]:

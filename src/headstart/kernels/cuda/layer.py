@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..weights import MatrixWeights
 from .attention import SPLIT
 from .compiler import cuda_kernel
 from .device import include, launch_bounds, resident_blocks
@@ -20,7 +21,7 @@ from .layer_parts import GatedAttention, GatedDelta, LayerOutput, Mixture, Mlp, 
 from .norm import norm_threads
 from .packing import PackedWeights
 from .persistent import SHARED_BYTES, STATUS
-from .products import MatrixWeights, ProductTile, SumOrder, has_whole_tiles, shared_bytes, tiles_ahead
+from .products import ProductTile, SumOrder, has_whole_tiles, shared_bytes, tiles_ahead
 
 MOST_ROWS = 16
 MOST_PAIRS = 144  # of rows and their experts, as in layer.cu

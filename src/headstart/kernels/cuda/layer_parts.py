@@ -7,7 +7,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..types import GatedDeltaWeights
-from .products import MatrixWeights, SumOrder
+from ..weights import MatrixWeights
+from .products import SumOrder
 
 
 class NormWeights(NamedTuple):

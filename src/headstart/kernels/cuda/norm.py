@@ -6,12 +6,12 @@ from typing import Any
 import mlx.core as mx
 
 from .compiler import cuda_kernel
-from .device import include, on_cuda
+from .device import include
 
 
 def norm_fits(x: mx.array, weight: mx.array) -> bool:
     sizes = x.shape[-1] % 8 == 0 and x.shape[-1] <= 8192
-    return on_cuda() and sizes and x.dtype in (mx.bfloat16, mx.float16) and weight.dtype == mx.float32
+    return sizes and x.dtype in (mx.bfloat16, mx.float16) and weight.dtype == mx.float32
 
 
 def norm_threads(size: int) -> int:

@@ -12,7 +12,7 @@ from threading import Thread, current_thread
 import mlx.core as mx
 
 from .compiler import ROOM
-from .device import on_cuda, resident_blocks
+from .device import resident_blocks
 
 LOG = logging.getLogger("headstart")
 SHARED_BYTES = 227 * 1024  # of a block, at most
@@ -27,7 +27,7 @@ class _OfThread(threading.local):
 
 
 class Persistent:
-    """What is shared by all launches of a process."""
+    """What all launches of a process share."""
 
     def __init__(self) -> None:
         self._of_thread = _OfThread()
@@ -47,7 +47,7 @@ class Persistent:
     def claim(self) -> bool:
         """Return whether this thread may launch persistent kernels: the first that asks, until it ends or releases
         them."""
-        if self.refusal is not None or not on_cuda() or not resident_blocks(SHARED_BYTES):
+        if self.refusal is not None or not resident_blocks(SHARED_BYTES):
             return False
         if self._owner is None or not self._owner.is_alive():
             self._owner = current_thread()
@@ -73,6 +73,3 @@ class Persistent:
 
 def _passed() -> mx.array:
     return mx.array([0] * STATUS, mx.int32)  # computed already
-
-
-PERSISTENT = Persistent()

@@ -4,13 +4,13 @@
 """
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from math import prod
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
+from ..weights import MatrixWeights, weight_names
 from .compiler import cuda_kernel
 from .device import include
 
@@ -18,29 +18,6 @@ MOST_ROWS = 144  # 16 sequences of 9 positions; a prompt's chunks are wider, and
 SLICES = 4  # of a row of weights, at most
 SLICE = 256  # bytes of a slice at least: what a warp does once for every slice of a tile takes as long as that
 FULL = 396  # blocks that work at a time: three for each of an H100's multiprocessors
-
-
-@dataclass(frozen=True)
-class MatrixWeights:
-    """A matrix [N, K], or one for each expert [E, N, K], as its module holds it."""
-
-    weight: mx.array
-    scales: mx.array | None = None
-    biases: mx.array | None = None
-    bits: int = 16
-    group: int = 1  # weights that share a scale
-
-    @cached_property
-    def outputs(self) -> int:
-        return int(self.weight.shape[-2])
-
-    @cached_property
-    def inputs(self) -> int:
-        words = int(self.weight.shape[-1])
-        return words if self.scales is None else words * self.weight.itemsize * 8 // self.bits
-
-    def arrays(self) -> list[mx.array]:
-        return [array for array in (self.weight, self.scales, self.biases) if array is not None]
 
 
 @dataclass(frozen=True)
@@ -99,12 +76,6 @@ def has_whole_tiles(weights: list[MatrixWeights], tile: ProductTile, gated: bool
     return all(each.outputs >= height and each.outputs % 8 == 0 for each in weights)
 
 
-def matrix_weights(layer: nn.Module) -> MatrixWeights:
-    if "scales" not in layer:
-        return MatrixWeights(layer.weight)
-    return MatrixWeights(layer.weight, layer.scales, layer.get("biases"), layer.bits, layer.group_size)
-
-
 def product_refusal(dtype: mx.Dtype, weights: MatrixWeights) -> str | None:
     """Return why mlx's product is taken for activations of this type; None where ours is."""
     if dtype not in (mx.bfloat16, mx.float16):
@@ -113,7 +84,7 @@ def product_refusal(dtype: mx.Dtype, weights: MatrixWeights) -> str | None:
         if weights.weight.dtype != dtype:
             return f"weights are {str(weights.weight.dtype).removeprefix('mlx.core.')}"
         return None if weights.inputs % 32 == 0 else f"{weights.inputs} inputs are no multiple of 32"
-    if weights.biases is None or weights.scales.dtype != dtype:
+    if weights.mode != "affine" or weights.scales.dtype != dtype:
         return "quantised in another way than affine"
     if weights.bits not in (4, 8) or weights.group not in (32, 64, 128):
         return f"{weights.bits} bits in groups of {weights.group}"
@@ -201,10 +172,6 @@ def product_kernel(count: int, gated: bool, order: SumOrder, shared: int) -> Any
 def name_suffix(shared: int) -> str:
     """MLX asks for more than 48000 bytes once a kernel, when it is first run: other sizes need other names."""
     return f"_{shared}" if shared > 48000 else ""
-
-
-def weight_names(count: int, quantised: bool) -> list[str]:
-    return [f"{letter}{i}" for i in range(count) for letter in ("wsb" if quantised else "w")]
 
 
 def shared_bytes(weights: MatrixWeights, order: SumOrder, tile: ProductTile, stages: int, several: bool) -> int:

@@ -1,12 +1,14 @@
 """Draw tokens from rows of logits in two launches, three with truncation, and verify drafts (see sampling.cu)."""
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ...sampling import Sampler
 from .compiler import cuda_kernel
-from .device import include, launch_bounds, on_cuda
+from .device import include, launch_bounds
 from .greedy import launch_columns
 
 THREADS = 1024  # of a block
@@ -16,16 +18,6 @@ DRAFTS = 8  # rows of drafts that are arrays of their own, at most
 WORK = 2 * (8 + 16 + 2 * 1024)  # words of memory that a row's blocks share
 
 
-class Sampler(NamedTuple):
-    """Say how every sequence samples, what keys its noise, and where it is."""
-
-    params: mx.array  # [B, 5] float32: temperature, top_k, top_p, log(min_p), min_keep
-    words: mx.array  # [B, 6] uint32: two words of its keys, 1 under the ratio rule, words of three purposes
-    lengths: mx.array  # [B], index of its last token
-    rounds: mx.array  # [B]
-    truncates: bool  # a sequence uses top_k, top_p or min_p
-
-
 class Draws(NamedTuple):
     tokens: mx.array  # [B, W] int32
     finite: mx.array  # [B, W] int32, 0 where a logit is NaN or the largest infinite
@@ -33,23 +25,10 @@ class Draws(NamedTuple):
     work: mx.array
 
 
-class DraftRows(NamedTuple):
-    """Say what k drafts were drawn from: arrays that are together [B, k, ...]."""
-
-    logits: list[mx.array]
-    cuts: list[mx.array]  # not always as many arrays
-
-    def add(self, logits: mx.array, cuts: mx.array, certain: mx.array | None = None) -> "DraftRows":
-        """Append those of W drafts [B, W, ...], some of which may be `certain` [B, W], not -1."""
-        if certain is not None:
-            cuts = mx.concatenate([cuts[..., :3], certain[..., None]], axis=-1)
-        return DraftRows([*self.logits, logits], [*self.cuts, cuts])
-
-
 def draw_fits(vocabulary: int) -> bool:
     """Return whether tokens are drawn by the kernel. It must then draw for every batch, or a seeded text would depend
     on its neighbours."""
-    return on_cuda() and vocabulary % 8 == 0
+    return vocabulary % 8 == 0
 
 
 def launch_draw(logits: mx.array, sampler: Sampler, draft: int | None = None) -> Draws:
@@ -82,7 +61,7 @@ def launch_draw(logits: mx.array, sampler: Sampler, draft: int | None = None) ->
 
 
 def join_cuts(cuts: list[mx.array]) -> mx.array:
-    """Return cuts [B, 1, 4] of one draft each as [B, k, 4]."""
+    """Return cuts [B, n, 4] of some drafts each as those of all, [B, k, 4]."""
     return launch_columns([each.reshape(each.shape[0], -1) for each in cuts])[0].reshape(cuts[0].shape[0], -1, 4)
 
 
@@ -90,18 +69,21 @@ def launch_ratio(
     logits: mx.array,
     drawn: Draws,
     window: mx.array,
-    drafts: DraftRows,
+    sources: Sequence[tuple[mx.array, ...]],
     sampler: Sampler,
     max_k: mx.array,
     remaining: mx.array,
 ) -> tuple[mx.array, mx.array]:
     """Verify the drafts of a window [B, W] against the target's logits [B, W, V], from which `drawn` tokens were.
 
+    A source is the logits of some drafts, [B, 1, V] of each or [B, W, V] of all, and then their cuts [B, n, 4].
+
     Returns tokens [B, W] and how many of the drafts are the first of them, [B]: W where the rule is another one.
     """
     B, W = window.shape
-    rows = drafts.logits if len(drafts.logits) <= DRAFTS else [mx.concatenate(drafts.logits, axis=1)]
-    cuts = drafts.cuts[0] if len(drafts.cuts) == 1 else join_cuts(drafts.cuts)
+    rows = [logits for *several, _ in sources for logits in several]
+    rows = rows if len(rows) <= DRAFTS else [mx.concatenate(rows, axis=1)]
+    cuts = sources[0][-1] if len(sources) == 1 else join_cuts([each for *_, each in sources])
     parts = max(1, min(PARTS, PARTS * ROWS // (B * W)))
     tokens, most = _ratio_kernel()(
         inputs=[logits, drawn.work, *sampler[:4], drawn.tokens, drawn.cuts, window, max_k, remaining, cuts,
@@ -123,7 +105,7 @@ def describe_sampling(logits: mx.array) -> None:
     some, words = mx.zeros((B,), mx.int32), mx.zeros((B, 6), mx.uint32)
     sampler = Sampler(mx.zeros((B, 5)), words, some, some, truncates=True)
     drawn = launch_draw(logits, sampler)
-    launch_ratio(logits, drawn, drawn.tokens, DraftRows([logits], [drawn.cuts]), sampler, some, some)
+    launch_ratio(logits, drawn, drawn.tokens, [(logits, drawn.cuts)], sampler, some, some)
 
 
 @cache

@@ -24,17 +24,3 @@ Only a Mac can show:
   simdgroups that split k, or by each of 2; at most 24 sums a thread, so at most 6 rows a pass; passes over more rows
   beside each other, so that they share weights in a cache).
 """
-
-from .choice import MOST_ROWS, Candidate, KernelCheck, checks, chosen_kernel, identity, kernels_in_use
-from .device import on_metal
-
-__all__ = [
-    "MOST_ROWS",
-    "Candidate",
-    "KernelCheck",
-    "checks",
-    "chosen_kernel",
-    "identity",
-    "kernels_in_use",
-    "on_metal",
-]

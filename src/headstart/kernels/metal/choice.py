@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +22,8 @@ import mlx.core as mx
 
 from ...errors import HeadstartError
 from ..cache import cache_folder, refuse_shared
-from ..cpu import VARIABLE, stock_forced
+from ..checks import Candidate, KernelCheck
+from ..setting import VARIABLE, stock_forced
 
 MOST_ROWS = 16
 TIMED = (1, 2, 4, 16)  # rows
@@ -35,28 +36,6 @@ LOG = logging.getLogger("headstart")
 Run = Callable[[slice, slice], mx.array]  # of some sequences, some positions of their windows → [b, w, ...]
 Runs = tuple[Run, ...]  # the one that is timed, then other forms of the kernel, which must give the same bits
 Clock = Callable[[], float]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """What may compute an operation, and what was found about it."""
-
-    name: str
-    refused: str | None = None  # why it may not
-    exact: bool = False  # a row has the same bits among any number of rows
-    error: float | None = None  # relative distance from stock ops
-    seconds: dict[int, float] = field(default_factory=dict)  # by rows
-
-
-@dataclass(frozen=True)
-class KernelCheck:
-    """What computes an operation, and why."""
-
-    operation: str
-    shape: str
-    chosen: str
-    exact: bool  # of what was chosen
-    candidates: tuple[Candidate, ...]
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,6 @@ from typing import Any
 import mlx.core as mx
 
 
-def on_metal() -> bool:
-    return bool(mx.metal.is_available()) and mx.default_device() == mx.gpu
-
-
 def type_name(dtype: mx.Dtype) -> str:
     return str(dtype).removeprefix("mlx.core.")
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..cuda.products import MatrixWeights, weight_names
-from .device import metal_kernel
+from ..weights import MatrixWeights, weight_names
+from .device import metal_kernel, type_name
 from .products import launch_multiply, multiply
 
 PAIR_ROWS = 4  # rows that share an expert, side by side
@@ -41,6 +41,10 @@ def _experts_kernel(count: int, quantised: bool, own: bool, slices: int) -> Any:
     return metal_kernel("experts", names, outputs, source, "products", "experts")
 
 
+def route_shape(logits: mx.array, top: int) -> str:
+    return f"{top} of {logits.shape[-1]}, {type_name(logits.dtype)}"
+
+
 def metal_route(logits: mx.array, top: int, normed: bool) -> tuple[mx.array, mx.array]:
     """Return the `top` experts of each row by its logits [..., E], and their scores: [..., top] each."""
     experts, shape = logits.shape[-1], (*logits.shape[:-1], top)
@@ -58,6 +62,10 @@ def metal_route(logits: mx.array, top: int, normed: bool) -> tuple[mx.array, mx.
         output_dtypes=[mx.uint32, logits.dtype],
     )
     return indices, scores
+
+
+def combine_shape(parts: mx.array) -> str:
+    return f"{parts.shape[-2]} of {parts.shape[-1]}, {type_name(parts.dtype)}"
 
 
 def metal_combine(parts: mx.array, scores: mx.array, shared: mx.array, gate: mx.array) -> mx.array:

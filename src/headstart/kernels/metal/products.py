@@ -7,11 +7,21 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..cuda.products import MatrixWeights, weight_names
+from ..products import stock_product
+from ..weights import MatrixWeights, weight_names
+from .choice import MOST_ROWS
 from .device import metal_kernel, type_name
 
 OUTPUTS, VALUES = 4, 16  # as in products.metal
 ROWS = (1, 2, 4, 6)  # side by side: with OUTPUTS of each, at most 24 sums in a thread's registers
+# Stock products whose rows are independent on some chips: the least and most rows that they compute at a time. MLX
+# changes its kernel at 2 rows on M3 and newer, and at 6 to 33 by chip and shape.
+STOCK_ROWS = {
+    "stock": (1, MOST_ROWS),
+    "stock-split": (1, 5),
+    "stock-padded": (2, 11),
+    "stock-padded-5": (2, 5),
+}
 SLICES = {"metal-split": 4, "metal-columns": 1}  # simdgroups that split k, by the name of a kernel
 SIMDGROUPS = {4: 4, 1: 2}  # of a threadgroup, by slices
 
@@ -22,7 +32,7 @@ def product_shape(dtype: mx.Dtype, layer: nn.Module, weights: MatrixWeights) -> 
     held = type_name(weights.weight.dtype)
     if weights.scales is not None:
         held = f"{weights.bits} bits in groups of {weights.group}"
-    kind = ["not affine"] * (weights.scales is not None and weights.biases is None) + ["biased"] * ("bias" in layer)
+    kind = ["not affine"] * (weights.mode != "affine") + ["biased"] * ("bias" in layer)
     return ", ".join([size, held, type_name(dtype), *kind])
 
 
@@ -37,7 +47,7 @@ def metal_refusal(dtype: mx.Dtype, layer: nn.Module, weights: MatrixWeights) -> 
     if weights.scales is None:
         fits = weights.weight.dtype == dtype and dtype != mx.float32 and weights.inputs % VALUES == 0
         return None if fits else "weights are not of the activations' 16-bit type, in multiples of 16"
-    if weights.biases is None or weights.scales.dtype != dtype:
+    if weights.mode != "affine" or weights.scales.dtype != dtype:
         return "not quantised in the affine mode with scales of the activations' type"
     if weights.bits not in (4, 8) or weights.group not in (32, 64, 128):
         return f"{weights.bits} bits in groups of {weights.group}"
@@ -50,6 +60,18 @@ def metal_products(x: mx.array, weights: list[MatrixWeights], slices: int) -> li
     pass_rows = next((size for size in ROWS if rows <= size), ROWS[-1])
     kernel = _product_kernel(len(weights), weights[0].scales is not None, slices)
     return launch_multiply(kernel, x, [], weights, slices, -(-rows // pass_rows), pass_rows, x.shape[:-1])
+
+
+def split_product(x: mx.array, layer: nn.Module, least: int, most: int) -> mx.array:
+    """Return mlx's own product, computed for at least and at most so many rows at a time."""
+    rows = prod(x.shape[:-1])
+    if least <= rows <= most:
+        return stock_product(x, layer)
+    flat, count = x.reshape(rows, -1), -(-rows // most)
+    if rows < least:
+        flat = mx.pad(flat, [(0, least - rows), (0, 0)])
+    parts = [stock_product(part, layer) for part in mx.split(flat, [rows * i // count for i in range(1, count)])]
+    return mx.concatenate(parts)[:rows].reshape(*x.shape[:-1], -1)
 
 
 # Passes over the rows are neighbours in the grid, so that all but the first find the weights in a cache.

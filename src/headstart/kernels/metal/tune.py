@@ -1,36 +1,27 @@
-"""Choose the kernels of a model when it is loaded on a Mac: which operations it has, and what may compute them.
+"""The operations of a model, for which kernels are chosen when it is loaded on a Mac, and what may compute them."""
 
-Nothing that was not checked on this machine is ever used. So HEADSTART_KERNELS=stock, which skips the checks, means
-stock ops: they are right on every chip, but text may then depend on the number of drafts at near-ties.
-"""
-
-import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from .. import cpu
-from ..attention import stock_arrange, stock_attention
-from ..cuda.products import matrix_weights
-from ..experts import combine_shape, route_shape, stock_combine, stock_experts, stock_route
-from ..gated_delta import stock_fold_and_run
-from ..norm import stock_norm
-from ..products import STOCK_ROWS, split_product
+from ...state import KV, Recurrent
+from ..experts import stock_combine, stock_experts, stock_route
+from ..layers import Attention, Pass
+from ..norms import stock_norm
 from ..types import ArrangedHeads, GatedDeltaWeights, HeadNorms, Ran, Window
+from ..weights import matrix_weights
 from .attention import WIDEST, heads_refusal, heads_shape, is_plain_rope, metal_arrange, metal_attend
-from .choice import MOST_ROWS, Operation, Run, Runs, choose, is_exact
-from .device import on_metal
-from .experts import metal_combine, metal_experts, metal_route
+from .choice import MOST_ROWS, Operation, Run, Runs
+from .experts import combine_shape, metal_combine, metal_experts, metal_route, route_shape
 from .gated_delta import gated_delta_refusal, gated_delta_shape, metal_gated_delta
 from .norm import metal_norm, norm_shape
-from .products import SLICES, metal_products, metal_refusal, product_shape
+from .products import SLICES, STOCK_ROWS, metal_products, metal_refusal, product_shape, split_product
+from .stock import StockMetal
 
-LOG = logging.getLogger("headstart")
+STOCK = StockMetal()
 # Of sequences, before the windows that attention is checked with; the first is timed. MLX passes arrays of 8 and more
 # elements in another address space.
 LENGTHS: tuple[int, ...] = (1021, 300, 5, 64, 0, 511, 255, 130)
@@ -38,34 +29,6 @@ STRIDE = 64  # attention reads whole strides, as in `state/kv.py`
 DRAFTS = 15  # pending
 ACCEPTED = (0, 1, 3, 7, 8, 9, 14, 15)  # of these, by sequence; tiles have 8
 FUSED = 4  # products of one input at most
-
-
-def choose_kernels(weights: nn.Module, dtype: mx.Dtype) -> None:
-    """Check and time kernels for what a model computes in activations of `dtype`, as far as that was not done before
-    on this machine. It takes seconds, and says so."""
-    if not on_metal() or cpu.stock_forced():
-        return
-    try:
-        choose(operations(weights, dtype), _show)
-    except Exception as error:
-        LOG.warning("Metal kernels could not be checked, so MLX's compute instead: %r", error)
-
-
-def computes_rows_independently(weights: nn.Module, dtype: mx.Dtype) -> bool:
-    """Return whether every kernel that was chosen for a model computes a row the same whatever stands beside it."""
-    try:
-        return is_exact(operations(weights, dtype))
-    except Exception as error:
-        LOG.warning("Metal kernels could not be checked, so exact text is not promised: %r", error)
-        return False
-
-
-def _show(done: int, total: int, what: str) -> None:
-    if sys.stderr.isatty():
-        text = f"Checking Metal kernels for this model, once: {done} of {total} {what}"
-        print(f"\r\x1b[K{text if what else ''}", end="", file=sys.stderr, flush=True)
-    elif not done:
-        LOG.warning("Checking %d Metal kernels for this model, once; this takes some seconds", total)
 
 
 def operations(weights: nn.Module, dtype: mx.Dtype) -> list[Operation]:
@@ -204,6 +167,7 @@ def _attention(layer: nn.Module, dtype: mx.Dtype) -> Iterator[Operation]:
     B, H, Hkv, D = len(LENGTHS), layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim
     offset, refusal, shape = mx.array(LENGTHS, mx.int32), heads_refusal(layer), heads_shape(layer, dtype)
     norms = HeadNorms(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
+    described = Attention(layer, H, Hkv, gated=True)
 
     def arrangements() -> Mapping[str, Runs | str]:
         both = _random(B, WIDEST, 2 * H * D, dtype=dtype)
@@ -213,7 +177,8 @@ def _attention(layer: nn.Module, dtype: mx.Dtype) -> Iterator[Operation]:
             return mx.concatenate([*heads], axis=1).swapaxes(1, 2)
 
         def stock(b: slice, w: slice) -> mx.array:
-            return joined(stock_arrange(layer, both[b, w], keys[b, w], values[b, w], offset[b] + w.start))
+            memory = KV(keys[b, w], values[b, w], offset[b] + w.start)
+            return joined(STOCK.arrange(described, both[b, w], keys[b, w], values[b, w], memory))
 
         def ours(b: slice, w: slice) -> mx.array:
             given = both[b, w], keys[b, w], values[b, w]
@@ -234,8 +199,9 @@ def _attention(layer: nn.Module, dtype: mx.Dtype) -> Iterator[Operation]:
         def stock(b: slice, w: slice) -> mx.array:
             read, positions = reach(b, w), offset[b, None] + mx.arange(w.start, w.stop)
             seen = mx.arange(read) <= positions[:, None, :, None]
-            buffers = keys[b, :, :read], values[b, :, :read]
-            return stock_attention(queries[b, :, w], both[b, w], *buffers, layer.scale, seen)
+            heads = ArrangedHeads(queries[b, :, w], keys[b, :, :read], values[b, :, :read])
+            run = Pass(lambda window: seen, offset)
+            return STOCK.attend_heads(described, heads, both[b, w], KV(keys, values, offset), run)
 
         def ours(b: slice, w: slice) -> mx.array:
             first = offset[b] + w.start
@@ -247,18 +213,9 @@ def _attention(layer: nn.Module, dtype: mx.Dtype) -> Iterator[Operation]:
     yield Operation("attention", shape, attentions, B, WIDEST)
 
 
-@dataclass(frozen=True)
-class RecurrentState:
-    """What `stock_fold_and_run` needs of `state/recurrent.py`."""
-
-    state: mx.array
-    conv: mx.array
-    pending: list[mx.array] | None
-
-
 def _gated_delta(net: nn.Module, dtype: mx.Dtype) -> Operation:
     B, Hv, Dv, Dk = len(ACCEPTED), net.num_v_heads, net.head_v_dim, net.head_k_dim
-    weights = GatedDeltaWeights(net.conv1d.weight, net.A_log, net.dt_bias, net.norm.weight, net.norm.eps)
+    weights = GatedDeltaWeights.of(net)
 
     def window(width: int) -> Window:
         gates = [_random(B, width, Hv + i, dtype=dtype)[..., i:] for i in (0, 1)]
@@ -267,8 +224,10 @@ def _gated_delta(net: nn.Module, dtype: mx.Dtype) -> Operation:
     state = 0.1 * _random(B, Hv, Dv, Dk, dtype=mx.float32)
     conv = _random(B, net.conv_kernel_size - 1, net.conv_dim, dtype=dtype)
 
-    def ours(_: nn.Module, window: Window, memory: RecurrentState, accepted: mx.array, certain: int) -> Ran:
-        return metal_gated_delta(window, weights, memory.state, memory.conv, memory.pending, accepted, certain)
+    def ours(_: nn.Module, window: Window, memory: Recurrent, run: Pass) -> Ran:
+        return metal_gated_delta(
+            window, weights, memory.state, memory.conv, memory.pending, run.accepted, run.certain
+        )
 
     def runs_of(kernel: Callable[..., Ran]) -> Runs:
         before, text = window(1 + DRAFTS), window(WIDEST)
@@ -276,11 +235,11 @@ def _gated_delta(net: nn.Module, dtype: mx.Dtype) -> Operation:
         @cache
         def start() -> Ran:
             """A window whose drafts are pending."""
-            return kernel(net, before, RecurrentState(state, conv, None), mx.zeros((B,), mx.int32), 1)
+            return kernel(net, before, Recurrent(state, conv, None), _pass(mx.zeros((B,), mx.int32)))
 
         def step(b: slice, w: slice, then: Ran, accepted: mx.array) -> Ran:
-            memory = RecurrentState(then.state, then.conv, then.drafts)
-            return kernel(net, Window(*[a[b, w] for a in text]), memory, accepted, 1)
+            memory = Recurrent(then.state, then.conv, then.drafts)
+            return kernel(net, Window(*[a[b, w] for a in text]), memory, _pass(accepted))
 
         def begin(b: slice) -> tuple[Ran, mx.array]:
             """Each sequence accepts another number of drafts."""
@@ -309,6 +268,13 @@ def _gated_delta(net: nn.Module, dtype: mx.Dtype) -> Operation:
         return run, one_by_one
 
     def candidates() -> Mapping[str, Runs | str]:
-        return {"stock": runs_of(stock_fold_and_run), "metal": gated_delta_refusal(Dk, Dv) or runs_of(ours)}
+        return {"stock": runs_of(STOCK.gated_delta_rule), "metal": gated_delta_refusal(Dk, Dv) or runs_of(ours)}
 
     return Operation("gated delta", gated_delta_shape(window(1), state, conv), candidates, B, WIDEST)
+
+
+def _pass(accepted: mx.array) -> Pass:
+    def mask(window: int | None) -> mx.array:
+        raise NotImplementedError("recurrent layers need none")
+
+    return Pass(mask, accepted)

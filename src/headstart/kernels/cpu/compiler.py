@@ -15,8 +15,6 @@ LOG = logging.getLogger("headstart")
 @lru_cache
 def ensure_compiles() -> None:
     """Turn `mx.compile` off where it would fail. Operations then run one by one: slower, and rounded as such."""
-    if mx.default_device() != mx.Device(mx.cpu):
-        return
     problem = _problem()
     if problem:
         mx.disable_compile()

@@ -1,10 +1,8 @@
-"""Norms whose weights stay in float32."""
+"""RMS norms with float32 weights, and the addition before them."""
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
-
-from ..kernels.norm import rms_norm
 
 
 class Norm(nn.Module):
@@ -20,7 +18,7 @@ class Norm(nn.Module):
         self.eps = eps
 
     def __call__(self, x: mx.array) -> mx.array:
-        return rms_norm(x, self.weight, self.eps)
+        return stock_norm(x, self.weight, self.eps)
 
 
 def use_float32_norms(module: nn.Module, kind: type[nn.Module] = nn.RMSNorm) -> None:
@@ -30,3 +28,23 @@ def use_float32_norms(module: nn.Module, kind: type[nn.Module] = nn.RMSNorm) -> 
         return Norm(leaf.weight.shape[0], leaf.eps) if type(leaf) is kind else leaf
 
     module.update_modules(tree_map(swap, module.leaf_modules(), is_leaf=nn.Module.is_module))
+
+
+def stock_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    return mx.fast.rms_norm(x, weight, eps).astype(x.dtype)
+
+
+class Norms:
+    """Norms of the residual stream and of heads."""
+
+    def norm(self, x: mx.array, norm: nn.Module) -> mx.array:
+        """Return the norm of x [..., D], in its type."""
+        return self.rms_norm(x, norm["weight"], norm.eps) if isinstance(norm, Norm) else norm(x)
+
+    def rms_norm(self, x: mx.array, weight: mx.array, eps: float) -> mx.array:
+        return stock_norm(x, weight, eps)
+
+    def add_and_norm(self, x: mx.array, added: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
+        """Return x + added, and its norm."""
+        total = x + added
+        return total, self.rms_norm(total, weight, eps)

@@ -1,0 +1,148 @@
+"""The backends of CPUs: MLX's operations as they are there, and the kernels of the extension."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ...state import KV, Recurrent
+from ..adapters import ChosenAdapters
+from ..backend import Backend
+from ..experts import is_swiglu
+from ..layers import Attention, FeedForward, GatedDeltaNet, LatentAttention, Pass, Residual
+from ..types import GatedDeltaWeights, Ran, Window
+from . import ops
+from .attention import attend_window, heads_of, native_attention, native_latent_attention
+from .compiler import ensure_compiles
+from .load import loaded
+
+
+def cpu_backend() -> "StockCpu":
+    """Return the backend of this machine's CPU, with the extension if there is one."""
+    ensure_compiles()
+    found = loaded()
+    return StockCpu(found.reason) if found.module is None else CpuBackend(found.module)
+
+
+class StockCpu(Backend):
+    """MLX's operations on a CPU, which compute every row alone."""
+
+    asynchronous = False  # the host would see the tokens of a step only after the next one
+    cuts_freely = True
+    windows = ((16, 1), (1, 5), (16, 4))  # it is slower, and has the same kernels for any number of rows
+
+    def device(self) -> AbstractContextManager[Any]:
+        return nullcontext() if mx.default_device() == mx.cpu else mx.stream(mx.cpu)
+
+    def activations(self, stored: mx.Dtype, experts: bool, modes: set[str]) -> mx.Dtype:
+        """Return float32 for what MLX multiplies in nothing else (`gather_mm` of experts), or 10 to 50 times slower
+        in half precision: quantised weights."""
+        return mx.float32 if experts or modes else stored
+
+
+class CpuBackend(StockCpu):
+    """The extension's kernels (see `kernels.h`). `native` is the extension."""
+
+    def __init__(self, native: Any):
+        super().__init__(f"native ({native.isa()}, {native.threads()} threads)")
+        self.native = native
+
+    def stock(self) -> Backend:
+        return StockCpu()
+
+    def activations(self, stored: mx.Dtype, experts: bool, modes: set[str]) -> mx.Dtype:
+        return stored if stored in ops.TYPES and modes <= {"affine"} else super().activations(stored, experts, modes)
+
+    def rms_norm(self, x: mx.array, weight: mx.array, eps: float) -> mx.array:
+        if x.dtype not in ops.TYPES:
+            return super().rms_norm(x, weight, eps)
+        made: mx.array = self.native.norm(x, weight, eps)[0]
+        return made
+
+    def add_and_norm(self, x: mx.array, added: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
+        if x.dtype not in ops.TYPES:
+            return super().add_and_norm(x, added, weight, eps)
+        total, normed = self.native.norm(x, weight, eps, added)
+        return total, normed
+
+    def multiply(self, x: mx.array, layers: Sequence[nn.Module]) -> list[mx.array]:
+        if made := ops.native_products(self.native, x, layers):
+            return made
+        if len(layers) == 1:
+            return super().multiply(x, layers)
+        return [self.multiply(x, [layer])[0] for layer in layers]
+
+    def row_products(self, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
+        weight = (weights, None, None, 0, 0, None)
+        made: mx.array = self.native.products(x, [weight], False, indices, x.ndim > indices.ndim)[0]
+        return made
+
+    def gated_product(
+        self, x: mx.array, gate: nn.Module, up: nn.Module, adapters: ChosenAdapters | None = None
+    ) -> mx.array:
+        if made := ops.native_products(self.native, x, (gate, up), gated=True):
+            return made[0]
+        return super().gated_product(x, gate, up, adapters)
+
+    def multiply_experts(self, x: mx.array, indices: mx.array, layers: Sequence[nn.Module]) -> list[mx.array] | None:
+        return ops.native_products(self.native, x, layers, experts=indices, own=x.ndim > indices.ndim)
+
+    def feed_forward(
+        self, layer: FeedForward, x: mx.array, run: Pass, residual: Residual
+    ) -> tuple[mx.array, mx.array]:
+        module, made = layer.module, None
+        if "switch_mlp" in module or is_swiglu(module):
+            made = ops.native_feed_forward(self.native, module, x, _native(residual, run))
+        return self._added(made, run, residual) if made else super().feed_forward(layer, x, run, residual)
+
+    def attention(
+        self, layer: Attention, x: mx.array, memory: KV, run: Pass, residual: Residual
+    ) -> tuple[mx.array, mx.array]:
+        made = native_attention(self.native, layer, x, memory, run.last, _native(residual, run))
+        return self._added(made, run, residual) if made else super().attention(layer, x, memory, run, residual)
+
+    def attend(
+        self, layer: Attention, both: mx.array, keys: mx.array, values: mx.array, memory: KV, run: Pass
+    ) -> mx.array:
+        if (heads := heads_of(layer, both.dtype)) is None:
+            return super().attend(layer, both, keys, values, memory, run)
+        return attend_window(self.native, layer, heads, both, keys, values, memory, run.last)
+
+    def latent_attention(
+        self, layer: LatentAttention, x: mx.array, memory: KV, run: Pass, residual: Residual
+    ) -> tuple[mx.array, mx.array]:
+        made = native_latent_attention(self.native, layer, x, memory, run.last, _native(residual, run))
+        return self._added(made, run, residual) if made else super().latent_attention(layer, x, memory, run, residual)
+
+    def gated_delta_net(
+        self, layer: GatedDeltaNet, x: mx.array, memory: Recurrent, run: Pass, residual: Residual
+    ) -> tuple[mx.array, mx.array]:
+        given = layer.module, x, memory, run.accepted, run.certain, _native(residual, run)
+        if (made := ops.native_gated_delta(self.native, *given)) is None:
+            return super().gated_delta_net(layer, x, memory, run, residual)
+        out, drafts = made
+        memory.pending = drafts or None
+        return self._added(out, run, residual)
+
+    def gated_delta_rule(self, net: nn.Module, window: Window, memory: Recurrent, run: Pass) -> Ran:
+        if not ops.native_gated_delta_fits(window.qkv.dtype, memory.state):
+            return super().gated_delta_rule(net, window, memory, run)
+        weights = GatedDeltaWeights.of(net)
+        given = list(weights[:-1]), weights.eps, memory.state, memory.conv, run.accepted, memory.pending or []
+        y, state, conv, *fresh = self.native.gated_delta(list(window), *given, run.certain)
+        return Ran(y, state, conv, fresh or None)
+
+    def _added(self, made: list[mx.array], run: Pass, residual: Residual) -> tuple[mx.array, mx.array]:
+        """Return the residual stream and its norm, which a kernel may have made already."""
+        if len(made) == 1:
+            return self.add(residual, made[0], run)
+        total, normed = made
+        return total, normed
+
+
+def _native(residual: Residual, run: Pass) -> ops.NativeResidual | None:
+    """Return the sum as the last stage of a kernel; None where other machines have parts of it."""
+    x, norm = residual
+    return (x, norm["weight"], norm.eps) if run.share.ranks == 1 else None
