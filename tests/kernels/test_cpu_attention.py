@@ -1,7 +1,6 @@
 """Attention of the CPU kernels, of every kind that families have, against float64, alone and in company."""
 
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -10,29 +9,16 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE, initialize_rope
+from test_cpu_kernels import TYPES, VARIANTS, exact, native, normal, variant
 
 from headstart.kernels import cpu
 from headstart.kernels.cpu.attention import rotation_of
 from headstart.state import KV
 from headstart.state.kv import GROUP
 
-TYPES = ("bfloat16", "float32")
 pytestmark = pytest.mark.skipif(
     mx.default_device() != mx.cpu or cpu.loaded().module is None, reason="no CPU kernels here"
 )
-
-
-@cache
-def native() -> Any:
-    return cpu.loaded().module
-
-
-def normal(seed: int, *shape: int, dtype: str = "float32") -> mx.array:
-    return mx.array(np.random.default_rng(seed).normal(size=shape).astype(np.float32)).astype(getattr(mx, dtype))
-
-
-def exact(array: mx.array) -> np.ndarray[Any, Any]:
-    return np.array(array.astype(mx.float32)).astype(np.float64)
 
 
 @dataclass(frozen=True)
@@ -193,6 +179,17 @@ def test_a_query_is_the_same_alone_and_in_a_window(name: str, dtype: str) -> Non
             alone.offset = mx.array([length + w], mx.int32)
             few = run(kind, alone, [a[row : row + 1, w:end] for a in window])
             assert mx.array_equal(few, found[row : row + 1, w:end]), (row, w)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_other_cpus_compute_the_same_bits(name: str, dtype: str) -> None:
+    for kind in KINDS.values():
+        window = given(kind, 2, 9, dtype)
+        ours, theirs = (cached(kind, [600, 3], 650, dtype) for _ in range(2))
+        assert mx.array_equal(run(kind, ours, window), run(kind, theirs, window, module=variant(name)))
+        for mine, other in zip(ours.arrays(), theirs.arrays(), strict=True):
+            assert mx.array_equal(mine, other, equal_nan=mine.dtype != mx.int8)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

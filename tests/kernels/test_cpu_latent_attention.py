@@ -10,6 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models.deepseek_v3 import DeepseekV3Attention
+from test_cpu_kernels import TYPES
 
 from headstart.kernels import cpu
 from headstart.kernels.cpu import load
@@ -19,7 +20,6 @@ from headstart.models.residual import Residual
 from headstart.models.share import Alone
 from headstart.state import KV, BatchState
 
-TYPES = ("bfloat16", "float32")
 SIZES = {"hidden_size": 96, "num_attention_heads": 20, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "v_head_dim": 32}
 LENGTHS, CAPACITY = [600, 3], 700
 pytestmark = pytest.mark.skipif(

@@ -44,9 +44,9 @@ inline void soften(float* scores, long unseen, long n, float scale, float* found
 
 // Add positions `from` to `to` to the weighted values of R queries, P pairs of elements. Query r sees seen[r] positions;
 // values of the first one are at `values`, the next `step` behind it.
-template <int R, int P, typename T>
+template <int R, int P, typename V>
 inline void weigh(
-    const float* weights, const long* seen, long from, long to, const T* values, long step, float* out, long stride) {
+    const float* weights, const long* seen, long from, long to, V values, long step, float* out, long stride) {
   Lanes sums[R][2 * P];
   UNROLL for (int r = 0; r < R; ++r)
     UNROLL for (int p = 0; p < 2 * P; ++p) sums[r][p] = load(out + r * stride + p * LANES);
@@ -69,9 +69,9 @@ inline void weigh(
 }
 
 // `width` elements, P pairs at a time and the rest with fewer.
-template <int R, int P, typename T>
+template <int R, int P, typename V>
 inline void weigh_all(
-    const float* weights, const long* seen, long from, long to, const T* values, long step, long width, float* out,
+    const float* weights, const long* seen, long from, long to, V values, long step, long width, float* out,
     long stride) {
   long d = 0;
   for (; d + P * PAIR <= width; d += P * PAIR) weigh<R, P>(weights, seen, from, to, values + d, step, out + d, stride);
@@ -79,20 +79,26 @@ inline void weigh_all(
     if (d < width) weigh_all<R, P / 2>(weights, seen, from, to, values + d, step, width - d, out + d, stride);
 }
 
+// A position of a cache.
+template <typename S, typename T>
+inline auto place_of(const Cache<T>& cache, long position) {
+  const S* at = static_cast<const S*>(cache.at);
+  if constexpr (sizeof(S) > 1) return at + position * cache.D;
+  else return Eights<T>{at, cache.scales} + position * cache.D;
+}
+
 // Two times sixteen elements of a position, with zeros behind the last one.
 template <typename S, typename T>
 inline Pair pair_of(const Cache<T>& cache, long position, long d) {
-  const S* at = static_cast<const S*>(cache.at) + position * cache.D + d;
-  __builtin_prefetch(reinterpret_cast<const char*>(at) + AHEAD);
-  if (d + PAIR > cache.D) {
-    S rest[PAIR] = {};
-    std::memcpy(rest, at, (cache.D - d) * sizeof(S));
-    return load_pair(rest);
-  }
-  const Pair pair = load_pair(at);
-  if constexpr (sizeof(S) > 1) return pair;
-  const Lanes scale = splat(to_float(cache.scales[(position * cache.D + d) / PAIR]));
-  return {pair.first * scale, pair.second * scale};
+  const auto at = place_of<S>(cache, position) + d;
+  __builtin_prefetch(static_cast<const char*>(address(at)) + AHEAD);
+  if constexpr (sizeof(S) > 1)
+    if (d + PAIR > cache.D) {
+      S rest[PAIR] = {};
+      std::memcpy(rest, at, (cache.D - d) * sizeof(S));
+      return load_pair(rest);
+    }
+  return load_pair(at);
 }
 
 // Queries of a window that share keys and values: `width` tokens from `first` on, of `heads` heads from `head` on.
@@ -140,7 +146,7 @@ struct QueryTile {
       rows[r] = queries + ((b * op.H + head + r / width) * op.W + first + r % width) * DK;
       seen[r] = end(r) - start;
     }
-    blocks(op.keys, op.more_keys, at, n, 16, DK, [&](long from, long to, const auto* keys, long, long, long) {
+    blocks(op.keys, op.more_keys, at, n, 16, DK, [&](long from, long to, auto keys, long, long, long) {
       panel(Dense{keys, DK}, 0, to - from, count, rows, rows, scores + from, LINE);
     });
     for (long r = 0; r < count; ++r) {
@@ -151,20 +157,24 @@ struct QueryTile {
       else std::fill(mine, mine + n, 0.0f), found[0] = -std::numeric_limits<float>::infinity(), found[1] = 0.0f;
     }
     constexpr int P = NATIVE == LANES ? 2 : 1;
-    blocks(op.values, {}, at, n, 64, P * PAIR, [&](long from, long to, const auto* values, long step, long d, long some) {
+    blocks(op.values, {}, at, n, 64, P * PAIR, [&](long from, long to, auto values, long step, long d, long some) {
       auto weigh_rows = [&]<int R>(long r) {
         float* to_rows = out + r * stride() + d;
         weigh_all<R, ROWS / R * P>(scores + r * LINE, seen + r, from, to, values, step, some, to_rows, stride());
       };
       long r = 0;
       for (; r + ROWS <= count; r += ROWS) weigh_rows.template operator()<ROWS>(r);
-      for (; r < count; ++r) weigh_rows.template operator()<1>(r);
+      switch (count - r) {
+        case 3: return weigh_rows.template operator()<3>(r);
+        case 2: return weigh_rows.template operator()<2>(r);
+        case 1: return weigh_rows.template operator()<1>(r);
+      }
     });
   }
 
   // f(from, to, keys or values, how far apart, first element, elements) for `block` of n positions after the other. For
-  // many queries, and where they are not whole pairs of a float type in one cache, they are copied as float32, at most
-  // `width` elements together, to where registers are filled from one cache line.
+  // many queries, and where they are not whole pairs in one cache, they are copied as float32, at most `width` elements
+  // together, to where registers are filled from one cache line.
   template <typename F>
   void blocks(
       const Cache<T>& cache, const Cache<T>& more, long at, long n, long block, long width, const F& f) const {
@@ -173,11 +183,10 @@ struct QueryTile {
     memory.resize(block * D);
     for (long s = 0; s < n; s += block) {
       const long to = std::min(s + block, n);
-      if constexpr (sizeof(S) > 1)
-        if (rows() < MANY && D == cache.D) {
-          f(s, to, static_cast<const S*>(cache.at) + (at + s) * D, D, 0, D);
-          continue;
-        }
+      if (rows() < MANY && D == cache.D) {
+        f(s, to, place_of<S>(cache, at + s), D, 0, D);
+        continue;
+      }
       for (long i = 0; i < to - s; ++i)
         for (long d = 0; d < D; d += width)
           for (long k = 0, some = std::min(width, D - d); k < some; k += PAIR) {

@@ -219,19 +219,20 @@ struct eight {
 template <int N = LANES>
 inline Vec<N> load_codes(const eight* from) {
   if constexpr (N == NATIVE) {
-    typedef int8_t Codes __attribute__((vector_size(NATIVE)));
     typedef int32_t Ints __attribute__((vector_size(4 * NATIVE)));
-    Codes codes;
-    std::memcpy(&codes, from, sizeof codes);
-    return {__builtin_convertvector(__builtin_convertvector(codes, Ints), Floats)};
+    Ints codes;
+#if !defined(HEADSTART_PORTABLE) && defined(__AVX512F__)
+    codes = (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif !defined(HEADSTART_PORTABLE) && defined(__AVX2__)
+    codes = (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#else
+    UNROLL for (int i = 0; i < N; ++i) codes[i] = from[i].code;
+#endif
+    return {__builtin_convertvector(codes, Floats)};
   } else {
     return {load_codes<N / 2>(from), load_codes<N / 2>(from + N / 2)};
   }
 }
-inline Pair load_pair(const eight* from) {
-  return {load_codes(from), load_codes(from + LANES)};
-}
-
 // Bits of ones in the first n lanes, and zeros in the others.
 inline Lanes first_lanes(long n) {
   static constexpr uint32_t ONES[2 * LANES] = {~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u,
@@ -272,6 +273,30 @@ inline void assign(bfloat& to, float x) {
 }
 inline void assign(float& to, float x) {
   to = x;
+}
+
+// A pointer to whole numbers in eight bits, of which every 32 share a scale. It moves by 32 at a time.
+template <typename T>
+struct Eights {
+  const eight* at;
+  const T* scales;
+
+  Eights operator+(unsigned long n) const {
+    return {at + n, scales + n / PAIR};
+  }
+};
+template <typename T>
+inline Pair load_pair(Eights<T> from) {
+  const Lanes scale = splat(to_float(*from.scales));
+  return {load_codes(from.at) * scale, load_codes(from.at + LANES) * scale};
+}
+
+inline const void* address(const void* at) {
+  return at;
+}
+template <typename T>
+inline const void* address(Eights<T> from) {
+  return from.at;
 }
 
 // The sum of x · y over n elements: lane i has those at i, i + 16, …

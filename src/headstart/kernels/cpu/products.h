@@ -73,7 +73,7 @@ void panel(
 // f(the matrix of an expert), as the struct that multiplies with it.
 template <typename T, typename F>
 inline void with(const Matrix& m, long K, long expert, const F& f) {
-  if (!m.bits) return f(Dense<T>{static_cast<const T*>(m.w) + expert * m.N * K, K});
+  if (!m.bits) return f(Dense<const T*>{static_cast<const T*>(m.w) + expert * m.N * K, K});
   auto quantised = [&]<int BITS>() {
     const long groups = expert * m.N * (K / m.group) * (m.wide ? 4 : 2);
     const auto* w = static_cast<const uint8_t*>(m.w) + expert * m.N * (K / 8 * BITS);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "activations.h"
@@ -21,11 +22,11 @@ inline long prefetch_distance(long row_bytes, long chunk_bytes, long outputs) {
   return outputs * chunk_bytes <= 32 << 10 ? outputs * row_bytes : 512;
 }
 
-// Dense weights: pairs of lanes, as they lie.
-template <typename T>
+// Dense weights: pairs of lanes, as they lie where W points.
+template <typename W>
 struct Dense {
-  static constexpr int SUMS = TILE;
-  const T* w;
+  static constexpr int SUMS = TILE, SIZE = std::is_pointer_v<W> ? sizeof(std::remove_pointer_t<W>) : 1;
+  W w;
   long K;
 
   // Inputs that are added in a row: all, since their weights are read for longer than it takes to multiply them.
@@ -37,19 +38,20 @@ struct Dense {
   template <int R, int C>
   [[gnu::always_inline]] void add(
       const float* const (&x)[R], long n, long count, long from, long to, Lanes (&sums)[R * C]) const {
-    const T* ws[C];
+    W ws[C];
     UNROLL for (int c = 0; c < C; ++c) ws[c] = w + (n + (c < count ? c : count - 1)) * K;
-    const long ahead = prefetch_distance(K * sizeof(T), (to - from) * sizeof(T), C);
+    const long ahead = prefetch_distance(K * SIZE, (to - from) * SIZE, C);
     long k = from;
     for (; k + PAIR <= to; k += PAIR) {
-      UNROLL for (int c = 0; c < C; ++c) __builtin_prefetch(reinterpret_cast<const char*>(ws[c] + k) + ahead);
+      UNROLL for (int c = 0; c < C; ++c) __builtin_prefetch(static_cast<const char*>(address(ws[c] + k)) + ahead);
       add_pair(x, ws, k, k, sums);
     }
-    if (k < to) {  // the rest, with zeros behind it
-      T rest[C][PAIR] = {};
-      UNROLL for (int c = 0; c < C; ++c) std::memcpy(rest[c], ws[c] + k, (to - k) * sizeof(T)), ws[c] = rest[c];
-      add_pair(x, ws, k, 0, sums);
-    }
+    if constexpr (std::is_pointer_v<W>)
+      if (k < to) {  // the rest, with zeros behind it
+        std::remove_const_t<std::remove_pointer_t<W>> rest[C][PAIR] = {};
+        UNROLL for (int c = 0; c < C; ++c) std::memcpy(rest[c], ws[c] + k, (to - k) * SIZE), ws[c] = rest[c];
+        add_pair(x, ws, k, 0, sums);
+      }
   }
 
   template <int R, int C>
@@ -58,7 +60,7 @@ struct Dense {
  private:
   template <int R, int C>
   [[gnu::always_inline]] static void add_pair(
-      const float* const (&x)[R], const T* const (&w)[C], long k, long at, Lanes (&sums)[R * C]) {
+      const float* const (&x)[R], const W (&w)[C], long k, long at, Lanes (&sums)[R * C]) {
     UNROLL for (int c = 0; c < C; ++c) {
       const Pair weights = load_pair(w[c] + at);
       UNROLL for (int r = 0; r < R; ++r) sums[r * C + c] = fma(load(x[r] + k), weights.first, sums[r * C + c]);
