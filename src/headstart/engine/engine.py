@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..errors import HeadstartError, KernelTimeout
 from ..limits import MAX_K
@@ -27,7 +26,7 @@ from .batch import Batch
 from .depth import DepthController, Plan, pause_reason
 from .invariance import invariant_k, is_batch_invariant
 from .log import LOG, log_error
-from .memory import is_out_of_memory
+from .memory import is_out_of_memory, wire_weights
 from .pending_step import PendingStep, build_step
 from .prefill import prefill_chunk
 from .scheduler import Scheduler
@@ -60,7 +59,7 @@ class Engine(Scheduler):
             prefix: The prefix cache, if any.
         """
         super().__init__(model, tokenizer, max_sequences, max_queue, memory_limit, prefix)
-        maybe_set_recommended_wired_limit()  # Metal: keep the weights resident
+        wire_weights(model)
         self.depth = depth or _controllers.setdefault(model, DepthController.of(model))
         self.retries = 0  # decode steps and prefill chunks that failed and were run again
         self.recomputed: Counter[str] = Counter()  # sequences that lost their KV cache, by reason
