@@ -1,4 +1,4 @@
-"""Divide the device's memory between sequences and prefixes, keep weights in it, and recognise when it runs out."""
+"""Divide the device's memory between sequences and prefixes, and keep weights in it."""
 
 import atexit
 import os
@@ -8,7 +8,6 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..errors import OutOfMemory
 from ..models import Model
 from ..models.memory import SHARE, WORKING_SET, unused
 from .log import LOG
@@ -19,14 +18,6 @@ MARGIN = 1.1  # of the weights: the states of a few sequences
 
 MAX_PREFIX_CACHE = 2_000_000_000  # bytes of the prefix cache by default, at most a quarter of what is available
 ANSWER = 4096  # tokens of an answer counted at admission; longer ones find memory as they grow, or are requeued
-MESSAGES = (
-    "out of memory",
-    "unable to allocate",
-    "bad_alloc",
-    "insufficient memory",
-    "greater than the maximum allowed buffer size",  # Metal
-    "resource limit (",  # Metal: of buffers, not of bytes
-)
 
 
 def memory_for_sequences() -> int:
@@ -71,17 +62,3 @@ def _weights_nbytes(model: Model) -> int:
     parts = [model.weights, model.tower, model.drafter.weights if model.drafter is not None else None]
     flat: Any = [pair for part in parts if part is not None for pair in tree_flatten(part.parameters())]
     return sum(array.nbytes for _, array in flat)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out. MLX raises a RuntimeError for that, so its message has to tell."""
-    text = str(error).lower()
-    return isinstance(error, MemoryError) or any(message in text for message in MESSAGES)
-
-
-def out_of_memory(error: BaseException) -> OutOfMemory:
-    """Return the error of the request that was ended to free memory."""
-    return OutOfMemory(
-        "memory ran out, and this request, the youngest, was ended so that others could go on: try again, or serve "
-        f"with fewer --max-sequences or a smaller --prefix-cache-gb ({type(error).__name__}: {error})"
-    )
