@@ -125,6 +125,7 @@ def random_model(shape: dict[str, Any]) -> tuple[Model, nn.Module]:
         built.config,
         built.lm,
         models.Weights(built.family.text(built.lm), built.family.lm_head(built.lm), built.weights.mtp),
+        mx.bfloat16,
     )
     flat: Any = tree_flatten(model.weights.parameters())
     for name, array in flat:

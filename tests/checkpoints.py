@@ -309,6 +309,29 @@ def quantize(arrays: Arrays, bits: int, group_size: int) -> Arrays:
     return out
 
 
+def requantize(folder: Path, mode: str, *, keep: tuple[str, ...] = ()) -> Path:
+    """Rewrite a converted checkpoint with its matrices in nvfp4, mxfp4 or mxfp8, routers in affine 8 bits as mlx-lm
+    writes them; those with a part of `keep` in their names stay as they are."""
+    bits, group = {"nvfp4": (4, 16), "mxfp4": (4, 32), "mxfp8": (8, 32)}[mode]
+    files = sorted(folder.glob("*.safetensors"))
+    arrays: Arrays = {name: array for file in files for name, array in mx.load(str(file)).items()}  # type: ignore[union-attr]
+    out: Arrays = {}
+    for name, value in arrays.items():
+        router = name.endswith(("mlp.gate.weight", "shared_expert_gate.weight"))
+        if value.ndim < 2 or any(part in name for part in ("conv1d", "mtp.fc", *keep)):
+            out[name] = value
+            continue
+        packed = mx.quantize(value, bits=8) if router else mx.quantize(value, group, bits, mode=mode)
+        for suffix, part in zip(("weight", "scales", "biases"), packed, strict=False):
+            out[name.removesuffix("weight") + suffix] = part
+    mx.eval(out)
+    write_shards(folder, out, len(files), {"format": "mlx"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization"] = {"group_size": group, "bits": bits, "mode": mode}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def to_fp8(arrays: Arrays, block: int = 128) -> Arrays:
     """Linear layers inside decoder layers to float8 e4m3 with one scale per block."""
     out: Arrays = {}

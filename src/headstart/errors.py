@@ -40,6 +40,10 @@ class EngineDown(HeadstartError):
     """The engine has stopped, and all its requests have ended."""
 
 
+class DeviceLost(EngineDown):
+    """The device does nothing for this process any more. Only a new process can go on."""
+
+
 class OutOfMemory(HeadstartError):
     """The device ran out of memory, and this request was ended so that others could continue."""
 

@@ -26,6 +26,7 @@ PRINTED = {
         "Pages speculative:                        10000.\n"
         "Pages wired down:                        200000.\n"
         "Pages purgeable:                          20000.\n"
+        "File-backed pages:                        60000.\n"
     ),
     "pmset -g therm": "Note: No thermal warning level has been recorded\nCPU_Speed_Limit \t= 71\n",
     "pmset -g batt": "Now drawing from 'Battery Power'\n -InternalBattery-0 (id=21627491)\t98%; discharging\n",
@@ -51,7 +52,7 @@ def test_a_mac_is_described_without_its_numbers(monkeypatch: pytest.MonkeyPatch)
     assert device["cores"].endswith(" (12 performance, 4 efficiency)")
     assert (device["architecture"], device["GPU cores"]) == ("applegpu_g15s", "40")
     assert memory["available"] == "2.7 GiB"  # 180,000 pages of 16 KiB
-    assert (memory["recommended for a GPU"], memory["left for Headstart"]) == ("36.0 GiB", "36.0 GiB")
+    assert (memory["recommended for a GPU"], memory["left for Headstart"]) == ("36.0 GiB", "2.7 GiB")
     assert (memory["wired limit"], memory["swap used"]) == ("the system's default", "1024.25M")
     assert re.sub(r"^load \d+\.\d; ", "", thermal) == (
         "No thermal warning level has been recorded; CPU_Speed_Limit = 71; Battery Power; low power mode on"

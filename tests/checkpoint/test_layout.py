@@ -347,6 +347,16 @@ def test_a_quantisation_that_is_not_read_is_named(tmp_path: Path) -> None:
     refused(tmp_path, "'awq'", "MLX conversion")
 
 
+def test_bits_that_are_not_read_are_named(tmp_path: Path) -> None:
+    refused(
+        write(tmp_path / "trunk", "dense", "converted", bits=1),
+        "lm_head.weight is quantised to 1 bit in groups of 64, which Headstart does not read",
+        "Take a conversion of 2, 3, 4, 5, 6 or 8 bits.",
+    )
+    folder = write(tmp_path / "head", "dense", "sidecar", bits=4, head_bits=1)
+    head_refused(folder, "mtp.safetensors: mtp.", "is quantised to 1 bit", "graft")
+
+
 def test_an_incomplete_head_is_named(tmp_path: Path) -> None:
     folder = write(tmp_path, "dense", "sidecar")
     edit_tensors(folder / "mtp.safetensors", lambda a: a.pop("mtp.layers.0.mlp.up_proj.weight"), "mlx")

@@ -1,16 +1,20 @@
 """Who is let in when: in turn between clients, and only where there is memory for them."""
 
+import gc
 import os
 from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
+from mlx.utils import tree_flatten
 
 from fixtures import builtin_model, collect, generate, random_model, random_prompt, submit
 from headstart.engine import Engine, Request
 from headstart.errors import Busy, RequestError
 from headstart.limits import MAX_K
 from headstart.models import Model
-from headstart.models.memory import Footprint, available_on_host, unused
+from headstart.models.memory import Footprint, available_on_host, system_share, unused
 from headstart.sampling import SamplingParams
 from headstart.state import CHUNK, PrefixCache
 
@@ -245,11 +249,76 @@ def test_a_context_that_a_mac_cannot_hold_is_refused_with_figures(monkeypatch: p
     Engine(model).submit(Request([*prompt, *prompt], SamplingParams(max_tokens=10)))
 
 
-def test_a_mac_keeps_the_weights_resident(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: list[int] = []
-    monkeypatch.setattr("mlx.core.set_wired_limit", limits.append)
-    Engine(random_model("dense"))
-    assert limits == []  # not on Linux
+@pytest.mark.parametrize("files", [400_000, 100_000])  # 16 KiB each: 6.6 and 1.6 GB
+def test_what_other_programs_hold_of_a_macs_memory_is_not_left(monkeypatch: pytest.MonkeyPatch, files: int) -> None:
+    said = (
+        "Mach Virtual Memory Statistics: (page size of 16384 bytes)\n"
+        "Pages free:                               50000.\n"
+        "Pages active:                            300000.\n"
+        "Pages inactive:                          250000.\n"
+        "Pages wired down:                        200000.\n"
+        "Pages purgeable:                          10000.\n"
+        f"File-backed pages:                       {files}.\n"
+        "Anonymous pages:                         400000.\n"
+    )
     monkeypatch.setattr("mlx.core.device_info", lambda: MAC)
+    monkeypatch.setattr("mlx.core.get_active_memory", lambda: 10**9)
+    monkeypatch.setattr("mlx.core.get_cache_memory", lambda: 10**8)
+    monkeypatch.setattr("headstart.models.memory.platform.system", lambda: "Darwin")
+    monkeypatch.setattr(
+        "headstart.models.memory.subprocess.run", lambda command, **how: CompletedProcess(command, 0, said)
+    )
+    assert unused() == (60_000 + files) * 16384 + 10**8 < MAC["max_recommended_working_set_size"] - 10**9
+    assert system_share() == " (other programs hold much of this machine's 16.00 GB: close some)"
+
+
+class WiredLimits(list[int]):
+    """Each limit that is set; the calls return the one before, as MLX's do."""
+
+    def __call__(self, limit: int) -> int:
+        self.append(limit)
+        return 0
+
+
+@pytest.fixture
+def wired(monkeypatch: pytest.MonkeyPatch) -> WiredLimits:
+    limits = WiredLimits()
+    monkeypatch.setattr("mlx.core.set_wired_limit", limits)
+    monkeypatch.setattr("mlx.core.device_info", lambda: MAC)
+    return limits
+
+
+def test_nothing_is_wired_unless_it_is_asked_for(wired: WiredLimits) -> None:
+    """mlx#3186: a process that wires all it may makes macOS panic."""
     Engine(random_model("dense"))
-    assert limits == [MAC["max_recommended_working_set_size"]]
+    assert wired == []
+
+
+def test_weights_are_wired_as_long_as_a_model_lives(
+    wired: WiredLimits, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    at_exit: list[tuple[object, ...]] = []
+    monkeypatch.setattr("headstart.engine.memory.atexit.register", lambda *call: at_exit.append(call))
+    monkeypatch.setenv("HEADSTART_WIRED", "1")
+    one, other = (random_model.__wrapped__("dense", seed=seed) for seed in (0, 1))
+    flat: Any = tree_flatten(one.weights.parameters())
+    size = int(1.1 * sum(array.nbytes for _, array in flat))
+    for model in (one, one, other):
+        Engine(model)
+    assert wired == [size, int(2 * size) + 1]
+    assert "mlx#3186" in caplog.text
+    assert at_exit == [(wired, 0)]
+    del other, model
+    gc.collect()
+    assert wired[2:] == [size]
+
+
+def test_weights_that_leave_the_system_too_little_are_not_wired(
+    wired: WiredLimits, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HEADSTART_WIRED", "1")
+    monkeypatch.setattr("mlx.core.device_info", lambda: MAC | {"memory_size": 10**6})
+    model = random_model.__wrapped__("dense")
+    Engine(model)
+    assert wired == [0]
+    assert "weights are not wired" in caplog.text

@@ -8,8 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
+import httpx
 import openai
 import pytest
+import uvicorn
 from running import Running, alone, chat_tokens, running, wait_until
 
 import headstart.engine.pending_step
@@ -17,8 +19,9 @@ import headstart.engine.prefill
 import headstart.engine.step
 from headstart.engine import Engine, Request
 from headstart.engine.batch import Batch
-from headstart.server import openai_request
+from headstart.server import Server, openai_request
 from headstart.server.response import ChoiceOutput
+from metal_errors import IGNORED
 
 TOPICS = ("sorting", "primes", "files", "dates")
 LENGTH = 24
@@ -53,6 +56,13 @@ def healthy(server: Running) -> bool:
         response = http.get("/health")
     assert (response.status_code == 200) == (response.json()["status"] == "ok")
     return response.status_code == 200
+
+
+def refuses(server: Running) -> bool:
+    try:
+        return not server.http().get("/health")
+    except httpx.ConnectError:
+        return True
 
 
 def is_marked(batch: Batch) -> bool:
@@ -301,3 +311,21 @@ def test_requests_that_go_well_or_are_refused_are_not_logged(
     logged = caplog.text + "".join(capfd.readouterr())
     assert "secret" not in logged
     assert "sesame" not in logged
+
+
+def test_a_server_whose_device_is_lost_says_so_and_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, running() as server:
+        patch.setattr(Server, "on_tick", uvicorn.Server.on_tick)  # it does not stop yet
+        Once(patch, headstart.engine.pending_step, "step", RuntimeError(IGNORED), n=4)
+        for _ in range(2):  # who was there, and who comes later
+            with pytest.raises(openai.APIStatusError, match="driver ignores this process") as error:
+                ask(server, "sorting")
+            assert error.value.status_code == 503
+        assert not healthy(server)
+        with server.http() as http:
+            told = http.get("/health").json()
+        assert (told["restarts"], told["status"]) == (0, "unhealthy")
+        assert "SubmissionsIgnored" in told["problem"]
+        assert server.metric("headstart_engine_healthy") == 0
+        patch.undo()
+        wait_until(lambda: refuses(server))

@@ -7,30 +7,16 @@ import getpass
 import os
 import platform
 import re
-import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import mlx.core as mx
 
-from ..models.memory import VARIABLE, WORKING_SET, available_on_host, unused
+from ..models.memory import VARIABLE, WORKING_SET, ask_system, available_on_host, available_on_mac, unused
 from .system import system_info
 
 Ask = Callable[..., str]  # a command and its arguments → what it prints
-RECLAIMABLE = ("free", "inactive", "speculative", "purgeable")  # pages of vm_stat that macOS can give out
-
-
-def ask_system(*command: str) -> str:
-    """Return what a command of macOS prints; nothing where there is no such command, or it fails."""
-    if platform.system() != "Darwin":
-        return ""
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=20, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def device_facts(ask: Ask = ask_system) -> dict[str, str]:
@@ -49,15 +35,14 @@ def device_facts(ask: Ask = ask_system) -> dict[str, str]:
 def memory_facts(ask: Ask = ask_system) -> dict[str, str]:
     """Return what there is of memory, what is available now, and what Headstart may take."""
     facts = {"total": f"{system_info().memory_gb:.1f} GiB"}
-    pages = ask("vm_stat")
-    facts["available"] = _gibibytes(available_by(pages) if pages else available_on_host())
+    facts["available"] = _gibibytes(available_on_mac(ask) or available_on_host())
     if working := mx.device_info().get(WORKING_SET):
         facts["recommended for a GPU"] = _gibibytes(int(working))
     if wired := ask("sysctl", "-n", "iogpu.wired_limit_mb").strip():
         facts["wired limit"] = "the system's default" if wired == "0" else f"{wired} MB, set with sysctl"
     if swap := re.search(r"used = (\S+)", ask("sysctl", "-n", "vm.swapusage")):
         facts["swap used"] = swap[1]
-    facts["left for Headstart"] = _gibibytes(unused())
+    facts["left for Headstart"] = _gibibytes(unused(ask))
     if limit := os.environ.get(VARIABLE):
         facts[VARIABLE] = limit
     return facts
@@ -74,13 +59,6 @@ def current_load(ask: Ask = ask_system) -> str:
     if mode := re.search(r"lowpowermode\s+(\d)", ask("pmset", "-g")):
         said.append(f"low power mode {'on' if mode[1] == '1' else 'off'}")
     return "; ".join(line for line in said if line)
-
-
-def available_by(vm_stat: str) -> int:
-    """Return the bytes that macOS can give out, by the output of `vm_stat`."""
-    size = re.search(r"page size of (\d+) bytes", vm_stat)
-    pages = re.findall(rf"Pages ({'|'.join(RECLAIMABLE)}):\s+(\d+)", vm_stat)
-    return int(size[1]) * sum(int(count) for _, count in pages) if size else 0
 
 
 def without_private_names(text: str, names: Mapping[str, str] | None = None) -> str:

@@ -19,7 +19,7 @@ from ..errors import CheckpointError, printable_error
 from .config import REMEDY, read_config
 from .head import SIDECARS, check_final_norm, check_sizes, find_sidecar, read_head
 from .names import Names, is_head, is_vision
-from .parameters import Stored, find_misfit, find_parameters, parameter_shapes, quantization_of
+from .parameters import BITS, UNREAD, Stored, find_misfit, find_parameters, parameter_shapes, quantization_of
 from .safetensors import INDEX, Header, read_header, read_index
 from .vision import find_tower
 
@@ -97,7 +97,7 @@ def read_layout(path: Path, head_source: Path | None = None) -> Layout:
         norms = find_parameters([read_header(path / NORMS)], names, head=False, sidecar=True)
         trunk |= {name: part for name, part in norms.items() if name in trunk}
     if problem := find_misfit(trunk, weights):
-        raise CheckpointError(f"{path}: {problem}. {_remedy(config)}")
+        raise CheckpointError(f"{path}: {problem}. {_remedy(config, problem)}")
     provenance = trunk["embed_tokens.weight"].sources[0].provenance
     if provenance is None:
         raise CheckpointError(f"{path}: nothing says whether its files are as released or converted.")
@@ -222,7 +222,9 @@ def _dtype(trunk: Stored) -> str:
     return str(dtype).removeprefix("mlx.core.")
 
 
-def _remedy(config: dict[str, Any]) -> str:
+def _remedy(config: dict[str, Any], problem: str) -> str:
+    if problem.endswith(UNREAD):
+        return f"Take a conversion of {', '.join(map(str, BITS[:-1]))} or {BITS[-1]} bits."
     method = (config.get("quantization_config") or {}).get("quant_method")
     if method not in (None, "fp8"):
         return f"Headstart does not read {method!r} quantisation: take the original or an MLX conversion."

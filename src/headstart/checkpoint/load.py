@@ -207,13 +207,13 @@ def load_model(
     if model.tower is not None:
         read_tower(model.tower, plan.tower, plan.dtype)
     if part is None:
-        model.backend.prepare(model.weights, model.dtype)
+        model.backend.prepare(model.weights, model.dtype, model.layers)
     else:  # machines that time kernels may choose different ones, and must not: they draft the same tokens
         model = part.fit(model)
     if decision.drafts and split is None and (listed := read_draft_tokens(layout.path, model.vocabulary)):
         model = model.with_draft_vocabulary(*listed)
         assert model.draft_vocabulary is not None
-        model.backend.prepare(model.draft_vocabulary.lm_head, model.dtype)
+        model.backend.prepare(model.draft_vocabulary.lm_head, model.dtype, model.layers)
     if plan.adapters:
         model = attach_adapters(model, plan.adapters)
     k, max_k, reason, copies = decision.k, decision.max_k, decision.reason, decision.copies

@@ -25,6 +25,7 @@ Provenance = Literal["raw", "converted"]
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 FP8_BLOCK = 128
+UNREAD = "which Headstart does not read"  # the end of what `find_misfit` says of a sound file
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,11 @@ def find_misfit(stored: Stored, weights: nn.Module, *, head: bool = False) -> st
         weight = f"{path}.weight"
         if weight in expected and weight in stored:
             try:
-                expected |= _quantised_shapes(path, module, stored)
+                how = quantization_of(path, module, stored)
+                if how is not None and how["bits"] in range(1, 9) and how["bits"] not in BITS:
+                    bits = f"{how['bits']} bit{'s' * (how['bits'] != 1)}"
+                    return f"{weight} is quantised to {bits} in groups of {how['group_size']}, {UNREAD}"
+                expected |= _quantised_shapes(path, module, stored, how)
             except (ValueError, ZeroDivisionError, IndexError) as error:
                 return f"the scales of {weight} do not fit it ({error})"
     if missing := [name for name in expected if name not in stored]:
@@ -192,12 +197,14 @@ def _misfit_of_sources(name: str, part: StoredParameter) -> str | None:
     return None
 
 
-def _quantised_shapes(path: str, module: nn.Module, stored: Stored) -> dict[str, tuple[int, ...]]:
-    """Return the shapes that a module's parameters have once its weight is quantised as in the files.
+def _quantised_shapes(
+    path: str, module: nn.Module, stored: Stored, how: dict[str, Any] | None
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that a module's parameters have once its weight is quantised as in the files, see
+    `quantization_of`.
 
     mlx is not asked: it ends the process where a group is empty.
     """
-    how = quantization_of(path, module, stored)
     if how is None:
         return {}
     if not hasattr(module, "to_quantized") or how["bits"] not in BITS:

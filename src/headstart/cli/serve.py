@@ -2,6 +2,8 @@
 
 import os
 import shlex
+import sys
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import typer
 from typer import Option
 
-from ..errors import ClusterError, HeadstartError, RequestError
+from ..errors import ClusterError, DeviceLost, HeadstartError, RequestError
 from ..limits import MAX_IMAGE_PIXELS
 from . import machines, options
 from .config import read_again, use_config_file
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from ..server import Keys, Limits, ModelPool, PooledModel, ServedModel
 
 OPEN_FILES = 65_536
+RESTARTED = "HEADSTART_RESTARTED"  # set by itself: when it was started anew
+RESTART_SECONDS = 60.0  # in which it does not start anew again
 QUESTION = '{"messages": [{"role": "user", "content": "Write a function that adds two numbers."}], "max_tokens": 200}'
 
 
@@ -68,6 +72,7 @@ def serve_command(
         None, min=2, help="Connections, half of them per client.", show_default="2048, or what `ulimit -n` allows"
     ),
     timeout: float = Option(600.0, min=1, help="Seconds that one request may take."),
+    restart: bool = Option(True, "--restart/--no-restart", help="Start anew if the GPU ignores this process."),
     shutdown_timeout: float = Option(30.0, min=0, help="Seconds to finish running requests when it stops."),
     kv_8bit: bool = Option(False, "--kv-8bit", help="Keep KV caches in 8 bits: half the memory, not exact."),
     prefix_cache_gb: float | None = Option(
@@ -154,11 +159,26 @@ def serve_command(
             pool, keys=keys, allowed_hosts=hosts, cors_origins=cors_origin or (), allow_download=allow_download
         )
         server.listen(bound)
+        _, port, *_ = bound.getsockname()
         with suppress(OSError):  # a closed standard output must not stop the server
-            typer.echo(_greeting(pool, host, bound.getsockname()[1], key=bool(keys)))
+            typer.echo(_greeting(pool, host, port, key=bool(keys)))
         with suppress(KeyboardInterrupt):  # uvicorn has stopped by then, and raises it again
             reload = partial(_reload, context, keys, limits) if config is not None else None
             server.Server(app, pool.device, deadline=shutdown_timeout, reload=reload).run(sockets=[bound])
+    if pool.device.lost:
+        problem = pool.device.problem or ""
+        if not restart or cluster is not None:
+            raise DeviceLost(problem)
+        _start_anew(problem, port)
+
+
+def _start_anew(problem: str, port: int) -> None:
+    """Replace this process by a new one with the same command line, unless that was done a moment ago."""
+    if time.time() - float(os.environ.get(RESTARTED, 0)) < RESTART_SECONDS:
+        raise DeviceLost(f"{problem}; it was started anew less than {RESTART_SECONDS:g} s ago, so that does not help")
+    typer.echo(f"starting anew: {problem}", err=True)
+    command = [sys.executable, *sys.orig_argv[1:], "--port", str(port)]  # also where --port 0 took a free one
+    os.execve(sys.executable, command, {**os.environ, RESTARTED: str(time.time())})
 
 
 def _reload(context: typer.Context, keys: "Keys", limits: "Limits") -> None:

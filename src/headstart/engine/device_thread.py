@@ -1,7 +1,7 @@
 """The thread that owns the device. Engines, one per loaded model, take turns on it: one iteration each.
 
 Engines recover from failed steps by themselves. If the thread dies all the same, it is restarted once and every
-request continues; if it dies again, all requests end with the error.
+request continues; if it dies again, or the device is lost to this process, all requests end with the error.
 """
 
 from collections import deque
@@ -10,9 +10,10 @@ from concurrent.futures import Future
 from threading import Condition, Thread, current_thread
 from typing import Any
 
-from ..errors import EngineDown
+from ..errors import DeviceLost, EngineDown
 from ..sampling.bounds import start_deep
 from ..thread_exit import wait_at_exit
+from .device_error import raise_if_lost
 from .engine import Engine
 from .log import LOG, log_error
 
@@ -23,6 +24,7 @@ class DeviceThread:
         self.memory: int | None = None  # bytes that the sequences of all engines share; None: each has its own limit
         self.restarts = 0
         self.problem: str | None = None  # why the thread died
+        self.lost = False  # the device does nothing for this process any more
         self.closing = False  # new requests are refused
         self._stopped = False  # no engine is run any more
         self._wake = Condition()
@@ -31,7 +33,7 @@ class DeviceThread:
 
     @property
     def healthy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive() and not self.closing
+        return self._thread is not None and self._thread.is_alive() and not (self.closing or self.lost)
 
     def add(self, engine: Engine) -> None:
         self.engines = (*self.engines, engine)
@@ -99,9 +101,10 @@ class DeviceThread:
                     _complete(*self._calls.popleft())
                 self._take_turns()
         except BaseException as error:
-            self.problem = f"{type(error).__name__}: {error}"
+            self.lost = isinstance(error, DeviceLost)
+            self.problem = str(error) if self.lost else f"{type(error).__name__}: {error}"
             log_error(LOG, "the engine's thread died", error=error)
-            if not self._restart():
+            if self.lost or not self._restart():
                 self._stop(EngineDown(f"the engine died: {self.problem}"))
 
     def _take_turns(self) -> None:
@@ -110,6 +113,16 @@ class DeviceThread:
                 self._share_memory(engine)
             if engine.busy:
                 engine.run_once()
+                self._recompute_others(engine)
+
+    def _recompute_others(self, engine: Engine) -> None:
+        """Recompute what other engines have on the device, if a command of this one failed: theirs are void as well,
+        and MLX has reported it."""
+        if engine.lost_commands:
+            engine.lost_commands = False
+            for each in self.engines:
+                if each is not engine and each.busy:
+                    each.recompute_all("device")
 
     def _share_memory(self, engine: Engine) -> None:
         """Give an engine what the sequences of the others leave. While one of them cannot admit its first request for
@@ -158,6 +171,7 @@ def _complete(function: Callable[[], Any], future: "Future[Any]") -> None:
         future.set_result(function())
     except Exception as error:
         future.set_exception(error)
+        raise_if_lost(error)
     except BaseException as error:
         future.set_exception(EngineDown(f"the engine died: {type(error).__name__}: {error}"))
         raise

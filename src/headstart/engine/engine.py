@@ -10,34 +10,34 @@ requeued, and a step that fails costs its sequences time, not their answers.
 """
 
 import time
-from collections import Counter, deque
+from collections import deque
 from threading import Lock
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from ..errors import HeadstartError, KernelTimeout
+from ..errors import HeadstartError
 from ..limits import MAX_K
 from ..models import Model
 from ..state import PrefixCache
 from ..thread_exit import wait_at_exit
 from .batch import Batch
 from .depth import DepthController, Plan, pause_reason
+from .device_error import is_failed_command
 from .invariance import invariant_k, is_batch_invariant
 from .log import LOG, log_error
-from .memory import is_out_of_memory
+from .memory import wire_weights
 from .pending_step import PendingStep, build_step
 from .prefill import prefill_chunk
-from .scheduler import Scheduler
+from .recovery import Recovery
 from .sequence import SequenceState, not_finite, youngest
 from .step_time import BUDGET, CALIBRATION_BATCH, WARM_UP_BUDGET, time_steps
 
 _controllers: WeakKeyDictionary[Model, DepthController] = WeakKeyDictionary()
 
 
-class Engine(Scheduler):
+class Engine(Recovery):
     def __init__(
         self,
         model: Model,
@@ -60,10 +60,8 @@ class Engine(Scheduler):
             prefix: The prefix cache, if any.
         """
         super().__init__(model, tokenizer, max_sequences, max_queue, memory_limit, prefix)
-        maybe_set_recommended_wired_limit()  # Metal: keep the weights resident
+        wire_weights(model)
         self.depth = depth or _controllers.setdefault(model, DepthController.of(model))
-        self.retries = 0  # decode steps and prefill chunks that failed and were run again
-        self.recomputed: Counter[str] = Counter()  # sequences that lost their KV cache, by reason
         self._ahead = model.backend.asynchronous  # a step is launched while the one before is still running
         self._lock = Lock()  # held during an iteration
         self._batch: Batch | None = None
@@ -111,12 +109,6 @@ class Engine(Scheduler):
         self.prefilling.clear()
         self._drop_batch()
 
-    def recompute_all(self) -> None:
-        """Drop the state of all sequences and prefill their tokens again, after the engine's thread died."""
-        for sequence in self.prefilling:
-            self._recompute(sequence, "restart")
-        self._recompute_batch([sequence for sequence in self.running if not sequence.finished], "restart")
-
     def _calibrate(self, budget: float = BUDGET) -> None:
         """Time a few steps, if the model's shared controller knows nothing yet."""
         if self.depth is _controllers.get(self.model) and not self.depth.step_time.timings:
@@ -136,7 +128,7 @@ class Engine(Scheduler):
             log_error(LOG, "calibration failed; step times are learned while decoding", error=error)
         try:
             self._steady = False
-            if not prefill_chunk(self.model, sequence, self.prefix, self.turn_marker):
+            if not prefill_chunk(self.model, sequence, self.prefix, self.turn_marker, self.widest_pass):
                 return
             if sequence.suspect:
                 self._try_alone(sequence)
@@ -169,25 +161,6 @@ class Engine(Scheduler):
         self._emit(pending)
         sequence.suspect, sequence.cleared = False, True
         self._recompute(sequence, "failure")
-
-    def _prefill_failed(self, sequence: SequenceState, error: Exception) -> None:
-        """End the sequence, or, if memory ran out, free some and start its prefill over.
-
-        The first time the prefix cache is emptied, after that the youngest sequence that holds memory is ended.
-        """
-        if not is_out_of_memory(error):
-            log_error(LOG, "prefill failed; its request ends with an error", error=error)
-            sequence.finish("error", error)
-            return
-        log_error(LOG, "prefill ran out of memory", error=error)
-        if sequence.retried or not self._empty_prefix():  # a retried sequence has itself filled the cache again
-            holding = [*self.running, *(each for each in self.prefilling if each.batch)]
-            youngest(holding or [sequence]).finish("error", error)
-            self._drop_finished()
-        sequence.retried = True
-        if not sequence.finished:
-            self.retries += 1
-            self._recompute(sequence, "memory")
 
     def _step(self) -> None:
         """Launch the next step, and hand out the tokens of the pending one: after that on a GPU, before it on a CPU,
@@ -277,6 +250,8 @@ class Engine(Scheduler):
                     self._batch.trunk_state.bounds[self.running.index(sequence)] -= pending.k - accepted
                 pending.emit(index, tokens[: accepted + 1], proposed, copied)
             except Exception as error:
+                if is_failed_command(error):
+                    raise
                 sequence.fail(error)
         self._drop_finished()
 
@@ -301,35 +276,6 @@ class Engine(Scheduler):
                 sequence.stats.estimated_gain_by_k = list(self.depth.gains)
                 if pending.k == 0:
                     sequence.stats.last_pause_reason = pause_reason(self.depth.gains)
-
-    def _recover(self, error: Exception) -> None:
-        """Recompute all sequences after a step failed: their state on the device is lost.
-
-        If memory ran out, the youngest ends; if a kernel gave up, none. Else each runs alone; then the youngest ends.
-        """
-        sequences = [sequence for sequence in self.running if not sequence.finished]
-        memory, timeout = is_out_of_memory(error), isinstance(error, KernelTimeout)
-        if sequences and not timeout and (len(sequences) == 1 or memory or all(each.cleared for each in sequences)):
-            last = youngest(sequences)
-            last.finish("error", error)
-            sequences.remove(last)
-        log_error(LOG, "a step failed; %d sequences will be recomputed", len(sequences), error=error)
-        self.retries += bool(sequences)
-        for sequence in sequences:
-            sequence.suspect = not memory and not timeout and not sequence.cleared
-        if memory or timeout:
-            self._empty_prefix()
-        self._recompute_batch(sequences, "memory" if memory else "failure")
-
-    def _recompute_batch(self, sequences: list[SequenceState], reason: str) -> None:
-        self._drop_batch()
-        for sequence in sequences:
-            self._recompute(sequence, reason)
-        self.prefilling.extendleft(reversed(sequences))
-
-    def _recompute(self, sequence: SequenceState, reason: str) -> None:
-        self.recomputed[reason] += 1
-        sequence.reset_prefill()
 
     def _drop_batch(self) -> None:
         self.running = []

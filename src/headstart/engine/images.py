@@ -140,7 +140,7 @@ class SequenceImages:
         within = self._within(begin, end)
         if not within:
             return None
-        x = model.weights.embed_tokens(mx.array([tokens[begin:end]], mx.int32))
+        x = model.embed(mx.array([tokens[begin:end]], mx.int32))
         for n in within:
             offset, stop = self._spans[n]
             first, last = max(offset, begin), min(stop, end)

@@ -1,17 +1,23 @@
-"""Divide the device's memory between sequences and prefixes, and recognise when it runs out."""
+"""Divide the device's memory between sequences and prefixes, and keep weights in it."""
 
-from ..errors import OutOfMemory
-from ..models.memory import SHARE, unused
+import atexit
+import os
+import weakref
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from ..models import Model
+from ..models.memory import SHARE, WORKING_SET, unused
+from .log import LOG
+
+WIRED = "HEADSTART_WIRED"
+WIRED_SHARE = 0.6  # of the machine's memory: macOS and other programs need the rest
+MARGIN = 1.1  # of the weights: the states of a few sequences
 
 MAX_PREFIX_CACHE = 2_000_000_000  # bytes of the prefix cache by default, at most a quarter of what is available
 ANSWER = 4096  # tokens of an answer counted at admission; longer ones find memory as they grow, or are requeued
-MESSAGES = (
-    "out of memory",
-    "unable to allocate",
-    "bad_alloc",
-    "insufficient memory",
-    "greater than the maximum allowed buffer size",  # Metal
-)
 
 
 def memory_for_sequences() -> int:
@@ -24,15 +30,35 @@ def memory_for_prefixes() -> int:
     return min(MAX_PREFIX_CACHE, memory_for_sequences() // 4)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out. MLX raises a RuntimeError for that, so its message has to tell."""
-    text = str(error).lower()
-    return isinstance(error, MemoryError) or any(message in text for message in MESSAGES)
+_wired: weakref.WeakSet[Model] = weakref.WeakSet()
 
 
-def out_of_memory(error: BaseException) -> OutOfMemory:
-    """Return the error of the request that was ended to free memory."""
-    return OutOfMemory(
-        "memory ran out, and this request, the youngest, was ended so that others could go on: try again, or serve "
-        f"with fewer --max-sequences or a smaller --prefix-cache-gb ({type(error).__name__}: {error})"
-    )
+def wire_weights(model: Model) -> None:
+    """Have macOS keep a model's weights where they are as long as the model lives, if HEADSTART_WIRED=1 asks for it.
+
+    By default nothing is wired: macOS can panic when a process that has wired memory frees and takes buffers
+    (mlx#3186).
+    """
+    if os.environ.get(WIRED) != "1" or WORKING_SET not in mx.device_info() or model in _wired:
+        return
+    if not _wired:
+        LOG.warning("%s=1 keeps weights wired: macOS may panic when memory is short (mlx#3186)", WIRED)
+        atexit.register(mx.set_wired_limit, 0)
+    _wired.add(model)
+    weakref.finalize(model, _set_wired_limit).atexit = False
+    _set_wired_limit()
+
+
+def _set_wired_limit() -> None:
+    """Wire the weights of all models that asked for it, or nothing if too little of the machine's memory is left."""
+    info, limit = mx.device_info(), int(MARGIN * sum(map(_weights_nbytes, _wired)))
+    most = min(int(info[WORKING_SET]), int(WIRED_SHARE * int(info["memory_size"])))
+    if limit > most:
+        LOG.warning("weights are not wired: %.2f GB of %.2f GB would be", limit / 1e9, int(info["memory_size"]) / 1e9)
+    mx.set_wired_limit(limit if limit <= most else 0)
+
+
+def _weights_nbytes(model: Model) -> int:
+    parts = [model.weights, model.tower, model.drafter.weights if model.drafter is not None else None]
+    flat: Any = [pair for part in parts if part is not None for pair in tree_flatten(part.parameters())]
+    return sum(array.nbytes for _, array in flat)

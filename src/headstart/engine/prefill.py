@@ -9,8 +9,8 @@ from ..models import Model
 from ..state import CHUNK, Chunks, PrefixCache, UnseenPairs
 from ..state.snapshot import States
 from .batch import Batch
+from .device_error import is_failed_command, is_out_of_memory
 from .invariance import is_batch_invariant
-from .memory import is_out_of_memory
 from .request import Event
 from .sequence import SequenceState
 from .step import prefill
@@ -18,19 +18,24 @@ from .turns import TurnMarker, chunk_ends
 
 
 def prefill_chunk(
-    model: Model, sequence: SequenceState, prefix: PrefixCache | None, marker: TurnMarker | None = None
+    model: Model,
+    sequence: SequenceState,
+    prefix: PrefixCache | None,
+    marker: TurnMarker | None = None,
+    widest: int = CHUNK,
 ) -> bool:
-    """Prefill one more chunk. Return True once all tokens but the last are in: that one opens the first window."""
+    """Prefill one more chunk, or its next `widest` tokens. Return True once all tokens but the last are in: that one
+    opens the first window."""
     tokens = sequence.tokens
     if sequence.batch is None:
         sequence.chunks = Chunks.of(
             sequence.cache_keys, chunk_ends(tokens, marker, CHUNK), sequence.handle.request.adapter
         )
-        _start(model, sequence, prefix)
+        _start(model, sequence, prefix, narrowed=widest < CHUNK)
     assert sequence.batch is not None
     assert sequence.chunks is not None
     done, images = sequence.num_prefilled, sequence.images
-    end = next((end for end in sequence.chunks.ends if end > done), len(tokens) - 1)
+    end = min(next((end for end in sequence.chunks.ends if end > done), len(tokens) - 1), done + widest)
     if images is not None and not images.advance(model, done, end):
         return False
     if done:  # wait for the chunk before: progress is real, memory bounded, and a cancelled request stops soon
@@ -58,8 +63,9 @@ def prefill_chunk(
     return True
 
 
-def _start(model: Model, sequence: SequenceState, prefix: PrefixCache | None) -> None:
-    """Make the sequence's own batch, with what the prefix cache holds of its tokens."""
+def _start(model: Model, sequence: SequenceState, prefix: PrefixCache | None, *, narrowed: bool) -> None:
+    """Make the sequence's own batch, with what the prefix cache holds of its tokens. `narrowed`: passes are not as
+    wide as those that it may hold."""
     generated, stats = sequence.num_generated, sequence.stats
     batch = Batch.of_one(model, sequence.tokens, sequence.params, sequence.max_k, generated, stats.rounds)
     sequence.batch = batch
@@ -72,7 +78,8 @@ def _start(model: Model, sequence: SequenceState, prefix: PrefixCache | None) ->
     if prefix is not None:
         assert sequence.chunks is not None
         sequence.num_prefilled = resume_prefix(model, batch, sequence.tokens, sequence.chunks, prefix)
-        exact = exact and not (sequence.num_prefilled and prefix.eight_bits)
+        otherwise = prefix.eight_bits or (narrowed and not model.backend.cuts_freely)
+        exact = exact and not (sequence.num_prefilled and otherwise)
     if not generated:
         stats.prefix_cache_hit = sequence.num_prefilled
         stats.exact = exact
@@ -108,6 +115,6 @@ def _store(model: Model, batch: Batch, chunks: Chunks, length: int, prefix: Pref
         try:
             prefix.store(chunks, chunks.ends.index(length) + 1, _states(model, batch), batch.unseen.hidden)
         except Exception as error:  # the sequence does not depend on it
-            if not is_out_of_memory(error):
+            if is_failed_command(error) or not is_out_of_memory(error):
                 raise
             prefix.clear()

@@ -8,18 +8,18 @@ from typing import Literal
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..errors import HeadstartError, RequestError, printable_error
+from ..errors import HeadstartError, RequestError
 from ..limits import MAX_K
 from ..models import Model
 from ..sampling import Logprobs, Matcher, SamplingParams, SequenceParams, compile_grammar
 from ..state import Chunks
 from .batch import Batch
 from .copies import CopyIndex
+from .device_error import explain
 from .draft import draft_limits
 from .draft_history import DraftHistory
 from .images import SequenceImages
 from .log import LOG, log_error
-from .memory import is_out_of_memory, out_of_memory
 from .request import Event, FinishReason, Handle, TokenLogprobs
 from .stats import Stats, origins
 from .text import TextStream
@@ -46,6 +46,7 @@ class SequenceState:
     retried: bool = False  # its prefill ran out of memory before
     suspect: bool = False  # a batch with it failed; not yet retried alone
     cleared: bool = False  # it was retried alone, and did not fail
+    failures: int = 0  # commands of the device that failed since its last token
 
     @classmethod
     def of(
@@ -159,6 +160,7 @@ class SequenceState:
         texts, reason = self._decode(tokens)
         tokens = tokens[: len(texts)]
         self.tokens += tokens
+        self.failures = 0
         self.stats.count(len(tokens), accepted, proposed, copied, time.perf_counter() - self.started, block=block)
         if reason is None and self.matcher is not None and self.matcher.stopped:
             reason = "stop"
@@ -192,8 +194,7 @@ class SequenceState:
         self.finished = True
         self.matcher = None
         if error is not None and not isinstance(error, HeadstartError):
-            known = is_out_of_memory(error)
-            error = out_of_memory(error) if known else HeadstartError(printable_error(error))
+            error = explain(error)
         self.put(Event(finish_reason=reason, error=error))
         for sibling in self.siblings:
             sibling.finish(reason, error)

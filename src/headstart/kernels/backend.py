@@ -71,8 +71,9 @@ class Backend(Recurrents, Drafts):
         in these modes."""
         return stored
 
-    def prepare(self, weights: nn.Module, dtype: mx.Dtype) -> None:
-        """Do once what computing with these weights in activations of `dtype` needs."""
+    def prepare(self, weights: nn.Module, dtype: mx.Dtype, layers: Sequence[Layer] = ()) -> None:
+        """Do once what computing with these weights in activations of `dtype` needs. `layers`: those of the model,
+        if it is a trunk or drafts for one."""
 
     def is_exact(self, layers: Sequence[Layer], weights: nn.Module, dtype: mx.Dtype) -> bool:
         """Return whether rows are independent as far as one can know without computing: the rest is measured."""

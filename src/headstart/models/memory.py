@@ -1,7 +1,10 @@
 """What the device has of memory, and what a sequence takes of it."""
 
 import os
-from collections.abc import Sequence
+import platform
+import re
+import subprocess
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +17,8 @@ from .model import Model
 
 VARIABLE = "HEADSTART_MEMORY_GB"
 WORKING_SET = "max_recommended_working_set_size"  # what Metal calls its memory
+# Pages of vm_stat that macOS can give out at once: unused ones, copies of files, and what programs gave back.
+AVAILABLE = ("Pages free", "File-backed pages", "Pages purgeable")
 SHARE = 0.9  # of the memory beside the weights that sequences may take: steps need some of it
 
 # Under /sys/fs/cgroup, of version 2 and 1: the limit, what is used, and of that the files that the kernel can drop.
@@ -51,11 +56,31 @@ class Footprint:
         return len(lengths) * (self.fixed + self.position * capacity) + self.scores * capacity + self.tower
 
 
-def unused() -> int:
+def ask_system(*command: str) -> str:
+    """Return what a command of macOS prints; nothing where there is no such command, or it fails."""
+    if platform.system() != "Darwin":
+        return ""
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=20, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def available_on_mac(ask: Callable[..., str] = ask_system) -> int | None:
+    """Return the bytes that macOS can give out without compressing or swapping what programs hold; None elsewhere."""
+    said = ask("vm_stat")
+    size = re.search(r"page size of (\d+) bytes", said)
+    pages = re.findall(rf"(?:{'|'.join(AVAILABLE)}):\s+(\d+)", said)
+    return int(size[1]) * sum(map(int, pages)) if size else None
+
+
+def unused(ask: Callable[..., str] = ask_system) -> int:
     """Return the bytes of the device's memory that this process can still take.
 
-    Other processes count where the system says what they take: on CUDA the driver, on a CPU under Linux the kernel.
-    Metal recommends a working set for one process, whatever others do. HEADSTART_MEMORY_GB replaces all of that.
+    Other processes count: on CUDA by what the driver says is free, elsewhere by what the system can give out. Metal
+    recommends a working set for one process, which is never exceeded. HEADSTART_MEMORY_GB replaces all of that.
     """
     if limit := os.environ.get(VARIABLE):
         try:
@@ -64,7 +89,7 @@ def unused() -> int:
             raise HeadstartError(f"{VARIABLE} is {limit!r}; set it to a number of gigabytes") from error
     info = mx.device_info()
     total = info.get(WORKING_SET) or info.get("total_memory")
-    free = info.get("free_memory", total)
+    free = available_on_mac(ask) or total if WORKING_SET in info else info.get("free_memory", total)
     if total is None or free is None:
         total, free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), available_on_host()
     # Buffers that MLX keeps for its next arrays are taken in the system's eyes.
@@ -72,11 +97,14 @@ def unused() -> int:
 
 
 def system_share() -> str:
-    """Return what macOS keeps of the memory for itself, as a remark on `unused`; elsewhere nothing."""
+    """Return what macOS keeps of the memory for itself, or other programs hold, as a remark on `unused`; elsewhere
+    nothing."""
     info = mx.device_info()
     if WORKING_SET not in info or os.environ.get(VARIABLE):
         return ""
     working, total = int(info[WORKING_SET]), int(info["memory_size"])
+    if unused() + mx.get_active_memory() < working:
+        return f" (other programs hold much of this machine's {total / 1e9:.2f} GB: close some)"
     return (
         f" (macOS lets a GPU use {working / 1e9:.2f} of this machine's {total / 1e9:.2f} GB; "
         "`sudo sysctl iogpu.wired_limit_mb=MB` moves that limit)"

@@ -62,7 +62,7 @@ def _cannot_listen(host: str, port: int, error: OSError) -> HeadstartError:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which closes the device's thread when it stops.
+    """uvicorn, which closes the device's thread when it stops. It stops by itself if the device is lost.
 
     Running answers have `deadline` seconds to end by themselves, then the rest end with an error, and then the
     connections close. A second Ctrl-C ends the wait.
@@ -96,6 +96,9 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         for bound in sockets or ():
             listen(bound)  # asyncio has made the queue as short as its backlog
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._device.lost
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)

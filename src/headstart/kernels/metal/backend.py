@@ -50,22 +50,19 @@ class MetalBackend(StockMetal):
     def stock(self) -> Backend:
         return StockMetal()
 
-    def prepare(self, weights: nn.Module, dtype: mx.Dtype) -> None:
+    def prepare(self, weights: nn.Module, dtype: mx.Dtype, layers: Sequence[Layer] = ()) -> None:
         """Check and time kernels for what these weights compute, as far as that was not done before on this machine.
         It takes seconds, and says so."""
         if stock_forced():
             return
         try:
-            choose(operations(weights, dtype), _show)
+            choose(operations(weights, dtype), _show, exact=_may_be_exact(layers))
         except Exception as error:
             LOG.warning("Metal kernels could not be checked, so MLX's compute instead: %r", error)
 
     def is_exact(self, layers: Sequence[Layer], weights: nn.Module, dtype: mx.Dtype) -> bool:
-        """Return whether every kernel that was chosen computes a row the same whatever stands beside it. MLX's
-        attention changes its kernel with the length of a text."""
-        mixers = [mixer for layer in layers for mixer in layer.mixers]
-        attentions = [each for each in mixers if isinstance(each, Attention | LatentAttention)]
-        if not all(isinstance(each, Attention) and each.gated for each in attentions):
+        """Return whether every kernel that was chosen computes a row the same whatever stands beside it."""
+        if not _may_be_exact(layers):
             return False
         try:
             return is_exact(operations(weights, dtype))
@@ -139,6 +136,14 @@ class MetalBackend(StockMetal):
             return super().gated_delta_rule(net, window, memory, run)
         given = window, GatedDeltaWeights.of(net), state, conv, memory.pending, run.accepted, run.certain
         return metal_gated_delta(*given)
+
+
+def _may_be_exact(layers: Sequence[Layer]) -> bool:
+    """Return whether there are kernels for the attention of these layers. MLX's changes its kernel with the length of
+    a text."""
+    mixers = [mixer for layer in layers for mixer in layer.mixers]
+    attentions = [each for each in mixers if isinstance(each, Attention | LatentAttention)]
+    return all(isinstance(each, Attention) and each.gated for each in attentions)
 
 
 def _norms(x: mx.array, weight: mx.array) -> bool:

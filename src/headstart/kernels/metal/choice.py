@@ -78,18 +78,18 @@ def decide(operation: Operation, clock: Clock = time.perf_counter) -> KernelChec
             found[name] = Candidate(name, f"failed: {_message(failure)}")
     for name, seconds in _time(operation, usable, launches, clock).items():
         found[name] = replace(found[name], seconds=seconds)
-    exact_ones = [each for each in found.values() if each.exact and each.seconds]
-    best = min(exact_ones, key=_score, default=found["stock"])
-    return KernelCheck(operation.operation, operation.shape, best.name, best.exact, tuple(found.values()))
+    check = KernelCheck(operation.operation, operation.shape, "stock", found["stock"].exact, tuple(found.values()))
+    return _fastest(check, exact=True)
 
 
 def _score(candidate: Candidate) -> float:
     return sum(list(candidate.seconds.values())[:SCORED])
 
 
-def _fastest(check: KernelCheck) -> KernelCheck:
-    """Return a check with the fastest candidate chosen, exact or not."""
-    best = min((each for each in check.candidates if each.seconds), key=_score, default=check.candidates[0])
+def _fastest(check: KernelCheck, *, exact: bool) -> KernelCheck:
+    """Return a check with the fastest candidate chosen, or of the exact ones; stock ops where there is none."""
+    usable = [each for each in check.candidates if each.seconds and (each.exact or not exact)]
+    best = min(usable, key=_score, default=check.candidates[0])
     return replace(check, chosen=best.name, exact=best.exact)
 
 
@@ -213,9 +213,11 @@ def choose(
     operations: Iterable[Operation],
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
     clock: Clock = time.perf_counter,
+    *,
+    exact: bool = True,
 ) -> None:
     """Choose kernels for a model's operations: as before where they were checked on this machine, else check them
-    now. Where one of them cannot be exact, the fastest are chosen for all.
+    now. Where one of them cannot be exact, or the model is not for another reason (`exact`), the fastest are chosen.
 
     `progress` is called with the number of checks done, of all, and what comes next.
     """
@@ -235,9 +237,10 @@ def choose(
             _decided[key] = KernelCheck(operation.operation, operation.shape, "stock", False, (failed,))
     if missing:
         progress(len(missing), len(missing), "")
-    # The model cannot be exact: nothing is lost by speed. Models before it keep what they were found exact with.
-    if not all(_decided[key].exact for key in wanted):
-        _decided.update({key: _fastest(_decided[key]) for key in new})
+    # If the model cannot be exact, nothing is lost by speed. Models before it keep what they were found exact with.
+    # If it can, models before it that are not get the exact ones, too.
+    exact = exact and all(_fastest(_decided[key], exact=True).exact for key in wanted)
+    _decided.update({key: _fastest(_decided[key], exact=exact) for key in (wanted if exact else new)})
 
 
 def _read(path: Path, valid_for: str) -> dict[str, KernelCheck]:

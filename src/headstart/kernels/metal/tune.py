@@ -36,9 +36,22 @@ def operations(weights: nn.Module, dtype: mx.Dtype) -> list[Operation]:
     found: dict[tuple[str, str], Operation] = {}
     for path, module in weights.named_modules():
         tied = path == "embed_tokens" and "lm_head" not in weights
-        for each in _operations(module, dtype, tied):
+        try:
+            described = list(_operations(module, dtype, tied))
+        except Exception as error:
+            described = [_undescribed(module, error)]
+        for each in described:
             found.setdefault((each.operation, each.shape), each)
     return list(found.values())
+
+
+def _undescribed(module: nn.Module, error: Exception) -> Operation:
+    """Return the operation of a module that cannot be described: its check fails with the error."""
+
+    def candidates() -> Mapping[str, Runs | str]:
+        raise error
+
+    return Operation("undescribed", type(module).__name__, candidates)
 
 
 def _operations(module: nn.Module, dtype: mx.Dtype, tied: bool) -> Iterator[Operation]:
@@ -46,7 +59,7 @@ def _operations(module: nn.Module, dtype: mx.Dtype, tied: bool) -> Iterator[Oper
         yield _product(module, dtype)
     elif "q_norm" in module and "num_key_value_heads" in vars(module):  # with a gate
         yield from _attention(module, dtype)
-    elif "A_log" in module:
+    elif "A_log" in module and "num_v_heads" in vars(module):  # Mamba-2 has stock ops
         yield _gated_delta(module, dtype)
     elif "switch_mlp" in module:
         yield from _mixture(module, dtype)
@@ -107,22 +120,25 @@ def _experts(layer: nn.Module, top: int, own: bool, dtype: mx.Dtype) -> Operatio
     return Operation("experts", product_shape(dtype, layer, weights), candidates)
 
 
+def _experts_per_token(module: nn.Module) -> int:
+    """Return how many experts a token takes: mlx-lm's mixtures, or their routers, say it by one name or another."""
+    said = vars(module) | vars(module.get("gate", module.get("router")))
+    return int(said["top_k"] if "top_k" in said else said["num_experts_per_tok"])
+
+
 def _mixture(module: nn.Module, dtype: mx.Dtype) -> Iterator[Operation]:
-    gated = "shared_expert_gate" in module  # Qwen3.5's; others are routed and summed by stock ops
+    gated = "shared_expert_gate" in module  # Qwen3.5's; others are summed by stock ops
     if gated and module.sharding_group is not None:
         return
-    top = module.top_k if "top_k" in vars(module) else module.num_experts_per_tok
-    switch, experts = module.switch_mlp, module.gate.weight.shape[0]
-    if all(isinstance(switch[name], SwitchLinear | QuantizedSwitchLinear) for name in ("gate_proj", "down_proj")):
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            yield _experts(switch[name], top, name == "down_proj", dtype)
-    if not gated:
+    top, switch = _experts_per_token(module), module.switch_mlp
+    layers = [each for each in switch.children().values() if isinstance(each, SwitchLinear | QuantizedSwitchLinear)]
+    for layer in layers:
+        yield _experts(layer, top, layer is switch.get("down_proj", switch.get("fc2")), dtype)
+    if not isinstance(module.get("gate"), nn.Linear | nn.QuantizedLinear):
         return
-    size = matrix_weights(module.shared_expert.down_proj).outputs
+    experts = module.gate.weight.shape[0]
     order = mx.argsort(_random(MOST_ROWS, 1, experts, dtype=mx.float32), axis=-1)
     logits = mx.maximum(8 - order / 16, 0).astype(dtype)  # no equals among the best, of which any may be chosen
-    parts, shared = _random(MOST_ROWS, 1, top, size, dtype=dtype), _random(MOST_ROWS, 1, size, dtype=dtype)
-    scores, gate = mx.softmax(_random(MOST_ROWS, 1, top, dtype=dtype), axis=-1), _random(MOST_ROWS, 1, 1, dtype=dtype)
 
     def route(kernel: Callable[..., tuple[mx.array, mx.array]]) -> Runs:
         def run(b: slice, w: slice) -> mx.array:
@@ -139,6 +155,12 @@ def _mixture(module: nn.Module, dtype: mx.Dtype) -> Iterator[Operation]:
 
     kernels = {"stock": route(stock_route), "metal": route(metal_route)}
     yield Operation("route", route_shape(logits, top), lambda: kernels, comparable=by_expert)
+
+    if not gated:
+        return
+    size = matrix_weights(module.shared_expert.down_proj).outputs
+    parts, shared = _random(MOST_ROWS, 1, top, size, dtype=dtype), _random(MOST_ROWS, 1, size, dtype=dtype)
+    scores, gate = mx.softmax(_random(MOST_ROWS, 1, top, dtype=dtype), axis=-1), _random(MOST_ROWS, 1, 1, dtype=dtype)
 
     def combine(kernel: Callable[..., mx.array]) -> Runs:
         return (lambda b, w: kernel(parts[b, w], scores[b, w], shared[b, w], gate[b, w]),)

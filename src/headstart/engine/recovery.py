@@ -1,0 +1,120 @@
+"""The part of an engine that goes on after a failure.
+
+A sequence can always be recomputed from its tokens. So a failure costs time, and at most the answer of one sequence:
+of the one that fails, or of the youngest where memory ran out.
+"""
+
+from collections import Counter
+from typing import Any
+
+from ..errors import KernelTimeout
+from ..state import CHUNK
+from .device_error import is_failed_command, is_out_of_memory, is_timeout, raise_if_lost
+from .log import LOG, log_error
+from .scheduler import Scheduler
+from .sequence import SequenceState, youngest
+
+NARROWEST = 32  # tokens of a pass over a prompt: rows of a tile of MLX's products on Metal
+MOST_FAILURES = 6  # of commands, in which a sequence gets no token: passes have their least width after four
+
+
+class Recovery(Scheduler):
+    def __init__(self, *scheduler: Any):
+        super().__init__(*scheduler)
+        self.retries = 0  # decode steps and prefill chunks that failed and were run again
+        self.recomputed: Counter[str] = Counter()  # sequences that lost their KV cache, by reason
+        self.widest_pass = CHUNK  # tokens of a prompt; half as many each time the driver ends a command
+        self.lost_commands = False  # of all engines on the device, until its thread resets it
+
+    def _drop_batch(self) -> None:
+        raise NotImplementedError
+
+    def _drop_finished(self) -> None:
+        raise NotImplementedError
+
+    def recompute_all(self, reason: str = "restart") -> None:
+        """Drop the state of all sequences and prefill their tokens again."""
+        for sequence in self.prefilling:
+            self._recompute(sequence, reason)
+        self._recompute_batch([sequence for sequence in self.running if not sequence.finished], reason)
+
+    def _recover(self, error: Exception) -> None:
+        """Recompute all sequences after a step failed: their state on the device is lost.
+
+        If memory ran out, the youngest ends; if a kernel gave up, none. Else each runs alone; then the youngest ends.
+        """
+        raise_if_lost(error)
+        if is_failed_command(error):
+            self._recover_device(error)
+            return
+        sequences = [sequence for sequence in self.running if not sequence.finished]
+        memory, timeout = is_out_of_memory(error), isinstance(error, KernelTimeout)
+        if sequences and not timeout and (len(sequences) == 1 or memory or all(each.cleared for each in sequences)):
+            last = youngest(sequences)
+            last.finish("error", error)
+            sequences.remove(last)
+        log_error(LOG, "a step failed; %d sequences will be recomputed", len(sequences), error=error)
+        self.retries += bool(sequences)
+        for sequence in sequences:
+            sequence.suspect = not memory and not timeout and not sequence.cleared
+        if memory or timeout:
+            self._empty_prefix()
+        self._recompute_batch(sequences, "memory" if memory else "failure")
+
+    def _prefill_failed(self, sequence: SequenceState, error: Exception) -> None:
+        """End the sequence, or, if memory ran out, free some and start its prefill over.
+
+        The first time the prefix cache is emptied, after that the youngest sequence that holds memory is ended.
+        """
+        raise_if_lost(error)
+        if is_failed_command(error):
+            self._recover_device(error, sequence)
+            return
+        if not is_out_of_memory(error):
+            log_error(LOG, "prefill failed; its request ends with an error", error=error)
+            sequence.finish("error", error)
+            return
+        log_error(LOG, "prefill ran out of memory", error=error)
+        if sequence.retried or not self._empty_prefix():  # a retried sequence has itself filled the cache again
+            holding = [*self.running, *(each for each in self.prefilling if each.batch)]
+            youngest(holding or [sequence]).finish("error", error)
+            self._drop_finished()
+        sequence.retried = True
+        if not sequence.finished:
+            self.retries += 1
+            self._recompute(sequence, "memory")
+
+    def _recover_device(self, error: Exception, reading: SequenceState | None = None) -> None:
+        """Recompute everything after a command failed, maybe that of the sequence in prefill, maybe another's.
+
+        If memory ran out, the youngest ends. If the driver ended the command, prompts are read in narrower passes;
+        they resume from the prefix cache, whose entries were computed before they were stored. Where commands go on
+        to fail, a sequence in prefill ends, or the youngest.
+        """
+        begun = [each for each in self.prefilling if each.batch is not None or each is reading]
+        present = [each for each in (*begun, *self.running) if not each.finished]
+        for each in present:
+            each.failures += 1
+        if present and is_out_of_memory(error):
+            self._empty_prefix()
+            youngest(present).finish("error", error)
+        elif present:
+            suspects = [each for each in (*begun, youngest(present)) if each.failures > MOST_FAILURES]
+            for each in suspects[:1]:
+                each.finish("error", error)
+        if is_timeout(error):
+            self.widest_pass = max(self.widest_pass // 2, NARROWEST)
+        log_error(LOG, "a command failed on the device; %d sequences will be recomputed", len(present), error=error)
+        self.retries += bool(present)
+        self.lost_commands = True
+        self.recompute_all("device")
+
+    def _recompute_batch(self, sequences: list[SequenceState], reason: str) -> None:
+        self._drop_batch()
+        for sequence in sequences:
+            self._recompute(sequence, reason)
+        self.prefilling.extendleft(reversed(sequences))
+
+    def _recompute(self, sequence: SequenceState, reason: str) -> None:
+        self.recomputed[reason] += 1
+        sequence.reset_prefill()
