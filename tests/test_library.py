@@ -121,7 +121,9 @@ def test_generate_returns_the_text_and_prints_the_rates(loaded: Any, prompt: lis
     said = capsys.readouterr().out
     assert text in said
     assert f"Prompt: {len(prompt)} tokens" in said
-    assert "Generation: 8 tokens" in said
+    assert re.search(r"Generation: 8 tokens, \d+\.\d+ tokens-per-sec", said)
+    headstart.generate(*loaded, prompt, verbose=True, max_tokens=1)
+    assert "Generation: 1 tokens\n" in capsys.readouterr().out
 
 
 def test_a_prompt_may_be_text_ids_or_an_array(loaded: Any) -> None:
@@ -130,6 +132,25 @@ def test_a_prompt_may_be_text_ids_or_an_array(loaded: Any) -> None:
     texts = [headstart.generate(*loaded, prompt, max_tokens=6) for prompt in ("def add(a, b):", ids, mx.array(ids))]
     assert texts[0]
     assert len(set(texts)) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        ("half \ud83d of it", "is not text: it holds half a character, '\\ud83d' at position 5"),
+        (b"bytes", "is bytes; it must be text or token ids: decode it"),
+        (bytearray(b"bytes"), "is bytearray"),
+        (memoryview(b"bytes"), "is memoryview"),
+    ],
+)
+def test_a_prompt_that_is_no_text_is_refused(loaded: Any, prompt: Any, problem: str) -> None:
+    for call in (headstart.generate, headstart.stream_generate):
+        with pytest.raises(RequestError, match=re.escape(f"prompt {problem}")):
+            call(*loaded, prompt)
+    with pytest.raises(RequestError, match=r"^prompt is"):
+        headstart.batch_generate(*loaded, ["fine", prompt])
+    with pytest.raises(RequestError, match=r"^prompt is .* it must be token ids"):
+        headstart.Request(prompt)
 
 
 def test_closing_the_generator_cancels_the_request(

@@ -32,6 +32,10 @@ class RequestError(HeadstartError):
     """
 
 
+class GrammarLimit(HeadstartError):
+    """An answer has met a limit on what its grammar may cost, which was not met when the grammar was compiled."""
+
+
 class ClusterError(HeadstartError):
     """The machines of a cluster cannot work together."""
 
@@ -64,3 +68,12 @@ def printable_error(error: BaseException) -> str:
     """Return an error of a library, with its type, as one short line that is safe to print."""
     text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def check_text(text: str, name: str) -> None:
+    """Raise RequestError for text that cannot be encoded, because it holds half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"{text[error.start]!a} at position {error.start}"
+        raise RequestError(f"{name} is not text: it holds half a character, {found}. Replace it") from error

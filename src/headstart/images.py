@@ -123,7 +123,8 @@ def read_image(source: Any, rules: ImageRules, declared: str | None = None) -> n
         raise
     except Exception as error:  # whatever Pillow raises, only the file can be its cause
         known = ", ".join(name.removeprefix("image/") for name in FORMATS.values())
-        raise ImageProblem(f"cannot be read ({str(error)[:100]}): send a whole file, {known}") from error
+        reason = str(error).replace(f" {file!r}", "")[:100]  # Pillow names the object that it reads from
+        raise ImageProblem(f"cannot be read ({reason}): send a whole file, {known}") from error
 
 
 def decode_base64(text: str) -> bytes:

@@ -19,7 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .checkpoint import load_model, load_tokenizer, resolve
 from .engine import Engine, EngineThread, FinishReason, Handle, Origin, PromptImage, Request, Stats, insert_images
-from .errors import HeadstartError, RequestError
+from .errors import HeadstartError, RequestError, check_text
 from .images import ImageProblem, read_image
 from .limits import MAX_IMAGE_PIXELS
 from .models import Model
@@ -206,7 +206,8 @@ def generate(
     if verbose:
         print("\n" + "=" * 10)
         print(f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec")
-        print(f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec")
+        rate = f", {response.generation_tps:.3f} tokens-per-sec" if response.stats.rounds > 1 else ""
+        print(f"Generation: {response.generation_tokens} tokens{rate}")
         print(f"Speculation: {response.stats.tokens_per_round:.2f} tokens per round")
         print(f"Peak memory: {response.peak_memory:.3f} GB")
     return text
@@ -306,9 +307,12 @@ def _with_images(tokens: list[int], images: Sequence[Any], model: Model) -> tupl
 
 def _token_ids(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array) -> list[int]:
     if isinstance(prompt, str):
+        check_text(prompt, "prompt")
         # A chat template may have put the BOS token into the text already.
         has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
         return list(tokenizer.encode(prompt, add_special_tokens=not has_bos))
+    if isinstance(prompt, (bytes, bytearray, memoryview)):
+        raise RequestError(f"prompt is {type(prompt).__name__}; it must be text or token ids: decode it")
     tokens: Any = prompt.tolist() if isinstance(prompt, mx.array) else prompt
     try:
         return [index(token) for token in tokens]

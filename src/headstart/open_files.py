@@ -1,10 +1,11 @@
-"""The limit on open files, which mlx-lm changes when it is imported.
+"""Open files: the standard streams, and the limit on their number, which mlx-lm changes when it is imported.
 
 `mlx_lm.utils` calls `resource.setrlimit(RLIMIT_NOFILE, (2048, 4096))`: an error where the hard limit is lower, and
 otherwise a cap that cannot be raised again. `protect` makes that one call do nothing. The package calls it before any
 of its modules can import mlx-lm.
 """
 
+import os
 import resource
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,19 @@ def protect() -> None:
     """Let mlx-lm raise the soft limit when it is imported, and never lower the hard one."""
     if MODULE not in sys.modules:
         sys.meta_path.insert(0, _Finder())
+
+
+def fill_standard_streams() -> None:
+    """Open the null device where standard input, output or error is closed.
+
+    Otherwise the next file takes its number: MLX cannot read a file that is number 0, and what a library prints would
+    be written into the files that are 1 and 2.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
 
 
 def raise_limit(wanted: int) -> int:

@@ -110,9 +110,17 @@ def sparse(size: int) -> Damage:
     return damage
 
 
-def pipe(file: str) -> Damage:
+def device(file: str) -> Damage:
     def damage(folder: Path) -> None:
         (folder / file).unlink()
+        (folder / file).symlink_to("/dev/zero")
+
+    return damage
+
+
+def pipe(file: str) -> Damage:
+    def damage(folder: Path) -> None:
+        (folder / file).unlink(missing_ok=True)
         os.mkfifo(folder / file)
 
     return damage
@@ -150,6 +158,9 @@ CASES: dict[str, tuple[Damage, str, str]] = {  # damage, file, words
         sizes(max_position_embeddings=None), "config.json", "max_position_embeddings is missing",
     ),
     "config: flag list": (sizes(norm_topk_prob=[1]), "config.json", "norm_topk_prob is [1]"),
+    "config: activation": (sizes(hidden_act="x"), "config.json", "hidden_act is 'x'; it must be silu"),
+    "config: activation list": (sizes(hidden_act=["silu"]), "config.json", "hidden_act is ['silu']"),
+    "config: another's": (sizes(mlp_hidden_act="gelu"), "config.json", "mlp_hidden_act is 'gelu'; it must be relu2"),
     "config: NaN": (sizes(rms_norm_eps=float("nan")), "config.json", "rms_norm_eps is nan"),
     "config: rope list": (sizes(rope_parameters=[1]), "config.json", "rope_parameters is [1]"),
     "config: rope theta": (sizes(rope_parameters={"rope_theta": "x"}), "config.json", "rope_parameters.rope_theta"),
@@ -203,6 +214,9 @@ TOKENIZER_CASES: dict[str, tuple[Damage, str, str]] = {
     "tokenizer nested": (text("tokenizer.json", DEEP), "", "no usable tokenizer"),
     "tokenizer of numbers": (text("tokenizer.json", '{"model": 5, "decoder": 5}'), "", "no usable tokenizer"),
     "tokenizer not UTF-8": (text("tokenizer.json", b"\xff\xfe"), "", "no usable tokenizer"),
+    **{f"{file}: pipe": (pipe(file), file, "not a regular file") for file in
+       ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")},
+    "tokenizer.json: device": (device("tokenizer.json"), "tokenizer.json", "not a regular file"),
     "tokenizer with code": (
         lambda folder: edit(
             folder / "tokenizer_config.json",
@@ -321,6 +335,12 @@ def test_a_broken_readme_stops_nothing(readme: str, folder: Path, tmp_path: Path
     assert result.exit_code == 0, result.output
     assert read_layout(tmp_path / "converted").mtp.available
     assert "mlx" in (tmp_path / "converted/README.md").read_text()
+
+
+def test_a_readme_that_is_a_pipe_is_not_opened(stripped: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(stripped, tmp_path / "model")
+    pipe("README.md")(folder)
+    assert "--from ORIGINAL`" in str(read_layout(folder).mtp.reason)
 
 
 def test_depth_is_bounded_where_real_configs_are_far_from() -> None:

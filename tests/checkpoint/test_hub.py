@@ -3,18 +3,22 @@
 import json
 import shutil
 from collections.abc import Iterator
+from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 import headstart.checkpoint.hub
 from checkpoints import save, write
 from disks import read_only_folder, small_disk
 from headstart.checkpoint import load_model, read_layout, resolve
 from headstart.checkpoint.hub import download, download_files, header_folder, missing_files
+from headstart.checkpoint.layout import HUB_ID
 from headstart.errors import CheckpointError, HubError
 from loopback_hub import Hub, point_at, running_hub
 
@@ -25,6 +29,20 @@ INDEX = "model.safetensors.index.json"
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with running_hub(monkeypatch, tmp_path / "cache") as hub:
         yield hub
+
+
+def test_an_id_is_one_that_huggingface_hub_accepts() -> None:
+    """It raises a ValueError for others."""
+    letters = ("a", "-", ".", "_", "/", "é")
+    names = [*map("".join, chain.from_iterable(product(letters, repeat=n) for n in range(7))), "o/a.git", "o/agit"]
+    names += [f"{'a' * n}/{'b' * m}" for n, m in product((1, 95, 96, 97), repeat=2)]
+    for name in names:
+        try:
+            validate_repo_id(name)
+            valid = name.isascii() and "/" in name
+        except HFValidationError:
+            valid = False
+        assert bool(HUB_ID.fullmatch(name)) == valid, name
 
 
 def add_clutter(folder: Path) -> None:

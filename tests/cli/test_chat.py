@@ -92,6 +92,14 @@ def test_a_message_that_is_too_long_is_refused_and_the_conversation_goes_on(load
     assert result.stdout == f"› › {answer(loaded, FIRST)}\n› "
 
 
+def test_a_message_that_is_no_text_is_refused_and_the_conversation_goes_on(loaded: Any) -> None:
+    lines = b"half a \xff character\n" + FIRST.encode() + b"\n"
+    result = CliRunner().invoke(app, ["chat", "-n", "8"], input=lines)
+    assert result.exit_code == 0, result.output
+    assert "error: the message is not text: it holds half a character, '\\udcff' at position 7" in result.stderr
+    assert result.stdout == f"› › {answer(loaded, FIRST)}\n› "
+
+
 def test_bad_options_are_one_line_and_exit_code_1() -> None:
     result = CliRunner().invoke(app, ["chat", "tiny-qwen3.5", "--k", "16"])
     assert result.exit_code == 1

@@ -49,6 +49,21 @@ def test_only_downloaded_models_are_removed(hub: Hub, tmp_path: Path) -> None:
     assert read_layout(folder)
 
 
+MISTYPED = ["org/a..b", "org/-bad-", "org/a--b", "org/model.", ".org/model", "org/model.git", f"org/{'a' * 97}",
+            f"org/{'a' * 300}", f"{'a' * 97}/model"]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["pull", "inspect", "remove"])
+@pytest.mark.parametrize("name", MISTYPED, ids=lambda name: name[:12])
+def test_a_mistyped_id_is_one_line_and_asks_nobody(hub: Hub, command: str, name: str) -> None:
+    told = run(command, name, code=1)
+    assert told.startswith(f"error: {name}: ")
+    assert told.count("\n") == 1
+    assert hub.requests == 0
+    if command != "remove":
+        assert "not a hub id (org/name)" in told
+
+
 def test_an_interrupted_download_says_so_and_keeps_complete_files(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
     hub.cut = second

@@ -18,6 +18,15 @@ def test_without_enough_drafts_there_is_no_percentage() -> None:
     assert "acceptance" not in line([], [])
 
 
+def test_an_answer_of_one_round_has_no_rate() -> None:
+    """Its time is the prompt's."""
+    stats = Stats("native_mtp", None, exact=True)
+    stats.count(4, accepted=3, proposed=3, copied=0, seconds=0.5)
+    assert summary(stats, "length") == "4 tokens · 4.00 tokens per round · depth 3.0 · cut at the limit"
+    stats.count(4, accepted=3, proposed=3, copied=0, seconds=1.0)
+    assert "8 tokens · 8.0 tokens/s ·" in summary(stats, "length")
+
+
 def test_a_reason_that_ends_in_a_period_does_not_end_in_two() -> None:
     shown = summary(Stats(None, "no file holds it. `headstart graft` brings it back.", exact=True), None)
     assert shown.endswith("no drafts: no file holds it. `headstart graft` brings it back")

@@ -136,7 +136,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (openai_part(PNG, "image/jpeg"), "is image/png and was sent as image/jpeg"),
     (openai_part(PNG, "text/html"), "was sent as text/html"),
     (openai_part(encoded(picture(16, 16), "BMP"), "image/bmp"), "cannot be read"),
-    (openai_part(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image/svg+xml"), "cannot be read"),
+    (
+        openai_part(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image/svg+xml"),
+        "cannot be read (cannot identify image file)",
+    ),
     (openai_part(encoded(np.zeros((2, 900, 3), np.uint8))), "200 times"),
     ({"type": "image_url", "image_url": {"url": "data:image/png;base64,@@@@"}}, "not valid base64"),
     ({"type": "image_url", "image_url": {"url": "data:image/png,abc"}}, "not a data URL of base64"),
@@ -154,6 +157,7 @@ def test_bad_pictures_are_named(seeing: Running, part: dict[str, Any], problem: 
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"].startswith("messages[0].content[1]")
     assert problem in answer.json()["error"]["message"]
+    assert "object at 0x" not in answer.text
 
 
 def test_bad_pictures_of_other_apis_are_named(seeing: Running) -> None:

@@ -1,6 +1,13 @@
 """What clients learn of the served model."""
 
-from running import CONTEXT, folder, running
+from pathlib import Path
+
+import pytest
+from running import CONTEXT, folder, running, serving
+
+from checkpoints import write
+from headstart.engine import DeviceThread
+from headstart.server import ModelPool, PooledModel
 
 
 def test_no_client_learns_the_folder_of_a_model_that_cannot_draft() -> None:
@@ -13,3 +20,15 @@ def test_no_client_learns_the_folder_of_a_model_that_cannot_draft() -> None:
         for response in told:
             assert "headstart graft tiny" in response.text
             assert path not in response.text
+
+
+@pytest.mark.parametrize("name", ["org/a..b", "org/-bad-", f"org/{'a' * 97}", "org/a--b", "org"])
+def test_a_mistyped_id_is_refused_and_not_downloaded(tmp_path: Path, name: str) -> None:
+    pool = ModelPool(DeviceThread(), [PooledModel.of(write(tmp_path / "red", vocab_size=8192))])
+    with serving(pool, allow_download=True) as server, server.http() as http:
+        refused = http.post("/v1/models/pull", json={"model": name})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+        assert "is not a hub id: send org/name" in refused.json()["error"]["message"]
+        unknown = http.post("/v1/completions", json={"model": name, "prompt": "hi"})
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+        assert http.get("/v1/models").json()["downloads"] == []

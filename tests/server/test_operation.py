@@ -183,6 +183,20 @@ def test_a_request_can_be_cancelled_by_its_id(server: Running) -> None:
         assert http.post(f"/v1/requests/{first.id}/cancel").status_code == 404
 
 
+def test_a_response_that_is_cancelled_does_not_end_as_completed(server: Running) -> None:
+    stream = server.openai().responses.create(model="tiny", input="hi", stream=True, extra_body={"min_tokens": 3000})
+    events: list[Any] = []
+    cancelled_once = False
+    for event in stream:
+        events.append(event)
+        if event.type == "response.output_text.delta" and not cancelled_once:
+            assert cancel(server, events[0].response.id) == 200
+            cancelled_once = True
+    last = events[-1]
+    assert last.type == "response.incomplete"
+    assert (last.response.status, last.response.output[-1].status) == ("cancelled", "incomplete")
+
+
 def cancel(server: Running, id: str, **client: Any) -> int:
     with httpx.Client(base_url=server.url, timeout=60, **client) as http:
         response, unknown = (http.post(f"/v1/requests/{each}/cancel") for each in (id, id[::-1]))

@@ -224,7 +224,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
       "tool_choice": "required"}, "tools[1]"),
     ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
     *[({"messages": [*HI, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}]},
-       "messages[1].tool_calls[0].function.arguments") for text in ("oops", "[1]", "{a: 1}", "{" * 500)],
+       "messages[1].tool_calls[0].function.arguments") for text in (5, {"a": 1})],
 ]  # fmt: skip
 
 

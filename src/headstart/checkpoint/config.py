@@ -35,6 +35,8 @@ OBJECTS = ("text_config", "quantization", "quantization_config", "mlx_lm_extra_t
 MULTIPLES = (("num_attention_heads", "num_key_value_heads"), ("linear_num_value_heads", "linear_num_key_heads"))
 DRAFTERS = ("qwen3_5_mtp",)  # model types of folders that hold a head alone, as mlx-vlm's `split_mtp` writes them
 ROPE_NUMBERS = ("rope_theta", "partial_rotary_factor")
+# What the layers compute, whatever config.json says; nemotron_h has the second field in place of the first.
+ACTIVATIONS = {"hidden_act": ("silu", "swish"), "mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu", "swish")}
 
 
 class Malformed(Exception):
@@ -60,6 +62,13 @@ def read_object(file: Path, remedy: str = "Download it again.") -> dict[str, Any
         require_regular(file)
         with file.open("rb") as opened:
             return parse_object(opened.read(MAX_JSON + 1))
+
+
+def check_regular(folder: Path) -> None:
+    """Raise a CheckpointError if a library that reads small files of `folder` may open what is not a file."""
+    for file in (*folder.glob("*"), *folder.glob("additional_chat_templates/*")):
+        if file.exists() and not file.is_file() and not file.is_dir():
+            raise CheckpointError(f"{file}: not a regular file. {REMEDY}")
 
 
 def require_regular(file: Path) -> None:
@@ -150,6 +159,9 @@ def _check(config: dict[str, Any]) -> None:
     experts = text.get("num_experts")
     if experts is not None and (text.get("num_experts_per_tok") or 0) > experts:
         raise Malformed(f"num_experts_per_tok is {text['num_experts_per_tok']}, more than there are experts")
+    for field, computed in ACTIVATIONS.items():
+        if (value := text.get(field)) is not None and value not in computed:
+            raise _wrong(field, value, f"{computed[0]}, the only one that is supported")
     if type(normed := text.get("norm_topk_prob", True)) is not bool:
         raise _wrong("norm_topk_prob", normed, "true or false")
     numbers = {field: text[field] for field in ("rms_norm_eps", *ROPE_NUMBERS) if text.get(field) is not None}

@@ -60,12 +60,12 @@ def locate(name: str | Path | None = None) -> Path | str:
         path = Path(BUILTIN / DEFAULT if name is None else name).expanduser()
     except RuntimeError as error:  # ~somebody
         raise CheckpointError(f"{name}: no such folder ({error})") from error
-    if path.is_dir():
+    if os.path.isdir(path):  # also says no of a name that is too long for the file system
         return path
-    if path.exists():
+    if os.path.exists(path):
         raise CheckpointError(f"{path}: a file. Name the folder of the model, {path.parent}.")
     name = str(name)
-    if (BUILTIN / name).is_dir():
+    if os.path.isdir(BUILTIN / name):
         return BUILTIN / name
     if repo := _cached_repo(name):
         return repo

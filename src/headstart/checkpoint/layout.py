@@ -27,7 +27,8 @@ NORMS = "norms/weights.safetensors"  # the trunk's in float32: 1 + w loses bits 
 NO_WEIGHTS = "no safetensors file. Headstart reads Hugging Face releases and MLX conversions."
 # Why the head of a cached model could not be downloaded in this process, by the model's folder.
 HEAD_DOWNLOAD_ERRORS: dict[Path, str] = {}
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+# org/name as huggingface_hub accepts it, which otherwise raises a ValueError.
+HUB_ID = re.compile(r"(?!.*(?:--|\.\.|\.git$))\w(?:[\w.-]{0,94}\w)?/\w(?:[\w.-]{0,94}\w)?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -245,8 +246,9 @@ def hub_id(path: Path) -> str | None:
 
 def readme_metadata(path: Path) -> dict[str, Any]:
     """Return the metadata at the front of a model's README."""
+    readme = path / "README.md"
     try:
-        return metadata_load(path / "README.md") or {}
+        return (metadata_load(readme) or {}) if readme.is_file() else {}  # a pipe would block forever
     except (OSError, ValueError, yaml.YAMLError, RecursionError):  # a broken README is no error of ours
         return {}
 

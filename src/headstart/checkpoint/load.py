@@ -27,7 +27,7 @@ from ..limits import MAX_IMAGE_PIXELS
 from ..models import memory
 from ..models.memory import Footprint
 from .adapters import StoredAdapter, adapter_nbytes, attach_adapters, read_adapters
-from .config import read_object
+from .config import check_regular, read_object
 from .draft_vocabulary import read_draft_tokens
 from .drafter import DrafterLayout, check_drafter, read_drafter, read_drafter_weights
 from .hub import resolve, resolve_head
@@ -244,6 +244,7 @@ def load_tokenizer(path: Path) -> TokenizerWrapper:
     """Load mlx-lm's tokenizer for the folder `path`, which stops at every end token that the configs name."""
     files = [path / name for name in ("config.json", "generation_config.json", "tokenizer_config.json")]
     remedy = "Copy it from the original model."
+    check_regular(path)
     config, generation, _ = (read_object(file, remedy) if file.exists() else {} for file in files)
     end = generation.get("eos_token_id")
     end = end or config.get("eos_token_id") or models.text_config(config).get("eos_token_id")

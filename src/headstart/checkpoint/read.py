@@ -5,6 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .. import open_files
 from ..errors import CheckpointError, printable_error
 from .parameters import FP8_BLOCK, Stored, TensorSource
 
@@ -46,6 +47,7 @@ def read_parameter(
 def open_file(path: Path, files: LazyFiles) -> dict[str, mx.array]:
     """Return the tensors of a file, which are not read yet."""
     if path not in files:
+        open_files.fill_standard_streams()
         try:
             arrays: Any = mx.load(str(path))
         except (RuntimeError, ValueError) as error:

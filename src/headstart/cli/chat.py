@@ -1,12 +1,14 @@
 """`headstart chat`: a conversation."""
 
+import sys
 from contextlib import suppress
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any
 
 import typer
 from typer import Option
 
-from ..errors import HeadstartError, RequestError
+from ..errors import HeadstartError, RequestError, check_text
 from . import options, show
 from .download import find_drafter, find_model
 
@@ -45,6 +47,8 @@ def chat_command(
     with suppress(ImportError):
         import readline  # noqa: F401  # arrow keys and history for input()
 
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are refused as a message
     messages: list[dict[str, str]] = []
     engine: Engine | None = None  # kept between answers, so that earlier messages are not prefilled again
     while (line := _read_line(aside)) is not None:
@@ -55,6 +59,7 @@ def chat_command(
         elif line:
             messages.append({"role": "user", "content": line})
             try:
+                check_text(line, "the message")
                 if engine is None:
                     engine = Engine(loaded, tokenizer, max_sequences=1, prefix=PrefixCache(memory_for_prefixes()))
                 tokens = show.chat_tokens(tokenizer, messages)

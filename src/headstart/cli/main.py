@@ -4,13 +4,17 @@ Nothing here, and nothing at the top of a command's file, imports mlx, mlx-lm or
 take seconds, and `headstart --help` must not. Commands import them when they run.
 """
 
+import errno
 import os
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
+from .. import open_files
 from ..errors import HeadstartError
 from . import (
     bench,
@@ -33,11 +37,28 @@ from . import (
 # Only the tokenizers of transformers are used: suppress its advice to install PyTorch.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
+UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what a full disk says of standard output
 BACKENDS = "`pip install 'mlx[cpu]'`, or `'mlx[cuda13]'` for NVIDIA GPUs."
 
 
 class Commands(TyperGroup):
     """All commands. An error that the user can fix is one line on standard error, never a traceback."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        _fill_standard_streams()
+        try:
+            return super().main(*args, **options)
+        except OSError as error:
+            if error.errno not in UNWRITTEN or error.filename is not None:
+                raise
+            with suppress(OSError):
+                typer.echo(f"error: the output could not be written: {error.strerror}", err=True)
+            for stream in (sys.stdout, sys.stderr):
+                try:
+                    stream.flush()
+                except OSError:  # the interpreter would try again when it ends, and say so
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            sys.exit(1)
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         try:
@@ -55,6 +76,14 @@ class Commands(TyperGroup):
 
 # Help without rich: its tables call switches <bool> and break long words.
 app = typer.Typer(name="headstart", cls=Commands, no_args_is_help=True, rich_markup_mode=None)
+
+
+def _fill_standard_streams() -> None:
+    """Read from and write to the null device where a standard stream is closed."""
+    open_files.fill_standard_streams()
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def _print_version(wanted: bool) -> None:

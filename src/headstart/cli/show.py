@@ -99,7 +99,9 @@ def in_colour(console: "Console") -> bool:
 
 def summary(stats: "Stats", finish_reason: str | None) -> str:
     """Return what ran, in one line."""
-    parts = [f"{stats.generation_tokens} tokens", f"{stats.generation_tps:.1f} tokens/s"]
+    parts = [f"{stats.generation_tokens} tokens"]
+    if stats.rounds > 1:  # the time of the first counts as the prompt's
+        parts.append(f"{stats.generation_tps:.1f} tokens/s")
     if stats.drafter_kind:
         depth = stats.proposed_draft_tokens / stats.rounds if stats.rounds else 0.0
         parts.append(f"{stats.tokens_per_round:.2f} tokens per round")

@@ -44,6 +44,8 @@ class Request:
     def __post_init__(self) -> None:
         if isinstance(self.prompt, str):
             raise RequestError("prompt is text; it must be token ids: encode it with the tokenizer")
+        if isinstance(self.prompt, (bytes, bytearray, memoryview)):
+            raise RequestError(f"prompt is {type(self.prompt).__name__}; it must be token ids")
 
     def check(self, model: Model) -> None:
         """Raise RequestError if this model cannot answer the request."""

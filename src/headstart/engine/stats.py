@@ -144,7 +144,7 @@ class Stats:
 
     @property
     def generation_tps(self) -> float:
-        """Return the tokens per second after the first round, whose time counts as the prompt's."""
+        """Return the tokens per second from the second round on, 0 without one: the first counts as the prompt's."""
         return _ratio(self.generation_tokens - self.first_round_tokens, self.generation_seconds)
 
     @property

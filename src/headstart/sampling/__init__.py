@@ -4,7 +4,8 @@ from ..sampling_params import GrammarSpec, SamplingOptions, SamplingParams
 from .accept import AcceptResult
 from .controls import Controls, SequenceParams, controls
 from .distribution import Logprobs, logprobs
-from .grammar import GrammarMasks, Matcher, compile_grammar, find_grammar, token_bytes
+from .grammar import GrammarMasks, compile_grammar, find_grammar, token_bytes
+from .matcher import Matcher
 from .window import BatchContext, Choice, Proposal, Sampler, Verdict, allowed_drafts
 
 __all__ = [

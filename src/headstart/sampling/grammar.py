@@ -1,10 +1,10 @@
 """Constrained decoding: which tokens a grammar permits next. llguidance decides on the host; the device sees masks.
 
 What a matcher permits depends only on the tokens its sequence has generated, so it may look ahead through drafts and
-roll back: a constrained answer is the same for every k.
+roll back: a constrained answer is the same for every k. Where a grammar cannot roll back, a copy of its matcher looks
+ahead.
 """
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import HeadstartError, RequestError
 from ..sampling_params import GrammarSpec
 from .bounds import check_bounds, on_deep_stack
+from .matcher import Matcher, brief, meets_limit
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -30,101 +31,42 @@ CACHED_GRAMMARS = 64  # compiled grammars to keep per tokenizer
 JSON_OPTIONS: Any = {"whitespace_pattern": r"\x20|\x0D?\x0A[\x20\x09]{0,32}"}
 # llguidance's defaults, but for the states of a lexer, which take 1 to 2 kB each.
 LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
-MASK_SECONDS = 1.0  # CPU time for one mask. Ordinary masks take milliseconds, and the whole batch waits for each.
 
 
-class Matcher:
-    """Follows one sequence through its grammar."""
-
-    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, stop_ids: Collection[int], vocabulary: int):
-        self._matcher = matcher
-        self._tokenizer = tokenizer
-        self._stop_ids = frozenset(stop_ids)
-        self._mask_bytes = (vocabulary + 7) // 8
-        self.stopped = False  # the grammar is complete, and nothing can follow
-        self.failed: HeadstartError | None = None
-
-    def forced(self, most: int) -> list[int]:
-        """Return the next tokens, at most `most`, that the grammar leaves no choice about."""
-        tokens = self._matcher.compute_ff_tokens()[:most]
-        end = next((i for i, token in enumerate(tokens) if token in self._stop_ids), None)
-        return tokens[:end]
-
-    def masks(self, drafts: Sequence[int]) -> list[bytes]:
-        """Return the permitted tokens before each draft and after the last, as bit masks over the vocabulary.
-
-        Masks end at a draft that is forbidden or ends the answer, and where no token is permitted.
-        """
-        masks, consumed = [self._mask()], 0
-        for draft in drafts:
-            if draft in self._stop_ids or not self._matcher.try_consume_tokens([draft]):
-                break
-            masks.append(self._mask())
-            consumed += 1
-        if not self._matcher.rollback(consumed):
-            raise self._error()
-        return masks if masks[-1].strip(b"\0") else masks[:-1]
-
-    def advance(self, tokens: Sequence[int]) -> int:
-        """Consume generated tokens and return how many are part of the answer.
-
-        Tokens after the one that completes the grammar are not, nor those from one that breaks it on. A token breaks
-        it only if no token was permitted; then `failed` says why.
-        """
-        for index, token in enumerate(tokens):
-            if token not in self._stop_ids and self._matcher.consume_token(token) and not self._matcher.is_stopped():
-                continue
-            if self._matcher.is_accepting():
-                self.stopped = True
-                return index + 1
-            self.failed = self._error()
-            return index
-        return len(tokens)
-
-    def _mask(self) -> bytes:
-        start = time.thread_time()
-        mask = bytearray(self._matcher.compute_bitmask()[: self._mask_bytes])
-        if time.thread_time() - start > MASK_SECONDS:
-            raise HeadstartError(f"grammar: finding the next tokens took more than {MASK_SECONDS:g} s: simplify it")
-        if self._matcher.is_error():
-            raise self._error()
-        mask += bytes(self._mask_bytes - len(mask))  # a model may have more ids than its tokenizer: they have no text
-        may_end = self._matcher.is_accepting()
-        if not may_end and len(mask) - mask.count(0) == 1:
-            self._permit_text(mask)
-        for token in self._stop_ids:
-            bit = 1 << token % 8
-            mask[token // 8] = mask[token // 8] | bit if may_end else mask[token // 8] & ~bit
-        return bytes(mask)
-
-    def _permit_text(self, mask: bytearray) -> None:
-        """Permit the first token of a text that the grammar forces and that is also the text of an added token.
-
-        llguidance tokenises such a text as the added token, permits that alone, and then refuses it.
-        """
-        last = len(mask.rstrip(b"\0")) - 1
-        token = 8 * last + mask[last].bit_length() - 1
-        if self._tokenizer.is_special_token(token) and not self._matcher.validate_tokens([token]):
-            first = self._tokenizer.greedy_tokenize(self._tokenizer.decode_str([token]))[0]
-            mask[last] = 0
-            mask[first // 8] |= 1 << first % 8
-
-    def _error(self) -> HeadstartError:
-        reason = self._matcher.get_error() or self._matcher.stop_reason()
-        return HeadstartError(f"grammar: no token can follow the generated text: {_brief(reason)}")
-
-
-@dataclass(frozen=True)
 class Grammar:
-    """A grammar compiled for a tokenizer."""
+    """A grammar compiled for a tokenizer.
 
-    start: LLMatcher
-    tokenizer: LLTokenizer
+    The matchers of its sequences share a lexer, which llguidance builds while it is used. Once that lexer has met a
+    limit it is of no use to any of them, so the grammar is `spoiled`: the next request compiles it again.
+    """
+
+    def __init__(self, spec: GrammarSpec, tokenizer: LLTokenizer):
+        self.spec = spec
+        self.tokenizer = tokenizer
+        self.start = _compile(spec, tokenizer)
+        self.spoiled = False
+        self.rolls_back = False  # until that is known
+        self.rolls_back = self._rolls_back()
 
     def matcher(self, stop_ids: Collection[int], vocabulary: int) -> Matcher:
         """Return a matcher for a new sequence of a model with `vocabulary` token ids."""
         known = [token for token in stop_ids if token < vocabulary]
-        return Matcher(self.start.deep_copy(), self.tokenizer, known, vocabulary)
+        return Matcher(self, known, vocabulary)
+
+    def renew(self) -> LLMatcher:
+        """Return the start of the grammar with a new lexer, for a sequence whose lexer has met a limit."""
+        self.spoiled = True
+        return on_deep_stack(_compile, self.spec, self.tokenizer)
+
+    def _rolls_back(self) -> bool:
+        """Return whether tokens can be taken back. llguidance refuses that with `max_tokens=` and `stop=`."""
+        ends = self.tokenizer.eos_tokens
+        permitted = int.from_bytes(self.matcher(ends, self.tokenizer.vocab_size).masks([])[0], "little")
+        probe = self.start.deep_copy()
+        if not probe.consume_token((permitted & -permitted).bit_length() - 1) and meets_limit(probe.get_error()):
+            reason = brief(probe.get_error())
+            raise RequestError(f"grammar is a {self.spec.kind} that meets a limit of the grammar library: {reason}")
+        return probe.rollback(1)
 
 
 class GrammarCompiler:
@@ -140,15 +82,16 @@ class GrammarCompiler:
         """Return the grammar if it is cached."""
         with self._lock:
             grammar = self._in_use.get(spec)
-            if grammar is not None:
-                self._cache(spec, grammar)
+            if grammar is None or grammar.spoiled:
+                return None
+            self._cache(spec, grammar)
         return grammar
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         grammar = self.find(spec)
         if grammar is None:
             check_bounds(spec.kind, spec.source)
-            grammar = Grammar(on_deep_stack(self._compile, spec), self.tokenizer)  # may take a second: hold no lock
+            grammar = on_deep_stack(Grammar, spec, self.tokenizer)  # may take a second: hold no lock
             with self._lock:
                 self._cache(spec, grammar)
         return grammar
@@ -159,16 +102,17 @@ class GrammarCompiler:
         if len(self._recent) > CACHED_GRAMMARS:
             self._recent.popitem(last=False)
 
-    def _compile(self, spec: GrammarSpec) -> LLMatcher:
-        source = llguidance_grammar(spec)
-        start = LLMatcher(self.tokenizer, source, log_level=0, limits=LLParserLimits(**LIMITS))
-        permitted = b"" if start.is_error() else start.compute_bitmask()
-        if start.is_error():
-            raise RequestError(f"grammar is not a usable {spec.kind}: {_brief(start.get_error())}")
-        stop_ids = sum(1 << token for token in self.tokenizer.eos_tokens)
-        if not int.from_bytes(permitted, "little") & ~stop_ids:
-            raise RequestError(f"grammar is a {spec.kind} that permits only an empty answer")
-        return start
+
+def _compile(spec: GrammarSpec, tokenizer: LLTokenizer) -> LLMatcher:
+    source = llguidance_grammar(spec)
+    start = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**LIMITS))
+    permitted = b"" if start.is_error() else start.compute_bitmask()
+    if start.is_error():
+        raise RequestError(f"grammar is not a usable {spec.kind}: {brief(start.get_error())}")
+    stop_ids = sum(1 << token for token in tokenizer.eos_tokens)
+    if not int.from_bytes(permitted, "little") & ~stop_ids:
+        raise RequestError(f"grammar is a {spec.kind} that permits only an empty answer")
+    return start
 
 
 _compilers: "WeakKeyDictionary[TokenizerWrapper, GrammarCompiler]" = WeakKeyDictionary()
@@ -258,8 +202,3 @@ def _guarded(matcher: Matcher | None, method: Callable[[Matcher, A], list[T]], a
     except BaseException as error:  # a panic of llguidance's is no Exception
         matcher.failed = error if isinstance(error, HeadstartError) else HeadstartError(f"grammar: {error}")
         return []
-
-
-def _brief(reason: str) -> str:
-    """Return llguidance's message without its placeholder for internal state."""
-    return reason.replace("<non-verbose/>", "").strip()

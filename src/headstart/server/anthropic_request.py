@@ -20,6 +20,7 @@ from .images import EncodedImage, ImagePart, parse_image_url, template_content
 from .prepare import Preparation
 from .request_fields import (
     REASONING_BUDGETS,
+    Arguments,
     BoundedList,
     GenerationRequest,
     JsonObject,
@@ -97,7 +98,7 @@ class ToolUseBlock(Cacheable):
     type: Literal["tool_use"]
     id: Text
     name: Text
-    input: JsonObject
+    input: Arguments
 
     def for_template(self) -> dict[str, Any]:
         return {"type": "function", "id": self.id, "function": {"name": self.name, "arguments": self.input}}

@@ -107,6 +107,8 @@ class ChatTemplate:
         messages = chat.messages
         if any(map(_is_system, messages[1:])) and not self._takes_system_messages_anywhere:
             messages = _with_one_system_message(messages)
+        if any(map(_has_text_arguments, messages)) and not self._takes_text_arguments:
+            messages = [_with_argument_objects(message) for message in messages]
         # None lets the template's own default hold, where mlx-lm would set True.
         options = {"enable_thinking": chat.thinking, **chat.template_options}
         conversation = (messages, chat.tools if chat.callable_tools else None, options)
@@ -136,6 +138,32 @@ class ChatTemplate:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False)).count(word) == len(roles)
         except TemplateError:
             return False
+
+    @cached_property
+    def _takes_text_arguments(self) -> bool:
+        """Return whether the template writes the arguments of calls that are text, which malformed ones are."""
+        call = {"type": "function", "id": "123456789", "function": {"name": "perhaps", "arguments": "{perhaps"}}
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            return "{perhaps" in str(self._tokenizer.apply_chat_template(messages, tokenize=False))
+        except (TemplateError, TypeError, ValueError):
+            return False
+
+
+def _has_text_arguments(message: Mapping[str, Any]) -> bool:
+    return any(isinstance(call["function"]["arguments"], str) for call in message.get("tool_calls", ()))
+
+
+def _with_argument_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message in which arguments that are text are the one argument of their call."""
+    if not _has_text_arguments(message):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function, arguments = call["function"], call["function"]["arguments"]
+        known = {"arguments": arguments} if isinstance(arguments, str) else arguments
+        calls.append({**call, "function": {**function, "arguments": known}})
+    return {**message, "tool_calls": calls}
 
 
 def _with_one_system_message(messages: Objects) -> Objects:

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from ..engine.log import log_error
-from ..errors import Busy, EngineDown, HeadstartError, OutOfMemory, RequestError
+from ..errors import Busy, EngineDown, GrammarLimit, HeadstartError, OutOfMemory, RequestError
 from .log import LOG
 
 MESSAGES_ROUTE = "/v1/messages"  # Anthropic's shape is used here and below
@@ -96,6 +96,8 @@ def to_refusal(error: Exception, *, prompt: str = "prompt") -> Refusal:
             return Refusal(429, str(error), code="busy", headers=headers)
         case OutOfMemory():
             return Refusal(503, str(error), code="out_of_memory", headers={"Retry-After": "1"})
+        case GrammarLimit():
+            return Refusal(400, str(error), code="grammar_limit")
         case EngineDown():
             return Refusal(503, str(error), code="unavailable")
         case StarletteHTTPException(status_code=400):  # FastAPI's, of a body that could not be decoded

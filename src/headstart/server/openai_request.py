@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import BeforeValidator, Field
-from pydantic_core import from_json
 
 from ..engine import Request
 from ..sampling import GrammarSpec
@@ -12,10 +11,10 @@ from ..sampling_params import MAX_BIASES, MAX_TOP_LOGPROBS
 from .chat import Chat, Prompt, TextPrompt, chat_prompt, text_prompt
 from .errors import refuse
 from .images import EncodedImage, ImagePart, parse_image_url, template_content
-from .markup import loads
 from .prepare import Preparation
 from .request_fields import (
     REASONING_BUDGETS,
+    Arguments,
     BoundedList,
     GenerationRequest,
     JsonObject,
@@ -40,14 +39,10 @@ TokenId = Annotated[int, Field(strict=False)]  # names in JSON are strings
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
-def _parse_arguments(text: object) -> object:
-    """Return the arguments of a call, as far as they go: clients send back calls that a token limit cut off."""
-    if not isinstance(text, str):
+def _reject_no_text(arguments: object) -> object:
+    if not isinstance(arguments, str):
         raise ValueError("Arguments should be the text of a JSON object")
-    try:
-        return loads(text or "{}")
-    except ValueError:
-        return from_json(text, allow_partial="trailing-strings")
+    return arguments
 
 
 class TextPart(RequestModel):
@@ -73,7 +68,7 @@ ContentPart = Annotated[TextPart | ImageUrlPart, Field(discriminator="type"), Be
 
 class FunctionCall(RequestModel):
     name: Text
-    arguments: Annotated[JsonObject, BeforeValidator(_parse_arguments, json_schema_input_type=str)] = Field({})
+    arguments: Annotated[Arguments, BeforeValidator(_reject_no_text, json_schema_input_type=str)] = Field({})
 
 
 class OpenAIToolCall(RequestModel):

@@ -19,7 +19,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import Busy, RequestError
 from ..sampling import GrammarSpec, compile_grammar, find_grammar
 from ..sampling.bounds import check_bounds
-from ..sampling.grammar import LIMITS, MASK_SECONDS, Grammar, llguidance_grammar
+from ..sampling.grammar import LIMITS, Grammar, llguidance_grammar
+from ..sampling.matcher import MASK_SECONDS
 from .errors import Refusal, refuse
 from .middleware import Limits
 from .worker import Encoder, Kind

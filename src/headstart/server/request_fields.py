@@ -8,15 +8,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError, from_json
 
 from ..engine import Request
 from ..limits import MAX_K
 from ..sampling import SamplingParams
 from .chat import Prompt
 from .errors import refuse
-from .markup import nested_too_deeply
+from .markup import loads, nested_too_deeply
 from .prepare import Preparation
 from .served_model import ServedModel
 
@@ -72,8 +72,41 @@ def check_object(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def parse_arguments(arguments: object) -> object:
+    """Return the arguments of a call as an object, and as text where they cannot be one.
+
+    Clients send back what the model wrote: malformed JSON, or JSON that a token limit cut off, which is parsed as far
+    as it goes. Some send such text as a JSON string.
+    """
+    value: object = arguments
+    try:
+        if isinstance(arguments, str):
+            value = _parse_json(arguments or "{}")
+        if not isinstance(value, dict):
+            return parse_arguments(value) if isinstance(value, str) else arguments
+        return check_object(value)
+    except ValueError:
+        return arguments if isinstance(arguments, str) else _write(arguments)
+
+
+def _parse_json(text: str) -> object:
+    try:
+        return loads(text)
+    except ValueError:
+        return from_json(text, allow_inf_nan=False, allow_partial="trailing-strings")
+
+
+def _write(value: object) -> object:
+    """Return an object that no template could write as text; as it is, to be refused, if it cannot be written."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        return value
+
+
 Text = Annotated[str, Field(min_length=0)]  # with any such limit, half a surrogate pair is refused
 JsonObject = Annotated[dict[str, Any], AfterValidator(check_object)]
+Arguments = Annotated[JsonObject | Text, BeforeValidator(parse_arguments)]  # of a call in the history
 ToolName = Annotated[Text, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 ModelName = Annotated[Text | None, Field(description="Its id, folder or hub id; default: the served model.")]
 

@@ -47,7 +47,7 @@ class ResponsesWriter(ResponseWriter):
             async for event in self._events(events):
                 yield event
             response = self._end()
-            kind = "incomplete" if response["status"] == "incomplete" else "completed"
+            kind = "completed" if response["status"] == "completed" else "incomplete"
             yield {"type": f"response.{kind}", "response": response}
         except Exception as error:  # the status has been sent
             refusal = to_refusal(error)

@@ -1,10 +1,9 @@
 """What worker processes do: tokenise long texts, decode images and try grammars. One of them can crash or be killed
 without harm.
 
-Run as a script in a fresh interpreter: it imports nothing of Headstart but `images.py`, by its path, starts in a
-fraction of a second and takes little memory. Requests arrive on standard input and answers leave on standard output,
-each one line of JSON. The process ends when its input does, also in the middle of a request. Small texts are
-tokenised in the server, by the same Encoder.
+Run as a script in a fresh interpreter: it imports nothing of Headstart but `images.py`, by its path, and starts fast.
+Requests arrive on standard input and answers leave on standard output, each one line of JSON. The process ends when
+its input does, also in the middle of a request. Small texts are tokenised in the server, by the same Encoder.
 
 A tokenizer turns the text of an added token (`<|im_end|>`, `<think>`, …) into that token wherever it occurs, so users
 and tools could end a turn and begin another. Here a mark breaks every such text in the strings of a conversation
@@ -36,6 +35,7 @@ MEMORY = 2 * 2**30  # bytes beyond what the tokenizer takes
 PIECE = 2**16  # characters of a text that is counted in pieces
 TRIAL_TOKENS = 64  # that a grammar is followed for, at most
 TRIAL_SECONDS = 0.25  # of CPU time for that
+UNFIT = "doesn't satisfy the grammar"  # said of the text of an added token, which llguidance permits and then refuses
 NICENESS = 5  # the server's own threads come first
 # What templates look up or compare: it may be part of an added token, and is not marked as such.
 KEYWORDS = frozenset({
@@ -314,16 +314,16 @@ def try_grammar(
         mask = int.from_bytes(b"" if matcher.is_error() else matcher.compute_bitmask(), "little")
         if time.thread_time() - start > mask_seconds:
             return {"error": f"finding the next tokens takes more than {mask_seconds:g} s"}
-        if step and matcher.is_error():
-            return {"error": matcher.get_error().replace("<non-verbose/>", "").strip()}
+        if not step and matcher.is_error():
+            return {}
         if matcher.is_error() or not mask or time.thread_time() > end:
             break
         random = random * 6364136223846793005 % 2**64
         if not matcher.consume_token(pick_token(mask, random >> 33)) or matcher.is_stopped():
             break
-        # The engine asks for forced tokens at every step: whatever that costs or breaks must show here.
-        matcher.compute_ff_tokens()
-    return {}
+        matcher.compute_ff_tokens()  # as the engine does at every step: whatever that costs or breaks must show here
+    error = matcher.get_error().replace("<non-verbose/>", "").strip()
+    return {"error": error} if error and UNFIT not in error else {}
 
 
 def pick_token(mask: int, number: int) -> int:

@@ -1,6 +1,7 @@
 """The page without a mouse, on a narrow screen, in the light and in the dark."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from threading import Semaphore
 
 import pytest
@@ -107,6 +108,26 @@ def test_an_answer_is_stopped_with_the_keyboard_however_it_was_sent(
     room.turns.release(100)
     room.turns = None
     expect(page.get_by_label("Message")).to_be_focused()
+
+
+def test_no_level_of_headings_is_left_out(here: tuple[Running, PacedRoom], visit: Visit) -> None:
+    """As those who listen go from heading to heading."""
+    server, room = here
+    page = visit(server, "chat")
+    room.scripts.extend(["One.", "One."])
+    page.get_by_label("Message").fill("Go!")
+    page.get_by_role("button", name="Race").click()
+    expect(page.locator(".verdict")).to_be_visible()
+    for part in PARTS:
+        page.get_by_role("link", name=part.title(), exact=True).click()
+        expect(page.get_by_role("heading", name=part.title(), exact=True)).to_be_visible()
+        if part == "models":
+            expect(page.locator("article.card").first).to_be_visible()
+        headings = page.locator("h1, h2, h3, h4").filter(visible=True)
+        levels = headings.evaluate_all("found => found.map((each) => Number(each.localName[1]))")
+        assert levels[0] == 1
+        assert all(level <= above + 1 for above, level in pairwise(levels)), (part, levels)
+        assert len(levels) > 1 or part == "live"
 
 
 def test_the_focus_can_be_seen(here: tuple[Running, PacedRoom], visit: Visit) -> None:

@@ -153,7 +153,7 @@ function statements({ stats, usage, asked, begun, finish }) {
     stats.paused_reason,
     stats.bypass_reason && `${stats.drafter_kind ? "no drafts of the head" : "no drafts"}: ${stats.bypass_reason}`,
     stats.num_draft_tokens_clamped_to && `depth limited to ${stats.num_draft_tokens_clamped_to}`,
-    `${number(stats.generation_tps, 1)} tokens/s`,
+    stats.rounds > 1 && `${number(stats.generation_tps, 1)} tokens/s`, // the first round is the prompt's
     begun && `first token ${seconds((begun - asked) / 1000)}`,
     stats.prefix_cache_hit && `${number(stats.prefix_cache_hit)} of ${number(usage.prompt_tokens)} prompt tokens from cache`,
     finish === "length" && "stopped at the token limit",

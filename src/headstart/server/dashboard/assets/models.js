@@ -43,7 +43,7 @@ function card(model, adapters) {
   return make(
     "article",
     { class: "panel card", "aria-label": model.id },
-    make("h3", {}, model.id),
+    make("h2", {}, model.id),
     badge(model),
     ...(why ? [make("p", { class: "quiet" }, why)] : []),
     list,

@@ -22,7 +22,7 @@ export async function race(place, body, depth, signal) {
 function lane(title) {
   const answer = new Answer();
   const clock = make("span", { class: "clock", title: "Since the first token" });
-  const heading = make("h3", {}, title, clock);
+  const heading = make("h2", {}, title, clock);
   return { answer, clock, element: make("section", { class: "lane", "aria-label": title }, heading, answer.element) };
 }
 
@@ -43,6 +43,6 @@ function judge(off, on) {
   const why = on.stats.exact ? "which is a bug: please report it" : "because kernels on this device are not exact";
   const text = same ? "Both texts are identical." : `The texts differ, ${why}.`;
   const speedup = on.stats.generation_tps / off.stats.generation_tps;
-  const speed = Number.isFinite(speedup) ? `${number(speedup, 2)} × the tokens per second, ` : "";
+  const speed = speedup > 0 && Number.isFinite(speedup) ? `${number(speedup, 2)} × the tokens per second, ` : "";
   return `With speculation: ${speed}${number(on.stats.tokens_per_round, 2)} tokens per round instead of ${number(off.stats.tokens_per_round, 2)}. ${text}`;
 }
