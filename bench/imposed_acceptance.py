@@ -18,7 +18,7 @@ from headstart.engine.batch import Batch
 from headstart.engine.draft import SOURCES, Source
 from headstart.engine.step import prefill_prompts, verify
 from headstart.errors import HeadstartError, RequestError
-from headstart.kernels.greedy import Report
+from headstart.kernels.report import Report
 from headstart.models import Model
 from headstart.sampling import Proposal
 
@@ -85,15 +85,15 @@ def decode_imposed(
 def _launch(model: Model, batch: Batch, k: int, drafts: mx.array, source: int) -> Report:
     """Launch a step and return its report [B, k+3]: tokens, accepted, proposed."""
     drafted = SOURCES[source](model, batch, k, None)
-    result = verify(model, batch, replace_drafts(drafted, drafts))
-    report = Report.of([result.tokens, result.accepted[:, None], result.proposed[:, None]])
+    verdict = verify(model, batch, replace_drafts(drafted, drafts)).verdict
+    report = model.backend.report([verdict.tokens, verdict.accepted[:, None], verdict.proposed[:, None]])
     mx.async_eval(*report.arrays, *batch.arrays())
     return report
 
 
 def replace_drafts(drafted: Proposal, drafts: mx.array) -> Proposal:
     """Return other drafts [B, k], which are there once the source's own are."""
-    return Proposal(_after(drafted.tokens, drafts) if drafts.size else drafts, [])
+    return Proposal(_after(drafted.tokens, drafts) if drafts.size else drafts)
 
 
 @mx.compile

@@ -46,7 +46,8 @@ def test_a_mac_is_described_without_its_numbers(monkeypatch: pytest.MonkeyPatch)
         "max_recommended_working_set_size": 36 * 2**30,
     }
     monkeypatch.setattr(mx, "device_info", lambda *device: gpu)
-    monkeypatch.setattr(mx, "get_active_memory", lambda: 0)
+    for held in ("get_active_memory", "get_cache_memory"):
+        monkeypatch.setattr(mx, held, lambda: 0)
     device, memory, thermal = device_facts(mac), memory_facts(mac), current_load(mac)
     assert device["processor"] == "Apple M3 Max"
     assert device["cores"].endswith(" (12 performance, 4 efficiency)")

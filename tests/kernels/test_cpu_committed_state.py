@@ -6,13 +6,12 @@ import mlx.core as mx
 import pytest
 
 from fixtures import FAMILIES, random_model
-from headstart.kernels import cpu
+from headstart.kernels import choose_backend
+from headstart.kernels.cpu.backend import CpuBackend
 from headstart.models import Model
 from headstart.state import KV, BatchState
 
-pytestmark = pytest.mark.skipif(
-    mx.default_device() != mx.cpu or cpu.loaded().module is None, reason="no CPU kernels here"
-)
+pytestmark = pytest.mark.skipif(not isinstance(choose_backend(), CpuBackend), reason="no CPU kernels here")
 PROMPTS = (5, 19, 33)  # tokens of three sequences
 ROUNDS = 6
 

@@ -24,7 +24,6 @@ from headstart.kernels.cuda.compiler import (
     kernel_text,
     standard_hash,
 )
-from headstart.kernels.cuda.device import on_cuda
 
 # As mlx/backend/cuda/custom_kernel.cpp (0.32) puts it together.
 EXPECTED = """
@@ -59,7 +58,7 @@ NAME = "custom_kernel_twice_bfloat16_t_3"
 @pytest.fixture(autouse=True)
 def simulated_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "ptx"))
-    if on_cuda():
+    if mx.cuda.is_available():
         return
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
 

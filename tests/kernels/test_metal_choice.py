@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -12,17 +12,22 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.gated_delta import gated_delta_ops
 
 from fixtures import random_model
-from headstart.kernels import cache, gated_delta, metal, products, selected
+from headstart.kernels import Backend, cache
 from headstart.kernels.experts import stock_route
-from headstart.kernels.metal import choice, tune
+from headstart.kernels.layers import Pass
+from headstart.kernels.metal import backend, choice, stock, tune
+from headstart.kernels.metal.backend import MetalBackend
 from headstart.kernels.metal.choice import TIMED, KernelCheck, checks, choose
-from headstart.kernels.metal.tune import choose_kernels, computes_rows_independently, operations
-from headstart.kernels.norm import stock_norm
+from headstart.kernels.metal.tune import operations
+from headstart.kernels.norms import stock_norm
 from headstart.kernels.types import Ran, Window
+from headstart.state import Recurrent
 
 pytestmark = pytest.mark.usefixtures("stock_ops")
+METAL = MetalBackend()
 COLUMNS = 10.0  # times as slow as the other kernel of ours
 
 
@@ -90,20 +95,17 @@ class OneLayer(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def on_a_mac(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def on_a_mac(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module in (cache, choice):
         monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "headstart" / "kernels")
     monkeypatch.setattr(choice, "_decided", {})
     monkeypatch.setattr(choice, "identity", lambda: "Apple M2, macOS 15.0, mlx 1, kernels a")
-    monkeypatch.setattr(tune, "on_metal", lambda: True)
-    monkeypatch.setattr(metal, "on_metal", lambda: True)
     monkeypatch.setattr(tune, "metal_refusal", lambda dtype, layer, weights: None)
-    monkeypatch.setattr(gated_delta, "gated_delta_kernel", gated_delta.gated_delta_ops)
-    return
+    monkeypatch.setattr(stock, "gated_delta_kernel", gated_delta_ops)
 
 
 def chosen_on(chip: Chip, monkeypatch: pytest.MonkeyPatch, small: bool = False) -> tuple[nn.Module, KernelCheck]:
-    for module in (tune, products):
+    for module in (tune, backend):
         monkeypatch.setattr(module, "metal_products", chip.launch_ours)
     model = OneLayer(chip, small=small)
     choose(operations(model, mx.float32), clock=chip.clock)
@@ -145,14 +147,14 @@ def test_each_generation_gets_the_fastest_exact_kernel_for_all_widths(
 
     # What was chosen computes every width, and a row in the bits that it has alone.
     x = mx.random.normal((16, 32), key=mx.random.key(5))
-    alone = [products.product(x[i : i + 1], model.lm_head) for i in range(16)]
+    alone = [METAL.product(x[i : i + 1], model.lm_head) for i in range(16)]
     for rows in range(1, 17):
         device.launched.clear()
-        together = products.product(x[:rows], model.lm_head)
+        together = METAL.product(x[:rows], model.lm_head)
         assert mx.array_equal(together, mx.concatenate(alone[:rows])), rows
         assert ("ours 4" in dict(device.launched)) == (expected == "metal-split")
     device.launched.clear()
-    products.product(mx.zeros((17, 32)), model.lm_head)  # a prompt's
+    METAL.product(mx.zeros((17, 32)), model.lm_head)  # a prompt's
     assert [rows for _, rows in device.launched] == [17]
 
 
@@ -199,7 +201,7 @@ def test_where_nothing_is_exact_stock_ops_compute_and_the_summary_says_why(monke
         "stock (metal, 0 of 1 operations; not exact: product 12×32, float32, float32; "
         "metal-columns: failed: no such function; metal-split: failed: no such function)"
     )
-    assert not computes_rows_independently(model, mx.float32)
+    assert not METAL.is_exact((), model, mx.float32)
 
 
 def test_exactness_comes_before_speed_unless_the_model_cannot_be_exact(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,8 +218,8 @@ def test_exactness_comes_before_speed_unless_the_model_cannot_be_exact(monkeypat
     choose(operations(wider, mx.float32), clock=chip.clock)
     found = {each.shape.partition("×")[0]: each.chosen for each in checks()}
     assert found == {"12": "metal-split", "20": "stock", "16": "stock"}
-    assert computes_rows_independently(model, mx.float32), "a model that was loaded before stays exact"
-    assert not computes_rows_independently(wider, mx.float32)
+    assert METAL.is_exact((), model, mx.float32), "a model that was loaded before stays exact"
+    assert not METAL.is_exact((), wider, mx.float32)
     choice._decided.clear()
     choose(operations(wider.layers[1], mx.float32))
     assert checks()[0].chosen == "metal-split", "what is kept is the exact choice"
@@ -249,10 +251,10 @@ def test_a_check_that_fails_does_not_end_loading_and_is_not_kept(
     def broken(weights: nn.Module, dtype: mx.Dtype) -> None:
         raise KeyError("weight")
 
-    monkeypatch.setattr(tune, "operations", broken)
+    monkeypatch.setattr(backend, "operations", broken)
     with caplog.at_level(logging.WARNING, "headstart"):
-        choose_kernels(OneLayer(chip), mx.float32)
-        assert not computes_rows_independently(OneLayer(chip), mx.float32)
+        METAL.prepare(OneLayer(chip), mx.float32)
+        assert not METAL.is_exact((), OneLayer(chip), mx.float32)
     assert caplog.text.count("could not be checked") == 2
 
 
@@ -284,14 +286,14 @@ def test_a_candidate_that_fails_when_it_is_timed_is_not_used(monkeypatch: pytest
 def test_a_kept_name_that_is_not_known_is_a_stock_product(monkeypatch: pytest.MonkeyPatch) -> None:
     model, check = chosen_on(Chip(2), monkeypatch)
     choice._decided[f"{check.operation} {check.shape}"] = replace(check, chosen="stock-triangles")
-    assert products.product(mx.zeros((4, 32)), model.lm_head).shape == (4, 12)
+    assert METAL.product(mx.zeros((4, 32)), model.lm_head).shape == (4, 12)
 
 
 def test_choices_are_kept_until_chip_system_library_or_sources_change(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     chip, said = Chip(2), []
-    for module in (tune, products):
+    for module in (tune, backend):
         monkeypatch.setattr(module, "metal_products", chip.launch_ours)
 
     def again() -> str:
@@ -395,11 +397,11 @@ def test_stock_ops_can_be_forced_and_skip_the_checks(monkeypatch: pytest.MonkeyP
     chip = Chip(2)
     monkeypatch.setenv("HEADSTART_KERNELS", "stock")
     model = OneLayer(chip)
-    choose_kernels(model, mx.float32)
+    METAL.prepare(model, mx.float32)
     assert not checks()
     assert not chip.launched
     assert choice.kernels_in_use() == "stock (HEADSTART_KERNELS=stock)"
-    products.product(mx.zeros((4, 32)), model.lm_head)
+    METAL.product(mx.zeros((4, 32)), model.lm_head)
     assert chip.launched == [("qmv", 4)]
 
 
@@ -414,7 +416,7 @@ def test_every_operation_of_a_model_is_checked_when_it_is_loaded(
     monkeypatch.setattr(choice, "REPEATS", 1)
     monkeypatch.setattr(choice, "LAUNCHES", 1)
     model = random_model(family)
-    choose_kernels(model.weights, model.dtype)
+    METAL.prepare(model.weights, model.dtype)
     found = {each.operation for each in checks()}
     expected = {"product", "norm", "heads", "attention", "gated delta"}
     assert found == expected | ({"experts", "route", "combine"} if family != "dense" else set())
@@ -423,8 +425,7 @@ def test_every_operation_of_a_model_is_checked_when_it_is_loaded(
         ours = [each for each in check.candidates if each.name.startswith("metal")]
         assert ours
         assert all("Unable to build" in (each.refused or "") for each in ours)
-    assert selected().startswith("native (cuda)" if mx.cuda.is_available() else "stock")
-    assert computes_rows_independently(model.weights, model.dtype) == all(each.exact for each in checks())
+    assert METAL.is_exact((), model.weights, model.dtype) == all(each.exact for each in checks())
 
 
 def test_routing_is_compared_by_expert_in_whatever_order_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,9 +447,16 @@ def test_forms_of_a_kernel_that_a_plain_decode_uses_are_checked(monkeypatch: pyt
         return [total, stock_norm(total, weight, eps)] if added is not None else [2 * stock_norm(total, weight, eps)]
 
     def delta(
-        window: Window, weights: object, state: mx.array, conv: mx.array, pending: object, *rest: object
+        window: Window,
+        weights: object,
+        state: mx.array,
+        conv: mx.array,
+        pending: list[mx.array] | None,
+        accepted: mx.array,
+        certain: int,
     ) -> Ran:
-        ran = gated_delta.stock_fold_and_run(net, window, tune.RecurrentState(state, conv, pending), *rest)  # type: ignore[arg-type]
+        memory = Recurrent(state, conv, pending)
+        ran = Backend().gated_delta_rule(net, window, memory, Pass(lambda window: accepted, accepted, certain))
         return ran if pending is not None or ran.drafts is not None else ran._replace(y=ran.y * mx.nan)
 
     monkeypatch.setattr(tune, "metal_norm", norm)

@@ -1,34 +1,33 @@
 """A model with Metal kernels in all places, run on the CPU: what loading checks, and that windows change no bit."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import metal_on_cpu
 import mlx.core as mx
 import pytest
+from mlx_lm.models.gated_delta import gated_delta_ops
 
 from checkpoints import write
 from fixtures import FAMILIES, random_model
 from headstart.checkpoint import load_model
 from headstart.engine.invariance import _logits
-from headstart.kernels import cpu, gated_delta, metal, selected
-from headstart.kernels.cpu import load
-from headstart.kernels.metal import attention, choice, device, experts, products, tune
+from headstart.kernels.metal import attention, choice, device, experts, products, stock, tune
+from headstart.kernels.metal.backend import MetalBackend
 from headstart.kernels.metal.choice import Candidate, KernelCheck
 from headstart.kernels.metal.tune import operations
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("stock_ops")]
 KERNELS = (device.metal_kernel, products._product_kernel, experts._experts_kernel)
 SIZES = {"head_dim": 32, "linear_value_head_dim": 32, "linear_key_head_dim": 32}
 
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(load, "_loaded", load.Loaded(None, "stock (this test)"))
     monkeypatch.setattr(mx.fast, "metal_kernel", metal_on_cpu.metal_kernel)
-    monkeypatch.setattr(metal, "on_metal", lambda: True)
     monkeypatch.setattr(choice, "_decided", {})
-    monkeypatch.setattr(gated_delta, "gated_delta_kernel", gated_delta.gated_delta_ops)
+    monkeypatch.setattr(stock, "gated_delta_kernel", gated_delta_ops)
     monkeypatch.setattr(attention, "SPLIT", 8)
     mx.disable_compile()
     for kernel in KERNELS:
@@ -60,21 +59,20 @@ def test_what_loading_checks_is_found_right_and_independent(family: str, monkeyp
 def test_a_token_has_the_same_logits_alone_and_in_windows(family: str, tmp_path: Path) -> None:
     write(tmp_path, family, vocab_size=64, **SIZES)
     model = load_model(tmp_path, dtype=mx.bfloat16)
-    stock = model if family == "dense" else load_model(tmp_path, dtype=mx.float32)  # mlx's CPU has no other experts
-    expected = _logits(stock, 3, 1)
+    plain = model if family == "dense" else load_model(tmp_path, dtype=mx.float32)  # mlx's CPU has no other experts
+    expected = _logits(plain, 3, 1)
     mx.eval(expected)
     for operation in operations(model.weights, model.dtype):
         name, run = next(each for each in operation.candidates().items() if each[0].startswith("metal"))
         assert not isinstance(run, str), run
         kernel = KernelCheck(operation.operation, operation.shape, name, True, (Candidate(name, None, True),))
         choice._decided[f"{operation.operation} {operation.shape}"] = kernel
+    model = replace(model, backend=MetalBackend())
     found = _logits(model, 3, 1)
-    assert cpu.native() is None
     assert mx.linalg.norm(found - expected) < 5e-2 * mx.linalg.norm(expected)  # sixteen bits, several layers
     assert not mx.array_equal(found, expected), "other kernels round in another way"
     assert family == "dense" or experts._experts_kernel.cache_info().currsize
     assert mx.array_equal(_logits(model, 1, 1)[0, 0], found[0, 0])
     assert mx.array_equal(_logits(model, 2, 2)[1], found[0, :2])
     count = len(choice.checks())
-    assert choice.kernels_in_use() == f"native (metal, {count} of {count} operations)"
-    assert selected() == "stock (this test)"  # the default device is the CPU here
+    assert str(model.backend) == f"native (metal, {count} of {count} operations)"
