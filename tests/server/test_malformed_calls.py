@@ -90,6 +90,25 @@ def test_responses_take_back_a_malformed_call(here: Here, written: str, stream: 
     assert call(written) in prompt(here)
 
 
+@pytest.mark.parametrize("written", WRITTEN.values(), ids=WRITTEN)
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_keep_a_malformed_call(here: Here, written: str, stream: bool) -> None:
+    tools = [{"type": "function", "name": "weather", "parameters": SCHEMA}]
+    asked = post(here, "responses", call(written), input=[QUESTION], tools=tools, stream=stream)
+    assert not stream or asked[-1]["type"] == "response.completed"
+    said = asked[-1]["response"] if stream else asked
+    with here[0].http() as http:
+        assert http.get(f"/v1/responses/{said['id']}").json() == said
+    assert said["output"][-1]["arguments"] == written
+    result = {"type": "function_call_output", "call_id": said["output"][-1]["call_id"], "output": "not JSON"}
+    previous = said["id"]
+    for _ in range(2):  # what was continued can be continued
+        answer = post(here, "responses", "Sorry.", input=[result], tools=tools, previous_response_id=previous)
+        previous = answer["id"]
+        assert answer["output"][-1]["content"][0]["text"] == "Sorry."
+        assert call(written) in prompt(here)
+
+
 def messages(here: Here, script: str, *history: Body, **body: Any) -> Any:
     tools = [{"name": "weather", "input_schema": SCHEMA}]
     return post(here, "messages", script, messages=[QUESTION, *history], tools=tools, max_tokens=999, **body)

@@ -162,7 +162,7 @@ def test_one_client_leaves_threads_and_workers_to_others() -> None:
             asyncio.create_task(prepare(work, preparer, name="greedy"))
             for work in [encoding(LONG)] * 8 + [lambda work: work.run(opened.wait, 60)] * 8
         ]
-        await until(lambda: busy(preparer.workers) and preparer.places["greedy"].locked())
+        await until(lambda: busy(preparer.workers) and preparer.threads.places["greedy"].locked())
         assert await prepare(encoding("small"), preparer, name="other")
         assert await prepare(encoding("1" * 100_000), preparer, name="other")
         assert not any(each.done() for each in slow)

@@ -31,7 +31,10 @@ from .openai_response import OpenAIWriter
 from .request_handler import RequestHandler
 from .responses_request import ResponsesRequest
 from .responses_response import ResponsesWriter
-from .responses_store import ResponseStore
+from .responses_store import ResponseStore, StoredResponse
+from .threads import Threads
+
+BODY_THREADS = 2  # each of them delays the event loop
 
 
 def create_app(
@@ -48,6 +51,7 @@ def create_app(
     """
     downloads = Downloads(pool) if allow_download else None
     keys, limits, metrics = keys or Keys(), pool.limits, Metrics(pool.device, pool.models)
+    threads = Threads(BODY_THREADS, "bodies")
     handler = RequestHandler(pool, keys, limits, metrics, find=downloads.find if downloads else pool.find)
 
     @asynccontextmanager
@@ -55,6 +59,7 @@ def create_app(
         pool.start()
         yield {"limits": limits, "pool": Pool(limits)}  # for connections: see listen.py
         await pool.close()
+        threads.close()
 
     app = FastAPI(
         title="Headstart",
@@ -66,7 +71,7 @@ def create_app(
         exception_handlers={HTTPException: respond_to_error, RequestValidationError: respond_to_error},
     )
     add_generation_routes(app, handler)
-    add_responses_routes(app, handler)
+    add_responses_routes(app, handler, threads)
     add_status_routes(app, pool, metrics, keys)
     add_model_routes(app, pool, downloads)
     add_settings_routes(app, pool)
@@ -115,20 +120,26 @@ def add_generation_routes(app: FastAPI, handler: RequestHandler) -> None:
         return {"id": id, "cancelled": True}
 
 
-def add_responses_routes(app: FastAPI, handler: RequestHandler) -> None:
+def add_responses_routes(app: FastAPI, handler: RequestHandler, threads: Threads) -> None:
     store = ResponseStore()
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, http: Request) -> Response:
         client = client_of(http.scope, handler.keys)
-        writer = partial(ResponsesWriter, save=partial(store.put, client=client))
-        return await handler.reply(store.with_history(body, client), http, writer)
+        if previous := store.previous(body, client):
+            body = await threads.run(client, previous.before, body)
+
+        async def save(response: dict[str, Any]) -> None:
+            store.put(response["id"], await threads.run(client, StoredResponse.of, body, response, client))
+
+        return await handler.reply(body, http, partial(ResponsesWriter, save=save))
 
     @app.get("/v1/responses/{id}")
     async def stored_response(id: str, http: Request, stream: bool = False) -> Response:
         if stream:
             refuse("stream", "a stored response is not streamed again: leave it out", "unsupported")
-        return Response(store.get(id, client_of(http.scope, handler.keys)).json, media_type="application/json")
+        stored = store.get(id, client := client_of(http.scope, handler.keys))
+        return Response(await threads.run(client, stored.json), media_type="application/json")
 
     @app.delete("/v1/responses/{id}")
     async def delete_response(id: str, http: Request) -> dict[str, Any]:

@@ -8,10 +8,9 @@ is up. Clients take turns at both threads and processes, and neither waits for t
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from fastapi import Request as HTTPRequest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -23,8 +22,9 @@ from ..sampling.grammar import LIMITS, Grammar, llguidance_grammar
 from ..sampling.matcher import MASK_SECONDS
 from .errors import Refusal, refuse
 from .middleware import Limits
+from .threads import Threads
 from .worker import Encoder, Kind
-from .workers import ClientPlaces, WorkerDied, Workers
+from .workers import WorkerDied, Workers
 
 Result = TypeVar("Result")
 
@@ -45,8 +45,7 @@ class Preparer:
         self.limits = limits
         self._context = context
         self.workers = Workers(tokenizer)
-        self.places = ClientPlaces(THREADS - 1)  # one thread is always left to others
-        self.threads = ThreadPoolExecutor(THREADS, "prepare")
+        self.threads = Threads(THREADS, "prepare")
         self._max_waiting = max_waiting
         self._in_progress: Counter[str] = Counter()  # prompts by client
 
@@ -57,7 +56,7 @@ class Preparer:
 
     async def close(self) -> None:
         await self.workers.close()
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        self.threads.close()
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -138,24 +137,9 @@ class Preparation:
     client: str
     counting: bool = False
 
-    async def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
+    async def run(self, function: Callable[..., Result], *arguments: object) -> Result:
         """Return what a function returns in a thread. It cannot be stopped, so it must be quick."""
-        loop, places = asyncio.get_running_loop(), self.preparer.places[self.client]
-        await places.acquire()
-        future = self.preparer.threads.submit(function, *arguments)
-
-        def done(_: Future[Result]) -> None:  # when it ends, even if the client has left before
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(places.release)
-
-        future.add_done_callback(done)
-        try:
-            return await asyncio.wrap_future(future)
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of Rust code in a library, which is not an Exception
-                raise
-            message = f"the prompt could not be prepared: {str(error)[:500]}"
-            raise Refusal(400, message, code="invalid_value") from error
+        return await self.preparer.threads.run(self.client, function, *arguments)
 
     def check_characters(self, characters: int, param: str) -> None:
         """Refuse a text that has too many tokens whatever it says."""

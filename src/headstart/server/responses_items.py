@@ -1,5 +1,6 @@
 """The items of a conversation in /v1/responses, and the messages that templates take in their place."""
 
+import json
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -11,6 +12,7 @@ from .images import EncodedImage, ImagePart, parse_image_url, template_content
 from .openai_request import FunctionCall
 from .request_fields import BoundedList, RequestModel, Text, reject_media_part
 
+NO_EFFECT = ("annotations", "logprobs")  # fields that hold what the client likes
 SEALED = "headstart:"  # begins reasoning that this server has written as `encrypted_content`
 
 Messages = list[dict[str, Any]]
@@ -68,6 +70,10 @@ class Item(RequestModel):
         """Add the item to the messages that a template takes."""
         raise NotImplementedError
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the item as clients may send it again, without the fields that have no effect."""
+        return dict(_to_json(self))
+
 
 class MessageItem(Item):
     type: Literal["message"] = "message"
@@ -108,6 +114,10 @@ class FunctionCallItem(Item, FunctionCall):
         call = {"type": "function", "id": self.call_id, "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)
 
+    def to_json(self) -> dict[str, Any]:
+        arguments = self.arguments if isinstance(self.arguments, str) else json.dumps(self.arguments)
+        return {**super().to_json(), "arguments": arguments}
+
 
 class FunctionCallOutputItem(Item):
     type: Literal["function_call_output"]
@@ -146,6 +156,15 @@ InputItem = Annotated[
     BeforeValidator(_reject_unknown),
 ]
 ITEMS = TypeAdapter(list[InputItem])
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_to_json(each) for each in value]
+    if not isinstance(value, RequestModel):
+        return value
+    known = [name for name in type(value).model_fields if name not in NO_EFFECT and getattr(value, name) is not None]
+    return {name: _to_json(getattr(value, name)) for name in known}
 
 
 def _assistant(messages: Messages, *, new: bool = False) -> dict[str, Any]:

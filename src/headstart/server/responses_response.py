@@ -1,7 +1,7 @@
 """Responses of /v1/responses, whole or as a stream of typed events."""
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 from .chat import Prompt
@@ -15,12 +15,12 @@ from .served_model import ServedModel
 STATUSES = {"length": "incomplete", "cancelled": "cancelled"}  # by finish reason
 
 Json = dict[str, Any]
-Save = Callable[[ResponsesRequest, Json], None]
+Save = Callable[[Json], Awaitable[None]]
 
 
 class ResponsesWriter(ResponseWriter):
     def __init__(self, body: ResponsesRequest, prompt: Prompt, served: ServedModel, *, save: Save):
-        """`save` is called with a response that has ended."""
+        """`save` keeps a response that has ended."""
         super().__init__(body, prompt, served, "resp_")
         self._body, self._save = body, save
         self._created = int(time.time())
@@ -31,7 +31,7 @@ class ResponsesWriter(ResponseWriter):
     async def complete(self, events: Events) -> str:
         async for _ in self._events(events):
             pass
-        return encode_json(self._end())
+        return encode_json(await self._end())
 
     async def stream(self, events: Events) -> AsyncIterator[str]:
         number = 0
@@ -46,7 +46,7 @@ class ResponsesWriter(ResponseWriter):
                 yield {"type": kind, "response": self._response("in_progress")}
             async for event in self._events(events):
                 yield event
-            response = self._end()
+            response = await self._end()
             kind = "completed" if response["status"] == "completed" else "incomplete"
             yield {"type": f"response.{kind}", "response": response}
         except Exception as error:  # the status has been sent
@@ -66,14 +66,14 @@ class ResponsesWriter(ResponseWriter):
     def _status(self) -> str:
         return STATUSES.get(self._output.finish_reason or "", "completed")
 
-    def _end(self) -> Json:
+    async def _end(self) -> Json:
         """Return the whole response, and keep it for later requests."""
         status = self._status()
         details = {"incomplete_details": {"reason": "max_output_tokens"}} if status == "incomplete" else {}
         stats = self.generation_stats(self._output.stats)
         response = self._response(status, **details, usage=self._usage(), generation_stats=stats)
         if self._body.store is not False:
-            self._save(self._body, response)
+            await self._save(response)
         return response
 
     def _response(self, status: str, **fields: Any) -> Json:

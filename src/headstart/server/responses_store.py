@@ -1,24 +1,53 @@
 """Responses that clients can continue, read and delete, each only with the key that made it."""
 
+import json
+import zlib
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from .errors import Refusal
 from .response import encode_json
-from .responses_items import ITEMS, Item
+from .responses_items import ITEMS
 from .responses_request import ResponsesRequest
 
 MAX_STORED_BYTES = 128 * 2**20
 MAX_STORED = 4096  # responses
+OVERHEAD = 1024  # bytes of memory that a response takes beside what it says
+FAST = 1  # level of compression
 
 
 @dataclass(frozen=True)
 class StoredResponse:
     client: str
-    json: str
-    conversation: list[Item]  # up to and with its output
-    size: int  # bytes; what it shares with others counts in each of them
+    response: bytes  # compressed JSON
+    conversation: bytes  # compressed JSON of the items up to and with its output
+
+    @classmethod
+    def of(cls, body: ResponsesRequest, response: dict[str, Any], client: str) -> "StoredResponse":
+        """Return what is kept of a response to `body`, whose input begins with its history.
+
+        The output is kept as it was sent: nothing that the model wrote can fail here.
+        """
+        conversation = [*(item.to_json() for item in body.items), *response["output"]]
+        return cls(
+            client,
+            zlib.compress(encode_json(response).encode(), FAST),
+            zlib.compress(json.dumps(conversation).encode(), FAST),
+        )
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of memory that it takes."""
+        return len(self.response) + len(self.conversation) + OVERHEAD
+
+    def json(self) -> bytes:
+        return zlib.decompress(self.response)
+
+    def before(self, body: ResponsesRequest) -> ResponsesRequest:
+        """Return a request with this conversation before its own input, read as if the client had sent it."""
+        items = ITEMS.validate_python(json.loads(zlib.decompress(self.conversation)))
+        return body.model_copy(update={"input": [*items, *body.items]})
 
 
 class ResponseStore:
@@ -29,6 +58,11 @@ class ResponseStore:
 
     def __len__(self) -> int:
         return len(self._stored)
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of memory that all responses take."""
+        return self._sizes.total()
 
     def get(self, id: str, client: str) -> StoredResponse:
         """Return a response of the same client. Another client's is not found, so that ids cannot be probed."""
@@ -42,26 +76,21 @@ class ResponseStore:
         self.get(id, client)
         self._drop(id)
 
-    def with_history(self, body: ResponsesRequest, client: str) -> ResponsesRequest:
-        """Return a request with the conversation that it continues before its own input."""
+    def previous(self, body: ResponsesRequest, client: str) -> StoredResponse | None:
+        """Return the response that a request continues."""
         if body.previous_response_id is None:
-            return body
+            return None
         try:
-            before = self.get(body.previous_response_id, client).conversation
+            return self.get(body.previous_response_id, client)
         except Refusal as gone:
             code, param = "previous_response_not_found", "previous_response_id"
             message = f"{param}: {gone.detail}: send the conversation as input"
             raise Refusal(400, message, param=param, code=code) from None
-        return body.model_copy(update={"input": [*before, *body.items]})
 
-    def put(self, body: ResponsesRequest, response: dict[str, Any], client: str) -> None:
-        """Keep a response to `body`, whose input begins with its history."""
-        conversation = [*body.items, *ITEMS.validate_python(response["output"])]
-        text = encode_json(response)
-        size = len(text) + sum(len(item.model_dump_json()) for item in conversation)
-        self._stored[response["id"]] = StoredResponse(client, text, conversation, size)
-        self._sizes[client] += size
-        while self._sizes.total() > self._max_bytes or len(self._stored) > self._max_responses:
+    def put(self, id: str, stored: StoredResponse) -> None:
+        self._stored[id] = stored
+        self._sizes[stored.client] += stored.size
+        while self.size > self._max_bytes or len(self._stored) > self._max_responses:
             # The oldest of the client that stores most: nobody can displace the responses of others.
             largest = max(self._sizes, key=self._sizes.__getitem__)
             self._drop(next(id for id, each in self._stored.items() if each.client == largest))

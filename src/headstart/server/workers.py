@@ -10,27 +10,16 @@ from contextlib import asynccontextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import HeadstartError
 from ..sampling.bounds import STACK
+from .threads import ClientPlaces
 
 PROCESSES = 2
 START_SECONDS = 60.0
 MAX_LINE = 2**31  # bytes of an answer: a worker's memory is limited
-
-
-class ClientPlaces:
-    """A semaphore for each client, so that none takes all of what there is."""
-
-    def __init__(self, places: int):
-        self._places = places
-        self._semaphores: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # in use
-
-    def __getitem__(self, client: str) -> asyncio.Semaphore:
-        return self._semaphores.setdefault(client, asyncio.Semaphore(self._places))
 
 
 class WorkerDied(HeadstartError):
