@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from headstart.checkpoint import load_model as load_whole
-from headstart.cluster import Follower, Leader, join_machines, load_part
+from headstart.cluster import follow, join_machines, lead, load_part
 from headstart.cluster.communicator import Communicator
 from headstart.engine import Engine, Request
 from headstart.sampling import SamplingParams
@@ -108,11 +108,11 @@ def measure(path: str | None, split: str, tokens: int) -> None:
     with join_machines() as machines:
         model, tokenizer = load_part(path, machines.comm, split)  # type: ignore[arg-type]
         if machines.rank:
-            follower = Follower(machines, model, tokenizer)
+            follower = follow(machines, model, tokenizer)
             message_cost(machines.comm, int(model.config["hidden_size"]), model.dtype)
             follower.run()
             return
-        engine, comm = Leader(machines, model, tokenizer, max_sequences=1), machines.comm
+        engine, comm = lead(machines, model, tokenizer, max_sequences=1), machines.comm
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": PROMPT}], add_generation_prompt=True)
         speed = message_cost(comm, int(model.config["hidden_size"]), model.dtype)
         print(f"a message: {speed.latency * 1e6:.0f} µs, {speed.bandwidth / 1e6:.0f} MB/s more\n")
@@ -138,10 +138,10 @@ def compare(path: str | None, split: str, tokens: int, dtype: mx.Dtype | None) -
     with join_machines() as machines:
         model, tokenizer = load_part(path, machines.comm, split, dtype=dtype)  # type: ignore[arg-type]
         if machines.rank:
-            Follower(machines, model, tokenizer).run()
+            follow(machines, model, tokenizer).run()
             return
         several, alone = (
-            Leader(machines, model, tokenizer, max_sequences=1),
+            lead(machines, model, tokenizer, max_sequences=1),
             Engine(load_whole(path, dtype=dtype), tokenizer),
         )
         same, gaps = 0, []

@@ -128,13 +128,13 @@ def batch_of(model: Model, *prompts: Sequence[int], k: int | str = 8, chunk: int
         submit(engine, prompt, k=k, max_tokens=2000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(headstart.engine.prefill, "CHUNK", chunk)
-        engine._admit()
-        while engine.prefilling:
+        engine.scheduler.admit()
+        while engine.scheduler.prefilling:
             engine._prefill_chunk()
-    assert engine._batch is not None
-    assert engine._batch.size == len(prompts)
-    mx.eval(engine._batch.arrays())
-    return engine._batch
+    assert engine.scheduler.running.batch is not None
+    assert engine.scheduler.running.batch.size == len(prompts)
+    mx.eval(engine.scheduler.running.batch.arrays())
+    return engine.scheduler.running.batch
 
 
 class RecordsExperts(nn.Module):

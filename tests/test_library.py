@@ -180,7 +180,7 @@ def test_a_generator_that_never_started_leaves_nothing_on_a_shared_engine(
     responses = headstart.stream_generate(
         model, tokenizer, prompt, engine=engine, prompt_progress_callback=lambda *done: calls.append(done)
     )
-    assert (calls, engine.busy) == ([], True)
+    assert (calls, engine.scheduler.busy) == ([], True)
     if way == "close":
         responses.close()
     del responses

@@ -14,7 +14,9 @@ import headstart
 from headstart.cli import show
 from headstart.cli.main import app
 from headstart.cli.show import chat_tokens
-from headstart.engine import Engine, Stats
+from headstart.engine import Stats
+from headstart.engine.recovery import Recovery
+from headstart.engine.running import Running
 
 FIRST, SECOND = "Write a function that adds two numbers.", "Now write one that subtracts them."
 ENDLESS = "Write a function that checks whether a number is prime."
@@ -43,7 +45,7 @@ def test_earlier_messages_count(loaded: Any) -> None:
     result = chat(FIRST, "", SECOND, "/exit", "not asked any more")
     assert result.exit_code == 0
     assert result.stdout == f"› {first}\n› › {second}\n› "
-    assert result.stderr.count("tokens/s") == 2
+    assert result.stderr.count("tokens per round") == 2
 
 
 @pytest.mark.slow
@@ -64,15 +66,15 @@ def test_earlier_messages_are_not_prefilled_again(loaded: Any, monkeypatch: pyte
 def test_an_answer_is_right_after_one_that_was_stopped_in_the_middle_of_a_turn(
     loaded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    join = Engine._join
+    join = Running.join
 
-    def stopped(engine: Engine, row: Any) -> None:
-        monkeypatch.setattr(Engine, "_join", join)
-        join(engine, row)
-        engine.running.clear()  # as before its last line
+    def stopped(running: Running, row: Any) -> None:
+        monkeypatch.setattr(Running, "join", join)
+        join(running, row)
+        running.sequences.clear()  # as before its last line
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Engine, "_join", stopped)
+    monkeypatch.setattr(Running, "join", stopped)
     result = chat(FIRST, "/clear", SECOND)
     assert result.exit_code == 0
     assert result.stdout == f"› \n› › {answer(loaded, SECOND)}\n› "
@@ -128,14 +130,14 @@ def test_ctrl_c_stops_the_answer_and_not_the_program() -> None:
 
 
 def test_an_answer_that_fails_does_not_end_the_conversation(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    join = Engine._join
+    join = Running.join
 
-    def full(engine: Engine, row: Any) -> None:
-        monkeypatch.setattr(Engine, "_join", join)
+    def full(running: Running, row: Any) -> None:
+        monkeypatch.setattr(Running, "join", join)
         raise MemoryError("the device is full")
 
-    monkeypatch.setattr(Engine, "_join", full)
-    monkeypatch.setattr(Engine, "_empty_prefix", lambda engine: False)
+    monkeypatch.setattr(Running, "join", full)
+    monkeypatch.setattr(Recovery, "_empty_prefix", lambda recovery: False)
     result = chat(FIRST, SECOND)
     assert result.exit_code == 0
     assert "error: memory ran out" in result.stderr

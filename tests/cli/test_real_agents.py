@@ -38,7 +38,7 @@ class AgentRoom(ScriptedRoom):
     call = ""
 
     def _answer(self) -> bool:
-        prompt = tokenizer().decode(list(self.engine.queue.all()[0].handle.request.prompt))
+        prompt = tokenizer().decode(list(self.engine.scheduler.queue.all()[0].handle.request.prompt))
         name = re.search(r'"name": "(\w+)"', self.call)
         assert name is not None
         offered = f'"name": "{name[1]}"' in prompt

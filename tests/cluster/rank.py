@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 import headstart.engine.scheduler
-from headstart.cluster import Follower, Leader, SharedPrefix, join_machines, load_part
+from headstart.cluster import SharedPrefix, follow, join_machines, lead, load_part
 from headstart.cluster.communicator import Communicator
 from headstart.engine import DepthController, Engine, Event, Handle, Request
 from headstart.engine.depth import DraftHistory, Plan
@@ -56,7 +56,7 @@ def noted() -> Iterator[dict[int, dict[str, Any]]]:
 class Restless(DepthController):
     """Another depth every time, as a clock might have it."""
 
-    def choose(self, rows: Sequence[DraftHistory]) -> Plan:
+    def choose(self, rows: Sequence[DraftHistory], most: int = MAX_K) -> Plan:
         super().choose(rows)
         return Plan(self._round % 5)
 
@@ -68,14 +68,14 @@ def request(each: dict[str, Any]) -> Request:
     return Request(each["prompt"], SamplingParams(**params), each.get("n", 1))
 
 
-def lead(engine: Engine, tasks: list[list[dict[str, Any]]], comm: Communicator | None = None) -> list[dict[str, Any]]:
-    told, gave_up, put_back = [], [], engine.queue.put_back
+def ask(engine: Engine, tasks: list[list[dict[str, Any]]], comm: Communicator | None = None) -> list[dict[str, Any]]:
+    told, gave_up, put_back = [], [], engine.scheduler.queue.put_back
 
     def note(row: SequenceState) -> None:
         gave_up.append(row)
         put_back(row)
 
-    engine.queue.put_back = note  # type: ignore[method-assign]
+    engine.scheduler.queue.put_back = note  # type: ignore[method-assign]
     for task in tasks:
         if task[0].get("after_clearing"):
             engine.clear_prefix()
@@ -127,16 +127,16 @@ def main(job: dict[str, Any]) -> None:
                 room["memory_limit"] = each["memory"][machines.rank]
             with noted() as said:
                 if machines.rank:
-                    Follower(machines, model, tokenizer, **room).run()
+                    follow(machines, model, tokenizer, **room).run()
                     tasks = []
                 else:
-                    leader = Leader(machines, model, tokenizer, max_sequences=3, **room)
+                    leader = lead(machines, model, tokenizer, max_sequences=3, **room)
                     leader.depth = Restless()
                     if "stream" in each:
                         params = SamplingParams(max_tokens=4000, k=3, logprobs=True)
                         for event in leader.submit(Request(each["stream"], params)):
                             print(event.tokens, flush=True)
-                    tasks = lead(leader, each["tasks"], machines.comm)
+                    tasks = ask(leader, each["tasks"], machines.comm)
                     machines.link.broadcast(None)
             results.append({"said": list(said.values()), "cache": asdict(cache.stats()), "tasks": tasks})
     print(json.dumps(results))

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from rank import lead, noted
+from rank import ask, noted
 from ranks import run
 
 from checkpoints import write
@@ -120,7 +120,7 @@ def said_alone(folder: str, tasks: list[Task]) -> list[Output]:
     engine = Engine(alone(folder), load_tokenizer(Path(folder)), max_sequences=3, prefix=PrefixCache(10**8))
     mx.disable_compile()  # as in the ranks
     with noted() as said:
-        lead(engine, tasks)
+        ask(engine, tasks)
     mx.enable_compile()
     return list(json.loads(json.dumps(list(said.values()))))
 

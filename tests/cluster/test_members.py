@@ -10,9 +10,10 @@ import pytest
 import headstart.cluster.link
 from checkpoints import write
 from fixtures import collect, random_prompt, submit
-from headstart.cluster import Leader, Machines, load_part
+from headstart.cluster import Machines, lead, load_part
 from headstart.cluster.communicator import Communicator
 from headstart.cluster.link import Link
+from headstart.engine import Engine
 from headstart.errors import ClusterError
 
 
@@ -33,15 +34,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def leader(folder: Path) -> Iterator[Leader]:
+def leader(folder: Path) -> Iterator[Engine]:
     mx.disable_compile()  # nothing here is worth a compiler run
     yield leads(folder, Communicator(mx.distributed.init()))
     mx.enable_compile()
 
 
-def leads(folder: Path, comm: Communicator) -> Leader:
+def leads(folder: Path, comm: Communicator) -> Engine:
     model, tokenizer = load_part(folder, comm, dtype=mx.float32)
-    return Leader(Machines(comm, Noted(0, 1, {})), model, tokenizer)
+    return lead(Machines(comm, Noted(0, 1, {})), model, tokenizer)
 
 
 class Another(Communicator):
@@ -72,15 +73,15 @@ def test_a_rank_that_has_loaded_something_else_is_named(place: int, thing: str, 
         leads(folder, comm)
 
 
-def test_prompts_are_not_prefilled_without_the_others(leader: Leader) -> None:
+def test_prompts_are_not_prefilled_without_the_others(leader: Engine) -> None:
     submit(leader, random_prompt(leader.model, 9))
     with pytest.raises(ClusterError, match="prefill_all is not available on several machines"):
         leader.prefill_all()
 
 
-@pytest.mark.parametrize("broken", ["Engine._drop_finished", "prefill_chunk", "build_step"])
+@pytest.mark.parametrize("broken", ["Scheduler.drop_finished", "prefill_chunk", "build_step"])
 def test_an_iteration_that_fails_ends_with_its_cause(
-    broken: str, leader: Leader, monkeypatch: pytest.MonkeyPatch
+    broken: str, leader: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever in the iteration: no rank recovers alone."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headstart.engine.depth import DepthController, DraftHistory, Plan
-from headstart.limits import MAX_HEAD_K
+from headstart.limits import MAX_HEAD_K, MAX_K
 
 Costs = Callable[[int, int, int], float]  # rows, k, round → seconds a step
 Text = Callable[[int, int], float]  # round, position → chance that the draft there is accepted, given those before it
@@ -122,7 +122,7 @@ class Informed:
     def __init__(self, costs: Costs, chances: tuple[float, float], turn: int):
         self.costs, self.chances, self.turn, self.belief = costs, chances, turn, 0.5  # in the second
 
-    def choose(self, rows: Sequence[DraftHistory]) -> Plan:
+    def choose(self, rows: Sequence[DraftHistory], most: int = MAX_K) -> Plan:
         tokens = [expected(lambda round, j, chance=chance: chance, 0) for chance in self.chances]
         likely = [(1 - self.belief) * a + self.belief * b for a, b in zip(*tokens, strict=True)]
         return Plan(max(range(MAX_HEAD_K + 1), key=lambda k: likely[k] / self.costs(len(rows), k, 0)))

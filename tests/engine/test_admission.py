@@ -62,9 +62,9 @@ def test_the_footprint_is_what_sequences_really_take(name: str) -> None:
     engine = Engine(model)
     for length in (300, 20):
         submit(engine, random_prompt(model, length), max_tokens=4, k=0)
-    while len(engine.running) < 2:
+    while len(engine.scheduler.running.sequences) < 2:
         engine.run_once()
-    batch = engine._batch
+    batch = engine.scheduler.running.batch
     assert batch is not None
     state = batch.trunk_state
     taken = sum(a.nbytes for a in state.arrays()) - state.lengths.nbytes - state.accepted.nbytes
@@ -84,7 +84,7 @@ def test_a_sequence_waits_until_there_is_memory_for_it() -> None:
     handles = [submit(engine, prompt, max_tokens=40, k=3) for prompt in prompts]
     most = 0
     while engine.run_once():
-        most = max(most, len(engine.running) + len(engine.prefilling))
+        most = max(most, len(engine.scheduler.running.sequences) + len(engine.scheduler.prefilling))
     assert most == 2
     assert [collect(h).tokens for h in handles] == [generate(model, p, max_tokens=40, k=3).tokens for p in prompts]
 
@@ -108,11 +108,14 @@ def test_answers_that_outgrow_the_memory_wait_and_go_on_unchanged(
     handles = [submit(engine, p, max_tokens=200, **h) for p, h in zip(prompts, how, strict=True)]
     together, fewest = 0, 3
     while engine.run_once():
-        together = max(together, len(engine.running))
-        if engine._batch is not None and together == 3:
-            fewest = min(fewest, len(engine.running))
-            kv = engine._batch.trunk_state.capacity
-            assert len(engine.running) == 1 or needed(model, *[kv] * len(engine.running)) <= limit
+        together = max(together, len(engine.scheduler.running.sequences))
+        if engine.scheduler.running.batch is not None and together == 3:
+            fewest = min(fewest, len(engine.scheduler.running.sequences))
+            kv = engine.scheduler.running.batch.trunk_state.capacity
+            assert (
+                len(engine.scheduler.running.sequences) == 1
+                or needed(model, *[kv] * len(engine.scheduler.running.sequences)) <= limit
+            )
     assert (together, fewest) == (3, 1)
     for handle, prompt, h in zip(handles, prompts, how, strict=True):
         answer = collect(handle)
@@ -150,9 +153,11 @@ def test_room_that_only_the_longest_needed_goes_with_it(k: int) -> None:
     handles += [submit(engine, prompt, max_tokens=40, k=k) for prompt in prompts[1:]]
     room = []
     while engine.run_once():
-        if engine._batch is not None:
-            head = engine._batch.head_state
-            room.append((engine._batch.trunk_state.capacity, head.capacity if head is not None else 0))
+        if engine.scheduler.running.batch is not None:
+            head = engine.scheduler.running.batch.head_state
+            room.append(
+                (engine.scheduler.running.batch.trunk_state.capacity, head.capacity if head is not None else 0)
+            )
     assert max(room)[0] == 768
     assert room[-1] == (256, 256 if k else 0)
     for handle, prompt, limit in zip(handles, prompts, (4, 40, 40), strict=True):

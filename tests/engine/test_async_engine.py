@@ -45,7 +45,7 @@ def test_a_stream_that_is_left_early_is_cancelled() -> None:
             stream = engine.stream(Request(PROMPTS[0], SamplingParams(max_tokens=2000)))
             assert (await anext(stream)).tokens
             await stream.aclose()
-            while engine._thread.engine.busy:
+            while engine._thread.engine.scheduler.busy:
                 await asyncio.sleep(0.01)
             assert len(await tokens_of(engine, PROMPTS[1])) == 20
 
@@ -56,7 +56,7 @@ def test_leaving_the_block_waits_for_running_requests() -> None:
     async def main() -> list[int]:
         async with AsyncEngine(random_model("dense")) as engine:
             task = asyncio.create_task(tokens_of(engine, PROMPTS[0], 30))
-            while not engine._thread.engine.busy:
+            while not engine._thread.engine.scheduler.busy:
                 await asyncio.sleep(0)
         return await task
 
@@ -69,7 +69,7 @@ def test_an_error_leaves_the_block_at_once_and_a_bad_request_raises_its_own() ->
             with pytest.raises(RequestError, match="prompt is empty"):
                 await tokens_of(engine, [])
             task = asyncio.create_task(tokens_of(engine, PROMPTS[0], 2000))
-            while not engine._thread.engine.busy:
+            while not engine._thread.engine.scheduler.busy:
                 await asyncio.sleep(0)
             task.cancel()
             raise KeyError("of the caller")

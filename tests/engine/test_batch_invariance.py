@@ -14,10 +14,12 @@ from fixtures import FAMILIES, Answer, collect, generate, mlx_lm_greedy, random_
 from headstart import batch_generate
 from headstart.checkpoint import load_model, load_tokenizer, resolve
 from headstart.engine import Engine
-from headstart.engine.invariance import invariant_k, is_batch_invariant
+from headstart.engine.invariance import is_batch_invariant
+from headstart.engine.limit import step_limit
 from headstart.engine.stats import Stats
 from headstart.kernels.cpu.backend import StockCpu
 from headstart.kernels.share import Alone
+from headstart.limits import MAX_K
 from headstart.models import Model
 from headstart.state import BLOCK
 
@@ -72,7 +74,7 @@ def test_a_sequence_generates_the_same_whichever_join_leave_or_are_cancelled(
                 if request[2] < 0:
                     request[3].cancel()
         busy = engine.run_once()
-        widest = max(widest, len(engine.running))
+        widest = max(widest, len(engine.scheduler.running.sequences))
     assert widest == rows
     for length, limit, cancel_after, handle in requests:
         assert_as_alone(family, length, limit, cancel_after is not None, collect(handle))
@@ -86,9 +88,12 @@ def test_sequences_generate_the_same_when_their_kv_caches_grow_at_different_time
     handles = [submit(engine, prompt, max_tokens=44, k=k) for prompt, k in zip(prompts, (8, 0, 3, 5), strict=True)]
     largest = 0
     while engine.run_once():
-        if engine._batch is not None:
-            lengths = engine._batch.trunk_state.lengths.tolist()
-            slack = [bound - length for bound, length in zip(engine._batch.trunk_state.bounds, lengths, strict=True)]
+        if engine.scheduler.running.batch is not None:
+            lengths = engine.scheduler.running.batch.trunk_state.lengths.tolist()
+            slack = [
+                bound - length
+                for bound, length in zip(engine.scheduler.running.batch.trunk_state.bounds, lengths, strict=True)
+            ]
             assert all(0 <= spare <= 9 for spare in slack)  # no more than the round in flight may yet turn down
             largest = max(largest, *lengths)
     assert largest > BLOCK
@@ -161,11 +166,11 @@ def test_every_pass_is_made_whatever_the_first_ones_show(monkeypatch: pytest.Mon
 
 
 def limits(model: Model, *counts: int) -> list[tuple[int, bool]]:
-    """For so many sequences, how many of 200 drafts remain, and whether their stats still report them as exact."""
+    """For so many sequences, how many drafts a step may have, and whether their stats still report them as exact."""
     found = []
     for count in counts:
         running: Any = [SimpleNamespace(stats=Stats(None, None, exact=True)) for _ in range(count)]
-        found.append((invariant_k(model, running, 200), all(sequence.stats.exact for sequence in running)))
+        found.append((step_limit(model, running), all(sequence.stats.exact for sequence in running)))
     return found
 
 
@@ -183,7 +188,7 @@ class Limited(StockCpu):
 def test_what_was_checked_is_exact_for_as_many_rows_as_kernels_take() -> None:
     unchecked = replace(random_model("dense"), backend=Limited(16, checked=False))
     assert not is_batch_invariant(unchecked)
-    assert limits(unchecked, 1, 100) == [(200, True)] * 2
+    assert limits(unchecked, 1, 100) == [(MAX_K, True)] * 2
     checked = replace(random_model("dense"), backend=Limited(16))
     assert is_batch_invariant(checked)
     assert limits(checked, 1, 4, 8, 9, 16, 17) == [(15, True), (3, True), (1, True), (0, True), (0, True), (0, False)]
@@ -191,10 +196,10 @@ def test_what_was_checked_is_exact_for_as_many_rows_as_kernels_take() -> None:
 
 def test_many_sequences_draft_no_more_than_our_kernels_take() -> None:
     """The product of more positions is mlx's, which adds up in another order."""
-    assert limits(random_model("dense"), 100) == [(200, True)]
+    assert limits(random_model("dense"), 100) == [(MAX_K, True)]
     model = replace(random_model("dense"), backend=Limited(144))
     ks = [k for k, _ in limits(model, 1, 16, 17, 20, 72, 144, 300)]
-    assert ks == [143, 8, 7, 6, 1, 0, 0]
+    assert ks == [15, 8, 7, 6, 1, 0, 0]
     assert limits(model, 144, 145) == [(0, True), (0, False)]
     model = replace(model, backend=Limited(9))
     engine = Engine(model)

@@ -9,6 +9,7 @@ from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +23,7 @@ from headstart.engine import Engine
 from headstart.engine.batch import Batch
 from headstart.engine.depth import DepthController, Plan
 from headstart.engine.draft import Source, block_drafts, draft_limits
+from headstart.engine.limit import DraftLimit, fixed_plan
 from headstart.engine.step import prefill_prompts, step
 from headstart.kernels import graph
 from headstart.models import Model
@@ -127,8 +129,8 @@ class EverySource(DepthController):
 
     rounds = 0
 
-    def plan(self, histories: Any, copies: Any, unread: int = 0) -> Plan:
-        found = super().plan(histories, copies, unread)
+    def plan(self, *known: Any) -> Plan:
+        found = super().plan(*known)
         self.rounds += 1
         source = (Source.BLOCK, Source.HEAD, Source.BLOCK, Source.NONE)[self.rounds % 4]
         k = (15, 3, 4, 9, 0, 8)[self.rounds % 6]
@@ -223,7 +225,7 @@ def test_a_recomputed_sequence_goes_on_as_if_nothing_had_happened() -> None:
     handle = submit(engine, prompt, k=6, max_tokens=40)
     for _ in range(5):
         engine.run_once()
-    engine.recompute_all()
+    engine.recovery.recompute_all()
     assert collect(handle).tokens == generate(model, prompt, k=0, max_tokens=40).tokens
 
 
@@ -269,7 +271,8 @@ def test_a_block_is_drawn_at_once_as_it_would_be_one_by_one(params: Any) -> None
 def test_limits_and_plans_name_the_drafter_first() -> None:
     model = pair()
     assert draft_limits(model) == {Source.BLOCK: 15, Source.HEAD: 8}
-    assert Plan.fixed(model, 12) == Plan(12, Source.BLOCK)
+    sequence: Any = SimpleNamespace(limits=DraftLimit(12, 0, None))
+    assert fixed_plan(model, [sequence]) == Plan(12, Source.BLOCK)
     assert isinstance(model.drafter, DFlash)
     answer = generate(model, [1, 2, 3], k=15, max_tokens=20)
     assert answer.stats is not None

@@ -150,7 +150,13 @@ def test_the_device_keeps_every_token_of_every_sequence() -> None:
 class Eager(DepthController):
     """Copies wherever something repeats, right or wrong, in turns with the head and beside it."""
 
-    def plan(self, histories: Sequence[DraftHistory], copies: Sequence[CopyIndex | None], unread: int = 0) -> Plan:
+    def plan(
+        self,
+        histories: Sequence[DraftHistory],
+        copies: Sequence[CopyIndex | None],
+        unread: int = 0,
+        most: int = MAX_K,
+    ) -> Plan:
         self._round += 1
         distances = tuple(each.distance if each is not None else 0 for each in copies)
         return Plan(
@@ -237,7 +243,7 @@ def test_an_answer_is_the_same_with_copies_when_it_is_recomputed() -> None:
     handle = submit(engine, prompt, max_tokens=40)
     for _ in range(9):
         engine.run_once()
-    engine.recompute_all()
+    engine.recovery.recompute_all()
     answer = collect(handle)
     assert answer.tokens == mlx_lm_greedy(model, prompt, 40)
     assert answer.stats.proposed_copies > 0

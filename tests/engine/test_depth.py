@@ -11,7 +11,6 @@ import headstart.engine.engine
 from fixtures import FAMILIES, builtin_model, collect, generate, random_model, random_prompt, submit
 from headstart.cli.show import summary
 from headstart.engine import DepthController, Engine
-from headstart.engine.copies import CopyIndex
 from headstart.engine.depth import Plan, pause_reason
 from headstart.engine.draft_history import DraftHistory
 from headstart.engine.step_time import StepTime, time_steps
@@ -245,7 +244,7 @@ class Scripted:
     def __init__(self, choices: Sequence[int]):
         self.choices, self.observed, self.copy_pool = iter(choices), list[int](), DraftHistory()
 
-    def plan(self, rows: Sequence[DraftHistory], copies: Sequence[CopyIndex | None], unread: int) -> Plan:
+    def plan(self, *known: object) -> Plan:
         return Plan(next(self.choices))
 
     def observe(

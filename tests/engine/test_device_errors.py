@@ -88,10 +88,10 @@ def test_a_timeout_narrows_the_passes_over_prompts_and_costs_nobody_a_token(
     handles = [submit(engine, prompt, max_tokens=TOKENS, k=2) for prompt in (PROMPTS[0], LONG)]
     seen = Prefills(monkeypatch, error, widest=CHUNK // 4)
     assert [collect(handle).tokens for handle in handles] == expected
-    assert engine.widest_pass == CHUNK // 4
-    assert engine.recomputed["device"] >= 2
-    after = seen.passes[-len(LONG) // engine.widest_pass :]
-    assert all(end - start <= engine.widest_pass for start, end in after)
+    assert engine.recovery.widest_pass == CHUNK // 4
+    assert engine.recovery.recomputed["device"] >= 2
+    after = seen.passes[-len(LONG) // engine.recovery.widest_pass :]
+    assert all(end - start <= engine.recovery.widest_pass for start, end in after)
     assert all(before[1] == later[0] for before, later in pairwise(after))
 
 
@@ -130,28 +130,28 @@ def test_a_command_that_fails_takes_a_prompt_in_the_middle_with_it(
     expected = [plain(PROMPTS[0], 30), plain(LONG)]
     engine = Engine(MODEL)
     first = submit(engine, PROMPTS[0], max_tokens=30, k=2)
-    while not engine.running:
+    while not engine.scheduler.running.sequences:
         engine.run_once()
     second = submit(engine, LONG, max_tokens=TOKENS, k=2)
-    while not (engine.prefilling and engine.prefilling[0].num_prefilled):
+    while not (engine.scheduler.prefilling and engine.scheduler.prefilling[0].num_prefilled):
         engine.run_once()
-    fail_step(monkeypatch, error, lambda: [engine._batch, engine.prefilling[0].batch])
+    fail_step(monkeypatch, error, lambda: [engine.scheduler.running.batch, engine.scheduler.prefilling[0].batch])
     assert [collect(handle).tokens for handle in (first, second)] == expected
-    assert engine.widest_pass == (CHUNK // 2 if error == TIMEOUT else CHUNK)
-    assert engine.retries == 1
+    assert engine.recovery.widest_pass == (CHUNK // 2 if error == TIMEOUT else CHUNK)
+    assert engine.recovery.retries == 1
 
 
 def test_where_a_command_finds_no_memory_the_youngest_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [plain(prompt) for prompt in PROMPTS]
     engine = Engine(MODEL)
     handles = [submit(engine, prompt, max_tokens=TOKENS, k=2) for prompt in PROMPTS]
-    while len(engine.running) < 3:
+    while len(engine.scheduler.running.sequences) < 3:
         engine.run_once()
-    fail_step(monkeypatch, INSUFFICIENT, lambda: [engine._batch])
+    fail_step(monkeypatch, INSUFFICIENT, lambda: [engine.scheduler.running.batch])
     *others, last = [collect(handle) for handle in handles]
     assert [answer.tokens for answer in others] == expected[:2]
     assert isinstance(last.error, OutOfMemory)
-    assert engine.widest_pass == CHUNK
+    assert engine.recovery.widest_pass == CHUNK
 
 
 def test_where_there_are_too_many_buffers_the_prefix_cache_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_a_prompt_whose_every_pass_times_out_ends_alone_and_names_the_ways_out(
     assert isinstance(ended.error, HeadstartError)
     for part in ("held up the display", "let the display sleep", "AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1", "Impacting"):
         assert part in str(ended.error)
-    assert engine.widest_pass == NARROWEST
+    assert engine.recovery.widest_pass == NARROWEST
     assert sum(end > 600 for _, end in seen.passes) == MOST_FAILURES + 1
 
 
@@ -191,7 +191,7 @@ def test_steps_that_go_on_to_fail_end_the_youngest(monkeypatch: pytest.MonkeyPat
     expected = plain(PROMPTS[0])
     engine = Engine(MODEL)
     handles = [submit(engine, prompt, max_tokens=TOKENS, k=2) for prompt in PROMPTS[:2]]
-    while len(engine.running) < 2:
+    while len(engine.scheduler.running.sequences) < 2:
         engine.run_once()
     fail_step(monkeypatch, TIMEOUT, list, times=MOST_FAILURES + 1)
     first, last = [collect(handle) for handle in handles]
@@ -206,7 +206,7 @@ def test_a_failure_that_shows_in_the_logprobs_is_no_sequences_own(monkeypatch: p
 
     def emit(self: PendingStep, *arguments: Any) -> None:
         if next(times, None) is not None:
-            spoil(engine._batch)
+            spoil(engine.scheduler.running.batch)
             raise RuntimeError(HANG)
         honest(self, *arguments)
 
@@ -229,12 +229,12 @@ def test_a_command_that_fails_takes_with_it_what_other_engines_have_on_the_devic
     engines = [thread.engine for thread in threads]
     expected = [generate(engine.model, LONG, max_tokens=40, k=2).tokens for engine in engines]
     handles = [submit(engine, LONG, max_tokens=40, k=2) for engine in engines]
-    while not all(engine.running for engine in engines):
+    while not all(engine.scheduler.running.sequences for engine in engines):
         device._take_turns()
-    fail_step(monkeypatch, TIMEOUT, lambda: [engine._batch for engine in engines])
+    fail_step(monkeypatch, TIMEOUT, lambda: [engine.scheduler.running.batch for engine in engines])
     device.start()
     assert [collect(handle).tokens for handle in handles] == expected
-    assert [engine.recomputed["device"] for engine in engines] == [1, 1]
+    assert [engine.recovery.recomputed["device"] for engine in engines] == [1, 1]
 
 
 def test_an_engine_whose_device_is_lost_says_so_to_who_iterates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ def test_engines_in_turn_say_what_each_says_alone_also_after_a_death(monkeypatch
     honest, deaths = threads[0].engine.run_once, iter(range(1))
 
     def dying() -> bool:
-        if threads[0].engine.running and next(deaths, None) is not None:
+        if threads[0].engine.scheduler.running.sequences and next(deaths, None) is not None:
             raise SystemExit("killed")
         return honest()
 
@@ -42,7 +42,7 @@ def test_sequences_of_all_engines_share_the_memory_and_none_starves() -> None:
     for engine in engines:
         EngineThread(engine, device)
     prompts = [PROMPTS[0], random_prompt(MODELS[0], 900)]
-    needed = [engines[0]._bytes([_sequence(engines[0], prompt)]) for prompt in prompts]
+    needed = [engines[0].scheduler._bytes([_sequence(engines[0], prompt)]) for prompt in prompts]
     device.memory = needed[1]  # the long one fits alone, and two or more short ones do
     assert 2 * needed[0] < device.memory < needed[0] + needed[1]
     most = 0
@@ -53,7 +53,7 @@ def test_sequences_of_all_engines_share_the_memory_and_none_starves() -> None:
         def run_once() -> bool:
             nonlocal most
             more = honest()
-            most = max(most, sum(each.admitted_bytes for each in engines))
+            most = max(most, sum(each.scheduler.admitted_bytes for each in engines))
             return more
 
         engine.run_once = run_once  # type: ignore[method-assign]
@@ -73,8 +73,8 @@ def test_sequences_of_all_engines_share_the_memory_and_none_starves() -> None:
 def _sequence(engine: Engine, prompt: list[int]) -> object:
     """The request as the engine queues it."""
     engine.submit(request(prompt))
-    (sequence,) = engine.queue.all()
-    engine.queue.remove(sequence)
+    (sequence,) = engine.scheduler.queue.all()
+    engine.scheduler.queue.remove(sequence)
     return sequence
 
 
@@ -85,7 +85,7 @@ def test_a_function_runs_between_iterations_and_gives_way_to_them() -> None:
 
     def long() -> int:
         handle = thread.submit(request(PROMPTS[0]))
-        while thread.engine.busy:
+        while thread.engine.scheduler.busy:
             device.give_way()
         return len(collect(handle).tokens)
 

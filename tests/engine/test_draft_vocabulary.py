@@ -19,6 +19,7 @@ from headstart.engine.draft import Source, head_drafts
 from headstart.engine.draft_history import DraftHistory
 from headstart.errors import CheckpointError
 from headstart.kernels import choose_backend
+from headstart.limits import MAX_K
 from headstart.models import Model
 from headstart.models.draft_vocabulary import DraftVocabulary
 
@@ -33,7 +34,13 @@ def reduced(name: str = "builtin") -> Model:
 class InTurns(DepthController):
     """The reduced head, the full one and none in turns, at another depth each time, with what copies there are."""
 
-    def plan(self, histories: Sequence[DraftHistory], copies: Sequence[CopyIndex | None], unread: int = 0) -> Plan:
+    def plan(
+        self,
+        histories: Sequence[DraftHistory],
+        copies: Sequence[CopyIndex | None],
+        unread: int = 0,
+        most: int = MAX_K,
+    ) -> Plan:
         self._round += 1
         distances = tuple(each.distance if each is not None and self._round % 5 else 0 for each in copies)
         source = (Source.REDUCED, Source.HEAD, Source.REDUCED, Source.NONE)[self._round % 4]

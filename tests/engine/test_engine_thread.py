@@ -81,7 +81,7 @@ def dying(engine: Engine, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     honest, deaths = engine.run_once, iter(range(times))
 
     def run_once() -> bool:
-        if engine.running and next(deaths, None) is not None:
+        if engine.scheduler.running.sequences and next(deaths, None) is not None:
             raise SystemExit("killed")
         return honest()
 
@@ -148,7 +148,7 @@ def test_closing_cancels_what_is_left_at_the_deadline() -> None:
     wait(lambda: room.running == 2)
     room.close(0.1)
     assert [collect(handle).finish_reason for handle in handles] == ["cancelled"] * 3
-    assert not room.engine.busy
+    assert not room.engine.scheduler.busy
 
 
 def test_settings_bound_the_depth_of_what_comes_after(room: EngineThread) -> None:

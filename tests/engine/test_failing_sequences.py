@@ -45,9 +45,9 @@ def poison_convolution(memory: KV | Recurrent, row: int) -> None:
 
 
 def poison(engine: Engine, handle: Handle, how: Callable[[KV | Recurrent, int], None]) -> None:
-    index = next(i for i, row in enumerate(engine.running) if row.handle is handle)
-    assert engine._batch is not None
-    for memory in engine._batch.trunk_state.layers:
+    index = next(i for i, row in enumerate(engine.scheduler.running.sequences) if row.handle is handle)
+    assert engine.scheduler.running.batch is not None
+    for memory in engine.scheduler.running.batch.trunk_state.layers:
         how(memory, index)
 
 
@@ -61,7 +61,7 @@ def test_a_sequence_whose_logits_are_not_finite_ends_alone(
     expected = [mlx_lm_greedy(model, prompt, 30) for prompt in prompts]
     engine = Engine(model, max_sequences=3)
     handles = [submit(engine, prompt, max_tokens=30, k=k) for prompt in prompts]
-    while len(engine.running) < 3:
+    while len(engine.scheduler.running.sequences) < 3:
         engine.run_once()
     poison(engine, handles[1], how)
     late = submit(engine, prompts[1], max_tokens=30, k=k)  # takes its place in the batch
@@ -90,7 +90,7 @@ def test_cpu_kernels_do_not_read_stale_values(k: int) -> None:
     expected = [generate(model, prompt, max_tokens=30, k=0).tokens for prompt in prompts]
     engine = Engine(model, max_sequences=2)
     handles = [submit(engine, prompt, max_tokens=30, k=k) for prompt in prompts]
-    while len(engine.running) < 2:
+    while len(engine.scheduler.running.sequences) < 2:
         engine.run_once()
     poison(engine, handles[1], poison_stale_values)
     assert [collect(handle).tokens for handle in handles] == expected
@@ -152,14 +152,14 @@ def test_a_sequence_that_cannot_join_ends_alone(monkeypatch: pytest.MonkeyPatch)
     prompts = [random_prompt(model, length, length) for length in (9, 13)]
     engine = Engine(model)
     handles = [submit(engine, prompt, max_tokens=12, k=3) for prompt in prompts]
-    join = engine._join
+    join = engine.scheduler.running.join
 
     def failing(row):  # type: ignore[no-untyped-def]
         if row.handle is handles[1]:
             raise ValueError("no room")
         join(row)
 
-    monkeypatch.setattr(engine, "_join", failing)
+    monkeypatch.setattr(engine.scheduler.running, "join", failing)
     good, bad = [collect(handle) for handle in handles]
     assert (bad.finish_reason, bad.tokens) == ("error", [])
     assert good.tokens == mlx_lm_greedy(model, prompts[0], 12)
@@ -206,7 +206,7 @@ def test_a_prompt_that_never_finds_memory_ends_though_it_fills_the_prefix_cache(
     handle = submit(engine, random_prompt(model, 1200), max_tokens=4)
     for _ in range(20):
         engine.run_once()
-    assert not engine.busy
+    assert not engine.scheduler.busy
     assert collect(handle).finish_reason == "error"
 
 
@@ -234,12 +234,12 @@ def test_where_a_prompt_finds_no_memory_the_youngest_ends(monkeypatch: pytest.Mo
     old = submit(engine, random_prompt(model, 9), max_tokens=40, k=2)
     engine.run_once()
     young = submit(engine, random_prompt(model, 10), max_tokens=40, k=2)
-    while len(engine.running) < 2:
+    while len(engine.scheduler.running.sequences) < 2:
         engine.run_once()
-    engine.recompute_all()
-    engine.prefilling.rotate(-1)  # the young one first
+    engine.recovery.recompute_all()
+    engine.scheduler.prefilling.rotate(-1)  # the young one first
     engine.run_once()
-    assert [row.handle for row in engine.running] == [young]
+    assert [row.handle for row in engine.scheduler.running.sequences] == [young]
     failing_prefills(monkeypatch, 1)
     good, bad = collect(old), collect(young)
     assert (good.finish_reason, good.tokens) == ("length", mlx_lm_greedy(model, random_prompt(model, 9), 40))
@@ -270,7 +270,7 @@ def start(model: Model, engine: Engine) -> list[Handle]:
     """Requests of all kinds, and the engine in the middle of their answers."""
     prompts = [random_prompt(model, 9 + 4 * i, i) for i in range(len(REQUESTS))]
     handles = [submit(engine, prompt, max_tokens=24, **how) for prompt, how in zip(prompts, REQUESTS, strict=True)]
-    while len(engine.running) < len(handles):
+    while len(engine.scheduler.running.sequences) < len(handles):
         engine.run_once()
     return handles
 
@@ -311,7 +311,7 @@ def test_a_sequence_that_makes_every_step_fail_ends_alone(monkeypatch: pytest.Mo
     model = random_model("dense")
     engine = Engine(model)
     handles = start(model, engine)
-    bad = engine.running[1].params
+    bad = engine.scheduler.running.sequences[1].params
     failed = failing_where(monkeypatch, RuntimeError("its sampling is broken\nx"), lambda batch: bad in batch.params)
     answers = [collect(handle) for handle in handles]
     assert failed == [4, 1]
@@ -376,7 +376,7 @@ def test_a_sequence_that_is_read_again_is_exact_where_prompts_have_the_same_kern
     model = random_model("dense")
     engine = Engine(model)
     handle = submit(engine, random_prompt(model, 5), max_tokens=8, k=2)
-    while not engine.running or not engine.running[0].num_generated:
+    while not engine.scheduler.running.sequences or not engine.scheduler.running.sequences[0].num_generated:
         engine.run_once()
-    engine.recompute_all()
+    engine.recovery.recompute_all()
     assert collect(handle).stats.exact is same

@@ -177,11 +177,11 @@ def test_a_broken_head_changes_no_token() -> None:
     prompt = random_prompt(model, 20)
     engine = Engine(model)
     handle = submit(engine, prompt, max_tokens=24, k=3)
-    while not engine.running:
+    while not engine.scheduler.running.sequences:
         engine.run_once()
-    assert engine._batch is not None
-    assert engine._batch.head_state is not None
-    memory = engine._batch.head_state.layers[0]
+    assert engine.scheduler.running.batch is not None
+    assert engine.scheduler.running.batch.head_state is not None
+    memory = engine.scheduler.running.batch.head_state.layers[0]
     memory.values = mx.full(memory.values.shape, mx.nan)
     answer = collect(handle)
     assert answer.tokens == mlx_lm_greedy(model, prompt, 24)

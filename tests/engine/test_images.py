@@ -253,15 +253,17 @@ def test_tower_lets_running_answers_go_on(models: dict[str, Model], monkeypatch:
     model = models["half"]
     engine = Engine(model)
     running = engine.submit(Request(TEXT, SamplingParams(max_tokens=200, k=0)))
-    while not engine.running:
+    while not engine.scheduler.running.sequences:
         engine.run_once()
     asked = engine.submit(of_case(model, "several"))
-    turns, before = 0, engine.running[0].num_generated
-    while len(engine.running) < 2:
+    turns, before = 0, engine.scheduler.running.sequences[0].num_generated
+    while len(engine.scheduler.running.sequences) < 2:
         engine.run_once()
         turns += 1
     assert turns >= 3 * (1 + len(model.tower.blocks))  # type: ignore[union-attr]
-    assert engine.running[0].num_generated >= before + turns - 2  # a token a turn, read a turn late
+    assert (
+        engine.scheduler.running.sequences[0].num_generated >= before + turns - 2
+    )  # a token a turn, read a turn late
     assert len(read(asked)[0]) == 12
     running.cancel()
 
@@ -271,9 +273,9 @@ def test_recomputed_sequences_see_their_pictures_again(models: dict[str, Model])
     expected = alone(model, of_case(model, "several"))
     engine = Engine(model)
     handle = engine.submit(of_case(model, "several"))
-    while not engine.running or engine.running[0].num_generated < 3:
+    while not engine.scheduler.running.sequences or engine.scheduler.running.sequences[0].num_generated < 3:
         engine.run_once()
-    engine.recompute_all()
+    engine.recovery.recompute_all()
     assert read(handle)[0] == expected[0]
 
 

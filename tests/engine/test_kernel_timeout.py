@@ -36,8 +36,8 @@ def test_the_step_is_computed_again_and_no_sequence_ends(sequences: int, monkeyp
     assert [answer.tokens for answer in answers] == expected
     assert [answer.finish_reason for answer in answers] == ["length"] * sequences
     assert ours.refusal is not None
-    assert engine.recomputed["failure"] == sequences
-    assert engine.retries == 1
+    assert engine.recovery.recomputed["failure"] == sequences
+    assert engine.recovery.retries == 1
 
 
 def test_the_thread_of_an_engine_launches_them_though_another_warmed_it_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, module: object, name: str, error: E
 
 def start(engine: Engine, rows: int) -> list[object]:
     handles = [submit(engine, random_prompt(model, 9 + i, i), max_tokens=12, k=2) for i in range(rows)]
-    while len(engine.running) < rows:
+    while len(engine.scheduler.running.sequences) < rows:
         engine.run_once()
     return handles  # type: ignore[return-value]
 
@@ -58,8 +58,8 @@ def test_a_step_that_is_retried_is_logged_and_counted(
     failing(monkeypatch, headstart.engine.pending_step, "step", ValueError(SECRET))
     assert [collect(handle).finish_reason for handle in handles] == ["length"] * 3  # type: ignore[arg-type]
     assert "ValueError" in logged(caplog, "a step failed; 3 sequences will be recomputed")
-    assert engine.retries == 1
-    assert engine.recomputed == {"failure": 6}  # each alone, and then together
+    assert engine.recovery.retries == 1
+    assert engine.recovery.recomputed == {"failure": 6}  # each alone, and then together
 
 
 def test_a_prefill_that_fails_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -67,7 +67,7 @@ def test_a_prefill_that_fails_is_logged(monkeypatch: pytest.MonkeyPatch, caplog:
     failing(monkeypatch, headstart.engine.prefill, "prefill", ValueError(SECRET))
     assert collect(submit(engine, random_prompt(model, 9), max_tokens=4, k=2)).finish_reason == "error"
     assert "ValueError" in logged(caplog, "prefill failed")
-    assert (engine.retries, engine.recomputed) == (0, {})
+    assert (engine.recovery.retries, engine.recovery.recomputed) == (0, {})
 
 
 def test_the_words_of_the_device_are_logged(
@@ -78,7 +78,7 @@ def test_the_words_of_the_device_are_logged(
     failing(monkeypatch, headstart.engine.pending_step, "step", RuntimeError("[malloc] Unable to allocate 1 bytes."))
     assert [collect(handle).finish_reason for handle in handles] == ["length", "error"]  # type: ignore[arg-type]
     assert "RuntimeError: [malloc] Unable to allocate 1 bytes." in logged(caplog, "a step failed; 1 sequences")
-    assert engine.recomputed == {"memory": 1}
+    assert engine.recovery.recomputed == {"memory": 1}
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_messages_of_mlx_are_logged_and_others_are_not(message: str) -> None:
 def test_a_sequence_that_fails_alone_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(model)
     (handle,) = start(engine, 1)
-    assert engine._batch is not None
-    engine._batch.trunk_state.layers[0].state[0] = mx.array(mx.nan)  # type: ignore[union-attr]
+    assert engine.scheduler.running.batch is not None
+    engine.scheduler.running.batch.trunk_state.layers[0].state[0] = mx.array(mx.nan)  # type: ignore[union-attr]
     assert collect(handle).finish_reason == "error"  # type: ignore[arg-type]
     assert "a sequence failed; its request ends with an error" in caplog.text
 
@@ -110,7 +110,7 @@ def test_a_thread_that_dies_is_logged_and_its_sequences_counted(
     honest, died = room.engine.run_once, []
 
     def run_once() -> bool:
-        if room.engine.running and not died:
+        if room.engine.scheduler.running.sequences and not died:
             died.append(True)
             raise SystemExit(SECRET)
         return honest()
@@ -121,7 +121,7 @@ def test_a_thread_that_dies_is_logged_and_its_sequences_counted(
     room.close(10)
     assert "SystemExit" in logged(caplog, "the engine's thread died")
     assert "was restarted" in caplog.text
-    assert (room.device.restarts, room.engine.recomputed) == (1, {"restart": 1})
+    assert (room.device.restarts, room.engine.recovery.recomputed) == (1, {"restart": 1})
 
 
 def test_a_listener_that_fails_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

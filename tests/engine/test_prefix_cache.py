@@ -163,10 +163,10 @@ def test_a_sequence_that_was_resumed_holds_what_one_holds_that_read_its_prompt(f
 def entered(engine: Engine, prompt: Sequence[int]) -> Batch:
     """The sequence as it is when its prompt is prefilled and nothing was generated."""
     handle = submit(engine, prompt)
-    engine._admit()
-    while engine.prefilling:
+    engine.scheduler.admit()
+    while engine.scheduler.prefilling:
         engine._prefill_chunk()
-    batch = engine._batch
+    batch = engine.scheduler.running.batch
     assert batch is not None
     mx.eval(batch.arrays())
     handle.cancel()
@@ -225,13 +225,16 @@ def test_hit_poison_probe_again(family: str) -> None:
     ask(engine, prompt, **params)
     for turns in range(3):
         poisoned = submit(engine, prompt, **params)
-        while not engine.running:
+        while not engine.scheduler.running.sequences:
             engine.run_once()
         for _ in range(turns):
             engine.run_once()
-        assert engine._batch is not None
-        assert engine._batch.head_state is not None
-        for memory in (*engine._batch.trunk_state.layers, *engine._batch.head_state.layers):
+        assert engine.scheduler.running.batch is not None
+        assert engine.scheduler.running.batch.head_state is not None
+        for memory in (
+            *engine.scheduler.running.batch.trunk_state.layers,
+            *engine.scheduler.running.batch.head_state.layers,
+        ):
             for held in memory.arrays():
                 held[:] = mx.array(mx.nan)
         assert hear(poisoned).finish_reason == "error"
@@ -332,7 +335,7 @@ def test_a_sequence_that_breaks_down_over_its_prompt_leaves_nothing_that_is_not_
     handle = submit(engine, prompt)
     for _ in range(3):
         engine.run_once()
-    batch = engine.prefilling[0].batch
+    batch = engine.scheduler.prefilling[0].batch
     assert batch is not None
     batch.trunk_state.layers[0].state[:] = mx.array(mx.nan)
     assert hear(handle).finish_reason == "error"

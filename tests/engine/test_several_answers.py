@@ -80,7 +80,7 @@ def test_answers_are_cancelled_together_wherever_they_are() -> None:
         handle.cancel()
         ends = [event.choice for event in handle if event.finish_reason == "cancelled"]
         assert sorted(ends) == [0, 1, 2]
-        assert not engine.busy
+        assert not engine.scheduler.busy
 
 
 def test_answers_wait_until_there_is_a_place_for_all() -> None:
@@ -89,7 +89,11 @@ def test_answers_wait_until_there_is_a_place_for_all() -> None:
     engine.run_once()
     three = engine.submit(Request(PROMPT, SamplingParams(max_tokens=5, k=0), n=3))
     engine.run_once()
-    assert (len(engine.running), len(engine.prefilling), len(engine.queue)) == (1, 0, 1)
+    assert (
+        len(engine.scheduler.running.sequences),
+        len(engine.scheduler.prefilling),
+        len(engine.scheduler.queue),
+    ) == (1, 0, 1)
     assert sum(event.finish_reason == "length" for event in three) == 3
     assert [event.finish_reason for event in one][-1] == "length"
 
@@ -115,13 +119,13 @@ def test_answers_are_cancelled_together_whenever_that_happens() -> None:
     """Or several machines, of which one decides, would go on with different sequences."""
     engine = Engine(MODEL)
     handle = engine.submit(Request(PROMPT, SamplingParams(max_tokens=20, k=0), n=2))
-    while len(engine.running) < 2:
+    while len(engine.scheduler.running.sequences) < 2:
         engine.run_once()
     handle.__class__ = CancelledWhileAsked
     engine.run_once()
-    assert len(engine.running) == 2
+    assert len(engine.scheduler.running.sequences) == 2
     engine.run_once()
-    assert engine.running == []
+    assert engine.scheduler.running.sequences == []
     assert [event.finish_reason for event in handle if event.finish_reason] == ["cancelled"] * 2
 
 
@@ -131,10 +135,10 @@ def test_progress_is_reported_once_though_the_sequences_are_recomputed(monkeypat
     engine = Engine(MODEL)
     events: list[Event] = []
     engine.submit(Request(PROMPT, SamplingParams(max_tokens=8, k=0), n=2), listener=events.append)
-    while len(engine.running) < 2:
+    while len(engine.scheduler.running.sequences) < 2:
         engine.run_once()
     engine.run_once()
-    engine.recompute_all()
+    engine.recovery.recompute_all()
     while engine.run_once():
         pass
     assert [event.prompt_processed for event in events if event.prompt_processed] == list(
@@ -150,7 +154,7 @@ def test_a_prompt_that_is_recomputed_halfway_reports_only_what_is_new(monkeypatc
     engine.submit(Request(PROMPT, SamplingParams(max_tokens=2, k=0)), listener=events.append)
     while not events:
         engine.run_once()
-    engine.recompute_all()
+    engine.recovery.recompute_all()
     while engine.run_once():
         pass
     assert [event.prompt_processed for event in events if event.prompt_processed] == list(

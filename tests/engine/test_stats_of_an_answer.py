@@ -244,6 +244,6 @@ def test_the_engine_can_be_used_again_after_everything_ended() -> None:
         assert sum(answer.tokens == expected for answer in answers) == 3
         while engine.run_once():
             pass
-        assert engine._batch is None
-        assert engine._pending is None
-        assert not engine.running
+        assert engine.scheduler.running.batch is None
+        assert engine.scheduler.running.pending is None
+        assert not engine.scheduler.running.sequences

@@ -133,7 +133,7 @@ def test_text_that_cannot_be_made_ends_its_sequence_alone(monkeypatch: pytest.Mo
     model = random_model("dense", vocab_size=builtin_model().vocabulary)
     engine = Engine(model, TOKENIZER)
     handles = [engine.submit(Request([7, n], SamplingParams(max_tokens=6, k=2))) for n in (8, 9)]
-    first, add = engine.queue.all()[0].text, TextStream.add
+    first, add = engine.scheduler.queue.all()[0].text, TextStream.add
 
     def failing(self: TextStream, token: int) -> str:
         if self is first:

@@ -13,7 +13,7 @@ from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
 from headstart.kernels import gated_delta
 from headstart.kernels.cuda.gated_delta import _gated_delta_kernel, gated_delta_fits
 from headstart.kernels.gated_delta import fold_and_run, stock_fold_and_run
-from headstart.kernels.types import Drafts, Ran, Window
+from headstart.kernels.types import PendingDrafts, Ran, Window
 from headstart.models.gated_delta_net import run_window
 from headstart.state import Recurrent
 
@@ -81,7 +81,7 @@ def one_by_one(text: Window, kept: Recurrent, count: int) -> mx.array:
     return mx.concatenate(ys, axis=1)
 
 
-def drafts_of(kept: Recurrent) -> Drafts:
+def drafts_of(kept: Recurrent) -> PendingDrafts:
     """Take the lines of the pending drafts apart."""
     assert kept.pending is not None
     (lines,), channels = kept.pending, net().conv_dim
@@ -91,7 +91,7 @@ def drafts_of(kept: Recurrent) -> Drafts:
         parts.append(lines[..., at : at + size].view(mx.float32).reshape(*lines.shape[:2], *shape))
         at += size
     assert lines.shape[2] == -(-at // 4) * 4
-    return Drafts(lines.view(kept.conv.dtype)[..., :channels], *parts)
+    return PendingDrafts(lines.view(kept.conv.dtype)[..., :channels], *parts)
 
 
 def error(found: mx.array, expected: mx.array) -> float:
@@ -122,7 +122,7 @@ def test_windows_with_ragged_acceptance_are_what_the_stock_ops_make_of_them(dtyp
         assert mx.array_equal(ours.conv, theirs.conv)
         assert (ours.pending is None) == (theirs.pending is None)
         if ours.pending is not None and theirs.pending is not None:
-            found_drafts, expected_drafts = drafts_of(ours), Drafts(*theirs.pending)
+            found_drafts, expected_drafts = drafts_of(ours), PendingDrafts(*theirs.pending)
             assert mx.array_equal(found_drafts.qkv, expected_drafts.qkv)
             pairs = zip(found_drafts[1:], expected_drafts[1:], strict=True)
             assert all(error(a, b) < allowed for a, b in pairs)

@@ -90,10 +90,10 @@ def first_tokens(
     engine = Engine(model, max_sequences=len(cases))
     for case in cases:
         engine.submit(Request(prompt, replace(case.params, k=case.ceiling, max_tokens=40)))
-    engine._admit()
-    while engine.prefilling:
+    engine.scheduler.admit()
+    while engine.scheduler.prefilling:
         engine._prefill_chunk()
-    taken = engine._batch
+    taken = engine.scheduler.running.batch
     assert taken is not None
 
     order = [(n, key) for keys in itertools.zip_longest(*[c.keys for c in cases]) for n, key in enumerate(keys)]

@@ -39,8 +39,8 @@ def test_a_sequence_that_lost_its_memory_goes_on_with_its_counts() -> None:
     for _ in range(8):
         engine.run_once()
     engine._finish_pending()
-    assert 0 < engine.running[0].num_generated < 24
-    engine.recompute_all()
+    assert 0 < engine.scheduler.running.sequences[0].num_generated < 24
+    engine.recovery.recompute_all()
     assert collect(handle).tokens == alone
 
 

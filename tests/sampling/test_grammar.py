@@ -368,7 +368,7 @@ def test_a_sequence_whose_grammar_leads_nowhere_ends_alone_with_what_it_generate
 def test_a_matcher_that_breaks_ends_its_sequence_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(builtin_model(), tokenizer())
     broken, sound, cancelled = (submit(engine, REGEX) for _ in range(3))
-    matcher = engine.queue.all()[0].matcher
+    matcher = engine.scheduler.queue.all()[0].matcher
     assert matcher is not None
 
     def fails(drafts: Sequence[int]) -> list[bytes]:

@@ -28,12 +28,12 @@ class ScriptedRoom(EngineThread):
         engine.run_once = self._answer  # type: ignore[method-assign]
 
     def _answer(self) -> bool:
-        row = self.engine.queue.all()[0]
-        self.engine.queue.remove(row)
+        row = self.engine.scheduler.queue.all()[0]
+        self.engine.scheduler.queue.remove(row)
         self.requests.append(row.handle.request)
         for each in row.fork():
             self._say(each, self.scripts.popleft())
-        return self.engine.busy
+        return self.engine.scheduler.busy
 
     def _say(self, row: SequenceState, script: str) -> None:
         end = min(tokenizer().eos_token_ids)

@@ -51,5 +51,5 @@ def test_a_sequence_without_a_listener_is_freed_at_the_deadline() -> None:
         assert model.counters.requests["/v1/completions", "timeout"] == 1
 
     asyncio.run(never_read())
-    wait_until(lambda: not room.engine.busy)
+    wait_until(lambda: not room.engine.scheduler.busy)
     room.close(10)

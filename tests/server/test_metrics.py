@@ -17,6 +17,7 @@ from headstart.engine.depth import Plan
 from headstart.engine.draft import Source
 from headstart.engine.draft_history import DraftHistory
 from headstart.engine.request import Handle
+from headstart.limits import MAX_K
 from headstart.server import Limits, ModelPool
 from headstart.server.metrics import Meter, Metrics
 from headstart.server.request_handler import RunningRequest
@@ -39,9 +40,15 @@ def samples(server: Running) -> dict[tuple[str, frozenset[tuple[str, str]]], flo
 class Copying(DepthController):
     """Copies wherever something repeats, with the head after that."""
 
-    def plan(self, histories: Sequence[DraftHistory], copies: Sequence[CopyIndex | None], unread: int = 0) -> Plan:
+    def plan(
+        self,
+        histories: Sequence[DraftHistory],
+        copies: Sequence[CopyIndex | None],
+        unread: int = 0,
+        most: int = MAX_K,
+    ) -> Plan:
         distances = tuple(each.distance if each is not None else 0 for each in copies)
-        return super().plan(histories, copies, unread)._replace(k=3, source=Source.HEAD, distances=distances)
+        return super().plan(histories, copies, unread, most)._replace(k=3, source=Source.HEAD, distances=distances)
 
 
 def test_counts_are_the_sums_of_all_answers_stats() -> None:

@@ -277,7 +277,7 @@ def test_a_client_that_leaves_during_prefill_frees_its_sequence(
     long = [{"role": "user", "content": "word " * 2000}]
     with connected(server, {"messages": long, "stream": stream, "max_tokens": 9, "min_tokens": 9}):
         wait_until(lambda: server.room.prefilling)
-    wait_until(lambda: server.room.engine.prefilling[0].handle.cancelled)
+    wait_until(lambda: server.room.engine.scheduler.prefilling[0].handle.cancelled)
     gate.set()
     wait_until(lambda: idle(server) and cancelled(server) == before + 1)
     assert server.metric("headstart_generation_tokens_total") == said

@@ -40,8 +40,8 @@ def decode_batch(model: Model, prompts: Sequence[Sequence[int]], k: K, tokens: i
         engine.submit(Request(prompt, SamplingParams(max_tokens=tokens, k=k)), listener=events.append)
     engine.prefill_all()
     _raise_errors(received)
-    if len(engine.running) < len(prompts):
-        raise RequestError(f"--batch-size {len(prompts)}: memory is left for {len(engine.running)} sequences only")
+    if (fit := len(engine.scheduler.running.sequences)) < len(prompts):
+        raise RequestError(f"--batch-size {len(prompts)}: memory is left for {fit} sequences only")
     started: float | None = None
     before = 0
     while not any(events and events[-1].finish_reason for events in received):

@@ -38,17 +38,17 @@ def generate_command(
     """Answer one prompt. The text goes to standard output, a line of statistics to standard error."""
     from rich.console import Console
 
-    from ..cluster import Follower, Leader
+    from ..cluster import follow, lead
     from ..library import stream_generate
 
     parts: machines.Parts = {"mtp": mtp, "head": head, "drafter": drafter}
     with machines.connect_machines() as cluster:
         if cluster is not None and cluster.rank:
-            Follower(cluster, *machines.load_share(find_model(model), cluster, split, **parts)).run()
+            follow(cluster, *machines.load_share(find_model(model), cluster, split, **parts)).run()
             return
         text = _read_prompt(prompt, prompt_file)
         loaded, tokenizer = machines.load_share(find_model(model), cluster, split, **parts)
-        engine = Leader(cluster, loaded, tokenizer, max_sequences=1) if cluster is not None else None
+        engine = lead(cluster, loaded, tokenizer, max_sequences=1) if cluster is not None else None
         tokens = text if raw else show.chat_tokens(tokenizer, [{"role": "user", "content": text}])
         aside = Console(stderr=True, highlight=False)
         shared = {"prompt_progress_callback": show.prompt_progress(aside), "engine": engine, **sampling}

@@ -275,7 +275,7 @@ def _join_cluster(
     """Load this machine's part of a model. Return the engine that leads; one that follows runs here to its end."""
     from .. import server
     from ..checkpoint import read_layout
-    from ..cluster import Follower, Leader, SharedPrefix
+    from ..cluster import SharedPrefix, follow, lead
     from ..engine import EngineThread
     from ..engine.memory import memory_for_prefixes
 
@@ -284,12 +284,12 @@ def _join_cluster(
     size = memory_for_prefixes() if cache_bytes is None else cache_bytes
     shared = SharedPrefix(size, eight_bits=prefix_8bit) if size else None
     if cluster.rank:
-        Follower(cluster, loaded, tokenizer, prefix=shared).run(warm_up=True)
+        follow(cluster, loaded, tokenizer, prefix=shared).run(warm_up=True)
         return None
     served = server.ServedModel.of(
         server.ModelInfo.of(read_layout(folder), id=id, mtp=parts["mtp"]), loaded, tokenizer
     )
-    engine = Leader(cluster, served.model, tokenizer, prefix=shared, **sizes)
+    engine = lead(cluster, served.model, tokenizer, prefix=shared, **sizes)
     engine.warm_up()
     return EngineThread(engine), served
 

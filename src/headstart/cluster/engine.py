@@ -8,6 +8,8 @@ memory is agreed on once.
 
 import json
 import time
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
 from dataclasses import astuple
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -17,9 +19,10 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..engine import DepthController, Engine, Handle, Request
+from ..engine.decisions import Decisions
 from ..engine.depth import Plan
-from ..engine.pending_step import PendingStep
 from ..engine.request import ignore_event
+from ..engine.scheduler import Scheduler
 from ..engine.sequence import SequenceState
 from ..errors import ClusterError, EngineDown
 from ..models import Model
@@ -55,7 +58,7 @@ class SharedPrefix(PrefixCache):
     """The prefix cache of a cluster. Each rank stores its own part, and all store and evict the same prefixes.
 
     What is stored follows from the prompts, which are the same everywhere. Sizes are those of the largest part.
-    `Leader.clear_prefix` clears it on all ranks.
+    The leader clears it on all ranks.
     """
 
     _comm: Communicator
@@ -74,56 +77,49 @@ class SharedPrefix(PrefixCache):
         return self._comm.everywhere(super()._are_finite(arrays))
 
 
-class ClusterEngine(Engine):
+class Rank(Decisions):
     """What all ranks have in common. No failure is recovered from: the other ranks would wait in a collective."""
 
-    def __init__(
-        self,
-        machines: Machines,
-        model: Model,
-        tokenizer: TokenizerWrapper | None = None,
-        *,
-        prefix: SharedPrefix | None = None,
-        **engine: Any,
-    ):
-        """Take the machines, and the arguments of `Engine`."""
-        assert isinstance(model.share, ParallelTrunk), "load it with cluster.load_part"
+    alone = False
+    engine: Engine
+
+    def __init__(self, machines: Machines):
         self.link, self.comm = machines.link, machines.comm
-        depth = DepthController.of(model)
-        super().__init__(model, tokenizer, depth=depth, prefix=prefix, **engine)
-        self._check_same_setup(prefix)  # also waits for the rank that takes longest to load the model
-        with self.link.iteration():
-            self._agree_on_memory(prefix)
         self.handles: dict[int, Handle] = {}  # by the request's number
         self._steps = 0
+
+    def begin(self, engine: Engine) -> None:
+        assert isinstance(engine.model.share, ParallelTrunk), "load it with cluster.load_part"
+        self.engine = engine
+        self._check_same_setup()  # also waits for the rank that takes longest to load the model
+        with self.link.iteration():
+            self._agree()
         self.link.on_abort = self._end_requests
 
-    def run_once(self) -> bool:
+    @contextmanager
+    def iteration(self) -> Iterator[None]:
+        waiting = {sequence.handle for sequence in self.engine.scheduler.unfinished}
+        self.handles = {number: handle for number, handle in self.handles.items() if handle in waiting}
         with self.link.iteration():
             try:
-                busy = super().run_once()
+                yield
             except Exception as error:
                 self.link.fail(error)
-        waiting = {sequence.handle for sequence in self._unfinished()}
-        self.handles = {number: handle for number, handle in self.handles.items() if handle in waiting}
-        return busy
 
-    def warm_up(self) -> None:
-        with self.link.iteration():
-            super().warm_up()
+    def observe(self, report: list[list[int]]) -> None:
+        self._steps += 1
+        self.link.check(self._steps, crc32(repr(report).encode()))
 
-    def prefill_all(self) -> None:
-        raise ClusterError("prefill_all is not available on several machines: use one")
-
-    def _check_same_setup(self, prefix: SharedPrefix | None) -> None:
+    def _check_same_setup(self) -> None:
+        model, prefix = self.engine.model, self.engine.prefix
         setup = {
             **{f"version of {name}": version(name) for name in ("headstart", "mlx", "mlx-lm")},
-            "split": type(self.model.share).__name__,
-            "config.json": json.dumps(self.model.config, sort_keys=True, default=str),
-            "dtype": self.model.dtype,
-            "chat template": self.turn_marker,
-            "KV cache": self.model.eight_bit_kv,
-            "multi-token-prediction head": (self.model.has_head, self.model.max_k),
+            "split": type(model.share).__name__,
+            "config.json": json.dumps(model.config, sort_keys=True, default=str),
+            "dtype": model.dtype,
+            "chat template": self.engine.turn_marker,
+            "KV cache": model.eight_bit_kv,
+            "multi-token-prediction head": (model.has_head, model.max_k),
             "prefix cache": prefix is not None and (prefix.eight_bits, prefix.chunk),
         }
         sums = mx.array([crc32(repr(each).encode()) for each in setup.values()], mx.int64)
@@ -136,121 +132,118 @@ class ClusterEngine(Engine):
                     "model and options on all machines"
                 )
 
-    def _agree_on_memory(self, prefix: SharedPrefix | None) -> None:
+    def _agree(self) -> None:
         """Use the largest footprint and the least memory of all ranks: all must admit and evict the same.
 
         Also launch steps ahead only if all ranks do.
         """
+        engine, prefix = self.engine, self.engine.prefix
+        scheduler = engine.scheduler
         max_bytes = prefix.max_bytes if prefix is not None else 0
-        mine = [*astuple(self.footprint), self.memory, max_bytes, self._ahead]
+        mine = [*astuple(scheduler.footprint), scheduler.memory, max_bytes, engine.runs_ahead]
         *footprints, memory, cache, ahead = zip(*self._gather(mx.array(mine, mx.int64)), strict=True)
-        self.footprint = Footprint(*map(max, footprints))
-        self.memory = min(memory)
-        self._ahead = all(ahead)
+        scheduler.footprint = Footprint(*map(max, footprints))
+        scheduler.memory = min(memory)
+        engine.runs_ahead = all(ahead)
         if prefix is not None:
-            prefix.agree(self.comm, min(cache), Sizes(self.footprint.position, self.footprint.fixed))
+            assert isinstance(prefix, SharedPrefix)
+            prefix.agree(self.comm, min(cache), Sizes(scheduler.footprint.position, scheduler.footprint.fixed))
 
     def _gather(self, numbers: mx.array) -> list[list[int]]:
         return self.comm.gather(numbers).tolist()  # type: ignore[return-value]
 
     def _progress(self) -> list[tuple[int, int]]:
-        return [(len(sequence.tokens), sequence.num_prefilled) for sequence in self._admitted()]
-
-    def _observe(self, pending: PendingStep, report: list[list[int]]) -> None:
-        super()._observe(pending, report)
-        self._steps += 1
-        self.link.check(self._steps, crc32(repr(report).encode()))
-
-    def _is_synchronous(self) -> bool:
-        """Also where steps are not launched ahead: then all ranks compare a step before any starts the next."""
-        return super()._is_synchronous() or not self._ahead
-
-    def _recover(self, error: Exception) -> None:
-        raise error
-
-    def _prefill_failed(self, sequence: SequenceState, error: Exception) -> None:
-        raise error
+        return [(len(sequence.tokens), sequence.num_prefilled) for sequence in self.engine.scheduler.admitted]
 
     def _end_requests(self, reason: str) -> None:
         """End all requests before the process exits. Must not wait for the device, which waits for lost ranks."""
-        for sequence in self._unfinished():
+        for sequence in self.engine.scheduler.unfinished:
             sequence.finish("error", EngineDown(f"the cluster has stopped: {reason}"))
         time.sleep(NOTICE)
 
 
-class Leader(ClusterEngine):
-    """Rank 0: the engine that clients use."""
+class Leader(Rank):
+    """Rank 0, whose engine clients use: tell the others what it decides."""
 
-    _cancelled_now: set[Handle]
+    _cancelled: list[int]
     _requests = 0  # admitted so far
 
     def clear_prefix(self) -> None:
-        with self._lock:
-            self.link.broadcast(CLEAR_PREFIX)
-            super().clear_prefix()
+        self.link.broadcast(CLEAR_PREFIX)
 
-    def _cancelled(self) -> set[Handle]:
-        self._cancelled_now = super()._cancelled()
-        return self._cancelled_now
+    def cancelled(self, handles: Set[Handle]) -> Set[Handle]:
+        self._cancelled = sorted(number for number, handle in self.handles.items() if handle in handles)
+        return handles
 
-    def _admit(self) -> list[SequenceState]:
+    def admit(self, scheduler: Scheduler) -> None:
         numbers = {handle: number for number, handle in self.handles.items()}
-        cancelled = sorted(numbers[handle] for handle in self._cancelled_now if handle in numbers)
-        sequences = super()._admit()
         admitted: list[AdmittedRequest | None] = []
-        for sequence in sequences:
+        for sequence in scheduler.admit():
             if sequence.handle in numbers:
                 admitted.append(None)
                 continue
             self._requests += 1
             self.handles[self._requests] = sequence.handle
             request, params = sequence.handle.request, sequence.params
-            admitted.append(AdmittedRequest(self._requests, request, params.key, sequence.max_k))
-        self.link.broadcast(IterationStart(cancelled, admitted, self._progress()))
-        return sequences
+            admitted.append(AdmittedRequest(self._requests, request, params.key, sequence.limits.most))
+        self.link.broadcast(IterationStart(self._cancelled, admitted, self._progress()))
 
-    def _choose(self) -> Plan:
-        plan = super()._choose()
+    def plan(self, choose: Callable[[], Plan]) -> Plan:
+        plan = choose()
         self.link.broadcast(plan)
         return plan
 
 
-class Follower(ClusterEngine):
-    """Any other rank. Its events go nowhere: rank 0 generates the same."""
+class Follower(Rank):
+    """Any other rank: repeat what the leader decides. Its events go nowhere, since rank 0 generates the same."""
 
     _start: IterationStart
 
     def run(self, *, warm_up: bool = False) -> None:
-        """Repeat what the leader does until it closes. All ranks must warm up, or none."""
+        """Run the engine until the leader closes. All ranks must warm up, or none."""
         if warm_up:
-            self.warm_up()
+            self.engine.warm_up()
         while (message := self.link.receive()) is not None:
             if message == CLEAR_PREFIX:
-                self.clear_prefix()
+                self.engine.clear_prefix()
                 continue
             self._start = message
-            self.run_once()
+            self.engine.run_once()
 
-    def _cancelled(self) -> set[Handle]:
+    def cancelled(self, handles: Set[Handle]) -> Set[Handle]:
         return {self.handles[number] for number in self._start.cancelled}
 
-    def _admit(self) -> list[SequenceState]:
-        sequences = [self._sequence(admitted) for admitted in self._start.admitted]
-        self.prefilling += sequences
+    def admit(self, scheduler: Scheduler) -> None:
+        scheduler.prefilling += [self._sequence(admitted, scheduler) for admitted in self._start.admitted]
         if self._progress() != self._start.progress:
             self.link.abort(self.link.rank, "has other sequences than rank 0: one of them ended or started alone")
-        return sequences
 
-    def _sequence(self, admitted: AdmittedRequest | None) -> SequenceState:
-        if admitted is None:
-            sequence = self.queue.all()[0]
-            self.queue.remove(sequence)
-            return sequence
-        handle = self.handles[admitted.number] = Handle(admitted.request, None, ignore_event)
-        return SequenceState.of(handle, self.model, self.tokenizer, admitted.max_k, key=admitted.key)
-
-    def _choose(self) -> Plan:
+    def plan(self, choose: Callable[[], Plan]) -> Plan:
         plan = self.link.receive()
         if plan is None:
             raise ClusterError("rank 0 has left in the middle of a step")
         return Plan(*plan)
+
+    def _sequence(self, admitted: AdmittedRequest | None, scheduler: Scheduler) -> SequenceState:
+        if admitted is None:
+            sequence = scheduler.queue.all()[0]
+            scheduler.queue.remove(sequence)
+            return sequence
+        handle = self.handles[admitted.number] = Handle(admitted.request, None, ignore_event)
+        return SequenceState.of(handle, self.engine.model, self.engine.tokenizer, admitted.max_k, key=admitted.key)
+
+
+def lead(machines: Machines, model: Model, tokenizer: TokenizerWrapper | None = None, **engine: Any) -> Engine:
+    """Return rank 0's engine. Takes the arguments of `Engine`; a prefix cache is a `SharedPrefix`."""
+    return _engine(Leader(machines), model, tokenizer, **engine)
+
+
+def follow(machines: Machines, model: Model, tokenizer: TokenizerWrapper | None = None, **engine: Any) -> Follower:
+    """Return what another rank runs, with the same arguments."""
+    follower = Follower(machines)
+    _engine(follower, model, tokenizer, **engine)
+    return follower
+
+
+def _engine(rank: Rank, model: Model, tokenizer: TokenizerWrapper | None, **engine: Any) -> Engine:
+    return Engine(model, tokenizer, depth=DepthController.of(model), decisions=rank, **engine)

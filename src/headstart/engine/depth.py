@@ -18,7 +18,7 @@ from operator import mul
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ..limits import DEFAULT_K, MAX_HEAD_K
+from ..limits import DEFAULT_K, MAX_HEAD_K, MAX_K
 from ..models import Model
 from .copies import CopyIndex
 from .draft import Source, draft_limits
@@ -41,11 +41,6 @@ class Plan(NamedTuple):
     k: int
     source: int = Source.HEAD
     distances: tuple[int, ...] = ()  # how far back each sequence copies from, 0 for none; empty if none does
-
-    @classmethod
-    def fixed(cls, model: Model, k: int) -> "Plan":
-        """Return the plan of k drafts where no controller chooses."""
-        return next((cls(min(k, most), source) for source, most in draft_limits(model).items()), cls(0))
 
 
 PLAIN = Plan(0)
@@ -94,13 +89,21 @@ class DepthController:
         limits = draft_limits(model)
         return cls(model.most_drafts, model.default_k, [*limits] or [Source.HEAD], limits)
 
-    def plan(self, histories: Sequence[DraftHistory], copies: Sequence[CopyIndex | None], unread: int = 0) -> Plan:
+    def plan(
+        self,
+        histories: Sequence[DraftHistory],
+        copies: Sequence[CopyIndex | None],
+        unread: int = 0,
+        most: int = MAX_K,
+    ) -> Plan:
         """Return what to draft in the next step.
 
-        `unread`: most tokens per sequence that were generated since `copies` was updated.
+        Args:
+            unread: Most tokens per sequence that were generated since `copies` was updated.
+            most: Most drafts per sequence.
         """
-        best, n = self.choose(histories), len(histories)
-        copied = [[] if each is None else each.survival(self.copy_pool, unread) for each in copies]
+        best, n = self.choose(histories, most), len(histories)
+        copied = [[] if each is None else each.survival(self.copy_pool, unread)[:most] for each in copies]
         if not any(copied):
             return best
         # A sequence copies where that is expected to be longer than what the source drafts.
@@ -117,10 +120,10 @@ class DepthController:
                 best, value = Plan(j + 1, Source.NONE, distances), alone
         return best
 
-    def choose(self, histories: Sequence[DraftHistory]) -> Plan:
+    def choose(self, histories: Sequence[DraftHistory], most: int = MAX_K) -> Plan:
         """Return the best plan without copies, or one to explore."""
         n = len(histories)
-        most = min(self.max_k, max((each.max_k for each in histories), default=0))
+        most = min(self.max_k, most, max((each.max_k for each in histories), default=0))
         if most == 0:
             return PLAIN
         self._round += 1

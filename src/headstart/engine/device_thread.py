@@ -111,26 +111,29 @@ class DeviceThread:
         for engine in self.engines:
             if self.memory is not None:
                 self._share_memory(engine)
-            if engine.busy:
+            if engine.scheduler.busy:
                 engine.run_once()
                 self._recompute_others(engine)
 
     def _recompute_others(self, engine: Engine) -> None:
         """Recompute what other engines have on the device, if a command of this one failed: theirs are void as well,
         and MLX has reported it."""
-        if engine.lost_commands:
-            engine.lost_commands = False
+        if engine.recovery.lost_commands:
+            engine.recovery.lost_commands = False
             for each in self.engines:
-                if each is not engine and each.busy:
-                    each.recompute_all("device")
+                if each is not engine and each.scheduler.busy:
+                    each.recovery.recompute_all("device")
 
     def _share_memory(self, engine: Engine) -> None:
         """Give an engine what the sequences of the others leave. While one of them cannot admit its first request for
         lack of memory, the others admit none."""
         assert self.memory is not None
         others = [each for each in self.engines if each is not engine]
-        engine.memory, engine.others = self.memory, sum(each.admitted_bytes for each in others)
-        engine.admits = not any(each.starved for each in others) or engine.starved
+        engine.scheduler.memory, engine.scheduler.others = (
+            self.memory,
+            sum(each.scheduler.admitted_bytes for each in others),
+        )
+        engine.scheduler.admits = not any(each.scheduler.starved for each in others) or engine.scheduler.starved
 
     def _restart(self) -> bool:
         if self.restarts or self.closing:
@@ -138,7 +141,7 @@ class DeviceThread:
         self.restarts += 1
         try:
             for engine in self.engines:
-                engine.recompute_all()
+                engine.recovery.recompute_all()
             self.start()
         except Exception as error:  # the device is lost, or no thread can be started
             log_error(LOG, "the engine's thread could not be restarted", error=error)
@@ -150,7 +153,7 @@ class DeviceThread:
     def _wait_for_work(self) -> bool:
         """Sleep until there is something to do. Return False if the thread is closing and nothing is left."""
         with self._wake:
-            while not self._calls and not any(engine.busy for engine in self.engines):
+            while not self._calls and not any(engine.scheduler.busy for engine in self.engines):
                 if self.closing:
                     self._stopped = True
                     return False

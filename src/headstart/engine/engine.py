@@ -10,34 +10,37 @@ requeued, and a step that fails costs its sequences time, not their answers.
 """
 
 import time
-from collections import deque
-from threading import Lock
+from collections.abc import Callable
+from threading import RLock
 from weakref import WeakKeyDictionary
 
-import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..errors import HeadstartError
+from ..errors import ClusterError, HeadstartError, RequestError
 from ..limits import MAX_K
 from ..models import Model
 from ..state import PrefixCache
 from ..thread_exit import wait_at_exit
-from .batch import Batch
+from .decisions import Decisions
 from .depth import DepthController, Plan, pause_reason
 from .device_error import is_failed_command
-from .invariance import invariant_k, is_batch_invariant
+from .invariance import is_batch_invariant
+from .limit import fixed_plan, step_limit
 from .log import LOG, log_error
 from .memory import wire_weights
 from .pending_step import PendingStep, build_step
 from .prefill import prefill_chunk
 from .recovery import Recovery
-from .sequence import SequenceState, not_finite, youngest
+from .request import Event, Handle, Request
+from .scheduler import Scheduler
+from .sequence import SequenceState, not_finite
 from .step_time import BUDGET, CALIBRATION_BATCH, WARM_UP_BUDGET, time_steps
+from .turns import TurnMarker
 
 _controllers: WeakKeyDictionary[Model, DepthController] = WeakKeyDictionary()
 
 
-class Engine(Recovery):
+class Engine:
     def __init__(
         self,
         model: Model,
@@ -48,6 +51,7 @@ class Engine(Recovery):
         memory_limit: int | None = None,
         depth: DepthController | None = None,
         prefix: PrefixCache | None = None,
+        decisions: Decisions | None = None,
     ):
         """Make an engine for a model.
 
@@ -58,184 +62,218 @@ class Engine(Recovery):
             memory_limit: Bytes for the states of all sequences; by default what the device has left.
             depth: Chooses k for requests with k = "auto". By default the model's, which first times a few steps.
             prefix: The prefix cache, if any.
+            decisions: Of several machines, which decide together; by default of this engine alone.
         """
-        super().__init__(model, tokenizer, max_sequences, max_queue, memory_limit, prefix)
+        reserved = prefix.max_bytes if prefix is not None else 0
+        self.scheduler = Scheduler(model, max_sequences, max_queue, memory_limit, reserved)
         wire_weights(model)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.turn_marker = TurnMarker.of(tokenizer)
+        self.prefix = prefix
+        self.recovery = Recovery(self.scheduler, prefix)
         self.depth = depth or _controllers.setdefault(model, DepthController.of(model))
-        self._ahead = model.backend.asynchronous  # a step is launched while the one before is still running
-        self._lock = Lock()  # held during an iteration
-        self._batch: Batch | None = None
-        self._pending: PendingStep | None = None
+        self.threaded = False  # if True, another thread calls `run_once`; else iterating a handle does
+        self.runs_ahead = model.backend.asynchronous  # a step is launched while the one before is still running
+        self._lock = RLock()  # held during an iteration
         self._last_finish = 0.0  # when the tokens of the last step were read
-        self._steady = False  # the next step will follow the last without other device work
+        self.decisions = decisions or Decisions()
+        self.decisions.begin(self)
 
-    @property
-    def busy(self) -> bool:
-        return bool(self.prefilling or self.running or self._pending or len(self.queue))
+    def submit(
+        self,
+        request: Request,
+        *,
+        client: str = "",
+        listener: Callable[[Event], None] | None = None,
+        max_k: int = MAX_K,
+    ) -> Handle:
+        """Queue a request, from any thread.
+
+        Args:
+            client: Whose request it is. Clients take turns.
+            listener: Receives every event in the thread that runs the engine, instead of the handle.
+            max_k: Most drafts per round, besides what the model and the request allow.
+
+        Raises:
+            RequestError: It can never be answered.
+            Busy: The queue is full.
+        """
+        request.check(self.model)
+        if request.n > (most := self.scheduler.max_sequences):
+            raise RequestError(f"n is {request.n}, and at most {most} answers can run at a time")
+        handle = Handle(request, None if self.threaded else self.run_once, listener)
+        self.scheduler.put(SequenceState.of(handle, self.model, self.tokenizer, max_k), client)
+        return handle
+
+    def cancel_all(self) -> None:
+        """Cancel all requests, also those submitted later, from any thread."""
+        self.scheduler.cancels_all = True
+
+    def clear_prefix(self) -> None:
+        """Empty the prefix cache, from any thread."""
+        with self._lock:
+            self.decisions.clear_prefix()
+            if self.prefix is not None:
+                self.prefix.clear()
+
+    def close(self) -> None:
+        """Write what the prefix cache on the disk is still to get. Requests have ended."""
+        if self.prefix is not None:
+            self.prefix.close()
 
     def run_once(self) -> bool:
         """Do one iteration. Return False when nothing is left to do."""
         wait_at_exit()
-        with self._lock, self.model.backend.device():
-            self._end_cancelled()
-            self._drop_finished()
-            self._admit()
+        scheduler = self.scheduler
+        with self._lock, self.decisions.iteration(), self.model.backend.device():
+            scheduler.cancel(self.decisions.cancelled(scheduler.asked_to_cancel()))
+            self.decisions.admit(scheduler)
             try:
-                if self.prefilling and not self._ahead:  # generated tokens do not wait for another's prefill
+                if scheduler.prefilling and not self.runs_ahead:  # generated tokens do not wait for another's prefill
                     self._finish_pending()
                 self._prefill_chunk()
                 self._step()
             except Exception as error:
-                self._recover(error)
-        return self.busy
+                if not self.decisions.alone:
+                    raise
+                self.recovery.after_step(error)
+        return scheduler.busy
 
     def warm_up(self) -> None:
         """Do the measurements that the first request would otherwise wait for. Call it before `run_once`."""
-        is_batch_invariant(self.model)
-        self._calibrate(WARM_UP_BUDGET)
+        with self.decisions.iteration():
+            is_batch_invariant(self.model)
+            self._calibrate(WARM_UP_BUDGET)
 
     def prefill_all(self) -> None:
         """Prefill all requests that can be admitted, so that they start to decode together."""
+        if not self.decisions.alone:
+            raise ClusterError("prefill_all is not available on several machines: use one")
         with self._lock:
-            self._admit()
-            while self.prefilling:
+            self.scheduler.admit()
+            while self.scheduler.prefilling:
                 self._prefill_chunk()
 
     def end_all(self, error: HeadstartError) -> None:
         """End all requests with an error, when `run_once` will not be called again."""
-        for sequence in self._unfinished():
-            sequence.finish("error", error)
-        self.queue.remove_finished()
-        self.prefilling.clear()
-        self._drop_batch()
+        self.scheduler.end_all(error)
 
     def _calibrate(self, budget: float = BUDGET) -> None:
         """Time a few steps, if the model's shared controller knows nothing yet."""
         if self.depth is _controllers.get(self.model) and not self.depth.step_time.timings:
-            fits = self.footprint.bytes([1] * CALIBRATION_BATCH) <= self.memory
-            times = time_steps(self.model, self.depth.max_k, self.max_sequences if fits else 1, budget)
+            scheduler = self.scheduler
+            fits = scheduler.footprint.bytes([1] * CALIBRATION_BATCH) <= scheduler.memory
+            times = time_steps(self.model, self.depth.max_k, scheduler.max_sequences if fits else 1, budget)
             self.depth.step_time.calibrate(times)
 
     def _prefill_chunk(self) -> None:
         """Prefill one chunk of one sequence: with more, running sequences would stall."""
-        if not self.prefilling:
+        scheduler = self.scheduler
+        if not scheduler.prefilling:
             return
-        sequence = self.prefilling[0]
+        sequence = scheduler.prefilling[0]
         try:
             if sequence.batch is None and sequence.auto_depth:
                 self._calibrate()
         except Exception as error:  # of its throw-away sequences: this one may be fine
             log_error(LOG, "calibration failed; step times are learned while decoding", error=error)
         try:
-            self._steady = False
-            if not prefill_chunk(self.model, sequence, self.prefix, self.turn_marker, self.widest_pass):
+            scheduler.running.steady = False
+            if not prefill_chunk(self.model, sequence, self.prefix, self.turn_marker, self.recovery.widest_pass):
                 return
             if sequence.suspect:
                 self._try_alone(sequence)
             else:
-                self._join(sequence)
-                self.prefilling.popleft()
+                scheduler.running.join(sequence)
+                scheduler.prefilling.popleft()
         except Exception as error:
-            self._prefill_failed(sequence, error)
-        self.prefilling = deque(sequence for sequence in self.prefilling if not sequence.finished)
-
-    def _join(self, sequence: SequenceState) -> None:
-        """Add a prefilled sequence and its siblings to the running batch."""
-        assert sequence.batch is not None
-        sequences = sequence.fork()
-        if len(sequences) > 1:
-            sequence.batch.fork([each.params for each in sequences], self.model)
-        if self._batch is None:
-            self._batch = sequence.batch
-        else:
-            self._batch.join(sequence.batch, self.model)
-        sequence.batch = None
-        self._steady = False
-        self.running += sequences
+            if not self.decisions.alone:
+                raise
+            self.recovery.after_prefill(sequence, error)
+        scheduler.drop_finished()
 
     def _try_alone(self, sequence: SequenceState) -> None:
         """Run a step of this sequence alone, after a batch with it failed, to find out whether it is the cause."""
         assert sequence.batch is not None
-        pending = build_step(self.model, sequence.batch, [sequence], Plan.fixed(self.model, sequence.history.max_k))
+        pending = build_step(self.model, sequence.batch, [sequence], fixed_plan(self.model, [sequence]))
         pending.start()
         self._emit(pending)
         sequence.suspect, sequence.cleared = False, True
-        self._recompute(sequence, "failure")
+        self.recovery.recompute(sequence, "failure")
 
     def _step(self) -> None:
         """Launch the next step, and hand out the tokens of the pending one: after that on a GPU, before it on a CPU,
         where a launch runs the step. With a grammar, each step is read before the next is built."""
+        running = self.scheduler.running
         synchronous = self._is_synchronous()
-        if synchronous or (not self._ahead and (self._pending_ends_a_sequence() or self._is_copying())):
+        if synchronous or (not self.runs_ahead and (self._pending_ends_a_sequence() or self._is_copying())):
             self._finish_pending()
-        self._requeue_for_memory()
+        for sequence in self.scheduler.requeue_for_memory():
+            self.recovery.recompute(sequence, "memory")
         following = self._next_step()
-        if following is not None and self._ahead:
+        if following is not None and self.runs_ahead:
             following.start()
         self._finish_pending()
-        if following is not None and self._batch is not None:  # some sequences have not ended
-            if not self._ahead:
+        if following is not None and running.batch is not None:  # some sequences have not ended
+            if not self.runs_ahead:
                 following.start()
-            self._pending = following
+            running.pending = following
         if synchronous:
             self._finish_pending()
 
     def _is_synchronous(self) -> bool:
         """Return whether the tokens of a step must be known before the next one is built."""
-        return any(sequence.matcher for sequence in self.running)
+        compared = not (self.decisions.alone or self.runs_ahead)
+        return compared or any(sequence.matcher for sequence in self.scheduler.running.sequences)
 
     def _pending_ends_a_sequence(self) -> bool:
-        return self._pending is not None and any(s.limit <= s.num_generated + 1 for s in self._pending.sequences)
+        pending = self.scheduler.running.pending
+        return pending is not None and any(s.limit <= s.num_generated + 1 for s in pending.sequences)
 
     def _is_copying(self) -> bool:
         """Return whether a sequence repeats earlier tokens: to know whether it still does is worth a short wait."""
-        return any(sequence.copies is not None and sequence.copies.distance for sequence in self.running)
-
-    def _requeue_for_memory(self) -> None:
-        """Requeue the youngest sequences while the next step of the batch would not fit into memory."""
-        while len(self.running) > 1 and self._batch is not None:
-            if self.footprint.bytes([bound + MAX_K + 1 for bound in self._batch.trunk_state.bounds]) <= self.left:
-                return
-            last = youngest(self.running)
-            self._batch.keep([i for i, each in enumerate(self.running) if each is not last], self.model)
-            self.running.remove(last)
-            self._recompute(last, "memory")
-            self.queue.put_back(last)
-            self._steady = False
+        running = self.scheduler.running.sequences
+        return any(sequence.copies is not None and sequence.copies.distance for sequence in running)
 
     def _next_step(self) -> PendingStep | None:
         """Build the next step, without the tokens of the pending one. None if no sequence can need it."""
-        if self._batch is None:
+        running = self.scheduler.running
+        if running.batch is None:
             return None
-        pending = self._pending.sequences if self._pending is not None else []
-        # The pending step generates at least one token per sequence. More drafts than any can still use are a waste.
-        remaining = max(each.limit - each.num_generated - (each in pending) for each in self.running)
+        pending = running.pending.sequences if running.pending is not None else []
+        # The pending step generates at least one token per sequence.
+        remaining = max(each.limit - each.num_generated - (each in pending) for each in running.sequences)
         if remaining <= 0:
             return None
+        most = step_limit(self.model, running.sequences)
         # A fixed k is a limit for its own sequence only: if any sequence leaves k open, the controller chooses.
-        if any(sequence.auto_depth for sequence in self.running):
-            plan = self._choose()
+        if any(sequence.auto_depth for sequence in running.sequences):
+            plan = self.decisions.plan(lambda: self._choose(most))
         else:
-            plan = Plan.fixed(self.model, max(sequence.history.max_k for sequence in self.running))
-        plan = plan._replace(k=invariant_k(self.model, self.running, min(plan.k, remaining - 1)))
-        following = build_step(self.model, self._batch, self.running, plan, steady=self._steady)
-        self._steady = True
+            plan = fixed_plan(self.model, running.sequences, most)
+        plan = plan._replace(k=min(plan.k, most, remaining - 1))  # more than any sequence can still use are a waste
+        following = build_step(self.model, running.batch, running.sequences, plan, steady=running.steady)
+        running.steady = True
         return following
 
-    def _choose(self) -> Plan:
-        copies = [sequence.find_copies(self.depth.copy_pool) for sequence in self.running]
-        unread = self._pending.k + 1 if self._pending is not None else 0
-        return self.depth.plan([sequence.history for sequence in self.running], copies, unread)
+    def _choose(self, most: int) -> Plan:
+        running = self.scheduler.running
+        copies = [sequence.find_copies(self.depth.copy_pool) for sequence in running.sequences]
+        unread = running.pending.k + 1 if running.pending is not None else 0
+        return self.depth.plan([sequence.history for sequence in running.sequences], copies, unread, most)
 
     def _finish_pending(self) -> None:
         """Wait for the pending step, if there is one, and hand out its tokens."""
-        pending, self._pending = self._pending, None
+        running = self.scheduler.running
+        pending, running.pending = running.pending, None
         if pending is not None:
             self._emit(pending)
 
     def _emit(self, pending: PendingStep) -> None:
         report = pending.read()
         self._observe(pending, report)
+        running = self.scheduler.running
         for index, sequence in enumerate(pending.sequences):
             *tokens, accepted, proposed, copied, finite = report[index]
             if sequence.finished:
@@ -245,15 +283,13 @@ class Engine(Recovery):
                     raise not_finite(self.model)
                 if sequence.matcher is not None and sequence.matcher.failed is not None:
                     raise sequence.matcher.failed
-                if self._batch is not None and sequence in self.running:
-                    # `commit` raised the bound as if all drafts were accepted.
-                    self._batch.trunk_state.bounds[self.running.index(sequence)] -= pending.k - accepted
+                running.correct_length(sequence, pending.k - accepted)
                 pending.emit(index, tokens[: accepted + 1], proposed, copied)
             except Exception as error:
                 if is_failed_command(error):
                     raise
                 sequence.fail(error)
-        self._drop_finished()
+        running.drop_finished()
 
     def _observe(self, pending: PendingStep, report: list[list[int]]) -> None:
         """Count the step, and tell the depth controller its outcome. Steady steps are timed from end to end."""
@@ -271,26 +307,9 @@ class Engine(Recovery):
         histories = [sequence.history for sequence in running]
         self.depth.observe(histories, pending.k, outcomes, timed, pending.plan.source)
         for sequence in running:
-            sequence.stats.count_depth(min(pending.k, sequence.max_k), seconds)
+            sequence.stats.count_depth(min(pending.k, sequence.limits.most), seconds)
             if sequence.auto_depth:
                 sequence.stats.estimated_gain_by_k = list(self.depth.gains)
                 if pending.k == 0:
                     sequence.stats.last_pause_reason = pause_reason(self.depth.gains)
-
-    def _drop_batch(self) -> None:
-        self.running = []
-        self._batch = self._pending = None
-        self._steady = False
-        mx.clear_cache()
-
-    def _drop_finished(self) -> None:
-        """Remove finished sequences from the batch."""
-        staying = [i for i, sequence in enumerate(self.running) if not sequence.finished]
-        if self._batch is None or len(staying) == len(self.running):
-            return
-        self.running = [self.running[i] for i in staying]
-        if not self.running:
-            self._batch = None
-            return
-        self._steady = False
-        self._batch.keep(staying, self.model)
+        self.decisions.observe(report)

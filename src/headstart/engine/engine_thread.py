@@ -58,15 +58,15 @@ class EngineThread:
 
     @property
     def running(self) -> int:
-        return len(self.engine.running)
+        return len(self.engine.scheduler.running.sequences)
 
     @property
     def prefilling(self) -> int:
-        return len(self.engine.prefilling)
+        return len(self.engine.scheduler.prefilling)
 
     @property
     def queued(self) -> int:
-        return len(self.engine.queue)
+        return len(self.engine.scheduler.queue)
 
     def start(self) -> None:
         self.device.start()

@@ -4,13 +4,11 @@ Where they do not, speculation and batching change no bit of the output.
 """
 
 import sys
-from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
 from ..models import Model
-from .sequence import SequenceState
 
 TOKENS = [3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71]
 PREFILLED = 3  # of these, before the window
@@ -35,19 +33,6 @@ def is_batch_invariant(model: Model) -> bool:
         invariant = all(bool(each) for each in same) and backend.is_exact(model.layers, model.weights, model.dtype)
         _measured[model] = model.share.everywhere(invariant)
     return _measured[model]
-
-
-def invariant_k(model: Model, running: Sequence[SequenceState], k: int) -> int:
-    """Return k, or as many drafts per round as the kernels take that compute every position independently.
-
-    Beyond, MLX's kernels are used, which add up in another order: where even single tokens are too many, the stats of
-    their sequences say so.
-    """
-    rows = max_invariant_rows(model)
-    if len(running) > rows:
-        for sequence in running:
-            sequence.stats.exact = False
-    return min(k, max(rows // len(running) - 1, 0))
 
 
 def max_invariant_rows(model: Model) -> int:

@@ -67,7 +67,7 @@ def _start(model: Model, sequence: SequenceState, prefix: PrefixCache | None, *,
     """Make the sequence's own batch, with what the prefix cache holds of its tokens. `narrowed`: passes are not as
     wide as those that it may hold."""
     generated, stats = sequence.num_generated, sequence.stats
-    batch = Batch.of_one(model, sequence.tokens, sequence.params, sequence.max_k, generated, stats.rounds)
+    batch = Batch.of_one(model, sequence.tokens, sequence.params, sequence.limits.most, generated, stats.rounds)
     sequence.batch = batch
     if (adapter := sequence.handle.request.adapter) is not None:
         batch.trunk_state.adapt([model.adapters[adapter].index])

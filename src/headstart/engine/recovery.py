@@ -5,10 +5,11 @@ of the one that fails, or of the youngest where memory ran out.
 """
 
 from collections import Counter
-from typing import Any
+
+import mlx.core as mx
 
 from ..errors import KernelTimeout
-from ..state import CHUNK
+from ..state import CHUNK, PrefixCache
 from .device_error import is_failed_command, is_out_of_memory, is_timeout, raise_if_lost
 from .log import LOG, log_error
 from .scheduler import Scheduler
@@ -18,27 +19,22 @@ NARROWEST = 32  # tokens of a pass over a prompt: rows of a tile of MLX's produc
 MOST_FAILURES = 6  # of commands, in which a sequence gets no token: passes have their least width after four
 
 
-class Recovery(Scheduler):
-    def __init__(self, *scheduler: Any):
-        super().__init__(*scheduler)
+class Recovery:
+    def __init__(self, scheduler: Scheduler, prefix: PrefixCache | None):
+        self.scheduler = scheduler
+        self.prefix = prefix
         self.retries = 0  # decode steps and prefill chunks that failed and were run again
         self.recomputed: Counter[str] = Counter()  # sequences that lost their KV cache, by reason
         self.widest_pass = CHUNK  # tokens of a prompt; half as many each time the driver ends a command
         self.lost_commands = False  # of all engines on the device, until its thread resets it
 
-    def _drop_batch(self) -> None:
-        raise NotImplementedError
-
-    def _drop_finished(self) -> None:
-        raise NotImplementedError
-
     def recompute_all(self, reason: str = "restart") -> None:
         """Drop the state of all sequences and prefill their tokens again."""
-        for sequence in self.prefilling:
-            self._recompute(sequence, reason)
-        self._recompute_batch([sequence for sequence in self.running if not sequence.finished], reason)
+        for sequence in self.scheduler.prefilling:
+            self.recompute(sequence, reason)
+        self._recompute_running(self._decoding(), reason)
 
-    def _recover(self, error: Exception) -> None:
+    def after_step(self, error: Exception) -> None:
         """Recompute all sequences after a step failed: their state on the device is lost.
 
         If memory ran out, the youngest ends; if a kernel gave up, none. Else each runs alone; then the youngest ends.
@@ -47,7 +43,7 @@ class Recovery(Scheduler):
         if is_failed_command(error):
             self._recover_device(error)
             return
-        sequences = [sequence for sequence in self.running if not sequence.finished]
+        sequences = self._decoding()
         memory, timeout = is_out_of_memory(error), isinstance(error, KernelTimeout)
         if sequences and not timeout and (len(sequences) == 1 or memory or all(each.cleared for each in sequences)):
             last = youngest(sequences)
@@ -59,9 +55,9 @@ class Recovery(Scheduler):
             sequence.suspect = not memory and not timeout and not sequence.cleared
         if memory or timeout:
             self._empty_prefix()
-        self._recompute_batch(sequences, "memory" if memory else "failure")
+        self._recompute_running(sequences, "memory" if memory else "failure")
 
-    def _prefill_failed(self, sequence: SequenceState, error: Exception) -> None:
+    def after_prefill(self, sequence: SequenceState, error: Exception) -> None:
         """End the sequence, or, if memory ran out, free some and start its prefill over.
 
         The first time the prefix cache is emptied, after that the youngest sequence that holds memory is ended.
@@ -76,13 +72,14 @@ class Recovery(Scheduler):
             return
         log_error(LOG, "prefill ran out of memory", error=error)
         if sequence.retried or not self._empty_prefix():  # a retried sequence has itself filled the cache again
-            holding = [*self.running, *(each for each in self.prefilling if each.batch)]
+            running, prefilling = self.scheduler.running.sequences, self.scheduler.prefilling
+            holding = [*running, *(each for each in prefilling if each.batch)]
             youngest(holding or [sequence]).finish("error", error)
-            self._drop_finished()
+            self.scheduler.running.drop_finished()
         sequence.retried = True
         if not sequence.finished:
             self.retries += 1
-            self._recompute(sequence, "memory")
+            self.recompute(sequence, "memory")
 
     def _recover_device(self, error: Exception, reading: SequenceState | None = None) -> None:
         """Recompute everything after a command failed, maybe that of the sequence in prefill, maybe another's.
@@ -91,8 +88,8 @@ class Recovery(Scheduler):
         they resume from the prefix cache, whose entries were computed before they were stored. Where commands go on
         to fail, a sequence in prefill ends, or the youngest.
         """
-        begun = [each for each in self.prefilling if each.batch is not None or each is reading]
-        present = [each for each in (*begun, *self.running) if not each.finished]
+        begun = [each for each in self.scheduler.prefilling if each.batch is not None or each is reading]
+        present = [each for each in begun if not each.finished] + self._decoding()
         for each in present:
             each.failures += 1
         if present and is_out_of_memory(error):
@@ -109,12 +106,23 @@ class Recovery(Scheduler):
         self.lost_commands = True
         self.recompute_all("device")
 
-    def _recompute_batch(self, sequences: list[SequenceState], reason: str) -> None:
-        self._drop_batch()
+    def _recompute_running(self, sequences: list[SequenceState], reason: str) -> None:
+        self.scheduler.running.clear()
         for sequence in sequences:
-            self._recompute(sequence, reason)
-        self.prefilling.extendleft(reversed(sequences))
+            self.recompute(sequence, reason)
+        self.scheduler.prefilling.extendleft(reversed(sequences))
 
-    def _recompute(self, sequence: SequenceState, reason: str) -> None:
+    def _decoding(self) -> list[SequenceState]:
+        return [sequence for sequence in self.scheduler.running.sequences if not sequence.finished]
+
+    def _empty_prefix(self) -> bool:
+        """Empty the prefix cache. Return False if it was empty."""
+        if self.prefix is None or not self.prefix.stats().bytes:
+            return False
+        self.prefix.clear()
+        mx.clear_cache()
+        return True
+
+    def recompute(self, sequence: SequenceState, reason: str) -> None:
         self.recomputed[reason] += 1
         sequence.reset_prefill()

@@ -1,23 +1,19 @@
-"""Queue requests and admit them as sequences, within the limits of batch size and memory. No device work here."""
+"""Queue requests and admit them as sequences, within the limits of batch size and memory."""
 
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Set
 from threading import Lock
 from typing import NamedTuple
 
-import mlx.core as mx
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-from ..errors import Busy, RequestError
+from ..errors import Busy, HeadstartError, RequestError
 from ..limits import MAX_K
 from ..models import Model
 from ..models.memory import Footprint
-from ..state import PrefixCache
 from .memory import ANSWER, memory_for_sequences
-from .request import Event, Handle, Request
+from .request import Handle
+from .running import Running
 from .sequence import SequenceState
-from .turns import TurnMarker
 
 LEVELS = {"interactive": 1, "batch": 2}  # lower ones go first; 0: was running before
 
@@ -81,25 +77,16 @@ class Queue:
 
 
 class Scheduler:
-    """The part of an engine that other threads call, and that decides which sequences run."""
+    """Decide which sequences run, within a number of them and within memory."""
 
     def __init__(
-        self,
-        model: Model,
-        tokenizer: TokenizerWrapper | None,
-        max_sequences: int,
-        max_queue: int | None,
-        memory_limit: int | None,
-        prefix: PrefixCache | None,
+        self, model: Model, max_sequences: int, max_queue: int | None, memory_limit: int | None, reserved: int
     ):
+        """`reserved`: bytes that the prefix cache may take of what the device has left."""
         if max_sequences < 1:
             raise RequestError(f"max_sequences is {max_sequences}; it must be at least 1")
-        self.model = model
-        self.tokenizer = tokenizer
-        self.turn_marker = TurnMarker.of(tokenizer)
         self.max_sequences = max_sequences
         self.footprint = Footprint.of(model)
-        reserved = prefix.max_bytes if prefix is not None else 0
         available = memory_for_sequences()
         if memory_limit is None and available - reserved < self.footprint.bytes([1]) <= available:
             raise RequestError(
@@ -109,49 +96,10 @@ class Scheduler:
         self.memory = max(0, available - reserved) if memory_limit is None else memory_limit
         self.others = 0  # of that, what the sequences of other engines hold: see DeviceThread
         self.admits = True  # if False, another engine's request comes first
-        self.prefix = prefix
         self.queue = Queue(max_queue)
         self.prefilling: deque[SequenceState] = deque()
-        self.running: list[SequenceState] = []  # decoding, in the order of the batch
-        self.threaded = False  # if True, another thread calls `run_once`; else iterating a handle does
-        self._cancel_all = False
-
-    def run_once(self) -> bool:
-        """Do one iteration of the work. Return False when nothing is left to do."""
-        raise NotImplementedError
-
-    def submit(
-        self,
-        request: Request,
-        *,
-        client: str = "",
-        listener: Callable[[Event], None] | None = None,
-        max_k: int = MAX_K,
-    ) -> Handle:
-        """Queue a request, from any thread.
-
-        Args:
-            client: Whose request it is. Clients take turns.
-            listener: Receives every event in the thread that runs the engine, instead of the handle.
-            max_k: Most drafts per round, besides what the model and the request allow.
-
-        Raises:
-            RequestError: It can never be answered.
-            Busy: The queue is full.
-        """
-        request.check(self.model)
-        if request.n > self.max_sequences:
-            raise RequestError(f"n is {request.n}, and at most {self.max_sequences} answers can run at a time")
-        handle = Handle(request, None if self.threaded else self.run_once, listener)
-        sequence = SequenceState.of(handle, self.model, self.tokenizer, max_k)
-        if (needed := self._bytes([sequence])) > self.memory:
-            answers, or_n = ("its answer", "") if request.n == 1 else (f"{request.n} answers", " or n")
-            raise RequestError(
-                f"prompt has {len(request.prompt)} tokens and needs {needed / 1e9:.2f} GB with {answers}, and "
-                f"{self.memory / 1e9:.2f} GB are left for requests: shorten it or lower max_tokens{or_n}"
-            )
-        self.queue.put(sequence, client)
-        return handle
+        self.running = Running(model)
+        self.cancels_all = False  # also what is submitted from now on
 
     @property
     def left(self) -> int:
@@ -159,71 +107,45 @@ class Scheduler:
         return self.memory - self.others
 
     @property
+    def admitted(self) -> list[SequenceState]:
+        return [*self.prefilling, *self.running.sequences]
+
+    @property
+    def unfinished(self) -> list[SequenceState]:
+        """Return the sequences of all requests: queued, prefilling and running."""
+        return [each for each in (*self.queue.all(), *self.admitted) if not each.finished]
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.prefilling or self.running.sequences or self.running.pending or len(self.queue))
+
+    @property
     def admitted_bytes(self) -> int:
         """Return the memory that the admitted sequences will need."""
-        return self._bytes(self._admitted())
+        return self._bytes(self.admitted)
 
     @property
     def starved(self) -> bool:
         """Return whether the first request in the queue waits for memory that other engines hold."""
-        waiting = [] if self._admitted() else self.queue.all()[:1]
+        waiting = [] if self.admitted else self.queue.all()[:1]
         return bool(waiting and self.others) and self._bytes(waiting) > self.left
 
-    def close(self) -> None:
-        """Write what the prefix cache on the disk is still to get. Requests have ended."""
-        if self.prefix is not None:
-            self.prefix.close()
+    def put(self, sequence: SequenceState, client: str) -> None:
+        """Queue a new sequence. Raise RequestError if it never fits, Busy if the queue is full."""
+        request = sequence.handle.request
+        if (needed := self._bytes([sequence])) > self.memory:
+            answers, or_n = ("its answer", "") if request.n == 1 else (f"{request.n} answers", " or n")
+            raise RequestError(
+                f"prompt has {len(request.prompt)} tokens and needs {needed / 1e9:.2f} GB with {answers}, and "
+                f"{self.memory / 1e9:.2f} GB are left for requests: shorten it or lower max_tokens{or_n}"
+            )
+        self.queue.put(sequence, client)
 
-    def clear_prefix(self) -> None:
-        """Empty the prefix cache, from any thread."""
-        if self.prefix is not None:
-            self.prefix.clear()
-
-    def _empty_prefix(self) -> bool:
-        """Empty the prefix cache. Return False if it was empty."""
-        if self.prefix is None or not self.prefix.stats().bytes:
-            return False
-        self.prefix.clear()
-        mx.clear_cache()
-        return True
-
-    def cancel_all(self) -> None:
-        """Cancel all requests, also those submitted later, from any thread."""
-        self._cancel_all = True
-
-    def _admitted(self) -> list[SequenceState]:
-        return [*self.prefilling, *self.running]
-
-    def _bytes(self, sequences: list[SequenceState]) -> int:
-        """Return the memory that these sequences and their siblings will need, with answers up to ANSWER tokens."""
-        lengths = []
-        for sequence in sequences:
-            answer = min(sequence.limit - sequence.num_generated, ANSWER)
-            lengths += [len(sequence.tokens) + answer + MAX_K + 1] * (1 + len(sequence.siblings))
-        return self.footprint.bytes(lengths)
-
-    def _unfinished(self) -> list[SequenceState]:
-        """Return the sequences of all requests: queued, prefilling and running."""
-        return [each for each in (*self.queue.all(), *self._admitted()) if not each.finished]
-
-    def _end_cancelled(self) -> None:
-        cancelled = self._cancelled()
-        for sequence in self._unfinished():
-            if sequence.handle in cancelled:
-                sequence.finish("cancelled")
-        self.queue.remove_finished()  # also what the pending step ended after it was requeued
-        self.prefilling = deque(sequence for sequence in self.prefilling if not sequence.finished)
-
-    def _cancelled(self) -> set[Handle]:
-        """Return the requests to cancel. Each flag is read once: all answers to a request must end together."""
-        handles = {sequence.handle for sequence in self._unfinished()}
-        return {handle for handle in handles if self._cancel_all or handle.cancelled}
-
-    def _admit(self) -> list[SequenceState]:
+    def admit(self) -> list[SequenceState]:
         """Move sequences from the queue to `prefilling`, as many as fit. None overtakes the first in the queue."""
         admitted: list[SequenceState] = []
         for sequence in self.queue.all() if self.admits else ():
-            inside = self._admitted()
+            inside = self.admitted
             if sum(1 + len(each.siblings) for each in (*inside, sequence)) > self.max_sequences:
                 break
             if (inside or self.others) and self._bytes([*inside, sequence]) > self.left:
@@ -232,3 +154,42 @@ class Scheduler:
             self.prefilling.append(sequence)
             admitted.append(sequence)
         return admitted
+
+    def asked_to_cancel(self) -> set[Handle]:
+        """Return the requests to cancel. Each flag is read once: all answers to a request must end together."""
+        handles = {sequence.handle for sequence in self.unfinished}
+        return {handle for handle in handles if self.cancels_all or handle.cancelled}
+
+    def cancel(self, handles: Set[Handle]) -> None:
+        for sequence in self.unfinished:
+            if sequence.handle in handles:
+                sequence.finish("cancelled")
+        self.queue.remove_finished()  # also what the pending step ended after it was requeued
+        self.drop_finished()
+
+    def drop_finished(self) -> None:
+        self.prefilling = deque(sequence for sequence in self.prefilling if not sequence.finished)
+        self.running.drop_finished()
+
+    def requeue_for_memory(self) -> list[SequenceState]:
+        """Requeue the youngest running sequences while the next step of all would not fit. Return them."""
+        requeued: list[SequenceState] = []
+        while len(self.running.sequences) > 1 and self.footprint.bytes(self.running.lengths(MAX_K + 1)) > self.left:
+            requeued.append(self.running.remove_youngest())
+            self.queue.put_back(requeued[-1])
+        return requeued
+
+    def end_all(self, error: HeadstartError) -> None:
+        for sequence in self.unfinished:
+            sequence.finish("error", error)
+        self.queue.remove_finished()
+        self.prefilling.clear()
+        self.running.clear()
+
+    def _bytes(self, sequences: list[SequenceState]) -> int:
+        """Return the memory that these sequences and their siblings will need, with answers up to ANSWER tokens."""
+        lengths = []
+        for sequence in sequences:
+            answer = min(sequence.limit - sequence.num_generated, ANSWER)
+            lengths += [len(sequence.tokens) + answer + MAX_K + 1] * (1 + len(sequence.siblings))
+        return self.footprint.bytes(lengths)

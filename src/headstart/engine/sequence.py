@@ -3,22 +3,20 @@
 import secrets
 import time
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import HeadstartError, RequestError
-from ..limits import MAX_K
 from ..models import Model
-from ..sampling import Logprobs, Matcher, SamplingParams, SequenceParams, compile_grammar
+from ..sampling import Logprobs, Matcher, SequenceParams, compile_grammar
 from ..state import Chunks
 from .batch import Batch
 from .copies import CopyIndex
 from .device_error import explain
-from .draft import draft_limits
 from .draft_history import DraftHistory
 from .images import SequenceImages
+from .limit import DraftLimit, request_limit
 from .log import LOG, log_error
 from .request import Event, FinishReason, Handle, TokenLogprobs
 from .stats import Stats, origins
@@ -29,6 +27,7 @@ from .text import TextStream
 class SequenceState:
     handle: Handle
     params: SequenceParams
+    limits: DraftLimit
     history: DraftHistory  # of the head's drafts, for the depth controller
     copies: CopyIndex | None  # what it could copy; None if it must not
     stats: Stats
@@ -70,8 +69,8 @@ class SequenceState:
             raise RequestError("grammar needs text, and this engine has no tokenizer: give it the model's")
         if key is None:  # without a seed, answers differ from request to request
             key = params.seed if params.seed is not None else secrets.randbits(64)
-        k, bypass_reason = _max_k(params.k, model, max_k)
-        copied = _max_copied(params, model, max_k)
+        limits = request_limit(params, model, max_k)
+        k, copied, bypass_reason = limits
         named = {"dflash": model.drafter is not None and k, "native_mtp": model.has_head and k, "copy": copied}
         sources = [name for name, used in named.items() if used]
         stats = Stats(
@@ -91,6 +90,7 @@ class SequenceState:
             cls(
                 handle,
                 SequenceParams(params, key, choice, limit),
+                limits,
                 DraftHistory(k),
                 CopyIndex(copied) if copied else None,
                 stats,
@@ -113,11 +113,6 @@ class SequenceState:
     def auto_depth(self) -> bool:
         """Return whether the depth controller chooses its depth."""
         return self.copies is not None or (self.params.params.k == "auto" and self.history.max_k > 0)
-
-    @property
-    def max_k(self) -> int:
-        """Return the most drafts per step, from any source."""
-        return max(self.history.max_k, self.copies.max_k if self.copies is not None else 0)
 
     @property
     def num_generated(self) -> int:
@@ -225,33 +220,10 @@ class SequenceState:
         return texts, None
 
 
-def _max_k(k: int | Literal["auto"], model: Model, max_k: int) -> tuple[int, str | None]:
-    """Return the most drafts per round, and the reason if there are none."""
-    limits = draft_limits(model)
-    most = min(max_k, model.most_drafts)
-    if not limits:
-        return 0, model.head_unavailable or "the model has no head"
-    if k == 0:
-        return 0, "the request asked for no drafts"
-    if most == 0:
-        return 0, "speculation is switched off"
-    return (most if k == "auto" else min(k, most, next(iter(limits.values())))), None
-
-
 def not_finite(model: Model) -> HeadstartError:
     """Return the error of a sequence whose logits are NaN or infinite."""
     remedy = "; float16 may have overflowed: set HEADSTART_DTYPE=bfloat16" if model.dtype == mx.float16 else ""
     return HeadstartError(f"the model's logits are not finite: this sequence cannot go on{remedy}")
-
-
-def _max_copied(params: SamplingParams, model: Model, max_k: int) -> int:
-    """Return the most drafts per round that are copied from the context, 0 for none.
-
-    A fixed k asks for drafts of one source. The optimistic rule would accept a copy that never ends.
-    """
-    if params.k != "auto" or not model.copies or params.rule == "optimistic":
-        return 0
-    return MAX_K if 0 < model.most_drafts <= max_k else max_k  # a limit below that was set by the user
 
 
 def youngest(sequences: list[SequenceState]) -> SequenceState:

@@ -18,7 +18,7 @@ import mlx.nn as nn
 
 from ..state import KV, BatchState, Recurrent
 from .checks import KernelCheck
-from .drafts import Drafts
+from .drafts import Drafting
 from .layers import (
     Attention,
     FeedForward,
@@ -37,7 +37,7 @@ from .report import Report, join_columns
 Remembered = Callable[..., Any]  # of a BatchState, the width of the window, and the inputs of a pass
 
 
-class Backend(Recurrents, Drafts):
+class Backend(Recurrents, Drafting):
     """Operations on plain arrays, and on the weights that mlx-lm's modules hold.
 
     Attributes:

@@ -8,7 +8,7 @@ import mlx.core as mx
 from ..sampling import BatchContext, Proposal
 from ..state import BatchState, UnseenPairs
 from .layers import at_last
-from .sampling import Sampling
+from .sampling import SamplingSteps
 
 Draw = Callable[[mx.array, int], mx.array]  # a module's output [B, 1, H], and which module → the drafts so far [B, j]
 
@@ -79,8 +79,8 @@ def chain_drafts(
         drafts = draw(hidden, final)
 
 
-class Drafts(Sampling):
-    """Drafts of a head."""
+class Drafting(SamplingSteps):
+    """Let a head draft."""
 
     def draft(
         self,

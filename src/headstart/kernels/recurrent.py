@@ -10,7 +10,7 @@ from mlx_lm.models.ssm import compute_dt
 from ..state import Recurrent
 from .attention import Attentions
 from .layers import GatedDeltaNet, Mamba2, Pass, Residual
-from .types import Drafts, Ran, Window
+from .types import PendingDrafts, Ran, Window
 
 Recurrence = Callable[[list[mx.array], mx.array, mx.array | None], tuple[mx.array, mx.array]]
 
@@ -34,7 +34,7 @@ def fold_and_run(
     """
     fold, mask, certain = [a[:, : run.certain] for a in tokens], None, run.certain
     if memory.pending is not None:  # what a pending draft puts out is not used, so its key stands in for its query
-        old = Drafts(*memory.pending)
+        old = PendingDrafts(*memory.pending)
         before = [old.k, old.k, old.v, old.g, old.beta]
         fold = [mx.concatenate([then, now], axis=1) for then, now in zip(before, fold, strict=True)]
         width = old.qkv.shape[1]
@@ -53,7 +53,7 @@ def conv_history(memory: Recurrent, accepted: mx.array) -> mx.array:
     """Return the convolution's inputs [B, taps - 1, C] before the new window, after `accepted` [B] drafts."""
     if memory.pending is None:
         return memory.conv
-    inputs = mx.concatenate([memory.conv, Drafts(*memory.pending).qkv], axis=1)
+    inputs = mx.concatenate([memory.conv, PendingDrafts(*memory.pending).qkv], axis=1)
     last = accepted[:, None] + mx.arange(memory.conv.shape[1])  # [B, taps - 1]
     return mx.take_along_axis(inputs, last[..., None], axis=1)
 
@@ -94,8 +94,8 @@ class Recurrents(Attentions):
     def mamba2(
         self, layer: Mamba2, x: mx.array, memory: Recurrent, run: Pass, residual: Residual
     ) -> tuple[mx.array, mx.array]:
-        """Run a Mamba-2 layer. In `Drafts`, `k` and `v` are what papers call B and x, `g` is the decay and `beta` the
-        step size.
+        """Run a Mamba-2 layer. In `PendingDrafts`, `k` and `v` are what papers call B and x, `g` is the decay and
+        `beta` the step size.
 
         mlx-lm multiplies the tokens of a prompt together and rounds otherwise than in decoding. A window must give
         the bits of plain decoding, so every token is one step of the recurrence.

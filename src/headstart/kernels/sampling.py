@@ -12,8 +12,8 @@ from ..sampling.distribution import Distribution, gumbel_argmax, process_logits,
 from ..sampling.noise import Purpose, uniform
 
 
-class Sampling:
-    """Drafts and acceptance."""
+class SamplingSteps:
+    """Draw tokens, and accept drafts."""
 
     def best_tokens(self, logits: mx.array) -> mx.array:
         """Return the argmax [...] of logits [..., V], int32."""

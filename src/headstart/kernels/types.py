@@ -43,7 +43,7 @@ class GatedDeltaWeights(NamedTuple):
         return cls(net.conv1d.weight, net.A_log, net.dt_bias, net.norm.weight, net.norm.eps)
 
 
-class Drafts(NamedTuple):
+class PendingDrafts(NamedTuple):
     """Those of a window that are in doubt, p of them; all but `qkv` in float32, the bits they were run with. The
     kernels for CUDA hold them in one array (see `cuda/gated_delta.py`)."""
 

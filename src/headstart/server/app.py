@@ -167,9 +167,9 @@ def add_status_routes(app: FastAPI, pool: ModelPool, metrics: Metrics, keys: Key
             "model": pool.models[0].id,
             "problem": device.problem,
             "restarts": device.restarts,
-            "running": sum(len(engine.running) for engine in device.engines),
-            "prefilling": sum(len(engine.prefilling) for engine in device.engines),
-            "queued": sum(len(engine.queue) for engine in device.engines) + pool.waiting,
+            "running": sum(len(engine.scheduler.running.sequences) for engine in device.engines),
+            "prefilling": sum(len(engine.scheduler.prefilling) for engine in device.engines),
+            "queued": sum(len(engine.scheduler.queue) for engine in device.engines) + pool.waiting,
         }
         return JSONResponse(state, 200 if device.healthy else 503)
 

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ..engine import DeviceThread, Engine, Event, Stats
+from ..engine.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from .pooled_model import PooledModel
@@ -177,15 +178,17 @@ class Metrics(Collector):
             return {id: value(engine) for id, engine in engines.items()}
 
         retries = "Steps and prefill chunks that failed and were run again."
-        yield _counter("engine_retries", retries, each(lambda engine: engine.retries), "model")
+        yield _counter("engine_retries", retries, each(lambda engine: engine.recovery.retries), "model")
         recomputed = "Sequences prefilled again from their tokens, by reason."
-        yield _counter("recomputed_sequences", recomputed, each(lambda engine: engine.recomputed), "model", "reason")
+        yield _counter(
+            "recomputed_sequences", recomputed, each(lambda engine: engine.recovery.recomputed), "model", "reason"
+        )
         yield _gauge(
             "ranks", "Machines that share the model.", each(lambda engine: engine.model.share.ranks), "model"
         )
-        queued = each(lambda engine: len(engine.queue))
+        queued = each(lambda engine: len(engine.scheduler.queue))
         yield _gauge("queued_requests", "Requests waiting for admission.", queued, "model")
-        sequences = each(lambda each: {"running": len(each.running), "prefilling": len(each.prefilling)})
+        sequences = each(lambda engine: _sequences(engine.scheduler))
         yield _gauge("sequences", "Sequences in the batch, by state.", sequences, "model", "state")
         stats = {id: prefix.stats() for id, engine in engines.items() if (prefix := engine.prefix) is not None}
         if stats:
@@ -265,3 +268,7 @@ class Meter:
             return
         for _ in event.tokens:
             self._inter_token.observe(passed / len(event.tokens))
+
+
+def _sequences(scheduler: Scheduler) -> dict[str, int]:
+    return {"running": len(scheduler.running.sequences), "prefilling": len(scheduler.prefilling)}

@@ -75,7 +75,7 @@ class ModelPool:
         """Return the pool of a server that has one model, which is loaded."""
         load, load_tokenizer = (lambda progress: served.model), (lambda: served.tokenizer)
         model = PooledModel(served.info, load, load_tokenizer, Needs(0, 0), pinned=True)
-        pool = cls(thread.device, [model], limits=limits, max_queue=thread.engine.queue.max_size)
+        pool = cls(thread.device, [model], limits=limits, max_queue=thread.engine.scheduler.queue.max_size)
         pool.put(model, served, thread)
         return pool
 
@@ -104,7 +104,7 @@ class ModelPool:
 
     def put(self, model: PooledModel, served: ServedModel, thread: EngineThread) -> None:
         """Take up a model that has just been loaded."""
-        context, most = served.model.context_length, thread.engine.queue.max_size
+        context, most = served.model.context_length, thread.engine.scheduler.queue.max_size
         preparer = Preparer(served.tokenizer, self.limits, context=context, max_waiting=most)
         thread.settings = model.settings or thread.settings
         model.loaded = LoadedModel(served, thread, preparer)
@@ -259,7 +259,7 @@ class ModelPool:
     def _fits(self, wanted: PooledModel, loaded: Sequence[PooledModel]) -> bool:
         if self.budget is None:
             return True
-        held = sum(engine.admitted_bytes for engine in self.device.engines)
+        held = sum(engine.scheduler.admitted_bytes for engine in self.device.engines)
         return self._left([*loaded, wanted]) - held >= wanted.needs.request
 
     def _share_memory(self, loading: PooledModel | None = None) -> None:

@@ -121,9 +121,9 @@ class PooledModel:
             "kernels": self.info.kernels,
             "state": self.state,
             "loads": self.loads,
-            "running": len(engine.running) if engine else 0,
-            "prefilling": len(engine.prefilling) if engine else 0,
-            "queued": (len(engine.queue) if engine else 0) + len(self.waiters),
+            "running": len(engine.scheduler.running.sequences) if engine else 0,
+            "prefilling": len(engine.scheduler.prefilling) if engine else 0,
+            "queued": (len(engine.scheduler.queue) if engine else 0) + len(self.waiters),
         }
 
     def entries(self) -> list[dict[str, Any]]:

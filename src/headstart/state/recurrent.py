@@ -3,7 +3,7 @@
 The first token of a window is always committed; only the drafts after it can be rejected. `state` and `conv` include
 everything up to that first token. For the drafts only the inputs of the recurrence are kept in `pending`, a few
 kilobytes per token. The next pass folds those of the accepted drafts into the state. The kernel
-that made them chooses their layout: the five arrays of `Drafts` in `kernels/types.py`, or on CUDA one.
+that made them chooses their layout: the five arrays of `PendingDrafts` in `kernels/types.py`, or on CUDA one.
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from ..types import Drafts, GatedDeltaWeights, Ran, Window, run_gated_delta
+from ..types import GatedDeltaWeights, PendingDrafts, Ran, Window, run_gated_delta
 from .device import metal_kernel, type_name
 
 
@@ -29,8 +29,8 @@ def metal_gated_delta(
 ) -> Ran:
     """Fold the `accepted` [B] first pending drafts and the window's first `certain` tokens, and run the rest."""
     folds, keeps = pending is not None, window.qkv.shape[1] > certain
-    old = [f"old_{name}" for name in Drafts._fields] if folds else ["conv", "state", "state", "state", "state"]
-    written = [f"new_{name}" for name in Drafts._fields] if keeps else ["conv_out", *["new_state"] * 4]
+    old = [f"old_{name}" for name in PendingDrafts._fields] if folds else ["conv", "state", "state", "state", "state"]
+    written = [f"new_{name}" for name in PendingDrafts._fields] if keeps else ["conv_out", *["new_state"] * 4]
     source = f"""
         threadgroup float memory[headstart::TILE * (2 * DK + 2 * DV + 2)];
         threadgroup float* values = memory + headstart::TILE * 2 * DK;
