@@ -9,16 +9,15 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE, initialize_rope
-from test_cpu_kernels import TYPES, VARIANTS, exact, native, normal, variant
+from test_cpu_kernels import CPU, TYPES, VARIANTS, exact, native, normal, variant
 
-from headstart.kernels import cpu
-from headstart.kernels.cpu.attention import rotation_of
+from headstart.kernels.cpu.attention import Heads, heads_of, rotation_of
+from headstart.kernels.cpu.backend import CpuBackend
+from headstart.kernels.layers import Attention
 from headstart.state import KV
 from headstart.state.kv import GROUP
 
-pytestmark = pytest.mark.skipif(
-    mx.default_device() != mx.cpu or cpu.loaded().module is None, reason="no CPU kernels here"
-)
+pytestmark = pytest.mark.skipif(not isinstance(CPU, CpuBackend), reason="no CPU kernels here")
 
 
 @dataclass(frozen=True)
@@ -37,12 +36,12 @@ class Kind:
     eight_bits: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def spec(self) -> cpu.Heads:
+    def spec(self) -> Heads:
         norms = [normal(seed, self.key) for seed in (31, 32)] if self.normed else [None, None]
         turns = mx.array([10000.0 ** (-2 * i / self.rotated) for i in range(self.rotated // 2)])
         extra = {name: mx.array(a) if isinstance(a, list) else a for name, a in self.extra.items()}
         given = turns if self.rotated else None, self.interleaved
-        return cpu.Heads(self.heads, self.kv_heads, 0.2, 1e-6, *norms, *given)._replace(**extra)
+        return Heads(self.heads, self.kv_heads, 0.2, 1e-6, *norms, *given)._replace(**extra)
 
 
 KINDS = {
@@ -69,7 +68,7 @@ def cached(kind: Kind, lengths: list[int], capacity: int, dtype: str) -> KV:
     """A cache with random keys and values up to each length, and NaN behind it, which nobody may read."""
     kv = KV.empty(len(lengths), kind.kv_heads, kind.key, getattr(mx, dtype), kind.value, eight_bits=kind.eight_bits)
     kv.grow(capacity)
-    kv.reach, kv.window = capacity, kind.window or None
+    kv.reach = capacity
     shapes = [(len(lengths), kind.kv_heads, capacity, size) for size in (kind.key, kind.value)]
     kv.update_and_fetch(*(normal(n, *shape, dtype=dtype) for n, shape in zip((7, 8), shapes, strict=True)))
     seen = mx.arange(capacity)[None, None, :, None] < mx.array(lengths)[:, None, None, None]
@@ -87,9 +86,19 @@ def given(kind: Kind, rows: int, width: int, dtype: str) -> list[mx.array]:
     return [normal(20 + n, rows, width, size, dtype=dtype) for n, size in enumerate(sizes)]
 
 
-def run(kind: Kind, kv: KV, window: list[mx.array], last: mx.array | None = None, module: Any = None) -> mx.array:
+def run(
+    kind: Kind,
+    kv: KV,
+    window: list[mx.array],
+    last: mx.array | None = None,
+    module: Any = None,
+    spec: Heads | None = None,
+) -> mx.array:
     q, k, v, *gates = window
-    return cpu.attend_window(module or native(), kind.spec(), q, k, v, kv, last, *gates)
+    given = q, k, v, gates[0] if gates else None, spec or kind.spec(), kv.arrays(), kv.offset, kind.window, None, last
+    out, kv.keys, kv.values, *kv.scales = (module or native()).attention(*given)
+    made: mx.array = out
+    return made
 
 
 def arranged(kind: Kind, x: np.ndarray, norm: mx.array | None, start: int) -> np.ndarray:
@@ -251,21 +260,20 @@ def test_rotation_is_that_of_mlx_lms_module(name: str, interleaved: bool) -> Non
     kv = KV.empty(1, kind.kv_heads, kind.key, mx.float32, kind.value)
     kv.grow(200)
     kv.offset = mx.array([150], mx.int32)
-    q, k, v = given(kind, 1, 20, "float32")
+    window = given(kind, 1, 20, "float32")
     spec = kind.spec()._replace(
         frequencies=rotation.frequencies, interleaved=rotation.interleaved, rotation_scale=rotation.scale
     )
-    cpu.attend_window(native(), spec, q, k, v, kv, None)
-    expected = rope(k.reshape(1, 20, kind.kv_heads, -1).transpose(0, 2, 1, 3), offset=150)
+    run(kind, kv, window, spec=spec)
+    expected = rope(window[1].reshape(1, 20, kind.kv_heads, -1).transpose(0, 2, 1, 3), offset=150)
     np.testing.assert_allclose(exact(kv.keys[:, :, 150:170]), exact(expected), rtol=1e-4, atol=2e-5)
 
 
 def test_a_rotation_that_depends_on_the_length_is_left_to_mlx() -> None:
     assert rotation_of(DynamicNTKScalingRoPE(32, 512, False, 10000.0, 2.0)) is None
     layer = nn.Module()
-    layer.n_heads = layer.n_kv_heads = 2
     layer.rope = DynamicNTKScalingRoPE(32, 512, False, 10000.0, 2.0)
-    assert cpu.grouped_heads(layer, mx.float32) is None
+    assert heads_of(Attention(layer, 2, 2), mx.float32) is None
 
 
 def test_a_prompt_takes_memory_that_grows_with_its_length_alone() -> None:

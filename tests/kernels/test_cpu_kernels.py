@@ -11,31 +11,27 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from operations import no_mask, nothing, run_window
 
 from fixtures import random_model
-from headstart.kernels import cpu
-from headstart.kernels.cpu import build, load
-from headstart.kernels.gated_delta import stock_fold_and_run
-from headstart.kernels.products import product
+from headstart.kernels import Backend, choose_backend
+from headstart.kernels.cpu import build, load, ops
+from headstart.kernels.cpu.attention import Heads
+from headstart.kernels.cpu.backend import CpuBackend, StockCpu
+from headstart.kernels.layers import Attention, FeedForward, Pass, Residual
+from headstart.kernels.norms import Norm
 from headstart.kernels.types import Window
-from headstart.models.attention import attention
-from headstart.models.feed_forward import feed_forward, mlp_or_mixture
-from headstart.models.gated_delta_net import gated_delta_net, run_window
-from headstart.models.norm import Norm
-from headstart.models.qwen3_5 import qwen3_5_project
-from headstart.models.residual import Residual
-from headstart.models.share import Alone
+from headstart.models.mixers import gated_delta_net
 from headstart.state import KV, Recurrent
 
 TYPES = ("bfloat16", "float32")
-pytestmark = pytest.mark.skipif(
-    mx.default_device() != mx.cpu or cpu.loaded().module is None, reason="no CPU kernels here"
-)
+CPU = choose_backend()
+pytestmark = pytest.mark.skipif(not isinstance(CPU, CpuBackend), reason="no CPU kernels here")
 
 
-@cache
 def native() -> Any:
-    return cpu.loaded().module
+    assert isinstance(CPU, CpuBackend)
+    return CPU.native
 
 
 def normal(seed: int, *shape: int, dtype: str = "float32", scale: float = 1.0) -> mx.array:
@@ -59,11 +55,6 @@ def multiply(
         x, [(arrays[0], *(arrays[1:] or (None, None)), bits, group, None) for arrays in layers], **options
     )
     return made
-
-
-def nothing(x: mx.array) -> Residual:
-    """A residual that leaves what is added to it as it is."""
-    return Residual(mx.zeros_like(x), Norm(x.shape[-1], 1e-6), Alone())
 
 
 # --- Products and SwiGLU
@@ -242,10 +233,8 @@ def test_gated_delta_is_stock(dtype: str) -> None:
     ours, theirs = blank(layer, 3, dtype), blank(layer, 3, dtype)
     tolerance = {"rtol": 0.1, "atol": 0.1} if dtype == "bfloat16" else {"rtol": 1e-4, "atol": 1e-4}
     for given, count in ((first, none(3)), (then, accepted)):
-        found, expected = (
-            run_window(layer, given, ours, count, 1),
-            run_window(layer, given, theirs, count, 1, stock_fold_and_run),
-        )
+        found = run_window(CPU, layer, given, ours, count, 1)
+        expected = run_window(StockCpu(), layer, given, theirs, count, 1)
         np.testing.assert_allclose(exact(found), exact(expected), **tolerance)
         np.testing.assert_allclose(exact(ours.state), exact(theirs.state), **tolerance)
         assert mx.array_equal(ours.conv, theirs.conv)
@@ -281,7 +270,7 @@ def test_gated_delta_is_that_of_float64(dtype: str) -> None:
     layer, given = net(dtype), window(net(dtype), 1, 70, dtype)
     memory = blank(layer, 1, dtype)
     expected, state = recurrence(layer, given, memory)
-    found = run_window(layer, given, memory, none(1), 70)
+    found = run_window(CPU, layer, given, memory, none(1), 70)
     np.testing.assert_allclose(exact(found[0]), expected, rtol=2 * ulp(dtype), atol=2e-4)
     np.testing.assert_allclose(exact(memory.state[0]), state, rtol=1e-3, atol=1e-4)
 
@@ -292,16 +281,16 @@ def test_a_state_with_drafts_is_that_of_decoding_token_by_token(dtype: str, acce
     layer, text = net(dtype), window(net(dtype), 1, 40, dtype)
     alone = blank(layer, 1, dtype)
     one_by_one = mx.concatenate(
-        [run_window(layer, cut(text, t, t + 1), alone, none(1), 1) for t in range(1 + accepted + 1)], axis=1
+        [run_window(CPU, layer, cut(text, t, t + 1), alone, none(1), 1) for t in range(1 + accepted + 1)], axis=1
     )
     drafting, plain = blank(layer, 1, dtype), blank(layer, 1, dtype)
-    first = run_window(layer, cut(text, 0, 4), drafting, none(1), 1)
+    first = run_window(CPU, layer, cut(text, 0, 4), drafting, none(1), 1)
     assert mx.array_equal(first[:, : 1 + accepted], one_by_one[:, : 1 + accepted])
-    then = run_window(layer, cut(text, 1 + accepted, 6 + accepted), drafting, mx.array([accepted], mx.int32), 1)
+    then = run_window(CPU, layer, cut(text, 1 + accepted, 6 + accepted), drafting, mx.array([accepted], mx.int32), 1)
     assert mx.array_equal(then[:, 0], one_by_one[:, -1])
     assert mx.array_equal(drafting.state, alone.state)
     assert mx.array_equal(drafting.conv, alone.conv)
-    whole = run_window(layer, text, plain, none(1), 40)  # as a prompt, in tiles
+    whole = run_window(CPU, layer, text, plain, none(1), 40)  # as a prompt, in tiles
     assert mx.array_equal(whole[:, : 2 + accepted], one_by_one)
 
 
@@ -310,12 +299,12 @@ def test_sequences_of_a_batch_do_not_see_each_other(dtype: str) -> None:
     layer, text = net(dtype), window(net(dtype), 5, 4, dtype)
     crowd = blank(layer, 5, dtype)
     kept = mx.array(crowd.state)
-    y = run_window(layer, text, crowd, none(5), 1)
+    y = run_window(CPU, layer, text, crowd, none(5), 1)
     for row in range(5):
         alone = blank(layer, 5, dtype)
         alone.keep(mx.array([row]))
         assert mx.array_equal(
-            run_window(layer, cut(text, 0, 4, slice(row, row + 1)), alone, none(1), 1), y[row : row + 1]
+            run_window(CPU, layer, cut(text, 0, 4, slice(row, row + 1)), alone, none(1), 1), y[row : row + 1]
         )
         assert mx.array_equal(alone.state, crowd.state[row : row + 1])
     assert mx.array_equal(kept, blank(layer, 5, dtype).state), "an input that is still needed is not overwritten"
@@ -342,8 +331,12 @@ def cached(layer: nn.Module, lengths: list[int], capacity: int, dtype: str) -> K
     return KV(k, v, mx.array(lengths, mx.int32), reach=capacity)
 
 
-def no_mask() -> mx.array:
-    raise AssertionError("a native kernel needs no mask")
+def attention(
+    backend: Backend, layer: nn.Module, x: mx.array, memory: KV, last: mx.array | None = None, mask: Any = no_mask
+) -> mx.array:
+    described = Attention(layer, layer.num_attention_heads, layer.num_key_value_heads, gated=True)
+    run = Pass(mask, none(x.shape[0]), last=last)
+    return backend.attention(described, x, memory, run, nothing(x if last is None else x[:, :1]))[0]
 
 
 def masked(lengths: list[int], width: int, capacity: int) -> mx.array:
@@ -353,7 +346,7 @@ def masked(lengths: list[int], width: int, capacity: int) -> mx.array:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("width", "longest"), [(1, 1500), (3, 70), (4, 1020), (9, 70), (40, 70), (40, 1000)])
-def test_attention_is_stock(dtype: str, width: int, longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_stock(dtype: str, width: int, longest: int) -> None:
     lengths, capacity = [0, longest, 21], longest + 58
     layer = attending(dtype)
     x = normal(3, 3, width, layer.q_proj.weight.shape[1], dtype=dtype)
@@ -362,12 +355,10 @@ def test_attention_is_stock(dtype: str, width: int, longest: int, monkeypatch: p
         *(cached(layer, lengths, capacity, dtype) for _ in range(2)),
     )
     theirs.keys, theirs.values = (mx.where(mx.isnan(a), 0, a) for a in theirs.arrays())
-    found, _ = attention(layer, x, lambda: mask, ours, nothing(x))
+    found = attention(CPU, layer, x, ours)
     again, last = cached(layer, lengths, capacity, dtype), mx.array([0, width - 1, 0], mx.int32)
-    asked, _ = attention(layer, x, lambda: mask, again, nothing(x[:, :1]), last)
-    mx.eval(found, asked)
-    monkeypatch.setattr(load, "_loaded", load.Loaded(None, "stock"))
-    expected, _ = attention(layer, x, lambda: mask, theirs, nothing(x))
+    asked = attention(CPU, layer, x, again, last)
+    expected = attention(StockCpu(), layer, x, theirs, mask=lambda window: mask)
     tolerance = {"rtol": 0.05, "atol": 0.03} if dtype == "bfloat16" else {"rtol": 1e-4, "atol": 1e-5}
     np.testing.assert_allclose(exact(found), exact(expected), **tolerance)
     for mine, true in zip(ours.arrays(), theirs.arrays(), strict=True):
@@ -386,7 +377,7 @@ def test_attention_is_that_of_float64(dtype: str) -> None:
     q, k, v = (normal(n, 2, width, n * D, dtype=dtype) for n in (2 * H, Hkv, Hkv))
     turns = mx.array([10000.0 ** (-i / 8) for i in range(8)])
     norms = [layer.q_norm.weight, layer.k_norm.weight]
-    heads = cpu.Heads(H, Hkv, scale, 1e-6, *norms, turns)
+    heads = Heads(H, Hkv, scale, 1e-6, *norms, turns)
     found, keys, values = native().attention(q, k, v, None, heads, kv.arrays(), kv.offset)
 
     def turned(x: np.ndarray, weight: mx.array, start: int) -> np.ndarray:
@@ -423,7 +414,7 @@ def test_a_query_is_the_same_alone_and_in_a_window(dtype: str, longest: int, wid
     layer = attending(dtype)
     x = normal(3, 2, width, layer.q_proj.weight.shape[1], dtype=dtype)
     together = cached(layer, lengths, capacity, dtype)
-    found, _ = attention(layer, x, no_mask, together, nothing(x))
+    found = attention(CPU, layer, x, together)
     for row, length in enumerate(lengths):
         alone = cached(layer, lengths, 2 * capacity, dtype)
         alone.keep(mx.array([row]), 2 * capacity)
@@ -432,7 +423,7 @@ def test_a_query_is_the_same_alone_and_in_a_window(dtype: str, longest: int, wid
         for w, end in pairwise([*range(min(width, 20)), *range(20, width + 1, 5)]):
             alone.offset = mx.array([length + w], mx.int32)
             tokens = x[row : row + 1, w:end]
-            few, _ = attention(layer, tokens, no_mask, alone, nothing(tokens))
+            few = attention(CPU, layer, tokens, alone)
             assert mx.array_equal(few, found[row : row + 1, w:end]), (row, w)
 
 
@@ -442,7 +433,7 @@ def test_a_cache_is_written_in_place_only_where_nobody_else_has_it() -> None:
     mx.eval(memory.arrays())
     held, before = memory.keys, np.array(memory.keys)
     x = normal(3, 1, 2, layer.q_proj.weight.shape[1])
-    mx.eval(attention(layer, x, no_mask, memory, nothing(x)), memory.arrays())
+    mx.eval(attention(CPU, layer, x, memory), memory.arrays())
     np.testing.assert_array_equal(before, np.array(held))
     assert not np.isnan(np.array(memory.keys)[0, :, :5]).any()
 
@@ -453,12 +444,12 @@ def test_a_cache_and_a_state_that_nobody_else_has_are_written_in_place() -> None
     memory = cached(layer, [3], 64, "float32")
     mx.eval(memory.arrays())
     places = [address(array) for array in memory.arrays()]
-    mx.eval(attention(layer, x, no_mask, memory, nothing(x)), memory.arrays())
+    mx.eval(attention(CPU, layer, x, memory), memory.arrays())
     assert [address(array) for array in memory.arrays()] == places
     recurrent = blank(net("float32"), 1, "float32")
     mx.eval(recurrent.arrays())
     place = address(recurrent.state)
-    mx.eval(run_window(net("float32"), window(net("float32"), 1, 3, "float32"), recurrent, none(1), 1))
+    mx.eval(run_window(CPU, net("float32"), window(net("float32"), 1, 3, "float32"), recurrent, none(1), 1))
     assert address(recurrent.state) == place
 
 
@@ -480,27 +471,28 @@ def part_of_layer(family: str, dtype: str) -> nn.Module:
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("bits", [0, 4])
 @pytest.mark.parametrize("family", ["dense", "moe"])
-def test_a_feed_forward_is_that_of_stock_ops(
-    family: str, bits: int, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_feed_forward_is_that_of_stock_ops(family: str, bits: int, dtype: str) -> None:
     module = part_of_layer(family, dtype).mlp
     if bits:
         nn.quantize(module, group_size=32, bits=bits)
     size = (module.gate if family == "moe" else module.down_proj).weight.shape[-1 if family == "moe" else 0]
     size = 64 if bits else size
     x, before = normal(3, 3, 5, size, dtype=dtype), normal(4, 3, 5, size, dtype=dtype)
-    residual = Residual(before, Norm(size, 1e-6), Alone())
-    total, normed = feed_forward(module, x, residual)
-    made, _ = feed_forward(module, x, nothing(x))
+    run, residual = Pass(no_mask, none(3)), Residual(before, Norm(size, 1e-6))
+
+    def feed_forward(x: mx.array, residual: Residual) -> tuple[mx.array, mx.array]:
+        return CPU.feed_forward(FeedForward(module), x, run, residual)
+
+    total, normed = feed_forward(x, residual)
+    made, _ = feed_forward(x, nothing(x))
     assert mx.array_equal(total, before + made), "the sum is that of the parts"
     assert mx.array_equal(normed, native().norm(total, residual.norm.weight, 1e-6)[0])
     for row, token in ((0, 0), (2, 3)):
         alone = x[row : row + 1, token : token + 1]
-        assert mx.array_equal(feed_forward(module, alone, nothing(alone))[0][0, 0], made[row, token])
+        assert mx.array_equal(feed_forward(alone, nothing(alone))[0][0, 0], made[row, token])
     mx.eval(made)
-    monkeypatch.setattr(load, "_loaded", load.Loaded(None, "stock"))
     module.set_dtype(mx.float32)  # stock ops round to bfloat16 more often than ours
-    expected = exact(mlp_or_mixture(module, x.astype(mx.float32)))
+    expected = exact(StockCpu().mlp_or_mixture(module, x.astype(mx.float32)))
     np.testing.assert_allclose(exact(made), expected, atol=4 * ulp(dtype) * np.abs(expected).max())
 
 
@@ -524,13 +516,14 @@ def test_the_first_of_equal_experts_is_chosen_and_scores_are_a_softmax() -> None
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_chained_layer_has_the_bits_of_its_kernels_one_by_one(dtype: str) -> None:
     layer = part_of_layer("dense", dtype).linear_attn
-    x, accepted = normal(3, 2, 4, layer.in_proj_qkv.weight.shape[1], dtype=dtype), mx.array([0, 0], mx.int32)
+    described, x = gated_delta_net(layer), normal(3, 2, 4, layer.in_proj_qkv.weight.shape[1], dtype=dtype)
     chained, single = blank(layer, 2, dtype), blank(layer, 2, dtype)
     for count in ([0, 0], [3, 1]):
         accepted = mx.array(count, mx.int32)
-        found, _ = gated_delta_net(layer, x, chained, accepted, 1, nothing(x), project=qwen3_5_project)
-        y = run_window(layer, qwen3_5_project(layer, x), single, accepted, 1)
-        assert mx.array_equal(found, product(y.reshape(2, 4, -1), layer.out_proj))
+        found, _ = CPU.gated_delta_net(described, x, chained, Pass(no_mask, accepted), nothing(x))
+        projected = described.window(layer, CPU.products(x, described.projections))
+        y = run_window(CPU, layer, projected, single, accepted, 1)
+        assert mx.array_equal(found, CPU.product(y.reshape(2, 4, -1), layer.out_proj))
         assert mx.array_equal(chained.state, single.state)
         assert mx.array_equal(chained.conv, single.conv)
 
@@ -543,8 +536,8 @@ def test_a_layer_that_does_not_fit_is_called_as_it_is() -> None:
             return 2 * super().__call__(x)
 
     x, layer = normal(1, 4, 256), Twice(256, 64, bias=False)
-    assert cpu.linear(layer, x.dtype) is None
-    assert mx.array_equal(product(x, layer), layer(x))
+    assert ops.linear(layer, x.dtype) is None
+    assert mx.array_equal(CPU.product(x, layer), layer(x))
 
 
 @pytest.mark.parametrize("bits", [0, 4])
@@ -553,11 +546,11 @@ def test_a_bias_is_added_to_the_product(bits: int) -> None:
     layer.bias = normal(2, 64)
     if bits:
         layer = nn.QuantizedLinear.from_linear(layer, 64, bits)
-    np.testing.assert_allclose(exact(product(x, layer)), exact(layer(x)), rtol=1e-4, atol=1e-4)
-    assert mx.array_equal(product(x, layer)[:1], product(x[:1], layer))
+    np.testing.assert_allclose(exact(CPU.product(x, layer)), exact(layer(x)), rtol=1e-4, atol=1e-4)
+    assert mx.array_equal(CPU.product(x, layer)[:1], CPU.product(x[:1], layer))
     mlp, down = nn.Module(), nn.Linear(64, 256)
     mlp.gate_proj, mlp.up_proj, mlp.down_proj = layer, layer, down
-    made = cpu.native_feed_forward(cpu.native(), mlp, x, None)
+    made = ops.native_feed_forward(native(), mlp, x, None)
     assert made is not None
     hidden = exact(layer(x))
     expected = hidden / (1 + np.exp(-hidden)) * hidden @ exact(down.weight).T + exact(down.bias)
@@ -566,9 +559,9 @@ def test_a_bias_is_added_to_the_product(bits: int) -> None:
 
 def test_weights_that_are_replaced_are_seen() -> None:
     x, layer = normal(1, 4, 256), nn.Linear(256, 64, bias=False)
-    before = product(x, layer)
+    before = CPU.product(x, layer)
     layer.weight = 2 * layer.weight
-    np.testing.assert_allclose(exact(product(x, layer)), 2 * exact(before), rtol=1e-6)
+    np.testing.assert_allclose(exact(CPU.product(x, layer)), 2 * exact(before), rtol=1e-6)
     assert "_linear" not in layer.parameters()
 
 
@@ -618,7 +611,7 @@ def everything(module: Any, dtype: str) -> list[mx.array]:
     H, Hkv, D = attends.num_attention_heads, attends.num_key_value_heads, attends.head_dim
     q, k, v = (normal(n, 2, 45, n * D, dtype=dtype) for n in (2 * H, Hkv, Hkv))
     turns = mx.array([10000.0 ** (-i / 8) for i in range(8)])
-    heads = cpu.Heads(H, Hkv, 0.1, 1e-6, attends.q_norm.weight, attends.k_norm.weight, turns)
+    heads = Heads(H, Hkv, 0.1, 1e-6, attends.q_norm.weight, attends.k_norm.weight, turns)
     out, keys, values = module.attention(q, k, v, None, heads, kv.arrays(), kv.offset * 1000 // 1000)
     return [*made, out, *(mx.where(mx.isnan(a), 0, a) for a in (keys, values))]
 

@@ -10,21 +10,17 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models.deepseek_v3 import DeepseekV3Attention
-from test_cpu_kernels import TYPES
+from operations import nothing
+from test_cpu_kernels import CPU, TYPES
 
-from headstart.kernels import cpu
-from headstart.kernels.cpu import load
-from headstart.models.latent_attention import latent_attention
-from headstart.models.norm import Norm
-from headstart.models.residual import Residual
-from headstart.models.share import Alone
+from headstart.kernels import Backend
+from headstart.kernels.cpu.backend import CpuBackend, StockCpu
+from headstart.kernels.layers import LatentAttention, Pass
 from headstart.state import KV, BatchState
 
 SIZES = {"hidden_size": 96, "num_attention_heads": 20, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "v_head_dim": 32}
 LENGTHS, CAPACITY = [600, 3], 700
-pytestmark = pytest.mark.skipif(
-    mx.default_device() != mx.cpu or cpu.loaded().module is None, reason="no CPU kernels here"
-)
+pytestmark = pytest.mark.skipif(not isinstance(CPU, CpuBackend), reason="no CPU kernels here")
 
 
 @cache
@@ -55,25 +51,30 @@ def inputs(dtype: str, width: int) -> mx.array:
     return mx.random.normal((2, width, 96), key=mx.random.key(width)).astype(getattr(mx, dtype))
 
 
-def run(made: nn.Module, x: mx.array, kv: KV, last: mx.array | None = None, **options: Any) -> mx.array:
+def run(
+    made: nn.Module,
+    x: mx.array,
+    kv: KV,
+    last: mx.array | None = None,
+    *,
+    backend: Backend = CPU,
+    scales: tuple[float, float] = (1.0, 1.0),
+) -> mx.array:
     state = BatchState([kv], kv.offset, mx.zeros_like(kv.offset), [CAPACITY - x.shape[1]])
-    mask = state.reserve(x.shape[1])
-    nothing = mx.zeros_like(x if last is None else x[:, :1])
-    return latent_attention(made, x, mask, kv, Residual(nothing, Norm(96, 1e-6), Alone()), last, **options)[0]
+    one_pass = Pass(state.reserve(x.shape[1]), state.accepted, last=last)
+    residual = nothing(x if last is None else x[:, :1])
+    return backend.latent_attention(LatentAttention(made, *scales), x, kv, one_pass, residual)[0]
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("options", [{}, {"q_lora_rank": None}, {"bits": 4}], ids=str)
-def test_latent_attention_is_stock(dtype: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latent_attention_is_stock(dtype: str, options: dict[str, Any]) -> None:
     made, x, ours, theirs = layer(dtype, **options), inputs(dtype, 40), cached(dtype), cached(dtype)
     wide = deepcopy(made)
     wide.set_dtype(mx.float32)  # stock ops round to bfloat16 more often than ours
     theirs.keys, theirs.values = (a.astype(mx.float32) for a in theirs.arrays())
-    scales = {"scales": lambda layer: (0.8, 1.3)}
-    found = run(made, x, ours, **scales)
-    mx.eval(found)
-    monkeypatch.setattr(load, "_loaded", load.Loaded(None, "stock"))
-    expected = run(wide, x.astype(mx.float32), theirs, **scales)
+    found = run(made, x, ours, scales=(0.8, 1.3))
+    expected = run(wide, x.astype(mx.float32), theirs, scales=(0.8, 1.3), backend=StockCpu())
     assert mx.abs(found - expected).max() < (0.03 if dtype == "bfloat16" else 2e-5) * mx.abs(expected).max()
     for mine, true in zip(ours.arrays(), theirs.arrays(), strict=True):
         np.testing.assert_allclose(
