@@ -6,11 +6,11 @@ The signature is put together as mlx/backend/cuda/custom_kernel.cpp does it. Slo
 
 import ctypes
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -18,6 +18,7 @@ import pytest
 
 from compiled import library
 from headstart.kernels.cpu.backend import CpuBackend
+from headstart.kernels.cuda import persistent
 from headstart.kernels.cuda.steps import CudaSteps
 from headstart.models import Model
 
@@ -42,15 +43,23 @@ def steps_on_cpu(model: Model) -> Model:
 
 
 @contextmanager
-def emulated(kernels: Sequence[Any]) -> Iterator[pytest.MonkeyPatch]:
-    """Build what these cached functions return for this CPU."""
+def emulated() -> Iterator[pytest.MonkeyPatch]:
+    """Build the kernels for CUDA for this CPU. Layers take several of them: no block is resident."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mx.fast, "cuda_kernel", cuda_kernel)
-        for kernel in kernels:
-            kernel.cache_clear()
+        patch.setattr(persistent, "resident_blocks", lambda shared: 0)
+        forget_kernels("cuda")
         yield patch
-    for kernel in kernels:
-        kernel.cache_clear()
+    forget_kernels("cuda")
+
+
+def forget_kernels(device: str) -> None:
+    """Have the kernels of a folder made anew: their functions remember them."""
+    package = f"headstart.kernels.{device}."
+    for module in [module for name, module in sys.modules.items() if name.startswith(package)]:
+        for function in vars(module).values():
+            if hasattr(function, "cache_clear") and function.__module__ == module.__name__:
+                function.cache_clear()
 
 
 def cuda_kernel(

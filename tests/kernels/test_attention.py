@@ -1,5 +1,6 @@
 """The CUDA kernels of attention, run on the CPU: what they compute, and that a query's bits depend on it alone."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import cuda_on_cpu
@@ -10,29 +11,27 @@ from checkpoints import write, write_drafter
 from fixtures import random_model
 from headstart.checkpoint import load_model
 from headstart.engine.step import prefill_prompts
-from headstart.kernels.attention import stock_arrange
-from headstart.kernels.cuda import attention
+from headstart.kernels import Backend
 from headstart.kernels.cuda.attention import (
     SPLIT,
     WIDEST,
-    attention_fits,
     launch_arrange,
     launch_arrange_into,
     launch_attention,
 )
+from headstart.kernels.cuda.backend import CudaBackend
+from headstart.kernels.layers import Attention
 from headstart.kernels.types import HeadNorms
 from headstart.models.dflash import block_mask
+from headstart.state import KV
 
 H, HKV, D = 4, 2, 32
 SCALE = D**-0.5
 
 
-pytestmark = pytest.mark.usefixtures("stock_ops")  # the kernels for CUDA run on this CPU, not those for it
-
-
 @pytest.fixture(autouse=True, scope="module")
-def on_the_cpu():  # type: ignore[no-untyped-def]
-    with cuda_on_cpu.emulated((attention._arrange, attention._partials, attention._merge)):
+def on_the_cpu() -> Iterator[None]:
+    with cuda_on_cpu.emulated():
         yield
 
 
@@ -102,18 +101,13 @@ def test_a_block_sees_later_positions_and_a_window_only_near_ones(causal: bool, 
     """As in a block drafter, whose queries have no gates."""
     queries, _, keys, values, offset = window([0, 3, SPLIT - 2, 2 * SPLIT + 5], 6, 3 * SPLIT)
     found = launch_attention(queries, None, keys, values, offset, SCALE, 3 * SPLIT, causal, reach)
-    seen = block_mask(offset[:, None] + mx.arange(6), 3 * SPLIT, reach, causal)
+    seen = block_mask(offset[:, None] + mx.arange(6), 3 * SPLIT, causal, reach)
     keys, values = (mx.where(mx.isnan(a), 0, a).astype(mx.float32) for a in (keys, values))
     expected = mx.fast.scaled_dot_product_attention(
         queries.astype(mx.float32), keys, values, scale=SCALE, mask=seen
     ).transpose(0, 2, 1, 3)
     difference = mx.linalg.norm(found.astype(mx.float32).reshape(expected.shape) - expected)
     assert difference < 5e-3 * mx.linalg.norm(expected)
-
-
-def test_on_this_device_stock_attention_is_taken() -> None:
-    with mx.stream(mx.cpu):
-        assert not attention_fits(1, H, normal(1, HKV, 256, D, seed=0))
 
 
 # Stock ops round between the norm and the rotation.
@@ -126,7 +120,8 @@ def test_queries_and_keys_are_normed_and_rotated_as_by_the_stock_ops(dtype: mx.D
     keys, values = (normal(2, 3, kv_heads * dim, seed=s, dtype=dtype) for s in (2, 3))
     offset = mx.array([0, 700], mx.int32)
     found = launch_arrange(both, keys, values, norms, layer.rope, offset)
-    expected = stock_arrange(layer, both, keys, values, offset)
+    described, cached = Attention(layer, heads, kv_heads, gated=True), KV(keys, values, offset)
+    expected = Backend().arrange(described, both, keys, values, cached)
     assert mx.array_equal(found.values, expected.values)
     for ours, theirs in zip(found[:2], expected[:2], strict=True):
         ours, theirs = ours.astype(mx.float32), theirs.astype(mx.float32)
@@ -171,14 +166,12 @@ def test_a_token_is_arranged_with_the_same_bits_in_any_window() -> None:
 
 
 @pytest.mark.parametrize("causal", [None, False])
-def test_a_block_drafter_drafts_what_it_does_with_stock_ops(
-    causal: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_drafter_drafts_what_it_does_with_stock_ops(causal: bool | None, tmp_path: Path) -> None:
     kinds, target = ("full_attention", "sliding_attention"), write(tmp_path / "target")
     drafter = write_drafter(tmp_path / "drafter", target, kinds=kinds, dim=32, is_causal=causal)
-    model = load_model(target, drafter=drafter, dtype=mx.bfloat16)
 
-    def blocks() -> list[mx.array]:
+    def blocks(backend: Backend) -> list[mx.array]:
+        model = load_model(target, drafter=drafter, dtype=mx.bfloat16, backend=backend)
         batch, drafts = prefill_prompts(model, [list(range(3, 12)), [5, 9]], max_k=15), []
         for k in (5, 15):
             drafts.append(model.block_logits(batch.last, k, batch.trunk_state)[0].astype(mx.float32))
@@ -187,7 +180,5 @@ def test_a_block_drafter_drafts_what_it_does_with_stock_ops(
             batch.trunk_state.commit(mx.array([1, k]), most=k + 1)
         return drafts
 
-    expected = blocks()
-    monkeypatch.setattr(attention, "on_cuda", lambda: True)
-    for ours, stock in zip(blocks(), expected, strict=True):
+    for ours, stock in zip(blocks(CudaBackend()), blocks(Backend()), strict=True):
         assert mx.linalg.norm(ours - stock) < 0.02 * mx.linalg.norm(stock)

@@ -1,7 +1,7 @@
 """The CUDA kernel of the gated delta rule, run on the CPU: what it computes, and on what its bits depend."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import cuda_on_cpu
@@ -9,24 +9,22 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
+from operations import run_window
 
-from headstart.kernels import gated_delta
-from headstart.kernels.cuda.gated_delta import _gated_delta_kernel, gated_delta_fits
-from headstart.kernels.gated_delta import fold_and_run, stock_fold_and_run
-from headstart.kernels.types import PendingDrafts, Ran, Window
-from headstart.models.gated_delta_net import run_window
+from headstart.kernels import Backend
+from headstart.kernels.cuda.backend import CudaBackend
+from headstart.kernels.types import PendingDrafts, Window
 from headstart.state import Recurrent
 
 HK, HV, DK, DV = 1, 2, 32, 8  # a block is 32 threads
 
 
-pytestmark = pytest.mark.usefixtures("stock_ops")  # the kernels for CUDA run on this CPU, not those for it
+CUDA = CudaBackend()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def on_the_cpu():  # type: ignore[no-untyped-def]
-    with cuda_on_cpu.emulated([_gated_delta_kernel]) as patch:
-        patch.setattr(gated_delta, "gated_delta_fits", lambda *shape: True)
+def on_the_cpu() -> Iterator[None]:
+    with cuda_on_cpu.emulated():
         yield
 
 
@@ -77,7 +75,10 @@ def none_accepted(rows: int = 1) -> mx.array:
 def one_by_one(text: Window, kept: Recurrent, count: int) -> mx.array:
     """The outputs of `count` tokens, each a window of its own."""
     rows = text.qkv.shape[0]
-    ys = [run_window(net(text.qkv.dtype), part(text, t, t + 1), kept, none_accepted(rows), 1) for t in range(count)]
+    ys = [
+        run_window(CUDA, net(text.qkv.dtype), part(text, t, t + 1), kept, none_accepted(rows), 1)
+        for t in range(count)
+    ]
     return mx.concatenate(ys, axis=1)
 
 
@@ -115,8 +116,8 @@ def test_windows_with_ragged_acceptance_are_what_the_stock_ops_make_of_them(dtyp
         [(11, 11, (0, 0)), (4, 1, (0, 0)), (9, 1, (3, 1)), (1, 1, (8, 0)), (12, 2, (0, 0)), (2, 1, (10, 9))]
     ):
         window = tokens(width, 2, seed, dtype)
-        found = run_window(net(dtype), window, ours, mx.array(accepted, mx.int32), certain)
-        expected = run_window(net(dtype), window, theirs, mx.array(accepted, mx.int32), certain, stock_fold_and_run)
+        found = run_window(CUDA, net(dtype), window, ours, mx.array(accepted, mx.int32), certain)
+        expected = run_window(Backend(), net(dtype), window, theirs, mx.array(accepted, mx.int32), certain)
         assert error(found, expected) < allowed
         assert error(ours.state, theirs.state) < allowed
         assert mx.array_equal(ours.conv, theirs.conv)
@@ -133,7 +134,7 @@ def test_windows_with_ragged_acceptance_are_what_the_stock_ops_make_of_them(dtyp
 def test_a_window_has_the_bits_of_its_tokens_read_one_by_one(width: int, dtype: mx.Dtype) -> None:
     text = tokens(width, dtype=dtype)
     together, alone = memory(dtype=dtype), memory(dtype=dtype)
-    y = run_window(net(dtype), text, together, none_accepted(), width)
+    y = run_window(CUDA, net(dtype), text, together, none_accepted(), width)
     assert mx.array_equal(y, one_by_one(text, alone, width))
     assert mx.array_equal(together.state, alone.state)
     assert mx.array_equal(together.conv, alone.conv)
@@ -144,8 +145,8 @@ def test_folded_drafts_leave_the_bits_of_tokens_that_were_never_in_doubt(accepte
     """A window of one and three drafts, then one whose tokens follow what each row accepted."""
     first, then = tokens(4, 2, seed=1), tokens(3, 2, seed=2)
     speculated = memory(2)
-    run_window(net(), first, speculated, none_accepted(2), 1)
-    y = run_window(net(), then, speculated, mx.array(accepted, mx.int32), 1)
+    run_window(CUDA, net(), first, speculated, none_accepted(2), 1)
+    y = run_window(CUDA, net(), then, speculated, mx.array(accepted, mx.int32), 1)
     for row, count in enumerate(accepted):
         plain, only = memory(), slice(row, row + 1)
         one_by_one(part(first, 0, 1 + count, only), plain, 1 + count)
@@ -155,19 +156,19 @@ def test_folded_drafts_leave_the_bits_of_tokens_that_were_never_in_doubt(accepte
         assert mx.array_equal(y[only, 1:], one_by_one(part(then, 1, 3, only), plain, 2))
 
 
-def folds_any_number_of_pending_drafts(drafts: int, run: Callable[..., Ran] = fold_and_run) -> None:
+def folds_any_number_of_pending_drafts(drafts: int, backend: Backend = CUDA) -> None:
     """Two windows of 1 + `drafts`: row r accepts r drafts of the first. All must have the bits of single tokens."""
     rows = drafts + 1
     first, then = tokens(rows, rows, seed=1), tokens(rows, rows, seed=2)
     speculated = memory(rows)
-    run_window(net(), first, speculated, none_accepted(rows), 1, run)
-    y = run_window(net(), then, speculated, mx.arange(rows, dtype=mx.int32), 1, run)
+    run_window(backend, net(), first, speculated, none_accepted(rows), 1)
+    y = run_window(backend, net(), then, speculated, mx.arange(rows, dtype=mx.int32), 1)
     plain, ys, states = memory(rows), [], []
     for t in range(2 * rows):  # of each row: what it accepted, then the second window
         at = [t if t <= row else min(rows + t - row - 1, 2 * rows - 1) for row in range(rows)]
         both = [mx.concatenate(pair, axis=1) for pair in zip(first, then, strict=True)]
         token = Window(*[mx.stack([a[row, i : i + 1] for row, i in enumerate(at)]) for a in both])
-        ys.append(run_window(net(), token, plain, none_accepted(rows), 1, run))
+        ys.append(run_window(backend, net(), token, plain, none_accepted(rows), 1))
         states.append(plain.state)
     alone = mx.concatenate(ys, axis=1)
     for row in range(rows):
@@ -182,13 +183,8 @@ def test_any_number_of_fifteen_pending_drafts_is_folded() -> None:
 
 def test_a_row_has_the_same_bits_whatever_stands_beside_it() -> None:
     text, crowd = tokens(4, 3), memory(3)
-    y = run_window(net(), text, crowd, none_accepted(3), 1)
+    y = run_window(CUDA, net(), text, crowd, none_accepted(3), 1)
     for row in range(3):
         alone, only = memory(), slice(row, row + 1)
-        assert mx.array_equal(run_window(net(), part(text, 0, 4, only), alone, none_accepted(), 1), y[only])
+        assert mx.array_equal(run_window(CUDA, net(), part(text, 0, 4, only), alone, none_accepted(), 1), y[only])
         assert mx.array_equal(alone.state, crowd.state[only])
-
-
-def test_on_this_device_the_stock_ops_are_taken() -> None:
-    with mx.stream(mx.cpu):
-        assert not gated_delta_fits(memory().state, mx.bfloat16, 4)

@@ -24,8 +24,7 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.fixture(autouse=True, scope="module")
 def on_the_cpu() -> Iterator[None]:
-    kernels = (greedy._best_kernel, greedy._accept_kernel, greedy._starts_kernel, greedy._columns_kernel)
-    with cuda_on_cpu.emulated(kernels) as patch:
+    with cuda_on_cpu.emulated() as patch:
         patch.setattr(greedy, "THREADS", 64)
         yield
 

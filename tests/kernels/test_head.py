@@ -7,21 +7,19 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from headstart.kernels import cuda
 from headstart.kernels.cuda import head
-from headstart.kernels.embedding import draft_input, embed_and_norm, join_pairs
-from headstart.models.norm import Norm
+from headstart.kernels.cuda.backend import CudaBackend
+from headstart.kernels.norms import Norm
 
 SIZE = 576  # more eights than threads, and not the same number for each
 TOKENS = mx.array([[3, 0], [9, 6]], mx.int32)
 
-pytestmark = pytest.mark.usefixtures("stock_ops")  # the kernels for CUDA run on this CPU, not those for it
+CUDA = CudaBackend()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def on_the_cpu() -> Iterator[None]:
-    kernels = (head._embed_kernel, head._draft_kernel, cuda.norm._norm_kernel)
-    with cuda_on_cpu.emulated(kernels, on=(cuda.norm, head)):
+    with cuda_on_cpu.emulated():
         yield
 
 
@@ -59,23 +57,23 @@ def test_tokens_become_the_bits_of_the_operations_one_by_one(
 ) -> None:
     embed, (one, two) = embedding(bits, group, dtype), norms(2)
     hidden = mx.random.normal((2, 2, SIZE), key=mx.random.key(7)).astype(dtype)
-    x, normed = embed_and_norm(TOKENS, embed, one)
-    pairs = draft_input(TOKENS, hidden, embed, one, two, first)
+    x, normed = CUDA.embed_and_norm(TOKENS, embed, one, dtype)
+    pairs = CUDA.pair(TOKENS, hidden, embed, (one, two), first)
     expected = rounded_once(embed)(TOKENS)
     assert mx.array_equal(x, expected)
-    assert mx.array_equal(normed, one(expected))
-    assert mx.array_equal(pairs, join_pairs(one(expected), two(hidden), first))
+    assert mx.array_equal(normed, CUDA.norm(expected, one))
+    assert mx.array_equal(pairs, CUDA.join_pair(expected, hidden, (one, two), first))
     assert x.dtype == normed.dtype == pairs.dtype == dtype
-    alone = draft_input(TOKENS[1:, 1:], hidden[1:, 1:], embed, one, two, first)
+    alone = CUDA.pair(TOKENS[1:, 1:], hidden[1:, 1:], embed, (one, two), first)
     assert mx.array_equal(alone, pairs[1:, 1:])
 
 
 def test_other_embeddings_are_left_to_the_operations() -> None:
     (norm,) = norms(1)
-    assert head.embed_fits(TOKENS, embedding(4, 64, mx.bfloat16), norm)
-    assert not head.embed_fits(TOKENS, embedding(4, 64, mx.float32), norm)
-    assert not head.embed_fits(TOKENS, embedding(6, 64, mx.bfloat16), norm)
-    assert not head.embed_fits(mx.zeros((145, 1), mx.int32), embedding(4, 64, mx.bfloat16), norm)
+    assert head.embed_fits(TOKENS, mx.bfloat16, embedding(4, 64, mx.bfloat16), norm)
+    assert not head.embed_fits(TOKENS, mx.float32, embedding(4, 64, mx.float32), norm)
+    assert not head.embed_fits(TOKENS, mx.bfloat16, embedding(6, 64, mx.bfloat16), norm)
+    assert not head.embed_fits(mx.zeros((145, 1), mx.int32), mx.bfloat16, embedding(4, 64, mx.bfloat16), norm)
     scaled = type("Scaled", (nn.Embedding,), {})(10, SIZE)
     scaled.set_dtype(mx.bfloat16)
-    assert not head.embed_fits(TOKENS, scaled, norm)
+    assert not head.embed_fits(TOKENS, mx.bfloat16, scaled, norm)

@@ -12,7 +12,6 @@ import pytest
 
 from checkpoints import write
 from headstart.checkpoint import load_model
-from headstart.kernels import cuda as cuda_kernels
 from headstart.kernels.cuda import decoder_layer, persistent
 from headstart.kernels.cuda import layer as cuda_layer
 from headstart.kernels.cuda.backend import CudaBackend
@@ -27,19 +26,7 @@ pytestmark = pytest.mark.usefixtures("stock_ops")  # the kernels for CUDA run on
 
 @pytest.fixture(autouse=True, scope="module")
 def on_the_cpu() -> Iterator[None]:
-    kernels = [
-        cuda_kernels.products.product_kernel,
-        cuda_kernels.experts.experts_kernel,
-        cuda_kernels.experts._route,
-        cuda_kernels.experts._combine,
-        cuda_kernels.norm._norm_kernel,
-        cuda_kernels.gated_delta._gated_delta_kernel,
-        cuda_kernels.attention._arrange,
-        cuda_kernels.attention._partials,
-        cuda_kernels.attention._merge,
-        cuda_layer._layer_kernel,
-    ]
-    with cuda_on_cpu.emulated(kernels) as patch:
+    with cuda_on_cpu.emulated() as patch:
         for module in (persistent, cuda_layer):
             patch.setattr(module, "resident_blocks", lambda shared: 2)
         patch.setattr(cuda_layer, "THREADS", 256)

@@ -8,23 +8,23 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from operations import run_window
 from test_gated_delta import DV, HV, folds_any_number_of_pending_drafts, memory, net, none_accepted, part, tokens
 
-from headstart.kernels import metal, norm
-from headstart.kernels.attention import stock_arrange
-from headstart.kernels.cuda.products import MatrixWeights
-from headstart.kernels.gated_delta import stock_fold_and_run
-from headstart.kernels.metal import attention, device, experts, products
+from headstart.kernels import Backend
+from headstart.kernels.layers import Attention, Pass
+from headstart.kernels.metal import attention, backend, device, experts, products
 from headstart.kernels.metal.attention import heads_refusal, metal_arrange, metal_attend
+from headstart.kernels.metal.backend import MetalBackend
 from headstart.kernels.metal.experts import PAIR_ROWS, metal_combine, metal_experts, metal_route
 from headstart.kernels.metal.gated_delta import metal_gated_delta
 from headstart.kernels.metal.norm import metal_norm
 from headstart.kernels.metal.products import SLICES, metal_products, metal_refusal
+from headstart.kernels.norms import stock_norm
 from headstart.kernels.types import GatedDeltaWeights, HeadNorms, Ran, Window
-from headstart.models.gated_delta_net import run_window
-from headstart.state import Recurrent
+from headstart.kernels.weights import MatrixWeights
+from headstart.state import KV, Recurrent
 
-pytestmark = pytest.mark.usefixtures("stock_ops")
 SLOW = pytest.mark.slow
 SPLIT, COLUMNS = SLICES["metal-split"], SLICES["metal-columns"]
 K = 576  # not the same number of lanes at work in every slice
@@ -219,23 +219,23 @@ def test_norms_are_right_and_rows_independent(size: int, dtype: mx.Dtype) -> Non
 
 
 def test_only_a_weight_in_float32_is_normed_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metal, "on_metal", lambda: True)
-    monkeypatch.setattr(metal, "chosen_kernel", lambda operation, shape: "metal")
-    monkeypatch.setattr(norm, "metal_norm", lambda x, *rest: [2 * x, 3 * x])
-    x, half = mx.ones((2, 8)), mx.ones((8,), mx.bfloat16)
+    monkeypatch.setattr(backend, "chosen_kernel", lambda operation, shape: "metal")
+    monkeypatch.setattr(backend, "metal_norm", lambda x, *rest: [2 * x, 3 * x])
+    norm, x, half = MetalBackend(), mx.ones((2, 8)), mx.ones((8,), mx.bfloat16)
     assert mx.array_equal(norm.rms_norm(x, mx.ones((8,)), 1e-6), 2 * x)
-    assert mx.array_equal(norm.rms_norm(x, half, 1e-6), norm.stock_norm(x, half, 1e-6))
+    assert mx.array_equal(norm.rms_norm(x, half, 1e-6), stock_norm(x, half, 1e-6))
     assert mx.array_equal(norm.add_and_norm(x, x, half, 1e-6)[0], 2 * x)
-    assert mx.array_equal(norm.add_and_norm(x, x, half, 1e-6)[1], norm.stock_norm(2 * x, half, 1e-6))
+    assert mx.array_equal(norm.add_and_norm(x, x, half, 1e-6)[1], stock_norm(2 * x, half, 1e-6))
 
 
 class Heads(nn.Module):
-    """What `stock_arrange` needs of an attention layer."""
+    """What is needed of an attention layer."""
 
     def __init__(self, heads: int, kv_heads: int, dim: int, rotated: int):
         super().__init__()
         self.num_attention_heads, self.num_key_value_heads, self.head_dim = heads, kv_heads, dim
         self.q_norm, self.k_norm = nn.RMSNorm(dim, 1e-6), nn.RMSNorm(dim, 1e-6)
+        self.k_proj, self.v_proj = (nn.Linear(8, kv_heads * dim, bias=False) for _ in range(2))
         self.rope = nn.RoPE(rotated, base=1e6)
 
 
@@ -246,7 +246,8 @@ def test_queries_keys_and_values_are_arranged_as_stock_ops_do(dim: int, rotated:
     layer, offset = Heads(4, 2, dim, rotated), mx.array([3, 500], mx.int32)
     layer.q_norm.weight = mx.random.uniform(0.5, 1.5, (dim,))
     both, keys, values = (normal(2, 3, n * dim, seed=i, dtype=mx.float32) for i, n in enumerate((8, 2, 2)))
-    expected = stock_arrange(layer, both, keys, values, offset)
+    described, cached = Attention(layer, 4, 2, gated=True), KV(keys, values, offset)
+    expected = Backend().arrange(described, both, keys, values, cached)
     norms = HeadNorms(layer.q_norm.weight, layer.k_norm.weight, 1e-6)
     found = metal_arrange(both, keys, values, norms, layer.rope, offset)
     assert error(found.queries, expected.queries) < 2e-5
@@ -326,9 +327,14 @@ def test_attention_is_right_and_a_query_has_the_same_bits_in_any_window(
             assert mx.array_equal(alone, found[own, last]), (row, count)
 
 
-def delta(net: nn.Module, window: Window, kept: Recurrent, accepted: mx.array, certain: int) -> Ran:
-    weights = GatedDeltaWeights(net.conv1d.weight, net.A_log, net.dt_bias, net.norm.weight, net.norm.eps)
-    return metal_gated_delta(window, weights, kept.state, kept.conv, kept.pending, accepted, certain)
+class Delta(Backend):
+    """The kernel, whatever was chosen."""
+
+    def gated_delta_rule(self, net: nn.Module, window: Window, memory: Recurrent, run: Pass) -> Ran:
+        weights = GatedDeltaWeights.of(net)
+        return metal_gated_delta(
+            window, weights, memory.state, memory.conv, memory.pending, run.accepted, run.certain
+        )
 
 
 def test_gated_delta_with_ragged_acceptance_is_what_the_stock_ops_make() -> None:
@@ -337,8 +343,8 @@ def test_gated_delta_with_ragged_acceptance_is_what_the_stock_ops_make() -> None
         [(4, 1, (0, 0)), (9, 1, (3, 1)), (1, 1, (8, 0)), (11, 11, (0, 0))]
     ):
         window, taken = tokens(width, 2, seed), mx.array(accepted, mx.int32)
-        found = run_window(net(), window, ours, taken, certain, delta)
-        expected = run_window(net(), window, theirs, taken, certain, stock_fold_and_run)
+        found = run_window(Delta(), net(), window, ours, taken, certain)
+        expected = run_window(Backend(), net(), window, theirs, taken, certain)
         assert error(found, expected) < 1e-6
         assert error(ours.state, theirs.state) < 1e-6
         assert mx.array_equal(ours.conv, theirs.conv)
@@ -352,17 +358,17 @@ def test_a_window_of_gated_delta_has_the_bits_of_its_tokens_one_by_one(dtype: mx
     width = 10
     text, layer = tokens(width, dtype=dtype), net(dtype)
     together, alone = memory(dtype=dtype), memory(dtype=dtype)
-    found = run_window(layer, text, together, none_accepted(), 1, delta)
-    ys = [run_window(layer, part(text, t, t + 1), alone, none_accepted(), 1, delta) for t in range(width)]
+    found = run_window(Delta(), layer, text, together, none_accepted(), 1)
+    ys = [run_window(Delta(), layer, part(text, t, t + 1), alone, none_accepted(), 1) for t in range(width)]
     assert mx.array_equal(found, mx.concatenate(ys, axis=1))
     # Folding the accepted drafts of the window gives the state of the tokens one by one.
     following = tokens(1, seed=9, dtype=dtype)
-    run_window(layer, following, together, mx.array([width - 1], mx.int32), 1, delta)
-    run_window(layer, following, alone, none_accepted(), 1, delta)
+    run_window(Delta(), layer, following, together, mx.array([width - 1], mx.int32), 1)
+    run_window(Delta(), layer, following, alone, none_accepted(), 1)
     assert mx.array_equal(together.state, alone.state)
     assert found.shape == (1, width, HV, DV)
 
 
 @SLOW
 def test_gated_delta_folds_any_number_of_fifteen_pending_drafts() -> None:
-    folds_any_number_of_pending_drafts(15, delta)
+    folds_any_number_of_pending_drafts(15, Delta())

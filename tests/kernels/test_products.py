@@ -9,28 +9,23 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from headstart.kernels import cuda, experts, norm, products
+from headstart.kernels import Backend
+from headstart.kernels.cuda import backend, products
+from headstart.kernels.cuda.backend import CudaBackend
 from headstart.kernels.cuda.experts import launch_experts
-from headstart.kernels.cuda.products import MOST_ROWS, MatrixWeights, launch_products, matrix_weights, product_refusal
+from headstart.kernels.cuda.products import MOST_ROWS, launch_products, product_refusal
+from headstart.kernels.weights import MatrixWeights, matrix_weights
 
 K = 384  # few chunks of 4-bit codes, more of 8-bit ones: not the same number for every slice
 LONG = 2560  # of 4-bit codes: chunks of a line of memory, two or three of them a slice
 SLOW = pytest.mark.slow
 
-
-pytestmark = pytest.mark.usefixtures("stock_ops")  # the kernels for CUDA run on this CPU, not those for it
+CUDA = CudaBackend()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def on_the_cpu() -> Iterator[None]:
-    kernels = (
-        cuda.products.product_kernel,
-        cuda.experts.experts_kernel,
-        cuda.experts._route,
-        cuda.experts._combine,
-        cuda.norm._norm_kernel,
-    )
-    with cuda_on_cpu.emulated(kernels, on=(products, experts, cuda.norm)):
+    with cuda_on_cpu.emulated():
         yield
 
 
@@ -108,7 +103,7 @@ def test_a_block_that_takes_tile_after_tile_has_the_bits_of_one_that_takes_one(
     x = normal(rows, LONG, seed=3)
     one = launch_products(x, several)
     for blocks in (1, 3, 7):
-        monkeypatch.setattr(cuda.products, "FULL", blocks)
+        monkeypatch.setattr(products, "FULL", blocks)
         assert all(map(mx.array_equal, launch_products(x, several), one)), blocks
 
 
@@ -152,13 +147,13 @@ def test_experts_multiply_the_rows_that_chose_them(bits: int, count: int) -> Non
 def test_experts_are_chosen_and_scored_as_stock_ops_do(count: int, top: int, normed: bool) -> None:
     logits = normal(3, 2, count, seed=9)
     logits[0, 0, 7:9] = 5.0  # equals
-    indices, scores = experts.route(logits, top, normed)
+    indices, scores = CUDA.route(logits, top, normed)
     assert set(indices[0, 0].tolist()) > {7, 8}
-    _, expected = experts.route(logits.astype(mx.float32), top, normed)  # stock ops
+    _, expected = Backend().route(logits.astype(mx.float32), top, normed)
     # Equals at the end of the choice may be others there: their scores are the same.
     assert error(mx.sort(scores, axis=-1), mx.sort(expected, axis=-1)) < 3e-3
     assert mx.array_equal(mx.take_along_axis(logits, indices, axis=-1)[..., 0], logits.max(axis=-1))
-    alone = experts.route(logits[1:2, 1:], top, normed)
+    alone = CUDA.route(logits[1:2, 1:], top, normed)
     assert mx.array_equal(alone[0], indices[1:2, 1:])
     assert mx.array_equal(alone[1], scores[1:2, 1:])
 
@@ -167,27 +162,27 @@ def test_experts_are_chosen_and_scored_as_stock_ops_do(count: int, top: int, nor
 def test_among_equals_the_first_expert_is_chosen(dtype: mx.Dtype, count: int, top: int) -> None:
     draws = np.random.default_rng(count).integers(-4, 4, (4, count)) / 2  # many are equal
     draws[1, ::3], draws[2] = -np.inf, 0.0
-    indices, _ = experts.route(mx.array(draws, dtype), top, True)
+    indices, _ = CUDA.route(mx.array(draws, dtype), top, True)
     assert np.array_equal(np.array(indices), np.argsort(-draws, axis=-1, kind="stable")[:, :top])
 
 
 def test_what_experts_made_is_combined_as_stock_ops_do() -> None:
     parts, scores = normal(3, 2, 4, 40, seed=1), mx.softmax(normal(3, 2, 4, seed=2), axis=-1)
     shared, gate = normal(3, 2, 40, seed=3), normal(3, 2, 1, seed=4)
-    found = experts.combine(parts, scores, shared, gate)
+    found = CUDA.combine(parts, scores, shared, gate)
     wide = [array.astype(mx.float32) for array in (parts, scores, shared, gate)]
-    assert error(found, experts.combine(*wide)) < 3e-3  # stock ops, in float32
-    assert mx.array_equal(found[1:2], experts.combine(parts[1:2], scores[1:2], shared[1:2], gate[1:2]))
+    assert error(found, Backend().combine(*wide)) < 3e-3
+    assert mx.array_equal(found[1:2], CUDA.combine(parts[1:2], scores[1:2], shared[1:2], gate[1:2]))
 
 
 def test_a_sum_and_its_norm_are_those_of_stock_ops() -> None:
     x, added, weight = normal(3, 512, seed=1), normal(3, 512, seed=2), normal(512, seed=3, dtype=mx.float32)
-    total, normed = norm.add_and_norm(x, added, weight, 1e-6)
+    total, normed = CUDA.add_and_norm(x, added, weight, 1e-6)
     assert mx.array_equal(total, x + added)
     expected = mx.fast.rms_norm((x + added).astype(mx.float32), weight, 1e-6)
     assert error(normed, expected) < 3e-3
-    assert mx.array_equal(normed, norm.rms_norm(x + added, weight, 1e-6))
-    assert mx.array_equal(normed[1:2], norm.rms_norm((x + added)[1:2], weight, 1e-6))
+    assert mx.array_equal(normed, CUDA.rms_norm(x + added, weight, 1e-6))
+    assert mx.array_equal(normed[1:2], CUDA.rms_norm((x + added)[1:2], weight, 1e-6))
 
 
 def reasons() -> list[tuple[str, mx.Dtype, MatrixWeights]]:
@@ -196,7 +191,7 @@ def reasons() -> list[tuple[str, mx.Dtype, MatrixWeights]]:
         ("activations are float32", mx.float32, four),
         ("weights are float32", mx.bfloat16, MatrixWeights(mx.zeros((16, 128)))),
         ("40 inputs are no multiple of 32", mx.bfloat16, MatrixWeights(mx.zeros((16, 40), mx.bfloat16))),
-        ("another way than affine", mx.bfloat16, MatrixWeights(four.weight, four.scales, None, 4, 64)),
+        ("another way than affine", mx.bfloat16, MatrixWeights(*four.arrays(), 4, 64, "mxfp4")),
         ("3 bits in groups of 64", mx.bfloat16, MatrixWeights(four.weight, four.scales, four.biases, 3, 64)),
         ("96 inputs are no multiple of 64", mx.bfloat16, random_weights((16, 96), 4, 32)),
         ("an expert's scales", mx.bfloat16, random_weights((2, 12, 64), 4, 64)),
@@ -213,7 +208,7 @@ def test_a_chunk_of_a_prompt_takes_the_product_of_mlx(monkeypatch: pytest.Monkey
     layer.weight = layer.weight.astype(mx.bfloat16)
     assert product_refusal(mx.bfloat16, matrix_weights(layer)) is None
     taken = []
-    monkeypatch.setattr(products, "launch_products", lambda x, weights: taken.append(len(x)) or [layer(x)])
+    monkeypatch.setattr(backend, "launch_products", lambda x, weights: taken.append(len(x)) or [layer(x)])
     for rows in (1, MOST_ROWS, MOST_ROWS + 1, 512):
-        products.product(normal(rows, 64, seed=1), layer)
+        CUDA.product(normal(rows, 64, seed=1), layer)
     assert taken == [1, MOST_ROWS]
