@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, wraps
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,6 +19,7 @@ from mlx_lm.generate import generate_step
 
 import headstart.engine.prefill
 from checkpoints import write
+from families import CONFIGS, write_family
 from headstart.checkpoint import load_model
 from headstart.engine import Engine, Handle, Request, Stats
 from headstart.engine.batch import Batch
@@ -29,6 +31,7 @@ from headstart.sampling import SamplingParams
 from headstart.state import CHUNK
 
 FAMILIES = ("dense", "moe", "next")
+EVERY_FAMILY = (*FAMILIES, *CONFIGS)
 
 
 def by_backend(make: Callable[..., Model]) -> Callable[..., Model]:
@@ -45,6 +48,18 @@ def random_model(
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), family, seed=seed, head=head, tie=tie, **sizes)
         return load_model(folder, dtype=mx.float32)
+
+
+def write_any(folder: Path, family: str, **sizes: Any) -> Path:
+    """Write a tiny random checkpoint of any family that there is."""
+    return write(folder, family, **sizes) if family in FAMILIES else write_family(folder, family, **sizes)
+
+
+@by_backend
+def family_model(family: str, **sizes: Any) -> Model:
+    """A tiny random checkpoint of any family, loaded in float32."""
+    with tempfile.TemporaryDirectory() as folder:
+        return load_model(write_any(Path(folder), family, **sizes), dtype=mx.float32)
 
 
 @by_backend
