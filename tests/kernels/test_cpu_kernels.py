@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from operations import no_mask, nothing, run_window
+from backends import no_mask, nothing, run_window
 
 from fixtures import random_model
 from headstart.kernels import Backend, choose_backend
@@ -164,21 +164,6 @@ def test_wrong_shapes_are_refused() -> None:
         multiply(native(), mx.ones((2, 8), mx.float16), [[mx.ones((4, 8), mx.float16)]])
 
 
-# --- Norm
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_norm_is_stock(dtype: str) -> None:
-    x, added, weight = normal(1, 40, 390, dtype=dtype), normal(2, 40, 390, dtype=dtype), normal(3, 390)
-    total, normed = native().norm(x, weight, 1e-6, added)
-    assert mx.array_equal(total, x + added)
-    wide = exact(total)
-    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * exact(weight)
-    np.testing.assert_allclose(exact(normed), expected, rtol=ulp(dtype), atol=1e-6)
-    assert mx.array_equal(native().norm(total, weight, 1e-6)[0], normed)
-    assert mx.array_equal(native().norm(total[7:8], weight, 1e-6)[0], normed[7:8])
-
-
 # --- GatedDeltaNet
 
 
@@ -217,97 +202,8 @@ def blank(layer: nn.Module, rows: int, dtype: str) -> Recurrent:
     return memory
 
 
-def cut(given: Window, start: int, end: int, rows: slice = slice(None)) -> Window:
-    return Window(*[array[rows, start:end] for array in given])
-
-
 def none(rows: int) -> mx.array:
     return mx.zeros((rows,), mx.int32)
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_gated_delta_is_stock(dtype: str) -> None:
-    """Two windows with drafts: the second folds 0, 2 and 1 of the first's three."""
-    layer, accepted = net(dtype), mx.array([0, 2, 1], mx.int32)
-    first, then = window(layer, 3, 4, dtype), window(layer, 3, 3, dtype, seed=20)
-    ours, theirs = blank(layer, 3, dtype), blank(layer, 3, dtype)
-    tolerance = {"rtol": 0.1, "atol": 0.1} if dtype == "bfloat16" else {"rtol": 1e-4, "atol": 1e-4}
-    for given, count in ((first, none(3)), (then, accepted)):
-        found = run_window(CPU, layer, given, ours, count, 1)
-        expected = run_window(StockCpu(), layer, given, theirs, count, 1)
-        np.testing.assert_allclose(exact(found), exact(expected), **tolerance)
-        np.testing.assert_allclose(exact(ours.state), exact(theirs.state), **tolerance)
-        assert mx.array_equal(ours.conv, theirs.conv)
-        assert ours.pending is not None
-        assert theirs.pending is not None
-        assert mx.array_equal(ours.pending[0], theirs.pending[0])
-
-
-def recurrence(layer: nn.Module, given: Window, memory: Recurrent) -> tuple[np.ndarray, np.ndarray]:
-    """In float64, one sequence, all of it certain: what the kernel puts out, and the state."""
-    qkv, z, b, a = (exact(array[0]) for array in given)
-    Hk, Hv, Dk, Dv = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
-    inputs, kernel = np.concatenate([exact(memory.conv[0]), qkv]), exact(layer.conv1d.weight)[..., 0]
-    state, taps, outputs = exact(memory.state[0]), kernel.shape[1], []
-    for t in range(len(qkv)):
-        mixed = (inputs[t : t + taps] * kernel.T).sum(0)
-        mixed = mixed / (1 + np.exp(-mixed))
-        q, k, v = np.split(mixed, [Hk * Dk, 2 * Hk * Dk])
-        q, k = (np.repeat(x.reshape(Hk, Dk), Hv // Hk, axis=0) for x in (q, k))
-        q, k = (x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
-        g = np.exp(-np.exp(exact(layer.A_log)) * np.log1p(np.exp(a[t] + exact(layer.dt_bias))))
-        state = state * g[:, None, None]
-        delta = (v.reshape(Hv, Dv) - np.einsum("hvk,hk->hv", state, k)) / (1 + np.exp(-b[t]))[:, None]
-        state = state + delta[:, :, None] * k[:, None, :]
-        y = np.einsum("hvk,hk->hv", state, q) / np.sqrt(Dk)
-        y = y / np.sqrt((y**2).mean(-1, keepdims=True) + layer.norm.eps) * exact(layer.norm.weight)
-        outputs.append(y * z[t] / (1 + np.exp(-z[t])))
-    return np.stack(outputs), state
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_gated_delta_is_that_of_float64(dtype: str) -> None:
-    layer, given = net(dtype), window(net(dtype), 1, 70, dtype)
-    memory = blank(layer, 1, dtype)
-    expected, state = recurrence(layer, given, memory)
-    found = run_window(CPU, layer, given, memory, none(1), 70)
-    np.testing.assert_allclose(exact(found[0]), expected, rtol=2 * ulp(dtype), atol=2e-4)
-    np.testing.assert_allclose(exact(memory.state[0]), state, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("accepted", [0, 1, 3])
-def test_a_state_with_drafts_is_that_of_decoding_token_by_token(dtype: str, accepted: int) -> None:
-    layer, text = net(dtype), window(net(dtype), 1, 40, dtype)
-    alone = blank(layer, 1, dtype)
-    one_by_one = mx.concatenate(
-        [run_window(CPU, layer, cut(text, t, t + 1), alone, none(1), 1) for t in range(1 + accepted + 1)], axis=1
-    )
-    drafting, plain = blank(layer, 1, dtype), blank(layer, 1, dtype)
-    first = run_window(CPU, layer, cut(text, 0, 4), drafting, none(1), 1)
-    assert mx.array_equal(first[:, : 1 + accepted], one_by_one[:, : 1 + accepted])
-    then = run_window(CPU, layer, cut(text, 1 + accepted, 6 + accepted), drafting, mx.array([accepted], mx.int32), 1)
-    assert mx.array_equal(then[:, 0], one_by_one[:, -1])
-    assert mx.array_equal(drafting.state, alone.state)
-    assert mx.array_equal(drafting.conv, alone.conv)
-    whole = run_window(CPU, layer, text, plain, none(1), 40)  # as a prompt, in tiles
-    assert mx.array_equal(whole[:, : 2 + accepted], one_by_one)
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_sequences_of_a_batch_do_not_see_each_other(dtype: str) -> None:
-    layer, text = net(dtype), window(net(dtype), 5, 4, dtype)
-    crowd = blank(layer, 5, dtype)
-    kept = mx.array(crowd.state)
-    y = run_window(CPU, layer, text, crowd, none(5), 1)
-    for row in range(5):
-        alone = blank(layer, 5, dtype)
-        alone.keep(mx.array([row]))
-        assert mx.array_equal(
-            run_window(CPU, layer, cut(text, 0, 4, slice(row, row + 1)), alone, none(1), 1), y[row : row + 1]
-        )
-        assert mx.array_equal(alone.state, crowd.state[row : row + 1])
-    assert mx.array_equal(kept, blank(layer, 5, dtype).state), "an input that is still needed is not overwritten"
 
 
 # --- Attention

@@ -9,8 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from backends import nothing
 from mlx_lm.models.deepseek_v3 import DeepseekV3Attention
-from operations import nothing
 from test_cpu_kernels import CPU, TYPES
 
 from headstart.kernels import Backend

@@ -8,22 +8,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from operations import run_window
-from test_gated_delta import DV, HV, folds_any_number_of_pending_drafts, memory, net, none_accepted, part, tokens
 
 from headstart.kernels import Backend
-from headstart.kernels.layers import Attention, Pass
-from headstart.kernels.metal import attention, backend, device, experts, products
+from headstart.kernels.layers import Attention
+from headstart.kernels.metal import attention, device, experts, products
 from headstart.kernels.metal.attention import heads_refusal, metal_arrange, metal_attend
-from headstart.kernels.metal.backend import MetalBackend
 from headstart.kernels.metal.experts import PAIR_ROWS, metal_combine, metal_experts, metal_route
-from headstart.kernels.metal.gated_delta import metal_gated_delta
 from headstart.kernels.metal.norm import metal_norm
 from headstart.kernels.metal.products import SLICES, metal_products, metal_refusal
-from headstart.kernels.norms import stock_norm
-from headstart.kernels.types import GatedDeltaWeights, HeadNorms, Ran, Window
+from headstart.kernels.types import HeadNorms
 from headstart.kernels.weights import MatrixWeights
-from headstart.state import KV, Recurrent
+from headstart.state import KV
 
 SLOW = pytest.mark.slow
 SPLIT, COLUMNS = SLICES["metal-split"], SLICES["metal-columns"]
@@ -206,28 +201,6 @@ def test_routing_combining_and_norms_are_the_same_among_one_to_sixteen_rows() ->
         assert all(mx.array_equal(a, b[some]) for a, b in zip(alone, together, strict=True)), rows
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(72, mx.bfloat16), pytest.param(1000, mx.float32, marks=SLOW)])
-def test_norms_are_right_and_rows_independent(size: int, dtype: mx.Dtype) -> None:
-    x, added = normal(3, size, seed=10, dtype=dtype), normal(3, size, seed=11, dtype=dtype)
-    weight = mx.random.uniform(0.5, 1.5, (size,))
-    total, normed = metal_norm(x, added, weight, 1e-6)
-    assert mx.array_equal(total, x + added)
-    rms = np.sqrt((exact(total) ** 2).mean(axis=-1, keepdims=True) + 1e-6)
-    assert error(normed, exact(total) / rms * exact(weight)) < rounding(dtype)
-    assert mx.array_equal(metal_norm(x + added, None, weight, 1e-6)[0], normed)
-    assert mx.array_equal(metal_norm(x[1:2], added[1:2], weight, 1e-6)[1], normed[1:2])
-
-
-def test_only_a_weight_in_float32_is_normed_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "chosen_kernel", lambda operation, shape: "metal")
-    monkeypatch.setattr(backend, "metal_norm", lambda x, *rest: [2 * x, 3 * x])
-    norm, x, half = MetalBackend(), mx.ones((2, 8)), mx.ones((8,), mx.bfloat16)
-    assert mx.array_equal(norm.rms_norm(x, mx.ones((8,)), 1e-6), 2 * x)
-    assert mx.array_equal(norm.rms_norm(x, half, 1e-6), stock_norm(x, half, 1e-6))
-    assert mx.array_equal(norm.add_and_norm(x, x, half, 1e-6)[0], 2 * x)
-    assert mx.array_equal(norm.add_and_norm(x, x, half, 1e-6)[1], stock_norm(2 * x, half, 1e-6))
-
-
 class Heads(nn.Module):
     """What is needed of an attention layer."""
 
@@ -325,50 +298,3 @@ def test_attention_is_right_and_a_query_has_the_same_bits_in_any_window(
             more = [mx.where(beyond, mx.nan, a).astype(dtype) for a in more]
             alone = metal_attend(queries[own, :, last], gates[own, last], *more, first, scale, reach)
             assert mx.array_equal(alone, found[own, last]), (row, count)
-
-
-class Delta(Backend):
-    """The kernel, whatever was chosen."""
-
-    def gated_delta_rule(self, net: nn.Module, window: Window, memory: Recurrent, run: Pass) -> Ran:
-        weights = GatedDeltaWeights.of(net)
-        return metal_gated_delta(
-            window, weights, memory.state, memory.conv, memory.pending, run.accepted, run.certain
-        )
-
-
-def test_gated_delta_with_ragged_acceptance_is_what_the_stock_ops_make() -> None:
-    ours, theirs = memory(2), memory(2)
-    for seed, (width, certain, accepted) in enumerate(
-        [(4, 1, (0, 0)), (9, 1, (3, 1)), (1, 1, (8, 0)), (11, 11, (0, 0))]
-    ):
-        window, taken = tokens(width, 2, seed), mx.array(accepted, mx.int32)
-        found = run_window(Delta(), net(), window, ours, taken, certain)
-        expected = run_window(Backend(), net(), window, theirs, taken, certain)
-        assert error(found, expected) < 1e-6
-        assert error(ours.state, theirs.state) < 1e-6
-        assert mx.array_equal(ours.conv, theirs.conv)
-        if theirs.pending is not None and ours.pending is not None:
-            pairs = zip(ours.pending, theirs.pending, strict=True)
-            assert all(error(a, b) < 1e-6 for a, b in pairs)
-
-
-@pytest.mark.parametrize("dtype", [mx.float32, pytest.param(mx.bfloat16, marks=SLOW)])
-def test_a_window_of_gated_delta_has_the_bits_of_its_tokens_one_by_one(dtype: mx.Dtype) -> None:
-    width = 10
-    text, layer = tokens(width, dtype=dtype), net(dtype)
-    together, alone = memory(dtype=dtype), memory(dtype=dtype)
-    found = run_window(Delta(), layer, text, together, none_accepted(), 1)
-    ys = [run_window(Delta(), layer, part(text, t, t + 1), alone, none_accepted(), 1) for t in range(width)]
-    assert mx.array_equal(found, mx.concatenate(ys, axis=1))
-    # Folding the accepted drafts of the window gives the state of the tokens one by one.
-    following = tokens(1, seed=9, dtype=dtype)
-    run_window(Delta(), layer, following, together, mx.array([width - 1], mx.int32), 1)
-    run_window(Delta(), layer, following, alone, none_accepted(), 1)
-    assert mx.array_equal(together.state, alone.state)
-    assert found.shape == (1, width, HV, DV)
-
-
-@SLOW
-def test_gated_delta_folds_any_number_of_fifteen_pending_drafts() -> None:
-    folds_any_number_of_pending_drafts(15, Delta())

@@ -175,16 +175,6 @@ def test_what_experts_made_is_combined_as_stock_ops_do() -> None:
     assert mx.array_equal(found[1:2], CUDA.combine(parts[1:2], scores[1:2], shared[1:2], gate[1:2]))
 
 
-def test_a_sum_and_its_norm_are_those_of_stock_ops() -> None:
-    x, added, weight = normal(3, 512, seed=1), normal(3, 512, seed=2), normal(512, seed=3, dtype=mx.float32)
-    total, normed = CUDA.add_and_norm(x, added, weight, 1e-6)
-    assert mx.array_equal(total, x + added)
-    expected = mx.fast.rms_norm((x + added).astype(mx.float32), weight, 1e-6)
-    assert error(normed, expected) < 3e-3
-    assert mx.array_equal(normed, CUDA.rms_norm(x + added, weight, 1e-6))
-    assert mx.array_equal(normed[1:2], CUDA.rms_norm((x + added)[1:2], weight, 1e-6))
-
-
 def reasons() -> list[tuple[str, mx.Dtype, MatrixWeights]]:
     four = random_weights((16, 128), 4, 64)
     return [

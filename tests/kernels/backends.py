@@ -1,0 +1,125 @@
+"""The backends that an operation is tested on: the reference, this CPU's kernels, and those for GPUs.
+
+On a machine with a card its kernels run there. Elsewhere those of CUDA and Metal are emulated, which is slow: for
+tiny shapes, and most formats only in the slow tests.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import cuda_on_cpu
+import metal_on_cpu
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.gated_delta import gated_delta_ops
+
+from headstart.kernels import Backend, choose_backend
+from headstart.kernels.cpu.backend import CpuBackend
+from headstart.kernels.cuda.backend import CudaBackend
+from headstart.kernels.layers import Pass, Residual
+from headstart.kernels.metal import attention, choice, stock
+from headstart.kernels.metal.backend import MetalBackend
+from headstart.kernels.metal.choice import Candidate, KernelCheck
+from headstart.kernels.metal.tune import operations
+from headstart.kernels.norms import Norm
+from headstart.kernels.types import Window
+from headstart.state import Recurrent
+
+NATIVE = ("cpu", "cuda", "metal")
+NAMES = ("reference", *NATIVE)
+TYPES = {"cpu": ("bfloat16", "float32"), "cuda": ("bfloat16", "float16"), "metal": ("bfloat16", "float16", "float32")}
+ROUNDING = {mx.bfloat16: 3e-3, mx.float16: 4e-4, mx.float32: 1e-6}  # of results alone, relative
+SLOW = pytest.mark.slow
+
+
+@contextmanager
+def running(name: str) -> Iterator[Backend]:
+    """Yield a backend by its name here."""
+    if name == "reference":
+        yield Backend()
+    elif name == "cpu":
+        ours = choose_backend()
+        if not isinstance(ours, CpuBackend):
+            pytest.skip("no CPU kernels here")
+        yield ours
+    elif name == "metal":
+        with metal() as backend:
+            yield backend
+    elif mx.cuda.is_available():
+        yield CudaBackend()
+    else:
+        with cuda_on_cpu.emulated():
+            yield CudaBackend()
+
+
+@contextmanager
+def metal() -> Iterator[Backend]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx.fast, "metal_kernel", metal_on_cpu.metal_kernel)
+        patch.setattr(choice, "_decided", {})
+        patch.setattr(stock, "gated_delta_kernel", gated_delta_ops)
+        patch.setattr(attention, "SPLIT", 32)  # pieces that the emulator gets through
+        mx.disable_compile()  # on a CPU, every compiled stock operation costs a run of g++
+        cuda_on_cpu.forget_kernels("metal")
+        yield MetalBackend()
+    mx.enable_compile()
+    cuda_on_cpu.forget_kernels("metal")
+
+
+def choose_kernels(
+    backend: Backend, dtype: mx.Dtype, wanted: Sequence[str], *modules: nn.Module, fit: bool = True
+) -> None:
+    """Have ours chosen on Metal for the wanted operations of modules, which they `fit` or not."""
+    if not isinstance(backend, MetalBackend):
+        return
+    weights = nn.Module()
+    weights.given = list(modules)
+    found = [each for each in operations(weights, dtype) if each.operation in wanted]
+    assert {each.operation for each in found} == set(wanted)
+    for operation in found:
+        runs = operation.candidates()
+        name = next((name for name in runs if name.startswith("metal") and not isinstance(runs[name], str)), "stock")
+        assert (name == "stock") != fit, runs
+        check = KernelCheck(operation.operation, operation.shape, name, True, (Candidate(name),))
+        choice._decided[f"{operation.operation} {operation.shape}"] = check
+
+
+def no_mask(window: int | None) -> mx.array:
+    raise AssertionError("this operation needs no mask")
+
+
+def nothing(x: mx.array) -> Residual:
+    """A residual that leaves what is added to it as it is."""
+    return Residual(mx.zeros_like(x), Norm(x.shape[-1], 1e-6))
+
+
+def run_window(
+    backend: Backend, net: nn.Module, window: Window, memory: Recurrent, accepted: mx.array, certain: int
+) -> mx.array:
+    """The outputs of a gated delta rule [B, W, Hv, Dv]; `memory` then holds what the window leaves."""
+    run = Pass(no_mask, accepted, certain)
+    y, memory.state, memory.conv, memory.pending = backend.gated_delta_rule(net, window, memory, run)
+    return y
+
+
+def normal(*shape: int, seed: int, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+def exact(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def error(found: mx.array, expected: mx.array | np.ndarray) -> float:
+    """The distance relative to the norm, and not less than a tenth of the largest of an element."""
+    right = exact(expected) if isinstance(expected, mx.array) else expected
+    assert found.shape == right.shape
+    apart, mean = np.abs(exact(found) - right), np.sqrt((right**2).mean())
+    largest = (apart / np.maximum(np.maximum(np.abs(right), mean), 1e-30)).max()
+    return float(max(np.linalg.norm(apart) / np.linalg.norm(right), largest / 10))
+
+
+def same(*pairs: tuple[mx.array, mx.array]) -> bool:
+    return all(bool(mx.array_equal(one, other)) for one, other in pairs)
