@@ -5,6 +5,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # The first example of a property may compile for seconds; that says nothing about the property.
 settings.register_profile("headstart", deadline=None)
 settings.load_profile("headstart")
+
+
+@pytest.fixture(autouse=True)
+def _no_prefixes_of_other_tests() -> None:
+    """Models are shared by tests, and a model keeps the prefixes that it has read."""
+    if (module := sys.modules.get("headstart.engine.engine")) is not None:
+        module._prefixes.clear()
 
 
 @pytest.fixture

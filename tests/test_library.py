@@ -6,7 +6,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +18,9 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.sample_utils import make_sampler as make_mlx_lm_sampler
 
 import headstart
+from adapters import write_adapter
 from headstart import SamplingParams, checkpoint
+from headstart.arguments import sampling_params
 from headstart.engine import Engine, Handle
 from headstart.errors import RequestError
 from headstart.library import GenerationResponse
@@ -243,6 +247,24 @@ def test_make_sampler_returns_mlx_lms_sampler_as_sampling_params() -> None:
         headstart.make_sampler(temp=1.0, top_p=1.5)
 
 
+def test_a_sampler_of_mlx_lm_is_taken_by_its_parameters(loaded: Any, prompt: list[int]) -> None:
+    """So that changing one import is enough. None of the names may be lost."""
+    for given in (
+        {"temp": 0.9},
+        {"temp": 1.5, "top_p": 0.9, "top_k": 30},
+        {"temp": 1.2, "min_p": 0.05, "min_tokens_to_keep": 3},
+        {"temp": 1.2, "xtc_probability": 0.5, "xtc_threshold": 0.2, "xtc_special_tokens": [3, 4]},
+    ):
+        assert sampling_params(make_mlx_lm_sampler(**given), {"max_tokens": 256}, loaded[0]) == (
+            headstart.make_sampler(**given)
+        )
+    text, greedy = [
+        headstart.generate(*loaded, prompt, max_tokens=12, sampler=make_mlx_lm_sampler(temp), seed=1)
+        for temp in (1.5, 0)
+    ]
+    assert text == headstart.generate(*loaded, prompt, max_tokens=12, temperature=1.5, seed=1) != greedy
+
+
 def test_a_sampler_and_further_parameters_reach_the_engine(loaded: Any, prompt: list[int]) -> None:
     """Seeded, so the same for every k; and another seed is another text."""
     sampler = headstart.make_sampler(temp=1.5)
@@ -257,7 +279,7 @@ def test_a_sampler_and_further_parameters_reach_the_engine(loaded: Any, prompt: 
     ("arguments", "message"),
     [
         ({"sampler": lambda logprobs: mx.argmax(logprobs, axis=-1)}, "sampler: .* temperature, top_p"),
-        ({"sampler": make_mlx_lm_sampler(temp=0.7)}, "sampler: .*make_sampler"),
+        ({"sampler": partial(make_mlx_lm_sampler(temp=0.7))}, "sampler: .*make_sampler"),
         ({"logits_processors": make_logits_processors(repetition_penalty=1.1)}, "logits_processors .*repetition_pen"),
         ({"draft_model": object()}, "draft_model "),
         ({"num_draft_tokens": 3}, "num_draft_tokens .*k"),
@@ -347,6 +369,38 @@ def test_a_batch_gets_the_texts_that_each_prompt_gets_alone(loaded: tuple[Model,
     alone = [headstart.generate(*loaded, each, max_tokens=12, temperature=0.8, seed=4) for each in prompts]
     assert batch.texts == alone
     assert [stats.generation_tokens for stats in batch.stats] == [12, 12, 12]
+
+
+def test_a_batch_takes_a_sampler_and_a_limit_for_each_prompt(loaded: tuple[Model, Any], prompt: list[int]) -> None:
+    prompts, sampler = [prompt, "def add(a, b):"], headstart.make_sampler(0.8)
+    batch = headstart.batch_generate(*loaded, prompts, [3, 7], sampler=sampler, seed=4)
+    assert [stats.generation_tokens for stats in batch.stats] == [3, 7]
+    alone = [headstart.generate(*loaded, each, max_tokens=7, temperature=0.8, seed=4) for each in prompts]
+    assert alone[1] == batch.texts[1]
+    assert alone[0].startswith(batch.texts[0])
+    with pytest.raises(RequestError, match="max_tokens has 1 numbers for 2 prompts"):
+        headstart.batch_generate(*loaded, prompts, [3])
+
+
+def test_load_takes_arguments_for_the_tokenizer() -> None:
+    end = {"eos_token": "<|im_start|>", "trust_remote_code": True}
+    assert headstart.load("tiny-qwen3.5", end)[1].eos_token == "<|im_start|>"
+
+
+def test_an_adapter_given_to_load_is_the_one_of_every_request(tmp_path: Path, prompt: list[int]) -> None:
+    """As in mlx-lm. Requests may still name another."""
+    folder = checkpoint.resolve()
+    first, second = [write_adapter(tmp_path / str(seed), folder, seed=seed, scale=6.0) for seed in (1, 2)]
+    parts = {"first": first, "second": second}
+    named, tokenizer = headstart.load(adapters=parts)
+    model, _ = headstart.load(adapter_path=first, adapters={"second": second})
+    expected = [
+        headstart.generate(named, tokenizer, prompt, max_tokens=8, adapter=name) for name in ("first", "second", None)
+    ]
+    assert len(set(expected)) == 3, "the adapters make no difference: choose others"
+    assert headstart.generate(model, tokenizer, prompt, max_tokens=8) == expected[0]
+    assert headstart.batch_generate(model, tokenizer, [prompt], max_tokens=8).texts == expected[:1]
+    assert headstart.generate(model, tokenizer, prompt, max_tokens=8, adapter="second") == expected[1]
 
 
 def test_threads_share_one_batch_through_an_engine_thread(loaded: tuple[Model, Any], prompt: list[int]) -> None:

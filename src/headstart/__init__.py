@@ -10,9 +10,11 @@ if TYPE_CHECKING:
     from .library import (
         BatchResponse,
         GenerationResponse,
+        PromptCache,
         batch_generate,
         generate,
         load,
+        make_prompt_cache,
         make_sampler,
         stream_generate,
     )
@@ -25,8 +27,8 @@ open_files.protect()
 
 __all__ = [
     "AsyncEngine", "BatchResponse", "Engine", "EngineThread", "Event", "GenerationResponse", "GrammarSpec",
-    "PrefixCache", "Request", "SamplingParams", "Stats", "__version__", "batch_generate", "errors", "generate",
-    "load", "make_sampler", "stream_generate",
+    "PrefixCache", "PromptCache", "Request", "SamplingParams", "Stats", "__version__", "batch_generate", "errors",
+    "generate", "load", "make_prompt_cache", "make_sampler", "stream_generate",
 ]  # fmt: skip
 
 # mlx and mlx-lm take seconds to import, so a name is looked up when it is first used, in the lightest module first.

@@ -1,53 +1,49 @@
-"""mlx-lm's functions with its names and responses: a program moves over by changing an import.
-
-Arguments of mlx-lm that cannot be honoured are refused by name. Callables on logits are among them: the engine
-verifies whole windows of drafts on the device, so it must know what a sampler computes.
-"""
+"""mlx-lm's functions with its names and responses: a program moves over by changing an import."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import cached_property, partial
-from operator import index
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal, Unpack
+from weakref import WeakKeyDictionary, ref
 
 import mlx.core as mx
-from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .arguments import (
+    PromptCache,
+    continued,
+    make_prompt_cache,
+    make_sampler,
+    sampling_params,
+    token_ids,
+    with_images,
+)
 from .checkpoint import load_model, load_tokenizer, resolve
-from .engine import Engine, EngineThread, FinishReason, Handle, Origin, PromptImage, Request, Stats, insert_images
-from .errors import HeadstartError, RequestError, check_text
-from .images import ImageProblem, read_image
+from .engine import Engine, EngineThread, FinishReason, Handle, Origin, Request, Stats
+from .errors import HeadstartError, RequestError
 from .limits import MAX_IMAGE_PIXELS
 from .models import Model
 from .sampling_params import SamplingOptions, SamplingParams
 
+__all__ = [
+    "BatchResponse", "GenerationResponse", "PromptCache", "batch_generate", "generate", "load", "make_prompt_cache",
+    "make_sampler", "stream_generate",
+]  # fmt: skip
+
 Progress = Callable[[int, int], None]
 
-# Arguments of mlx-lm that would change the output or the memory, and what to do instead.
-REFUSED = {
-    "logits_processors": "use SamplingParams' repetition_penalty, presence_penalty, frequency_penalty or logit_bias",
-    "draft_model": "the model drafts with its own head; a block drafter is an argument of load",
-    "num_draft_tokens": "use k",
-    "prompt_cache": "give the whole prompt",
-    "input_embeddings": "give the prompt as text or token ids",
-    "max_kv_size": "the cache keeps every token; bound it with max_tokens",
-    "kv_bits": "the cache is not quantised",
-}
-# Arguments of mlx-lm that have no effect here: the engine chooses how prompts are split into chunks.
-WITHOUT_EFFECT = {"prefill_step_size", "stream", "kv_group_size", "quantized_kv_start"}
-ARGUMENTS = [*SamplingOptions.__annotations__, "max_tokens", "sampler", "k", "engine", "images", "adapter"]
-SAMPLER_FIELDS = {  # what make_sampler sets
-    "temperature", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold",
-    "xtc_special_tokens",
-}  # fmt: skip
+DEFAULT_ADAPTER = "default"
+
+_engines: WeakKeyDictionary[Model, "ref[Engine]"] = WeakKeyDictionary()
+_submitting = Lock()
 
 
 def load(
     path: str | Path | None = None,
+    tokenizer_config: Mapping[str, Any] | None = None,
     *,
     mtp: bool | None = None,
     head: str | Path | None = None,
@@ -55,18 +51,23 @@ def load(
     vision: bool = False,
     max_image_pixels: int = MAX_IMAGE_PIXELS,
     adapters: Mapping[str, str | Path] | None = None,
+    adapter_path: str | Path | None = None,
 ) -> tuple[Model, TokenizerWrapper]:
     """Load a model and its tokenizer.
 
     Args:
         path: A folder, a built-in model, a name in the Hugging Face cache or a hub id; by default the built-in model.
+        tokenizer_config: Arguments for the tokenizer. Code that comes with a model is never run, whatever they say.
         mtp: Load the multi-token-prediction head; by default if there is one and HEADSTART_MTP is not 0.
         head: Another model or a drafter (`qwen3_5_mtp`) whose head is taken, named like `path`.
         drafter: A block drafter (DFlash) that was made for the model, named like `path`.
         vision: Also load the vision tower, if there is one, to answer about images.
         max_image_pixels: Larger images are scaled down to so many pixels.
         adapters: LoRA adapters by name: folders that `mlx_lm.lora` has written. Name one in `stream_generate`.
+        adapter_path: An adapter that every request uses which names no other.
     """
+    if adapter_path is not None:
+        adapters = {DEFAULT_ADAPTER: adapter_path, **(adapters or {})}
     folder = resolve(path, vision=vision)
     model = load_model(
         folder,
@@ -77,7 +78,9 @@ def load(
         max_image_pixels=max_image_pixels,
         adapters=adapters,
     )
-    return model, load_tokenizer(folder)
+    if adapter_path is not None:
+        model = replace(model, default_adapter=DEFAULT_ADAPTER)
+    return model, load_tokenizer(folder, tokenizer_config)
 
 
 @dataclass(frozen=True)
@@ -104,29 +107,6 @@ class GenerationResponse:
         return logits - mx.logsumexp(logits)
 
 
-def make_sampler(
-    temp: float = 0.0,
-    top_p: float = 0.0,
-    min_p: float = 0.0,
-    min_tokens_to_keep: int = 1,
-    top_k: int = 0,
-    xtc_probability: float = 0.0,
-    xtc_threshold: float = 0.1,
-    xtc_special_tokens: Sequence[int] | None = None,
-) -> SamplingParams:
-    """Return mlx-lm's sampler as sampling parameters, for `stream_generate(sampler=…)`."""
-    return SamplingParams(
-        temperature=temp,
-        top_p=top_p or 1.0,  # mlx-lm's 0 means all tokens
-        min_p=min_p,
-        min_tokens_to_keep=min_tokens_to_keep,
-        top_k=top_k,
-        xtc_probability=xtc_probability,
-        xtc_threshold=xtc_threshold,
-        xtc_special_tokens=tuple(xtc_special_tokens or ()),
-    )
-
-
 def stream_generate(
     model: Model,
     tokenizer: TokenizerWrapper,
@@ -135,6 +115,7 @@ def stream_generate(
     *,
     sampler: SamplingParams | None = None,
     k: int | Literal["auto"] = "auto",
+    prompt_cache: PromptCache | None = None,
     prompt_progress_callback: Progress | None = None,
     engine: Engine | EngineThread | None = None,
     images: Sequence[Any] = (),
@@ -148,9 +129,10 @@ def stream_generate(
         max_tokens: Most tokens to generate; -1 goes on to the end of the context.
         sampler: From `make_sampler`, instead of sampling parameters.
         k: Drafts per step, or "auto": as many as pay.
+        prompt_cache: From `make_prompt_cache`: the prompt continues the conversation that it holds. Without one, give
+            the whole conversation: what the model has read before is found in its prefix cache all the same.
         prompt_progress_callback: Called with (tokens prefilled, tokens of the prompt).
-        engine: Engine to share with other requests; by default a new one. To call from several threads, share an
-            EngineThread.
+        engine: Engine to share with other requests; by default one that calls with this model share while they run.
         images: Paths, bytes of files, or Pillow's images, one for each image placeholder in the prompt. The model
             must have been loaded with `vision=True`.
         adapter: The name of one of the model's adapters.
@@ -160,13 +142,17 @@ def stream_generate(
         raise RequestError(f"model is a {type(model).__name__}: load it with headstart.load")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    sampling = _sampling_params(sampler, {"max_tokens": max_tokens, "k": k, **params}, model)
-    tokens, placed = _with_images(_token_ids(tokenizer, prompt), images, model)
+    sampling = sampling_params(sampler, {"max_tokens": max_tokens, "k": k, **params}, model)
+    conversation = continued(prompt_cache, token_ids(tokenizer, prompt), images, model)
+    tokens, placed = with_images(conversation, images, model)
     request = Request(tokens, sampling, keep_logits=True, images=placed, adapter=adapter)
-    handle = (engine or Engine(model, tokenizer, max_sequences=1)).submit(request)
+    handle = engine.submit(request) if engine is not None else _submit(model, tokenizer, request)
+    if prompt_cache is not None:
+        prompt_cache.tokens = conversation
     # Errors are raised by this call and not at the first token, hence a separate generator. It is advanced into its
     # `try` here: closing a generator that has not started would not run its `finally`.
-    responses = _responses(handle, prompt_progress_callback or (lambda done, total: None))
+    answer = [] if prompt_cache is None else prompt_cache.tokens
+    responses = _responses(handle, answer, prompt_progress_callback or (lambda done, total: None))
     next(responses)
     return responses
 
@@ -180,6 +166,7 @@ def generate(
     *,
     sampler: SamplingParams | None = None,
     k: int | Literal["auto"] = "auto",
+    prompt_cache: PromptCache | None = None,
     prompt_progress_callback: Progress | None = None,
     engine: Engine | EngineThread | None = None,
     images: Sequence[Any] = (),
@@ -194,7 +181,8 @@ def generate(
     The other arguments are those of `stream_generate`.
     """
     start = partial(stream_generate, sampler=sampler, k=k, engine=engine, images=images, adapter=adapter, **params)
-    responses = start(model, tokenizer, prompt, max_tokens, prompt_progress_callback=prompt_progress_callback)
+    start = partial(start, prompt_cache=prompt_cache, prompt_progress_callback=prompt_progress_callback)
+    responses = start(model, tokenizer, prompt, max_tokens)
     if verbose:
         print("=" * 10)
     text = ""
@@ -225,22 +213,28 @@ def batch_generate(
     model: Model,
     tokenizer: TokenizerWrapper,
     prompts: Sequence[str | Sequence[int] | mx.array],
-    max_tokens: int = 256,
+    max_tokens: int | Sequence[int] = 256,
     *,
     max_sequences: int = 16,
+    sampler: SamplingParams | None = None,
     k: int | Literal["auto"] = "auto",
     **params: Unpack[SamplingOptions],
 ) -> BatchResponse:
     """Answer several prompts in one batch.
 
     Args:
+        max_tokens: Most tokens to generate, for all prompts or for each.
         max_sequences: Most prompts to decode together; the others wait.
 
     The other arguments are those of `stream_generate`.
     """
-    sampling = _sampling_params(None, {"max_tokens": max_tokens, "k": k, **params}, model)
+    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
+    if len(limits) != len(prompts):
+        raise RequestError(f"max_tokens has {len(limits)} numbers for {len(prompts)} prompts")
+    sampling = [sampling_params(sampler, {"max_tokens": most, "k": k, **params}, model) for most in limits]
+    requests = [Request(token_ids(tokenizer, each), own) for each, own in zip(prompts, sampling, strict=True)]
     engine = Engine(model, tokenizer, max_sequences=max_sequences)
-    handles = [engine.submit(Request(_token_ids(tokenizer, prompt), sampling)) for prompt in prompts]
+    handles = [engine.submit(request) for request in requests]
     texts, stats = [], []
     for handle in handles:
         text = ""
@@ -254,7 +248,18 @@ def batch_generate(
     return BatchResponse(texts, stats)
 
 
-def _responses(handle: Handle, progress: Progress) -> Generator[GenerationResponse, None, None]:
+def _submit(model: Model, tokenizer: TokenizerWrapper, request: Request) -> Handle:
+    """Queue a request at the engine that calls with a model share. It ends with the last of their requests."""
+    with _submitting:
+        known = _engines.get(model)
+        engine = known() if known is not None else None
+        if engine is None or engine.broken or engine.tokenizer is not tokenizer:
+            engine = Engine(model, tokenizer)
+            _engines[model] = ref(engine)
+        return engine.submit(request)
+
+
+def _responses(handle: Handle, answer: list[int], progress: Progress) -> Generator[GenerationResponse, None, None]:
     prompt_tokens, generated = len(handle.request.prompt), 0
     try:
         yield  # type: ignore[misc]  # stream_generate advances to here
@@ -272,6 +277,7 @@ def _responses(handle: Handle, progress: Progress) -> Generator[GenerationRespon
                 progress(prompt_tokens, prompt_tokens)
             for i, (token, text, origin) in enumerate(zip(event.tokens, event.texts, event.origins, strict=True)):
                 generated += 1
+                answer.append(token)
                 yield GenerationResponse(
                     text=text,
                     token=token,
@@ -288,57 +294,3 @@ def _responses(handle: Handle, progress: Progress) -> Generator[GenerationRespon
                 )
     finally:
         handle.cancel()
-
-
-def _with_images(tokens: list[int], images: Sequence[Any], model: Model) -> tuple[list[int], Sequence[PromptImage]]:
-    """Return a prompt with room for its images, and where they are in it."""
-    if not images:
-        return tokens, ()
-    if model.tower is None:
-        raise RequestError(f"images cannot be seen by this model: {model.tower_unavailable}")
-    pixels = []
-    for n, image in enumerate(images):
-        try:
-            pixels.append(read_image(image, model.tower.rules))
-        except ImageProblem as problem:
-            raise RequestError(f"images[{n}] {problem}") from problem
-    return insert_images(tokens, pixels, model.tower)
-
-
-def _token_ids(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array) -> list[int]:
-    if isinstance(prompt, str):
-        check_text(prompt, "prompt")
-        # A chat template may have put the BOS token into the text already.
-        has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-        return list(tokenizer.encode(prompt, add_special_tokens=not has_bos))
-    if isinstance(prompt, (bytes, bytearray, memoryview)):
-        raise RequestError(f"prompt is {type(prompt).__name__}; it must be text or token ids: decode it")
-    tokens: Any = prompt.tolist() if isinstance(prompt, mx.array) else prompt
-    try:
-        return [index(token) for token in tokens]
-    except TypeError as error:
-        raise RequestError("prompt must be text or one flat sequence of token ids") from error
-
-
-def _sampling_params(sampler: object, arguments: dict[str, Any], model: Model) -> SamplingParams:
-    """Return the sampling parameters of mlx-lm's arguments; None and [] are its "not used"."""
-    for name, instead in REFUSED.items():
-        value = arguments.get(name)
-        if value is not None and not (isinstance(value, list) and not value):
-            raise RequestError(f"{name} is not supported: {instead}")
-    fields = {name: value for name, value in arguments.items() if name not in REFUSED and name not in WITHOUT_EFFECT}
-    for name in fields.keys() - {*SamplingOptions.__annotations__, "max_tokens", "k"}:
-        meant = "temperature" if name == "temp" else next(iter(get_close_matches(name, ARGUMENTS, n=1)), None)
-        raise TypeError(f"unknown argument {name!r}" + (f": did you mean {meant!r}?" if meant else ""))
-    if fields["max_tokens"] == -1:
-        fields["max_tokens"] = model.context_length
-    if sampler is None or sampler is greedy_sampler:
-        return SamplingParams(**fields)
-    if not isinstance(sampler, SamplingParams):
-        raise RequestError(
-            "sampler: a callable is not supported. Use headstart.make_sampler, or SamplingParams' temperature, "
-            "top_p, min_p, top_k, xtc_probability and xtc_threshold"
-        )
-    if twice := sorted(fields.keys() & SAMPLER_FIELDS):
-        raise RequestError(f"{', '.join(twice)}: also set by the sampler. Give it to make_sampler only")
-    return replace(sampler, **fields)

@@ -9,6 +9,7 @@ from ..engine import DepthController, Engine, Event, Request, Stats
 from ..errors import RequestError
 from ..models import Model
 from ..sampling import SamplingParams
+from ..state import PrefixCache
 from .measurement import Trial
 from .plan import Condition, Measure
 
@@ -34,7 +35,8 @@ def decode_batch(model: Model, prompts: Sequence[Sequence[int]], k: K, tokens: i
     """
     # "auto" keeps what it learned about this model in earlier runs, as in a server. A fixed depth gets a controller
     # of its own: its runs must not train the controller that "auto" is measured with.
-    engine = Engine(model, max_sequences=len(prompts), depth=None if k == "auto" else DepthController())
+    depth = None if k == "auto" else DepthController()
+    engine = Engine(model, max_sequences=len(prompts), depth=depth, prefix=PrefixCache(0))
     received: list[list[Event]] = [[] for _ in prompts]
     for prompt, events in zip(prompts, received, strict=True):
         engine.submit(Request(prompt, SamplingParams(max_tokens=tokens, k=k)), listener=events.append)

@@ -240,8 +240,9 @@ def _check_memory(path: Path, needs: Needs, drafter: int = 0) -> None:
         )
 
 
-def load_tokenizer(path: Path) -> TokenizerWrapper:
-    """Load mlx-lm's tokenizer for the folder `path`, which stops at every end token that the configs name."""
+def load_tokenizer(path: Path, options: Mapping[str, Any] | None = None) -> TokenizerWrapper:
+    """Load mlx-lm's tokenizer for the folder `path`, which stops at every end token that the configs name. `options`
+    are transformers' for it."""
     files = [path / name for name in ("config.json", "generation_config.json", "tokenizer_config.json")]
     remedy = "Copy it from the original model."
     check_regular(path)
@@ -252,7 +253,8 @@ def load_tokenizer(path: Path) -> TokenizerWrapper:
         raise CheckpointError(f"{path}: eos_token_id is {shortened(end)}, not a token's number or a list of them.")
     try:
         # Code that comes with a model is never run, and the user is not asked whether it may be.
-        return load_mlx_lm_tokenizer(path, {"trust_remote_code": False}, eos_token_ids=end)
+        options = {**(options or {}), "trust_remote_code": False}
+        return load_mlx_lm_tokenizer(path, options, eos_token_ids=end)
     except BaseException as error:  # tokenizers written in Rust panic with a BaseException
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer import Option
 
-from ..errors import HeadstartError, RequestError, check_text
+from ..errors import HeadstartError, check_text
 from . import options, show
 from .download import find_drafter, find_model
 
@@ -34,10 +34,7 @@ def chat_command(
     """Talk with a model. /help lists the commands, Ctrl-C stops an answer."""
     from rich.console import Console
 
-    from ..engine import Engine
-    from ..engine.memory import memory_for_prefixes
     from ..library import load, stream_generate
-    from ..state import PrefixCache
 
     loaded, tokenizer = load(find_model(model), mtp=mtp, head=head, drafter=find_drafter(drafter))
     console, aside = Console(highlight=False), Console(stderr=True, highlight=False)
@@ -50,7 +47,6 @@ def chat_command(
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are refused as a message
     messages: list[dict[str, str]] = []
-    engine: Engine | None = None  # kept between answers, so that earlier messages are not prefilled again
     while (line := _read_line(aside)) is not None:
         if line == "/help":
             aside.print(HELP, style="dim")
@@ -60,18 +56,13 @@ def chat_command(
             messages.append({"role": "user", "content": line})
             try:
                 check_text(line, "the message")
-                if engine is None:
-                    engine = Engine(loaded, tokenizer, max_sequences=1, prefix=PrefixCache(memory_for_prefixes()))
                 tokens = show.chat_tokens(tokenizer, messages)
-                shared = {"prompt_progress_callback": show.prompt_progress(aside), "engine": engine, **sampling}
+                shared = {"prompt_progress_callback": show.prompt_progress(aside), **sampling}
                 responses = stream_generate(loaded, tokenizer, tokens, max_tokens, **shared)
-                text, stopped = show.print_answer(responses, console, aside, origins=show_drafts)
+                text, _ = show.print_answer(responses, console, aside, origins=show_drafts)
                 messages.append({"role": "assistant", "content": text})
-                if stopped:  # perhaps in the middle of a step: its state cannot be relied on
-                    engine = None
             except HeadstartError as error:  # of this message alone, such as a conversation that is too long
                 messages.pop()
-                engine = engine if isinstance(error, RequestError) else None
                 typer.echo(f"error: {error} (/clear forgets the conversation)", err=True)
 
 

@@ -11,6 +11,7 @@ requeued, and a step that fails costs its sequences time, not their answers.
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from threading import RLock
 from weakref import WeakKeyDictionary
 
@@ -27,7 +28,7 @@ from .device_error import is_failed_command
 from .invariance import is_batch_invariant
 from .limit import fixed_plan, step_limit
 from .log import LOG, log_error
-from .memory import wire_weights
+from .memory import memory_for_prefixes, wire_weights
 from .pending_step import PendingStep, build_step
 from .prefill import prefill_chunk
 from .recovery import Recovery
@@ -38,6 +39,7 @@ from .step_time import BUDGET, CALIBRATION_BATCH, WARM_UP_BUDGET, time_steps
 from .turns import TurnMarker
 
 _controllers: WeakKeyDictionary[Model, DepthController] = WeakKeyDictionary()
+_prefixes: WeakKeyDictionary[Model, PrefixCache] = WeakKeyDictionary()
 
 
 class Engine:
@@ -61,23 +63,26 @@ class Engine:
             max_queue: Most requests that wait; no limit if None.
             memory_limit: Bytes for the states of all sequences; by default what the device has left.
             depth: Chooses k for requests with k = "auto". By default the model's, which first times a few steps.
-            prefix: The prefix cache, if any.
+            prefix: The prefix cache. By default the model's, which its engines share; PrefixCache(0) for none.
             decisions: Of several machines, which decide together; by default of this engine alone.
         """
-        reserved = prefix.max_bytes if prefix is not None else 0
+        self.decisions = decisions or Decisions()
+        if prefix is None and self.decisions.alone:  # several machines share one, or have none
+            prefix = _prefixes.setdefault(model, PrefixCache(memory_for_prefixes()))
+        self.prefix = prefix if prefix is not None and prefix.max_bytes else None
+        reserved = self.prefix.max_bytes - self.prefix.stats().bytes if self.prefix is not None else 0
         self.scheduler = Scheduler(model, max_sequences, max_queue, memory_limit, reserved)
         wire_weights(model)
         self.model = model
         self.tokenizer = tokenizer
         self.turn_marker = TurnMarker.of(tokenizer)
-        self.prefix = prefix
-        self.recovery = Recovery(self.scheduler, prefix)
+        self.recovery = Recovery(self.scheduler, self.prefix)
         self.depth = depth or _controllers.setdefault(model, DepthController.of(model))
         self.threaded = False  # if True, another thread calls `run_once`; else iterating a handle does
         self.runs_ahead = model.backend.asynchronous  # a step is launched while the one before is still running
         self._lock = RLock()  # held during an iteration
+        self.broken = False  # an iteration was left in the middle, by Ctrl-C or a lost device
         self._last_finish = 0.0  # when the tokens of the last step were read
-        self.decisions = decisions or Decisions()
         self.decisions.begin(self)
 
     def submit(
@@ -99,6 +104,8 @@ class Engine:
             RequestError: It can never be answered.
             Busy: The queue is full.
         """
+        if request.adapter is None and self.model.default_adapter is not None:
+            request = replace(request, adapter=self.model.default_adapter)
         request.check(self.model)
         if request.n > (most := self.scheduler.max_sequences):
             raise RequestError(f"n is {request.n}, and at most {most} answers can run at a time")
@@ -125,20 +132,27 @@ class Engine:
     def run_once(self) -> bool:
         """Do one iteration. Return False when nothing is left to do."""
         wait_at_exit()
-        scheduler = self.scheduler
         with self._lock, self.decisions.iteration(), self.model.backend.device():
-            scheduler.cancel(self.decisions.cancelled(scheduler.asked_to_cancel()))
-            self.decisions.admit(scheduler)
             try:
-                if scheduler.prefilling and not self.runs_ahead:  # generated tokens do not wait for another's prefill
-                    self._finish_pending()
-                self._prefill_chunk()
-                self._step()
-            except Exception as error:
-                if not self.decisions.alone:
-                    raise
-                self.recovery.after_step(error)
-        return scheduler.busy
+                self._iterate()
+            except BaseException:
+                self.broken = True
+                raise
+        return self.scheduler.busy
+
+    def _iterate(self) -> None:
+        scheduler = self.scheduler
+        scheduler.cancel(self.decisions.cancelled(scheduler.asked_to_cancel()))
+        self.decisions.admit(scheduler)
+        try:
+            if scheduler.prefilling and not self.runs_ahead:  # generated tokens do not wait for another's prefill
+                self._finish_pending()
+            self._prefill_chunk()
+            self._step()
+        except Exception as error:
+            if not self.decisions.alone:
+                raise
+            self.recovery.after_step(error)
 
     def warm_up(self) -> None:
         """Do the measurements that the first request would otherwise wait for. Call it before `run_once`."""

@@ -24,13 +24,10 @@ class PrefixOptions:
     folder: Path | None = None
     folder_bytes: int = 0
 
-    def open(self, max_bytes: int, model: Model) -> PrefixCache | None:
-        """Return a prefix cache for a model, None if it may take no memory. A folder that cannot be used is left out
-        with a warning."""
-        if not max_bytes:
-            return None
+    def open(self, max_bytes: int, model: Model) -> PrefixCache:
+        """Return a prefix cache for a model. A folder that cannot be used is left out with a warning."""
         disk = None
-        if self.folder is not None:
+        if self.folder is not None and max_bytes:
             try:
                 identity = f"{state_identity(model)}, 8 bits: {self.eight_bits}"
                 disk = DiskPrefix(self.folder, identity, self.folder_bytes)

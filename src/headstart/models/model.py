@@ -7,12 +7,12 @@ own forward hides the hidden states and commits the recurrent state at once. Not
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, RequestError
 from ..kernels import Backend, choose_backend
 from ..kernels.adapters import Adapter, ChosenAdapters
 from ..kernels.backend import state_of
@@ -71,6 +71,7 @@ class Model:
     tower_unavailable: str | None = None  # why there is no tower
     eight_bit_kv: bool = False  # sequences keep keys and values in eight bits
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    default_adapter: str | None = None  # of requests that name none
 
     @property
     def has_head(self) -> bool:
@@ -270,6 +271,17 @@ class Model:
         hidden = self._block(own, 1 + k, last, k)
         state.layers[first:] = own.layers
         return self.drafter.scaled(self.backend.product(hidden, self._lm_head)), hidden
+
+    # mlx-lm's way to run a model
+
+    def make_cache(self, *args: object, **named: object) -> NoReturn:
+        """Refuse to be run by mlx-lm's functions."""
+        raise RequestError(
+            "mlx_lm cannot run this model: use headstart.generate, stream_generate or batch_generate, which take the "
+            "same arguments"
+        )
+
+    __call__ = make_cache
 
     # States, and models like this one
 
