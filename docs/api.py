@@ -41,6 +41,7 @@ CLASSES: dict[str, list[str]] = {
         *("paused_reason", "prompt_tps", "generation_tps", "as_dict"),
     ],
     "PrefixCache": ["stats", "clear"],
+    "PromptCache": [],
 }
 
 
@@ -106,7 +107,7 @@ def _default(param: Any) -> str:
 
 def python_api() -> str:
     functions = [name for name in headstart.__all__ if inspect.isfunction(getattr(headstart, name))]
-    order = ["load", "generate", "stream_generate", "batch_generate", "make_sampler"]
+    order = ["load", "generate", "stream_generate", "batch_generate", "make_sampler", "make_prompt_cache"]
     functions = sorted(functions, key=lambda name: order.index(name) if name in order else len(order))
     parts = ["# Python API\n\n" + NOTE + "How to use it: [Use from Python](../guides/python.md).\n\n## Functions\n"]
     parts += [_function(f"headstart.{name}", getattr(headstart, name), f"\n### {name}\n") for name in functions]

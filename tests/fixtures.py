@@ -28,7 +28,7 @@ from headstart.kernels.cpu.backend import CpuBackend, StockCpu
 from headstart.kernels.graph import Remembering
 from headstart.models import Model
 from headstart.sampling import SamplingParams
-from headstart.state import CHUNK
+from headstart.state import CHUNK, PrefixCache
 
 FAMILIES = ("dense", "moe", "next")
 EVERY_FAMILY = (*FAMILIES, *CONFIGS)
@@ -114,7 +114,7 @@ def submit(engine: Engine, prompt: Sequence[int], **params: object) -> Handle:
 
 def generate(model: Model, prompt: Sequence[int], **params: object) -> Answer:
     """The answer of an engine that has nothing else to do."""
-    return collect(submit(Engine(model), prompt, **params))
+    return collect(submit(Engine(model, prefix=PrefixCache(0)), prompt, **params))
 
 
 _greedy: dict[tuple[int, ...], tuple[Model, list[int]]] = {}  # with the model, so that no other gets its id
@@ -138,7 +138,7 @@ def assert_greedy(model: Model, prompt: Sequence[int], tokens: Sequence[int]) ->
 
 def batch_of(model: Model, *prompts: Sequence[int], k: int | str = 8, chunk: int = CHUNK) -> Batch:
     """Sequences whose prompts the engine itself has prefilled, and that have generated nothing yet."""
-    engine = Engine(model, max_sequences=len(prompts))
+    engine = Engine(model, max_sequences=len(prompts), prefix=PrefixCache(0))
     for prompt in prompts:
         submit(engine, prompt, k=k, max_tokens=2000)
     with pytest.MonkeyPatch.context() as patch:

@@ -160,9 +160,7 @@ def test_a_model_of_an_unknown_family_is_refused_before_its_weights(tmp_path: Pa
 
 
 def test_a_model_that_the_hub_does_not_have_is_named(hub: Hub) -> None:
-    with pytest.raises(
-        HubError, match=r"no/such-model: could not be downloaded from http://127.0.0.1.*Check the spelling"
-    ):
+    with pytest.raises(HubError, match=r"no/such-model: could not be read from http://127.0.0.1.*Check the spelling"):
         resolve("no/such-model")
 
 
@@ -180,9 +178,7 @@ def test_an_unreachable_hub_is_named_and_a_cached_model_still_runs(
     hub.models["org/stripped"] = write(tmp_path / "stripped", "dense", "stripped")
     folder = resolve("org/stripped")
     point_at(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache")  # the discard port, where nothing listens
-    with pytest.raises(
-        HubError, match=r"org/other: could not be downloaded from http://127.0.0.1:9 \(Connect.*network"
-    ):
+    with pytest.raises(HubError, match=r"org/other: could not be read from http://127.0.0.1:9 \(Connect.*network"):
         resolve("org/other")
     assert resolve("org/stripped") == folder  # it lacks a head that could only be looked for
 
@@ -289,7 +285,7 @@ def test_a_head_that_cannot_be_downloaded_is_reported(
         point_at(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache")
     model = load_model("org/model")
     assert not model.has_head
-    expected = "the disk is full" if trouble == "disk" else "could not be downloaded from http://127.0.0.1:9"
+    expected = "the disk is full" if trouble == "disk" else "could not be read from http://127.0.0.1:9"
     assert expected in str(model.head_unavailable)
     assert "org/model: runs without its MTP head" in caplog.text
     assert expected in caplog.text

@@ -144,6 +144,24 @@ def test_an_answer_that_fails_does_not_end_the_conversation(loaded: Any, monkeyp
     assert result.stdout == f"› › {answer(loaded, SECOND)}\n› "
 
 
+@pytest.mark.parametrize("command", ["chat", "run"])
+def test_a_message_is_answered_and_no_other_asked_for(loaded: Any, command: str) -> None:
+    result = CliRunner().invoke(app, [command, "tiny-qwen3.5", FIRST, "-n", "8"], input=f"{SECOND}\n")
+    assert result.exit_code == 0
+    assert result.stdout == f"{answer(loaded, FIRST)}\n"
+    assert "/help" not in result.stderr
+    refused = CliRunner().invoke(app, [command, "tiny-qwen3.5", "word " * 5000])
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert refused.stderr.startswith("error: prompt has")
+
+
+def test_an_unknown_command_is_answered_with_those_there_are(loaded: Any) -> None:
+    result = chat("/set parameter seed 1", "/?", "/bye", FIRST)
+    assert result.stdout == "› › › "
+    assert "/set is unknown. /help shows this" in result.stderr
+    assert chat("/etc/passwd is a file.").stdout != "› › ", "a path is no command"
+
+
 def test_help_lists_the_commands_and_does_not_go_to_the_model(loaded: Any) -> None:
     result = chat("/help", FIRST)
     assert result.stdout == f"› › {answer(loaded, FIRST)}\n› "

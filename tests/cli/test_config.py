@@ -49,6 +49,7 @@ def test_a_mistake_is_named_with_its_line(tmp_path: Path, text: str, problem: st
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     assert "cannot be read" in check(tmp_path / "nothing.toml")
+    assert check(tmp_path) == f"error: {tmp_path}: a folder. Name the file\n"
 
 
 def test_the_printed_file_names_every_flag_and_is_valid_once_its_comments_are_gone(tmp_path: Path) -> None:

@@ -52,6 +52,22 @@ def test_the_text_goes_to_stdout_and_what_ran_to_stderr(expected: str) -> None:
         assert part in line
 
 
+@pytest.mark.parametrize("arguments", [(QUESTION,), ("tiny-qwen3.5", QUESTION), ("-p", QUESTION)])
+def test_the_prompt_may_be_an_argument(expected: str, arguments: tuple[str, ...]) -> None:
+    assert run(*arguments, "-n", "10").stdout == expected + "\n"
+
+
+def test_a_model_alone_is_not_taken_for_a_prompt() -> None:
+    for named in ("tiny-qwen3.5", "org/model"):
+        result = run(named)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert (
+            "give the prompt with either --prompt or --prompt-file (- is standard input), or after MODEL"
+            in result.stderr
+        )
+    assert "given twice" in run("tiny-qwen3.5", "Hello", "-p", "Hello").stderr
+
+
 def test_json_is_one_object_with_the_stats_of_the_api(expected: str) -> None:
     answer = run_json("--prompt", QUESTION, "--max-tokens", "10", "--k", "2")
     assert list(answer) == ["text", "tokens", "finish_reason", "stats"]

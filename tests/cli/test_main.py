@@ -34,6 +34,8 @@ COMMANDS = [
     "config",
     "list",
     "pull",
+    "ps",
+    "stop",
     "remove",
     "inspect",
     "convert",
@@ -51,6 +53,13 @@ def test_help_has_no_type_on_switches_and_no_broken_words(command: str) -> None:
     assert "╭" not in shown
     assert "--help" in shown
     assert command in CliRunner().invoke(app, ["--help"]).stdout
+
+
+@pytest.mark.parametrize(("name", "ours"), [("run", "chat"), ("show", "inspect"), ("rm", "remove"), ("ls", "list")])
+def test_ollamas_names_work(name: str, ours: str) -> None:
+    shown, expected = [CliRunner().invoke(app, [each, "--help"]).stdout.splitlines() for each in (name, ours)]
+    assert shown[1:] == expected[1:]
+    assert len(shown) > 3
 
 
 @pytest.mark.parametrize("command", WITH_MODEL)

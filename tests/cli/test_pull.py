@@ -49,6 +49,18 @@ def test_only_downloaded_models_are_removed(hub: Hub, tmp_path: Path) -> None:
     assert read_layout(folder)
 
 
+def test_a_built_in_model_has_nothing_to_download() -> None:
+    told = run("pull", "tiny-qwen3.5")
+    assert told.startswith("tiny-qwen3.5: nothing to download: it is the folder /")
+    assert told.count("\n") == 1
+
+
+def test_a_model_that_is_only_looked_at_is_not_said_to_be_downloaded(hub: Hub) -> None:
+    told = run("inspect", "no/such", code=1)
+    assert told.startswith("error: no/such: could not be read from http://127.0.0.1")
+    assert "download" not in told
+
+
 MISTYPED = ["org/a..b", "org/-bad-", "org/a--b", "org/model.", ".org/model", "org/model.git", f"org/{'a' * 97}",
             f"org/{'a' * 300}", f"{'a' * 97}/model"]  # fmt: skip
 

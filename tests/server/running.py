@@ -28,6 +28,7 @@ from headstart.server.anthropic_request import CountTokensRequest
 from headstart.server.chat import Prompt
 from headstart.server.prepare import Preparer
 from headstart.server.request_fields import GenerationRequest
+from headstart.state import PrefixCache
 
 if TYPE_CHECKING:  # clients are imported by the processes that use them: it takes seconds
     from anthropic import Anthropic
@@ -125,7 +126,9 @@ def running(
 ) -> Iterator[Running]:
     served = served_model(head, context)
     burst = {"burst": engine.pop("burst")} if "burst" in engine else {}
-    room = room_type(Engine(served.model, tokenizer(), **{"max_queue": 256} | engine), **burst)
+    room = room_type(
+        Engine(served.model, tokenizer(), **{"max_queue": 256, "prefix": PrefixCache(0)} | engine), **burst
+    )
     keys = Keys([*([key] if key else []), *other_keys])
     app = create_app(ModelPool.of_one(room, served, limits), keys=keys, cors_origins=cors_origins)
     with bind("127.0.0.1", 0) as place:
@@ -221,7 +224,7 @@ def alone(prompt: list[int], **params: Any) -> Alone:
 
 
 def _generated(prompt: list[int], **params: Any) -> Alone:
-    engine = Engine(tiny(True, CONTEXT), tokenizer())
+    engine = Engine(tiny(True, CONTEXT), tokenizer(), prefix=PrefixCache(0))
     handle = engine.submit(Request(prompt, SamplingParams(**params)))
     texts: list[str] = []
     put = handle.put

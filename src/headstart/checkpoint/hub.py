@@ -218,7 +218,8 @@ def _hub_errors(repo: str, needed: int = 0) -> Iterator[None]:
             remedy = "Check the network, or name a folder on this machine."
         cause = error.__cause__ or error
         reason = f"{type(cause).__name__}: {cause}".splitlines()[0].rstrip(" .:")
-        raise HubError(f"{repo}: could not be downloaded from {constants.ENDPOINT} ({reason}). {remedy}") from error
+        verb = "downloaded" if needed else "read"
+        raise HubError(f"{repo}: could not be {verb} from {constants.ENDPOINT} ({reason}). {remedy}") from error
 
 
 def _disk_full(repo: str, needed: int) -> HubError:

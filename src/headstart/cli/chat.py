@@ -1,7 +1,9 @@
 """`headstart chat`: a conversation."""
 
+import re
 import sys
 from contextlib import suppress
+from functools import partial
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +19,15 @@ if TYPE_CHECKING:
 
 
 HELP = "/help shows this, /clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
+COMMAND = re.compile(r"/[a-z?]+( .*)?", re.IGNORECASE)  # and no path
 
 
+@options.with_message
 @options.with_model
 @options.with_sampling
 def chat_command(
     model: str | None,
+    message: str | None,
     mtp: bool | None = options.MTP,
     head: str | None = options.HEAD,
     drafter: str | None = options.DRAFTER,
@@ -31,14 +36,15 @@ def chat_command(
     *,
     sampling: dict[str, Any],
 ) -> None:
-    """Talk with a model. /help lists the commands, Ctrl-C stops an answer."""
+    """Talk with a model. /help lists the commands, Ctrl-C stops an answer. With a MESSAGE, answer it and leave."""
     from rich.console import Console
 
     from ..library import load, stream_generate
 
     loaded, tokenizer = load(find_model(model), mtp=mtp, head=head, drafter=find_drafter(drafter))
     console, aside = Console(highlight=False), Console(stderr=True, highlight=False)
-    aside.print(HELP, style="dim")
+    if message is None:
+        aside.print(HELP, style="dim")
     if show_drafts:
         console.print(show.legend(console))
     with suppress(ImportError):
@@ -47,11 +53,11 @@ def chat_command(
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are refused as a message
     messages: list[dict[str, str]] = []
-    while (line := _read_line(aside)) is not None:
-        if line == "/help":
-            aside.print(HELP, style="dim")
-        elif line == "/clear":
+    for line in iter(partial(_read_line, aside), None) if message is None else [message]:
+        if line == "/clear":
             messages.clear()
+        elif COMMAND.fullmatch(line):
+            aside.print(HELP if line == "/help" else f"{line.split()[0]} is unknown. {HELP}", style="dim")
         elif line:
             messages.append({"role": "user", "content": line})
             try:
@@ -62,6 +68,8 @@ def chat_command(
                 text, _ = show.print_answer(responses, console, aside, origins=show_drafts)
                 messages.append({"role": "assistant", "content": text})
             except HeadstartError as error:  # of this message alone, such as a conversation that is too long
+                if message is not None:
+                    raise
                 messages.pop()
                 typer.echo(f"error: {error} (/clear forgets the conversation)", err=True)
 
@@ -76,4 +84,4 @@ def _read_line(aside: "Console") -> str | None:
     except KeyboardInterrupt:
         aside.out()
         return "/help"
-    return None if line == "/exit" else line
+    return None if line in ("/exit", "/bye") else line

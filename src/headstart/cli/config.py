@@ -63,6 +63,8 @@ def read_config_file(path: Path, command: Any) -> dict[str, Any]:
     Raises:
         HeadstartError: It cannot be read, or a line of it is wrong.
     """
+    if path.is_dir():
+        raise HeadstartError(f"{path}: a folder. Name the file")
     try:
         text = path.read_text(encoding="utf-8")
         values = tomllib.loads(text)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer import Option
 
-from ..errors import RequestError
+from ..errors import CheckpointError, RequestError
 from . import machines, options, show
 from .download import find_model
 
@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from ..library import GenerationResponse
 
 
+@options.with_message
 @options.with_model
 @options.with_sampling
 def generate_command(
     model: str | None,
+    message: str | None,
     prompt: str | None = Option(None, "--prompt", "-p", help="What to answer."),
     prompt_file: str | None = Option(None, help="Read the prompt from a file; - is standard input."),
     mtp: bool | None = options.MTP,
@@ -35,12 +37,18 @@ def generate_command(
     *,
     sampling: dict[str, Any],
 ) -> None:
-    """Answer one prompt. The text goes to standard output, a line of statistics to standard error."""
+    """Answer one prompt. The text goes to standard output, a line of statistics to standard error. The prompt is
+    MESSAGE, --prompt or --prompt-file; without a MODEL, `headstart generate "Hello"` is enough."""
     from rich.console import Console
 
     from ..cluster import follow, lead
     from ..library import stream_generate
 
+    if model is not None and message is prompt is prompt_file is None and not _is_model(model):
+        model, message = None, model
+    if message is not None and prompt is not None:
+        raise RequestError("the prompt is given twice: as MESSAGE and with --prompt")
+    prompt = message if prompt is None else prompt
     parts: machines.Parts = {"mtp": mtp, "head": head, "drafter": drafter}
     with machines.connect_machines() as cluster:
         if cluster is not None and cluster.rank:
@@ -65,10 +73,21 @@ def generate_command(
             raise typer.Exit(130)
 
 
+def _is_model(name: str) -> bool:
+    from ..checkpoint.hub import locate
+
+    try:
+        return bool(locate(name))
+    except CheckpointError:
+        return False
+
+
 def _read_prompt(prompt: str | None, file: str | None) -> str:
     """Return the prompt itself, or the contents of a file; `-` is standard input."""
     if (prompt is None) == (file is None):
-        raise RequestError("give the prompt with either --prompt or --prompt-file (- for standard input)")
+        raise RequestError(
+            "give the prompt with either --prompt or --prompt-file (- is standard input), or after MODEL"
+        )
     option = "--prompt" if file is None else f"--prompt-file {file}"
     try:
         if file is not None:

@@ -212,9 +212,10 @@ def server_key() -> str:
     return os.environ.get("HEADSTART_API_KEY", "").split(" ")[0] or "none"
 
 
-def get_json(url: str, key: str, timeout: float | None = None) -> Any:
-    """Ask a server of this machine, past any proxy."""
-    request = Request(url, headers={"Authorization": f"Bearer {key}"})
+def get_json(url: str, key: str, timeout: float | None = None, body: dict[str, str] | None = None) -> Any:
+    """Ask a server of this machine, past any proxy. With a body it is a POST."""
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = Request(url, json.dumps(body).encode() if body is not None else None, headers)
     with build_opener(ProxyHandler({})).open(request, timeout=timeout) as response:
         return json.load(response)
 

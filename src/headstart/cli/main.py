@@ -31,12 +31,14 @@ from . import (
     pull,
     recommend,
     report,
+    running,
     serve,
 )
 
 # Only the tokenizers of transformers are used: suppress its advice to install PyTorch.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
+ALIASES = {"run": "chat", "show": "inspect", "rm": "remove", "ls": "list"}  # as Ollama calls them
 UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what a full disk says of standard output
 BACKENDS = "`pip install 'mlx[cpu]'`, or `'mlx[cuda13]'` for NVIDIA GPUs."
 
@@ -59,6 +61,9 @@ class Commands(TyperGroup):
                 except OSError:  # the interpreter would try again when it ends, and say so
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             sys.exit(1)
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        return super().get_command(ctx, ALIASES.get(name, name))
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         try:
@@ -104,7 +109,7 @@ def headstart_command(
     """Run language models faster with their own multi-token-prediction head, without changing a token.
 
     Commands that take a MODEL use a small built-in one if you give none. Try `headstart demo` first, then
-    `headstart serve` and a browser.
+    `headstart serve` and a browser. Ollama's names work too: run is chat, show is inspect, rm is remove, ls is list.
     """
     machines.require_one_machine(context.invoked_subcommand)
 
@@ -113,6 +118,8 @@ app.command("demo")(demo.demo_command)
 app.command("generate")(generate.generate_command)
 app.command("chat")(chat.chat_command)
 app.command("serve", cls=config.ConfiguredCommand)(serve.serve_command)
+app.command("ps")(running.ps_command)
+app.command("stop")(running.stop_command)
 app.command("config")(config.config_command)
 app.command("launch", cls=launch.LaunchCommand)(launch.launch_command)
 app.command("recommend")(recommend.recommend_command)

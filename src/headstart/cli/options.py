@@ -36,6 +36,7 @@ OUTPUT = Option(None, metavar="FILE", help="Also write the report: JSON to a .js
 MODEL = Argument(
     None, metavar="MODEL", help="A folder, a built-in or cached model, or hub id.", show_default="built-in"
 )
+MESSAGE = Argument(None, metavar="MESSAGE", help="What to answer.", show_default=False)
 # The sampling flags by their names in SamplingParams, which has their defaults: what is not given is None.
 SAMPLING: dict[str, tuple[Any, Any]] = {
     "max_tokens": (int, Option(None, "--max-tokens", "-n", show_default="256", help="Most tokens to generate.")),
@@ -62,6 +63,11 @@ def with_model(command: Command) -> Command:
 
     option = Option(None, "--model", "-m", metavar="MODEL", help="The same as MODEL.")
     return _replace_parameter(command, "model", {"model": (str, MODEL), "model_option": (str, option)}, model)
+
+
+def with_message(command: Command) -> Command:
+    """Give a command MESSAGE as its second argument, after MODEL."""
+    return _replace_parameter(command, "message", {"message": (str, MESSAGE)}, lambda given: given["message"])
 
 
 def with_models(command: Command) -> Command:

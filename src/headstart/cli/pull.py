@@ -1,5 +1,7 @@
 """`headstart pull` and `headstart remove`: models in the Hugging Face cache."""
 
+from pathlib import Path
+
 import typer
 
 from ..errors import HeadstartError
@@ -20,8 +22,11 @@ def pull_command(model: str = NAME) -> None:
 
     disable_progress_bars()  # ours counts all files together
     repo = locate(model)
-    files = {} if not isinstance(repo, str) else missing_files(repo)[1]
-    announce_download(str(repo), files, dry_run=False)
+    if isinstance(repo, Path):
+        typer.echo(f"{model}: nothing to download: it is the folder {repo}")
+        return
+    files = missing_files(repo)[1]
+    announce_download(repo, files, dry_run=False)
     with Progress(sum(files.values()), "bytes") as shown:
         try:
             folder = pull(model, lambda done, total: shown.add(done - shown.done))
