@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from running import CONTEXT, Running, alone, chat_tokens, running, wait_until
 
-import headstart.server.anthropic_response
+import headstart.server.event_stream
 from headstart.limits import MAX_HEAD_K
 from headstart.server import Limits
 from headstart.state import PrefixCache
@@ -156,7 +156,7 @@ def test_a_coding_agents_second_turn_is_found_in_the_cache() -> None:
 def test_pings_come_while_a_prompt_is_read(
     server: Running, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(headstart.server.anthropic_response, "PING_SECONDS", 0.05)
+    monkeypatch.setattr(headstart.server.event_stream, "QUIET_SECONDS", 0.05)
     body = {"model": "tiny", "messages": HI, "max_tokens": 5, "stream": True}
     with server.http() as http, http.stream("POST", "/v1/messages", json=body) as response:
         names = (line.removeprefix("event: ") for line in response.iter_lines() if line.startswith("event: "))
@@ -169,7 +169,7 @@ def test_pings_come_while_a_prompt_is_read(
 def test_the_client_passes_over_pings(
     server: Running, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(headstart.server.anthropic_response, "PING_SECONDS", 0.01)
+    monkeypatch.setattr(headstart.server.event_stream, "QUIET_SECONDS", 0.01)
     with server.anthropic().messages.stream(model="tiny", max_tokens=5, messages=HI) as stream:  # type: ignore[arg-type]
         assert next(stream).type == "message_start"
         threading.Timer(0.2, gate.set).start()

@@ -35,6 +35,9 @@ LOOKS: dict["Origin", Look] = {
 }
 
 
+LONG = 512  # tokens of a prompt, whose prefill may take seconds
+
+
 class Reportable(Protocol):
     def as_dict(self) -> dict[str, Any]: ...
 
@@ -79,7 +82,7 @@ def prompt_progress(aside: "Console") -> Callable[[int, int], None]:
     """Return a callback that shows on a terminal how much of a long prompt has been prefilled."""
 
     def show(done: int, total: int) -> None:
-        if aside.is_terminal and 0 < done:
+        if aside.is_terminal and (done or total > LONG):
             line = f"prefill: {done} of {total} tokens" if done < total else ""
             aside.out(line.ljust(60), end="\r", style="dim", highlight=False)
 

@@ -1,6 +1,5 @@
 """Responses of /v1/messages, whole or as a stream of events."""
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -12,7 +11,6 @@ from .markup import CALL, Delta, loads, merge
 from .response import ChoiceOutput, Events, ResponseWriter, TokenSpan, encode_json, new_id
 from .served_model import ServedModel
 
-PING_SECONDS = 5.0  # without an event
 SIGNATURE = "headstart"  # of reasoning: nobody checks it, but clients keep only reasoning that has one
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -34,10 +32,6 @@ class AnthropicWriter(ResponseWriter):
         return encode_json(message | {"generation_stats": self.generation_stats(self._output.stats)})
 
     async def stream(self, events: Events) -> AsyncIterator[str]:
-        async for event in _with_pings(self._stream(events)):
-            yield event
-
-    async def _stream(self, events: Events) -> AsyncIterator[str]:
         try:
             usage = {**self._usage(), "input_tokens": len(self.prompt.tokens)}  # how much was cached is not known yet
             message = self._message([], stop_reason=None, stop_sequence=None, usage=usage)
@@ -54,6 +48,9 @@ class AnthropicWriter(ResponseWriter):
             yield _event("message_stop")
         except Exception as error:  # the status has been sent
             yield _event(**to_refusal(error).anthropic_body)
+
+    def sign(self, done: int, total: int) -> str:
+        return _event("ping")
 
     def _message(self, content: list[Json], **fields: Any) -> Json:
         message = {"id": self.id, "type": "message", "role": "assistant", "model": self.model_id}
@@ -145,20 +142,3 @@ class BlockStream:
 
 def _event(type: str, **fields: Any) -> str:
     return f"event: {type}\ndata: {encode_json({'type': type, **fields})}\n\n"
-
-
-async def _with_pings(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """Yield the events, and a ping whenever none has come for a while: in the queue, and while prefilling."""
-    coming = asyncio.ensure_future(anext(events, None))
-    try:
-        while True:
-            await asyncio.wait([coming], timeout=PING_SECONDS)
-            if not coming.done():
-                yield _event("ping")
-                continue
-            if (event := coming.result()) is None:
-                return
-            yield event
-            coming = asyncio.ensure_future(anext(events, None))
-    finally:
-        coming.cancel()

@@ -162,6 +162,9 @@ class OpenAIRequest(GenerationRequest):
     guided_regex: Text | None = Field(None, description="A regular expression that the answer must match.")
     grammar: Text | None = Field(None, description="A Lark grammar that the answer must match.")
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = Field(
+        None, description="Streams have chunks with `prompt_progress`, as llama.cpp's server sends them."
+    )
     include_origins: bool | None = Field(None, description="Report how each token was generated.")
 
     unsupported: ClassVar[tuple[str, ...]] = UNSUPPORTED

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
-from ..engine import Stats
+from ..engine import Event, Stats
 from .chat import Prompt
 from .errors import to_refusal
 from .markup import Delta
@@ -25,6 +25,8 @@ class OpenAIWriter(ResponseWriter):
         super().__init__(body, prompt, served, "chatcmpl-" if self._is_chat else "cmpl-")
         self._created = int(time.time())
         self._usage_in_stream = bool(body.stream_options and body.stream_options.include_usage)
+        self._return_progress = bool(body.return_progress)
+        self._started = time.perf_counter()
         self._include_origins = bool(body.include_origins)
         self._logprobs = body.logprobs is not None and body.logprobs is not False
         self._n = body.n or 1  # choices for each prompt
@@ -60,6 +62,9 @@ class OpenAIWriter(ResponseWriter):
         unfinished = len(self._choices)
         async for event in events:
             choice = self._choices[event.choice]
+            read = event.prompt_processed or event.tokens
+            if self._return_progress and read and not choice.stats.generation_tokens:
+                yield self._progress(choice.index, event)
             spans = choice.read(event)
             # A chunk per step, or with origins one per token, so that each text is beside its origin.
             for span in spans if self._include_origins else [TokenSpan.join(spans)]:
@@ -74,6 +79,19 @@ class OpenAIWriter(ResponseWriter):
             yield self._envelope([last], **(self._stats() if is_last else {}))
         if self._usage_in_stream:
             yield self._envelope([], usage=self._usage(), **self._stats())
+
+    def _progress(self, index: int, event: Event) -> Json:
+        """Return the chunk that llama.cpp's server sends when more of a prompt is read, and when all of it is."""
+        assert event.stats is not None
+        progress = {
+            "total": event.stats.prompt_tokens,
+            "cache": event.stats.prefix_cache_hit,
+            "processed": event.prompt_processed or event.stats.prompt_tokens,
+            "time_ms": round(1000 * (time.perf_counter() - self._started)),
+        }
+        text: Json = {"delta": {}} if self._is_chat else {"text": ""}
+        choice = {"index": index, **text, "logprobs": None, "finish_reason": None}
+        return self._envelope([choice], prompt_progress=progress)
 
     def _parts(self, choice: ChoiceOutput, span: TokenSpan) -> Iterator[Json]:
         """Yield a chunk's choice for every delta.

@@ -9,14 +9,13 @@ from typing import TypeVar
 
 from fastapi import Request as HTTPRequest
 from fastapi import Response
-from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from ..engine import EngineThread, Event, Handle, Request
 from ..errors import Busy, HeadstartError
 from .anthropic_request import CountTokensRequest
 from .chat import Prompt
 from .errors import Refusal, to_refusal
+from .event_stream import EventStream
 from .metrics import Meter, Metrics
 from .middleware import Keys, Limits, client_of, owner_of
 from .model_pool import ModelPool
@@ -66,7 +65,9 @@ class RequestHandler:
 
         if body.stream:
             # StreamingResponse watches for the disconnect itself, and `close` follows.
-            return EventStream(writer.stream(running.events()), close=close)
+            return EventStream(
+                writer.stream(running.events()), sign=lambda: writer.sign(*running.progress()), close=close
+            )
         watcher = asyncio.create_task(running.cancel_on_disconnect(http))
         try:
             return Response(await writer.complete(running.events()), media_type="application/json")
@@ -96,12 +97,15 @@ class RequestHandler:
             except Exception as error:  # the status has been sent
                 yield to_refusal(error).event(path)
 
+        def sign() -> str:
+            return next((writer.sign(*running.progress()) for writer, running in submitted), ": preparing\n\n")
+
         def close() -> None:
             for each in submitted:
                 self._end(*each)
             self.pool.abandon(model, acquired)
 
-        return EventStream(events(), close=close)
+        return EventStream(events(), sign=sign, close=close)
 
     async def _submit(
         self,
@@ -233,6 +237,8 @@ class RunningRequest:
 
         self._handles: list[Handle] = []
         self._n = requests[0].n
+        self._lengths = [len(request.prompt) for request in requests]
+        self._prefilled = [0] * len(requests)
         try:
             for i, request in enumerate(requests):
                 self._handles.append(thread.submit(request, client=client, listener=partial(listen, i * self._n)))
@@ -271,6 +277,8 @@ class RunningRequest:
             if timed is None:  # events still in the queue are too late
                 raise timed_out(self._limits)
             event, when = timed
+            prompt = event.choice // self._n
+            self._prefilled[prompt] = event.prompt_processed or self._lengths[prompt]
             self._meter.count(event, when, first=event.choice % self._n == 0)
             if event.error is not None:
                 self._meter.end("error")
@@ -283,25 +291,13 @@ class RunningRequest:
                 self._meter.end(next((each for each in ("cancelled", "length") if each in finish_reasons), "stop"))
             yield event
 
+    def progress(self) -> tuple[int, int]:
+        """Return how many tokens of its prompts have been prefilled, and how many there are."""
+        return sum(self._prefilled), sum(self._lengths)
+
     def _time_out(self) -> None:
         """Free the engine's resources at once, whether or not the events are being read."""
         self._late = True
         self._meter.end("timeout")
         self._cancel_all()
         self._events.put_nowait(None)
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncIterator[str], *, close: Callable[[], None]):
-        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._close = close
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:  # also if nothing was ever sent
-            self._close()

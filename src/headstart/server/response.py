@@ -97,6 +97,11 @@ class ResponseWriter(ABC):
     def stream(self, events: Events) -> AsyncIterator[str]:
         """Yield it as server-sent events."""
 
+    def sign(self, done: int, total: int) -> str:
+        """Return what a stream says where nothing has come for a while; `done` and `total` are tokens of prompts. A
+        comment, which clients skip."""
+        return f": prompt {done} of {total}\n\n"
+
     def generation_stats(self, stats: Stats) -> dict[str, Any]:
         clamped = self._clamped_to(stats.clamped_to)
         return stats.as_dict() | {"ignored_fields": self._ignored, "num_draft_tokens_clamped_to": clamped}

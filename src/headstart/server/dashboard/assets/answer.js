@@ -46,9 +46,10 @@ export class Answer {
     this.asked = performance.now();
     this.element.setAttribute("aria-busy", "true");
     try {
-      const streamed = { ...body, stream: true, stream_options: { include_usage: true }, include_origins: true };
+      const streamed = { ...body, stream: true, stream_options: { include_usage: true }, include_origins: true, return_progress: true };
       const response = await call("/v1/chat/completions", { method: "POST", body: streamed, signal });
       for await (const chunk of events(response)) {
+        if (chunk.prompt_progress) this.#progress(chunk.prompt_progress);
         if (chunk.generation_stats) this.#end(chunk);
         for (const choice of chunk.choices) this.#add(choice);
       }
@@ -81,6 +82,10 @@ export class Answer {
     if (text) this.last.text(text);
     this.content = this.reply.written;
     if (origins.length) this.#count();
+  }
+
+  #progress({ processed, total }) {
+    this.numbers.textContent = processed < total ? `Reading the prompt: ${number(processed)} of ${number(total)} tokens` : "";
   }
 
   #end({ usage, generation_stats }) {
