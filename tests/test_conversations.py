@@ -12,6 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache as make_mlx_lm_cache
 import headstart
 from headstart import PrefixCache, Request, SamplingParams
 from headstart.engine import Engine
+from headstart.engine.running import Running
 from headstart.errors import RequestError
 from headstart.models import Model
 
@@ -95,15 +96,15 @@ def test_what_was_read_ends_with_the_model() -> None:
 
 def test_a_call_after_ctrl_c_begins_anew(loaded: tuple[Model, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = loaded
-    text, join = headstart.generate(model, tokenizer, "def add(a, b):", max_tokens=8), Engine._join
+    text, join = headstart.generate(model, tokenizer, "def add(a, b):", max_tokens=8), Running.join
 
-    def stopped(engine: Engine, row: Any) -> None:
-        monkeypatch.setattr(Engine, "_join", join)
-        join(engine, row)
-        engine.running.clear()  # as before its last line
+    def stopped(running: Running, sequence: Any) -> None:
+        monkeypatch.setattr(Running, "join", join)
+        join(running, sequence)
+        running.sequences.clear()  # as before its last line
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Engine, "_join", stopped)
+    monkeypatch.setattr(Running, "join", stopped)
     responses = headstart.stream_generate(model, tokenizer, "def mean(values):", 8)
     with pytest.raises(KeyboardInterrupt):
         next(responses)
