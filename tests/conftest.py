@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,16 @@ def pytest_collection_finish() -> None:
 
 def pytest_runtest_logfinish() -> None:
     _compiled.publish()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
+    """Say in the last lines what was left out for want of a browser."""
+    yield
+    reasons = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())]
+    absent = [reason.removeprefix("Skipped: ") for reason in reasons if "Chromium" in reason]
+    if absent:
+        terminalreporter.write_line(f"{len(absent)} tests of the dashboard were left out: {absent[0]}", yellow=True)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import subprocess
 import sys
 import sysconfig
@@ -113,3 +114,18 @@ def test_every_file_of_tests_has_a_name_of_its_own() -> None:
     """They import each other by name, and a child process would find the wrong one."""
     names = [path.name for path in Path(__file__).parent.rglob("*.py") if path.name != "conftest.py"]
     assert len(names) == len(set(names))
+
+
+def test_the_last_lines_of_the_tests_say_what_was_left_out_without_a_browser(tmp_path: Path) -> None:
+    """With the one command that brings it. The tests of the page's settings stand for all that need a browser."""
+    file = "tests/server/dashboard/test_dashboard_settings.py"
+    left_out = (ROOT / file).read_text().count("visit: Visit")
+    nowhere = {"PATH": str(tmp_path), "PLAYWRIGHT_BROWSERS_PATH": str(tmp_path)}
+    environment = {name: value for name, value in os.environ.items() if name != "CI"} | nowhere
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
+    said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment).stdout
+    *_, line, _ = said.splitlines()
+    assert line == (
+        f"{left_out} tests of the dashboard were left out: no Chromium here: "
+        "`.venv/bin/playwright install --with-deps chromium` brings one"
+    )

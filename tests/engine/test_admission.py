@@ -147,7 +147,7 @@ def test_a_prefix_cache_that_leaves_no_room_is_refused_at_once(monkeypatch: pyte
 def test_room_that_only_the_longest_needed_goes_with_it(k: int) -> None:
     """Or sequences that join later would each take as much, and nobody would count it."""
     model = random_model("dense")
-    lengths, engine = (600, 20, 30), Engine(model)
+    lengths, engine = (600, 20, 30), Engine(model, prefix=PrefixCache(0))
     prompts = [random_prompt(model, length, length) for length in lengths]
     handles = [submit(engine, prompts[0], max_tokens=4, k=k)]
     handles += [submit(engine, prompt, max_tokens=40, k=k) for prompt in prompts[1:]]

@@ -12,7 +12,7 @@ FLAGS = [
 ]  # fmt: skip
 # The first has no window to draw, and takes half the time of the others.
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-ABSENT = "no Chromium here: `apt-get install chromium-headless-shell`, or `.venv/bin/playwright install chromium`"
+ABSENT = "no Chromium here: `.venv/bin/playwright install --with-deps chromium` brings one"
 
 Visit = Callable[..., Page]  # of the fixture in conftest.py
 
