@@ -14,7 +14,7 @@ from headstart.engine.batch import Batch
 from headstart.engine.draft import SOURCES, Source
 from headstart.errors import HeadstartError
 from headstart.kernels.cpu.backend import CpuBackend, StockCpu
-from headstart.kernels.types import Drafts
+from headstart.kernels.types import PendingDrafts
 from headstart.models import Model
 from headstart.sampling import Proposal
 from headstart.state import KV, PrefixCache, Recurrent
@@ -41,7 +41,7 @@ def poison_convolution(memory: KV | Recurrent, row: int) -> None:
     if isinstance(memory, Recurrent):
         memory.conv[row] = mx.array(mx.inf)
         if memory.pending is not None:  # after three accepted drafts the convolution reads only theirs
-            Drafts(*memory.pending).qkv[row] = mx.array(mx.inf)
+            PendingDrafts(*memory.pending).qkv[row] = mx.array(mx.inf)
 
 
 def poison(engine: Engine, handle: Handle, how: Callable[[KV | Recurrent, int], None]) -> None:
