@@ -28,8 +28,8 @@ def printed(*command: str) -> tuple[str, str]:
 @pytest.mark.skipif(not shutil.which(CROSS) or not shutil.which(EMULATOR), reason="no cross compiler or emulator")
 def test_neon_computes_the_bits_of_this_cpu(tmp_path: Path) -> None:
     sources = [str(FOLDER / "print_bits.cpp"), str(build.HERE / "kernels.cpp")]
-    here = compiled(tmp_path / "here", build.compiler(), *build.target(), *sources)
-    neon = compiled(tmp_path / "neon", CROSS, "-static", *sources)
+    here = compiled(tmp_path / "here", build.compiler(), *build.kernel_flags(build.target()), *sources)
+    neon = compiled(tmp_path / "neon", CROSS, *build.kernel_flags(["-static"]), *sources)
     _, expected = printed(str(here))
     isa, found = printed(EMULATOR, str(neon))
     assert isa == "neon"

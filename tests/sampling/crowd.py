@@ -8,7 +8,6 @@ import copy
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from checkpoints import write, write_drafter
+from fixtures import by_backend
 from headstart.checkpoint import load_model
 from headstart.engine import Engine, Request
 from headstart.engine.batch import Batch
@@ -35,7 +35,7 @@ class Case:
     keys: Sequence[int]  # one sample each
 
 
-@lru_cache
+@by_backend
 def small_model(vocabulary: int = 12, seed: int = 3, block: bool = False) -> Model:
     """Two random layers, one recurrent and one of attention, with a head, and logits flat enough to sample from.
 

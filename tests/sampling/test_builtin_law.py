@@ -98,12 +98,13 @@ def test_every_token_is_drawn_from_its_law(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("stock_ops")
 def test_a_bias_of_two_hundredths_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hundredths of every law moved to its least probable token."""
     original = judging.distribution
 
-    def biased(logits, scene, drafts, first, grammar=None):
-        found = original(logits, scene, drafts, first, grammar)
+    def biased(logits, context, first):
+        found = original(logits, context, first)
         if logits.shape[1] == 1:
             return found  # the drafter's
         p = mx.exp(found.logp)

@@ -125,8 +125,8 @@ def test_copies_leave_the_law_as_it_is_whatever_else_drafts(source: Source) -> N
 def biased(original: Callable[..., Distribution], off: float) -> Callable[..., Distribution]:
     """The target's first token moved by a total variation of `off` to the least probable token that is possible."""
 
-    def distribution(logits, context, drafts, first, permitted=None):
-        found = original(logits, context, drafts, first, permitted)
+    def distribution(logits, context, first):
+        found = original(logits, context, first)
         if logits.shape[1] == 1:
             return found  # the drafter's
         p = mx.exp(found.logp)
@@ -140,11 +140,13 @@ def biased(original: Callable[..., Distribution], off: float) -> Callable[..., D
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("stock_ops")
 def test_a_bias_of_two_hundredths_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judging, "distribution", biased(judging.distribution, 0.02))
     assert worst(against(measured([*SAMPLED], SAMPLES))) < SIGNIFICANT
 
 
+@pytest.mark.usefixtures("stock_ops")
 def test_resampling_from_the_target_instead_of_the_residual_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def target(p, q, carry, accepted, allowed):
         return mx.take_along_axis(p, accepted[:, None, None], axis=1).squeeze(1)

@@ -17,6 +17,7 @@ from . import ops
 from .attention import attend_window, heads_of, native_attention, native_latent_attention
 from .compiler import ensure_compiles
 from .load import loaded
+from .sampling import Sampled
 
 
 def cpu_backend() -> "StockCpu":
@@ -42,7 +43,7 @@ class StockCpu(Backend):
         return mx.float32 if experts or modes else stored
 
 
-class CpuBackend(StockCpu):
+class CpuBackend(Sampled, StockCpu):
     """The extension's kernels (see `kernels.h`). `native` is the extension."""
 
     def __init__(self, native: Any):

@@ -98,6 +98,11 @@ def target() -> list[str]:
     return ["-march=native", *(["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else [])]
 
 
+def kernel_flags(flags: Sequence[str]) -> list[str]:
+    """Compiler flags for the kernels, which use MLX's exponential function and nothing else of it."""
+    return [f"-I{_mlx() / 'include'}", "-O3", *flags]
+
+
 def _check_nanobind() -> None:
     """Refuse a nanobind whose types mlx's module would not recognise."""
     internals = Path(nanobind.source_dir(), "nb_internals.h").read_text()
@@ -117,7 +122,11 @@ def _build(path: Path, flags: Sequence[str]) -> None:
     robin_map = source.parent / "ext" / "robin_map" / "include"
     include = [nanobind.include_dir(), robin_map, _mlx() / "include", sysconfig.get_path("include")]
     glue = ["-O2", "-DNB_DOMAIN=mlx", *(f"-I{folder}" for folder in include)]
-    files = {source / "nb_combined.cpp": glue, HERE / "extension.cpp": glue, HERE / "kernels.cpp": ["-O3", *flags]}
+    files = {
+        source / "nb_combined.cpp": glue,
+        HERE / "extension.cpp": glue,
+        HERE / "kernels.cpp": kernel_flags(flags),
+    }
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as scratch, ThreadPoolExecutor() as pool:
         objects = [f"{scratch}/{file.stem}.o" for file in files]
         commands = [

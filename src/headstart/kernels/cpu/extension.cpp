@@ -1,5 +1,6 @@
 // The kernels as Python functions over MLX arrays, alone and chained to whole parts of a decoder layer.
 #include "attention_layer.h"
+#include "drawing.h"
 #include "latent_layer.h"
 #include "linear.h"
 #include "recurrence.h"
@@ -126,4 +127,6 @@ NB_MODULE(headstart_cpu, m) {
   m.def(
       "latent_layer", &py_latent_layer, "x"_a, "layers"_a, "q_b"_a.none(), "heads"_a, "query_scale"_a, "caches"_a,
       "offset"_a, "last"_a = nb::none(), "residual"_a = nb::none());
+  m.def("draw", &py_draw);
+  m.def("verify", &py_verify);
 }

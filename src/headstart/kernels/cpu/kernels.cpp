@@ -6,6 +6,7 @@
 #include "latent.h"
 #include "norm.h"
 #include "products.h"
+#include "ratio.h"
 
 namespace headstart {
 
@@ -34,6 +35,8 @@ int threads() {
   template void gated_delta(const GatedDelta<T>&);                                 \
   template void attention(const Attention<T>&);                                    \
   template void latent_attention(const LatentAttention<T>&);                       \
+  template void draw(const Draws<T>&);                                             \
+  template void verify(const Verification<T>&);                                    \
   template void first_elements(const T*, long, long, long, float, T*);
 
 INSTANTIATE(float)

@@ -147,6 +147,81 @@ struct LatentAttention {
 template <typename T>
 void latent_attention(const LatentAttention<T>& latent);
 
+// How a sequence draws, as `Controls.packed` has it.
+struct DrawParams {
+  float temperature, top_k, top_p, log_min_p, min_keep;
+};
+// What keys a sequence's noise: two words, whether the ratio rule verifies it, and words of three purposes.
+struct NoiseWords {
+  uint32_t first, second, ratio, draft, accept, next;
+};
+enum Purpose { CHOICE, DRAFT, ACCEPT, NEXT, XTC };  // as sampling/noise.py has them
+
+// Best tokens that are not drawn, but for `special` ones.
+struct Exclusion {
+  float probability, threshold;
+  const int* special;
+  long specials;
+
+  bool is_special(uint32_t id) const {
+    for (long i = 0; i < specials; ++i)
+      if (uint32_t(special[i]) == id) return true;
+    return false;
+  }
+};
+
+// What a token was drawn from: those between the first and the last one in the order of sampling, whose e^score add up
+// to e^total; or nothing but `only`.
+struct Drawn {
+  float first_x;
+  uint32_t first_id;
+  float last_x;
+  uint32_t last_id;
+  float total;
+  int only;  // -1: there are several
+};
+
+// A token from each row of logits for the positions from `first` after the next on: drafts, or the target's own.
+template <typename T>
+struct Draws {
+  long B, W, V, first;
+  Purpose purpose;
+  const T* logits;           // [B, W, V]
+  const DrawParams* params;  // [B]
+  const NoiseWords* words;   // [B]
+  const int *lengths, *rounds;
+  const float *xtc_probability, *xtc_threshold;  // [B], or null
+  const int* special;                            // [B, specials]
+  long specials;
+  int *tokens, *finite;  // [B, W]
+  Drawn* drawn;          // [B, W]
+
+  Exclusion exclusion(long b) const {
+    if (!xtc_probability) return {0, 0, nullptr, 0};
+    return {xtc_probability[b], xtc_threshold[b], special + b * specials, specials};
+  }
+};
+template <typename T>
+void draw(const Draws<T>& op);
+
+// The drafts of a window [B, W], all but its first token, by the ratio rule where a sequence has it: `target.tokens`
+// become those that were accepted and the one after them, again and again, and `most` how many were; W elsewhere.
+template <typename T>
+struct Verification {
+  Draws<T> target;
+  const int *window, *max_k, *remaining;  // [B, W], [B], [B]
+  const Drawn* drafters;                  // [B, k], what the drafts were drawn from
+  const T* const* logits;                 // [k], of each draft, [B, widths[i], V]
+  const long *widths, *places;            // [k], of logits that hold several, and which it is
+  int* most;                              // [B]
+
+  const T* drafter(long b, long i) const {
+    return logits[i] + (b * widths[i] + places[i]) * target.V;
+  }
+};
+template <typename T>
+void verify(const Verification<T>& op);
+
 // The first `some` elements of rows of D, scaled → out [rows, some].
 template <typename T>
 void first_elements(const T* x, long rows, long D, long some, float scale, T* out);
