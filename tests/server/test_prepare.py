@@ -116,16 +116,16 @@ def test_a_text_is_counted_no_further_than_to_the_limit(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Encoder, "tokens", counting)
     encoder = Encoder(tokenizer()._tokenizer.backend_tokenizer)
-    assert headstart.server.worker.encode(encoder, text, "chat", "", 1000) == {"more_than": 1000}
+    assert headstart.server.worker.encode(encoder, text, "chat", "", 1000) == ({"more_than": 1000}, b"")
     assert sum(counted) < len(text)
-    assert "tokens" in headstart.server.worker.encode(encoder, text, "chat", "", None)
+    assert headstart.server.worker.encode(encoder, text, "chat", "", None)[1]
 
 
 def test_prompts_of_a_fitting_length_are_not_refused_by_an_estimate() -> None:
     encoder = Encoder(tokenizer()._tokenizer.backend_tokenizer)
     for text in ("word " * 20_000, " " * 100_000, "\n" * 50_000, "naïve 中文\n" * 4_000):
         length = len(encoder.tokens(text, "chat"))
-        assert "tokens" in headstart.server.worker.encode(encoder, text, "chat", "", length)
+        assert headstart.server.worker.encode(encoder, text, "chat", "", length)[1]
 
 
 def test_a_worker_is_killed_when_its_client_disconnects_and_another_takes_its_place() -> None:
@@ -220,13 +220,13 @@ def test_a_panic_of_the_tokenizer_is_a_refusal(monkeypatch: pytest.MonkeyPatch) 
     encoder = Encoder(tokenizer()._tokenizer.backend_tokenizer)
     monkeypatch.setattr(Encoder, "tokens", panic)
     run(test)
-    assert headstart.server.worker.encode(encoder, "small", "chat", "", None) == {"error": "it went wrong"}
+    assert headstart.server.worker.encode(encoder, "small", "chat", "", None) == ({"error": "it went wrong"}, b"")
 
 
 @pytest.mark.slow
 def test_spaces_of_which_the_tokenizer_panics() -> None:
     encoder = Encoder(tokenizer()._tokenizer.backend_tokenizer)
-    answer = headstart.server.worker.encode(encoder, " " * 10_000_000, "chat", "", None)
+    answer, _ = headstart.server.worker.encode(encoder, " " * 10_000_000, "chat", "", None)
     assert "retry-limit" in answer["error"]
 
 
@@ -292,11 +292,12 @@ def test_a_worker_ends_with_its_input_in_the_middle_of_work() -> None:
     process = subprocess.Popen([sys.executable, "-P", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(json.dumps(worker_settings(tokenizer())).encode() + b"\n")
+    settings = worker_settings(tokenizer())
+    process.stdin.write(b'{"bytes": %d}\n%b' % (len(settings), settings))
     process.stdin.flush()
-    assert process.stdout.readline() == b"{}\n"
-    message = {"text": LONG, "kind": "chat", "mark": "", "limit": None}
-    process.stdin.write(json.dumps(message).encode() + b"\n")
+    assert process.stdout.readline() == b'{"bytes": 0}\n'
+    message = {"kind": "chat", "mark": "", "limit": None, "bytes": len(LONG)}
+    process.stdin.write(json.dumps(message).encode() + b"\n" + LONG.encode())
     process.stdin.close()
     wait_until(lambda: process.poll() is not None)
     assert process.returncode == 0

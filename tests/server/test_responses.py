@@ -305,7 +305,7 @@ def test_the_store_is_bounded_and_nobody_displaces_others() -> None:
 
     def put(client: str, id: str, size: int) -> None:
         body = ResponsesRequest(input=[MessageItem(role="user", content=random.randbytes(size).hex())])
-        store.put(id, StoredResponse.of(body, {"id": id, "output": []}, client))
+        store.put(id, StoredResponse.of(body, "{}", [], client))
 
     put("small", "kept", 100)
     for i in range(50):
@@ -327,7 +327,7 @@ def test_the_store_takes_no_more_memory_than_it_counts() -> None:
     try:
         for i in range(count):
             body = ResponsesRequest.model_validate({"input": [{"role": "user", "content": parts}, CALLED[0]]})
-            store.put(str(i), StoredResponse.of(body, {"id": str(i), "output": CALLED}, "client"))
+            store.put(str(i), StoredResponse.of(body, "{}", CALLED, "client"))
         del body
         taken = tracemalloc.get_traced_memory()[0]
     finally:
@@ -345,7 +345,7 @@ def test_a_conversation_is_continued_as_it_was() -> None:
     image = {"type": "input_image", "image_url": "data:image/png;base64,AA==", "detail": "low"}
     items = [{"role": "user", **wild}, {"role": "user", "content": [image]}, *CALLED]
     body = ResponsesRequest.model_validate({"input": items})
-    stored = StoredResponse.of(body, {"id": "x", "output": CALLED}, "client")
+    stored = StoredResponse.of(body, "{}", CALLED, "client")
     again = stored.before(ResponsesRequest(input="And?"))
     assert again._messages() == ResponsesRequest.model_validate(
         {"input": [*items, *CALLED, {"role": "user", "content": "And?"}]}

@@ -57,7 +57,8 @@ class Request:
                 f"prompt has {length} tokens, and the model's context of {context} leaves no room for an answer: "
                 f"shorten it to {context - 1} tokens or fewer"
             )
-        if (wrong := next((t for t in self.prompt if not 0 <= t < vocabulary), None)) is not None:
+        if not 0 <= min(self.prompt) <= max(self.prompt) < vocabulary:
+            wrong = next(token for token in self.prompt if not 0 <= token < vocabulary)
             raise RequestError(f"prompt has the token id {wrong}: ids go from 0 to {vocabulary - 1}")
         if self.adapter is not None and self.adapter not in model.adapters:
             known = ", ".join(model.adapters) or "none"

@@ -19,6 +19,7 @@ from starlette.middleware.exceptions import ExceptionMiddleware
 from .. import __version__
 from .anthropic_request import CountTokensRequest, MessagesRequest
 from .anthropic_response import AnthropicWriter
+from .bodies import BodyRoute
 from .dashboard import add_dashboard
 from .downloads import Downloads
 from .errors import refuse, respond_to_error
@@ -29,6 +30,7 @@ from .model_pool import ModelPool
 from .openai_request import ChatCompletionRequest, CompletionRequest
 from .openai_response import OpenAIWriter
 from .request_handler import RequestHandler
+from .response import json_response
 from .responses_request import ResponsesRequest
 from .responses_response import ResponsesWriter
 from .responses_store import ResponseStore, StoredResponse
@@ -70,6 +72,8 @@ def create_app(
         responses={"4XX": {"description": "An error of the request: see docs/reference/errors.md."}},
         exception_handlers={HTTPException: respond_to_error, RequestValidationError: respond_to_error},
     )
+    app.router.route_class = BodyRoute
+    app.state.threads, app.state.keys = threads, keys
     add_generation_routes(app, handler)
     add_responses_routes(app, handler, threads)
     add_status_routes(app, pool, metrics, keys)
@@ -129,8 +133,8 @@ def add_responses_routes(app: FastAPI, handler: RequestHandler, threads: Threads
         if previous := store.previous(body, client):
             body = await threads.run(client, previous.before, body)
 
-        async def save(response: dict[str, Any]) -> None:
-            store.put(response["id"], await threads.run(client, StoredResponse.of, body, response, client))
+        async def save(id: str, response: str, output: list[dict[str, Any]]) -> None:
+            store.put(id, await threads.run(client, StoredResponse.of, body, response, output, client))
 
         return await handler.reply(body, http, partial(ResponsesWriter, save=save))
 
@@ -139,7 +143,7 @@ def add_responses_routes(app: FastAPI, handler: RequestHandler, threads: Threads
         if stream:
             refuse("stream", "a stored response is not streamed again: leave it out", "unsupported")
         stored = store.get(id, client := client_of(http.scope, handler.keys))
-        return Response(await threads.run(client, stored.json), media_type="application/json")
+        return json_response(await threads.run(client, stored.json))
 
     @app.delete("/v1/responses/{id}")
     async def delete_response(id: str, http: Request) -> dict[str, Any]:

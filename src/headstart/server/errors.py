@@ -123,8 +123,6 @@ async def respond_to_error(http: Request, error: Exception) -> JSONResponse:
 def _invalid(error: RequestValidationError) -> Refusal:
     """Return what is wrong with a body or query. FastAPI would answer 422, in a shape of its own."""
     problems = error.errors()
-    if problems[0]["type"] == "json_invalid":
-        return Refusal(400, f"the body is not JSON: {problems[0]['ctx']['error']}", code="invalid_json")
     # A value that could have had several types has a problem with each: the deepest one is what was meant.
     path, problem = max(((_path(each, error.body), each) for each in problems), key=lambda found: len(found[0]))
     if not path:

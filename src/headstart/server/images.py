@@ -4,7 +4,6 @@ They are decoded in worker processes, which can be killed: a file may be made to
 """
 
 from abc import abstractmethod
-from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from .prepare import Preparation
 from .workers import WorkerDied
 
 MAX_IMAGES = 64  # in a request
+MAX_HEAD = 1024  # characters of a data URL before its data
 LOW_DETAIL = 512 * 512  # pixels
 DECODE_SECONDS = 5.0  # of CPU time for one image
 UNSUPPORTED = "image input is not supported by this model"
@@ -28,10 +28,11 @@ UNSUPPORTED = "image input is not supported by this model"
 class EncodedImage(NamedTuple):
     """An image as a client sends it: the base64 of a file, or the address of one."""
 
-    data: str
+    data: str  # in which the base64 begins at `start`
     media_type: str | None
     low: bool = False  # fewer pixels will do
     remote: bool = False  # `data` is a URL
+    start: int = 0
 
 
 class ImagePart(BaseModel):
@@ -44,14 +45,14 @@ class ImagePart(BaseModel):
 
 def parse_image_url(url: str, *, low: bool = False) -> EncodedImage:
     """Return the image in a URL `data:image/…;base64,…`, or at another one."""
-    scheme, _, rest = url.partition(":")
-    head, comma, data = rest.partition(",")
+    start, comma, _ = url[:MAX_HEAD].partition(",")
+    scheme, _, head = start.partition(":")
     if scheme.lower() != "data":
         return EncodedImage(url, None, low, remote=True)
     media_type, *parameters = head.split(";")
     if not comma or "base64" not in [each.strip().lower() for each in parameters]:
         raise ValueError("is not a data URL of base64: send data:image/png;base64,…")
-    return EncodedImage(data, media_type.strip().lower(), low)
+    return EncodedImage(url, media_type.strip().lower(), low, start=len(start) + 1)
 
 
 def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[ImagePart]]:
@@ -112,7 +113,7 @@ async def read_images(
         try:
             found.append(await _decode(part.encoded(), rules, work))
         except ValueError as problem:
-            where = path_of(part, body) or "messages"
+            where = await work.run(path_of, part, body) or "messages"
             raise Refusal(400, f"{where}: the image {problem}", param=where, code="invalid_value") from problem
     return found
 
@@ -121,20 +122,21 @@ async def _decode(image: EncodedImage, rules: ImageRules, work: Preparation) -> 
     if image.remote:
         if not work.preparer.limits.image_urls:
             raise ValueError("is not a data URL, and this server fetches no others: send data:image/png;base64,…")
-        fetched = await fetch_image(image.data)
-        image = image._replace(data=b64encode(fetched.data).decode(), media_type=fetched.media_type)
+        data, declared = await fetch_image(image.data)
+    else:
+        data, declared = await work.run(lambda: image.data[image.start :].encode()), image.media_type
     if image.low:
         rules = replace(rules, max_pixels=min(rules.max_pixels, LOW_DETAIL))
     message = {
-        "image": image.data, "declared": image.media_type, "rules": asdict(rules), "seconds": DECODE_SECONDS
+        "base64": not image.remote, "declared": declared, "rules": asdict(rules), "seconds": DECODE_SECONDS
     }  # fmt: skip
     try:
         async with work.preparer.workers.worker(work.client) as worker:
-            answer = await worker.call(message)
+            answer, pixels = await worker.call(message, data)
     except TimeoutError:
         raise ValueError(f"could not be decoded within {DECODE_SECONDS:g} s: scale it down") from None
     except WorkerDied:
         raise ValueError("could not be decoded within the server's memory: scale it down") from None
     if "error" in answer:
         raise ValueError(answer["error"])
-    return np.frombuffer(b64decode(answer["pixels"]), np.uint8).reshape(*answer["size"], 3)
+    return np.frombuffer(pixels, np.uint8).reshape(*answer["size"], 3)

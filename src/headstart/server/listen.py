@@ -4,10 +4,12 @@ uvicorn waits without limit for headers, and after closing for the client to rea
 """
 
 import asyncio
+import gc
 import logging
 import resource
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from threading import Thread
@@ -31,6 +33,8 @@ GRACE_SECONDS = 5.0  # for the last bytes, after the last answer has ended
 REPEAT_SECONDS = 60.0  # in which the same line is logged once
 MAX_CONNECTIONS = 2048
 RESERVED_FILES = 128  # descriptors for files, workers and health checks
+PIECE = 2**14  # bytes that are read from a connection at a time: chunks of one byte each take 10 µs
+SWITCH_SECONDS = 0.001  # after which threads take turns: the event loop must not wait long for those that work
 HEALTH_CONNECTIONS = 16  # connections above the limit
 
 _logged: dict[str, float] = {}  # when each kind of line was logged last
@@ -93,6 +97,8 @@ class Server(uvicorn.Server):
         asyncio.get_running_loop().set_exception_handler(_log_loop_error)
         if self._reload is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
+        sys.setswitchinterval(SWITCH_SECONDS)
+        gc.freeze()  # what was imported and loaded stays: no collection need look at it again
         await super().startup(sockets)
         for bound in sockets or ():
             listen(bound)  # asyncio has made the queue as short as its backlog
@@ -152,6 +158,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(0)  # writing is paused as soon as anything is unread
+        transport.max_size = PIECE  # type: ignore[attr-defined]  # of asyncio's own transports
         self.idle_since = self.loop.time()
         self.timeout_keep_alive = self.app_state["limits"].idle_seconds
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)

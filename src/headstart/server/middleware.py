@@ -25,7 +25,7 @@ NO_KEY_PREFIX = "/assets/"
 PROBE_PATHS = ("/health", "/metrics")  # probes use any host name, and learn only the model's name and its load
 ANY_HOST = "*"
 HOST_AND_PORT = re.compile(r"(?:\[([^\]]*)\]|([^:]*))(?::\d*)?")
-MAX_VALUES = 2**17  # JSON values in a body, beside the token ids of a prompt: parsing blocks the event loop 2 µs each
+MAX_VALUES = 2**17  # JSON values in a body, beside the token ids of a prompt: all its threads share one interpreter
 API_PREFIX = "/v1/"  # of all routes that have a body; elsewhere a body is not read
 CLOSE = {"Connection": "close"}
 DISCARDED_BODIES = 4  # what is read of a refused body, in times the largest
@@ -183,9 +183,7 @@ class RequestChecks:
                 raise Refusal(503, message, code="too_many_connections", headers=headers)
             self._check_headers(Headers(scope=scope))
             if scope["method"] in ("POST", "PATCH") and scope["path"].startswith(API_PREFIX):
-                body = await self._read(receive)
-                check_values(body, self.max_values)
-                receive = _replay(body, receive)
+                scope["state"]["body"] = await self._read(receive)  # see bodies.py
         await self.app(scope, receive, send)
 
     def _check_headers(self, headers: Headers) -> None:
@@ -195,8 +193,8 @@ class RequestChecks:
             raise Refusal(400, message, code="invalid_http", headers=CLOSE)
         self._check_size(int(declared) if declared.isdecimal() else 0)
 
-    async def _read(self, receive: Receive) -> bytes:
-        body = bytearray()
+    async def _read(self, receive: Receive) -> bytearray:
+        body, values = bytearray(), ValueCounter(self.max_values)
         more = True
         try:
             async with asyncio.timeout(self.limits.body_seconds):
@@ -204,13 +202,17 @@ class RequestChecks:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise Refusal(499, "client disconnected", code="gone")
-                    body += message.get("body", b"")
-                    self._check_size(len(body))
+                    piece = message.get("body", b"")
+                    self._check_size(len(body) + len(piece))
+                    body += piece
+                    values.add(piece)
                     more = message.get("more_body", False)
         except TimeoutError:
             text = f"request body not received within {self.limits.body_seconds:g} s"
             raise Refusal(408, text, code="timeout", headers=CLOSE) from None
-        return bytes(body)
+        if body and json.detect_encoding(bytes(body[:4])) not in ("utf-8", "utf-8-sig"):
+            raise Refusal(400, "the body is not JSON: it is not in UTF-8", code="invalid_json")
+        return body
 
     def _check_size(self, size: int) -> None:
         if size > self.limits.body_bytes:
@@ -218,33 +220,27 @@ class RequestChecks:
             raise Refusal(413, message, code="request_too_large", headers=CLOSE)
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that returns `body` first."""
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
+class ValueCounter:
+    """Counts the JSON values of a body as it arrives, without parsing it."""
 
-    async def replay() -> Message:
-        return messages.pop() if messages else await receive()
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._count = 0  # at least the number of values less one: commas and brackets outside of strings
+        self._rest = b""  # a backslash that escapes what comes next
+        self._in_string = False
 
-    return replay
-
-
-def check_values(body: bytes, limit: int) -> None:
-    """Refuse a body that is not UTF-8 or holds more JSON values than `limit`, without parsing it."""
-    if body and json.detect_encoding(body) not in ("utf-8", "utf-8-sig"):
-        raise Refusal(400, "the body is not JSON: it is not in UTF-8", code="invalid_json")
-    if _count_values(body) <= limit:
-        return
-    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")  # every quote that is left begins or ends a string
-    # A value has at most four quotes, two of them its key's: with more than that there is no need to split. Of the
-    # pieces between quotes, every other one is outside of strings, the first one too.
-    if plain.count(b'"') <= 4 * limit and _count_values(b"".join(plain.split(b'"')[::2])) <= limit:
-        return
-    raise Refusal(413, f"the body holds more than {limit:,} JSON values: send less", code="request_too_large")
-
-
-def _count_values(text: bytes) -> int:
-    """Return at least the number of values less one: commas and brackets, those inside strings included."""
-    return text.count(b",") + text.count(b"[") + text.count(b"{")
+    def add(self, piece: bytes) -> None:
+        """Count the values in the next piece. Refuses a body that holds too many."""
+        plain = (self._rest + piece).replace(rb"\\", b"").replace(rb"\"", b"")
+        self._rest = plain[-1:] if plain.endswith(b"\\") else b""
+        # Every quote that is left begins or ends a string: of the pieces between them, every other one is outside.
+        pieces = plain.split(b'"')
+        outside = b"".join(pieces[self._in_string :: 2])
+        self._in_string ^= len(pieces) % 2 == 0
+        self._count += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
+        if self._count > self._limit:
+            message = f"the body holds more than {self._limit:,} JSON values: send less"
+            raise Refusal(413, message, code="request_too_large", headers=CLOSE)
 
 
 class RestOfBody:

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field
 
 from ..engine import Request
 from ..sampling import GrammarSpec
-from ..sampling_params import MAX_BIASES, MAX_TOP_LOGPROBS
+from ..sampling_params import MAX_BIASES, MAX_STOPS, MAX_TOP_LOGPROBS
 from .chat import Chat, Prompt, TextPrompt, chat_prompt, text_prompt
 from .errors import refuse
 from .images import EncodedImage, ImagePart, parse_image_url, template_content
@@ -154,7 +154,7 @@ class OpenAIRequest(GenerationRequest):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
         None, description="Choices for one prompt, which is prefilled once."
     )
-    stop: Text | BoundedList[Text] | None = None
+    stop: Text | Annotated[BoundedList[Text], Field(max_length=MAX_STOPS)] | None = None
     logit_bias: Annotated[dict[TokenId, float], Field(max_length=MAX_CLIENT_BIASES, fail_fast=True)] | None = Field(
         None, description="From token ids to what is added to their logits."
     )
@@ -278,12 +278,18 @@ class CompletionRequest(OpenAIRequest):
 
     def check(self) -> None:
         super().check()
-        if (answers := len(self.parts()) * (self.n or 1)) > MAX_ANSWERS:
+        if (answers := len(self._several or ("",)) * (self.n or 1)) > MAX_ANSWERS:
             refuse("prompt", f"{answers} answers to its prompts; at most {MAX_ANSWERS} in one request: send fewer")
 
     def parts(self) -> Sequence[Self]:
-        several = [each for each in self.prompt if not isinstance(each, int)] if isinstance(self.prompt, list) else []
-        return [self.model_copy(update={"prompt": each}) for each in several] or [self]
+        return [self.model_copy(update={"prompt": each}) for each in self._several] or [self]
+
+    @property
+    def _several(self) -> Sequence[TextPrompt]:
+        """Return the prompts of a list of them."""
+        if not isinstance(self.prompt, list) or (self.prompt and isinstance(self.prompt[0], int)):
+            return ()
+        return cast(Sequence[TextPrompt], self.prompt)
 
     def engine_request(self, prompt: Prompt, context: int) -> Request:
         max_tokens = 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default
@@ -292,4 +298,5 @@ class CompletionRequest(OpenAIRequest):
     async def make_prompt(self, served: ServedModel, work: Preparation) -> Prompt:
         parse_special = self.parse_special is not False
         prompt = cast(TextPrompt, self.prompt)  # one of its `parts`
-        return await text_prompt(prompt, *self.requested_grammar(), served, work, parse_special=parse_special)
+        grammar = await work.run(self.requested_grammar)
+        return await text_prompt(prompt, *grammar, served, work, parse_special=parse_special)

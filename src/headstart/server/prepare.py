@@ -6,6 +6,7 @@ is up. Clients take turns at both threads and processes, and neither waits for t
 """
 
 import asyncio
+from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -162,16 +163,17 @@ class Preparation:
 
     async def _encode_long(self, text: str, param: str, kind: Kind, mark: str) -> list[int]:
         limit = None if self.counting else self.preparer.max_tokens
+        data = await self.run(text.encode)
         try:
             async with self.preparer.workers.worker(self.client) as worker:
-                answer = await worker.call({"text": text, "kind": kind, "mark": mark, "limit": limit})
+                answer, found = await worker.call({"kind": kind, "mark": mark, "limit": limit}, data)
         except WorkerDied:
             refuse(param, "the text could not be tokenised within the server's memory: shorten it")
         if "more_than" in answer:
             _too_long(param, self.preparer.max_tokens)
         if "error" in answer:
             refuse(param, f"the text could not be tokenised: {answer['error']}")
-        return list(answer["tokens"])
+        return await self.run(lambda: array("I", found).tolist())
 
     async def grammar(self, spec: GrammarSpec | None, field: str) -> Grammar | None:
         """Return the compiled grammar that came in `field`, or refuse that field."""
@@ -189,7 +191,7 @@ class Preparation:
         message = {"grammar": source, "limits": LIMITS, "seconds": seconds, "mask_seconds": MASK_SECONDS / 4}
         async with preparer.workers.worker(self.client) as worker:
             try:
-                answer = await worker.call(message)
+                answer, _ = await worker.call(message)
             except TimeoutError:
                 raise RequestError(f"grammar could not be compiled within {seconds:g} s: simplify it") from None
             except WorkerDied:

@@ -27,8 +27,17 @@ MAX_TOOLS = 512  # compiling the grammar of a call of any of them takes a second
 REASONING_BUDGETS = {"none": 0, "minimal": 256, "low": 1024, "medium": 8192}
 
 Element = TypeVar("Element")
-# Bodies can hold millions of elements. Only the first error is reported: collecting all blocks the event loop.
-BoundedList = Annotated[list[Element], Field(max_length=MAX_ITEMS, fail_fast=True)]
+
+
+def let_others_run(value: object) -> object:
+    """Return an element of a list as it is. Pydantic lets other threads run only while it calls Python."""
+    return value
+
+
+# Bodies can hold many elements. Only the first error is reported: collecting all takes long.
+BoundedList = Annotated[
+    list[Annotated[Element, BeforeValidator(let_others_run)]], Field(max_length=MAX_ITEMS, fail_fast=True)
+]
 ToolList = Annotated[list[Element], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 

@@ -22,7 +22,7 @@ from .model_pool import ModelPool
 from .pooled_model import LoadedModel, PooledModel
 from .prepare import Preparation, disconnected, timed_out
 from .request_fields import GenerationRequest
-from .response import ResponseWriter
+from .response import ResponseWriter, json_response
 from .served_model import ServedModel
 
 PROGRESS_SECONDS = 2.0  # between two comments in a stream whose model is being loaded
@@ -70,7 +70,7 @@ class RequestHandler:
             )
         watcher = asyncio.create_task(running.cancel_on_disconnect(http))
         try:
-            return Response(await writer.complete(running.events()), media_type="application/json")
+            return json_response(await writer.complete(running.events()))
         finally:
             watcher.cancel()
             close()
@@ -119,7 +119,7 @@ class RequestHandler:
         """Prepare the prompts of a request and submit them to the engine."""
         served, client = loaded.served, client_of(http.scope, self.keys)
 
-        async def make_requests(work: Preparation) -> tuple[Prompt, list[Request]]:
+        async def make_requests(work: Preparation) -> tuple[Prompt, ResponseWriter, list[Request]]:
             requests: list[Request] = []
             for part in body.parts():
                 prompt = await part.make_prompt(served, work)
@@ -128,16 +128,15 @@ class RequestHandler:
                 requests.append(replace(request, priority=body.priority or "interactive", adapter=adapter))
             if request.params.logprobs:
                 await work.run(served.token_bytes, 0)  # slow once, and must not block the event loop
-            return prompt, requests
+            return prompt, await work.run(writer_type, body, prompt, served), requests
 
         try:
-            prompt, requests = await loaded.preparer.prepare(make_requests, http, client, deadline)
+            prompt, writer, requests = await loaded.preparer.prepare(make_requests, http, client, deadline)
         except Refusal as refused:
             if refused.status_code in OUTCOMES:
                 meter.end(OUTCOMES[refused.status_code])
             raise
         self._check_share(client)
-        writer = writer_type(body, prompt, served)
         try:
             running = RunningRequest(
                 loaded.thread, requests, self.limits, client=client, deadline=deadline, meter=meter

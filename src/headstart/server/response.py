@@ -1,12 +1,15 @@
 """From the events of the engine to the output of each choice, and what the responses of both APIs share."""
 
+import asyncio
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, NamedTuple
 
+from fastapi import Response
+from fastapi.responses import StreamingResponse
 from pydantic_core import to_json
 
 from ..engine import Event, Origin, Stats, TokenLogprobs
@@ -14,6 +17,8 @@ from .chat import Prompt
 from .markup import Delta, merge
 from .request_fields import GenerationRequest
 from .served_model import ServedModel
+
+PIECE = 2**16  # characters of a response that are sent at a time
 
 Events = AsyncIterator[Event]
 
@@ -109,6 +114,28 @@ class ResponseWriter(ABC):
 
 def encode_json(value: Any) -> str:
     return to_json(value, inf_nan_mode="null").decode()
+
+
+def json_response(text: str) -> Response:
+    """Return a response whose body is JSON."""
+
+    async def pieces() -> AsyncIterator[str]:
+        for piece in in_pieces(text):
+            yield piece
+            await asyncio.sleep(0)
+
+    if len(text) <= PIECE:
+        return Response(text, media_type="application/json")
+    return StreamingResponse(pieces(), media_type="application/json")
+
+
+def in_pieces(*texts: str) -> Iterator[str]:
+    """Yield texts as one, or in pieces where that is long. The event loop must be let go between them."""
+    if sum(map(len, texts)) <= PIECE:
+        yield "".join(texts)
+        return
+    for text in texts:
+        yield from (text[start : start + PIECE] for start in range(0, len(text), PIECE))
 
 
 def new_id(prefix: str) -> str:

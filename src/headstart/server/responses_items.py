@@ -13,6 +13,7 @@ from .openai_request import FunctionCall
 from .request_fields import BoundedList, RequestModel, Text, reject_media_part
 
 NO_EFFECT = ("annotations", "logprobs")  # fields that hold what the client likes
+ASSISTANT_TEXTS = ("content", "reasoning_content")
 SEALED = "headstart:"  # begins reasoning that this server has written as `encrypted_content`
 
 Messages = list[dict[str, Any]]
@@ -67,7 +68,7 @@ class Item(RequestModel):
     status: Text | None = None
 
     def add_to(self, messages: Messages) -> None:
-        """Add the item to the messages that a template takes."""
+        """Add the item to the messages that a template takes; the texts of an assistant's are lists as yet."""
         raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
@@ -83,7 +84,7 @@ class MessageItem(Item):
 
     def add_to(self, messages: Messages) -> None:
         if self.role == "assistant":
-            _assistant(messages)["content"] += _text(self.content)
+            _assistant(messages)["content"].append(_text(self.content))
         else:
             role = "user" if self.role == "user" else "system"
             messages.append({"role": role, "content": template_content(self.content)})
@@ -100,8 +101,8 @@ class ReasoningItem(Item):
         if not text:
             return
         last = messages[-1] if messages else {}
-        message = _assistant(messages, new=bool(last.get("content") or last.get("tool_calls")))
-        message["reasoning_content"] = message.get("reasoning_content", "") + text
+        message = _assistant(messages, new=any(last.get("content", ())) or "tool_calls" in last)
+        message.setdefault("reasoning_content", []).append(text)
 
 
 class FunctionCallItem(Item, FunctionCall):
@@ -167,10 +168,21 @@ def _to_json(value: Any) -> Any:
     return {name: _to_json(getattr(value, name)) for name in known}
 
 
+def to_messages(items: Sequence[Item]) -> Messages:
+    """Return the messages that a template takes."""
+    messages: Messages = []
+    for item in items:
+        item.add_to(messages)
+    for message in messages:
+        if message["role"] == "assistant":
+            message.update({name: "".join(message[name]) for name in ASSISTANT_TEXTS if name in message})
+    return messages
+
+
 def _assistant(messages: Messages, *, new: bool = False) -> dict[str, Any]:
     """Return the assistant's message at the end: the items of a turn are one message to templates."""
     if new or not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
+        messages.append({"role": "assistant", "content": []})
     return messages[-1]
 
 

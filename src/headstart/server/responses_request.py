@@ -21,7 +21,7 @@ from .request_fields import (
     ToolList,
     ToolName,
 )  # fmt: skip
-from .responses_items import InputItem, Item, MessageItem, Messages, full_name
+from .responses_items import InputItem, Item, MessageItem, Messages, full_name, to_messages
 from .served_model import ServedModel
 
 ENCRYPTED_CONTENT = "reasoning.encrypted_content"  # in `include`: for clients that store responses themselves
@@ -156,7 +156,7 @@ class ResponsesRequest(GenerationRequest):
         return Request(prompt.tokens, self.sampling_params(prompt, max_tokens=most), images=prompt.images)
 
     async def make_prompt(self, served: ServedModel, work: Preparation) -> Prompt:
-        messages = self._messages()
+        messages = await work.run(self._messages)
         if self.truncation != "auto":
             return await chat_prompt(partial(self._chat, messages), served, work)
         context = served.model.context_length
@@ -206,7 +206,5 @@ class ResponsesRequest(GenerationRequest):
         )
 
     def _messages(self) -> Messages:
-        messages: Messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        for item in self.items:
-            item.add_to(messages)
-        return messages
+        instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        return [*instructions, *to_messages(self.items)]

@@ -1,5 +1,6 @@
 """Responses of /v1/responses, whole or as a stream of typed events."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from .chat import Prompt
 from .errors import to_refusal
 from .markup import Delta
-from .response import ChoiceOutput, Events, ResponseWriter, TokenSpan, encode_json, new_id
+from .response import ChoiceOutput, Events, ResponseWriter, TokenSpan, encode_json, in_pieces, new_id
 from .responses_items import seal_reasoning
 from .responses_request import ENCRYPTED_CONTENT, ResponsesRequest
 from .served_model import ServedModel
@@ -15,15 +16,15 @@ from .served_model import ServedModel
 STATUSES = {"length": "incomplete", "cancelled": "cancelled"}  # by finish reason
 
 Json = dict[str, Any]
-Save = Callable[[Json], Awaitable[None]]
+Save = Callable[[str, str, list[Json]], Awaitable[None]]  # (id, response, its output)
 
 
 class ResponsesWriter(ResponseWriter):
     def __init__(self, body: ResponsesRequest, prompt: Prompt, served: ServedModel, *, save: Save):
         """`save` keeps a response that has ended."""
         super().__init__(body, prompt, served, "resp_")
-        self._body, self._save = body, save
-        self._created = int(time.time())
+        self._save = save if body.store is not False else None
+        self._request = self._of_request(body)
         self._output = ChoiceOutput(prompt)
         summarised = body.reasoning is not None and body.reasoning.summary is not None
         self._items = ItemStream(body.call_name, summarised, sealed=ENCRYPTED_CONTENT in (body.include or ()))
@@ -31,13 +32,18 @@ class ResponsesWriter(ResponseWriter):
     async def complete(self, events: Events) -> str:
         async for _ in self._events(events):
             pass
-        return encode_json(await self._end())
+        return await self._end()
 
     async def stream(self, events: Events) -> AsyncIterator[str]:
         number = 0
         async for event in self._all_events(events):
+            response = event.pop("response", "")
             data = encode_json({**event, "sequence_number": number})
-            yield f"event: {event['type']}\ndata: {data}\n\n"
+            start = f"event: {event['type']}\ndata: {data[:-1]}" + (',"response":' if response else "")
+            for piece in in_pieces(start, response, "}\n\n"):
+                yield piece
+                if response:
+                    await asyncio.sleep(0)
             number += 1
 
     async def _all_events(self, events: Events) -> AsyncIterator[Json]:
@@ -47,7 +53,7 @@ class ResponsesWriter(ResponseWriter):
             async for event in self._events(events):
                 yield event
             response = await self._end()
-            kind = "completed" if response["status"] == "completed" else "incomplete"
+            kind = "completed" if self._status() == "completed" else "incomplete"
             yield {"type": f"response.{kind}", "response": response}
         except Exception as error:  # the status has been sent
             refusal = to_refusal(error)
@@ -66,50 +72,52 @@ class ResponsesWriter(ResponseWriter):
     def _status(self) -> str:
         return STATUSES.get(self._output.finish_reason or "", "completed")
 
-    async def _end(self) -> Json:
+    async def _end(self) -> str:
         """Return the whole response, and keep it for later requests."""
         status = self._status()
         details = {"incomplete_details": {"reason": "max_output_tokens"}} if status == "incomplete" else {}
         stats = self.generation_stats(self._output.stats)
         response = self._response(status, **details, usage=self._usage(), generation_stats=stats)
-        if self._body.store is not False:
-            await self._save(response)
+        if self._save is not None:
+            await self._save(self.id, response, self._items.items)
         return response
 
-    def _response(self, status: str, **fields: Any) -> Json:
-        body = self._body
-        given = body.model_dump(
-            include={"tools", "text", "tool_choice", "reasoning"}, by_alias=True, exclude_none=True
-        )
+    def _response(self, status: str, **fields: Any) -> str:
         response = {
             "id": self.id,
             "object": "response",
-            "created_at": self._created,
             "status": status,
             "error": None,
             "incomplete_details": None,
+            "output": self._items.items,
+            "usage": None,
+        }
+        return f"{encode_json(response | fields)[:-1]},{self._request}"
+
+    def _of_request(self, body: ResponsesRequest) -> str:
+        """Return the end of every response, which says what was requested: it can be long, and is written once."""
+        sampling = {
+            name: self.prompt.recommended.get(name) if (value := getattr(body, name)) is None else value
+            for name in ("temperature", "top_p")
+        }
+        requested: Json = {
+            "created_at": int(time.time()),
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
             "model": self.model_id,
-            "output": self._items.items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "store": body.store is not False,
-            "temperature": self._sampling("temperature"),
-            "top_p": self._sampling("top_p"),
             "truncation": body.truncation or "disabled",
-            "usage": None,
             "tools": [],
             "tool_choice": "auto",
             "text": {"format": {"type": "text"}},
             "reasoning": {"effort": None, "summary": None},
         }
-        return response | given | fields
-
-    def _sampling(self, name: str) -> float | None:
-        given: float | None = getattr(self._body, name)
-        return self.prompt.recommended.get(name) if given is None else given
+        echoed = {"tools", "text", "tool_choice", "reasoning"}
+        given = body.model_dump(include=echoed, by_alias=True, exclude_none=True)
+        return encode_json(requested | sampling | given)[1:]
 
     def _usage(self) -> Json:
         stats = self._output.stats

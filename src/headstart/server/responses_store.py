@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import Refusal
-from .response import encode_json
 from .responses_items import ITEMS
 from .responses_request import ResponsesRequest
 
@@ -24,15 +23,15 @@ class StoredResponse:
     conversation: bytes  # compressed JSON of the items up to and with its output
 
     @classmethod
-    def of(cls, body: ResponsesRequest, response: dict[str, Any], client: str) -> "StoredResponse":
+    def of(cls, body: ResponsesRequest, response: str, output: list[dict[str, Any]], client: str) -> "StoredResponse":
         """Return what is kept of a response to `body`, whose input begins with its history.
 
         The output is kept as it was sent: nothing that the model wrote can fail here.
         """
-        conversation = [*(item.to_json() for item in body.items), *response["output"]]
+        conversation = [*(item.to_json() for item in body.items), *output]
         return cls(
             client,
-            zlib.compress(encode_json(response).encode(), FAST),
+            zlib.compress(response.encode(), FAST),
             zlib.compress(json.dumps(conversation).encode(), FAST),
         )
 
@@ -41,8 +40,8 @@ class StoredResponse:
         """Return the bytes of memory that it takes."""
         return len(self.response) + len(self.conversation) + OVERHEAD
 
-    def json(self) -> bytes:
-        return zlib.decompress(self.response)
+    def json(self) -> str:
+        return zlib.decompress(self.response).decode()
 
     def before(self, body: ResponsesRequest) -> ResponsesRequest:
         """Return a request with this conversation before its own input, read as if the client had sent it."""

@@ -1,15 +1,14 @@
-"""What worker processes do: tokenise long texts, decode images and try grammars. One of them can crash or be killed
-without harm.
+"""What worker processes do: tokenise long texts, decode images and try grammars, where a crash does no harm.
 
-Run as a script in a fresh interpreter: it imports nothing of Headstart but `images.py`, by its path, and starts fast.
-Requests arrive on standard input and answers leave on standard output, each one line of JSON. The process ends when
-its input does, also in the middle of a request. Small texts are tokenised in the server, by the same Encoder.
+Run as a script: it imports nothing of Headstart but `images.py`, by its path, and starts fast. Requests arrive on
+standard input and answers leave on standard output, each one line of JSON and `bytes` of data; the first has the
+settings. The process ends when its input does, also in the middle of a request.
 
 A tokenizer turns the text of an added token (`<|im_end|>`, `<think>`, …) into that token wherever it occurs, so users
 and tools could end a turn and begin another. Here a mark breaks every such text in the strings of a conversation
 before the template is rendered, also where it would arise only next to what the template writes. The rendered text is
-split at the added tokens that are left, which are the template's, and what is between them is encoded without added
-tokens and without the marks. A conversation that needs no mark is encoded in one call, as it is.
+split at the added tokens that are left, which are the template's; what is between them is encoded without added
+tokens and marks. A conversation that needs no mark is encoded in one call, as it is.
 """
 
 import json
@@ -19,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from base64 import b64encode
+from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -49,6 +48,8 @@ Render = Callable[..., str]  # (messages, tools, options) -> the text of the pro
 MarkedText = tuple[str, str]  # a text, and the mark that breaks what must not become a control token; "" for none
 # chat: rendered, as `render` returned it with its mark; text: added tokens in it are parsed; literal: they are not.
 Kind = Literal["chat", "text", "literal"]
+Json = dict[str, Any]
+Requests = queue.SimpleQueue[tuple[Json, bytes]]
 
 
 class TokenBreaker:
@@ -217,25 +218,27 @@ def _new_mark() -> str:
 
 
 def run_worker() -> None:
-    """Answer requests until the input ends. The first line holds the settings."""
+    """Answer requests until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is not an answer
     os.nice(NICENESS)
-    settings = json.loads(sys.stdin.buffer.readline())
-    requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    settings, requests = json.loads(receive(sys.stdin.buffer.readline())[1]), Requests()
     threading.stack_size(settings["stack"])
     threading.Thread(target=answer_requests, args=(settings, requests, answers), daemon=True).start()
     try:
         for line in sys.stdin.buffer:
-            requests.put(json.loads(line))
+            requests.put(receive(line))
     finally:
         os._exit(0)  # without waiting for the request in progress
 
 
-def answer_requests(
-    settings: dict[str, Any], requests: "queue.SimpleQueue[dict[str, Any]]", answers: BinaryIO
-) -> None:
+def receive(line: bytes) -> tuple[Json, bytes]:
+    request = json.loads(line)
+    return request, sys.stdin.buffer.read(request.pop("bytes"))
+
+
+def answer_requests(settings: Json, requests: Requests, answers: BinaryIO) -> None:
     """Answer one request after another; an unexpected error ends the process."""
     try:
         from llguidance import LLTokenizer
@@ -243,27 +246,26 @@ def answer_requests(
         encoder = Encoder(Tokenizer.from_str(settings["tokenizer"]))
         grammar_tokenizer = LLTokenizer(settings["tokenizer"], eos_token=settings["eos"])
         limit_memory()
-        answer: dict[str, Any] = {}  # ready
+        answer, found = Json(), b""  # ready
         while True:
-            answers.write(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
+            answers.write(json.dumps({**answer, "bytes": len(found)}).encode() + b"\n" + found)
             answers.flush()
             signal.setitimer(signal.ITIMER_PROF, 0)
-            request = requests.get()
-            if "image" in request:
-                answer = decode_image(**request)
-            elif "text" in request:
-                answer = encode(encoder, **request)
+            request, data = requests.get()
+            if "rules" in request:
+                answer, found = decode_image(data, **request)
+            elif "kind" in request:
+                answer, found = encode(encoder, data.decode(), **request)
             else:
-                answer = try_grammar(grammar_tokenizer, **request)
+                answer, found = try_grammar(grammar_tokenizer, **request), b""
     finally:
         os._exit(1)
 
 
-def encode(encoder: Encoder, text: str, kind: Kind, mark: str, limit: int | None) -> dict[str, Any]:
-    """Return the tokens of a text, or that there are more than `limit` of them.
+def encode(encoder: Encoder, text: str, kind: Kind, mark: str, limit: int | None) -> tuple[Json, bytes]:
+    """Return the tokens of a text as integers of 32 bits, or that there are more than `limit` of them.
 
-    A text that is probably too long is first counted in pieces. At their ends the count is off by a few tokens, so it
-    decides only where it exceeds the limit by more than that.
+    A text that is probably too long is first counted in pieces: off by a few tokens at their ends.
     """
     try:
         if limit is not None and len(text) > 4 * limit:
@@ -271,37 +273,35 @@ def encode(encoder: Encoder, text: str, kind: Kind, mark: str, limit: int | None
             for start in range(0, len(text), PIECE):
                 count += len(encoder.tokens(text[start : start + PIECE], kind, mark))
                 if count > limit + limit // 16 + 64:
-                    return {"more_than": limit}
-        return {"tokens": encoder.tokens(text, kind, mark)}
+                    return {"more_than": limit}, b""
+        return {}, array("I", encoder.tokens(text, kind, mark)).tobytes()
     except BaseException as error:  # a panic of the tokenizer is not an Exception
-        return {"error": str(error)[:500]}
+        return {"error": str(error)[:500]}, b""
 
 
-def decode_image(image: str, declared: str | None, rules: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Return the pixels of an image, resized, or what is wrong with it, within `seconds` of CPU time."""
+def decode_image(image: bytes, base64: bool, declared: str | None, rules: Json, seconds: float) -> tuple[Json, bytes]:
+    """Return the pixels of a file, resized, or what is wrong with it, within `seconds` of CPU time."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     images = load_images()
     try:
-        pixels = images["read_image"](images["decode_base64"](image), images["ImageRules"](**rules), declared)
+        file = images["decode_base64"](image.decode()) if base64 else image
+        pixels = images["read_image"](file, images["ImageRules"](**rules), declared)
     except (ValueError, MemoryError) as error:
-        return {"error": str(error) or "needs too much memory: scale it down"}
-    return {"pixels": b64encode(pixels.tobytes()).decode(), "size": pixels.shape[:2]}
+        return {"error": str(error) or "needs too much memory: scale it down"}, b""
+    return {"size": pixels.shape[:2]}, pixels.tobytes()
 
 
 @cache
-def load_images() -> dict[str, Any]:
-    """Return what is in `headstart.images`, without the package around it."""
+def load_images() -> Json:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads would reserve more memory than the limit
     return run_path(str(Path(__file__).parents[1] / "images.py"))
 
 
-def try_grammar(
-    tokenizer: Any, grammar: str, limits: dict[str, Any], seconds: float, mask_seconds: float
-) -> dict[str, Any]:
+def try_grammar(tokenizer: Any, grammar: str, limits: Json, seconds: float, mask_seconds: float) -> Json:
     """Compile a grammar and follow it for some tokens. Return an error if it cannot be followed, or nothing.
 
-    Errors in the grammar itself are left to the compiler in the server, which reports them. SIGPROF kills the process
-    after `seconds` of CPU time: a busy machine does not count against the grammar.
+    Errors in the grammar itself are left to the compiler in the server. SIGPROF kills the process after `seconds` of
+    CPU time: a busy machine does not count against the grammar.
     """
     from llguidance import LLMatcher, LLParserLimits
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -19,7 +19,15 @@ from .threads import ClientPlaces
 
 PROCESSES = 2
 START_SECONDS = 60.0
-MAX_LINE = 2**31  # bytes of an answer: a worker's memory is limited
+PIECE = 2**16  # bytes that are sent or received at a time
+
+
+Json = dict[str, Any]
+
+
+class Answer(NamedTuple):
+    json: Json
+    data: bytearray
 
 
 class WorkerDied(HeadstartError):
@@ -59,7 +67,7 @@ class Workers:
 class Worker:
     """A worker process (see worker.py), restarted whenever it died or a call did not come to its end."""
 
-    def __init__(self, settings: Callable[[], dict[str, Any]]):
+    def __init__(self, settings: Callable[[], bytes]):
         self._settings = settings
         self._starting: asyncio.Task[Process] | None = None
         self._process: Process | None = None
@@ -72,8 +80,8 @@ class Worker:
             self._starting = asyncio.create_task(self._start())
         return self._starting
 
-    async def call(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to a message.
+    async def call(self, message: Json, data: bytes = b"") -> Answer:
+        """Return the answer to a message and the data that it is about.
 
         Raises:
             TimeoutError: the process exceeded the CPU time that the message allowed.
@@ -81,7 +89,7 @@ class Worker:
         """
         process = await asyncio.shield(self.start())
         try:
-            return await exchange(process, message)
+            return await exchange(process, message, data)
         except BaseException:  # also where the caller was cancelled: the process is still working
             if not self._closed:
                 self._starting = asyncio.create_task(self._start())
@@ -107,15 +115,15 @@ class Worker:
             await self._process.wait()
 
 
-async def spawn(settings: dict[str, Any]) -> Process:
+async def spawn(settings: bytes) -> Process:
     """Start a process and wait until it is ready."""
     script = str(Path(__file__).with_name("worker.py"))
     # -P: the script's folder holds modules of ours, none of which may be imported in place of others.
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", script, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_LINE
+        sys.executable, "-P", script, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=PIECE
     )
     try:
-        await asyncio.wait_for(exchange(process, settings), START_SECONDS)
+        await asyncio.wait_for(exchange(process, {}, settings), START_SECONDS)
     except BaseException as error:
         with suppress(ProcessLookupError):
             process.kill()
@@ -126,23 +134,30 @@ async def spawn(settings: dict[str, Any]) -> Process:
     return process
 
 
-async def exchange(process: Process, message: dict[str, Any]) -> dict[str, Any]:
-    """Send one line of JSON and return the one that comes back."""
+async def exchange(process: Process, message: Json, data: bytes = b"") -> Answer:
+    """Send one line of JSON and the data after it, piece by piece, and return what comes back."""
     assert process.stdin is not None, "it is a pipe"
     assert process.stdout is not None, "it is a pipe"
+    found = bytearray()
     try:
-        process.stdin.write(json.dumps(message, ensure_ascii=False).encode() + b"\n")
-        await process.stdin.drain()
-        answer = await process.stdout.readuntil(b"\n")
+        process.stdin.write(json.dumps({**message, "bytes": len(data)}).encode() + b"\n")
+        for start in range(0, len(data), PIECE):
+            process.stdin.write(data[start : start + PIECE])
+            await process.stdin.drain()
+        answer = json.loads(await process.stdout.readuntil(b"\n"))
+        size = answer.pop("bytes")
+        while len(found) < size:
+            found += await process.stdout.readexactly(min(PIECE, size - len(found)))
     except (asyncio.IncompleteReadError, ConnectionError) as error:
         if await process.wait() == -signal.SIGPROF:
             raise TimeoutError from error
         raise WorkerDied("a worker process died of its request") from error
-    return dict(json.loads(answer))
+    return Answer(answer, found)
 
 
-def worker_settings(tokenizer: TokenizerWrapper) -> dict[str, Any]:
-    """Return what a worker process needs to know."""
+def worker_settings(tokenizer: TokenizerWrapper) -> bytes:
+    """Return in JSON what a worker process needs to know."""
     backend = tokenizer._tokenizer.backend_tokenizer
     # Grammars are tried on a quarter of the stack that they get in the server.
-    return {"tokenizer": backend.to_str(), "eos": sorted(tokenizer.eos_token_ids), "stack": STACK // 4}
+    settings = {"tokenizer": backend.to_str(), "eos": sorted(tokenizer.eos_token_ids), "stack": STACK // 4}
+    return json.dumps(settings).encode()
