@@ -4,16 +4,17 @@ A family makes these descriptions (`models/family.py`), and they are made once f
 them, so what a kernel needs to know of a layer is a field here, and no question to the family.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..state import KV, Recurrent
-from .adapters import ChosenAdapters
+from .adapters import ChosenAdapters, has_adapters
 from .share import Alone, Share
 from .types import Window
 
@@ -137,6 +138,21 @@ class Layer:
     def norms(self) -> tuple[nn.Module, ...]:
         """Return the norm after each part."""
         return *(part.norm for part in self.parts[1:]), self.following
+
+    @property
+    def kind(self) -> Hashable:
+        """Return what two layers have in common for which kernels do the same work."""
+        weights: Any = tree_flatten(self.module.parameters())
+        shapes = tuple((name, tuple(array.shape), str(array.dtype)) for name, array in weights)
+        numbers = [
+            (
+                type(part.does).__name__,
+                *(n for n in vars(part.does).values() if isinstance(n, int | float | tuple | type(None))),
+            )
+            for part in self.parts
+        ]
+        adapted = any(has_adapters(each) for each in self.module.modules())
+        return shapes, repr(numbers), adapted
 
     @cached_property
     def mixers(self) -> tuple[Mixer, ...]:

@@ -308,6 +308,15 @@ class Model:
             )
         return replace(self, eight_bit_kv=True)
 
+    def with_one_layer_of_each_kind(self) -> "Model":
+        """Return the model with the first of all layers that have the same shapes, to try kernels on."""
+        kinds: dict[Any, Layer] = {}
+        for layer in self.layers:
+            kinds.setdefault(layer.kind, layer)
+        short = replace(self, drafter=None)
+        short.__dict__["layers"] = tuple(kinds.values())  # in place of what the cached property would find
+        return short
+
     @property
     def _lm_head(self) -> nn.Module:
         head: nn.Module = self.weights.lm_head if "lm_head" in self.weights else self.weights.embed_tokens
