@@ -255,3 +255,54 @@ def test_float8_releases_of_latent_attention_load(tmp_path: Path) -> None:
     for name in ("embed_q", "unembed_out", "o_proj"):
         ours, other = first[name].weight, second[name].weight
         assert 0 < mx.abs(ours - other).max() < 0.05 * mx.abs(ours).max()
+
+
+def as_transformers_writes(config: dict[str, Any], **fields: Any) -> str:
+    """A config of transformers' own class, with those of our fields that it has, as `save_pretrained` writes it."""
+    from transformers import AutoConfig
+
+    kind = AutoConfig.for_model(config["model_type"])
+    derived = {"model_type", *(["num_hidden_layers"] if "num_layers" in config else [])}
+    known = {name: value for name, value in config.items() if hasattr(kind, name) and name not in derived}
+    return str(AutoConfig.for_model(config["model_type"], **known | fields).to_json_string())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "longcat_flash", "mimo_v2_flash"])
+def test_a_config_that_transformers_5_wrote_is_the_same_model(tmp_path: Path, family: str) -> None:
+    """It renames fields, leaves out what is always so, and gives LongCat's experts without weights tensors."""
+    changed = {"qwen3_moe": {"head_dim": 16}, "longcat_flash": {"rope_theta": 10000.0}}.get(family, {})
+    old = write_family(tmp_path / "old", family, **changed)
+    new = Path(shutil.copytree(old, tmp_path / "new"))
+    config = json.loads((old / "config.json").read_text())
+    fields: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]}}
+    if family == "mimo_v2_flash":
+        share = {"rope_type": "default", "partial_rotary_factor": config["partial_rotary_factor"]}
+        fields = {
+            "layer_types": ["full_attention", "sliding_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
+            "sliding_window": config["sliding_window_size"],
+            "rms_norm_eps": config["layernorm_epsilon"],
+            "rope_parameters": {
+                "full_attention": share | {"rope_theta": config["rope_theta"]},
+                "sliding_attention": share | {"rope_theta": config["swa_rope_theta"]},
+            },
+        }
+    (new / "config.json").write_text(as_transformers_writes(config, **fields))
+    written = json.loads((new / "config.json").read_text())
+    if family == "longcat_flash":
+        expert = "model.layers.{}.mlp.experts.{}.{}.weight"
+        shape = (config["expert_ffn_hidden_size"], config["hidden_size"])
+        extra = {
+            expert.format(layer, number, part): mx.zeros(shape)
+            for layer in range(2)
+            for number in range(8, 12)
+            for part in ("gate_proj", "up_proj")
+        }
+        mx.save_safetensors(str(new / "model-extra.safetensors"), extra, {"format": "pt"})
+        index = json.loads((new / "model.safetensors.index.json").read_text())
+        index["weight_map"] |= dict.fromkeys(extra, "model-extra.safetensors")
+        (new / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert config.keys() - written.keys(), "transformers writes the same fields: nothing is tested"
+    tokens = mx.array([[5, 17, 3, 200, 41, 8, 99, 5, 17, 3, 200, 41]])
+    first, second = (load_model(folder, dtype=mx.float32, mtp=False) for folder in (old, new))
+    assert mx.array_equal(*(m.logits(m.trunk(tokens, m.make_state(1), certain=12)) for m in (first, second)))

@@ -44,6 +44,13 @@ def test_depths_are_measured_and_shown_in_every_form(tmp_path: Path) -> None:
     assert str(Path.home()) not in result.stdout + page.read_text()
 
 
+def test_a_model_without_a_head_is_measured_at_the_depths_that_it_has() -> None:
+    result = bench(*SMALL, "--k", "0-2,auto", "--json", HEADSTART_MTP="0")
+    assert result.exit_code == 0, result.stderr
+    assert [each["variant"] for each in json.loads(result.stdout)["measurements"]] == ["k=0", "k=auto"]
+    assert "k = 0 and auto, which copies, are all there is: " in result.stderr
+
+
 def test_the_plan_and_the_progress_come_first_where_nothing_can_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "decode_batch", lambda *asked: Trial(10, 1.0, 1.0, sequences=[[1]]))
     result = bench(*SMALL, "--k", "0,1")

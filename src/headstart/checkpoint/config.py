@@ -17,6 +17,7 @@ from typing import Any
 
 from .. import models
 from ..errors import CheckpointError
+from .transformers5 import missing_names
 
 MAX_JSON = 100_000_000  # bytes; the safetensors library refuses longer headers too
 MAX_DEPTH = 32  # real configs nest four levels deep
@@ -137,7 +138,10 @@ def read_config(path: Path, *, drafter: bool = False) -> dict[str, Any]:
         )
     with file_errors(file, REMEDY):
         _check(config)
-    _add_rope_names(models.text_config(config), models.FAMILIES[model_type].name)
+        text, family = models.text_config(config), models.FAMILIES[model_type].name
+        text.update(missing_names(text, family))
+        _check(config)
+    _add_rope_names(text, family)
     return config
 
 

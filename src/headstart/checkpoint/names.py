@@ -55,6 +55,8 @@ class Names:
         self.norm_offset = family.norm_offset
         self.drafter = "drafter" in config  # every tensor is the head's
         self.heads = tuple(text.get(name) for name in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
+        # LongCat's experts without weights: transformers 5 writes tensors for them, which nothing reads.
+        self.experts = text.get("n_routed_experts") if "zero_expert_num" in text else None
         layers, spec = int(text.get("num_hidden_layers") or 0), family.head
         self.renamed = [(re.compile(pattern), ours) for pattern, ours in family.renamed]
         self.released = {
@@ -89,6 +91,8 @@ class Names:
         name = self.canonical(name)
         if match := EXPERT.match(name):
             mlp, expert, projection, leaf = match.groups()
+            if self.experts is not None and int(expert) >= self.experts:
+                return []
             return [ParameterPart(f"{mlp}.switch_mlp.{projection}.{leaf}", int(expert))]
         if match := FUSED.match(name):
             mlp, projection, leaf = match.groups(default="weight")

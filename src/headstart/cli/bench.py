@@ -1,5 +1,6 @@
 """`headstart bench`: how fast a model decodes at each depth on this machine."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import typer
@@ -48,7 +49,9 @@ def bench_command(
     folder = find_model(model)
     loaded, tokenizer = load(folder, drafter=find_drafter(drafter))
     if not loaded.most_drafts:
-        raise RequestError(f"there is no depth to measure: {loaded.head_unavailable or 'the model has no head'}")
+        why = (loaded.head_unavailable or "the model has no head").rstrip(".")
+        typer.echo(f"Without drafts of a head, k = 0 and auto, which copies, are all there is: {why}.", err=True)
+        plan = replace(plan, variants=[depth for depth in plan.variants if depth in ("k=0", "k=auto")])
     deepest = max(int(depth.removeprefix("k=")) for depth in plan.variants if depth != "k=auto")
     if deepest > loaded.most_drafts:
         raise RequestError(f"--k goes to {deepest}, and this model drafts at most {loaded.most_drafts} tokens")

@@ -8,16 +8,21 @@ from mlx_lm.models import llama, ministral3, mistral3
 from ..errors import CheckpointError
 from ..kernels.layers import Attention
 from .family import plain_family
-from .mixers import grouped_attention
+from .windows import build_with_windows, windowed, windowed_attention
 
 TEXT_TYPES = ("llama", "mistral", "ministral3")
 
 
 def build_mistral3(config: dict[str, Any]) -> nn.Module:
-    kind = config["text_config"].get("model_type", "mistral")
+    text = config["text_config"]
+    kind = text.get("model_type", "mistral")
     if kind not in TEXT_TYPES:
         raise CheckpointError(f"config.json: text_config.model_type {kind!r} is none of {', '.join(TEXT_TYPES)}.")
-    return mistral3.Model(mistral3.ModelArgs.from_dict(config))
+
+    def make(text: dict[str, Any]) -> nn.Module:
+        return mistral3.Model(mistral3.ModelArgs.from_dict({**config, "text_config": text}))
+
+    return build_with_windows(make, text)
 
 
 def llama_attention(layer: nn.Module) -> Attention:
@@ -27,12 +32,11 @@ def llama_attention(layer: nn.Module) -> Attention:
     scale = None
     if isinstance(part, ministral3.Attention):
         scale = (part.original_max_position_embeddings, part.scaling_beta)
-    window = layer.args.sliding_window if layer.use_sliding else None
-    return grouped_attention(layer, window=window, query_scale=scale)
+    return windowed_attention(layer, query_scale=scale)
 
 
-LLAMA = plain_family("llama", llama, mixer=llama_attention)
-MINISTRAL3 = plain_family("ministral3", ministral3, mixer=llama_attention)
+LLAMA = plain_family("llama", llama, build=windowed(llama), mixer=llama_attention)
+MINISTRAL3 = plain_family("ministral3", ministral3, build=windowed(ministral3), mixer=llama_attention)
 MISTRAL3 = plain_family(
     "mistral3",
     mistral3,
