@@ -328,6 +328,16 @@ def test_a_model_of_mlx_lm_is_refused_with_the_way_out(loaded: Any, prompt: list
         headstart.stream_generate(model.lm, tokenizer, prompt)
 
 
+def test_a_batch_of_a_model_of_mlx_lm_is_refused_too_and_prints_its_rates_if_asked(
+    loaded: Any, prompt: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, tokenizer = loaded
+    with pytest.raises(RequestError, match=r"headstart\.load"):
+        headstart.batch_generate(model.lm, tokenizer, [prompt])
+    headstart.batch_generate(model, tokenizer, [prompt, prompt], 4, verbose=True)
+    assert "Generation: 8 tokens, " in capsys.readouterr().out
+
+
 def test_an_answer_that_others_ended_is_an_error_with_that_reason(loaded: Any, prompt: list[int]) -> None:
     model, tokenizer = loaded
     engine = headstart.Engine(model, tokenizer)

@@ -115,6 +115,8 @@ def _params_of(sampler: object) -> SamplingParams:
 
 def sampling_params(sampler: object, arguments: dict[str, Any], model: Model) -> SamplingParams:
     """Return the sampling parameters of mlx-lm's arguments; None and [] are its "not used"."""
+    if not isinstance(model, Model):
+        raise RequestError(f"model is a {type(model).__name__}: load it with headstart.load")
     for name, instead in REFUSED.items():
         value = arguments.get(name)
         if value is not None and not (isinstance(value, list) and not value):

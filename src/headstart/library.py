@@ -138,8 +138,6 @@ def stream_generate(
         adapter: The name of one of the model's adapters.
         params: Other fields of SamplingParams, such as temperature and seed.
     """
-    if not isinstance(model, Model):
-        raise RequestError(f"model is a {type(model).__name__}: load it with headstart.load")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     sampling = sampling_params(sampler, {"max_tokens": max_tokens, "k": k, **params}, model)
@@ -218,6 +216,7 @@ def batch_generate(
     max_sequences: int = 16,
     sampler: SamplingParams | None = None,
     k: int | Literal["auto"] = "auto",
+    verbose: bool = False,
     **params: Unpack[SamplingOptions],
 ) -> BatchResponse:
     """Answer several prompts in one batch.
@@ -225,6 +224,7 @@ def batch_generate(
     Args:
         max_tokens: Most tokens to generate, for all prompts or for each.
         max_sequences: Most prompts to decode together; the others wait.
+        verbose: Print the rates at the end.
 
     The other arguments are those of `stream_generate`.
     """
@@ -245,6 +245,10 @@ def batch_generate(
         assert event.stats is not None
         texts.append(text)
         stats.append(event.stats)
+    if verbose and stats:
+        every = Stats.of(stats)
+        print(f"Generation: {every.generation_tokens} tokens, {every.generation_tps:.3f} tokens-per-sec")
+        print(f"Speculation: {every.tokens_per_round:.2f} tokens per round")
     return BatchResponse(texts, stats)
 
 

@@ -1,5 +1,11 @@
-"""The line that closes an answer."""
+"""What is shown around an answer: how far its prompt is read, and the line that closes it."""
 
+import re
+from io import StringIO
+
+from rich.console import Console
+
+from headstart.cli import show
 from headstart.cli.show import summary
 from headstart.engine import Stats
 
@@ -30,3 +36,17 @@ def test_an_answer_of_one_round_has_no_rate() -> None:
 def test_a_reason_that_ends_in_a_period_does_not_end_in_two() -> None:
     shown = summary(Stats(None, "no file holds it. `headstart graft` brings it back.", exact=True), None)
     assert shown.endswith("no drafts: no file holds it. `headstart graft` brings it back")
+
+
+def test_a_long_prompt_is_announced_before_any_of_it_is_read() -> None:
+    """Its first chunk may take a minute. A short one must not flicker."""
+    written = StringIO()
+    progress = show.prompt_progress(Console(file=written, force_terminal=True))
+    progress(0, 100)
+    assert written.getvalue() == ""
+    progress(0, 11_000)
+    progress(512, 11_000)
+    assert re.findall("prefill: .* tokens", written.getvalue()) == [
+        "prefill: 0 of 11000 tokens",
+        "prefill: 512 of 11000 tokens",
+    ]

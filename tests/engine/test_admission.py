@@ -143,6 +143,16 @@ def test_a_prefix_cache_that_leaves_no_room_is_refused_at_once(monkeypatch: pyte
     Engine(random_model("dense"), prefix=PrefixCache(10**8))
 
 
+def test_what_a_prefix_cache_holds_already_is_not_set_aside_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of one model share a cache, and one that is full is no longer to be found in what is left."""
+    model, prefix = random_model("dense"), PrefixCache(10**8)
+    monkeypatch.setattr("headstart.engine.scheduler.memory_for_sequences", lambda: 10**9 - prefix.stats().bytes)
+    first = Engine(model, prefix=prefix)
+    collect(submit(first, random_prompt(model, 600), max_tokens=1))
+    assert prefix.stats().bytes
+    assert Engine(model, prefix=prefix).scheduler.memory == first.scheduler.memory == 10**9 - 10**8
+
+
 @pytest.mark.parametrize("k", [0, 3])
 def test_room_that_only_the_longest_needed_goes_with_it(k: int) -> None:
     """Or sequences that join later would each take as much, and nobody would count it."""

@@ -1,7 +1,10 @@
 """`headstart ps` and `headstart stop`, at a real server."""
 
 import socket
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from running import serving
@@ -38,6 +41,28 @@ def test_models_are_listed_and_unloaded(tmp_path: Path, monkeypatch: pytest.Monk
         assert unknown.exit_code == 1
         assert unknown.stderr.startswith("error: ")
         assert "blue" in unknown.stderr
+
+
+def test_another_programs_server_is_told_apart() -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"data": [{"id": "x"}]}')
+
+        def do_POST(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        for command in (["ps"], ["stop", "red"]):
+            result = run(*command, "--port", str(other.server_port))
+            assert (result.exit_code, result.stdout) == (1, "")
+            assert "no Headstart server answers on port" in result.stderr
+        other.shutdown()
 
 
 def test_without_a_server_it_says_how_to_start_one() -> None:
