@@ -31,16 +31,18 @@ ANSWER = 16  # tokens that are counted ahead: so long answers are let in togethe
 
 @contextmanager
 def noted() -> Iterator[dict[int, dict[str, Any]]]:
-    """Record the events of every request, in order of arrival: tokens and log-probabilities of its answers, and how
-    they ended. Followers' sequences have no client."""
+    """Record the events of every request, in order of submission: tokens and log-probabilities of its answers, and
+    how they ended. Followers' sequences have no client."""
     said: dict[int, dict[str, Any]] = {}
     kept: list[Handle] = []  # an id is only good for as long as its owner lives
-    put = Handle.put
+    make, put = Handle.__init__, Handle.put
+
+    def note_request(handle: Handle, *arguments: Any) -> None:
+        make(handle, *arguments)
+        kept.append(handle)
+        said[id(handle)] = {"answers": {}, "ends": {}}
 
     def note(handle: Handle, event: Event) -> None:
-        if id(handle) not in said:
-            kept.append(handle)
-            said[id(handle)] = {"answers": {}, "ends": {}}
         told = said[id(handle)]
         scores = [each.logprob for each in event.logprobs or ()]
         told["answers"].setdefault(event.choice, []).extend(zip(event.tokens, scores, strict=True))
@@ -48,9 +50,9 @@ def noted() -> Iterator[dict[int, dict[str, Any]]]:
             told["ends"][event.choice] = [event.finish_reason, event.stop, event.error and str(event.error)]
         put(handle, event)
 
-    Handle.put = note  # type: ignore[method-assign]
+    Handle.__init__, Handle.put = note_request, note  # type: ignore[method-assign]
     yield said
-    Handle.put = put  # type: ignore[method-assign]
+    Handle.__init__, Handle.put = make, put  # type: ignore[method-assign]
 
 
 class Restless(DepthController):

@@ -79,7 +79,9 @@ def test_prompts_are_not_prefilled_without_the_others(leader: Engine) -> None:
         leader.prefill_all()
 
 
-@pytest.mark.parametrize("broken", ["Scheduler.drop_finished", "prefill_chunk", "build_step"])
+@pytest.mark.parametrize(
+    "broken", ["scheduler.Scheduler.drop_finished", "prompt_reader.prefill_chunk", "engine.build_step"]
+)
 def test_an_iteration_that_fails_ends_with_its_cause(
     broken: str, leader: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +91,6 @@ def test_an_iteration_that_fails_ends_with_its_cause(
         raise ValueError("out of memory")
 
     monkeypatch.setattr(headstart.cluster.link, "GRACE", 0.0)
-    monkeypatch.setattr(f"headstart.engine.engine.{broken}", fail)
+    monkeypatch.setattr(f"headstart.engine.{broken}", fail)
     with pytest.raises(Ended, match="failed: ValueError: out of memory"):
         collect(submit(leader, random_prompt(leader.model, 9), max_tokens=4))

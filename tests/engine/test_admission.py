@@ -62,8 +62,7 @@ def test_the_footprint_is_what_sequences_really_take(name: str) -> None:
     engine = Engine(model)
     for length in (300, 20):
         submit(engine, random_prompt(model, length), max_tokens=4, k=0)
-    while len(engine.scheduler.running.sequences) < 2:
-        engine.run_once()
+    engine.prefill_all()
     batch = engine.scheduler.running.batch
     assert batch is not None
     state = batch.trunk_state

@@ -19,6 +19,7 @@ from headstart.engine.device_error import is_failed_command, is_out_of_memory, i
 from headstart.engine.pending_step import PendingStep
 from headstart.engine.recovery import MOST_FAILURES, NARROWEST
 from headstart.errors import DeviceLost, EngineDown, HeadstartError, OutOfMemory
+from headstart.kernels.cpu.backend import StockCpu
 from headstart.models import Model
 from headstart.sampling import SamplingParams
 from headstart.state import CHUNK, PrefixCache
@@ -28,6 +29,12 @@ MODEL = random_model("dense")
 PROMPTS = [random_prompt(MODEL, length, length) for length in (9, 13, 16)]
 LONG = random_prompt(MODEL, 1300, 1)
 TOKENS = 12
+
+
+@pytest.fixture(autouse=True)
+def cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Mac's GPU reads whole chunks."""
+    monkeypatch.setattr(StockCpu, "cuts_freely", False)
 
 
 def plain(prompt: list[int], tokens: int = TOKENS) -> list[int]:
@@ -135,7 +142,8 @@ def test_a_command_that_fails_takes_a_prompt_in_the_middle_with_it(
     second = submit(engine, LONG, max_tokens=TOKENS, k=2)
     while not (engine.scheduler.prefilling and engine.scheduler.prefilling[0].num_prefilled):
         engine.run_once()
-    fail_step(monkeypatch, error, lambda: [engine.scheduler.running.batch, engine.scheduler.prefilling[0].batch])
+    waiting = engine.scheduler.prefilling
+    fail_step(monkeypatch, error, lambda: [engine.scheduler.running.batch, *(each.batch for each in waiting)])
     assert [collect(handle).tokens for handle in (first, second)] == expected
     assert engine.recovery.widest_pass == (CHUNK // 2 if error == TIMEOUT else CHUNK)
     assert engine.recovery.retries == 1

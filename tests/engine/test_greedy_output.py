@@ -24,6 +24,7 @@ from headstart.checkpoint import load_tokenizer
 from headstart.engine import Engine
 from headstart.engine.batch import RESUME_PAIRS
 from headstart.engine.step import step
+from headstart.kernels.cpu.backend import StockCpu
 
 DEPTHS = range(9)
 BUILTIN = Path(headstart.__file__).parent / "builtin" / "tiny-qwen3.5"
@@ -148,8 +149,9 @@ def test_greedy_output_is_the_same_however_the_prompt_is_cut(
 def test_a_long_prompt_is_prefilled_at_fixed_multiples_whatever_runs_beside_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One chunk a turn, and never a chunk that crosses a multiple: that is where prefix entries end."""
+    """Where a cut may change bits it is at a multiple, and a prefix entry ends there."""
     monkeypatch.setattr(headstart.engine.prefill, "CHUNK", 16)
+    monkeypatch.setattr(StockCpu, "cuts_freely", False)
     cuts: list[int] = []
     prefill = headstart.engine.prefill.prefill
 
@@ -162,10 +164,8 @@ def test_a_long_prompt_is_prefilled_at_fixed_multiples_whatever_runs_beside_it(
     engine = Engine(model)
     short = submit(engine, random_prompt(model, 5), max_tokens=20, k=2)
     long = submit(engine, random_prompt(model, 50), max_tokens=4, k=2)
-    turns = 0
     while engine.run_once():
-        turns += 1
-        assert len(cuts) <= turns
+        pass
     assert cuts == [4, 16, 16, 16, 1]
     assert len(collect(short).tokens) == 20
     assert len(collect(long).tokens) == 4

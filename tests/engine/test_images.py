@@ -19,6 +19,7 @@ from headstart.engine import Engine, Handle, Request, insert_images
 from headstart.engine.batch import Batch
 from headstart.engine.images import SequenceImages
 from headstart.engine.prefix_disk import PrefixOptions, state_identity
+from headstart.engine.slices import Slices
 from headstart.engine.step import prefill
 from headstart.errors import RequestError
 from headstart.images import read_image
@@ -127,6 +128,18 @@ def test_same_for_every_k_in_a_batch_and_with_short_chunks(
         assert all(same(a, b) for a, b in zip(answers[1:], expected, strict=True))
     monkeypatch.setattr(headstart.engine.prefill, "CHUNK", C)  # pictures are cut by chunks
     assert alone(model, of_case(model, "several", **params))[0] == expected[0][0]
+
+
+@pytest.mark.parametrize("case", ["in the middle", "several"])
+def test_logits_do_not_depend_on_the_slices(
+    models: dict[str, Model], case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slice may end within a picture."""
+    asked = of_case(models["half"], case)
+    expected = alone(models["half"], asked)
+    for width in (1, 7, 40):
+        monkeypatch.setattr(Slices, "width", lambda self, begin, end, width=width: width)
+        assert same(alone(models["half"], asked), expected)
 
 
 @pytest.mark.slow

@@ -165,7 +165,7 @@ def entered(engine: Engine, prompt: Sequence[int]) -> Batch:
     handle = submit(engine, prompt)
     engine.scheduler.admit()
     while engine.scheduler.prefilling:
-        engine._prefill_chunk()
+        engine.reader.read_chunk()
     batch = engine.scheduler.running.batch
     assert batch is not None
     mx.eval(batch.arrays())

@@ -1,9 +1,9 @@
 """The same engine on every rank. Rank 0 leads: what it decides, the others repeat.
 
 If all ranks begin an iteration with the same sequences, they draft, verify and commit alike, and the messages between
-their devices match. Three things could differ: which requests come and go, which clients decide; the depth, which
-depends on timings; and the memory. The leader sends the first two over the link at their place in the iteration. The
-memory is agreed on once.
+their devices match. Three things could differ: which requests come and go, which clients decide; the depth and the
+slices of prompts, which depend on timings; and the memory. The leader sends the first two over the link at their
+place in the iteration. The memory is agreed on once.
 """
 
 import json
@@ -193,6 +193,11 @@ class Leader(Rank):
         self.link.broadcast(plan)
         return plan
 
+    def slice(self, choose: Callable[[], int]) -> int:
+        width = choose()
+        self.link.broadcast(width)
+        return width
+
 
 class Follower(Rank):
     """Any other rank: repeat what the leader decides. Its events go nowhere, since rank 0 generates the same."""
@@ -219,10 +224,16 @@ class Follower(Rank):
             self.link.abort(self.link.rank, "has other sequences than rank 0: one of them ended or started alone")
 
     def plan(self, choose: Callable[[], Plan]) -> Plan:
-        plan = self.link.receive()
-        if plan is None:
+        return Plan(*self._receive())
+
+    def slice(self, choose: Callable[[], int]) -> int:
+        return int(self._receive())
+
+    def _receive(self) -> Any:
+        """Return what the leader has decided in the middle of an iteration."""
+        if (message := self.link.receive()) is None:
             raise ClusterError("rank 0 has left in the middle of a step")
-        return Plan(*plan)
+        return message
 
     def _sequence(self, admitted: AdmittedRequest | None, scheduler: Scheduler) -> SequenceState:
         if admitted is None:

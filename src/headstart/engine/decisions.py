@@ -1,4 +1,5 @@
-"""What an iteration depends on beside its sequences: which requests come and go, and what is drafted.
+"""What an iteration depends on beside its sequences: which requests come and go, what is drafted, and how
+much of a prompt is read.
 
 An engine alone decides by itself. On several machines one engine decides, and tells the others before they act: see
 `cluster/engine.py`, whose classes take the place of this one.
@@ -41,6 +42,10 @@ class Decisions:
 
     def plan(self, choose: Callable[[], Plan]) -> Plan:
         """Return what to draft in the next step. `choose` asks the depth controller."""
+        return choose()
+
+    def slice(self, choose: Callable[[], int]) -> int:
+        """Return how many tokens of a prompt to read before the next step. `choose` goes by the clock."""
         return choose()
 
     def observe(self, report: list[list[int]]) -> None:

@@ -1,6 +1,6 @@
 """The engine: sequences join a batch, decode together, and leave. One thread calls `run_once` again and again.
 
-An iteration admits requests, prefills at most one chunk of a prompt, builds a step for all running sequences,
+An iteration admits requests, reads a slice of their prompts (`slices.py`), builds a step for all running sequences,
 launches it, and hands out the tokens of the step before while the device works. So the host waits once per step and
 notices the end of a sequence one step late; the surplus round is discarded.
 
@@ -30,7 +30,7 @@ from .limit import fixed_plan, step_limit
 from .log import LOG, log_error
 from .memory import memory_for_prefixes, wire_weights
 from .pending_step import PendingStep, build_step
-from .prefill import prefill_chunk
+from .prompt_reader import PromptReader
 from .recovery import Recovery
 from .request import Event, Handle, Request
 from .scheduler import Scheduler
@@ -83,6 +83,8 @@ class Engine:
         self._lock = RLock()  # held during an iteration
         self.broken = False  # an iteration was left in the middle, by Ctrl-C or a lost device
         self._last_finish = 0.0  # when the tokens of the last step were read
+        parts = self.scheduler, self.recovery, self.decisions, self.prefix, self.turn_marker
+        self.reader = PromptReader(model, *parts, self._try_alone)
         self.decisions.begin(self)
 
     def submit(
@@ -147,7 +149,8 @@ class Engine:
         try:
             if scheduler.prefilling and not self.runs_ahead:  # generated tokens do not wait for another's prefill
                 self._finish_pending()
-            self._prefill_chunk()
+            self._calibrate_for_prompts()
+            self.reader.read(runs_ahead=self.runs_ahead)
             self._step()
         except Exception as error:
             if not self.decisions.alone:
@@ -166,8 +169,9 @@ class Engine:
             raise ClusterError("prefill_all is not available on several machines: use one")
         with self._lock:
             self.scheduler.admit()
+            self._calibrate_for_prompts()
             while self.scheduler.prefilling:
-                self._prefill_chunk()
+                self.reader.read_chunk()
 
     def end_all(self, error: HeadstartError) -> None:
         """End all requests with an error, when `run_once` will not be called again."""
@@ -181,31 +185,13 @@ class Engine:
             times = time_steps(self.model, self.depth.max_k, scheduler.max_sequences if fits else 1, budget)
             self.depth.step_time.calibrate(times)
 
-    def _prefill_chunk(self) -> None:
-        """Prefill one chunk of one sequence: with more, running sequences would stall."""
-        scheduler = self.scheduler
-        if not scheduler.prefilling:
-            return
-        sequence = scheduler.prefilling[0]
-        try:
-            if sequence.batch is None and sequence.auto_depth:
+    def _calibrate_for_prompts(self) -> None:
+        """Time a few steps before the first prompt whose sequence leaves k open."""
+        if any(sequence.batch is None and sequence.auto_depth for sequence in self.scheduler.prefilling):
+            try:
                 self._calibrate()
-        except Exception as error:  # of its throw-away sequences: this one may be fine
-            log_error(LOG, "calibration failed; step times are learned while decoding", error=error)
-        try:
-            scheduler.running.steady = False
-            if not prefill_chunk(self.model, sequence, self.prefix, self.turn_marker, self.recovery.widest_pass):
-                return
-            if sequence.suspect:
-                self._try_alone(sequence)
-            else:
-                scheduler.running.join(sequence)
-                scheduler.prefilling.popleft()
-        except Exception as error:
-            if not self.decisions.alone:
-                raise
-            self.recovery.after_prefill(sequence, error)
-        scheduler.drop_finished()
+            except Exception as error:  # of its throw-away sequences: these may be fine
+                log_error(LOG, "calibration failed; step times are learned while decoding", error=error)
 
     def _try_alone(self, sequence: SequenceState) -> None:
         """Run a step of this sequence alone, after a batch with it failed, to find out whether it is the cause."""
@@ -310,6 +296,7 @@ class Engine:
         now = time.perf_counter()
         seconds = now - (self._last_finish if pending.steady else pending.started)
         self._last_finish = now
+        self.reader.observe_step(pending.started, now)
         running, outcomes, listed = [], [], self.model.draft_vocabulary
         for sequence, line in zip(pending.sequences, report, strict=True):
             if not sequence.finished:

@@ -17,24 +17,38 @@ from .step import prefill
 from .turns import TurnMarker, chunk_ends
 
 
-def prefill_chunk(
-    model: Model,
-    sequence: SequenceState,
-    prefix: PrefixCache | None,
-    marker: TurnMarker | None = None,
-    widest: int = CHUNK,
-) -> bool:
-    """Prefill one more chunk, or its next `widest` tokens. Return True once all tokens but the last are in: that one
-    opens the first window."""
-    tokens = sequence.tokens
-    if sequence.batch is None:
-        sequence.chunks = Chunks.of(
-            sequence.cache_keys, chunk_ends(tokens, marker, CHUNK), sequence.handle.request.adapter
-        )
-        _start(model, sequence, prefix, narrowed=widest < CHUNK)
+def start_prefill(
+    model: Model, sequence: SequenceState, prefix: PrefixCache | None, marker: TurnMarker | None, *, narrowed: bool
+) -> None:
+    """Make the sequence's own batch, with what the prefix cache holds of its tokens. `narrowed`: passes are not as
+    wide as those that it may hold."""
+    generated, stats = sequence.num_generated, sequence.stats
+    ends = chunk_ends(sequence.tokens, marker, CHUNK)
+    sequence.chunks = Chunks.of(sequence.cache_keys, ends, sequence.handle.request.adapter)
+    batch = Batch.of_one(model, sequence.tokens, sequence.params, sequence.limits.most, generated, stats.rounds)
+    sequence.batch = batch
+    if (adapter := sequence.handle.request.adapter) is not None:
+        batch.trunk_state.adapt([model.adapters[adapter].index])
+    sequence.started = sequence.started or time.perf_counter()
+    exact = is_batch_invariant(model) and sequence.params.params.rule != "optimistic" and not model.eight_bit_kv
+    if generated and not model.backend.cuts_freely:  # they are recomputed as a prompt, by other kernels
+        exact = False
+    if prefix is not None:
+        sequence.num_prefilled = resume_prefix(model, batch, sequence.tokens, sequence.chunks, prefix)
+        otherwise = prefix.eight_bits or (narrowed and not model.backend.cuts_freely)
+        exact = exact and not (sequence.num_prefilled and otherwise)
+    if not generated:
+        stats.prefix_cache_hit = sequence.num_prefilled
+        stats.exact = exact
+    stats.exact = stats.exact and exact
+
+
+def prefill_chunk(model: Model, sequence: SequenceState, prefix: PrefixCache | None, widest: int) -> bool:
+    """Prefill up to `widest` tokens, but no further than the end of the chunk. Return True once all tokens but the
+    last are in: that one opens the first window."""
     assert sequence.batch is not None
     assert sequence.chunks is not None
-    done, images = sequence.num_prefilled, sequence.images
+    tokens, done, images = sequence.tokens, sequence.num_prefilled, sequence.images
     end = min(next((end for end in sequence.chunks.ends if end > done), len(tokens) - 1), done + widest)
     if images is not None and not images.advance(model, done, end):
         return False
@@ -51,6 +65,7 @@ def prefill_chunk(
         if images is not None:
             images.place(sequence.batch, done, end)
             embeddings = images.embed(model, tokens, done, end)
+        sequence.launched = done, time.perf_counter()
         prefill(model, sequence.batch, chunk, mx.array([tokens[end]], mx.int32), embeddings)
         mx.async_eval(sequence.batch.arrays())
         sequence.num_prefilled = end
@@ -61,29 +76,6 @@ def prefill_chunk(
     if images is not None:
         images.finish(sequence.batch)
     return True
-
-
-def _start(model: Model, sequence: SequenceState, prefix: PrefixCache | None, *, narrowed: bool) -> None:
-    """Make the sequence's own batch, with what the prefix cache holds of its tokens. `narrowed`: passes are not as
-    wide as those that it may hold."""
-    generated, stats = sequence.num_generated, sequence.stats
-    batch = Batch.of_one(model, sequence.tokens, sequence.params, sequence.limits.most, generated, stats.rounds)
-    sequence.batch = batch
-    if (adapter := sequence.handle.request.adapter) is not None:
-        batch.trunk_state.adapt([model.adapters[adapter].index])
-    sequence.started = sequence.started or time.perf_counter()
-    exact = is_batch_invariant(model) and sequence.params.params.rule != "optimistic" and not model.eight_bit_kv
-    if generated and not model.backend.cuts_freely:  # they are recomputed as a prompt, by other kernels
-        exact = False
-    if prefix is not None:
-        assert sequence.chunks is not None
-        sequence.num_prefilled = resume_prefix(model, batch, sequence.tokens, sequence.chunks, prefix)
-        otherwise = prefix.eight_bits or (narrowed and not model.backend.cuts_freely)
-        exact = exact and not (sequence.num_prefilled and otherwise)
-    if not generated:
-        stats.prefix_cache_hit = sequence.num_prefilled
-        stats.exact = exact
-    stats.exact = stats.exact and exact
 
 
 def _states(model: Model, batch: Batch) -> States:

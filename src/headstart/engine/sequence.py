@@ -39,6 +39,7 @@ class SequenceState:
     batch: Batch | None = None  # its own, during prefill
     chunks: Chunks | None = None  # in which it is prefilled
     num_prefilled: int = 0
+    launched: tuple[int, float] | None = None  # where the last pass over its prompt began, and when
     num_reported: int = 0  # tokens of the prompt that were reported as prefilled
     started: float = 0.0
     finished: bool = False
@@ -204,7 +205,7 @@ class SequenceState:
 
     def reset_prefill(self) -> None:
         """Start over with prefill: the state on the device is gone, so its tokens so far are the prompt now."""
-        self.batch = None
+        self.batch = self.launched = None
         self.num_prefilled = 0
         if self.images is not None:
             self.images.reset()
