@@ -44,8 +44,8 @@ def running(name: str) -> Iterator[Backend]:
         if not isinstance(ours, CpuBackend):
             pytest.skip("no CPU kernels here")
         yield ours
-    elif name == "metal":
-        with metal() as backend:
+    elif name.startswith("metal"):
+        with metal(name) as backend:
             yield backend
     elif mx.cuda.is_available():
         yield CudaBackend()
@@ -54,8 +54,12 @@ def running(name: str) -> Iterator[Backend]:
             yield CudaBackend()
 
 
+class EmulatedMetal(MetalBackend):
+    kernels: str  # which of ours are chosen, by the beginning of their names
+
+
 @contextmanager
-def metal() -> Iterator[Backend]:
+def metal(kernels: str) -> Iterator[Backend]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mx.fast, "metal_kernel", metal_on_cpu.metal_kernel)
         patch.setattr(choice, "_decided", {})
@@ -63,7 +67,9 @@ def metal() -> Iterator[Backend]:
         patch.setattr(attention, "SPLIT", 32)  # pieces that the emulator gets through
         mx.disable_compile()  # on a CPU, every compiled stock operation costs a run of g++
         cuda_on_cpu.forget_kernels("metal")
-        yield MetalBackend()
+        backend = EmulatedMetal()
+        backend.kernels = kernels
+        yield backend
     mx.enable_compile()
     cuda_on_cpu.forget_kernels("metal")
 
@@ -72,7 +78,7 @@ def choose_kernels(
     backend: Backend, dtype: mx.Dtype, wanted: Sequence[str], *modules: nn.Module, fit: bool = True
 ) -> None:
     """Have ours chosen on Metal for the wanted operations of modules, which they `fit` or not."""
-    if not isinstance(backend, MetalBackend):
+    if not isinstance(backend, EmulatedMetal):
         return
     weights = nn.Module()
     weights.given = list(modules)
@@ -80,7 +86,8 @@ def choose_kernels(
     assert {each.operation for each in found} == set(wanted)
     for operation in found:
         runs = operation.candidates()
-        name = next((name for name in runs if name.startswith("metal") and not isinstance(runs[name], str)), "stock")
+        ours = [name for name, run in runs.items() if name.startswith("metal") and not isinstance(run, str)]
+        name = next((name for name in ours if name.startswith(backend.kernels)), (ours or ["stock"])[0])
         assert (name == "stock") != fit, runs
         check = KernelCheck(operation.operation, operation.shape, name, True, (Candidate(name),))
         choice._decided[f"{operation.operation} {operation.shape}"] = check
@@ -119,6 +126,31 @@ def error(found: mx.array, expected: mx.array | np.ndarray) -> float:
     apart, mean = np.abs(exact(found) - right), np.sqrt((right**2).mean())
     largest = (apart / np.maximum(np.maximum(np.abs(right), mean), 1e-30)).max()
     return float(max(np.linalg.norm(apart) / np.linalg.norm(right), largest / 10))
+
+
+def linear(
+    outputs: int, inputs: int, bits: int = 16, group: int = 1, dtype: str = "bfloat16", mode: str = "affine"
+) -> nn.Module:
+    """A linear layer whose second half of inputs has the weights of the first, where groups allow that."""
+    kind, twice = getattr(mx, dtype), not inputs % (2 * group)
+    weight = 0.1 * normal(outputs, inputs // (1 + twice), seed=bits + outputs, dtype=mx.float32)
+    layer = nn.Linear(inputs, outputs, bias=False)
+    layer.weight = (mx.concatenate([weight] * (1 + twice), axis=1)).astype(kind)
+    if bits == 16:
+        return layer
+    layer.weight = layer.weight.astype(mx.float32)
+    made = nn.QuantizedLinear.from_linear(layer, group, bits, mode)
+    made.set_dtype(kind)
+    return made
+
+
+def weights_of(layer: nn.Module) -> np.ndarray:
+    """The weights that a layer's codes stand for."""
+    if "scales" not in layer:
+        return exact(layer.weight)
+    wide = [array if array.dtype == mx.uint8 else array.astype(mx.float32) for array in (layer.scales,)]
+    biases = layer["biases"].astype(mx.float32) if "biases" in layer else None
+    return exact(mx.dequantize(layer.weight, *wide, biases, layer.group_size, layer.bits, layer.mode))
 
 
 def same(*pairs: tuple[mx.array, mx.array]) -> bool:

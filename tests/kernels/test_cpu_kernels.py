@@ -18,8 +18,7 @@ from headstart.kernels import Backend, choose_backend
 from headstart.kernels.cpu import build, load, ops
 from headstart.kernels.cpu.attention import Heads
 from headstart.kernels.cpu.backend import CpuBackend, StockCpu
-from headstart.kernels.layers import Attention, FeedForward, Pass, Residual
-from headstart.kernels.norms import Norm
+from headstart.kernels.layers import Attention, Pass
 from headstart.kernels.types import Window
 from headstart.models.mixers import gated_delta_net
 from headstart.state import KV, Recurrent
@@ -60,99 +59,11 @@ def multiply(
 # --- Products and SwiGLU
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(("outputs", "inputs"), [(1024, 384), (37, 100), (8, 64), (3, 31), (5, 1)])
-def test_products_are_those_of_float64(dtype: str, outputs: int, inputs: int) -> None:
-    x, w = normal(1, 9, inputs, dtype=dtype), normal(2, outputs, inputs, dtype=dtype)
-    expected = exact(x) @ exact(w).T
-    sizes = np.abs(exact(x)) @ np.abs(exact(w)).T
-    (found,) = multiply(native(), x, [[w]])
-    assert np.all(np.abs(exact(found) - expected) <= ulp(dtype) * np.maximum(np.abs(expected), sizes / 16))
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_a_row_of_a_product_is_the_same_alone_and_among_many(dtype: str) -> None:
-    x, weights = normal(1, 300, 390, dtype=dtype), [[normal(n, n, 390, dtype=dtype)] for n in (8, 100, 513)]
-    together = multiply(native(), x, weights)
-    for rows in [*range(1, 17), 67, 299]:
-        for whole, part in zip(together, multiply(native(), x[300 - rows :], weights), strict=True):
-            assert mx.array_equal(whole[300 - rows :], part), rows
-    for weight, whole in zip(weights, together, strict=True):
-        assert mx.array_equal(multiply(native(), x, [weight])[0], whole), "weights that share an input"
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_swiglu_is_stock(dtype: str) -> None:
-    x, gate, up = (normal(n, n, 96, dtype=dtype) for n in (21, 130, 130))
-    up = up[::-1]  # a view: kernels see dense memory
-    a, b = exact(x) @ exact(gate).T, exact(x) @ exact(up).T
-    (found,) = multiply(native(), x, [[gate], [up]], gated=True)
-    np.testing.assert_allclose(exact(found), a / (1 + np.exp(-a)) * b, rtol=2 * ulp(dtype), atol=1e-3)
-    for rows in (1, 2, 3, 16, 20):
-        assert mx.array_equal(multiply(native(), x[:rows], [[gate], [up]], gated=True)[0], found[:rows])
-
-
 def quantised(bits: int, group: int, dtype: str, *shape: int) -> tuple[list[mx.array], np.ndarray]:
     """Weights as a layer holds them, and what they stand for."""
     arrays = list(mx.quantize(normal(bits, *shape, dtype=dtype), group, bits))
     wide = [arrays[0], *(array.astype(mx.float32) for array in arrays[1:])]
     return arrays, exact(mx.dequantize(*wide, group, bits))
-
-
-@pytest.mark.parametrize("bits", [0, 3, 4])
-def test_a_long_row_that_is_summed_in_chunks_is_the_same_alone_and_among_many(bits: int) -> None:
-    x = normal(1, 7, 2688, dtype="float32")
-    if bits:
-        weights, wide = quantised(bits, 64, "float32", 70, 2688)
-    else:
-        weights = [normal(2, 70, 2688, dtype="float32")]
-        wide = exact(weights[0])
-    (found,) = multiply(native(), x, [weights], bits, 64 if bits else 0)
-    sizes = np.abs(exact(x)) @ np.abs(wide).T
-    assert np.all(np.abs(exact(found) - exact(x) @ wide.T) <= 1e-5 * sizes)
-    for rows in (1, 2, 4):
-        assert mx.array_equal(multiply(native(), x[:rows], [weights], bits, 64 if bits else 0)[0], found[:rows])
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-def test_quantised_products_are_those_of_float64_and_independent_of_rows(bits: int, group: int, dtype: str) -> None:
-    x, (weights, wide) = normal(1, 9, 384, dtype=dtype), quantised(bits, group, dtype, 70, 384)
-    expected, sizes = exact(x) @ wide.T, np.abs(exact(x)) @ np.abs(wide).T
-    (found,) = multiply(native(), x, [weights], bits, group)
-    # Codes and biases are summed apart, and their sums are larger than those of the weights.
-    assert np.all(np.abs(exact(found) - expected) <= ulp(dtype) * np.maximum(np.abs(expected), sizes / 2))
-    for rows in (1, 2, 3, 4, 5, 8):
-        assert mx.array_equal(multiply(native(), x[9 - rows :], [weights], bits, group)[0], found[9 - rows :])
-    scales = [array.astype(mx.float32) for array in weights[1:]]
-    theirs = mx.quantized_matmul(x.astype(mx.float32), weights[0], *scales, True, group, bits)
-    np.testing.assert_allclose(
-        exact(found), exact(theirs), rtol=ulp(dtype), atol=0.02 if dtype == "bfloat16" else 1e-4
-    )
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("bits", [0, 4])
-def test_experts_are_products_with_the_matrix_of_each(bits: int, dtype: str) -> None:
-    shape, group = (5, 37, 128), 64 if bits else 0
-    made = [quantised(bits, 64, dtype, *shape)[0] if bits else [normal(n, *shape, dtype=dtype)] for n in (1, 2)]
-    x, chosen = normal(3, 2, 11, 128, dtype=dtype), np.random.default_rng(4).integers(0, 5, (2, 11, 3))
-    indices = mx.array(chosen, mx.uint32)
-    one, other = multiply(native(), x, made, bits, group, experts=indices)
-    (gated,) = multiply(native(), x, made, bits, group, gated=True, experts=indices)
-    assert one.shape == (2, 11, 3, 37)
-    for b, w, e in np.ndindex(2, 11, 3):
-        own = [[array[int(chosen[b, w, e])] for array in arrays] for arrays in made]
-        alone = multiply(native(), x[b, w], own, bits, group)
-        assert mx.array_equal(one[b, w, e], alone[0])
-        assert mx.array_equal(other[b, w, e], alone[1])
-        assert mx.array_equal(gated[b, w, e], multiply(native(), x[b, w], own, bits, group, gated=True)[0])
-    inputs = normal(5, 2, 11, 3, 128, dtype=dtype)  # each expert has an input of its own
-    (found,) = multiply(native(), inputs, made[:1], bits, group, experts=indices, own=True)
-    for b, w, e in ((0, 0, 0), (1, 10, 2), (1, 3, 1)):
-        own_weights = [[array[int(chosen[b, w, e])] for array in made[0]]]
-        assert mx.array_equal(found[b, w, e], multiply(native(), inputs[b, w, e], own_weights, bits, group)[0])
 
 
 def test_wrong_shapes_are_refused() -> None:
@@ -364,34 +275,6 @@ def part_of_layer(family: str, dtype: str) -> nn.Module:
     return layer
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("bits", [0, 4])
-@pytest.mark.parametrize("family", ["dense", "moe"])
-def test_a_feed_forward_is_that_of_stock_ops(family: str, bits: int, dtype: str) -> None:
-    module = part_of_layer(family, dtype).mlp
-    if bits:
-        nn.quantize(module, group_size=32, bits=bits)
-    size = (module.gate if family == "moe" else module.down_proj).weight.shape[-1 if family == "moe" else 0]
-    size = 64 if bits else size
-    x, before = normal(3, 3, 5, size, dtype=dtype), normal(4, 3, 5, size, dtype=dtype)
-    run, residual = Pass(no_mask, none(3)), Residual(before, Norm(size, 1e-6))
-
-    def feed_forward(x: mx.array, residual: Residual) -> tuple[mx.array, mx.array]:
-        return CPU.feed_forward(FeedForward(module), x, run, residual)
-
-    total, normed = feed_forward(x, residual)
-    made, _ = feed_forward(x, nothing(x))
-    assert mx.array_equal(total, before + made), "the sum is that of the parts"
-    assert mx.array_equal(normed, native().norm(total, residual.norm.weight, 1e-6)[0])
-    for row, token in ((0, 0), (2, 3)):
-        alone = x[row : row + 1, token : token + 1]
-        assert mx.array_equal(feed_forward(alone, nothing(alone))[0][0, 0], made[row, token])
-    mx.eval(made)
-    module.set_dtype(mx.float32)  # stock ops round to bfloat16 more often than ours
-    expected = exact(StockCpu().mlp_or_mixture(module, x.astype(mx.float32)))
-    np.testing.assert_allclose(exact(made), expected, atol=4 * ulp(dtype) * np.abs(expected).max())
-
-
 def test_the_first_of_equal_experts_is_chosen_and_scores_are_a_softmax() -> None:
     """Experts that return their own number show which were chosen: routers alone are not a function in Python."""
     E, H, top = 6, 32, 2
@@ -434,31 +317,6 @@ def test_a_layer_that_does_not_fit_is_called_as_it_is() -> None:
     x, layer = normal(1, 4, 256), Twice(256, 64, bias=False)
     assert ops.linear(layer, x.dtype) is None
     assert mx.array_equal(CPU.product(x, layer), layer(x))
-
-
-@pytest.mark.parametrize("bits", [0, 4])
-def test_a_bias_is_added_to_the_product(bits: int) -> None:
-    x, layer = normal(1, 4, 256), nn.Linear(256, 64)
-    layer.bias = normal(2, 64)
-    if bits:
-        layer = nn.QuantizedLinear.from_linear(layer, 64, bits)
-    np.testing.assert_allclose(exact(CPU.product(x, layer)), exact(layer(x)), rtol=1e-4, atol=1e-4)
-    assert mx.array_equal(CPU.product(x, layer)[:1], CPU.product(x[:1], layer))
-    mlp, down = nn.Module(), nn.Linear(64, 256)
-    mlp.gate_proj, mlp.up_proj, mlp.down_proj = layer, layer, down
-    made = ops.native_feed_forward(native(), mlp, x, None)
-    assert made is not None
-    hidden = exact(layer(x))
-    expected = hidden / (1 + np.exp(-hidden)) * hidden @ exact(down.weight).T + exact(down.bias)
-    np.testing.assert_allclose(exact(made[0]), expected, rtol=1e-3, atol=1e-3)
-
-
-def test_weights_that_are_replaced_are_seen() -> None:
-    x, layer = normal(1, 4, 256), nn.Linear(256, 64, bias=False)
-    before = CPU.product(x, layer)
-    layer.weight = 2 * layer.weight
-    np.testing.assert_allclose(exact(CPU.product(x, layer)), 2 * exact(before), rtol=1e-6)
-    assert "_linear" not in layer.parameters()
 
 
 # --- Every CPU

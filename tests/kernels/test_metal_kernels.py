@@ -13,9 +13,7 @@ from headstart.kernels import Backend
 from headstart.kernels.layers import Attention
 from headstart.kernels.metal import attention, device, experts, products
 from headstart.kernels.metal.attention import heads_refusal, metal_arrange, metal_attend
-from headstart.kernels.metal.experts import PAIR_ROWS, metal_combine, metal_experts, metal_route
-from headstart.kernels.metal.norm import metal_norm
-from headstart.kernels.metal.products import SLICES, metal_products, metal_refusal
+from headstart.kernels.metal.products import SLICES
 from headstart.kernels.types import HeadNorms
 from headstart.kernels.weights import MatrixWeights
 from headstart.state import KV
@@ -73,132 +71,6 @@ def error(found: mx.array, expected: np.ndarray | mx.array) -> float:
 def rounding(dtype: mx.Dtype) -> float:
     """What is left where only the result is rounded to this type."""
     return {mx.bfloat16: 3e-3, mx.float16: 4e-4, mx.float32: 1e-6}[dtype]
-
-
-@pytest.mark.parametrize(
-    ("slices", "bits", "group", "inputs", "outputs", "dtype"),
-    [
-        (SPLIT, 4, 64, K, 6, mx.bfloat16),
-        pytest.param(COLUMNS, 16, 1, 2064, 9, mx.bfloat16, marks=SLOW),
-        pytest.param(COLUMNS, 8, 32, 96, 9, mx.float16, marks=SLOW),
-        pytest.param(SPLIT, 4, 32, 96, 33, mx.float16, marks=SLOW),
-        pytest.param(SPLIT, 4, 128, 2560, 6, mx.bfloat16, marks=SLOW),  # a lane takes several steps
-        pytest.param(COLUMNS, 4, 64, 64, 1, mx.bfloat16, marks=SLOW),  # a single scale: MLX passes it as a constant
-        pytest.param(COLUMNS, 4, 32, 2144, 17, mx.float32, marks=SLOW),
-        pytest.param(COLUMNS, 4, 128, 640, 9, mx.bfloat16, marks=SLOW),
-        pytest.param(SPLIT, 8, 32, 2144, 9, mx.bfloat16, marks=SLOW),
-        pytest.param(SPLIT, 8, 64, 2112, 9, mx.bfloat16, marks=SLOW),
-        pytest.param(COLUMNS, 8, 64, 576, 9, mx.bfloat16, marks=SLOW),
-        pytest.param(COLUMNS, 8, 128, 640, 9, mx.bfloat16, marks=SLOW),
-        pytest.param(SPLIT, 8, 128, 2560, 5, mx.float32, marks=SLOW),
-        pytest.param(SPLIT, 16, 1, 640, 40, mx.float16, marks=SLOW),
-    ],
-)
-def test_products_are_right_and_a_row_has_the_same_bits_among_any_number(
-    slices: int, bits: int, group: int, inputs: int, outputs: int, dtype: mx.Dtype
-) -> None:
-    weights = random_weights((outputs, inputs), bits, group, dtype)
-    x = normal(16, inputs, seed=1, dtype=dtype)
-    together = metal_products(x, [weights], slices)[0]
-    assert error(together, exact(x) @ dequantised(weights).T) < rounding(dtype)
-    for rows in range(1, 16):
-        alone = metal_products(x[16 - rows :], [weights], slices)[0]
-        assert mx.array_equal(alone, together[16 - rows :]), rows
-
-
-@pytest.mark.parametrize("slices", [SPLIT, pytest.param(COLUMNS, marks=SLOW)])
-def test_layers_that_share_an_input_have_the_bits_of_each_alone(slices: int) -> None:
-    several = [random_weights((outputs, K), 4, 64) for outputs in (9, 1, 6)]
-    x = normal(2, 2, K, seed=3)
-    for found, weights in zip(metal_products(x, several, slices), several, strict=True):
-        assert found.shape == (2, 2, weights.outputs)
-        assert mx.array_equal(found, metal_products(x, [weights], slices)[0])
-
-
-def test_weights_that_do_not_fit_are_refused_with_a_reason() -> None:
-    layer = nn.Linear(128, 8, bias=False)
-    assert metal_refusal(mx.bfloat16, layer, random_weights((8, 128), 4, 64)) is None
-    assert metal_refusal(mx.bfloat16, layer, random_weights((8, 128), 16, 1)) is None
-    assert metal_refusal(mx.bfloat16, layer, random_weights((8, 128), 3, 64)) == "3 bits in groups of 64"
-    assert metal_refusal(mx.float16, layer, random_weights((8, 128), 4, 64)) is not None
-    assert metal_refusal(mx.bfloat16, layer, random_weights((8, 24), 16, 1)) is not None
-    assert metal_refusal(mx.bfloat16, layer, random_weights((1, 32), 4, 32)) == "fewer than 8 words of weights"
-    assert metal_refusal(mx.int32, layer, random_weights((8, 128), 4, 64)) == "activations are int32"
-    assert metal_refusal(mx.bfloat16, nn.Linear(128, 8), random_weights((8, 128), 4, 64)) == "it has a bias"
-
-
-@pytest.mark.parametrize(
-    ("own", "slices", "bits", "group", "rows"),
-    [
-        (False, SPLIT, 4, 32, 8),
-        pytest.param(True, COLUMNS, 16, 1, 16, marks=SLOW),
-        pytest.param(False, SPLIT, 16, 1, 16, marks=SLOW),
-        pytest.param(False, COLUMNS, 8, 32, 16, marks=SLOW),
-        pytest.param(True, SPLIT, 4, 64, 16, marks=SLOW),
-        pytest.param(False, COLUMNS, 4, 128, 16, marks=SLOW),
-        pytest.param(True, SPLIT, 8, 128, 16, marks=SLOW),
-        pytest.param(False, SPLIT, 8, 64, 16, marks=SLOW),
-        pytest.param(True, COLUMNS, 4, 32, 16, marks=SLOW),
-    ],
-)
-def test_experts_are_chosen_by_index_and_share_their_weights(
-    own: bool, slices: int, bits: int, group: int, rows: int
-) -> None:
-    inputs = 96 if group < 64 else 128
-    weights = random_weights((6, 6, inputs), bits, group)
-    indices = mx.array([[4, (3 * row) % 4] if row % 3 else [row % 2, 5] for row in range(rows)], mx.uint32)
-    assert mx.sum(indices == 4) > PAIR_ROWS  # more than share a read
-    x = normal(rows, 2, inputs, seed=4) if own else normal(rows, inputs, seed=4)
-    found = metal_experts(x, indices, [weights], slices)[0]
-    each = x if own else mx.repeat(x[:, None], 2, 1)
-    expected = (dequantised(weights)[np.array(indices)] @ exact(each)[..., None])[..., 0]
-    assert error(found, expected) < rounding(mx.bfloat16)
-    for count in range(1, rows):
-        alone = metal_experts(x[rows - count :], indices[rows - count :], [weights], slices)[0]
-        assert mx.array_equal(alone, found[rows - count :]), count
-
-
-@pytest.mark.parametrize("normed", [True, pytest.param(False, marks=SLOW)])
-def test_routing_takes_the_best_experts_and_the_first_of_equals(normed: bool) -> None:
-    logits = normal(5, 40, seed=5)
-    logits[3] = 0
-    indices, scores = metal_route(logits, 3, normed)
-    gates = mx.softmax(logits.astype(mx.float32), axis=-1)
-    order = mx.argsort(-logits.astype(mx.float32), axis=-1)[:, :3]
-    assert mx.array_equal(indices[:3].astype(mx.int32), order[:3].astype(mx.int32))
-    assert indices[3].tolist() == [0, 1, 2]
-    expected = mx.take_along_axis(gates, indices.astype(mx.int32), axis=-1)
-    assert error(scores, expected / expected.sum(axis=-1, keepdims=True) if normed else expected) < 5e-3
-    assert all(mx.array_equal(metal_route(logits[i : i + 1], 3, normed)[1][0], scores[i]) for i in range(5))
-
-
-def test_routing_a_row_of_nan_names_experts_that_exist() -> None:
-    logits = mx.full((2, 40), mx.nan, mx.bfloat16)
-    logits[1, :2] = mx.array([1, -mx.inf])
-    assert metal_route(logits, 3, True)[0].max().item() < 40
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_experts_are_combined(rows: int) -> None:
-    parts, scores = normal(rows, 3, 20, seed=6), mx.softmax(normal(rows, 3, seed=7), axis=-1)
-    shared, gate = normal(rows, 20, seed=8), normal(rows, 1, seed=9)
-    found = metal_combine(parts, scores, shared, gate)
-    expected = (exact(parts) * exact(scores)[..., None]).sum(axis=-2) + exact(shared) / (1 + np.exp(-exact(gate)))
-    assert error(found, expected) < rounding(mx.bfloat16)
-
-
-@SLOW
-def test_routing_combining_and_norms_are_the_same_among_one_to_sixteen_rows() -> None:
-    logits, gate, weight = normal(16, 300, seed=5), normal(16, 1, seed=9), mx.random.uniform(0.5, 1.5, (40,))
-    parts, shared, added = normal(16, 4, 40, seed=6), normal(16, 40, seed=8), normal(16, 40, seed=7)
-    indices, scores = metal_route(logits, 4, True)
-    together = [indices, scores, metal_combine(parts, scores, shared, gate), *metal_norm(shared, added, weight, 1e-6)]
-    for rows in range(1, 16):
-        some = slice(16 - rows, 16)
-        indices, scores = metal_route(logits[some], 4, True)
-        alone = [indices, scores, metal_combine(parts[some], scores, shared[some], gate[some])]
-        alone += metal_norm(shared[some], added[some], weight, 1e-6)
-        assert all(mx.array_equal(a, b[some]) for a, b in zip(alone, together, strict=True)), rows
 
 
 class Heads(nn.Module):

@@ -1,204 +1,219 @@
-"""The CUDA kernels of products, run on the CPU: what they compute, that a row's bits depend on it alone, and when
-mlx's products are taken instead."""
+"""Products of linear layers on every backend: what they compute, that a row's bits depend on it alone, and when MLX's
+are taken instead."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
-import cuda_on_cpu
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from backends import NAMES, ROUNDING, SLOW, choose_kernels, error, exact, linear, normal, weights_of
 
 from headstart.kernels import Backend
-from headstart.kernels.cuda import backend, products
-from headstart.kernels.cuda.backend import CudaBackend
-from headstart.kernels.cuda.experts import launch_experts
-from headstart.kernels.cuda.products import MOST_ROWS, launch_products, product_refusal
-from headstart.kernels.weights import MatrixWeights, matrix_weights
+from headstart.kernels.cuda import backend as cuda
+from headstart.kernels.cuda import products as cuda_products
+from headstart.kernels.cuda.products import product_refusal
+from headstart.kernels.metal import backend as metal
+from headstart.kernels.metal.products import metal_refusal
+from headstart.kernels.products import stock_product
+from headstart.kernels.weights import MatrixWeights
 
 K = 384  # few chunks of 4-bit codes, more of 8-bit ones: not the same number for every slice
-LONG = 2560  # of 4-bit codes: chunks of a line of memory, two or three of them a slice
-SLOW = pytest.mark.slow
-
-CUDA = CudaBackend()
+LONG = 2560  # of 4-bit codes: chunks of a line of memory, two or three of them a slice; more than a chunk on CPUs
+SIXTEEN = [("bfloat16", mx.bfloat16), ("float16", mx.float16)]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def on_the_cpu() -> Iterator[None]:
-    with cuda_on_cpu.emulated():
-        yield
+def cases() -> Iterator[Any]:
+    """Backend, bits, size of a group, outputs, inputs, type."""
+    both = ("bfloat16", "float32")
+    yield from (("reference", bits, group, 33, K, "float32") for bits, group in ((16, 1), (4, 64), (8, 32)))
+    sizes = [(1024, K), (37, 100), (8, 64), (3, 31), (5, 1), (70, 2688)]
+    yield from (("cpu", 16, 1, *size, dtype) for size in sizes for dtype in both)
+    formats = [(bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
+    yield from (("cpu", *each, 70, K, dtype) for each in formats for dtype in both)
+    yield from (("cpu", bits, 64, 70, 2688, "float32") for bits in (3, 4))
+    fast = [
+        ("cuda", 4, 64, 48, K, "bfloat16"),
+        ("cuda", 4, 64, 1, 64, "bfloat16"),  # less than a chunk, less than a tile
+        ("cuda", 8, 32, 33, 96, "float16"),
+        ("cuda", 16, 1, 40, 640, "float16"),
+        ("metal", 4, 64, 6, 576, "bfloat16"),  # not the same number of lanes at work in every slice
+    ]
+    yield from fast
+    slow = [
+        ("cuda", 4, 32, 33, K, "float16"),
+        ("cuda", 4, 128, 16, K, "bfloat16"),
+        ("cuda", 8, 64, 48, K, "bfloat16"),
+        ("cuda", 16, 1, 48, K, "bfloat16"),
+        ("cuda", 4, 64, 100, LONG, "bfloat16"),
+        ("cuda", 8, 128, 40, LONG // 2, "bfloat16"),
+        ("metal-columns", 16, 1, 9, 2064, "bfloat16"),
+        ("metal-columns", 8, 32, 9, 96, "float16"),
+        ("metal", 4, 32, 33, 96, "float16"),
+        ("metal", 4, 128, 6, LONG, "bfloat16"),  # a lane takes several steps
+        ("metal-columns", 4, 64, 1, 64, "bfloat16"),  # a single scale: MLX passes it as a constant
+        ("metal-columns", 4, 32, 17, 2144, "float32"),
+        ("metal-columns", 4, 128, 9, 640, "bfloat16"),
+        ("metal", 8, 32, 9, 2144, "bfloat16"),
+        ("metal", 8, 64, 9, 2112, "bfloat16"),
+        ("metal-columns", 8, 64, 9, 576, "bfloat16"),
+        ("metal-columns", 8, 128, 9, 640, "bfloat16"),
+        ("metal", 8, 128, 5, LONG, "float32"),
+        ("metal", 16, 1, 40, 640, "float16"),
+    ]
+    yield from (pytest.param(*each, marks=SLOW) for each in slow)
 
 
-def normal(*shape: int, seed: int, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+ROWS = {  # in all, and alone
+    "reference": (9, ()),
+    "cpu": (80, (*range(1, 17), 67)),
+    "cuda": (40, (1, 2, 8, 9, 16, 17)),
+    "metal": (16, range(1, 16)),
+}
 
 
-def random_weights(shape: tuple[int, ...], bits: int, group: int, dtype: mx.Dtype = mx.bfloat16) -> MatrixWeights:
-    weight = 0.1 * normal(*shape, seed=7, dtype=mx.float32)
-    if bits == 16:
-        return MatrixWeights(weight.astype(dtype))
-    codes, scales, biases = mx.quantize(weight, group, bits)
-    return MatrixWeights(codes, scales.astype(dtype), biases.astype(dtype), bits, group)
-
-
-def exact(weights: MatrixWeights) -> mx.array:
-    if weights.scales is None or weights.biases is None:
-        return weights.weight.astype(mx.float32)
-    scales, biases = weights.scales.astype(mx.float32), weights.biases.astype(mx.float32)
-    return mx.dequantize(weights.weight, scales, biases, weights.group, weights.bits)
-
-
-def error(found: mx.array, expected: mx.array) -> float:
-    return float(mx.linalg.norm(found.astype(mx.float32) - expected) / mx.linalg.norm(expected))
-
-
-@pytest.mark.parametrize(
-    ("bits", "group", "inputs", "outputs", "dtype"),
-    [
-        (4, 64, K, 48, mx.bfloat16),
-        pytest.param(4, 32, K, 33, mx.float16, marks=SLOW),
-        pytest.param(4, 128, K, 16, mx.bfloat16, marks=SLOW),
-        (4, 64, 64, 1, mx.bfloat16),  # less than a chunk, less than a tile
-        pytest.param(8, 64, K, 48, mx.bfloat16, marks=SLOW),
-        (8, 32, 96, 33, mx.float16),
-        pytest.param(16, 1, K, 48, mx.bfloat16, marks=SLOW),
-        pytest.param(4, 64, LONG, 100, mx.bfloat16, marks=SLOW),
-        pytest.param(8, 128, 1280, 40, mx.bfloat16, marks=SLOW),
-        (16, 1, 640, 40, mx.float16),
-    ],
-)
-@pytest.mark.parametrize("rows", [3, pytest.param(19, marks=SLOW)])
-def test_a_product_is_that_of_the_weights_that_the_codes_stand_for(
-    bits: int, group: int, inputs: int, outputs: int, dtype: mx.Dtype, rows: int
+@pytest.mark.parametrize(("backend", "bits", "group", "outputs", "inputs", "dtype"), [*cases()], indirect=["backend"])
+def test_a_product_is_that_of_float64_and_a_row_the_same_among_any_number(
+    backend: Backend, bits: int, group: int, outputs: int, inputs: int, dtype: str, request: pytest.FixtureRequest
 ) -> None:
-    weights, x = random_weights((outputs, inputs), bits, group, dtype), normal(rows, inputs, seed=1, dtype=dtype)
-    found = launch_products(x, [weights])[0]
-    # What is left is the rounding of the output.
-    assert error(found, x.astype(mx.float32) @ exact(weights).T) < (3e-3 if dtype == mx.bfloat16 else 4e-4)
+    kind, layer = getattr(mx, dtype), linear(outputs, inputs, bits, group, dtype)
+    choose_kernels(backend, kind, ["product"], layer)
+    most, alone = ROWS[request.node.callspec.params["backend"].partition("-")[0]]
+    x = normal(most, inputs, seed=1, dtype=kind)
+    found = backend.product(x, layer)
+    # What is left is the rounding of the output, and in float32 that of sums.
+    assert error(found, exact(x) @ weights_of(layer).T) < 2 * ROUNDING[kind]
+    if not inputs % (2 * group):
+        # Everything cancels, so that what is left is the rounding of the sums: another order would show in every bit.
+        x = mx.concatenate([x[:, : inputs // 2], -x[:, : inputs // 2]], axis=1)
+        found = backend.product(x, layer)
+    for rows in alone:
+        assert mx.array_equal(backend.product(x[most - rows :], layer), found[most - rows :]), rows
 
 
-@pytest.mark.parametrize(
-    ("inputs", "bits", "group"),
-    [
-        (K, 4, 64),
-        *(pytest.param(*case, marks=SLOW) for case in ((LONG, 4, 32), (LONG // 2, 8, 64), (640, 16, 1))),
-    ],
-)
-def test_a_row_has_the_same_bits_among_any_number_of_rows(inputs: int, bits: int, group: int) -> None:
-    # Everything cancels, so that what is left is the rounding of the sums: another order would show in every bit.
-    half = random_weights((40, inputs), bits, group)
-    weights = MatrixWeights(*[mx.concatenate([array] * 2, axis=1) for array in half.arrays()], bits=bits, group=group)
-    x = normal(70, inputs, seed=2)
-    x = mx.concatenate([x, -x], axis=1)
-    together = launch_products(x, [weights])[0]
-    for rows in (1, 2, 8, 9, 16, 17, 40):
-        assert mx.array_equal(launch_products(x[70 - rows :], [weights])[0], together[70 - rows :]), rows
+@pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("backend", NAMES, indirect=True)
+def test_other_formats_are_multiplied_by_mlx(backend: Backend, mode: str) -> None:
+    group, bits = (16 if mode == "nvfp4" else 32), (8 if mode == "mxfp8" else 4)
+    layer, x = linear(40, 128, bits, group, "float32", mode), normal(3, 128, seed=1, dtype=mx.float32)
+    choose_kernels(backend, mx.float32, ["product"], layer, fit=False)
+    assert mx.array_equal(backend.product(x, layer), stock_product(x, layer))
+    assert error(backend.product(x, layer), exact(x) @ weights_of(layer).T) < 1e-5
 
 
+@pytest.mark.parametrize("backend", [*NAMES, pytest.param("metal-columns", marks=SLOW)], indirect=True)
+def test_layers_that_share_an_input_have_the_bits_of_each_alone(backend: Backend) -> None:
+    alike = [linear(outputs, K, 4, 64) for outputs in (48, 1, 33)]
+    unlike = [*alike[:2], linear(16, K, 8, 32), linear(40, K)]
+    choose_kernels(backend, mx.bfloat16, ["product"], *unlike, *alike)
+    x = normal(2, 1, K, seed=3)
+    for layers in (alike, unlike):
+        for found, layer in zip(backend.products(x, layers), layers, strict=True):
+            assert found.shape == (2, 1, layer.weight.shape[0])
+            assert mx.array_equal(found, backend.product(x, layer))
+
+
+@pytest.mark.parametrize("backend", NAMES, indirect=True)
+@pytest.mark.parametrize(("bits", "rows"), [(4, 3), pytest.param(16, 11, marks=SLOW)])
+def test_a_gated_product_is_silu_of_the_gate_times_up(backend: Backend, bits: int, rows: int) -> None:
+    gate, up = (linear(outputs, K, bits, 64 if bits < 16 else 1) for outputs in (40, 40))
+    up.weight = up.weight[::-1]  # a view: kernels see dense memory
+    choose_kernels(backend, mx.bfloat16, ["product"], gate, up)
+    x = normal(rows, K, seed=4)
+    opened, plain = (exact(backend.product(x, layer)) for layer in (gate, up))
+    found = backend.gated_product(x, gate, up)
+    assert error(found, opened / (1 + np.exp(-opened)) * plain) < 2e-2
+    assert mx.array_equal(found[1:2], backend.gated_product(x[1:2], gate, up))
+
+
+@pytest.mark.parametrize("backend", NAMES, indirect=True)
+@pytest.mark.parametrize("bits", [4, 16])
+def test_a_bias_is_added_and_weights_that_are_replaced_are_seen(backend: Backend, bits: int) -> None:
+    layer, x = linear(33, K, bits, 64 if bits < 16 else 1), normal(3, K, seed=1)
+    choose_kernels(backend, mx.bfloat16, ["product"], layer)
+    plain, expected = backend.product(x, layer), exact(x) @ weights_of(layer).T
+    layer.bias = normal(33, seed=2)
+    assert error(backend.product(x, layer), expected + exact(layer.bias)) < 3e-2  # MLX's round more often
+    gated = backend.gated_product(x, layer, layer)
+    made = exact(backend.product(x, layer))
+    assert error(gated, made * made / (1 + np.exp(-made))) < 2e-2
+    del layer.bias
+    name = "weight" if bits == 16 else "scales"
+    layer[name] = 2 * layer[name]
+    if bits < 16:
+        layer.biases = 2 * layer.biases
+        layer.weight = mx.array(layer.weight)
+    assert mx.array_equal(backend.product(x, layer), 2 * plain)
+    assert not {"_linear", "_matrix"} & set(layer.parameters())
+
+
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 @pytest.mark.parametrize("rows", [pytest.param(2, marks=SLOW), 12])
 def test_a_block_that_takes_tile_after_tile_has_the_bits_of_one_that_takes_one(
-    rows: int, monkeypatch: pytest.MonkeyPatch
+    backend: Backend, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    several = [random_weights((outputs, LONG), 4, 64) for outputs in (120, 1, 33)]
-    x = normal(rows, LONG, seed=3)
-    one = launch_products(x, several)
+    several, x = [linear(outputs, LONG, 4, 64) for outputs in (120, 1, 33)], normal(rows, LONG, seed=3)
+    one = backend.products(x, several)
     for blocks in (1, 3, 7):
-        monkeypatch.setattr(products, "FULL", blocks)
-        assert all(map(mx.array_equal, launch_products(x, several), one)), blocks
+        monkeypatch.setattr(cuda_products, "FULL", blocks)
+        assert all(map(mx.array_equal, backend.products(x, several), one)), blocks
 
 
-def test_layers_that_share_an_input_have_the_bits_of_each_alone() -> None:
-    several = [random_weights((outputs, K), 4, 64) for outputs in (48, 1, 33)]
-    x = normal(2, 1, K, seed=3)
-    for found, weights in zip(launch_products(x, several), several, strict=True):
-        assert mx.array_equal(found, launch_products(x, [weights])[0])
+@pytest.mark.parametrize(
+    ("backend", "module", "launch"),
+    [("cuda", cuda, "launch_products"), ("metal", metal, "metal_products")],
+    indirect=["backend"],
+)
+def test_a_chunk_of_a_prompt_takes_the_product_of_mlx(
+    backend: Backend, module: Any, launch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, taken = linear(16, 64), []
+    choose_kernels(backend, mx.bfloat16, ["product"], layer)
+    monkeypatch.setattr(module, launch, lambda x, *rest: taken.append(len(x)) or [layer(x)])
+    for rows in (1, backend.most_rows, backend.most_rows + 1, 512):
+        backend.product(normal(rows, 64, seed=1), layer)
+    assert taken == [1, backend.most_rows]
 
 
-@pytest.mark.parametrize(("bits", "rows"), [(4, 3), pytest.param(16, 11, marks=SLOW)])
-def test_a_gated_product_is_silu_of_the_gate_times_up(bits: int, rows: int) -> None:
-    both, x = random_weights((2, 40, K), bits, 64 if bits < 16 else 1), normal(rows, K, seed=4)
-    gate, up = (MatrixWeights(*[a[i] for a in both.arrays()], bits=bits, group=both.group) for i in (0, 1))
-    (found,) = launch_products(x, [gate, up], gated=True)
-    plain = [each.astype(mx.float32) for each in launch_products(x, [gate, up])]
-    assert error(found, nn.silu(plain[0]) * plain[1]) < 3e-3
-    assert mx.array_equal(found[1:2], launch_products(x[1:2], [gate, up], gated=True)[0])
-    chosen = mx.array([[1], [0], [1]])
-    stacked = [MatrixWeights(*[a[::order] for a in both.arrays()], bits=bits, group=both.group) for order in (1, -1)]
-    by_experts = launch_experts(x[:3], chosen, stacked, gated=True)[0]  # expert 0 is (gate, up), expert 1 the reverse
-    assert mx.array_equal(by_experts[1], found[1:2])
-    assert mx.array_equal(by_experts[0], launch_products(x[:1], [up, gate], gated=True)[0])
+def held(outputs: int, inputs: int, bits: int, group: int, *, experts: int = 0) -> MatrixWeights:
+    shape = (*[experts] * bool(experts), outputs, inputs)
+    return MatrixWeights(*mx.quantize(mx.ones(shape, mx.bfloat16), group, bits), bits, group)
 
 
-# Three experts for nine rows of four choices each: some have more rows than a tile has columns.
-@pytest.mark.parametrize(("bits", "count"), [(4, 3), pytest.param(16, 8, marks=SLOW)])
-def test_experts_multiply_the_rows_that_chose_them(bits: int, count: int) -> None:
-    weights = random_weights((count, 32, 128), bits, 64 if bits < 16 else 1)
-    indices = mx.random.randint(0, count, (9, 1, 4), key=mx.random.key(5))
-    shared, own = normal(9, 1, 128, seed=6), normal(9, 1, 4, 128, seed=8)
-    chosen = exact(weights)[indices]  # [9, 1, 4, N, K]
-    for x, each in ((shared, shared[..., None, :]), (own, own)):
-        found = launch_experts(x, indices, [weights])[0]
-        assert error(found, (chosen @ each.astype(mx.float32)[..., None]).squeeze(-1)) < 3e-3
-        alone = mx.concatenate([launch_experts(x[i : i + 1], indices[i : i + 1], [weights])[0] for i in (0, 8)])
-        assert mx.array_equal(alone, found[mx.array([0, 8])])
+def refusals() -> Iterator[Any]:
+    """What says why weights are not taken, the reason, the activations' type and the weights."""
+    four, layer = held(16, 128, 4, 64), nn.Linear(128, 8, bias=False)
+
+    def of_metal(dtype: mx.Dtype, weights: MatrixWeights) -> str | None:
+        return metal_refusal(dtype, layer, weights)
+
+    for says in (product_refusal, of_metal):
+        yield says, None, mx.bfloat16, four
+        yield says, "3 bits in groups of 64", mx.bfloat16, MatrixWeights(*four.arrays(), 3, 64)
+        yield says, "affine", mx.bfloat16, MatrixWeights(*four.arrays(), 4, 64, "mxfp4")
+        yield says, "affine" if says is of_metal else "another way", mx.float16, four
+    yield product_refusal, "activations are float32", mx.float32, four
+    yield product_refusal, "weights are float32", mx.bfloat16, MatrixWeights(mx.zeros((16, 128)))
+    yield (
+        product_refusal,
+        "40 inputs are no multiple of 32",
+        mx.bfloat16,
+        MatrixWeights(mx.zeros((16, 40), mx.bfloat16)),
+    )
+    yield product_refusal, "96 inputs are no multiple of 64", mx.bfloat16, held(16, 96, 4, 32)
+    yield product_refusal, "an expert's scales", mx.bfloat16, held(12, 64, 4, 64, experts=2)
+    yield of_metal, "in multiples of 16", mx.bfloat16, MatrixWeights(mx.zeros((8, 24), mx.bfloat16))
+    yield of_metal, "fewer than 8 words of weights", mx.bfloat16, held(1, 32, 4, 32)
+    yield of_metal, "activations are int32", mx.int32, four
 
 
-@pytest.mark.parametrize(("count", "top", "normed"), [(256, 8, True), (40, 3, False)])
-def test_experts_are_chosen_and_scored_as_stock_ops_do(count: int, top: int, normed: bool) -> None:
-    logits = normal(3, 2, count, seed=9)
-    logits[0, 0, 7:9] = 5.0  # equals
-    indices, scores = CUDA.route(logits, top, normed)
-    assert set(indices[0, 0].tolist()) > {7, 8}
-    _, expected = Backend().route(logits.astype(mx.float32), top, normed)
-    # Equals at the end of the choice may be others there: their scores are the same.
-    assert error(mx.sort(scores, axis=-1), mx.sort(expected, axis=-1)) < 3e-3
-    assert mx.array_equal(mx.take_along_axis(logits, indices, axis=-1)[..., 0], logits.max(axis=-1))
-    alone = CUDA.route(logits[1:2, 1:], top, normed)
-    assert mx.array_equal(alone[0], indices[1:2, 1:])
-    assert mx.array_equal(alone[1], scores[1:2, 1:])
+@pytest.mark.parametrize(("says", "reason", "dtype", "weights"), [*refusals()])
+def test_what_does_not_fit_is_named(
+    says: Callable[[mx.Dtype, MatrixWeights], str | None], reason: str | None, dtype: mx.Dtype, weights: MatrixWeights
+) -> None:
+    assert says(dtype, weights) is reason is None or (reason or "nothing") in (says(dtype, weights) or "")
 
 
-@pytest.mark.parametrize(("dtype", "count", "top"), [(mx.bfloat16, 33, 8), (mx.float16, 256, 8)])
-def test_among_equals_the_first_expert_is_chosen(dtype: mx.Dtype, count: int, top: int) -> None:
-    draws = np.random.default_rng(count).integers(-4, 4, (4, count)) / 2  # many are equal
-    draws[1, ::3], draws[2] = -np.inf, 0.0
-    indices, _ = CUDA.route(mx.array(draws, dtype), top, True)
-    assert np.array_equal(np.array(indices), np.argsort(-draws, axis=-1, kind="stable")[:, :top])
-
-
-def test_what_experts_made_is_combined_as_stock_ops_do() -> None:
-    parts, scores = normal(3, 2, 4, 40, seed=1), mx.softmax(normal(3, 2, 4, seed=2), axis=-1)
-    shared, gate = normal(3, 2, 40, seed=3), normal(3, 2, 1, seed=4)
-    found = CUDA.combine(parts, scores, shared, gate)
-    wide = [array.astype(mx.float32) for array in (parts, scores, shared, gate)]
-    assert error(found, Backend().combine(*wide)) < 3e-3
-    assert mx.array_equal(found[1:2], CUDA.combine(parts[1:2], scores[1:2], shared[1:2], gate[1:2]))
-
-
-def reasons() -> list[tuple[str, mx.Dtype, MatrixWeights]]:
-    four = random_weights((16, 128), 4, 64)
-    return [
-        ("activations are float32", mx.float32, four),
-        ("weights are float32", mx.bfloat16, MatrixWeights(mx.zeros((16, 128)))),
-        ("40 inputs are no multiple of 32", mx.bfloat16, MatrixWeights(mx.zeros((16, 40), mx.bfloat16))),
-        ("another way than affine", mx.bfloat16, MatrixWeights(*four.arrays(), 4, 64, "mxfp4")),
-        ("3 bits in groups of 64", mx.bfloat16, MatrixWeights(four.weight, four.scales, four.biases, 3, 64)),
-        ("96 inputs are no multiple of 64", mx.bfloat16, random_weights((16, 96), 4, 32)),
-        ("an expert's scales", mx.bfloat16, random_weights((2, 12, 64), 4, 64)),
-    ]
-
-
-@pytest.mark.parametrize(("reason", "dtype", "weights"), reasons())
-def test_what_does_not_fit_is_named(reason: str, dtype: mx.Dtype, weights: MatrixWeights) -> None:
-    assert reason in (product_refusal(dtype, weights) or "")
-
-
-def test_a_chunk_of_a_prompt_takes_the_product_of_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = nn.Linear(64, 16, bias=False)
-    layer.weight = layer.weight.astype(mx.bfloat16)
-    assert product_refusal(mx.bfloat16, matrix_weights(layer)) is None
-    taken = []
-    monkeypatch.setattr(backend, "launch_products", lambda x, weights: taken.append(len(x)) or [layer(x)])
-    for rows in (1, MOST_ROWS, MOST_ROWS + 1, 512):
-        CUDA.product(normal(rows, 64, seed=1), layer)
-    assert taken == [1, MOST_ROWS]
+def test_a_bias_does_not_fit_on_metal() -> None:
+    assert metal_refusal(mx.bfloat16, nn.Linear(128, 8), held(16, 128, 4, 64)) == "it has a bias"
