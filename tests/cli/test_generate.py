@@ -54,7 +54,9 @@ def test_the_text_goes_to_stdout_and_what_ran_to_stderr(expected: str) -> None:
 
 @pytest.mark.parametrize("arguments", [(QUESTION,), ("tiny-qwen3.5", QUESTION), ("-p", QUESTION)])
 def test_the_prompt_may_be_an_argument(expected: str, arguments: tuple[str, ...]) -> None:
-    assert run(*arguments, "-n", "10").stdout == expected + "\n"
+    result = run(*arguments, "-n", "10")
+    assert result.stdout == expected + "\n"
+    assert ("No model has this name: it is the prompt" in result.stderr) == (arguments == (QUESTION,))
 
 
 def test_a_model_alone_is_not_taken_for_a_prompt() -> None:

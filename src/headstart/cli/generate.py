@@ -46,6 +46,7 @@ def generate_command(
 
     if model is not None and message is prompt is prompt_file is None and not _is_model(model):
         model, message = None, model
+        typer.echo("No model has this name: it is the prompt, for the small built-in one.", err=True)
     if message is not None and prompt is not None:
         raise RequestError("the prompt is given twice: as MESSAGE and with --prompt")
     prompt = message if prompt is None else prompt

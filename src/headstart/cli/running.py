@@ -41,5 +41,5 @@ def _ask(port: int, path: str, body: dict[str, str] | None = None, *, read: Call
         except HTTPError as error:
             raise HeadstartError(str(json.load(error)["error"]["message"])) from error
     except (OSError, ValueError, LookupError, TypeError) as error:
-        problem = f"no Headstart server answers on port {port} ({error})"
+        problem = f"no Headstart server answers on port {port} ({getattr(error, 'reason', error)})"
         raise HeadstartError(f"{problem}. Start one with `headstart serve`, or name its --port") from error
