@@ -172,7 +172,7 @@ def time_turns(model: Model, tokenizer: TokenizerWrapper, prompts: list[list[int
         mine, theirs = (statistics.median(run[i] for run in runs) * 1e3 for i in range(2))
         ratio, new = statistics.median(a / b for a, b in runs), len(prompts[n]) - shared
         print(f"| {shared} | {new} | {read} | {mine:.0f} | {theirs:.0f} | {ratio:.2f} |", flush=True)
-    cold, whole = Engine(model, tokenizer), Engine(model, tokenizer)
+    cold, whole = (Engine(model, tokenizer, prefix=PrefixCache(0)) for _ in range(2))
     whole.turn_marker = None
     ratios = [first_token(cold, prompts[-1])[0] / first_token(whole, prompts[-1])[0] for _ in range(repeats)]
     share = statistics.median(ratios)

@@ -161,11 +161,12 @@ def identity(bits: int, batches: list[int]) -> None:
     from headstart.kernels.cuda.persistent import PERSISTENT
     from headstart.models import graph
     from headstart.sampling import SamplingParams
+    from headstart.state import PrefixCache
 
     graph.OFTEN = 10**9  # to remember a graph for each of these shapes would take minutes
 
     def texts(model: Any, asked: Sequence[Sequence[int]], k: int, batch: int) -> list[list[int]]:
-        engine = Engine(model, max_sequences=batch)
+        engine = Engine(model, max_sequences=batch, prefix=PrefixCache(0))
         handles = [engine.submit(Request(each, SamplingParams(max_tokens=24, k=k))) for each in asked]
         return [[token for event in handle for token in event.tokens] for handle in handles]
 

@@ -68,7 +68,7 @@ def main() -> None:
     for length in arguments.tokens:
         prompt = [(7 * i * i + 3 * i) % (model.vocabulary - 1) for i in range(length)]
         prefix = PrefixCache(1 << 30, eight_bits=arguments.eight_bits)
-        engine, plain = Engine(model, prefix=prefix), Engine(model)
+        engine, plain = Engine(model, prefix=prefix), Engine(model, prefix=PrefixCache(0))
         runs: list[tuple[float, float, float]] = []
         hit = 0
         for repeat in range(arguments.repeats + 1):  # the first warms up
