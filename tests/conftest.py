@@ -44,8 +44,9 @@ settings.load_profile("headstart")
 @pytest.fixture(autouse=True)
 def _no_prefixes_of_other_tests() -> None:
     """Models are shared by tests, and a model keeps the prefixes that it has read."""
-    if (module := sys.modules.get("headstart.engine.engine")) is not None:
-        module._prefixes.clear()
+    for module, kept in (("headstart.engine.engine", "_prefixes"), ("headstart.library", "_engines")):
+        if module in sys.modules:
+            getattr(sys.modules[module], kept).clear()
 
 
 @pytest.fixture

@@ -52,7 +52,10 @@ def test_the_text_goes_to_stdout_and_what_ran_to_stderr(expected: str) -> None:
         assert part in line
 
 
-@pytest.mark.parametrize("arguments", [(QUESTION,), ("tiny-qwen3.5", QUESTION), ("-p", QUESTION)])
+@pytest.mark.parametrize(
+    "arguments",
+    [(QUESTION,), ("tiny-qwen3.5", QUESTION), ("-m", "tiny-qwen3.5", QUESTION), ("-p", QUESTION)],
+)
 def test_the_prompt_may_be_an_argument(expected: str, arguments: tuple[str, ...]) -> None:
     result = run(*arguments, "-n", "10")
     assert result.stdout == expected + "\n"

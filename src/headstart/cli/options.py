@@ -66,8 +66,15 @@ def with_model(command: Command) -> Command:
 
 
 def with_message(command: Command) -> Command:
-    """Give a command MESSAGE as its second argument, after MODEL."""
-    return _replace_parameter(command, "message", {"message": (str, MESSAGE)}, lambda given: given["message"])
+    """Give a command that has MODEL and --model a second argument, MESSAGE. With --model it is the first."""
+
+    @wraps(command)
+    def shifted(**arguments: Any) -> None:
+        if arguments["message"] is None and arguments["model_option"] is not None:
+            arguments |= {"model": None, "message": arguments["model"]}
+        command(**arguments)
+
+    return _replace_parameter(shifted, "message", {"message": (str, MESSAGE)}, lambda given: given["message"])
 
 
 def with_models(command: Command) -> Command:

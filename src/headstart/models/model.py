@@ -277,8 +277,8 @@ class Model:
     def make_cache(self, *args: object, **named: object) -> NoReturn:
         """Refuse to be run by mlx-lm's functions."""
         raise RequestError(
-            "mlx_lm cannot run this model: use headstart.generate, stream_generate or batch_generate, which take the "
-            "same arguments"
+            "mlx_lm cannot run this model: use headstart.generate, stream_generate, batch_generate and "
+            "make_prompt_cache, which take the same arguments"
         )
 
     __call__ = make_cache
