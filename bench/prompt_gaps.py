@@ -3,9 +3,9 @@
     python bench/prompt_gaps.py [--model FOLDER] [--tokens 11000] [--streams 4] [--repeats 3]
 
 One engine decodes streams greedily; then the prompt arrives. `chunks` reads one whole chunk between two steps,
-`slices` what the engine chooses; `alone` reads the prompt without streams. They alternate, so that a noisy machine shifts all.
-Gaps are those of all streams from the prompt's arrival to its first token; medians of the repeats. A chunk or slice
-changes no token: the answers are compared.
+`slices` what the engine chooses; `alone` reads the prompt without streams. They alternate, so that a noisy machine
+shifts all. Gaps are those of all streams from the prompt's arrival to its first token; medians of the repeats. A chunk
+or slice changes no token: the prompt's first ones are compared.
 """
 
 import argparse
@@ -98,7 +98,9 @@ def main() -> None:
     print("| --- " + "| ---: " * 6 + "|")
     for name, each in runs.items():
         times = [[run.step, *(run.gap(share) for share in (0.5, 0.9, 0.99, 1.0))] for run in each]
-        middle = [f"{statistics.median(column) * 1e3:.1f}" if any(column) else "" for column in zip(*times, strict=True)]
+        middle = [
+            f"{statistics.median(column) * 1e3:.1f}" if any(column) else "" for column in zip(*times, strict=True)
+        ]
         print(f"| {name} | {' | '.join(middle)} | {statistics.median(run.first for run in each):.2f} |")
 
 
