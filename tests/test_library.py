@@ -200,9 +200,13 @@ def test_no_limit_means_the_end_of_the_context(loaded: Any, prompt: list[int]) -
 
 
 def test_progress_is_reported_at_both_ends_of_the_prompt(loaded: Any, prompt: list[int]) -> None:
-    told: list[tuple[int, int]] = []
+    told, engine = list[tuple[int, int]](), Engine(*loaded)  # which has timed nothing, and reads the prompt at once
     headstart.generate(
-        *loaded, prompt, max_tokens=2, prompt_progress_callback=lambda done, total: told.append((done, total))
+        *loaded,
+        prompt,
+        max_tokens=2,
+        engine=engine,
+        prompt_progress_callback=lambda done, total: told.append((done, total)),
     )
     assert told == [(0, len(prompt)), (len(prompt), len(prompt))]
 
@@ -214,7 +218,8 @@ def test_progress_of_a_long_prompt_is_reported_chunk_by_chunk(loaded: Any, monke
     headstart.generate(
         *loaded, long, max_tokens=2, prompt_progress_callback=lambda done, total: told.append((done, total))
     )
-    assert told == [(0, 40), (16, 40), (32, 40), (40, 40)]
+    assert {(0, 40), (16, 40), (32, 40), (40, 40)} <= set(told)  # and between, on a slow machine
+    assert told == sorted(told)
 
 
 def test_arguments_that_change_nothing_are_taken(loaded: Any, prompt: list[int]) -> None:

@@ -58,7 +58,6 @@ def test_the_comments_tell_how_much_is_read(
             gate.set()
     assert told
     assert told == sorted(told)
-    assert set(told) <= {0, 512, 1024, 1100}
 
 
 def test_nothing_is_said_where_output_comes(server: Running) -> None:
@@ -84,7 +83,8 @@ def test_prompt_progress_is_llama_cpps(server: Running, path: str) -> None:
     total = first[0]["total"]
     read = [each["processed"] for each in first]
     assert read == sorted(set(read))
-    assert (read[:2], read[-1]) == ([512, 1024], total)
+    assert {512, 1024} < set(read)  # and between, on a slow machine
+    assert read[-1] == total
     assert {each["cache"] for each in first} == {0}
     assert {each["cache"] for each in again} == {again[0]["processed"]}
     assert again[0]["processed"] >= 1024

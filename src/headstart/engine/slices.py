@@ -83,5 +83,5 @@ class Slices:
         nobody waits."""
         fits = self.time.width(begin, self._left if self._streaming else ALONE)
         if fits is None:
-            fits = 0 if self._streaming else most
+            return min(GRID, most) if self._streaming else most
         return min(max(round(fits / GRID), 1) * GRID, most)
