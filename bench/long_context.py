@@ -76,7 +76,7 @@ def main() -> None:
         model = load_model(arguments.model)
     else:
         model = random_model(arguments.hidden, 2 * lengths[-1], arguments.dtype)
-    exact, small = (measure(each, lengths, arguments.steps) for each in (model, model.with_eight_bit_kv()))
+    exact, small = (measure(each, lengths, arguments.steps) for each in (model, model.with_kv_bits(8)))
     print("| tokens | prefill tokens/s | 8 bits | step ms | 8 bits | state MB | 8 bits |")
     print("| ---: " * 7 + "|")
     for length, (a, b, c), (d, e, f) in zip(lengths, exact, small, strict=True):

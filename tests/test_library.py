@@ -222,6 +222,17 @@ def test_progress_of_a_long_prompt_is_reported_chunk_by_chunk(loaded: Any, monke
     assert told == sorted(told)
 
 
+def test_kv_caches_in_eight_bits_are_asked_for_when_a_model_is_loaded(prompt: list[int]) -> None:
+    small = headstart.load(kv_bits=8)
+    responses = list(headstart.stream_generate(*small, prompt, max_tokens=3, kv_bits=8))
+    assert [response.stats.exact for response in responses] == [False] * 3
+    for bits in (4, 0):
+        with pytest.raises(RequestError, match=f"kv_bits is {bits}"):
+            headstart.load(kv_bits=bits)
+    with pytest.raises(RequestError, match="kv_bits is not supported: give kv_bits=8 to load"):
+        headstart.generate(*small, prompt, kv_bits=4)
+
+
 def test_arguments_that_change_nothing_are_taken(loaded: Any, prompt: list[int]) -> None:
     plain = headstart.generate(*loaded, prompt, max_tokens=3)
     unused: dict[str, Any] = {"draft_model": None, "kv_bits": None, "prompt_cache": None, "logits_processors": []}

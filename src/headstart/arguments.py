@@ -29,7 +29,7 @@ REFUSED = {
     "num_draft_tokens": "use k",
     "input_embeddings": "give the prompt as text or token ids",
     "max_kv_size": "the cache keeps every token; bound it with max_tokens",
-    "kv_bits": "the cache is not quantised",
+    "kv_bits": "give kv_bits=8 to load",
     "prompt_caches": "give whole prompts: the model's prefix cache finds what they share",
 }
 # Arguments of mlx-lm that have no effect here: the engine chooses how prompts are split into chunks.
@@ -119,6 +119,8 @@ def sampling_params(sampler: object, arguments: dict[str, Any], model: Model) ->
         raise RequestError(f"model is a {type(model).__name__}: load it with headstart.load")
     for name, instead in REFUSED.items():
         value = arguments.get(name)
+        if name == "kv_bits" and value == 8 and model.eight_bit_kv:
+            continue
         if value is not None and not (isinstance(value, list) and not value):
             raise RequestError(f"{name} is not supported: {instead}")
     fields = {name: value for name, value in arguments.items() if name not in REFUSED and name not in WITHOUT_EFFECT}

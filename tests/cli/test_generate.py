@@ -52,6 +52,13 @@ def test_the_text_goes_to_stdout_and_what_ran_to_stderr(expected: str) -> None:
         assert part in line
 
 
+def test_kv_caches_in_eight_bits_are_marked() -> None:
+    assert run_json("-p", QUESTION, "-n", "2", "--kv-bits", "8")["stats"]["exact"] is False
+    refused = run("-p", QUESTION, "--kv-bits", "4")
+    assert refused.exit_code == 1
+    assert "kv_bits is 4" in str(refused.stderr)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [(QUESTION,), ("tiny-qwen3.5", QUESTION), ("-m", "tiny-qwen3.5", QUESTION), ("-p", QUESTION)],

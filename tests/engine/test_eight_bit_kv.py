@@ -35,7 +35,7 @@ def first_logits(model: Model, prompt: list[int]) -> mx.array:
 
 @pytest.mark.parametrize("family", [pytest.param("dense", marks=pytest.mark.slow), "next"])
 def test_answers_do_not_depend_on_depth_batch_or_hits_and_say_that_they_are_not_exact(family: str) -> None:
-    model = random_model(family).with_eight_bit_kv()
+    model = random_model(family).with_kv_bits(8)
     prompts = [random_prompt(model, length, length) for length in (2 * C + 5, 3 * C + 1, 7)]
     alone = [ask(Engine(model), prompt, k=0)[0] for prompt in prompts]
     engine = Engine(model, prefix=PrefixCache(1 << 28, chunk=C, eight_bits=True))
@@ -48,11 +48,11 @@ def test_answers_do_not_depend_on_depth_batch_or_hits_and_say_that_they_are_not_
 
 def test_they_are_near_to_exact_ones_in_about_half_the_memory() -> None:
     model = random_model("dense")
-    small, prompt = model.with_eight_bit_kv(), random_prompt(model, 3 * C)
+    small, prompt = model.with_kv_bits(8), random_prompt(model, 3 * C)
     exact, near = first_logits(model, prompt), first_logits(small, prompt)
     assert not mx.array_equal(exact, near)
     assert mx.allclose(exact, near, atol=0.05)
-    half = random_model("dense", head_dim=256).with_eight_bit_kv()
+    half = random_model("dense", head_dim=256).with_kv_bits(8)
     full = Footprint.of(random_model("dense", head_dim=256)).position
     assert Footprint.of(half).position == full * (8 + 32 / 32) / 32  # and a scale for 32 numbers
 
@@ -87,9 +87,9 @@ def test_every_family_keeps_its_keys_and_values_in_eight_bits(family: str) -> No
     """Or says which of its heads cannot be."""
     if family in SIZES:
         with pytest.raises(CheckpointError, match=r"heads of (16|24) numbers cannot be kept in 8 bits"):
-            family_model(family).with_eight_bit_kv()
+            family_model(family).with_kv_bits(8)
     exact = family_model(family, **SIZES.get(family, {}))
-    model, prompts = exact.with_eight_bit_kv(), [random_prompt(exact, length, length) for length in (C + 5, 7)]
+    model, prompts = exact.with_kv_bits(8), [random_prompt(exact, length, length) for length in (C + 5, 7)]
     kept = [memory for memory in model.make_state(1).layers if isinstance(memory, KV)]
     assert kept
     assert all(each.keys.dtype == each.values.dtype == mx.int8 for each in kept)

@@ -194,7 +194,7 @@ def test_pictures_are_resumed_from_the_disk(
 ) -> None:
     """Also with a KV cache of eight bits no answer depends on k, the batch or a hit."""
     monkeypatch.setattr(headstart.engine.prefill, "CHUNK", C)
-    model = models["half"].with_eight_bit_kv() if eight_bits else models["half"]
+    model = models["half"].with_kv_bits(8) if eight_bits else models["half"]
     prompt = [*range(30, 40), -1, *range(60, 90)]
     first, other = (request(model, prompt, [size]) for size in ((64, 64), (64, 65)))  # as many tokens
     assert first.prompt == other.prompt

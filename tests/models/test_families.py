@@ -66,7 +66,7 @@ def test_attention_is_one_operation_of_the_cpu_kernels(
         monkeypatch.setattr(Attentions, name, refuse)
     model, tokens = loaded(family), mx.array([[1, 2, 3]])
     if eight_bits and all(size % GROUP == 0 for size in kv_sizes(model)):
-        model = model.with_eight_bit_kv()
+        model = model.with_kv_bits(8)
     hidden = trunk(model, tokens)
     if model.has_head:
         hidden = model.head(hidden, tokens, model.make_head_state(1))

@@ -88,6 +88,7 @@ class LoadPlan:
         vision: bool = False,
         max_image_pixels: int = MAX_IMAGE_PIXELS,
         adapters: Mapping[str, str | Path] | None = None,
+        kv_bits: int | None = None,
     ) -> "LoadPlan":
         """Take the arguments of `load_model`."""
         layout = read_layout(resolve(name), resolve_head(head) if head is not None and mtp is not False else None)
@@ -114,6 +115,8 @@ class LoadPlan:
         if tower.available:
             model = replace(model, tower=empty_tower(layout.path, layout.config, max_image_pixels))
         model = replace(model, tower_unavailable=tower.reason)
+        if kv_bits is not None:
+            model = model.with_kv_bits(kv_bits)
         return cls(layout, decision, model, stored, block, tower, read_adapters(adapters or {}, model))
 
     @property
@@ -144,6 +147,7 @@ def load_model(
     vision: bool = False,
     max_image_pixels: int = MAX_IMAGE_PIXELS,
     adapters: Mapping[str, str | Path] | None = None,
+    kv_bits: int | None = None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> models.Model:
     """Load a model with its head, if it has one.
@@ -159,6 +163,7 @@ def load_model(
         vision: Also load the vision tower; where there is none, `Model.tower_unavailable` says why.
         max_image_pixels: Larger images are scaled down.
         adapters: LoRA adapters by name: folders that `mlx_lm.lora` has written. A request may name one.
+        kv_bits: 8 keeps the KV caches of sequences in 8 bits.
         progress: Called after every parameter with the share of all that have been read.
 
     Raises:
@@ -176,6 +181,7 @@ def load_model(
         vision=vision and split is None,
         max_image_pixels=max_image_pixels,
         adapters=adapters,
+        kv_bits=kv_bits,
     )
     layout, decision, model, stored = plan.layout, plan.decision, plan.model, plan.stored
     if split is not None and not model.family.divisible:

@@ -31,6 +31,7 @@ def chat_command(
     mtp: bool | None = options.MTP,
     head: str | None = options.HEAD,
     drafter: str | None = options.DRAFTER,
+    kv_bits: int | None = options.KV_BITS,
     show_drafts: bool = options.SHOW_DRAFTS,
     max_tokens: int = Option(1024, "--max-tokens", "-n", min=1, help="Most tokens of an answer."),
     *,
@@ -41,7 +42,7 @@ def chat_command(
 
     from ..library import load, stream_generate
 
-    loaded, tokenizer = load(find_model(model), mtp=mtp, head=head, drafter=find_drafter(drafter))
+    loaded, tokenizer = load(find_model(model), mtp=mtp, head=head, drafter=find_drafter(drafter), kv_bits=kv_bits)
     console, aside = Console(highlight=False), Console(stderr=True, highlight=False)
     if message is None:
         aside.print(HELP, style="dim")

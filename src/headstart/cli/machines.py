@@ -62,6 +62,7 @@ class Parts(TypedDict):
     mtp: bool | None
     head: str | None
     drafter: str | None
+    kv_bits: int | None
 
 
 def load_share(
@@ -72,7 +73,9 @@ def load_share(
 
     mtp, head, drafter = parts["mtp"], parts["head"], find_drafter(parts["drafter"])
     if machines is None:
-        return library.load(folder, mtp=mtp, head=head, drafter=drafter)
+        return library.load(folder, mtp=mtp, head=head, drafter=drafter, kv_bits=parts["kv_bits"])
+    if parts["kv_bits"] is not None:
+        raise ClusterError("--kv-bits is not available on several machines: leave it out")
     if drafter is not None:
         raise DrafterError(f"{drafter}: block drafters run on one machine only. Leave --drafter out.")
     return cluster.load_part(folder, machines.comm, split, mtp=mtp, head=head)

@@ -22,6 +22,7 @@ DRAFTER = Option(
     metavar="DRAFTER",
     help="Draft with a block drafter (DFlash, DFlash2) made for the model: a folder or hub id.",
 )
+KV_BITS = Option(None, metavar="8", help="Keep KV caches in 8 bits: half the memory, not exact.")
 SPLIT = Option("tensor", help="Under mlx.launch: machines share every layer, or have some layers each.")
 SHOW_DRAFTS = Option(
     False, "--show-drafts", help="Show where tokens came from: draft, copy, correction, bonus or plain."

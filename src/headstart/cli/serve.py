@@ -74,7 +74,7 @@ def serve_command(
     timeout: float = Option(600.0, min=1, help="Seconds that one request may take."),
     restart: bool = Option(True, "--restart/--no-restart", help="Start anew if the GPU ignores this process."),
     shutdown_timeout: float = Option(30.0, min=0, help="Seconds to finish running requests when it stops."),
-    kv_8bit: bool = Option(False, "--kv-8bit", help="Keep KV caches in 8 bits: half the memory, not exact."),
+    kv_bits: int | None = options.KV_BITS,
     prefix_cache_gb: float | None = Option(
         None, min=0, help="Memory for the prefix cache; 0 is off.", show_default="2, or a quarter of what is left"
     ),
@@ -114,7 +114,7 @@ def serve_command(
     for flag, given in {"--model-id": model_id, "--head": head, "--drafter": drafter, "--images": images}.items():
         if several and given:
             raise RequestError(f"{flag} is for one model, and there are several")
-    parts: machines.Parts = {"mtp": mtp, "head": head, "drafter": drafter}
+    parts: machines.Parts = {"mtp": mtp, "head": head, "drafter": drafter, "kv_bits": kv_bits}
     pixels = max_image_pixels if images else None
     # Bind first: a port that is taken is known before a model is loaded.
     with (
@@ -127,9 +127,7 @@ def serve_command(
         if cluster is None:
             pool = server.ModelPool(
                 DeviceThread(),
-                _find_models(
-                    models, all_models, pin or [], parts, model_id, adapter or [], kv_8bit=kv_8bit, pixels=pixels
-                ),
+                _find_models(models, all_models, pin or [], parts, model_id, adapter or [], pixels),
                 limits=limits,
                 budget=_budget(memory_gb, several),
                 prefix_bytes=cache_bytes,
@@ -145,8 +143,11 @@ def serve_command(
         else:
             if several or memory_gb is not None:
                 raise RequestError("MODEL: several machines share one model, and all of their memory: name one")
-            alone = {"--kv-8bit": kv_8bit, "--prefix-cache-dir": prefix_cache_dir is not None, "--images": images}
-            alone["--adapter"] = bool(adapter)
+            alone = {
+                "--prefix-cache-dir": prefix_cache_dir is not None,
+                "--images": images,
+                "--adapter": bool(adapter),
+            }
             if refused := next((flag for flag, given in alone.items() if given), None):
                 raise ClusterError(f"{refused} is not available on several machines: leave it out")
             leader = _join_cluster(cluster, models, split, cache_bytes, prefix_cache_8bit, sizes, parts, model_id)
@@ -205,8 +206,6 @@ def _find_models(
     parts: machines.Parts,
     id: str | None,
     given: list[str],
-    *,
-    kv_8bit: bool,
     pixels: int | None,
 ) -> "list[PooledModel]":
     """Return the models to serve, in the order of the command line, and those to pin if they are not among them.
@@ -224,7 +223,7 @@ def _find_models(
     for name, folder in zip(named, folders, strict=True):
         own.setdefault(folder, {}).update(adapters.get(name, {}))
     mtp, head, drafter = parts["mtp"], parts["head"], find_drafter(parts["drafter"])
-    read = partial(PooledModel.of, mtp=mtp, kv_8bit=kv_8bit, max_image_pixels=pixels)
+    read = partial(PooledModel.of, mtp=mtp, kv_bits=parts["kv_bits"], max_image_pixels=pixels)
     found = [
         read(folder, id=id, head=head, drafter=drafter, pinned=folder in pins, adapters=own[folder])
         for folder in dict.fromkeys(folders)

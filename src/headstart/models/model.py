@@ -298,8 +298,10 @@ class Model:
         """Return the model with a copy of the rows of these tokens, for drafts."""
         return replace(self, draft_vocabulary=DraftVocabulary.of(self.draft_lm_head(), ids, origin))
 
-    def with_eight_bit_kv(self) -> "Model":
+    def with_kv_bits(self, bits: int) -> "Model":
         """Return the model with the KV caches of its sequences in 8 bits: about half the memory, and not exact."""
+        if bits != 8:
+            raise RequestError(f"kv_bits is {bits}; KV caches are kept as they are, or in 8 bits")
         caches = state_of(self.layers, 1, self.dtype, eight_bit_kv=False).kv_layers
         sizes = [array.shape[-1] for cache in caches for array in (cache.keys, cache.values)]
         if odd := next((size for size in sizes if size % GROUP), None):

@@ -57,15 +57,15 @@ class PooledModel:
         mtp: bool | None = None,
         head: str | None = None,
         drafter: Path | None = None,
-        kv_8bit: bool = False,
+        kv_bits: int | None = None,
         max_image_pixels: int | None = None,
         adapters: Mapping[str, Path] | None = None,
         pinned: bool = False,
     ) -> "PooledModel":
         """Read what a folder's files say of a model. The other arguments are those of `load_model`; with
-        `kv_8bit` sequences keep their keys and values in eight bits, with `max_image_pixels` the model sees images.
-        """
+        `max_image_pixels` the model sees images."""
         given: dict[str, Any] = {"mtp": mtp, "head": head, "drafter": drafter, "adapters": adapters}
+        given["kv_bits"] = kv_bits
         if max_image_pixels is not None:
             given |= {"vision": True, "max_image_pixels": max_image_pixels}
         plan = LoadPlan.of(folder, **given)
@@ -74,8 +74,7 @@ class PooledModel:
             raise RequestError(f"--images: this model cannot see: {plan.model.tower_unavailable}")
 
         def load(progress: Callable[[float], None]) -> Model:
-            model = load_model(folder, **given, progress=progress)
-            return model.with_eight_bit_kv() if kv_8bit else model
+            return load_model(folder, **given, progress=progress)
 
         info = ModelInfo.of(
             plan.layout, id=id, mtp=mtp, drafter=plan.model.drafter, vision=vision, adapters=plan.adapters
