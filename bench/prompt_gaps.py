@@ -4,8 +4,8 @@
 
 One engine decodes streams greedily; then the prompt arrives. `chunks` reads one whole chunk between two steps,
 `slices` what the engine chooses; `alone` reads the prompt without streams. They alternate, so that a noisy machine
-shifts all. Gaps are those of all streams from the prompt's arrival to its first token; medians of the repeats. A chunk
-or slice changes no token: the prompt's first ones are compared.
+shifts all. Gaps are those of all streams from the prompt's arrival to its first token; medians of the repeats. A
+chunk or slice changes no token: the prompt's first ones are compared.
 """
 
 import argparse

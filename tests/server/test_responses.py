@@ -296,7 +296,7 @@ def test_the_oldest_turns_are_left_out_on_request(here: Here) -> None:
     response = client.responses.create(model="tiny", input=items, truncation="auto", max_output_tokens=500)
     text, length = prompt(here), len(here[1].requests[-1].prompt)
     assert [part in text for part in ("Be brief.", "turn 19 ", "turn 0 ")] == [True, True, False]
-    assert length <= 4096 - 500 < length + 450, "no more is left out than needed"
+    assert length <= 4096 - 500 < length + 4096 // 4 + 450, "about a quarter of the context more than it takes"
     assert response.truncation == "auto"
 
 

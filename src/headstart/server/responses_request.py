@@ -23,6 +23,7 @@ from .request_fields import (
 )  # fmt: skip
 from .responses_items import InputItem, Item, MessageItem, Messages, full_name, to_messages
 from .served_model import ServedModel
+from .shorter import starts_of_shorter
 
 ENCRYPTED_CONTENT = "reasoning.encrypted_content"  # in `include`: for clients that store responses themselves
 MAX_METADATA = 16
@@ -161,12 +162,13 @@ class ResponsesRequest(GenerationRequest):
             return await chat_prompt(partial(self._chat, messages), served, work)
         context = served.model.context_length
         most = context - min(self.max_output_tokens or context // 8, context // 2)  # leaves room for an answer
-        turns = [i for i, message in enumerate(messages) if message["role"] == "user"] or [0]
-        first = [message for message in messages[: turns[0]] if message["role"] == "system"]
 
-        async def prompt_of(dropped: int, *, last: bool = False) -> Prompt | None:
-            """Return the prompt without the first `dropped` turns, if it fits or is the `last` one to try."""
-            kept = [*first, *messages[turns[dropped] :]] if dropped else messages
+        turns = (i for i, message in enumerate(messages) if message["role"] == "user")
+        first = [message for message in messages[: next(turns, 0)] if message["role"] == "system"]
+
+        async def prompt_of(start: int, *, last: bool = False) -> Prompt | None:
+            """Return the prompt from the message `start` on, if it fits or is the `last` one to try."""
+            kept = [*first, *messages[start:]] if start else messages
             try:
                 prompt = await chat_prompt(partial(self._chat, kept), served, work)
             except Refusal as refused:
@@ -175,13 +177,14 @@ class ResponsesRequest(GenerationRequest):
                 return None
             return prompt if last or len(prompt.tokens) <= most else None
 
-        prompt, fewest, enough = await prompt_of(0), 1, len(turns) - 1
-        if prompt is not None:
+        if (prompt := await prompt_of(0)) is not None:
             return prompt
+        starts = await work.run(starts_of_shorter, messages, context, work.preparer.encoder)
+        fewest, enough = 0, len(starts) - 1
         while fewest < enough:
             middle = (fewest + enough) // 2
-            fewest, enough = (fewest, middle) if await prompt_of(middle) else (middle + 1, enough)
-        prompt = await prompt_of(enough, last=True)
+            fewest, enough = (fewest, middle) if await prompt_of(starts[middle]) else (middle + 1, enough)
+        prompt = await prompt_of(starts[enough], last=True)
         assert prompt is not None
         return prompt
 
