@@ -104,7 +104,7 @@ def test_a_drafter_that_does_not_fit_in_memory_is_refused(
     pair = load_model(target, drafter=drafter, dtype=mx.float32)
     # Keys and values of two layers with two heads of 16: counted for every position, at admission too.
     assert Footprint.of(pair).position - Footprint.of(one).position == 2 * 2 * 2 * 16 * 4
-    assert Engine(pair).footprint == Footprint.of(pair)
+    assert Engine(pair).scheduler.footprint == Footprint.of(pair)
     monkeypatch.setattr(mx, "get_active_memory", lambda: 0)
     needed = _nbytes(one.weights, mx.float32) + Footprint.of(pair).bytes([1]) / 0.9
     monkeypatch.setenv("HEADSTART_MEMORY_GB", str((needed + read_drafter(drafter).bytes) / 1e9))
@@ -176,8 +176,9 @@ def test_chat_bench_and_serve_take_a_drafter(tmp_path: Path, monkeypatch: pytest
 
 def test_several_machines_refuse_a_drafter(target: Path, tmp_path: Path) -> None:
     drafter = write_drafter(tmp_path, target)
+    machines: Any = SimpleNamespace(comm=None)
     with pytest.raises(DrafterError, match="run on one machine only"):
-        load_share(target, SimpleNamespace(comm=None), "tensor", mtp=None, head=None, drafter=str(drafter))  # type: ignore[arg-type]
+        load_share(target, machines, "tensor", mtp=None, head=None, drafter=str(drafter), kv_bits=None)
 
 
 def test_probe_finds_a_random_drafter_unsound_and_its_text_right(tmp_path: Path) -> None:

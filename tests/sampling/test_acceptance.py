@@ -21,7 +21,7 @@ PROMPTS = [[5, 900, 31, 7], [1200, 4], [77, 78, 79, 80, 81, 82], [3000, 2, 2], [
 
 
 @contextmanager
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[np.ndarray, np.ndarray]]]:
+def recorded(monkeypatch: pytest.MonkeyPatch, k: int) -> Iterator[list[tuple[np.ndarray, np.ndarray]]]:
     """The chances of every window that is judged by ratio: as a block, and token by token."""
     windows: list[tuple[np.ndarray, np.ndarray]] = []
     original = judging.block_acceptance
@@ -31,8 +31,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[np.ndarray,
     ) -> BlockAcceptance:
         found = original(p, q, p_drafts, q_drafts, allowed)
         single = token_wise(p_drafts, q_drafts, allowed)
-        full = np.array(allowed) == p_drafts.shape[1]
-        windows.append((np.array(found.probability)[full], np.array(single)[full]))
+        full = np.array(allowed) == k
+        if p_drafts.shape[1] == k:  # at the end of an answer there are fewer
+            windows.append((np.array(found.probability)[full], np.array(single)[full]))
         return found
 
     with monkeypatch.context() as patch:
@@ -50,7 +51,7 @@ def expected_lengths(windows: list[tuple[np.ndarray, np.ndarray]]) -> tuple[floa
 
 def measure(monkeypatch: pytest.MonkeyPatch, k: int, tokens: int, **params: Any) -> tuple[float, float]:
     engine = Engine(builtin_model())
-    with recorded(monkeypatch) as windows:
+    with recorded(monkeypatch, k) as windows:
         handles = [submit(engine, prompt, k=k, max_tokens=tokens, **params) for prompt in PROMPTS]
         for handle in handles:
             collect(handle)

@@ -12,7 +12,7 @@ import headstart.engine.draft as drafts
 import headstart.engine.step as loop
 from fixtures import FAMILIES, batch_of, mlx_lm_greedy, random_model, random_prompt
 from headstart.engine.batch import RESUME_PAIRS, Batch, UnseenPairs
-from headstart.kernels.types import Drafts
+from headstart.kernels.types import PendingDrafts
 from headstart.limits import MAX_K
 from headstart.models import Model
 from headstart.sampling import Proposal
@@ -38,7 +38,7 @@ def committed(memory: KV | Recurrent, row: int, length: int, accepted: int) -> l
         return [memory.keys[row, :, :length], memory.values[row, :, :length]]
     state, conv = memory.state[row : row + 1], memory.conv[row : row + 1]
     if memory.pending is not None:
-        drafts = Drafts(*memory.pending)
+        drafts = PendingDrafts(*memory.pending)
         for t in range(accepted):
             k, v, g, beta = (a[row : row + 1, t : t + 1] for a in (drafts.k, drafts.v, drafts.g, drafts.beta))
             _, state = gated_delta_ops(k, k, v, g, beta, state)
