@@ -70,6 +70,10 @@ struct Copy {
   const void* from;
   int bytes, group;
 };
+struct Product {
+  int group;
+  std::function<void()> run;
+};
 struct Thread {
   ucontext_t context;  // to start in; later turns begin with a jump, which needs no system call
   jmp_buf jump;
@@ -81,6 +85,8 @@ struct Thread {
   bool done = false;
   std::vector<Copy> copies;
   int groups = 0;
+  std::vector<Product> products;
+  int product_groups = 0;
 };
 inline thread_local Thread* self;
 inline thread_local Barrier block_barrier;
@@ -126,7 +132,9 @@ X __shfl_xor_sync(unsigned, X x, int mask) {
   return x;
 }
 
-inline float __shfl_sync(unsigned, float x, int from) {
+template <typename X>
+X __shfl_sync(unsigned, X x, int from) {
+  static_assert(sizeof(X) == 4);
   Warp& warp = *self->warp;
   std::memcpy(&warp.words[self->lane][0], &x, 4);
   __syncwarp();
@@ -173,6 +181,7 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float rsqrtf(float a) { return 1 / std::sqrt(a); }
+inline float __fdividef(float a, float b) { return a / b; }
 inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
@@ -262,7 +271,26 @@ void load_matrices(uint32_t (&out)[COUNT], const void* row) {
 }
 inline void load_matrices_4(uint32_t (&out)[4], const void* row) { load_matrices<4, false>(out, row); }
 inline void load_matrices_2(uint32_t (&out)[2], const void* row) { load_matrices<2, false>(out, row); }
+inline void load_matrices_4_transposed(uint32_t (&out)[4], const void* row) { load_matrices<4, true>(out, row); }
 inline void load_matrices_2_transposed(uint32_t (&out)[2], const void* row) { load_matrices<2, true>(out, row); }
+
+inline float power_of_two(float x) { return x < -126 ? 0.0f : std::exp2(x); }
+template <typename T>
+uint32_t pack(float low, float high) {
+  const T made[2] = {T(low), T(high)};
+  uint32_t word;
+  std::memcpy(&word, made, 4);
+  return word;
+}
+
+template <typename T>
+double half_of(uint32_t word, int high) {
+  uint16_t bits = word >> (16 * high);
+  if (std::is_same_v<T, __nv_bfloat16> && bits < 256) return bits * 0x1p-133;  // fast: no float is so small
+  T x;
+  std::memcpy(&x, &bits, 2);
+  return static_cast<float>(x);
+}
 
 // c [16, 8] += a [16, 16] · b [16, 8]
 template <typename T>
@@ -271,22 +299,79 @@ void multiply(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   for (int i = 0; i < 4; ++i) warp.words[self->lane][i] = a[i];
   for (int i = 0; i < 2; ++i) warp.words[self->lane][4 + i] = b[i];
   __syncwarp();
-  auto half = [](uint32_t word, int high) -> double {
-    uint16_t bits = word >> (16 * high);
-    if (std::is_same_v<T, __nv_bfloat16> && bits < 256) return bits * 0x1p-133;  // fast: no float is so small
-    T x;
-    std::memcpy(&x, &bits, 2);
-    return static_cast<float>(x);
-  };
   auto A = [&](int i, int k) {
-    return half(warp.words[4 * (i % 8) + (k % 8) / 2][i / 8 + 2 * (k / 8)], k % 2);
+    return half_of<T>(warp.words[4 * (i % 8) + (k % 8) / 2][i / 8 + 2 * (k / 8)], k % 2);
   };
-  auto B = [&](int k, int j) { return half(warp.words[4 * j + (k % 8) / 2][4 + k / 8], k % 2); };
+  auto B = [&](int k, int j) { return half_of<T>(warp.words[4 * j + (k % 8) / 2][4 + k / 8], k % 2); };
   for (int e = 0; e < 4; ++e) {
     const int i = self->lane / 4 + 8 * (e / 2), j = 2 * (self->lane % 4) + e % 2;
     for (int k = 0; k < 16; ++k) c[e] = float(A(i, k) * B(k, j) + c[e]);
   }
   __syncwarp();
+}
+
+// What src/headstart/kernels/warpgroup.cu says. Products read and write when they are waited for, as late as they may.
+inline void show_to_tensor_cores() {}
+inline void begin_products() {}
+template <typename X>
+void hold(X&) {}
+inline void commit_products() { ++self->product_groups; }
+template <int N>
+void wait_for_products() {
+  std::vector<Product> due;
+  std::erase_if(self->products, [&](const Product& product) {
+    if (product.group >= self->product_groups - N) return false;
+    due.push_back(product);
+    return true;
+  });
+  for (const Product& product : due) product.run();
+}
+inline unsigned long long describe_panel(const void* begin, int next = 0) {
+  const auto place = static_cast<unsigned long long>(static_cast<const unsigned char*>(begin) - shared_room);
+  return 1ull << 62 | 1024ull / 16 << 32 | static_cast<unsigned long long>(next / 16) << 16 | place / 16;
+}
+// The element of a tile at `across` of its rows (or columns, if those lie side by side) and `k`, as the PTX manual
+// lays it out with a swizzle of 128 bytes.
+template <typename T>
+double tile_element(unsigned long long described, int across, int k, bool side_by_side) {
+  auto field = [&](int bit) { return int(described >> bit & 0x3FFF) * 16; };
+  const int line = side_by_side ? k : across, column = side_by_side ? across % 64 : k;
+  int place = field(0) + line / 8 * field(32) + line % 8 * 128 + column * 2;
+  if (side_by_side) place += across / 64 * field(16);
+  uint16_t bits;
+  std::memcpy(&bits, shared_room + (place ^ (place >> 7 & 7) << 4), 2);
+  return half_of<T>(bits, 0);
+}
+template <typename T>
+void multiply_panels(float (&c)[8][4], unsigned long long a, unsigned long long b, bool adds) {
+  const int row0 = threadIdx.x / 32 % 4 * 16 + self->lane / 4, column0 = 2 * (self->lane % 4);
+  self->products.push_back({self->product_groups, [=, &c] {
+    for (int j = 0; j < 8; ++j)
+      for (int e = 0; e < 4; ++e) {
+        float sum = adds ? c[j][e] : 0.0f;
+        for (int k = 0; k < 16; ++k)
+          sum = float(tile_element<T>(a, row0 + e / 2 * 8, k, false) *
+                      tile_element<T>(b, 8 * j + column0 + e % 2, k, false) + sum);
+        c[j][e] = sum;
+      }
+  }});
+}
+template <typename T, int N>
+void multiply_by_panels(float (&c)[N][4], const uint32_t (&a)[4], unsigned long long b) {
+  self->products.push_back({self->product_groups, [=, &c, &a] {
+    Warp& warp = *self->warp;
+    for (int i = 0; i < 4; ++i) warp.words[self->lane][i] = a[i];
+    __syncwarp();
+    double left[2][16];
+    for (int half = 0; half < 2; ++half)
+      for (int k = 0; k < 16; ++k)
+        left[half][k] = half_of<T>(warp.words[self->lane / 4 * 4 + k % 8 / 2][half + 2 * (k / 8)], k % 2);
+    for (int j = 0; j < N; ++j)
+      for (int e = 0; e < 4; ++e)
+        for (int k = 0; k < 16; ++k)
+          c[j][e] = float(left[e / 2][k] * tile_element<T>(b, 8 * j + 2 * (self->lane % 4) + e % 2, k, true) + c[j][e]);
+    __syncwarp();
+  }});
 }
 }  // namespace headstart
 

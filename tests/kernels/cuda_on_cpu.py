@@ -67,7 +67,7 @@ def cuda_kernel(
 ) -> Callable[..., list[mx.array]]:
     files = [Path(file) for file in re.findall(r'#include "(.*)"', header)]
     # What the tensor cores do stands in cuda_on_cpu.h.
-    header = "".join(file.read_text() for file in files if file.stem != "tensor_core")
+    header = "".join(file.read_text() for file in files if file.stem not in ("tensor_core", "warpgroup"))
     declared = re.compile(r"extern __shared__ __align__\((\d+)\) unsigned char dynamic_shared\[\];")
     alignment = max(map(int, declared.findall(header + source)), default=16)
     header, source = (declared.sub("", text) for text in (header, source))

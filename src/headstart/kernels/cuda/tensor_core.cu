@@ -113,6 +113,13 @@ __device__ __forceinline__ void load_matrices_2_transposed(uint32_t (&out)[2], c
                : "memory");
 }
 
+__device__ __forceinline__ void load_matrices_4_transposed(uint32_t (&out)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
 // c [16, 8] += a [16, 16] · b [16, 8], for elements of type T.
 template <typename T>
 __device__ void multiply(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
@@ -133,6 +140,29 @@ __device__ __forceinline__ void multiply<__half>(
                "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// 2^x, to two units in the last place; of 0 it is 1, and below 2^-126 it is 0.
+__device__ __forceinline__ float power_of_two(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+}
+
+// Two numbers, the first in the low half, rounded to type T.
+template <typename T>
+__device__ uint32_t pack(float low, float high);
+
+template <>
+__device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
+  __nv_bfloat162 made = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<uint32_t*>(&made);
+}
+
+template <>
+__device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
+  __half2 made = __floats2half2_rn(low, high);
+  return *reinterpret_cast<uint32_t*>(&made);
 }
 
 // Of two pairs, both low or both high halves.
