@@ -172,8 +172,8 @@ __device__ __forceinline__ void attend_prompt(
     copy_lines<D, KEYS>(tiles + step % 2 * STEP, [&](int line) { return lines + line * D; },
                         highest + 1 - step * KEYS);
   };
-  auto arrive = [] {  // all that is under way
-    wait_for_copies<0>();
+  auto arrive = [] {  // all copies but those committed last
+    wait_for_copies<1>();
     if constexpr (WARPGROUPS) show_to_tensor_cores();
     __syncthreads();
   };
@@ -218,10 +218,10 @@ __device__ __forceinline__ void attend_prompt(
       queries - row0);
   copy_step(key_tiles, keys, begin);
   commit_copies();
-  arrive();
   copy_step(value_tiles, values, begin);
   if (begin + 1 < end) copy_step(key_tiles, keys, begin + 1);
   commit_copies();
+  arrive();
   if constexpr (WARPGROUPS) begin_products();
   begin_scores<D, WARPGROUPS>(scores, query_tile, key_tiles + begin % 2 * STEP);
   if constexpr (WARPGROUPS) {
@@ -230,24 +230,32 @@ __device__ __forceinline__ void attend_prompt(
   }
   add_scores(begin);
   pack_scores();
+  __syncthreads();  // the first keys are read
+  if (begin + 2 < end) copy_step(key_tiles, keys, begin + 2);
+  commit_copies();
 
 #pragma unroll 1
   for (int step = begin; step + 1 < end; ++step) {
-    arrive();  // the values of this step and the keys of the next; the tiles before are read
-    copy_step(value_tiles, values, step + 1);
-    if (step + 2 < end) copy_step(key_tiles, keys, step + 2);
-    commit_copies();
+    arrive();  // the values of this step and the keys of the next; the values before are read
     if constexpr (WARPGROUPS) {
       hold(scores), hold(sum), hold(p);
       begin_products();
+      begin_scores<D, WARPGROUPS>(scores, query_tile, key_tiles + (step + 1) % 2 * STEP);
     }
-    begin_scores<D, WARPGROUPS>(scores, query_tile, key_tiles + (step + 1) % 2 * STEP);
+    copy_step(value_tiles, values, step + 1);
+    commit_copies();
+    if constexpr (!WARPGROUPS) {
+      begin_scores<D, WARPGROUPS>(scores, query_tile, key_tiles + (step + 1) % 2 * STEP);
+    }
     begin_sum<D, WARPGROUPS>(sum, p, value_tiles + step % 2 * STEP);
     if constexpr (WARPGROUPS) {
       wait_for_products<1>();
       hold(scores);
     }
     add_scores(step + 1);
+    __syncthreads();  // the keys are read
+    if (step + 3 < end) copy_step(key_tiles, keys, step + 3);
+    commit_copies();
     if constexpr (WARPGROUPS) {
       wait_for_products<0>();
       hold(sum), hold(p);
