@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import headstart
+from headstart.checkpoint.template import chat_tokens
 from headstart.cli import show
 from headstart.cli.main import app
-from headstart.cli.show import chat_tokens
 from headstart.engine import Stats
 from headstart.engine.recovery import Recovery
 from headstart.engine.running import Running

@@ -14,9 +14,10 @@ from typer.testing import CliRunner, Result
 
 import headstart
 from headstart import library
+from headstart.checkpoint.template import chat_tokens
 from headstart.cli.main import app
 from headstart.cli.options import SAMPLING
-from headstart.cli.show import LOOKS, chat_tokens
+from headstart.cli.show import LOOKS
 from headstart.engine import Engine, Stats
 from headstart.errors import RequestError
 

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 import headstart
 from adapters import write_adapter
 from checkpoints import write
+from headstart.checkpoint.template import chat_tokens
 from headstart.cli.main import app
-from headstart.cli.show import chat_tokens
 from headstart.server import ModelPool, Server
 
 KEY, PROMPT = "sk-never-to-be-seen", "Write a function that adds two secret-looking numbers."

@@ -11,6 +11,7 @@ from typing import Annotated
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from ..checkpoint.template import chat_tokens
 from ..errors import RequestError
 
 KINDS = ("code", "prose", "chat", "repetitive")  # of the built-in prompts, by default
@@ -40,9 +41,7 @@ class BenchPrompt(BaseModel, frozen=True, extra="forbid"):
     def tokens(self, tokenizer: TokenizerWrapper) -> list[int]:
         """Return token ids. Without a chat template, encode a conversation as paragraphs."""
         if self.messages and tokenizer.has_chat_template:
-            # None keeps the template's own default, where mlx-lm's default would turn thinking on.
-            messages = list(self.messages)
-            return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, enable_thinking=None))
+            return chat_tokens(tokenizer, self.messages)
         return list(tokenizer.encode(self.as_text + ("\n\n" if self.messages else "")))
 
 

@@ -40,6 +40,7 @@ def chat_command(
     """Talk with a model. /help lists the commands, Ctrl-C stops an answer. With a MESSAGE, answer it and leave."""
     from rich.console import Console
 
+    from ..checkpoint.template import chat_tokens
     from ..library import load, stream_generate
 
     loaded, tokenizer = load(find_model(model), mtp=mtp, head=head, drafter=find_drafter(drafter), kv_bits=kv_bits)
@@ -63,7 +64,7 @@ def chat_command(
             messages.append({"role": "user", "content": line})
             try:
                 check_text(line, "the message")
-                tokens = show.chat_tokens(tokenizer, messages)
+                tokens = chat_tokens(tokenizer, messages)
                 shared = {"prompt_progress_callback": show.prompt_progress(aside), **sampling}
                 responses = stream_generate(loaded, tokenizer, tokens, max_tokens, **shared)
                 text, _ = show.print_answer(responses, console, aside, origins=show_drafts)

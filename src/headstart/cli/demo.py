@@ -25,12 +25,13 @@ def demo_command(model: str | None) -> None:
     """Compare speculation off and on: watch a model write a function both ways, and see both measured."""
     from rich.console import Console
 
+    from ..checkpoint.template import chat_tokens
     from ..library import load, stream_generate
 
     loaded, tokenizer = load(find_model(model))
     if not loaded.has_head:
         raise HeadError(f"there is nothing to compare: {loaded.head_unavailable or 'the model has no head'}")
-    prompt = show.chat_tokens(tokenizer, [{"role": "user", "content": PROMPT}])
+    prompt = chat_tokens(tokenizer, [{"role": "user", "content": PROMPT}])
 
     def run(k: int | Literal["auto"]) -> "Iterator[GenerationResponse]":
         return stream_generate(loaded, tokenizer, prompt, MAX_TOKENS, k=k)

@@ -42,6 +42,7 @@ def generate_command(
     MESSAGE, --prompt or --prompt-file; without a MODEL, `headstart generate "Hello"` is enough."""
     from rich.console import Console
 
+    from ..checkpoint.template import chat_tokens
     from ..cluster import follow, lead
     from ..library import stream_generate
 
@@ -59,7 +60,7 @@ def generate_command(
         text = _read_prompt(prompt, prompt_file)
         loaded, tokenizer = machines.load_share(find_model(model), cluster, split, **parts)
         engine = lead(cluster, loaded, tokenizer, max_sequences=1) if cluster is not None else None
-        tokens = text if raw else show.chat_tokens(tokenizer, [{"role": "user", "content": text}])
+        tokens = text if raw else chat_tokens(tokenizer, [{"role": "user", "content": text}])
         aside = Console(stderr=True, highlight=False)
         shared = {"prompt_progress_callback": show.prompt_progress(aside), "engine": engine, **sampling}
         responses = stream_generate(loaded, tokenizer, tokens, **shared)

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import typer
 
-from ..errors import CheckpointError, HeadstartError, RequestError
+from ..errors import HeadstartError, RequestError
 
 if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
     from rich.console import Console
     from rich.text import Text
 
@@ -42,14 +41,6 @@ class Reportable(Protocol):
     def as_dict(self) -> dict[str, Any]: ...
 
     def markdown(self) -> str: ...
-
-
-def chat_tokens(tokenizer: "TokenizerWrapper", messages: list[dict[str, str]]) -> list[int]:
-    """Return a conversation as the model was trained to read it, up to where its answer begins."""
-    if not tokenizer.has_chat_template:
-        raise CheckpointError("the model's tokenizer has no chat template: use `headstart generate --raw`")
-    # None keeps the template's own default, where mlx-lm's default would turn thinking on.
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, enable_thinking=None))
 
 
 def print_token(console: "Console", response: "GenerationResponse", *, origins: bool) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..checkpoint.template import template_problem
 from .log import LOG, log_error
 
 MIN_TURN = 128  # tokens from one cut at a turn to the next: a short chunk takes longer per token
@@ -28,6 +29,9 @@ class TurnMarker(NamedTuple):
     def of(cls, tokenizer: TokenizerWrapper | None) -> "TurnMarker | None":
         """Return what the tokenizer's chat template writes; None if that is not always the same tokens."""
         if tokenizer is None or not tokenizer.has_chat_template:
+            return None
+        if problem := template_problem(tokenizer):
+            LOG.warning("the chat template is not used: %s", problem)
             return None
         user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
         try:

@@ -12,11 +12,11 @@ from inspect import signature
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..checkpoint.template import template_problem
 from ..engine import PromptImage, insert_images
-from ..errors import RequestError
+from ..errors import RequestError, printable_error
 from ..sampling import GrammarSpec
 from ..sampling.bounds import MAX_NODES, count_nodes
 from ..sampling.grammar import Grammar
@@ -114,12 +114,15 @@ class ChatTemplate:
         conversation = (messages, chat.tools if chat.callable_tools else None, options)
         try:
             return encoder.render(self._apply, conversation)
-        except (TemplateError, TypeError, ValueError) as error:  # whatever a template does with its input
-            refuse(chat.param, f"the model's chat template rejects them: {error}")
+        except Exception as error:  # whatever a template does with its input
+            refuse(chat.param, f"the model's chat template rejects them: {printable_error(error)}")
 
     def _check(self, chat: Chat) -> None:
         if not self._tokenizer.has_chat_template:
             refuse(chat.param, "the model has no chat template: use /v1/completions", "unsupported")
+        if problem := template_problem(self._tokenizer):
+            message = f"the model's chat template is not used: {problem}: use /v1/completions"
+            refuse(chat.param, message, "unsupported")
         arguments = signature(self._tokenizer._tokenizer.apply_chat_template).parameters
         if reserved := sorted(arguments.keys() & chat.template_options.keys()):
             refuse("chat_template_kwargs", f"{', '.join(reserved)} cannot be set by clients: leave it out")
@@ -136,7 +139,7 @@ class ChatTemplate:
         messages = [{"role": role, "content": word} for role in roles]
         try:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False)).count(word) == len(roles)
-        except TemplateError:
+        except Exception:
             return False
 
     @cached_property
@@ -146,7 +149,7 @@ class ChatTemplate:
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         try:
             return "{perhaps" in str(self._tokenizer.apply_chat_template(messages, tokenize=False))
-        except (TemplateError, TypeError, ValueError):
+        except Exception:
             return False
 
 

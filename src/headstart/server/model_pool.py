@@ -25,6 +25,7 @@ from ..engine.log import log_error
 from ..engine.memory import MAX_PREFIX_CACHE, memory_for_prefixes
 from ..engine.prefix_disk import PrefixOptions
 from ..errors import Busy, HeadstartError, RequestError
+from ..host import give_back_memory
 from ..models.memory import SHARE
 from .errors import Refusal
 from .log import LOG
@@ -336,5 +337,8 @@ def _end_wait(model: PooledModel) -> None:
 
 def _collect() -> None:
     """Free the weights of a model that nothing refers to any more but cycles of its own."""
+    gc.unfreeze()  # the server froze what was loaded before it started
     gc.collect()
+    gc.freeze()
     mx.clear_cache()
+    give_back_memory()
