@@ -180,6 +180,7 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __expf(float a) { return std::exp(a); }
 inline float rsqrtf(float a) { return 1 / std::sqrt(a); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __fsqrt_rn(float a) { return std::sqrt(a); }
@@ -233,6 +234,12 @@ void copy_16_bytes(void* to, const void* from, int there = 16) {
   std::memset(to, 0, 16);
   self->copies.push_back({to, from, there, self->groups});
 }
+template <int BYTES>
+void copy_bytes(void* to, const void* from) {
+  if (reinterpret_cast<uintptr_t>(from) % BYTES || reinterpret_cast<uintptr_t>(to) % BYTES) std::abort();
+  std::memset(to, 0, BYTES);
+  self->copies.push_back({to, from, BYTES, self->groups});
+}
 inline void commit_copies() { ++self->groups; }
 template <int N>
 void wait_for_copies() {
@@ -252,6 +259,25 @@ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
   T made[2] = {T(float(left[0]) * float(right[0])), T(float(left[1]) * float(right[1]))};
   std::memcpy(&a, made, 4);
   return a;
+}
+
+template <typename T>
+uint32_t fma_pairs(uint32_t a, uint32_t b, uint32_t c) {
+  T x[2], y[2], z[2];
+  std::memcpy(x, &a, 4), std::memcpy(y, &b, 4), std::memcpy(z, &c, 4);
+  for (int i = 0; i < 2; ++i) x[i] = T(std::fma(float(x[i]), float(y[i]), float(z[i])));
+  std::memcpy(&a, x, 4);
+  return a;
+}
+inline uint32_t transpose_matrix(uint32_t pair) {
+  Warp& warp = *self->warp;
+  warp.words[self->lane][0] = pair;
+  __syncwarp();
+  auto element = [&](int r, int c) { return warp.words[4 * r + c / 2][0] >> (16 * (c % 2)) & 0xFFFF; };
+  const int group = self->lane / 4, column = 2 * (self->lane % 4);
+  pair = element(column, group) | element(column + 1, group) << 16;
+  __syncwarp();
+  return pair;
 }
 
 // Matrix m of a load is 8×8 of two bytes, its row r starts where lane 8·m + r points. A lane gets the pair

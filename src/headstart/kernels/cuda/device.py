@@ -12,10 +12,11 @@ def include(*names: str) -> str:
     return "".join(f'#include "{Path(__file__).with_name(name)}.cu"\n' for name in names)
 
 
-def launch_bounds(threads: int) -> str:
-    """Return the end of a header after which kernels have as few registers as a block of `threads` leaves them. MLX
-    writes the signature itself, without bounds; with more registers than these a block could not start."""
-    return f"#undef __global__\n#define __global__ __attribute__((global)) __launch_bounds__({threads})\n"
+def launch_bounds(threads: int, blocks: int = 1) -> str:
+    """Return the end of a header after which kernels have as few registers as `blocks` of `threads` on a
+    multiprocessor leave them. MLX writes the signature itself, without bounds; with more registers than these a block
+    could not start."""
+    return f"#undef __global__\n#define __global__ __attribute__((global)) __launch_bounds__({threads}, {blocks})\n"
 
 
 @cache

@@ -44,6 +44,15 @@ __device__ __forceinline__ void copy_16_bytes(void* to, const void* from, int th
   copy_16_bytes(shared_address(to), from, there);
 }
 
+// Likewise 4, 8 or 16 bytes, through the L1 cache if fewer than 16.
+template <int BYTES>
+__device__ __forceinline__ void copy_bytes(void* to, const void* from) {
+  if constexpr (BYTES == 16)
+    copy_16_bytes(to, from);
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(BYTES) : "memory");
+}
+
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -120,6 +129,12 @@ __device__ __forceinline__ void load_matrices_4_transposed(uint32_t (&out)[4], c
                : "memory");
 }
 
+// An 8×8 matrix of two-byte elements, of which a lane has row lane/4, columns 2·(lane%4) and +1, transposed.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t pair) {
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(pair));
+  return pair;
+}
+
 // c [16, 8] += a [16, 16] · b [16, 8], for elements of type T.
 template <typename T>
 __device__ void multiply(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
@@ -177,6 +192,22 @@ template <>
 __device__ __forceinline__ uint32_t multiply_pairs<__nv_bfloat16>(uint32_t a, uint32_t b) {
   __nv_bfloat162 made = __hmul2(*reinterpret_cast<__nv_bfloat162*>(&a), *reinterpret_cast<__nv_bfloat162*>(&b));
   return *reinterpret_cast<uint32_t*>(&made);
+}
+
+// a · b + c of two pairs of type T, rounded once.
+template <typename T>
+__device__ uint32_t fma_pairs(uint32_t a, uint32_t b, uint32_t c);
+
+template <>
+__device__ __forceinline__ uint32_t fma_pairs<__nv_bfloat16>(uint32_t a, uint32_t b, uint32_t c) {
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(a) : "r"(a), "r"(b), "r"(c));
+  return a;
+}
+
+template <>
+__device__ __forceinline__ uint32_t fma_pairs<__half>(uint32_t a, uint32_t b, uint32_t c) {
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(a) : "r"(a), "r"(b), "r"(c));
+  return a;
 }
 
 }  // namespace headstart

@@ -1,0 +1,192 @@
+"""Experts of a prompt's rows: the rows sorted by expert, and each expert's weights read once for up to `TOKENS` of
+them. They stay as they are quantised (see prompt_experts.cu).
+
+A row's result depends on the row and its experts alone: not on how many rows there are, which, or in what order.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from ..weights import MatrixWeights, weight_names
+from .compiler import cuda_kernel
+from .device import include, launch_bounds
+from .products import name_suffix
+
+CHUNK = 64  # positions along K that are taken at a time
+SORTERS = 1024  # threads of the block that sorts: no model has more experts
+
+
+@dataclass(frozen=True)
+class PromptTile:
+    """What a block multiplies at a time. None of it changes a bit of what it makes."""
+
+    warps: int = 8  # each has 32 rows of weights
+    tokens: int = 64  # rows of x that chose the same expert, at most
+    stages: int = 4  # chunks under way and in use
+    blocks: int = 2  # at a time on a multiprocessor
+
+
+def prompt_experts_refusal(dtype: mx.Dtype, weights: MatrixWeights) -> str | None:
+    """Return why `prompt_experts` does not take these weights [E, N, K]; None where it does."""
+    if dtype not in (mx.bfloat16, mx.float16):
+        return f"activations are {str(dtype).removeprefix('mlx.core.')}"
+    if weights.weight.shape[0] > SORTERS:
+        return f"more than {SORTERS} experts"
+    if weights.inputs % CHUNK or weights.outputs % 32:
+        return f"{weights.inputs} → {weights.outputs}: no multiples of {CHUNK} and 32"
+    if weights.scales is None:
+        return None if weights.weight.dtype == dtype else "weights are of another type than activations"
+    if weights.mode != "affine" or weights.scales.dtype != dtype:
+        return "quantised in another way than affine"
+    return None if weights.group in (32, 64, 128) else f"groups of {weights.group}"
+
+
+def prompt_experts(
+    x: mx.array, indices: mx.array, gate: MatrixWeights, up: MatrixWeights, down: MatrixWeights
+) -> mx.array:
+    """Return what each expert in `indices` [..., top] makes of a row of x [..., K]: `down(silu(gate) * up)`,
+    [..., top, N]."""
+    top = indices.shape[-1]
+    rows, pairs = x.reshape(-1, x.shape[-1]), indices.reshape(-1, top).astype(mx.uint32)
+    tile = choose_tile(gate.bits)
+    order, tiles, arranged = launch_sort(rows, pairs, gate, tile)
+    hidden = launch_prompt_product(arranged, order, tiles, [gate, up], tile, share=top, arranged=down.bits)
+    made = launch_prompt_product(hidden, order, tiles, [down], tile)
+    return made.reshape(*indices.shape, down.outputs)
+
+
+def choose_tile(bits: int) -> PromptTile:
+    return PromptTile()
+
+
+def is_arranged(bits: int) -> bool:
+    """Return whether products with such weights want the elements of their input in another order."""
+    return bits in (4, 8)
+
+
+def launch_sort(
+    x: mx.array, indices: mx.array, weights: MatrixWeights, tile: PromptTile
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Sort the pairs of a row and an expert in `indices` [R, top] by expert, and arrange x [R, K] for the product of
+    these weights → the pairs' numbers, what each block has to do, and x."""
+    experts, pairs = weights.weight.shape[0], indices.size
+    most = min(experts, pairs) + pairs // tile.tokens
+    arranges = is_arranged(weights.bits)
+    blocks = min(-(-x.size // 8 // SORTERS), 512) if arranges else 0
+    made = _sort(arranges)(
+        inputs=[indices, x] if arranges else [indices],
+        template=[("EXPERTS", experts), ("TOKENS", tile.tokens), ("BITS", weights.bits), ("MOST", most)],
+        grid=((1 + blocks) * SORTERS, 1, 1),
+        threadgroup=(SORTERS, 1, 1),
+        output_shapes=[(pairs,), (most, 3), *([x.shape] if arranges else [])],
+        output_dtypes=[mx.int32, mx.int32, *([x.dtype] if arranges else [])],
+    )
+    order, tiles = made[:2]
+    return order, tiles, made[2] if arranges else x
+
+
+def launch_prompt_product(
+    x: mx.array,
+    order: mx.array,
+    tiles: mx.array,
+    weights: list[MatrixWeights],
+    tile: PromptTile,
+    share: int = 0,
+    arranged: int = 0,
+) -> mx.array:
+    """Multiply rows of x [·, K], arranged, by the experts that `launch_sort` found for them.
+
+    Args:
+        weights: One, or a gate and its `up`: then `silu(gate) * up` is returned.
+        share: Pair p has row p / share of x, and the products are left sorted. Where it is 0 the rows are sorted
+            already, and the products are left as the pairs were.
+        arranged: The bits of the weights that the products are input to, or 0.
+    """
+    first, gated = weights[0], len(weights) == 2
+    bits, groups = first.bits, first.inputs // first.group
+    piece = next((size for size in (16, 8, 4, 2) if 2 * groups % size == 0), 0) if bits < 16 else 0
+    each = piece * first.group // 128  # chunks
+    pieces = 1 + -(-(tile.stages - 1) // each) if bits < 16 else 0
+    rows = 32 * tile.warps
+    shared = tile.stages * (tile.tokens * 2 * CHUNK + rows * 8 * bits) + pieces * rows * 2 * piece
+    outputs = -(-first.outputs // (rows // 2 if gated else rows))
+    made: mx.array = _product(gated, bits < 16, share > 0, tile.warps, tile.blocks, shared)(
+        inputs=[x, order, tiles, *(array for each in weights for array in each.arrays())],
+        template=[
+            ("T", x.dtype),
+            ("BITS", bits),
+            ("GROUP", first.group),
+            ("PIECE", piece),
+            ("TOKENS", tile.tokens),
+            ("STAGES", tile.stages),
+            ("SHARE", share),
+            ("ARRANGED", arranged if is_arranged(arranged) else 0),
+        ],
+        grid=(outputs * rows, tiles.shape[0], 1),
+        threadgroup=(rows, 1, 1),
+        output_shapes=[(order.size, first.outputs)],
+        output_dtypes=[x.dtype],
+    )[0]
+    return made
+
+
+@cache
+def _sort(arranges: bool) -> Any:
+    return cuda_kernel(
+        name=f"sort_pairs{'_and_arrange' * arranges}",
+        input_names=["indices", "x"][: 1 + arranges],
+        output_names=["order", "tiles", "arranged"][: 2 + arranges],
+        header=include("tensor_core", "prompt_order"),
+        source=(ARRANGE if arranges else "")
+        + """
+            const int pairs = indices_shape[0] * indices_shape[1];
+            if (blockIdx.x == 0) headstart::sort_pairs<EXPERTS, TOKENS>(indices, pairs, order, tiles, MOST);
+        """,
+    )
+
+
+ARRANGE = """
+  const int eights = x_shape[0] * (x_shape[1] / 8);
+  for (int i = (int(blockIdx.x) - 1) * blockDim.x + threadIdx.x; blockIdx.x && i < eights;
+       i += (gridDim.x - 1) * blockDim.x)
+    reinterpret_cast<uint4*>(arranged)[i] = headstart::arrange<BITS>(reinterpret_cast<const uint4*>(x)[i]);
+"""
+
+
+@cache
+def _product(gated: bool, quantised: bool, gathers: bool, warps: int, blocks: int, shared: int) -> Any:
+    names = weight_names(1 + gated, quantised)
+    codes = [f"reinterpret_cast<const unsigned char*>(w{i}) + at * (K / 8 * BITS)" for i in range(1 + gated)]
+    scales = [
+        f"{letter}{i} + at * (K / GROUP)" if quantised else "nullptr" for i in range(1 + gated) for letter in "sb"
+    ]
+    none = ["nullptr"] * (1 - gated)
+    expert = [*codes, *none, *scales, *none, *none, "N", "K"]
+    return cuda_kernel(
+        name=f"prompt_experts_{'gated_' * gated}{'gathered' if gathers else 'sorted'}_{warps}_{blocks}"
+        + name_suffix(shared),
+        input_names=["x", "order", "tiles", *names],
+        output_names=["out"],
+        header=include("tensor_core", "prompt_experts") + launch_bounds(32 * warps, blocks),
+        source=f"""
+            extern __shared__ __align__(128) unsigned char dynamic_shared[];
+            const int begin = tiles[3 * blockIdx.y + 1], count = tiles[3 * blockIdx.y + 2];
+            if (count == 0) return;
+            const int N = w0_shape[1], K = x_shape[1];
+            const long long at = (long long)tiles[3 * blockIdx.y] * N;
+            const headstart::Expert<T> expert = {{{", ".join(expert)}}};
+            using Shape = headstart::PromptShape<
+                T, BITS, GROUP, PIECE, {warps}, TOKENS, STAGES, {str(gated).lower()}, ARRANGED>;
+            auto pair = [&](int row) {{ return order[begin + row]; }};
+            auto sorted = [&](int row) {{ return begin + row; }};
+            auto source = [&](int row) {{ return {"pair(row) / SHARE" if gathers else "sorted(row)"}; }};
+            auto target = [&](int row) {{ return {"sorted(row)" if gathers else "pair(row)"}; }};
+            headstart::prompt_tile_of<Shape, TOKENS / 8>(
+                count, dynamic_shared, x, expert, out, int(blockIdx.x) * Shape::WARPS * Shape::OUTPUTS, count, source,
+                target);
+        """,
+        shared_memory=shared,
+    )
