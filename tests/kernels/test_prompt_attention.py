@@ -14,15 +14,30 @@ from headstart.kernels.cuda.prompt_attention import KEYS, ROWS, launch_prompt_at
 
 H, HKV = 6, 2
 SCALE = 0.2
-REACH = 10**6
+PIECE = 2 * KEYS
 SLOW = pytest.mark.slow
 
 
-@pytest.fixture(autouse=True, scope="module", params=[True, False], ids=["warpgroups", "warps"])
-def on_the_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture(
+    autouse=True, scope="module", params=[True, pytest.param(False, marks=SLOW)], ids=["warpgroups", "warps"]
+)
+def kernels(request: pytest.FixtureRequest) -> Iterator[pytest.MonkeyPatch]:
     with cuda_on_cpu.emulated() as patch:
         patch.setattr(prompt_attention, "multiplies_in_warpgroups", lambda: request.param)
-        yield
+        patch.setattr(prompt_attention, "multiprocessors", lambda: 1)  # pieces one after the other
+        patch.setattr(prompt_attention, "PIECE", PIECE)
+        yield patch
+
+
+def attend(
+    queries: mx.array,
+    gates: mx.array | None,
+    keys: mx.array,
+    values: mx.array,
+    offset: mx.array,
+    window: int | None = None,
+) -> mx.array:
+    return launch_prompt_attention(queries, gates, keys, values, offset, SCALE, keys.shape[2], window)
 
 
 def prompts(
@@ -64,7 +79,7 @@ def in_float64(
 )
 def test_a_pass_gets_what_its_softmax_is_in_float64(D: int, dtype: mx.Dtype, allowed: float) -> None:
     inputs = prompts([KEYS - 5, 2 * KEYS], 11, 3 * KEYS, D, dtype)
-    found, expected = exact(launch_prompt_attention(*inputs, SCALE, REACH)), in_float64(*inputs)
+    found, expected = exact(attend(*inputs)), in_float64(*inputs)
     for row in range(2):
         assert np.linalg.norm(found[row] - expected[row]) < allowed * np.linalg.norm(expected[row])
 
@@ -73,18 +88,18 @@ def test_a_pass_gets_what_its_softmax_is_in_float64(D: int, dtype: mx.Dtype, all
 def test_passes_of_several_tiles_of_queries(offset: int) -> None:
     inputs = prompts([offset], 2 * ROWS // 3 + 5, 3 * KEYS)
     expected = in_float64(*inputs)
-    found = exact(launch_prompt_attention(*inputs, SCALE, REACH))
+    found = exact(attend(*inputs))
     assert np.linalg.norm(found - expected) < 5e-3 * np.linalg.norm(expected)
     queries, gates, *rest = inputs
-    found = exact(launch_prompt_attention(queries, None, *rest, SCALE, REACH))
+    found = exact(attend(queries, None, *rest))
     expected = in_float64(queries, mx.full(gates.shape, 1e9), *rest)
     assert np.linalg.norm(found - expected) < 5e-3 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("window", [1, 20, KEYS + 3])
+@pytest.mark.parametrize("window", [20, KEYS + 3])
 def test_a_query_sees_a_window_of_positions(window: int) -> None:
     inputs = prompts([0, 2 * KEYS + 7], ROWS // 3 + 5, 4 * KEYS)
-    found, expected = exact(launch_prompt_attention(*inputs, SCALE, REACH, window)), in_float64(*inputs, window)
+    found, expected = exact(attend(*inputs, window)), in_float64(*inputs, window)
     assert np.linalg.norm(found - expected) < 5e-3 * np.linalg.norm(expected)
 
 
@@ -93,33 +108,42 @@ def test_a_query_sees_a_window_of_positions(window: int) -> None:
 def test_a_query_has_the_same_bits_in_a_pass_of_any_width_and_capacity(begin: int, window: int | None) -> None:
     width, capacity = ROWS // 3 + 30, 3 * KEYS
     queries, gates, keys, values, offset = prompts([begin], width, capacity)
-    together = launch_prompt_attention(queries, gates, keys, values, offset, SCALE, REACH, window)
+    together = attend(queries, gates, keys, values, offset, window)
     for cuts in ([0, 1, 2, 64, width], [0, 43, width], [0, width - 5, width]):
         for start, stop in pairwise(cuts):
             own = slice(start, stop)
             later = mx.arange(capacity)[:, None] >= offset + stop  # not written yet when it is a pass of its own
             alone = [mx.where(later, mx.nan, a).astype(a.dtype) for a in (keys, values)]
             alone = [mx.pad(a, [(0, 0), (0, 0), (0, stop), (0, 0)]) for a in alone]
-            found = launch_prompt_attention(
-                queries[:, :, own], gates[:, own], *alone, offset + start, SCALE, REACH, window
-            )
+            found = attend(queries[:, :, own], gates[:, own], *alone, offset + start, window)
             assert mx.array_equal(found, together[:, own])
+
+
+@pytest.mark.parametrize("window", [None, KEYS + 3])
+def test_pieces_side_by_side_give_the_same_bits(window: int | None, kernels: pytest.MonkeyPatch) -> None:
+    """One query of the tile with the first piece, some with the second, and a row in the fourth."""
+    inputs = prompts([PIECE - 1, 3 * PIECE + 9], 50, 4 * PIECE)
+    expected = attend(*inputs, window)
+    assert np.linalg.norm(exact(expected) - in_float64(*inputs, window)) < 5e-3 * np.linalg.norm(exact(expected))
+    with kernels.context() as patch:
+        patch.setattr(prompt_attention, "multiprocessors", lambda: 100)
+        assert mx.array_equal(attend(*inputs, window), expected)
 
 
 def test_a_row_has_the_same_bits_whatever_stands_beside_it() -> None:
     inputs = prompts([7, 2 * KEYS - 2, KEYS], 10, 3 * KEYS)
-    crowd = launch_prompt_attention(*inputs, SCALE, REACH)
+    crowd = attend(*inputs)
     for row in range(3):
         only = slice(row, row + 1)
-        assert mx.array_equal(launch_prompt_attention(*[a[only] for a in inputs], SCALE, REACH), crowd[only])
+        assert mx.array_equal(attend(*[a[only] for a in inputs]), crowd[only])
 
 
 def test_what_a_query_does_not_see_changes_nothing() -> None:
     """Also where a neighbour in its tile sees it, and however large it is."""
     queries, gates, keys, values, offset = prompts([KEYS - 4], 20, 3 * KEYS)
-    together = launch_prompt_attention(queries, gates, keys, values, offset, SCALE, REACH)
+    together = attend(queries, gates, keys, values, offset)
     later = mx.arange(3 * KEYS)[:, None] >= KEYS
     changed = [mx.where(later, 100 * a, a) for a in (keys, values)]
-    found = launch_prompt_attention(queries, gates, *changed, offset, SCALE, REACH)
+    found = attend(queries, gates, *changed, offset)
     assert mx.array_equal(found[:, :4], together[:, :4])
     assert not mx.array_equal(found[:, 4:5], together[:, 4:5])
