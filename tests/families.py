@@ -227,6 +227,30 @@ HEADS = {  # where a release has a module of the head, its parts beside a decode
 }
 
 
+LEFT_OUT = object()
+MIMO_OF_TRANSFORMERS = (
+    "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "n_group", "topk_group",
+    "head_dim", "v_head_dim", "attention_value_scale", "routed_scaling_factor",
+)  # fmt: skip
+SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8}
+TRUNKS: dict[str, tuple[str, dict[str, Any]]] = {  # whose configs transformers 5.23 writes otherwise, or that slide
+    "mistral": ("mistral", {"sliding_window": 8}),
+    "qwen2": ("qwen2", {**SLIDING, "max_window_layers": 1}),
+    "qwen2-all": ("qwen2", {**SLIDING, "max_window_layers": 0}),
+    "qwen3-all": ("qwen3", {**SLIDING, "max_window_layers": 0}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe-all": ("qwen3_moe", {**SLIDING, "max_window_layers": 0}),
+    "longcat_flash": ("longcat_flash", {"num_hidden_layers": 4, "head_dim": LATENT["qk_rope_head_dim"]}),
+    "mimo_v2_flash": ("mimo_v2_flash", {
+        "layer_types": ["full_attention", "sliding_attention"], "mlp_layer_types": ["dense", "sparse"],
+        "sliding_window": 9, "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.334},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.334},
+        },
+        **dict.fromkeys((name for name in CONFIGS["mimo_v2_flash"] if name not in MIMO_OF_TRANSFORMERS), LEFT_OUT),
+    }),
+}  # fmt: skip
+
 STEP = (  # from mlx-lm's names to the released ones
     (r"\.mlp\.switch_mlp\.", ".moe."),
     (r"\.mlp\.gate\.gate\.", ".moe.gate."),
@@ -368,6 +392,21 @@ def write_family(
     return folder
 
 
+def write_trunk(folder: Path, family: str, fields: dict[str, Any]) -> Path:
+    """Write a release without its head, of whose config mlx-lm, which shapes the weights, need not know `fields`."""
+    config = {name: value for name, value in (make_config(family) | fields).items() if value is not LEFT_OUT}
+    arrays = {name: a for name, a in released_arrays(make_config(family)).items() if "mtp" not in name}
+    for name in [name for name in arrays if family == "longcat_flash" and re.search(r"\.[0-3]\.(gate|up)_", name)]:
+        zero = re.sub(r"experts\.(\d)\.", lambda found: f"experts.{8 + int(found[1])}.", name)
+        arrays[zero] = arrays[name]  # transformers has these weights of experts that return their input
+    folder.mkdir(parents=True)
+    write_shards(folder, arrays, 2, {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    return folder
+
+
 if __name__ == "__main__":
     for name in HEADS:
         write_family(Path(sys.argv[1], name), name)
+    for name, (family, fields) in TRUNKS.items():
+        write_trunk(Path(sys.argv[1], "trunks", name), family, fields)

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from families import make_config, write_family
+from families import TRUNKS, make_config, write_family, write_trunk
 from fixtures import generate, random_prompt
 from headstart.checkpoint import load_model
 from headstart.errors import CheckpointError
@@ -18,6 +18,7 @@ from headstart.models.windows import attention_windows
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 WINDOW = 8
+RECORDED = json.loads(Path(__file__).parents[1].joinpath("reference", "trunks.json").read_text())
 ALL = ["sliding_attention"]
 SLIDING: dict[str, dict[str, Any]] = {  # configs of which every layer slides
     "llama": {"layer_types": ALL, "sliding_window": WINDOW},
@@ -117,3 +118,15 @@ def test_a_window_that_makes_no_sense_is_refused_by_name(
 ) -> None:
     with pytest.raises(CheckpointError, match=problem):
         load_model(write_sliding(tmp_path, "mistral", fields))
+
+
+@pytest.mark.parametrize("name", TRUNKS)
+def test_a_model_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    """As its config is, and as transformers writes it."""
+    family, fields = TRUNKS[name]
+    folder, recorded = write_trunk(tmp_path / "model", family, fields), RECORDED["trunks"][name]
+    expected = mx.array(recorded["logits"])
+    found = [logits(load_model(folder, dtype=mx.float32), RECORDED["prompt"])]
+    (folder / "config.json").write_text(json.dumps(recorded["config"]))
+    found.append(logits(load_model(folder, dtype=mx.float32), RECORDED["prompt"]))
+    assert all(mx.abs(each - expected).max() < 1e-4 * mx.abs(expected).max() for each in found)
