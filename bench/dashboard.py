@@ -8,7 +8,6 @@ browser's is not included, but it adds to the wall time where the two share core
 
 import argparse
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,7 +19,13 @@ from playwright.sync_api import Browser, expect, sync_playwright
 from headstart.checkpoint import read_layout, resolve
 from headstart.engine import Engine, EngineThread
 from headstart.library import load
-from headstart.server import ModelInfo, ModelPool, ServedModel, Server, bind, create_app
+from headstart.server.app import create_app
+from headstart.server.listen import bind
+from headstart.server.model_pool import ModelPool
+from headstart.server.routes import open_app
+from headstart.server.served_model import ModelInfo, ServedModel
+from headstart.server.server import Server
+from headstart.server.states import ServerState
 
 BODY = {
     "messages": [{"role": "user", "content": "Write a Python function that sorts a list."}],
@@ -39,15 +44,14 @@ def serving() -> Iterator[str]:
     engine_thread = EngineThread(Engine(model, tokenizer))
     engine_thread.warm_up()
     served = ServedModel.of(ModelInfo.of(read_layout(folder)), model, tokenizer)
-    with bind("127.0.0.1", 0) as bound:
-        server = Server(create_app(ModelPool.of_one(engine_thread, served)), engine_thread.device)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
-        thread.start()
-        while not server.started:
-            time.sleep(0.05)
+    pool = ModelPool.of_one(engine_thread, served)
+    state = ServerState()
+    app = create_app(state)
+    server = Server(app, state)
+    with bind("127.0.0.1", 0) as bound, server.running(bound):
+        server.call(open_app(app, state, pool)).result()
+        state.doing = None
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
-        server.should_exit = True
-        thread.join()
 
 
 @contextmanager

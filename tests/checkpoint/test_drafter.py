@@ -15,13 +15,14 @@ from headstart.checkpoint import load_model, resolve
 from headstart.checkpoint.drafter import convert_drafter, read_drafter
 from headstart.checkpoint.load import _nbytes
 from headstart.checkpoint.quantize import Recipe
-from headstart.cli import show
+from headstart.cli import serve, show
 from headstart.cli.machines import load_share
 from headstart.cli.main import app
 from headstart.engine import Engine, Stats
 from headstart.errors import DrafterError, HeadstartError
 from headstart.models.memory import Footprint
-from headstart.server import ModelPool, Server
+from headstart.server.model_pool import ModelPool
+from headstart.server.server import Server
 from loopback_hub import running_hub
 
 
@@ -168,8 +169,8 @@ def test_chat_bench_and_serve_take_a_drafter(tmp_path: Path, monkeypatch: pytest
     report = json.loads(run("bench", "--drafter", drafter, *measured))
     assert [each["variant"] for each in report["measurements"] if each["identical"]] == ["k=0", "k=12"]
     pools: list[ModelPool] = []
-    monkeypatch.setattr(Server, "run", lambda self, sockets: None)
-    monkeypatch.setattr(ModelPool, "load_now", lambda self, model: pools.append(self))
+    monkeypatch.setattr(Server, "wait", lambda self, announce: announce())
+    monkeypatch.setattr(serve, "_load", lambda server, state, pool, model: pools.append(pool))
     run("serve", "--drafter", drafter, "--port", 0)
     assert [model.info.drafter for model in pools[0].models] == [{"kind": "dflash", "max_k": 15}]
 

@@ -11,8 +11,12 @@ import pytest
 from test_serve import serving
 from typer.testing import CliRunner
 
+from headstart.cli import serve
 from headstart.cli.main import app
-from headstart.server import ModelPool, Server
+from headstart.server.model_pool import ModelPool
+from headstart.server.pooled_model import PooledModel
+from headstart.server.server import Server
+from headstart.server.states import ServerState
 
 ROOT = Path(__file__).parents[2]
 CONTRIB = ROOT / "contrib"
@@ -69,14 +73,11 @@ def test_flags_go_before_the_environment_and_that_before_the_file(
 ) -> None:
     found: dict[str, object] = {}
 
-    def run(self: Server, sockets: object) -> None:
-        found["device"] = self._device
+    def load(server: Server, state: ServerState, pool: ModelPool, model: PooledModel) -> None:
+        found.update(queue=pool.max_queue, seconds=pool.limits.request_seconds, budget=pool.budget)
 
-    def load(self: ModelPool, model: object) -> None:
-        found.update(queue=self.max_queue, seconds=self.limits.request_seconds, budget=self.budget)
-
-    monkeypatch.setattr(Server, "run", run)
-    monkeypatch.setattr(ModelPool, "load_now", load)
+    monkeypatch.setattr(Server, "wait", lambda self, announce: announce())
+    monkeypatch.setattr(serve, "_load", load)
     file = tmp_path / "headstart.toml"
     file.write_text("max-queue = 7\ntimeout = 50\nport = 0\nmemory-gb = 1.5\nmodels = 'tiny-qwen3.5-moe'\n")
     result = CliRunner().invoke(app, ["serve", "--config", str(file), "--timeout", "60"])

@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ import headstart
 from adapters import write_adapter
 from checkpoints import write
 from headstart.checkpoint.template import chat_tokens
+from headstart.cli import serve
 from headstart.cli.main import app
-from headstart.server import ModelPool, Server
+from headstart.server.model_pool import ModelPool
+from headstart.server.server import Server
 
 KEY, PROMPT = "sk-never-to-be-seen", "Write a function that adds two secret-looking numbers."
 
@@ -62,7 +64,7 @@ def test_it_prints_its_address_and_answers_like_the_library() -> None:
     loaded, tokenizer = headstart.load()
     tokens = chat_tokens(tokenizer, [{"role": "user", "content": PROMPT}])
     expected = headstart.generate(loaded, tokenizer, tokens, max_tokens=24)
-    with serving(HEADSTART_API_KEY=f"{KEY} another") as (process, printed):
+    with serving("--drain-seconds", "600", HEADSTART_API_KEY=f"{KEY} another") as (process, printed):
         assert printed["Model"] == "tiny-qwen3.5"
         assert re.fullmatch(r"on, up to \d drafts per step", printed["Speculation"])
         address = printed["Address"]
@@ -134,13 +136,18 @@ def test_a_restarted_server_resumes_from_the_disk_and_answers_the_same(tmp_path:
 
 
 def test_a_client_that_calls_once_the_address_is_printed_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def call(self: Server, sockets: list[socket.socket]) -> None:
-        socket.create_connection(sockets[0].getsockname()).close()
+    answered: list[int] = []
 
-    monkeypatch.setattr(Server, "run", call)
+    def call(self: Server, announce: Callable[[], None]) -> None:
+        announce()
+        url = f"http://127.0.0.1:{self.servers[0].sockets[0].getsockname()[1]}"
+        answered.extend(httpx.get(f"{url}{path}").status_code for path in ("/health", "/health/live"))
+
+    monkeypatch.setattr(Server, "wait", call)
     result = CliRunner().invoke(app, ["serve", "--port", "0", "--no-mtp"])
     assert result.exit_code == 0, result.stderr
     assert "Address:" in result.stdout
+    assert answered == [200, 200]
 
 
 def test_it_refuses_to_be_seen_from_outside_without_a_key() -> None:
@@ -164,8 +171,8 @@ def test_a_key_that_no_header_can_carry_is_refused(key: str) -> None:
 
 def test_several_models_are_served_and_the_first_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pools: list[ModelPool] = []
-    monkeypatch.setattr(Server, "run", lambda self, sockets: None)
-    monkeypatch.setattr(ModelPool, "load_now", lambda self, model: pools.append(self))
+    monkeypatch.setattr(Server, "wait", lambda self, announce: announce())
+    monkeypatch.setattr(serve, "_load", lambda server, state, pool, model: pools.append(pool))
     folders = [str(write(tmp_path / name, "dense")) for name in ("one", "two")]
     result = CliRunner().invoke(app, ["serve", *folders, "--pin", "tiny-qwen3.5", "--memory-gb", "1", "--port", "0"])
     assert result.exit_code == 0, result.stderr
@@ -192,8 +199,8 @@ def test_adapters_go_to_the_first_model_or_to_the_one_that_they_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pools: list[ModelPool] = []
-    monkeypatch.setattr(Server, "run", lambda self, sockets: None)
-    monkeypatch.setattr(ModelPool, "load_now", lambda self, model: pools.append(self))
+    monkeypatch.setattr(Server, "wait", lambda self, announce: announce())
+    monkeypatch.setattr(serve, "_load", lambda server, state, pool, model: pools.append(pool))
     one, two = (write(tmp_path / name, "dense") for name in ("one", "two"))
     tune = write_adapter(tmp_path / "tune", one)
     config = tmp_path / "serve.toml"

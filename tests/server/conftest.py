@@ -17,7 +17,7 @@ import headstart.engine.engine
 import headstart.engine.prefill
 from checkpoints import write
 from headstart.engine.step_time import time_steps
-from headstart.server import Limits
+from headstart.server.settings import Limits
 from headstart.server.workers import Workers
 
 

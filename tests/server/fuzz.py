@@ -18,12 +18,13 @@ from running import served_model, tokenizer
 
 from headstart.errors import HeadstartError
 from headstart.sampling.bounds import on_deep_stack
-from headstart.server import Limits, ServedModel
 from headstart.server.anthropic_request import CountTokensRequest, MessagesRequest
 from headstart.server.chat import Prompt
 from headstart.server.errors import Refusal
 from headstart.server.openai_request import ChatCompletionRequest, CompletionRequest
 from headstart.server.prepare import Preparer
+from headstart.server.served_model import ServedModel
+from headstart.server.settings import Limits
 
 SHAPES: dict[str, Any] = {
     "/v1/chat/completions": ChatCompletionRequest,

@@ -3,7 +3,6 @@
 import asyncio
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import mlx.core as mx
+from fastapi import FastAPI
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from checkpoints import write
@@ -23,11 +23,19 @@ from headstart.checkpoint import load_model, load_tokenizer, read_layout, resolv
 from headstart.engine import Engine, EngineThread, Request
 from headstart.models import Model
 from headstart.sampling import SamplingParams
-from headstart.server import Keys, Limits, ModelInfo, ModelPool, ServedModel, Server, bind, create_app
 from headstart.server.anthropic_request import CountTokensRequest
+from headstart.server.app import create_app
 from headstart.server.chat import Prompt
+from headstart.server.listen import bind
+from headstart.server.middleware import Keys
+from headstart.server.model_pool import ModelPool
 from headstart.server.prepare import Preparer
 from headstart.server.request_fields import GenerationRequest
+from headstart.server.routes import open_app
+from headstart.server.served_model import ModelInfo, ServedModel
+from headstart.server.server import Server
+from headstart.server.settings import Limits
+from headstart.server.states import ServerState
 from headstart.state import PrefixCache
 
 if TYPE_CHECKING:  # clients are imported by the processes that use them: it takes seconds
@@ -36,7 +44,9 @@ if TYPE_CHECKING:  # clients are imported by the processes that use them: it tak
 
 HUB_ID = "someone/tiny-random"
 CONTEXT = 4096
-WITHOUT_MODEL = ("headstart_engine_healthy", "headstart_engine_restarts_total", "headstart_memory_bytes")
+WITHOUT_MODEL = (
+    "headstart_state", "headstart_engine_healthy", "headstart_engine_restarts_total", "headstart_memory_bytes",
+)  # fmt: skip
 HANG = 300.0  # seconds after which a test gives up, however slow the machine: the first steps compile kernels
 
 
@@ -110,6 +120,34 @@ class Running:
         return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.rsplit(" ", 1)[0] == wanted), 0.0)
 
 
+@dataclass
+class Starting:
+    """A server that has no model yet."""
+
+    place: socket.socket
+    app: FastAPI
+    state: ServerState
+    server: Server
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.place.getsockname()[1]}"
+
+    def open(self, pool: ModelPool, *, ready: bool = True, **options: Any) -> None:
+        self.server.call(open_app(self.app, self.state, pool, **options)).result(HANG)
+        if ready:
+            self.state.doing = None
+
+
+@contextmanager
+def starting(*, deadline: float = 5.0, drain: float = 0.0, **app: Any) -> Iterator[Starting]:
+    state = ServerState(names=["tiny"])
+    start = create_app(state, **app)
+    server = Server(start, state, deadline=deadline, drain=drain)
+    with bind("127.0.0.1", 0) as place, server.running(place):
+        yield Starting(place, start, state, server)
+
+
 @contextmanager
 def running(
     *,
@@ -130,20 +168,12 @@ def running(
         Engine(served.model, tokenizer(), **{"max_queue": 256, "prefix": PrefixCache(0)} | engine), **burst
     )
     keys = Keys([*([key] if key else []), *other_keys])
-    app = create_app(ModelPool.of_one(room, served, limits), keys=keys, cors_origins=cors_origins)
-    with bind("127.0.0.1", 0) as place:
+    pool = ModelPool.of_one(room, served, limits)
+    with starting(keys=keys, limits=pool.limits, cors_origins=cors_origins, deadline=deadline) as start:
         if send_buffer is not None:
-            place.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        server = Server(app, room.device, deadline=deadline)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
-        thread.start()
-        try:
-            wait_until(lambda: server.started)
-            yield Running(f"http://127.0.0.1:{place.getsockname()[1]}", room, served, server, key)
-        finally:
-            server.should_exit = True
-            thread.join(HANG)
-            assert not thread.is_alive(), "the server does not stop"
+            start.place.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        start.open(pool)
+        yield Running(start.url, room, served, start.server, key)
 
 
 @dataclass
@@ -157,18 +187,10 @@ class Address:
 
 
 @contextmanager
-def serving(pool: ModelPool, **options: Any) -> Iterator[Address]:
-    with bind("127.0.0.1", 0) as place:
-        server = Server(create_app(pool, **options), pool.device, deadline=5.0)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
-        thread.start()
-        try:
-            wait_until(lambda: server.started)
-            yield Address(f"http://127.0.0.1:{place.getsockname()[1]}")
-        finally:
-            server.should_exit = True
-            thread.join(HANG)
-            assert not thread.is_alive(), "the server does not stop"
+def serving(pool: ModelPool, *, allow_download: bool = False) -> Iterator[Address]:
+    with starting(limits=pool.limits) as start:
+        start.open(pool, allow_download=allow_download)
+        yield Address(start.url)
 
 
 class Reader:

@@ -12,7 +12,8 @@ import running
 from adapters import write_adapter
 from checkpoints import write
 from headstart.engine import DeviceThread
-from headstart.server import ModelPool, PooledModel
+from headstart.server.model_pool import ModelPool
+from headstart.server.pooled_model import PooledModel
 
 Served = tuple[httpx.Client, PooledModel, Path]
 BODIES: dict[str, dict[str, Any]] = {
@@ -30,8 +31,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     adapters = {name: write_adapter(root / name, folder, seed=seed) for seed, name in enumerate(("a", "b-2"))}
     model = PooledModel.of(folder, adapters=adapters)
     pool = ModelPool(DeviceThread(), [model])
-    pool.load_now(model)
     with running.serving(pool) as server, server.http() as http:
+        assert http.post("/v1/models/load", json={"model": "red"}).status_code == 200
         yield http, model, folder
 
 

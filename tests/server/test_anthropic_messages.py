@@ -11,7 +11,7 @@ from running import CONTEXT, Running, alone, chat_tokens, running, wait_until
 
 import headstart.server.event_stream
 from headstart.limits import MAX_HEAD_K
-from headstart.server import Limits
+from headstart.server.settings import Limits
 from headstart.state import PrefixCache
 
 HI = [{"role": "user", "content": "hi"}]

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from running import Running, running, wait_until
 
-from headstart.server import Limits
+from headstart.server.settings import Limits
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"name": "add", "input_schema": {"type": "object"}}

@@ -8,14 +8,16 @@ from running import CONTEXT, served_model, tiny, tokenizer, wait_until
 from scripted import ScriptedRoom
 
 from headstart.engine import Engine, EngineThread, Request
-from headstart.server import Limits, ModelPool, PooledModel
 from headstart.server.errors import Refusal
 from headstart.server.metrics import Meter, Metrics
+from headstart.server.model_pool import ModelPool
 from headstart.server.request_handler import RunningRequest
+from headstart.server.settings import Limits
+from headstart.server.states import ServerState
 
 
-def answer(room: EngineThread, model: PooledModel, seconds: float) -> RunningRequest:
-    meter = Meter(Metrics(room.device, [model]), model, "/v1/completions", time.perf_counter())
+def answer(room: EngineThread, pool: ModelPool, seconds: float) -> RunningRequest:
+    meter = Meter(Metrics(ServerState(pool), pool), pool.models[0], "/v1/completions", time.perf_counter())
     deadline = asyncio.get_running_loop().time() + seconds
     return RunningRequest(room, [Request([5])], Limits(), client="", deadline=deadline, meter=meter)
 
@@ -26,7 +28,7 @@ def test_tokens_generated_in_time_and_read_too_late_are_too_late() -> None:
     room.start()
 
     async def read_late() -> None:
-        late = answer(room, ModelPool.of_one(room, served_model()).models[0], seconds=0.2)
+        late = answer(room, ModelPool.of_one(room, served_model()), seconds=0.2)
         while late._events.empty():
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.3)
@@ -43,12 +45,12 @@ def test_a_sequence_without_a_listener_is_freed_at_the_deadline() -> None:
     room = EngineThread(Engine(tiny(True, CONTEXT), tokenizer()))
 
     async def never_read() -> None:
-        model = ModelPool.of_one(room, served_model()).models[0]
+        pool = ModelPool.of_one(room, served_model())
         room.start()
-        late = answer(room, model, seconds=0.1)
+        late = answer(room, pool, seconds=0.1)
         await asyncio.sleep(0.3)
         assert late._handles[0].cancelled
-        assert model.counters.requests["/v1/completions", "timeout"] == 1
+        assert pool.models[0].counters.requests["/v1/completions", "timeout"] == 1
 
     asyncio.run(never_read())
     wait_until(lambda: not room.engine.scheduler.busy)

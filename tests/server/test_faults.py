@@ -19,8 +19,10 @@ import headstart.engine.prefill
 import headstart.engine.step
 from headstart.engine import Engine, Request
 from headstart.engine.batch import Batch
-from headstart.server import Server, openai_request
+from headstart.server import openai_request
 from headstart.server.response import ChoiceOutput
+from headstart.server.server import Server
+from headstart.server.states import READY
 from metal_errors import IGNORED
 
 TOPICS = ("sorting", "primes", "files", "dates")
@@ -54,7 +56,7 @@ def all_at_once(server: Running, bad: str | None = None) -> dict[str, str | open
 def healthy(server: Running) -> bool:
     with server.http() as http:
         response = http.get("/health")
-    assert (response.status_code == 200) == (response.json()["status"] == "ok")
+    assert (response.status_code == 200) == (response.json()["status"] in READY)
     return response.status_code == 200
 
 
@@ -186,7 +188,9 @@ def test_a_dead_engine_thread_is_started_again_and_every_answer_goes_on(monkeypa
         assert healthy(server)
         with server.http() as http:
             told = http.get("/health").json()
-        assert (told["restarts"], told["problem"]) == (1, "SystemExit: killed")
+        assert (told["restarts"], told["status"]) == (1, "degraded")
+        assert told["reason"].startswith("the engine's thread died (SystemExit: killed) and was restarted ")
+        assert server.metric("headstart_state", state="degraded") == 1
         assert server.metric("headstart_engine_restarts_total") == 1
         assert server.metric("headstart_recomputed_sequences_total", reason="restart") >= 1
         server.room.close(0)
@@ -210,6 +214,7 @@ def test_an_engine_thread_that_dies_again_stays_dead_and_the_server_reports_it(
         wait_until(lambda: not healthy(server))
         with server.http() as http:
             assert http.get("/health").status_code == 503
+            assert http.get("/health/live").status_code == 503
             assert http.get("/v1/models").status_code == 200
         assert server.metric("headstart_engine_healthy") == 0
 
@@ -325,7 +330,7 @@ def test_a_server_whose_device_is_lost_says_so_and_stops(monkeypatch: pytest.Mon
         with server.http() as http:
             told = http.get("/health").json()
         assert (told["restarts"], told["status"]) == (0, "unhealthy")
-        assert "SubmissionsIgnored" in told["problem"]
+        assert "SubmissionsIgnored" in told["reason"]
         assert server.metric("headstart_engine_healthy") == 0
         patch.undo()
         wait_until(lambda: refuses(server))

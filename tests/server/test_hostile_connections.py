@@ -21,9 +21,9 @@ from hostile import SMALL, Target, connect, target
 from running import running, wait_until
 
 from headstart.errors import RequestError
-from headstart.server import Limits, connection_limit
-from headstart.server.listen import Pool
+from headstart.server.listen import Pool, connection_limit
 from headstart.server.request_handler import RequestHandler
+from headstart.server.settings import Limits
 
 FILES = 512  # descriptors of the server process: more than 384 connections cannot be open
 LONG = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4000, "min_tokens": 4000}

@@ -3,9 +3,8 @@
 import pytest
 from hostile import SMALL, Target, error_code
 
-from headstart.server import hosts_for
 from headstart.server.errors import Refusal
-from headstart.server.middleware import check_host
+from headstart.server.middleware import check_host, hosts_for
 
 ROUTES = [
     ("GET", "/v1/models"),

@@ -18,8 +18,7 @@ import pytest
 from hostile import Target, target
 from running import wait_until
 
-from headstart.server import bind
-from headstart.server.listen import listen
+from headstart.server.listen import bind, listen
 
 LONG: dict[str, Any] = {"max_tokens": 3000, "min_tokens": 3000, "temperature": 0, "stream": True}
 SHORT: dict[str, Any] = {"max_tokens": 40, "min_tokens": 40, "temperature": 0, "stream": True}
@@ -30,7 +29,7 @@ PROMPTS = ("def add(a, b):", "import json\n")
 def streaming(server: Target, **body: Any) -> Iterator[Iterator[str]]:
     """The lines of a stream, the first of which has come."""
     with server.http() as http, http.stream("POST", "/v1/completions", json=body) as response:
-        lines = (line for line in response.iter_lines() if line)
+        lines = (line for line in response.iter_lines() if line and not line.startswith(":"))
         assert next(lines).startswith("data: ")
         yield lines
 
@@ -66,7 +65,7 @@ def assert_sigterm_lets_streams_end(server: Target) -> None:
 
 @pytest.mark.slow  # the server without standard streams ends in this way, too
 def test_sigterm_lets_streams_end_that_run() -> None:
-    with target("--shutdown-timeout", "600") as server:
+    with target("--shutdown-timeout", "600", "--drain-seconds", "0") as server:
         assert_sigterm_lets_streams_end(server)
         assert "Traceback" not in server.log()
 
@@ -143,7 +142,7 @@ def started(**streams: Any) -> Iterator[Target]:
     with socket.create_server(("127.0.0.1", 0)) as place:
         port = place.getsockname()[1]
     command = [Path(sysconfig.get_path("scripts")) / "headstart", "serve", "--port", str(port), "--access-log"]
-    command += ["--shutdown-timeout", "600", "--no-mtp"]
+    command += ["--shutdown-timeout", "600", "--drain-seconds", "0", "--no-mtp"]
     process = subprocess.Popen(command, text=True, start_new_session=True, **streams)
     server = Target(process, f"http://127.0.0.1:{port}", Path(os.devnull))
     try:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from running import Running, read, served_model, tokenizer
 from tokenizers import Tokenizer
 
-from headstart.server import ServedModel
 from headstart.server.anthropic_request import CountTokensRequest, MessagesRequest
 from headstart.server.openai_request import ChatCompletionRequest, CompletionRequest
+from headstart.server.served_model import ServedModel
 from headstart.server.worker import Encoder
 
 BACKEND: Tokenizer = tokenizer()._tokenizer.backend_tokenizer

@@ -15,9 +15,9 @@ from running import Running
 
 from headstart.images import ImageRules
 from headstart.library import generate
-from headstart.server import Limits
 from headstart.server.image_urls import Fetched
 from headstart.server.images import MAX_IMAGES, _decode, parse_image_url
+from headstart.server.settings import Limits
 from reference.pictures import picture
 from vision_models import encoded, giant_png
 

@@ -18,9 +18,11 @@ from headstart.engine.draft import Source
 from headstart.engine.draft_history import DraftHistory
 from headstart.engine.request import Handle
 from headstart.limits import MAX_K
-from headstart.server import Limits, ModelPool
 from headstart.server.metrics import Meter, Metrics
+from headstart.server.model_pool import ModelPool
 from headstart.server.request_handler import RunningRequest
+from headstart.server.settings import Limits
+from headstart.server.states import ServerState
 from headstart.state import PrefixCache
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "http-api.md"
@@ -97,7 +99,7 @@ def test_counts_are_the_sums_of_all_answers_stats() -> None:
 def test_latency_is_counted_by_tokens_and_not_by_chunks() -> None:
     """Otherwise drafts that are accepted together would look slow, or fast."""
     pool = ModelPool.of_one(EngineThread(Engine(tiny(True, CONTEXT), tokenizer())), served_model())
-    metrics = Metrics(pool.device, pool.models)
+    metrics = Metrics(ServerState(pool), pool)
     meter = Meter(metrics, pool.models[0], COMPLETIONS, arrived=10.0)
     for rounds, tokens, said, when in ((1, 2, 2, 11.0), (2, 4, 6, 11.4), (3, 1, 7, 11.5)):
         stats = Stats("native_mtp", None, rounds=rounds, generation_tokens=said)
@@ -120,13 +122,14 @@ def test_latency_is_counted_by_tokens_and_not_by_chunks() -> None:
 )
 def test_a_request_for_several_answers_is_cut_off_if_one_is(reasons: list[FinishReason], outcome: str) -> None:
     room = EngineThread(Engine(tiny(True, CONTEXT), tokenizer()))
-    (model,) = ModelPool.of_one(room, served_model()).models
+    pool = ModelPool.of_one(room, served_model())
+    (model,) = pool.models
 
     async def main() -> None:
         room.submit = lambda request, **_: Handle(request, None)  # type: ignore[method-assign]
         request, meter = (
             Request([5], n=len(reasons)),
-            Meter(Metrics(room.device, [model]), model, COMPLETIONS, arrived=0.0),
+            Meter(Metrics(ServerState(pool), pool), model, COMPLETIONS, arrived=0.0),
         )
         running = RunningRequest(room, [request], Limits(), client="", deadline=inf, meter=meter)
         running.cancel()  # otherwise a cancelled answer is an error of the server's

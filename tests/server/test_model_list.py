@@ -7,7 +7,8 @@ from running import CONTEXT, folder, running, serving
 
 from checkpoints import write
 from headstart.engine import DeviceThread
-from headstart.server import ModelPool, PooledModel
+from headstart.server.model_pool import ModelPool
+from headstart.server.pooled_model import PooledModel
 
 
 def test_no_client_learns_the_folder_of_a_model_that_cannot_draft() -> None:

@@ -11,7 +11,7 @@ from running import running
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 
-from headstart.server import Limits
+from headstart.server.settings import Limits
 
 ROUTES = {
     ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/requests/{id}/cancel"),
@@ -22,7 +22,8 @@ ROUTES = {
     ("GET", "/v1/models"), ("GET", "/v1/models/{name}"), ("DELETE", "/v1/models/{name}"),
     ("GET", "/v1/mtp/stats"), ("GET", "/v1/mtp/tokens"),
     ("GET", "/v1/settings"),
-    ("PATCH", "/v1/settings"), ("GET", "/v1/cache"), ("DELETE", "/v1/cache"), ("GET", "/health"), ("GET", "/metrics"),
+    ("PATCH", "/v1/settings"), ("GET", "/v1/cache"), ("DELETE", "/v1/cache"), ("GET", "/health"),
+    ("GET", "/health/live"), ("GET", "/metrics"),
 }  # fmt: skip
 
 

@@ -19,9 +19,9 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.server import ServerState
 
 from headstart.errors import RequestError
-from headstart.server import Keys, Limits, check_reach
 from headstart.server.listen import Connection, Pool
-from headstart.server.middleware import client_of
+from headstart.server.middleware import Keys, check_reach, client_of
+from headstart.server.settings import Limits
 from headstart.state import PrefixCache
 
 HI = [{"role": "user", "content": "hi"}]
@@ -412,7 +412,7 @@ def test_health_tells_who_is_inside(server: Running, gate: threading.Event) -> N
     with server.http() as http:
         told = http.get("/health").json()
         assert told == {
-            "status": "ok", "model": "tiny", "problem": None, "restarts": 0,
+            "status": "ok", "reason": None, "model": "tiny", "restarts": 0,
             "running": 0, "prefilling": 0, "queued": 0,
         }  # fmt: skip
         with server.openai().chat.completions.create(**LONG, stream=True):

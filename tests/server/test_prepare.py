@@ -19,11 +19,11 @@ import headstart.server.worker
 import headstart.server.workers
 from headstart.errors import Busy
 from headstart.sampling import GrammarSpec, find_grammar
-from headstart.server import Limits
 from headstart.server.errors import Refusal
 from headstart.server.markup import Markup, call_grammar
 from headstart.server.prepare import Preparation, Preparer
 from headstart.server.request_fields import MAX_TOOLS
+from headstart.server.settings import Limits
 from headstart.server.worker import Encoder
 from headstart.server.workers import Worker, Workers, worker_settings
 

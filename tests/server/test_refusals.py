@@ -13,11 +13,12 @@ from running import Running, read, running, wait_until
 
 from checkpoints import write
 from headstart.checkpoint import load_model, load_tokenizer, read_layout
-from headstart.server import Limits, ModelInfo, ServedModel
 from headstart.server.anthropic_request import MessagesRequest
 from headstart.server.errors import Refusal
 from headstart.server.openai_request import ChatCompletionRequest, CompletionRequest
 from headstart.server.request_fields import RequestModel
+from headstart.server.served_model import ModelInfo, ServedModel
+from headstart.server.settings import Limits
 
 HI = [{"role": "user", "content": "hi"}]
 

@@ -13,7 +13,8 @@ from typer.testing import CliRunner, Result
 from checkpoints import write
 from headstart.cli.main import app
 from headstart.engine import DeviceThread
-from headstart.server import ModelPool, PooledModel
+from headstart.server.model_pool import ModelPool
+from headstart.server.pooled_model import PooledModel
 
 
 def run(*arguments: str) -> Result:

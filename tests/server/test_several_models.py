@@ -19,9 +19,10 @@ from running import HANG, tokenizer, wait_until
 import headstart.checkpoint.load
 from checkpoints import write
 from headstart.checkpoint import load_model
-from headstart.engine import DeviceThread, Engine, EngineThread, Request
+from headstart.engine import DeviceThread, Engine, Request
 from headstart.sampling import SamplingParams
-from headstart.server import ModelPool, PooledModel
+from headstart.server.model_pool import ModelPool
+from headstart.server.pooled_model import PooledModel
 
 NAMES = ("red", "green", "blue")
 PROMPTS = ("one", "two and", "three, then")
@@ -126,26 +127,9 @@ def here(folders: dict[str, Path]) -> Iterator[tuple[httpx.Client, ModelPool]]:
     """Three models in the memory of two: red is pinned and loaded, the others are not."""
     models = [PooledModel.of(folder, pinned=name == "red") for name, folder in folders.items()]
     pool = ModelPool(DeviceThread(), models, budget=budget_for(2, models[0]), idle_seconds=0.0, turn_seconds=1000.0)
-    pool.load_now(models[0])
     with serving(pool) as http:
+        assert http.post("/v1/models/load", json={"model": "red"}).status_code == 200
         yield http, pool
-
-
-def test_a_warm_up_that_is_interrupted_ends_the_thread_of_the_device(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or the process would end while something is computed."""
-    before = threading.enumerate()
-
-    def interrupted(thread: EngineThread) -> None:
-        thread.start()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(EngineThread, "warm_up", interrupted)
-    pool = ModelPool(DeviceThread(), [PooledModel.of(folders["red"])])
-    with pytest.raises(KeyboardInterrupt):
-        pool.load_now(pool.models[0])
-    assert not [each for each in threading.enumerate() if each.name == "device" and each not in before]
 
 
 def test_a_model_is_loaded_when_it_is_named_and_the_first_is_meant_otherwise(

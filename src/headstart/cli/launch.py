@@ -163,7 +163,7 @@ def _server(running: LocalServer | None, model: str | None, port: int | None) ->
 
     folder, key = find_model(model), secrets.token_urlsafe(24)
     command = [sys.executable, "-m", "headstart", "serve", str(folder), "--port", str(port or 0)]
-    command += ["--shutdown-timeout", "1"]
+    command += ["--shutdown-timeout", "1", "--drain-seconds", "0"]
     typer.echo(f"Loading {model} …", err=True)
     with tempfile.TemporaryFile("w+") as log:
         # In a session of its own, so that Ctrl-C does not reach it.

@@ -63,7 +63,7 @@ def with_model(command: Command) -> Command:
         return given["model"] or given["model_option"]
 
     option = Option(None, "--model", "-m", metavar="MODEL", help="The same as MODEL.")
-    return _replace_parameter(command, "model", {"model": (str, MODEL), "model_option": (str, option)}, model)
+    return replace_parameter(command, "model", {"model": (str, MODEL), "model_option": (str, option)}, model)
 
 
 def with_message(command: Command) -> Command:
@@ -75,7 +75,7 @@ def with_message(command: Command) -> Command:
             arguments |= {"model": None, "message": arguments["model"]}
         command(**arguments)
 
-    return _replace_parameter(shifted, "message", {"message": (str, MESSAGE)}, lambda given: given["message"])
+    return replace_parameter(shifted, "message", {"message": (str, MESSAGE)}, lambda given: given["message"])
 
 
 def with_models(command: Command) -> Command:
@@ -92,7 +92,7 @@ def with_models(command: Command) -> Command:
     )
     option = Option(None, "--model", "-m", metavar="MODEL", help="The same as MODEL.")
     flags = {"model": (list[str], many), "model_option": (list[str], option)}
-    return _replace_parameter(command, "models", flags, models)
+    return replace_parameter(command, "models", flags, models)
 
 
 def with_sampling(command: Command) -> Command:
@@ -111,10 +111,10 @@ def with_sampling(command: Command) -> Command:
 
     own = inspect.signature(command).parameters
     flags = {name: flag for name, flag in SAMPLING.items() if name not in own}
-    return _replace_parameter(command, "sampling", flags, sampling)
+    return replace_parameter(command, "sampling", flags, sampling)
 
 
-def _replace_parameter(
+def replace_parameter(
     command: Command, name: str, parameters: dict[str, tuple[Any, Any]], combine: Callable[[dict[str, Any]], Any]
 ) -> Command:
     """Return a command with `parameters` in place of the one called `name`, which `combine` makes of their values.

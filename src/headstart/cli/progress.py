@@ -6,6 +6,12 @@ import time
 SECONDS_PER_LINE = 5.0  # in a log
 
 
+def show_line(text: str) -> None:
+    """Replace the line on a terminal. Anywhere else, do nothing."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
 class Progress:
     """Report how much of `total` is done, what is being done and about how long the rest takes."""
 
@@ -21,8 +27,7 @@ class Progress:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if sys.stderr.isatty():
-            print("\r\033[K", file=sys.stderr, end="")  # clear the line
+        show_line("")
 
     def begin(self, doing: str) -> None:
         """Report what is about to be done. It counts as done when the next one begins."""
@@ -43,4 +48,7 @@ class Progress:
             seconds = (now - self.started) * (self.total - self.done) / self.done
             left = f", about {seconds:.0f} s left" if seconds < 100 else f", about {seconds / 60:.0f} min left"
         line = f"{self.done:,} of {self.total:,} {self.unit}{left}{': ' if doing else ''}{doing}"
-        print(f"\r\033[K{line}" if terminal else line, file=sys.stderr, end="" if terminal else "\n", flush=True)
+        if terminal:
+            show_line(line)
+        else:
+            print(line, file=sys.stderr, flush=True)

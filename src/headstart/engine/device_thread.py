@@ -10,12 +10,13 @@ from concurrent.futures import Future
 from threading import Condition, Thread, current_thread
 from typing import Any
 
+from ..error_log import LOG, log_error
 from ..errors import DeviceLost, EngineDown
 from ..sampling.bounds import start_deep
 from ..thread_exit import wait_at_exit
 from .device_error import raise_if_lost
 from .engine import Engine
-from .log import LOG, log_error
+from .recovery import Trouble
 
 
 class DeviceThread:
@@ -26,6 +27,7 @@ class DeviceThread:
         self.problem: str | None = None  # why the thread died
         self.lost = False  # the device does nothing for this process any more
         self.closing = False  # new requests are refused
+        self._trouble: Trouble | None = None  # of this thread, or of an engine that is gone
         self._stopped = False  # no engine is run any more
         self._wake = Condition()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -35,11 +37,24 @@ class DeviceThread:
     def healthy(self) -> bool:
         return self._thread is not None and self._thread.is_alive() and not (self.closing or self.lost)
 
+    @property
+    def failed(self) -> bool:
+        """Return whether the thread has ended though it was not closed: `problem` says why."""
+        ended = self._thread is not None and not self._thread.is_alive()
+        return self.lost or (ended and not self.closing)
+
+    @property
+    def trouble(self) -> Trouble | None:
+        """Return what the device, or its thread, has last recovered from."""
+        troubles = (self._trouble, *(engine.recovery.trouble for engine in self.engines))
+        return max(filter(None, troubles), key=lambda each: each.when, default=None)
+
     def add(self, engine: Engine) -> None:
         self.engines = (*self.engines, engine)
 
     def remove(self, engine: Engine) -> None:
         """Run an engine no more. It must have no requests."""
+        self._trouble = self.trouble
         self.engines = tuple(each for each in self.engines if each is not engine)
 
     def start(self) -> None:
@@ -139,6 +154,7 @@ class DeviceThread:
         if self.restarts or self.closing:
             return False
         self.restarts += 1
+        self._trouble = Trouble(f"the engine's thread died ({self.problem}) and was restarted")
         try:
             for engine in self.engines:
                 engine.recovery.recompute_all()

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..error_log import LOG, log_error
 from ..errors import ClusterError, HeadstartError, RequestError
 from ..limits import MAX_K
 from ..models import Model
@@ -27,7 +28,6 @@ from .depth import DepthController, Plan, pause_reason
 from .device_error import is_failed_command
 from .invariance import is_batch_invariant
 from .limit import fixed_plan, step_limit
-from .log import LOG, log_error
 from .memory import memory_for_prefixes, wire_weights
 from .pending_step import PendingStep, build_step
 from .prompt_reader import PromptReader

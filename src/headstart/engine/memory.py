@@ -8,9 +8,9 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from ..error_log import LOG
 from ..models import Model
 from ..models.memory import SHARE, WORKING_SET, unused
-from .log import LOG
 
 WIRED = "HEADSTART_WIRED"
 WIRED_SHARE = 0.6  # of the machine's memory: macOS and other programs need the rest

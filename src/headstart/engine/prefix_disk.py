@@ -8,10 +8,10 @@ from pathlib import Path
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from ..error_log import LOG
 from ..models import Model
 from ..state import CHUNK, DiskPrefix, PrefixCache
 from ..state.disk_prefix import PrefixFolderError
-from .log import LOG
 
 SOURCES = {".py", ".cpp", ".h", ".cu", ".metal"}
 

@@ -4,19 +4,29 @@ A sequence can always be recomputed from its tokens. So a failure costs time, an
 of the one that fails, or of the youngest where memory ran out.
 """
 
+import time
 from collections import Counter
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from ..error_log import LOG, log_error
 from ..errors import KernelTimeout
 from ..state import CHUNK, PrefixCache
 from .device_error import is_failed_command, is_out_of_memory, is_timeout, raise_if_lost
-from .log import LOG, log_error
 from .scheduler import Scheduler
 from .sequence import SequenceState, youngest
 
 NARROWEST = 32  # tokens of a pass over a prompt: rows of a tile of MLX's products on Metal
 MOST_FAILURES = 6  # of commands, in which a sequence gets no token: passes have their least width after four
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What was recovered from."""
+
+    what: str
+    when: float = field(default_factory=time.monotonic)
 
 
 class Recovery:
@@ -25,6 +35,7 @@ class Recovery:
         self.prefix = prefix
         self.retries = 0  # decode steps and prefill chunks that failed and were run again
         self.recomputed: Counter[str] = Counter()  # sequences that lost their KV cache, by reason
+        self.trouble: Trouble | None = None  # the last
         self.widest_pass = CHUNK  # tokens of a prompt; half as many each time the driver ends a command
         self.lost_commands = False  # of all engines on the device, until its thread resets it
 
@@ -50,6 +61,7 @@ class Recovery:
             last.finish("error", error)
             sequences.remove(last)
         log_error(LOG, "a step failed; %d sequences will be recomputed", len(sequences), error=error)
+        self.trouble = Trouble("memory ran out" if memory else "a kernel gave up" if timeout else "a step failed")
         self.retries += bool(sequences)
         for sequence in sequences:
             sequence.suspect = not memory and not timeout and not sequence.cleared
@@ -71,6 +83,7 @@ class Recovery:
             sequence.finish("error", error)
             return
         log_error(LOG, "prefill ran out of memory", error=error)
+        self.trouble = Trouble("memory ran out")
         if sequence.retried or not self._empty_prefix():  # a retried sequence has itself filled the cache again
             running, prefilling = self.scheduler.running.sequences, self.scheduler.prefilling
             holding = [*running, *(each for each in prefilling if each.batch)]
@@ -103,6 +116,7 @@ class Recovery:
             self.widest_pass = max(self.widest_pass // 2, NARROWEST)
         log_error(LOG, "a command failed on the device; %d sequences will be recomputed", len(present), error=error)
         self.retries += bool(present)
+        self.trouble = Trouble("a command failed on the device")
         self.lost_commands = True
         self.recompute_all("device")
 

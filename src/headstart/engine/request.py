@@ -8,11 +8,11 @@ from typing import Literal
 
 import mlx.core as mx
 
+from ..error_log import LOG, log_error
 from ..errors import HeadstartError, RequestError
 from ..models import Model
 from ..sampling import SamplingParams
 from .images import PromptImage, check_images
-from .log import LOG, log_error
 from .stats import Origin, Stats
 
 Priority = Literal["interactive", "batch"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..error_log import LOG, log_error
 from ..errors import HeadstartError, RequestError
 from ..models import Model
 from ..sampling import Logprobs, Matcher, SequenceParams, compile_grammar
@@ -17,7 +18,6 @@ from .device_error import explain
 from .draft_history import DraftHistory
 from .images import SequenceImages
 from .limit import DraftLimit, request_limit
-from .log import LOG, log_error
 from .request import Event, FinishReason, Handle, TokenLogprobs
 from .stats import Stats, origins
 from .text import TextStream

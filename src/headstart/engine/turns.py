@@ -14,7 +14,7 @@ from typing import NamedTuple
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.template import template_problem
-from .log import LOG, log_error
+from ..error_log import LOG, log_error
 
 MIN_TURN = 128  # tokens from one cut at a turn to the next: a short chunk takes longer per token
 

@@ -2,7 +2,7 @@
 
 A chat request from HTTP to tokens and back, file by file:
 
-1. `listen.py` accepts the connection, `middleware.py` checks host, key and body, `app.py` has the routes.
+1. `listen.py` accepts the connection, `middleware.py` checks host, key and body, `routes.py` has the routes.
 2. `openai_request.py`, `responses_request.py` or `anthropic_request.py` validates the body: ChatCompletionRequest,
    ResponsesRequest, MessagesRequest. `responses_store.py` adds the conversation that a ResponsesRequest continues.
 3. `request_handler.py` takes it from there: `RequestHandler.reply` waits until the model is loaded
@@ -20,16 +20,3 @@ A chat request from HTTP to tokens and back, file by file:
 9. A disconnect, the deadline or the cancel route cancels the engine's Handle: see RunningRequest. `listen.py` drops
    clients that stop reading.
 """
-
-from .app import create_app
-from .listen import Server, bind, connection_limit, listen
-from .log import LOG, configure_log
-from .middleware import Keys, Limits, check_reach, hosts_for
-from .model_pool import ModelPool
-from .pooled_model import PooledModel
-from .served_model import ModelInfo, ServedModel
-
-__all__ = [
-    "LOG", "Keys", "Limits", "ModelInfo", "ModelPool", "PooledModel", "ServedModel", "Server", "bind", "check_reach",
-    "configure_log", "connection_limit", "create_app", "hosts_for", "listen",
-]  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..checkpoint.layout import HUB_ID, hub_id
 from ..checkpoint.local import pull, remove
-from ..engine.log import log_error
+from ..error_log import log_error
 from ..errors import HeadstartError
 from .errors import Refusal, refuse
 from .log import LOG

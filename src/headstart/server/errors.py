@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from ..engine.log import log_error
+from ..error_log import log_error
 from ..errors import Busy, EngineDown, GrammarLimit, HeadstartError, OutOfMemory, RequestError
 from .log import LOG
 

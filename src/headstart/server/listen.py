@@ -1,43 +1,25 @@
-"""Listening for connections: how many there may be, how long the server waits for a client, and how it stops.
+"""Listening for connections: how many there may be, and how long the server waits for a client.
 
 uvicorn waits without limit for headers, and after closing for the client to read the rest.
 """
 
 import asyncio
-import gc
 import logging
 import resource
-import signal
 import socket
-import sys
-import time
-from collections.abc import Callable
-from threading import Thread
-from types import FrameType
-from typing import Any
 
 import h11
-import uvicorn
-from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ..engine import DeviceThread
 from ..errors import HeadstartError, RequestError
-from .log import drop_query
-from .middleware import Limits
+from .settings import Limits
 
 LOG = logging.getLogger("uvicorn.error")
-Reload = Callable[[], None]
 BACKLOG = 2048  # connections that may wait to be accepted, as in uvicorn
-GRACE_SECONDS = 5.0  # for the last bytes, after the last answer has ended
-REPEAT_SECONDS = 60.0  # in which the same line is logged once
 MAX_CONNECTIONS = 2048
 RESERVED_FILES = 128  # descriptors for files, workers and health checks
 PIECE = 2**14  # bytes that are read from a connection at a time: chunks of one byte each take 10 µs
-SWITCH_SECONDS = 0.001  # after which threads take turns: the event loop must not wait long for those that work
 HEALTH_CONNECTIONS = 16  # connections above the limit
-
-_logged: dict[str, float] = {}  # when each kind of line was logged last
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -63,77 +45,6 @@ def listen(bound: socket.socket) -> None:
 
 def _cannot_listen(host: str, port: int, error: OSError) -> HeadstartError:
     return HeadstartError(f"cannot listen on {host}:{port} ({error}): choose another --port or --host")
-
-
-class Server(uvicorn.Server):
-    """uvicorn, which closes the device's thread when it stops. It stops by itself if the device is lost.
-
-    Running answers have `deadline` seconds to end by themselves, then the rest end with an error, and then the
-    connections close. A second Ctrl-C ends the wait.
-    """
-
-    def __init__(self, app: FastAPI, device: DeviceThread, *, deadline: float = 30.0, reload: Reload | None = None):
-        """`reload` is called on SIGHUP."""
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=Connection,
-                log_config=None,  # see log.py
-                proxy_headers=False,  # otherwise a local client could pretend to have another's address
-                ws="none",  # websockets are not used, and would not be counted as connections
-                # How many connections asyncio accepts at a time. Where it cannot, it tries again a second later as
-                # many times as it failed: more than one would multiply.
-                backlog=1,
-                timeout_graceful_shutdown=int(deadline + GRACE_SECONDS) + 1,
-            )
-        )
-        self._device = device
-        self._deadline, self._reload = deadline, reload
-        logging.getLogger("uvicorn.access").addFilter(drop_query)
-        for name in ("uvicorn.error", "asyncio"):  # clients can cause what they log
-            logging.getLogger(name).addFilter(_is_new)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(_log_loop_error)
-        if self._reload is not None:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
-        sys.setswitchinterval(SWITCH_SECONDS)
-        gc.freeze()  # what was imported and loaded stays: no collection need look at it again
-        await super().startup(sockets)
-        for bound in sockets or ():
-            listen(bound)  # asyncio has made the queue as short as its backlog
-
-    async def on_tick(self, counter: int) -> bool:
-        return await super().on_tick(counter) or self._device.lost
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        super().handle_exit(sig, frame)
-        if self.force_exit:  # the second signal: do not wait
-            Thread(target=self._device.close, args=(0,), daemon=True).start()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        closing = asyncio.create_task(asyncio.to_thread(self._device.close, self._deadline))
-        await super().shutdown(sockets)
-        await closing
-        if self.force_exit:  # uvicorn skips it then, and logs a traceback as the loop closes
-            await self.lifespan.shutdown()
-
-
-def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an error of the event loop: in one line where the cause is that too many files are open."""
-    if isinstance(context.get("exception"), OSError) and "accept" in context["message"]:
-        LOG.warning("no connection can be accepted: %s", context["exception"])
-    else:
-        loop.default_exception_handler(context)
-
-
-def _is_new(record: logging.LogRecord) -> bool:
-    """Return whether no line like it was logged in the last minute."""
-    kind, now = str(record.msg).partition("\n")[0], time.monotonic()
-    if now - _logged.get(kind, -REPEAT_SECONDS) < REPEAT_SECONDS:
-        return False
-    _logged[kind] = now
-    return True
 
 
 class Connection(H11Protocol):

@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 from typing import Any, TextIO
 
-from ..engine.log import format_error
+from ..error_log import format_error
 
 LOG = logging.getLogger("headstart.server")
 

@@ -3,111 +3,31 @@
 docs/reference/http-api.md lists the metrics.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..engine import DeviceThread, Engine, Event, Stats
+from ..engine import Engine, Event, Stats
 from ..engine.scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from .pooled_model import PooledModel
+from .model_pool import ModelPool
+from .pooled_model import PooledModel
+from .states import STATUSES, ServerState
 
 FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 1)
 
 
-@dataclass
-class Counters:
-    """Totals since the server started. Only the event loop changes them."""
-
-    requests: Counter[tuple[str, str]] = field(default_factory=Counter)  # by endpoint and outcome
-    bypasses: Counter[str] = field(default_factory=Counter)  # answers without drafts, by reason
-    prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt tokens, found in the prefix cache
-    first_tokens: int = 0  # answers that have begun
-    first_token_seconds: float = 0.0  # sum of their times to first token
-    generation_tokens: int = 0
-    rounds: Counter[int] = field(default_factory=Counter)  # by depth
-    proposed: Counter[int] = field(default_factory=Counter)  # drafts by position, from 1
-    accepted: Counter[int] = field(default_factory=Counter)
-    accepted_by_source: Counter[str] = field(default_factory=Counter)  # head, drafter, copy
-    tokens: defaultdict[str, Counter[int]] = field(  # generated, by owner of the key and by id
-        default_factory=lambda: defaultdict(Counter)
-    )
-    paused_seconds: float = 0.0
-    depth: int | None = None  # of the last round
-    adapters: "dict[str, Counters]" = field(default_factory=dict)  # what of this was with each adapter
-
-    def add(self, before: Stats, now: Stats, *, first: bool = True) -> None:
-        """Add what an answer's stats gained between `before` and `now`.
-
-        `first`: this is the first answer to its prompt. Only that one counts the prompt.
-        """
-        if now.adapter is not None:
-            own = self.adapters.setdefault(now.adapter, Counters())
-            own.add(replace(before, adapter=None), replace(now, adapter=None), first=first)
-        if first and before.rounds == 0 and now.rounds:
-            self.prompt_tokens += now.prompt_tokens
-            self.cached_tokens += now.prefix_cache_hit
-            if now.bypass_reason:
-                self.bypasses[now.bypass_reason] += 1
-        self.generation_tokens += now.generation_tokens - before.generation_tokens
-        self.paused_seconds += now.paused_seconds - before.paused_seconds
-        rounds = Counter(now.depths) - Counter(before.depths)
-        self.rounds += rounds
-        self.depth = max(rounds, default=self.depth)
-        self.proposed += _by_position(now.proposed_by_position) - _by_position(before.proposed_by_position)
-        self.accepted += _by_position(now.accepted_by_position) - _by_position(before.accepted_by_position)
-        self.accepted_by_source += Counter(now.accepted_by_source) - Counter(before.accepted_by_source)
-
-    def acceptance(self) -> dict[str, Any]:
-        rounds, proposed, accepted = self.rounds.total(), self.proposed.total(), self.accepted.total()
-        return {
-            "rounds": rounds,
-            "generation_tokens": self.generation_tokens,
-            "tokens_per_round": self.generation_tokens / rounds if rounds else 0.0,
-            "proposed_draft_tokens": proposed,
-            "accepted_draft_tokens": accepted,
-            "acceptance_rate": accepted / proposed if proposed else 0.0,
-        }
-
-    def report(self) -> dict[str, Any]:
-        positions = sorted(self.proposed)
-        return {
-            **self.acceptance(),
-            "depth": self.depth,
-            "rounds_by_depth": {str(k): self.rounds[k] for k in sorted(self.rounds)},
-            "accepted_by_source": {source: self.accepted_by_source[source] for source in ("head", "drafter", "copy")},
-            "proposed_by_position": [self.proposed[j] for j in positions],
-            "accepted_by_position": [self.accepted[j] for j in positions],
-            "acceptance_by_position": [self.accepted[j] / self.proposed[j] for j in positions],
-            "paused_seconds": self.paused_seconds,
-            "bypasses": dict(self.bypasses),
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "first_tokens": self.first_tokens,
-            "first_token_seconds": self.first_token_seconds,
-            "adapters": {name: own.acceptance() for name, own in self.adapters.items()},
-        }
-
-
-def _by_position(counts: list[int]) -> Counter[int]:
-    return Counter(dict(enumerate(counts, 1)))
-
-
 class Metrics(Collector):
     """What Prometheus reads: counters and engines as they are when it asks, and two histograms."""
 
-    def __init__(self, device: DeviceThread, models: "Sequence[PooledModel]"):
-        self._device, self._models = device, models
+    def __init__(self, state: ServerState, pool: ModelPool):
+        self._state, self._device, self._models = state, pool.device, pool.models
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self.first_token = Histogram(
@@ -129,7 +49,9 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        device = self._device
+        device, now = self._device, self._state.health().status
+        states = {status: status == now for status in STATUSES}
+        yield _gauge("state", "1 for the state that the server is in.", states, "state")
         yield _gauge("engine_healthy", "1 while the engine's thread is alive.", {(): device.healthy})
         yield _counter("engine_restarts", "Restarts of the engine's thread.", {(): device.restarts})
         memory = {"active": mx.get_active_memory(), "cache": mx.get_cache_memory(), "peak": mx.get_peak_memory()}
@@ -232,7 +154,7 @@ def _fill(
 class Meter:
     """Count one request. Times are those of time.perf_counter."""
 
-    def __init__(self, metrics: Metrics, model: "PooledModel", endpoint: str, arrived: float, owner: str = ""):
+    def __init__(self, metrics: Metrics, model: PooledModel, endpoint: str, arrived: float, owner: str = ""):
         self._counters, self._owner = model.counters, owner
         self._first_token, self._inter_token = (
             metrics.first_token.labels(model.id),

@@ -10,19 +10,23 @@ import json
 import re
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
 from hashlib import sha256
 from hmac import compare_digest
 
 from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import RequestError
 from .errors import Refusal
+from .settings import Limits
+from .states import ServerState
 
-NO_KEY_PATHS = ("/", "/health", "/metrics")  # the dashboard's page asks for the key
+HEALTH_PATHS = ("/health", "/health/live")
+PROBE_PATHS = (*HEALTH_PATHS, "/metrics")  # probes use any host name, and learn only the model's name and its load
+NO_KEY_PATHS = ("/", *PROBE_PATHS)  # the dashboard's page asks for the key
 NO_KEY_PREFIX = "/assets/"
-PROBE_PATHS = ("/health", "/metrics")  # probes use any host name, and learn only the model's name and its load
+MODELS_PATH = "/v1/models"
 ANY_HOST = "*"
 HOST_AND_PORT = re.compile(r"(?:\[([^\]]*)\]|([^:]*))(?::\d*)?")
 MAX_VALUES = 2**17  # JSON values in a body, beside the token ids of a prompt: all its threads share one interpreter
@@ -31,24 +35,6 @@ CLOSE = {"Connection": "close"}
 DISCARDED_BODIES = 4  # what is read of a refused body, in times the largest
 DISCARD_SECONDS = 30.0  # for all of it
 PAUSE_SECONDS = 2.0  # without data: the client has stopped sending
-
-
-@dataclass
-class Limits:
-    """What a client may send, and how long it may take. One object for the whole server, which a reload changes."""
-
-    body_bytes: int = 16 * 2**20  # a context of 262,144 tokens is a megabyte or two
-    image_bytes: int = 48 * 2**20  # that a body may have beyond that where the model sees images
-    image_urls: bool = False  # fetch images from public addresses
-    prompt_tokens: int | None = None  # None: what the model's context holds
-    requests_per_client: int | None = None  # waiting or running at a time; a client is a key, or an address without
-    request_seconds: float = 600.0  # from arrival to the last token
-    stall_seconds: float = 60.0  # that a client may leave a response unread
-    body_seconds: float = 60.0  # that a client may take to send its body
-    prepare_seconds: float = 60.0  # that rendering, tokenising and compiling grammars may take
-    grammar_seconds: float = 3.0  # of CPU time that the trial of a new grammar may take
-    idle_seconds: float = 60.0  # that a connection may be without a request, or with incomplete headers
-    connections: int | None = None  # None: 2,048, or as many as the limit on open files allows
 
 
 class Keys:
@@ -160,18 +146,18 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 class RequestChecks:
-    """Check the host and the key of a request, then read its body for the app.
+    """Check the host and the key of a request, wait until the models are known, then read its body for the app.
 
     The body is refused if it is too long, whatever its headers say, not received in time, or of too many JSON values.
     On a connection above the limit, all but health checks are refused.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, hosts: Collection[str], limits: Limits, context_length: int):
+    def __init__(self, app: ASGIApp, state: ServerState, keys: Keys, hosts: Collection[str], limits: Limits):
         self.app = app
+        self.state = state
         self.keys = keys
         self.hosts = hosts
         self.limits = limits
-        self.max_values = MAX_VALUES + context_length
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -182,6 +168,11 @@ class RequestChecks:
                 message = "too many connections: try again later"
                 raise Refusal(503, message, code="too_many_connections", headers=headers)
             self._check_headers(Headers(scope=scope))
+            if self.state.pool is None and scope["path"] == MODELS_PATH:
+                await JSONResponse(self.state.list_names())(scope, receive, send)
+                return
+            if scope["path"] not in HEALTH_PATHS:
+                await self.state.wait_for_models()
             if scope["method"] in ("POST", "PATCH") and scope["path"].startswith(API_PREFIX):
                 scope["state"]["body"] = await self._read(receive)  # see bodies.py
         await self.app(scope, receive, send)
@@ -194,7 +185,7 @@ class RequestChecks:
         self._check_size(int(declared) if declared.isdecimal() else 0)
 
     async def _read(self, receive: Receive) -> bytearray:
-        body, values = bytearray(), ValueCounter(self.max_values)
+        body, values = bytearray(), ValueCounter(MAX_VALUES + self.state.context_length)
         more = True
         try:
             async with asyncio.timeout(self.limits.body_seconds):

@@ -21,18 +21,18 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint import Needs
 from ..engine import DeviceThread, Engine, EngineThread
-from ..engine.log import log_error
 from ..engine.memory import MAX_PREFIX_CACHE, memory_for_prefixes
 from ..engine.prefix_disk import PrefixOptions
+from ..error_log import log_error
 from ..errors import Busy, HeadstartError, RequestError
 from ..host import give_back_memory
 from ..models.memory import SHARE
 from .errors import Refusal
 from .log import LOG
-from .middleware import Limits
 from .pooled_model import LoadedModel, PooledModel
 from .prepare import Preparer
 from .served_model import ServedModel
+from .settings import Limits
 
 IDLE_SECONDS = 1.0
 TURN_SECONDS = 10.0
@@ -90,18 +90,6 @@ class ModelPool:
                 min(MAX_PREFIX_CACHE, suggested) if self._prefix_bytes is None else self._prefix_bytes
             )
         self.models.append(model)
-
-    def load_now(self, model: PooledModel) -> ServedModel:
-        """Load a model before the server starts, and do the measurements that its first request would wait for."""
-        self._share_memory(model)
-        served, thread = self._load_on_device(model, model.load_tokenizer())
-        try:
-            thread.warm_up()
-        except BaseException:  # such as Ctrl-C: nothing may be computed while the process ends
-            self.device.close(0)
-            raise
-        self.put(model, served, thread)
-        return served
 
     def put(self, model: PooledModel, served: ServedModel, thread: EngineThread) -> None:
         """Take up a model that has just been loaded."""
@@ -169,6 +157,16 @@ class ModelPool:
         assert model.loaded is not None
         return model.loaded
 
+    async def load(self, model: PooledModel) -> None:
+        """Load a model, unless it is loaded."""
+        await self.acquire(model)
+        self.release(model)
+
+    async def warm_up(self, model: PooledModel) -> None:
+        """Do the measurements that the first request to a loaded model would wait for."""
+        if model.engine is not None:
+            await asyncio.wrap_future(self.device.call(model.engine.warm_up))
+
     def release(self, model: PooledModel) -> None:
         model.requests -= 1
         model.used_at = asyncio.get_running_loop().time()
@@ -224,7 +222,7 @@ class ModelPool:
                         seconds = await self._advance(model)
                 except Exception as error:  # the device is down
                     log_error(LOG, "no model could be unloaded", error=error)
-                    model.problem = f"model {model.id!r} could not be loaded: {error}"
+                    model.failure = error
                     _end_wait(model)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), seconds)
@@ -269,7 +267,7 @@ class ModelPool:
 
     async def _load(self, model: PooledModel) -> None:
         """Load a model, and let the requests go on that wait for it."""
-        model.loading, model.progress, model.problem = True, 0.0, None
+        model.loading, model.progress, model.failure = True, 0.0, None
         self._share_memory(model)  # before others take it
         try:
             tokenizer = await asyncio.to_thread(model.load_tokenizer)
@@ -278,8 +276,7 @@ class ModelPool:
         except Exception as error:
             if not isinstance(error, HeadstartError):
                 log_error(LOG, "a model could not be loaded", error=error)
-            reason = str(error).replace(str(model.info.path), model.id)
-            model.problem = f"model {model.id!r} could not be loaded: {reason}"
+            model.failure = error
         finally:
             model.loading = False
             self._share_memory()

@@ -13,7 +13,7 @@ from ..checkpoint import LoadPlan, Needs, load_model, load_tokenizer
 from ..engine import Engine, EngineThread, Settings
 from ..errors import RequestError
 from ..models import Model
-from .metrics import Counters
+from .counters import Counters
 from .prepare import Preparer
 from .served_model import ModelInfo, ServedModel
 
@@ -37,7 +37,7 @@ class PooledModel:
     loaded: LoadedModel | None = None
     counters: Counters = field(default_factory=Counters)
     settings: Settings | None = None  # of when it was loaded last
-    problem: str | None = None  # why it could not be loaded
+    failure: Exception | None = None  # of its last loading
     loading: bool = False
     progress: float = 0.0  # of loading
     draining: bool = False  # new requests wait until it was unloaded and is loaded again
@@ -98,6 +98,13 @@ class PooledModel:
         if self.loading:
             return "loading"
         return "loaded" if self.loaded is not None else "failed" if self.problem else "unloaded"
+
+    @property
+    def problem(self) -> str | None:
+        """Return why it could not be loaded, without the folder, which clients need not know."""
+        if self.failure is None:
+            return None
+        return f"model {self.id!r} could not be loaded: {str(self.failure).replace(str(self.info.path), self.id)}"
 
     @property
     def current_settings(self) -> Settings:

@@ -22,7 +22,7 @@ from ..sampling.bounds import check_bounds
 from ..sampling.grammar import LIMITS, Grammar, llguidance_grammar
 from ..sampling.matcher import MASK_SECONDS
 from .errors import Refusal, refuse
-from .middleware import Limits
+from .settings import Limits
 from .threads import Threads
 from .worker import Encoder, Kind
 from .workers import WorkerDied, Workers

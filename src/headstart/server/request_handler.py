@@ -17,13 +17,14 @@ from .chat import Prompt
 from .errors import Refusal, to_refusal
 from .event_stream import EventStream
 from .metrics import Meter, Metrics
-from .middleware import Keys, Limits, client_of, owner_of
+from .middleware import Keys, client_of, owner_of
 from .model_pool import ModelPool
 from .pooled_model import LoadedModel, PooledModel
 from .prepare import Preparation, disconnected, timed_out
 from .request_fields import GenerationRequest
 from .response import ResponseWriter, json_response
 from .served_model import ServedModel
+from .settings import Limits
 
 PROGRESS_SECONDS = 2.0  # between two comments in a stream whose model is being loaded
 OUTCOMES = {408: "timeout", 499: "cancelled"}  # of requests whose prompt was not prepared

@@ -11,7 +11,8 @@ from running import running, serving, wait_until
 from adapters import write_adapter
 from checkpoints import write
 from headstart.engine import DeviceThread
-from headstart.server import ModelPool, PooledModel
+from headstart.server.model_pool import ModelPool
+from headstart.server.pooled_model import PooledModel
 from loopback_hub import running_hub
 
 
@@ -140,8 +141,9 @@ def test_an_adapter_is_chosen_in_the_header_and_chatted_with(visit: Visit, tmp_p
     folder = write(tmp_path / "red", "dense", vocab_size=8192)
     tune = write_adapter(tmp_path / "tune", folder)
     pool = ModelPool(DeviceThread(), [model := PooledModel.of(folder, adapters={"tune": tune})])
-    pool.load_now(model)
     with serving(pool) as server:
+        with server.http() as http:
+            assert http.post("/v1/models/load", json={"model": "red"}).status_code == 200
         page = visit(server, "models")
         expect(fact(card(page, "loaded", "red"), "Adapters")).to_have_text("tune")
         expect(page.locator("#loaded article")).to_have_count(1)

@@ -27,6 +27,13 @@ function route() {
   shown[name]();
 }
 
+const STATES = {
+  starting: "The server is starting",
+  degraded: "The device had trouble",
+  draining: "The server is stopping",
+  unhealthy: "The engine is down",
+};
+
 function applyTheme(theme) {
   document.documentElement.dataset.theme = theme;
   find("theme").textContent = THEMES[theme];
@@ -58,7 +65,7 @@ async function poll() {
     const shown = served ?? Object.keys(stats.models)[0];
     live.update({ ...stats.memory, ...stats.models[shown] }, await read(of("/v1/cache"), { timeout: TIMEOUT }));
     if (served === null) await loadModels();
-    showTrouble(health.status === "ok" ? "" : `The engine is down: ${health.problem ?? "the server is stopping"}.`);
+    showTrouble(health.status === "ok" ? "" : `${STATES[health.status]}: ${health.reason}.`);
   } catch (error) {
     showTrouble(isUnreachable(error) ? "The server does not respond." : error.message);
   }

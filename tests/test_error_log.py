@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 
-import headstart.engine.log as log
 import headstart.engine.pending_step
 import headstart.engine.prefill
+import headstart.error_log as log
 from fixtures import collect, random_model, random_prompt, submit
 from headstart.engine import Engine, EngineThread, Request
 from headstart.sampling import SamplingParams
@@ -45,7 +45,7 @@ def logged(caplog: pytest.LogCaptureFixture, message: str) -> str:
     """The one record of a failure: with a traceback, and without its words."""
     (record,) = [each for each in caplog.records if message in each.getMessage()]
     assert record.name == "headstart.engine"
-    assert "test_log.py" in record.getMessage()
+    assert "test_error_log.py" in record.getMessage()
     assert SECRET not in record.getMessage()
     return record.getMessage()
 
