@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm
+import numpy as np
 import pytest
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.sample_utils import make_sampler as make_mlx_lm_sampler
@@ -404,11 +405,48 @@ def test_a_batch_takes_a_sampler_and_a_limit_for_each_prompt(loaded: tuple[Model
     alone = [headstart.generate(*loaded, each, max_tokens=7, temperature=0.8, seed=4) for each in prompts]
     assert alone[1] == batch.texts[1]
     assert alone[0].startswith(batch.texts[0])
-    with pytest.raises(RequestError, match="max_tokens has 1 numbers for 2 prompts"):
-        headstart.batch_generate(*loaded, prompts, [3])
+    assert headstart.batch_generate(*loaded, prompts, (3, 7), sampler=sampler, seed=4).texts == batch.texts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"max_tokens": [3]}, "max_tokens has 1 numbers for 2 prompts"),
+        ({"max_tokens": [3, None]}, "max_tokens is None; it must be a whole number"),
+        ({"max_tokens": 3.0}, "max_tokens is 3.0; it must be a whole number"),
+        ({"max_tokens": None}, "max_tokens is None; it must be a whole number"),
+        ({"sampler": "greedy"}, "sampler is a str: make one with headstart.make_sampler"),
+        ({"sampler": [headstart.make_sampler()] * 2}, "sampler is a list: make one"),
+        ({"sampler": max}, "sampler: a callable is not supported"),
+        ({"return_logprobs": True}, "return_logprobs is not supported: use stream_generate"),
+        ({"stop_tokens": [[1]]}, "stop_tokens is not supported: use stop_ids"),
+    ],
+)
+def test_a_batch_refuses_what_it_cannot_honour(
+    loaded: tuple[Model, Any], arguments: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(RequestError, match=re.escape(problem)):
+        headstart.batch_generate(*loaded, ["a", "b"], **arguments)
+
+
+def test_a_batch_takes_what_mlx_lm_takes(loaded: tuple[Model, Any]) -> None:
+    unused = {"return_prompt_caches": False, "return_token_ids": False, "logits_processors": []}
+    sizes: dict[str, Any] = {"completion_batch_size": 2, "prefill_batch_size": 2, "prefill_step_size": 64}
+    assert len(headstart.batch_generate(*loaded, ["a", "b"], 3, **sizes, **unused).texts) == 2
+    with pytest.raises(RequestError, match="prompts is one text: give a list"):
+        headstart.batch_generate(*loaded, "ab", 3)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    plain = SamplingParams(temperature=0.5, top_k=3, max_tokens=7)
+    assert SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), max_tokens=np.uint8(7)) == plain  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"top_k is 0\.5; it must be a whole number"):
+        SamplingParams(top_k=np.float32(0.5))  # type: ignore[arg-type]
 
 
 def test_load_takes_arguments_for_the_tokenizer() -> None:
+    with pytest.raises(RequestError, match="tokenizer_config is a int: give a dict"):
+        headstart.load("tiny-qwen3.5", 5)  # type: ignore[arg-type]
     end = {"eos_token": "<|im_start|>", "trust_remote_code": True}
     assert headstart.load("tiny-qwen3.5", end)[1].eos_token == "<|im_start|>"
 

@@ -31,9 +31,16 @@ REFUSED = {
     "max_kv_size": "the cache keeps every token; bound it with max_tokens",
     "kv_bits": "give kv_bits=8 to load",
     "prompt_caches": "give whole prompts: the model's prefix cache finds what they share",
+    "return_prompt_caches": "the model's prefix cache keeps what the prompts were computed to",
+    "return_token_ids": "use stream_generate, whose responses have the token",
+    "return_logprobs": "use stream_generate, whose responses have the logprobs",
+    "stop_tokens": "use stop_ids, or stop for texts",
 }
-# Arguments of mlx-lm that have no effect here: the engine chooses how prompts are split into chunks.
-WITHOUT_EFFECT = {"prefill_step_size", "stream", "kv_group_size", "quantized_kv_start"}
+# Arguments of mlx-lm that have no effect here: the engine chooses how prompts are split, and what is read together.
+WITHOUT_EFFECT = {
+    "prefill_step_size", "prefill_batch_size", "completion_batch_size", "stream", "kv_group_size",
+    "quantized_kv_start",
+}  # fmt: skip
 ARGUMENTS = [*SamplingOptions.__annotations__, "max_tokens", "sampler", "k", "engine", "images", "adapter"]
 SAMPLER_FIELDS = {  # what make_sampler sets
     "temperature", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold",
@@ -102,6 +109,8 @@ def _params_of(sampler: object) -> SamplingParams:
         return sampler
     if sampler is greedy_sampler:
         return SamplingParams()
+    if not callable(sampler):
+        raise RequestError(f"sampler is a {type(sampler).__name__}: make one with headstart.make_sampler")
     if not isfunction(sampler) or sampler.__code__ not in make_mlx_lm_sampler.__code__.co_consts:
         raise RequestError(
             "sampler: a callable is not supported. Use headstart.make_sampler, or SamplingParams' temperature, "
@@ -121,7 +130,7 @@ def sampling_params(sampler: object, arguments: dict[str, Any], model: Model) ->
         value = arguments.get(name)
         if name == "kv_bits" and value == 8 and model.eight_bit_kv:
             continue
-        if value is not None and not (isinstance(value, list) and not value):
+        if value is not None and value is not False and not (isinstance(value, list) and not value):
             raise RequestError(f"{name} is not supported: {instead}")
     fields = {name: value for name, value in arguments.items() if name not in REFUSED and name not in WITHOUT_EFFECT}
     for name in fields.keys() - {*SamplingOptions.__annotations__, "max_tokens", "k"}:

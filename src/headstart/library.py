@@ -1,6 +1,6 @@
 """mlx-lm's functions with its names and responses: a program moves over by changing an import."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -68,6 +68,8 @@ def load(
         adapter_path: An adapter that every request uses which names no other.
         kv_bits: 8 keeps KV caches in 8 bits: about half the memory, faster with long contexts, and not exact.
     """
+    if tokenizer_config is not None and not isinstance(tokenizer_config, Mapping):
+        raise RequestError(f"tokenizer_config is a {type(tokenizer_config).__name__}: give a dict of arguments")
     if adapter_path is not None:
         adapters = {DEFAULT_ADAPTER: adapter_path, **(adapters or {})}
     folder = resolve(path, vision=vision)
@@ -231,10 +233,12 @@ def batch_generate(
 
     The other arguments are those of `stream_generate`.
     """
-    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
+    limits = list(max_tokens) if isinstance(max_tokens, Iterable) else [max_tokens] * len(prompts)
     if len(limits) != len(prompts):
         raise RequestError(f"max_tokens has {len(limits)} numbers for {len(prompts)} prompts")
     sampling = [sampling_params(sampler, {"max_tokens": most, "k": k, **params}, model) for most in limits]
+    if isinstance(prompts, (str, bytes)):
+        raise RequestError("prompts is one text: give a list of prompts")
     requests = [Request(token_ids(tokenizer, each), own) for each, own in zip(prompts, sampling, strict=True)]
     engine = Engine(model, tokenizer, max_sequences=max_sequences)
     handles = [engine.submit(request) for request in requests]

@@ -6,6 +6,7 @@ This module imports nothing heavy: clients can build requests without loading ml
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from typing import Any, Literal, TypedDict, get_args
 
 from .errors import RequestError
@@ -89,6 +90,13 @@ def _number(default: Any, low: float, high: float, *instead: str | None) -> Any:
     return field(default=default, metadata={"whole": whole, "low": low, "high": high, "instead": instead})
 
 
+def _plain(value: object) -> object:
+    """Return a number of a library, such as numpy's, as Python's."""
+    if isinstance(value, Real) and not isinstance(value, (int, float)):
+        return int(value) if isinstance(value, Integral) else float(value)
+    return value
+
+
 def _check_number(
     name: str, value: object, *, whole: bool, low: float, high: float, instead: tuple[str | None, ...]
 ) -> None:
@@ -168,7 +176,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for each in fields(self):
             if each.metadata:
-                _check_number(each.name, getattr(self, each.name), **each.metadata)
+                value = _plain(getattr(self, each.name))
+                _check_number(each.name, value, **each.metadata)
+                object.__setattr__(self, each.name, value)
         if not isinstance(self.logprobs, bool):
             raise RequestError(f"logprobs is {self.logprobs!r}; it must be true or false")
         if self.accept not in get_args(AcceptRule):
