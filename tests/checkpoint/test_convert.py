@@ -142,27 +142,28 @@ def test_a_model_without_a_head_is_converted_without_one(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("how", "family"),
-    every_way([{}, {"bits": 4}, {"bits": 8, "group_size": 32}, {"mixed": "mixed_3_6"}]),
+    every_way([{}, {"bits": 4}, {"bits": 8, "group_size": 32}, {"bits": 3, "mix": 6}, {"mode": "nvfp4"}]),
 )
 def test_the_shards_are_those_that_mlx_lm_writes(tmp_path: Path, family: str, how: dict[str, Any]) -> None:
     raw = write(tmp_path / "raw", family, num_hidden_layers=8)
     out = converted(raw, tmp_path / "out", **how)
     quantize = {
         "quantize": bool(how),
-        "q_bits": how.get("bits"),
-        "q_group_size": how.get("group_size", 64),
-        "quant_predicate": how.get("mixed"),
+        "q_bits": None if "mix" in how else how.get("bits"),
+        "q_group_size": how.get("group_size", None if "mode" in how else 64),
+        "q_mode": how.get("mode", "affine"),
+        "quant_predicate": "mixed_3_6" if "mix" in how else None,
     }
     mlx_lm_convert(str(raw), str(tmp_path / "theirs"), dtype="bfloat16", **quantize)
     theirs = tensors(tmp_path / "theirs")
     found = tensors(out)
-    if "mixed" in how:  # which would have the routers in 3 bits
+    if "mix" in how:  # which would have the routers in 3 bits
         ours_alone = {name for name in found if ".mlp.gate." in name or "shared_expert_gate" in name}
         theirs = {name: array for name, array in theirs.items() if name not in ours_alone}
         found = {name: array for name, array in found.items() if name not in ours_alone}
     assert_equal(found, {n: a.astype(found[n].dtype) if n.endswith("A_log") else a for n, a in theirs.items()})
 
-    if "mixed" not in how:
+    if "mix" not in how:
         ours, theirs_ = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "theirs"))
         assert ours.get("quantization") == theirs_.get("quantization")
 
@@ -253,11 +254,15 @@ def test_values_that_float16_cannot_hold_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"bits": 7}, "7 bits: mlx quantises to 2, 3, 4, 5, 6, 8"),
+        ({"bits": 7}, "7 bits: mlx quantises to 2, 3, 4, 5, 6, 8 bits in the mode affine"),
+        ({"mode": "nvfp4", "bits": 8}, "8 bits: mlx quantises to 4 bits in the mode nvfp4"),
+        ({"mode": "affine"}, "mode affine: say with how many bits"),
+        ({"mode": "fp4"}, "mode fp4: mlx has affine, mxfp4"),
         ({"mtp_bits": 1}, "--mtp-bits 1: say keep, or one of 2, 3"),
         ({"bits": 4, "group_size": 48}, "groups of 48"),
-        ({"mixed": "mixed_9_9"}, "mixed_9_9: mlx-lm has the recipes mixed_2_6"),
-        ({"mixed": "mixed_2_6", "bits": 4}, "leave --bits out"),
+        ({"bits": 4, "mix": "more"}, "more: say keep, a number of bits, or a mode of mxfp4"),
+        ({"mix": 6}, "say with --bits or --mode what the others do"),
+        ({"mix": "no/such.json"}, "no/such.json: the file is missing"),
     ],
 )
 def test_options_that_make_no_sense_are_named(how: dict[str, Any], message: str) -> None:
@@ -457,3 +462,17 @@ if __name__ == "__main__":
     converted(Path(sys.argv[1]), Path(sys.argv[2]), bits=4)
     unit = 1 if sys.platform == "darwin" else 1024
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
+
+def test_a_table_says_what_each_matrix_becomes(tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps({r"layers\.0\..*down_proj": "keep", "down_proj": "mxfp8", "lm_head": 8}))
+    out = converted(write(tmp_path / "raw"), tmp_path / "out", bits=4, mix=table)
+    found = read_layout(out).quantized
+    assert "layers.0.mlp.down_proj" not in found
+    assert found["layers.1.mlp.down_proj"]["mode"] == "mxfp8"
+    assert (found["lm_head"]["bits"], found["layers.1.mlp.up_proj"]["bits"]) == (8, 4)
+    load_in_mlx_lm(out)
+    table.write_text(json.dumps({"(": 8}))
+    with pytest.raises(CheckpointError, match=r"table.json: missing \)"):
+        Recipe(mx.bfloat16, mix=table)

@@ -146,7 +146,7 @@ def test_a_head_that_config_did_not_promise_drafts_once_it_is_converted(tmp_path
         (["--bits", "7"], "7 bits"),
         (["--mtp-bits", "some"], "--mtp-bits some: say keep, or one of 2"),
         (["--group-size", "5"], "groups of 5"),
-        (["--recipe", "mine"], "mine: mlx-lm has the recipes"),
+        (["--bits", "4", "--mix", "mine"], "mine: say keep, a number of bits"),
     ],
 )
 def test_wrong_options_are_named_before_the_source_is_searched(

@@ -27,12 +27,13 @@ from .atomic import publish, require_space, staging_folder
 from .hub import COMPANION_FILES
 from .layout import NORMS, Layout, head_field, readme_metadata
 from .names import Names, is_head, is_vision
-from .parameters import Stored, parameter_shapes
-from .quantize import Choose, Quantization, Recipe, choose_quantization
+from .parameters import Stored, parameter_shapes, quantization_of
+from .quantize import Choose, Quantization, Recipe, choose_quantization, stored_quantization
 from .read import LazyFiles, open_file, read_parameter
 from .safetensors import INDEX, Progress, read_header, shard_files, write_safetensors
 
 SIDECAR = "mtp/weights.safetensors"
+PARTS = ("weight", "scales", "biases")
 VISUAL = ("model.visual.", "visual.")
 
 Arrays = dict[str, mx.array]  # what a file will hold, not computed yet
@@ -56,7 +57,7 @@ class Conversion:
 
 def plan_conversion(source: Layout, destination: Path, recipe: Recipe, original: str | None = None) -> Conversion:
     """Decide what every tensor becomes, or raise an error if the source cannot be converted."""
-    if source.layout != "raw":
+    if source.layout == "converted":
         raise CheckpointError(
             f"{source.path}: already converted to MLX. Name the original; "
             "`headstart graft` brings a head back to a converted model that lost it."
@@ -132,7 +133,8 @@ def convert_head(stored: Stored, model: models.Model, recipe: Recipe) -> Arrays:
 def _convert_parameters(
     names: dict[str, str], stored: Stored, model: models.Model, choose: Choose, dtype: mx.Dtype
 ) -> tuple[Arrays, dict[str, Quantization]]:
-    """Convert the parameters `names`, given with the names to write them under. What is quantised stays as it is.
+    """Convert the parameters `names`, given with the names to write them under. What is quantised stays as it is,
+    unless fewer bits or another mode are wanted.
 
     Returns:
         The arrays, norms in float32, and how modules are quantised.
@@ -142,21 +144,33 @@ def _convert_parameters(
     quantized: dict[str, Quantization] = {}
     for name, written in names.items():
         path, _, leaf = name.rpartition(".")
-        if f"{path}.scales" in stored:
-            for part in (name, f"{path}.scales", f"{path}.biases"):
-                if part in stored:
-                    arrays[part] = read_parameter(part, stored, files, stored[part].dtype)
-            continue
-        offset = model.family.norm_offset if isinstance(modules[path], Norm) else None
-        array = read_parameter(name, stored, files, dtype, norm_offset=offset)
         module = written.removesuffix(".weight")
-        if leaf == "weight" and (how := choose_quantization(module, modules[path], choose)):
+        how = choose_quantization(module, modules[path], choose) if leaf == "weight" else None
+        if leaf == "weight" and f"{path}.scales" in stored:
+            kept = quantization_of(path, modules[path], stored) or {}
+            parts = [
+                read_parameter(f"{path}.{part}", stored, files, stored[f"{path}.{part}"].dtype)
+                for part in PARTS
+                if f"{path}.{part}" in stored
+            ]
+            if how is None or (kept["mode"] == how.get("mode", "affine") and kept["bits"] <= how["bits"]):
+                quantized[module] = kept
+                arrays |= {f"{module}.{part}": values for part, values in zip(PARTS, parts, strict=False)}
+                continue
+            array = dequantise(*parts, **kept)
+        else:
+            offset = model.family.norm_offset if isinstance(modules[path], Norm) else None
+            array = read_parameter(name, stored, files, dtype, norm_offset=offset)
+        if how:
             quantized[module] = how
-            parts = zip(("weight", "scales", "biases"), mx.quantize(array, **how), strict=True)
-            arrays |= {f"{module}.{part}": values for part, values in parts}
+            arrays |= {f"{module}.{part}": a for part, a in zip(PARTS, mx.quantize(array, **how), strict=False)}
         else:
             arrays[written] = array
     return arrays, quantized
+
+
+def dequantise(weight: mx.array, scales: mx.array, biases: mx.array | None = None, **how: Any) -> mx.array:
+    return mx.dequantize(weight, scales, biases, **how, dtype=mx.float32)
 
 
 def _convert_vision(path: Path, dtype: mx.Dtype) -> Arrays:
@@ -190,12 +204,8 @@ def _new_config(source: Layout, recipe: Recipe, quantized: dict[str, Quantizatio
         for field in ("dtype", "torch_dtype"):
             if field in part:
                 part[field] = dtype
-    if recipe.quantises:
-        common = {"group_size": recipe.group_size, "bits": recipe.bits}
-        differing = {module: how for module, how in quantized.items() if how != common}
-        bits = recipe.bits or min(how["bits"] for how in differing.values())
-        quantization = {"group_size": recipe.group_size, "bits": bits, "mode": "affine", **differing}
-        config["quantization"] = config["quantization_config"] = quantization
+    if quantized:
+        config["quantization"] = config["quantization_config"] = stored_quantization(quantized, recipe)
     if source.mtp.available:
         declare_head(config, SIDECAR)
     return config

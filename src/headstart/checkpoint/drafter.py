@@ -123,13 +123,13 @@ def convert_drafter(layout: DrafterLayout, destination: Path, recipe: Recipe, *,
     if destination.exists():
         raise DrafterError(f"{destination}: exists already. Name a new folder, or remove it first.")
     files, modules = LazyFiles(), dict(layout.drafter.weights.named_modules())
-    how: dict[str, Any] = {"group_size": recipe.group_size, "bits": recipe.bits}
+    how = recipe.common
     arrays: dict[str, mx.array] = {}
     for name in parameter_shapes(layout.drafter.weights):
         path, array = name.removesuffix(".weight"), read_parameter(name, layout.stored, files, recipe.dtype)
         module = modules.get(path)
-        if recipe.bits and path != "fc" and module is not None and choose_quantization(path, module, lambda *_: how):
-            parts = zip(("weight", "scales", "biases"), mx.quantize(array, **how), strict=True)
+        if how and path != "fc" and module is not None and choose_quantization(path, module, lambda *_: how):
+            parts = zip(("weight", "scales", "biases"), mx.quantize(array, **how), strict=False)
             arrays |= {f"{path}.{part}": values for part, values in parts}
         else:
             arrays[name] = array
@@ -137,7 +137,7 @@ def convert_drafter(layout: DrafterLayout, destination: Path, recipe: Recipe, *,
     if dry_run:
         return nbytes
     require_space(destination, nbytes)
-    config = layout.config | ({"quantization": {**how, "mode": "affine"}} if recipe.bits else {})
+    config = layout.config | ({"quantization": how} if how else {})
     with staging_folder(destination.absolute()) as folder:
         write_safetensors(folder / "model.safetensors", arrays, lambda written: None)
         (folder / "config.json").write_text(json.dumps(config, indent=4))

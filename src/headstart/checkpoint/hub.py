@@ -16,6 +16,7 @@ from .. import cards, models
 from ..errors import CheckpointError, HubError
 from .atomic import DISK_FULL, NOT_WRITABLE, free_space
 from .config import read_config
+from .gguf_folder import gguf_folder, gguf_in
 from .head import find_sidecar, sidecar_names
 from .layout import HEAD_DOWNLOAD_ERRORS, HUB_ID, NO_WEIGHTS, NORMS
 from .names import Names, is_vision
@@ -60,9 +61,12 @@ def locate(name: str | Path | None = None) -> Path | str:
         path = Path(BUILTIN / DEFAULT if name is None else name).expanduser()
     except RuntimeError as error:  # ~somebody
         raise CheckpointError(f"{name}: no such folder ({error})") from error
-    if os.path.isdir(path):  # also says no of a name that is too long for the file system
+    exists = os.path.exists(path)  # also says no of a name that is too long for the file system
+    if exists and (file := gguf_in(path)):
+        return gguf_folder(file)
+    if os.path.isdir(path):
         return path
-    if os.path.exists(path):
+    if exists:
         raise CheckpointError(f"{path}: a file. Name the folder of the model, {path.parent}.")
     name = str(name)
     if os.path.isdir(BUILTIN / name):

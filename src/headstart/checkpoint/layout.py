@@ -17,6 +17,9 @@ from huggingface_hub import metadata_load
 from .. import cards, models
 from ..errors import CheckpointError, printable_error
 from .config import REMEDY, read_config
+from .gguf import read_gguf
+from .gguf_folder import linked_gguf
+from .gguf_model import gguf_header
 from .head import SIDECARS, check_final_norm, check_sizes, find_sidecar, read_head
 from .names import Names, is_head, is_vision
 from .parameters import BITS, UNREAD, Stored, find_misfit, find_parameters, parameter_shapes, quantization_of
@@ -46,7 +49,7 @@ class Mtp:
 class Layout:
     path: Path
     family: str
-    layout: str  # of the trunk: "raw" or "converted"
+    layout: str  # of the trunk: "raw", "converted", or the format that it is read from
     dtype: str
     quantization: dict[str, Any] | None
     parameters: int
@@ -91,7 +94,7 @@ def read_layout(path: Path, head_source: Path | None = None) -> Layout:
     family = models.FAMILIES[config["model_type"]].name
     model = expected_model(path, config)
     weights, names = model.weights, Names(config)
-    headers, absent = _read_shards(path, names)
+    headers, absent = _read_shards(path, names, config)
 
     trunk = find_parameters(headers, names, head=False)
     if (path / NORMS).is_file():
@@ -124,8 +127,8 @@ def read_layout(path: Path, head_source: Path | None = None) -> Layout:
     return Layout(
         path=path,
         family=family,
-        layout=provenance,
-        dtype=_dtype(trunk),
+        layout=next((header.format for header in headers if header.provenance and header.format), provenance),
+        dtype=_dtype(trunk, config),
         quantization=_most_common([how for name, how in quantized.items() if not is_head(name)]),
         parameters=sum(prod(shape) for name, shape in parameter_shapes(weights).items() if name in stored),
         bytes=sum(part.nbytes for part in {**trunk, **head}.values()),
@@ -157,8 +160,10 @@ def expected_model(path: Path, config: dict[str, Any]) -> models.Model:
         ) from error
 
 
-def _read_shards(path: Path, names: Names) -> tuple[list[Header], dict[str, str]]:
+def _read_shards(path: Path, names: Names, config: dict[str, Any]) -> tuple[list[Header], dict[str, str]]:
     """Return the headers of the shards, checked against the index, and what is wrong with files of the head."""
+    if gguf := linked_gguf(path):
+        return [gguf_header(read_gguf(gguf), models.text_config(config))], {}
     index = read_index(path)
     if index is None:
         files = sorted(file for file in path.glob("*.safetensors") if file.name not in SIDECARS)
@@ -216,8 +221,10 @@ def _most_common(quantized: list[dict[str, Any]]) -> dict[str, Any] | None:
     return dict(counts.most_common(1)[0][0]) if counts else None
 
 
-def _dtype(trunk: Stored) -> str:
+def _dtype(trunk: Stored, config: dict[str, Any]) -> str:
     """Return the type that the model was saved in, whatever its matrices are quantised to."""
+    if trunk["embed_tokens.weight"].sources[0].tensor.make is not None:
+        return str(models.text_config(config)["dtype"])
     names = [name for name in ("embed_tokens.weight", "embed_tokens.scales", "norm.weight") if name in trunk]
     dtype = next(trunk[name].dtype for name in names if mx.issubdtype(trunk[name].dtype, mx.floating))
     return str(dtype).removeprefix("mlx.core.")

@@ -74,7 +74,12 @@ def find_parameters(headers: list[Header], names: Names, *, head: bool, sidecar:
     # A file's conv1d tells its provenance, or the conv1d of another file that was saved in the same format.
     by_format = {header.format: found for header in headers if (found := _provenance_of_conv1d(header))}
     for header in headers:
-        provenance = _provenance_of_conv1d(header) or by_format.get(header.format) or _provenance_of_names(header)
+        provenance = (
+            header.provenance
+            or _provenance_of_conv1d(header)
+            or by_format.get(header.format)
+            or _provenance_of_names(header)
+        )
         if sidecar and _manifest_says_converted(header):
             provenance = "converted"
         if provenance is None and not names.norm_offset:  # nothing depends on it

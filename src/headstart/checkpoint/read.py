@@ -1,5 +1,7 @@
 """Make the model's parameters of the tensors in files, lazily: a file is read when a result is computed."""
 
+import json
+from io import SEEK_CUR, SEEK_END, SEEK_SET, RawIOBase
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,10 @@ import mlx.core as mx
 from .. import open_files
 from ..errors import CheckpointError, printable_error
 from .parameters import FP8_BLOCK, Stored, TensorSource
+from .safetensors import DTYPE_CODES, TensorInfo
 
 FLOAT32 = (".A_log", ".e_score_correction_bias", ".router_bias")
+SCALES = (".scales", ".biases")  # of quantised weights; bfloat16 does not hold those that are of another type
 LazyFiles = dict[Path, dict[str, mx.array]]  # what `mx.load` returned and is not used up
 
 
@@ -41,7 +45,10 @@ def read_parameter(
         return array + norm_offset if part.raw and norm_offset else array
     if name.endswith(FLOAT32):
         return array.astype(mx.float32)
-    return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
+    if not mx.issubdtype(array.dtype, mx.floating):
+        return array
+    lossy = name.endswith(SCALES) and dtype == mx.bfloat16 != array.dtype
+    return array.astype(mx.float32 if lossy else dtype)
 
 
 def open_file(path: Path, files: LazyFiles) -> dict[str, mx.array]:
@@ -56,7 +63,52 @@ def open_file(path: Path, files: LazyFiles) -> dict[str, mx.array]:
     return files[path]
 
 
+def read_lazily(tensor: TensorInfo) -> mx.array:
+    """Return one tensor of any file, which is read when a result is computed."""
+    file: Any = _OneTensor(tensor)
+    arrays: Any = mx.load(file, format="safetensors")
+    array: mx.array = arrays[tensor.name]
+    return array
+
+
+class _OneTensor(RawIOBase):
+    """A safetensors file with nothing but a tensor that lies in another file: MLX reads only these lazily."""
+
+    def __init__(self, tensor: TensorInfo):
+        entry = {"dtype": DTYPE_CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": [0, tensor.nbytes]}
+        header = json.dumps({tensor.name: entry}).encode()
+        self.tensor, self.header, self.at = tensor, len(header).to_bytes(8, "little") + header, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = SEEK_SET) -> int:
+        size = len(self.header) + self.tensor.nbytes
+        self.at = offset + {SEEK_SET: 0, SEEK_CUR: self.at, SEEK_END: size}[whence]
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        if self.at < len(self.header):
+            part = self.header[self.at : self.at + len(buffer)]
+            buffer[: len(part)] = part
+            count = len(part)
+        else:
+            with self.tensor.file.open("rb") as file:
+                file.seek(self.tensor.start + self.at - len(self.header))
+                count = file.readinto(buffer)
+        self.at += count
+        return count
+
+
 def _take(source: TensorSource, files: LazyFiles) -> mx.array:
+    if source.tensor.make is not None:
+        return source.tensor.make(*map(read_lazily, source.tensor.parts))
     arrays, name = open_file(source.tensor.file, files), source.tensor.name
     # The first half of a fused tensor, `gate_proj` or `embed_q`, is read before the second.
     return arrays[name] if source.part.half == 0 else arrays.pop(name)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import mlx.core as mx
 import numpy as np
@@ -29,11 +29,15 @@ DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}  # uint8 is U8, th
 
 @dataclass(frozen=True)
 class TensorInfo:
+    """A tensor in a file, or one that is made of `parts` that are."""
+
     name: str
     dtype: mx.Dtype
     shape: tuple[int, ...]
     file: Path
     start: int  # of its bytes in the file
+    parts: tuple["TensorInfo", ...] = ()
+    make: Callable[..., mx.array] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -46,6 +50,7 @@ class Header:
     tensors: dict[str, TensorInfo]
     format: str | None  # "pt" as released, "mlx" as converted, None where the file does not say
     written_by_mlx: bool  # mlx writes null where other writers leave empty metadata out
+    provenance: Literal["raw", "converted"] | None = None  # of what was made from another format
 
 
 def read_header(path: Path) -> Header:

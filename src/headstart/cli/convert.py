@@ -1,5 +1,6 @@
 """`headstart convert`: a released model to MLX, with its MTP head. `headstart graft`: a lost head back."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -14,6 +15,7 @@ from .show import print_table
 
 if TYPE_CHECKING:
     from ..checkpoint.convert import Conversion
+    from ..checkpoint.quantize import Recipe
 
 GROUP_SIZE = "Weights that share a scale: 32, 64 or 128."
 
@@ -22,8 +24,14 @@ def convert_command(
     source: str = Argument(help="The original: a folder, a name in the cache, or a hub id."),
     destination: Path = Argument(help="The folder to write. It must not exist."),
     bits: int | None = Option(None, help="Quantise to this many bits.", show_default="no quantisation"),
-    group_size: int = Option(64, help=GROUP_SIZE),
-    recipe: str | None = Option(None, help="mlx-lm's mixed precision instead of --bits: mixed_2_6, mixed_3_4, …"),
+    mode: Literal["affine", "mxfp4", "mxfp8", "nvfp4"] | None = Option(
+        None, help="Quantise in this mode.", show_default="affine, with --bits"
+    ),
+    group_size: int | None = Option(None, help=GROUP_SIZE, show_default="64, or the mode's"),
+    mix: str | None = Option(
+        None,
+        help="Bits or mode of the matrices that matter most, or a JSON file: patterns of names, and bits or mode.",
+    ),
     mtp_bits: str | None = options.MTP_BITS,
     dtype: Literal["bfloat16", "float16", "float32"] | None = Option(
         None, help="Type of what is not quantised.", show_default="the source's"
@@ -40,14 +48,16 @@ def convert_command(
     from ..checkpoint.layout import release_id
     from ..checkpoint.quantize import Recipe
 
-    Recipe(mx.bfloat16, bits, group_size, recipe, mtp_bits)  # refuse wrong options before anything is downloaded
+    settings = Recipe(
+        mx.bfloat16, bits, group_size, mtp_bits, mode, mix
+    )  # wrong options are refused before downloads
     folder = find_model(source, vision=True, dry_run=dry_run)
     if is_drafter(folder):
-        _convert_drafter(folder, destination, bits, group_size, dtype, dry_run)
+        _convert_drafter(folder, destination, settings, dtype, dry_run)
         return
     layout = read_layout(folder)
     original = release_id(folder, layout.family)
-    settings = Recipe(getattr(mx, dtype or layout.dtype), bits, group_size, recipe, mtp_bits)
+    settings = replace(settings, dtype=getattr(mx, dtype or layout.dtype))
     plan = plan_conversion(layout, destination, settings, original)
     _print_plan(plan)
     if dry_run:
@@ -57,16 +67,13 @@ def convert_command(
     typer.echo(f"Written to {destination}. See it with `headstart inspect {destination}`.")
 
 
-def _convert_drafter(
-    folder: Path, destination: Path, bits: int | None, group_size: int, dtype: str | None, dry_run: bool
-) -> None:
+def _convert_drafter(folder: Path, destination: Path, recipe: "Recipe", dtype: str | None, dry_run: bool) -> None:
     import mlx.core as mx
 
     from ..checkpoint.drafter import convert_drafter, read_drafter
-    from ..checkpoint.quantize import Recipe
 
     layout = read_drafter(folder)
-    recipe = Recipe(getattr(mx, dtype or layout.dtype), bits, group_size)
+    recipe = replace(recipe, dtype=getattr(mx, dtype or layout.dtype))
     nbytes = convert_drafter(layout, destination, recipe, dry_run=dry_run)
     typer.echo(f"{destination}: a block drafter, {nbytes:,} bytes{', not written' if dry_run else ''}.")
 
@@ -105,7 +112,7 @@ def graft_command(
     from ..checkpoint.quantize import Recipe
 
     # Refuse wrong options before anything is downloaded.
-    Recipe(mx.bfloat16, group_size=64 if group_size is None else group_size, mtp_bits=mtp_bits)
+    Recipe(mx.bfloat16, group_size=group_size, mtp_bits=mtp_bits)
     layout = read_layout(find_model(model, dry_run=dry_run))
     require_lost_head(layout)
     original = original_id(layout.path, layout.family)

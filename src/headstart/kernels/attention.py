@@ -126,7 +126,7 @@ class Attentions(FeedForwards):
         queries, rotated, seen = (at_last(a, run.last, 2) for a in (queries, rotated, run.mask(None)))
         scores = (rotated * part.scale) @ keys.swapaxes(-1, -2)  # [B, H, W, S]
         scores = mx.where(seen, scores, mx.array(mx.finfo(scores.dtype).min, scores.dtype))
-        queries = part.embed_q(queries)  # [B, H, W, R]
+        queries = part.embed_q(queries).astype(queries.dtype)  # [B, H, W, R]
         out = mx.fast.scaled_dot_product_attention(queries, latents, latents, scale=part.scale, mask=scores)
-        out = part.unembed_out(out).transpose(0, 2, 1, 3)
+        out = part.unembed_out(out).astype(out.dtype).transpose(0, 2, 1, 3)
         return self.add(residual, self.product(out.reshape(B, out.shape[1], -1), part.o_proj, adapters), run)

@@ -20,7 +20,7 @@ def stock_experts(x: mx.array, indices: mx.array, layer: nn.Module) -> mx.array:
     """Return mlx-lm's product, the rows in their order. The order of sorted ones' sums changes with their number."""
     own = x.ndim > indices.ndim
     made: mx.array = layer(x[..., None, :] if own else x[..., None, None, :], indices)
-    return made.squeeze(-2)
+    return made.squeeze(-2).astype(x.dtype)
 
 
 def stock_route(logits: mx.array, top: int, normed: bool) -> tuple[mx.array, mx.array]:
@@ -137,7 +137,7 @@ class FeedForwards(Products):
             last = module.down_proj
             hidden = None if made is None else module.activation(*made)
         if hidden is None:
-            return module(x, indices)
+            return module(x, indices).astype(x.dtype)
         down = self.expert_products(hidden, indices, adapters, adapted, (last,))
         assert down is not None, "an MLP's layers are quantised alike"
         return down[0]

@@ -16,9 +16,9 @@ from .norms import Norms
 
 
 def stock_product(x: mx.array, layer: nn.Module) -> mx.array:
-    """Return mlx's own product. An embedding's is `as_linear`."""
+    """Return mlx's own product, in the type of x where scales have another. An embedding's is `as_linear`."""
     made: mx.array = layer.as_linear(x) if hasattr(layer, "as_linear") else layer(x)
-    return made
+    return made.astype(x.dtype)
 
 
 def add_biases(made: Sequence[mx.array], layers: Sequence[nn.Module]) -> list[mx.array]:
