@@ -8,7 +8,8 @@ import mlx.core as mx
 from .compiler import cuda_kernel
 from .device import device_attribute, include, launch_bounds
 
-ROWS, KEYS, PANEL, THREADS = 128, 64, 64, 256  # as in prompt_attention.cu
+SOURCES = ("tensor_core", "warpgroup", "prompt_tiles", "prompt_softmax", "prompt_attention")
+ROWS, KEYS, PANEL, THREADS = 128, 64, 64, 256  # as in prompt_tiles.cu
 PIECE = 8192  # positions that are summed up from nothing. Every query's bits depend on it
 MOST_APART = 2048  # blocks that leave their sums in memory, 128 KB each where heads have 256 elements
 
@@ -95,7 +96,7 @@ def _attend(scale: float, D: int, gated: bool):  # type: ignore[no-untyped-def]
                 tile + gridDim.x * (blockIdx.y + HKV * blockIdx.z), queries, {gates}, keys, values, offset,
                 {scale * math.log2(math.e)!r}f, queries_shape[2], keys_shape[2], WINDOW, out, parts);
         """,
-        header=include("tensor_core", "warpgroup", "prompt_attention") + launch_bounds(THREADS),
+        header=include(*SOURCES) + launch_bounds(THREADS),
         shared_memory=shared_bytes(D),
     )
 
@@ -113,5 +114,5 @@ def _add(scale: float, gated: bool):  # type: ignore[no-untyped-def]
                 blockIdx.x, blockIdx.y, blockIdx.z, blockIdx.x + gridDim.x * (blockIdx.y + HKV * pieces * blockIdx.z),
                 stride, parts, {gates}, offset, {scale * math.log2(math.e)!r}f, queries_shape[2], WINDOW, out);
         """,
-        header=include("tensor_core", "warpgroup", "prompt_attention") + launch_bounds(THREADS),
+        header=include(*SOURCES) + launch_bounds(THREADS),
     )
