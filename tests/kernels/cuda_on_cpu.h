@@ -269,6 +269,13 @@ uint32_t fma_pairs(uint32_t a, uint32_t b, uint32_t c) {
   std::memcpy(&a, x, 4);
   return a;
 }
+template <typename T>
+uint32_t round_pair(float low, float high) {
+  T pair[2] = {T(low), T(high)};
+  uint32_t word;
+  std::memcpy(&word, pair, 4);
+  return word;
+}
 inline uint32_t transpose_matrix(uint32_t pair) {
   Warp& warp = *self->warp;
   warp.words[self->lane][0] = pair;

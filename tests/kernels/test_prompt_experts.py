@@ -24,10 +24,11 @@ def card() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def tile(monkeypatch: pytest.MonkeyPatch) -> PromptTile:
+@pytest.fixture(autouse=True, params=[False, True], ids=["warps", "warpgroups"])
+def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PromptTile:
     """A small one, which compiles soon and has several blocks for an expert."""
-    made = PromptTile(warps=4, tokens=32, stages=3, blocks=1)
+    stages, span = (4, 128) if request.param else (3, 64)
+    made = PromptTile(4, 32, stages, blocks=1, depth=256, span=span, warpgroups=request.param)
     monkeypatch.setattr(kernels, "choose_tile", lambda bits: made)
     return made
 
@@ -102,7 +103,9 @@ def test_experts_are_those_of_float64_and_a_row_the_same_among_any(
 
 
 @SLOW
-@pytest.mark.parametrize("other", [kernels.choose_tile(4), PromptTile(4, 128, 4, 2), PromptTile(8, 128, 5, 1)])
+@pytest.mark.parametrize(
+    "other", [kernels.choose_tile(4), PromptTile(4, 128, 4, 2), PromptTile(8, 128, 3, 1, 0, 128, True)]
+)
 def test_no_tile_changes_a_bit(other: PromptTile, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [matrix_weights(layer) for layer in experts(256, 128, 4, 64, "bfloat16")]
     x, indices = normal(150, 256, seed=5), chosen(150)

@@ -47,8 +47,8 @@ void multiply_panels(float (&c)[8][4], unsigned long long a, unsigned long long 
       }
   }});
 }
-template <typename T, int N>
-void multiply_by_panels(float (&c)[N][4], const uint32_t (&a)[4], unsigned long long b) {
+template <typename T, bool SIDE_BY_SIDE, int N>
+void multiply_later(float (&c)[N][4], const uint32_t (&a)[4], unsigned long long b) {
   self->products.push_back({self->product_groups, [=, &c, &a] {
     Warp& warp = *self->warp;
     for (int i = 0; i < 4; ++i) warp.words[self->lane][i] = a[i];
@@ -59,9 +59,19 @@ void multiply_by_panels(float (&c)[N][4], const uint32_t (&a)[4], unsigned long 
         left[half][k] = half_of<T>(warp.words[self->lane / 4 * 4 + k % 8 / 2][half + 2 * (k / 8)], k % 2);
     for (int j = 0; j < N; ++j)
       for (int e = 0; e < 4; ++e)
-        for (int k = 0; k < 16; ++k)
-          c[j][e] = float(left[e / 2][k] * tile_element<T>(b, 8 * j + 2 * (self->lane % 4) + e % 2, k, true) + c[j][e]);
+        for (int k = 0; k < 16; ++k) {
+          const double right = tile_element<T>(b, 8 * j + 2 * (self->lane % 4) + e % 2, k, SIDE_BY_SIDE);
+          c[j][e] = float(left[e / 2][k] * right + c[j][e]);
+        }
     __syncwarp();
   }});
+}
+template <typename T, int N>
+void multiply_by_panels(float (&c)[N][4], const uint32_t (&a)[4], unsigned long long b) {
+  multiply_later<T, true>(c, a, b);
+}
+template <typename T, int N>
+void multiply_by_lines(float (&c)[N][4], const uint32_t (&a)[4], unsigned long long b) {
+  multiply_later<T, false>(c, a, b);
 }
 }  // namespace headstart

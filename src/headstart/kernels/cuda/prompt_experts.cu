@@ -4,132 +4,27 @@
 // weights; of a gate and its `up`, 16 of each. Tensor cores multiply 16 rows of weights by 8 of x. A warp dequantises
 // its weights in registers, once for all rows of x, to what `mx.dequantize` makes of them.
 //
-// K is taken 64 positions at a time, a chunk, through a ring in shared memory. Of a row of weights, or of x, lanes
-// 4g to 4g + 3 have 16 positions of a chunk each. A sum has one order: chunk by chunk, in a chunk first the first eight
-// positions of every lane, then the others. It does not depend on how many rows a block takes, nor on which.
-//
-// Codes are taken for numbers as they are, two from one word by a mask: in the low bits of a bfloat16 a code is the
-// number code · 2⁻¹³³, four bits higher 16 times that. So two codes that stand together are not neighbours, and x has
-// the same order ("arranged"): of every eight elements in 4 bits 0 4 1 5 2 6 3 7, in 8 bits 0 2 1 3 4 6 5 7.
+// K is taken 64 positions at a time, a chunk, through a ring in shared memory. Of a row of weights lanes 4g to 4g + 3
+// have 16 codes of a chunk each, one after the other: they are the two columns that each lane has of its fragments of
+// four products. So pair p of lane q's is pair 4p + q of a chunk for x, which is "arranged". A sum has one order, chunk
+// by chunk and product by product: it does not depend on how many rows a block takes, nor on which.
 
 namespace headstart {
 
 // Which element stands at a position of an input of weights in BITS.
 template <int BITS>
 __device__ __forceinline__ int arranged_element(int position) {
-  if constexpr (BITS == 4) return (position & ~7) | (position & 6) >> 1 | (position & 1) << 2;
-  if constexpr (BITS == 8) return (position & ~3) | (position & 2) >> 1 | (position & 1) << 1;
-  return position;
+  if (BITS == 0 || BITS == 16) return position;
+  const int pair = position % 64 / 8, second = position % 2, chunk = position & ~63, lane = position / 2 % 4;
+  const int element = BITS == 4   ? (pair & 4) * 2 + pair % 4 + 4 * second
+                      : BITS == 8 ? (pair & 6) * 2 + pair % 2 + 2 * second
+                                  : 2 * pair + second;
+  return chunk + 16 * lane + element;
 }
 
-template <int COUNT>
-struct alignas(4 * COUNT) Words {
-  uint32_t at[COUNT];
-};
-
-// Of scales: what begins at no multiple of four bytes is waited for.
-template <int BYTES>
-__device__ __forceinline__ void copy_piece(unsigned char* to, const void* from) {
-  if constexpr (BYTES == 2)
-    *reinterpret_cast<unsigned short*>(to) = *static_cast<const unsigned short*>(from);
-  else
-    copy_bytes<BYTES>(to, from);
-}
-
-template <typename W>
-__device__ __forceinline__ W read_words(const unsigned char* from) {
-  return *reinterpret_cast<const W*>(from);
-}
-
-// Sixteen codes, or weights: those of a lane in a row's chunk.
-template <int BITS>
-struct Codes {
-  uint32_t words[(BITS + 1) / 2];
-
-  __device__ __forceinline__ void read(const unsigned char* chunk, int row, int quarter) {
-    const unsigned char* from = chunk + row * 8 * BITS + quarter * 2 * BITS;
-    if constexpr (BITS == 16) { // the pieces of odd rows have changed places
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const auto piece = read_words<Words<4>>(from + 16 * (row & 1 ^ half));
-#pragma unroll
-        for (int i = 0; i < 4; i++) words[4 * half + i] = piece.at[i];
-      }
-    } else if constexpr (BITS % 2) {
-#pragma unroll
-      for (int i = 0; i < BITS; i++) {
-        const uint32_t half = *reinterpret_cast<const unsigned short*>(from + 2 * i);
-        words[i / 2] = i % 2 ? words[i / 2] | half << 16 : half;
-      }
-    } else {
-      constexpr int EACH = BITS == 6 ? 1 : BITS / 2; // words in one read
-#pragma unroll
-      for (int i = 0; i < BITS / 2; i += EACH) {
-        const auto some = read_words<Words<EACH>>(from + 4 * i);
-#pragma unroll
-        for (int j = 0; j < EACH; j++) words[i + j] = some.at[j];
-      }
-    }
-  }
-
-  __device__ __forceinline__ uint32_t code(int i) const {
-    const int word = i * BITS / 32, shift = i * BITS % 32;
-    const uint32_t low = words[word] >> shift;
-    return (shift + BITS > 32 ? low | words[word + 1] << (32 - shift) : low) & ((1u << BITS) - 1);
-  }
-
-  // The p-th pair of a half's eight codes, as they are arranged; of 4-bit codes odd pairs stand four bits higher.
-  __device__ __forceinline__ uint32_t pair(int half, int p) const {
-    if constexpr (BITS == 16) return words[4 * half + p];
-    if constexpr (BITS == 8) return words[2 * half + p / 2] >> (8 * (p % 2)) & 0x00FF00FF;
-    if constexpr (BITS == 4) return words[half] >> (8 * (p / 2)) & (p % 2 ? 0x00F000F0 : 0x000F000F);
-    return code(8 * half + 2 * p) | code(8 * half + 2 * p + 1) << 16;
-  }
-};
-
-template <typename T>
-constexpr bool IS_BFLOAT16 = cuda::std::is_same_v<T, __nv_bfloat16>;
-
-// What a product's sums are multiplied by in the end.
-template <typename T, int BITS>
-constexpr float RESTORE = IS_BFLOAT16<T> && BITS < 16 ? 0x1p32f : 1.0f;
-
-// scale · code + bias, rounded once. In bfloat16 codes are as small as they stand there, scales 2¹⁰¹ times as large and
-// results 2⁻³² times; in float16, which has no such range, codes become whole numbers first.
-template <typename T, int BITS>
-struct Dequantiser {
-  uint32_t scale, high_scale, bias; // twice each; the second for pairs that stand four bits higher
-
-  __device__ __forceinline__ void read(const unsigned short* scale_at, const unsigned short* bias_at) {
-    scale = *scale_at, bias = *bias_at;
-    scale = low_halves(scale, scale), bias = low_halves(bias, bias);
-    if constexpr (IS_BFLOAT16<T>) {
-      high_scale = multiply_pairs<T>(scale, 0x70007000); // 2⁹⁷
-      scale = multiply_pairs<T>(scale, 0x72007200); // 2¹⁰¹
-      bias = multiply_pairs<T>(bias, 0x2F802F80); // 2⁻³²
-    }
-  }
-
-  __device__ __forceinline__ uint32_t pair(const Codes<BITS>& codes, int half, int p) const {
-    const bool high = BITS == 4 && p % 2;
-    uint32_t pair = codes.pair(half, p);
-    if constexpr (IS_BFLOAT16<T>) return fma_pairs<T>(pair, high ? high_scale : scale, bias);
-    pair |= 0x64006400; // 1024 +
-    pair = high ? fma_pairs<T>(pair, 0x2C002C00, 0xD400D400) : fma_pairs<T>(pair, 0x3C003C00, 0xE400E400);
-    return fma_pairs<T>(pair, scale, bias);
-  }
-};
-
-template <typename T>
-__device__ __forceinline__ uint32_t pack(T a, T b) {
-  return uint32_t(reinterpret_cast<unsigned short&>(b)) << 16 | reinterpret_cast<unsigned short&>(a);
-}
-
-// As `swiglu` in matrix.cu, with a quotient that is right to two units of its last place before it is rounded to T.
-template <typename T>
-__device__ __forceinline__ T quick_swiglu(float gate, float up) {
-  gate = float(T(gate)), up = float(T(up));
-  return T(__fdividef(gate, 1.0f + __expf(-gate)) * up);
+// silu(gate) · up, not rounded to a shorter type before.
+__device__ __forceinline__ float wide_swiglu(float gate, float up) {
+  return __fdividef(gate * up, 1.0f + power_of_two(gate * -1.44269504f));
 }
 
 // An expert's weights [N, K] and where they lie; with `up` it is a gate, and its product silu(gate) · up.
@@ -140,179 +35,304 @@ struct Expert {
   int N, K;
 };
 
-// BITS, GROUP: of the weights. PIECE: bytes of scales that are copied at a time. GATED: the weights are a gate and `up`.
-// ARRANGED: the bits of the weights whose input the product is, or 0.
-template <typename T_, int BITS_, int GROUP_, int PIECE_, int WARPS_, int TOKENS_, int STAGES_, bool GATED_, int ARRANGED_>
+// BITS, GROUP: of the weights. PIECE: bytes of scales that are copied at a time. SPAN: positions that are, a chunk or
+// two. GATED: the weights are a gate and `up`. ARRANGED: the bits of the weights whose input the product is, or 0.
+// WARPGROUPS: by products of warpgroup.cu.
+template <
+    typename T_, int BITS_, int GROUP_, int PIECE_, int SPAN_, int WARPS_, int TOKENS_, int STAGES_, bool GATED_,
+    int ARRANGED_, bool WARPGROUPS_>
 struct PromptShape {
   using T = T_;
-  static constexpr int BITS = BITS_, GROUP = GROUP_, PIECE = PIECE_, WARPS = WARPS_, TOKENS = TOKENS_, STAGES = STAGES_;
-  static constexpr bool GATED = GATED_;
-  static constexpr int THREADS = 32 * WARPS, OUTPUTS = GATED ? 16 : 32; // of a warp
-  static constexpr int ROW = 8 * BITS, COPY = BITS % 2 ? 8 : 16, COPIES = ROW / COPY; // of a row's chunk of codes
-  static constexpr int INPUTS = TOKENS * 128, WEIGHTS = WARPS * 32 * ROW; // bytes of a stage
-  static constexpr int EACH = BITS < 16 ? PIECE / 2 * GROUP / 64 : 1; // chunks that a piece of scales is for
+  static constexpr int BITS = BITS_, GROUP = GROUP_, PIECE = PIECE_, SPAN = SPAN_, CHUNKS = SPAN / 64;
+  static constexpr int WARPS = WARPS_, TOKENS = TOKENS_, STAGES = STAGES_;
+  static constexpr bool GATED = GATED_, WARPGROUPS = WARPGROUPS_;
+  static constexpr int THREADS = 32 * WARPS, OUTPUTS = GATED ? 16 : 32, STRIDE = WARPS * OUTPUTS; // of a warp, a block
+  static constexpr int ROW = 8 * BITS, COPY = BITS % 2 ? 8 : 16, COPIES = CHUNKS * ROW / COPY; // of a row and span
+  static constexpr int PANEL = TOKENS * 128, INPUTS = CHUNKS * PANEL; // bytes of a chunk, of a stage
+  static constexpr int WEIGHTS = WARPS * 32 * CHUNKS * ROW;
+  static constexpr int AHEAD = STAGES - (WARPGROUPS ? 2 : 1); // spans under way while one is multiplied
+  static constexpr int EACH = BITS < 16 ? PIECE / 2 * GROUP / SPAN : 1; // spans that a piece of scales is for
   static constexpr int SCALES = BITS < 16 ? 32 * PIECE : 0; // bytes of a warp's pieces of scales, and of biases
   static constexpr int PIECES = BITS < 16 ? 1 + (STAGES - 2 + EACH) / EACH : 0; // under way and in use
-  static_assert(BITS == 16 || EACH > 0);
+  static_assert(WARPS % 4 == 0 && AHEAD > 0 && EACH > 0);
 
-  // The output that row `row` of a warp's 32 makes, counted from the warp's first. After `transpose_matrix` a lane has
-  // two neighbouring rows of every eight: together they are neighbouring outputs, in the order of the next product.
-  __device__ __forceinline__ static int output_of(int row) {
+  // The output that row `row` of a warp's 32 makes, counted from the first of the four warps. After `transpose_matrix`
+  // a lane has two neighbouring rows of every eight: together they are neighbours in the input of the next product.
+  __device__ __forceinline__ static int output_of(int warp, int row) {
     const int eight = GATED ? row / 8 % 2 : row / 8;
-    return arranged_element<ARRANGED_>((GATED ? 4 : 8) * (row % 8 / 2) + 2 * eight + row % 2);
+    return arranged_element<ARRANGED_>(warp % 4 * OUTPUTS + (GATED ? 4 : 8) * (row % 8 / 2) + 2 * eight + row % 2);
   }
 };
 
-// `count` rows of x, at most 8 · FRAGMENTS: row i is x[source(i)], its product y[target(i)]. The block's first output is
-// `first`.
-template <typename S, int FRAGMENTS, typename T, typename Source, typename Target>
-__device__ __forceinline__ void prompt_tile(
-    unsigned char* shared, const T* x, const Expert<T>& expert, T* y, int first, int count, Source source,
-    Target target) {
-  constexpr int BITS = S::BITS, STAGES = S::STAGES;
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, group = lane / 4, quarter = lane % 4;
-  const int K = expert.K, chunks = K / 64, groups = K / S::GROUP, row_bytes = K / 8 * BITS;
-  unsigned char* inputs = shared;
-  unsigned char* weights = shared + STAGES * S::INPUTS + warp * 32 * S::ROW;
-  unsigned char* scales = shared + STAGES * (S::INPUTS + S::WEIGHTS) + warp * 2 * S::PIECES * S::SCALES;
-  first += warp * S::OUTPUTS;
-  const bool works = first < expert.N;
+// What a warp multiplies of a span: fragments of its 32 rows of weights.
+template <typename S>
+struct WarpWeights {
+  static constexpr int BITS = S::BITS, READS = S::GROUP < 64 ? S::CHUNKS : 1; // of scales
+  static constexpr bool PAIRS = S::GROUP == 64 && S::CHUNKS == 2; // of scales in one read
+  Codes<BITS < 16 ? BITS : 4> codes[S::CHUNKS][4]; // of rows 8r + lane / 4
+  uint32_t scales[READS][4], biases[READS][4];
+  const unsigned char* weights;
 
-  // A lane copies the same pieces of every chunk of its warp's weights,
-  const unsigned char* from[S::COPIES];
-#pragma unroll
-  for (int i = 0; i < S::COPIES; i++) {
-    const int row = (lane + 32 * i) / S::COPIES, piece = (lane + 32 * i) % S::COPIES;
-    from[i] = (S::GATED && row >= 16 ? expert.up_codes : expert.codes) +
-              (long long)(first + S::output_of(row)) * row_bytes + piece * S::COPY;
-  }
-  // the scales of a row,
-  const bool of_up = S::GATED && lane >= 16;
-  const long long scales_at = (long long)(first + S::output_of(lane)) * groups;
-  const T* scales_from = BITS < 16 ? (of_up ? expert.up_scales : expert.scales) + scales_at : nullptr;
-  const T* biases_from = BITS < 16 ? (of_up ? expert.up_biases : expert.biases) + scales_at : nullptr;
-  // and a thread those of every row of x that is THREADS / 8 after another.
-  constexpr int APART = S::THREADS / 8, INPUTS_EACH = (8 * FRAGMENTS + APART - 1) / APART;
-  unsigned rows[INPUTS_EACH]; // where they begin, in pieces
-  const int put = thread / 8 * 128 + 16 * (thread % 8 ^ thread / 8 % 2);
-
-  auto fetch_weights = [&](int chunk, int stage) {
-    if (!works || chunk >= chunks) return;
-#pragma unroll
-    for (int i = 0; i < S::COPIES; i++) {
-      const int at = (lane + 32 * i) * S::COPY, turn = BITS == 16 ? at / 128 % 2 * 16 : 0;
-      copy_bytes<S::COPY>(weights + stage * S::WEIGHTS + (at ^ turn), from[i] + chunk * S::ROW);
-    }
+  __device__ __forceinline__ void read(const unsigned char* span_weights, const unsigned char* piece, int number) {
+    weights = span_weights;
     if constexpr (BITS < 16) {
-      if (chunk % S::EACH) return;
-      const int piece = chunk / S::EACH;
-      unsigned char* to = scales + 2 * (piece % S::PIECES) * S::SCALES + lane * S::PIECE;
-      copy_piece<S::PIECE>(to, scales_from + piece * (S::PIECE / 2));
-      copy_piece<S::PIECE>(to + S::SCALES, biases_from + piece * (S::PIECE / 2));
-    }
-  };
-  auto fetch_inputs = [&](int chunk, int stage) {
-    if (chunk >= chunks) return;
-#pragma unroll
-    for (int i = 0; i < INPUTS_EACH; i++)
-      if (thread / 8 + i * APART < count)
-        copy_16_bytes(inputs + stage * S::INPUTS + put + i * APART * 128, x + 8ll * (rows[i] + 8 * chunk));
-  };
-
-  // All weights of the first chunks are under way before it is known which rows of x these are.
-#pragma unroll 1
-  for (int stage = 0; stage < STAGES - 1; stage++) fetch_weights(stage, stage);
-#pragma unroll
-  for (int i = 0; i < INPUTS_EACH; i++) {
-    const int row = thread / 8 + i * APART;
-    rows[i] = row < count ? unsigned(source(row)) * (K / 8) + thread % 8 : 0;
-  }
-#pragma unroll 1
-  for (int stage = 0; stage < STAGES - 1; stage++) fetch_inputs(stage, stage), commit_copies();
-
-  float total[FRAGMENTS][2][4] = {};
-  int stage = 0, ahead = STAGES - 1;
-#pragma unroll 1
-  for (int chunk = 0; chunk < chunks; chunk++) {
-    wait_for_copies<STAGES - 2>();
-    __syncthreads();
-    fetch_inputs(chunk + STAGES - 1, ahead);
-    fetch_weights(chunk + STAGES - 1, ahead);
-    commit_copies();
-    if (works) {
-      Codes<BITS> codes[4]; // of rows 8r + group
-      Dequantiser<T, BITS> dequantisers[4];
+      const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
+      piece += 2 * (number / S::EACH % S::PIECES) * S::SCALES + number % S::EACH * (2 * S::SPAN / S::GROUP);
 #pragma unroll
       for (int r = 0; r < 4; r++) {
-        codes[r].read(weights + stage * S::WEIGHTS, 8 * r + group, quarter);
-        if constexpr (BITS < 16) {
-          const int piece = chunk / S::EACH % S::PIECES, at = (chunk % S::EACH * 64 + 16 * quarter) / S::GROUP;
-          const auto* piece_at = reinterpret_cast<const unsigned short*>(
-              scales + 2 * piece * S::SCALES + (8 * r + group) * S::PIECE) + at;
-          dequantisers[r].read(piece_at, piece_at + S::SCALES / 2);
-        }
-      }
-      const unsigned char* columns = inputs + stage * S::INPUTS + group * 128 + 32 * quarter;
+        const int row = 8 * r + group;
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        uint32_t a[2][2][4]; // of sixteen rows, sixteen positions
+        for (int c = 0; c < S::CHUNKS; c++) codes[c][r].read(weights + (32 * c + row) * S::ROW + quarter * 2 * BITS);
 #pragma unroll
-        for (int r = 0; r < 4; r++)
-#pragma unroll
-          for (int p = 0; p < 4; p++) {
-            if constexpr (BITS == 16)
-              a[r / 2][p / 2][p % 2 * 2 + r % 2] = codes[r].pair(half, p);
-            else
-              a[r / 2][p / 2][p % 2 * 2 + r % 2] = dequantisers[r].pair(codes[r], half, p);
-          }
-        constexpr int TOGETHER = FRAGMENTS % 4 || FRAGMENTS > 8 ? 2 : 4; // whose products do not wait for one another
-#pragma unroll
-        for (int f = 0; f < FRAGMENTS; f += TOGETHER) {
-          Words<4> b[TOGETHER];
-#pragma unroll
-          for (int i = 0; i < TOGETHER; i++)
-            b[i] = read_words<Words<4>>(columns + (f + i) * 1024 + 16 * (group & 1 ^ half));
-#pragma unroll
-          for (int step = 0; step < 2; step++)
-#pragma unroll
-            for (int i = 0; i < TOGETHER; i++)
-#pragma unroll
-              for (int m = 0; m < 2; m++)
-                multiply<T>(total[f + i][m], a[m][step], {b[i].at[2 * step], b[i].at[2 * step + 1]});
+        for (int c = 0; c < READS; c++) {
+          const unsigned char* at = piece + row * S::PIECE + (64 * c + 16 * quarter) / S::GROUP * 2;
+          scales[c][r] = read_number<PAIRS>(at), biases[c][r] = read_number<PAIRS>(at + S::SCALES);
         }
       }
     }
-    ahead = stage, stage = stage + 1 == STAGES ? 0 : stage + 1;
   }
-  if (!works) return;
 
+  template <bool PAIR>
+  __device__ __forceinline__ static uint32_t read_number(const unsigned char* at) {
+    if constexpr (PAIR) return *reinterpret_cast<const uint32_t*>(at);
+    return *reinterpret_cast<const unsigned short*>(at);
+  }
+
+  // Of a chunk's positions of two products: fragments of the first and of the last sixteen rows.
+  __device__ __forceinline__ void fragments(int chunk, int half, uint32_t (&made)[4][4]) const {
+    if constexpr (BITS < 16) {
+#pragma unroll
+      for (int r = 0; r < 4; r++) {
+        const int c = READS > 1 ? chunk : 0;
+        const Dequantiser<typename S::T, BITS> dequantiser(scales[c][r], biases[c][r], PAIRS && chunk);
+#pragma unroll
+        for (int p = 0; p < 4; p++)
+          made[p / 2 * 2 + r / 2][p % 2 * 2 + r % 2] = dequantiser.pair(codes[chunk][r], half, p);
+      }
+    } else {
+      const int lane = threadIdx.x % 32;
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        load_matrices_4(
+            made[i], weights + (32 * chunk + i % 2 * 16 + lane % 16) * 128 +
+                         ((4 * half + i / 2 * 2 + lane / 16) ^ lane % 8) * 16);
+    }
+  }
+};
+
+// Copies a warp's rows of weights, and what scales them, span by span; after their last span those of the rows that
+// are STRIDE further.
+template <typename S>
+struct WeightReader {
+  const unsigned char* from[S::COPIES]; // a lane copies the same pieces of every span,
+  const typename S::T *scales_from, *biases_from; // and the scales of a row
+  int first, column = 0, number = 0; // of the warp's outputs; of a span in its rows, and of all
+
+  __device__ __forceinline__ WeightReader(const Expert<typename S::T>& expert, int first) : first(first) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_bytes = expert.K / 8 * S::BITS;
+    first -= warp % 4 * S::OUTPUTS;
+#pragma unroll
+    for (int i = 0; i < S::COPIES; i++) {
+      const int row = (lane + 32 * i) / S::COPIES, piece = (lane + 32 * i) % S::COPIES;
+      from[i] = (S::GATED && row >= 16 ? expert.up_codes : expert.codes) +
+                (long long)(first + S::output_of(warp, row)) * row_bytes + piece * S::COPY;
+    }
+    const bool of_up = S::GATED && lane >= 16;
+    const long long at = (long long)(first + S::output_of(warp, lane)) * (expert.K / S::GROUP);
+    scales_from = S::BITS < 16 ? (of_up ? expert.up_scales : expert.scales) + at : nullptr;
+    biases_from = S::BITS < 16 ? (of_up ? expert.up_biases : expert.biases) + at : nullptr;
+  }
+
+  __device__ __forceinline__ void fetch(
+      const Expert<typename S::T>& expert, unsigned char* weights, unsigned char* scales) {
+    const int lane = threadIdx.x % 32;
+    if (first < expert.N) {
+#pragma unroll
+      for (int i = 0; i < S::COPIES; i++) {
+        const int row = (lane + 32 * i) / S::COPIES, byte = (lane + 32 * i) % S::COPIES * S::COPY;
+        const int turn = S::BITS == 16 ? row % 8 * 16 : 0;
+        copy_bytes<S::COPY>(weights + (32 * (byte / S::ROW) + row) * S::ROW + (byte % S::ROW ^ turn), from[i]);
+        from[i] += S::CHUNKS * S::ROW;
+      }
+      if (S::BITS < 16 && number % S::EACH == 0) {
+        unsigned char* to = scales + 2 * (number / S::EACH % S::PIECES) * S::SCALES + lane * S::PIECE;
+        copy_piece<S::PIECE>(to, scales_from);
+        copy_piece<S::PIECE>(to + S::SCALES, biases_from);
+        scales_from += S::PIECE / 2, biases_from += S::PIECE / 2;
+      }
+    }
+    number++;
+    if (++column < expert.K / S::SPAN) return;
+    column = 0, first += S::STRIDE;
+#pragma unroll
+    for (int i = 0; i < S::COPIES; i++) from[i] += (long long)(S::STRIDE - 1) * (expert.K / 8 * S::BITS);
+    const int groups = (S::STRIDE - 1) * (expert.K / S::GROUP);
+    scales_from += groups, biases_from += groups;
+  }
+};
+
+// total [32, 8 · FRAGMENTS] of a warp += its weights · x of a span.
+template <typename S, int FRAGMENTS>
+__device__ __forceinline__ void add_span(
+    float (&total)[2][FRAGMENTS][4], const WarpWeights<S>& weights, const unsigned char* inputs,
+    uint32_t (&a)[2][4][4]) {
+  using T = typename S::T;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < 2 * S::CHUNKS; i++) {
+    const int chunk = i / 2, half = i % 2;
+    if constexpr (S::WARPGROUPS) {
+      wait_for_products<1>(); // those that read these fragments before
+      hold(a[half]);
+      weights.fragments(chunk, half, a[half]);
+      hold(a[half]), hold(total[0]), hold(total[1]);
+      begin_products();
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        multiply_by_lines<T>(
+            total[j % 2], a[half][j], describe_panel(inputs) + chunk * S::PANEL / 16 + 4 * half + j / 2 * 2);
+      commit_products();
+    } else {
+      weights.fragments(chunk, half, a[0]);
+      constexpr int TOGETHER = FRAGMENTS % 4 || FRAGMENTS > 8 ? 2 : 4; // whose products do not wait for one another
+#pragma unroll
+      for (int f = 0; f < FRAGMENTS; f += TOGETHER) {
+        uint32_t b[TOGETHER][4];
+#pragma unroll
+        for (int j = 0; j < TOGETHER; j++)
+          load_matrices_4(
+              b[j], inputs + chunk * S::PANEL + (f + j) * 1024 + lane % 8 * 128 +
+                        ((4 * half + lane / 8) ^ lane % 8) * 16);
+#pragma unroll
+        for (int step = 0; step < 2; step++)
+#pragma unroll
+          for (int j = 0; j < TOGETHER; j++)
+#pragma unroll
+            for (int m = 0; m < 2; m++)
+              multiply<T>(total[m][f + j], a[0][2 * step + m], {b[j][2 * step], b[j][2 * step + 1]});
+      }
+    }
+  }
+}
+
+// Rows of x, span by span, from the first span again after the last one: a thread copies a piece of every chunk of every
+// row that is THREADS / 8 after another.
+template <typename S, int FRAGMENTS>
+struct InputReader {
+  static constexpr int APART = S::THREADS / 8, EACH = (8 * FRAGMENTS + APART - 1) / APART;
+  unsigned rows[EACH]; // where they begin, in pieces
+  int column = 0;
+
+  template <typename Source>
+  __device__ __forceinline__ InputReader(int K, int count, Source source) {
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int row = threadIdx.x / 8 + i * APART;
+      rows[i] = row < count ? unsigned(source(row)) * (K / 8) + threadIdx.x % 8 : 0;
+    }
+  }
+
+  __device__ __forceinline__ void fetch(const typename S::T* x, int K, int count, unsigned char* inputs) {
+    const int row = threadIdx.x / 8;
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+      if (row + i * APART < count) {
+        const typename S::T* from = x + 8ll * (rows[i] + 8 * S::CHUNKS * column);
+#pragma unroll
+        for (int c = 0; c < S::CHUNKS; c++)
+          copy_16_bytes(
+              inputs + c * S::PANEL + (row + i * APART) * 128 + (threadIdx.x % 8 ^ row % 8) * 16, from + 64 * c);
+      }
+    column = column + 1 == K / S::SPAN ? 0 : column + 1;
+  }
+};
+
+// What is summed up, to outputs from `first` on of the rows target(0), target(1), ... of y.
+template <typename S, int FRAGMENTS, typename T, typename Target>
+__device__ __forceinline__ void leave_tile(
+    const float (&total)[2][FRAGMENTS][4], T* y, int N, int first, int count, Target target) {
+  const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) {
     constexpr int COUNT = S::GATED ? 2 : 4; // eights of outputs
     Words<COUNT> made;
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
-      T two[2];
+      float two[2];
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        const float sum = total[f][S::GATED ? 0 : i / 2][i % 2 * 2 + e] * RESTORE<T, BITS>;
-        two[e] = S::GATED ? quick_swiglu<T>(sum, total[f][1][i * 2 % 4 + e] * RESTORE<T, BITS>) : T(sum);
+        const float sum = total[S::GATED ? 0 : i / 2][f][i % 2 * 2 + e] * RESTORE<T, S::BITS>;
+        two[e] = S::GATED ? wide_swiglu(sum, total[1][f][i % 2 * 2 + e] * RESTORE<T, S::BITS>) : sum;
       }
-      made.at[i] = transpose_matrix(pack(two[0], two[1]));
+      made.at[i] = transpose_matrix(round_pair<T>(two[0], two[1]));
     }
     const int row = 8 * f + group;
     if (row < count)
-      *reinterpret_cast<Words<COUNT>*>(y + (long long)target(row) * expert.N + first + 2 * COUNT * quarter) = made;
+      *reinterpret_cast<Words<COUNT>*>(y + (long long)target(row) * N + first + 2 * COUNT * quarter) = made;
   }
 }
 
-// By the number of rows, in sixteens.
+// `count` rows of x, at most 8 · FRAGMENTS: row i is x[source(i)], its product y[target(i)]. The outputs are STRIDE
+// times `rounds` from `first` on.
+template <typename S, int FRAGMENTS, typename T, typename Source, typename Target>
+__device__ __forceinline__ void prompt_tile(
+    unsigned char* shared, const T* x, const Expert<T>& expert, T* y, int first, int rounds, int count, Source source,
+    Target target) {
+  constexpr int STAGES = S::STAGES, AHEAD = S::AHEAD;
+  const int warp = threadIdx.x / 32, K = expert.K, spans = K / S::SPAN;
+  const int all = min(rounds, (expert.N - first + S::STRIDE - 1) / S::STRIDE) * spans;
+  unsigned char* inputs = shared;
+  unsigned char* weights = shared + STAGES * S::INPUTS + warp * 32 * S::CHUNKS * S::ROW;
+  unsigned char* scales = shared + STAGES * (S::INPUTS + S::WEIGHTS) + warp * 2 * S::PIECES * S::SCALES;
+  first += warp * S::OUTPUTS;
+
+  // All weights of the first spans are under way before it is known which rows of x these are.
+  WeightReader<S> weight_reader(expert, first);
+#pragma unroll 1
+  for (int i = 0; i < min(AHEAD, all); i++) weight_reader.fetch(expert, weights + i * S::WEIGHTS, scales);
+  InputReader<S, FRAGMENTS> input_reader(K, count, source);
+#pragma unroll 1
+  for (int i = 0; i < AHEAD; i++) {
+    if (i < all) input_reader.fetch(x, K, count, inputs + i * S::INPUTS);
+    commit_copies();
+  }
+
+  int stage = 0, ahead = AHEAD, number = 0;
+#pragma unroll 1
+  while (number < all) {
+    float total[2][FRAGMENTS][4] = {};
+    uint32_t a[2][4][4];
+    const int end = number + spans;
+#pragma unroll 1
+    for (; number < end; number++) {
+      wait_for_copies<AHEAD - 1>();
+      if constexpr (S::WARPGROUPS) show_to_tensor_cores();
+      __syncthreads();
+      if (number + AHEAD < all) {
+        input_reader.fetch(x, K, count, inputs + ahead * S::INPUTS);
+        weight_reader.fetch(expert, weights + ahead * S::WEIGHTS, scales);
+      }
+      commit_copies();
+      WarpWeights<S> mine;
+      mine.read(weights + stage * S::WEIGHTS, scales, number);
+      add_span<S, FRAGMENTS>(total, mine, inputs + stage * S::INPUTS, a);
+      stage = stage + 1 == STAGES ? 0 : stage + 1, ahead = ahead + 1 == STAGES ? 0 : ahead + 1;
+    }
+    if constexpr (S::WARPGROUPS) wait_for_products<0>();
+    hold(total[0]), hold(total[1]);
+    if (first < expert.N) leave_tile<S>(total, y, expert.N, first, count, target);
+    first += S::STRIDE;
+  }
+}
+
+// By the number of rows, in sixteens, or as products of warpgroups are there for.
 template <typename S, int FRAGMENTS, typename... Given>
 __device__ __forceinline__ void prompt_tile_of(int count, Given... given) {
-  if (count > 8 * FRAGMENTS - 16 || FRAGMENTS == 2)
+  constexpr int LEAST = S::WARPGROUPS ? 4 : 2;
+  if (count > 8 * (FRAGMENTS - LEAST) || FRAGMENTS == LEAST)
     prompt_tile<S, FRAGMENTS>(given...);
-  else if constexpr (FRAGMENTS > 2)
-    prompt_tile_of<S, FRAGMENTS - 2>(count, given...);
+  else if constexpr (FRAGMENTS > LEAST)
+    prompt_tile_of<S, FRAGMENTS - LEAST>(count, given...);
 }
 
 } // namespace headstart

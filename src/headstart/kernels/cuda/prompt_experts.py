@@ -1,5 +1,5 @@
-"""Experts of a prompt's rows: the rows sorted by expert, and each expert's weights read once for up to `TOKENS` of
-them. They stay as they are quantised (see prompt_experts.cu).
+"""Experts of a prompt's rows: the rows sorted by expert, and each expert's weights read once for 64 or 128 of them.
+They stay as they are quantised (see prompt_experts.cu).
 
 A row's result depends on the row and its experts alone: not on how many rows there are, which, or in what order.
 """
@@ -14,6 +14,7 @@ from ..weights import MatrixWeights, weight_names
 from .compiler import cuda_kernel
 from .device import include, launch_bounds
 from .products import name_suffix
+from .prompt_attention import multiplies_in_warpgroups
 
 CHUNK = 64  # positions along K that are taken at a time
 SORTERS = 1024  # threads of the block that sorts: no model has more experts
@@ -21,12 +22,15 @@ SORTERS = 1024  # threads of the block that sorts: no model has more experts
 
 @dataclass(frozen=True)
 class PromptTile:
-    """What a block multiplies at a time. None of it changes a bit of what it makes."""
+    """What a block multiplies at a time. Only `warpgroups` may change what it makes, by rounding."""
 
     warps: int = 8  # each has 32 rows of weights
     tokens: int = 64  # rows of x that chose the same expert, at most
-    stages: int = 4  # chunks under way and in use
+    stages: int = 4  # spans under way and in use
     blocks: int = 2  # at a time on a multiprocessor
+    depth: int = 2048  # positions over which a block sums for the same rows of x before it ends
+    span: int = 64  # positions along K that are copied at a time
+    warpgroups: bool = False  # four warps multiply together, by what Hopper cards have for that
 
 
 def prompt_experts_refusal(dtype: mx.Dtype, weights: MatrixWeights) -> str | None:
@@ -51,20 +55,19 @@ def prompt_experts(
     [..., top, N]."""
     top = indices.shape[-1]
     rows, pairs = x.reshape(-1, x.shape[-1]), indices.reshape(-1, top).astype(mx.uint32)
-    tile = choose_tile(gate.bits)
+    tile = choose_tile(gate.bits)  # with as many tokens for any number of bits
     order, tiles, arranged = launch_sort(rows, pairs, gate, tile)
     hidden = launch_prompt_product(arranged, order, tiles, [gate, up], tile, share=top, arranged=down.bits)
-    made = launch_prompt_product(hidden, order, tiles, [down], tile)
+    made = launch_prompt_product(hidden, order, tiles, [down], choose_tile(down.bits))
     return made.reshape(*indices.shape, down.outputs)
 
 
 def choose_tile(bits: int) -> PromptTile:
-    return PromptTile()
-
-
-def is_arranged(bits: int) -> bool:
-    """Return whether products with such weights want the elements of their input in another order."""
-    return bits in (4, 8)
+    """Return the tile for weights in so many bits on this device."""
+    if mx.cuda.is_available() and multiplies_in_warpgroups():
+        stages, span = (4 if bits <= 4 or bits == 16 else 3), (128 if bits < 16 else 64)
+        return PromptTile(8, 128, stages, blocks=1, span=span, warpgroups=True)
+    return PromptTile(stages=4 if bits <= 4 else 3 if bits < 16 else 2)
 
 
 def launch_sort(
@@ -73,12 +76,12 @@ def launch_sort(
     """Sort the pairs of a row and an expert in `indices` [R, top] by expert, and arrange x [R, K] for the product of
     these weights → the pairs' numbers, what each block has to do, and x."""
     experts, pairs = weights.weight.shape[0], indices.size
-    most = min(experts, pairs) + pairs // tile.tokens
-    arranges = is_arranged(weights.bits)
+    most = min(experts, pairs) + pairs // tile.tokens  # tiles that there may be
+    arranges = weights.bits < 16
     blocks = min(-(-x.size // 8 // SORTERS), 512) if arranges else 0
     made = _sort(arranges)(
         inputs=[indices, x] if arranges else [indices],
-        template=[("EXPERTS", experts), ("TOKENS", tile.tokens), ("BITS", weights.bits), ("MOST", most)],
+        template=[("EXPERTS", experts), ("TOKENS", tile.tokens), ("BITS", weights.bits)],
         grid=((1 + blocks) * SORTERS, 1, 1),
         threadgroup=(SORTERS, 1, 1),
         output_shapes=[(pairs,), (most, 3), *([x.shape] if arranges else [])],
@@ -106,26 +109,30 @@ def launch_prompt_product(
         arranged: The bits of the weights that the products are input to, or 0.
     """
     first, gated = weights[0], len(weights) == 2
-    bits, groups = first.bits, first.inputs // first.group
+    bits, groups, rows = first.bits, first.inputs // first.group, 32 * tile.warps
+    span = tile.span if first.inputs % tile.span == 0 else CHUNK
     piece = next((size for size in (16, 8, 4, 2) if 2 * groups % size == 0), 0) if bits < 16 else 0
-    each = piece * first.group // 128  # chunks
-    pieces = 1 + -(-(tile.stages - 1) // each) if bits < 16 else 0
-    rows = 32 * tile.warps
-    shared = tile.stages * (tile.tokens * 2 * CHUNK + rows * 8 * bits) + pieces * rows * 2 * piece
+    if piece * first.group // 2 < span:
+        span = CHUNK
+    pieces = 1 + -(-(tile.stages - 1) * span * 2 // (piece * first.group)) if bits < 16 else 0
+    shared = tile.stages * span * (tile.tokens * 2 + rows * bits // 8) + pieces * rows * 2 * piece
     outputs = -(-first.outputs // (rows // 2 if gated else rows))
-    made: mx.array = _product(gated, bits < 16, share > 0, tile.warps, tile.blocks, shared)(
+    rounds = max(1, tile.depth // first.inputs)
+    made: mx.array = _product(gated, bits < 16, share > 0, tile, shared)(
         inputs=[x, order, tiles, *(array for each in weights for array in each.arrays())],
         template=[
             ("T", x.dtype),
             ("BITS", bits),
             ("GROUP", first.group),
             ("PIECE", piece),
+            ("SPAN", span),
             ("TOKENS", tile.tokens),
             ("STAGES", tile.stages),
             ("SHARE", share),
-            ("ARRANGED", arranged if is_arranged(arranged) else 0),
+            ("ARRANGED", arranged),
+            ("ROUNDS", rounds),
         ],
-        grid=(outputs * rows, tiles.shape[0], 1),
+        grid=(-(-outputs // rounds) * rows, tiles.shape[0], 1),
         threadgroup=(rows, 1, 1),
         output_shapes=[(order.size, first.outputs)],
         output_dtypes=[x.dtype],
@@ -143,7 +150,7 @@ def _sort(arranges: bool) -> Any:
         source=(ARRANGE if arranges else "")
         + """
             const int pairs = indices_shape[0] * indices_shape[1];
-            if (blockIdx.x == 0) headstart::sort_pairs<EXPERTS, TOKENS>(indices, pairs, order, tiles, MOST);
+            if (blockIdx.x == 0) headstart::sort_pairs<EXPERTS, TOKENS>(indices, pairs, order, tiles);
         """,
     )
 
@@ -152,12 +159,12 @@ ARRANGE = """
   const int eights = x_shape[0] * (x_shape[1] / 8);
   for (int i = (int(blockIdx.x) - 1) * blockDim.x + threadIdx.x; blockIdx.x && i < eights;
        i += (gridDim.x - 1) * blockDim.x)
-    reinterpret_cast<uint4*>(arranged)[i] = headstart::arrange<BITS>(reinterpret_cast<const uint4*>(x)[i]);
+    headstart::arrange<BITS>(reinterpret_cast<const uint4*>(x), reinterpret_cast<uint32_t*>(arranged), i);
 """
 
 
 @cache
-def _product(gated: bool, quantised: bool, gathers: bool, warps: int, blocks: int, shared: int) -> Any:
+def _product(gated: bool, quantised: bool, gathers: bool, tile: PromptTile, shared: int) -> Any:
     names = weight_names(1 + gated, quantised)
     codes = [f"reinterpret_cast<const unsigned char*>(w{i}) + at * (K / 8 * BITS)" for i in range(1 + gated)]
     scales = [
@@ -166,27 +173,30 @@ def _product(gated: bool, quantised: bool, gathers: bool, warps: int, blocks: in
     none = ["nullptr"] * (1 - gated)
     expert = [*codes, *none, *scales, *none, *none, "N", "K"]
     return cuda_kernel(
-        name=f"prompt_experts_{'gated_' * gated}{'gathered' if gathers else 'sorted'}_{warps}_{blocks}"
+        name=f"prompt_experts_{'gated_' * gated}{'gathered' if gathers else 'sorted'}_{tile.warps}_{tile.blocks}"
+        + "_warpgroups" * tile.warpgroups
         + name_suffix(shared),
         input_names=["x", "order", "tiles", *names],
         output_names=["out"],
-        header=include("tensor_core", "prompt_experts") + launch_bounds(32 * warps, blocks),
+        header=include("tensor_core", "warpgroup", "dequantise", "prompt_experts")
+        + launch_bounds(32 * tile.warps, tile.blocks),
         source=f"""
-            extern __shared__ __align__(128) unsigned char dynamic_shared[];
+            extern __shared__ __align__(1024) unsigned char dynamic_shared[];
             const int begin = tiles[3 * blockIdx.y + 1], count = tiles[3 * blockIdx.y + 2];
             if (count == 0) return;
             const int N = w0_shape[1], K = x_shape[1];
             const long long at = (long long)tiles[3 * blockIdx.y] * N;
             const headstart::Expert<T> expert = {{{", ".join(expert)}}};
             using Shape = headstart::PromptShape<
-                T, BITS, GROUP, PIECE, {warps}, TOKENS, STAGES, {str(gated).lower()}, ARRANGED>;
+                T, BITS, GROUP, PIECE, SPAN, {tile.warps}, TOKENS, STAGES, {str(gated).lower()}, ARRANGED,
+                {str(tile.warpgroups).lower()}>;
             auto pair = [&](int row) {{ return order[begin + row]; }};
             auto sorted = [&](int row) {{ return begin + row; }};
             auto source = [&](int row) {{ return {"pair(row) / SHARE" if gathers else "sorted(row)"}; }};
             auto target = [&](int row) {{ return {"sorted(row)" if gathers else "pair(row)"}; }};
             headstart::prompt_tile_of<Shape, TOKENS / 8>(
-                count, dynamic_shared, x, expert, out, int(blockIdx.x) * Shape::WARPS * Shape::OUTPUTS, count, source,
-                target);
+                count, dynamic_shared, x, expert, out, int(blockIdx.x) * ROUNDS * Shape::STRIDE, ROUNDS, count,
+                source, target);
         """,
         shared_memory=shared,
     )

@@ -2,20 +2,27 @@
 
 namespace headstart {
 
-// Eight elements of two bytes, arranged.
+// Eight of every 64 elements of two bytes, each `from` and `to` where it is arranged (see prompt_experts.cu).
 template <int BITS>
-__device__ __forceinline__ uint4 arrange(uint4 eight) {
-  const uint32_t a = eight.x, b = eight.y, c = eight.z, d = eight.w;
-  if constexpr (BITS == 4) return {low_halves(a, c), high_halves(a, c), low_halves(b, d), high_halves(b, d)};
-  if constexpr (BITS == 8) return {low_halves(a, b), high_halves(a, b), low_halves(c, d), high_halves(c, d)};
-  return eight;
+__device__ __forceinline__ void arrange(const uint4* from, uint32_t* to, int eight) {
+  const uint4 x = from[eight];
+  const uint32_t natural[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+  for (int p = 0; p < 4; p++) {
+    uint32_t pair = natural[p];
+    if constexpr (BITS == 4)
+      pair = p % 2 ? high_halves(natural[p / 2], natural[p / 2 + 2]) : low_halves(natural[p / 2], natural[p / 2 + 2]);
+    if constexpr (BITS == 8)
+      pair = p % 2 ? high_halves(natural[p - 1], natural[p]) : low_halves(natural[p], natural[p + 1]);
+    to[eight / 8 * 32 + (eight % 2 * 4 + p) * 4 + eight % 8 / 2] = pair;
+  }
 }
 
 // Sort pairs of a row and an expert by their experts → `order`: the pairs' numbers; `tiles`: of each an expert, where
-// its pairs begin in `order`, and how many there are, which is zero behind the last of `most`. One block, with a thread
+// its pairs begin in `order`, and how many there are, which is zero behind the last. One block, with a thread
 // for every expert at least. In which order an expert has its pairs may change, and changes no result.
 template <int EXPERTS, int TOKENS>
-__device__ __forceinline__ void sort_pairs(const unsigned* experts, int pairs, int* order, int* tiles, int most) {
+__device__ __forceinline__ void sort_pairs(const unsigned* experts, int pairs, int* order, int* tiles) {
   __shared__ int counts[EXPERTS], ends[EXPERTS], last_tiles[EXPERTS]; // ends, last_tiles: of this expert and all before
   const int thread = threadIdx.x, threads = blockDim.x;
   if (thread < EXPERTS) counts[thread] = 0;
@@ -45,6 +52,7 @@ __device__ __forceinline__ void sort_pairs(const unsigned* experts, int pairs, i
     }
     counts[thread] = begin; // from here on, where the next pair goes
   }
+  const int most = min(EXPERTS, pairs) + pairs / TOKENS;
   for (int tile = last_tiles[EXPERTS - 1] + thread; tile < most; tile += threads) tiles[3 * tile + 2] = 0;
   __syncthreads();
 #pragma unroll 8

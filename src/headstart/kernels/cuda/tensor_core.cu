@@ -210,4 +210,22 @@ __device__ __forceinline__ uint32_t fma_pairs<__half>(uint32_t a, uint32_t b, ui
   return a;
 }
 
+// Two numbers, rounded to type T.
+template <typename T>
+__device__ uint32_t round_pair(float low, float high);
+
+template <>
+__device__ __forceinline__ uint32_t round_pair<__nv_bfloat16>(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+template <>
+__device__ __forceinline__ uint32_t round_pair<__half>(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
 }  // namespace headstart

@@ -49,15 +49,20 @@ __device__ void multiply_panels(float (&c)[8][4], unsigned long long a, unsigned
 template <typename T, int N>
 __device__ void multiply_by_panels(float (&c)[N][4], const uint32_t (&a)[4], unsigned long long b);
 
+// c [64, 8·N] += a [64, 16] · b [8·N, 16]ᵀ, a in registers.
+template <typename T, int N>
+__device__ void multiply_by_lines(float (&c)[N][4], const uint32_t (&a)[4], unsigned long long b);
+
 #define HEADSTART_4(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
 #define HEADSTART_16(i) HEADSTART_4(i), HEADSTART_4(i + 1), HEADSTART_4(i + 2), HEADSTART_4(i + 3)
 #define HEADSTART_64(i) HEADSTART_16(i), HEADSTART_16(i + 4), HEADSTART_16(i + 8), HEADSTART_16(i + 12)
-#define HEADSTART_TO_31 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
-  "%24, %25, %26, %27, %28, %29, %30, %31"
-#define HEADSTART_TO_63 HEADSTART_TO_31 \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, " \
-  "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define HEADSTART_TO_15 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define HEADSTART_TO_31 HEADSTART_TO_15 \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define HEADSTART_TO_47 HEADSTART_TO_31 \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define HEADSTART_TO_63 HEADSTART_TO_47 \
+  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define HEADSTART_TO_95 HEADSTART_TO_63 \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, " \
   "%86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
@@ -73,23 +78,30 @@ __device__ void multiply_by_panels(float (&c)[N][4], const uint32_t (&a)[4], uns
                  : HEADSTART_16(0), HEADSTART_16(4)                                                               \
                  : "l"(a), "l"(b), "r"(int(adds)));                                                               \
   }
-#define HEADSTART_BY_PANELS(T, TYPE, COLUMNS, REGISTERS, A, B, ...)                                               \
+#define HEADSTART_BY(NAME, ACROSS, T, TYPE, COLUMNS, REGISTERS, A, B, ...)                                        \
   template <>                                                                                                     \
-  __device__ __forceinline__ void multiply_by_panels<T>(                                                          \
-      float (&c)[COLUMNS / 8][4], const uint32_t (&a)[4], unsigned long long b) {                                           \
+  __device__ __forceinline__ void multiply_by_##NAME<T>(                                                          \
+      float (&c)[COLUMNS / 8][4], const uint32_t (&a)[4], unsigned long long b) {                                 \
     asm volatile("{.reg .pred adds; setp.ne.b32 adds, 1, 0; wgmma.mma_async.sync.aligned.m64n" #COLUMNS           \
-                 "k16.f32." TYPE "." TYPE " {" REGISTERS "}, {" A "}, " B ", adds, 1, 1, 1;}"                     \
+                 "k16.f32." TYPE "." TYPE " {" REGISTERS "}, {" A "}, " B ", adds, 1, 1, " #ACROSS ";}"           \
                  : __VA_ARGS__                                                                                    \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                           \
   }
+#define HEADSTART_BY_64(NAME, ACROSS, T, TYPE)                                                                    \
+  HEADSTART_BY(NAME, ACROSS, T, TYPE, 64, HEADSTART_TO_31, "%32, %33, %34, %35", "%36", HEADSTART_16(0),          \
+               HEADSTART_16(4))                                                                                   \
+  HEADSTART_BY(NAME, ACROSS, T, TYPE, 128, HEADSTART_TO_63, "%64, %65, %66, %67", "%68", HEADSTART_64(0))
 #define HEADSTART_PRODUCTS(T, TYPE)                                                                               \
   HEADSTART_PANELS(T, TYPE)                                                                                       \
-  HEADSTART_BY_PANELS(T, TYPE, 64, HEADSTART_TO_31, "%32, %33, %34, %35", "%36", HEADSTART_16(0), HEADSTART_16(4)) \
-  HEADSTART_BY_PANELS(T, TYPE, 128, HEADSTART_TO_63, "%64, %65, %66, %67", "%68", HEADSTART_64(0))                \
-  HEADSTART_BY_PANELS(T, TYPE, 192, HEADSTART_TO_95, "%96, %97, %98, %99", "%100", HEADSTART_64(0),               \
-                      HEADSTART_16(16), HEADSTART_16(20))                                                         \
-  HEADSTART_BY_PANELS(T, TYPE, 256, HEADSTART_TO_127, "%128, %129, %130, %131", "%132", HEADSTART_64(0),          \
-                      HEADSTART_64(16))
+  HEADSTART_BY_64(panels, 1, T, TYPE)                                                                             \
+  HEADSTART_BY(panels, 1, T, TYPE, 192, HEADSTART_TO_95, "%96, %97, %98, %99", "%100", HEADSTART_64(0),           \
+               HEADSTART_16(16), HEADSTART_16(20))                                                                \
+  HEADSTART_BY(panels, 1, T, TYPE, 256, HEADSTART_TO_127, "%128, %129, %130, %131", "%132", HEADSTART_64(0),      \
+               HEADSTART_64(16))                                                                                  \
+  HEADSTART_BY_64(lines, 0, T, TYPE)                                                                              \
+  HEADSTART_BY(lines, 0, T, TYPE, 32, HEADSTART_TO_15, "%16, %17, %18, %19", "%20", HEADSTART_16(0))              \
+  HEADSTART_BY(lines, 0, T, TYPE, 96, HEADSTART_TO_47, "%48, %49, %50, %51", "%52", HEADSTART_16(0),              \
+               HEADSTART_16(4), HEADSTART_16(8))
 
 HEADSTART_PRODUCTS(__nv_bfloat16, "bf16")
 HEADSTART_PRODUCTS(__half, "f16")
