@@ -38,7 +38,7 @@ LAYOUTS = (
 
 DTYPES = {
     mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16",
-    mx.uint8: "U8", mx.uint32: "U32",
+    mx.uint8: "U8", mx.uint32: "U32", mx.int8: "I8", mx.int32: "I32", mx.int64: "I64",
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from ggufs import HALVES, write_gguf
 from headstart.checkpoint import load_model, load_tokenizer, read_layout, resolve
 from headstart.checkpoint.blocks import TYPES, pack, unpack
 from headstart.errors import CheckpointError
+from headstart.kernels.weights import NVFP4_MOST
 from headstart.models import Model
 
 KINDS = [blocks.name for blocks in TYPES.values()]
@@ -48,7 +49,8 @@ def numbers(model: Model) -> dict[str, mx.array]:
         if "scales" in own:
             parts = own.pop("weight"), own.pop("scales"), own.pop("biases", None)
             how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
-            own["weight"] = mx.dequantize(*parts, **how, dtype=mx.float32)
+            whole = own.pop("global_scale", mx.array(NVFP4_MOST)) / NVFP4_MOST
+            own["weight"] = mx.dequantize(*parts, **how, dtype=mx.float32) * whole[..., None, None]
         found |= {f"{path}.{name}": a for name, a in own.items()}
     return found
 

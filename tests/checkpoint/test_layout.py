@@ -341,10 +341,10 @@ def test_weights_of_another_size_than_the_config_are_refused(tmp_path: Path) -> 
 
 def test_a_quantisation_that_is_not_read_is_named(tmp_path: Path) -> None:
     path = as_single_file(write(tmp_path))
-    edit_json(tmp_path / "config.json", lambda c: c.update(quantization_config={"quant_method": "awq"}))
+    edit_json(tmp_path / "config.json", lambda c: c.update(quantization_config={"quant_method": "hqq"}))
     name = "model.language_model.layers.3.self_attn.q_proj"
-    edit_tensors(path, lambda a: a.update({f"{name}.qweight": a.pop(f"{name}.weight")}))
-    refused(tmp_path, "'awq'", "MLX conversion")
+    edit_tensors(path, lambda a: a.update({f"{name}.W_q": a.pop(f"{name}.weight")}))
+    refused(tmp_path, "'hqq'", "MLX conversion")
 
 
 def test_bits_that_are_not_read_are_named(tmp_path: Path) -> None:

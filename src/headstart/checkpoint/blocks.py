@@ -7,6 +7,8 @@ holds the product. Q6_K has a scale for 16 numbers, which no mode has: its numbe
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
+from math import gcd
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -45,30 +47,26 @@ class Blocks:
 
 def pack(codes: mx.array, bits: int) -> mx.array:
     """Pack codes [..., K] of so many bits as MLX does, from low to high: [..., K · bits / 32] uint32."""
-    of_words = codes.astype(mx.uint32).reshape(*codes.shape[:-1], -1, 32)  # which fill `bits` words
+    count = 32 // gcd(bits, 32)  # codes that fill whole words
+    codes = mx.unflatten(codes.astype(mx.uint32), -1, (-1, count))
     words = []
-    for word in range(bits):
-        first, last = 32 * word // bits, -(-32 * (word + 1) // bits)
-        parts = []
-        for i in range(first, last):
-            shift, code = i * bits - 32 * word, of_words[..., i]
-            parts.append(code << shift if shift >= 0 else code >> -shift)
-        total = parts[0]
-        for part in parts[1:]:
-            total = total | part
-        words.append(total)
+    for word in range(count * bits // 32):
+        shifts = {i: i * bits - 32 * word for i in range(count) if -bits < i * bits - 32 * word < 32}
+        parts = [codes[..., i] << shift if shift >= 0 else codes[..., i] >> -shift for i, shift in shifts.items()]
+        words.append(reduce(mx.bitwise_or, parts))
     return mx.stack(words, axis=-1).flatten(-2)
 
 
 def unpack(words: mx.array, bits: int) -> mx.array:
     """Return the codes [..., K] uint8 that `pack` has packed."""
-    of_words = words.reshape(*words.shape[:-1], -1, bits)
+    count = 32 // gcd(bits, 32)
+    words = mx.unflatten(words, -1, (-1, count * bits // 32))
     codes = []
-    for i in range(32):
+    for i in range(count):
         word, shift = divmod(i * bits, 32)
-        code = of_words[..., word] >> shift
+        code = words[..., word] >> shift
         if shift + bits > 32:
-            code = code | (of_words[..., word + 1] << (32 - shift))
+            code = code | (words[..., word + 1] << (32 - shift))
         codes.append((code & ((1 << bits) - 1)).astype(mx.uint8))
     return mx.stack(codes, axis=-1).flatten(-2)
 

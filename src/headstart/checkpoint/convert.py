@@ -23,6 +23,7 @@ from mlx_lm.utils import make_shards
 from .. import models
 from ..errors import CheckpointError, HeadError
 from ..kernels.norms import Norm
+from ..kernels.weights import NVFP4_MOST
 from .atomic import publish, require_space, staging_folder
 from .hub import COMPANION_FILES
 from .layout import NORMS, Layout, head_field, readme_metadata
@@ -33,7 +34,7 @@ from .read import LazyFiles, open_file, read_parameter
 from .safetensors import INDEX, Progress, read_header, shard_files, write_safetensors
 
 SIDECAR = "mtp/weights.safetensors"
-PARTS = ("weight", "scales", "biases")
+PARTS = ("weight", "scales", "biases", "global_scale")
 VISUAL = ("model.visual.", "visual.")
 
 Arrays = dict[str, mx.array]  # what a file will hold, not computed yet
@@ -148,16 +149,16 @@ def _convert_parameters(
         how = choose_quantization(module, modules[path], choose) if leaf == "weight" else None
         if leaf == "weight" and f"{path}.scales" in stored:
             kept = quantization_of(path, modules[path], stored) or {}
-            parts = [
-                read_parameter(f"{path}.{part}", stored, files, stored[f"{path}.{part}"].dtype)
+            parts = {
+                part: read_parameter(f"{path}.{part}", stored, files, stored[f"{path}.{part}"].dtype)
                 for part in PARTS
                 if f"{path}.{part}" in stored
-            ]
+            }
             if how is None or (kept["mode"] == how.get("mode", "affine") and kept["bits"] <= how["bits"]):
                 quantized[module] = kept
-                arrays |= {f"{module}.{part}": values for part, values in zip(PARTS, parts, strict=False)}
+                arrays |= {f"{module}.{part}": values for part, values in parts.items()}
                 continue
-            array = dequantise(*parts, **kept)
+            array = _dequantised(parts, kept)
         else:
             offset = model.family.norm_offset if isinstance(modules[path], Norm) else None
             array = read_parameter(name, stored, files, dtype, norm_offset=offset)
@@ -169,8 +170,12 @@ def _convert_parameters(
     return arrays, quantized
 
 
-def dequantise(weight: mx.array, scales: mx.array, biases: mx.array | None = None, **how: Any) -> mx.array:
-    return mx.dequantize(weight, scales, biases, **how, dtype=mx.float32)
+def _dequantised(parts: dict[str, mx.array], how: Quantization) -> mx.array:
+    """Return the numbers of a matrix [N, K] or of one for each expert [E, N, K], in float32."""
+    weight, scales, biases = parts["weight"], parts["scales"], parts.get("biases")
+    array = mx.dequantize(weight, scales, biases, how["group_size"], how["bits"], how["mode"], dtype=mx.float32)
+    whole = parts.get("global_scale")
+    return array if whole is None else array * (whole / NVFP4_MOST)[..., None, None]
 
 
 def _convert_vision(path: Path, dtype: mx.Dtype) -> Arrays:

@@ -23,7 +23,15 @@ from ..models.dflash import DFlash, DFlashSpec, DFlashWeights
 from .atomic import publish, require_space, staging_folder
 from .config import MAX_LAYERS, REMEDY, read_config
 from .names import ParameterPart
-from .parameters import Stored, StoredParameter, TensorSource, find_misfit, parameter_shapes, quantization_of
+from .parameters import (
+    Stored,
+    StoredParameter,
+    TensorSource,
+    find_misfit,
+    parameter_shapes,
+    quantization_of,
+    stored_bytes,
+)
 from .quantize import Recipe, choose_quantization
 from .read import LazyFiles, read_parameter
 from .safetensors import read_header, shard_files, write_safetensors
@@ -86,7 +94,7 @@ def read_drafter(path: Path) -> DrafterLayout:
         dtype=str(norm.dtype).removeprefix("mlx.core."),
         quantization=next(iter(packed.values()), None),
         parameters=sum(prod(module.weight.shape) for module in modules.values() if "weight" in module),
-        bytes=sum(part.nbytes for part in stored.values()),
+        bytes=stored_bytes(stored),
         config=config,
         drafter=drafter,
         stored=stored,

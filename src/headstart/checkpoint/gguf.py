@@ -35,7 +35,7 @@ class GGUFTensor:
 
 
 @dataclass(frozen=True)
-class GGUF:
+class GGUFFile:
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
@@ -49,7 +49,7 @@ class GGUF:
         return self.metadata.get(f"{self.architecture}.{name}", default)
 
 
-def read_gguf(path: Path) -> GGUF:
+def read_gguf(path: Path) -> GGUFFile:
     """Return what is in a GGUF file, or in all parts of one that was split, or raise a CheckpointError."""
     first = _read_part(path)
     count = first.metadata.get("split.count", 0)
@@ -63,10 +63,10 @@ def read_gguf(path: Path) -> GGUF:
         tensors |= _read_part(path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf")).tensors
     if len(tensors) != first.metadata.get("split.tensors.count", len(tensors)):
         raise CheckpointError(f"{path}: its parts do not have the tensors that it names. {REMEDY}")
-    return GGUF(path, first.metadata, tensors)
+    return GGUFFile(path, first.metadata, tensors)
 
 
-def _read_part(path: Path) -> GGUF:
+def _read_part(path: Path) -> GGUFFile:
     with file_errors(path, REMEDY, "not a GGUF file, or truncated: "):
         require_regular(path)
         with path.open("rb") as file:
@@ -83,7 +83,7 @@ class _Reader:
     def __init__(self, path: Path, content: mmap.mmap):
         self.path, self.content, self.at = path, content, 0
 
-    def read(self) -> GGUF:
+    def read(self) -> GGUFFile:
         if self.content[:4] != b"GGUF":
             raise Malformed("it does not begin with GGUF")
         self.at = 4
@@ -111,7 +111,7 @@ class _Reader:
             if tensor.start + tensor.blocks.row_bytes(shape[-1]) * prod(shape[:-1]) > len(self.content):
                 raise Malformed(f"{name} ends after the file")
             found[name] = tensor
-        return GGUF(self.path, metadata, found)
+        return GGUFFile(self.path, metadata, found)
 
     def unpack(self, kinds: str) -> tuple[Any, ...]:
         values = struct.unpack_from(f"<{kinds}", self.content, self.at)

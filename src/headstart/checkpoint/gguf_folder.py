@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import CheckpointError, printable_error
 from ..kernels.cache import cache_folder
 from .atomic import publish, staging_folder
-from .gguf import GGUF, read_gguf
+from .gguf import GGUFFile, read_gguf
 from .gguf_model import gguf_config
 
 LINK = "model.gguf"
@@ -71,7 +71,7 @@ def linked_gguf(folder: Path) -> Path | None:
     return Path(os.readlink(link)) if link.is_symlink() else None
 
 
-def _ends(gguf: GGUF) -> list[int]:
+def _ends(gguf: GGUFFile) -> list[int]:
     """Return the tokens at which an answer ends: what the file says, and those of a known name, as llama.cpp does."""
     prefix = "tokenizer.ggml."
     named = [gguf.metadata.get(f"{prefix}{name}_token_id") for name in ("eos", "eot", "eom")]
@@ -81,7 +81,7 @@ def _ends(gguf: GGUF) -> list[int]:
     return list(dict.fromkeys(token for token in (*named, *known) if type(token) is int))
 
 
-def _tokenizer(gguf: GGUF) -> tuple[str, dict[str, Any]]:
+def _tokenizer(gguf: GGUFFile) -> tuple[str, dict[str, Any]]:
     """Return the contents of tokenizer.json and tokenizer_config.json."""
     from tokenizers import Tokenizer, processors
     from transformers.integrations.gguf import convert_gguf_tokenizer

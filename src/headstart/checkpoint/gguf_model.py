@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ..errors import CheckpointError
 from .blocks import GROUP, Blocks, Repacked, pack
-from .gguf import GGUF, GGUFTensor
+from .gguf import GGUFFile, GGUFTensor
 from .read import read_lazily
 from .safetensors import Header, TensorInfo
 
@@ -46,12 +46,13 @@ HEAD = {
 }  # fmt: skip
 BLOCK = re.compile(r"blk\.(\d{1,4})\.(.+)")
 ROPE_FACTORS = "rope_freqs.weight"
+GGUF = "gguf"  # a header's format
 OUTER = ("dtype", "tie_word_embeddings", "eos_token_id")  # fields of config.json beside a text part
 LEAVES = "weight", "scales", "biases"  # of a quantised matrix
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def gguf_config(gguf: GGUF) -> dict[str, Any]:
+def gguf_config(gguf: GGUFFile) -> dict[str, Any]:
     """Return config.json's content for the model in a file."""
     kind = MODEL_TYPES.get(gguf.architecture)
     if kind is None or (kind == "llama" and gguf.get("expert_count")):
@@ -123,7 +124,7 @@ def gguf_config(gguf: GGUF) -> dict[str, Any]:
     return config
 
 
-def gguf_header(gguf: GGUF, config: dict[str, Any]) -> Header:
+def gguf_header(gguf: GGUFFile, config: dict[str, Any]) -> Header:
     """Return the tensors of a file by the model's names, as MLX has them once they are made from it. `config` is
     config.json's text part."""
     tensors = {
@@ -132,24 +133,24 @@ def gguf_header(gguf: GGUF, config: dict[str, Any]) -> Header:
         if name != ROPE_FACTORS
         for made in _made(tensor, config)
     }
-    return Header(gguf.path, tensors, "gguf", False, "converted")
+    return Header(gguf.path, tensors, GGUF, False, "converted")
 
 
-def _size(gguf: GGUF, name: str) -> int:
+def _size(gguf: GGUFFile, name: str) -> int:
     value = gguf.get(name)
     if type(value) is not int or not 0 < value < 2**31:
         raise CheckpointError(f"{gguf.path}: {gguf.architecture}.{name} is {value!r}, not a size.")
     return value
 
 
-def _dtype(gguf: GGUF) -> mx.Dtype:
+def _dtype(gguf: GGUFFile) -> mx.Dtype:
     """Return the type of the embedding where the file holds it as it is; bfloat16, which has the range of all others,
     where it is quantised."""
     embedding = gguf.tensors.get("token_embd.weight")
     return embedding.blocks.dtype if embedding is not None and embedding.blocks.plain else mx.bfloat16
 
 
-def _rope_scaling(gguf: GGUF, config: dict[str, Any]) -> dict[str, Any] | None:
+def _rope_scaling(gguf: GGUFFile, config: dict[str, Any]) -> dict[str, Any] | None:
     kind, factor = gguf.get("rope.scaling.type"), gguf.get("rope.scaling.factor", 1.0)
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}

@@ -11,6 +11,7 @@ from .config import read_config
 from .names import FINAL_NORM, Names
 from .parameters import Stored, find_parameters
 from .read import read_parameter
+from .repack import repacked
 from .safetensors import read_header, shard_files
 
 SIDECARS = ("mtp.safetensors", "model-mtp.safetensors", "mtp/weights.safetensors")
@@ -38,8 +39,9 @@ def read_head(source: Path) -> Stored:
     config = read_config(source, drafter=True)
     names = Names(config)
     if not names.drafter and (sidecar := find_sidecar(source, config)):
-        return find_parameters([read_header(sidecar)], names, head=True, sidecar=True)
-    head = find_parameters([read_header(file) for file in shard_files(source, names.is_head)], names, head=True)
+        return find_parameters(repacked([read_header(sidecar)], config), names, head=True, sidecar=True)
+    headers = [read_header(file) for file in shard_files(source, names.is_head)]
+    head = find_parameters(repacked(headers, config), names, head=True)
     if not head:
         promised = "promises one but" if models.head_modules(config) else "promises none and"
         raise HeadError(f"{source}: has no MTP head, config.json {promised} no file holds it. Name the original.")

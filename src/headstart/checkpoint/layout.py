@@ -19,10 +19,20 @@ from ..errors import CheckpointError, printable_error
 from .config import REMEDY, read_config
 from .gguf import read_gguf
 from .gguf_folder import linked_gguf
-from .gguf_model import gguf_header
+from .gguf_model import GGUF, gguf_header
 from .head import SIDECARS, check_final_norm, check_sizes, find_sidecar, read_head
 from .names import Names, is_head, is_vision
-from .parameters import BITS, UNREAD, Stored, find_misfit, find_parameters, parameter_shapes, quantization_of
+from .parameters import (
+    BITS,
+    UNREAD,
+    Stored,
+    find_misfit,
+    find_parameters,
+    parameter_shapes,
+    quantization_of,
+    stored_bytes,
+)
+from .repack import METHODS, repacked
 from .safetensors import INDEX, Header, read_header, read_index
 from .vision import find_tower
 
@@ -49,7 +59,7 @@ class Mtp:
 class Layout:
     path: Path
     family: str
-    layout: str  # of the trunk: "raw", "converted", or the format that it is read from
+    layout: str  # of the trunk: "raw", "converted" or "gguf"
     dtype: str
     quantization: dict[str, Any] | None
     parameters: int
@@ -109,7 +119,7 @@ def read_layout(path: Path, head_source: Path | None = None) -> Layout:
     if head_source is not None:
         head = read_head(head_source)
     elif sidecar := find_sidecar(path, config):
-        head = find_parameters([read_header(sidecar)], names, head=True, sidecar=True)
+        head = find_parameters(repacked([read_header(sidecar)], config), names, head=True, sidecar=True)
     else:
         head = find_parameters(headers, names, head=True)
     if head:
@@ -127,11 +137,11 @@ def read_layout(path: Path, head_source: Path | None = None) -> Layout:
     return Layout(
         path=path,
         family=family,
-        layout=next((header.format for header in headers if header.provenance and header.format), provenance),
+        layout=GGUF if headers[0].format == GGUF else provenance,
         dtype=_dtype(trunk, config),
         quantization=_most_common([how for name, how in quantized.items() if not is_head(name)]),
         parameters=sum(prod(shape) for name, shape in parameter_shapes(weights).items() if name in stored),
-        bytes=sum(part.nbytes for part in {**trunk, **head}.values()),
+        bytes=stored_bytes({**trunk, **head}),
         mtp=mtp,
         config=config,
         stored=stored,
@@ -169,7 +179,7 @@ def _read_shards(path: Path, names: Names, config: dict[str, Any]) -> tuple[list
         files = sorted(file for file in path.glob("*.safetensors") if file.name not in SIDECARS)
         if not files:
             raise CheckpointError(f"{path}: {NO_WEIGHTS}")
-        return [read_header(file) for file in files], {}
+        return repacked([read_header(file) for file in files], config), {}
     names_of: dict[str, list[str]] = {}
     for name, file in index["weight_map"].items():
         if not is_vision(name):
@@ -184,7 +194,7 @@ def _read_shards(path: Path, names: Names, config: dict[str, Any]) -> tuple[list
             absent[file] = problem
         if header:
             headers.append(header)
-    return headers, absent
+    return repacked(headers, config), absent
 
 
 def _graft_command(path: Path, family: str) -> str:
@@ -234,7 +244,7 @@ def _remedy(config: dict[str, Any], problem: str) -> str:
     if problem.endswith(UNREAD):
         return f"Take a conversion of {', '.join(map(str, BITS[:-1]))} or {BITS[-1]} bits."
     method = (config.get("quantization_config") or {}).get("quant_method")
-    if method not in (None, "fp8"):
+    if method not in (None, *METHODS):
         return f"Headstart does not read {method!r} quantisation: take the original or an MLX conversion."
     return "Download the model again: config.json and the weights must come from one place."
 

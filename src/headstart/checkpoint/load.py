@@ -23,6 +23,7 @@ from ..cards import Dispatch
 from ..errors import CheckpointError, HeadError, printable_error
 from ..kernels import Backend, choose_backend
 from ..kernels.norms import Norm
+from ..kernels.weights import scaled_layer
 from ..limits import MAX_IMAGE_PIXELS
 from ..models import memory
 from ..models.memory import Footprint
@@ -99,12 +100,12 @@ class LoadPlan:
         if block is not None:
             check_drafter(block, layout.path, layout.config)
         stored = {name: part for name, part in layout.stored.items() if decision.drafts or not is_head(name)}
-        packed = {name: how for name, how in layout.quantized.items() if f"{name}.scales" in stored}  # not float8
+        packed = {name: how for name, how in layout.quantized.items() if f"{name}.scales" in stored}  # not computed
         backend = backend or choose_backend()
         model = replace(models.build(layout.config, head=decision.drafts), backend=backend)
         if model.has_head:
             model.share_missing(stored)
-        model = _quantized(model, packed, Names(layout.config))
+        model = _quantized(model, packed, Names(layout.config), stored)
         if dtype is None:
             experts = any(".switch_mlp." in name for name in stored)
             dtype = compute_dtype(backend, layout.dtype, experts, {how["mode"] for how in packed.values()})
@@ -285,14 +286,19 @@ def compute_dtype(backend: Backend, stored: str, experts: bool, modes: set[str])
     return backend.activations(getattr(mx, stored), experts, modes)
 
 
-def _quantized(model: models.Model, packed: dict[str, dict[str, Any]], names: Names) -> models.Model:
+def _quantized(model: models.Model, packed: dict[str, dict[str, Any]], names: Names, stored: Stored) -> models.Model:
     """Return the model with quantised modules where the files hold quantised weights."""
 
-    def how(prefix: str) -> Callable[[str, nn.Module], dict[str, Any] | bool]:
-        return lambda path, module: packed.get(names.canonical(f"{prefix}{path}.").removesuffix("."), False)
+    def replaced(whole: nn.Module, prefix: str) -> None:
+        def canonical(path: str) -> str:
+            return names.canonical(f"{prefix}{path}.").removesuffix(".")
 
-    nn.quantize(model.lm, class_predicate=how(""))
+        nn.quantize(whole, class_predicate=lambda path, module: packed.get(canonical(path), False))
+        modules = [each for each in whole.named_modules() if f"{canonical(each[0])}.global_scale" in stored]
+        whole.update_modules(tree_unflatten([(path, scaled_layer(module)) for path, module in modules]))
+
+    replaced(model.lm, "")
     mtp = model.weights.mtp if model.has_head else None
     if mtp is not None:
-        nn.quantize(mtp, class_predicate=how("mtp."))
+        replaced(mtp, "mtp.")
     return replace(model, weights=models.Weights(model.family.text(model.lm), model.family.lm_head(model.lm), mtp))

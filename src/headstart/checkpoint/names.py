@@ -19,7 +19,7 @@ PREFIX = re.compile(r"^(?:(?:model|language_model|backbone)\.)+")
 VISION = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
 EXPERT = re.compile(r"^(.+\.(?:mlp|mixer))\.experts\.(\d{1,6})\.(gate_proj|up_proj|down_proj|fc1|fc2)\.(\w+)$")
 FUSED = re.compile(r"^(.+\.mlp)\.experts\.(gate_up_proj|down_proj)(?:\.(weight|scales|biases))?$")
-LATENT = re.compile(r"^(.+\.self_attn(?:\.\d)?)\.kv_b_proj\.(weight|weight_scale_inv)$")
+LATENT = re.compile(r"^(.+\.self_attn(?:\.\d)?)\.kv_b_proj\.(weight)$")
 
 
 FINAL_NORM = "norm.weight"

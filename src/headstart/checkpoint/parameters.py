@@ -7,13 +7,11 @@ file's origin is unknown nothing is guessed.
 
 import re
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.mla import MultiLinear
 from mlx_lm.utils import infer_quant_config
 
 from .config import read_object
@@ -24,7 +22,6 @@ Provenance = Literal["raw", "converted"]
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
-FP8_BLOCK = 128
 UNREAD = "which Headstart does not read"  # the end of what `find_misfit` says of a sound file
 
 
@@ -49,15 +46,18 @@ class StoredParameter:
         return self.sources[0].tensor.dtype
 
     @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.size
-
-    @property
     def raw(self) -> bool:
         return self.sources[0].provenance == "raw"
 
 
 Stored = dict[str, StoredParameter]  # by the model's names
+
+
+def stored_bytes(stored: Stored) -> int:
+    """Return the bytes of the files' tensors; one of which several parameters are made counts once."""
+    tensors = [source.tensor for part in stored.values() for source in part.sources]
+    parts = {(part.file, part.start): part.nbytes for tensor in tensors for part in tensor.parts or (tensor,)}
+    return sum(parts.values())
 
 
 def parameter_shapes(weights: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -144,9 +144,8 @@ def quantization_of(name: str, module: nn.Module, stored: Stored) -> dict[str, A
     """Return how the module's weight is quantised, by its shapes: config.json can be wrong about single modules."""
     if f"{name}.scales" in stored:
         return infer_quant_config(name, module, stored)
-    if f"{name}.weight_scale_inv" in stored:
-        return {"group_size": FP8_BLOCK, "bits": 8, "mode": "fp8"}
-    return None
+    weight = stored.get(f"{name}.weight")
+    return weight.sources[0].tensor.quantized if weight is not None else None
 
 
 def find_misfit(stored: Stored, weights: nn.Module, *, head: bool = False) -> str | None:
@@ -154,7 +153,7 @@ def find_misfit(stored: Stored, weights: nn.Module, *, head: bool = False) -> st
     expected = {name: shape for name, shape in parameter_shapes(weights).items() if is_head(name) == head}
     for path, module in weights.named_modules():
         weight = f"{path}.weight"
-        if weight in expected and weight in stored:
+        if weight in expected and f"{path}.scales" in stored and weight in stored:
             try:
                 how = quantization_of(path, module, stored)
                 if how is not None and how["bits"] in range(1, 9) and how["bits"] not in BITS:
@@ -174,8 +173,7 @@ def find_misfit(stored: Stored, weights: nn.Module, *, head: bool = False) -> st
             return f"{name} has {found[0]} experts, config.json says {wanted[0]}"
         if found != wanted:
             return f"{name} has shape {list(found)} where config.json makes it {list(wanted)}"
-        quantised = f"{name.rpartition('.')[0]}.scales" in expected or f"{name}_scale_inv" in expected
-        if not quantised and not mx.issubdtype(stored[name].dtype, mx.floating):
+        if f"{name.rpartition('.')[0]}.scales" not in expected and not mx.issubdtype(stored[name].dtype, mx.floating):
             return f"{name} is of type {stored[name].dtype} and has no scales"
     unknown = [name for name in stored if name not in expected and not name.endswith("rotary_emb.inv_freq")]
     if "lm_head.weight" not in expected:  # a model that ties its embedding may hold a copy of it
@@ -210,21 +208,17 @@ def _quantised_shapes(
 
     mlx is not asked: it ends the process where a group is empty.
     """
-    if how is None:
-        return {}
-    if not hasattr(module, "to_quantized") or how["bits"] not in BITS:
+    if how is None or not hasattr(module, "to_quantized") or how["bits"] not in BITS:
         raise ValueError("it cannot be quantised so")
     *rows, columns = module.weight.shape
-    if how["mode"] == "fp8" and isinstance(module, MultiLinear):  # cut from `kv_b_proj`, whose scales these are
-        return {f"{path}.weight_scale_inv": stored[f"{path}.weight_scale_inv"].shape}
-    if how["mode"] == "fp8":
-        return {f"{path}.weight_scale_inv": (*rows[:-1], -(-rows[-1] // FP8_BLOCK), -(-columns // FP8_BLOCK))}
     groups = (*rows, columns // how["group_size"])
     shapes = {f"{path}.weight": (*rows, columns * how["bits"] // 32), f"{path}.scales": groups}
     if how["mode"] == "affine":
         if how["group_size"] not in GROUP_SIZES:
             raise ValueError(f"groups of {how['group_size']}")
         shapes[f"{path}.biases"] = groups
+    if how["mode"] == "nvfp4" and f"{path}.global_scale" in stored:
+        shapes[f"{path}.global_scale"] = tuple(rows[:-1])
     return shapes
 
 

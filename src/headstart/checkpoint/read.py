@@ -9,10 +9,10 @@ import mlx.core as mx
 
 from .. import open_files
 from ..errors import CheckpointError, printable_error
-from .parameters import FP8_BLOCK, Stored, TensorSource
+from .parameters import Stored, TensorSource
 from .safetensors import DTYPE_CODES, TensorInfo
 
-FLOAT32 = (".A_log", ".e_score_correction_bias", ".router_bias")
+FLOAT32 = (".A_log", ".e_score_correction_bias", ".router_bias", ".global_scale")
 SCALES = (".scales", ".biases")  # of quantised weights; bfloat16 does not hold those that are of another type
 LazyFiles = dict[Path, dict[str, mx.array]]  # what `mx.load` returned and is not used up
 
@@ -27,9 +27,6 @@ def read_parameter(
     """
     part = stored[name]
     arrays = [_take(source, files) for source in part.sources]
-    if scales := stored.get(f"{name}_scale_inv"):
-        blocks = [_take(source, files) for source in scales.sources]
-        arrays = [_dequantize_fp8(codes, scale).astype(dtype) for codes, scale in zip(arrays, blocks, strict=True)]
     _, expert, half, heads = part.sources[0].part
     array = arrays[0] if expert is None else mx.stack(arrays)
     if heads is not None:
@@ -112,10 +109,3 @@ def _take(source: TensorSource, files: LazyFiles) -> mx.array:
     arrays, name = open_file(source.tensor.file, files), source.tensor.name
     # The first half of a fused tensor, `gate_proj` or `embed_q`, is read before the second.
     return arrays[name] if source.part.half == 0 else arrays.pop(name)
-
-
-def _dequantize_fp8(codes: mx.array, scales: mx.array) -> mx.array:
-    """Return float32 values [R, C] for codes [R, C] with one scale for each block of 128 x 128."""
-    rows, columns = codes.shape
-    scales = mx.repeat(mx.repeat(scales.astype(mx.float32), FP8_BLOCK, axis=0), FP8_BLOCK, axis=1)
-    return mx.from_fp8(codes, dtype=mx.float32) * scales[:rows, :columns]

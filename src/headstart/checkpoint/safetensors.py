@@ -38,6 +38,7 @@ class TensorInfo:
     start: int  # of its bytes in the file
     parts: tuple["TensorInfo", ...] = ()
     make: Callable[..., mx.array] | None = None
+    quantized: dict[str, Any] | None = None  # how the parts are, of which numbers are computed
 
     @property
     def nbytes(self) -> int:

@@ -6,7 +6,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
+NVFP4_MOST = 448.0 * 6
 HELD = "_matrix"  # of a layer, in its module, where names with an underscore are no parameters
 
 
@@ -36,6 +38,43 @@ class MatrixWeights:
     def __deepcopy__(self, memo: dict[int, Any]) -> "MatrixWeights":
         """Return itself: a copied module finds that its weight is another."""
         return self
+
+
+class ScaledLinear(nn.QuantizedLinear):
+    """A linear layer in nvfp4 with one scale for the whole matrix, which MLX's product does not take: as MLX has it,
+    of the largest number that the format holds with its largest scale."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        how: Any = {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+        made = mx.quantized_matmul(_wide(x), self["weight"], self["scales"], **how)
+        made = (made * (self["global_scale"] / NVFP4_MOST)).astype(x.dtype)
+        return made + self["bias"] if "bias" in self else made
+
+
+class ScaledSwitchLinear(QuantizedSwitchLinear):
+    """Experts in nvfp4 with a scale for each, which MLX's product takes on GPUs only."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        how: Any = {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+        given = _wide(x), self["weight"], self["scales"]
+        made = mx.gather_qmm(*given, rhs_indices=indices, sorted_indices=sorted_indices, **how)
+        scales = (self["global_scale"] / NVFP4_MOST)[indices][..., None, None]
+        made = (made * scales).astype(x.dtype)
+        return made + self["bias"][indices][..., None, :] if "bias" in self else made
+
+
+def _wide(x: mx.array) -> mx.array:
+    """Return x in a type that holds a product before it is scaled."""
+    return x.astype(mx.float32) if x.dtype == mx.float16 else x
+
+
+def scaled_layer(layer: nn.Module) -> nn.Module:
+    """Return a quantised layer, of which nothing is read yet, as one that has a scale for each matrix."""
+    *experts, outputs, words = layer.weight.shape
+    kind: Any = ScaledSwitchLinear if experts else ScaledLinear
+    made = kind(8 * words, outputs, *experts, "bias" in layer, layer.group_size, layer.bits, layer.mode)
+    made.global_scale = mx.full(experts, NVFP4_MOST)
+    return made
 
 
 def matrix_weights(layer: nn.Module) -> MatrixWeights:
