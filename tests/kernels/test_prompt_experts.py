@@ -114,6 +114,23 @@ def test_no_tile_changes_a_bit(other: PromptTile, monkeypatch: pytest.MonkeyPatc
     assert mx.array_equal(prompt_experts(x, indices, *found), made)
 
 
+@SLOW
+def test_layers_of_several_formats_and_any_activation() -> None:
+    gate, up, down = (experts(128, 128, bits, 32, "bfloat16")[n] for n, bits in enumerate((4, 8, 6)))
+    x, indices = normal(20, 128, seed=5), chosen(20)
+    wide = exact(x)[:, None, :, None]
+    opened, raised = ((weights_of(layer)[np.array(indices)] @ wide)[..., 0] for layer in (gate, up))
+    for activation, hiddens in (
+        (None, silu(opened) * raised),
+        (lambda up, gate: up * mx.tanh(gate), raised * np.tanh(opened)),
+    ):
+        made = prompt_experts(x, indices, *map(matrix_weights, (gate, up, down)), activation)
+        right = (weights_of(down)[np.array(indices)] @ hiddens[..., None])[..., 0]
+        assert error(made, right) < 2 * ROUNDED[mx.bfloat16]
+        backwards = prompt_experts(x[::-1], indices[::-1], *map(matrix_weights, (gate, up, down)), activation)
+        assert mx.array_equal(backwards[::-1], made)
+
+
 @pytest.mark.parametrize(("bits", "group"), [(4, 64), pytest.param(8, 32, marks=SLOW)])
 def test_weights_are_what_dequantising_makes_of_them(bits: int, group: int, tile: PromptTile) -> None:
     """By rows that are one at one position."""

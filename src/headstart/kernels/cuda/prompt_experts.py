@@ -4,11 +4,13 @@ They stay as they are quantised (see prompt_experts.cu).
 A row's result depends on the row and its experts alone: not on how many rows there are, which, or in what order.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.activations import swiglu
 
 from ..weights import MatrixWeights, weight_names
 from .compiler import cuda_kernel
@@ -49,15 +51,28 @@ def prompt_experts_refusal(dtype: mx.Dtype, weights: MatrixWeights) -> str | Non
 
 
 def prompt_experts(
-    x: mx.array, indices: mx.array, gate: MatrixWeights, up: MatrixWeights, down: MatrixWeights
+    x: mx.array,
+    indices: mx.array,
+    gate: MatrixWeights,
+    up: MatrixWeights,
+    down: MatrixWeights,
+    activation: Callable[[mx.array, mx.array], mx.array] | None = None,
 ) -> mx.array:
-    """Return what each expert in `indices` [..., top] makes of a row of x [..., K]: `down(silu(gate) * up)`,
-    [..., top, N]."""
+    """Return what each expert in `indices` [..., top] makes of a row of x [..., K], [..., top, N]:
+    `down(activation(up, gate))`, where None is mlx-lm's `swiglu`."""
     top = indices.shape[-1]
     rows, pairs = x.reshape(-1, x.shape[-1]), indices.reshape(-1, top).astype(mx.uint32)
     tile = choose_tile(gate.bits)  # with as many tokens for any number of bits
     order, tiles, arranged = launch_sort(rows, pairs, gate, tile)
-    hidden = launch_prompt_product(arranged, order, tiles, [gate, up], tile, share=top, arranged=down.bits)
+    alike = (gate.bits, gate.group) == (up.bits, up.group)
+    if activation is None and alike:
+        hidden = launch_prompt_product(arranged, order, tiles, [gate, up], tile, share=top, arranged=down.bits)
+    else:  # of elements alone, whose order does not matter
+        opened = launch_prompt_product(arranged, order, tiles, [gate], tile, share=top, arranged=down.bits)
+        arranged = arranged if alike else launch_sort(rows, pairs, up, tile)[2]
+        tile = choose_tile(up.bits)
+        raised = launch_prompt_product(arranged, order, tiles, [up], tile, share=top, arranged=down.bits)
+        hidden = (activation or (lambda up, gate: swiglu(gate, up)))(raised, opened)
     made = launch_prompt_product(hidden, order, tiles, [down], choose_tile(down.bits))
     return made.reshape(*indices.shape, down.outputs)
 
