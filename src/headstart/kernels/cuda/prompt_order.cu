@@ -18,6 +18,21 @@ __device__ __forceinline__ void arrange(const uint4* from, uint32_t* to, int eig
   }
 }
 
+// act(i, numbers[i]) for all i < count, by all threads of the block, BATCH of them under way.
+template <int BATCH, typename Act>
+__device__ __forceinline__ void for_all(const unsigned* numbers, int count, Act act) {
+#pragma unroll 1
+  for (int first = threadIdx.x; first < count; first += BATCH * blockDim.x) {
+    unsigned some[BATCH];
+#pragma unroll
+    for (int j = 0; j < BATCH; j++)
+      if (first + j * blockDim.x < count) some[j] = numbers[first + j * blockDim.x];
+#pragma unroll
+    for (int j = 0; j < BATCH; j++)
+      if (first + j * blockDim.x < count) act(first + j * blockDim.x, some[j]);
+  }
+}
+
 // Sort pairs of a row and an expert by their experts → `order`: the pairs' numbers; `tiles`: of each an expert, where
 // its pairs begin in `order`, and how many there are, which is zero behind the last. One block, with a thread
 // for every expert at least. In which order an expert has its pairs may change, and changes no result.
@@ -27,8 +42,7 @@ __device__ __forceinline__ void sort_pairs(const unsigned* experts, int pairs, i
   const int thread = threadIdx.x, threads = blockDim.x;
   if (thread < EXPERTS) counts[thread] = 0;
   __syncthreads();
-#pragma unroll 8
-  for (int i = thread; i < pairs; i += threads) atomicAdd(&counts[experts[i]], 1);
+  for_all<16>(experts, pairs, [&](int, unsigned expert) { atomicAdd(&counts[expert], 1); });
   __syncthreads();
 
   const int count = thread < EXPERTS ? counts[thread] : 0, parts = (count + TOKENS - 1) / TOKENS;
@@ -55,8 +69,7 @@ __device__ __forceinline__ void sort_pairs(const unsigned* experts, int pairs, i
   const int most = min(EXPERTS, pairs) + pairs / TOKENS;
   for (int tile = last_tiles[EXPERTS - 1] + thread; tile < most; tile += threads) tiles[3 * tile + 2] = 0;
   __syncthreads();
-#pragma unroll 8
-  for (int i = thread; i < pairs; i += threads) order[atomicAdd(&counts[experts[i]], 1)] = i;
+  for_all<16>(experts, pairs, [&](int i, unsigned expert) { order[atomicAdd(&counts[expert], 1)] = i; });
 }
 
 } // namespace headstart
