@@ -1,21 +1,25 @@
 """Native CPU kernels beside stock MLX: products, steps, windows, drafts, prompts and whole texts in one run.
 
     python bench/cpu.py [--repeats 9] [--models tiny-qwen3.5,tiny-qwen3.5-moe] [--tokens 200]
+    python bench/cpu.py --beside llama.cpp --model FOLDER --gguf FILE --python VENV/bin/python [--threads 1]
 
 All measurements take turns in one process, so that a busy machine slows both sides alike; the best time of each
 counts. The limit is the time that reading the weights once takes at the bandwidth that is measured first. Stock MLX
-uses one core.
+uses one core. `--beside llama.cpp` compares with `xllamacpp`, a wheel in an environment of its own (cpu_beside.py).
 """
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from cpu_beside import compare
 from mlx.utils import tree_flatten
 
 import headstart
@@ -24,7 +28,7 @@ from headstart.engine import Engine, Request
 from headstart.engine.batch import Batch
 from headstart.engine.step import prefill_prompts, step
 from headstart.kernels.cpu import load
-from headstart.kernels.products import product
+from headstart.kernels.cpu.backend import cpu_backend
 from headstart.models import Model
 from headstart.sampling import SamplingParams
 
@@ -66,7 +70,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--models", default="tiny-qwen3.5,tiny-qwen3.5-moe")
     parser.add_argument("--tokens", type=int, default=200, help="length of the texts of the last table; 0 for none")
+    parser.add_argument("--beside", choices=["llama.cpp"], help="measure beside it, and nothing else")
+    parser.add_argument("--model", help="a folder, beside llama.cpp")
+    parser.add_argument("--gguf", type=Path, help="the same weights for llama.cpp")
+    parser.add_argument("--python", default=sys.executable, help="an interpreter that has xllamacpp")
+    parser.add_argument("--threads", type=int, default=1, help="of each, beside llama.cpp")
+    parser.add_argument("--contexts", type=lambda text: [int(n) for n in text.split(",")], default=[40, 1000])
+    parser.add_argument("--k", type=lambda text: text if text == "auto" else int(text), default=0, help="our drafts")
     args = parser.parse_args()
+    (compare if args.beside else beside_stock)(args)
+
+
+def beside_stock(args: argparse.Namespace) -> None:
     mx.set_default_device(mx.cpu)
     native, names = load.loaded(), args.models.split(",")
     speed = bandwidth()
@@ -114,7 +129,7 @@ def product_cases() -> Iterator[Case]:
                 mx.eval(x, layer.parameters())
 
                 def run(x: mx.array = x, layer: nn.Module = layer) -> None:
-                    mx.eval(product(x, layer))
+                    mx.eval(cpu_backend().product(x, layer))
 
                 yield Case(
                     f"product {outputs}×{inputs}, {bits} bits, {rows} row{'s' * (rows > 1)}", run, size, calls=10
@@ -218,7 +233,7 @@ def bandwidth() -> float:
     times = []
     for _ in range(12):
         begin = time.perf_counter()
-        mx.eval(product(x, layer))
+        mx.eval(cpu_backend().product(x, layer))
         times.append(time.perf_counter() - begin)
     return layer.weight.nbytes / min(times)
 
