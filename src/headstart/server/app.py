@@ -54,7 +54,9 @@ def create_app(
     app.state.threads, app.state.keys = threads, keys
     add_health_routes(app, state)
     # The last one added is the first to see a request.
-    app.add_middleware(RequestChecks, state=state, keys=keys, hosts=allowed_hosts, limits=limits)
+    app.add_middleware(
+        RequestChecks, state=state, keys=keys, hosts=allowed_hosts, limits=limits, origins=cors_origins
+    )
     # Starlette's own handler of unexpected errors is outside of CORS: web pages could not read its response.
     app.add_middleware(ExceptionMiddleware, handlers={Exception: respond_to_error, HTTPException: respond_to_error})
     if cors_origins:

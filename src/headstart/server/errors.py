@@ -62,7 +62,8 @@ class Refusal(HTTPException):
         """Return the error as the last event of a stream, in the shape that clients of `path` know."""
         if path == RESPONSES_ROUTE:
             data = {"type": "error", "code": self.code, "message": self.detail, "param": self.param}
-            return f"event: error\ndata: {json.dumps({**data, 'sequence_number': 0})}\n\n"
+            # Open Responses has them in an object of their own.
+            return f"event: error\ndata: {json.dumps({**data, **self.openai_body, 'sequence_number': 0})}\n\n"
         if path == MESSAGES_ROUTE:
             return f"event: error\ndata: {json.dumps(self.anthropic_body)}\n\n"
         return f"data: {json.dumps(self.openai_body)}\n\ndata: [DONE]\n\n"

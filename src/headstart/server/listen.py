@@ -7,6 +7,7 @@ import asyncio
 import logging
 import resource
 import socket
+from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -20,6 +21,7 @@ MAX_CONNECTIONS = 2048
 RESERVED_FILES = 128  # descriptors for files, workers and health checks
 PIECE = 2**14  # bytes that are read from a connection at a time: chunks of one byte each take 10 µs
 HEALTH_CONNECTIONS = 16  # connections above the limit
+SOCKET_PATHS = ("/v1/responses", "/responses")  # of web sockets
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -47,24 +49,62 @@ def _cannot_listen(host: str, port: int, error: OSError) -> HeadstartError:
     return HeadstartError(f"cannot listen on {host}:{port} ({error}): choose another --port or --host")
 
 
-class Connection(H11Protocol):
-    """A client's connection, with a place in the pool of its server."""
+class PooledConnection:
+    """A connection with a place in the pool of its server, dropped if its client leaves what was sent unread."""
 
+    app_state: dict[str, Any]
+    client: tuple[str, int] | None
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
     idle_since = 0.0  # by the event loop's clock: when it was made, or its last response was complete
+    waits = True  # for the client: to send a request, or the rest of one, or to close
     _stall_timer: asyncio.TimerHandle | None = None
 
     @property
     def address(self) -> str:
         return self.client[0] if self.client else ""
 
-    @property
-    def waits(self) -> bool:
-        """Return whether the server waits for the client to send a request, or the rest of one, or to close."""
-        working = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
-        return not working and not self.flow.write_paused
-
     def drop(self) -> None:
         self.transport.abort()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()  # type: ignore[misc]
+        self._watch_stall(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()  # type: ignore[misc]
+        self._cancel_stall_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)  # type: ignore[misc]
+        self._cancel_stall_timer()
+        self.app_state["pool"].connections.discard(self)
+
+    def _watch_stall(self, unread: int) -> None:
+        self._stall_timer = self.loop.call_later(
+            self.app_state["limits"].stall_seconds, self._drop_if_stalled, unread
+        )
+
+    def _drop_if_stalled(self, unread: int) -> None:
+        """Close if the client has read nothing since. While writing is paused, no data is added to what is unread."""
+        left = self.transport.get_write_buffer_size()
+        if left < unread:
+            self._watch_stall(left)
+        else:
+            self.transport.abort()
+
+    def _cancel_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+
+
+class Connection(PooledConnection, H11Protocol):
+    """A client's connection."""
+
+    @property
+    def waits(self) -> bool:  # type: ignore[override]
+        working = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+        return not working and not self.flow.write_paused
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -85,19 +125,9 @@ class Connection(H11Protocol):
         super().on_response_complete()
         self.idle_since = self.loop.time()
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._watch_stall(self.transport.get_write_buffer_size())
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._cancel_stall_timer()
-
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
-        self._cancel_stall_timer()
-        self.app_state["pool"].connections.discard(self)
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP; within a request, close."""
@@ -106,25 +136,18 @@ class Connection(H11Protocol):
         else:
             self.transport.abort()
 
+    def _should_upgrade_to_ws(self) -> bool:
+        return self.scope["method"] == "GET" and self.scope["path"] in SOCKET_PATHS
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        from .sockets import Socket  # few clients want one
+
+        self.ws_protocol_class = Socket
+        super().handle_websocket_upgrade(event)
+        self.app_state["pool"].connections.discard(self)
+
     def _unsupported_upgrade_warning(self) -> None:
         """Log nothing: a request that offers to upgrade (to HTTP/2, say) is served as it is."""
-
-    def _watch_stall(self, unread: int) -> None:
-        self._stall_timer = self.loop.call_later(
-            self.app_state["limits"].stall_seconds, self._drop_if_stalled, unread
-        )
-
-    def _drop_if_stalled(self, unread: int) -> None:
-        """Close if the client has read nothing since. While writing is paused, no data is added to what is unread."""
-        left = self.transport.get_write_buffer_size()
-        if left < unread:
-            self._watch_stall(left)
-        else:
-            self.transport.abort()
-
-    def _cancel_stall_timer(self) -> None:
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
 
 
 class Pool:
@@ -137,9 +160,9 @@ class Pool:
     def __init__(self, limits: Limits):
         self.limit = limits.connections or connection_limit()
         self.limit_per_client = max(1, self.limit // 2)
-        self.connections: set[Connection] = set()
+        self.connections: set[PooledConnection] = set()
 
-    def add(self, new: Connection) -> bool:
+    def add(self, new: PooledConnection) -> bool:
         """Add a connection. Return whether it is for any request, not only for health checks."""
         own = [each for each in self.connections if each.address == new.address]
         excess, own_excess = len(self.connections) - self.limit, len(own) - self.limit_per_client

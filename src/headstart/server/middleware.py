@@ -125,6 +125,17 @@ def check_host(scope: Scope, names: Collection[str]) -> None:
         raise Refusal(421, f"host {name[:100]!r} is not allowed: {remedy}", code="host_not_allowed")
 
 
+def check_origin(scope: Scope, allowed: Collection[str]) -> None:
+    """Refuse a web socket of another site's page: browsers let any page open one, and send no preflight request."""
+    headers = Headers(scope=scope)
+    origin = headers.get("origin")
+    if origin is None or origin in allowed or ANY_HOST in allowed:
+        return
+    if origin.lower() not in (f"{scheme}://{headers.get('host', '').lower()}" for scheme in ("http", "https")):
+        message = "pages of this origin may not connect: start the server with --cors-origin and its name"
+        raise Refusal(403, message, code="origin_not_allowed")
+
+
 def is_loopback(name: str) -> bool:
     address = _address(name)
     return name == "localhost" if address is None else address.is_loopback
@@ -152,21 +163,33 @@ class RequestChecks:
     On a connection above the limit, all but health checks are refused.
     """
 
-    def __init__(self, app: ASGIApp, state: ServerState, keys: Keys, hosts: Collection[str], limits: Limits):
+    def __init__(
+        self,
+        app: ASGIApp,
+        state: ServerState,
+        keys: Keys,
+        hosts: Collection[str],
+        limits: Limits,
+        origins: Collection[str] = (),
+    ):
         self.app = app
         self.state = state
         self.keys = keys
         self.hosts = hosts
         self.limits = limits
+        self.origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            check_host(scope, self.hosts)
-            check_key(scope, self.keys)
-            if scope["state"].get("health_only") and scope["path"] not in PROBE_PATHS:
-                headers = CLOSE | {"Retry-After": "1"}
-                message = "too many connections: try again later"
-                raise Refusal(503, message, code="too_many_connections", headers=headers)
+        if scope["type"] == "websocket":
+            try:
+                self._check(scope)
+                check_origin(scope, self.origins)
+                await self.state.wait_for_models()
+            except Refusal as refused:
+                await refused.response(scope["path"])(scope, receive, send)
+                return
+        elif scope["type"] == "http":
+            self._check(scope)
             self._check_headers(Headers(scope=scope))
             if self.state.pool is None and scope["path"] == MODELS_PATH:
                 await JSONResponse(self.state.list_names())(scope, receive, send)
@@ -176,6 +199,14 @@ class RequestChecks:
             if scope["method"] in ("POST", "PATCH") and scope["path"].startswith(API_PREFIX):
                 scope["state"]["body"] = await self._read(receive)  # see bodies.py
         await self.app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        """Refuse who may not connect, before anything is read or waited for."""
+        check_host(scope, self.hosts)
+        check_key(scope, self.keys)
+        if scope["state"].get("health_only") and scope["path"] not in PROBE_PATHS:
+            headers = CLOSE | {"Retry-After": "1"}
+            raise Refusal(503, "too many connections: try again later", code="too_many_connections", headers=headers)
 
     def _check_headers(self, headers: Headers) -> None:
         declared = headers.get("content-length", "")

@@ -18,6 +18,7 @@ from .request_fields import (
     BoundedList,
     GenerationRequest,
     JsonObject,
+    Penalty,
     RequestModel,
     Text,
     ToolList,
@@ -36,7 +37,6 @@ MAX_ANSWERS = 128  # to a list of prompts
 MAX_CLIENT_BIASES = MAX_BIASES - 1  # a chat that may not call tools adds one
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(strict=False)]  # names in JSON are strings
-Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 def _reject_no_text(arguments: object) -> object:

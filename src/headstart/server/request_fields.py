@@ -117,6 +117,7 @@ Text = Annotated[str, Field(min_length=0)]  # with any such limit, half a surrog
 JsonObject = Annotated[dict[str, Any], AfterValidator(check_object)]
 Arguments = Annotated[JsonObject | Text, BeforeValidator(parse_arguments)]  # of a call in the history
 ToolName = Annotated[Text, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 ModelName = Annotated[Text | None, Field(description="Its id, folder or hub id; default: the served model.")]
 
 

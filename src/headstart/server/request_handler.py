@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -30,6 +31,7 @@ PROGRESS_SECONDS = 2.0  # between two comments in a stream whose model is being 
 OUTCOMES = {408: "timeout", 499: "cancelled"}  # of requests whose prompt was not prepared
 
 Body = TypeVar("Body", bound=GenerationRequest)
+Writer = TypeVar("Writer", bound=ResponseWriter)
 
 
 @dataclass
@@ -45,42 +47,65 @@ class RequestHandler:
         self, body: Body, http: HTTPRequest, writer_type: Callable[[Body, Prompt, ServedModel], ResponseWriter]
     ) -> Response:
         """Return the response to a request, in the format that `writer_type` writes."""
+        if not body.stream:
+            async with self.submitted(body, http, writer_type) as (writer, running):
+                watcher = asyncio.create_task(running.cancel_on_disconnect(http))
+                try:
+                    return json_response(await writer.complete(running.events()))
+                finally:
+                    watcher.cancel()
+        model, submit, acquired = self._begin(body, http, writer_type)
+        if not model.ready and not self.pool.misfit(model):
+            return self._stream_when_loaded(model, acquired, submit, http.url.path)
+        writer, running = await self._finish_submitting(model, submit, acquired)
+
+        def close() -> None:
+            self._end(writer, running)
+            self.pool.release(model)
+
+        # StreamingResponse watches for the disconnect itself, and `close` follows.
+        events = writer.stream(running.events())
+        return EventStream(events, sign=lambda: writer.sign(*running.progress()), close=close)
+
+    @asynccontextmanager
+    async def submitted(
+        self, body: Body, http: HTTPRequest, writer_type: Callable[[Body, Prompt, ServedModel], Writer]
+    ) -> "AsyncIterator[tuple[Writer, RunningRequest]]":
+        """Submit a request, and release it when the block ends."""
+        model, submit, acquired = self._begin(body, http, writer_type)
+        writer, running = await self._finish_submitting(model, submit, acquired)
+        try:
+            yield writer, running
+        finally:
+            self._end(writer, running)
+            self.pool.release(model)
+
+    def _begin(
+        self, body: Body, http: HTTPRequest, writer_type: Callable[[Body, Prompt, ServedModel], Writer]
+    ) -> "tuple[PooledModel, Submit[Writer], asyncio.Future[LoadedModel]]":
+        """Check a request, and start to wait for its model."""
         body.check()
         model = self.find(body.model)
         self._check_open()
         owner = owner_of(http.scope, self.keys)
         meter = Meter(self.metrics, model, http.url.path, time.perf_counter(), owner)
         submit = partial(self._submit, body, http, writer_type, meter, deadline := self._deadline())
-        acquired = asyncio.ensure_future(self._acquire(model, http, deadline, meter))
-        if body.stream and not model.ready and not self.pool.misfit(model):
-            return self._stream_when_loaded(model, acquired, submit, http.url.path)
+        return model, submit, asyncio.ensure_future(self._acquire(model, http, deadline, meter))
+
+    async def _finish_submitting(
+        self, model: PooledModel, submit: "Submit[Writer]", acquired: asyncio.Future[LoadedModel]
+    ) -> "tuple[Writer, RunningRequest]":
         try:
-            writer, running = await submit(await acquired)
+            return await submit(await acquired)
         except BaseException:
             self.pool.abandon(model, acquired)
             raise
-
-        def close() -> None:
-            self._end(writer, running)
-            self.pool.release(model)
-
-        if body.stream:
-            # StreamingResponse watches for the disconnect itself, and `close` follows.
-            return EventStream(
-                writer.stream(running.events()), sign=lambda: writer.sign(*running.progress()), close=close
-            )
-        watcher = asyncio.create_task(running.cancel_on_disconnect(http))
-        try:
-            return json_response(await writer.complete(running.events()))
-        finally:
-            watcher.cancel()
-            close()
 
     def _stream_when_loaded(
         self,
         model: PooledModel,
         acquired: asyncio.Future[LoadedModel],
-        submit: "Callable[[LoadedModel], Awaitable[tuple[ResponseWriter, RunningRequest]]]",
+        submit: "Submit[ResponseWriter]",
         path: str,
     ) -> "EventStream":
         """Stream how far the model is loaded, as comments that clients skip, and then the response."""
@@ -112,15 +137,15 @@ class RequestHandler:
         self,
         body: Body,
         http: HTTPRequest,
-        writer_type: Callable[[Body, Prompt, ServedModel], ResponseWriter],
+        writer_type: Callable[[Body, Prompt, ServedModel], Writer],
         meter: Meter,
         deadline: float,
         loaded: LoadedModel,
-    ) -> "tuple[ResponseWriter, RunningRequest]":
+    ) -> "tuple[Writer, RunningRequest]":
         """Prepare the prompts of a request and submit them to the engine."""
         served, client = loaded.served, client_of(http.scope, self.keys)
 
-        async def make_requests(work: Preparation) -> tuple[Prompt, ResponseWriter, list[Request]]:
+        async def make_requests(work: Preparation) -> tuple[Prompt, Writer, list[Request]]:
             requests: list[Request] = []
             for part in body.parts():
                 prompt = await part.make_prompt(served, work)
@@ -301,3 +326,6 @@ class RunningRequest:
         self._meter.end("timeout")
         self._cancel_all()
         self._events.put_nowait(None)
+
+
+Submit = Callable[[LoadedModel], Awaitable[tuple[Writer, RunningRequest]]]

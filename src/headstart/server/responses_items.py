@@ -14,18 +14,19 @@ from .request_fields import BoundedList, RequestModel, Text, reject_media_part
 
 NO_EFFECT = ("annotations", "logprobs")  # fields that hold what the client likes
 ASSISTANT_TEXTS = ("content", "reasoning_content")
-SEALED = "headstart:"  # begins reasoning that this server has written as `encrypted_content`
+SEALED = "headstart:"  # begins text that this server has written as `encrypted_content`
+SUMMARY = "This is a summary of the conversation so far. Continue from it.\n\n"
 
 Messages = list[dict[str, Any]]
 
 
-def seal_reasoning(text: str) -> str:
-    """Return reasoning as clients keep it without looking inside. It is encoded and not encrypted: it is theirs."""
+def seal(text: str) -> str:
+    """Return text as clients keep it without looking inside. It is encoded and not encrypted: it is theirs."""
     return SEALED + b64encode(text.encode()).decode()
 
 
-def open_reasoning(sealed: str) -> str:
-    """Return the reasoning; nothing if another server has sealed it."""
+def open_sealed(sealed: str) -> str:
+    """Return sealed text; nothing if another server has sealed it."""
     before, mark, encoded = sealed.partition(SEALED)
     try:
         return b64decode(encoded, validate=True).decode() if mark and not before else ""
@@ -97,7 +98,7 @@ class ReasoningItem(Item):
     encrypted_content: Text | None = None
 
     def add_to(self, messages: Messages) -> None:
-        text = _text(self.content or []) or open_reasoning(self.encrypted_content or "") or _text(self.summary or [])
+        text = _text(self.content or []) or open_sealed(self.encrypted_content or "") or _text(self.summary or [])
         if not text:
             return
         last = messages[-1] if messages else {}
@@ -129,13 +130,25 @@ class FunctionCallOutputItem(Item):
         messages.append({"role": "tool", "tool_call_id": self.call_id, "content": template_content(self.output)})
 
 
-ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
+class CompactionItem(Item):
+    """A summary that takes the place of a part of the conversation: see compaction.py."""
+
+    type: Literal["compaction", "compaction_summary"]
+    encrypted_content: Text
+
+    def add_to(self, messages: Messages) -> None:
+        if text := open_sealed(self.encrypted_content):
+            messages.append({"role": "user", "content": SUMMARY + text})
+
+
+ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output", "compaction")
 
 
 def _item_type(item: Any) -> Any:
     if not isinstance(item, dict):
         return getattr(item, "type", None)
-    return item.get("type", "message" if "role" in item else None)
+    kind = item.get("type", "message" if "role" in item else None)
+    return "compaction" if kind == "compaction_summary" else kind
 
 
 def _reject_unknown(item: Any) -> Any:
@@ -152,7 +165,8 @@ InputItem = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[FunctionCallOutputItem, Tag("function_call_output")],
+    | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
+    | Annotated[CompactionItem, Tag("compaction")],
     Discriminator(_item_type),
     BeforeValidator(_reject_unknown),
 ]

@@ -16,6 +16,7 @@ from .request_fields import (
     BoundedList,
     GenerationRequest,
     JsonObject,
+    Penalty,
     RequestModel,
     Text,
     ToolList,
@@ -103,6 +104,16 @@ class TextFormat(RequestModel):
 class TextConfig(RequestModel):
     format: TextFormat | None = None
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the format as the response says it."""
+        if self.format is None or self.format.type != "json_schema":
+            return {"type": self.format.type if self.format is not None else "text"}
+        defaults = {"name": "response", "description": None, "strict": False}
+        return defaults | self.format.model_dump(by_alias=True, exclude_none=True)
+
+
+ResponsesInput = Text | BoundedList[InputItem]
+
 
 class ReasoningConfig(RequestModel):
     effort: Effort | None = None
@@ -110,7 +121,7 @@ class ReasoningConfig(RequestModel):
 
 
 class ResponsesRequest(GenerationRequest):
-    input: Text | BoundedList[InputItem]
+    input: ResponsesInput
     instructions: Text | None = None
     previous_response_id: Text | None = None
     max_output_tokens: int | None = None
@@ -125,6 +136,14 @@ class ResponsesRequest(GenerationRequest):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     include: BoundedList[Text] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    # Without effect here: every prompt is cached, there is one tier, and the only tools are the client's.
+    max_tool_calls: int | None = None
+    prompt_cache_key: Text | None = None
+    safety_identifier: Text | None = None
+    service_tier: Text | None = None
+    generate: bool | None = Field(None, description="False: read the prompt, and answer nothing.")
 
     unsupported: ClassVar[tuple[str, ...]] = (
         "background", "conversation", "context_management", "prompt", "top_logprobs",
@@ -154,6 +173,7 @@ class ResponsesRequest(GenerationRequest):
 
     def engine_request(self, prompt: Prompt, context: int) -> Request:
         most = context - len(prompt.tokens) if self.max_output_tokens is None else self.max_output_tokens
+        most = 1 if self.generate is False else most
         return Request(prompt.tokens, self.sampling_params(prompt, max_tokens=most), images=prompt.images)
 
     async def make_prompt(self, served: ServedModel, work: Preparation) -> Prompt:

@@ -9,8 +9,8 @@ from .chat import Prompt
 from .errors import to_refusal
 from .markup import Delta
 from .response import ChoiceOutput, Events, ResponseWriter, TokenSpan, encode_json, in_pieces, new_id
-from .responses_items import seal_reasoning
-from .responses_request import ENCRYPTED_CONTENT, ResponsesRequest
+from .responses_items import seal
+from .responses_request import ENCRYPTED_CONTENT, ReasoningConfig, ResponsesRequest, TextConfig
 from .served_model import ServedModel
 
 STATUSES = {"length": "incomplete", "cancelled": "cancelled"}  # by finish reason
@@ -20,13 +20,14 @@ Save = Callable[[str, str, list[Json]], Awaitable[None]]  # (id, response, its o
 
 
 class ResponsesWriter(ResponseWriter):
-    def __init__(self, body: ResponsesRequest, prompt: Prompt, served: ServedModel, *, save: Save):
+    def __init__(self, body: ResponsesRequest, prompt: Prompt, served: ServedModel, *, save: Save | None = None):
         """`save` keeps a response that has ended."""
         super().__init__(body, prompt, served, "resp_")
-        self._save = save if body.store is not False else None
+        self.body, self._save = body, save
         self._request = self._of_request(body)
         self._output = ChoiceOutput(prompt)
         summarised = body.reasoning is not None and body.reasoning.summary is not None
+        self._generates = body.generate is not False
         self._items = ItemStream(body.call_name, summarised, sealed=ENCRYPTED_CONTENT in (body.include or ()))
 
     async def complete(self, events: Events) -> str:
@@ -35,15 +36,19 @@ class ResponsesWriter(ResponseWriter):
         return await self._end()
 
     async def stream(self, events: Events) -> AsyncIterator[str]:
+        async for kind, start, response in self.messages(events):
+            for piece in in_pieces(f"event: {kind}\ndata: {start}", response, "}\n\n"):
+                yield piece
+                if response:
+                    await asyncio.sleep(0)
+
+    async def messages(self, events: Events) -> AsyncIterator[tuple[str, str, str]]:
+        """Yield the type of each event and its JSON without the bracket at the end, in two pieces."""
         number = 0
         async for event in self._all_events(events):
             response = event.pop("response", "")
             data = encode_json({**event, "sequence_number": number})
-            start = f"event: {event['type']}\ndata: {data[:-1]}" + (',"response":' if response else "")
-            for piece in in_pieces(start, response, "}\n\n"):
-                yield piece
-                if response:
-                    await asyncio.sleep(0)
+            yield event["type"], data[:-1] + (',"response":' if response else ""), response
             number += 1
 
     async def _all_events(self, events: Events) -> AsyncIterator[Json]:
@@ -63,13 +68,15 @@ class ResponsesWriter(ResponseWriter):
     async def _events(self, events: Events) -> AsyncIterator[Json]:
         """Yield the events of the output's items."""
         async for event in events:
-            for delta in TokenSpan.join(self._output.read(event)).deltas:
+            for delta in TokenSpan.join(self._output.read(event)).deltas if self._generates else ():
                 for each in self._items.add(delta):
                     yield each
         for each in self._items.close("incomplete" if self._status() != "completed" else "completed"):
             yield each
 
     def _status(self) -> str:
+        if not self._generates:
+            return "completed"
         return STATUSES.get(self._output.finish_reason or "", "completed")
 
     async def _end(self) -> str:
@@ -77,7 +84,8 @@ class ResponsesWriter(ResponseWriter):
         status = self._status()
         details = {"incomplete_details": {"reason": "max_output_tokens"}} if status == "incomplete" else {}
         stats = self.generation_stats(self._output.stats)
-        response = self._response(status, **details, usage=self._usage(), generation_stats=stats)
+        ended = {"completed_at": int(time.time())} if status == "completed" else {}
+        response = self._response(status, **details, **ended, usage=self._usage(), generation_stats=stats)
         if self._save is not None:
             await self._save(self.id, response, self._items.items)
         return response
@@ -87,6 +95,7 @@ class ResponsesWriter(ResponseWriter):
             "id": self.id,
             "object": "response",
             "status": status,
+            "completed_at": None,
             "error": None,
             "incomplete_details": None,
             "output": self._items.items,
@@ -96,28 +105,36 @@ class ResponsesWriter(ResponseWriter):
 
     def _of_request(self, body: ResponsesRequest) -> str:
         """Return the end of every response, which says what was requested: it can be long, and is written once."""
-        sampling = {
-            name: self.prompt.recommended.get(name) if (value := getattr(body, name)) is None else value
-            for name in ("temperature", "top_p")
-        }
+        sampling = {"temperature": 0.0, "top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        sampling |= {name: value for name in sampling if (value := self.prompt.recommended.get(name)) is not None}
         requested: Json = {
+            **sampling,
+            "background": False,
             "created_at": int(time.time()),
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
+            "instructions": None,
+            "max_output_tokens": None,
+            "max_tool_calls": None,
+            "metadata": {},
             "model": self.model_id,
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id,
-            "store": body.store is not False,
-            "truncation": body.truncation or "disabled",
-            "tools": [],
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "prompt_cache_key": None,
+            "safety_identifier": None,
+            "service_tier": "default",
+            "store": True,
+            "top_logprobs": 0,
+            "truncation": "disabled",
             "tool_choice": "auto",
-            "text": {"format": {"type": "text"}},
-            "reasoning": {"effort": None, "summary": None},
         }
-        echoed = {"tools", "text", "tool_choice", "reasoning"}
+        echoed = requested.keys() - {"model", "service_tier"} & set(type(body).model_fields)
         given = body.model_dump(include=echoed, by_alias=True, exclude_none=True)
-        return encode_json(requested | sampling | given)[1:]
+        reasoning, text = body.reasoning or ReasoningConfig(), body.text or TextConfig()
+        nested = {
+            "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
+            "text": text.model_dump(exclude={"format"}, exclude_none=True) | {"format": text.to_json()},
+            "tools": [tool.model_dump() for tool in body.tools or ()],
+        }
+        return encode_json(requested | given | nested)[1:]
 
     def _usage(self) -> Json:
         stats = self._output.stats
@@ -169,7 +186,7 @@ class ItemStream:
             yield self._part_event("done", part)
             item |= {self._parts: [part], "status": status}
             if self._open == "reasoning" and self._sealed:
-                item["encrypted_content"] = seal_reasoning(text)
+                item["encrypted_content"] = seal(text)
         yield self._item_event("done")
         self._open, self._texts = None, []
 

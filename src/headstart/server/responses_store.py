@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import Refusal
-from .responses_items import ITEMS
+from .errors import Refusal, refuse
+from .responses_items import ITEMS, FunctionCallItem, FunctionCallOutputItem
 from .responses_request import ResponsesRequest
 
 MAX_STORED_BYTES = 128 * 2**20
@@ -46,7 +46,16 @@ class StoredResponse:
     def before(self, body: ResponsesRequest) -> ResponsesRequest:
         """Return a request with this conversation before its own input, read as if the client had sent it."""
         items = ITEMS.validate_python(json.loads(zlib.decompress(self.conversation)))
+        calls = {item.call_id for item in items if isinstance(item, FunctionCallItem)}
+        for item in body.items:
+            if isinstance(item, FunctionCallItem):
+                calls.add(item.call_id)
+            elif isinstance(item, FunctionCallOutputItem) and item.call_id not in calls:
+                refuse("input", f"there is no call {item.call_id[:100]!r} that a function_call_output could answer")
         return body.model_copy(update={"input": [*items, *body.items]})
+
+
+Latest = dict[str, StoredResponse]
 
 
 class ResponseStore:
@@ -75,12 +84,12 @@ class ResponseStore:
         self.get(id, client)
         self._drop(id)
 
-    def previous(self, body: ResponsesRequest, client: str) -> StoredResponse | None:
-        """Return the response that a request continues."""
+    def previous(self, body: ResponsesRequest, client: str, latest: Latest) -> StoredResponse | None:
+        """Return the response that a request continues. `latest`: by id, what else may be continued."""
         if body.previous_response_id is None:
             return None
         try:
-            return self.get(body.previous_response_id, client)
+            return latest.get(body.previous_response_id) or self.get(body.previous_response_id, client)
         except Refusal as gone:
             code, param = "previous_response_not_found", "previous_response_id"
             message = f"{param}: {gone.detail}: send the conversation as input"

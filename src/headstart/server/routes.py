@@ -1,7 +1,6 @@
 """The routes of an app that need its models."""
 
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -15,17 +14,13 @@ from .dashboard import add_dashboard
 from .downloads import Downloads
 from .errors import refuse
 from .metrics import Metrics
-from .middleware import Keys, client_of, owner_of
+from .middleware import Keys, owner_of
 from .model_pool import ModelPool
 from .openai_request import ChatCompletionRequest, CompletionRequest
 from .openai_response import OpenAIWriter
 from .request_handler import RequestHandler
-from .response import json_response
-from .responses_request import ResponsesRequest
-from .responses_response import ResponsesWriter
-from .responses_store import ResponseStore, StoredResponse
+from .responses_routes import add_responses_routes
 from .states import ServerState
-from .threads import Threads
 
 
 async def open_app(app: FastAPI, state: ServerState, pool: ModelPool, *, allow_download: bool = False) -> None:
@@ -38,7 +33,7 @@ async def open_app(app: FastAPI, state: ServerState, pool: ModelPool, *, allow_d
     metrics = Metrics(state, pool)
     handler = RequestHandler(pool, keys, pool.limits, metrics, find=downloads.find if downloads else pool.find)
     add_generation_routes(app, handler)
-    add_responses_routes(app, handler, threads)
+    add_responses_routes(app, handler, threads, state)
     add_status_routes(app, pool, metrics, keys)
     add_model_routes(app, pool, downloads)
     add_settings_routes(app, pool)
@@ -78,33 +73,6 @@ def add_generation_routes(app: FastAPI, handler: RequestHandler) -> None:
     async def cancel(id: str, http: Request) -> dict[str, Any]:
         handler.cancel(id, http)
         return {"id": id, "cancelled": True}
-
-
-def add_responses_routes(app: FastAPI, handler: RequestHandler, threads: Threads) -> None:
-    store = ResponseStore()
-
-    @app.post("/v1/responses")
-    async def responses(body: ResponsesRequest, http: Request) -> Response:
-        client = client_of(http.scope, handler.keys)
-        if previous := store.previous(body, client):
-            body = await threads.run(client, previous.before, body)
-
-        async def save(id: str, response: str, output: list[dict[str, Any]]) -> None:
-            store.put(id, await threads.run(client, StoredResponse.of, body, response, output, client))
-
-        return await handler.reply(body, http, partial(ResponsesWriter, save=save))
-
-    @app.get("/v1/responses/{id}")
-    async def stored_response(id: str, http: Request, stream: bool = False) -> Response:
-        if stream:
-            refuse("stream", "a stored response is not streamed again: leave it out", "unsupported")
-        stored = store.get(id, client := client_of(http.scope, handler.keys))
-        return json_response(await threads.run(client, stored.json))
-
-    @app.delete("/v1/responses/{id}")
-    async def delete_response(id: str, http: Request) -> dict[str, Any]:
-        store.delete(id, client_of(http.scope, handler.keys))
-        return {"id": id, "object": "response.deleted", "deleted": True}
 
 
 def add_status_routes(app: FastAPI, pool: ModelPool, metrics: Metrics, keys: Keys) -> None:
