@@ -59,7 +59,7 @@ class Server(uvicorn.Server):
                 http=Connection,
                 log_config=None,  # see log.py
                 proxy_headers=False,  # otherwise a local client could pretend to have another's address
-                ws="none",  # websockets are not used, and would not be counted as connections
+                ws="none",  # see Connection, which counts web sockets
                 # How many connections asyncio accepts at a time. Where it cannot, it tries again a second later as
                 # many times as it failed: more than one would multiply.
                 backlog=1,
