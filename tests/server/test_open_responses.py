@@ -12,8 +12,9 @@ Here = tuple[Running, ScriptedRoom]
 REQUIRED: dict[str, Any] = {
     "id": str, "object": str, "created_at": int, "completed_at": int | NoneType, "status": str,
     "incomplete_details": dict | NoneType, "model": str, "previous_response_id": str | NoneType,
-    "instructions": str | NoneType, "output": list, "error": dict | NoneType, "tools": list, "tool_choice": str | dict,
-    "truncation": str, "parallel_tool_calls": bool, "text": dict, "top_p": float, "presence_penalty": float,
+    "instructions": str | NoneType, "output": list, "error": dict | NoneType, "tools": list,
+    "tool_choice": str | dict, "truncation": str,
+    "parallel_tool_calls": bool, "text": dict, "top_p": float, "presence_penalty": float,
     "frequency_penalty": float, "top_logprobs": int, "temperature": float, "reasoning": dict | NoneType,
     "usage": dict | NoneType, "max_output_tokens": int | NoneType, "max_tool_calls": int | NoneType, "store": bool,
     "background": bool, "service_tier": str, "metadata": dict, "safety_identifier": str | NoneType,

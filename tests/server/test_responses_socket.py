@@ -1,7 +1,6 @@
 """Responses over web sockets: one after another, continued on the connection, and whoever may not connect."""
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Thread
@@ -160,6 +159,11 @@ def test_a_hostile_message_is_an_error_and_the_connection_goes_on(here: Here, me
         assert text(ask(client)) == "Yes."
 
 
+def _send(client: ClientConnection, message: Any) -> None:
+    client.send(message)
+    client.recv(60)
+
+
 def _fragments(count: int, size: int = 1) -> Iterator[str]:
     yield from (" " * size for _ in range(count))
 
@@ -172,8 +176,7 @@ def _fragments(count: int, size: int = 1) -> Iterator[str]:
 def test_a_message_without_bounds_closes_the_connection(here: Here, message: Any, code: CloseCode) -> None:
     with socket(here[0]) as client:
         with pytest.raises(ConnectionClosed) as closed:
-            client.send(message)
-            client.recv(60)
+            _send(client, message)
         assert closed.value.rcvd is None or closed.value.rcvd.code == code
     here[1].scripts.append("Yes.")
     with socket(here[0]) as client:
@@ -219,10 +222,10 @@ def test_a_response_is_cancelled_when_its_client_goes() -> None:
 
 
 def test_a_connection_counts_and_gives_way_when_idle() -> None:
-    with running(key="first", limits=Limits(connections=4)) as server, socket(server) as first, socket(server):
-        with socket(server), socket(server):
-            with pytest.raises(ConnectionClosed):  # at most half of them for one client
-                first.recv(60)
+    limits = Limits(connections=4)  # half of them for one client
+    with running(key="first", limits=limits) as server, socket(server) as first, socket(server), socket(server):
+        with pytest.raises(ConnectionClosed):
+            first.recv(60)
 
 
 def test_an_answer_is_finished_before_the_server_stops() -> None:
