@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import Thread
 from typing import Any
 
@@ -223,9 +223,10 @@ def test_a_response_is_cancelled_when_its_client_goes() -> None:
 
 def test_a_connection_counts_and_gives_way_when_idle() -> None:
     limits = Limits(connections=4)  # half of them for one client
-    with running(key="first", limits=limits) as server, socket(server) as first, socket(server), socket(server):
+    with running(key="first", limits=limits) as server, ExitStack() as stack:
+        sockets = [stack.enter_context(socket(server)) for _ in range(4)]
         with pytest.raises(ConnectionClosed):
-            first.recv(60)
+            sockets[0].recv(60)
 
 
 def test_an_answer_is_finished_before_the_server_stops() -> None:
