@@ -42,7 +42,7 @@ class Run:
 
     def __init__(self, model: Model, tokens: int, streams: int, slices: type[Slices]):
         engine = Engine(model, prefix=PrefixCache(0))
-        engine.reader.slices = slices(model.backend.cuts_freely)
+        engine.reader.slices = slices(model.reading.backend)
         times: list[list[float]] = [[] for _ in range(streams + 1)]
         said: list[list[int]] = [[] for _ in times]
 

@@ -9,6 +9,7 @@ import pytest
 from headstart.cluster import SharedPrefix
 from headstart.state import CHUNK, KV, BatchState, Chunks
 from headstart.state.prefix import Sizes
+from headstart.state.snapshot import take_snapshot
 
 
 @dataclass
@@ -32,6 +33,6 @@ def test_what_is_not_finite_on_one_machine_is_kept_by_none(here: bool, others: b
     keys = mx.full((1, 1, CHUNK, 32), 1.0 if here else mx.nan)
     length = mx.array([CHUNK], mx.int32)
     rows = BatchState([KV(keys, keys, mx.zeros((1,), mx.int32))], length, mx.zeros((1,), mx.int32), [CHUNK])
-    prefix.store(Chunks.of(range(CHUNK + 1), [CHUNK]), 1, [(rows, 0)], mx.zeros((1, 1, 16)))
+    prefix.store(Chunks.of(range(CHUNK + 1), [CHUNK]), 1, [(rows, 0)], take_snapshot(rows, mx.zeros((1, 1, 16))))
     assert comm.asked == [here]
     assert prefix.stats().entries == (here and others)

@@ -14,6 +14,7 @@ from headstart.engine import Engine, Event, Handle, Request, engine, pending_ste
 from headstart.engine.pending_step import PendingStep
 from headstart.kernels.cpu.backend import StockCpu
 from headstart.sampling import SamplingParams
+from headstart.state import CHUNK
 
 
 @dataclass
@@ -25,7 +26,8 @@ class SimulatedDevice:
     context: float = 0.0  # more per token and 1,000 tokens of context
     launch: float = 0.0  # of every pass, however narrow
     asynchronous: bool = False
-    cuts_freely: bool = True
+    cut: int | None = 1
+    widest: int = CHUNK  # tokens of a pass
 
     now: float = field(default=0.0, init=False)
     ready: float = field(default=0.0, init=False)  # when all that was launched is done
@@ -38,15 +40,16 @@ class SimulatedDevice:
         for module in (engine, pending_step, prefill, prompt_reader, sequence):
             patch.setattr(module, "time", clock)
         patch.setattr(StockCpu, "asynchronous", self.asynchronous)
-        patch.setattr(StockCpu, "cuts_freely", self.cuts_freely)
+        patch.setattr(StockCpu, "cut", self.cut)
+        patch.setattr(StockCpu, "widest", self.widest)
         honest, start, read = prefill.prefill, PendingStep.start, PendingStep.read
 
-        def simulated_prefill(model: Any, batch: Any, tokens: mx.array, *rest: Any) -> None:
+        def simulated_prefill(model: Any, batch: Any, tokens: mx.array, *rest: Any) -> Any:
             begin, width = batch.trunk_state.bounds[0], tokens.shape[1]
             self.passes.append((self.now, begin, begin + width))
             self._work(self.pass_seconds(begin, width))
             self.read = self.ready
-            honest(model, batch, tokens, *rest)
+            return honest(model, batch, tokens, *rest)
 
         def simulated_start(step: PendingStep) -> None:
             start(step)

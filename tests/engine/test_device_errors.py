@@ -34,7 +34,7 @@ TOKENS = 12
 @pytest.fixture(autouse=True)
 def cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Mac's GPU reads whole chunks."""
-    monkeypatch.setattr(StockCpu, "cuts_freely", False)
+    monkeypatch.setattr(StockCpu, "cut", None)
 
 
 def plain(prompt: list[int], tokens: int = TOKENS) -> list[int]:

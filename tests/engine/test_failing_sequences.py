@@ -13,7 +13,7 @@ from headstart.engine import Engine, Handle
 from headstart.engine.batch import Batch
 from headstart.engine.draft import SOURCES, Source
 from headstart.errors import HeadstartError
-from headstart.kernels.cpu.backend import CpuBackend, StockCpu
+from headstart.kernels.cpu.backend import CpuBackend
 from headstart.kernels.types import PendingDrafts
 from headstart.models import Model
 from headstart.sampling import Proposal
@@ -367,17 +367,3 @@ def test_an_engine_whose_steps_all_fail_ends_them_and_can_be_used_again(
     assert all("the device is gone" in str(answer.error) for answer in answers)
     again = collect(engine.submit(handles[0].request))
     assert again.tokens == alone(handles[0], model)
-
-
-@pytest.mark.parametrize("same", [True, False])
-def test_a_sequence_that_is_read_again_is_exact_where_prompts_have_the_same_kernels(
-    same: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(StockCpu, "cuts_freely", same)
-    model = random_model("dense")
-    engine = Engine(model)
-    handle = submit(engine, random_prompt(model, 5), max_tokens=8, k=2)
-    while not engine.scheduler.running.sequences or not engine.scheduler.running.sequences[0].num_generated:
-        engine.run_once()
-    engine.recovery.recompute_all()
-    assert collect(handle).stats.exact is same

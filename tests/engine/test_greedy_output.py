@@ -151,13 +151,13 @@ def test_a_long_prompt_is_prefilled_at_fixed_multiples_whatever_runs_beside_it(
 ) -> None:
     """Where a cut may change bits it is at a multiple, and a prefix entry ends there."""
     monkeypatch.setattr(headstart.engine.prefill, "CHUNK", 16)
-    monkeypatch.setattr(StockCpu, "cuts_freely", False)
+    monkeypatch.setattr(StockCpu, "cut", None)
     cuts: list[int] = []
     prefill = headstart.engine.prefill.prefill
 
     def noted(model, batch, tokens, following, *rest):  # type: ignore[no-untyped-def]
         cuts.append(tokens.shape[1])
-        prefill(model, batch, tokens, following, *rest)
+        return prefill(model, batch, tokens, following, *rest)
 
     monkeypatch.setattr(headstart.engine.prefill, "prefill", noted)
     model = random_model("dense")

@@ -314,7 +314,7 @@ def test_a_prompt_that_fails_midway_leaves_only_what_was_computed(monkeypatch: p
     engine, prefix = cached(model)
     chunks = 0
 
-    def failing(model, batch, tokens, following, embeddings):  # type: ignore[no-untyped-def]
+    def failing(model, batch, tokens, following, *rest):  # type: ignore[no-untyped-def]
         nonlocal chunks
         chunks += 1
         prefill(model, batch, tokens, following)

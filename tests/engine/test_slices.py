@@ -11,6 +11,7 @@ from fixtures import FAMILIES, collect, generate, random_model, random_prompt, s
 from headstart.engine import Engine
 from headstart.engine.prefill_time import PrefillTime
 from headstart.engine.slices import ALONE, GRID, OLDEST_EVERY, READ_STEPS, Slices
+from headstart.kernels.cpu.backend import StockCpu
 from headstart.state import PrefixCache
 
 LONG = 2500
@@ -89,7 +90,7 @@ def test_a_slow_device_reads_no_longer_than_a_second_before_it_looks_for_other_r
 
 def test_where_prompts_cannot_be_cut_streams_make_up_for_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Mac that reads 250 tokens a second and decodes 40: a chunk takes two seconds."""
-    device = SimulatedDevice(token=0.004, step=0.025, asynchronous=True, cuts_freely=False)
+    device = SimulatedDevice(token=0.004, step=0.025, asynchronous=True, cut=None)
     engine, running, long = streaming(device, monkeypatch)
     until(engine, long)
     read = [(begin, end) for _, begin, end in device.passes if end > 20]
@@ -210,7 +211,7 @@ def test_tokens_do_not_depend_on_the_slices(family: str, monkeypatch: pytest.Mon
 
 
 def test_times_of_passes_are_learnt_by_context_length() -> None:
-    time = PrefillTime()
+    time = PrefillTime(4)
     assert time.seconds(0, 8) is None
     for seconds in (9.0, 0.5, 0.5):  # the first of a process takes longer
         time.observe(0, 500, seconds)
@@ -228,7 +229,7 @@ def widths(slices: Slices, prompts: Sequence[tuple[int, int]], running: bool) ->
 
 
 def test_other_engines_streams_count_too() -> None:
-    slices = Slices(cuts_freely=True)
+    slices = Slices(StockCpu())
     slices.time.observe(0, 512, 0.52)
     assert widths(slices, [(0, 4000)], running=False) == [512]
     slices.others = 0.02

@@ -9,7 +9,7 @@ import pytest
 from backends import SLOW, error, exact, normal, running, weights_of
 
 from headstart.kernels.cuda import full_matrix as products
-from headstart.kernels.cuda.full_matrix import full_matrix, largest_class, split, wide_product
+from headstart.kernels.cuda.full_matrix import full_matrix, largest_class, parts_of, wide_product
 from headstart.kernels.weights import matrix_weights, scaled_layer
 
 
@@ -66,10 +66,10 @@ def test_a_scale_of_the_whole_matrix_counts() -> None:
 
 
 def test_rows_are_padded_to_heights() -> None:
-    assert split(3, (4, 8, 16)) == [4]
-    assert split(16, (4, 8, 16)) == [16]
-    assert split(17, (4, 8, 16)) == [16, 4]
-    assert split(45, (8, 16)) == [16, 16, 16]
+    assert parts_of(3, (4, 8, 16)) == [4]
+    assert parts_of(16, (4, 8, 16)) == [16]
+    assert parts_of(17, (4, 8, 16)) == [16, 4]
+    assert parts_of(45, (8, 16)) == [16, 16, 16]
     layer, x = linear(24, 128, bits=4, group_size=64), normal(2, 21, 128, seed=3)
     made = wide_product(x, layer)
     assert made.shape == (2, 21, 24)
@@ -85,7 +85,12 @@ def test_heights_are_those_that_keep_bits() -> None:
 
 def test_a_product_whose_bits_change_with_the_rows_uses_heights_that_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """As cuBLAS has them: products of eight rows and more are summed in another way than those of four."""
-    monkeypatch.setattr(products, "_same", lambda a, b: (a.shape[0] < 8) == (b.shape[0] < 8))
+
+    def same(a: mx.array, b: mx.array) -> bool:
+        moved = a.shape[0] > b.shape[0]
+        return moved or (a.shape[0] < 8) == (b.shape[0] < 8)
+
+    monkeypatch.setattr(products, "_same", same)
     assert products.heights_of(24, 128, mx.bfloat16) == (8, 16)
     layer, x = linear(24, 128), normal(9, 128, seed=4)
     whole = wide_product(x, layer)

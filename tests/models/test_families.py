@@ -24,6 +24,7 @@ from headstart.kernels.attention import Attentions
 from headstart.kernels.cpu.backend import CpuBackend
 from headstart.models import Model
 from headstart.state import GROUP, Chunks, PrefixCache
+from headstart.state.snapshot import take_snapshot
 from reference.numpy_models import Reference
 
 ACCEPTED = ("accepted_draft_tokens", "proposed_draft_tokens")
@@ -177,7 +178,8 @@ def test_after_a_prefix_hit_all_modules_have_the_state_of_a_miss() -> None:
     cache, prompt = PrefixCache(10**8), random_prompt(model, 513, 513)
     miss = batch_of(model, prompt)
     chunks = Chunks.of(prompt, [512])
-    cache.store(chunks, 1, [(miss.trunk_state, 0), (miss.head_state, 3)], miss.unseen.hidden)
+    after = take_snapshot(miss.trunk_state, miss.unseen.hidden)
+    cache.store(chunks, 1, [(miss.trunk_state, 0), (miss.head_state, 3)], after)
     hit = Batch.of_one(model, prompt, miss.params[0], max_k=4)
     assert resume_prefix(model, hit, prompt, chunks, cache) == 512
     for ours, theirs in zip(hit.unseen, miss.unseen, strict=True):

@@ -16,7 +16,7 @@ from test_prefix import LOTS, C, chunks, memory, prefill_prompts, prompt_of, res
 from disks import small_disk
 from headstart.state import DiskPrefix, PrefixCache
 from headstart.state.disk_prefix import MARKER, MAX_WAITING, PrefixFolderError
-from headstart.state.snapshot import Snapshot
+from headstart.state.snapshot import Snapshot, take_snapshot
 
 THIS = Path(__file__)
 
@@ -278,7 +278,7 @@ def test_a_process_killed_at_any_time_leaves_only_whole_entries(tmp_path: Path) 
 def test_a_sequence_that_breaks_down_leaves_nothing_on_the_disk(tmp_path: Path) -> None:
     prompt, prefix = prompt_of(2), cache(tmp_path)
     states, hidden = memory(prompt[:C])
-    prefix.store(chunks(prompt), 1, states, hidden * mx.nan)
+    prefix.store(chunks(prompt), 1, states, take_snapshot(states[0][0], hidden * mx.nan))
     assert prefix.disk is not None
     assert prefix.disk.flush()
     assert files(tmp_path) == []

@@ -14,7 +14,7 @@ import pytest
 from headstart.errors import RequestError
 from headstart.state import BLOCK, CHUNK, KV, BatchState, Chunks, PrefixCache, Recurrent
 from headstart.state.prefix import TAIL, Node, Retention
-from headstart.state.snapshot import States
+from headstart.state.snapshot import States, take_snapshot
 
 C = 32  # tokens a chunk
 LOTS = 1 << 30
@@ -59,7 +59,8 @@ def chunks(prompt: Sequence[int], ends: list[int] | None = None) -> Chunks:
 
 
 def store(prefix: PrefixCache, prompt: Sequence[int], end: int, **kind: bool) -> None:
-    prefix.store(chunks(prompt), end // C, *memory(prompt[:end], **kind))
+    states, hidden = memory(prompt[:end], **kind)
+    prefix.store(chunks(prompt), end // C, states, take_snapshot(states[0][0], hidden))
 
 
 def arrays(states: States) -> list[mx.array]:
@@ -162,7 +163,8 @@ def test_chunks_of_any_length_are_found_by_prompts_that_are_cut_alike() -> None:
     """A prompt that has the same tokens but other chunks would compute them in other steps, and finds nothing."""
     prefix, prompt, ends = PrefixCache(LOTS, chunk=C), prompt_of(4), [C, C + 7, 2 * C + 7, 2 * C + 10]
     for count, end in enumerate(ends, 1):
-        prefix.store(chunks(prompt, ends), count, *memory(prompt[:end]))
+        states, hidden = memory(prompt[:end])
+        prefix.store(chunks(prompt, ends), count, states, take_snapshot(states[0][0], hidden))
     assert resumed(prefix, prompt, ends) == 2 * C + 10
     assert resumed(prefix, [*prompt[: 2 * C + 8], 9, 9, 9, 9], ends) == 2 * C + 7
     assert resumed(prefix, prompt, [C, 2 * C]) == C
@@ -334,7 +336,7 @@ def test_what_is_not_finite_is_not_kept() -> None:
         states, hidden = memory(prompt[:C])
         target = arrays(states)[(0, 3, 4)[broken]]  # recurrent state, values, the head's keys
         target[0, 0, 3] = mx.array(mx.nan)
-        prefix.store(chunks(prompt), 1, states, hidden)
+        prefix.store(chunks(prompt), 1, states, take_snapshot(states[0][0], hidden))
         assert prefix.stats().entries == 0
         store(prefix, prompt, C)
         assert resumed(prefix, prompt) == C
@@ -356,7 +358,7 @@ def test_a_sequence_that_was_stored_may_overwrite_its_state() -> None:
     prefix = PrefixCache(LOTS, chunk=C)
     prompt = prompt_of(1)
     states, hidden = memory(prompt[:C])
-    prefix.store(chunks(prompt), 1, states, hidden)
+    prefix.store(chunks(prompt), 1, states, take_snapshot(states[0][0], hidden))
     for array in (hidden, *arrays(states)):
         array[:] = mx.array(mx.nan)
     assert resumed(prefix, prompt) == C
@@ -377,7 +379,7 @@ def test_an_entry_keeps_no_more_memory_alive_than_it_counts() -> None:
     hidden = mx.zeros((1, CHUNK, 512))[:, -1:]
     rows = BatchState.empty(layers, 1)
     mx.eval(rows.arrays(), hidden)
-    prefix.store(Chunks.of(prompt, [CHUNK]), 1, [(rows, 0)], hidden)
+    prefix.store(Chunks.of(prompt, [CHUNK]), 1, [(rows, 0)], take_snapshot(rows, hidden))
     held = mx.get_active_memory() - before
     del rows, layers, hidden, conv
     gc.collect()

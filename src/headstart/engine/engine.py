@@ -4,9 +4,8 @@ An iteration admits requests, reads a slice of their prompts (`slices.py`), buil
 launches it, and hands out the tokens of the step before while the device works. So the host waits once per step and
 notices the end of a sequence one step late; the surplus round is discarded.
 
-A sequence can always be recomputed from its tokens, and continues bit for bit as it would have (on CUDA, where
-prompts use other kernels, up to rounding, and its stats say so). So when memory runs short the youngest sequence is
-requeued, and a step that fails costs its sequences time, not their answers.
+A sequence can always be recomputed from its tokens, and continues bit for bit as it would have. So when memory runs
+short the youngest sequence is requeued, and a step that fails costs its sequences time, not their answers.
 """
 
 import time
@@ -76,7 +75,7 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.turn_marker = TurnMarker.of(tokenizer)
-        self.recovery = Recovery(self.scheduler, self.prefix)
+        self.recovery = Recovery(self.scheduler, self.prefix, model.reading.backend)
         self.depth = depth or _controllers.setdefault(model, DepthController.of(model))
         self.threaded = False  # if True, another thread calls `run_once`; else iterating a handle does
         self.runs_ahead = model.backend.asynchronous  # a step is launched while the one before is still running

@@ -1,13 +1,18 @@
-"""Prefill a prompt in chunks, starting after the longest prefix that the prefix cache holds."""
+"""Prefill a prompt in passes, starting after the longest prefix that the prefix cache holds.
+
+A sequence that is recomputed has tokens of its own after the prompt. Where prompts have the bits of decoding they are
+read with it; elsewhere they go through the kernels that made them, in windows.
+"""
 
 import time
 from collections.abc import Sequence
 
 import mlx.core as mx
 
+from ..kernels import Backend
 from ..models import Model
 from ..state import CHUNK, Chunks, PrefixCache, UnseenPairs
-from ..state.snapshot import States
+from ..state.snapshot import States, take_snapshot
 from .batch import Batch
 from .device_error import is_failed_command, is_out_of_memory
 from .invariance import is_batch_invariant
@@ -16,27 +21,31 @@ from .sequence import SequenceState
 from .step import prefill
 from .turns import TurnMarker, chunk_ends
 
+WINDOW = 16  # known tokens that are decoded at a time
+
 
 def start_prefill(
     model: Model, sequence: SequenceState, prefix: PrefixCache | None, marker: TurnMarker | None, *, narrowed: bool
 ) -> None:
     """Make the sequence's own batch, with what the prefix cache holds of its tokens. `narrowed`: passes are not as
     wide as those that it may hold."""
-    generated, stats = sequence.num_generated, sequence.stats
-    ends = chunk_ends(sequence.tokens, marker, CHUNK)
-    sequence.chunks = Chunks.of(sequence.cache_keys, ends, sequence.handle.request.adapter)
+    generated, stats, cut = sequence.num_generated, sequence.stats, model.reading.backend.cut
+    sequence.prompt_end = len(sequence.tokens) - 1 - (0 if cut == 1 else generated)
+    prompt = sequence.tokens[: sequence.prompt_end + 1]
+    ends = chunk_ends(prompt, marker, CHUNK, cut or 1)
+    sequence.chunks = Chunks.of(sequence.cache_keys[: len(prompt)], ends, sequence.handle.request.adapter)
     batch = Batch.of_one(model, sequence.tokens, sequence.params, sequence.limits.most, generated, stats.rounds)
     sequence.batch = batch
     if (adapter := sequence.handle.request.adapter) is not None:
         batch.trunk_state.adapt([model.adapters[adapter].index])
     sequence.started = sequence.started or time.perf_counter()
     exact = is_batch_invariant(model) and sequence.params.params.rule != "optimistic" and not model.eight_bit_kv
-    if generated and not model.backend.cuts_freely:  # they are recomputed as a prompt, by other kernels
-        exact = False
     if prefix is not None:
         sequence.num_prefilled = resume_prefix(model, batch, sequence.tokens, sequence.chunks, prefix)
-        otherwise = prefix.eight_bits or (narrowed and not model.backend.cuts_freely)
-        exact = exact and not (sequence.num_prefilled and otherwise)
+        sequence.apart = prefix.fork(sequence.chunks)
+        exact = exact and not (sequence.num_prefilled and prefix.eight_bits)
+    if narrowed and cut is None and (sequence.num_prefilled or generated):  # it was read in other passes
+        exact = False
     if not generated:
         stats.prefix_cache_hit = sequence.num_prefilled
         stats.exact = exact
@@ -44,38 +53,68 @@ def start_prefill(
 
 
 def prefill_chunk(model: Model, sequence: SequenceState, prefix: PrefixCache | None, widest: int) -> bool:
-    """Prefill up to `widest` tokens, but no further than the end of the chunk. Return True once all tokens but the
-    last are in: that one opens the first window."""
+    """Prefill up to `widest` tokens. Return True once all tokens but the last are in: that one opens the first
+    window."""
     assert sequence.batch is not None
     assert sequence.chunks is not None
-    tokens, done, images = sequence.tokens, sequence.num_prefilled, sequence.images
-    end = min(next((end for end in sequence.chunks.ends if end > done), len(tokens) - 1), done + widest)
+    tokens, done, images, reader = sequence.tokens, sequence.num_prefilled, sequence.images, model.reading
+    if done < sequence.prompt_end:
+        end, keep = pass_end(sequence, done, widest, reader.backend)
+    else:
+        end, keep = min(done + widest, len(tokens) - 1), None
     if images is not None and not images.advance(model, done, end):
         return False
-    if done:  # wait for the chunk before: progress is real, memory bounded, and a cancelled request stops soon
+    if done:  # wait for the pass before: progress is real, memory bounded, and a cancelled request stops soon
         mx.eval(sequence.batch.arrays())
-        if prefix is not None:
-            _store(model, sequence.batch, sequence.chunks, done, prefix)
+        _store(model, sequence, prefix)
         if not sequence.num_generated and done > sequence.num_reported:  # not again if it is recomputed
             sequence.num_reported = done
             sequence.put(Event(prompt_processed=done))
     if end > done:
-        chunk = mx.array([tokens[done:end]], mx.int32)
         embeddings = None
         if images is not None:
             images.place(sequence.batch, done, end)
             embeddings = images.embed(model, tokens, done, end)
-        sequence.launched = done, time.perf_counter()
-        prefill(model, sequence.batch, chunk, mx.array([tokens[end]], mx.int32), embeddings)
-        mx.async_eval(sequence.batch.arrays())
+        if done < sequence.prompt_end:
+            sequence.launched = done, time.perf_counter()
+            read, following = mx.array([tokens[done:end]], mx.int32), mx.array([tokens[end]], mx.int32)
+            kept = prefill(reader, sequence.batch, read, following, embeddings, keep and keep - done)
+            sequence.kept = None if keep is None or kept is None else (keep, kept)
+        else:
+            for start in range(done, end, WINDOW):
+                stop = min(start + WINDOW, end)
+                read, following = mx.array([tokens[start:stop]], mx.int32), mx.array([tokens[stop]], mx.int32)
+                prefill(model, sequence.batch, read, following)
+        mx.async_eval(sequence.batch.arrays(), [] if sequence.kept is None else sequence.kept[1].arrays())
         sequence.num_prefilled = end
     if end < len(tokens) - 1:
         return False
-    if prefix is not None:
-        _store(model, sequence.batch, sequence.chunks, end, prefix)
+    _store(model, sequence, prefix)
     if images is not None:
         images.finish(sequence.batch)
     return True
+
+
+def pass_end(sequence: SequenceState, done: int, widest: int, reader: Backend) -> tuple[int, int | None]:
+    """Return where a pass of at most `widest` tokens after the first `done` of a prompt ends, and the end of a chunk
+    within it where the state is to be kept.
+
+    A device that cannot keep it there stops at each. One that can goes on to the prompt's end, or to the last end of
+    a chunk that is in reach; it stops where prompts have gone apart, so that the next one resumes there.
+    """
+    assert sequence.chunks is not None
+    last = sequence.prompt_end
+    furthest = min(done + widest, last)
+    within = [end for end in sequence.chunks.ends if done < end <= furthest]
+    if within and not reader.keeps:
+        return within[0], None
+    if done < sequence.apart <= furthest:
+        return sequence.apart, None
+    if furthest < last and within:
+        return within[-1], None
+    if furthest < last and reader.cut is not None:
+        return max(furthest - furthest % reader.cut, min(done + reader.cut, last)), None
+    return furthest, within[-1] if within and within[-1] < last else None
 
 
 def _states(model: Model, batch: Batch) -> States:
@@ -100,13 +139,22 @@ def resume_prefix(model: Model, batch: Batch, tokens: Sequence[int], chunks: Chu
     return length
 
 
-def _store(model: Model, batch: Batch, chunks: Chunks, length: int, prefix: PrefixCache) -> None:
-    """Add the first `length` tokens to the prefix cache, if a chunk ends there."""
-    if length in chunks.ends:
-        mx.eval(batch.arrays())
-        try:
-            prefix.store(chunks, chunks.ends.index(length) + 1, _states(model, batch), batch.unseen.hidden)
-        except Exception as error:  # the sequence does not depend on it
-            if is_failed_command(error) or not is_out_of_memory(error):
-                raise
-            prefix.clear()
+def _store(model: Model, sequence: SequenceState, prefix: PrefixCache | None) -> None:
+    """Add to the prefix cache what the last pass over the prompt has left, or kept, at the end of a chunk."""
+    assert sequence.batch is not None
+    assert sequence.chunks is not None
+    if prefix is None:
+        return
+    batch, chunks = sequence.batch, sequence.chunks
+    end, after = sequence.kept or (sequence.num_prefilled, None)
+    sequence.kept = None
+    if end not in chunks.ends:
+        return
+    mx.eval(batch.arrays())
+    after = after or take_snapshot(batch.trunk_state, batch.unseen.hidden)
+    try:
+        prefix.store(chunks, chunks.ends.index(end) + 1, _states(model, batch), after)
+    except Exception as error:  # the sequence does not depend on it
+        if is_failed_command(error) or not is_out_of_memory(error):
+            raise
+        prefix.clear()

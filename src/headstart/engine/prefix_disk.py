@@ -51,10 +51,10 @@ def state_identity(model: Model) -> str:
     ]
     weights = [(name, a.shape, str(a.dtype), _sum_bits(a).item()) for name, a in parameters]
     tokens = mx.arange(min(CHUNK, model.context_length - 1))[None] % model.vocabulary
-    hidden = model.trunk(tokens, model.make_state(1), certain=tokens.shape[1])
+    hidden = model.reading.trunk(tokens, model.make_state(1), certain=tokens.shape[1])
     proof = hashlib.sha256(bytes(hidden.view(mx.uint8))).hexdigest()
     versions = [version(name) for name in ("headstart", "mlx", "mlx-lm")]
-    device = [str(model.backend), *(mx.device_info().get(name) for name in ("architecture", "device_name"))]
+    device = [str(model.reading.backend), *(mx.device_info().get(name) for name in ("architecture", "device_name"))]
     settings = [model.config, model.dtype_name, model.eight_bit_kv, model.tower and model.tower.rules]
     return repr((versions, sources.hexdigest(), device, settings, weights, adapters, proof))
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import mlx.core as mx
 
 from ..models import Model
-from ..state import CHUNK, PrefixCache
+from ..state import PrefixCache
 from .decisions import Decisions
 from .prefill import prefill_chunk, start_prefill
 from .recovery import Recovery
@@ -36,7 +36,7 @@ class PromptReader:
         self.prefix = prefix
         self.marker = marker
         self.try_alone = try_alone
-        self.slices = Slices(model.backend.cuts_freely)
+        self.slices = Slices(model.reading.backend)
         self._reading: SequenceState | None = None  # whose prompt the last pass was over, if it may be running
         self._pass_finished = 0.0  # when the last pass was seen to have ended
         self._step_finished = 0.0  # when the tokens of the last step were read
@@ -55,7 +55,7 @@ class PromptReader:
         """Read a chunk of the first waiting prompt, whoever runs."""
         with self._recovering(self.scheduler.prefilling[0]) as sequence:
             self._start(sequence)
-            self._read(sequence, CHUNK)
+            self._read(sequence, self.recovery.widest_pass)
 
     def observe_step(self, started: float, finished: float) -> None:
         """Learn how long a step took beside what the device did before it."""
@@ -76,7 +76,7 @@ class PromptReader:
 
     def _start(self, sequence: SequenceState) -> None:
         if sequence.batch is None:
-            narrowed = self.recovery.widest_pass < CHUNK
+            narrowed = self.recovery.widest_pass < self.model.reading.backend.widest
             start_prefill(self.model, sequence, self.prefix, self.marker, narrowed=narrowed)
 
     def _read(self, sequence: SequenceState, width: int, runs_ahead: bool = True) -> None:

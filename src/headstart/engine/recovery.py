@@ -12,7 +12,8 @@ import mlx.core as mx
 
 from ..error_log import LOG, log_error
 from ..errors import KernelTimeout
-from ..state import CHUNK, PrefixCache
+from ..kernels import Backend
+from ..state import PrefixCache
 from .device_error import is_failed_command, is_out_of_memory, is_timeout, raise_if_lost
 from .scheduler import Scheduler
 from .sequence import SequenceState, youngest
@@ -30,13 +31,15 @@ class Trouble:
 
 
 class Recovery:
-    def __init__(self, scheduler: Scheduler, prefix: PrefixCache | None):
+    def __init__(self, scheduler: Scheduler, prefix: PrefixCache | None, reader: Backend):
+        """`reader`: what reads prompts."""
         self.scheduler = scheduler
         self.prefix = prefix
         self.retries = 0  # decode steps and prefill chunks that failed and were run again
         self.recomputed: Counter[str] = Counter()  # sequences that lost their KV cache, by reason
         self.trouble: Trouble | None = None  # the last
-        self.widest_pass = CHUNK  # tokens of a prompt; half as many each time the driver ends a command
+        self.widest_pass = reader.widest  # tokens of a prompt; half as many each time the driver ends a command
+        self._narrowest = max(NARROWEST, reader.cut or 0)
         self.lost_commands = False  # of all engines on the device, until its thread resets it
 
     def recompute_all(self, reason: str = "restart") -> None:
@@ -113,7 +116,7 @@ class Recovery:
             for each in suspects[:1]:
                 each.finish("error", error)
         if is_timeout(error):
-            self.widest_pass = max(self.widest_pass // 2, NARROWEST)
+            self.widest_pass = max(self.widest_pass // 2, self._narrowest)
         log_error(LOG, "a command failed on the device; %d sequences will be recomputed", len(present), error=error)
         self.retries += bool(present)
         self.trouble = Trouble("a command failed on the device")

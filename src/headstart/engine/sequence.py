@@ -12,6 +12,7 @@ from ..errors import HeadstartError, RequestError
 from ..models import Model
 from ..sampling import Logprobs, Matcher, SequenceParams, compile_grammar
 from ..state import Chunks
+from ..state.snapshot import Snapshot
 from .batch import Batch
 from .copies import CopyIndex
 from .device_error import explain
@@ -38,7 +39,10 @@ class SequenceState:
     siblings: list["SequenceState"] = field(default_factory=list)  # other answers to its prompt, until that is in
     batch: Batch | None = None  # its own, during prefill
     chunks: Chunks | None = None  # in which it is prefilled
+    prompt_end: int = 0  # its tokens up to here are read as a prompt
+    apart: int = 0  # tokens that its prompt shares with others: see `PrefixCache.fork`
     num_prefilled: int = 0
+    kept: tuple[int, Snapshot] | None = None  # after how many tokens the last pass kept the state, and that
     launched: tuple[int, float] | None = None  # where the last pass over its prompt began, and when
     num_reported: int = 0  # tokens of the prompt that were reported as prefilled
     started: float = 0.0
@@ -205,7 +209,7 @@ class SequenceState:
 
     def reset_prefill(self) -> None:
         """Start over with prefill: the state on the device is gone, so its tokens so far are the prompt now."""
-        self.batch = self.launched = None
+        self.batch = self.launched = self.kept = None
         self.num_prefilled = 0
         if self.images is not None:
             self.images.reset()

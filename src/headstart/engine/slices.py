@@ -10,30 +10,34 @@ that it delayed have followed, at most for as long as MOST_DEBT seconds of promp
 time it is the one that was admitted first: short prompts that keep coming do not stop it. A sequence that is
 recomputed goes before all: someone is in the middle of its answer.
 
-Where a prompt is cut changes no bit: where it would, `cuts_freely` is false and only whole chunks are read.
+Where a prompt is cut changes no bit: cuts are multiples of what the backend names (`Backend.cut`), and where it
+names nothing only whole chunks are read.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-from ..state import CHUNK
+from ..kernels import Backend
 from .prefill_time import PrefillTime
 from .sequence import SequenceState
 
 READ_STEPS = 3.0  # time for prompts between two steps, in steps
 MOST_DEBT = 3.0  # seconds of a pass beyond that time for which steps make up
 ALONE = 1.0  # seconds of a pass while nobody waits for a step: other requests and cancellations wait for its end
-GRID = 8  # slices are multiples of this, and no shorter: products compute so many rows at a time
+GRID = 8  # slices are multiples of this or of `cut`, and no shorter: products compute so many rows at a time
 OLDEST_EVERY = 4
 KEPT = 5  # timed steps
 
 
 class Slices:
-    def __init__(self, cuts_freely: bool):
-        self.time = PrefillTime()
+    def __init__(self, reader: Backend):
+        """`reader`: what reads prompts."""
+        self.time = PrefillTime(reader.pass_overhead)
         self.others = 0.0  # seconds of a step of other engines' running sequences: see DeviceThread
-        self._cuts_freely = cuts_freely
+        self._cut = reader.cut
+        self._widest = reader.widest
+        self._grid = max(GRID, reader.cut or 0)
         self._steps: deque[float] = deque(maxlen=KEPT)
         self._streaming = False
         self._first = True  # the next slice is the first of its iteration
@@ -50,8 +54,9 @@ class Slices:
 
     def begin(self, running: bool) -> None:
         """Begin an iteration of the engine. `running`: it has sequences that wait for their next step."""
+        debt = min(self._left, 0.0) if self._streaming else 0.0
         self._streaming = running or self.others > 0
-        self._left = min(self._left, 0.0) + READ_STEPS * (self.step * running + self.others)
+        self._left = debt + READ_STEPS * (self.step * running + self.others)
         self._first = True
 
     def next(self, waiting: Sequence[SequenceState]) -> SequenceState:
@@ -63,11 +68,11 @@ class Slices:
     def width(self, begin: int, end: int) -> int:
         """Return how many tokens to read after `begin` of a prompt that goes to `end`; 0 for none before the next
         step. A prompt with nothing left may take one."""
-        most, first, self._first = min(max(end - begin, 1), CHUNK), self._first, False
-        width = self._fit(begin, most) if self._cuts_freely else most
+        most, first, self._first = min(max(end - begin, 1), self._widest), self._first, False
+        width = most if self._cut is None else self._fit(begin, most)
         if not self._streaming:
             return width if first else 0
-        if first:  # at least GRID tokens, however long they take
+        if first:  # as few as may be, however long they take
             return width if self._left >= 0 else 0
         seconds = self.time.seconds(begin, width)
         return width if seconds is not None and seconds <= self._left else 0
@@ -79,9 +84,9 @@ class Slices:
         self._left = max(self._left - seconds, -MOST_DEBT) if seconds is not None else 0.0
 
     def _fit(self, begin: int, most: int) -> int:
-        """Return how many of `most` tokens there is time for, at least GRID. Before a pass was timed: GRID, or all if
-        nobody waits."""
+        """Return how many of `most` tokens there is time for, as multiples of the grid. Before a pass was timed: the
+        least, or all if nobody waits."""
         fits = self.time.width(begin, self._left if self._streaming else ALONE)
         if fits is None:
-            return min(GRID, most) if self._streaming else most
-        return min(max(round(fits / GRID), 1) * GRID, most)
+            return min(self._grid, most) if self._streaming else most
+        return min(max(round(fits / self._grid), 1) * self._grid, most)

@@ -22,6 +22,7 @@ import mlx.core as mx
 from ..models import Model
 from ..sampling import GrammarMasks, Logprobs, Proposal, SamplingParams, SequenceParams, Verdict, logprobs
 from ..state import CHUNK, UnseenPairs
+from ..state.snapshot import Snapshot, take_snapshot
 from .batch import Batch
 from .draft import SOURCES, Source, copy_drafts, see_pairs
 
@@ -92,16 +93,21 @@ def _zeros(size: int) -> mx.array:
 
 
 def prefill(
-    model: Model, batch: Batch, tokens: mx.array, following: mx.array, embeddings: mx.array | None = None
-) -> None:
-    """Run the trunk and the head over a chunk of the prompt [B, T].
+    model: Model,
+    batch: Batch,
+    tokens: mx.array,
+    following: mx.array,
+    embeddings: mx.array | None = None,
+    keep: int | None = None,
+) -> Snapshot | None:
+    """Run the trunk and the head over a chunk of the prompt [B, T]. Returns what is after `keep` tokens of it.
 
     `following` [B] is the token after the chunk. The pair that it makes with the chunk's last hidden state is left
     unseen: the head's state here goes into the prefix cache, and must not depend on the token after the chunk.
     `embeddings` [B, T, H] take the place of the chunk's tokens where it holds an image.
     """
     width = tokens.shape[1]
-    hidden = model.trunk(tokens, batch.trunk_state, width, embeddings)
+    hidden = own = model.trunk(tokens, batch.trunk_state, width, embeddings, keep)
     batch.trunk_state.commit(mx.full((batch.size,), width, mx.int32), most=width)
     if batch.head_state is not None:
         hidden = mx.concatenate([batch.unseen.hidden, hidden], axis=1)
@@ -112,6 +118,9 @@ def prefill(
             batch.unseen = UnseenPairs(hidden[:, :-1], tokens[:, :-1], inside * one)
             see_pairs(model, batch, None if embeddings is None else embeddings[:, width - inside :])
         batch.unseen = batch.unseen.extend(hidden[:, -1:], tokens[:, -1:], one)
+    if keep is None:
+        return None
+    return take_snapshot(batch.trunk_state, own[:, keep - batch.unseen.width : keep], kept=True)
 
 
 def prefill_prompts(
@@ -132,7 +141,8 @@ def prefill_prompts(
         sequence = Batch.of_one(model, prompt, params, max_k)
         for start in range(0, len(prompt) - 1, CHUNK):
             end = min(start + CHUNK, len(prompt) - 1)
-            prefill(model, sequence, mx.array([prompt[start:end]], mx.int32), mx.array([prompt[end]], mx.int32))
+            chunk, following = mx.array([prompt[start:end]], mx.int32), mx.array([prompt[end]], mx.int32)
+            prefill(model.reading, sequence, chunk, following)
             mx.eval(sequence.arrays())
         if batch is None:
             batch = sequence

@@ -72,13 +72,16 @@ def _same(tokens: tuple[int, ...]) -> bool:
     return len(set(tokens)) == 1
 
 
-def chunk_ends(tokens: Sequence[int], marker: TurnMarker | None, chunk: int) -> list[int]:
+def chunk_ends(tokens: Sequence[int], marker: TurnMarker | None, chunk: int, cut: int = 1) -> list[int]:
     """Return where the chunks of a prompt end: where a turn begins, at least MIN_TURN tokens after the last one that
     counted, and where `chunk` tokens have passed since the last end. What is left after the last end is shorter.
+
+    Ends are multiples of `cut`, the last before a turn.
     """
     ends, last_turn = [0], 0
     for turn in (*(marker.find(tokens) if marker is not None else ()), len(tokens)):
         if turn - last_turn >= MIN_TURN or turn == len(tokens):
-            ends += [*range(ends[-1] + chunk, turn, chunk), turn]
+            end = turn if turn == len(tokens) else turn - turn % cut
+            ends += [*range(ends[-1] + chunk, end, chunk), end]
             last_turn = turn
     return ends[1:-1]

@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..state import KV, BatchState, Recurrent
+from ..state import CHUNK, KV, BatchState, Recurrent
 from .checks import KernelCheck
 from .drafts import Drafting
 from .layers import (
@@ -42,14 +42,21 @@ class Backend(Recurrents, Drafting):
 
     Attributes:
         asynchronous: The host describes a step while the device computes the one before.
-        cuts_freely: A prompt has the same bits however it is cut into chunks, and as decoding would give it.
+        cut: A prompt has the same bits wherever it is cut at multiples of this. 1: anywhere, and as decoding would
+            give it. None: only where it is always cut alike.
+        widest: Most tokens of a pass over a prompt.
+        keeps: A pass over a prompt may go past places where its state is kept: see `Pass.keep`.
+        pass_overhead: Tokens of a prompt that take as long as what every pass over one does besides.
         most_rows: Positions of a step, of all sequences, that are computed independently of each other.
         windows: Widths and numbers of sequences that show whether rows are independent: kernels mostly switch below
             sixteen rows.
     """
 
     asynchronous = True
-    cuts_freely = False
+    cut: int | None = None
+    widest = CHUNK
+    keeps = False
+    pass_overhead = 4
     most_rows = sys.maxsize
     windows: tuple[tuple[int, int], ...] = ((16, 1), (1, 5), (2, 16), (9, 16))
 
@@ -74,6 +81,10 @@ class Backend(Recurrents, Drafting):
     def prepare(self, weights: nn.Module, dtype: mx.Dtype, layers: Sequence[Layer] = ()) -> None:
         """Do once what computing with these weights in activations of `dtype` needs. `layers`: those of the model,
         if it is a trunk or drafts for one."""
+
+    def reader(self, layers: Sequence[Layer], dtype: mx.Dtype) -> "Backend":
+        """Return the backend that reads prompts for these layers."""
+        return self
 
     def is_exact(self, layers: Sequence[Layer], weights: nn.Module, dtype: mx.Dtype) -> bool:
         """Return whether rows are independent as far as one can know without computing: the rest is measured."""

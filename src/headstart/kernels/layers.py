@@ -174,6 +174,7 @@ class Pass:
     mask: Mask
     accepted: mx.array  # [B], how many of the pending drafts were accepted
     certain: int = 1  # tokens of the window that are committed whatever is accepted; the others become pending
+    keep: int | None = None  # tokens of the window after which recurrent layers keep their state too
     last: mx.array | None = None  # [B], the only token of each sequence whose output is wanted
     adapters: ChosenAdapters | None = None  # of the sequences, if one has any
     share: Share = field(default_factory=Alone)

@@ -1,6 +1,7 @@
 """Recurrent layers, with the drafts of a window pending (see `state/recurrent.py`), by MLX's own operations."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -67,8 +68,19 @@ class Recurrents(Attentions):
     ) -> tuple[mx.array, mx.array]:
         net = layer.module
         window = layer.window(net, self.products(x, layer.projections, run.adapters))
-        y, memory.state, memory.conv, memory.pending = self.gated_delta_rule(net, window, memory, run)
+        y = self.remember_window(net, window, memory, run)
         return self.add(residual, self.product(y.reshape(*y.shape[:2], -1), net.out_proj, run.adapters), run)
+
+    def remember_window(self, net: nn.Module, window: Window, memory: Recurrent, run: Pass) -> mx.array:
+        """Run the gated delta rule → [B, W, Hv, Dv]; `memory` then holds what the window leaves."""
+        if run.keep is not None:  # in a prompt, all of which is certain
+            first, second = (Window(*[a[:, at] for a in window]) for at in (slice(run.keep), slice(run.keep, None)))
+            before = self.remember_window(net, first, memory, replace(run, certain=run.keep, keep=None))
+            memory.kept = memory.state, memory.conv
+            rest = replace(run, certain=run.certain - run.keep, keep=None)
+            return mx.concatenate([before, self.remember_window(net, second, memory, rest)], axis=1)
+        y, memory.state, memory.conv, memory.pending = self.gated_delta_rule(net, window, memory, run)
+        return y
 
     def gated_delta_rule(self, net: nn.Module, window: Window, memory: Recurrent, run: Pass) -> Ran:
         """Run the gated delta rule with everything between a layer's projections; `memory` does not change."""

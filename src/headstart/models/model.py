@@ -110,13 +110,28 @@ class Model:
         modules = enumerate(self.weights.mtp.layers)
         return tuple(self.family.describe([each], self._head_norm(number))[0] for number, each in modules)
 
+    @cached_property
+    def reading(self) -> "Model":
+        """Return the model as it reads prompts."""
+        backend = self.backend.reader(self.layers, self.dtype) if self.share.ranks == 1 else self.backend
+        if backend is self.backend:
+            return self
+        reading = replace(self, backend=backend)
+        reading.__dict__["layers"] = self.layers  # in place of what the cached property would find
+        return reading
+
     # The trunk
 
     def trunk(
-        self, tokens: mx.array, state: BatchState, certain: int, embeddings: mx.array | None = None
+        self,
+        tokens: mx.array,
+        state: BatchState,
+        certain: int,
+        embeddings: mx.array | None = None,
+        keep: int | None = None,
     ) -> mx.array:
         """Run the trunk over [B, W] tokens after what `state` holds → [B, W, H], the head's input. `embeddings`
-        [B, W, H] take the place of the tokens' own.
+        [B, W, H] take the place of the tokens' own. After `keep` tokens recurrent layers keep their state too.
 
         Recurrent states advance now, by the accepted of the pending drafts and the first `certain` tokens, so no
         window may run twice; the rest become the new pending drafts. KV entries count after `state.commit` only.
@@ -125,7 +140,7 @@ class Model:
         if state.adapters is not None:
             mixed = -1 in state.adapter_indices or not state.adapter_indices
             adapters = ChosenAdapters(state.adapters, mixed)
-        return self._run_layers(state, tokens, certain, embeddings, adapters)
+        return self._run_layers(state, tokens, certain, embeddings, adapters, keep)
 
     def _run_layers(
         self,
@@ -134,9 +149,11 @@ class Model:
         certain: int,
         embeddings: mx.array | None,
         adapters: ChosenAdapters | None,
+        keep: int | None = None,
     ) -> mx.array:
         backend, share, memories = self.backend, self.share, iter(state.layers)
-        run = Pass(state.reserve(tokens.shape[1]), state.accepted, certain, adapters=adapters, share=share)
+        mask = state.reserve(tokens.shape[1])
+        run = Pass(mask, state.accepted, certain, keep, adapters=adapters, share=share)
         x, normed = self._begin(tokens, embeddings)
         outputs = []  # of every layer, for the drafter
         for layer in self.layers:

@@ -23,7 +23,7 @@ import mlx.core as mx
 
 from ..errors import RequestError
 from .disk_prefix import DiskPrefix
-from .snapshot import PackedArray, Snapshot, States, cut_kv, restore, take_snapshot
+from .snapshot import PackedArray, Snapshot, States, cut_kv, restore
 
 CHUNK = 512  # tokens; prompts are prefilled in steps of at most so many, and can be resumed between them
 TAIL = 32  # last tokens of a prompt, which a chat template may write differently in the next turn
@@ -151,15 +151,23 @@ class PrefixCache:
             restore([node.packs for node in path], after, states, length)
             return length, mx.contiguous(after.hidden)
 
-    def store(self, prompt: Chunks, count: int, states: States, hidden: mx.array) -> None:
-        """Store the states of a sequence that has prefilled exactly the first `count` chunks of its prompt.
+    def fork(self, prompt: Chunks) -> int:
+        """Return how many tokens a prompt shares with others that went on otherwise, if none can be resumed there
+        yet; else 0."""
+        with self._lock:
+            path = self._walk(prompt.tokens)
+            forks = path and path[-1].retention is Retention.FORK and path[-1].states is None
+            return prompt.ends[len(path) - 1] if forks else 0
+
+    def store(self, prompt: Chunks, count: int, states: States, after: Snapshot) -> None:
+        """Store the states of a sequence that has prefilled the first `count` chunks of its prompt, and what was
+        `after` them.
 
         They must have been evaluated: otherwise a failure that is still to come would be stored too.
         """
         with self._lock:
             path = self._walk(prompt.tokens[:count])
-            after = take_snapshot(states[0][0], hidden)
-            retention = self._retention(prompt, count - 1, after)
+            retention = self._retention(prompt, len(path), count - 1, after)
             if len(path) == count:
                 path[-1].retention = retention = max(retention, path[-1].retention)
                 if path[-1].states is not None or retention is Retention.PASSING:
@@ -261,13 +269,13 @@ class PrefixCache:
             path.append(node)
         return path
 
-    def _retention(self, prompt: Chunks, index: int, after: Snapshot) -> Retention:
-        """Return how long to keep the snapshot at the end of a chunk.
+    def _retention(self, prompt: Chunks, known: int, index: int, after: Snapshot) -> Retention:
+        """Return how long to keep the snapshot at the end of a chunk, if chunks before it are `known`.
 
         The next turn of a chat resumes at the last boundary of this prompt, or at the one before it if its template
         changes the text between. Powers of two halve what is computed again by a prompt that diverges elsewhere.
         """
-        full, before = (end // self.chunk for end in (prompt.ends[index], prompt.start(index)))
+        full, before = (end // self.chunk for end in (prompt.ends[index], prompt.start(min(known, index))))
         following = prompt.ends[index + 1] if index + 1 < len(prompt.ends) else prompt.length
         large = self.sizes.states if self.sizes else after.recurrent
         spare = following > prompt.length - TAIL or full.bit_length() > before.bit_length() or not large

@@ -16,6 +16,7 @@ class Recurrent:
     state: mx.array  # [B, Hv, Dv, Dk], float32
     conv: mx.array  # [B, kernel - 1, C], the convolution's last inputs
     pending: list[mx.array] | None = None  # [B, p, ...], of the p drafts of the last window
+    kept: tuple[mx.array, mx.array] | None = None  # `state` and `conv` in the middle of a prompt's pass
 
     @classmethod
     def empty(
@@ -28,6 +29,12 @@ class Recurrent:
         """Return the state that holds `arrays`, as `arrays()` lists them."""
         state, conv, *pending = arrays
         return cls(state, conv, pending or None)
+
+    def take_kept(self) -> tuple[mx.array, mx.array]:
+        """Return what was kept in the middle of a pass, and forget it."""
+        assert self.kept is not None
+        kept, self.kept = self.kept, None
+        return kept
 
     def arrays(self) -> list[mx.array]:
         return [self.state, self.conv, *(self.pending or [])]

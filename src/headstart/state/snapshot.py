@@ -34,10 +34,12 @@ class Snapshot(NamedTuple):
         return sum(a.nbytes for a in self.arrays())
 
 
-def take_snapshot(trunk: BatchState, hidden: mx.array) -> Snapshot:
-    """Return the state of a sequence after its last token; `hidden` [1, T, H] are those of its last tokens."""
-    recurrent = [(mx.contiguous(layer.state), mx.contiguous(layer.conv)) for layer in trunk.recurrent_layers]
-    return Snapshot(mx.contiguous(hidden), recurrent)
+def take_snapshot(trunk: BatchState, hidden: mx.array, *, kept: bool = False) -> Snapshot:
+    """Return the state of a sequence after its last token, or where the last pass `kept` it. `hidden` [1, T, H] are
+    those of the last tokens before that."""
+    layers = trunk.recurrent_layers
+    states = [layer.take_kept() if kept else (layer.state, layer.conv) for layer in layers]
+    return Snapshot(mx.contiguous(hidden), [(mx.contiguous(state), mx.contiguous(conv)) for state, conv in states])
 
 
 def cut_kv(states: States, start: int, end: int, eight_bits: bool = False) -> list[PackedArray]:

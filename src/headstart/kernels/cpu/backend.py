@@ -31,7 +31,7 @@ class StockCpu(Backend):
     """MLX's operations on a CPU, which compute every row alone."""
 
     asynchronous = False  # the host would see the tokens of a step only after the next one
-    cuts_freely = True
+    cut = 1
     windows = ((16, 1), (1, 5), (16, 4))  # it is slower, and has the same kernels for any number of rows
 
     def device(self) -> AbstractContextManager[Any]:

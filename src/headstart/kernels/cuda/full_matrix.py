@@ -24,7 +24,7 @@ def wide_product(x: mx.array, layer: nn.Module) -> mx.array:
     weights = matrix_weights(layer)
     matrix = full_matrix(weights, x.dtype)
     rows, at, parts = x.reshape(-1, x.shape[-1]), 0, []
-    for height in split(rows.shape[0], heights_of(weights.outputs, weights.inputs, x.dtype)):
+    for height in parts_of(rows.shape[0], heights_of(weights.outputs, weights.inputs, x.dtype)):
         some = rows[at : at + height]
         missing = height - some.shape[0]
         some = mx.pad(some, [(0, missing), (0, 0)]) if missing else some
@@ -36,7 +36,7 @@ def wide_product(x: mx.array, layer: nn.Module) -> mx.array:
     return made.reshape(*x.shape[:-1], weights.outputs)
 
 
-def split(rows: int, heights: Sequence[int]) -> list[int]:
+def parts_of(rows: int, heights: Sequence[int]) -> list[int]:
     """Return the heights of products that hold so many rows: the last may have some to spare."""
     parts: list[int] = []
     while rows > 0:

@@ -76,7 +76,7 @@ def multiplies_in_warpgroups() -> bool:
     return device_attribute(75) == 9
 
 
-def shared_bytes(D: int) -> int:
+def tile_bytes(D: int) -> int:
     """Return the shared memory of a block, which a device may not have (`device_attribute(97)`)."""
     return 2 * -(-D // PANEL) * PANEL * (ROWS + 4 * KEYS)
 
@@ -97,7 +97,7 @@ def _attend(scale: float, D: int, gated: bool):  # type: ignore[no-untyped-def]
                 {scale * math.log2(math.e)!r}f, queries_shape[2], keys_shape[2], WINDOW, out, parts);
         """,
         header=include(*SOURCES) + launch_bounds(THREADS),
-        shared_memory=shared_bytes(D),
+        shared_memory=tile_bytes(D),
     )
 
 
