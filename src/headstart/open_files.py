@@ -1,19 +1,24 @@
-"""Open files: the standard streams, and the limit on their number, which mlx-lm changes when it is imported.
+"""Open files: the standard streams, texts, and the limit on their number, which mlx-lm changes when it is imported.
 
 `mlx_lm.utils` calls `resource.setrlimit(RLIMIT_NOFILE, (2048, 4096))`: an error where the hard limit is lower, and
 otherwise a cap that cannot be raised again. `protect` makes that one call do nothing. The package calls it before any
 of its modules can import mlx-lm.
 """
 
+import errno
 import os
 import resource
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
 from types import ModuleType
+from typing import TextIO
 
 MODULE = "mlx_lm.utils"
 FOR_MODELS = 2048  # what mlx-lm sets, for checkpoints of many files
+MAX_TEXT = 2**26  # characters: a device or a pipe may never end
 
 
 def protect() -> None:
@@ -33,6 +38,15 @@ def fill_standard_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+
+
+def read_text(source: Path | TextIO) -> str:
+    """Return what a file or a stream holds, or raise an OSError if that is more than `MAX_TEXT` characters."""
+    with source.open(encoding="utf-8") if isinstance(source, Path) else nullcontext(source) as file:
+        text = file.read(MAX_TEXT + 1)
+    if len(text) > MAX_TEXT:
+        raise OSError(errno.EFBIG, f"longer than {MAX_TEXT:,} characters")
+    return text
 
 
 def raise_limit(wanted: int) -> int:

@@ -40,6 +40,7 @@ def check(file: Path) -> str:
         ("host = ['a', 'b']\n", "line 1: host: is ['a', 'b']; it must be a text or a number"),
         ("port = 8001\nmodels = ['a'\nhost = 'b'\n", "not TOML: Unclosed array (at line 3, column 1)"),
         ("log-level = 'loud'\n", "line 1: log-level: "),
+        (f"models = {'[' * 5000}\n", "not TOML: "),
     ],
 )
 def test_a_mistake_is_named_with_its_line(tmp_path: Path, text: str, problem: str) -> None:

@@ -225,6 +225,20 @@ def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     assert f"error: --prompt-file {file}: cannot be read as text" in result.stderr
 
 
+@pytest.mark.parametrize("arguments", ["generate --prompt-file", "config --check", "bench --prompts"])
+def test_a_text_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch, arguments: str) -> None:
+    monkeypatch.setattr("headstart.open_files.MAX_TEXT", 9_999)
+    result = CliRunner().invoke(app, [*arguments.split(), "/dev/zero"])
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert "longer than 9,999 characters" in result.stderr
+
+
+def test_so_is_an_input_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.open_files.MAX_TEXT", 9_999)
+    result = run("--prompt-file", "-", input="a" * 10_000)
+    assert (result.exit_code, "longer than 9,999 characters" in result.stderr) == (1, True)
+
+
 def test_ctrl_c_ends_it_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     run_once, turns = Engine.run_once, iter(range(4))
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from ..checkpoint.template import chat_tokens
 from ..errors import RequestError
+from ..open_files import read_text
 
 KINDS = ("code", "prose", "chat", "repetitive")  # of the built-in prompts, by default
 COPYING = ("edit", "json")  # whose answers repeat a part of the prompt
@@ -63,7 +64,7 @@ def builtin_prompts(kinds: Sequence[str] = KINDS) -> list[BenchPrompt]:
 def read_prompts(path: Path) -> list[BenchPrompt]:
     """Read a file of prompts: one JSON object per line where its name ends in .jsonl, else one text per line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).splitlines()
     except (OSError, UnicodeError) as error:
         known = ", ".join((*KINDS, *COPYING))
         raise RequestError(f"--prompts {path}: not one of {known}, and not a readable file: {error}") from error

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperOption
 
 from ..errors import HeadstartError
+from ..open_files import read_text
 
 ARGUMENTS = "headstart.arguments"
 MODELS = "models"  # the key of the MODEL… arguments
@@ -66,11 +67,11 @@ def read_config_file(path: Path, command: Any) -> dict[str, Any]:
     if path.is_dir():
         raise HeadstartError(f"{path}: a folder. Name the file")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         values = tomllib.loads(text)
     except (OSError, UnicodeError) as error:
         raise HeadstartError(f"{path}: cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:  # names the line
+    except (tomllib.TOMLDecodeError, RecursionError) as error:  # names the line
         raise HeadstartError(f"{path}: not TOML: {error}") from error
     parameters, found = _parameters(command), {}
     for key, value in values.items():

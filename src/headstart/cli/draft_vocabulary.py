@@ -6,6 +6,7 @@ import typer
 from typer import Option
 
 from ..errors import RequestError
+from ..open_files import read_text
 from . import options
 from .download import find_model
 from .launch import get_json, server_key
@@ -39,7 +40,7 @@ def draft_vocabulary_command(
     tokenizer = load_tokenizer(folder) if text else None
     for file in text or ():
         try:
-            counts.update(tokenizer.encode(file.read_text(encoding="utf-8")))  # type: ignore[union-attr]
+            counts.update(tokenizer.encode(read_text(file)))  # type: ignore[union-attr]
         except (OSError, UnicodeError) as error:
             raise RequestError(f"--text {file}: {error}") from error
     if server is not None:

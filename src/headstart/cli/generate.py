@@ -10,6 +10,7 @@ import typer
 from typer import Option
 
 from ..errors import CheckpointError, RequestError
+from ..open_files import read_text
 from . import machines, options, show
 from .download import find_model
 
@@ -94,7 +95,7 @@ def _read_prompt(prompt: str | None, file: str | None) -> str:
     option = "--prompt" if file is None else f"--prompt-file {file}"
     try:
         if file is not None:
-            prompt = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+            prompt = read_text(sys.stdin if file == "-" else Path(file))
         assert prompt is not None
         prompt.encode()
     except (OSError, UnicodeError) as error:

@@ -116,8 +116,10 @@ def to_refusal(error: Exception, *, prompt: str = "prompt") -> Refusal:
 async def respond_to_error(http: Request, error: Exception) -> JSONResponse:
     """Return the response to a request that raised an error."""
     path = http.scope["path"]
-    if isinstance(error, StarletteHTTPException) and error.detail == "Not Found" and path.startswith("/v1/"):
-        error = Refusal(404, f"no such endpoint: this server has {', '.join(ENDPOINTS)}; /openapi.json lists all")
+    if isinstance(error, StarletteHTTPException) and error.detail == "Not Found":
+        ollama = "Ollama's own API is not served. " if path.startswith("/api/") else ""
+        others = f"{ollama}This server has {', '.join(ENDPOINTS)}; /openapi.json lists all"
+        error = Refusal(404, f"no such endpoint. {others}")
     return to_refusal(error).response(path)
 
 
