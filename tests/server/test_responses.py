@@ -191,6 +191,16 @@ def test_a_response_that_reaches_its_limit_is_incomplete(here: Here) -> None:
     assert last.response.status == "incomplete"
 
 
+def test_a_cancelled_stream_is_not_completed() -> None:
+    with running() as server, server.http() as http:
+        options = {"max_output_tokens": 3000, "stream": True, "extra_body": {"min_tokens": 3000}}
+        stream = server.openai().responses.create(model="tiny", input="Hello", **options)
+        first = next(stream)
+        assert http.post(f"/v1/requests/{first.response.id}/cancel").status_code == 200
+        *_, last = stream
+        assert (last.type, last.response.status) == ("response.incomplete", "cancelled")
+
+
 def test_a_response_follows_a_schema(here: Here) -> None:
     client = say(here, '{"colour": "blue"}', '{"a": 1}', "{}")
     assert client.responses.parse(model="tiny", input="The sky?", text_format=Sky).output_parsed == Sky(colour="blue")

@@ -36,7 +36,10 @@ def test_models_are_listed_and_unloaded(tmp_path: Path, monkeypatch: pytest.Monk
             return {line.split()[0]: line.split()[1] for line in lines[1:]}
 
         assert states() == {"red": "loaded", "green": "unloaded"}
+        given_back: list[bool] = []  # to the system, by the C library
+        monkeypatch.setattr("headstart.server.model_pool.give_back_memory", lambda: given_back.append(True))
         assert run("stop", "red", *port).stdout.startswith("red: unloaded")
+        assert given_back
         assert states() == {"red": "unloaded", "green": "unloaded"}
         unknown = run("stop", "blue", *port)
         assert unknown.exit_code == 1
