@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
+from mlx_lm.models.cache import can_trim_prompt_cache, save_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.sample_utils import make_sampler as make_mlx_lm_sampler
 
@@ -449,6 +450,20 @@ def test_load_takes_arguments_for_the_tokenizer() -> None:
         headstart.load("tiny-qwen3.5", 5)  # type: ignore[arg-type]
     end = {"eos_token": "<|im_start|>", "trust_remote_code": True}
     assert headstart.load("tiny-qwen3.5", end)[1].eos_token == "<|im_start|>"
+
+
+@pytest.mark.parametrize("given", [{"revision": "main"}, {"model_config": {"x": 1}}, {"return_config": True}])
+def test_load_refuses_what_it_cannot_honour(given: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=f"^{next(iter(given))} is not supported: "):
+        headstart.load("tiny-qwen3.5", **given)
+    unused: Any = {"lazy": True, "trust_remote_code": True, "model_config": {}, "revision": None}
+    assert headstart.load("tiny-qwen3.5", **unused)[0].most_drafts
+
+
+def test_functions_of_mlx_lm_refuse_our_prompt_cache_with_a_sentence(loaded: Any) -> None:
+    for function in (can_trim_prompt_cache, lambda cache: save_prompt_cache("unused", cache)):
+        with pytest.raises(RequestError, match="a prompt cache has no layers: keep its `tokens`"):
+            function(headstart.make_prompt_cache(loaded[0]))
 
 
 def test_an_adapter_given_to_load_is_the_one_of_every_request(tmp_path: Path, prompt: list[int]) -> None:

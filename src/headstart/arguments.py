@@ -4,12 +4,12 @@ Those that cannot be honoured are refused by name. Callables on logits are among
 windows of drafts on the device, so it must know what a sampler computes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from inspect import getclosurevars, isfunction
 from operator import index
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 from mlx_lm.sample_utils import greedy_sampler
@@ -36,6 +36,11 @@ REFUSED = {
     "return_logprobs": "use stream_generate, whose responses have the logprobs",
     "stop_tokens": "use stop_ids, or stop for texts",
 }
+REFUSED_BY_LOAD = {
+    "model_config": "change config.json in a copy of the folder",
+    "revision": "download it with `hf download --revision`, and give the folder",
+    "return_config": "config.json is in the model's folder",
+}
 # Arguments of mlx-lm that have no effect here: the engine chooses how prompts are split, and what is read together.
 WITHOUT_EFFECT = {
     "prefill_step_size", "prefill_batch_size", "completion_batch_size", "stream", "kv_group_size",
@@ -57,6 +62,11 @@ class PromptCache:
     def __init__(self, model: Model):
         self.model = model
         self.tokens: list[int] = []
+
+    def __iter__(self) -> NoReturn:
+        raise RequestError(
+            "a prompt cache has no layers: keep its `tokens`, which continue the conversation elsewhere"
+        )
 
 
 def make_prompt_cache(model: Model, max_kv_size: None = None) -> PromptCache:
@@ -122,16 +132,20 @@ def _params_of(sampler: object) -> SamplingParams:
     return make_sampler(**held)
 
 
+def refuse_unsupported(arguments: Mapping[str, Any], refused: Mapping[str, str]) -> None:
+    """Refuse arguments of mlx-lm by name; None, False and what is empty are its "not used"."""
+    for name, instead in refused.items():
+        value = arguments.get(name)
+        if value is not None and value is not False and not (isinstance(value, (list, dict)) and not value):
+            raise RequestError(f"{name} is not supported: {instead}")
+
+
 def sampling_params(sampler: object, arguments: dict[str, Any], model: Model) -> SamplingParams:
     """Return the sampling parameters of mlx-lm's arguments; None and [] are its "not used"."""
     if not isinstance(model, Model):
         raise RequestError(f"model is a {type(model).__name__}: load it with headstart.load")
-    for name, instead in REFUSED.items():
-        value = arguments.get(name)
-        if name == "kv_bits" and value == 8 and model.eight_bit_kv:
-            continue
-        if value is not None and value is not False and not (isinstance(value, list) and not value):
-            raise RequestError(f"{name} is not supported: {instead}")
+    eight_bit = arguments.get("kv_bits") == 8 and model.eight_bit_kv
+    refuse_unsupported({**arguments, "kv_bits": None} if eight_bit else arguments, REFUSED)
     fields = {name: value for name, value in arguments.items() if name not in REFUSED and name not in WITHOUT_EFFECT}
     for name in fields.keys() - {*SamplingOptions.__annotations__, "max_tokens", "k"}:
         meant = "temperature" if name == "temp" else next(iter(get_close_matches(name, ARGUMENTS, n=1)), None)

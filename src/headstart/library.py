@@ -13,10 +13,12 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .arguments import (
+    REFUSED_BY_LOAD,
     PromptCache,
     continued,
     make_prompt_cache,
     make_sampler,
+    refuse_unsupported,
     sampling_params,
     token_ids,
     with_images,
@@ -53,6 +55,11 @@ def load(
     adapters: Mapping[str, str | Path] | None = None,
     adapter_path: str | Path | None = None,
     kv_bits: int | None = None,
+    model_config: None = None,
+    return_config: Literal[False] = False,
+    revision: None = None,
+    lazy: bool = False,
+    trust_remote_code: bool = False,
 ) -> tuple[Model, TokenizerWrapper]:
     """Load a model and its tokenizer.
 
@@ -67,7 +74,11 @@ def load(
         adapters: LoRA adapters by name: folders that `mlx_lm.lora` has written. Name one in `stream_generate`.
         adapter_path: An adapter that every request uses which names no other.
         kv_bits: 8 keeps KV caches in 8 bits: about half the memory, faster with long contexts, and not exact.
+        model_config, return_config, revision: mlx-lm's; refused by name.
+        lazy, trust_remote_code: mlx-lm's; no effect.
     """
+    given = {"model_config": model_config, "return_config": return_config, "revision": revision}
+    refuse_unsupported(given, REFUSED_BY_LOAD)
     if tokenizer_config is not None and not isinstance(tokenizer_config, Mapping):
         raise RequestError(f"tokenizer_config is a {type(tokenizer_config).__name__}: give a dict of arguments")
     if adapter_path is not None:

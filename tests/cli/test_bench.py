@@ -124,6 +124,8 @@ def test_other_tokens_than_plain_decoding_are_an_error(monkeypatch: pytest.Monke
         (["--prompts", "code,verse"], "--prompts verse: not one of code, prose"),
         (["--batch-size", "1,two"], "--batch-size 1,two: give whole numbers above 0"),
         (["--batch-size", "1,0"], "--batch-size 1,0: give whole numbers above 0"),
+        (["--batch-size", "1,99999999999"], "--batch-size 99999999999: at most 1024"),
+        (["--k", "0-99999999999"], "--k goes to 99999999999, and at most 15"),
         (["--output", "nowhere/report.md"], "--output nowhere/report.md: cannot be written"),
     ],
 )

@@ -24,6 +24,22 @@ def test_an_mlx_without_its_backend_is_one_line_with_the_way_out(tmp_path: Path)
     assert "pip install 'mlx[cpu]'" in line
 
 
+def test_a_removed_working_directory_is_one_line(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    command = [str(Path(sysconfig.get_path("scripts")) / "headstart"), "generate", "-p", "Hello", "-n", "1"]
+    for each in (command, [*command, "--model", "."]):
+        gone.mkdir()
+        script = 'cd "$0" && rmdir "$0" && exec "$@"'
+        result = subprocess.run(["bash", "-c", script, str(gone), *each], capture_output=True, text=True)
+        assert (result.returncode, result.stdout) == (1, "")
+        assert result.stderr == "error: the folder that this terminal is in was removed: change to another\n"
+
+
+def test_help_has_a_short_name() -> None:
+    for command in ([], ["generate"]):
+        assert "Usage:" in CliRunner().invoke(app, [*command, "-h"]).stdout
+
+
 COMMANDS = [
     "demo",
     "generate",

@@ -76,6 +76,11 @@ def test_a_mistyped_id_is_one_line_and_asks_nobody(hub: Hub, command: str, name:
         assert "not a hub id (org/name)" in told
 
 
+@pytest.mark.parametrize("prefix", ["https://huggingface.co/", "huggingface.co/", "hf.co/"])
+def test_an_address_of_the_hub_is_an_id(hub: Hub, prefix: str) -> None:
+    assert "Downloading org/model: 2 files" in run("pull", f"{prefix}org/model")
+
+
 def test_an_interrupted_download_says_so_and_keeps_complete_files(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
     hub.cut = second

@@ -11,6 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from headstart.checkpoint import read_layout, resolve
 from headstart.errors import HeadstartError
 from headstart.host import available_cores
 from headstart.kernels import Backend, choose_backend
@@ -132,8 +133,10 @@ def test_stock_ops_can_be_forced(load_with: Callable[..., str], caplog: pytest.L
 
 
 def test_an_unknown_choice_is_refused(load_with: Callable[..., str]) -> None:
-    with pytest.raises(HeadstartError, match="set it to 'auto' or 'stock'"):
+    with pytest.raises(HeadstartError, match=r"^HEADSTART_KERNELS is 'fast'; set it to 'auto' or 'stock'"):
         load_with(HEADSTART_KERNELS="fast")
+    with pytest.raises(HeadstartError, match=r"^HEADSTART_KERNELS is"):
+        read_layout(resolve())  # no fault of its config.json
 
 
 def counting(folder: Path) -> Path:

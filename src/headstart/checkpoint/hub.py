@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ DEFAULT = "tiny-qwen3.5"
 COMPANION_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer*", "LICENSE*")  # beside the weights, kept by `convert`
 SMALL_FILES = [*COMPANION_FILES, "README.md"]
 BLOCK = 2**17  # bytes of a header requested at a time
+HUB_ADDRESS = re.compile(r"^(?:https://)?(?:huggingface\.co|hf\.co)/")  # before a hub id, as people copy it
 MAX_HEADER = 2**28  # bytes, should the length in the file be nonsense
 
 Announce = Callable[[dict[str, int]], None]
@@ -68,7 +70,7 @@ def locate(name: str | Path | None = None) -> Path | str:
         return path
     if exists:
         raise CheckpointError(f"{path}: a file. Name the folder of the model, {path.parent}.")
-    name = str(name)
+    name = HUB_ADDRESS.sub("", str(name))
     if os.path.isdir(BUILTIN / name):
         return BUILTIN / name
     if repo := _cached_repo(name):
@@ -80,7 +82,7 @@ def locate(name: str | Path | None = None) -> Path | str:
     builtin = ", ".join(folder.name for folder in builtin_models())
     raise CheckpointError(
         f"{name}: no such folder, no model of that name in {constants.HF_HUB_CACHE}, and not a hub id "
-        f"(org/name). Built in: {builtin}."
+        f"(org/name). Built in: {builtin}. `headstart recommend` lists models to download."
     )
 
 

@@ -15,7 +15,7 @@ import yaml  # type: ignore[import-untyped]
 from huggingface_hub import metadata_load
 
 from .. import cards, models
-from ..errors import CheckpointError, printable_error
+from ..errors import CheckpointError, HeadstartError, printable_error
 from .config import REMEDY, read_config
 from .gguf import read_gguf
 from .gguf_folder import linked_gguf
@@ -162,7 +162,7 @@ def expected_model(path: Path, config: dict[str, Any]) -> models.Model:
             raise CheckpointError(f"{path / 'config.json'}: {name} is missing. {REMEDY}")
     try:
         return models.build(copy.deepcopy(config))
-    except CheckpointError:
+    except HeadstartError:  # also of a wrong HEADSTART_KERNELS, which is no fault of the file
         raise
     except Exception as error:  # whatever mlx-lm raises, only the config can be its cause
         raise CheckpointError(

@@ -7,10 +7,13 @@ import typer
 from typer import Option
 
 from ..errors import HeadstartError, RequestError
+from ..limits import MAX_K
 from . import options
 from .download import find_drafter, find_model
 from .progress import Progress
 from .show import check_output, print_report
+
+MAX_BATCH = 1024
 
 
 @options.with_model
@@ -75,6 +78,8 @@ def _batch_sizes(text: str) -> list[int]:
     parts = _parts(text, "--batch-size")
     if not all(part.isdecimal() and int(part) for part in parts):
         raise RequestError(f"--batch-size {text}: give whole numbers above 0")
+    if (largest := max(map(int, parts))) > MAX_BATCH:
+        raise RequestError(f"--batch-size {largest}: at most {MAX_BATCH}")
     return list(map(int, parts))
 
 
@@ -86,6 +91,8 @@ def _depths(text: str) -> list[str]:
         if part == "auto":
             depths.append("k=auto")
         elif first.isdecimal() and (last or first).isdecimal() and int(first) <= int(last or first):
+            if (deepest := int(last or first)) > MAX_K:
+                raise RequestError(f"--k goes to {deepest}, and at most {MAX_K} tokens are drafted per step")
             depths += [f"k={k}" for k in range(int(first), int(last or first) + 1)]
         else:
             raise RequestError(f"--k: {part!r} is not a number, a range such as 0-3, or auto")

@@ -68,6 +68,12 @@ class Commands(TyperGroup):
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         try:
             return super().invoke(ctx)
+        except FileNotFoundError:
+            with suppress(OSError):
+                os.getcwd()
+                raise
+            typer.echo("error: the folder that this terminal is in was removed: change to another", err=True)
+            raise typer.Exit(1) from None
         except HeadstartError as error:
             typer.echo(f"error: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(1) from error
@@ -80,7 +86,8 @@ class Commands(TyperGroup):
 
 
 # Help without rich: its tables call switches <bool> and break long words.
-app = typer.Typer(name="headstart", cls=Commands, no_args_is_help=True, rich_markup_mode=None)
+HELP = {"help_option_names": ["-h", "--help"]}
+app = typer.Typer(name="headstart", cls=Commands, no_args_is_help=True, rich_markup_mode=None, context_settings=HELP)
 
 
 def _fill_standard_streams() -> None:
