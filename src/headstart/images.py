@@ -19,6 +19,16 @@ MAX_ASPECT_RATIO = 200
 FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
 
 
+def decode(image: bytes, base64: bool, declared: str | None, rules: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    """Return the size and the pixels of a file, or what is wrong with it, as a worker process answers."""
+    try:
+        file = decode_base64(image.decode()) if base64 else image
+        pixels = read_image(file, ImageRules(**rules), declared)
+    except (ValueError, MemoryError) as error:
+        return {"error": str(error) or "needs too much memory: scale it down"}, b""
+    return {"size": pixels.shape[:2]}, pixels.tobytes()
+
+
 class ImageProblem(ValueError):
     """Why an image cannot be used, and what to do about it."""
 

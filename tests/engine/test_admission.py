@@ -31,18 +31,18 @@ def test_clients_take_turns() -> None:
     assert order == ["many", "few", "one", "many", "few", "many"]
 
 
-def test_interactive_requests_go_before_batch_requests() -> None:
+def test_requests_of_a_lower_number_go_first() -> None:
     model = random_model("dense")
     engine = Engine(model, max_sequences=1)
     order: list[str] = []
-    waiting = [("batch", "a"), ("batch", "a"), ("interactive", "b"), ("batch", "b"), ("interactive", "b")]
+    waiting = [(1, "a"), (1, "a"), (0, "b"), (9, "c"), (1, "b"), (0, "b")]
     for priority, client in waiting:
-        request = Request(random_prompt(model, 5), SamplingParams(max_tokens=1, k=0), priority=priority)  # type: ignore[arg-type]
+        request = Request(random_prompt(model, 5), SamplingParams(max_tokens=1, k=0), priority=priority)
         name = f"{priority} {client}"
         engine.submit(request, client=client, listener=lambda event, name=name: order.append(name))
     while engine.run_once():
         pass
-    assert order == ["interactive b", "interactive b", "batch a", "batch b", "batch a"]
+    assert order == ["0 b", "0 b", "1 a", "1 b", "1 a", "9 c"]
 
 
 def test_a_full_queue_reports_when_to_try_again() -> None:

@@ -152,9 +152,41 @@ def test_rows_and_queue_are_seen_while_they_last() -> None:
         wait_until(lambda: server.metric("headstart_sequences", state="running") == 0)
 
 
+def test_the_names_that_vllm_has_for_them() -> None:
+    with running() as server:
+        client = server.openai()
+        for _ in range(2):
+            client.completions.create(model="tiny", prompt="def add(a, b):" * 40, max_tokens=20, temperature=0)
+        same = {
+            "time_to_first_token_seconds_count": "time_to_first_token_seconds_count",
+            "inter_token_latency_seconds_sum": "inter_token_seconds_sum",
+            "prompt_tokens_total": "prompt_tokens_total",
+            "generation_tokens_total": "generation_tokens_total",
+            "prefix_cache_queries_total": "prompt_tokens_total",
+            "prefix_cache_hits_total": "cached_prompt_tokens_total",
+        }
+        for name, ours in same.items():
+            assert vllm(server, name) == server.metric(f"headstart_{ours}")
+        proposed = [server.metric("headstart_proposed_draft_tokens_total", position=str(j)) for j in range(1, 16)]
+        assert vllm(server, "spec_decode_num_draft_tokens_total") == sum(proposed) > 0
+        assert 0 < vllm(server, "spec_decode_num_drafts_total") == proposed[0]
+        assert vllm(server, "num_requests_running") == vllm(server, "num_requests_waiting") == 0
+        with client.completions.create(model="tiny", prompt="a", max_tokens=4000, stream=True) as stream:
+            next(iter(stream))
+            assert vllm(server, "num_requests_running") == 1
+            assert 0 < vllm(server, "kv_cache_usage_perc") <= 1
+
+
+def vllm(server: Running, name: str) -> float:
+    with server.http() as client:
+        lines = client.get("/metrics").text.splitlines()
+    (value,) = [line.rsplit(" ", 1)[1] for line in lines if line.startswith(f'vllm:{name}{{model_name="tiny"}}')]
+    return float(value)
+
+
 def test_every_metric_is_in_the_documentation() -> None:
     with running(prefix=PrefixCache(10**7)) as server, server.http() as http:
         http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 2, "min_tokens": 2, "num_draft_tokens": 0})
         names = re.findall(r"^# TYPE (\S+)", http.get("/metrics").text, re.MULTILINE)
-    documented = set(re.findall(r"`(headstart_\w+)`", DOCS.read_text()))
+    documented = set(re.findall(r"`((?:headstart_|vllm:)\w+)`", DOCS.read_text()))
     assert {name for name in names if not name.endswith("_created")} == documented

@@ -435,9 +435,13 @@ def test_a_client_has_so_many_requests_at_a_time() -> None:
         assert client.responses.create(model="tiny", input="hi", max_output_tokens=2).status == "incomplete"
 
 
-@pytest.mark.parametrize("priority", ["interactive", "batch"])
-def test_a_request_has_its_priority(server: Running, monkeypatch: pytest.MonkeyPatch, priority: str) -> None:
-    found: list[str] = []
+@pytest.mark.parametrize(
+    ("priority", "level"), [("interactive", 0), ("batch", 1), (None, 0), (0, 0), (7, 7), (-5, 0), (10**9, 100)]
+)
+def test_a_request_has_its_priority(
+    server: Running, monkeypatch: pytest.MonkeyPatch, priority: str | int | None, level: int
+) -> None:
+    found: list[int] = []
     submit = server.room.submit
     monkeypatch.setattr(
         server.room, "submit", lambda request, **rest: (found.append(request.priority), submit(request, **rest))[1]
@@ -447,4 +451,4 @@ def test_a_request_has_its_priority(server: Running, monkeypatch: pytest.MonkeyP
     server.openai().completions.create(**known, prompt="hi", max_tokens=1)
     server.openai().responses.create(**known, input="hi", max_output_tokens=1)
     server.anthropic().messages.create(**known, messages=HI, max_tokens=1)
-    assert found == [priority] * 4
+    assert found == [level] * 4

@@ -15,7 +15,6 @@ from ..sampling import SamplingParams
 from .images import PromptImage, check_images
 from .stats import Origin, Stats
 
-Priority = Literal["interactive", "batch"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -28,7 +27,7 @@ class Request:
         params: How each answer is generated.
         n: Answers to the prompt, which is prefilled once. Under one seed they differ from each other.
         keep_logits: Hand out the target's logits with every token.
-        priority: Batch requests wait while interactive ones do. Once started they run like others.
+        priority: Requests wait while others of a lower number do. Once started they run like others.
         images: The images that placeholder tokens in the prompt stand for, see `insert_images`.
         adapter: The name of one of the model's adapters.
     """
@@ -37,7 +36,7 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     n: int = 1
     keep_logits: bool = False
-    priority: Priority = "interactive"
+    priority: int = 0
     images: Sequence[PromptImage] = ()
     adapter: str | None = None
 

@@ -15,7 +15,7 @@ from .request import Handle
 from .running import Running
 from .sequence import SequenceState
 
-LEVELS = {"interactive": 1, "batch": 2}  # lower ones go first; 0: was running before
+RESUMED = -1  # level of what was running before; the others have that of their priority, and lower ones go first
 
 
 class QueueEntry(NamedTuple):
@@ -28,8 +28,8 @@ class QueueEntry(NamedTuple):
 class Queue:
     """Waiting requests, ordered so that clients take turns. Any thread may add; only the engine's removes.
 
-    Interactive requests go before batch requests. Of either kind, the nth waiting request of a client gets the nth
-    turn from now, and within a turn the first to arrive goes first.
+    Those of a lower priority number go first. Of the same, the nth waiting request of a client gets the nth turn from
+    now, and within a turn the first to arrive goes first.
     """
 
     def __init__(self, max_size: int | None = None):
@@ -43,21 +43,21 @@ class Queue:
 
     def put(self, sequence: SequenceState, client: str) -> None:
         with self._lock:
-            waiting = [entry for entry in self._entries if entry.level]
+            waiting = [entry for entry in self._entries if entry.level != RESUMED]
             own = [entry for entry in waiting if entry.client == client]
             if self.max_size is not None:
                 # The last eighth is for clients with nothing in the queue, so that no client can fill it.
                 reserved = self.max_size // 8 if own else 0
                 if len(waiting) >= self.max_size - reserved:
                     raise Busy(f"{len(waiting)} requests are waiting already: try again in a moment", retry_after=1)
-            level = LEVELS[sequence.handle.request.priority]
+            level = max(0, sequence.handle.request.priority)
             turn = max((entry.turn for entry in own if entry.level == level), default=self._turns[level]) + 1
             insort(self._entries, QueueEntry(level, turn, client, sequence), key=lambda entry: entry[:2])
 
     def put_back(self, sequence: SequenceState) -> None:
         """Requeue a sequence that had to stop, ahead of all others."""
         with self._lock:
-            self._entries.insert(0, QueueEntry(0, 0, "", sequence))
+            self._entries.insert(0, QueueEntry(RESUMED, 0, "", sequence))
 
     def all(self) -> list[SequenceState]:
         """Return the sequences, next one first."""

@@ -22,6 +22,7 @@ MAX_NODES = 10_000  # JSON values in a schema, and in the schemas of all tools t
 MAX_LEVELS = 1_000  # nesting of a schema, through its references
 MAX_RULES = 4_096  # of a Lark grammar
 
+_GBNF = re.compile(r"^[^\S\n]*root[^\S\n]*::=", re.MULTILINE)
 _RULE = re.compile(r"^\s*[?!]?[A-Za-z_][\w.-]*\s*(?:\[[^\]\n]*\])?\s*:", re.MULTILINE)
 _stack_size = threading.Lock()
 
@@ -42,6 +43,11 @@ def check_bounds(kind: str, source: str) -> None:
         if resolved_depth(schema) > MAX_LEVELS:
             message = f"grammar is a schema of more than {MAX_LEVELS:,} levels, with its references: simplify it"
             raise RequestError(message)
+
+
+def is_gbnf(source: str) -> bool:
+    """Return whether a grammar is in llama.cpp's language, not in Lark's."""
+    return _GBNF.search(source) is not None
 
 
 def count_nodes(value: Any) -> int:

@@ -48,6 +48,8 @@ class Chat:
     grammar: GrammarSpec | None = None  # of the answer after the reasoning
     grammar_field: str = "response_format"  # the field that asked for it
     param: str = "messages"  # the field that the messages came in
+    generation_prompt: bool = True  # end the prompt where the assistant's next message begins
+    continues: bool = False  # end it within the last message
     body: object = None  # the request, in which images are found to name those at fault
 
     @property
@@ -111,6 +113,7 @@ class ChatTemplate:
             messages = [_with_argument_objects(message) for message in messages]
         # None lets the template's own default hold, where mlx-lm would set True.
         options = {"enable_thinking": chat.thinking, **chat.template_options}
+        options |= {"add_generation_prompt": chat.generation_prompt, "continue_final_message": chat.continues}
         conversation = (messages, chat.tools if chat.callable_tools else None, options)
         try:
             return encoder.render(self._apply, conversation)
@@ -130,7 +133,7 @@ class ChatTemplate:
     def _apply(self, messages: Objects, tools: Objects | None, options: Mapping[str, Any]) -> str:
         tools = list(tools) if tools is not None else None
         apply = self._tokenizer.apply_chat_template
-        return str(apply(list(messages), tools=tools, add_generation_prompt=True, tokenize=False, **options))
+        return str(apply(list(messages), tools=tools, tokenize=False, **options))
 
     @cached_property
     def _takes_system_messages_anywhere(self) -> bool:
@@ -230,6 +233,7 @@ async def chat_prompt(make_chat: Callable[[], Chat], served: "ServedModel", work
             refuse(chat.param, f"the model's chat template does not place images: {error}", "unsupported")
         work.check_tokens(tokens, chat.param)
     state = thinking_state(tokens, served.tokenizer)
+    chat = replace(chat, grammar=await work.as_lark(chat.grammar, chat.grammar_field))
     await work.grammar(chat.grammar, chat.grammar_field)  # alone first, so that its size is checked by its kind
     answer = await work.run(chat.grammar_after_reasoning, markup) if chat.tools else chat.grammar
     # If a grammar requires the call after the reasoning, one inside it would be one too many.
@@ -277,6 +281,7 @@ async def text_prompt(
         case _:
             tokens = prompt
             work.check_tokens(tokens, "prompt")
+    grammar = await work.as_lark(grammar, grammar_field)
     compiled = await work.grammar(grammar, grammar_field)
     recommended = served.recommended_sampling(thinking=False)
     return Prompt(tokens, "prompt", is_chat=False, grammar=grammar, compiled=compiled, recommended=recommended)

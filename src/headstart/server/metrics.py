@@ -18,6 +18,7 @@ from ..engine.scheduler import Scheduler
 from .model_pool import ModelPool
 from .pooled_model import PooledModel
 from .states import STATUSES, ServerState
+from .vllm_metrics import VllmMetrics
 
 FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 1)
@@ -44,6 +45,8 @@ class Metrics(Collector):
             buckets=INTER_TOKEN_BUCKETS,
             registry=self._registry,
         )
+        families = [self.collect, self.first_token.collect, self.inter_token.collect]
+        self._registry.register(VllmMetrics(families, self._models))
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

@@ -31,6 +31,10 @@ ANY_HOST = "*"
 HOST_AND_PORT = re.compile(r"(?:\[([^\]]*)\]|([^:]*))(?::\d*)?")
 MAX_VALUES = 2**17  # JSON values in a body, beside the token ids of a prompt: all its threads share one interpreter
 API_PREFIX = "/v1/"  # of all routes that have a body; elsewhere a body is not read
+WITHOUT_PREFIX = (  # where paths begin that clients also send without it
+    "chat", "completions", "responses", "messages", "models", "embeddings", "tokenize", "detokenize",
+    "apply-template",
+)  # fmt: skip
 CLOSE = {"Connection": "close"}
 DISCARDED_BODIES = 4  # what is read of a refused body, in times the largest
 DISCARD_SECONDS = 30.0  # for all of it
@@ -180,6 +184,8 @@ class RequestChecks:
         self.origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("path", "").lstrip("/").partition("/")[0] in WITHOUT_PREFIX:
+            scope["path"] = API_PREFIX + scope["path"].lstrip("/")
         if scope["type"] == "websocket":
             try:
                 self._check(scope)

@@ -62,7 +62,7 @@ class ModelPool:
         """
         self.device, self.limits, self.budget = device, limits or Limits(), budget
         self.models: list[PooledModel] = []
-        self._max_sequences, self.max_queue = max_sequences, max_queue
+        self.max_sequences, self.max_queue = max_sequences, max_queue
         self._idle, self._turn = idle_seconds, turn_seconds
         self._prefix_bytes, self._prefix_options = prefix_bytes, prefix_options or PrefixOptions()
         self._changed = asyncio.Event()
@@ -301,7 +301,7 @@ class ModelPool:
             tokenizer,
             prefix=self._prefix_options.open(model.prefix_bytes, served.model),
             memory_limit=self.device.memory,
-            max_sequences=self._max_sequences,
+            max_sequences=self.max_sequences,
             max_queue=self.max_queue,
         )
         return served, EngineThread(engine, self.device)

@@ -16,9 +16,9 @@ from .request_fields import (
     REASONING_BUDGETS,
     Arguments,
     BoundedList,
-    GenerationRequest,
     JsonObject,
     Penalty,
+    ProgressRequest,
     RequestModel,
     Text,
     ToolList,
@@ -133,8 +133,11 @@ class JsonSchemaFormat(RequestModel):
 class ResponseFormat(RequestModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: JsonObject | bool | None = Field(None, alias="schema", description="llama.cpp's, of a json_object.")
 
     def grammar(self) -> GrammarSpec | None:
+        if self.type == "json_object" and self.schema_ is not None:
+            return GrammarSpec.json_schema(self.schema_)
         if self.type != "json_schema":
             return GrammarSpec("json_object") if self.type == "json_object" else None
         if self.json_schema is None or self.json_schema.schema_ is None:
@@ -142,7 +145,7 @@ class ResponseFormat(RequestModel):
         return GrammarSpec.json_schema(self.json_schema.schema_)
 
 
-class OpenAIRequest(GenerationRequest):
+class OpenAIRequest(ProgressRequest):
     """The fields that chats and completions share."""
 
     max_tokens: int | None = None
@@ -160,11 +163,9 @@ class OpenAIRequest(GenerationRequest):
     )
     response_format: ResponseFormat | None = None
     guided_regex: Text | None = Field(None, description="A regular expression that the answer must match.")
-    grammar: Text | None = Field(None, description="A Lark grammar that the answer must match.")
+    grammar: Text | None = Field(None, description="A grammar in Lark or GBNF that the answer must match.")
+    json_schema: JsonObject | bool | None = Field(None, description="llama.cpp's name for such a response_format.")
     stream_options: StreamOptions | None = None
-    return_progress: bool | None = Field(
-        None, description="Streams have chunks with `prompt_progress`, as llama.cpp's server sends them."
-    )
     include_origins: bool | None = Field(None, description="Report how each token was generated.")
 
     unsupported: ClassVar[tuple[str, ...]] = UNSUPPORTED
@@ -180,6 +181,7 @@ class OpenAIRequest(GenerationRequest):
             "response_format": self.response_format.grammar() if self.response_format is not None else None,
             "guided_regex": GrammarSpec("regex", self.guided_regex) if self.guided_regex is not None else None,
             "grammar": GrammarSpec("lark", self.grammar) if self.grammar is not None else None,
+            "json_schema": GrammarSpec.json_schema(self.json_schema) if self.json_schema is not None else None,
         }
         fields = [field for field, spec in given.items() if spec is not None] or ["response_format"]
         if len(fields) > 1:
@@ -211,9 +213,15 @@ class ChatCompletionRequest(OpenAIRequest):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     thinking_budget: int | None = Field(None, description="Most tokens of reasoning.")
     chat_template_kwargs: JsonObject | None = None
+    add_generation_prompt: bool | None = Field(None, description="False: end the prompt with the last message.")
+    continue_final_message: bool | None = Field(None, description="Continue the last message, an assistant's.")
 
     def check(self) -> None:
         super().check()
+        if self.continue_final_message and self.add_generation_prompt:
+            refuse("continue_final_message", "contradicts add_generation_prompt: leave out one of them")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            refuse("continue_final_message", "the last message is not the assistant's: send one that is")
         if self.top_logprobs and not self.logprobs:
             refuse("top_logprobs", "only with logprobs: true")
 
@@ -245,6 +253,8 @@ class ChatCompletionRequest(OpenAIRequest):
             template_options=({"reasoning_effort": effort} if effort else {}) | (self.chat_template_kwargs or {}),
             grammar=grammar,
             grammar_field=grammar_field,
+            generation_prompt=self.add_generation_prompt is not False and not self.continue_final_message,
+            continues=bool(self.continue_final_message),
             body=self,
         )
 

@@ -25,8 +25,7 @@ class OpenAIWriter(ResponseWriter):
         super().__init__(body, prompt, served, "chatcmpl-" if self._is_chat else "cmpl-")
         self._created = int(time.time())
         self._usage_in_stream = bool(body.stream_options and body.stream_options.include_usage)
-        self._return_progress = bool(body.return_progress)
-        self._started = time.perf_counter()
+        self._return_progress, self._timings_per_token = bool(body.return_progress), bool(body.timings_per_token)
         self._include_origins = bool(body.include_origins)
         self._logprobs = body.logprobs is not None and body.logprobs is not False
         self._n = body.n or 1  # choices for each prompt
@@ -69,7 +68,7 @@ class OpenAIWriter(ResponseWriter):
             # A chunk per step, or with origins one per token, so that each text is beside its origin.
             for span in spans if self._include_origins else [TokenSpan.join(spans)]:
                 for part in self._parts(choice, span):
-                    yield self._envelope([part])
+                    yield self._envelope([part], **self._timings(choice))
             if event.finish_reason is None:
                 continue
             unfinished -= 1
@@ -80,15 +79,12 @@ class OpenAIWriter(ResponseWriter):
         if self._usage_in_stream:
             yield self._envelope([], usage=self._usage(), **self._stats())
 
+    def _timings(self, choice: ChoiceOutput) -> Json:
+        return {"timings": self.timings(choice.stats)} if self._timings_per_token else {}
+
     def _progress(self, index: int, event: Event) -> Json:
         """Return the chunk that llama.cpp's server sends when more of a prompt is read, and when all of it is."""
-        assert event.stats is not None
-        progress = {
-            "total": event.stats.prompt_tokens,
-            "cache": event.stats.prefix_cache_hit,
-            "processed": event.prompt_processed or event.stats.prompt_tokens,
-            "time_ms": round(1000 * (time.perf_counter() - self._started)),
-        }
+        progress = self.prompt_progress(event)
         text: Json = {"delta": {}} if self._is_chat else {"text": ""}
         choice = {"index": index, **text, "logprobs": None, "finish_reason": None}
         return self._envelope([choice], prompt_progress=progress)
@@ -124,7 +120,8 @@ class OpenAIWriter(ResponseWriter):
         return {**envelope, "choices": choices, **end}
 
     def _stats(self) -> Json:
-        return {"generation_stats": self.generation_stats(Stats.of([choice.stats for choice in self._choices]))}
+        stats = Stats.of([choice.stats for choice in self._choices])
+        return {"timings": self.timings(stats), "generation_stats": self.generation_stats(stats)}
 
     def _usage(self) -> Json:
         """Return the tokens of all choices and of the prompts, each of which was prefilled once."""

@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import Busy, RequestError
 from ..sampling import GrammarSpec, compile_grammar, find_grammar
-from ..sampling.bounds import check_bounds
+from ..sampling.bounds import check_bounds, is_gbnf
 from ..sampling.grammar import LIMITS, Grammar, llguidance_grammar
 from ..sampling.matcher import MASK_SECONDS
 from .errors import Refusal, refuse
@@ -183,6 +183,21 @@ class Preparation:
             return find_grammar(spec, self.preparer.tokenizer) or await self._compile(spec)
         except RequestError as error:
             raise Refusal(400, f"{field}: {error}", param=field, code="invalid_value") from error
+
+    async def as_lark(self, spec: GrammarSpec | None, field: str) -> GrammarSpec | None:
+        """Return a grammar in llama.cpp's language as one in Lark's; any other as it is."""
+        if spec is None or spec.kind != "lark" or not is_gbnf(spec.source):
+            return spec
+        check_bounds("lark", spec.source)
+        try:
+            async with self.preparer.workers.worker(self.client) as worker:
+                message = {"gbnf": spec.source, "seconds": self.preparer.limits.grammar_seconds}
+                answer, _ = await worker.call(message)
+        except (TimeoutError, WorkerDied):
+            answer = {"error": "it takes too much time or memory to read"}
+        if "error" in answer:
+            refuse(field, f"grammar is not a usable GBNF: {answer['error']}")
+        return GrammarSpec("lark", answer["lark"])
 
     async def _compile(self, spec: GrammarSpec) -> Grammar:
         preparer, seconds = self.preparer, self.preparer.limits.grammar_seconds

@@ -23,6 +23,8 @@ from .served_model import ServedModel
 NO_EFFECT: tuple[Any, ...] = (None, False, 0, "", "none", "auto", [], {}, ["text"])  # of an unsupported field
 MAX_ITEMS = 2**14  # messages, and parts of a message
 MAX_TOOLS = 512  # compiling the grammar of a call of any of them takes a second
+PRIORITIES = {"interactive": 0, "batch": 1}
+MAX_PRIORITY = 100
 # Tokens of reasoning by effort; unlimited above these.
 REASONING_BUDGETS = {"none": 0, "minimal": 256, "low": 1024, "medium": 8192}
 
@@ -136,8 +138,8 @@ class GenerationRequest(RequestModel):
         None, description="Drafts per step; 0 disables drafting."
     )
     acceptance: Literal["auto", "ratio", "coupled", "optimistic"] | None = None
-    priority: Literal["interactive", "batch"] | None = Field(
-        None, description="batch: wait while interactive requests do."
+    priority: Literal["interactive", "batch"] | int | None = Field(
+        None, description="Requests wait while others of a lower number do; interactive is 0, batch 1."
     )
 
     unsupported: ClassVar[tuple[str, ...]] = ()  # known fields that are rejected unless they have no effect
@@ -147,6 +149,12 @@ class GenerationRequest(RequestModel):
         for name, value in (self.model_extra or {}).items():
             if name in self.unsupported and value not in NO_EFFECT and (name, value) != ("best_of", 1):
                 refuse(name, "not supported by this server: leave it out", "unsupported")
+
+    @property
+    def level(self) -> int:
+        """Return the priority as a number. None is before interactive: no client can put itself before others."""
+        level = PRIORITIES.get(self.priority, 0) if isinstance(self.priority, str) else self.priority or 0
+        return min(max(level, 0), MAX_PRIORITY)
 
     def parts(self) -> Sequence[Self]:
         """Return a request for each prompt. Their answers are the choices of one response."""
@@ -190,3 +198,10 @@ class GenerationRequest(RequestModel):
         """Return the greatest depth used, if more was requested. `engine`: what the engine reports."""
         depth = self.num_draft_tokens
         return MAX_K if engine is None and isinstance(depth, int) and depth > MAX_K else engine
+
+
+class ProgressRequest(GenerationRequest):
+    """A request whose stream can report more, as llama.cpp's server does."""
+
+    return_progress: bool | None = Field(None, description="How far the prompt is read, in `prompt_progress`.")
+    timings_per_token: bool | None = Field(None, description="`timings` with every piece of text.")

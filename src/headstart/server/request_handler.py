@@ -32,6 +32,7 @@ OUTCOMES = {408: "timeout", 499: "cancelled"}  # of requests whose prompt was no
 
 Body = TypeVar("Body", bound=GenerationRequest)
 Writer = TypeVar("Writer", bound=ResponseWriter)
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -151,7 +152,7 @@ class RequestHandler:
                 prompt = await part.make_prompt(served, work)
                 request = part.engine_request(prompt, served.model.context_length)
                 adapter = served.info.adapter_of(body.model)
-                requests.append(replace(request, priority=body.priority or "interactive", adapter=adapter))
+                requests.append(replace(request, priority=body.level, adapter=adapter))
             if request.params.logprobs:
                 await work.run(served.token_bytes, 0)  # slow once, and must not block the event loop
             return prompt, await work.run(writer_type, body, prompt, served), requests
@@ -199,16 +200,20 @@ class RequestHandler:
             loading.cancel()  # unless it is done
             gone.cancel()
 
-    async def count_tokens(self, body: CountTokensRequest, http: HTTPRequest) -> int:
-        body.check()
-        model, client, deadline = self.find(body.model), client_of(http.scope, self.keys), self._deadline()
+    async def prepare(
+        self, name: str | None, http: HTTPRequest, make: Callable[[ServedModel, Preparation], Awaitable[Result]]
+    ) -> Result:
+        """Return what is made with a model's tokenizer and template alone."""
+        model, client, deadline = self.find(name), client_of(http.scope, self.keys), self._deadline()
         loaded = await self._acquire(model, http, deadline)
         try:
-            make_prompt = partial(body.make_prompt, loaded.served)
-            prompt = await loaded.preparer.prepare(make_prompt, http, client, deadline, counting=True)
+            return await loaded.preparer.prepare(partial(make, loaded.served), http, client, deadline, counting=True)
         finally:
             self.pool.release(model)
-        return len(prompt.tokens)
+
+    async def count_tokens(self, body: CountTokensRequest | GenerationRequest, http: HTTPRequest) -> int:
+        body.check()
+        return len((await self.prepare(body.model, http, body.make_prompt)).tokens)
 
     def cancel(self, id: str, http: HTTPRequest) -> None:
         """Cancel a request of the same client. Another client's is not found, so that ids cannot be probed."""

@@ -1,6 +1,7 @@
 """From the events of the engine to the output of each choice, and what the responses of both APIs share."""
 
 import asyncio
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
@@ -93,6 +94,7 @@ class ResponseWriter(ABC):
         self.model_id = served.info.full_id(body.model)
         self._ignored = body.ignored_fields()
         self._clamped_to = body.clamped_to
+        self._started = time.perf_counter()
 
     @abstractmethod
     async def complete(self, events: Events) -> str:
@@ -106,6 +108,34 @@ class ResponseWriter(ABC):
         """Return what a stream says where nothing has come for a while; `done` and `total` are tokens of prompts. A
         comment, which clients skip."""
         return f": prompt {done} of {total}\n\n"
+
+    def prompt_progress(self, event: Event) -> dict[str, int]:
+        """Return how far a prompt is read, as llama.cpp's server says it."""
+        assert event.stats is not None
+        return {
+            "total": event.stats.prompt_tokens,
+            "cache": event.stats.prefix_cache_hit,
+            "processed": event.prompt_processed or event.stats.prompt_tokens,
+            "time_ms": round(1000 * (time.perf_counter() - self._started)),
+        }
+
+    def timings(self, stats: Stats) -> dict[str, Any]:
+        """Return the times of an answer as llama.cpp's server has them."""
+        read, prompt_ms = stats.prompt_tokens - stats.prefix_cache_hit, 1000 * stats.prompt_seconds
+        said, said_ms = stats.generation_tokens, 1000 * stats.generation_seconds
+        return {
+            "cache_n": stats.prefix_cache_hit,
+            "prompt_n": read,
+            "prompt_ms": round(prompt_ms, 3),
+            "prompt_per_token_ms": round(prompt_ms / max(1, read), 3),
+            "prompt_per_second": stats.prompt_tps,
+            "predicted_n": said,
+            "predicted_ms": round(said_ms, 3),
+            "predicted_per_token_ms": round(said_ms / max(1, said), 3),
+            "predicted_per_second": stats.generation_tps,
+            "draft_n": stats.proposed_draft_tokens,
+            "draft_n_accepted": stats.accepted_draft_tokens,
+        }
 
     def generation_stats(self, stats: Stats) -> dict[str, Any]:
         clamped = self._clamped_to(stats.clamped_to)

@@ -14,9 +14,9 @@ from .prepare import Preparation
 from .request_fields import (
     REASONING_BUDGETS,
     BoundedList,
-    GenerationRequest,
     JsonObject,
     Penalty,
+    ProgressRequest,
     RequestModel,
     Text,
     ToolList,
@@ -120,7 +120,7 @@ class ReasoningConfig(RequestModel):
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class ResponsesRequest(GenerationRequest):
+class ResponsesRequest(ProgressRequest):
     input: ResponsesInput
     instructions: Text | None = None
     previous_response_id: Text | None = None

@@ -53,24 +53,32 @@ class ResponsesWriter(ResponseWriter):
 
     async def _all_events(self, events: Events) -> AsyncIterator[Json]:
         try:
-            for kind in ("response.created", "response.in_progress"):
-                yield {"type": kind, "response": self._response("in_progress")}
+            yield {"type": "response.created", "response": self._response("in_progress")}
+            yield self._in_progress()
             async for event in self._events(events):
                 yield event
             response = await self._end()
             kind = "completed" if self._status() == "completed" else "incomplete"
-            yield {"type": f"response.{kind}", "response": response}
+            timings = self.timings(self._output.stats)
+            yield {"type": f"response.{kind}", "response": response, "timings": timings}
         except Exception as error:  # the status has been sent
             refusal = to_refusal(error)
             details = {"code": refusal.code or "server_error", "message": refusal.detail}
             yield {"type": "response.failed", "response": self._response("failed", error=details)}
 
+    def _in_progress(self, **fields: Any) -> Json:
+        return {"type": "response.in_progress", "response": self._response("in_progress"), **fields}
+
     async def _events(self, events: Events) -> AsyncIterator[Json]:
         """Yield the events of the output's items."""
         async for event in events:
+            read = event.prompt_processed or event.tokens
+            if self.body.return_progress and read and not self._output.stats.generation_tokens:
+                yield self._in_progress(prompt_progress=self.prompt_progress(event))
             for delta in TokenSpan.join(self._output.read(event)).deltas if self._generates else ():
                 for each in self._items.add(delta):
-                    yield each
+                    timed = self.body.timings_per_token and each["type"].endswith(".delta")
+                    yield {**each, "timings": self.timings(self._output.stats)} if timed else each
         for each in self._items.close("incomplete" if self._status() != "completed" else "completed"):
             yield each
 

@@ -21,6 +21,7 @@ from .openai_response import OpenAIWriter
 from .request_handler import RequestHandler
 from .responses_routes import add_responses_routes
 from .states import ServerState
+from .token_routes import add_probe_routes, add_token_routes
 
 
 async def open_app(app: FastAPI, state: ServerState, pool: ModelPool, *, allow_download: bool = False) -> None:
@@ -34,7 +35,9 @@ async def open_app(app: FastAPI, state: ServerState, pool: ModelPool, *, allow_d
     handler = RequestHandler(pool, keys, pool.limits, metrics, find=downloads.find if downloads else pool.find)
     add_generation_routes(app, handler)
     add_responses_routes(app, handler, threads, state)
+    add_token_routes(app, handler)
     add_status_routes(app, pool, metrics, keys)
+    add_probe_routes(app, pool)
     add_model_routes(app, pool, downloads)
     add_settings_routes(app, pool)
     add_dashboard(app)

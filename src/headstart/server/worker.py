@@ -27,6 +27,8 @@ from runpy import run_path
 from secrets import randbelow
 from typing import Any, BinaryIO, Literal
 
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -241,8 +243,6 @@ def receive(line: bytes) -> tuple[Json, bytes]:
 def answer_requests(settings: Json, requests: Requests, answers: BinaryIO) -> None:
     """Answer one request after another; an unexpected error ends the process."""
     try:
-        from llguidance import LLTokenizer
-
         encoder = Encoder(Tokenizer.from_str(settings["tokenizer"]))
         grammar_tokenizer = LLTokenizer(settings["tokenizer"], eos_token=settings["eos"])
         limit_memory()
@@ -254,6 +254,12 @@ def answer_requests(settings: Json, requests: Requests, answers: BinaryIO) -> No
             request, data = requests.get()
             if "rules" in request:
                 answer, found = decode_image(data, **request)
+            elif "gbnf" in request:
+                signal.setitimer(signal.ITIMER_PROF, request["seconds"])
+                try:
+                    answer, found = {"lark": gbnf_to_lark(request["gbnf"])}, b""
+                except Exception as error:
+                    answer, found = {"error": str(error)[:500]}, b""
             elif "kind" in request:
                 answer, found = encode(encoder, data.decode(), **request)
             else:
@@ -279,16 +285,10 @@ def encode(encoder: Encoder, text: str, kind: Kind, mark: str, limit: int | None
         return {"error": str(error)[:500]}, b""
 
 
-def decode_image(image: bytes, base64: bool, declared: str | None, rules: Json, seconds: float) -> tuple[Json, bytes]:
+def decode_image(image: bytes, seconds: float, **request: Any) -> tuple[Json, bytes]:
     """Return the pixels of a file, resized, or what is wrong with it, within `seconds` of CPU time."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
-    images = load_images()
-    try:
-        file = images["decode_base64"](image.decode()) if base64 else image
-        pixels = images["read_image"](file, images["ImageRules"](**rules), declared)
-    except (ValueError, MemoryError) as error:
-        return {"error": str(error) or "needs too much memory: scale it down"}, b""
-    return {"size": pixels.shape[:2]}, pixels.tobytes()
+    return load_images()["decode"](image, **request)
 
 
 @cache
@@ -303,8 +303,6 @@ def try_grammar(tokenizer: Any, grammar: str, limits: Json, seconds: float, mask
     Errors in the grammar itself are left to the compiler in the server. SIGPROF kills the process after `seconds` of
     CPU time: a busy machine does not count against the grammar.
     """
-    from llguidance import LLMatcher, LLParserLimits
-
     signal.setitimer(signal.ITIMER_PROF, seconds)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**limits))
     end = time.thread_time() + TRIAL_SECONDS
