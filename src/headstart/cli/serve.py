@@ -98,6 +98,7 @@ def _serve(
         show_line("")  # a download shows lines of its own
         shared = join_cluster(cluster, models, settings, limits) if cluster is not None else None
         pool, first = (shared, []) if shared is not None else make_pool(models, settings, limits)
+        pool.names.use(settings.aliases, settings.default_model)
         server.call(open_app(app, state, pool, allow_download=settings.allow_download)).result()
         for model in first:
             _load(server, state, pool, model)

@@ -33,6 +33,12 @@ class ServeSettings:
         None, min=0, help="Memory for all loaded models and their requests.", show_default="what is free"
     )
     model_id: str | None = Option(None, help="What clients call it.", show_default="its hub id or folder's name")
+    model_alias: list[str] | None = Option(
+        None, metavar="NAME=MODEL", help="Another name by which clients may call a model. Repeat for more."
+    )
+    default_model: str | None = Option(
+        None, metavar="MODEL", help="What clients get who name a model that is not served.", show_default="an error"
+    )
     mtp: bool | None = options.MTP
     head: str | None = options.HEAD
     drafter: str | None = options.DRAFTER
@@ -95,7 +101,8 @@ class ServeSettings:
         return self.all_models or len({*models, *(self.pin or ())}) > 1
 
     def check(self, models: list[str]) -> None:
-        """Refuse flags that do not go with several models."""
+        """Refuse flags that do not go with several models, and aliases that are none."""
+        _ = self.aliases
         for_one = {
             "--model-id": self.model_id,
             "--head": self.head,
@@ -113,6 +120,14 @@ class ServeSettings:
         alone = {"--prefix-cache-dir": self.prefix_cache_dir, "--images": self.images, "--adapter": self.adapter}
         if refused := next((flag for flag, given in alone.items() if given), None):
             raise ClusterError(f"{refused} is not available on several machines: leave it out")
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Return the other names of models."""
+        split = {each: each.partition("=") for each in self.model_alias or ()}
+        if wrong := next((each for each, (name, _, model) in split.items() if not name or not model), None):
+            raise RequestError(f"--model-alias {wrong}: write NAME=MODEL")
+        return {name: model for name, _, model in split.values()}
 
     def keys(self) -> "Keys":
         """Return the keys that clients must send, if who can connect without one may."""

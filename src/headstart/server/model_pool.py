@@ -29,6 +29,7 @@ from ..host import give_back_memory
 from ..models.memory import SHARE
 from .errors import Refusal
 from .log import LOG
+from .model_names import ModelNames
 from .pooled_model import LoadedModel, PooledModel
 from .prepare import Preparer
 from .served_model import ServedModel
@@ -62,6 +63,7 @@ class ModelPool:
         """
         self.device, self.limits, self.budget = device, limits or Limits(), budget
         self.models: list[PooledModel] = []
+        self.names = ModelNames(self.models)
         self.max_sequences, self.max_queue = max_sequences, max_queue
         self._idle, self._turn = idle_seconds, turn_seconds
         self._prefix_bytes, self._prefix_options = prefix_bytes, prefix_options or PrefixOptions()
@@ -118,15 +120,7 @@ class ModelPool:
 
     def find(self, name: str | None) -> PooledModel:
         """Return the model that a request names, by default the first."""
-        for each in self.models:
-            if name is None or each.info.answers_to(name) or each.info.adapter_of(name):
-                found = each
-                break
-        else:
-            ids = ", ".join(repr(entry["id"]) for each in self.models[:20] for entry in each.entries())
-            message = f"model {str(name)[:100]!r} is not served here: this server has {ids}"
-            raise Refusal(404, message, param="model", code="model_not_found")
-        return found
+        return self.names.find(name)
 
     @property
     def waiting(self) -> int:

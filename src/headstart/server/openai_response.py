@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
-from ..engine import Event, Stats
+from ..engine import Stats
 from .chat import Prompt
 from .errors import to_refusal
 from .markup import Delta
@@ -56,14 +56,15 @@ class OpenAIWriter(ResponseWriter):
     async def _chunks(self, events: Events) -> AsyncIterator[Json]:
         if self._is_chat:
             for choice in self._choices:
-                delta = {"role": "assistant", "content": ""}
+                delta = {"role": "assistant", "content": None}
                 yield self._envelope([{"index": choice.index, "delta": delta, "finish_reason": None}])
         unfinished = len(self._choices)
         async for event in events:
             choice = self._choices[event.choice]
             read = event.prompt_processed or event.tokens
             if self._return_progress and read and not choice.stats.generation_tokens:
-                yield self._progress(choice.index, event)
+                for progress in self.prompt_progress(event):
+                    yield self._progress(choice.index, progress)
             spans = choice.read(event)
             # A chunk per step, or with origins one per token, so that each text is beside its origin.
             for span in spans if self._include_origins else [TokenSpan.join(spans)]:
@@ -82,9 +83,8 @@ class OpenAIWriter(ResponseWriter):
     def _timings(self, choice: ChoiceOutput) -> Json:
         return {"timings": self.timings(choice.stats)} if self._timings_per_token else {}
 
-    def _progress(self, index: int, event: Event) -> Json:
+    def _progress(self, index: int, progress: Json) -> Json:
         """Return the chunk that llama.cpp's server sends when more of a prompt is read, and when all of it is."""
-        progress = self.prompt_progress(event)
         text: Json = {"delta": {}} if self._is_chat else {"text": ""}
         choice = {"index": index, **text, "logprobs": None, "finish_reason": None}
         return self._envelope([choice], prompt_progress=progress)

@@ -86,6 +86,7 @@ class RequestHandler:
     ) -> "tuple[PooledModel, Submit[Writer], asyncio.Future[LoadedModel]]":
         """Check a request, and start to wait for its model."""
         body.check()
+        body = body.model_copy(update={"model": self.pool.names.resolve(body.model)})
         model = self.find(body.model)
         self._check_open()
         owner = owner_of(http.scope, self.keys)

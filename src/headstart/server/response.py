@@ -95,6 +95,7 @@ class ResponseWriter(ABC):
         self._ignored = body.ignored_fields()
         self._clamped_to = body.clamped_to
         self._started = time.perf_counter()
+        self._progressed: set[int] = set()  # choices whose prompt's progress has been said
 
     @abstractmethod
     async def complete(self, events: Events) -> str:
@@ -109,15 +110,14 @@ class ResponseWriter(ABC):
         comment, which clients skip."""
         return f": prompt {done} of {total}\n\n"
 
-    def prompt_progress(self, event: Event) -> dict[str, int]:
-        """Return how far a prompt is read, as llama.cpp's server says it."""
+    def prompt_progress(self, event: Event) -> Iterator[dict[str, int]]:
+        """Yield how far a prompt is read, as llama.cpp's server says it: first, what it did not have to read."""
         assert event.stats is not None
-        return {
-            "total": event.stats.prompt_tokens,
-            "cache": event.stats.prefix_cache_hit,
-            "processed": event.prompt_processed or event.stats.prompt_tokens,
-            "time_ms": round(1000 * (time.perf_counter() - self._started)),
-        }
+        total, cached = event.stats.prompt_tokens, event.stats.prefix_cache_hit
+        begins, self._progressed = event.choice not in self._progressed, self._progressed | {event.choice}
+        for processed in ([cached] if begins else []) + [event.prompt_processed or total]:
+            passed = round(1000 * (time.perf_counter() - self._started))
+            yield {"total": total, "cache": cached, "processed": processed, "time_ms": passed}
 
     def timings(self, stats: Stats) -> dict[str, Any]:
         """Return the times of an answer as llama.cpp's server has them."""

@@ -74,7 +74,8 @@ class ResponsesWriter(ResponseWriter):
         async for event in events:
             read = event.prompt_processed or event.tokens
             if self.body.return_progress and read and not self._output.stats.generation_tokens:
-                yield self._in_progress(prompt_progress=self.prompt_progress(event))
+                for progress in self.prompt_progress(event):
+                    yield self._in_progress(prompt_progress=progress)
             for delta in TokenSpan.join(self._output.read(event)).deltas if self._generates else ():
                 for each in self._items.add(delta):
                     timed = self.body.timings_per_token and each["type"].endswith(".delta")

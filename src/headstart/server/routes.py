@@ -104,7 +104,7 @@ class ModelName(BaseModel):
 def add_model_routes(app: FastAPI, pool: ModelPool, downloads: Downloads | None) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        data = [entry for model in pool.models for entry in model.entries()]
+        data = [entry | {"aliases": pool.names.of(model)} for model in pool.models for entry in model.entries()]
         if downloads is None:
             return {"object": "list", "data": data}
         removable = {model.id for model in pool.models if downloads.can_remove(model)}
@@ -113,7 +113,7 @@ def add_model_routes(app: FastAPI, pool: ModelPool, downloads: Downloads | None)
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        return pool.find(name).describe(name)
+        return pool.find(name).describe(pool.names.resolve(name))
 
     @app.delete("/v1/models/{name:path}")
     async def remove(name: str) -> dict[str, Any]:
