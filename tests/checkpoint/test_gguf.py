@@ -245,6 +245,15 @@ def test_matrices_with_more_bits_than_asked_for_are_quantised_again(tmp_path: Pa
     assert other.quantization == {"group_size": 32, "bits": 8, "mode": "mxfp8"}
 
 
+def test_what_is_quantised_can_be_widened_first(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", write_release(tmp_path / "raw", "llama"), "Q4_0")
+    wide = load_model(converted(resolve(file), tmp_path / "wide", mx.float32, dequantize=True), dtype=mx.float32)
+    assert not any(isinstance(module, nn.QuantizedLinear) for _, module in wide.weights.named_modules())
+    assert_same_numbers(wide, load_model(file, dtype=mx.float32))
+    eight = read_layout(converted(resolve(file), tmp_path / "eight", bits=8, dequantize=True))
+    assert eight.quantization == {"group_size": 64, "bits": 8, "mode": "affine"}
+
+
 # -- bad files
 
 

@@ -73,7 +73,7 @@ def plan_conversion(source: Layout, destination: Path, recipe: Recipe, original:
     mlx_lm_names = {Names(source.config).canonical(name): name for name in parameter_shapes(model.lm)}
     names = {name: mlx_lm_names[name] for name in parameter_shapes(model.weights) if not is_head(name)}
     choose = recipe.for_trunk(model.lm)
-    trunk, quantized = _convert_parameters(names, source.stored, model, choose, recipe.dtype)
+    trunk, quantized = _convert_parameters(names, source.stored, model, choose, recipe)
     modules = dict(model.weights.named_modules())
     norms = {new: trunk[new] for name, new in names.items() if isinstance(modules[name.rpartition(".")[0]], Norm)}
     trunk |= {name: array.astype(recipe.dtype) for name, array in norms.items()}
@@ -128,14 +128,14 @@ def _companion_files(source: Path) -> list[Path]:
 def convert_head(stored: Stored, model: models.Model, recipe: Recipe) -> Arrays:
     """Return the head that `convert` keeps and `graft` brings back, its norms in float32."""
     names = {name: name for name in parameter_shapes(model.weights) if is_head(name)}
-    return _convert_parameters(names, stored, model, recipe.for_head(model.family.head), recipe.dtype)[0]
+    return _convert_parameters(names, stored, model, recipe.for_head(model.family.head), recipe)[0]
 
 
 def _convert_parameters(
-    names: dict[str, str], stored: Stored, model: models.Model, choose: Choose, dtype: mx.Dtype
+    names: dict[str, str], stored: Stored, model: models.Model, choose: Choose, recipe: Recipe
 ) -> tuple[Arrays, dict[str, Quantization]]:
     """Convert the parameters `names`, given with the names to write them under. What is quantised stays as it is,
-    unless fewer bits or another mode are wanted.
+    unless fewer bits or another mode are wanted, or all is widened.
 
     Returns:
         The arrays, norms in float32, and how modules are quantised.
@@ -154,14 +154,16 @@ def _convert_parameters(
                 for part in PARTS
                 if f"{path}.{part}" in stored
             }
-            if how is None or (kept["mode"] == how.get("mode", "affine") and kept["bits"] <= how["bits"]):
+            fits = how is None or (kept["mode"] == how.get("mode", "affine") and kept["bits"] <= how["bits"])
+            if fits and not recipe.dequantize:
                 quantized[module] = kept
                 arrays |= {f"{module}.{part}": values for part, values in parts.items()}
                 continue
             array = _dequantised(parts, kept)
+            array = array.astype(recipe.dtype) if recipe.dequantize else array
         else:
             offset = model.family.norm_offset if isinstance(modules[path], Norm) else None
-            array = read_parameter(name, stored, files, dtype, norm_offset=offset)
+            array = read_parameter(name, stored, files, recipe.dtype, norm_offset=offset)
         if how:
             quantized[module] = how
             arrays |= {f"{module}.{part}": a for part, a in zip(PARTS, mx.quantize(array, **how), strict=False)}
@@ -173,6 +175,8 @@ def _convert_parameters(
 def _dequantised(parts: dict[str, mx.array], how: Quantization) -> mx.array:
     """Return the numbers of a matrix [N, K] or of one for each expert [E, N, K], in float32."""
     weight, scales, biases = parts["weight"], parts["scales"], parts.get("biases")
+    if biases is not None:  # MLX computes in the type of affine scales
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
     array = mx.dequantize(weight, scales, biases, how["group_size"], how["bits"], how["mode"], dtype=mx.float32)
     whole = parts.get("global_scale")
     return array if whole is None else array * (whole / NVFP4_MOST)[..., None, None]

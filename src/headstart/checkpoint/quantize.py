@@ -69,6 +69,7 @@ class Recipe:
             JSON file, of patterns of mlx-lm's names and what the matrices get of which each is the first that fits.
         mtp_bits: Of the head: "keep", or a number. None: 8 where the trunk is quantised, else not quantised. `mtp.fc`
             and norms are never quantised.
+        dequantize: What is quantised is widened first, instead of staying as it is.
     """
 
     dtype: mx.Dtype
@@ -77,6 +78,7 @@ class Recipe:
     mtp_bits: str | int | None = None
     mode: str | None = None
     mix: str | int | Path | None = None
+    dequantize: bool = False
 
     def __post_init__(self) -> None:
         quantization(self.mode, self.bits, self.group_size)

@@ -36,6 +36,7 @@ def convert_command(
     dtype: Literal["bfloat16", "float16", "float32"] | None = Option(
         None, help="Type of what is not quantised.", show_default="the source's"
     ),
+    dequantize: bool = Option(False, "--dequantize", help="Widen what is quantised first."),
     dry_run: bool = options.DRY_RUN,
 ) -> None:
     """Convert a released model to MLX and keep its MTP head. mlx-lm runs the result too, without the head. A block
@@ -49,7 +50,7 @@ def convert_command(
     from ..checkpoint.quantize import Recipe
 
     settings = Recipe(
-        mx.bfloat16, bits, group_size, mtp_bits, mode, mix
+        mx.bfloat16, bits, group_size, mtp_bits, mode, mix, dequantize
     )  # wrong options are refused before downloads
     folder = find_model(source, vision=True, dry_run=dry_run)
     if is_drafter(folder):
