@@ -71,6 +71,10 @@ class Backend(Recurrents, Drafting):
         """Return the backend of MLX's own operations on this device."""
         return self
 
+    def with_gradients(self) -> "Backend":
+        """Return the backend of operations that have gradients, to train with."""
+        return self.stock()
+
     # Loading a model
 
     def activations(self, stored: mx.Dtype, experts: bool, modes: set[str]) -> mx.Dtype:

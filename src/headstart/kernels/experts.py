@@ -25,7 +25,7 @@ def stock_experts(x: mx.array, indices: mx.array, layer: nn.Module) -> mx.array:
 
 def stock_route(logits: mx.array, top: int, normed: bool) -> tuple[mx.array, mx.array]:
     gates = mx.softmax(logits, axis=-1, precise=True)
-    indices = mx.argpartition(gates, kth=-top, axis=-1)[..., -top:]
+    indices = mx.stop_gradient(mx.argpartition(gates, kth=-top, axis=-1)[..., -top:])
     scores = mx.take_along_axis(gates, indices, axis=-1)
     return indices, scores / scores.sum(axis=-1, keepdims=True) if normed else scores
 

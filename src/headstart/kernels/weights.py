@@ -40,6 +40,18 @@ class MatrixWeights:
         return self
 
 
+def dequantised(layer: nn.Module) -> mx.array:
+    """Return the numbers of a layer's weight in float32."""
+    weight: mx.array = layer["weight"]
+    if "scales" not in layer:
+        return weight.astype(mx.float32)
+    scales, biases = layer["scales"], layer.get("biases")
+    if biases is not None:  # MLX computes in the type of affine scales
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+    numbers = mx.dequantize(weight, scales, biases, layer.group_size, layer.bits, layer.mode, dtype=mx.float32)
+    return numbers * (layer["global_scale"] / NVFP4_MOST) if "global_scale" in layer else numbers
+
+
 class ScaledLinear(nn.QuantizedLinear):
     """A linear layer in nvfp4 with one scale for the whole matrix, which MLX's product does not take: as MLX has it,
     of the largest number that the format holds with its largest scale."""

@@ -1,4 +1,7 @@
-"""Llama and Mistral: no head. Mistral 3 has a vision tower around a Llama or a Ministral 3."""
+"""Llama and Mistral: released without a head; `train-head` makes one.
+
+Mistral 3 has a vision tower around a Llama or a Ministral 3.
+"""
 
 from typing import Any
 
@@ -8,7 +11,7 @@ from mlx_lm.models import llama, ministral3, mistral3
 from ..errors import CheckpointError
 from ..kernels.layers import Attention
 from .family import plain_family
-from .windows import build_with_windows, windowed, windowed_attention
+from .windows import build_with_windows, trained_head_layer, windowed, windowed_attention
 
 TEXT_TYPES = ("llama", "mistral", "ministral3")
 
@@ -35,13 +38,14 @@ def llama_attention(layer: nn.Module) -> Attention:
     return windowed_attention(layer, query_scale=scale)
 
 
-LLAMA = plain_family("llama", llama, build=windowed(llama), mixer=llama_attention)
-MINISTRAL3 = plain_family("ministral3", ministral3, build=windowed(ministral3), mixer=llama_attention)
+LLAMA_LAYERS: dict[str, Any] = {"mixer": llama_attention, "head_layer": trained_head_layer}
+LLAMA = plain_family("llama", llama, build=windowed(llama), **LLAMA_LAYERS)
+MINISTRAL3 = plain_family("ministral3", ministral3, build=windowed(ministral3), **LLAMA_LAYERS)
 MISTRAL3 = plain_family(
     "mistral3",
     mistral3,
     build=build_mistral3,
     text=lambda lm: lm.language_model.model,
     lm_head=lambda lm: lm.language_model.get("lm_head"),
-    mixer=llama_attention,
+    **LLAMA_LAYERS,
 )

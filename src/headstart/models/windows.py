@@ -1,6 +1,7 @@
 """Sliding windows of families that mlx-lm runs without them: as transformers reads config.json."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -48,6 +49,11 @@ def build_with_windows(make: Callable[[dict[str, Any]], nn.Module], text: dict[s
 def windowed(module: ModuleType) -> Callable[[dict[str, Any]], nn.Module]:
     """Return what builds the model of a module of mlx-lm, with windows."""
     return partial(build_with_windows, lambda text: module.Model(module.ModelArgs.from_dict(text)))
+
+
+def trained_head_layer(lm: nn.Module) -> nn.Module:
+    """Return a layer like the last, for the head of a model that is released without one (`train-head`)."""
+    return deepcopy(lm.layers[-1])
 
 
 def windowed_attention(layer: nn.Module, **fields: Any) -> Attention:

@@ -53,6 +53,11 @@ class CpuBackend(Sampled, StockCpu):
     def stock(self) -> Backend:
         return StockCpu()
 
+    def with_gradients(self) -> Backend:
+        from .gradients import CpuGradients
+
+        return CpuGradients(self.native)
+
     def activations(self, stored: mx.Dtype, experts: bool, modes: set[str]) -> mx.Dtype:
         return stored if stored in ops.TYPES and modes <= {"affine"} else super().activations(stored, experts, modes)
 

@@ -1,0 +1,1 @@
+"""Train a multi-token-prediction head for a model, on text that the model generates."""
