@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,7 +212,7 @@ def server_key() -> str:
     return os.environ.get("HEADSTART_API_KEY", "").split(" ")[0] or "none"
 
 
-def get_json(url: str, key: str, timeout: float | None = None, body: dict[str, str] | None = None) -> Any:
+def get_json(url: str, key: str, timeout: float | None = None, body: Mapping[str, Any] | None = None) -> Any:
     """Ask a server of this machine, past any proxy. With a body it is a POST."""
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     request = Request(url, json.dumps(body).encode() if body is not None else None, headers)

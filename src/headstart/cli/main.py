@@ -30,6 +30,7 @@ from . import (
     probe,
     pull,
     recommend,
+    replay,
     report,
     running,
     serve,
@@ -126,6 +127,7 @@ app.command("generate")(generate.generate_command)
 app.command("chat")(chat.chat_command)
 app.command("serve", cls=config.ConfiguredCommand)(serve.serve_command)
 app.command("ps")(running.ps_command)
+app.command("replay")(replay.replay_command)
 app.command("stop")(running.stop_command)
 app.command("config")(config.config_command)
 app.command("launch", cls=launch.LaunchCommand)(launch.launch_command)

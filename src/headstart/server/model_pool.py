@@ -100,6 +100,7 @@ class ModelPool:
         thread.settings = model.settings or thread.settings
         model.loaded = LoadedModel(served, thread, preparer)
         model.loads += 1
+        _ = served.fingerprint  # begins to read the files
 
     def start(self) -> None:
         """Start the device's thread and what loads models, in the event loop."""

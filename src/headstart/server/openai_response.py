@@ -117,6 +117,7 @@ class OpenAIWriter(ResponseWriter):
     def _envelope(self, choices: list[Json], suffix: str = ".chunk", **end: Any) -> Json:
         kind = f"chat.completion{suffix}" if self._is_chat else "text_completion"
         envelope = {"id": self.id, "object": kind, "created": self._created, "model": self.model_id}
+        envelope["system_fingerprint"] = self.served.fingerprint.text
         return {**envelope, "choices": choices, **end}
 
     def _stats(self) -> Json:

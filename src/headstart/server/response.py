@@ -139,7 +139,11 @@ class ResponseWriter(ABC):
 
     def generation_stats(self, stats: Stats) -> dict[str, Any]:
         clamped = self._clamped_to(stats.clamped_to)
-        return stats.as_dict() | {"ignored_fields": self._ignored, "num_draft_tokens_clamped_to": clamped}
+        return stats.as_dict() | {
+            "ignored_fields": self._ignored,
+            "num_draft_tokens_clamped_to": clamped,
+            "system_fingerprint": self.served.fingerprint.text,
+        }
 
 
 def encode_json(value: Any) -> str:

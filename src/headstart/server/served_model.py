@@ -18,6 +18,7 @@ from ..models import Model, text_config
 from ..models.dflash import DFlash
 from ..sampling import token_bytes
 from .chat import ChatTemplate
+from .fingerprint import Fingerprint
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,10 @@ class ServedModel:
     @property
     def id(self) -> str:
         return self.info.id
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint(self.info, self.model)
 
     @cached_property
     def template(self) -> ChatTemplate:

@@ -56,6 +56,7 @@ def add_probe_routes(app: FastAPI, pool: ModelPool) -> None:
             "modalities": {"vision": model.info.vision, "audio": False},
             "chat_template": tokenizer.chat_template if tokenizer is not None else None,
             "build_info": f"headstart {__version__}",
+            "system_fingerprint": model.loaded.served.fingerprint.text if model.loaded is not None else None,
         }
 
     @app.get("/version")
