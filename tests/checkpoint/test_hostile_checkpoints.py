@@ -206,6 +206,8 @@ CASES: dict[str, tuple[Damage, str, str]] = {  # damage, file, words
 TOKENIZER_CASES: dict[str, tuple[Damage, str, str]] = {
     "tokenizer_config list": (text("tokenizer_config.json", "[]"), "tokenizer_config.json", "not a JSON object"),
     "tokenizer_config nested": (text("tokenizer_config.json", DEEP), "tokenizer_config.json", "nested too deeply"),
+    "tokenizer_config length": (text("tokenizer_config.json", '{"model_max_length": "x"}'), "tokenizer_config.json",
+                                "model_max_length is 'x', not a number"),
     "generation_config list": (text("generation_config.json", "[]"), "generation_config.json", "not a JSON object"),
     "generation_config nested": (text("generation_config.json", DEEP), "generation_config.json", "nested too deeply"),
     "end token list": (text("generation_config.json", '{"eos_token_id": [[]]}'), "", "eos_token_id is [[]]"),

@@ -34,6 +34,7 @@ class Template:
         pytest.param({"default": "x", "tool_use": SPINS}, "too long", id="loop in one of two"),
         pytest.param("{% if messages | length > 3 %}" + DOUBLED + "{% endif %}", "memory", id="doubling"),
         pytest.param("{{ 'a' * 10 ** 11 }}", "memory", id="size"),
+        pytest.param("{{ messages | tojson(indent=10 ** 9) }}", "memory", id="indentation"),
         pytest.param("{% generation %}{% for i in range(2000) %}{{ 'a' * 1000 }}{% endfor %}{% endgeneration %}",
                      "writes more", id="output"),
     ],

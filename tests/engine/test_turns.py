@@ -38,6 +38,7 @@ HEADER = [8186, 455]  # <|im_start|>assistant
         pytest.param("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", None, id="plain text"),
         pytest.param("{{ raise_exception('not today') }}", None, id="fails"),
         pytest.param("{{ messages | length }}", None, id="rewrites everything"),
+        pytest.param("", None, id="writes nothing"),
     ],
 )
 def test_the_marker_of_a_turn_is_read_off_the_template(template: str | None, expected: TurnMarker | None) -> None:

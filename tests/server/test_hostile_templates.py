@@ -34,13 +34,16 @@ def test_a_server_starts_without_a_template_that_never_ends(tmp_path: Path) -> N
         assert "the chat template is not used" in server.log()
 
 
-@pytest.mark.parametrize("error", ["RecursionError", "ZeroDivisionError", "MemoryError", "UndefinedError"])
+@pytest.mark.parametrize(
+    "error", ["RecursionError", "ZeroDivisionError", "MemoryError", "UndefinedError", "UnicodeEncodeError"]
+)
 def test_whatever_a_template_does_with_a_conversation_is_a_refusal(error: str) -> None:
     tokenizer = load_tokenizer(resolve("tiny-qwen3.5"))
     tokenizer._tokenizer.chat_template = (
         "{% macro f(x) %}{{ f(x) }}{% endmacro %}{% set said = messages[0].content %}{{ said }}"
         "{% if said == 'RecursionError' %}{{ f(1) }}{% elif said == 'ZeroDivisionError' %}{{ 1 / 0 }}"
-        "{% elif said == 'MemoryError' %}{{ 'a' * 10 ** 17 }}{% elif said == 'UndefinedError' %}{{ a.b }}{% endif %}"
+        "{% elif said == 'MemoryError' %}{{ 'a' * 10 ** 17 }}{% elif said == 'UnicodeEncodeError' %}{{ '\\ud800' }}"
+        "{% elif said == 'UndefinedError' %}{{ a.b }}{% endif %}"
     )
     served = replace(served_model(), tokenizer=tokenizer)
 

@@ -253,11 +253,13 @@ def load_tokenizer(path: Path, options: Mapping[str, Any] | None = None) -> Toke
     files = [path / name for name in ("config.json", "generation_config.json", "tokenizer_config.json")]
     remedy = "Copy it from the original model."
     check_regular(path)
-    config, generation, _ = (read_object(file, remedy) if file.exists() else {} for file in files)
+    config, generation, own = (read_object(file, remedy) if file.exists() else {} for file in files)
     end = generation.get("eos_token_id")
     end = end or config.get("eos_token_id") or models.text_config(config).get("eos_token_id")
     if not all(type(token) is int for token in (end if isinstance(end, list) else [end or 0])):
         raise CheckpointError(f"{path}: eos_token_id is {shortened(end)}, not a token's number or a list of them.")
+    if not isinstance(longest := own.get("model_max_length", 0), (int, float)):
+        raise CheckpointError(f"{files[2]}: model_max_length is {shortened(longest)}, not a number. {remedy}")
     try:
         # Code that comes with a model is never run, and the user is not asked whether it may be.
         options = {**(options or {}), "trust_remote_code": False}

@@ -58,7 +58,9 @@ def environment() -> ImmutableSandboxedEnvironment:
         raise ValueError(message)
 
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    made.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False)
+    made.filters["tojson"] = lambda value, ensure_ascii=False, indent=None, separators=None, sort_keys=False: (
+        json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    )
     made.globals |= {"raise_exception": raise_exception, "strftime_now": datetime.now().strftime}
     return made
 

@@ -45,7 +45,7 @@ class TurnMarker(NamedTuple):
             log_error(LOG, "the chat template fails; prompts are not cut at turns", error=error)
             return None
         common = [a for a, *others in takewhile(_same, zip(history, *begun, strict=False))]
-        if common[: len(asked)] != asked:
+        if not asked or common[: len(asked)] != asked:
             return None
         header = common[len(asked) :]
         while header and not tokenizer.decode(header[-1:]).strip():  # the tokenizer may join it with what follows

@@ -116,7 +116,9 @@ class ChatTemplate:
         options |= {"add_generation_prompt": chat.generation_prompt, "continue_final_message": chat.continues}
         conversation = (messages, chat.tools if chat.callable_tools else None, options)
         try:
-            return encoder.render(self._apply, conversation)
+            rendered = encoder.render(self._apply, conversation)
+            rendered[0].encode()  # raises where it holds half a character
+            return rendered
         except Exception as error:  # whatever a template does with its input
             refuse(chat.param, f"the model's chat template rejects them: {printable_error(error)}")
 
