@@ -48,7 +48,8 @@ def measure(model: Model, lengths: list[int], steps: int) -> list[tuple[float, f
         first, start = done, time.perf_counter()
         while done < length:
             end = min(done + CHUNK, length)
-            prefill(model, batch, mx.array([prompt[done:end]], mx.int32), mx.array([prompt[end]], mx.int32))
+            chunk, following = mx.array([prompt[done:end]], mx.int32), mx.array([prompt[end]], mx.int32)
+            prefill(model.reading, batch, chunk, following)
             mx.eval(batch.arrays())
             done = end
         speed = (length - first) / (time.perf_counter() - start)

@@ -17,6 +17,7 @@ from itertools import pairwise
 
 from headstart.checkpoint import load_model
 from headstart.engine import Engine, Event, Request
+from headstart.engine.prompt_pass import PromptPass
 from headstart.engine.sequence import SequenceState
 from headstart.engine.slices import Slices
 from headstart.models import Model
@@ -33,8 +34,11 @@ class WholeChunks(Slices):
         return waiting[0]
 
     def width(self, begin: int, end: int) -> int:
+        return CHUNK
+
+    def pieces(self, reading: PromptPass) -> int:
         first, self._first = self._first, False
-        return CHUNK if first else 0
+        return reading.left if first else 0
 
 
 class Run:
@@ -42,7 +46,7 @@ class Run:
 
     def __init__(self, model: Model, tokens: int, streams: int, slices: type[Slices]):
         engine = Engine(model, prefix=PrefixCache(0))
-        engine.reader.slices = slices(model.reading.backend)
+        engine.reader.slices = slices(model.reading.backend, len(model.layers))
         times: list[list[float]] = [[] for _ in range(streams + 1)]
         said: list[list[int]] = [[] for _ in times]
 

@@ -145,7 +145,7 @@ def batch_of(model: Model, *prompts: Sequence[int], k: int | str = 8, chunk: int
         patch.setattr(headstart.engine.prefill, "CHUNK", chunk)
         engine.scheduler.admit()
         while engine.scheduler.prefilling:
-            engine.reader.read_chunk()
+            engine.reader.read_pass()
     assert engine.scheduler.running.batch is not None
     assert engine.scheduler.running.batch.size == len(prompts)
     mx.eval(engine.scheduler.running.batch.arrays())

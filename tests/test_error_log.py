@@ -64,7 +64,7 @@ def test_a_step_that_is_retried_is_logged_and_counted(
 
 def test_a_prefill_that_fails_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(model)
-    failing(monkeypatch, headstart.engine.prefill, "prefill", ValueError(SECRET))
+    failing(monkeypatch, headstart.engine.prefill, "prefill_by_layers", ValueError(SECRET))
     assert collect(submit(engine, random_prompt(model, 9), max_tokens=4, k=2)).finish_reason == "error"
     assert "ValueError" in logged(caplog, "prefill failed")
     assert (engine.recovery.retries, engine.recovery.recomputed) == (0, {})

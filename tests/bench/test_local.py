@@ -60,7 +60,7 @@ def test_a_prompt_that_cannot_be_prefilled_is_an_error(monkeypatch: pytest.Monke
     def fail(*arguments: object) -> None:
         raise ValueError("no")
 
-    monkeypatch.setattr("headstart.engine.prefill.prefill", fail)
+    monkeypatch.setattr("headstart.engine.prefill.prefill_by_layers", fail)
     with pytest.raises(HeadstartError, match="ValueError: no"):
         decode_batch(random_model(), PROMPTS, 0, tokens=12)
 

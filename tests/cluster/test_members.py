@@ -80,7 +80,7 @@ def test_prompts_are_not_prefilled_without_the_others(leader: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "broken", ["scheduler.Scheduler.drop_finished", "prompt_reader.prefill_chunk", "engine.build_step"]
+    "broken", ["scheduler.Scheduler.drop_finished", "prompt_reader.run_pass", "engine.build_step"]
 )
 def test_an_iteration_that_fails_ends_with_its_cause(
     broken: str, leader: Engine, monkeypatch: pytest.MonkeyPatch

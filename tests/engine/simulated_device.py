@@ -13,6 +13,7 @@ import pytest
 from headstart.engine import Engine, Event, Handle, Request, engine, pending_step, prefill, prompt_reader, sequence
 from headstart.engine.pending_step import PendingStep
 from headstart.kernels.cpu.backend import StockCpu
+from headstart.models.passes import finish
 from headstart.sampling import SamplingParams
 from headstart.state import CHUNK
 
@@ -42,14 +43,17 @@ class SimulatedDevice:
         patch.setattr(StockCpu, "asynchronous", self.asynchronous)
         patch.setattr(StockCpu, "cut", self.cut)
         patch.setattr(StockCpu, "widest", self.widest)
-        honest, start, read = prefill.prefill, PendingStep.start, PendingStep.read
+        honest, start, read = prefill.prefill_by_layers, PendingStep.start, PendingStep.read
 
         def simulated_prefill(model: Any, batch: Any, tokens: mx.array, *rest: Any) -> Any:
             begin, width = batch.trunk_state.bounds[0], tokens.shape[1]
             self.passes.append((self.now, begin, begin + width))
-            self._work(self.pass_seconds(begin, width))
-            self.read = self.ready
-            return honest(model, batch, tokens, *rest)
+            steps = honest(model, batch, tokens, *rest)
+            for _ in model.layers:
+                self._work(self.pass_seconds(begin, width) / len(model.layers))
+                self.read = self.ready
+                yield next(steps)
+            return finish(steps)
 
         def simulated_start(step: PendingStep) -> None:
             start(step)
@@ -64,7 +68,7 @@ class SimulatedDevice:
             self.now = max(self.now, self.read)
             mx.eval(*arrays)
 
-        patch.setattr(prefill, "prefill", simulated_prefill)
+        patch.setattr(prefill, "prefill_by_layers", simulated_prefill)
         patch.setattr(PendingStep, "start", simulated_start)
         patch.setattr(PendingStep, "read", simulated_read)
         patch.setattr(prompt_reader, "mx", SimpleNamespace(eval=wait))

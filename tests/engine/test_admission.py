@@ -91,8 +91,15 @@ def test_a_sequence_waits_until_there_is_memory_for_it() -> None:
 def test_a_request_that_can_never_fit_is_refused_with_what_it_needs() -> None:
     model = random_model("dense")
     engine = Engine(model, memory_limit=needed(model, 1000))
-    with pytest.raises(RequestError, match=r"prompt has 2000 tokens .* shorten it or lower max_tokens"):
+    with pytest.raises(
+        RequestError, match=r"prompt has 2000 tokens .* shorten it to \d+ tokens or lower max_"
+    ) as said:
         submit(engine, random_prompt(model, 2000), max_tokens=10)
+    told = int(str(said.value).split("shorten it to ")[1].split()[0])
+    assert told > 900
+    assert len(collect(submit(engine, random_prompt(model, told), max_tokens=10)).tokens) == 10
+    with pytest.raises(RequestError):
+        submit(engine, random_prompt(model, told + 1), max_tokens=10)
 
 
 def test_answers_that_outgrow_the_memory_wait_and_go_on_unchanged(

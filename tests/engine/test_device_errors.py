@@ -74,16 +74,16 @@ class Prefills:
 
     def __init__(self, patch: pytest.MonkeyPatch, error: str, widest: int, begin: int = 0):
         self.passes: list[tuple[int, int]] = []
-        honest = headstart.engine.prefill.prefill
+        honest = headstart.engine.prefill.prefill_by_layers
 
-        def prefill(model: Model, batch: Batch, tokens: mx.array, *rest: Any) -> None:
+        def prefill(model: Model, batch: Batch, tokens: mx.array, *rest: Any) -> Any:
             start, width = batch.trunk_state.bounds[0], tokens.shape[1]
             self.passes.append((start, start + width))
             if start + width > begin and width > widest:
                 raise RuntimeError(error)
-            honest(model, batch, tokens, *rest)
+            return honest(model, batch, tokens, *rest)
 
-        patch.setattr(headstart.engine.prefill, "prefill", prefill)
+        patch.setattr(headstart.engine.prefill, "prefill_by_layers", prefill)
 
 
 @pytest.mark.parametrize("error", [TIMEOUT, INTERACTIVITY])
@@ -153,8 +153,7 @@ def test_where_a_command_finds_no_memory_the_youngest_ends(monkeypatch: pytest.M
     expected = [plain(prompt) for prompt in PROMPTS]
     engine = Engine(MODEL)
     handles = [submit(engine, prompt, max_tokens=TOKENS, k=2) for prompt in PROMPTS]
-    while len(engine.scheduler.running.sequences) < 3:
-        engine.run_once()
+    engine.prefill_all()
     fail_step(monkeypatch, INSUFFICIENT, lambda: [engine.scheduler.running.batch])
     *others, last = [collect(handle) for handle in handles]
     assert [answer.tokens for answer in others] == expected[:2]
@@ -167,14 +166,14 @@ def test_where_there_are_too_many_buffers_the_prefix_cache_goes_first(monkeypatc
     engine = Engine(MODEL, prefix=prefix, memory_limit=10**9)
     collect(submit(engine, LONG, max_tokens=4))
     assert prefix.stats().bytes
-    honest = headstart.engine.prefill.prefill
+    honest = headstart.engine.prefill.prefill_by_layers
 
-    def prefill(*arguments: Any) -> None:
+    def prefill(*arguments: Any) -> Any:
         if next(times, None) is not None:
             raise RuntimeError(RESOURCES)
-        honest(*arguments)
+        return honest(*arguments)
 
-    monkeypatch.setattr(headstart.engine.prefill, "prefill", prefill)
+    monkeypatch.setattr(headstart.engine.prefill, "prefill_by_layers", prefill)
     assert collect(submit(engine, PROMPTS[0], max_tokens=TOKENS, k=2)).tokens == plain(PROMPTS[0])
     assert not prefix.stats().bytes
 
@@ -199,8 +198,7 @@ def test_steps_that_go_on_to_fail_end_the_youngest(monkeypatch: pytest.MonkeyPat
     expected = plain(PROMPTS[0])
     engine = Engine(MODEL)
     handles = [submit(engine, prompt, max_tokens=TOKENS, k=2) for prompt in PROMPTS[:2]]
-    while len(engine.scheduler.running.sequences) < 2:
-        engine.run_once()
+    engine.prefill_all()
     fail_step(monkeypatch, TIMEOUT, list, times=MOST_FAILURES + 1)
     first, last = [collect(handle) for handle in handles]
     assert (first.error, first.tokens) == (None, expected)

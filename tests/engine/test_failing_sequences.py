@@ -130,14 +130,14 @@ def test_only_logits_of_emitted_tokens_must_be_finite(monkeypatch: pytest.Monkey
 def test_a_sequence_whose_prompt_cannot_be_prefilled_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model("dense")
     prompts = [random_prompt(model, length, length) for length in (9, 13, 15)]
-    prefill = headstart.engine.prefill.prefill
+    prefill = headstart.engine.prefill.prefill_by_layers
 
     def failing(model, batch, tokens, following, *rest):  # type: ignore[no-untyped-def]
         if tokens[0].tolist() == prompts[1][: tokens.shape[1]]:
             raise ValueError("no room")
-        prefill(model, batch, tokens, following, *rest)
+        return prefill(model, batch, tokens, following, *rest)
 
-    monkeypatch.setattr(headstart.engine.prefill, "prefill", failing)
+    monkeypatch.setattr(headstart.engine.prefill, "prefill_by_layers", failing)
     engine = Engine(model)
     good, bad, also_good = [collect(h) for h in [submit(engine, p, max_tokens=12, k=3) for p in prompts]]
     assert (bad.finish_reason, bad.tokens) == ("error", [])
@@ -167,14 +167,14 @@ def test_a_sequence_that_cannot_join_ends_alone(monkeypatch: pytest.MonkeyPatch)
 
 def failing_prefills(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """The next `times` chunks find no memory."""
-    honest, left = headstart.engine.prefill.prefill, iter(range(times))
+    honest, left = headstart.engine.prefill.prefill_by_layers, iter(range(times))
 
     def prefill(*args: object) -> object:
         if next(left, None) is not None:
             raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
         return honest(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(headstart.engine.prefill, "prefill", prefill)
+    monkeypatch.setattr(headstart.engine.prefill, "prefill_by_layers", prefill)
 
 
 def test_where_a_prompt_finds_no_memory_the_prefix_cache_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,14 +194,14 @@ def test_a_prompt_that_never_finds_memory_ends_though_it_fills_the_prefix_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, prefix = random_model("dense"), PrefixCache(10**8)
-    honest = headstart.engine.prefill.prefill
+    honest = headstart.engine.prefill.prefill_by_layers
 
-    def prefill(model: Model, batch: Batch, *chunk: mx.array) -> None:
+    def prefill(model: Model, batch: Batch, *chunk: mx.array) -> object:
         if batch.trunk_state.bounds[0] >= 1024:
             raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
-        honest(model, batch, *chunk)
+        return honest(model, batch, *chunk)
 
-    monkeypatch.setattr(headstart.engine.prefill, "prefill", prefill)
+    monkeypatch.setattr(headstart.engine.prefill, "prefill_by_layers", prefill)
     engine = Engine(model, prefix=prefix, memory_limit=10**9)
     handle = submit(engine, random_prompt(model, 1200), max_tokens=4)
     for _ in range(20):

@@ -153,13 +153,13 @@ def test_a_long_prompt_is_prefilled_at_fixed_multiples_whatever_runs_beside_it(
     monkeypatch.setattr(headstart.engine.prefill, "CHUNK", 16)
     monkeypatch.setattr(StockCpu, "cut", None)
     cuts: list[int] = []
-    prefill = headstart.engine.prefill.prefill
+    prefill = headstart.engine.prefill.prefill_by_layers
 
     def noted(model, batch, tokens, following, *rest):  # type: ignore[no-untyped-def]
         cuts.append(tokens.shape[1])
         return prefill(model, batch, tokens, following, *rest)
 
-    monkeypatch.setattr(headstart.engine.prefill, "prefill", noted)
+    monkeypatch.setattr(headstart.engine.prefill, "prefill_by_layers", noted)
     model = random_model("dense")
     engine = Engine(model)
     short = submit(engine, random_prompt(model, 5), max_tokens=20, k=2)

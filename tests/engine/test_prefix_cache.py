@@ -14,7 +14,7 @@ import headstart.engine.prefill
 from fixtures import FAMILIES, random_model, random_prompt
 from headstart.engine import Engine, Handle, Request, Stats
 from headstart.engine.batch import Batch
-from headstart.engine.step import prefill
+from headstart.engine.step import prefill, prefill_by_layers
 from headstart.models import Model
 from headstart.sampling import SamplingParams, SequenceParams
 from headstart.state import PrefixCache
@@ -165,7 +165,7 @@ def entered(engine: Engine, prompt: Sequence[int]) -> Batch:
     handle = submit(engine, prompt)
     engine.scheduler.admit()
     while engine.scheduler.prefilling:
-        engine.reader.read_chunk()
+        engine.reader.read_pass()
     batch = engine.scheduler.running.batch
     assert batch is not None
     mx.eval(batch.arrays())
@@ -317,12 +317,12 @@ def test_a_prompt_that_fails_midway_leaves_only_what_was_computed(monkeypatch: p
     def failing(model, batch, tokens, following, *rest):  # type: ignore[no-untyped-def]
         nonlocal chunks
         chunks += 1
-        prefill(model, batch, tokens, following)
         if chunks == 3:
             raise ValueError("no room")
+        return prefill_by_layers(model, batch, tokens, following, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(headstart.engine.prefill, "prefill", failing)
+        patch.setattr(headstart.engine.prefill, "prefill_by_layers", failing)
         assert hear(submit(engine, prompt)).finish_reason == "error"
     assert assert_true(prefix, model) == 2
     assert ask(engine, prompt).same_as(ask(Engine(model), prompt))

@@ -47,13 +47,13 @@ def test_seeded_answers_differ_and_do_not_depend_on_depth_or_number() -> None:
 @pytest.mark.parametrize("prefix", [None, 2**26])
 def test_the_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch, prefix: int | None) -> None:
     read: list[int] = []
-    prefill = headstart.engine.prefill.prefill
+    prefill = headstart.engine.prefill.prefill_by_layers
 
-    def counted(model: object, batch: object, chunk: mx.array, *rest: object) -> None:
+    def counted(model: object, batch: object, chunk: mx.array, *rest: object) -> object:
         read.append(chunk.shape[1])
-        prefill(model, batch, chunk, *rest)  # type: ignore[arg-type]
+        return prefill(model, batch, chunk, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(headstart.engine.prefill, "prefill", counted)
+    monkeypatch.setattr(headstart.engine.prefill, "prefill_by_layers", counted)
     engine = Engine(MODEL, prefix=PrefixCache(prefix) if prefix else None)
     answers(engine, 4, max_tokens=3)
     assert read == [len(PROMPT) - 1]

@@ -1,7 +1,6 @@
 """Streams go on while a long prompt is read, prompts share the time that is left, and no text depends on it."""
 
 import random
-from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -10,6 +9,7 @@ from simulated_device import SimulatedDevice, Stream
 from fixtures import FAMILIES, collect, generate, random_model, random_prompt, submit
 from headstart.engine import Engine
 from headstart.engine.prefill_time import PrefillTime
+from headstart.engine.prompt_pass import PromptPass
 from headstart.engine.slices import ALONE, GRID, OLDEST_EVERY, READ_STEPS, Slices
 from headstart.kernels.cpu.backend import StockCpu
 from headstart.state import PrefixCache
@@ -22,11 +22,11 @@ LARGE = {"token": 0.04, "step": 0.15, "context": 0.004, "launch": 0.05}
 
 
 def streaming(
-    device: SimulatedDevice, patch: pytest.MonkeyPatch, streams: int = 4, length: int = LONG
+    device: SimulatedDevice, patch: pytest.MonkeyPatch, streams: int = 4, length: int = LONG, **sizes: int
 ) -> tuple[Engine, list[Stream], Stream]:
     """Run `streams` until each has some tokens; then submit a long prompt and run until its first token."""
     device.install(patch)
-    model = random_model("dense")
+    model = random_model("dense", **sizes)
     engine = Engine(model, max_sequences=16, prefix=PrefixCache(0))
     running = [Stream(device, engine, random_prompt(model, 9, n), max_tokens=5000) for n in range(streams)]
     while not all(len(stream.times) > 5 for stream in running):
@@ -88,18 +88,29 @@ def test_a_slow_device_reads_no_longer_than_a_second_before_it_looks_for_other_r
     assert not engine.scheduler.busy
 
 
-def test_where_prompts_cannot_be_cut_streams_make_up_for_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Mac that reads 250 tokens a second and decodes 40: a chunk takes two seconds."""
-    device = SimulatedDevice(token=0.004, step=0.025, asynchronous=True, cut=None)
-    engine, running, long = streaming(device, monkeypatch)
+@pytest.mark.parametrize(("token", "step"), [(0.01, 1 / 15), (0.004, 1 / 40)])
+def test_where_prompts_cannot_be_cut_streams_wait_for_some_layers(
+    token: float, step: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Macs that read 100 and 250 tokens a second: a chunk takes five and two seconds, a layer of 28 little."""
+    device = SimulatedDevice(token=token, step=step, asynchronous=True, cut=None)
+    engine, running, long = streaming(device, monkeypatch, num_hidden_layers=28)
     until(engine, long)
     read = [(begin, end) for _, begin, end in device.passes if end > 20]
     assert read == [*((begin, begin + 512) for begin in range(0, 2048, 512)), (2048, LONG - 1)]
     gaps = running[0].gaps(long.submitted, long.times[0])
-    assert max(gaps) <= 512 * device.token + 2 * device.step
-    launched = [when for when, _, end in device.passes if end > 20][
-        1:
-    ]  # the first could not be charged: none was timed
+    assert max(gaps) < 0.5
+    assert max(gaps) <= max(READ_STEPS * step, 512 * token / 28) + 2 * step
+    assert LONG * token / long.first > 0.7
+
+
+def test_streams_make_up_for_pieces_that_take_longer_than_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimulatedDevice(token=0.004, step=0.025, asynchronous=True, cut=None)
+    engine, running, long = streaming(device, monkeypatch)
+    until(engine, long)
+    layers = len(engine.model.layers)
+    assert max(running[0].gaps(long.submitted, long.times[0])) <= 512 * device.token / layers + 2 * device.step
+    launched = [when for when, _, end in device.passes if end > 20][1:]  # the first was not charged: none was timed
     for before, after in pairwise(launched):
         assert after - before == pytest.approx((1 + 1 / READ_STEPS) * 512 * device.token, rel=0.03)
 
@@ -130,14 +141,9 @@ def test_short_prompts_share_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, running, long = streaming(device, monkeypatch)
     for _ in range(20):
         engine.run_once()
-    iterations, shorts = (
-        0,
-        [Stream(device, engine, random_prompt(engine.model, 5, n), max_tokens=9) for n in range(4)],
-    )
-    while not all(stream.times for stream in shorts):
-        engine.run_once()
-        iterations += 1
-    assert iterations < 6
+    shorts = [Stream(device, engine, random_prompt(engine.model, 5, n), max_tokens=9) for n in range(4)]
+    until(engine, *shorts)
+    assert len({stream.times[0] for stream in shorts}) <= 2
     assert max(running[0].gaps(shorts[0].submitted, device.now)) < 5 * device.step
     assert not long.times
 
@@ -178,10 +184,11 @@ def random_slices(patch: pytest.MonkeyPatch, seed: int) -> list[int]:
     rng, widths = random.Random(seed), list[int]()
 
     def width(self: Slices, begin: int, end: int) -> int:
-        widths.append(rng.choice((0, 1, 2, 7, 8, 13, 40)))
+        widths.append(rng.choice((1, 2, 7, 8, 13, 40)))
         return widths[-1]
 
     patch.setattr(Slices, "width", width)
+    patch.setattr(Slices, "pieces", lambda self, reading: rng.randint(0, reading.left))
     patch.setattr(Slices, "next", lambda self, waiting: rng.choice(list(waiting)))
     return widths
 
@@ -223,14 +230,31 @@ def test_times_of_passes_are_learnt_by_context_length() -> None:
     assert time.seconds(100, 500) == pytest.approx(0.5)
 
 
-def widths(slices: Slices, prompts: Sequence[tuple[int, int]], running: bool) -> list[int]:
-    slices.begin(running)
-    return [slices.width(*prompt) for prompt in prompts]
+def reading(width: int, **timed: float) -> PromptPass:
+    return PromptPass(0, width, 4, iter(()), 4, **timed)  # type: ignore[arg-type]
 
 
 def test_other_engines_streams_count_too() -> None:
-    slices = Slices(StockCpu())
+    slices = Slices(StockCpu(), pieces=4)
     slices.time.observe(0, 512, 0.52)
-    assert widths(slices, [(0, 4000)], running=False) == [512]
+    slices.begin(running=False)
+    assert slices.width(0, 4000) == 512
+    assert slices.pieces(reading(512)) == 4
     slices.others = 0.02
-    assert widths(slices, [(0, 4000)], running=False) == [pytest.approx(52, abs=GRID / 2)]
+    slices.begin(running=False)
+    assert slices.width(0, 4000) == pytest.approx(4 * 0.06 * 1000, abs=GRID)
+    assert slices.pieces(reading(232)) == 1
+    slices.begin(running=False)
+    assert slices.pieces(reading(100)) == 2
+
+
+def test_a_pass_of_which_nothing_is_known_is_measured_by_its_first_piece() -> None:
+    slices = Slices(StockCpu(), pieces=4)
+    slices.others = 0.02
+    slices.begin(running=False)
+    assert slices.pieces(reading(50)) == 4  # as narrow as may be
+    slices._cut = None
+    slices.begin(running=False)
+    assert slices.pieces(reading(512)) == 1
+    slices.begin(running=False)
+    assert slices.pieces(reading(512, seconds=0.02, timed=1)) == 3

@@ -14,6 +14,7 @@ import mlx.nn as nn
 import pytest
 
 import headstart.engine.prefill
+import headstart.engine.step
 import headstart.engine.turns
 from fixtures import FAMILIES, random_model, random_prompt
 from headstart.engine import Engine, Handle, Request
@@ -91,14 +92,15 @@ def ask(engine: Engine, prompt: Sequence[int], **params: Any) -> Handle:
 def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
     """Where passes begin and end, and whether the reader's kernels run them."""
     noted: Passes = []
-    honest = headstart.engine.prefill.prefill
+    honest = headstart.engine.prefill.prefill_by_layers
 
     def prefill(model: Model, batch: Any, tokens: mx.array, *rest: Any) -> Any:
         begin = batch.trunk_state.bounds[0]
         noted.append((begin, begin + tokens.shape[1], isinstance(model.backend, Coarse)))
         return honest(model, batch, tokens, *rest)
 
-    monkeypatch.setattr(headstart.engine.prefill, "prefill", prefill)
+    for module in (headstart.engine.prefill, headstart.engine.step):
+        monkeypatch.setattr(module, "prefill_by_layers", prefill)
     return noted
 
 

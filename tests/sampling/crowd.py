@@ -92,7 +92,7 @@ def first_tokens(
         engine.submit(Request(prompt, replace(case.params, k=case.ceiling, max_tokens=40)))
     engine.scheduler.admit()
     while engine.scheduler.prefilling:
-        engine.reader.read_chunk()
+        engine.reader.read_pass()
     taken = engine.scheduler.running.batch
     assert taken is not None
 

@@ -93,12 +93,12 @@ def _repo(root: Path, name: str) -> Path:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Prefill waits until it is set."""
-    opened, prefill = threading.Event(), headstart.engine.prefill.prefill
+    opened, prefill = threading.Event(), headstart.engine.prefill.prefill_by_layers
 
-    def waiting(*arguments: Any) -> None:
+    def waiting(*arguments: Any) -> Any:
         opened.wait(60)
-        prefill(*arguments)
+        return prefill(*arguments)
 
-    monkeypatch.setattr(headstart.engine.prefill, "prefill", waiting)
+    monkeypatch.setattr(headstart.engine.prefill, "prefill_by_layers", waiting)
     yield opened
     opened.set()

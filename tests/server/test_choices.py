@@ -47,8 +47,10 @@ def test_a_stream_of_several_is_the_same_by_index(server: Running) -> None:
 
 def test_the_prompt_is_read_and_counted_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
-    prefill = headstart.engine.prefill.prefill
-    monkeypatch.setattr(headstart.engine.prefill, "prefill", lambda *a: (read.append(a[2].size), prefill(*a))[1])
+    prefill = headstart.engine.prefill.prefill_by_layers
+    monkeypatch.setattr(
+        headstart.engine.prefill, "prefill_by_layers", lambda *a: (read.append(a[2].size), prefill(*a))[1]
+    )
     usage = ask(server, n=4, **SEEDED).usage
     assert sum(read) == len(chat_tokens("hi")) - 1
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(chat_tokens("hi")), 48)

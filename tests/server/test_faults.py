@@ -100,7 +100,7 @@ class Once:
 @pytest.mark.parametrize(
     ("module", "part", "error"),
     [
-        (headstart.engine.prefill, "prefill", MemoryError("no room for the prompt")),
+        (headstart.engine.prefill, "prefill_by_layers", MemoryError("no room for the prompt")),
         (headstart.engine.pending_step, "step", RuntimeError("this row is broken")),
     ],
 )

@@ -170,7 +170,7 @@ class Engine:
             self.scheduler.admit()
             self._calibrate_for_prompts()
             while self.scheduler.prefilling:
-                self.reader.read_chunk()
+                self.reader.read_pass()
 
     def end_all(self, error: HeadstartError) -> None:
         """End all requests with an error, when `run_once` will not be called again."""

@@ -5,7 +5,9 @@ read with it; elsewhere they go through the kernels that made them, in windows.
 """
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Generator, Sequence
+from itertools import islice
 
 import mlx.core as mx
 
@@ -16,9 +18,10 @@ from ..state.snapshot import States, take_snapshot
 from .batch import Batch
 from .device_error import is_failed_command, is_out_of_memory
 from .invariance import is_batch_invariant
+from .prompt_pass import PromptPass
 from .request import Event
 from .sequence import SequenceState
-from .step import prefill
+from .step import prefill, prefill_by_layers
 from .turns import TurnMarker, chunk_ends
 
 WINDOW = 16  # known tokens that are decoded at a time
@@ -52,47 +55,79 @@ def start_prefill(
     stats.exact = stats.exact and exact
 
 
-def prefill_chunk(model: Model, sequence: SequenceState, prefix: PrefixCache | None, widest: int) -> bool:
-    """Prefill up to `widest` tokens. Return True once all tokens but the last are in: that one opens the first
-    window."""
+def open_pass(
+    model: Model, sequence: SequenceState, prefix: PrefixCache | None, widest: int, *, whole: bool
+) -> PromptPass | None:
+    """Describe the beginning of a pass over up to `widest` tokens, of which nothing runs yet; None while an image is
+    in the tower. `whole`: it has a single piece."""
     assert sequence.batch is not None
-    assert sequence.chunks is not None
-    tokens, done, images, reader = sequence.tokens, sequence.num_prefilled, sequence.images, model.reading
+    done, end, keep = sequence.num_prefilled, len(sequence.tokens) - 1, None
     if done < sequence.prompt_end:
-        end, keep = pass_end(sequence, done, widest, reader.backend)
-    else:
-        end, keep = min(done + widest, len(tokens) - 1), None
-    if images is not None and not images.advance(model, done, end):
-        return False
+        end, keep = pass_end(sequence, done, widest, model.reading.backend)
+    end = min(end, done + widest)
+    if sequence.images is not None and not sequence.images.advance(model, done, end):
+        return None
     if done:  # wait for the pass before: progress is real, memory bounded, and a cancelled request stops soon
         mx.eval(sequence.batch.arrays())
         _store(model, sequence, prefix)
         if not sequence.num_generated and done > sequence.num_reported:  # not again if it is recomputed
             sequence.num_reported = done
             sequence.put(Event(prompt_processed=done))
-    if end > done:
-        embeddings = None
-        if images is not None:
-            images.place(sequence.batch, done, end)
-            embeddings = images.embed(model, tokens, done, end)
-        if done < sequence.prompt_end:
-            sequence.launched = done, time.perf_counter()
-            read, following = mx.array([tokens[done:end]], mx.int32), mx.array([tokens[end]], mx.int32)
-            kept = prefill(reader, sequence.batch, read, following, embeddings, keep and keep - done)
-            sequence.kept = None if keep is None or kept is None else (keep, kept)
-        else:
-            for start in range(done, end, WINDOW):
-                stop = min(start + WINDOW, end)
-                read, following = mx.array([tokens[start:stop]], mx.int32), mx.array([tokens[stop]], mx.int32)
-                prefill(model, sequence.batch, read, following)
-        mx.async_eval(sequence.batch.arrays(), [] if sequence.kept is None else sequence.kept[1].arrays())
-        sequence.num_prefilled = end
-    if end < len(tokens) - 1:
+    again = done >= sequence.prompt_end
+    steps = _decode_again(model, sequence, done, end) if again else _read(model, sequence, done, end, keep)
+    pieces = -(-(end - done) // WINDOW) if again else len(model.layers)
+    pieces = 1 if whole or end == done else pieces
+    return PromptPass(done, end, pieces, steps, left=pieces)
+
+
+def run_pass(
+    model: Model, sequence: SequenceState, prefix: PrefixCache | None, reading: PromptPass, pieces: int
+) -> bool:
+    """Launch some pieces of a pass. Return True once all tokens but the last are in: that one opens the first
+    window."""
+    assert sequence.batch is not None
+    reading.left, reading.running = reading.left - pieces, pieces
+    reading.launched = time.perf_counter()
+    reading.made = list(deque(islice(reading.steps, pieces) if reading.left else reading.steps, maxlen=1))
+    kept = [] if sequence.kept is None else sequence.kept[1].arrays()
+    mx.async_eval(reading.made, sequence.batch.arrays(), kept)
+    if reading.left:
+        return False
+    sequence.num_prefilled = reading.end
+    if reading.end < len(sequence.tokens) - 1:
         return False
     _store(model, sequence, prefix)
-    if images is not None:
-        images.finish(sequence.batch)
+    if sequence.images is not None:
+        sequence.images.finish(sequence.batch)
     return True
+
+
+def _read(
+    model: Model, sequence: SequenceState, begin: int, end: int, keep: int | None
+) -> Generator[mx.array, None, None]:
+    """Run the layers of what reads prompts over the tokens from `begin` to `end`."""
+    assert sequence.batch is not None
+    if begin == end:
+        return
+    tokens, images, embeddings = sequence.tokens, sequence.images, None
+    if images is not None:
+        images.place(sequence.batch, begin, end)
+        embeddings = images.embed(model, tokens, begin, end)
+    read, following = mx.array([tokens[begin:end]], mx.int32), mx.array([tokens[end]], mx.int32)
+    kept = yield from prefill_by_layers(
+        model.reading, sequence.batch, read, following, embeddings, keep and keep - begin
+    )
+    sequence.kept = None if keep is None or kept is None else (keep, kept)
+
+
+def _decode_again(model: Model, sequence: SequenceState, begin: int, end: int) -> Generator[mx.array, None, None]:
+    """Run windows of known tokens through the layers that generated them."""
+    assert sequence.batch is not None
+    for start in range(begin, end, WINDOW):
+        stop = min(start + WINDOW, end)
+        read = mx.array([sequence.tokens[start:stop]], mx.int32)
+        prefill(model, sequence.batch, read, mx.array([sequence.tokens[stop]], mx.int32))
+        yield sequence.batch.trunk_state.lengths
 
 
 def pass_end(sequence: SequenceState, done: int, widest: int, reader: Backend) -> tuple[int, int | None]:

@@ -9,7 +9,8 @@ import mlx.core as mx
 from ..models import Model
 from ..state import PrefixCache
 from .decisions import Decisions
-from .prefill import prefill_chunk, start_prefill
+from .prefill import open_pass, run_pass, start_prefill
+from .prompt_pass import PromptPass
 from .recovery import Recovery
 from .scheduler import Scheduler
 from .sequence import SequenceState
@@ -36,42 +37,48 @@ class PromptReader:
         self.prefix = prefix
         self.marker = marker
         self.try_alone = try_alone
-        self.slices = Slices(model.reading.backend)
-        self._reading: SequenceState | None = None  # whose prompt the last pass was over, if it may be running
-        self._pass_finished = 0.0  # when the last pass was seen to have ended
+        self.slices = Slices(model.reading.backend, len(model.layers) if decisions.alone else 1)
+        self._running: tuple[SequenceState, PromptPass] | None = None  # pieces that may be
+        self._piece_finished = 0.0  # when the last piece was seen to have ended
         self._step_finished = 0.0  # when the tokens of the last step were read
 
     def read(self, *, runs_ahead: bool) -> None:
         """Read for as long as running sequences may wait. `runs_ahead`: return before the device has done it."""
-        if self._reading is not None:
-            with self._recovering(self._reading) as sequence:
-                self._finish_pass(sequence)
+        if self._running is not None:
+            with self._recovering(self._running[0]):
+                self._finish_piece(*self._running)
         self.slices.begin(bool(self.scheduler.running.sequences))
         while self.scheduler.prefilling:
             if not self._read_slice(self.slices.next(self.scheduler.prefilling), runs_ahead):
                 return
 
-    def read_chunk(self) -> None:
-        """Read a chunk of the first waiting prompt, whoever runs."""
+    def read_pass(self) -> None:
+        """Read the first waiting prompt for a whole pass, whoever runs."""
         with self._recovering(self.scheduler.prefilling[0]) as sequence:
             self._start(sequence)
-            self._read(sequence, self.recovery.widest_pass)
+            if (reading := sequence.reading or self._open(sequence, self.recovery.widest_pass)) is not None:
+                self._run(sequence, reading, reading.left, runs_ahead=True)
 
     def observe_step(self, started: float, finished: float) -> None:
         """Learn how long a step took beside what the device did before it."""
-        self.slices.observe_step(finished - max(started, self._step_finished, self._pass_finished))
+        self.slices.observe_step(finished - max(started, self._step_finished, self._piece_finished))
         self._step_finished = finished
 
     def _read_slice(self, sequence: SequenceState, runs_ahead: bool) -> bool:
         """Read a part of a prompt. Return whether there may be time for more."""
         with self._recovering(sequence):
+            slices, last = self.slices, len(sequence.tokens) - 1
             self._start(sequence)
-            begin, last = sequence.num_prefilled, len(sequence.tokens) - 1
-            if width := self.decisions.slice(lambda: self.slices.width(begin, last)):
-                self._read(sequence, width, runs_ahead)
-                if sequence.num_prefilled > begin:  # no image is in the vision tower, and it did not start over
-                    self.slices.charge(begin, sequence.num_prefilled)
-                    return True
+            if (reading := sequence.reading) is None:
+                widest = self.decisions.slice(lambda: slices.width(sequence.num_prefilled, last))
+                reading = self._open(sequence, widest) if widest else None
+            if reading is None:
+                return False  # there is no time, or an image is in the vision tower
+            underway = reading
+            if pieces := self.decisions.slice(lambda: slices.pieces(underway)):
+                self._run(sequence, reading, pieces, runs_ahead=runs_ahead)
+                slices.charge(reading, pieces)
+                return True
         return False
 
     def _start(self, sequence: SequenceState) -> None:
@@ -79,29 +86,38 @@ class PromptReader:
             narrowed = self.recovery.widest_pass < self.model.reading.backend.widest
             start_prefill(self.model, sequence, self.prefix, self.marker, narrowed=narrowed)
 
-    def _read(self, sequence: SequenceState, width: int, runs_ahead: bool = True) -> None:
-        """Launch a pass over a prompt, and let the sequence decode if it was the last one."""
+    def _open(self, sequence: SequenceState, widest: int) -> PromptPass | None:
+        """Begin a pass over a prompt; None if it cannot begin yet."""
+        widest, whole = min(self.recovery.widest_pass, widest), not self.decisions.alone
+        sequence.reading = open_pass(self.model, sequence, self.prefix, widest, whole=whole)
+        return sequence.reading
+
+    def _run(self, sequence: SequenceState, reading: PromptPass, pieces: int, *, runs_ahead: bool) -> None:
+        """Launch pieces of a pass, and let the sequence decode if they were its prompt's last."""
         self.scheduler.running.steady = False
-        complete = prefill_chunk(self.model, sequence, self.prefix, min(self.recovery.widest_pass, width))
-        self._reading = sequence
+        complete = run_pass(self.model, sequence, self.prefix, reading, pieces)
+        self._running = sequence, reading
         if not runs_ahead:
-            self._finish_pass(sequence)
+            self._finish_piece(sequence, reading)
+        if not reading.left:
+            sequence.reading = None
         if complete and sequence.suspect:
             self.try_alone(sequence)
         elif complete:
             self.scheduler.running.join(sequence)
             self.scheduler.prefilling.remove(sequence)
 
-    def _finish_pass(self, sequence: SequenceState) -> None:
-        """Wait for the pass that was launched last, and learn how long it took."""
-        self._reading, launched = None, sequence.launched
-        if sequence.batch is None or launched is None:
+    def _finish_piece(self, sequence: SequenceState, reading: PromptPass) -> None:
+        """Wait for the pieces that were launched last, and learn how long they took."""
+        self._running = None
+        if sequence.batch is None:
             return  # it decodes, or is recomputed
-        mx.eval(sequence.batch.arrays())
-        begin, started = launched
-        sequence.launched, self._pass_finished = None, time.perf_counter()
-        seconds = self._pass_finished - max(started, self._step_finished)
-        self.slices.time.observe(begin, sequence.num_prefilled, seconds)
+        mx.eval(sequence.batch.arrays(), reading.made)
+        self._piece_finished = time.perf_counter()
+        reading.seconds += self._piece_finished - max(reading.launched, self._step_finished)
+        reading.timed += reading.running
+        if not reading.left and reading.total is not None:
+            self.slices.time.observe(reading.begin, reading.end, reading.total)
 
     @contextmanager
     def _recovering(self, sequence: SequenceState) -> Iterator[SequenceState]:

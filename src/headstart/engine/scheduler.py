@@ -135,9 +135,11 @@ class Scheduler:
         request = sequence.handle.request
         if (needed := self._bytes([sequence])) > self.memory:
             answers, or_n = ("its answer", "") if request.n == 1 else (f"{request.n} answers", " or n")
+            spare = self.footprint.longest(self.memory, request.n) - _ahead(sequence)
+            remedy = f"shorten it to {spare} tokens" if 0 < spare < len(request.prompt) else "shorten it"
             raise RequestError(
                 f"prompt has {len(request.prompt)} tokens and needs {needed / 1e9:.2f} GB with {answers}, and "
-                f"{self.memory / 1e9:.2f} GB are left for requests: shorten it or lower max_tokens{or_n}"
+                f"{self.memory / 1e9:.2f} GB are left for requests: {remedy} or lower max_tokens{or_n}"
             )
         self.queue.put(sequence, client)
 
@@ -190,6 +192,10 @@ class Scheduler:
         """Return the memory that these sequences and their siblings will need, with answers up to ANSWER tokens."""
         lengths = []
         for sequence in sequences:
-            answer = min(sequence.limit - sequence.num_generated, ANSWER)
-            lengths += [len(sequence.tokens) + answer + MAX_K + 1] * (1 + len(sequence.siblings))
+            lengths += [len(sequence.tokens) + _ahead(sequence)] * (1 + len(sequence.siblings))
         return self.footprint.bytes(lengths)
+
+
+def _ahead(sequence: SequenceState) -> int:
+    """Return the positions that are counted for what a sequence is still to generate."""
+    return min(sequence.limit - sequence.num_generated, ANSWER) + MAX_K + 1

@@ -19,6 +19,7 @@ from .device_error import explain
 from .draft_history import DraftHistory
 from .images import SequenceImages
 from .limit import DraftLimit, request_limit
+from .prompt_pass import PromptPass
 from .request import Event, FinishReason, Handle, TokenLogprobs
 from .stats import Stats, origins
 from .text import TextStream
@@ -43,7 +44,7 @@ class SequenceState:
     apart: int = 0  # tokens that its prompt shares with others: see `PrefixCache.fork`
     num_prefilled: int = 0
     kept: tuple[int, Snapshot] | None = None  # after how many tokens the last pass kept the state, and that
-    launched: tuple[int, float] | None = None  # where the last pass over its prompt began, and when
+    reading: PromptPass | None = None  # the pass over its prompt that is under way
     num_reported: int = 0  # tokens of the prompt that were reported as prefilled
     started: float = 0.0
     finished: bool = False
@@ -209,7 +210,7 @@ class SequenceState:
 
     def reset_prefill(self) -> None:
         """Start over with prefill: the state on the device is gone, so its tokens so far are the prompt now."""
-        self.batch = self.launched = self.kept = None
+        self.batch = self.reading = self.kept = None
         self.num_prefilled = 0
         if self.images is not None:
             self.images.reset()

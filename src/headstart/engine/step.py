@@ -13,13 +13,14 @@ Plain decoding is k = 0 and runs the same lines. MLX is lazy: these functions bu
 for the device, unless a sequence has a grammar, which must see the drafts on the host.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from functools import cache
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..models import Model
+from ..models.passes import finish
 from ..sampling import GrammarMasks, Logprobs, Proposal, SamplingParams, SequenceParams, Verdict, logprobs
 from ..state import CHUNK, UnseenPairs
 from ..state.snapshot import Snapshot, take_snapshot
@@ -92,22 +93,24 @@ def _zeros(size: int) -> mx.array:
     return mx.array([0] * size, mx.int32)  # computed already, so that any thread may use it
 
 
-def prefill(
+def prefill_by_layers(
     model: Model,
     batch: Batch,
     tokens: mx.array,
     following: mx.array,
     embeddings: mx.array | None = None,
     keep: int | None = None,
-) -> Snapshot | None:
+) -> Generator[mx.array, None, Snapshot | None]:
     """Run the trunk and the head over a chunk of the prompt [B, T]. Returns what is after `keep` tokens of it.
+
+    After each of the trunk's layers it yields what may be computed so far.
 
     `following` [B] is the token after the chunk. The pair that it makes with the chunk's last hidden state is left
     unseen: the head's state here goes into the prefix cache, and must not depend on the token after the chunk.
     `embeddings` [B, T, H] take the place of the chunk's tokens where it holds an image.
     """
     width = tokens.shape[1]
-    hidden = own = model.trunk(tokens, batch.trunk_state, width, embeddings, keep)
+    hidden = own = yield from model.by_layers(tokens, batch.trunk_state, width, embeddings, keep)
     batch.trunk_state.commit(mx.full((batch.size,), width, mx.int32), most=width)
     if batch.head_state is not None:
         hidden = mx.concatenate([batch.unseen.hidden, hidden], axis=1)
@@ -121,6 +124,13 @@ def prefill(
     if keep is None:
         return None
     return take_snapshot(batch.trunk_state, own[:, keep - batch.unseen.width : keep], kept=True)
+
+
+def prefill(
+    model: Model, batch: Batch, tokens: mx.array, following: mx.array, embeddings: mx.array | None = None
+) -> None:
+    """Run the trunk and the head over a chunk of the prompt [B, T] at once, as `prefill_by_layers` does."""
+    finish(prefill_by_layers(model, batch, tokens, following, embeddings))
 
 
 def prefill_prompts(

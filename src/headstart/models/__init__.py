@@ -19,8 +19,8 @@ from . import (
     step3p5,
 )
 from .family import Family
-from .head import Head, HeadSpec
-from .model import Model, Weights
+from .head import Head, HeadSpec, Weights
+from .model import Model
 
 FAMILIES: dict[str, Family] = {
     "qwen3_5": qwen3_5.DENSE,

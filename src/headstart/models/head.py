@@ -83,3 +83,17 @@ def share_missing_parts(head: nn.Module, spec: HeadSpec, stored: Container[str])
             owner = find_part(layer, outer) if outer else layer
             if owner is not None and f"mtp.layers.{module}.{path}.weight" not in stored:
                 owner.pop(name, None)
+
+
+class Weights(nn.Module):
+    """Every weight under its canonical name, whatever the checkpoint and mlx-lm call it."""
+
+    def __init__(self, text: nn.Module, lm_head: nn.Module | None, mtp: Head | None):
+        super().__init__()
+        self.embed_tokens = text.embed_tokens
+        self.layers = text.layers
+        self.norm = text.norm
+        if lm_head is not None:
+            self.lm_head = lm_head
+        if mtp is not None:
+            self.mtp = mtp

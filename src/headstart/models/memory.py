@@ -55,6 +55,11 @@ class Footprint:
         capacity = -(-max(lengths, default=0) // BLOCK) * BLOCK
         return len(lengths) * (self.fixed + self.position * capacity) + self.scores * capacity + self.tower
 
+    def longest(self, available: int, rows: int) -> int:
+        """Return how long so many sequences may be in what is `available`, 0 or less if none fits."""
+        positions = (available - self.tower - rows * self.fixed) // max(rows * self.position + self.scores, 1)
+        return positions // BLOCK * BLOCK
+
 
 def ask_system(*command: str) -> str:
     """Return what a command of macOS prints; nothing where there is no such command, or it fails."""

@@ -4,7 +4,7 @@ A family is mlx-lm's modules (weights map by eye) and a description of their lay
 own forward hides the hidden states and commits the recurrent state at once. Nothing of mlx-lm is patched or copied.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Generator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, NoReturn
@@ -24,7 +24,8 @@ from .dflash import DFlash
 from .draft_head import ModelHead
 from .draft_vocabulary import DraftVocabulary
 from .family import Family
-from .head import Head, find_part, share_missing_parts
+from .head import Weights, find_part, share_missing_parts
+from .passes import finish
 from .vision import VisionTower
 
 
@@ -33,20 +34,6 @@ class Scores(NamedTuple):
 
     hidden: mx.array  # [B, W, H], the head's input
     logits: mx.array  # [B, W, V], for the token after each position
-
-
-class Weights(nn.Module):
-    """Every weight under its canonical name, whatever the checkpoint and mlx-lm call it."""
-
-    def __init__(self, text: nn.Module, lm_head: nn.Module | None, mtp: Head | None):
-        super().__init__()
-        self.embed_tokens = text.embed_tokens
-        self.layers = text.layers
-        self.norm = text.norm
-        if lm_head is not None:
-            self.lm_head = lm_head
-        if mtp is not None:
-            self.mtp = mtp
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +123,17 @@ class Model:
         Recurrent states advance now, by the accepted of the pending drafts and the first `certain` tokens, so no
         window may run twice; the rest become the new pending drafts. KV entries count after `state.commit` only.
         """
+        return finish(self.by_layers(tokens, state, certain, embeddings, keep))
+
+    def by_layers(
+        self,
+        tokens: mx.array,
+        state: BatchState,
+        certain: int,
+        embeddings: mx.array | None = None,
+        keep: int | None = None,
+    ) -> Generator[mx.array, None, mx.array]:
+        """Do what `trunk` does, and stop after each layer to yield the residual stream: it may be computed so far."""
         adapters = None
         if state.adapters is not None:
             mixed = -1 in state.adapter_indices or not state.adapter_indices
@@ -150,7 +148,7 @@ class Model:
         embeddings: mx.array | None,
         adapters: ChosenAdapters | None,
         keep: int | None = None,
-    ) -> mx.array:
+    ) -> Generator[mx.array, None, mx.array]:
         backend, share, memories = self.backend, self.share, iter(state.layers)
         mask = state.reserve(tokens.shape[1])
         run = Pass(mask, state.accepted, certain, keep, adapters=adapters, share=share)
@@ -161,6 +159,7 @@ class Model:
             x, normed = backend.decoder_layer(layer, x, normed, held, run)
             if self.drafter is not None:
                 outputs.append(x)
+            yield x
         if self.drafter is not None:
             self.drafter.remember(backend, outputs, [each for each in memories if isinstance(each, KV)])
         if share.ends and self.family.head.fed_after_norm:
@@ -181,7 +180,7 @@ class Model:
     def adapted_layers(self) -> set[int]:
         """Return the ids of the `LayerAdapters` that a pass adds, without computing it."""
         state, adapters = self.make_state(1), ChosenAdapters(mx.array([0], mx.int32), mixed=False)
-        self._run_layers(state, mx.zeros((1, 1), mx.int32), 1, None, adapters)
+        finish(self._run_layers(state, mx.zeros((1, 1), mx.int32), 1, None, adapters))
         return adapters.applied
 
     @cached_property
