@@ -11,6 +11,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import headstart
+from adapters import write_adapter
+from headstart import checkpoint
 from headstart.checkpoint.template import chat_tokens
 from headstart.cli import show
 from headstart.cli.main import app
@@ -153,6 +155,18 @@ def test_a_message_is_answered_and_no_other_asked_for(loaded: Any, command: str)
     refused = CliRunner().invoke(app, [command, "tiny-qwen3.5", "word " * 5000])
     assert (refused.exit_code, refused.stdout) == (1, "")
     assert refused.stderr.startswith("error: prompt has")
+
+
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_an_adapter_answers(tmp_path: Path, loaded: Any, command: str) -> None:
+    folder = write_adapter(tmp_path / "adapter", checkpoint.resolve(), scale=6.0)
+    adapted = answer(headstart.load(adapter_path=folder), FIRST)
+    assert adapted != answer(loaded, FIRST)
+    model = ["-n", "8", "-m", "tiny-qwen3.5"]
+    told = CliRunner().invoke(app, [command, *model, FIRST, "--adapter-path", str(folder)])
+    assert told.stdout.strip() == adapted.strip()
+    missing = CliRunner().invoke(app, [command, *model, FIRST, "--adapter-path", str(tmp_path / "none")])
+    assert (missing.exit_code, "adapter_config.json is missing" in missing.stderr) == (1, True)
 
 
 def test_an_unknown_command_is_answered_with_those_there_are(loaded: Any) -> None:

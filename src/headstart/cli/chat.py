@@ -32,6 +32,7 @@ def chat_command(
     head: str | None = options.HEAD,
     drafter: str | None = options.DRAFTER,
     kv_bits: int | None = options.KV_BITS,
+    adapter_path: str | None = options.ADAPTER,
     show_drafts: bool = options.SHOW_DRAFTS,
     max_tokens: int = Option(1024, "--max-tokens", "-n", min=1, help="Most tokens of an answer."),
     *,
@@ -43,7 +44,8 @@ def chat_command(
     from ..checkpoint.template import chat_tokens
     from ..library import load, stream_generate
 
-    loaded, tokenizer = load(find_model(model), mtp=mtp, head=head, drafter=find_drafter(drafter), kv_bits=kv_bits)
+    parts: dict[str, Any] = {"mtp": mtp, "head": head, "drafter": find_drafter(drafter), "kv_bits": kv_bits}
+    loaded, tokenizer = load(find_model(model), adapter_path=adapter_path, **parts)
     console, aside = Console(highlight=False), Console(stderr=True, highlight=False)
     if message is None:
         aside.print(HELP, style="dim")

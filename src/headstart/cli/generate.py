@@ -32,6 +32,7 @@ def generate_command(
     head: str | None = options.HEAD,
     drafter: str | None = options.DRAFTER,
     kv_bits: int | None = options.KV_BITS,
+    adapter_path: str | None = options.ADAPTER,
     raw: bool = Option(False, "--raw", help="Continue the prompt as it is, without a chat template."),
     as_json: bool = Option(False, "--json", help="Print a JSON object: text, tokens, finish_reason, stats."),
     show_drafts: bool = options.SHOW_DRAFTS,
@@ -54,6 +55,8 @@ def generate_command(
         raise RequestError("the prompt is given twice: as MESSAGE and with --prompt")
     prompt = message if prompt is None else prompt
     parts: machines.Parts = {"mtp": mtp, "head": head, "drafter": drafter, "kv_bits": kv_bits}
+    if adapter_path is not None:
+        parts["adapter_path"] = adapter_path
     with machines.connect_machines() as cluster:
         if cluster is not None and cluster.rank:
             follow(cluster, *machines.load_share(find_model(model), cluster, split, **parts)).run()

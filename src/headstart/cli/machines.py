@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, NotRequired, TypedDict, Unpack
 
 from ..errors import ClusterError, DrafterError
 from .download import find_drafter
@@ -63,6 +63,7 @@ class Parts(TypedDict):
     head: str | None
     drafter: str | None
     kv_bits: int | None
+    adapter_path: NotRequired[str]
 
 
 def load_share(
@@ -71,11 +72,15 @@ def load_share(
     """Load the model, or this machine's share of it."""
     from .. import cluster, library
 
-    mtp, head, drafter = parts["mtp"], parts["head"], find_drafter(parts["drafter"])
+    drafter = find_drafter(parts["drafter"])
     if machines is None:
-        return library.load(folder, mtp=mtp, head=head, drafter=drafter, kv_bits=parts["kv_bits"])
-    if parts["kv_bits"] is not None:
-        raise ClusterError("--kv-bits is not available on several machines: leave it out")
+        path, kv_bits = parts.get("adapter_path"), parts["kv_bits"]
+        return library.load(
+            folder, mtp=parts["mtp"], head=parts["head"], drafter=drafter, kv_bits=kv_bits, adapter_path=path
+        )
+    for flag, value in (("--kv-bits", parts["kv_bits"]), ("--adapter-path", parts.get("adapter_path"))):
+        if value is not None:
+            raise ClusterError(f"{flag} is not available on several machines: leave it out")
     if drafter is not None:
         raise DrafterError(f"{drafter}: block drafters run on one machine only. Leave --drafter out.")
-    return cluster.load_part(folder, machines.comm, split, mtp=mtp, head=head)
+    return cluster.load_part(folder, machines.comm, split, mtp=parts["mtp"], head=parts["head"])

@@ -23,6 +23,9 @@ DRAFTER = Option(
     help="Draft with a block drafter (DFlash, DFlash2) made for the model: a folder or hub id.",
 )
 KV_BITS = Option(None, metavar="8", help="Keep KV caches in 8 bits: half the memory, not exact.")
+ADAPTER = Option(
+    None, "--adapter-path", metavar="FOLDER", help="Answer with a LoRA adapter that `mlx_lm.lora` has written."
+)
 SPLIT = Option("tensor", help="Under mlx.launch: machines share every layer, or have some layers each.")
 SHOW_DRAFTS = Option(
     False, "--show-drafts", help="Show where tokens came from: draft, copy, correction, bonus or plain."
