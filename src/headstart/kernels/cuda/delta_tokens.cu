@@ -50,7 +50,7 @@ __device__ __forceinline__ int unit_of_token(int token, int column) {
 }
 
 // Head `head` (of queries, then of keys, then of values) of a chunk's tokens, by a block of 8 warps: convolution, silu,
-// and queries and keys to unit length, the queries over √D besides. Tokens after the last are zero.
+// and queries and keys to unit length, the queries over √D besides. Inputs after the last are zero.
 template <int HK, int HV, int D, int TAPS, typename T>
 __device__ __forceinline__ void prepare_tokens(
     int head,
@@ -93,7 +93,7 @@ __device__ __forceinline__ void prepare_tokens(
         const float tap = static_cast<float>(taps[(e * TAPS + j) / EACH].at[(e * TAPS + j) % EACH]);
         sum = __fmaf_rn(tap, static_cast<float>(inputs[i + j].at[e]), sum);
       }
-      made[i][e] = begin + i < W ? __fmul_rn(sum, sigmoid(sum)) : 0.0f;
+      made[i][e] = __fmul_rn(sum, sigmoid(sum));
     }
   }
 
