@@ -3,6 +3,7 @@
 Its prompts have other bits than decoding, and the same however they are cut at multiples of CUT.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -170,6 +171,40 @@ def test_answers_do_not_depend_on_how_prompts_are_cut(
                 handles = [ask(engine, prompt) for prompt in prompts]
                 assert all(Heard(each).same_as(answer) for each, answer in zip(handles, expected, strict=True))
             assert max(end - begin for begin, end, _ in passes) == widest
+
+
+class Uneven(Coarse):
+    def multiply(self, x: mx.array, layers: Sequence[nn.Module]) -> list[mx.array]:
+        return [made * (1 + 1e-4 * x.shape[1]) for made in super().multiply(x, layers)]
+
+
+class Wrong(Coarse):
+    def norm(self, x: mx.array, norm: nn.Module) -> mx.array:
+        return x
+
+
+class Broken(Coarse):
+    def multiply(self, x: mx.array, layers: Sequence[nn.Module]) -> list[mx.array]:
+        raise RuntimeError("no such kernel")
+
+
+@pytest.mark.parametrize(
+    ("reader", "said"),
+    [
+        (Uneven, "round otherwise where a prompt is cut"),
+        (Wrong, "compute something else"),
+        (Broken, "no such kernel|failed; those of decoding"),
+    ],
+)
+def test_what_fails_the_check_reads_no_prompt(
+    reader: type[Coarse], said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Apart, "reader", lambda self, layers, dtype: reader())
+    model = model_of("dense")
+    assert model.reading is model
+    assert re.search(said, caplog.text)
+    prompt = prompt_of(model, 40)
+    assert Heard(ask(engine_of(model), prompt)).same_as(Heard(ask(engine_of(replace(model)), prompt)))
 
 
 def ends_of_passes(backend: Backend, ends: list[int], last: int, widest: int, fork: int = 0) -> Ends:

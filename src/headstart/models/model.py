@@ -26,6 +26,7 @@ from .draft_vocabulary import DraftVocabulary
 from .family import Family
 from .head import Weights, find_part, share_missing_parts
 from .passes import finish
+from .reading import reader_of
 from .vision import VisionTower
 
 
@@ -100,12 +101,7 @@ class Model:
     @cached_property
     def reading(self) -> "Model":
         """Return the model as it reads prompts."""
-        backend = self.backend.reader(self.layers, self.dtype) if self.share.ranks == 1 else self.backend
-        if backend is self.backend:
-            return self
-        reading = replace(self, backend=backend)
-        reading.__dict__["layers"] = self.layers  # in place of what the cached property would find
-        return reading
+        return reader_of(self)
 
     # The trunk
 

@@ -56,6 +56,11 @@ class CudaBackend(CudaSteps):
     def stock(self) -> Backend:
         return Backend()
 
+    def reader(self, layers: Sequence[Layer], dtype: mx.Dtype) -> Backend:
+        from .prompts import CudaPrompts, reads_prompts  # derived from this class
+
+        return CudaPrompts(self.description) if reads_prompts(layers, dtype) else self
+
     def compiling(self, dtype: mx.Dtype) -> AbstractContextManager[None]:
         return compiled_together(dtype)
 
