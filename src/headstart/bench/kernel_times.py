@@ -74,7 +74,7 @@ def kernel_times(model: Model, progress: Callable[[str], None] = lambda doing: N
     for operation in comparisons(model):
         progress(f"{operation.name} {operation.shape}")
         rows = mx.random.normal((1, MOST_ROWS, operation.inputs), key=mx.random.key(0)).astype(model.dtype)
-        times.append(compare(operation, rows))
+        times.append(time_kernel(operation, rows))
     return times
 
 
@@ -101,7 +101,7 @@ def _measured(candidate: Any) -> str:
     return f"{_microseconds(candidate.seconds)} µs" + ("" if candidate.exact else ", rows do not agree")
 
 
-def compare(operation: Comparison, rows: mx.array) -> KernelTime:
+def time_kernel(operation: Comparison, rows: mx.array) -> KernelTime:
     """Check and time an operation, ours and stock in turns."""
     name, shape, _, *runs = operation
     try:
