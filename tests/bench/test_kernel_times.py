@@ -7,7 +7,7 @@ import pytest
 
 from fixtures import EVERY_FAMILY, FAMILIES, builtin_model, family_model
 from headstart.bench import kernel_times as module
-from headstart.bench.kernel_times import Comparison, compare, kernel_table, kernel_times, of_check
+from headstart.bench.kernel_times import Comparison, kernel_table, kernel_times, of_check, time_kernel
 
 ROWS = mx.random.normal((1, 16, 8), key=mx.random.key(1))
 
@@ -41,7 +41,7 @@ def test_the_kernels_of_every_family_agree_with_mlx(family: str) -> None:
 
 
 def compared(ours: object, stock: object = lambda x: 2 * x) -> module.KernelTime:
-    return compare(Comparison("product", "8×8", 8, ours, stock), ROWS)  # type: ignore[arg-type]
+    return time_kernel(Comparison("product", "8×8", 8, ours, stock), ROWS)  # type: ignore[arg-type]
 
 
 def test_wrong_dependent_and_failing_kernels_are_shown() -> None:
