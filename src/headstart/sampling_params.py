@@ -30,10 +30,13 @@ class GrammarSpec:
     Args:
         kind: Language of the grammar; "json_object" is any JSON object.
         source: A JSON Schema, a regular expression or a Lark grammar.
+        strict: Refuse a schema with keywords that no grammar can hold. Otherwise these are left out, and the branches
+            of a oneOf may overlap.
     """
 
     kind: GrammarKind
     source: str = ""
+    strict: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(GrammarKind):
@@ -44,14 +47,15 @@ class GrammarSpec:
             raise RequestError(f"grammar has a source of type {type(self.source).__name__}; it must be text")
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> "GrammarSpec":
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str, *, strict: bool = True) -> "GrammarSpec":
         """Return the grammar of a JSON Schema, given as an object or as text.
 
         The answer's properties come in the order in which the schema lists them.
         """
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
-            return cls("json_schema", json.dumps(parsed, ensure_ascii=False, separators=(",", ":"), allow_nan=False))
+            text = json.dumps(parsed, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+            return cls("json_schema", text, strict)
         except (TypeError, ValueError) as error:
             raise RequestError(f"grammar is not a JSON Schema: {error}") from error
 

@@ -176,6 +176,8 @@ def test_what_gateways_ask(http: httpx.Client) -> None:
 def test_a_gateways_own_fields_and_nulls_are_accepted(here: Here, http: httpx.Client) -> None:
     """As they re-serialise a request: every field that they know, null where it was absent, floats as integers."""
     here[1].scripts.append("Yes.")
-    body = {"messages": HI, "temperature": 1, "top_p": 1, "rid": "x", "stop": None, "tools": None, "priority": 0}
+    body = {"messages": HI, "temperature": 1, "top_p": 1, "top_k": -1, "rid": "x", "stop": None, "priority": 0}
     chat = http.post("/v1/chat/completions", json=body, headers={"X-SMG-Target": "tiny", "X-Priority": "9"}).json()
     assert chat["generation_stats"]["ignored_fields"] == ["rid"]
+    assert here[1].requests[-1].params.top_k == 0
+    assert here[1].requests[-1].priority == 0

@@ -5,6 +5,7 @@ roll back: a constrained answer is the same for every k. Where a grammar cannot 
 ahead.
 """
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from ..sampling_params import GrammarSpec
 from .bounds import check_bounds, on_deep_stack
 from .matcher import Matcher, brief, meets_limit
 
+_QUOTED = re.compile(r'"([^"]{1,100})"')
 A = TypeVar("A")
 T = TypeVar("T")
 
@@ -29,6 +31,7 @@ CACHED_GRAMMARS = 64  # compiled grammars to keep per tokenizer
 # Between the parts of JSON: a space, or a line break with its indentation. A model under a grammar is prone to answer
 # with nothing but white space where it may.
 JSON_OPTIONS: Any = {"whitespace_pattern": r"\x20|\x0D?\x0A[\x20\x09]{0,32}"}
+LENIENT: Any = {"lenient": True, "coerce_one_of": True}  # with what cannot be held left out, and said in warnings
 # llguidance's defaults, but for the states of a lexer, which take 1 to 2 kB each.
 LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
 
@@ -44,6 +47,7 @@ class Grammar:
         self.spec = spec
         self.tokenizer = tokenizer
         self.start = _compile(spec, tokenizer)
+        self.left_out = _left_out(self.start.get_grammar_warnings())  # keywords of its schemas
         self.spoiled = False
         self.rolls_back = False  # until that is known
         self.rolls_back = self._rolls_back()
@@ -128,9 +132,29 @@ def llguidance_grammar(spec: GrammarSpec) -> str:
             return LLMatcher.grammar_from_lark(spec.source)
         schema = spec.source if spec.kind == "json_schema" else '{"type":"object"}'
         has_options = schema.lstrip().startswith("{")  # `true` is a schema too
-        return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS if has_options else None)
+        return LLMatcher.grammar_from_json_schema(schema, defaults=json_options(spec) if has_options else None)
     except ValueError as error:
         raise RequestError(f"grammar is not a usable {spec.kind}: {error}") from error
+
+
+def json_options(spec: GrammarSpec) -> Any:
+    """Return how llguidance takes the schema of a grammar."""
+    return JSON_OPTIONS if spec.strict else JSON_OPTIONS | LENIENT
+
+
+def _left_out(warnings: Sequence[str]) -> list[str]:
+    """Return the keywords of a schema that llguidance warns are left out, each once."""
+    found: dict[str, None] = {}
+    for warning in warnings:
+        kind, _, rest = warning.removesuffix(" times)").partition(": ")
+        match kind:
+            case "Unimplemented keys":
+                found |= dict.fromkeys(_QUOTED.findall(rest))
+            case "Unknown format":
+                found[f"format {rest.partition(' (')[0]}"[:100]] = None
+            case _:
+                found["oneOf" if kind.startswith("oneOf") else warning[:100]] = None
+    return list(found)
 
 
 def compile_grammar(spec: GrammarSpec, tokenizer: TokenizerWrapper) -> Grammar:

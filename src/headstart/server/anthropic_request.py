@@ -232,7 +232,7 @@ class CountTokensRequest(Cacheable):
             thinking_field="thinking",
             budget=effort_budget if thinking.budget_tokens is None else thinking.budget_tokens,
             budget_field="output_config.effort" if thinking.budget_tokens is None else "thinking.budget_tokens",
-            grammar=GrammarSpec.json_schema(output.format.schema_) if output.format else None,
+            grammar=GrammarSpec.json_schema(output.format.schema_, strict=False) if output.format else None,
             grammar_field="output_config.format",
             body=self,
         )

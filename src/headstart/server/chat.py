@@ -200,6 +200,7 @@ class Prompt:
     tools: Tools = field(default_factory=dict)  # that may be called
     calls_in_thoughts: bool = True
     grammar: GrammarSpec | None = None
+    grammar_field: str = "tools"  # the field that its schema came in
     compiled: Grammar | None = None  # held so that the engine finds it in the cache of compiled grammars
     bias: Mapping[int, float] = field(default_factory=dict)  # against tool calls where none may come
     recommended: Mapping[str, Any] = field(default_factory=dict)  # sampling parameters, used where none are given
@@ -259,6 +260,7 @@ async def chat_prompt(make_chat: Callable[[], Chat], served: "ServedModel", work
         tools=tools,
         calls_in_thoughts=calls_in_thoughts,
         grammar=grammar,
+        grammar_field="tools" if chat.grammar is None else chat.grammar_field,
         compiled=compiled,
         bias={markup.ids[CALL]: -100.0} if chat.tool_choice == "none" and CALL in markup.ids else {},
         recommended=served.recommended_sampling(thinking=markup.thinks and state != "finished"),
@@ -286,4 +288,12 @@ async def text_prompt(
     grammar = await work.as_lark(grammar, grammar_field)
     compiled = await work.grammar(grammar, grammar_field)
     recommended = served.recommended_sampling(thinking=False)
-    return Prompt(tokens, "prompt", is_chat=False, grammar=grammar, compiled=compiled, recommended=recommended)
+    return Prompt(
+        tokens,
+        "prompt",
+        is_chat=False,
+        grammar=grammar,
+        grammar_field=grammar_field,
+        compiled=compiled,
+        recommended=recommended,
+    )

@@ -137,12 +137,12 @@ class ResponseFormat(RequestModel):
 
     def grammar(self) -> GrammarSpec | None:
         if self.type == "json_object" and self.schema_ is not None:
-            return GrammarSpec.json_schema(self.schema_)
+            return GrammarSpec.json_schema(self.schema_, strict=False)
         if self.type != "json_schema":
             return GrammarSpec("json_object") if self.type == "json_object" else None
         if self.json_schema is None or self.json_schema.schema_ is None:
             refuse("response_format", "has no json_schema.schema: send one")
-        return GrammarSpec.json_schema(self.json_schema.schema_)
+        return GrammarSpec.json_schema(self.json_schema.schema_, strict=bool(self.json_schema.strict))
 
 
 class OpenAIRequest(ProgressRequest):
@@ -181,7 +181,9 @@ class OpenAIRequest(ProgressRequest):
             "response_format": self.response_format.grammar() if self.response_format is not None else None,
             "guided_regex": GrammarSpec("regex", self.guided_regex) if self.guided_regex is not None else None,
             "grammar": GrammarSpec("lark", self.grammar) if self.grammar is not None else None,
-            "json_schema": GrammarSpec.json_schema(self.json_schema) if self.json_schema is not None else None,
+            "json_schema": (
+                GrammarSpec.json_schema(self.json_schema, strict=False) if self.json_schema is not None else None
+            ),
         }
         fields = [field for field, spec in given.items() if spec is not None] or ["response_format"]
         if len(fields) > 1:

@@ -180,6 +180,8 @@ class GenerationRequest(RequestModel):
         # Lark text in the body and a GrammarSpec there. `params` replaces what needs conversion.
         names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys() - {"grammar"}
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if given.get("top_k") == -1:  # vLLM's and SGLang's 0, which gateways send
+            given["top_k"] = 0
         depth = self.num_draft_tokens
         return SamplingParams(**{
             **prompt.recommended,

@@ -92,7 +92,8 @@ class ResponseWriter(ABC):
         self.id = f"{id_prefix}{uuid.uuid4().hex}"
         self.prompt, self.served = prompt, served
         self.model_id = served.info.full_id(body.model)
-        self._ignored = body.ignored_fields()
+        left_out = prompt.compiled.left_out if prompt.compiled is not None else []
+        self._ignored = [*body.ignored_fields(), *(f"{prompt.grammar_field}: {word}" for word in left_out)]
         self._clamped_to = body.clamped_to
         self._started = time.perf_counter()
         self._progressed: set[int] = set()  # choices whose prompt's progress has been said

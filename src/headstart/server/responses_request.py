@@ -98,7 +98,7 @@ class TextFormat(RequestModel):
                 return GrammarSpec("json_object")
         if self.schema_ is None:
             raise Refusal(400, "text.format: has no schema: send one", param="text.format", code="invalid_value")
-        return GrammarSpec.json_schema(self.schema_)
+        return GrammarSpec.json_schema(self.schema_, strict=bool(self.strict))
 
 
 class TextConfig(RequestModel):

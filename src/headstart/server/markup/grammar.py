@@ -14,13 +14,13 @@ import regex
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ...sampling import GrammarSpec
-from ...sampling.grammar import JSON_OPTIONS
+from ...sampling.grammar import LENIENT, json_options
 from .output_parser import CALL, CALL_END, FUNCTION, THINK, THINK_END
 from .schema import STRING, Permitted, Schema, Tools, as_list, permitted
 
 ThinkingState = Literal["started", "finished", "undecided"]  # at the end of a prompt
 
-_COMPACT = {"whitespace_pattern": " "}  # as templates write the arguments of calls
+_COMPACT = {"whitespace_pattern": " ", **LENIENT}  # as templates write the arguments of calls
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _as_rule(spec: GrammarSpec) -> str:
         case "regex":
             escaped = regex.sub(r"\\.|/", lambda found: r"\/" if found.group() == "/" else found.group(), spec.source)
             return "/" + escaped.replace("\n", r"\n") + "/"
-    return _json(json.loads(spec.source) if spec.kind == "json_schema" else {"type": "object"}, JSON_OPTIONS)
+    return _json(json.loads(spec.source) if spec.kind == "json_schema" else {"type": "object"}, json_options(spec))
 
 
 def _json(schema: Any, options: Any = _COMPACT) -> str:

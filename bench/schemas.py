@@ -1,0 +1,126 @@
+"""How many JSON Schemas a server accepts, of how many it leaves out something, and whether answers are valid.
+
+    python bench/schemas.py FOLDER [--every N] [--answers 300] [--strict]
+
+FOLDER holds schemas in files, such as JSONSchemaBench's `data` (https://github.com/guidance-ai/jsonschemabench). A file
+may also hold its schema as `json_schema`. Answers are random walks through the grammar that end as soon as they may, so
+no model is needed: what the grammar permits is what any model's answer can be.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jsonschema
+
+from headstart.checkpoint import load_tokenizer, resolve
+from headstart.errors import RequestError
+from headstart.sampling import GrammarSpec, compile_grammar
+from headstart.sampling.grammar import Grammar
+
+SLOW = 3.0  # seconds
+MOST_TOKENS = 2000  # of an answer
+CLOSING = 0.9  # how often a token is taken that closes something, where one is permitted
+TOKENIZER: list[Any] = []
+
+
+class Outcome(NamedTuple):
+    refused: str = ""
+    left_out: tuple[str, ...] = ()
+    seconds: float = 0.0
+    valid: bool | None = None  # None: no answer was asked for, or it did not finish
+
+
+def read(folder: Path, every: int) -> Iterator[Any]:
+    for file in sorted(folder.rglob("*.json"))[::every]:
+        schema = json.loads(file.read_text())
+        yield schema["json_schema"] if isinstance(schema, dict) and "json_schema" in schema else schema
+
+
+def attempt(schema: Any, answers: bool, strict: bool) -> Outcome:
+    if not TOKENIZER:
+        tokenizer = load_tokenizer(resolve("tiny-qwen3.5"))
+        texts = {text: id for text, id in tokenizer.get_vocab().items()}
+        closing = sum(1 << id for text, id in texts.items() if text[:1] in '"}]')
+        TOKENIZER.extend([tokenizer, closing])
+    tokenizer, closing = TOKENIZER
+    start = time.perf_counter()
+    try:
+        grammar = compile_grammar(GrammarSpec.json_schema(schema, strict=strict), tokenizer)
+    except RequestError as error:
+        return Outcome(refused=str(error), seconds=time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    valid = is_valid(walk(grammar, closing, tokenizer), schema) if answers else None
+    return Outcome("", tuple(grammar.left_out), seconds, valid)
+
+
+def walk(grammar: Grammar, closing: int, tokenizer: Any) -> str | None:
+    """Return a text that the grammar permits, None if it does not end."""
+    matcher, stops = grammar.start.deep_copy(), sum(1 << id for id in grammar.tokenizer.eos_tokens)
+    tokens: list[int] = []
+    for _ in range(MOST_TOKENS):
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        if mask & stops or not mask:
+            return str(tokenizer.decode(tokens)) if mask else None
+        if mask & closing and random.random() < CLOSING:
+            mask &= closing
+        tokens.append(pick(mask))
+        if not matcher.consume_token(tokens[-1]):
+            return None
+    return None
+
+
+def pick(mask: int) -> int:
+    position = random.randrange(mask.bit_length())
+    above = mask >> position << position or mask
+    return (above & -above).bit_length() - 1
+
+
+def is_valid(answer: str | None, schema: Any) -> bool | None:
+    if answer is None:
+        return None
+    try:
+        jsonschema.validate(json.loads(answer), schema)
+    except jsonschema.ValidationError:
+        return False
+    except Exception:  # a schema that jsonschema cannot read
+        return None
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--every", type=int, default=1, help="take every Nth schema")
+    parser.add_argument("--answers", type=int, default=300, help="schemas for which answers are checked")
+    parser.add_argument("--strict", action="store_true")
+    options = parser.parse_args()
+    schemas = list(read(options.folder, options.every))
+    random.seed(0)
+    asked = set(random.sample(range(len(schemas)), min(options.answers, len(schemas))))
+    with ProcessPoolExecutor(2) as pool:
+        futures = [pool.submit(attempt, schema, i in asked, options.strict) for i, schema in enumerate(schemas)]
+        outcomes = [future.result() for future in futures]
+    accepted = [each for each in outcomes if not each.refused]
+    whole = [each for each in accepted if not each.left_out]
+    print(f"{len(outcomes)} schemas, {len(accepted)} accepted ({len(accepted) / len(outcomes):.1%})")
+    print(f"{len(whole)} with nothing left out ({len(whole) / len(outcomes):.1%})")
+    print(f"{sum(each.seconds > SLOW for each in outcomes)} slower than {SLOW:g} s")
+    for name, group in (("nothing left out", whole), ("all", accepted)):
+        finished = [each for each in group if each.valid is not None]
+        print(
+            f"{sum(map(lambda each: bool(each.valid), finished))} of {len(finished)} finished answers valid: {name}"
+        )
+    for text, group in (("left out", [word for each in accepted for word in each.left_out]), ("refused", outcomes)):
+        words = Counter(each if isinstance(each, str) else each.refused[:120] for each in group)
+        print(text, *(f"  {count} {word}" for word, count in words.most_common(12) if word), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
