@@ -2,9 +2,9 @@
 
     python bench/schemas.py FOLDER [--every N] [--answers 300] [--strict]
 
-FOLDER holds schemas in files, such as JSONSchemaBench's `data` (https://github.com/guidance-ai/jsonschemabench). A file
-may also hold its schema as `json_schema`. Answers are random walks through the grammar that end as soon as they may, so
-no model is needed: what the grammar permits is what any model's answer can be.
+FOLDER holds schemas in files, such as JSONSchemaBench's `data` (https://github.com/guidance-ai/jsonschemabench). A
+file may also hold its schema as `json_schema`. Answers are random walks through the grammar that end as soon as they
+may, so no model is needed: what the grammar permits is what any model's answer can be.
 """
 
 import argparse
@@ -46,8 +46,7 @@ def read(folder: Path, every: int) -> Iterator[Any]:
 def attempt(schema: Any, answers: bool, strict: bool) -> Outcome:
     if not TOKENIZER:
         tokenizer = load_tokenizer(resolve("tiny-qwen3.5"))
-        texts = {text: id for text, id in tokenizer.get_vocab().items()}
-        closing = sum(1 << id for text, id in texts.items() if text[:1] in '"}]')
+        closing = sum(1 << id for text, id in tokenizer.get_vocab().items() if text[:1] in '"}]')
         TOKENIZER.extend([tokenizer, closing])
     tokenizer, closing = TOKENIZER
     start = time.perf_counter()
@@ -114,9 +113,8 @@ def main() -> None:
     print(f"{sum(each.seconds > SLOW for each in outcomes)} slower than {SLOW:g} s")
     for name, group in (("nothing left out", whole), ("all", accepted)):
         finished = [each for each in group if each.valid is not None]
-        print(
-            f"{sum(map(lambda each: bool(each.valid), finished))} of {len(finished)} finished answers valid: {name}"
-        )
+        valid = sum(bool(each.valid) for each in finished)
+        print(f"{valid} of {len(finished)} finished answers valid: {name}")
     for text, group in (("left out", [word for each in accepted for word in each.left_out]), ("refused", outcomes)):
         words = Counter(each if isinstance(each, str) else each.refused[:120] for each in group)
         print(text, *(f"  {count} {word}" for word, count in words.most_common(12) if word), sep="\n")
