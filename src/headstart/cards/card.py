@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import typer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -15,6 +15,7 @@ from ..errors import CheckpointError
 from ..limits import DEFAULT_K, MAX_HEAD_K
 
 BUILTIN_CARDS = Path(__file__).parent
+Made = TypeVar("Made", bound=BaseModel)
 OFF = ("0", "false", "no", "off")  # values of HEADSTART_MTP
 FamilyName = Literal[
     "qwen3_5", "qwen3_5_moe", "qwen3_next", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "mimo", "mimo_v2_flash",
@@ -35,6 +36,8 @@ class NativeMtp(StrictModel):
     num_layers: Positive
     default_k: Positive
     max_k: Annotated[int, Field(ge=1, le=MAX_HEAD_K)]
+    acceptance: tuple[float, ...] = ()  # share of rounds that accept so many drafts, where it was measured
+    trained_on: str | None = None
 
     @model_validator(mode="after")
     def _in_order(self) -> "NativeMtp":
@@ -92,7 +95,7 @@ def all_cards() -> list[Card]:
     configuration) replaces the built-in one of the same name."""
     user_cards = Path(typer.get_app_dir("headstart")) / "cards"
     paths = [*sorted(BUILTIN_CARDS.glob("*.toml")), *sorted(user_cards.glob("*.toml"))]
-    return list({card.name.lower(): card for card in map(_read, paths)}.values())
+    return list({card.name.lower(): card for card in (_read(path, Card) for path in paths)}.values())
 
 
 def find_card(name: str) -> Card | None:
@@ -128,6 +131,7 @@ class Dispatch:
 def dispatch(
     card: Card | None,
     *,
+    own: NativeMtp | None = None,
     promised: int,
     unusable: str | None,
     mtp: bool | None = None,
@@ -136,11 +140,12 @@ def dispatch(
     """Decide whether the head drafts, and how far. A request may ask for less: the engine honours that.
 
     Args:
+        own: The card that came with the head itself, before the model's.
         promised: Number of head modules that config.json declares.
         unusable: Why the local weights have no usable head, or None.
         mtp: What the user asked for; None leaves it to the environment (`HEADSTART_MTP=0`).
     """
-    declared = card.native_mtp if card else None
+    declared = own or (card.native_mtp if card else None)
     if not declared and not promised:
         return Dispatch(0, 0, "neither the model card nor config.json declares an MTP head")
     if mtp is False:
@@ -152,9 +157,14 @@ def dispatch(
     return Dispatch(declared.default_k, declared.max_k) if declared else Dispatch(DEFAULT_K, MAX_HEAD_K)
 
 
-def _read(path: Path) -> Card:
+def read_head_card(path: Path) -> NativeMtp:
+    """Return the card of a head that `train-head` has written."""
+    return _read(path, NativeMtp)
+
+
+def _read(path: Path, kind: type[Made]) -> Made:
     try:
-        return Card.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        return kind.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a model card ({error}). Fix or delete it.") from error
     except ValidationError as error:

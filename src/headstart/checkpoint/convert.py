@@ -25,6 +25,7 @@ from ..errors import CheckpointError, HeadError
 from ..kernels.norms import Norm
 from ..kernels.weights import NVFP4_MOST
 from .atomic import publish, require_space, staging_folder
+from .head import CARD
 from .hub import COMPANION_FILES
 from .layout import NORMS, Layout, head_field, readme_metadata
 from .names import Names, is_head, is_vision
@@ -97,6 +98,8 @@ def convert(plan: Conversion, progress: Progress = lambda written: None) -> None
     with staging_folder(destination) as folder:
         for name, arrays in plan.files.items():
             write_safetensors(folder / name, arrays, progress)
+        if plan.source.head_card is not None:
+            shutil.copyfile(plan.source.head_folder / CARD, folder / CARD)
         for path in companions:
             shutil.copyfile(path, folder / path.name)
         (folder / INDEX).write_text(json.dumps(index, indent=4))

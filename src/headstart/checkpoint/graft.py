@@ -6,17 +6,20 @@ byte.
 """
 
 import json
+import shutil
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 
+from .. import models
 from ..errors import CheckpointError, HeadError
 from .atomic import replace_file, require_space, staging_folder
 from .config import read_config
 from .convert import SIDECAR, Arrays, convert_head, declare_head
-from .head import check_final_norm, check_sizes, read_head
+from .draft_vocabulary import NAME
+from .head import CARD, check_final_norm, check_sizes, read_head
 from .layout import Layout, expected_model
 from .parameters import find_misfit
 from .quantize import Recipe
@@ -29,6 +32,8 @@ class Graft:
 
     model: Layout
     arrays: Arrays
+    beside: tuple[str, ...] = ()  # files that come with the head
+    source: Path | None = None
 
     @property
     def nbytes(self) -> int:
@@ -37,7 +42,7 @@ class Graft:
 
 def require_lost_head(model: Layout) -> None:
     """Refuse a model that needs no graft, before anything is downloaded."""
-    if model.layout != "converted":
+    if model.layout == "gguf" or (model.layout == "raw" and models.head_modules(model.config)):
         raise CheckpointError(f"{model.path}: not converted to MLX. `headstart convert` keeps the head.")
     if model.mtp.available:
         raise HeadError(f"{model.path}: has its head already, in {model.mtp.location}.")
@@ -69,7 +74,8 @@ def plan_graft(
     if group_size is None:  # modes other than affine have groups of their own
         group_size = quantization["group_size"] if quantization["mode"] == "affine" else 64
     recipe = Recipe(getattr(mx, model.dtype), quantization["bits"], group_size, mtp_bits=mtp_bits)
-    return Graft(model, convert_head(head, expected, recipe))
+    beside = tuple(name for name in (CARD, NAME) if (source / name).is_file() and not (model.path / name).exists())
+    return Graft(model, convert_head(head, expected, recipe), beside, source)
 
 
 def graft(plan: Graft, progress: Progress = lambda written: None) -> None:
@@ -81,5 +87,9 @@ def graft(plan: Graft, progress: Progress = lambda written: None) -> None:
     with staging_folder(folder / "mtp") as temporary:
         write_safetensors(temporary / "head", plan.arrays, progress)
         (temporary / "config").write_text(json.dumps(config, indent=4))
+        for number, name in enumerate(plan.beside):
+            assert plan.source is not None
+            shutil.copyfile(plan.source / name, temporary / str(number))
+            replace_file(temporary / str(number), folder / name)
         replace_file(temporary / "config", folder / "config.json")
         replace_file(temporary / "head", folder / SIDECAR)

@@ -15,6 +15,7 @@ from .repack import repacked
 from .safetensors import read_header, shard_files
 
 SIDECARS = ("mtp.safetensors", "model-mtp.safetensors", "mtp/weights.safetensors")
+CARD = "mtp/card.toml"  # what `train-head` measured
 ROUNDING = 2**-6  # a norm of the same model may have been through bfloat16, as w or as 1 + w
 # What must be equal for a head to fit, the most telling difference first; the head's own shapes tell the rest.
 SIZES = (

@@ -20,7 +20,7 @@ from .config import REMEDY, read_config
 from .gguf import read_gguf
 from .gguf_folder import linked_gguf
 from .gguf_model import GGUF, gguf_header
-from .head import SIDECARS, check_final_norm, check_sizes, find_sidecar, read_head
+from .head import CARD, SIDECARS, check_final_norm, check_sizes, find_sidecar, read_head
 from .names import Names, is_head, is_vision
 from .parameters import (
     BITS,
@@ -68,6 +68,17 @@ class Layout:
     config: dict[str, Any] = field(repr=False)
     stored: Stored = field(repr=False)  # by the model's names; the head's only if available
     quantized: dict[str, dict[str, Any]] = field(repr=False)  # module → bits, group_size, mode
+    head_source: Path | None = None  # the folder that the head is from, if not the model's own
+
+    @property
+    def head_folder(self) -> Path:
+        return self.head_source or self.path
+
+    @cached_property
+    def head_card(self) -> cards.NativeMtp | None:
+        """Return the card that lies beside the head."""
+        file = self.head_folder / CARD
+        return cards.read_head_card(file) if self.mtp.available and file.is_file() else None
 
     @cached_property
     def card(self) -> cards.Card | None:
@@ -76,7 +87,9 @@ class Layout:
     def dispatch(self, mtp: bool | None = None) -> cards.Dispatch:
         """Decide whether the head drafts, and how far. `mtp`: the user's choice; None leaves it to HEADSTART_MTP."""
         unusable = None if self.mtp.available else self.mtp.reason
-        return cards.dispatch(self.card, promised=models.head_modules(self.config), unusable=unusable, mtp=mtp)
+        return cards.dispatch(
+            self.card, own=self.head_card, promised=models.head_modules(self.config), unusable=unusable, mtp=mtp
+        )
 
     def report(self) -> dict[str, Any]:
         """Return the JSON of `headstart inspect`."""
@@ -84,7 +97,7 @@ class Layout:
         return {
             "path": str(self.path),
             **{name: getattr(self, name) for name in public},
-            "native_mtp": asdict(self.mtp),
+            "native_mtp": asdict(self.mtp) | (self.head_card.model_dump() if self.head_card else {}),
             "vision": find_tower(self.path, self.config).report(),
             "card": card.name if (card := self.card) else None,
             "known_drafter": card.drafter if card else None,
@@ -146,6 +159,7 @@ def read_layout(path: Path, head_source: Path | None = None) -> Layout:
         config=config,
         stored=stored,
         quantized=quantized,
+        head_source=head_source,
     )
 
 

@@ -217,7 +217,7 @@ def load_model(
         model.backend.prepare(model.weights, model.dtype, model.layers)
     else:  # machines that time kernels may choose different ones, and must not: they draft the same tokens
         model = part.fit(model)
-    if decision.drafts and split is None and (listed := read_draft_tokens(layout.path, model.vocabulary)):
+    if decision.drafts and split is None and (listed := _draft_tokens(layout, model.vocabulary)):
         model = model.with_draft_vocabulary(*listed)
         assert model.draft_vocabulary is not None
         model.backend.prepare(model.draft_vocabulary.lm_head, model.dtype, model.layers)
@@ -286,6 +286,11 @@ def compute_dtype(backend: Backend, stored: str, experts: bool, modes: set[str])
     elif stored == "bfloat16" and WITHOUT_BFLOAT16.match(str(mx.device_info().get("architecture"))):
         stored = "float16"
     return backend.activations(getattr(mx, stored), experts, modes)
+
+
+def _draft_tokens(layout: Layout, vocabulary: int) -> tuple[list[int], str] | None:
+    """Return the list beside the model, else the one beside its head."""
+    return read_draft_tokens(layout.path, vocabulary) or read_draft_tokens(layout.head_folder, vocabulary)
 
 
 def _quantized(model: models.Model, packed: dict[str, dict[str, Any]], names: Names, stored: Stored) -> models.Model:

@@ -36,6 +36,7 @@ def convert_command(
     dtype: Literal["bfloat16", "float16", "float32"] | None = Option(
         None, help="Type of what is not quantised.", show_default="the source's"
     ),
+    head: str | None = Option(None, metavar="MODEL", help="Take the head from another folder."),
     dequantize: bool = Option(False, "--dequantize", help="Widen what is quantised first."),
     dry_run: bool = options.DRY_RUN,
 ) -> None:
@@ -46,6 +47,7 @@ def convert_command(
     from ..checkpoint import read_layout
     from ..checkpoint.convert import convert, plan_conversion
     from ..checkpoint.drafter import is_drafter
+    from ..checkpoint.hub import resolve_head
     from ..checkpoint.layout import release_id
     from ..checkpoint.quantize import Recipe
 
@@ -56,7 +58,7 @@ def convert_command(
     if is_drafter(folder):
         _convert_drafter(folder, destination, settings, dtype, dry_run)
         return
-    layout = read_layout(folder)
+    layout = read_layout(folder, resolve_head(head) if head is not None else None)
     original = release_id(folder, layout.family)
     settings = replace(settings, dtype=getattr(mx, dtype or layout.dtype))
     plan = plan_conversion(layout, destination, settings, original)

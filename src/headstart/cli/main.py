@@ -34,6 +34,7 @@ from . import (
     report,
     running,
     serve,
+    train_head,
 )
 
 # Only the tokenizers of transformers are used: suppress its advice to install PyTorch.
@@ -138,6 +139,7 @@ app.command("remove")(pull.remove_command)
 app.command("inspect")(inspect.inspect_command)
 app.command("convert")(convert.convert_command)
 app.command("graft")(convert.graft_command)
+app.command("train-head")(train_head.train_head_command)
 app.command("draft-vocabulary")(draft_vocabulary.draft_vocabulary_command)
 app.command("probe")(probe.probe_command)
 app.command("bench")(bench.bench_command)

@@ -81,6 +81,9 @@ class ServeSettings:
     )
     prefix_cache_dir_gb: float = Option(20.0, min=0, help="Most that --prefix-cache-dir may take.")
     log_level: Literal["debug", "info", "warning", "error"] = Option("warning", help="Log to standard error.")
+    record: Path | None = Option(
+        None, metavar="FILE", help="Keep all prompts and answers in a file of yours, for `train-head`."
+    )
     access_log: bool = Option(False, "--access-log", help="Log a line per request: no prompts, answers or keys.")
     split: options.Split = options.SPLIT
 
@@ -138,10 +141,19 @@ class ServeSettings:
         return keys
 
     def limits(self) -> "Limits":
+        """Return the limits, and the recorder where there is one."""
         from ..server.listen import connection_limit
         from ..server.settings import Limits
 
+        recorder = None
+        if self.record is not None:
+            from ..server.log import LOG
+            from ..server.record import Recorder
+
+            recorder = Recorder(self.record)
+            LOG.warning("RECORDING: every prompt and every answer of every client is written to %s", self.record)
         return Limits(
+            recorder=recorder,
             body_bytes=Limits.body_bytes + (Limits.image_bytes if self.images else 0),
             image_urls=self.allow_image_urls,
             prompt_tokens=self.max_prompt_tokens,

@@ -272,7 +272,10 @@ class RunningRequest:
         self._prefilled = [0] * len(requests)
         try:
             for i, request in enumerate(requests):
-                self._handles.append(thread.submit(request, client=client, listener=partial(listen, i * self._n)))
+                listener: Callable[[Event], None] = partial(listen, i * self._n)
+                if limits.recorder is not None:
+                    listener = limits.recorder.following(request, thread.engine.model.vocabulary, listener)
+                self._handles.append(thread.submit(request, client=client, listener=listener))
         except HeadstartError:
             self.cancel()
             raise

@@ -1,6 +1,10 @@
 """What a server is set to."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .record import Recorder
 
 
 @dataclass
@@ -18,4 +22,5 @@ class Limits:
     prepare_seconds: float = 60.0  # that rendering, tokenising and compiling grammars may take
     grammar_seconds: float = 3.0  # of CPU time that the trial of a new grammar may take
     idle_seconds: float = 60.0  # that a connection may be without a request, or with incomplete headers
+    recorder: "Recorder | None" = None  # keeps conversations
     connections: int | None = None  # None: 2,048, or as many as the limit on open files allows
