@@ -13,7 +13,7 @@ from .parameters import Stored, TensorSource
 from .safetensors import DTYPE_CODES, TensorInfo
 
 FLOAT32 = (".A_log", ".e_score_correction_bias", ".router_bias", ".global_scale")
-SCALES = (".scales", ".biases")  # of quantised weights; bfloat16 does not hold those that are of another type
+SCALES = (".scales", ".biases")  # of quantised weights
 LazyFiles = dict[Path, dict[str, mx.array]]  # what `mx.load` returned and is not used up
 
 
@@ -44,8 +44,12 @@ def read_parameter(
         return array.astype(mx.float32)
     if not mx.issubdtype(array.dtype, mx.floating):
         return array
-    lossy = name.endswith(SCALES) and dtype == mx.bfloat16 != array.dtype
-    return array.astype(mx.float32 if lossy else dtype)
+    if name.endswith(SCALES) and array.dtype != dtype:
+        if dtype == mx.bfloat16:  # which does not hold those of another type
+            return array.astype(mx.float32)
+        if (dtype, array.dtype) == (mx.float32, mx.float16):  # which float32 adds nothing to
+            return array
+    return array.astype(dtype)
 
 
 def open_file(path: Path, files: LazyFiles) -> dict[str, mx.array]:

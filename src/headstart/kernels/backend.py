@@ -109,7 +109,11 @@ class Backend(Recurrents, Drafting):
 
     def embed(self, tokens: mx.array, embedding: nn.Module, dtype: mx.Dtype) -> mx.array:
         """Return the embedding of tokens [B, W] in `dtype`. MLX's of nvfp4, mxfp4 and mxfp8 is bfloat16, which holds
-        it exactly."""
+        it exactly; float16 does not hold what its scales make."""
+        if embedding.get("scales") is not None and embedding.scales.dtype == mx.float16 != dtype:
+            weight, scales, biases = (embedding[name][tokens] for name in ("weight", "scales", "biases"))
+            wide = scales.astype(dtype), biases.astype(dtype)
+            return mx.dequantize(weight, *wide, group_size=embedding.group_size, bits=embedding.bits)
         made: mx.array = embedding(tokens)
         return made.astype(dtype)
 

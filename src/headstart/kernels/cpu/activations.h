@@ -15,7 +15,7 @@ namespace headstart {
 // instead. Other codes are unpacked in their order, and dense weights in pairs of lanes.
 struct Arrangement {
   int bits = 0, group = 0;  // of the weights; 0: dense
-  bool wide = false;        // their scales and biases are float32
+  Number scale = Number::BFLOAT;  // type of their scales and biases
 
   constexpr int per_word() const {
     return bits && 32 % bits == 0 ? 32 / bits : 0;
@@ -87,7 +87,7 @@ class Activations {
     for (long g = 0; g < K_ / order_.group; ++g) {
       Lanes total = splat(0.0f);
       for (long k = g * order_.group; k < (g + 1) * order_.group; k += LANES) total = total + load(wide + k);
-      sums[order_.wide ? place<float>(g) : place<bfloat>(g)] = sum(total);
+      sums[order_.scale == Number::BFLOAT ? place<bfloat>(g) : g] = sum(total);
     }
     for (long k = 0; order_.per_word() && k < padded_; k += order_.block()) in_words(wide + k, to + k);
   }

@@ -94,9 +94,9 @@ std::function<Attention<T>(const Memory&)> attending(Chain& chain, int W, const 
   require(holds(heads.sinks, H), "sinks must be [H]");
   require(holds(past.angles, size_t(B) * W * rotated / 2, mx::float32), "angles must be [B, W, rotated / 2] of float32");
   require(!heads.query_scales || (heads.period > 0 && heads.query_scales->size()), "scales must be of periods");
-  const Slot q_weight = chain.input(heads.q_norm, true), k_weight = chain.input(heads.k_norm, true);
-  const Slot frequencies = chain.input(heads.frequencies, true), angles = chain.input(past.angles);
-  const Slot sinks = chain.input(heads.sinks, true), scales = chain.input(heads.query_scales, true);
+  const Slot q_weight = chain.weight(heads.q_norm, true), k_weight = chain.weight(heads.k_norm, true);
+  const Slot frequencies = chain.weight(heads.frequencies, true), angles = chain.input(past.angles);
+  const Slot sinks = chain.weight(heads.sinks, true), scales = chain.weight(heads.query_scales, true);
   const Slot offset = chain.input(past.offset), last = chain.input(past.last);
   const Written caches(chain, past.caches);
   Attention<T> op = {B, W, H, HKV, past.caches[0].shape(2), past.window, heads.eps, heads.scale, heads.value_scale};

@@ -40,7 +40,7 @@ Arrays py_norm(const mx::array& x, const mx::array& weight, float eps, const std
   const Slot in = chain.input(x);
   by_type(x, [&]<typename T>(T) {
     if (added) return add_and_norm<T>(chain, {in, rows, D}, {*added, weight, eps});
-    const Slot by = chain.input(weight, true), out = chain.output(x.shape(), x.dtype());
+    const Slot by = chain.weight(weight, true), out = chain.output(x.shape(), x.dtype());
     chain.add([=](const Memory& memory) {
       norm<T>(
           memory.get<T>(in), nullptr, memory.get<float>(by), eps, rows, D, static_cast<T*>(nullptr), memory.get<T>(out));

@@ -9,6 +9,11 @@ namespace headstart {
 struct bfloat {
   uint16_t bits;
 };
+// A float16.
+struct half {
+  uint16_t bits;
+};
+enum class Number { BFLOAT, FLOAT, HALF };
 
 const char* isa();
 
@@ -21,7 +26,7 @@ struct Matrix {
   const void* w;
   long N;
   int bits = 0, group = 0;  // 0: dense; else the bits of a code and how many share a scale, a multiple of 16
-  bool wide = false;        // scales and biases are float32, not bfloat16
+  Number scale = Number::BFLOAT;  // type of scales and biases
   const void *scales = nullptr, *biases = nullptr;  // [N, K / group]
   const float* bias = nullptr;                      // [N], added to outputs; or null
 };

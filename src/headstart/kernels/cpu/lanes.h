@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "kernels.h"
 
@@ -189,12 +190,43 @@ inline void store(float* to, Vec<N> x) {
   else store(to, x.lo), store(to + N / 2, x.hi);
 }
 
+inline float to_float(half x) {
+  // The exponent of a float16 as that of a float32 is 112 too small, and of what is infinite or no number twice that.
+  const uint32_t bits = x.bits, narrow = (bits & 0x7fff) << 13;
+  float small;
+  std::memcpy(&small, &narrow, 4);
+  small *= 0x1p112f;
+  uint32_t wide;
+  std::memcpy(&wide, &small, 4);
+  wide |= (bits & 0x8000) << 16 | ((bits & 0x7c00) == 0x7c00 ? 0x7f800000 : 0);
+  std::memcpy(&small, &wide, 4);
+  return small;
+}
+template <int N = LANES>
+inline Vec<N> load_halves(const half* from) {
+  if constexpr (N == NATIVE) {
+#if !defined(HEADSTART_PORTABLE) && defined(__AVX512F__)
+    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))};
+#elif !defined(HEADSTART_PORTABLE) && defined(__F16C__)
+    return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))};
+#else
+    Floats made;
+    UNROLL for (int i = 0; i < N; ++i) made[i] = to_float(from[i]);
+    return {made};
+#endif
+  } else {
+    return {load_halves<N / 2>(from), load_halves<N / 2>(from + N / 2)};
+  }
+}
+
 // Two times sixteen consecutive elements, in the order in which their type is cheapest to take apart: of bfloat16 the
 // even ones and the odd ones.
 struct Pair {
   Lanes first, second;
 };
 constexpr int PAIR = 2 * LANES;
+template <typename T>
+constexpr bool in_order = !std::is_same_v<std::remove_const_t<T>, bfloat>;
 
 inline Pair load_pair(const float* from) {
   return {load(from), load(from + LANES)};
@@ -209,6 +241,10 @@ inline Pair load_pair(const bfloat* from) {
       map([](Floats x) { return (Floats)((Bits)x << 16); }, both),
       map([](Floats x) { return (Floats)((Bits)x & 0xffff0000u); }, both),
   };
+}
+
+inline Pair load_pair(const half* from) {
+  return {load_halves(from), load_halves(from + LANES)};
 }
 
 // A whole number in eight bits.
@@ -244,14 +280,14 @@ inline Lanes first_lanes(long n) {
 template <typename T>
 inline Pair first_of(Pair x, long n) {
   auto both = [](Floats a, Floats b) { return (Floats)((Bits)a & (Bits)b); };
-  const long first = sizeof(T) == 4 ? (n < LANES ? n : LANES) : (n + 1) / 2;
+  const long first = in_order<T> ? (n < LANES ? n : LANES) : (n + 1) / 2;
   return {map(both, x.first, first_lanes(first)), map(both, x.second, first_lanes(n - first))};
 }
 
 // The place, in a pair's order, of element i.
 template <typename T>
 constexpr long place(long i) {
-  if (sizeof(T) != 2) return i;
+  if (in_order<T>) return i;
   return i / PAIR * PAIR + i % 2 * LANES + i % PAIR / 2;
 }
 

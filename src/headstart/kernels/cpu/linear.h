@@ -29,6 +29,13 @@ void by_type(const mx::array& x, F f) {
   else f(float{});
 }
 
+inline std::optional<Number> number_of(const mx::array& array) {
+  if (array.dtype() == mx::bfloat16) return Number::BFLOAT;
+  if (array.dtype() == mx::float32) return Number::FLOAT;
+  if (array.dtype() == mx::float16) return Number::HALF;
+  return {};
+}
+
 // The weights of a linear layer [N, K], or of one for each expert [experts, N, K]: dense, or quantised with scales and
 // biases for every `group` of inputs. `bias` is added to the outputs.
 struct Linear {
@@ -49,7 +56,7 @@ struct Linear {
     require(bits >= 2 && bits <= 8 && bits != 7, "unknown bits");
     require(group >= 32 && (group & (group - 1)) == 0, "unknown group");
     require(weight.dtype() == mx::uint32 && weight.shape(-1) * 32l % (long(bits) * group) == 0, "unknown codes");
-    require(scales->dtype() == mx::float32 || scales->dtype() == mx::bfloat16, "unknown scales");
+    require(number_of(*scales) && (!biases || biases->dtype() == scales->dtype()), "unknown scales");
     require(biases->dtype() == scales->dtype() && biases->shape() == scales->shape(), "unknown biases");
     require(scales->shape(-1) * long(group) == inputs() && scales->shape(-2) == outputs(), "unknown scales");
   }
@@ -98,10 +105,10 @@ void multiply(
       require(layer.inputs() == x.size, "weights must be [N, K] where the input is [..., K]");
       require(layer.weight.ndim() == (choice ? 3 : 2), "weights must be [N, K], with experts [experts, N, K]");
       require(layer.bits || layer.weight.itemsize() == sizeof(T), "weights must have the type of the input");
-      const bool wide = layer.bits && layer.scales->dtype() == mx::float32;
-      matrices.push_back({nullptr, layer.outputs(), layer.bits, layer.group, wide});
+      const Number scale = layer.bits ? *number_of(*layer.scales) : Number::BFLOAT;
+      matrices.push_back({nullptr, layer.outputs(), layer.bits, layer.group, scale});
       held.push_back(
-          {chain.input(layer.weight), chain.input(layer.scales), chain.input(layer.biases), chain.input(layer.bias, true)});
+          {chain.weight(layer.weight), chain.weight(layer.scales), chain.weight(layer.biases), chain.weight(layer.bias, true)});
     }
     require(!gated || matrices.size() == 2, "a gate has two layers of one kind");
     const std::vector<Slot> to(out.begin() + first, out.begin() + (gated ? 1 : end));
@@ -139,7 +146,7 @@ void add_and_norm(Chain& chain, Rows x, const Residual& residual) {
   const auto& [added, weight, eps] = residual;
   require(added.size() == size_t(x.rows * x.size) && added.itemsize() == sizeof(T), "the sum's parts must be alike");
   require(weight.ndim() == 1 && weight.shape(0) == x.size, "weight must be [D] where the input is [..., D]");
-  const Slot other = chain.input(added), by = chain.input(weight, true);
+  const Slot other = chain.input(added), by = chain.weight(weight, true);
   const Slot total = chain.output(added.shape(), added.dtype()), normed = chain.output(added.shape(), added.dtype());
   chain.add([=, eps = eps](const Memory& memory) {
     norm<T>(

@@ -20,14 +20,15 @@ namespace headstart {
 namespace mx = mlx::core;
 using Arrays = std::vector<mx::array>;
 
-// Where a kernel finds an array: among the inputs, the outputs or the scratch buffers of its operation; -1: there is none.
+// Where a kernel finds an array: among the inputs, the outputs, the scratch buffers or the weights of its operation; -1:
+// there is none.
 struct Slot {
-  enum Kind { INPUT, OUTPUT, SCRATCH } kind = INPUT;
+  enum Kind { INPUT, OUTPUT, SCRATCH, WEIGHT } kind = INPUT;
   int index = -1;
 };
 
 struct Memory {
-  std::vector<void*> at[3];  // by kind
+  std::vector<void*> at[4];  // by kind
 
   template <typename T>
   T* get(Slot slot) const {
@@ -48,6 +49,19 @@ class Chain {
 
   Slot input(const std::optional<mx::array>& array, bool widen = false) {
     return array ? input(*array, widen) : Slot{};
+  }
+
+  // An input that stays as it is. MLX asks for every input of every operation in every step whether it is computed, so
+  // what is in memory already is held by the operation instead.
+  Slot weight(const mx::array& array, bool widen = false) {
+    if (!array.is_available() || !array.flags().row_contiguous || (widen && array.dtype() != mx::float32))
+      return input(array, widen);
+    weights_.push_back(array);
+    return {Slot::WEIGHT, int(weights_.size()) - 1};
+  }
+
+  Slot weight(const std::optional<mx::array>& array, bool widen = false) {
+    return array ? weight(*array, widen) : Slot{};
   }
 
   Slot output(mx::Shape shape, mx::Dtype type) {
@@ -76,7 +90,7 @@ class Chain {
 
  private:
   friend class Operation;
-  Arrays inputs_;
+  Arrays inputs_, weights_;
   std::vector<bool> widens_;
   std::vector<mx::Shape> shapes_;
   std::vector<mx::Dtype> types_;
@@ -161,6 +175,8 @@ class Operation : public mx::Primitive {
       }
       memory.at[Slot::INPUT].push_back(at);
     }
+    for (const mx::array& weight : chain_->weights_)
+      memory.at[Slot::WEIGHT].push_back(const_cast<char*>(weight.data<char>()));
     for (int i = 0; i < int(outputs.size()); ++i) {
       mx::array& output = outputs[i];
       const int donor = chain_->donors_[i];

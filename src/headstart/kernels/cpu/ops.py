@@ -50,7 +50,7 @@ def _hold(layer: nn.Module) -> HeldLinear:
     bias = layer.get("bias")
     if type(layer) in DENSE and weight.dtype in TYPES:
         return HeldLinear((weight, None, None, 0, 0, bias), (weight.dtype,))
-    if type(layer) in QUANTISED and layer.mode == "affine" and layer.scales.dtype in TYPES:
+    if type(layer) in QUANTISED and layer.mode == "affine" and layer.scales.dtype in (*TYPES, mx.float16):
         return HeldLinear((weight, layer.scales, layer.biases, layer.bits, layer.group_size, bias), TYPES)
     return HeldLinear((weight, None, None, 0, 0, bias), ())
 

@@ -75,9 +75,9 @@ template <typename T, typename F>
 inline void with(const Matrix& m, long K, long expert, const F& f) {
   if (!m.bits) return f(Dense<const T*>{static_cast<const T*>(m.w) + expert * m.N * K, K});
   auto quantised = [&]<int BITS>() {
-    const long groups = expert * m.N * (K / m.group) * (m.wide ? 4 : 2);
+    const long groups = expert * m.N * (K / m.group) * (m.scale == Number::FLOAT ? 4 : 2);
     const auto* w = static_cast<const uint8_t*>(m.w) + expert * m.N * (K / 8 * BITS);
-    f(Quantised<BITS>{w, (const char*)m.scales + groups, (const char*)m.biases + groups, m.wide, K, m.group, m.N});
+    f(Quantised<BITS>{w, (const char*)m.scales + groups, (const char*)m.biases + groups, m.scale, K, m.group, m.N});
   };
   switch (m.bits) {
     case 2: return quantised.template operator()<2>();
@@ -96,7 +96,7 @@ struct Group {
 
 template <typename T>
 void products(const Product<T>& op) {
-  Activations<T> x(op.x, op.rows, op.K, {op.matrices[0].bits, op.matrices[0].group, op.matrices[0].wide});
+  Activations<T> x(op.x, op.rows, op.K, {op.matrices[0].bits, op.matrices[0].group, op.matrices[0].scale});
   // Row by row of the output: which rows of it, expert after expert.
   const long rows = op.experts ? op.rows * op.top : op.rows;
   std::vector<long> order(rows);

@@ -29,7 +29,7 @@ void fold_and_run(Chain& chain, const std::vector<Slot>& window, int B, int W, c
   const mx::Dtype type = r.conv.dtype();
   const int old_width = r.pending.empty() ? 0 : r.pending[0].shape(1);
   std::vector<Slot> weights, old, fresh;
-  for (const mx::array& weight : r.weights) weights.push_back(chain.input(weight, true));
+  for (const mx::array& weight : r.weights) weights.push_back(chain.weight(weight, true));
   const Slot state = chain.input(r.state), conv = chain.input(r.conv), accepted = chain.input(r.accepted);
   for (const mx::array& array : r.pending) old.push_back(chain.input(array));
   const Slot new_state = chain.output_over(state), new_conv = chain.output(r.conv.shape(), type);

@@ -97,11 +97,11 @@ struct Quantised {
 
   const uint8_t* w;
   const char *scales, *biases;
-  bool wide;
+  Number scale;
   long K, group, N;
   int shift = __builtin_ctzl(group);  // groups are powers of two, and divisions slow
-  const Places& places = PLACES[wide][PER_WORD && group < LANES * PER_WORD ? __builtin_ctzl(group / PER_WORD) : 4];
-  long size = wide ? 4 : 2, groups = K / group, row = K / 8 * BITS, scales_row = groups * size;
+  const Places& places = PLACES[scale != Number::BFLOAT][PER_WORD && group < LANES * PER_WORD ? __builtin_ctzl(group / PER_WORD) : 4];
+  long size = scale == Number::FLOAT ? 4 : 2, groups = K / group, row = K / 8 * BITS, scales_row = groups * size;
   long block = Arrangement{BITS, int(group)}.block();
 
   // Inputs that are added in a row, while the activations of all rows of a tile stay in the nearest cache.
@@ -117,15 +117,16 @@ struct Quantised {
     UNROLL for (int c = 0; c < C; ++c) ws[c] = w + (n + (c < count ? c : count - 1)) * row;
     safe_rows(scales, n, count, ss);
     const long ahead = prefetch_distance(row, (to - from) / 8 * BITS, C);
+    const bool ends = n + C >= N;
     for (long k = from; k < to; k += block) {
       Lanes part[R * C];
       UNROLL for (int i = 0; i < R * C; ++i) part[i] = splat(0.0f);
       UNROLL for (int c = 0; c < C; ++c) __builtin_prefetch(ws[c] + k / 8 * BITS + ahead);
-      if constexpr (PER_WORD) add_words(x, ws, k, part);
+      if constexpr (PER_WORD) add_words(x, ws, k, ends && K - k < block, part);
       else add_stream(x, ws, k, k + block == K, part);
       UNROLL for (int c = 0; c < C; ++c) {
-        const Lanes scale = spread(ss[c] + (k >> shift) * size);
-        UNROLL for (int r = 0; r < R; ++r) each[r * C + c] = fma(scale, part[r * C + c], each[r * C + c]);
+        const Lanes by = spread(ss[c] + (k >> shift) * size);
+        UNROLL for (int r = 0; r < R; ++r) each[r * C + c] = fma(by, part[r * C + c], each[r * C + c]);
       }
     }
   }
@@ -133,7 +134,8 @@ struct Quantised {
   // The biases.
   template <int R, int C>
   [[gnu::always_inline]] void finish(const float* const (&x_sums)[R], long n, long count, Lanes (&each)[R * C]) const {
-    if (wide) add_biases<float, R, C>(x_sums, n, count, each);
+    if (scale == Number::HALF) add_biases<half, R, C>(x_sums, n, count, each);
+    else if (scale == Number::FLOAT) add_biases<float, R, C>(x_sums, n, count, each);
     else add_biases<bfloat, R, C>(x_sums, n, count, each);
   }
 
@@ -169,6 +171,18 @@ struct Quantised {
     }
   }
 
+#if !defined(HEADSTART_PORTABLE) && (defined(__AVX512F__) || defined(__AVX2__))
+  static __m256 eight_halves(const char* from) {
+#if defined(__F16C__)
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+    float made[8];
+    for (int i = 0; i < 8; ++i) made[i] = to_float(reinterpret_cast<const half*>(from)[i]);
+    return _mm256_loadu_ps(made);
+#endif
+  }
+#endif
+
   // To every lane its scale, from that of a block's first group on.
   template <int V = LANES>
   [[gnu::always_inline]] Vec<V> spread(const char* from, int lane = 0) const {
@@ -178,7 +192,9 @@ struct Quantised {
       std::memcpy(&shifts, places.shifts + lane, sizeof shifts);
       std::memcpy(&masks, places.masks + lane, sizeof masks);
 #if !defined(HEADSTART_PORTABLE) && (defined(__AVX512F__) || defined(__AVX2__))
-      const __m256i eight = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+      __m256i eight;
+      if (scale == Number::HALF) eight = (__m256i)eight_halves(from);
+      else eight = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
 #if defined(__AVX512F__)
       found = (Bits)_mm512_permutexvar_epi32((__m512i)words, _mm512_castsi256_si512(eight));
 #else
@@ -187,7 +203,12 @@ struct Quantised {
 #else
       UNROLL for (int i = 0; i < V; ++i) {
         uint32_t word;
-        std::memcpy(&word, from + 4 * words[i], 4);
+        if (scale == Number::HALF) {
+          const float wide = to_float(reinterpret_cast<const half*>(from)[words[i]]);
+          std::memcpy(&word, &wide, 4);
+        } else {
+          std::memcpy(&word, from + 4 * words[i], 4);
+        }
         found[i] = word;
       }
 #endif
@@ -197,20 +218,20 @@ struct Quantised {
     }
   }
 
-  // Sixteen words of every output. Where a row ends before, zeros stand for the rest.
+  // Sixteen words of every output. Where a row ends before, activations are zero; where it `ends` the matrix, nothing
+  // is read behind it.
   template <int R, int C>
   [[gnu::always_inline]] void add_words(
-      const float* const (&x)[R], const uint8_t* const (&ws)[C], long k, Lanes (&part)[R * C]) const {
+      const float* const (&x)[R], const uint8_t* const (&ws)[C], long k, bool ends, Lanes (&part)[R * C]) const {
     constexpr long BLOCK = LANES * PER_WORD;
     Lanes words[C];
-    const long here = std::min(BLOCK, K - k) / 8 * BITS;
     UNROLL for (int c = 0; c < C; ++c) {
       const uint8_t* from = ws[c] + k / 8 * BITS;
-      if (here == BLOCK / 8 * BITS) {
+      if (!ends) {
         words[c] = load(from);
       } else {
         uint8_t rest[4 * LANES] = {};
-        std::memcpy(rest, from, here);
+        std::memcpy(rest, from, std::min(BLOCK, K - k) / 8 * BITS);
         words[c] = load(rest);
       }
     }
