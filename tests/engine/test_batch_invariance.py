@@ -10,14 +10,24 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from fixtures import FAMILIES, Answer, collect, generate, mlx_lm_greedy, random_model, random_prompt, submit
+from fixtures import (
+    FAMILIES,
+    Answer,
+    collect,
+    family_model,
+    generate,
+    mlx_lm_greedy,
+    random_model,
+    random_prompt,
+    submit,
+)
 from headstart import batch_generate
 from headstart.checkpoint import load_model, load_tokenizer, resolve
 from headstart.engine import Engine
 from headstart.engine.invariance import is_batch_invariant
 from headstart.engine.limit import step_limit
 from headstart.engine.stats import Stats
-from headstart.kernels.cpu.backend import StockCpu
+from headstart.kernels.cpu.backend import StockCpu, cpu_backend
 from headstart.kernels.share import Alone
 from headstart.limits import MAX_K
 from headstart.models import Model
@@ -160,9 +170,26 @@ def test_every_pass_is_made_whatever_the_first_ones_show(monkeypatch: pytest.Mon
         return mx.full((sequences, window, 1), len(passes))
 
     monkeypatch.setattr("headstart.engine.invariance._logits", logits)
-    model = replace(random_model("dense"))
+    model = replace(random_model("dense"), backend=StockCpu())
     assert not is_batch_invariant(model)
     assert len(passes) == 3 + len(model.backend.windows)
+
+
+@pytest.mark.parametrize(("family", "shown"), [("dense", True), ("moe", True), ("nemotron_h", False)])
+def test_what_the_kernels_tests_show_is_not_measured(
+    family: str, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first request waits for no pass that is not its own."""
+    passes: list[int] = []
+
+    def logits(model: Model, window: int, sequences: int) -> mx.array:
+        passes.append(window)
+        return mx.zeros((sequences, window, 1))
+
+    monkeypatch.setattr("headstart.engine.invariance._logits", logits)
+    model = replace(family_model(family), backend=cpu_backend())
+    assert is_batch_invariant(model)
+    assert (not passes) is shown
 
 
 def limits(model: Model, *counts: int) -> list[tuple[int, bool]]:

@@ -41,25 +41,29 @@ void print(const char* name, const std::vector<T>& x) {
 }
 
 template <typename T>
-void products_of(int bits, int group, bool wide, bool gated) {
+void products_of(int bits, int group, Number scale, bool gated) {
   const long rows = 11, K = bits ? 416 : 390, N = 37;
   const auto x = numbers<T>(rows * K), w = numbers<T>(2 * N * K, 0.1f);
   std::vector<uint32_t> codes(2 * N * K * (bits ? bits : 1) / 32 + 1);
   for (uint32_t& word : codes) word = next();
   const auto scales = numbers<float>(2 * N * K / 32), biases = numbers<float>(2 * N * K / 32);
   const auto narrow_scales = numbers<bfloat>(2 * N * K / 32), narrow_biases = numbers<bfloat>(2 * N * K / 32);
+  std::vector<half> halves(2 * N * K / 32);
+  for (half& each : halves) each.bits = next() & 0xbbff;  // every float16 below one, of both signs, and subnormal ones
   Matrix matrices[2];
   for (int i = 0; i < 2; ++i) {
     const long at = i * N * K;
     matrices[i] = {w.data() + at, N};
     if (!bits) continue;
-    matrices[i] = {codes.data() + at * bits / 32, N, bits, group, wide};
+    matrices[i] = {codes.data() + at * bits / 32, N, bits, group, scale};
+    const bool wide = scale == Number::FLOAT;
     matrices[i].scales = wide ? (const void*)(scales.data() + at / group) : narrow_scales.data() + at / group;
     matrices[i].biases = wide ? (const void*)(biases.data() + at / group) : narrow_biases.data() + at / group;
+    if (scale == Number::HALF) matrices[i].scales = matrices[i].biases = halves.data() + at / group;
   }
   std::vector<T> out[2] = {std::vector<T>(rows * N), std::vector<T>(rows * N)};
-  T* to[2] = {out[0].data(), out[1].data()};
-  products<T>({x.data(), rows, K, 1, 2, matrices, to, gated, nullptr});
+  void* to[2] = {out[0].data(), out[1].data()};
+  products<T>({x.data(), rows, K, 1, 2, matrices, to, false, gated, nullptr});
   print(gated ? "gated" : "product", out[0]);
   if (!gated) print("product", out[1]);
 }
@@ -89,10 +93,10 @@ void attention_of(bool eight, long window) {
 
 template <typename T>
 void everything() {
-  products_of<T>(0, 0, false, false);
-  products_of<T>(0, 0, false, true);
+  products_of<T>(0, 0, Number::BFLOAT, false);
+  products_of<T>(0, 0, Number::BFLOAT, true);
   for (int bits : {2, 3, 4, 5, 6, 8})
-    for (bool wide : {false, true}) products_of<T>(bits, 32, wide, false);
+    for (Number scale : {Number::BFLOAT, Number::FLOAT, Number::HALF}) products_of<T>(bits, 32, scale, false);
 
   const long rows = 9, E = 20, top = 4, D = 70;
   std::vector<uint32_t> indices(rows * top);

@@ -264,6 +264,42 @@ def address(array: mx.array) -> int:
     return int(np.asarray(memoryview(array)).ctypes.data)  # type: ignore[arg-type]
 
 
+# --- Scales in float16, and results in float32
+
+
+def in_float16(bits: int, group: int, *shape: int) -> list[mx.array]:
+    codes, *others = mx.quantize(normal(bits, *shape), group, bits)
+    return [codes, *(mx.contiguous(each.astype(mx.float16)) for each in others)]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_scales_in_float16_are_multiplied_as_they_are(bits: int, dtype: str) -> None:
+    x, (codes, *others) = normal(1, 5, 288, dtype=dtype), in_float16(bits, 32, 43, 288)
+    narrow = multiply(native(), x, [[codes, *others]], bits, 32)
+    wide = multiply(native(), x, [[codes, *(each.astype(mx.float32) for each in others)]], bits, 32)
+    assert mx.array_equal(narrow[0], wide[0])
+
+
+def test_an_embedding_with_scales_in_float16_is_what_its_codes_stand_for() -> None:
+    """In float16 it would be rounded."""
+    embedding = nn.Embedding(40, 64).to_quantized(32, 8)
+    embedding.weight, embedding.scales, embedding.biases = in_float16(8, 32, 40, 64)
+    wide = embedding.scales.astype(mx.float32), embedding.biases.astype(mx.float32)
+    expected = mx.dequantize(embedding.weight, *wide, 32, 8)[mx.array([[3, 39]])]
+    assert mx.array_equal(CPU.embed(mx.array([[3, 39]]), embedding, mx.float32), expected)
+
+
+def test_logits_are_not_rounded() -> None:
+    """Candidates that are nearer to each other than bfloat16 can tell keep their order."""
+    layer, hidden = nn.Linear(64, 300, bias=False), normal(4, 1, 3, 64, dtype="bfloat16")
+    layer.weight = normal(5, 300, 64, dtype="bfloat16")
+    logits = CPU.logits(hidden, layer)
+    assert logits.dtype == mx.float32
+    assert mx.array_equal(logits.astype(mx.bfloat16), CPU.product(hidden, layer))
+    np.testing.assert_allclose(exact(logits), exact(hidden) @ exact(layer.weight).T, rtol=1e-5, atol=1e-4)
+
+
 # --- Whole parts of a layer
 
 
@@ -344,10 +380,11 @@ def everything(module: Any, dtype: str) -> list[mx.array]:
     made = [*multiply(module, x, weights), *multiply(module, x, [weights[1], weights[1]], gated=True)]
     for bits in (2, 3, 4, 5, 6, 8):
         made += multiply(module, x[:, :384], [quantised(bits, 32, dtype, 21, 384)[0]], bits, 32)
+        made += multiply(module, x[:, :352], [in_float16(bits, 32, 21, 352)], bits, 32, wide=True)
     made += module.norm(x, normal(2, 390), 1e-6, x * x)
     gate, up, down = ((normal(n, *shape, dtype=dtype, scale=0.05), None, None, 0, 0, None) for n, shape in MLP)
     residual = (normal(9, 11, 390, dtype=dtype), normal(10, 390), 1e-6)
-    made += module.mlp(x, gate, up, down, residual)
+    made += module.mlp(x, [gate, up, down], residual)
     router, one = ((normal(n, n, 390, dtype=dtype), None, None, 0, 0, None) for n in (6, 1))
     experts = [(normal(n, 6, *shape, dtype=dtype, scale=0.05), None, None, 0, 0, None) for n, shape in MLP]
     made += module.mixture(x, [router, one], [gate, up, down], experts, 3, True, residual)

@@ -94,6 +94,11 @@ class Backend(Recurrents, Drafting):
         """Return whether rows are independent as far as one can know without computing: the rest is measured."""
         return True
 
+    def is_shown(self, layers: Sequence[Layer], weights: nn.Module, dtype: mx.Dtype) -> bool:
+        """Return whether kernels of ours compute every operation of these layers, whose rows tests have shown to be
+        independent: then nothing need be measured."""
+        return False
+
     def checks(self) -> list[KernelCheck]:
         """Return what preparing found out about kernels."""
         return []
@@ -141,6 +146,20 @@ class Backend(Recurrents, Drafting):
     ) -> mx.array:
         pair = [self.norm(x, norm) for x, norm in zip((embedding, hidden), norms, strict=True)]
         return mx.concatenate(pair if embedding_first else pair[::-1], axis=-1)
+
+    def decoder_layers(
+        self,
+        layers: Sequence[Layer],
+        x: mx.array,
+        normed: mx.array | None,
+        memories: Sequence[KV | Recurrent],
+        run: Pass,
+    ) -> tuple[mx.array, mx.array | None]:
+        """Run layers one after the other."""
+        held = iter(memories)
+        for layer in layers:
+            x, normed = self.decoder_layer(layer, x, normed, [next(held) for _ in layer.mixers], run)
+        return x, normed
 
     def decoder_layer(
         self, layer: Layer, x: mx.array, normed: mx.array | None, memories: Sequence[KV | Recurrent], run: Pass

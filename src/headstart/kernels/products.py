@@ -43,6 +43,10 @@ class Products(Norms):
         """Return `layer(x)` for every layer, without adapters."""
         return [stock_product(x, layer) for layer in layers]
 
+    def logits(self, hidden: mx.array, layer: nn.Module) -> mx.array:
+        """Return the logits […, V] of hidden states […, H], in their type or in float32."""
+        return self.product(hidden, layer)
+
     def gated_product(
         self, x: mx.array, gate: nn.Module, up: nn.Module, adapters: ChosenAdapters | None = None
     ) -> mx.array:

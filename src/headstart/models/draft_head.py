@@ -34,12 +34,12 @@ class ModelHead:
     def scores(self, hidden: mx.array, module: int) -> tuple[mx.array, mx.array | None]:
         """Return the logits [B, W, V] of a module's output, or those of some tokens [B, W, R] and their ids [R]."""
         model, some = self.model, self.model.draft_vocabulary
-        spec, product = model.family.head, model.backend.product
+        spec, logits = model.family.head, model.backend.logits
         if not spec.chains_after_norm:
             hidden = model.backend.norm(hidden, model.head_layers[module].following)
         if self.reduced and some is not None and (module == 0 or not spec.own_lm_head):
-            return product(hidden, some.lm_head), some.ids
-        return product(hidden, model.draft_lm_head(module)), None
+            return logits(hidden, some.lm_head), some.ids
+        return logits(hidden, model.draft_lm_head(module)), None
 
     def logits(self, hidden: mx.array, module: int) -> mx.array:
         logits, ids = self.scores(hidden, module)

@@ -119,7 +119,7 @@ class Model:
         Recurrent states advance now, by the accepted of the pending drafts and the first `certain` tokens, so no
         window may run twice; the rest become the new pending drafts. KV entries count after `state.commit` only.
         """
-        return finish(self.by_layers(tokens, state, certain, embeddings, keep))
+        return finish(self._run_layers(state, tokens, certain, embeddings, self._adapters(state), keep, whole=True))
 
     def by_layers(
         self,
@@ -130,11 +130,12 @@ class Model:
         keep: int | None = None,
     ) -> Generator[mx.array, None, mx.array]:
         """Do what `trunk` does, and stop after each layer to yield the residual stream: it may be computed so far."""
-        adapters = None
-        if state.adapters is not None:
-            mixed = -1 in state.adapter_indices or not state.adapter_indices
-            adapters = ChosenAdapters(state.adapters, mixed)
-        return self._run_layers(state, tokens, certain, embeddings, adapters, keep)
+        return self._run_layers(state, tokens, certain, embeddings, self._adapters(state), keep)
+
+    def _adapters(self, state: BatchState) -> ChosenAdapters | None:
+        if state.adapters is None:
+            return None
+        return ChosenAdapters(state.adapters, mixed=-1 in state.adapter_indices or not state.adapter_indices)
 
     def _run_layers(
         self,
@@ -144,13 +145,18 @@ class Model:
         embeddings: mx.array | None,
         adapters: ChosenAdapters | None,
         keep: int | None = None,
+        *,
+        whole: bool = False,
     ) -> Generator[mx.array, None, mx.array]:
+        """`whole`: without a stop, where nothing but the end is asked for."""
         backend, share, memories = self.backend, self.share, iter(state.layers)
         mask = state.reserve(tokens.shape[1])
         run = Pass(mask, state.accepted, certain, keep, adapters=adapters, share=share)
         x, normed = self._begin(tokens, embeddings)
         outputs = []  # of every layer, for the drafter
-        for layer in self.layers:
+        if whole and self.drafter is None:
+            x, normed = backend.decoder_layers(self.layers, x, normed, state.layers, run)
+        for layer in () if whole and self.drafter is None else self.layers:
             held = [next(memories) for _ in layer.mixers]
             x, normed = backend.decoder_layer(layer, x, normed, held, run)
             if self.drafter is not None:
@@ -196,7 +202,7 @@ class Model:
         """Return the logits […, V] of hidden states […, H] from `trunk`."""
         if not self.family.head.fed_after_norm:
             hidden = self.backend.norm(hidden, self.weights.norm)
-        return self.backend.product(hidden, self._lm_head)
+        return self.backend.logits(hidden, self._lm_head)
 
     # The head
 
@@ -282,7 +288,7 @@ class Model:
         own = BatchState(state.layers[first:], state.lengths, state.accepted, state.bounds)
         hidden = self._block(own, 1 + k, last, k)
         state.layers[first:] = own.layers
-        return self.drafter.scaled(self.backend.product(hidden, self._lm_head)), hidden
+        return self.drafter.scaled(self.backend.logits(hidden, self._lm_head)), hidden
 
     # mlx-lm's way to run a model
 

@@ -62,6 +62,12 @@ class KV:
     def arrays(self) -> list[mx.array]:
         return [self.keys, self.values, *self.scales]
 
+    def replace(self, arrays: list[mx.array]) -> list[mx.array]:
+        """Hold the first of `arrays`, in the order of `arrays()`, and return the others."""
+        count = 2 + len(self.scales)
+        self.keys, self.values, *self.scales = arrays[:count]
+        return arrays[count:]
+
     @property
     def capacity(self) -> int:
         return int(self.keys.shape[2])

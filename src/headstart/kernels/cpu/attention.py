@@ -43,21 +43,39 @@ class Heads(NamedTuple):
     period: int = 0
 
 
-def native_attention(
-    native: Any, layer: Attention, x: mx.array, memory: KV, last: mx.array | None, residual: NativeResidual | None
-) -> list[mx.array] | None:
-    """Write a window into `memory` and attend to it: [B, W, H] → [B, W, H], or of token `last` [B] of each row
-    [B, 1, H]; with a residual their sum and its norm."""
+def attention_arguments(layer: Attention, x: mx.array, memory: KV) -> tuple[Any, ...] | None:
+    """Return what the extension is given of a layer to write a window [B, W, H] into `memory` and attend to it."""
     part, heads = layer.module, heads_of(layer, x.dtype)
     names = ("q_proj", "k_proj", "v_proj", *(("g_proj",) if "g_proj" in part else ()), "o_proj")
     found = linears([part[name] for name in names], x.dtype)
     if found is None or heads is None:
         return None
-    held = memory.arrays()
-    past = held, memory.offset, layer.window or 0, _angles(heads, memory, x.shape[1]), last
-    made: list[mx.array] = native.attention_layer(x, found[:-1], found[-1], heads, *past, residual)
-    memory.keys, memory.values, *memory.scales = made[: len(held)]
-    return made[len(held) :]
+    past = memory.arrays(), memory.offset, layer.window or 0, _angles(heads, memory, x.shape[1])
+    return found[:-1], found[-1], heads, *past
+
+
+def native_attention(
+    native: Any, layer: Attention, x: mx.array, memory: KV, last: mx.array | None, residual: NativeResidual | None
+) -> list[mx.array] | None:
+    """Do it: [B, W, H] → [B, W, H], or of token `last` [B] of each row [B, 1, H]; with a residual their sum and its
+    norm."""
+    if (given := attention_arguments(layer, x, memory)) is None:
+        return None
+    return memory.replace(native.attention_layer(x, *given, last, residual))
+
+
+def latent_arguments(layer: LatentAttention, x: mx.array, memory: KV) -> tuple[Any, ...] | None:
+    """Return what the extension is given of a layer of latent attention."""
+    part = layer.module
+    rotation, k_norm, q_norm = rotation_of(part["rope"]), part["kv_a_layernorm"], part.get("q_a_layernorm")
+    first = part["q_proj"] if q_norm is None else part["q_a_proj"]
+    rest = [part[name] for name in ("kv_a_proj_with_mqa", "embed_q", "unembed_out", "o_proj")]
+    found = linears([first, *rest, *([] if q_norm is None else [part["q_b_proj"]])], x.dtype)
+    if found is None or rotation is None or (q_norm is not None and q_norm.eps != k_norm.eps):
+        return None
+    norms = k_norm.eps, None if q_norm is None else q_norm["weight"], k_norm["weight"]
+    heads = Heads(part.num_heads, 1, part.scale, *norms, *rotation, value_scale=layer.latent_scale)
+    return found[:5], None if q_norm is None else found[5], heads, layer.query_scale, memory.arrays(), memory.offset
 
 
 def native_latent_attention(
@@ -69,22 +87,9 @@ def native_latent_attention(
     residual: NativeResidual | None,
 ) -> list[mx.array] | None:
     """Do the same for latent attention."""
-    part = layer.module
-    rotation, k_norm, q_norm = rotation_of(part["rope"]), part["kv_a_layernorm"], part.get("q_a_layernorm")
-    first = part["q_proj"] if q_norm is None else part["q_a_proj"]
-    rest = [part[name] for name in ("kv_a_proj_with_mqa", "embed_q", "unembed_out", "o_proj")]
-    found = linears([first, *rest, *([] if q_norm is None else [part["q_b_proj"]])], x.dtype)
-    if found is None or rotation is None or (q_norm is not None and q_norm.eps != k_norm.eps):
+    if (given := latent_arguments(layer, x, memory)) is None:
         return None
-    norms = k_norm.eps, None if q_norm is None else q_norm["weight"], k_norm["weight"]
-    heads = Heads(part.num_heads, 1, part.scale, *norms, *rotation, value_scale=layer.latent_scale)
-    held = memory.arrays()
-    q_b = None if q_norm is None else found[5]
-    made: list[mx.array] = native.latent_layer(
-        x, found[:5], q_b, heads, layer.query_scale, held, memory.offset, last, residual
-    )
-    memory.keys, memory.values, *memory.scales = made[: len(held)]
-    return made[len(held) :]
+    return memory.replace(native.latent_layer(x, *given, last, residual))
 
 
 def attend_window(

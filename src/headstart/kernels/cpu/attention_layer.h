@@ -97,7 +97,7 @@ std::function<Attention<T>(const Memory&)> attending(Chain& chain, int W, const 
   const Slot q_weight = chain.weight(heads.q_norm, true), k_weight = chain.weight(heads.k_norm, true);
   const Slot frequencies = chain.weight(heads.frequencies, true), angles = chain.input(past.angles);
   const Slot sinks = chain.weight(heads.sinks, true), scales = chain.weight(heads.query_scales, true);
-  const Slot offset = chain.input(past.offset), last = chain.input(past.last);
+  const Slot offset = chain.shared(past.offset), last = chain.input(past.last);
   const Written caches(chain, past.caches);
   Attention<T> op = {B, W, H, HKV, past.caches[0].shape(2), past.window, heads.eps, heads.scale, heads.value_scale};
   op.rotation = {rotated, heads.interleaved, heads.rotation_scale};
@@ -150,39 +150,34 @@ inline Arrays py_attention(
   Chain chain;
   const Slot a = chain.input(q), b = chain.input(k), c = chain.input(v), d = chain.input(gates);
   const Slot out = chain.output({B, last ? 1 : W, H * DV}, q.dtype());
-  by_type(q, [&]<typename T>(T) { attend_window<T>(chain, a, b, c, d, gated, W, heads, past, out); });
+  by_type(q.dtype(), [&]<typename T>(T) { attend_window<T>(chain, a, b, c, d, gated, W, heads, past, out); });
   return chain.make("HeadstartAttention");
 }
 
 // A whole attention layer; `layers` are the projections to queries, keys and values, and to gates of heads where it has
-// these → the caches, then the layer's output, or with a residual their sum and its norm.
-inline Arrays py_attention_layer(
-    const mx::array& x, const Layers& layers, const Layer& out, const Heads::Tuple& given, const Arrays& caches,
-    const mx::array& offset, int window, const std::optional<mx::array>& angles, const std::optional<mx::array>& last,
-    const std::optional<Residual>& residual) {
+// these → the caches, then the layer's output.
+inline void attention_layer(
+    Chain& chain, const Part& x, const Layers& layers, const Layer& out, const Heads& heads, const Past& past,
+    const Finisher& finisher) {
   const Linears projections(layers.begin(), layers.end());
-  const Heads heads = Heads::of(given);
-  const Past past = {caches, offset, window, angles, last};
   require(projections.size() == 3 || projections.size() == 4, "layers are missing");
-  const int B = x.shape(0), W = x.shape(1), H = heads.count, DK = past.size(0), DV = past.size(1), asked = last ? 1 : W;
+  const int B = x.shape[0], W = x.shape[1], H = heads.count, DK = past.size(0), DV = past.size(1);
+  const int asked = past.last ? 1 : W;
   const bool gated = projections[0].outputs() == 2 * H * DK;
   require(past.batch() == B && (gated || projections[0].outputs() == H * DK), "unknown shape");
   require(projections[1].outputs() == heads.kv_count * DK, "unknown shape");
   require(projections[2].outputs() == heads.kv_count * DV, "unknown shape");
   require(projections.size() == 3 || projections[3].outputs() == H, "unknown shape");
   const long rows = long(B) * W;
-  Chain chain;
-  const Rows in = {chain.input(x), rows, x.shape(-1)};
-  by_type(x, [&]<typename T>(T) {
+  by_type(x.type, [&]<typename T>(T) {
     std::vector<Slot> made;
     for (const Linear& layer : projections) made.push_back(chain.scratch(rows * layer.outputs() * sizeof(T)));
     const Rows y = scratch_rows<T>(chain, long(B) * asked, H * DV);
-    multiply<T>(chain, in, projections, made);
+    multiply<T>(chain, x.rows(), projections, made);
     made.resize(4);
     attend_window<T>(chain, made[0], made[1], made[2], made[3], gated, W, heads, past, y.at);
-    finish<T>(chain, y, out, residual, {B, asked, 0}, x.dtype());
+    finish<T>(chain, y, out, finisher, {B, asked, 0}, x.type);
   });
-  return chain.make("HeadstartAttentionLayer");
 }
 
 }  // namespace headstart

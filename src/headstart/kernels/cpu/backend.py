@@ -10,14 +10,14 @@ import mlx.nn as nn
 from ...state import KV, Recurrent
 from ..adapters import ChosenAdapters
 from ..backend import Backend
-from ..experts import is_swiglu
-from ..layers import Attention, FeedForward, GatedDeltaNet, LatentAttention, Pass, Residual
+from ..layers import Attention, FeedForward, GatedDeltaNet, LatentAttention, Layer, Part, Pass, Residual
 from ..types import GatedDeltaWeights, Ran, Window
 from . import ops
 from .attention import attend_window, heads_of, native_attention, native_latent_attention
 from .compiler import ensure_compiles
 from .load import loaded
 from .sampling import Sampled
+from .stack import Stacked
 
 
 def cpu_backend() -> "StockCpu":
@@ -43,7 +43,7 @@ class StockCpu(Backend):
         return mx.float32 if experts or modes else stored
 
 
-class CpuBackend(Sampled, StockCpu):
+class CpuBackend(Stacked, Sampled, StockCpu):
     """The extension's kernels (see `kernels.h`). `native` is the extension."""
 
     def __init__(self, native: Any):
@@ -60,6 +60,11 @@ class CpuBackend(Sampled, StockCpu):
 
     def activations(self, stored: mx.Dtype, experts: bool, modes: set[str]) -> mx.Dtype:
         return stored if stored in ops.TYPES and modes <= {"affine"} else super().activations(stored, experts, modes)
+
+    def is_shown(self, layers: Sequence[Layer], weights: nn.Module, dtype: mx.Dtype) -> bool:
+        matrices = [each for each in weights.modules() if each.get("weight") is not None and each.weight.ndim > 1]
+        products = all(isinstance(each, nn.Conv1d) or ops.linear(each, dtype) is not None for each in matrices)
+        return products and all(_is_native(part, dtype) for layer in layers for part in layer.parts)
 
     def rms_norm(self, x: mx.array, weight: mx.array, eps: float) -> mx.array:
         if x.dtype not in ops.TYPES:
@@ -80,6 +85,12 @@ class CpuBackend(Sampled, StockCpu):
             return super().multiply(x, layers)
         return [self.multiply(x, [layer])[0] for layer in layers]
 
+    def logits(self, hidden: mx.array, layer: nn.Module) -> mx.array:
+        """Return what the sums are, in float32: in bfloat16 candidates tie that differ by an eighth."""
+        if made := ops.native_products(self.native, hidden, [layer], wide=True):
+            return made[0]
+        return super().logits(hidden, layer)
+
     def row_products(self, x: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
         weight = (weights, None, None, 0, 0, None)
         made: mx.array = self.native.products(x, [weight], False, indices, x.ndim > indices.ndim)[0]
@@ -98,10 +109,10 @@ class CpuBackend(Sampled, StockCpu):
     def feed_forward(
         self, layer: FeedForward, x: mx.array, run: Pass, residual: Residual
     ) -> tuple[mx.array, mx.array]:
-        module, made = layer.module, None
-        if "switch_mlp" in module or is_swiglu(module):
-            made = ops.native_feed_forward(self.native, module, x, _native(residual, run))
-        return self._added(made, run, residual) if made else super().feed_forward(layer, x, run, residual)
+        if (found := ops.feed_forward_arguments(layer.module, x)) is None:
+            return super().feed_forward(layer, x, run, residual)
+        operation, given = found
+        return self._added(getattr(self.native, operation)(x, *given, _native(residual, run)), run, residual)
 
     def attention(
         self, layer: Attention, x: mx.array, memory: KV, run: Pass, residual: Residual
@@ -125,15 +136,14 @@ class CpuBackend(Sampled, StockCpu):
     def gated_delta_net(
         self, layer: GatedDeltaNet, x: mx.array, memory: Recurrent, run: Pass, residual: Residual
     ) -> tuple[mx.array, mx.array]:
-        given = layer.module, x, memory, run.accepted, run.certain, _native(residual, run)
-        if (made := ops.native_gated_delta(self.native, *given)) is None:
+        given = ops.gated_delta_arguments(layer.module, x, memory, run.accepted, run.certain)
+        if given is None:
             return super().gated_delta_net(layer, x, memory, run, residual)
-        out, drafts = made
-        memory.pending = drafts or None
-        return self._added(out, run, residual)
+        made = self.native.gated_delta_layer(x, *given, _native(residual, run))
+        return self._added(ops.replace_recurrent(memory, made, x.shape[1] - run.certain), run, residual)
 
     def gated_delta_rule(self, net: nn.Module, window: Window, memory: Recurrent, run: Pass) -> Ran:
-        if not ops.native_gated_delta_fits(window.qkv.dtype, memory.state):
+        if not ops.native_gated_delta_fits(window.qkv.dtype, memory.state.shape[-1]):
             return super().gated_delta_rule(net, window, memory, run)
         weights = GatedDeltaWeights.of(net)
         given = list(weights[:-1]), weights.eps, memory.state, memory.conv, run.accepted, memory.pending or []
@@ -146,6 +156,16 @@ class CpuBackend(Sampled, StockCpu):
             return self.add(residual, made[0], run)
         total, normed = made
         return total, normed
+
+
+def _is_native(part: Part, dtype: mx.Dtype) -> bool:
+    """Return whether the extension computes all of a part of a layer but its products."""
+    does = part.does
+    if isinstance(does, Attention):
+        return heads_of(does, dtype) is not None
+    if isinstance(does, GatedDeltaNet):
+        return ops.native_gated_delta_fits(dtype, does.module.head_k_dim)
+    return isinstance(does, FeedForward) and part.beside is None and ops.is_native_feed_forward(does.module)
 
 
 def _native(residual: Residual, run: Pass) -> ops.NativeResidual | None:

@@ -47,7 +47,7 @@ inline Arrays py_draw(const mx::array& logits, const Arrays& sampling, int draft
   const Slot from = chain.input(logits), tokens = chain.output({B, W}, mx::int32);
   const Slot finite = chain.output({B, W}, mx::int32), drawn = chain.output({B, W, 6}, mx::int32);
   const Sampling::Slots slots = Sampling{sampling}.slots(chain, B);
-  by_type(logits, [&]<typename T>(T) {
+  by_type(logits.dtype(), [&]<typename T>(T) {
     chain.add([=, V = long(logits.shape(2))](const Memory& memory) {
       Draws<T> op = {B, W, V, std::max(draft, 0), draft < 0 ? NEXT : DRAFT, memory.get<T>(from)};
       fill(op, memory, slots);
@@ -83,7 +83,7 @@ inline Arrays py_verify(
     for (long i = 0; i < w; ++i) widths.push_back(w), places.push_back(i), which.push_back(pairs.size() - 1);
   }
   require(long(which.size()) == k, "every draft must have a source");
-  by_type(logits, [&]<typename T>(T) {
+  by_type(logits.dtype(), [&]<typename T>(T) {
     chain.add([=, V = long(logits.shape(2))](const Memory& memory) {
       Draws<T> op = {B, W, V, 0, NEXT, memory.get<T>(from)};
       fill(op, memory, slots);

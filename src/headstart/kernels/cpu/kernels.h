@@ -40,7 +40,8 @@ struct Product {
   long rows, K, top;  // top: 1 without experts
   int count;
   const Matrix* matrices;
-  T* const* out;
+  void* const* out;
+  bool wide;                // outputs are float32, not T
   bool gated;
   const uint32_t* experts;  // or null
 };

@@ -1,4 +1,4 @@
-// Latent attention as a Python function.
+// Latent attention as a part of a layer.
 #pragma once
 
 #include "attention_layer.h"
@@ -8,17 +8,15 @@ namespace headstart {
 // A whole layer of latent attention. `layers`: the projections to queries, or to what `q_b` makes them of after its norm,
 // and to latents with rotated keys; the matrices of heads that queries and what is attended to are multiplied with; the
 // product at the end. Of `heads` q_norm is that before `q_b`, k_norm that of latents, value_scale theirs. `caches`:
-// latents, rotated keys. → the caches, then the layer's output, or with a residual their sum and its norm.
-inline Arrays py_latent_layer(
-    const mx::array& x, const Layers& layers, const std::optional<Layer>& q_b, const Heads::Tuple& given,
-    float query_scale, const Arrays& caches, const mx::array& offset, const std::optional<mx::array>& last,
-    const std::optional<Residual>& residual) {
+// latents, rotated keys. → the caches, then the layer's output.
+inline void latent_layer(
+    Chain& chain, const Part& x, const Layers& layers, const std::optional<Layer>& q_b, const Heads& heads,
+    float query_scale, const Past& past, const Finisher& finisher) {
   require(layers.size() == 5, "layers are missing");
   const Linear down = layers[0], compress = layers[1], embed = layers[2], unembed = layers[3];
   const Linear up = q_b ? Linear(*q_b) : down;
-  const Heads heads = Heads::of(given);
-  const Past past = {caches, offset, 0, {}, last};
-  const int B = x.shape(0), W = x.shape(1), H = heads.count, R = past.size(0), rotated = past.size(1), asked = last ? 1 : W;
+  const int B = x.shape[0], W = x.shape[1], H = heads.count, R = past.size(0), rotated = past.size(1);
+  const int asked = past.last ? 1 : W;
   const int plain = embed.inputs(), size = plain + rotated, V = unembed.outputs();
   require(past.batch() == B && up.outputs() == H * size && compress.outputs() == R + rotated, "unknown shape");
   require(embed.weight.shape(0) == H && embed.outputs() == R, "unknown shape");
@@ -27,14 +25,12 @@ inline Arrays py_latent_layer(
   require(!q_b || (heads.q_norm && long(heads.q_norm->size()) == up.inputs()), "unknown norm before queries");
   require(heads.frequencies && 2 * heads.frequencies->size() <= rotated, "unknown rotation");
   const long rows = long(B) * W, answers = long(B) * asked * H;
-  Chain chain;
-  const Rows in = {chain.input(x), rows, x.shape(-1)};
-  by_type(x, [&]<typename T>(T) {
+  by_type(x.type, [&]<typename T>(T) {
     const Rows first = scratch_rows<T>(chain, rows, down.outputs()), compressed = scratch_rows<T>(chain, rows, R + rotated);
-    multiply<T>(chain, in, {down, compress}, {first.at, compressed.at});
+    multiply<T>(chain, x.rows(), {down, compress}, {first.at, compressed.at});
     Rows queries = first;
     if (q_b) {
-      const Slot weight = chain.input(heads.q_norm, true);
+      const Slot weight = chain.weight(heads.q_norm, true);
       const Rows normed = scratch_rows<T>(chain, rows, down.outputs());
       chain.add([=, eps = heads.eps](const Memory& memory) {
         norm<T>(memory.get<T>(first.at), nullptr, memory.get<float>(weight), eps, rows, first.size, static_cast<T*>(nullptr), memory.get<T>(normed.at));
@@ -57,9 +53,8 @@ inline Arrays py_latent_layer(
       latent_attention<T>({op, memory.get<T>(queries.at), memory.get<T>(compressed.at), plain, query_scale});
     });
     multiply<T>(chain, found, {unembed}, {y.at}, false, Choice{indices, H, true});
-    finish<T>(chain, y, layers[4], residual, {B, asked, 0}, x.dtype());
+    finish<T>(chain, y, layers[4], finisher, {B, asked, 0}, x.type);
   });
-  return chain.make("HeadstartLatentLayer");
 }
 
 }  // namespace headstart

@@ -6,6 +6,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <functional>
+#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <tuple>
@@ -23,9 +25,9 @@ inline void require(bool holds, const char* what) {
 
 // f(float{}) or f(bfloat{}), by the type of the activations.
 template <typename F>
-void by_type(const mx::array& x, F f) {
-  require(x.dtype() == mx::bfloat16 || x.dtype() == mx::float32, "activations must be bfloat16 or float32");
-  if (x.dtype() == mx::bfloat16) f(bfloat{});
+void by_type(mx::Dtype type, F f) {
+  require(type == mx::bfloat16 || type == mx::float32, "activations must be bfloat16 or float32");
+  if (type == mx::bfloat16) f(bfloat{});
   else f(float{});
 }
 
@@ -81,6 +83,21 @@ struct Rows {
   long rows, size;
 };
 
+// What a part of a layer is given [B, W, H].
+struct Part {
+  Slot at;
+  mx::Shape shape;
+  mx::Dtype type;
+
+  static Part of(Chain& chain, const mx::array& x) {
+    return {chain.input(x), x.shape(), x.dtype()};
+  }
+  Rows rows() const {
+    const long size = shape.back();
+    return {at, long(std::accumulate(shape.begin(), shape.end(), 1l, std::multiplies<>())) / size, size};
+  }
+};
+
 // Experts chosen for each row [rows, top]; `own`: each expert has a row of its own as its input.
 struct Choice {
   Slot indices;
@@ -88,11 +105,11 @@ struct Choice {
   bool own;
 };
 
-// x by every layer → out[i]. `gated`: of two layers silu(first) · second → out[0].
+// x by every layer → out[i], `wide` in float32. `gated`: of two layers silu(first) · second → out[0].
 template <typename T>
 void multiply(
     Chain& chain, Rows x, const Linears& layers, const std::vector<Slot>& out, bool gated = false,
-    std::optional<Choice> choice = {}) {
+    std::optional<Choice> choice = {}, bool wide = false) {
   struct Held {
     Slot weight, scales, biases, bias;
   };
@@ -114,15 +131,15 @@ void multiply(
     const std::vector<Slot> to(out.begin() + first, out.begin() + (gated ? 1 : end));
     chain.add([=](const Memory& memory) {
       std::vector<Matrix> filled = matrices;
-      std::vector<T*> outputs;
+      std::vector<void*> outputs;
       for (size_t i = 0; i < filled.size(); ++i) {
         filled[i].w = memory.get<void>(held[i].weight), filled[i].bias = memory.get<float>(held[i].bias);
         filled[i].scales = memory.get<void>(held[i].scales), filled[i].biases = memory.get<void>(held[i].biases);
       }
-      for (Slot slot : to) outputs.push_back(memory.get<T>(slot));
+      for (Slot slot : to) outputs.push_back(memory.get<void>(slot));
       products<T>(
           {memory.get<T>(x.at), x.rows, x.size, choice && !choice->own ? choice->top : 1, int(filled.size()),
-           filled.data(), outputs.data(), gated, choice ? memory.get<uint32_t>(choice->indices) : nullptr});
+           filled.data(), outputs.data(), wide, gated, choice ? memory.get<uint32_t>(choice->indices) : nullptr});
     });
   }
 }
@@ -140,28 +157,45 @@ inline mx::Shape with_last(mx::Shape shape, int size) {
 // What a part of a layer is added to, and the weight and epsilon of the norm of that sum.
 using Residual = std::tuple<mx::array, mx::array, float>;
 
-// Add x [rows, D] to the residual → the sum and its norm, as outputs.
+// Where the last product of a part of a layer goes: to `out`; or the sum with what was `added` to `total`, and its norm to
+// `out`.
+struct Finish {
+  Slot out, total, added, weight;
+  float eps = 0.0f;
+};
+// → that, when all other outputs of an operation are there; of an output [.., N].
+using Finisher = std::function<Finish(Chain&, mx::Shape shape, mx::Dtype type)>;
+
+// The residual and what it becomes, as outputs; without one the output.
+inline Finisher finisher(const std::optional<Residual>& residual) {
+  return [residual](Chain& chain, mx::Shape shape, mx::Dtype type) -> Finish {
+    if (!residual) return {chain.output(std::move(shape), type)};
+    const auto& [added, weight, eps] = *residual;
+    require(added.shape() == shape && added.dtype() == type, "the sum's parts must be alike");
+    require(weight.ndim() == 1 && weight.shape(0) == shape.back(), "weight must be [D] where the input is [..., D]");
+    const Slot other = chain.input(added), by = chain.weight(weight, true), total = chain.output(shape, type);
+    return {chain.output(shape, type), total, other, by, eps};
+  };
+}
+
+// Add x [rows, D] to the residual.
 template <typename T>
-void add_and_norm(Chain& chain, Rows x, const Residual& residual) {
-  const auto& [added, weight, eps] = residual;
-  require(added.size() == size_t(x.rows * x.size) && added.itemsize() == sizeof(T), "the sum's parts must be alike");
-  require(weight.ndim() == 1 && weight.shape(0) == x.size, "weight must be [D] where the input is [..., D]");
-  const Slot other = chain.input(added), by = chain.weight(weight, true);
-  const Slot total = chain.output(added.shape(), added.dtype()), normed = chain.output(added.shape(), added.dtype());
-  chain.add([=, eps = eps](const Memory& memory) {
+void add_and_norm(Chain& chain, Rows x, const Finish& to) {
+  chain.add([=](const Memory& memory) {
     norm<T>(
-        memory.get<T>(other), memory.get<T>(x.at), memory.get<float>(by), eps, x.rows, x.size, memory.get<T>(total),
-        memory.get<T>(normed));
+        memory.get<T>(to.added), memory.get<T>(x.at), memory.get<float>(to.weight), to.eps, x.rows, x.size,
+        memory.get<T>(to.total), memory.get<T>(to.out));
   });
 }
 
 // The last product of a part of a layer → its output [shape[:-1], N], or with a residual their sum and its norm.
 template <typename T>
-void finish(Chain& chain, Rows x, const Linear& layer, const std::optional<Residual>& residual, mx::Shape shape, mx::Dtype type) {
-  if (!residual) return multiply<T>(chain, x, {layer}, {chain.output(with_last(shape, layer.outputs()), type)});
+void finish(Chain& chain, Rows x, const Linear& layer, const Finisher& finisher, mx::Shape shape, mx::Dtype type) {
+  const Finish to = finisher(chain, with_last(shape, layer.outputs()), type);
+  if (to.added.index < 0) return multiply<T>(chain, x, {layer}, {to.out});
   const Rows part = scratch_rows<T>(chain, x.rows, layer.outputs());
   multiply<T>(chain, x, {layer}, {part.at});
-  add_and_norm<T>(chain, part, *residual);
+  add_and_norm<T>(chain, part, to);
 }
 
 }  // namespace headstart

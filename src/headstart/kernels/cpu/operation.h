@@ -1,6 +1,7 @@
 // Kernels in a row as one MLX operation on the CPU: lazy, on MLX's stream and in MLX's memory.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -51,6 +52,13 @@ class Chain {
     return array ? input(*array, widen) : Slot{};
   }
 
+  // An input that several layers are given.
+  Slot shared(const mx::array& array) {
+    for (size_t i = 0; i < inputs_.size(); ++i)
+      if (inputs_[i].id() == array.id() && !widens_[i]) return {Slot::INPUT, int(i)};
+    return input(array);
+  }
+
   // An input that stays as it is. MLX asks for every input of every operation in every step whether it is computed, so
   // what is in memory already is held by the operation instead.
   Slot weight(const mx::array& array, bool widen = false) {
@@ -78,8 +86,20 @@ class Chain {
   }
 
   Slot scratch(size_t bytes) {
-    scratch_.push_back(bytes);
-    return {Slot::SCRATCH, int(scratch_.size()) - 1};
+    auto fits = [&](int i) { return scratch_[i] == bytes; };
+    auto found = std::find_if(free_.begin(), free_.end(), fits);
+    used_.push_back(found == free_.end() ? int(scratch_.size()) : *found);
+    if (found == free_.end()) scratch_.push_back(bytes);
+    else free_.erase(found);
+    return {Slot::SCRATCH, used_.back()};
+  }
+
+  // Let what comes next write over all scratch buffers, or keep those that there are.
+  void reuse_scratch() {
+    free_.insert(free_.end(), used_.begin(), used_.end()), used_.clear();
+  }
+  void keep_scratch() {
+    used_.clear();
   }
 
   void add(Kernel kernel) {
@@ -96,6 +116,7 @@ class Chain {
   std::vector<mx::Dtype> types_;
   std::vector<int> donors_;  // by output: the input whose memory it takes over, or -1
   std::vector<size_t> scratch_;
+  std::vector<int> used_, free_;  // of the scratch buffers, since they were kept or may be reused
   std::vector<Kernel> kernels_;
 };
 

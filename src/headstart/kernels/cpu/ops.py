@@ -13,6 +13,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU
 
 from ...state import Recurrent
 from ..adapters import ADAPTERS
+from ..experts import is_swiglu
 
 TYPES = (mx.bfloat16, mx.float32)
 DENSE = (nn.Linear, nn.Embedding, SwitchLinear, MultiLinear)
@@ -76,16 +77,17 @@ def native_products(
     gated: bool = False,
     experts: mx.array | None = None,
     own: bool = False,
+    wide: bool = False,
 ) -> list[mx.array] | None:
     """Return `layer(x)` for every layer, in one pass over the threads. An embedding's is `as_linear`.
 
     `gated`: of a gate and a layer, `silu(gate(x)) * layer(x)`. With `experts` [..., E] of each row; then x is
-    [..., K], or [..., E, K] where each expert has its `own` input.
+    [..., K], or [..., E, K] where each expert has its `own` input. `wide`: in float32.
     """
     found = linears(layers, x.dtype, adapted=not gated)
     if found is None or (gated and _kind(found[0]) != _kind(found[1])):
         return None
-    made: list[mx.array] = native.products(x, found, gated, experts, own)
+    made: list[mx.array] = native.products(x, found, gated, experts, own, wide)
     return made
 
 
@@ -94,67 +96,59 @@ def _kind(layer: Linear) -> tuple[int, int]:
     return layer[3], layer[4]
 
 
-def native_feed_forward(
-    native: Any, module: nn.Module, x: mx.array, residual: NativeResidual | None
-) -> list[mx.array] | None:
-    """Return `module(x)` for an MLP or a mixture of experts, or with a residual their sum and its norm."""
-    mixture = "switch_mlp" in module
-    if mixture and "shared_expert_gate" not in module:
+def is_native_feed_forward(module: nn.Module) -> bool:
+    """Return whether the extension takes an MLP or a mixture of experts, if it takes the weights."""
+    if "switch_mlp" not in module:
+        return is_swiglu(module)
+    switch = module["switch_mlp"]
+    known = type(switch) is SwitchGLU and type(switch["activation"]) is SwiGLU
+    return known and "shared_expert_gate" in module and module.sharding_group is None
+
+
+def feed_forward_arguments(module: nn.Module, x: mx.array) -> tuple[str, tuple[Any, ...]] | None:
+    """Return which operation of the extension computes `module(x)` for an MLP or a mixture of experts, and what it is
+    given of it."""
+    if not is_native_feed_forward(module):
         return None
+    mixture = "switch_mlp" in module
     shared = module["shared_expert"] if mixture else module
     mlp = linears((shared["gate_proj"], shared["up_proj"], shared["down_proj"]), x.dtype)
     if mlp is None or _kind(mlp[0]) != _kind(mlp[1]):
         return None
-    made: list[mx.array]
     if not mixture:
-        made = native.mlp(x, *mlp, residual)
-        return made
+        return "mlp", (mlp,)
     switch = module["switch_mlp"]
-    if type(switch) is not SwitchGLU or type(switch["activation"]) is not SwiGLU or module.sharding_group is not None:
-        return None
     gates = linears((module["gate"], module["shared_expert_gate"]), x.dtype)
     experts = linears((switch["gate_proj"], switch["up_proj"], switch["down_proj"]), x.dtype)
     if gates is None or experts is None or _kind(experts[0]) != _kind(experts[1]):
         return None
-    made = native.mixture(x, gates, mlp, experts, module.top_k, module.norm_topk_prob, residual)
-    return made
+    return "mixture", (gates, mlp, experts, module.top_k, module.norm_topk_prob)
 
 
-def native_gated_delta_fits(dtype: mx.Dtype, state: mx.array) -> bool:
-    """Return whether the extension takes a GatedDeltaNet layer with this state [B, Hv, Dv, Dk]."""
-    return state.shape[-1] % 16 == 0 and dtype in TYPES
+def native_gated_delta_fits(dtype: mx.Dtype, key_dim: int) -> bool:
+    """Return whether the extension takes a GatedDeltaNet layer with keys of this size."""
+    return key_dim % 16 == 0 and dtype in TYPES
 
 
-def native_gated_delta(
-    native: Any,
-    net: nn.Module,
-    x: mx.array,
-    memory: Recurrent,
-    accepted: mx.array,
-    certain: int,
-    residual: NativeResidual | None,
-) -> tuple[list[mx.array], list[mx.array]] | None:
-    """Run a whole GatedDeltaNet layer with one matrix for each projection → its output, or with a residual their sum
-    and its norm; then the drafts that are in doubt."""
-    if "in_proj_qkv" not in net or not native_gated_delta_fits(x.dtype, memory.state):
+def replace_recurrent(memory: Recurrent, made: list[mx.array], drafts: int) -> list[mx.array]:
+    """Hold the first arrays of what a layer made of a window with so many drafts, and return the others."""
+    count = 7 if drafts else 2
+    memory.state, memory.conv, *pending = made[:count]
+    memory.pending = pending or None
+    return made[count:]
+
+
+def gated_delta_arguments(
+    net: nn.Module, x: mx.array, memory: Recurrent, accepted: mx.array, certain: int
+) -> tuple[Any, ...] | None:
+    """Return what the extension is given of a GatedDeltaNet layer with one matrix for each projection."""
+    if "in_proj_qkv" not in net or not native_gated_delta_fits(x.dtype, memory.state.shape[-1]):
         return None
     layers = (net["in_proj_qkv"], net["in_proj_z"], net["in_proj_b"], net["in_proj_a"], net["out_proj"])
     found = linears(layers, x.dtype)
     if found is None:
         return None
     norm = net["norm"]
-    memory.state, memory.conv, *made = native.gated_delta_layer(
-        x,
-        found[:4],
-        found[4],
-        [net["conv1d"]["weight"], net["A_log"], net["dt_bias"], norm["weight"]],
-        norm.eps,
-        memory.state,
-        memory.conv,
-        accepted,
-        memory.pending or [],
-        certain,
-        residual,
-    )
-    count = 1 if residual is None else 2
-    return made[-count:], made[:-count]
+    weights = [net["conv1d"]["weight"], net["A_log"], net["dt_bias"], norm["weight"]]
+    held = memory.state, memory.conv, accepted, memory.pending or [], certain
+    return found[:4], found[4], (weights, norm.eps, *held)

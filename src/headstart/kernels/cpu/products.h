@@ -140,8 +140,11 @@ void products(const Product<T>& op) {
         float(&out)[STRIP] = made[0][r];
         if (op.gated)
           for (long c = 0; c < some; ++c) out[c] = silu(out[c]) * made[1][r][c];
-        T* to = op.out[i] + rows[r] * N + n;
-        for (long c = 0; c < some; ++c) assign(to[c], out[c]);
+        auto write = [&](auto* to) {
+          for (long c = 0; c < some; ++c) assign(to[rows[r] * N + n + c], out[c]);
+        };
+        if (op.wide) write(static_cast<float*>(op.out[i]));
+        else write(static_cast<T*>(op.out[i]));
       }
     }
   };

@@ -8,11 +8,16 @@ namespace headstart {
 // What a GatedDeltaNet layer holds, beside its projections. `weights`: convolution, A_log, dt_bias, norm; `pending`: qkv,
 // k, v, g, beta of the last window's drafts, or nothing.
 struct Recurrence {
+  using Tuple = std::tuple<Arrays, float, mx::array, mx::array, mx::array, Arrays, int>;
   Arrays weights;
   float eps;
   mx::array state, conv, accepted;
   Arrays pending;
   int certain;
+
+  static Recurrence of(const Tuple& from) {
+    return std::apply([](const auto&... each) { return Recurrence{each...}; }, from);
+  }
 };
 
 // qkv, z, b, a → y [B, W, HV, DV]; behind the outputs that are there already: the state, the convolution's inputs and
@@ -30,7 +35,7 @@ void fold_and_run(Chain& chain, const std::vector<Slot>& window, int B, int W, c
   const int old_width = r.pending.empty() ? 0 : r.pending[0].shape(1);
   std::vector<Slot> weights, old, fresh;
   for (const mx::array& weight : r.weights) weights.push_back(chain.weight(weight, true));
-  const Slot state = chain.input(r.state), conv = chain.input(r.conv), accepted = chain.input(r.accepted);
+  const Slot state = chain.input(r.state), conv = chain.input(r.conv), accepted = chain.shared(r.accepted);
   for (const mx::array& array : r.pending) old.push_back(chain.input(array));
   const Slot new_state = chain.output_over(state), new_conv = chain.output(r.conv.shape(), type);
   if (drafts) {
@@ -65,36 +70,31 @@ inline Arrays py_gated_delta(
   std::vector<Slot> slots;
   for (const mx::array& array : window) slots.push_back(chain.input(array));
   const Slot y = chain.output({B, W, HV, DV}, window[0].dtype());
-  by_type(window[0], [&]<typename T>(T) {
+  by_type(window[0].dtype(), [&]<typename T>(T) {
     fold_and_run<T>(chain, slots, B, W, {weights, eps, state, conv, accepted, pending, certain}, y);
   });
   return chain.make("HeadstartGatedDelta");
 }
 
 // A whole GatedDeltaNet layer; `layers` are the projections to qkv, z, b and a → state, conv, what is pending, then the
-// layer's output, or with a residual their sum and its norm.
-inline Arrays py_gated_delta_layer(
-    const mx::array& x, const Layers& layers, const Layer& out, const Arrays& weights, float eps,
-    const mx::array& state, const mx::array& conv, const mx::array& accepted, const Arrays& pending, int certain,
-    const std::optional<Residual>& residual) {
-  const int B = x.shape(0), W = x.shape(1), HV = state.shape(1), DV = state.shape(2), C = conv.shape(2);
+// layer's output.
+inline void gated_delta_layer(
+    Chain& chain, const Part& x, const Layers& layers, const Layer& out, const Recurrence& r, const Finisher& finisher) {
+  const int B = x.shape[0], W = x.shape[1], HV = r.state.shape(1), DV = r.state.shape(2), C = r.conv.shape(2);
   const long rows = long(B) * W, sizes[] = {C, HV * DV, HV, HV};
   const Linears projections(layers.begin(), layers.end());
   require(projections.size() == 4, "arrays are missing");
-  Chain chain;
-  const Rows in = {chain.input(x), rows, x.shape(-1)};
-  by_type(x, [&]<typename T>(T) {
+  by_type(x.type, [&]<typename T>(T) {
     std::vector<Slot> window;
     for (int i = 0; i < 4; ++i) {
       require(projections[i].outputs() == sizes[i], "unknown projections");
       window.push_back(chain.scratch(rows * sizes[i] * sizeof(T)));
     }
     const Rows y = scratch_rows<T>(chain, rows, HV * DV);
-    multiply<T>(chain, in, projections, window);
-    fold_and_run<T>(chain, window, B, W, {weights, eps, state, conv, accepted, pending, certain}, y.at);
-    finish<T>(chain, y, out, residual, x.shape(), x.dtype());
+    multiply<T>(chain, x.rows(), projections, window);
+    fold_and_run<T>(chain, window, B, W, r, y.at);
+    finish<T>(chain, y, out, finisher, x.shape, x.type);
   });
-  return chain.make("HeadstartGatedDeltaLayer");
 }
 
 }  // namespace headstart
