@@ -14,7 +14,7 @@ import pytest
 from checkpoints import write
 from headstart.checkpoint import load_model
 from headstart.kernels import Backend
-from headstart.kernels.cuda import delta_chunks, full_matrix, prompt_attention, prompt_experts, prompts
+from headstart.kernels.cuda import delta_chunks, device, full_matrix, prompt_attention, prompt_experts, prompts
 from headstart.kernels.cuda.backend import CudaBackend
 from headstart.kernels.cuda.prompt_experts import PromptTile
 from headstart.kernels.cuda.prompts import CUT, CudaPrompts, reads_prompts
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("stock_ops")
 def on_the_cpu() -> Iterator[None]:
     tile = PromptTile(4, 32, 3, blocks=1, depth=256)
     with cuda_on_cpu.emulated() as patch:
-        for module in (prompts, prompt_attention, delta_chunks):
+        for module in (prompts, prompt_attention, delta_chunks, device):
             patch.setattr(module, "device_attribute", HOPPER.__getitem__)
         patch.setattr(full_matrix, "HEIGHTS", (64, 128))
         patch.setattr(prompt_experts, "choose_tile", lambda bits: tile)

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..types import GatedDeltaWeights, Ran, Window
 from .compiler import cuda_kernel
-from .device import device_attribute, include, launch_bounds
+from .device import device_attribute, include, launch_bounds, multiprocessors
 
 CHUNK, CELLS = 64, 10  # as in delta_tokens.cu
 SOURCES = ("tensor_core", "team", "operand", "gated_delta", "delta_tokens", "delta_triangle", "delta_chunks")
@@ -65,10 +65,6 @@ def launch_delta_chunks(window: Window, weights: GatedDeltaWeights, state: mx.ar
         output_dtypes=[dtype],
     )
     return Ran(y, state, conv, None)
-
-
-def multiprocessors() -> int:
-    return device_attribute(16)
 
 
 def chunk_bytes(D: int) -> int:

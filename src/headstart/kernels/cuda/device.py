@@ -27,8 +27,13 @@ def device_attribute(number: int) -> int:
     return 0 if failed else value.value
 
 
+def multiprocessors() -> int:
+    """Return how many of them the driver reports for this process."""
+    return device_attribute(16)
+
+
 def resident_blocks(shared: int) -> int:
     """Return how many blocks with `shared` bytes of shared memory are on the device at once: one per multiprocessor
     that this process may use, or none where a block may not have so much."""
-    multiprocessors, shared_of_a_block = device_attribute(16), device_attribute(97)
-    return multiprocessors if shared_of_a_block >= shared else 0
+    shared_of_a_block = device_attribute(97)
+    return multiprocessors() if shared_of_a_block >= shared else 0

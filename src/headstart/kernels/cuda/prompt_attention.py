@@ -6,7 +6,7 @@ from functools import cache
 import mlx.core as mx
 
 from .compiler import cuda_kernel
-from .device import device_attribute, include, launch_bounds
+from .device import device_attribute, include, launch_bounds, multiprocessors
 
 SOURCES = ("tensor_core", "warpgroup", "prompt_tiles", "prompt_softmax", "prompt_attention")
 ROWS, KEYS, PANEL, THREADS = 128, 64, 64, 256  # as in prompt_tiles.cu
@@ -65,10 +65,6 @@ def computed_apart(blocks: int, pieces: int) -> bool:
     device's multiprocessors take the blocks. It changes no bit."""
     rounds, rounds_apart = (-(-count // multiprocessors()) for count in (blocks, blocks * pieces))
     return blocks * pieces <= MOST_APART and 1.1 * rounds_apart < rounds * pieces
-
-
-def multiprocessors() -> int:
-    return device_attribute(16)
 
 
 def multiplies_in_warpgroups() -> bool:
