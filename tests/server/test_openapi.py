@@ -24,14 +24,20 @@ ROUTES = {
     ("GET", "/v1/settings"),
     ("PATCH", "/v1/settings"), ("GET", "/v1/cache"), ("DELETE", "/v1/cache"), ("GET", "/health"),
     ("GET", "/health/live"), ("GET", "/metrics"),
+    ("POST", "/v1/responses/compact"), ("POST", "/v1/chat/completions/input_tokens"), ("POST", "/v1/tokenize"),
+    ("POST", "/v1/detokenize"), ("POST", "/v1/apply-template"), ("GET", "/props"), ("GET", "/version"),
+    ("GET", "/model_info"), ("GET", "/get_model_info"), ("GET", "/server_info"), ("GET", "/get_server_info"),
+    ("GET", "/v1/loads"),
 }  # fmt: skip
 
 
-NAMED = ("/v1/embeddings", "/v1/models/load", "/v1/models/unload", "/v1/models/pull")  # no such model, mostly
+# No such model, mostly.
+NAMED = ("/v1/embeddings", "/v1/models/load", "/v1/models/unload", "/v1/models/pull", "/v1/responses/compact")
 
 WITH_BODY = [
     ("PATCH", "/v1/settings"), ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"),
-    ("POST", "/v1/messages"), ("POST", "/v1/responses"),
+    ("POST", "/v1/messages"), ("POST", "/v1/responses"), ("POST", "/v1/responses/compact"), ("POST", "/v1/tokenize"),
+    ("POST", "/v1/detokenize"), ("POST", "/v1/apply-template"),
 ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ The model writes the summary. System messages stay, and the latest of the user's
 import time
 from typing import Any
 
-from .errors import Refusal
+from .errors import refuse
 from .request_fields import RequestModel, Text
 from .response import Events, encode_json, new_id
 from .responses_items import MessageItem, seal
@@ -52,7 +52,7 @@ class CompactionWriter(ResponsesWriter):
             pass
         messages = [item for item in self._items.items if item["type"] == "message"]
         if not (summary := "".join(message["content"][0]["text"] for message in messages).strip()):
-            raise Refusal(500, "the model wrote no summary: continue with the conversation as it is")
+            refuse("input", "the model wrote no summary: continue with the conversation as it is", "no_summary")
         compaction = {"type": "compaction", "id": new_id("cmp_"), "encrypted_content": seal(summary)}
         compacted = {
             "id": self.id,
