@@ -1,6 +1,7 @@
 """A training from its start to a head that drafts, and what may go wrong on the way."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -44,7 +45,10 @@ def run(*command: str | Path) -> Any:
 
 
 def state_of(out: Path) -> State:
-    _, about = mx.load(str(out / "training" / "state.safetensors"), return_metadata=True)
+    file = out / "training" / "state.safetensors"
+    if not file.exists():
+        return State()
+    _, about = mx.load(str(file), return_metadata=True)
     return State(**json.loads(about["state"]))
 
 
@@ -57,8 +61,8 @@ def trained(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         from headstart.training import text
 
         make_small(patch.setattr, text, training)
-        before, after = train(plan(llama, out, most_steps=24), quietly)
-    assert after[1] < before[1] - 0.5  # the loss of the first draft
+        _, after = train(plan(llama, out, most_steps=24), quietly)
+    assert after[1] < math.log(12288) - 0.5  # the loss of the first draft; before it is far above chance's
     return out
 
 

@@ -57,8 +57,9 @@ def train_head_command(
         typer.echo(f"Stopped. The same command goes on from here; {output} keeps what was trained.", err=True)
         raise typer.Exit(130) from None
     show_line("")
-    typer.echo(f"Before: {_acceptance(before)}, {tokens_per_round(before):.2f} tokens a round.")
-    typer.echo(f"After:  {_acceptance(after)}, {tokens_per_round(after):.2f} tokens a round.")
+    if source is not None:
+        typer.echo(f"Before: {_acceptance(before)}, {tokens_per_round(before):.2f} tokens a round.")
+    typer.echo(f"Now: {_acceptance(after)}, {tokens_per_round(after):.2f} tokens a round.")
     typer.echo(f"Written to {output}. Draft with it: headstart serve {model} --head {output}")
     if not layout.mtp.available and layout.layout != "gguf":
         typer.echo(f"Or put it into the model: headstart graft {layout.path} --from {output}")

@@ -33,7 +33,8 @@ RATE, RATE_WIDTH = 1e-3, 512  # the learning rate of a model so wide; it falls w
 WARM, COOL = 20, 0.7  # steps until it is reached, and the share of the training after which it falls
 MOST_ROWS, STEP_SECONDS = 32, 1.0  # of a step; rows are doubled where a step takes less, and memory allows it
 SHARE = 0.8  # of the memory that is left that a step may take
-MEASURING, SAVING = 0.15, 60.0  # share of the time, at most; seconds between checkpoints, about
+MEASURING, SOONEST = 0.15, 0.03  # share of the time, at most; and of --minutes between two measurements, at least
+SAVING = 60.0  # seconds between checkpoints, about
 RISE, PATIENCE = 0.005, 0.25  # in tokens a round that count, and the share of the training without them that ends it
 USEFUL = 0.3  # of rounds must accept a draft for it to be drafted by default
 
@@ -123,15 +124,15 @@ class Training:
 
     def run(self) -> list[float]:
         """Train until the time is up or acceptance stops rising; write the head and return what is measured of it."""
-        if not self.state.measured:
+        if self.plan.head is not None and not self.state.measured:
             self.measure()
         while self.share < 1:
             if self.plan.traffic is None and PASSES * self.written <= self.state.trained:
                 self.write()
                 continue
             self.step()
-            since = self.seconds - self.state.measured[-1][0]
-            if since * MEASURING > self.measuring:
+            since = self.seconds - (self.state.measured[-1][0] if self.state.measured else 0.0)
+            if since > max(self.measuring / MEASURING, self.end * SOONEST):
                 self.measure()
                 self._shorten()
             elif self.seconds - self.state.seconds > SAVING:
@@ -235,8 +236,8 @@ class Training:
         arrays, read = rounded(self.model, self.plan.recipe)
         self.model.weights.mtp.update(read)
         found = [self.seconds, *self._measured()]
-        first, name = self.state.measured[0], self.plan.head
-        if self.plan.head is not None and quality(found) <= quality(first):
+        name = self.plan.head
+        if name is not None and quality(found) <= quality(first := self.state.measured[0]):
             raise HeadError(
                 f"{name}: training did not make it better ({tokens_per_round(first):.3f} tokens a round before, "
                 f"{tokens_per_round(found):.3f} after). Nothing was written; give it more --minutes or other text."
@@ -268,7 +269,7 @@ class Training:
 
 
 def train(plan: Plan, report: Callable[[Status], None]) -> tuple[list[float], list[float]]:
-    """Train a head and write it. Return what was measured before and after.
+    """Train a head and write it. Return what was measured first, of a new head after some training, and at the end.
 
     After Ctrl-C, a kill or a full disk the same plan goes on from the last checkpoint.
     """
