@@ -21,7 +21,7 @@ from headstart.checkpoint.draft_vocabulary import LOWEST, choose_draft_tokens
 from headstart.engine.batch import Batch, UnseenPairs
 from headstart.engine.draft import Source
 from headstart.engine.step import prefill_prompts, step, verify
-from headstart.kernels.greedy import Report
+from headstart.kernels.report import Report
 from headstart.models import Model
 from headstart.sampling import Proposal
 
@@ -40,9 +40,9 @@ def seconds(model: Model, batch: Batch, k: int, source: Source, steps: int) -> f
         if source:
             made = step(model, batch, k, source=source)
         else:
-            batch.unseen = UnseenPairs.empty(model, batch.size)  # a head would have seen them
+            batch.unseen = UnseenPairs.empty(batch.size, model.config["hidden_size"], model.dtype)  # a head would have seen them
             made = verify(model, batch, Proposal(drafts, []))
-        report = Report.of([made.tokens])
+        report = model.backend.report([made.verdict.tokens])
         mx.async_eval(*report.arrays, *batch.arrays())
         return report
 

@@ -18,18 +18,19 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from gpu import ACCEPTANCE, SHAPES, TURNS, prompts, quantises, step_seconds, warm_model
+from gpu import ACCEPTANCE, TURNS, prompts, step_seconds
 from gpu_products import line, note, table
 from imposed_acceptance import decode_imposed, record
+from random_model import SHAPES, quantises, random_model
 
 from headstart.engine.depth import DepthController
 from headstart.engine.draft import Source
 from headstart.engine.draft_history import DraftHistory
 from headstart.engine.step import step
 from headstart.engine.step_time import Cell
+from headstart.kernels.norms import use_float32_norms
 from headstart.models import Model
 from headstart.models.dflash import DFlash, DFlashSpec, DFlashWeights
-from headstart.models.norm import use_float32_norms
 
 LENGTHS = (1, 3, 5, 7, 9, 12, 15)
 HEAD = 3  # drafts of the head that the blocks are compared with
@@ -90,7 +91,7 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else "27b"
     if name != "tiny":
         mx.set_default_device(mx.gpu)
-    model = with_drafter(warm_model(TINY if name == "tiny" else SHAPES[name])[0])
+    model = with_drafter(random_model(TINY if name == "tiny" else SHAPES[name])[0])
     print(f"{name}: {mx.get_active_memory() / 1e9:.1f} GB", flush=True)
     head, block = ACCEPTANCE.get(name, ACCEPTANCE["27b"]), geometric(TOKENS_PER_ROUND[name])
     cells = [Cell(1, 0), Cell(1, HEAD), *(Cell(1, k, Source.BLOCK) for k in LENGTHS)]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from random_model import random_codes
 
 from headstart.kernels.cuda.experts import launch_experts
 from headstart.kernels.cuda.products import MatrixWeights, launch_products
@@ -85,11 +86,6 @@ def copy_bandwidth() -> float:
         mx.synchronize()
         times.append((time.perf_counter() - begun) / 4)
     return 2 * big.nbytes / min(times)
-
-
-def random_codes(shape: Sequence[int]) -> mx.array:
-    high, low = (mx.random.randint(0, 2**16, shape).astype(mx.uint32) for _ in range(2))
-    return high * 2**16 + low
 
 
 def random_weights(outputs: int, inputs: int, bits: int, group: int, experts: int = 0) -> MatrixWeights:

@@ -3,7 +3,7 @@
 Random weights of a large model cost what trained ones do, but none of their drafts is accepted. So the greedy text is
 recorded first and then decoded again: the source drafts at its full cost, and its drafts are replaced by recorded
 tokens and wrong ones, as the pattern says. The trunk verifies as always, so the text must come out as it was
-recorded; where it does not, the figures would mean nothing, and an error says so. Used by gpu.py and gpu_blocks.py.
+recorded; where it does not, the figures would mean nothing, and an error says so. Used by gpu.py.
 """
 
 import time
