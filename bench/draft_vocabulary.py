@@ -40,8 +40,9 @@ def seconds(model: Model, batch: Batch, k: int, source: Source, steps: int) -> f
         if source:
             made = step(model, batch, k, source=source)
         else:
-            batch.unseen = UnseenPairs.empty(batch.size, model.config["hidden_size"], model.dtype)  # a head would have seen them
-            made = verify(model, batch, Proposal(drafts, []))
+            # A head would have seen them.
+            batch.unseen = UnseenPairs.empty(batch.size, model.config["hidden_size"], model.dtype)
+            made = verify(model, batch, Proposal(drafts))
         report = model.backend.report([made.verdict.tokens])
         mx.async_eval(*report.arrays, *batch.arrays())
         return report
