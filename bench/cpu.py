@@ -148,7 +148,7 @@ def model_cases(name: str, model: Model, tokenizer: Any, stock: Model) -> Iterat
 
         def one() -> None:
             model, batch = by_side[load._loaded is not STOCK]
-            mx.eval(step(model, batch, k).tokens, batch.arrays())
+            mx.eval(step(model, batch, k).verdict.tokens, batch.arrays())
 
         return one
 
