@@ -25,15 +25,15 @@ from headstart.errors import CheckpointError, HeadError, RequestError
 from headstart.training import train as training
 from headstart.training.head import require_trainable
 from headstart.training.store import State, quality
-from headstart.training.text import Row, append_rows, builtin_prompts, read_traffic
-from headstart.training.train import Plan, Status, train
+from headstart.training.text import Row, append_rows, read_traffic, shipped_prompts
+from headstart.training.train import Status, TrainingPlan, train
 
 STEPS = 8
 ENDLESS = 1e6  # minutes: the steps end a training here
 
 
-def plan(model: Path, out: Path, **fields: Any) -> Plan:
-    return Plan(read_layout(model), out, ENDLESS, Recipe(mx.float32), **{"most_steps": STEPS} | fields)
+def plan(model: Path, out: Path, **fields: Any) -> TrainingPlan:
+    return TrainingPlan(read_layout(model), out, ENDLESS, Recipe(mx.float32), **{"most_steps": STEPS} | fields)
 
 
 def quietly(status: Status) -> None:
@@ -129,7 +129,7 @@ def report(status):
     seen += status.doing == doing
     if seen == times:
         os.kill(os.getpid(), getattr(signal, sys.argv[5]))
-train.train(train.Plan(read_layout(model), out, 1e6, Recipe(mx.float32), most_steps=8), report)
+train.train(train.TrainingPlan(read_layout(model), out, 1e6, Recipe(mx.float32), most_steps=8), report)
 """
 
 
@@ -230,7 +230,7 @@ def test_a_quantised_model_gets_a_head_in_8_bits(tmp_path: Path) -> None:
 
 
 def test_prompts_to_measure_with_are_not_trained_on() -> None:
-    prompts, held = builtin_prompts()
+    prompts, held = shipped_prompts()
     assert len(set(prompts)) > 400
     assert len(set(held)) > 40
     assert not set(prompts) & set(held)

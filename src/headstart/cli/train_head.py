@@ -37,7 +37,7 @@ def train_head_command(
     from ..checkpoint.quantize import Recipe
     from ..training.head import require_trainable
     from ..training.store import tokens_per_round
-    from ..training.train import Plan, train
+    from ..training.train import TrainingPlan, train
 
     if not minutes > 0:
         raise RequestError(f"--minutes is {minutes}; it must be above 0")
@@ -51,7 +51,7 @@ def train_head_command(
     source = resolve_head(head) if head is not None else None
     show = _Shown()
     try:
-        before, after = train(Plan(layout, output, minutes, recipe, prompts, from_traffic, source), show)
+        before, after = train(TrainingPlan(layout, output, minutes, recipe, prompts, from_traffic, source), show)
     except KeyboardInterrupt:
         show_line("")
         typer.echo(f"Stopped. The same command goes on from here; {output} keeps what was trained.", err=True)

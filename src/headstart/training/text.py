@@ -40,13 +40,13 @@ class Row:
     tokens: list[int]
 
 
-def builtin_prompts() -> tuple[list[Prompt], list[Prompt]]:
+def shipped_prompts() -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts to train with and those to measure with, the kinds in turn."""
     kinds = tomllib.loads(PROMPTS.read_text(encoding="utf-8"))["kind"]
     return _in_turn(kinds, "topics"), _in_turn(kinds, "held_out")
 
 
-def read_prompts(path: Path) -> tuple[list[Prompt], list[Prompt]]:
+def own_prompts(path: Path) -> tuple[list[Prompt], list[Prompt]]:
     """Return a user's prompts, from a file with a JSON object per line: {"text": …} or {"messages": […]}."""
     found: list[Prompt] = []
     lines: list[str] = []

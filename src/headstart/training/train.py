@@ -25,7 +25,7 @@ from ..models import Model, memory
 from .head import new_head, opened_head, trained_parameters
 from .loss import WEIGHTS, evaluate, loss_and_gradients
 from .store import State, Store, digest, quality, rounded, tokens_per_round
-from .text import OwnText, Prompt, Row, batch, builtin_prompts, padded, read_prompts, read_traffic
+from .text import OwnText, Prompt, Row, batch, own_prompts, padded, read_traffic, shipped_prompts
 
 PASSES = 8  # over the text before there is more
 HELD, HELD_ROWS = 16, 4  # texts to measure on, and of a pass
@@ -40,7 +40,7 @@ USEFUL = 0.3  # of rounds must accept a draft for it to be drafted by default
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """The options of a training. `most_steps` ends it as well."""
 
     layout: Layout
@@ -66,7 +66,7 @@ class Status:
 
 
 class Training:
-    def __init__(self, plan: Plan, report: Callable[[Status], None]):
+    def __init__(self, plan: TrainingPlan, report: Callable[[Status], None]):
         self.plan, self.report = plan, report
         about = {
             "model": digest(plan.layout.path.name, [(name, part.shape) for name, part in plan.layout.stored.items()]),
@@ -90,7 +90,7 @@ class Training:
         self.measuring = 0.0
 
     def _prompts(self) -> tuple[list[Prompt], list[Prompt]]:
-        return read_prompts(self.plan.prompts) if self.plan.prompts is not None else builtin_prompts()
+        return own_prompts(self.plan.prompts) if self.plan.prompts is not None else shipped_prompts()
 
     def _text(self) -> tuple[list[Row], list[Row]]:
         if self.plan.traffic is not None:
@@ -268,7 +268,7 @@ class Training:
         self.report(Status(doing, seconds, left, self.written, self.state.trained, last))
 
 
-def train(plan: Plan, report: Callable[[Status], None]) -> tuple[list[float], list[float]]:
+def train(plan: TrainingPlan, report: Callable[[Status], None]) -> tuple[list[float], list[float]]:
     """Train a head and write it. Return what was measured first, of a new head after some training, and at the end.
 
     After Ctrl-C, a kill or a full disk the same plan goes on from the last checkpoint.
