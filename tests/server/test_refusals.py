@@ -218,11 +218,11 @@ def test_a_conversation_longer_than_the_context_is_refused(client: OpenAI) -> No
 def test_unknown_paths_and_methods_have_the_same_shape(server: Running) -> None:
     with server.http() as http:
         refused(http.get("/v1/nothing"), 404)
-        for path in ("/v1/audio/speech", "/v1/images/generations", "/chat/completions", "/completion"):
+        for path in ("/v1/audio/speech", "/v1/images/generations", "/rerank", "/completion"):
             message = refused(http.post(path, json={}), 404)["message"]
             assert message.startswith("no such endpoint. This server has /v1/chat/completions, /v1/completions")
-        for answer in (http.get("/api/tags"), http.post("/api/chat", json={})):
-            assert refused(answer, 404)["message"].startswith("no such endpoint. Ollama's own API is not served.")
+        for answer in (http.get("/api/tags"), http.get("/api/v0/models")):
+            assert refused(answer, 404)["message"].startswith("no such endpoint. The APIs of Ollama and LM Studio")
         refused(http.get("/v1/chat/completions"), 405)
         refused(http.post("/v1/requests/nobody/cancel"), 404)
 

@@ -83,4 +83,4 @@ class Downloads:
         except Exception as error:
             if not isinstance(error, HeadstartError):
                 log_error(LOG, "a download failed", error=error)
-            download.state, download.problem = "failed", str(error)
+            download.state, download.problem = "failed", str(error).removeprefix(f"{download.id}: ")

@@ -117,9 +117,9 @@ async def respond_to_error(http: Request, error: Exception) -> JSONResponse:
     """Return the response to a request that raised an error."""
     path = http.scope["path"]
     if isinstance(error, StarletteHTTPException) and error.detail == "Not Found":
-        ollama = "Ollama's own API is not served. " if path.startswith("/api/") else ""
-        others = f"{ollama}This server has {', '.join(ENDPOINTS)}; /openapi.json lists all"
-        error = Refusal(404, f"no such endpoint. {others}")
+        foreign = "The APIs of Ollama and LM Studio are not served. " if path.startswith("/api/") else ""
+        others = f"{foreign}This server has {', '.join(ENDPOINTS)}; /openapi.json lists all"
+        error = Refusal(404, f"no such endpoint. {others}", headers=error.headers)
     return to_refusal(error).response(path)
 
 

@@ -1,16 +1,22 @@
 """The live page: charts and numbers follow what the server does, and trouble is shown."""
 
+import re
 import threading
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
+import openai
 import pytest
+import uvicorn
 from browsing import Visit
 from playwright.sync_api import Page, Route, expect
 from running import Running, running, tokenizer, wait_until
 
+import headstart.engine.pending_step
+from headstart.server.server import Server
 from headstart.state import PrefixCache
+from metal_errors import IGNORED
 
 CHARTS = ("speed", "yield", "acceptance", "depth-chart", "gains", "sequences", "first", "prefix-chart", "memory")
 
@@ -176,8 +182,22 @@ def test_a_server_that_is_gone_is_reported(visit: Visit) -> None:
     expect(page.get_by_role("alert")).to_have_text("The server does not respond.", timeout=30_000)
 
 
-def test_an_engine_that_is_down_is_reported(visit: Visit) -> None:
+def test_a_server_that_stops_is_reported(visit: Visit) -> None:
     with running() as server:
         server.room.close(0)
         page = visit(server, expect="503")
-        expect(page.get_by_role("alert")).to_have_text("The engine is down: the server is stopping.")
+        expect(page.get_by_role("alert")).to_have_text("The server is stopping: the server was told to stop.")
+
+
+def test_an_engine_that_is_down_is_reported(visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError(IGNORED)
+
+    with monkeypatch.context() as patch, running() as server:
+        patch.setattr(Server, "on_tick", uvicorn.Server.on_tick)  # it would stop by itself
+        patch.setattr(headstart.engine.pending_step, "step", fail)
+        with pytest.raises(openai.APIStatusError):
+            server.openai().completions.create(model="tiny", prompt="Hello", max_tokens=3)
+        page = visit(server, expect="503")
+        expect(page.get_by_role("alert")).to_have_text(re.compile("^The engine is down: .*SubmissionsIgnored"))
+        patch.undo()

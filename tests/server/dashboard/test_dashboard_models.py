@@ -81,7 +81,7 @@ def test_a_model_is_downloaded_from_the_page_with_progress_and_then_chatted_with
         page.get_by_label("Hub id").fill("org/grey")
         page.get_by_role("button", name="Download").click()
         listed = page.get_by_role("list", name="Downloads")
-        expect(listed).to_contain_text("org/grey: could not be downloaded")
+        expect(listed).to_contain_text(re.compile("^org/grey: could not be read from http://127.0.0.1"))
         page.get_by_label("Hub id").fill("org/green")
         page.keyboard.press("Enter")
         progress = page.get_by_role("progressbar", name="Download of org/green")
