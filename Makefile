@@ -30,7 +30,7 @@ define install
 	@extras=$$(echo "[$(EXTRA),$(1)]" | sed 's/none//; s/\[,/[/; s/,\]/]/; s/\[\]//'); \
 	  echo "Installing headstart$$extras into .venv (minutes the first time)"; \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".$$extras"
-	@[ "$(EXTRA)" != cpu ] || $(BIN)/python -m headstart.kernels.cpu
+	@[ "$(EXTRA)" != cpu ] || TRANSFORMERS_NO_ADVISORY_WARNINGS=1 $(BIN)/python -m headstart.kernels.cpu
 	@touch $@
 endef
 

@@ -1,5 +1,6 @@
 """`headstart chat`: a conversation that keeps its history, and that Ctrl-C does not end."""
 
+import re
 import signal
 import subprocess
 import sysconfig
@@ -48,6 +49,13 @@ def test_earlier_messages_count(loaded: Any) -> None:
     assert result.exit_code == 0
     assert result.stdout == f"› {first}\n› › {second}\n› "
     assert result.stderr.count("tokens per round") == 2
+
+
+def test_a_terminal_shows_how_much_of_a_long_prompt_is_read() -> None:
+    how = ["chat", "-n", "1", "word " * 1500]
+    reading = re.compile(r"Reading the prompt: ([\d,]+) of 1,5\d\d tokens")
+    assert reading.findall(CliRunner().invoke(app, how, env={"FORCE_COLOR": "1"}).stderr) == ["0", "512", "1,024"]
+    assert not reading.search(CliRunner().invoke(app, how).stderr), "a file keeps no such lines"
 
 
 @pytest.mark.slow

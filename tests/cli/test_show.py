@@ -46,7 +46,7 @@ def test_a_long_prompt_is_announced_before_any_of_it_is_read() -> None:
     assert written.getvalue() == ""
     progress(0, 11_000)
     progress(512, 11_000)
-    assert re.findall("prefill: .*? tokens", written.getvalue()) == [
-        "prefill: 0 of 11000 tokens",
-        "prefill: 512 of 11000 tokens",
+    assert re.findall("Reading .*? tokens", written.getvalue()) == [
+        "Reading the prompt: 0 of 11,000 tokens",
+        "Reading the prompt: 512 of 11,000 tokens",
     ]

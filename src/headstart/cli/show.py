@@ -74,7 +74,7 @@ def prompt_progress(aside: "Console") -> Callable[[int, int], None]:
 
     def show(done: int, total: int) -> None:
         if aside.is_terminal and (done or total > LONG):
-            line = f"prefill: {done} of {total} tokens" if done < total else ""
+            line = f"Reading the prompt: {done:,} of {total:,} tokens" if done < total else ""
             aside.out(line.ljust(60), end="\r", style="dim", highlight=False)
 
     return show
