@@ -190,7 +190,8 @@ def test_models_lists_what_is_here_and_what_is_known(tmp_path: Path, hub: Hub) -
     assert "--from Qwen/Qwen3.5-0.8B" in head["reason"]
     known = {card["name"]: card for card in listed["known"]}
     assert "Qwen3.5-0.8B" not in known
-    assert known["Qwen3.6-27B"]["native_mtp"] == {"num_layers": 1, "default_k": 2, "max_k": 5}
+    head = known["Qwen3.6-27B"]["native_mtp"]
+    assert head == {"num_layers": 1, "default_k": 2, "max_k": 5, "acceptance": []}, "no measured one"
 
     (next((tmp_path / "cache").rglob("snapshots/*/model-00001-of-00002.safetensors"))).unlink()
     shown = run("list")
@@ -208,3 +209,9 @@ def test_models_in_folders_are_listed_where_they_are_named(tmp_path: Path, hub: 
     assert str(one) in [model["id"] for model in json.loads(run("list", str(one), "--json"))["on_disk"]]
     assert "no model, and no folder of a model in it" in error("list", str(tmp_path / "mine" / "notes"))
     assert "no such folder" in error("list", str(tmp_path / "nowhere"))
+    (publisher := tmp_path / "models" / "publisher").parent.mkdir()
+    (tmp_path / "mine").rename(publisher)  # as LM Studio has them
+    listed = json.loads(run("list", str(publisher.parent), "--json"))["on_disk"]
+    assert [model["id"] for model in listed[-2:]] == [str(publisher / "one"), str(publisher / "two")]
+    told = f"this is not a model folder. It holds models: name them, for example {publisher}"
+    assert f"{told}/one." in error("inspect", str(publisher.parent))

@@ -179,11 +179,11 @@ def test_a_port_that_something_else_uses_is_refused(home: Path) -> None:
     assert not (home.parent / "report").exists()
 
 
-@pytest.mark.parametrize(("named", "context"), [(["some6000/model"], 6000), ([], 5000)], ids=["named", "first"])
+@pytest.mark.parametrize(("named", "context"), [(["some16000/model"], 16000), ([], 5000)], ids=["named", "first"])
 def test_a_server_that_runs_is_used_and_left_running(home: Path, named: list[str], context: int) -> None:
     class Running(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            listed = [{"id": f"some{n}/model", "owned_by": "headstart", "context_length": n} for n in (5000, 6000)]
+            listed = [{"id": f"some{n}/model", "owned_by": "headstart", "context_length": n} for n in (5000, 16000)]
             known = {f"/v1/models/{each['id'].replace('/', '%2F')}": each for each in listed}  # type: ignore[attr-defined]
             body = {"data": listed} if self.path == "/v1/models" else known.get(self.path)
             self.send_response(200 if body else 404)
@@ -203,6 +203,8 @@ def test_a_server_that_runs_is_used_and_left_running(home: Path, named: list[str
     report = json.loads((home.parent / "report").read_text())
     assert report["url"] == f"http://127.0.0.1:{running.server_port}/v1/responses"
     assert (report["key"], report["context"]) == ("none", context)
+    short = "some5000/model has a context of 5,000 tokens, and codex sends about 11,000 before the first question"
+    assert (short in errors) == (context == 5000)
 
 
 def test_ctrl_c_is_the_agents_and_the_server_ends_with_it(home: Path) -> None:

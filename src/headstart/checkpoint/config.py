@@ -118,6 +118,11 @@ def checked_file(name: object, what: str) -> str:
     return str(path)
 
 
+def models_below(folder: Path) -> list[Path]:
+    """Return the folders of models in `folder`, and in the folders of it: LM Studio's are `publisher/model`."""
+    return sorted(path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/config.json"))
+
+
 def read_config(path: Path, *, drafter: bool = False) -> dict[str, Any]:
     """Return the checked config.json of the folder `path`, with its RoPE fields under the names mlx-lm reads.
 
@@ -126,7 +131,9 @@ def read_config(path: Path, *, drafter: bool = False) -> dict[str, Any]:
     """
     file = path / "config.json"
     if not file.exists():
-        raise CheckpointError(f"{path}: no config.json, so this is not a model folder.")
+        inner = models_below(path)
+        remedy = f" It holds models: name them, for example {inner[0]}." if inner else ""
+        raise CheckpointError(f"{path}: no config.json, so this is not a model folder.{remedy}")
     config = read_object(file)
     model_type = config.get("model_type")
     if drafter and model_type in DRAFTERS and isinstance(config.get("text_config"), dict):

@@ -12,7 +12,7 @@ from huggingface_hub.errors import HFValidationError
 
 from .. import cards
 from ..errors import CheckpointError
-from .config import read_config
+from .config import models_below, read_config
 from .hub import builtin_models, cached_repos, download_files, locate, missing_files
 from .layout import Layout, read_layout
 
@@ -69,7 +69,7 @@ def local_models(folders: Sequence[Path] = ()) -> list[LocalModel]:
     for folder in folders:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no such folder.")
-        paths = [path for path in (folder, *sorted(folder.iterdir())) if (path / "config.json").is_file()]
+        paths = [folder] if (folder / "config.json").is_file() else models_below(folder)
         if not paths:
             raise CheckpointError(f"{folder}: no model, and no folder of a model in it.")
         found += [_local_model(str(path), path) for path in paths]

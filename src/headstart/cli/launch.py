@@ -88,13 +88,14 @@ def opencode_profile(folder: Path, server: LocalServer) -> dict[str, str]:
 @dataclass(frozen=True)
 class Agent:
     install: str
+    tokens: int  # before the first question, about
     profile: Callable[[Path, LocalServer], dict[str, str]]  # writes its settings into a folder
 
 
 AGENTS = {
-    "claude": Agent("npm install -g @anthropic-ai/claude-code", claude_profile),
-    "codex": Agent("npm install -g @openai/codex", codex_profile),
-    "opencode": Agent("npm install -g opencode-ai", opencode_profile),
+    "claude": Agent("npm install -g @anthropic-ai/claude-code", 24_000, claude_profile),
+    "codex": Agent("npm install -g @openai/codex", 11_000, codex_profile),
+    "opencode": Agent("npm install -g opencode-ai", 9_000, opencode_profile),
 }
 
 
@@ -128,6 +129,12 @@ def launch_command(
     server = _find_server(port or DEFAULT_PORT, model)
     with tempfile.TemporaryDirectory(prefix=f"headstart-{agent}-") as folder, _server(server, model, port) as server:
         typer.echo(f"{agent} uses {server.model} at {server.url}", err=True)
+        if server.context <= AGENTS[agent].tokens:
+            typer.echo(
+                f"{server.model} has a context of {server.context:,} tokens, and {agent} sends about "
+                f"{AGENTS[agent].tokens:,} before the first question: choose another of `headstart recommend`",
+                err=True,
+            )
         private = Path(folder) / "profile"
         private.mkdir()
         environment = {**os.environ, **AGENTS[agent].profile(private, server)}
