@@ -62,7 +62,7 @@ def trained(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
         make_small(patch.setattr, text, training)
         _, after = train(plan(llama, out, most_steps=24), quietly)
-    assert after[1] < math.log(12288) - 0.5  # the loss of the first draft; before it is far above chance's
+    assert after[1] < math.log(12288) - 0.3  # the loss of the first draft; before it is far above chance's
     return out
 
 
@@ -163,7 +163,7 @@ def test_ctrl_c_writes_a_checkpoint(llama: Path, tmp_path: Path) -> None:
     assert state_of(out).steps == 3
 
 
-@pytest.mark.parametrize("kilobytes", [500, 1000])  # for the first checkpoint, and for two
+@pytest.mark.parametrize("kilobytes", [150, 800])  # for the first checkpoint, and for two
 def test_a_full_disk_is_named_and_loses_nothing(llama: Path, tmp_path: Path, kilobytes: int) -> None:
     with small_disk(tmp_path / "small", f"{kilobytes}k") as disk:
         out = disk / "head"

@@ -30,6 +30,7 @@ from .text import OwnText, Prompt, Row, batch, own_prompts, padded, read_traffic
 PASSES = 8  # over the text before there is more
 HELD, HELD_ROWS = 16, 4  # texts to measure on, and of a pass
 RATE, RATE_WIDTH = 1e-3, 512  # the learning rate of a model so wide; it falls with the root of the width
+GENTLY = 0.2  # of it, for a head that has learned already
 WARM, COOL = 20, 0.7  # steps until it is reached, and the share of the training after which it falls
 MOST_ROWS, STEP_SECONDS = 32, 1.0  # of a step; rows are doubled where a step takes less, and memory allows it
 SHARE = 0.8  # of the memory that is left that a step may take
@@ -80,8 +81,8 @@ class Training:
         self.model = self._head()
         self.parameters: Any = trained_parameters(self.model.weights.mtp)
         rate = RATE * (RATE_WIDTH / int(self.frozen.config["hidden_size"])) ** 0.5
-        self.rate = rate
-        self.optimiser = optimisers.AdamW(rate, betas=[0.9, 0.95], weight_decay=0.01)
+        self.rate = rate if plan.head is None else rate * GENTLY
+        self.optimiser = optimisers.AdamW(self.rate, betas=[0.9, 0.95], weight_decay=0.01)
         self.state, restored = State(), self.store.restore()
         if restored is not None:
             self.state, self.parameters, self.optimiser.state = restored
