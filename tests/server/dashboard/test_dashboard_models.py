@@ -70,6 +70,21 @@ def test_models_are_loaded_and_unloaded_from_the_page_and_the_header_chooses_one
         expect(fact(green, "State")).to_have_text("unloaded")
 
 
+def test_the_choice_of_a_model_leaves_room_on_a_phone(visit: Visit, tmp_path: Path) -> None:
+    names = ("a-model-with-a-name-that-is-as-long-as-names-are-4bit", "green")
+    pool = ModelPool(
+        DeviceThread(), [PooledModel.of(write(tmp_path / name, "dense", vocab_size=8192)) for name in names]
+    )
+    with serving(pool) as server:
+        page = visit(server, viewport={"width": 320, "height": 700})
+        expect(page.get_by_label("Model", exact=True)).to_be_visible()
+        tops = [page.locator(part).evaluate("each => each.getBoundingClientRect().top") for part in ("#theme", "nav")]
+        assert tops[0] < 20 < tops[1], "the first row of the header has the theme, the second the pages"
+        expect(page.get_by_role("heading", name="Live")).to_be_in_viewport(ratio=1)
+        bottom = page.locator("header").evaluate("header => header.getBoundingClientRect().bottom")
+        assert page.locator("#live-title").evaluate("title => title.getBoundingClientRect().top") >= bottom
+
+
 def test_a_model_is_downloaded_from_the_page_with_progress_and_then_chatted_with(
     visit: Visit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,8 @@ def test_the_chat_shows_how_much_of_the_prompt_is_read(visit: Visit, let_read: C
         for processed in ("512", "1,024"):
             let_read(1)
             expect(shown).to_have_text(re.compile(f"^Reading the prompt: {processed} of 1,5.. tokens$"))
+            expect(shown).to_be_in_viewport()
         let_read(100)
         expect(shown).to_contain_text("tokens per round")
         expect(shown).not_to_contain_text("Reading")
+        expect(page.get_by_role("button", name="Copy the answer")).to_be_in_viewport()

@@ -85,13 +85,15 @@ export class Answer {
   }
 
   #progress({ processed, total }) {
-    this.numbers.textContent = processed < total ? `Reading the prompt: ${number(processed)} of ${number(total)} tokens` : "";
+    const reading = processed < total ? `Reading the prompt: ${number(processed)} of ${number(total)} tokens` : "";
+    follow(() => (this.numbers.textContent = reading));
   }
 
   #end({ usage, generation_stats }) {
     this.usage = usage;
     this.stats = generation_stats;
-    this.numbers.replaceChildren(...statements(this).map((statement) => make("span", {}, statement)));
+    const spans = statements(this).map((statement) => make("span", {}, statement));
+    follow(() => this.numbers.replaceChildren(...spans));
   }
 
   #showThoughtLength() {
@@ -107,6 +109,14 @@ export class Answer {
       ),
     );
   }
+}
+
+/** Change the answer, and keep the end of the chat in sight where it was. */
+export function follow(change) {
+  const thread = find("thread");
+  const following = thread.scrollHeight - thread.scrollTop - thread.clientHeight < 80;
+  change();
+  if (following) thread.scrollTop = thread.scrollHeight;
 }
 
 /** A text that grows: as markdown, and token by token. The style sheet shows one of the two. */
@@ -134,12 +144,9 @@ class Passage {
   settle() {
     clearTimeout(this.timer);
     this.timer = null;
-    const thread = find("thread");
-    const following = thread.scrollHeight - thread.scrollTop - thread.clientHeight < 80;
     const began = performance.now();
-    render(this.shown, this.written);
+    follow(() => render(this.shown, this.written));
     this.cost = performance.now() - began;
-    if (following) thread.scrollTop = thread.scrollHeight;
   }
 }
 

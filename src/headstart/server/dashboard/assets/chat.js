@@ -1,6 +1,6 @@
 // Conversations with the models of the server.
 
-import { Answer } from "./answer.js";
+import { Answer, follow } from "./answer.js";
 import { chosen } from "./api.js";
 import * as chats from "./chats.js";
 import { drafting, find, make } from "./page.js";
@@ -75,7 +75,7 @@ async function ask(question, reply, retaken = null) {
   find("question").value = find("heard").textContent = "";
   busy(true);
   turn.answer = await reply(turn.place, { messages: asked, ...chosen(), ...options() }, running.signal);
-  turn.place.append(actions(turn));
+  follow(() => turn.place.append(actions(turn)));
   running = null;
   busy(false);
   if (turns.includes(turn)) keep(); // or another chat was opened meanwhile
