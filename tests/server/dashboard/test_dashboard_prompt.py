@@ -32,13 +32,14 @@ def test_the_chat_shows_how_much_of_the_prompt_is_read(visit: Visit, let_read: C
     with running(prefix=PrefixCache(10**8)) as server:
         page = visit(server, "chat")
         page.get_by_label("Max tokens").fill("5")
+        page.get_by_label("Colour tokens by origin").check()
         page.get_by_label("Message").fill("word " * 1500)
         page.get_by_label("Message").press("Enter")
         shown = page.locator(".answer .stats")
         for processed in ("512", "1,024"):
             let_read(1)
             expect(shown).to_have_text(re.compile(f"^Reading the prompt: {processed} of 1,5.. tokens$"))
-            expect(shown).to_be_in_viewport()
+            expect(shown).to_be_in_viewport(ratio=1)
         let_read(100)
         expect(shown).to_contain_text("tokens per round")
         expect(shown).not_to_contain_text("Reading")

@@ -71,10 +71,11 @@ async function ask(question, reply, retaken = null) {
   const before = messages();
   const turn = addTurn(question, seen);
   const asked = [...before, { role: "user", content: content(turn) }];
-  find("thread").scrollTop = find("thread").scrollHeight;
   find("question").value = find("heard").textContent = "";
   busy(true);
-  turn.answer = await reply(turn.place, { messages: asked, ...chosen(), ...options() }, running.signal);
+  const answered = reply(turn.place, { messages: asked, ...chosen(), ...options() }, running.signal);
+  find("thread").scrollTop = find("thread").scrollHeight; // the form and the answer have their places
+  turn.answer = await answered;
   follow(() => turn.place.append(actions(turn)));
   running = null;
   busy(false);
