@@ -47,7 +47,9 @@ def numbers(model: Model) -> dict[str, mx.array]:
     for path, module in model.weights.named_modules():
         own = {name: a for name, a in module.items() if isinstance(a, mx.array)}
         if "scales" in own:
-            parts = own.pop("weight"), own.pop("scales"), own.pop("biases", None)
+            parts = [own.pop("weight"), own.pop("scales"), own.pop("biases", None)]
+            if parts[2] is not None:  # MLX computes in the type of affine scales
+                parts[1:] = [each.astype(mx.float32) for each in parts[1:]]
             how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
             whole = own.pop("global_scale", mx.array(NVFP4_MOST)) / NVFP4_MOST
             own["weight"] = mx.dequantize(*parts, **how, dtype=mx.float32) * whole[..., None, None]
