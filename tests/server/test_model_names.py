@@ -2,14 +2,18 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import openai
 import pytest
 from running import Running, running
 
+from checkpoints import write
+from headstart.checkpoint import read_layout
 from headstart.cli.serve_settings import ServeSettings
 from headstart.errors import RequestError
 from headstart.server.model_names import ModelNames
+from headstart.server.served_model import ModelInfo
 
 
 @contextmanager
@@ -38,6 +42,16 @@ def test_an_alias_is_the_model_on_every_endpoint() -> None:
         assert client.models.retrieve("gpt-4o").id == "tiny"
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="gpt-4o-mini", prompt="Hi", max_tokens=1)
+
+
+def test_a_relative_folder_is_a_name_as_the_command_line_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "models" / "mine", "dense")
+    monkeypatch.chdir(tmp_path)
+    info = ModelInfo.of(read_layout(Path("models/mine")))
+    names = ("mine", "models/mine", "models/mine/", str(tmp_path / "models/mine"), "mine/models", "other/mine")
+    assert [info.answers_to(name) for name in names] == [True, True, True, True, False, False]
 
 
 def test_any_name_may_mean_the_default_model() -> None:

@@ -33,6 +33,7 @@ class ModelInfo:
     drafter: dict[str, Any] | None = None
     vision: bool = False  # with its vision tower
     adapters: Sequence[StoredAdapter] = ()
+    given: Path | None = None  # the folder as the command line names it
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
@@ -55,9 +56,8 @@ class ModelInfo:
         head = {"available": decision.drafts, "default_k": decision.k, "max_k": decision.max_k, "reason": reason}
         context = int(text_config(layout.config)["max_position_embeddings"])
         block = {"kind": "dflash", "max_k": drafter.max_k} if drafter is not None else None
-        return cls(
-            name, path, layout.family, context, layout.quantization, head, layout.card, block, vision, adapters
-        )
+        about = (layout.family, context, layout.quantization, head, layout.card, block, vision, adapters)
+        return cls(name, path, *about, given=layout.path)
 
     @property
     def most_drafts(self) -> int:
@@ -68,7 +68,7 @@ class ModelInfo:
     def answers_to(self, name: str) -> bool:
         """Return whether clients may mean this model: by its id, folder or hub id."""
         card = self.card.hub_id if self.card else None
-        return name in (self.id, self.path.name, hub_id(self.path), card) or Path(name) == self.path
+        return name in (self.id, self.path.name, hub_id(self.path), card) or Path(name) in (self.path, self.given)
 
     def adapter_of(self, name: str | None) -> str | None:
         """Return the adapter that a request means by a model's name, a colon and its own."""
