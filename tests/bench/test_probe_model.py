@@ -22,6 +22,7 @@ from headstart.bench.prompts import KINDS, builtin_prompts
 from headstart.bench.system import system_info
 from headstart.checkpoint import load_tokenizer, resolve
 from headstart.engine.invariance import is_batch_invariant
+from headstart.kernels.cpu.backend import StockCpu
 from headstart.models import Model
 from headstart.state import BatchState
 
@@ -44,7 +45,7 @@ class RoundsByWidth(Model):
 
 def rounding_model() -> Model:
     model = random_model("dense")
-    return RoundsByWidth(model.family, model.config, model.lm, model.weights)
+    return RoundsByWidth(model.family, model.config, model.lm, model.weights, backend=StockCpu())
 
 
 def decoded(rounds: int, seconds: float, proposed: list[int], accepted: list[int]) -> Trial:

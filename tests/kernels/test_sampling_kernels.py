@@ -270,5 +270,6 @@ def test_the_warm_up_has_every_kernel_compiled(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         type(model.backend), "compile_sampling", lambda self, logits: kernels.describe_sampling(logits)
     )
+    monkeypatch.setattr(type(model.backend), "is_shown", lambda *_: False)
     is_batch_invariant(replace(model))  # not one that was measured before
     assert described == ["survey_rows", "cut_rows", "draw_tokens", "verify_by_ratio"]

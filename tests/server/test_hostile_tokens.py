@@ -190,7 +190,7 @@ def rendered(messages: list[Body], tools: list[Body] | None, **options: Any) -> 
 
 
 def tokens_of(messages: list[Body], tools: list[Body] | None) -> list[int]:
-    options = {"enable_thinking": None}
+    options = {"enable_thinking": None, "add_generation_prompt": True, "continue_final_message": False}
     text, mark = encoder().render(served().template._apply, (messages, tools, options))
     return encoder().tokens(text, "chat", mark)
 

@@ -103,6 +103,7 @@ def whole(server: Running, route: str, fields: dict[str, Any]) -> tuple[dict[str
     stats = body.pop("generation_stats")
     assert stats["exact"]
     body.pop("created", None)
+    body.pop("timings", None)
     _forget_drafts(body["usage"])
     return body, stats["proposed_draft_tokens"]
 

@@ -141,7 +141,7 @@ def test_messages_have_plain_numbers_and_one_period() -> None:
         def message(**fields: Any) -> str:
             return str(http.post("/v1/completions", json={"prompt": "a"} | fields).json()["error"]["message"])
 
-        assert message(top_k=-1) == "top_k is -1; it must be a whole number from 0 to 2147483647"
+        assert message(top_k=-2) == "top_k is -2; it must be a whole number from 0 to 2147483647"
         refused = message(num_draft_tokens=3)
         assert "brings it back. Use" in refused
         assert ".." not in refused

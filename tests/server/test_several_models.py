@@ -181,12 +181,10 @@ def test_settings_statistics_and_cache_are_of_one_model_and_outlive_its_unloadin
     assert http.post("/v1/models/unload", json={"model": "red"}).json()["error"]["code"] == "model_in_use"
 
 
-def test_a_model_that_was_loaded_before_the_server_started_gives_its_memory_back(folders: dict[str, Path]) -> None:
-    """What there is when the server starts is frozen: no ordinary collection looks at the cycles in it."""
+def test_a_model_that_is_unloaded_gives_its_memory_back(folders: dict[str, Path]) -> None:
     models = [PooledModel.of(folders["red"], id="red")]
     pool = ModelPool(DeviceThread(), models, budget=budget_for(1, models[0]))
     before = mx.get_active_memory()
-    pool.load_now(models[0])
     with serving(pool) as http:
         complete(http, "red", "two and " * 300)
         assert mx.get_active_memory() - before > models[0].needs.weights
