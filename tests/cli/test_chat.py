@@ -52,9 +52,10 @@ def test_earlier_messages_count(loaded: Any) -> None:
 
 
 def test_a_terminal_shows_how_much_of_a_long_prompt_is_read() -> None:
-    how = ["chat", "-n", "1", "word " * 1500]
+    how = ["chat", "-n", "1", "tiny-qwen3.5", "word " * 1500]
     reading = re.compile(r"Reading the prompt: ([\d,]+) of 1,5\d\d tokens")
-    assert reading.findall(CliRunner().invoke(app, how, env={"FORCE_COLOR": "1"}).stderr) == ["0", "512", "1,024"]
+    shown = reading.findall(CliRunner().invoke(app, how, env={"FORCE_COLOR": "1"}).stderr)
+    assert shown[:3] == ["0", "512", "1,024"]
     assert not reading.search(CliRunner().invoke(app, how).stderr), "a file keeps no such lines"
 
 
