@@ -9,11 +9,13 @@ short the youngest sequence is requeued, and a step that fails costs its sequenc
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from threading import RLock
 from weakref import WeakKeyDictionary
 
+import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..error_log import LOG, log_error
@@ -35,6 +37,7 @@ from .request import Event, Handle, Request
 from .scheduler import Scheduler
 from .sequence import SequenceState, not_finite
 from .step_time import BUDGET, CALIBRATION_BATCH, WARM_UP_BUDGET, time_steps
+from .streams import BorrowedStream
 from .turns import TurnMarker
 
 _controllers: WeakKeyDictionary[Model, DepthController] = WeakKeyDictionary()
@@ -79,6 +82,7 @@ class Engine:
         self.depth = depth or _controllers.setdefault(model, DepthController.of(model))
         self.threaded = False  # if True, another thread calls `run_once`; else iterating a handle does
         self.runs_ahead = model.backend.asynchronous  # a step is launched while the one before is still running
+        self._borrowed: BorrowedStream | None = None  # while there is work that any thread may do
         self._lock = RLock()  # held during an iteration
         self.broken = False  # an iteration was left in the middle, by Ctrl-C or a lost device
         self._last_finish = 0.0  # when the tokens of the last step were read
@@ -133,13 +137,27 @@ class Engine:
     def run_once(self) -> bool:
         """Do one iteration. Return False when nothing is left to do."""
         wait_at_exit()
-        with self._lock, self.decisions.iteration(), self.model.backend.device():
+        with self._lock, self.decisions.iteration(), self._on_device():
             try:
                 self._iterate()
             except BaseException:
                 self.broken = True
                 raise
         return self.scheduler.busy
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Run on the engine's stream: what one thread leaves unevaluated another can then go on with."""
+        with self.model.backend.device():
+            if self.threaded:
+                yield
+                return
+            self._borrowed = self._borrowed or BorrowedStream(self)
+            with mx.stream(self._borrowed.stream):
+                yield
+            if self._borrowed is not None and not self.scheduler.busy:
+                self._borrowed.give_back()
+                self._borrowed = None
 
     def _iterate(self) -> None:
         scheduler = self.scheduler
@@ -166,7 +184,7 @@ class Engine:
         """Prefill all requests that can be admitted, so that they start to decode together."""
         if not self.decisions.alone:
             raise ClusterError("prefill_all is not available on several machines: use one")
-        with self._lock:
+        with self._lock, self._on_device():
             self.scheduler.admit()
             self._calibrate_for_prompts()
             while self.scheduler.prefilling:

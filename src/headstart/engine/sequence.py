@@ -177,7 +177,9 @@ class SequenceState:
                 scores = Logprobs(*[a[: len(tokens)] for a in logprobs])
                 event = replace(event, logprobs=read_logprobs(scores, self.params.params.top_logprobs))
             if self.handle.request.keep_logits and logits is not None:
-                event = replace(event, logits=logits[: len(tokens)])
+                kept = logits[: len(tokens)]
+                mx.eval(kept)  # another thread may read it, and cannot evaluate it
+                event = replace(event, logits=kept)
             self.put(replace(event, stop=self.text.stop))
         if reason is None and self.matcher is not None and self.matcher.failed is not None:
             self.fail(self.matcher.failed)
